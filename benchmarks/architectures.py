@@ -1,13 +1,11 @@
-"""Which families of models are kept and which refused: each in miniature, through the flow and in
-vLLM.
+"""Families of models in miniature, through the flow and in vLLM: which are kept, which refused.
 
-    python -m benchmarks.run architectures    # every family of docs/models.md, both kinds of heads:
-    10 minutes
+    python -m benchmarks.run architectures    # docs/models.md, both kinds of heads: 10 minutes
 
-A family is kept where the whole flow passes its own check natively; vLLM's answer is how many
-greedy texts with the export are the same as without it, or why it cannot start. Weights are random
-and sizes tiny, so that rates mean nothing here. Refused families are those whose layers cannot
-verify a tree; the flow says so before it computes.
+A family is kept where the whole flow passes its own check natively. For vLLM the table has the
+number of greedy texts that are the same with the export as without it, or why it does not start.
+Weights are random and sizes tiny, so rates mean nothing here. A family is refused where its layers
+cannot verify a tree; the flow says so before it computes.
 """
 
 from __future__ import annotations

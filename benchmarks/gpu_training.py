@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from benchmarks import rows
 from benchmarks.arithmetic import (
@@ -21,6 +21,7 @@ from benchmarks.arithmetic import (
 )
 from benchmarks.claims import Claim, Result, in_turns, rates, ratio
 from benchmarks.deadline import Deadline
+from benchmarks.gpu_size import Size
 from pipeline.artifacts.generated_rows import spans_of
 from pipeline.config import MedusaConfig, TrainConfig
 from pipeline.conversations.spans import IGNORED, head_labels
@@ -33,9 +34,6 @@ from pipeline.training.heads_only import open_features
 from pipeline.training.metrics import read_metrics
 from pipeline.training.phases import train
 from pipeline.training.task import TrainSpec, product_dtype
-
-if TYPE_CHECKING:
-    from benchmarks.gpu import Size
 
 Kind = Literal["untied", "tied"]
 

@@ -1,12 +1,10 @@
-"""What both kinds of heads are worth in vLLM: tokens per second beside plain vLLM, one request at a
-time and many.
+"""Tokens per second of both kinds of heads in vLLM over plain vLLM, one request at a time and many.
 
-    python -m benchmarks.run serving    # after `make demo` and `make demo HEADS=recurrent`: 3
-    minutes
+    python -m benchmarks.run serving    # after both demos: 3 minutes
 
 The demos' own exports answer the check's prompts greedily, each engine in turn, with as many draft
-tokens as calibrate chose. On a CPU a forward of few tokens costs in proportion to them, so heads
-pay less here than on a GPU.
+tokens as calibrate chose. On a CPU a forward of few tokens costs in proportion to their number, so
+heads gain less here than on a GPU.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from pipeline.errors import (
 )
 from pipeline.execution.executor import check_executor
 from pipeline.execution.progress import print_stage
-from pipeline.report.formatting import duration
+from pipeline.formatting import duration
 from pipeline.run.context import Context
 from pipeline.run.estimate import check_memory, run_size
 from pipeline.run.preflight import check_config, unread_settings

@@ -34,9 +34,7 @@ class Limits:
     @classmethod
     def of(cls, config: Config) -> Limits:
         check, max_kl = config.check, config.train.backbone.max_kl
-        return cls(
-            check.min_acceleration_rate, check.max_tie_share, check.require_learning, max_kl
-        )
+        return cls(check.min_acceleration_rate, check.max_tie_share, check.require_learning, max_kl)
 
 
 @dataclass(frozen=True)
@@ -450,7 +448,7 @@ def _write_lines(path: Path, lines: Iterable[Line]) -> None:
 
 
 def read_answers(directory: Path) -> dict[str, list[Line]]:
-    """All answers that a check has written, by method: plain decoding's first, the original's last."""
+    """The answers of a check by method: plain decoding's first, the original's last."""
     files = {path.stem: path for path in sorted((directory / "answers").glob("*.jsonl"))}
     for path in sorted((directory / "model_answer").glob("*-original.jsonl")):
         files["original"] = path

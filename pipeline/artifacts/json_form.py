@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any, TypeVar
 
@@ -13,7 +12,7 @@ Result = TypeVar("Result")
 
 def to_json(result: object) -> dict[str, Any]:
     """The fields of a dataclass as JSON; those that are None are left out."""
-    return dict(_adapter(type(result)).dump_python(result, mode="json", exclude_none=True))
+    return dict(TypeAdapter(type(result)).dump_python(result, mode="json", exclude_none=True))
 
 
 def from_json(kind: type[Result], found: Any) -> Result:
@@ -22,14 +21,9 @@ def from_json(kind: type[Result], found: Any) -> Result:
     Raises:
         pydantic.ValidationError: It is of another form.
     """
-    return _adapter(kind).validate_python(found)
+    return TypeAdapter(kind).validate_python(found)
 
 
 def rounded(value: float, digits: int = 4) -> float | None:
     """The figure rounded, None where it is not finite."""
     return round(value, digits) if math.isfinite(value) else None
-
-
-@functools.cache
-def _adapter(kind: type[Result]) -> TypeAdapter[Result]:
-    return TypeAdapter(kind)

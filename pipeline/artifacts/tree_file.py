@@ -82,7 +82,7 @@ class Calibration:
 
 @dataclass(frozen=True, kw_only=True)
 class Accuracy:
-    """The share of `labels` that are among a head's first 1 to 5 guesses; `new` is of new answers."""
+    """The share of labels that are among a head's first 1 to 5 guesses."""
 
     labels: int
     top1: float | None = None
@@ -90,7 +90,7 @@ class Accuracy:
     top3: float | None = None
     top4: float | None = None
     top5: float | None = None
-    new: Accuracy | None = None
+    new: Accuracy | None = None  # on new answers alone
 
 
 @dataclass(frozen=True, kw_only=True)

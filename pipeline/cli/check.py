@@ -66,7 +66,7 @@ def check(
     from pipeline.config.load import target_settings
     from pipeline.evaluation.measuring import BUNDLED, measure_heads
     from pipeline.execution.progress import Meter, ProgressReporter
-    from pipeline.export.foreign import heads_directory
+    from pipeline.export.weights import heads_directory
     from pipeline.storage.atomic import disk_errors
     from pipeline.targets.spec import resolve
 

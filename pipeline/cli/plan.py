@@ -21,8 +21,8 @@ from pipeline.errors import EnvironmentFault
 from pipeline.execution.device_memory import GIB
 from pipeline.execution.executor import InlineExecutor
 from pipeline.execution.placement import most_workers, place
-from pipeline.report.formatting import duration
-from pipeline.report.formatting import rate as tokens_rate
+from pipeline.formatting import duration
+from pipeline.formatting import rate as tokens_rate
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.files import has_weights, is_local, one_look_at_the_hub

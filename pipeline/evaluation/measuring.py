@@ -2,9 +2,8 @@
 run.
 
 `measure` is one engine's part of any of these, in the process that decodes. `measure_heads` is for
-heads of any origin. Heads of this project are decoded as they lie. Others are read by
-`export/foreign.py` and decoded natively from a copy in an export's layout; vLLM gets the original
-where it reads it unmodified, and the copy where it does not.
+heads of any origin. Heads of this project are decoded as they are. Others are decoded natively from
+a copy in an export's layout; vLLM gets the original where it reads it unmodified, else the copy.
 """
 
 from __future__ import annotations
@@ -39,9 +38,9 @@ from pipeline.evaluation.served import check_served, with_expectations
 from pipeline.execution.hardware import hardware, versions
 from pipeline.execution.progress import ProgressReporter
 from pipeline.export.directory import read_tree, write_export
-from pipeline.export.foreign import read_foreign
 from pipeline.export.layout import CONFIG_FILE, ExportLayout, read_layout
-from pipeline.heads.foreign_layouts import Sizes
+from pipeline.export.weights import DirectoryTensors
+from pipeline.heads.foreign_layouts import Sizes, made_of
 from pipeline.heads.kind import Heads, TargetWeights
 from pipeline.storage.atomic import read_object
 from pipeline.targets.engines import EngineName
@@ -64,7 +63,8 @@ def measure(
         ConfigError: No answer took a step.
     """
     target = in_engine(request.target, engine, on_gpu=request.gpus > 0)
-    request, answers = replace(request, target=target), {}
+    request = replace(request, target=target)
+    answers: AnswerLines = {}
     if engine == "native":
         found, answers = check_native(request, progress)
     else:
@@ -186,7 +186,7 @@ def _candidate(
     weights = TargetWeights(
         lambda: lm_head_weight(model()), lambda: model().get_input_embeddings().weight.detach()
     )
-    found = read_foreign(directory, weights, sizes, num_tokens)
+    found = made_of(DirectoryTensors(directory), weights, sizes, num_tokens)
     original = {
         "method": found.vllm_method,
         "model": str(directory.resolve()),

@@ -16,11 +16,9 @@ from functools import partial
 
 from pipeline.artifacts.check_result import (
     Baseline,
-    ChainRate,
     CheckResult,
     Line,
     NativeFigures,
-    Studies,
 )
 from pipeline.config import CheckConfig
 from pipeline.decoding.acceptance import AcceptanceRule, RejectionSampling, greedy_acceptance
@@ -138,7 +136,7 @@ def load_methods(request: CheckRequest) -> DecodingMethods:
     model = load_causal_lm(target, "cuda" if request.gpus else "cpu", max(1, request.gpus))
     heads = read_heads(request.export, model).to(input_device(model))
     eos, room = eos_token_ids(target), context_length(target)
-    baselines = {}
+    baselines: dict[str, Decode] = {}
     for name in settings.baselines:
         baselines[name] = baseline(name, model, eos, settings.max_new_tokens, request.assistant)
     return DecodingMethods(

@@ -77,7 +77,9 @@ def require_prompts(
 ) -> None:
     """Raise DataError where no prompt is left."""
     if not prompts.kept:
-        what = f"No {kind} leaves room for {settings.max_new_tokens} tokens in the target's context."
+        what = (
+            f"No {kind} leaves room for {settings.max_new_tokens} tokens in the target's context."
+        )
         raise DataError(what, where, fix)
 
 

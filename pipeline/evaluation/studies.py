@@ -26,7 +26,7 @@ each other, not with the check's own.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from math import nan, sqrt

@@ -169,9 +169,7 @@ def in_vllm(
     return replace(result, vllm=figures)
 
 
-def kept_part(
-    stage: StageDirectory, part: str, kind: type[Part], make: Callable[[], Part]
-) -> Part:
+def kept_part(stage: StageDirectory, part: str, kind: type[Part], make: Callable[[], Part]) -> Part:
     """A part's result as its file has it, made where there is none."""
     file = stage.path / f"{part}.json"
     if read_json(file) is None:
@@ -189,7 +187,7 @@ def served_copies(context: Context) -> dict[str, TargetSpec]:
     """The copy that will be served as each engine of the check loads it; empty where there is
     none.
     """
-    found = {}
+    found: dict[str, TargetSpec] = {}
     for engine in context.config.check.engines:
         on_gpu = context.on_gpu(OF_ENGINE[engine])
         copy = served_model(context.config, context.target, on_gpu=on_gpu)

@@ -64,7 +64,6 @@ NAME = "calibrate"
 VERSION = 13
 
 
-
 def upstream(config: Config) -> tuple[str, ...]:
     """The states that the heads are measured on, cached or of the tuned backbone; and the training
     rows' answers.
@@ -190,9 +189,7 @@ def _accuracy(hits_R: np.ndarray, count: int, new: Accuracy | None = None) -> Ac
         for rank, hits in enumerate(hits_R.cumsum()[:5].tolist()):
             shares[rank] = round(hits / count, 4)
     top1, top2, top3, top4, top5 = shares
-    return Accuracy(
-        labels=count, top1=top1, top2=top2, top3=top3, top4=top4, top5=top5, new=new
-    )
+    return Accuracy(labels=count, top1=top1, top2=top2, top3=top3, top4=top4, top5=top5, new=new)
 
 
 def _require_labels(trained_K: np.ndarray, num_conversations: int, where: str) -> None:

@@ -38,16 +38,15 @@ def tiny_result(tmp_path_factory):
     serve_forks()
 
     def measure(name: str) -> Result:
+        if name in found:
+            return found[name]
         threads = torch.get_num_threads()
+        untrained = tmp_path_factory.mktemp(name)
         with pytest.MonkeyPatch.context() as patched, tempfile.TemporaryDirectory() as place:
             patched.setattr("tempfile.tempdir", place)
-            patched.setattr(
-                "benchmarks.targets.DEMO_TARGET", tmp_path_factory.mktemp(name)
-            )  # random, trained or not
+            patched.setattr("benchmarks.targets.DEMO_TARGET", untrained)
             patched.setattr("pipeline.report.html.drawings", lambda *_: {})
-            found[name] = found.get(name) or importlib.import_module(f"benchmarks.{name}").measure(
-                tiny=True
-            )
+            found[name] = importlib.import_module(f"benchmarks.{name}").measure(tiny=True)
             assert os.listdir(place) == []
         torch.set_num_threads(threads)
         return found[name]
