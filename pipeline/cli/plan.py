@@ -18,8 +18,8 @@ from rich.text import Text
 from pipeline.config import Config, PlacementOf
 from pipeline.config.load import load_config
 from pipeline.errors import EnvironmentFault
-from pipeline.execution.device_memory import GIB
 from pipeline.execution.executor import InlineExecutor
+from pipeline.execution.machine import GIB
 from pipeline.execution.placement import most_workers, place
 from pipeline.formatting import duration
 from pipeline.formatting import rate as tokens_rate

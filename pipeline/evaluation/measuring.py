@@ -20,7 +20,7 @@ from typing import Any
 import pipeline
 from pipeline.artifacts.check_result import CheckFigures, CheckResult, Limits, Line
 from pipeline.config import CheckConfig
-from pipeline.conversations.readers import read_questions
+from pipeline.conversations.sources import read_questions
 from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.decoding.stock_trees import stock_tree
 from pipeline.decoding.tree import Choices
@@ -35,18 +35,18 @@ from pipeline.evaluation.prompts import (
     with_room_for,
 )
 from pipeline.evaluation.served import check_served, with_expectations
-from pipeline.execution.hardware import hardware, versions
+from pipeline.execution.machine import hardware, versions
 from pipeline.execution.progress import ProgressReporter
 from pipeline.export.directory import read_tree, write_export
 from pipeline.export.layout import CONFIG_FILE, ExportLayout, read_layout
 from pipeline.export.weights import DirectoryTensors
-from pipeline.heads.foreign_layouts import Sizes, made_of
 from pipeline.heads.kind import Heads, TargetWeights
+from pipeline.heads.kinds import Sizes, foreign_heads
 from pipeline.storage.atomic import read_object
 from pipeline.targets.engines import EngineName
-from pipeline.targets.loading import lm_head_weight, load_causal_lm
-from pipeline.targets.quantized import in_engine, require_readable
+from pipeline.targets.loading import lm_head_weight, load_causal_lm, require_readable
 from pipeline.targets.spec import TargetSpec, load_tokenizer, model_config
+from pipeline.targets.vllm_engine import in_vllm
 
 BUNDLED = Path(pipeline.__file__).parents[1] / "data" / "seeds.sharegpt.jsonl"
 DRAFT_TOKENS = 5  # of a cell whose directory does not say
@@ -62,13 +62,12 @@ def measure(
     Raises:
         ConfigError: No answer took a step.
     """
-    target = in_engine(request.target, engine, on_gpu=request.gpus > 0)
-    request = replace(request, target=target)
     answers: AnswerLines = {}
     if engine == "native":
         found, answers = check_native(request, progress)
     else:
-        found = check_served(request, progress)
+        target = in_vllm(request.target, on_gpu=request.gpus > 0)
+        found = check_served(replace(request, target=target), progress)
     return replace(found, hardware=hardware(), versions=versions()), answers
 
 
@@ -186,7 +185,7 @@ def _candidate(
     weights = TargetWeights(
         lambda: lm_head_weight(model()), lambda: model().get_input_embeddings().weight.detach()
     )
-    found = made_of(DirectoryTensors(directory), weights, sizes, num_tokens)
+    found = foreign_heads(DirectoryTensors(directory), weights, sizes, num_tokens)
     original = {
         "method": found.vllm_method,
         "model": str(directory.resolve()),

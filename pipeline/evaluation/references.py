@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.artifacts.check_result import Line
-from pipeline.conversations.formats import ID_KEYS
+from pipeline.conversations.forms import ID_KEYS
 
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 ARTICLES = re.compile(r"\b(a|an|the)\b")

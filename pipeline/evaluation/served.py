@@ -8,7 +8,7 @@ the same rule: tokens kept over forwards of the target, after the prefill and it
 The study of load (`check.studies: [load]`) sends ever more requests at once to the server, with the
 heads and without: heads spend computation that few requests leave idle. It has the check's prompts;
 client and server share the machine. Its acceleration rate is over the drafts that the server counts
-(see `vllm_load`), not over the forwards of each request.
+(see `vllm_server`), not over the forwards of each request.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from pipeline.evaluation.speed import rate_on_new_answers, require_steps
 from pipeline.execution.progress import ProgressReporter
 from pipeline.export.layout import read_layout
 from pipeline.targets.loading import load_causal_lm
-from pipeline.targets.vllm_decode import vllm_decode_check
-from pipeline.targets.vllm_load import serve_under_load
+from pipeline.targets.vllm_decode import decode_in_vllm
+from pipeline.targets.vllm_server import serve_under_load
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -61,17 +61,16 @@ def check_served(request: CheckRequest, progress: ProgressReporter | None = None
     with_heads, num_tokens = drafting(request)
     if progress:
         progress.begin("vLLM starts", 0)
-    decoded = vllm_decode_check(
+    plain, accelerated = decode_in_vllm(
         request.target,
-        with_heads,
+        [{}, with_heads],
         [prompt.ids for prompt in prompts],
         settings.max_new_tokens,
         repeats=settings.repeats,
         gpus=gpus,
         told=progress.report if progress else None,
     )
-    plain, accelerated = decoded["plain"], decoded["accelerated"]
-    answers, accepted = accelerated["token_ids"], accelerated["accepted"]
+    answers, accepted = accelerated.token_ids, accelerated.accepted
     require_steps(accepted)
 
     @functools.cache
@@ -82,7 +81,7 @@ def check_served(request: CheckRequest, progress: ProgressReporter | None = None
         return top_2_gap(model(), prefix)
 
     tolerance = tie_tolerance(request.target, settings, on_gpu=gpus > 0)
-    comparison = compare(prompts, plain["token_ids"], answers, gap_at, tolerance)
+    comparison = compare(prompts, plain.token_ids, answers, gap_at, tolerance)
     measured = rate_of_answers(accepted, conversations_of(prompts))
     figures = VllmFigures(
         num_speculative_tokens=num_tokens,
@@ -90,10 +89,10 @@ def check_served(request: CheckRequest, progress: ProgressReporter | None = None
         acceleration_rate=round(measured.rate, 4),
         standard_error=rounded(measured.standard_error),
         accepted_per_position=accepted_per_position(accepted, num_tokens),
-        speedup=round(accelerated["tokens_per_second"] / plain["tokens_per_second"], 4),
-        tokens_per_second=round(accelerated["tokens_per_second"], 2),
-        baseline_tokens_per_second=round(plain["tokens_per_second"], 2),
-        model_runners={"plain": plain["model_runner"], "with heads": accelerated["model_runner"]},
+        speedup=round(accelerated.tokens_per_second / plain.tokens_per_second, 4),
+        tokens_per_second=round(accelerated.tokens_per_second, 2),
+        baseline_tokens_per_second=round(plain.tokens_per_second, 2),
+        model_runners={"plain": plain.model_runner, "with heads": accelerated.model_runner},
         greedy_match=comparison.match,
         largest_gap=comparison.largest_gap,
         tie_tolerance=tolerance,

@@ -25,7 +25,7 @@ from pipeline.artifacts.generated_rows import read_token_rows
 from pipeline.artifacts.json_form import from_json, to_json
 from pipeline.artifacts.seen_answers import training_text
 from pipeline.artifacts.tree_file import read_calibration
-from pipeline.conversations.readers import read_questions
+from pipeline.conversations.sources import read_questions
 from pipeline.evaluation.answers import model_answers
 from pipeline.evaluation.measuring import AnswerLines, measure
 from pipeline.evaluation.original import OriginalRequest, beside_the_original
@@ -48,8 +48,7 @@ from pipeline.run.preflight import resolve_assistant
 from pipeline.run.served_copy import served_model
 from pipeline.storage.atomic import read_json, write_json
 from pipeline.storage.stage_directory import StageDirectory
-from pipeline.targets.quantization import format_of
-from pipeline.targets.spec import TargetSpec, context_length, model_config
+from pipeline.targets.spec import TargetSpec, context_length, format_of, model_config
 
 PARTS = NATIVE, VLLM, LOAD = "native", "vllm", "load"
 

@@ -18,16 +18,20 @@ from pipeline.artifacts.feature_rows import state_bytes
 from pipeline.config import Config, TrainConfig
 from pipeline.config.training import Bits
 from pipeline.conversations.conversation import Conversation
-from pipeline.conversations.mixing import mixed
-from pipeline.conversations.readers import source_readers
+from pipeline.conversations.sources import mixed, source_readers
 from pipeline.errors import EnvironmentFault
-from pipeline.execution.device_memory import GIB, gpu_memory, machine_memory, num_gpus
+from pipeline.execution.machine import GIB, gpu_memory, machine_memory, num_gpus
+from pipeline.heads.kinds import head_kind
 from pipeline.heads.losses import chunk_bytes_on
-from pipeline.heads.shape import head_kind
 from pipeline.run.placements import OF_ENGINE, unfinished
 from pipeline.storage.done import Summary
-from pipeline.targets.quantization import quantization_of
-from pipeline.targets.spec import cached_numbers, context_length, model_config, resolve
+from pipeline.targets.spec import (
+    cached_numbers,
+    context_length,
+    model_config,
+    quantization_of,
+    resolve,
+)
 from pipeline.training.feature_batches import BATCHES_AHEAD
 from pipeline.training.learner import Learner
 from pipeline.training.methods import method_of

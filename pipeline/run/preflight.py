@@ -11,19 +11,17 @@ from pathlib import Path
 
 from pipeline.artifacts.quantized_states import stored_dtype
 from pipeline.config import CheckConfig, Config, PushConfig, TargetConfig
-from pipeline.conversations.readers import source_readers
+from pipeline.conversations.sources import source_readers
 from pipeline.errors import ConfigError, EnvironmentFault
-from pipeline.execution.cluster_watch import SUBMITTED_JOB
-from pipeline.execution.device_memory import unusable_driver
+from pipeline.execution.machine import SUBMITTED_JOB, unusable_driver
 from pipeline.export.hub import repositories
 from pipeline.export.layout import check_formats, check_num_heads
-from pipeline.heads.shape import head_kind
+from pipeline.heads.kinds import head_kind
 from pipeline.run.lengths import require_labels, require_room
 from pipeline.run.placements import may_be_kept
 from pipeline.run.readable_targets import check_quantization, check_readers
 from pipeline.run.tree_settings import check_tree
-from pipeline.targets.files import is_local
-from pipeline.targets.hub_access import check_repo_id
+from pipeline.targets.files import check_repo_id, is_local
 from pipeline.targets.spec import TargetSpec, model_config, resolve
 from pipeline.training.methods import method_of
 from pipeline.training.trackers import require_trackers

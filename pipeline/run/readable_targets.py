@@ -9,7 +9,7 @@ from pipeline.errors import ConfigError
 from pipeline.run.placements import OF_ENGINE
 from pipeline.run.served_copy import require_served_model
 from pipeline.targets.files import is_local
-from pipeline.targets.quantized import require_readable
+from pipeline.targets.loading import require_readable
 from pipeline.targets.spec import resolve
 
 

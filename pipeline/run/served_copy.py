@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from pipeline.config import Config, TargetConfig
 from pipeline.errors import ConfigError
-from pipeline.targets.quantized import require_readable
+from pipeline.targets.loading import require_readable
 from pipeline.targets.spec import TargetSpec, model_config, resolve
 
 WHERE = "check.served_model"

@@ -14,7 +14,7 @@ from pipeline.decoding.stock_trees import CHILDREN, stock_tree
 from pipeline.decoding.tree import TreePath, check_choices
 from pipeline.errors import ConfigError, DataError
 from pipeline.export.layout import MAX_NUM_HEADS
-from pipeline.heads.shape import head_kind, max_depth
+from pipeline.heads.kinds import head_kind, max_depth
 
 MEASURED_SIZES = (
     1,

@@ -28,7 +28,7 @@ from pipeline.artifacts.json_form import from_json, to_json
 from pipeline.config import Config
 from pipeline.config.load import validate
 from pipeline.conversations.duplicates import CheckQuestions
-from pipeline.conversations.readers import read_questions
+from pipeline.conversations.sources import read_questions
 from pipeline.evaluation.measuring import joined
 from pipeline.evaluation.references import exact_match, read_references
 from pipeline.execution.progress import ProgressReporter

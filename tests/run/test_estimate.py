@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from pipeline.config import Config
 from pipeline.errors import EnvironmentFault
-from pipeline.execution.device_memory import GIB
+from pipeline.execution.machine import GIB
 from pipeline.run.estimate import (
     StageMemory,
     TargetSizes,

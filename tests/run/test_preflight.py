@@ -10,7 +10,7 @@ import pytest
 
 from pipeline.config.load import validate
 from pipeline.errors import ConfigError, EnvironmentFault
-from pipeline.execution.cluster_watch import SUBMITTED_JOB
+from pipeline.execution.machine import SUBMITTED_JOB
 from pipeline.run import readable_targets
 from pipeline.run.preflight import check_config, unread_settings
 from tests.flows.tiny import save_target

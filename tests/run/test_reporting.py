@@ -9,7 +9,7 @@ from importlib.metadata import version
 import pytest
 from rich.console import Console
 
-from pipeline.execution.hardware import hardware
+from pipeline.execution.machine import hardware
 from pipeline.run.context import Context
 from pipeline.run.reporting import assemble, publish_report
 from tests.flows.tiny import edit_summary
