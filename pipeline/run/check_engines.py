@@ -34,9 +34,7 @@ from pipeline.execution.progress import ProgressReporter
 from pipeline.export.directory import read_tree
 from pipeline.export.layout import read_layout
 from pipeline.run.context import Context
-from pipeline.run.placements import OF_ENGINE
-from pipeline.run.preflight import resolve_assistant
-from pipeline.run.served_copy import served_model
+from pipeline.run.resolved import ENGINE_SECTIONS
 from pipeline.storage.atomic import read_json, write_json
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.spec import TargetSpec, context_length
@@ -56,9 +54,9 @@ def check_request(context: Context, progress: ProgressReporter) -> tuple[CheckRe
         prompts.kept,
         settings,
         tree=read_tree(export),
-        gpus=context.placement(OF_ENGINE["native"]).gpus,
+        gpus=context.placement(ENGINE_SECTIONS["native"]).gpus,
         name=Path(context.config.target.model).name,
-        assistant=assistant_of(context),
+        assistant=context.resolved.assistant,
         calibration=read_calibration(context.upstream["calibrate"].path),
         trained=training_text(context.upstream["generate"]),
     )
@@ -73,7 +71,7 @@ def natively(
     def decode() -> dict[str, Any]:
         arguments = {"function": check_native, "request": request}
         found = context.executor.call(
-            with_surroundings, arguments, context.placement(OF_ENGINE["native"]), progress
+            with_surroundings, arguments, context.placement(ENGINE_SECTIONS["native"]), progress
         )
         answers = found.pop("answers")
         write_answers(stage.path, answers)
@@ -96,7 +94,7 @@ def in_vllm(
     """vLLM's result with what its chain is expected to reach; `chain` is native decoding's of the
     same text.
     """
-    placement = context.placement(OF_ENGINE["vllm"])
+    placement = context.placement(ENGINE_SECTIONS["vllm"])
     call, arguments = context.executor.call, {"request": replace(request, gpus=placement.gpus)}
     decoding = {"function": check_served, **arguments}
     served = kept_part(stage, VLLM, lambda: call(with_surroundings, decoding, placement, progress))
@@ -133,18 +131,6 @@ def forget_parts(stage: StageDirectory) -> None:
         (stage.path / f"{part}.json").unlink(missing_ok=True)
 
 
-def served_copies(context: Context) -> dict[str, TargetSpec]:
-    """The copy that will be served as each engine of the check loads it; empty where there is
-    none.
-    """
-    config = context.config
-    found = {
-        engine: served_model(config, context.target, on_gpu=context.on_gpu(OF_ENGINE[engine]))
-        for engine in config.check.engines
-    }
-    return {engine: copy for engine, copy in found.items() if copy}
-
-
 def on_served_model(
     context: Context,
     request: CheckRequest,
@@ -154,7 +140,7 @@ def on_served_model(
     """The heads on the copy that will be served, in every engine of the check."""
     found: dict[str, Any] = {"differing": []}
     for engine, copy in copies.items():
-        placement = context.placement(OF_ENGINE[engine])
+        placement = context.placement(ENGINE_SECTIONS[engine])
         asked = replace(request, gpus=placement.gpus)
         arguments = {
             "function": check_on_served_model,
@@ -176,7 +162,7 @@ def drift_of_published(
     context: Context, stage: StageDirectory, progress: ProgressReporter
 ) -> dict[str, Any]:
     """The drift of the published weights; leaves the original's answers to a file of questions."""
-    settings, placement = context.config.check, context.placement(OF_ENGINE["native"])
+    settings, placement = context.config.check, context.placement(ENGINE_SECTIONS["native"])
     generated = context.upstream["generate"]
     rows = read_token_rows(generated.shards(), generated.fingerprint)
     request = OriginalRequest(
@@ -198,7 +184,7 @@ def _prompts(context: Context, target: TargetSpec, progress: ProgressReporter) -
     if isinstance(settings.prompts, Path):
         kind, where = "question", str(settings.prompts)
         native = "native" in settings.engines
-        placement = context.placement(OF_ENGINE["native" if native else "vllm"])
+        placement = context.placement(ENGINE_SECTIONS["native" if native else "vllm"])
         arguments = {
             "target": target,
             "questions": read_questions(settings.prompts),
@@ -221,8 +207,3 @@ def _prompts(context: Context, target: TargetSpec, progress: ProgressReporter) -
             " check.prompts.",
         )
     return prompts
-
-
-def assistant_of(context: Context) -> TargetSpec | None:
-    model = context.config.check.assistant_model
-    return replace(resolve_assistant(model), dtype=context.target.dtype) if model else None

@@ -48,17 +48,10 @@ from pipeline.evaluation.speed import rounded
 from pipeline.execution.progress import ProgressReporter
 from pipeline.report.facts import expected_rate
 from pipeline.report.formatting import with_error
-from pipeline.run.context import Context
-from pipeline.run.preflight import require_files
-from pipeline.run.stage import Stage
-from pipeline.run.timing import native_overheads
-from pipeline.run.tree_settings import (
-    MEASURED_SIZES,
-    dynamic_tree,
-    most_draft_tokens,
-    read_choices,
-    times_chain,
-)
+from pipeline.run.checks import check_files
+from pipeline.run.context import Context, Stage
+from pipeline.run.resolved import ResolvedRun
+from pipeline.run.timing import MEASURED_SIZES, native_overheads
 from pipeline.storage.done import Identity, Summary
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.training.evaluation import held_out_places, held_out_ranks
@@ -81,18 +74,17 @@ def upstream(config: Config) -> tuple[str, ...]:
 def identity(context: Context) -> Identity:
     """The budget, or the content of the user's tree, and what decides the chain."""
     settings = context.config.calibrate
-    choices = read_choices(context.config) if settings.choices else None
-    chain = {"draft_tokens": settings.draft_tokens, "timed": times_chain(context.config)}
+    chain = {"draft_tokens": settings.draft_tokens, "timed": context.resolved.times_chain}
     found: Identity = {
         "tree": settings.tree,
         "nodes": settings.nodes,
         "depth": settings.depth,
         "top": settings.top,
-        "choices": choices,
+        "choices": context.resolved.choices,
         "chain": chain,
     }
     if settings.data:
-        require_files(context.config)
+        check_files(context.resolved)
         written = context.config.generate.model_dump(
             mode="json", include={"max_new_tokens", "rounds", "on_truncated"}
         )
@@ -111,18 +103,18 @@ def _measure_and_choose(
 ) -> Summary:
     settings, features = context.config.calibrate, context.upstream[upstream(context.config)[0]]
     measured = _on_answers if settings.data else _on_held_out_rows
-    ranks, places = measured(context, dynamic_tree(context.config), progress)
+    ranks, places = measured(context, context.resolved.dynamic_tree, progress)
     hits_KR, counts_K = ranks.hits(settings.top)
     trained_K = counts_K[: context.config.train.num_heads]  # a kind may propose deeper
     num_conversations = len(np.unique(ranks.conversations))
     _require_labels(trained_K, num_conversations, str(settings.data or features.path))
     fits = _cross_fit(context, ranks)
-    most = most_draft_tokens(context.config)
-    timed_chains = chains(most) if times_chain(context.config) else {}
+    most = context.resolved.max_draft_tokens
+    timed_chains = chains(most) if context.resolved.times_chain else {}
     tree_overheads, chain_overheads = native_overheads(
         context, features, fits, timed_chains, progress
     )
-    tree = _chosen(context.config, ranks, places, fits, tree_overheads)
+    tree = _chosen(context.resolved, ranks, places, fits, tree_overheads)
     fixed = (
         context.config.train.num_heads if settings.draft_tokens == "auto" else settings.draft_tokens
     )
@@ -200,7 +192,7 @@ def _tree_facts(tree: ChosenTree, text: str) -> dict[str, Any]:
 
 
 def _chosen(
-    config: Config,
+    resolved: ResolvedRun,
     ranks: HeldOutRanks,
     places: HeldOutPlaces | None,
     fits: CrossFit | None,
@@ -208,10 +200,12 @@ def _chosen(
 ) -> ChosenTree:
     """The user's tree, a dynamic one, or the best that was searched."""
     if fits is None:
-        return given_tree(ranks, read_choices(config))
-    if (dynamic := dynamic_tree(config)) and places:
+        assert resolved.choices is not None
+        return given_tree(ranks, resolved.choices)
+    dynamic, nodes = resolved.dynamic_tree, resolved.config.calibrate.nodes
+    if dynamic and places:
         return best_dynamic_tree(dynamic, places, fits, overheads)
-    budget = MEASURED_SIZES[-1] if config.calibrate.nodes == "auto" else config.calibrate.nodes
+    budget = MEASURED_SIZES[-1] if nodes == "auto" else nodes
     return best_tree(fits, budget, overheads)
 
 

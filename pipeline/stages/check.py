@@ -27,19 +27,16 @@ from pipeline.evaluation.references import exact_match, read_references
 from pipeline.execution.progress import ProgressReporter
 from pipeline.report.facts import on_new_answers
 from pipeline.run.check_engines import (
-    assistant_of,
     check_request,
     drift_of_published,
     forget_parts,
     in_vllm,
     natively,
     on_served_model,
-    served_copies,
 )
-from pipeline.run.context import Context
-from pipeline.run.preflight import require_files
+from pipeline.run.checks import check_files
+from pipeline.run.context import Context, Stage
 from pipeline.run.reporting import publish_report
-from pipeline.run.stage import Stage
 from pipeline.storage.done import Identity, Summary
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.files import is_local
@@ -57,18 +54,18 @@ def upstream(config: Config) -> tuple[str, ...]:
 
 def identity(context: Context) -> Identity:
     """The settings but for the limits, with the content of the questions and of the assistant."""
-    require_files(context.config)
+    check_files(context.resolved)
     unread = set() if "load" in context.config.check.studies else {"slo"}
     settings = context.config.check.model_dump(mode="json", exclude=LIMITS | unread)
     if isinstance(context.config.check.prompts, Path):
         settings["prompts"] = context.digests.of(context.config.check.prompts)
-    if copies := served_copies(context):
+    if copies := context.resolved.served_copies:
         files = weight_files(next(iter(copies.values())), fetch=not context.read_only)
         dtypes = {engine: copy.dtype for engine, copy in copies.items()}
         settings["served_model"] = {"weights": context.digests.of_all(files), "dtypes": dtypes}
     else:
         settings.pop("served_model")
-    if assistant := assistant_of(context):
+    if assistant := context.resolved.assistant:
         settings["assistant_model"] = context.digests.of_all(
             weight_files(assistant, fetch=not context.read_only)
         )
@@ -99,7 +96,7 @@ def _decode_and_compare(
         result["contaminated_rows"] = num_contaminated(
             context.upstream["generate"].shards(), questions
         )
-    if copies := served_copies(context):
+    if copies := context.resolved.served_copies:
         result["served_model"] = on_served_model(context, request, copies, progress)
         result["differing"] = result.get("differing", []) + result["served_model"].pop("differing")
     trained = context.upstream["train"].summary
@@ -179,4 +176,4 @@ def one_line(summary: Summary) -> str:
     return "; ".join(parts)
 
 
-STAGE = Stage(NAME, VERSION, upstream, identity, run, one_line, conclude, failures_of)
+STAGE = Stage(NAME, VERSION, upstream, identity, run, one_line, failures_of)

@@ -37,9 +37,8 @@ from pipeline.conversations.tool_turns import uses_tools
 from pipeline.errors import DataError
 from pipeline.execution.progress import Meter, Progress
 from pipeline.report.formatting import visible
-from pipeline.run.context import Context
-from pipeline.run.preflight import require_files
-from pipeline.run.stage import Stage, reads
+from pipeline.run.checks import check_files
+from pipeline.run.context import Context, Stage, StageFiles, reads
 from pipeline.storage.done import Identity, Summary
 from pipeline.storage.fingerprint import fingerprint, ids_digest
 from pipeline.storage.receipts import Receipt
@@ -227,7 +226,7 @@ def _questions(context: Context) -> Path | None:
     prompts = context.config.check.prompts
     if not context.config.seeds.decontaminate or not isinstance(prompts, Path):
         return None
-    require_files(context.config)
+    check_files(context.resolved)
     return prompts
 
 
@@ -299,4 +298,4 @@ def require_enough(summary: Summary, where: str, holdout: float, openings: Openi
     return too_alike
 
 
-STAGE = Stage(NAME, VERSION, reads(), identity, run, one_line, sharded=True)
+STAGE = Stage(NAME, VERSION, reads(), identity, run, one_line, files=StageFiles(sharded=True))

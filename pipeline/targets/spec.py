@@ -114,7 +114,7 @@ def resolve(target: TargetConfig, *, on_gpu: bool | None = None) -> TargetSpec:
         )
     context_length(spec, config)
     _stated_eos_ids(spec, config)
-    dtype = target.dtype if target.dtype != "auto" else _own_dtype(config, on_gpu)
+    dtype = target.dtype if target.dtype != "auto" else own_dtype(config, on_gpu)
     return replace(spec, dtype=dtype, rounding=rounding_of(config))
 
 
@@ -347,7 +347,7 @@ def _why_not_verifiable(config: PretrainedConfig) -> str | None:
     return None
 
 
-def _own_dtype(config: PretrainedConfig, on_gpu: bool | None) -> str:
+def own_dtype(config: PretrainedConfig, on_gpu: bool | None) -> str:
     if on_gpu is None:
         import torch
 

@@ -7,16 +7,14 @@ import os
 from importlib.metadata import version
 
 import pytest
-from rich.console import Console
 
 from pipeline.execution.executor import make_executor
 from pipeline.execution.hardware import hardware, with_surroundings
 from pipeline.execution.placement import Placement
-from pipeline.run.context import Context
 from pipeline.run.reporting import assemble, publish_report
 from pipeline.stages import check
 from pipeline.targets.spec import TargetSpec
-from tests.flows.tiny import edit_summary
+from tests.flows.tiny import context_of, edit_summary
 
 NODE = {"cpu": "another", "cores": 96, "memory_gb": 900, "gpus": ["NVIDIA H200"]}
 
@@ -68,8 +66,8 @@ def test_a_target_of_the_hub_stands_in_the_check_s_record_and_the_report_with_it
     copied_run, make_config, tmp_path, model
 ):
     changes = {"target__model": model} if model else {"target__revision": "main"}
-    context = Context(make_config(tmp_path, **changes), copied_run, Console(quiet=True), "inline")
-    context.__dict__["target"] = TargetSpec(
+    context = context_of(make_config(tmp_path, **changes), copied_run)
+    context.resolved.__dict__["target"] = TargetSpec(
         model or context.config.target.model, revision="0123abc"
     )
     made_of = check.made_of(context)
