@@ -24,7 +24,7 @@ from pipeline.errors import (
 )
 from pipeline.execution.executor import check_executor
 from pipeline.execution.progress import print_stage
-from pipeline.report.formatting import duration
+from pipeline.formatting import duration
 from pipeline.run.checks import check_placements, check_run, unread_settings
 from pipeline.run.context import Context, Stage
 from pipeline.run.estimate import (

@@ -6,13 +6,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 FLOORS = (
-    {"errors", "redact"},
+    {"errors", "redact", "formatting"},
     {"config"},
     {"conversations"},
     {"storage"},
-    {"heads", "targets", "report"},
+    {"heads", "targets"},
     {"decoding"},
     {"artifacts", "execution"},
+    {"report"},
     {"export"},
     {"training"},
     {"evaluation", "demo"},

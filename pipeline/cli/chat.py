@@ -17,7 +17,7 @@ from rich.console import Console
 
 from pipeline.conversations.conversation import RowRejected, utf8_text
 from pipeline.errors import ConfigError
-from pipeline.report.formatting import duration, rate, ratio, visible
+from pipeline.formatting import duration, rate, ratio, visible
 
 if TYPE_CHECKING:
     from pipeline.cli.chat_model import ChatModel

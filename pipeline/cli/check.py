@@ -63,7 +63,7 @@ def check(
     from pipeline.config.load import target_settings
     from pipeline.evaluation.any_heads import BUNDLED, measure_heads
     from pipeline.execution.progress import Meter, ProgressReporter
-    from pipeline.export.foreign import heads_directory
+    from pipeline.export.weights import heads_directory
     from pipeline.storage.atomic import disk_errors
     from pipeline.targets.spec import resolve
 
@@ -97,10 +97,10 @@ def _publish(found: dict[str, Any], out: Path | None) -> None:
     """Print the tables, write them where that was asked for, and fail where the check has."""
     from pipeline.artifacts.check_result import write_answers
     from pipeline.errors import CheckFailed
+    from pipeline.formatting import visible
     from pipeline.report.check_tables import categories_table, check_table
     from pipeline.report.documents import section
     from pipeline.report.facts import finite
-    from pipeline.report.formatting import visible
     from pipeline.report.terminal import print_tables
     from pipeline.storage.atomic import write_text
 

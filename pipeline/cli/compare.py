@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pipeline.errors import ConfigError
-from pipeline.report.formatting import visible
+from pipeline.formatting import visible
 from pipeline.storage.run_directory import RunDirectory
 
 if TYPE_CHECKING:

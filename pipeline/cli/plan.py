@@ -16,8 +16,8 @@ from rich.text import Text
 from pipeline.config.load import load_config
 from pipeline.errors import ConfigError, EnvironmentFault
 from pipeline.execution.placement import most_workers
-from pipeline.report.formatting import duration
-from pipeline.report.formatting import rate as tokens_rate
+from pipeline.formatting import duration
+from pipeline.formatting import rate as tokens_rate
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.files import has_weights, is_local, one_look_at_the_hub

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pipeline.report.formatting import visible
+from pipeline.formatting import visible
 from pipeline.storage.run_directory import RunDirectory
 
 if TYPE_CHECKING:

@@ -35,15 +35,15 @@ from pipeline.evaluation.served import check_served
 from pipeline.execution.hardware import hardware
 from pipeline.execution.progress import ProgressReporter
 from pipeline.export.directory import read_tree, write_export
-from pipeline.export.foreign import read_foreign
 from pipeline.export.layout import CONFIG_FILE, ExportLayout, read_layout
-from pipeline.heads.foreign_layouts import ForeignHeads, Sizes
+from pipeline.export.weights import DirectoryTensors
+from pipeline.heads.foreign_layouts import ForeignHeads, Sizes, made_of
 from pipeline.heads.kind import TargetWeights
 from pipeline.heads.shape import HeadsShape
 from pipeline.storage.atomic import read_object
-from pipeline.targets.loading import lm_head_weight, load_causal_lm
-from pipeline.targets.quantized import in_engine, require_readable
+from pipeline.targets.loading import lm_head_weight, load_causal_lm, require_readable
 from pipeline.targets.spec import TargetSpec, load_tokenizer, model_config
+from pipeline.targets.vllm_engine import in_vllm
 
 BUNDLED = Path(pipeline.__file__).parents[1] / "data" / "seeds.sharegpt.jsonl"
 DRAFT_TOKENS = 5  # of a cell whose directory does not say
@@ -131,8 +131,8 @@ def _decoded(request: CheckRequest, progress: ProgressReporter | None) -> dict[s
         expected = {}
         if chain := result.get("native", {}).get("chain"):
             expected["same_text_acceleration_rate"] = chain["acceleration_rate"]
-        in_vllm = in_engine(request.target, "vllm", on_gpu=request.gpus > 0)
-        result["vllm"] = check_served(replace(request, target=in_vllm), progress)["vllm"] | expected
+        target = in_vllm(request.target, on_gpu=request.gpus > 0)
+        result["vllm"] = check_served(replace(request, target=target), progress)["vllm"] | expected
     return result
 
 
@@ -152,7 +152,8 @@ def _candidate(
         )
         return
     num_tokens = draft_tokens or proposed_tokens(config) or DRAFT_TOKENS
-    found = read_foreign(directory, _matrices(target), sizes, num_tokens)
+    tensors = DirectoryTensors(directory)
+    found = made_of(tensors, _matrices(target), sizes, num_tokens)
     original = {
         "method": found.vllm_method,
         "model": str(directory.resolve()),

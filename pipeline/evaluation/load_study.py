@@ -11,7 +11,7 @@ heads:
     requests within_slo         the share of requests within both limits of `check.slo`, where there
     are any
 
-and with the heads `acceleration_rate`, over the drafts that the server counts (see `vllm_load`),
+and with the heads `acceleration_rate`, over the drafts that the server counts (see `vllm_server`),
 not over the forwards of each request as the check has it.
 """
 
@@ -28,7 +28,7 @@ from pipeline.evaluation.prompts import CheckRequest
 from pipeline.evaluation.served import drafting
 from pipeline.evaluation.speed import rounded
 from pipeline.execution.progress import ProgressReporter
-from pipeline.targets.vllm_load import serve_under_load
+from pipeline.targets.vllm_server import serve_under_load
 
 LEVELS = (1, 2, 4, 8, 16, 32, 64)
 PERCENTILES = (50, 90, 99)

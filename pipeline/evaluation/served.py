@@ -22,8 +22,8 @@ from pipeline.evaluation.speed import rate_on_new_answers, require_steps, rounde
 from pipeline.execution.progress import ProgressReporter
 from pipeline.export.layout import read_layout
 from pipeline.targets.loading import load_causal_lm
-from pipeline.targets.quantized import in_engine
-from pipeline.targets.vllm_decode import vllm_decode_check
+from pipeline.targets.vllm_decode import decode_in_vllm
+from pipeline.targets.vllm_engine import in_vllm
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -39,49 +39,46 @@ def check_served(request: CheckRequest, progress: ProgressReporter | None = None
         ConfigError: No answer took a step.
     """
     settings, prompts, gpus = request.settings, request.prompts, request.gpus
-    target = in_engine(request.target, "vllm", on_gpu=gpus > 0)  # in whose dtype a tie is a tie
+    target = in_vllm(request.target, on_gpu=gpus > 0)  # in whose dtype a tie is a tie
     with_heads, num_tokens = drafting(request)
     if progress:
         progress.begin("vLLM starts", 0)
-    decoded = vllm_decode_check(
+    plain, accelerated = decode_in_vllm(
         target,
-        with_heads,
+        [{}, with_heads],
         [prompt.ids for prompt in prompts],
         settings.max_new_tokens,
         repeats=settings.repeats,
         gpus=gpus,
         told=progress.report if progress else None,
     )
-    plain, accelerated = decoded["plain"], decoded["accelerated"]
-    require_steps(accelerated["accepted"])
-    found = rate_of_answers(accelerated["accepted"], conversations_of(prompts))
+    require_steps(accelerated.accepted)
+    found = rate_of_answers(accelerated.accepted, conversations_of(prompts))
 
     @functools.cache
     def model() -> PreTrainedModel:  # loaded only where sequences differ
         return load_causal_lm(target, "cuda" if gpus else "cpu", max(1, gpus))
 
-    texts = plain["token_ids"], accelerated["token_ids"]
+    texts = plain.token_ids, accelerated.token_ids
     tolerance = tie_tolerance(target, settings, on_gpu=gpus > 0)
     match = compare(prompts, *texts, lambda prefix: top_2_gap(model(), prefix), tolerance)
     on_new: dict[str, Any] = {}
     if request.trained is not None:
         seen = request.trained.answers()
-        on_new = rate_on_new_answers(
-            prompts, accelerated["token_ids"], accelerated["accepted"], seen
-        )
+        on_new = rate_on_new_answers(prompts, accelerated.token_ids, accelerated.accepted, seen)
     return {
         "vllm": {
             "num_speculative_tokens": num_tokens,
             "export_alone": "model" in with_heads,
             "acceleration_rate": rounded(found.rate),
             "standard_error": rounded(found.standard_error),
-            "accepted_per_position": accepted_per_position(accelerated["accepted"], num_tokens),
-            "speedup": round(accelerated["tokens_per_second"] / plain["tokens_per_second"], 4),
-            "tokens_per_second": round(accelerated["tokens_per_second"], 2),
-            "baseline_tokens_per_second": round(plain["tokens_per_second"], 2),
+            "accepted_per_position": accepted_per_position(accelerated.accepted, num_tokens),
+            "speedup": round(accelerated.tokens_per_second / plain.tokens_per_second, 4),
+            "tokens_per_second": round(accelerated.tokens_per_second, 2),
+            "baseline_tokens_per_second": round(plain.tokens_per_second, 2),
             "model_runners": {
-                "plain": plain["model_runner"],
-                "with heads": accelerated["model_runner"],
+                "plain": plain.model_runner,
+                "with heads": accelerated.model_runner,
             },
             "greedy_match": match.as_dict(),
             "tie_tolerance": tolerance,

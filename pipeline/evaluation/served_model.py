@@ -15,9 +15,8 @@ from pipeline.evaluation.native import check_native
 from pipeline.evaluation.prompts import CheckRequest
 from pipeline.evaluation.served import check_served
 from pipeline.execution.progress import ProgressReporter
-from pipeline.targets.quantization import format_of
-from pipeline.targets.quantized import in_engine
-from pipeline.targets.spec import TargetSpec, model_config
+from pipeline.targets.spec import TargetSpec, format_of, model_config
+from pipeline.targets.vllm_engine import in_vllm
 
 CHECKS: dict[str, Callable[..., dict[str, Any]]] = {"native": check_native, "vllm": check_served}
 KEPT = (
@@ -34,9 +33,9 @@ def check_on_served_model(
     Returns:
         {"model", "format", "dtype", "figures": those of report.json that a copy has, "differing"}.
     """
-    spec = in_engine(
-        replace(spec, max_tokens=request.target.max_tokens), engine, on_gpu=request.gpus > 0
-    )
+    spec = replace(spec, max_tokens=request.target.max_tokens)
+    if engine == "vllm":
+        spec = in_vllm(spec, on_gpu=request.gpus > 0)
     plainly = request.settings.model_copy(
         update={"baselines": (), "assistant_model": None, "studies": ()}
     )

@@ -17,7 +17,7 @@ from rich import progress as bars
 from rich.console import Console
 from rich.markup import escape
 
-from pipeline.report.formatting import duration, visible
+from pipeline.formatting import duration, visible
 from pipeline.storage.progress_file import ProgressFile
 
 STAGE_WIDTH = len("tuned-features")  # of the column with the stages' names

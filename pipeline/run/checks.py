@@ -21,9 +21,8 @@ from pipeline.execution.device_memory import unusable_driver
 from pipeline.export.hub import repositories
 from pipeline.export.layout import check_formats, check_num_heads
 from pipeline.run.resolved import ASSISTANT, ENGINE_SECTIONS, SERVED, TARGET, ResolvedRun
-from pipeline.targets.files import is_local
-from pipeline.targets.hub_access import check_repo_id
-from pipeline.targets.quantized import require_readable
+from pipeline.targets.files import check_repo_id, is_local
+from pipeline.targets.loading import require_readable
 from pipeline.targets.spec import context_length
 from pipeline.training.methods import Package
 from pipeline.training.trackers import require_trackers

@@ -46,8 +46,8 @@ from pipeline.evaluation.choosing import (
 from pipeline.evaluation.own_text import measured_on_answers, written_answers
 from pipeline.evaluation.speed import rounded
 from pipeline.execution.progress import ProgressReporter
+from pipeline.formatting import with_error
 from pipeline.report.facts import expected_rate
-from pipeline.report.formatting import with_error
 from pipeline.run.checks import check_files
 from pipeline.run.context import Context, Stage
 from pipeline.run.resolved import ResolvedRun

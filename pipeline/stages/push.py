@@ -16,13 +16,12 @@ from rich.console import Console
 
 from pipeline.config import Config
 from pipeline.export.card_facts import Published
-from pipeline.export.hub import backbone_upload, heads_upload, repositories
-from pipeline.export.hub_data_set import data_set_upload
+from pipeline.export.data_set import data_set_upload
+from pipeline.export.hub import Upload, backbone_upload, heads_upload, repositories, send_all
 from pipeline.export.layout import BACKBONE_DIRECTORY
 from pipeline.export.licence import Licence, licence_of
-from pipeline.export.upload import Upload, send_all
+from pipeline.formatting import visible
 from pipeline.heads.shape import head_kind
-from pipeline.report.formatting import visible
 from pipeline.run.context import Context, Stage
 from pipeline.run.reporting import assemble
 from pipeline.storage.atomic import write_json

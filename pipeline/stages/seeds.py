@@ -36,7 +36,7 @@ from pipeline.conversations.splits import (
 from pipeline.conversations.tool_turns import uses_tools
 from pipeline.errors import DataError
 from pipeline.execution.progress import Meter, Progress
-from pipeline.report.formatting import visible
+from pipeline.formatting import visible
 from pipeline.run.checks import check_files
 from pipeline.run.context import Context, Stage, StageFiles, reads
 from pipeline.storage.done import Identity, Summary

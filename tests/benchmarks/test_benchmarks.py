@@ -69,7 +69,7 @@ def test_the_benchmark_of_ray_runs_at_a_tiny_size(ray_cluster, tiny_result):
 @pytest.mark.parametrize("name", ON_VLLM)
 def test_the_benchmarks_of_vllm_run_at_a_tiny_size(name, vllm_here, tiny_result, monkeypatch):
     pytest.importorskip("vllm")
-    work_here(monkeypatch, vllm_decode, vllm_decode.decode)
+    work_here(monkeypatch, vllm_decode)
     assert_measured(tiny_result(name))
 
 

@@ -16,7 +16,7 @@ import torch
 from huggingface_hub import constants
 
 from pipeline.cli.app import main
-from pipeline.report.formatting import duration
+from pipeline.formatting import duration
 from pipeline.storage.shards import read_rows
 from pipeline.targets.spec import TargetSpec, weight_files
 from tests.cli.hub_to_read import REPOSITORY, HubToRead, serve

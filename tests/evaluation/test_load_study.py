@@ -24,9 +24,9 @@ from pipeline.evaluation import load_study as module
 from pipeline.evaluation.load_study import LEVELS, in_words, load_rows, load_study, stops_paying_at
 from pipeline.evaluation.prompts import CheckRequest, Prompt
 from pipeline.report.documents import report_texts
-from pipeline.targets import vllm_load, vllm_server
+from pipeline.targets import vllm_server
 from pipeline.targets.spec import TargetSpec
-from pipeline.targets.vllm_server import flags, serving
+from pipeline.targets.vllm_server import LoadTask, flags, serving
 
 
 def measured(requests=1, seconds=2.0, num_tokens=100, ttft=(0.1,), tpot=(0.01,), rate=None):
@@ -158,18 +158,12 @@ def test_loads_take_turns_and_the_pass_of_median_length_counts(tiny_target, monk
         turn = (len(asked) - 1) // 2
         return {"requests": level, "seconds": (2.0, 90.0, 2.0 + level)[turn]}
 
-    monkeypatch.setattr(vllm_load, "import_vllm", lambda: None)
-    monkeypatch.setattr(vllm_load, "serving", lambda *_: contextlib.nullcontext("http://nowhere"))
-    monkeypatch.setattr(vllm_load, "_benchmark", benchmark)
-    task = {
-        "spec": {"model": str(tiny_target)},
-        "prompts": [[1, 2], [3]],
-        "levels": [1, 4],
-        "repeats": 3,
-        "gpus": 0,
-    }
-    task |= {"max_new_tokens": 9, "engine_args": {}}
-    rows = vllm_load.measure(
+    monkeypatch.setattr(vllm_server, "import_vllm", lambda: None)
+    monkeypatch.setattr(vllm_server, "serving", lambda *_: contextlib.nullcontext("http://nowhere"))
+    monkeypatch.setattr(vllm_server, "_benchmark", benchmark)
+    spec = TargetSpec(str(tiny_target))
+    task = LoadTask(spec, {}, [[1, 2], [3]], [1, 4], max_new_tokens=9, repeats=3, gpus=0)
+    rows = vllm_server.measure(
         task, lambda **progress: told.append((progress.get("done"), progress.get("total")))
     )
     assert asked == [(1, 2), (4, 8)] * 3

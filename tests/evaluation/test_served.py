@@ -21,6 +21,7 @@ from pipeline.evaluation.speed import speed
 from pipeline.export.layout import ExportLayout
 from pipeline.heads.medusa import MedusaShape
 from pipeline.targets.spec import TargetSpec
+from pipeline.targets.vllm_decode import VLLMTexts
 
 PROMPTS = [Prompt("a", [0, 5]), Prompt("b", [0, 6])]
 
@@ -31,18 +32,13 @@ def check(monkeypatch, tiny_target):
         plain: list[list[int]],
         accelerated: list[list[int]],
         prompts: list[Prompt] = PROMPTS,
-        **figures,
+        accepted=((3, 1, 3, 1), (2, 1, 2, 1)),
     ):
-        with_heads = {
-            "accepted": [[3, 1, 3, 1], [2, 1, 2, 1]],
-            "tokens_per_second": 30.0,
-            "model_runner": "V1",
-        }
-        decoded = {
-            "plain": {"token_ids": plain, "tokens_per_second": 20.0, "model_runner": "V2"},
-            "accelerated": {"token_ids": accelerated, **with_heads, **figures},
-        }
-        monkeypatch.setattr(served, "vllm_decode_check", lambda *arguments, **more: decoded)
+        decoded = [
+            VLLMTexts(plain, [], seconds=sum(map(len, plain)) / 20.0, model_runner="V2"),
+            VLLMTexts(accelerated, accepted, sum(map(len, accelerated)) / 30.0, "V1"),
+        ]
+        monkeypatch.setattr(served, "decode_in_vllm", lambda *arguments, **more: decoded)
         layout = ExportLayout(
             "owner/target", MedusaShape(hidden_size=64, vocab_size=300, num_heads=3)
         )

@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from pipeline.errors import DataError
-from pipeline.export.foreign import read_foreign
-from pipeline.heads.foreign_layouts import ForeignHeads, Sizes
+from pipeline.export.weights import DirectoryTensors
+from pipeline.heads.foreign_layouts import ForeignHeads, Sizes, made_of
 from pipeline.heads.kind import TargetWeights
 from pipeline.heads.medusa import MedusaHeads, MedusaShape
 from pipeline.heads.recurrent import RecurrentHeads, RecurrentShape
@@ -28,7 +28,7 @@ TARGET = TargetWeights(
 
 
 def read(directory: Path, sizes: Sizes = SIZES, num_tokens: int = 3) -> ForeignHeads:
-    return read_foreign(directory, TARGET, sizes, num_tokens)
+    return made_of(DirectoryTensors(directory), TARGET, sizes, num_tokens)
 
 
 def as_vllm_names_them(tensors: dict[str, Tensor], num_layers: int) -> dict[str, Tensor]:

@@ -60,7 +60,7 @@ def with_attention(target: TargetSpec, directory: Path) -> Path:
 def test_eagle_1_with_attention_is_measured_in_vllm_and_refused_natively(
     counting_target, tmp_path, monkeypatch
 ):
-    work_here(monkeypatch, vllm_decode, vllm_decode.decode)
+    work_here(monkeypatch, vllm_decode)
     heads = with_attention(counting_target, tmp_path)
     template = "{% for message in messages %}{{ message.content }}w3{% endfor %}"
     target = dataclasses.replace(counting_target, chat_template=template)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.report.formatting import duration
+from pipeline.formatting import duration
 
 
 @given(st.floats(0, 1e6))
