@@ -21,7 +21,8 @@ from pipeline.decoding.decoder import Decoded, Decoder, plain_decoder
 from pipeline.decoding.tree import greedy_tree
 from pipeline.evaluation.prompts import Prompt
 from pipeline.evaluation.speed import ACCELERATED, PLAIN, Pace, speed
-from pipeline.heads.medusa import MedusaHeads, MedusaShape
+from pipeline.heads.medusa import MedusaHeads
+from pipeline.heads.shapes import MedusaShape
 from pipeline.targets.loading import lm_head_weight
 
 NUM_HEADS = 5

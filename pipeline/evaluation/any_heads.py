@@ -37,9 +37,9 @@ from pipeline.execution.progress import ProgressReporter
 from pipeline.export.directory import read_tree, write_export
 from pipeline.export.layout import CONFIG_FILE, ExportLayout, read_layout
 from pipeline.export.weights import DirectoryTensors
-from pipeline.heads.foreign_layouts import ForeignHeads, Sizes, made_of
 from pipeline.heads.kind import TargetWeights
-from pipeline.heads.shape import HeadsShape
+from pipeline.heads.kinds import ForeignHeads, Sizes, foreign_heads
+from pipeline.heads.shapes import HeadsShape
 from pipeline.storage.atomic import read_object
 from pipeline.targets.loading import lm_head_weight, load_causal_lm, require_readable
 from pipeline.targets.spec import TargetSpec, load_tokenizer, model_config
@@ -153,7 +153,7 @@ def _candidate(
         return
     num_tokens = draft_tokens or proposed_tokens(config) or DRAFT_TOKENS
     tensors = DirectoryTensors(directory)
-    found = made_of(tensors, _matrices(target), sizes, num_tokens)
+    found = foreign_heads(tensors, _matrices(target), sizes, num_tokens)
     original = {
         "method": found.vllm_method,
         "model": str(directory.resolve()),

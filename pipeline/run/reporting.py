@@ -15,7 +15,7 @@ from pipeline.export.card import model_card
 from pipeline.export.card_facts import Published
 from pipeline.export.hub import repositories
 from pipeline.export.licence import Licence
-from pipeline.heads.shape import drafter, head_kind
+from pipeline.heads.kinds import head_kind
 from pipeline.report.documents import report_texts
 from pipeline.report.terminal import print_report
 from pipeline.run.context import Context
@@ -79,7 +79,7 @@ def assemble(
         **({"target_revision": checked.target_revision} if checked.target_revision else {}),
         "method": config.train.method,
         "num_heads": config.train.num_heads,
-        "drafter": drafter(config.train),
+        "drafter": f"{config.train.num_heads} {head_kind(config.train.heads).units}",
         **{name: _selected(summaries[name]) for name in REPORTED_STAGES if name in summaries},
         **(
             {"skipped": skipped}

@@ -19,7 +19,8 @@ from pipeline.execution.executor import InlineExecutor
 from pipeline.execution.placement import Placement, Resources, gpus_of, place
 from pipeline.export.layout import MAX_NUM_HEADS
 from pipeline.heads.kind import Heads
-from pipeline.heads.shape import HeadsShape, head_kind
+from pipeline.heads.kinds import head_kind
+from pipeline.heads.shapes import HeadsShape
 from pipeline.storage.run_directory import finished_before
 from pipeline.targets.spec import TargetSpec, context_length, model_config, own_dtype, resolve
 from pipeline.training.methods import Method, method_of

@@ -21,7 +21,7 @@ from pipeline.export.hub import Upload, backbone_upload, heads_upload, repositor
 from pipeline.export.layout import BACKBONE_DIRECTORY
 from pipeline.export.licence import Licence, licence_of
 from pipeline.formatting import visible
-from pipeline.heads.shape import head_kind
+from pipeline.heads.kinds import head_kind
 from pipeline.run.context import Context, Stage
 from pipeline.run.reporting import assemble
 from pipeline.storage.atomic import write_json

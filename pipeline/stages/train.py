@@ -16,7 +16,7 @@ from pipeline.config import Config
 from pipeline.execution.placement import Placement
 from pipeline.execution.progress import ProgressReporter, print_stage
 from pipeline.export.layout import BACKBONE_DIRECTORY
-from pipeline.heads.shape import head_kind
+from pipeline.heads.kinds import head_kind
 from pipeline.run.context import Context, Stage, StageFiles
 from pipeline.storage.done import Identity, Summary
 from pipeline.storage.stage_directory import StageDirectory

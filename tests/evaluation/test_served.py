@@ -19,7 +19,7 @@ from pipeline.evaluation.prompts import CheckRequest, Prompt
 from pipeline.evaluation.served import accepted_per_position, chain_promise
 from pipeline.evaluation.speed import speed
 from pipeline.export.layout import ExportLayout
-from pipeline.heads.medusa import MedusaShape
+from pipeline.heads.shapes import MedusaShape
 from pipeline.targets.spec import TargetSpec
 from pipeline.targets.vllm_decode import VLLMTexts
 

@@ -14,8 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from pipeline.config import Config, TrainConfig
 from pipeline.conversations.spans import Span
-from pipeline.heads.shape import head_kind
-from pipeline.heads.soft_labels import TargetHead
+from pipeline.heads.kinds import head_kind
+from pipeline.heads.losses import TargetHead
 from pipeline.run.estimate import (
     TOLERANCE,
     StageMemory,
