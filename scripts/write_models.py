@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from pipeline.config.load import load_config  # noqa: E402
-from pipeline.execution.device_memory import GIB  # noqa: E402
+from pipeline.execution.machine import GIB  # noqa: E402
 from pipeline.flow import STAGES  # noqa: E402
 from pipeline.run.estimate import (  # noqa: E402
     StageMemory,

@@ -26,8 +26,7 @@ import torch
 from torch import Tensor
 
 from pipeline.config import CheckConfig
-from pipeline.conversations.repetition import distinct_n
-from pipeline.conversations.text_stream import TextStream
+from pipeline.conversations.requests import TextStream, distinct_n
 from pipeline.decoding.decoder import Decoded
 from pipeline.decoding.readout import last_positions
 from pipeline.evaluation.prompts import Prompt

@@ -19,7 +19,7 @@ from typing import Any
 import pipeline
 from pipeline.artifacts.check_result import CheckResult
 from pipeline.config import CheckConfig
-from pipeline.conversations.readers import read_questions
+from pipeline.conversations.sources import read_questions
 from pipeline.decoding.stock_trees import stock_tree
 from pipeline.errors import ConfigError, DataError
 from pipeline.evaluation.limits import engine_failures
@@ -32,7 +32,7 @@ from pipeline.evaluation.prompts import (
     with_room_for,
 )
 from pipeline.evaluation.served import check_served
-from pipeline.execution.hardware import hardware
+from pipeline.execution.machine import hardware
 from pipeline.execution.progress import ProgressReporter
 from pipeline.export.directory import read_tree, write_export
 from pipeline.export.layout import CONFIG_FILE, ExportLayout, read_layout

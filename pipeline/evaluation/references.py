@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline.conversations.formats import ID_KEYS
+from pipeline.conversations.forms import ID_KEYS
 
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 ARTICLES = re.compile(r"\b(a|an|the)\b")

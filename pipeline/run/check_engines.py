@@ -13,7 +13,7 @@ from pipeline.artifacts.check_result import write_answers, write_model_answers
 from pipeline.artifacts.generated_rows import read_token_rows
 from pipeline.artifacts.seen_answers import training_text
 from pipeline.artifacts.tree_file import read_calibration
-from pipeline.conversations.readers import read_questions
+from pipeline.conversations.sources import read_questions
 from pipeline.errors import DataError
 from pipeline.evaluation.answers import model_answers
 from pipeline.evaluation.load_study import load_study
@@ -29,7 +29,7 @@ from pipeline.evaluation.prompts import (
 )
 from pipeline.evaluation.served import chain_promise, check_served
 from pipeline.evaluation.served_model import check_on_served_model
-from pipeline.execution.hardware import with_surroundings
+from pipeline.execution.machine import with_surroundings
 from pipeline.execution.progress import ProgressReporter
 from pipeline.export.directory import read_tree
 from pipeline.export.layout import read_layout

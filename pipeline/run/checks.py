@@ -13,11 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pipeline.artifacts.quantized_states import stored_dtype
-from pipeline.conversations.readers import source_readers
+from pipeline.conversations.sources import source_readers
 from pipeline.errors import ConfigError, EnvironmentFault
 from pipeline.evaluation.prompts import with_room
-from pipeline.execution.cluster_watch import SUBMITTED_JOB
-from pipeline.execution.device_memory import unusable_driver
+from pipeline.execution.machine import SUBMITTED_JOB, unusable_driver
 from pipeline.export.hub import repositories
 from pipeline.export.layout import check_formats, check_num_heads
 from pipeline.run.resolved import ASSISTANT, ENGINE_SECTIONS, SERVED, TARGET, ResolvedRun

@@ -18,10 +18,9 @@ import torch
 from pipeline.artifacts.feature_rows import state_bytes
 from pipeline.config.training import Bits
 from pipeline.conversations.conversation import Conversation
-from pipeline.conversations.mixing import mixed
-from pipeline.conversations.readers import source_readers
+from pipeline.conversations.sources import mixed, source_readers
 from pipeline.errors import EnvironmentFault
-from pipeline.execution.device_memory import GIB, gpu_memory, machine_memory
+from pipeline.execution.machine import GIB, gpu_memory, machine_memory
 from pipeline.execution.placement import Resources
 from pipeline.heads.losses import chunk_bytes_on
 from pipeline.run.resolved import ENGINE_SECTIONS, TARGET, ResolvedRun

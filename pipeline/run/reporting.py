@@ -10,7 +10,7 @@ from pipeline.artifacts.check_result import CheckResult
 from pipeline.artifacts.tree_file import read_calibration
 from pipeline.config import Config
 from pipeline.evaluation.limits import failures
-from pipeline.execution.hardware import hardware, versions
+from pipeline.execution.machine import hardware, versions
 from pipeline.export.card import model_card
 from pipeline.export.card_facts import Published
 from pipeline.export.hub import repositories

@@ -26,7 +26,7 @@ from pipeline.artifacts.seen_answers import ENOUGH_NEW, training_text
 from pipeline.artifacts.trained_heads import HEADS_FILE
 from pipeline.artifacts.tree_file import Calibration
 from pipeline.config import Config
-from pipeline.conversations.readers import read_questions
+from pipeline.conversations.sources import read_questions
 from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.decoding.held_out import HeldOutPlaces, HeldOutRanks
 from pipeline.decoding.stock_trees import STOCK_NODES

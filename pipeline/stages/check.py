@@ -20,7 +20,7 @@ from pipeline.artifacts.generated_rows import num_contaminated
 from pipeline.config import Config
 from pipeline.config.load import validate
 from pipeline.conversations.duplicates import CheckQuestions
-from pipeline.conversations.readers import read_questions
+from pipeline.conversations.sources import read_questions
 from pipeline.errors import CheckFailed
 from pipeline.evaluation.limits import LIMITS, failures
 from pipeline.evaluation.references import exact_match, read_references

@@ -23,7 +23,7 @@ from pipeline.artifacts.feature_rows import StateFormat
 from pipeline.artifacts.feature_writer import Backlog, FeatureWriter
 from pipeline.artifacts.generated_rows import TOKEN_COLUMNS, TokenRow
 from pipeline.config import Config, FeaturesConfig
-from pipeline.execution.shard_progress import ShardProgress
+from pipeline.execution.progress import ShardProgress
 from pipeline.export.layout import BACKBONE_DIRECTORY
 from pipeline.run.context import Context, Stage, StageFiles, reads
 from pipeline.run.sharded import run_sharded

@@ -21,7 +21,7 @@ from pipeline.conversations.dialogue import Dialogue, DialogueSettings, require_
 from pipeline.conversations.requests import Sampling
 from pipeline.conversations.splits import other_holdout
 from pipeline.errors import DataError
-from pipeline.execution.shard_progress import ShardProgress
+from pipeline.execution.progress import ShardProgress
 from pipeline.run.context import Context, Stage, StageFiles, reads
 from pipeline.run.sharded import run_sharded
 from pipeline.storage.done import Identity, Summary

@@ -21,19 +21,22 @@ from pipeline.artifacts.seed_rows import SEEDS, SPLITS, SeedRow
 from pipeline.config import GenerateConfig
 from pipeline.conversations.conversation import Conversation, Reason, RejectedRow, encodable
 from pipeline.conversations.duplicates import CheckQuestions, Deduplicator
-from pipeline.conversations.mixing import mixed
-from pipeline.conversations.readers import SourceReader, read_questions, source_readers
+from pipeline.conversations.sources import (
+    Row,
+    SourceReader,
+    mixed,
+    read_questions,
+    source_readers,
+)
 from pipeline.conversations.splits import (
     MIN_HELD_OUT,
     Openings,
-    Row,
     Split,
     held_out_rows,
     in_shards,
     other_holdout,
     split_rows,
 )
-from pipeline.conversations.tool_turns import uses_tools
 from pipeline.errors import DataError
 from pipeline.execution.progress import Meter, Progress
 from pipeline.formatting import visible
@@ -255,7 +258,9 @@ def _write_shard(stage: StageDirectory, index: int, chunk: list[Split]) -> Recei
                 writer.reject(row)
         splits = [row.split for row in kept]
         counts = {f"{split}_rows": float(splits.count(split)) for split in SPLITS}
-        if calling := sum(any(map(uses_tools, row.conversation.messages)) for row in kept):
+        if calling := sum(
+            any(message.uses_tools for message in row.conversation.messages) for row in kept
+        ):
             counts["tool_rows"] = float(calling)
         return writer.commit(NAME, [row.id for row, _ in chunk], counts)
 

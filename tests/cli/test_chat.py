@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 
 from pipeline.cli.chat import ACCEPTED, AnswerSpeed, write
 from pipeline.cli.chat_model import ChatModel
-from pipeline.conversations.text_stream import TextStream
+from pipeline.conversations.requests import TextStream
 from pipeline.decoding.decoder import Decoder
 from pipeline.evaluation import overhead
 from tests.cli.tables import one_paragraph

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from pipeline.artifacts.generated_rows import read_token_rows
 from pipeline.config import CheckConfig
 from pipeline.conversations.conversation import Conversation, Message
-from pipeline.conversations.readers import read_questions
+from pipeline.conversations.sources import read_questions
 from pipeline.evaluation import prompts
 from pipeline.evaluation.prompts import (
     held_out_prompts,

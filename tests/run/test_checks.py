@@ -10,7 +10,7 @@ import pytest
 
 from pipeline.config.load import validate
 from pipeline.errors import ConfigError, EnvironmentFault
-from pipeline.execution.cluster_watch import SUBMITTED_JOB
+from pipeline.execution.machine import SUBMITTED_JOB
 from pipeline.execution.placement import Resources
 from pipeline.run import checks
 from pipeline.run.checks import check_placements, check_plan, check_run, unread_settings

@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from pipeline.errors import EnvironmentFault
-from pipeline.execution.device_memory import GIB
+from pipeline.execution.machine import GIB
 from pipeline.execution.placement import Resources
 from pipeline.flow import check_memory
 from pipeline.run.estimate import (

@@ -9,7 +9,7 @@ from importlib.metadata import version
 import pytest
 
 from pipeline.execution.executor import make_executor
-from pipeline.execution.hardware import hardware, with_surroundings
+from pipeline.execution.machine import hardware, with_surroundings
 from pipeline.execution.placement import Placement
 from pipeline.run.reporting import assemble, publish_report
 from pipeline.stages import check
@@ -52,8 +52,8 @@ def where(**arguments: object) -> dict:
 @pytest.mark.slow
 def test_hardware_and_versions_are_asked_in_the_process_that_works(ray_cluster, monkeypatch):
     """With Ray a process of its own, which need not be on this machine."""
-    monkeypatch.setattr("pipeline.execution.hardware.hardware", lambda: "the driver's")
-    monkeypatch.setattr("pipeline.execution.hardware.versions", lambda: {"torch": "the driver's"})
+    monkeypatch.setattr("pipeline.execution.machine.hardware", lambda: "the driver's")
+    monkeypatch.setattr("pipeline.execution.machine.versions", lambda: {"torch": "the driver's"})
     found = make_executor("ray").call(
         with_surroundings, {"function": where, "a": 1}, Placement(1, 1, 0)
     )

@@ -14,7 +14,7 @@ from pipeline.conversations.conversation import Reason, RejectedRow
 from pipeline.errors import DataError, EnvironmentFault, MedusaDistillError
 from pipeline.execution import progress
 from pipeline.execution.placement import Placement
-from pipeline.execution.shard_progress import ShardProgress
+from pipeline.execution.progress import ShardProgress
 from pipeline.run.sharded import run_sharded
 from pipeline.storage.shards import ShardWriter, read_rows
 from pipeline.storage.stage_directory import StageDirectory
