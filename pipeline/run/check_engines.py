@@ -43,9 +43,7 @@ from pipeline.execution.progress import ProgressReporter
 from pipeline.export.directory import read_tree
 from pipeline.export.layout import read_layout
 from pipeline.run.context import Context
-from pipeline.run.placements import OF_ENGINE
-from pipeline.run.preflight import resolve_assistant
-from pipeline.run.served_copy import served_model
+from pipeline.run.resolved import ENGINE_SECTIONS
 from pipeline.storage.atomic import read_json, write_json
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.spec import TargetSpec, context_length, format_of, model_config
@@ -68,7 +66,7 @@ def check_request(context: Context, progress: ProgressReporter) -> tuple[CheckRe
         settings,
         tree=read_tree(export),
         name=Path(context.config.target.model).name,
-        assistant=assistant_of(context),
+        assistant=context.resolved.assistant,
         calibration=read_calibration(context.upstream["calibrate"].path),
         trained=training_text(context.upstream["generate"]),
     )
@@ -80,7 +78,7 @@ def _prompts(context: Context, target: TargetSpec, progress: ProgressReporter) -
     if isinstance(settings.prompts, Path):
         kind, where = "question", str(settings.prompts)
         native = "native" in settings.engines
-        placement = context.placement(OF_ENGINE["native" if native else "vllm"])
+        placement = context.placement(ENGINE_SECTIONS["native" if native else "vllm"])
         arguments = {
             "target": target,
             "questions": read_questions(settings.prompts),
@@ -102,18 +100,11 @@ def _prompts(context: Context, target: TargetSpec, progress: ProgressReporter) -
     return prompts
 
 
-def assistant_of(context: Context) -> TargetSpec | None:
-    model = context.config.check.assistant_model
-    if model is None:
-        return None
-    return replace(resolve_assistant(model), dtype=context.target.dtype)
-
-
 def in_engine(
     context: Context, request: CheckRequest, engine: str, progress: ProgressReporter
 ) -> tuple[CheckResult, AnswerLines]:
     """One engine's part of a check, on the placement of its workers."""
-    placement = context.placement(OF_ENGINE[engine])
+    placement = context.placement(ENGINE_SECTIONS[engine])
     arguments = {"request": replace(request, gpus=placement.gpus), "engine": engine}
     return context.executor.call(measure, arguments, placement, progress)
 
@@ -150,7 +141,7 @@ def in_vllm(
         return found
 
     def under_load() -> LoadStudy:
-        placement = context.placement(OF_ENGINE["vllm"])
+        placement = context.placement(ENGINE_SECTIONS["vllm"])
         arguments = {"request": replace(request, gpus=placement.gpus)}
         found: LoadStudy = context.executor.call(load_study, arguments, placement, progress)
         return found
@@ -180,19 +171,6 @@ def forget_parts(stage: StageDirectory) -> None:
     """Remove the parts' results, which DONE.json has from now on."""
     for part in PARTS:
         (stage.path / f"{part}.json").unlink(missing_ok=True)
-
-
-def served_copies(context: Context) -> dict[str, TargetSpec]:
-    """The copy that will be served as each engine of the check loads it; empty where there is
-    none.
-    """
-    found: dict[str, TargetSpec] = {}
-    for engine in context.config.check.engines:
-        on_gpu = context.on_gpu(OF_ENGINE[engine])
-        copy = served_model(context.config, context.target, on_gpu=on_gpu)
-        if copy is not None:
-            found[engine] = copy
-    return found
 
 
 def on_served_model(
@@ -229,7 +207,7 @@ def drift_of_published(
     context: Context, stage: StageDirectory, progress: ProgressReporter
 ) -> TunedDrift:
     """The drift of the published weights; leaves the original's answers to a file of questions."""
-    settings, placement = context.config.check, context.placement(OF_ENGINE["native"])
+    settings, placement = context.config.check, context.placement(ENGINE_SECTIONS["native"])
     generated = context.upstream["generate"]
     rows = read_token_rows(generated.shards(), generated.fingerprint)
     request = OriginalRequest(

@@ -11,10 +11,9 @@ from rich.console import Console
 
 from pipeline.artifacts.check_result import CheckResult, Limits
 from pipeline.artifacts.json_form import from_json
-from pipeline.config import Config
 from pipeline.errors import MedusaDistillError
-from pipeline.run.context import Context
-from pipeline.run.stage import Stage
+from pipeline.run.context import Context, Stage
+from pipeline.run.resolved import ResolvedRun
 from pipeline.storage.done import Identity, Summary
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.storage.stage_directory import StageDirectory
@@ -55,12 +54,13 @@ class StageStatus:
 
 
 def stage_statuses(
-    run: RunDirectory, config: Config, stages: Mapping[str, Stage]
+    run: RunDirectory, resolved: ResolvedRun, stages: Mapping[str, Stage]
 ) -> dict[str, StageStatus]:
     """Every stage's status, upstream first; without the target or the seeds it is what the links
     say.
     """
-    context = Context(config, run, Console(quiet=True), read_only=True)
+    config = resolved.config
+    context = Context(resolved, run, Console(quiet=True), read_only=True)
     statuses: dict[str, StageStatus] = {}
     obstacle: MedusaDistillError | None = None
     for name, stage in stages.items():
@@ -111,7 +111,7 @@ def _status(
     made = _made(context, wanted, sources)
     expected: int | None = 0
     if (
-        stage.sharded
+        stage.files.sharded
     ):  # one for each of the stage before; how many seeds there are, only reading them tells
         expected = before[sources[0]].expected if sources else None
     if not wanted.path.exists():

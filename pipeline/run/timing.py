@@ -17,11 +17,13 @@ from pipeline.evaluation.overhead import NUM_PROMPTS, NUM_STEPS, measure_overhea
 from pipeline.evaluation.prompts import held_out_prompts
 from pipeline.execution.progress import ProgressReporter
 from pipeline.run.context import Context
-from pipeline.run.placements import OF_ENGINE
-from pipeline.run.tree_settings import MEASURED_SIZES, dynamic_tree, times_trees
+from pipeline.run.resolved import ENGINE_SECTIONS
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.spec import context_length
 from pipeline.training.evaluation import SPLIT
+
+MEASURED_SIZES = (1, 3, 7, 15, 31, 63, 127, 255)
+"""With the root powers of two, which matrix products are fastest at."""
 
 
 def native_overheads(
@@ -34,16 +36,16 @@ def native_overheads(
     """The overheads of trees of several sizes, and of these chains; empty where no size is to be
     chosen.
     """
-    if fits is None or not times_trees(context.config):
+    if fits is None or not context.resolved.times_trees:
         return {}, {}
-    placement, room = context.placement(OF_ENGINE["native"]), context_length(context.target)
+    placement, room = context.placement(ENGINE_SECTIONS["native"]), context_length(context.target)
     rows = read_token_rows(features.shards(), features.fingerprint)
     prompts = held_out_prompts(rows, NUM_PROMPTS, room, SPLIT).kept
     longest = max(1, room - 1 - NUM_STEPS)  # longer prompts lose their beginning
     arguments = {
         "target": context.backbone("train"),
         "heads": str(context.upstream["train"].path / HEADS_FILE),
-        "trees": _timed_trees(fits, dynamic_tree(context.config)),
+        "trees": _timed_trees(fits, context.resolved.dynamic_tree),
         "chains": chains,
         "prompts": [prompt.ids[-longest:] for prompt in prompts],
         "gpus": placement.gpus,

@@ -44,17 +44,10 @@ from pipeline.evaluation.choosing import (
 )
 from pipeline.execution.progress import ProgressReporter
 from pipeline.formatting import with_error
-from pipeline.run.context import Context
-from pipeline.run.preflight import require_files
-from pipeline.run.stage import Stage
-from pipeline.run.timing import native_overheads
-from pipeline.run.tree_settings import (
-    MEASURED_SIZES,
-    dynamic_tree,
-    most_draft_tokens,
-    read_choices,
-    times_chain,
-)
+from pipeline.run.checks import check_files
+from pipeline.run.context import Context, Stage
+from pipeline.run.resolved import ResolvedRun
+from pipeline.run.timing import MEASURED_SIZES, native_overheads
 from pipeline.storage.done import Identity, Summary
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.training.evaluation import held_out_places, held_out_ranks
@@ -75,18 +68,17 @@ def upstream(config: Config) -> tuple[str, ...]:
 def identity(context: Context) -> Identity:
     """The budget, or the content of the user's tree, and what decides the chain."""
     settings = context.config.calibrate
-    choices = read_choices(context.config) if settings.choices else None
-    chain = {"draft_tokens": settings.draft_tokens, "timed": times_chain(context.config)}
+    chain = {"draft_tokens": settings.draft_tokens, "timed": context.resolved.times_chain}
     found: Identity = {
         "tree": settings.tree,
         "nodes": settings.nodes,
         "depth": settings.depth,
         "top": settings.top,
-        "choices": choices,
+        "choices": context.resolved.choices,
         "chain": chain,
     }
     if settings.data:
-        require_files(context.config)
+        check_files(context.resolved)
         written = context.config.generate.model_dump(
             mode="json", include={"max_new_tokens", "rounds", "on_truncated"}
         )
@@ -103,24 +95,24 @@ def run(context: Context, stage: StageDirectory) -> Summary:
 def _measure_and_choose(
     context: Context, stage: StageDirectory, progress: ProgressReporter
 ) -> CalibrateResult:
-    config, settings = context.config, context.config.calibrate
+    resolved, config, settings = context.resolved, context.config, context.config.calibrate
     features = context.upstream[upstream(config)[0]]
     if settings.data:
-        ranks, places = _on_answers(context, dynamic_tree(config), progress)
+        ranks, places = _on_answers(context, resolved.dynamic_tree, progress)
     else:
-        ranks, places = _on_held_out_rows(context, dynamic_tree(config), progress)
+        ranks, places = _on_held_out_rows(context, resolved.dynamic_tree, progress)
     hits_KR, counts_K = ranks.hits(settings.top)
     num_conversations = len(np.unique(ranks.conversations))
     _require_labels(
         counts_K[: config.train.num_heads], num_conversations, str(settings.data or features.path)
     )
     fits = _cross_fit(config, ranks)
-    most = most_draft_tokens(config)
-    timed_chains = chains(most) if times_chain(config) else {}
+    most = resolved.max_draft_tokens
+    timed_chains = chains(most) if resolved.times_chain else {}
     tree_overheads, chain_overheads = native_overheads(
         context, features, fits, timed_chains, progress
     )
-    tree = _chosen(config, ranks, places, fits, tree_overheads)
+    tree = _chosen(resolved, ranks, places, fits, tree_overheads)
     default = settings.draft_tokens
     if default == "auto":
         default = config.train.num_heads
@@ -219,7 +211,7 @@ def _cross_fit(config: Config, ranks: HeldOutRanks) -> CrossFit | None:
 
 
 def _chosen(
-    config: Config,
+    resolved: ResolvedRun,
     ranks: HeldOutRanks,
     places: HeldOutPlaces | None,
     fits: CrossFit | None,
@@ -227,11 +219,12 @@ def _chosen(
 ) -> ChosenTree:
     """The user's tree, a dynamic one, or the best that was searched."""
     if fits is None:
-        return given_tree(ranks, read_choices(config))
-    dynamic = dynamic_tree(config)
+        assert resolved.choices is not None
+        return given_tree(ranks, resolved.choices)
+    dynamic = resolved.dynamic_tree
     if dynamic is not None and places is not None:
         return best_dynamic_tree(dynamic, places, fits, overheads)
-    return best_tree(fits, _num_nodes(config), overheads)
+    return best_tree(fits, _num_nodes(resolved.config), overheads)
 
 
 def _on_held_out_rows(

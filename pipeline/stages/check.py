@@ -34,18 +34,15 @@ from pipeline.evaluation.references import exact_match, read_references
 from pipeline.execution.progress import ProgressReporter
 from pipeline.formatting import with_error
 from pipeline.run.check_engines import (
-    assistant_of,
     check_request,
     drift_of_published,
     forget_parts,
     in_vllm,
     natively,
     on_served_model,
-    served_copies,
 )
-from pipeline.run.context import Context
-from pipeline.run.preflight import require_files
-from pipeline.run.stage import Stage
+from pipeline.run.checks import check_files
+from pipeline.run.context import Context, Stage
 from pipeline.storage.done import Identity, Summary
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.files import is_local
@@ -64,7 +61,7 @@ def upstream(config: Config) -> tuple[str, ...]:
 
 def identity(context: Context) -> Identity:
     """The settings but for the limits, with the content of the questions and of the assistant."""
-    require_files(context.config)
+    check_files(context.resolved)
     check, fetch = context.config.check, not context.read_only
     unread = set(LIMITS)
     if "load" not in check.studies:
@@ -72,14 +69,14 @@ def identity(context: Context) -> Identity:
     settings = check.model_dump(mode="json", exclude=unread)
     if isinstance(check.prompts, Path):
         settings["prompts"] = context.digests.of(check.prompts)
-    copies = served_copies(context)
+    copies = context.resolved.served_copies
     if copies:
         weights = weight_files(next(iter(copies.values())), fetch=fetch)
         dtypes = {engine: copy.dtype for engine, copy in copies.items()}
         settings["served_model"] = {"weights": context.digests.of_all(weights), "dtypes": dtypes}
     else:
         settings.pop("served_model")
-    assistant = assistant_of(context)
+    assistant = context.resolved.assistant
     if assistant is not None:
         weights = weight_files(assistant, fetch=fetch)
         settings["assistant_model"] = context.digests.of_all(weights)
@@ -115,7 +112,7 @@ def _decode(context: Context, stage: StageDirectory, progress: ProgressReporter)
     if "vllm" in engines:
         vllm = in_vllm(context, stage, request, chain, progress)
     result = replace(joined(native, vllm), skipped_prompts=skipped)
-    copies = served_copies(context)
+    copies = context.resolved.served_copies
     if not copies:
         return result
     copy, differing = on_served_model(context, request, copies, progress)

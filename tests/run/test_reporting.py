@@ -7,12 +7,10 @@ import os
 from importlib.metadata import version
 
 import pytest
-from rich.console import Console
 
 from pipeline.execution.machine import hardware
-from pipeline.run.context import Context
 from pipeline.run.reporting import assemble, publish_report
-from tests.flows.tiny import edit_summary
+from tests.flows.tiny import context_of, edit_summary
 
 NODE = {"cpu": "another", "cores": 96, "memory_gb": 900, "gpus": ["NVIDIA H200"]}
 
@@ -48,7 +46,7 @@ def test_the_report_has_the_commit_of_a_target_from_the_hub(
     copied_run, make_config, tmp_path, commit
 ):
     edit_summary(copied_run, "check", target_revision=commit)
-    context = Context(make_config(tmp_path), copied_run, Console(quiet=True), "inline")
+    context = context_of(make_config(tmp_path), copied_run)
     publish_report(context)
     report = json.loads((copied_run.path / "report.json").read_text())
     assert report.get("target_revision") == commit

@@ -16,12 +16,10 @@ from pipeline.artifacts.json_form import to_json
 from pipeline.errors import CheckFailed, ConfigError, DataError, EnvironmentFault
 from pipeline.evaluation.served import LoadStudy
 from pipeline.flow import push_run, run_flow
-from pipeline.run.check_engines import PARTS, served_copies
-from pipeline.run.context import Context
+from pipeline.run.check_engines import PARTS
 from pipeline.stages import check
-from pipeline.storage.run_directory import RunDirectory
 from pipeline.storage.shards import read_rows
-from tests.flows.tiny import NEW_TOKENS, last_events, stages_run
+from tests.flows.tiny import NEW_TOKENS, context_of, last_events, stages_run
 from tests.targets.quantized_copies import compressed
 
 SERVED = CheckResult(
@@ -349,8 +347,10 @@ def test_a_served_copy_is_decoded_in_the_dtype_that_its_workers_have_wherever_th
     settings = make_config(
         tmp_path, check__served_model=str(copy), check__engines=["native", "vllm"], **placed
     )
-    context = Context(settings, RunDirectory.create(settings), Console(quiet=True))
+    context = context_of(settings)
     dtypes = ("float32", "bfloat16")
     expected = {"native": dtypes[native], "vllm": dtypes[vllm]}
     assert check.identity(context)["settings"]["served_model"]["dtypes"] == expected
-    assert {engine: spec.dtype for engine, spec in served_copies(context).items()} == expected
+    assert {
+        engine: spec.dtype for engine, spec in context.resolved.served_copies.items()
+    } == expected
