@@ -22,9 +22,8 @@ from pipeline.conversations.requests import Sampling
 from pipeline.conversations.splits import other_holdout
 from pipeline.errors import DataError
 from pipeline.execution.progress import ShardProgress
-from pipeline.run.context import Context
+from pipeline.run.context import Context, Stage, StageFiles, reads
 from pipeline.run.sharded import run_sharded
-from pipeline.run.stage import Stage, reads
 from pipeline.storage.receipts import Identity, Receipt, Summary
 from pipeline.storage.shards import Row, ShardTask, shard_writer, task_rows
 from pipeline.storage.stage_directory import StageDirectory
@@ -208,4 +207,6 @@ def _counts_of_seeds(dialogues: list[Dialogue]) -> dict[str, float]:
     }
 
 
-STAGE = Stage(NAME, VERSION, reads("seeds"), identity, run, one_line, sharded=True)
+STAGE = Stage(
+    NAME, VERSION, reads("seeds"), identity, run, one_line, files=StageFiles(sharded=True)
+)
