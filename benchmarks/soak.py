@@ -49,7 +49,20 @@ from pipeline.storage.stage_directory import StageDirectory
 
 STAGES = ("seeds", "generate", "features")
 IMPORTS = ["pipeline.flow", "pipeline.cli.app", "transformers.models.llama.modeling_llama"]
-WORDS = "red green blue cat dog moon river stone why how what sings runs old".split()
+WORDS = [
+    "red",
+    "blue",
+    "cat",
+    "moon",
+    "river",
+    "stone",
+    "why",
+    "how",
+    "what",
+    "sings",
+    "runs",
+    "old",
+]
 ROWS_PER_SHARD = 50
 WORKERS = 2  # with Ray
 SECONDS_TO_START_RAY = 10.0
