@@ -40,15 +40,12 @@ from pipeline.conversations.splits import (
 from pipeline.errors import DataError
 from pipeline.execution.progress import Meter, Progress
 from pipeline.formatting import visible
-from pipeline.run.context import Context
-from pipeline.run.preflight import require_files
-from pipeline.run.stage import Stage, reads
-from pipeline.storage.done import Identity, Summary
+from pipeline.run.checks import check_files
+from pipeline.run.context import Context, Stage, StageFiles, reads
 from pipeline.storage.fingerprint import fingerprint, ids_digest
-from pipeline.storage.receipts import Receipt
+from pipeline.storage.receipts import Identity, Receipt, StageTotals, Summary
 from pipeline.storage.shards import ShardWriter
 from pipeline.storage.stage_directory import StageDirectory
-from pipeline.storage.totals import StageTotals
 
 NAME = "seeds"
 VERSION = 5
@@ -230,7 +227,7 @@ def _questions(context: Context) -> Path | None:
     prompts = context.config.check.prompts
     if not context.config.seeds.decontaminate or not isinstance(prompts, Path):
         return None
-    require_files(context.config)
+    check_files(context.resolved)
     return prompts
 
 
@@ -304,4 +301,4 @@ def require_enough(summary: Summary, where: str, holdout: float, openings: Openi
     return too_alike
 
 
-STAGE = Stage(NAME, VERSION, reads(), identity, run, one_line, sharded=True)
+STAGE = Stage(NAME, VERSION, reads(), identity, run, one_line, files=StageFiles(sharded=True))
