@@ -23,7 +23,9 @@ ROLES = ("system", "user", "assistant", "user", "assistant")
 
 texts = st.lists(st.sampled_from(PIECES), min_size=1, max_size=6).map("".join)
 chats = st.lists(texts, min_size=3, max_size=5).map(
-    lambda said: [Message(*turn) for turn in zip(ROLES, [f"a{text}b" for text in said])]
+    lambda said: [
+        Message(*turn) for turn in zip(ROLES, [f"a{text}b" for text in said], strict=False)
+    ]
 )
 
 

@@ -170,9 +170,8 @@ def test_a_template_without_functions_ends_the_conversation_before_them(chatml, 
 
 def test_a_template_of_one_call_ends_a_conversation_before_two(tokenizer):
     """As Llama 3.1's."""
-    picky = (
-        "{% if m.tool_calls and m.tool_calls | length > 1 %}{{ raise_exception('one') }}{% endif %}"
-    )
+    two_calls = "m.tool_calls and m.tool_calls | length > 1"
+    picky = "{% if " + two_calls + " %}{{ raise_exception('one call at a time') }}{% endif %}"
     template = ChatTemplate(tokenizer, CALLING.replace("<|im_start|>{{", picky + "<|im_start|>{{"))
     two = copy.deepcopy(SHAREGPT)
     two["conversations"][1]["value"] = json.dumps([CALL, CALL])
