@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ from pipeline.evaluation.prompts import CheckRequest
 from pipeline.evaluation.served import drafting
 from pipeline.evaluation.speed import rounded
 from pipeline.execution.progress import ProgressReporter
-from pipeline.targets.vllm_server import serve_under_load
+from pipeline.targets.vllm_server import LoadTask, serve_under_load
 
 LEVELS = (1, 2, 4, 8, 16, 32, 64)
 PERCENTILES = (50, 90, 99)
@@ -40,18 +41,18 @@ def load_study(request: CheckRequest, progress: ProgressReporter | None = None) 
     """
     if progress:
         progress.begin("vLLM's server starts", 0, unit="loads")
-    prompts, settings = [prompt.ids for prompt in request.prompts], request.settings
+    settings = request.settings
     with_heads, _ = drafting(request)
-    plain, accelerated = serve_under_load(
+    task = LoadTask(
         request.target,
-        [{}, with_heads],
-        prompts,
-        LEVELS,
+        [prompt.ids for prompt in request.prompts],
         settings.max_new_tokens,
+        LEVELS,
         repeats=settings.repeats,
         gpus=request.gpus,
-        told=progress.report if progress else None,
     )
+    tasks = [task, replace(task, engine_args=with_heads)]
+    plain, accelerated = serve_under_load(tasks, progress.report if progress else None)
     rows = load_rows(plain, accelerated, settings.slo)
     return {"studies": {"load": rows}, "under_load": in_words(rows)}
 

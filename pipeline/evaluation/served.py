@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pipeline.artifacts.tree_file import Calibration
@@ -22,7 +23,7 @@ from pipeline.evaluation.speed import rate_on_new_answers, require_steps, rounde
 from pipeline.execution.progress import ProgressReporter
 from pipeline.export.layout import read_layout
 from pipeline.targets.loading import load_causal_lm
-from pipeline.targets.vllm_decode import decode_in_vllm
+from pipeline.targets.vllm_decode import DecodeTask, decode_in_vllm
 from pipeline.targets.vllm_engine import in_vllm
 
 if TYPE_CHECKING:
@@ -43,15 +44,15 @@ def check_served(request: CheckRequest, progress: ProgressReporter | None = None
     with_heads, num_tokens = drafting(request)
     if progress:
         progress.begin("vLLM starts", 0)
-    plain, accelerated = decode_in_vllm(
+    task = DecodeTask(
         target,
-        [{}, with_heads],
         [prompt.ids for prompt in prompts],
         settings.max_new_tokens,
         repeats=settings.repeats,
         gpus=gpus,
-        told=progress.report if progress else None,
     )
+    tasks = [task, replace(task, engine_args=with_heads)]
+    plain, accelerated = decode_in_vllm(tasks, progress.report if progress else None)
     require_steps(accelerated.accepted)
     found = rate_of_answers(accelerated.accepted, conversations_of(prompts))
 
