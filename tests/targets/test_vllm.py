@@ -20,8 +20,9 @@ from pipeline.evaluation.prompts import Prompt, with_room_for
 from pipeline.export.directory import write_export
 from pipeline.export.layout import ExportLayout, read_layout
 from pipeline.heads.kind import TargetWeights
-from pipeline.heads.medusa import MedusaHeads, MedusaShape
-from pipeline.heads.recurrent import RecurrentHeads, RecurrentShape
+from pipeline.heads.medusa import MedusaHeads
+from pipeline.heads.recurrent import RecurrentHeads
+from pipeline.heads.shapes import MedusaShape, RecurrentShape
 from pipeline.targets import vllm_decode, vllm_server
 from pipeline.targets.loading import lm_head_weight, load_causal_lm
 from pipeline.targets.spec import TargetSpec, load_tokenizer, model_config
