@@ -42,7 +42,7 @@ from pipeline.run.resolved import ResolvedRun, resolve_run
 from pipeline.run.stage_status import StageStatus, stage_statuses
 from pipeline.stages import calibrate, check, export, features, generate, push, seeds, train
 from pipeline.storage.atomic import disk_errors
-from pipeline.storage.done import Summary
+from pipeline.storage.receipts import Summary
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.storage.stage_directory import StageDirectory
 

@@ -14,10 +14,9 @@ from pipeline.artifacts.json_form import from_json
 from pipeline.errors import MedusaDistillError
 from pipeline.run.context import Context, Stage
 from pipeline.run.resolved import ResolvedRun
-from pipeline.storage.done import Identity, Summary
+from pipeline.storage.receipts import Identity, StageTotals, Summary
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.storage.stage_directory import StageDirectory
-from pipeline.storage.totals import StageTotals
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ from pipeline.run.checks import check_files
 from pipeline.run.context import Context, Stage
 from pipeline.run.resolved import ResolvedRun
 from pipeline.run.timing import MEASURED_SIZES, native_overheads
-from pipeline.storage.done import Identity, Summary
+from pipeline.storage.receipts import Identity, Summary
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.training.evaluation import held_out_places, held_out_ranks
 from pipeline.training.methods import method_of
