@@ -1,13 +1,11 @@
-"""Which families of models are kept and which refused: each in miniature, through the flow and in
-vLLM.
+"""Families of models in miniature, through the flow and in vLLM: which are kept, which refused.
 
-    python -m benchmarks.run architectures    # every family of docs/models.md, both kinds of heads:
-    10 minutes
+    python -m benchmarks.run architectures    # docs/models.md, both kinds of heads: 10 minutes
 
-A family is kept where the whole flow passes its own check natively; vLLM's answer is how many
-greedy texts with the export are the same as without it, or why it cannot start. Weights are random
-and sizes tiny, so that rates mean nothing here. Refused families are those whose layers cannot
-verify a tree; the flow says so before it computes.
+A family is kept where the whole flow passes its own check natively. For vLLM the table has the
+number of greedy texts that are the same with the export as without it, or why it does not start.
+Weights are random and sizes tiny, so rates mean nothing here. A family is refused where its layers
+cannot verify a tree; the flow says so before it computes.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from pipeline.errors import MedusaDistillError
 from pipeline.evaluation.prompts import held_out_prompts
 from pipeline.export.layout import read_layout
 from pipeline.targets.spec import TargetSpec, context_length, resolve
-from pipeline.targets.vllm_decode import decode_in_vllm
+from pipeline.targets.vllm_decode import DecodeTask, decode_in_vllm
 
 KINDS = ("recurrent", "medusa")
 NUM_PROMPTS, NEW_TOKENS = 4, 12
@@ -142,16 +140,16 @@ def _served(runs: Mapping[str, Run]) -> dict[str, str]:
         for heads, run in runs.items()
     }
     try:
-        plain, *others = decode_in_vllm(target, [{}, *chosen.values()], prompts, NEW_TOKENS)
+        plain, *others = decode_in_vllm(
+            [DecodeTask(target, prompts, NEW_TOKENS, args) for args in ({}, *chosen.values())]
+        )
     except MedusaDistillError as error:
         return {
             heads: _alone(target, engine_args, prompts, error)
             for heads, engine_args in chosen.items()
         }
     for heads, other in zip(runs, others, strict=True):
-        same = sum(
-            one == two for one, two in zip(plain["token_ids"], other["token_ids"], strict=True)
-        )
+        same = sum(one == two for one, two in zip(plain.token_ids, other.token_ids, strict=True))
         said[heads] = f"{same} of {len(prompts)}"
     return said
 
@@ -164,7 +162,7 @@ def _alone(
 ) -> str:
     """Of two kinds of heads one may be what vLLM does not start with."""
     try:
-        decode_in_vllm(target, [engine_args], prompts, NEW_TOKENS)
+        decode_in_vllm([DecodeTask(target, prompts, NEW_TOKENS, engine_args)])
     except MedusaDistillError as error:
         return f"does not start: {error.what}"
     return f"starts; beside it: {first.what}"

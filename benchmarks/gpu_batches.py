@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from statistics import median
-from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedModel
@@ -18,13 +17,12 @@ from transformers import PreTrainedModel
 from benchmarks.claims import Claim, Result, in_turns, ratio
 from benchmarks.deadline import Deadline
 from benchmarks.gpu_decoding import ACCURACY_KR, NUM_HEADS
+from benchmarks.gpu_size import Size
 from pipeline.decoding.decoder import Decoder, plain_decoder
 from pipeline.decoding.tree import greedy_tree
-from pipeline.heads.medusa import MedusaHeads, MedusaShape
+from pipeline.heads.medusa import MedusaHeads
+from pipeline.heads.shapes import MedusaShape
 from pipeline.targets.loading import lm_head_weight
-
-if TYPE_CHECKING:
-    from benchmarks.gpu import Size
 
 
 def measure_batches(model: PreTrainedModel, size: Size, ends: Deadline) -> Result:

@@ -10,7 +10,7 @@ from itertools import accumulate
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -21,14 +21,12 @@ from benchmarks.claims import Claim, Result, in_turns, rates, ratio
 from benchmarks.deadline import Deadline
 from benchmarks.features import AIM as AIM_OVER_FORWARD
 from benchmarks.features import forward_seconds, record_batches, stage_seconds
+from benchmarks.gpu_size import Size
 from pipeline.artifacts.feature_writer import num_positions
 from pipeline.artifacts.generated_rows import TokenRow, spans_of
 from pipeline.config import FeaturesConfig
 from pipeline.stages.features import Worker
-from pipeline.storage.tasks import ShardTask
-
-if TYPE_CHECKING:
-    from benchmarks.gpu import Size
+from pipeline.storage.shards import ShardTask
 
 AIM = 70.0  # percent of the peak
 SAMPLE_TOKENS = 131_072  # whose states are written alone

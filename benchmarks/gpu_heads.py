@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -21,16 +21,14 @@ from benchmarks import rows
 from benchmarks.arithmetic import peak_memory_gb, reset_peak_memory, synchronize
 from benchmarks.claims import Claim, Result
 from benchmarks.deadline import Deadline
+from benchmarks.gpu_size import Size
 from pipeline.config import MedusaConfig, TrainConfig
-from pipeline.storage.tasks import ShardTask
+from pipeline.storage.shards import ShardTask
 from pipeline.targets.spec import TargetSpec
 from pipeline.training.checkpoints import Checkpoints
 from pipeline.training.heads_only import HeadsLearner
 from pipeline.training.task import TrainSpec, Workers
 from pipeline.training.trainer import Trainer, TrainState
-
-if TYPE_CHECKING:
-    from benchmarks.gpu import Size
 
 NUM_HEADS, WARM_STEPS, STEPS = 5, 2, 5
 KINDS: dict[str, dict[str, Any]] = {

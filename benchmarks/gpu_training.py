@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from benchmarks import rows
 from benchmarks.arithmetic import (
@@ -21,20 +21,18 @@ from benchmarks.arithmetic import (
 )
 from benchmarks.claims import Claim, Result, in_turns, rates, ratio
 from benchmarks.deadline import Deadline
+from benchmarks.gpu_size import Size
 from pipeline.artifacts.generated_rows import spans_of
 from pipeline.config import MedusaConfig, TrainConfig
 from pipeline.conversations.spans import IGNORED, head_labels
-from pipeline.heads.medusa import MedusaShape
-from pipeline.storage.tasks import ShardTask
+from pipeline.heads.shapes import MedusaShape
+from pipeline.storage.shards import ShardTask
 from pipeline.targets.spec import TargetSpec
 from pipeline.training.feature_batches import EpochPlan, load_batches
 from pipeline.training.heads_only import open_features
 from pipeline.training.metrics import read_metrics
 from pipeline.training.task import TrainSpec, product_dtype
 from pipeline.training.trainer import train
-
-if TYPE_CHECKING:
-    from benchmarks.gpu import Size
 
 Kind = Literal["untied", "tied"]
 

@@ -1,17 +1,16 @@
-"""Recipes compared: the same target, questions, held-out text and number of nodes, one recipe each.
+"""Recipes compared on one target: the same questions, held-out text and number of nodes.
 
-    python -m benchmarks.run ladder                               # the demo's target, after `make
-    demo`: 20 minutes python -m benchmarks.ladder CONFIG [section.key=value ...]    # any other;
-    prints the table
-        --results=TARGET    # and keeps the figures, as the benchmark `ladder-TARGET`
+    python -m benchmarks.run ladder                             # after `make demo`: 20 minutes
+    python -m benchmarks.ladder CONFIG [section.key=value ...]  # any other; prints the table
+        --results=TARGET    # keep the figures too, as the benchmark `ladder-TARGET`
         --recipe=NAME       # this recipe, and further ones; all by default
 
-Runs the flow once per recipe, all in one store, so that target, seeds, text and cached states are
-made once, and reads the reports. All recipes of one method learn from as many tokens, with the
-configuration's own settings. Rates are those of decoding the check's prompts natively with a tree
-of `NODES` nodes, with the standard error over prompts, and of the chain in vLLM. A tuned backbone's
-answers differ from the original's and may be easier or harder to predict. A run whose check fails
-is in the table like any other. The same command continues what was interrupted.
+The flow runs once per recipe, all in one store, so that target, seeds, text and cached states are
+made once; the figures are read from the reports. All recipes of one method learn from the same
+number of tokens. Rates are those of native decoding with a tree of `NODES` nodes, with the standard
+error over prompts, and of the chain in vLLM. A tuned backbone's answers differ from the original's
+and may be easier or harder to predict. A run whose check fails is in the table like any other. The
+same command continues an interrupted comparison.
 """
 
 from __future__ import annotations

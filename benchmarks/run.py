@@ -1,11 +1,11 @@
-"""Run the benchmarks and write what they measured.
+"""Run the benchmarks and write their results.
 
-    python -m benchmarks.run                 # all but four, each in a process of its own: `make
-    bench` python -m benchmarks.run features train  # some python -m benchmarks.run --tiny
-    # a smoke test with tiny sizes; figures are meaningless and not kept
+    python -m benchmarks.run                 # all but the long ones: `make bench`
+    python -m benchmarks.run features train  # some
+    python -m benchmarks.run --tiny          # a smoke test; figures are meaningless and not kept
 
-Needs an otherwise idle machine. A missed aim is not a failure: the exit code is 1 only when a
-benchmark crashed.
+Each benchmark runs in its own process. They need an otherwise idle machine. A missed aim is not a
+failure: the exit code is 1 only when a benchmark crashed.
 """
 
 from __future__ import annotations

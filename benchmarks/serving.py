@@ -1,18 +1,17 @@
-"""What both kinds of heads are worth in vLLM: tokens per second beside plain vLLM, one request at a
-time and many.
+"""Tokens per second of both kinds of heads in vLLM over plain vLLM, one request at a time and many.
 
-    python -m benchmarks.run serving    # after `make demo` and `make demo HEADS=recurrent`: 3
-    minutes
+    python -m benchmarks.run serving    # after both demos: 3 minutes
 
 The demos' own exports answer the check's prompts greedily, each engine in turn, with as many draft
-tokens as calibrate chose. On a CPU a forward of few tokens costs in proportion to them, so heads
-pay less here than on a GPU.
+tokens as calibrate chose. On a CPU a forward of few tokens costs in proportion to their number, so
+heads gain less here than on a GPU.
 """
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks import targets
@@ -24,7 +23,7 @@ from pipeline.decoding.standard_error import rate_of_answers
 from pipeline.evaluation.prompts import held_out_prompts
 from pipeline.export.layout import read_layout
 from pipeline.targets.spec import TargetSpec, context_length, resolve
-from pipeline.targets.vllm_decode import decode_in_vllm
+from pipeline.targets.vllm_decode import DecodeTask, decode_in_vllm
 
 RUNS = {"Medusa": "runs/demo", "recurrent": "runs/demo-recurrent"}
 AT_ONCE, NUM_PROMPTS, NEW_TOKENS, REPEATS = (1, 32), 32, 64, 3
@@ -80,22 +79,20 @@ def _compared(
     same.
     """
     chosen = [read_layout(path).engine_args(path, target.model) for path in exports.values()]
-    plain, *others = decode_in_vllm(
-        target, [{}, *chosen], prompts, new_tokens, repeats=repeats, at_once=at_once
-    )
-    speed = {"plain, tokens/s": plain["tokens_per_second"]}
+    task = DecodeTask(target, prompts, new_tokens, repeats=repeats, at_once=at_once)
+    tasks = [task, *(replace(task, engine_args=engine_args) for engine_args in chosen)]
+    plain, *others = decode_in_vllm(tasks)
+    speed = {"plain, tokens/s": plain.tokens_per_second}
     claims = []
     for name, found in zip(exports, others, strict=True):
         same = sum(
-            one == other for one, other in zip(found["token_ids"], plain["token_ids"], strict=True)
+            one == other for one, other in zip(found.token_ids, plain.token_ids, strict=True)
         )
         sides = speed | {
-            f"{name}, tokens/s": found["tokens_per_second"],
-            "acceleration rate": rate_of_answers(found["accepted"], range(len(prompts))).rate,
+            f"{name}, tokens/s": found.tokens_per_second,
+            "acceleration rate": rate_of_answers(found.accepted, range(len(prompts))).rate,
             f"of {len(prompts)} texts the same": same,
         }
         what = f"vLLM with {name} heads over plain, {at_once} at once"
-        claims.append(
-            Claim(what, found["tokens_per_second"] / plain["tokens_per_second"], sides=sides)
-        )
+        claims.append(Claim(what, found.tokens_per_second / plain.tokens_per_second, sides=sides))
     return claims

@@ -1,12 +1,10 @@
-"""Heads for HuggingFaceH4/zephyr-7b-beta, which writes both sides of ShareGPT and UltraChat
-conversations itself (paper 2.3.2).
+"""Distill heads for HuggingFaceH4/zephyr-7b-beta, which writes both sides of every conversation.
 
     python flows/distill_zephyr.py run.root=/mnt/runs
     ray job submit --working-dir . -- python flows/distill_zephyr.py run.root=/mnt/runs
-    push.repo_id=USER/NAME
 
-Any key of configs/zephyr-7b.yaml can be overridden, the target and the seeds among them. Run it
-again to continue.
+The seeds are ShareGPT's and UltraChat's (paper 2.3.2). Any key of configs/zephyr-7b.yaml can be
+overridden, the target and the seeds among them. Run it again to continue.
 """
 
 import sys

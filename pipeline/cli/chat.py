@@ -17,12 +17,12 @@ from rich.console import Console
 
 from pipeline.conversations.conversation import RowRejected, utf8_text
 from pipeline.errors import ConfigError
-from pipeline.report.formatting import duration, rate, ratio, visible
+from pipeline.formatting import duration, rate, ratio, visible
 
 if TYPE_CHECKING:
     from pipeline.cli.chat_model import ChatModel
-    from pipeline.conversations.chat_history import Chat
-    from pipeline.conversations.text_stream import TextStream
+    from pipeline.conversations.requests import TextStream
+    from pipeline.conversations.row_builder import Chat
     from pipeline.decoding.acceptance import AcceptanceRule
 
 ACCEPTED = "green"

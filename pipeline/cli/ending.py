@@ -22,8 +22,8 @@ import typer
 from rich.console import Console
 
 from pipeline.errors import EnvironmentFault, Interrupted, MedusaDistillError
+from pipeline.formatting import visible
 from pipeline.redact import keep_out_of_logs, redacted
-from pipeline.report.formatting import visible
 from pipeline.storage.atomic import disk_fault
 
 UNEXPECTED = 70  # EX_SOFTWARE of sysexits.h

@@ -14,7 +14,7 @@ from pipeline.artifacts.generated_rows import TokenRow
 from pipeline.artifacts.seed_rows import SeedRow
 from pipeline.config import Config
 from pipeline.errors import ConfigError, DataError, MedusaDistillError
-from pipeline.report.formatting import visible
+from pipeline.formatting import visible
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.storage.shards import Row, read_footer, read_rows
 

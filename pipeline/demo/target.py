@@ -23,7 +23,7 @@ from pipeline.conversations.conversation import Conversation
 from pipeline.demo.train_target import ReportStep, train
 from pipeline.errors import DataError
 from pipeline.execution.progress import Meter, Progress, print_stage
-from pipeline.report.formatting import duration
+from pipeline.formatting import duration
 from pipeline.storage.atomic import atomic_directory, read_json, remove, write_json
 from pipeline.storage.run_directory import RunDirectory
 

@@ -1,13 +1,12 @@
 """The tuned backbone of Medusa-2 as a model directory that transformers and every engine load.
 
-Unchanged files are the target's own: tokenizer, chat template, generation settings. Weights are
-safetensors in shards of at most 5 GB, embeddings are untied, and the directory is created by one
-rename. `backbone.json` records its inputs without local paths.
+Tokenizer, chat template and generation settings are the target's own files. Weights are safetensors
+in shards of at most 5 GB, embeddings are untied, and the directory is created by one rename.
+`backbone.json` records its inputs without local paths.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Iterable
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.export.layout import CONFIG_FILE
-from pipeline.storage.atomic import atomic_directory, files_in, read_json, remove
+from pipeline.storage.atomic import atomic_directory, files_in, read_json, remove, write_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -33,27 +32,25 @@ def write_backbone(
     as_they_are: Iterable[Path],
     made_of: dict[str, Any],
 ) -> None:
-    """Write the model in place of what is there.
+    """Replace `directory` atomically.
 
     Args:
-        directory: Created or replaced atomically.
         tokenizer: Anything with `save_pretrained(directory)`, its chat template included.
         as_they_are: Files of the target to copy: generation settings, its code.
-        made_of: What `is_made_of` will compare.
+        made_of: The inputs, for `is_made_of`.
     """
     from transformers import GenerationConfig
 
     remove(directory)
-    model.generation_config = (
-        GenerationConfig()
-    )  # the target's is copied: saving refuses some that loading accepts
+    # The target's settings are copied: saving refuses some that loading accepts.
+    model.generation_config = GenerationConfig()
     with atomic_directory(directory, last=CONFIG_FILE) as partial:
         model.save_pretrained(partial, max_shard_size=SHARD_SIZE)
         (partial / GENERATION_FILE).unlink(missing_ok=True)
         tokenizer.save_pretrained(str(partial))
         for file in as_they_are:
             shutil.copyfile(file, partial / file.name)
-        (partial / BACKBONE_FILE).write_text(json.dumps(made_of, indent=2) + "\n", encoding="utf-8")
+        write_json(partial / BACKBONE_FILE, made_of)
 
 
 def is_made_of(directory: Path, made_of: dict[str, Any]) -> bool:
@@ -62,9 +59,7 @@ def is_made_of(directory: Path, made_of: dict[str, Any]) -> bool:
 
 
 def link_backbone(source: Path, directory: Path, files: Iterable[str]) -> list[Path]:
-    """Copy these files of the backbone, by hard links where the file system has them; returns the
-    copies.
-    """
+    """Copy files of a backbone, by hard links where possible, and return the copies."""
     remove(directory)
     with atomic_directory(directory, last=CONFIG_FILE) as partial:
         for file in files:

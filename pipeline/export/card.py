@@ -17,8 +17,8 @@ from huggingface_hub import DatasetCardData, ModelCardData
 from jinja2 import ChainableUndefined, ChoiceLoader, DictLoader, Environment, FileSystemLoader
 
 from pipeline.export.card_facts import Published, expected, facts, measured, number
+from pipeline.formatting import escaped, pairs
 from pipeline.heads.kind import Heads
-from pipeline.report.formatting import escaped, pairs
 
 SIZES = {1_000: "n<1K", 10_000: "1K<n<10K", 100_000: "10K<n<100K", 1_000_000: "100K<n<1M"}
 

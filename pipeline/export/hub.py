@@ -1,21 +1,24 @@
-"""What goes to the Hub of heads and of a tuned backbone, each to its own repository.
+"""Uploads of heads and of a tuned backbone to the Hub, one commit per repository.
 
-Only after a passed check, without local paths, and only to a repository that is new or holds the
-same kind of content and nothing else that engines would load. The conversations are in
-`hub_data_set.py`.
+Nothing is uploaded before everything is verified: the check has passed, all files are the checked
+ones, no file contains a local path, and no repository holds anything else that engines would load.
+The conversations are in `data_set.py`.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
+from huggingface_hub.errors import RepositoryNotFoundError
 
 from pipeline.config import PushConfig
-from pipeline.errors import CheckFailed, DataError
+from pipeline.errors import CheckFailed, ConfigError, DataError, EnvironmentFault
 from pipeline.export.backbone import BACKBONE_FILE
 from pipeline.export.card import backbone_card, model_card
 from pipeline.export.card_facts import Published
@@ -26,16 +29,21 @@ from pipeline.export.layout import (
     read_layout,
     with_base_model,
 )
-from pipeline.export.upload import Upload, verified
 from pipeline.export.weights import WEIGHT_SUFFIXES
-from pipeline.heads.export_format import FORMATS
 from pipeline.heads.kind import Heads
-from pipeline.targets.hub_access import check_repo_id
+from pipeline.heads.shapes import FORMATS
+from pipeline.redact import redacted
+from pipeline.storage.atomic import read_file
+from pipeline.targets.files import check_repo_id, hub_errors
+
+EXPORT_AGAIN = "Run the run again: it makes what has changed anew and checks it."
+
+Receipt = dict[str, Any]  # as receipt.json has it
 
 
 @dataclass(frozen=True)
 class Repositories:
-    """Where each part goes; None where it is not published."""
+    """The repository of each part; None where it is not published."""
 
     heads: str | None = None
     backbone: str | None = None
@@ -48,11 +56,11 @@ class Repositories:
 
 
 def repositories(push: PushConfig, kind: type[Heads], target: str, *, tuned: bool) -> Repositories:
-    """The repositories that `push` asks for.
+    """The repositories that `push` names.
 
-    `push.repo_id` is that of the heads, or of a tuned backbone, whose heads go to
-    `NAME-speculator.METHOD`, as the authors of vLLM's speculators name theirs. `USER/` alone is
-    completed from the target's name.
+    `push.repo_id` is the heads' repository. With a tuned backbone it is the backbone's, and the
+    heads go to `NAME-speculator.METHOD`, the naming of vLLM's speculators. `USER/` alone is
+    completed with the target's name.
     """
     suffix = f"-speculator.{kind.vllm_method or kind.Shape.kind}"
     name = (push.base_model or target).rstrip("/").rpartition("/")[2]
@@ -70,127 +78,273 @@ def _completed(repo_id: str | None, name: str) -> str | None:
     return f"{repo_id}{name}" if repo_id.endswith("/") else repo_id
 
 
-def require_allowed(published: Published, where: str = "push.repo_id") -> str:
-    """The repository's id; CheckFailed without a passed check, ConfigError for an id without owner
-    and name.
+@dataclass(frozen=True)
+class Upload:
+    """The files of one commit.
+
+    Attributes:
+        repo_id: USER/NAME.
+        base_model: Stated in the receipt; a local path is refused.
+        local_paths: Private paths, which no file may contain.
+    """
+
+    repo_id: str
+    base_model: str | None
+    files: list[CommitOperationAdd]
+    message: str
+    local_paths: Collection[str]
+    repo_type: ClassVar[Literal["model", "dataset"]] = "model"
+
+    def conflicting(self, names: Collection[str]) -> list[str]:
+        """Files in the repository that forbid an upload."""
+        raise NotImplementedError
+
+    def outdated(self, names: Collection[str]) -> list[str]:
+        """Files in the repository that the commit deletes."""
+        return []
+
+    @property
+    def missing(self) -> list[str]:
+        """Settings that the push lacks."""
+        if self.base_model and os.path.isabs(self.base_model):
+            return ["the Hub id of the target (push.base_model): nobody else can load a local one"]
+        return []
+
+    def receipt(self, private: bool) -> Receipt:
+        files = []
+        for file in self.files:
+            info = file.upload_info
+            sha256 = info.sha256.hex()
+            files.append({"path": file.path_in_repo, "size": info.size, "sha256": sha256})
+        return {
+            "repo": self.repo_id,
+            "private": private,
+            "base_model": self.base_model,
+            "files": files,
+        }
+
+    def dry_run(self, private: bool) -> Receipt:
+        """The receipt without a commit, and what is `missing`. Needs no network and no token."""
+        return {**self.receipt(private), "dry_run": True, "commit": None, "missing": self.missing}
+
+    def require_publishable(self) -> None:
+        """Raise ConfigError for a local base model, DataError for a private path in a file."""
+        for missing in self.missing:
+            fix = "Publish the target first, then push with push.base_model=USER/NAME."
+            raise ConfigError(f"The push lacks {missing}.", self.base_model, fix)
+        for file in self.files:
+            if Path(file.path_in_repo).suffix in WEIGHT_SUFFIXES:
+                continue
+            with file.as_file() as opened:
+                content = opened.read()
+            for path in self.local_paths:
+                if path.encode() in content:
+                    what = f"{file.path_in_repo} contains a local path."
+                    raise DataError(what, path, "Remove the path from it, then push again.")
+
+    def require_room(self, existing: Any, private: bool) -> None:
+        """Raise ConfigError for a public repository that should be private, or other content.
+
+        Args:
+            existing: `ModelInfo` or `DatasetInfo` of the repository.
+        """
+        if private and not existing.private:
+            what = "The repository is public, and push.private asks for a private one."
+            fix = "Make it private on the Hub, or push with push.private=false."
+            raise ConfigError(what, self.repo_id, fix)
+        conflicting = self.conflicting(_names(existing))
+        if conflicting:
+            what = f"The repository holds something else ({', '.join(conflicting[:3])})."
+            fix = "Push to a repository of its own: engines and readers load every file there."
+            raise ConfigError(what, self.repo_id, fix)
+
+    def send(self, api: HfApi, existing: Any | None, private: bool) -> Receipt:
+        """Commit, and return the receipt with "url", "commit" and "unchanged"."""
+        operations: list[CommitOperationAdd | CommitOperationDelete] = [*self.files]
+        if existing is None:
+            api.create_repo(self.repo_id, private=private, exist_ok=True, repo_type=self.repo_type)
+        else:
+            private = existing.private
+            for name in self.outdated(_names(existing)):
+                operations.append(CommitOperationDelete(name))
+        commit = api.create_commit(
+            self.repo_id, operations, commit_message=self.message, repo_type=self.repo_type
+        )
+        place = self.repo_id if self.repo_type == "model" else f"datasets/{self.repo_id}"
+        receipt = self.receipt(private)
+        receipt["url"] = redacted(f"{api.endpoint}/{place}")
+        receipt["commit"] = commit.oid
+        receipt["unchanged"] = existing is not None and existing.sha == commit.oid
+        return receipt
+
+
+def _names(existing: Any) -> set[str]:
+    return {sibling.rfilename for sibling in existing.siblings or ()}
+
+
+def send_all(uploads: Mapping[str, Upload], *, private: bool) -> dict[str, Receipt]:
+    """Send the uploads in order and return their receipts; if one is refused, nothing is sent.
+
+    Args:
+        private: Make new repositories private. An existing public one is an error, an existing
+            private one stays private.
+
+    Raises:
+        ConfigError, DataError: An upload may not be published, or not to this repository.
+        EnvironmentFault: There is no token, or the Hub cannot be reached or refuses.
+    """
+    for upload in uploads.values():
+        upload.require_publishable()
+    token = get_token()
+    if not token:
+        fix = "Run `hf auth login`, or set HF_TOKEN to a token that may write; then push again."
+        raise EnvironmentFault("There is no Hub token.", "push", fix)
+    api = HfApi(token=token, library_name="medusa-distill")
+    existing: dict[str, Any] = {}
+    receipts = {}
+    for name, upload in uploads.items():
+        with hub_errors(f"repository {upload.repo_id}", upload.repo_id, writes=True):
+            existing[name] = _existing(api, upload)
+        if existing[name] is not None:
+            upload.require_room(existing[name], private)
+    for name, upload in uploads.items():
+        with hub_errors(f"repository {upload.repo_id}", upload.repo_id, writes=True):
+            receipts[name] = upload.send(api, existing[name], private)
+    return receipts
+
+
+def _existing(api: HfApi, upload: Upload) -> Any | None:
+    """The Hub's record of the repository; None if there is none."""
+    try:
+        return api.repo_info(upload.repo_id, repo_type=upload.repo_type)
+    except RepositoryNotFoundError as error:
+        if error.response.status_code == 404:
+            return None
+        raise  # 401: the token is invalid
+
+
+@dataclass(frozen=True)
+class HeadsUpload(Upload):
+    kind: type[Heads]
+
+    def conflicting(self, names: Collection[str]) -> list[str]:
+        """Other weights, or a model without a tree. Further formats have their own directories."""
+        others = []
+        for name in sorted(names):
+            is_weights = Path(name).suffix in WEIGHT_SUFFIXES and name != self.kind.weights_file
+            if is_weights and str(Path(name).parent) not in FORMATS:
+                others.append(name)
+        if others or self.kind.choices_file in names:
+            return others
+        return sorted({CONFIG_FILE, self.kind.weights_file} & set(names))
+
+
+class BackboneUpload(Upload):
+    def conflicting(self, names: Collection[str]) -> list[str]:
+        """Any model that was not tuned by this project."""
+        if BACKBONE_FILE in names:
+            return []
+        weights = {name for name in names if Path(name).suffix in WEIGHT_SUFFIXES}
+        return sorted(weights | ({CONFIG_FILE} & set(names)))
+
+
+def heads_upload(directory: Path, published: Published, checked: Mapping[str, str]) -> Upload:
+    """The upload of an export, with a new card and the target's Hub id in `config.json`.
+
+    Args:
+        directory: The export, which is not changed.
+        published: With `base_model` None the target is the one that the export names.
+        checked: The sha256 (hex) of each file of the heads as it was checked, by name. No other
+            file is uploaded.
+
+    Raises:
+        CheckFailed: The check failed or was not run.
+        DataError: A file is missing, or is not what was checked.
+        ConfigError: An id is invalid.
+    """
+    repo_id = require_allowed(published, "push.repo_id")
+    layout = read_layout(directory)
+    base = published.base_model or layout.base_model_name_or_path
+    if not os.path.isabs(base):
+        check_repo_id(base, "push.base_model")
+    written = {CARD_FILE: model_card(replace(published, base_model=base))}
+    for name in checked:
+        if Path(name).name == CONFIG_FILE:  # one in the directory of each format
+            content, _ = read_json_config((directory / name).parent)
+            written[name] = json.dumps(with_base_model(content, base), indent=2) + "\n"
+    return HeadsUpload(
+        repo_id=repo_id,
+        base_model=base,
+        files=_verified(directory, checked, written),
+        message=layout.kind.title,
+        local_paths=local_paths(published, layout.base_model_name_or_path),
+        kind=layout.kind,
+    )
+
+
+def backbone_upload(directory: Path, published: Published, checked: Mapping[str, str]) -> Upload:
+    """The upload of a tuned backbone with its card; arguments and errors as in `heads_upload`."""
+    repo_id = require_allowed(published, "push.repo_id")
+    directory = directory.resolve()
+    return BackboneUpload(
+        repo_id=repo_id,
+        base_model=published.base_model,
+        files=_verified(directory, checked, {CARD_FILE: backbone_card(published)}),
+        message="Backbone",
+        local_paths=local_paths(published, str(directory)),
+    )
+
+
+def require_allowed(published: Published, where: str) -> str:
+    """The repository's id.
+
+    Raises:
+        CheckFailed: The check did not pass.
+        ConfigError: The id has no owner or no name.
     """
     check = published.report.get("check")
     if not check:
-        raise CheckFailed(
-            "These heads have not been checked.", "report.json", "Run the check stage, then push."
-        )
-    reasons = [str(reason).rstrip(".") for reason in check.get("failures") or ()]
-    if reasons or check.get("passed") is not True:
-        what = (
-            f"The check of these heads failed: {'; '.join(reasons) or 'the check stage says so'}."
-        )
+        fix = "Run the check stage, then push."
+        raise CheckFailed("These heads have not been checked.", "report.json", fix)
+    if not check["passed"]:
+        reasons = "; ".join(reason.rstrip(".") for reason in check["failures"])
+        what = f"The check of these heads failed: {reasons}."
         raise CheckFailed(what, "report.json", "Nothing was pushed; the report says more.")
     repo_id = published.repo_id or ""
     check_repo_id(repo_id, where, with_owner=True)
     return repo_id
 
 
-def heads_upload(directory: Path, published: Published, checked: Mapping[str, str]) -> Upload:
-    """An export with a fresh card and the Hub id of its target in `config.json`, compared with what
-    was checked.
-
-    Args:
-        directory: An export. It is not changed.
-        published: `base_model` is the heads' target, or None for the one that the export names.
-        checked: The sha256 (hex) of each of the heads' files as it was checked, by name; no other
-            file goes.
-
-    Raises:
-        CheckFailed: The check failed or was not run.
-        DataError: The directory is not a whole export, or is not what was checked.
-        ConfigError: An id is invalid.
-    """
-    repo_id = require_allowed(published)
-    layout = read_layout(directory)
-    base = published.base_model or layout.base_model_name_or_path
-    if not os.path.isabs(base):
-        check_repo_id(base, "push.base_model")
-    _require_heads_alone(checked, layout.kind, directory)
-    written = {CARD_FILE: model_card(replace(published, base_model=base))}
-    for name in checked:
-        if Path(name).name == CONFIG_FILE:  # one in each format's directory
-            content, _ = read_json_config((directory / name).parent)
-            written[name] = json.dumps(with_base_model(content, base), indent=2) + "\n"
-    return Upload(
-        repo_id=repo_id,
-        base_model=base,
-        files=verified(directory, checked, written),
-        message=layout.kind.title,
-        local_paths=local_paths(published, layout.base_model_name_or_path),
-        conflicting=functools.partial(_not_heads, kind=layout.kind),
-    )
-
-
-def backbone_upload(directory: Path, published: Published, checked: Mapping[str, str]) -> Upload:
-    """A tuned backbone with a card of its own, compared with what was checked; arguments as in
-    `heads_upload`.
-    """
-    repo_id, directory = require_allowed(published), directory.resolve()
-    if gone := {CONFIG_FILE, BACKBONE_FILE} - checked.keys():
-        raise DataError(
-            f"The tuned backbone lacks {', '.join(sorted(gone))}.", str(directory), "Export again."
-        )
-    return Upload(
-        repo_id=repo_id,
-        base_model=published.base_model,
-        files=verified(directory, checked, {CARD_FILE: backbone_card(published)}),
-        message="Backbone",
-        local_paths=local_paths(published, str(directory)),
-        conflicting=_not_a_backbone,
-    )
-
-
 def local_paths(published: Published, *further: str) -> set[str]:
-    """The paths of this machine that a file may not contain."""
+    """Paths of this machine that no file may contain."""
     models = (published.config.target.model, *further)
     return {model for model in models if os.path.isabs(model)}
 
 
-def _require_heads_alone(names: Collection[str], kind: type[Heads], directory: Path) -> None:
-    """Raise DataError where the heads are not whole, or other weights would go with them."""
-    if gone := {CONFIG_FILE, kind.weights_file, kind.choices_file} - set(names):
-        raise DataError(
-            f"The export lacks {', '.join(sorted(gone))}.", str(directory), "Export again."
-        )
-    if strangers := _other_weights(names, kind):
-        fix = (
-            "Push them to a repository of their own: engines load every weights file that they"
-            " find."
-        )
-        raise DataError(
-            f"Other weights lie beside the heads: {', '.join(strangers)}.", str(directory), fix
-        )
+def _verified(
+    directory: Path, checked: Mapping[str, str], written: Mapping[str, str]
+) -> list[CommitOperationAdd]:
+    """The checked files of a directory and the `written` texts, sorted by name.
 
+    The Hub compares uploaded weights with their checked sha256. Of any other file the bytes that
+    were compared here are uploaded.
 
-def _other_weights(names: Collection[str], kind: type[Heads]) -> list[str]:
-    """Weights that engines would load with the heads: those of another format are in a directory of
-    its name.
+    Raises:
+        DataError: A file is missing, or is not what was checked.
     """
-    weights = [
-        name for name in names if Path(name).suffix in WEIGHT_SUFFIXES and name != kind.weights_file
-    ]
-    return sorted(name for name in weights if str(Path(name).parent) not in FORMATS)
-
-
-def _not_heads(names: Collection[str], kind: type[Heads]) -> list[str]:
-    """The files that conflict with heads: other weights, or a model without a tree."""
-    others = _other_weights(names, kind)
-    if others or kind.choices_file in names:
-        return others
-    return sorted({CONFIG_FILE, kind.weights_file} & set(names))
-
-
-def _not_a_backbone(names: Collection[str]) -> list[str]:
-    """The files that conflict with a tuned backbone: any model that was not tuned by this
-    project.
-    """
-    if BACKBONE_FILE in names:
-        return []
-    return sorted(
-        name for name in names if Path(name).suffix in WEIGHT_SUFFIXES or name == CONFIG_FILE
-    )
+    files = {}
+    for name, sha256 in checked.items():
+        path = directory / name
+        is_weights = path.suffix in WEIGHT_SUFFIXES
+        try:
+            file = CommitOperationAdd(name, path if is_weights else read_file(path))
+        except (OSError, ValueError) as error:
+            what = f"A file of the export cannot be read: {error}."
+            raise DataError(what, str(path), EXPORT_AGAIN) from error
+        if path.is_symlink() or file.upload_info.sha256.hex() != sha256:
+            what = "This file is not what was checked, so nothing was pushed."
+            raise DataError(what, str(path), EXPORT_AGAIN)
+        files[name] = file
+    for name, text in written.items():
+        files[name] = CommitOperationAdd(name, text.encode(errors="replace"))
+    return [files[name] for name in sorted(files)]

@@ -1,120 +1,157 @@
-"""A file of named tensors, written and read: safetensors, or the pickle of plain tensors that older
-code reads.
+"""Files of named tensors, written and read: safetensors, or pickles of plain tensors.
 
-A pickle is written by `torch.save` and read with `weights_only=True` alone, which runs no code of
-the file's. A safetensors file is serialized from pointers, so that names that share one tensor
-expand on disk and not in memory; a pickle stores their bytes once.
+Pickles are read with `weights_only=True`, which runs none of their code. Safetensors files are
+serialized from pointers, so names that share a tensor expand on disk and not in memory.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, TensorSpec, safe_open, serialize_file
 from torch import Tensor
 
-from pipeline.errors import DataError
+from pipeline.errors import ConfigError, DataError
+from pipeline.export.layout import CONFIG_FILE
+from pipeline.heads.kinds import NOT_HERE
+from pipeline.storage.atomic import read_object
+from pipeline.targets.files import hub_errors, is_local
 
 PICKLES = (".pt", ".pth", ".bin")
-WEIGHT_SUFFIXES = (
-    ".safetensors",
-    ".bin",
-    ".pt",
-    ".pth",
-    ".ckpt",
-    ".gguf",
-)  # what engines take for weights
+WEIGHT_SUFFIXES = (".safetensors", *PICKLES, ".ckpt", ".gguf")  # files that engines load
 DTYPES = {
     "F32": "float32",
     "BF16": "bfloat16",
     "F16": "float16",
     "F64": "float64",
     "I64": "int64",
-}  # safetensors' own
+}  # torch's names of safetensors' dtypes
 
 
 class WeightsFile:
-    """The tensors of a file: shapes and dtypes by name, and each tensor when it is asked for."""
+    """Shapes and dtypes of a file's tensors by name; a tensor is read on demand."""
 
     def __init__(self, path: Path):
-        """Open the file.
-
-        Raises:
-            DataError: It cannot be read, or holds something else than tensors; nothing of it is
-                run.
-        """
-        self._tensors: dict[str, Tensor] | None = None
+        """Open the file; DataError if it cannot be read or holds anything but tensors."""
+        self._pickled: dict[str, Tensor] | None = None
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, str] = {}
         if path.suffix in PICKLES:
-            self._tensors = _unpickled(path)
-            self.shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
-            self.dtypes = {
-                name: str(t.dtype).removeprefix("torch.") for name, t in self._tensors.items()
-            }
+            self._pickled = _plain_tensors(path)
+            for name, tensor in self._pickled.items():
+                self.shapes[name] = tuple(tensor.shape)
+                self.dtypes[name] = str(tensor.dtype).removeprefix("torch.")
             return
         try:
-            self._file: Any = safe_open(path, framework="pt")
+            self._file = safe_open(path, framework="pt")
         except (OSError, SafetensorError) as error:
-            what, fix = (
-                f"The weights cannot be read: {error}.",
-                "Export again, or fetch the file again.",
-            )
-            raise DataError(what, str(path), fix) from error
-        slices = {name: self._file.get_slice(name) for name in self._file.offset_keys()}
-        self.shapes = {name: tuple(part.get_shape()) for name, part in slices.items()}
-        self.dtypes = {
-            name: DTYPES.get(part.get_dtype(), part.get_dtype()) for name, part in slices.items()
-        }
+            what = f"The weights cannot be read: {error}."
+            raise DataError(what, str(path), "Export again, or fetch the file again.") from error
+        for name in self._file.offset_keys():
+            part = self._file.get_slice(name)
+            self.shapes[name] = tuple(part.get_shape())
+            self.dtypes[name] = DTYPES.get(part.get_dtype(), part.get_dtype())
 
     def tensor(self, name: str) -> Tensor:
-        return self._file.get_tensor(name) if self._tensors is None else self._tensors[name]
+        if self._pickled is not None:
+            return self._pickled[name]
+        return self._file.get_tensor(name)
 
     def tensors(self) -> dict[str, Tensor]:
         return {name: self.tensor(name) for name in self.shapes}
 
 
 def write_weights(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Write contiguous tensors of the CPU, several names of which may share one tensor's bytes.
-
-    Raises OSError for a full disk.
-    """
+    """Write contiguous CPU tensors, of which names may share one; OSError for a full disk."""
     if path.suffix in PICKLES:
         try:
             torch.save(dict(tensors), path)
-        except RuntimeError as error:  # what its writer makes of a full disk
+        except RuntimeError as error:  # torch's error for a full disk
             raise OSError(f"{path.name}: {error}") from error
         return
-    # `safetensors.torch.save_file` refuses shared memory, so the copies would have to exist in
-    # memory first
-    specs = {
-        name: TensorSpec(
+    # `safetensors.torch.save_file` refuses shared memory: the copies would have to be in memory.
+    specs = {}
+    for name, tensor in tensors.items():
+        specs[name] = TensorSpec(
             dtype=str(tensor.dtype).removeprefix("torch."),
             shape=list(tensor.shape),
             data_ptr=tensor.data_ptr(),
             data_len=tensor.nbytes,
         )
-        for name, tensor in tensors.items()
-    }
     serialize_file(specs, path, metadata={"format": "pt"})
 
 
-def _unpickled(path: Path) -> dict[str, Tensor]:
+def _plain_tensors(path: Path) -> dict[str, Tensor]:
     fix = "Convert it to safetensors where you trust it, or fetch the file again."
     try:
-        with warnings.catch_warnings(action="ignore"):  # of a protocol that other writers use
+        with warnings.catch_warnings(action="ignore"):  # of other writers' pickle protocols
             content = torch.load(path, map_location="cpu", weights_only=True)
     except UnpicklingError as error:
         what = "This is no file of tensors: it holds other objects, whose code is not run here."
         raise DataError(what, str(path), fix) from error
-    except Exception as error:  # zip, pickle and storage each have their own for damaged bytes
-        first = " ".join(str(error).split())[:200].rstrip(".") or type(error).__name__
-        raise DataError(f"The weights cannot be read: {first}.", str(path), fix) from error
-    if not isinstance(content, dict) or not all(
-        isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in content.items()
-    ):
+    except Exception as error:  # zip, pickle and torch each raise their own for damaged bytes
+        first = " ".join(str(error).split())[:200].rstrip(".")
+        what = f"The weights cannot be read ({type(error).__name__}: {first})."
+        raise DataError(what, str(path), fix) from error
+    named = isinstance(content, dict) and all(isinstance(name, str) for name in content)
+    if not named or not all(isinstance(tensor, Tensor) for tensor in content.values()):
         raise DataError("This is no file of named tensors.", str(path), fix)
-    return content
+    return dict(content)
+
+
+class DirectoryTensors:
+    """All tensors in a directory's weights files, without the prefix `model.`, read on demand.
+
+    Pickles are read only where there is no safetensors file. Raises DataError without weights.
+    """
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+        self.config = read_object(directory / CONFIG_FILE)
+        weights = [path for path in sorted(directory.iterdir()) if path.suffix in WEIGHT_SUFFIXES]
+        safe = [path for path in weights if path.suffix == ".safetensors"]
+        if not weights:
+            raise DataError("There are no weights here.", str(directory), NOT_HERE)
+        self._files: dict[str, tuple[WeightsFile, str]] = {}
+        for path in safe or weights:
+            file = WeightsFile(path)
+            for name in file.shapes:
+                self._files[name.removeprefix("model.")] = (file, name)
+
+    @property
+    def names(self) -> Collection[str]:
+        return self._files.keys()
+
+    def __getitem__(self, name: str) -> Tensor:
+        file, stored = self._files[name]
+        return file.tensor(stored)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        file, stored = self._files[name]
+        return file.shapes[stored]
+
+    def refuse(self, what: str, fix: str = NOT_HERE) -> DataError:
+        return DataError(what, str(self.directory), fix)
+
+
+def heads_directory(name: str) -> Path:
+    """A local directory of heads, or the download of a Hub repository.
+
+    Raises:
+        ConfigError: There is neither.
+        EnvironmentFault: The Hub cannot be reached.
+    """
+    if is_local(name):
+        directory = Path(name).expanduser()
+        if not directory.is_dir():
+            fix = "Give a directory of heads, or a Hub id."
+            raise ConfigError(f"There is no directory {name}.", "check", fix)
+        return directory
+    patterns = ["*.json", *(f"*{suffix}" for suffix in WEIGHT_SUFFIXES)]
+    with hub_errors(f"repository of heads {name}", "check"):
+        return Path(snapshot_download(name, allow_patterns=patterns))

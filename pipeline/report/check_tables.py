@@ -9,6 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from pipeline.formatting import (
+    UNKNOWN,
+    count,
+    duration,
+    pairs,
+    percent,
+    rate,
+    ratio,
+    show,
+    times,
+)
 from pipeline.report.facts import (
     Table,
     expected_rate,
@@ -17,18 +28,6 @@ from pipeline.report.facts import (
     measured_rate,
     on_new_answers,
     pick,
-)
-from pipeline.report.formatting import (
-    UNKNOWN,
-    count,
-    duration,
-    on_threads,
-    pairs,
-    percent,
-    rate,
-    ratio,
-    show,
-    times,
 )
 
 RATES = (
@@ -304,8 +303,9 @@ def methods_table(report: dict) -> Table:
     rows += _both_sides(vllm, "vLLM ")
     repeats = pick(native, "repeats") or 1
     medians = [f"Times are medians of {count(repeats)} repetitions"] if repeats > 1 else []
-    if threads := on_threads(pick(native, "threads")):
-        medians.append(f"Native steps are timed{threads}")
+    threads = pick(native, "threads")
+    if threads:
+        medians.append(f"Native steps are timed on {threads} CPU thread{'s' * (threads != 1)}")
     return filled("Methods", ". ".join([NOTE, *medians, *failed]).rstrip(".") + ".", _METHODS, rows)
 
 

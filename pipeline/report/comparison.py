@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pipeline.formatting import UNKNOWN, duration, percent, rate, times
 from pipeline.report.facts import (
     Table,
     check_outcome,
@@ -18,7 +19,6 @@ from pipeline.report.facts import (
     on_new_answers,
     pick,
 )
-from pipeline.report.formatting import UNKNOWN, duration, percent, rate, times
 
 NO_RECIPE = {"run", "placement", "limits", "push"}  # sections that no result depends on
 LONGEST = 40  # characters of a setting

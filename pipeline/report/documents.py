@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import json
 
+from pipeline.formatting import escaped
 from pipeline.report.facts import Table, check_outcome, finite, headline, in_order, subtitle, title
-from pipeline.report.formatting import escaped
 from pipeline.report.tables import tables
 from pipeline.report.warnings import warnings
 

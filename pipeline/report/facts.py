@@ -11,7 +11,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.report.formatting import (
+from pipeline.formatting import (
     NOT_RUN,
     UNKNOWN,
     count,

@@ -17,9 +17,9 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
+from pipeline.formatting import count, rate, ratio, times
 from pipeline.report import plots, speed_plots
 from pipeline.report.facts import check_outcome, headline, pick, subtitle, title
-from pipeline.report.formatting import count, rate, ratio, times
 from pipeline.report.tables import tables
 from pipeline.report.warnings import warnings
 

@@ -8,18 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline.report.check_tables import (
-    Column,
-    categories_table,
-    check_table,
-    exact_match_table,
-    filled,
-    methods_table,
-    served_model_table,
-    study_tables,
-)
-from pipeline.report.facts import STAGES, Table, expected_rate, pick
-from pipeline.report.formatting import (
+from pipeline.formatting import (
     NOT_RUN,
     UNKNOWN,
     count,
@@ -32,6 +21,17 @@ from pipeline.report.formatting import (
     signed_percent,
     times,
 )
+from pipeline.report.check_tables import (
+    Column,
+    categories_table,
+    check_table,
+    exact_match_table,
+    filled,
+    methods_table,
+    served_model_table,
+    study_tables,
+)
+from pipeline.report.facts import STAGES, Table, expected_rate, pick
 
 _PROMISED: tuple[Column, ...] = (
     ("overhead", "overhead", times),

@@ -7,8 +7,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from pipeline.formatting import count, percent, ratio, times
 from pipeline.report.facts import disturbed, pick
-from pipeline.report.formatting import count, percent, ratio, times
 
 SAME_TEXT_GAP = 0.1  # of the gain over plain decoding
 NOTABLE_GAP = 3  # standard errors between the expected acceleration rate and the measured one

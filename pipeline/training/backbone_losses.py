@@ -20,12 +20,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from pipeline.artifacts.check_result import TunedDrift
 from pipeline.heads.losses import chunk_bytes_on
 
 
@@ -119,19 +119,6 @@ def _divergence(log_q_CV: Tensor, log_p_CV: Tensor) -> tuple[Tensor, Tensor]:
     return loss, log_q_CV.exp_().sub_(p_CV)
 
 
-@dataclass(frozen=True)
-class DriftFigures:
-    """How tuning has changed the backbone: KL(original ‖ tuned) in nats per position, perplexity of
-    the text, and the share of positions at which both models choose the same token.
-    """
-
-    kl: float
-    perplexity: dict[str, float]  # {original, tuned}
-    perplexity_change: float
-    greedy_agreement: float
-    positions: int
-
-
 class Drift(NamedTuple):
     """Sums over positions: fp64 scalars that add up over batches and workers."""
 
@@ -154,17 +141,23 @@ class Drift(NamedTuple):
         self.agreed.add_((log_p_NV.argmax(1) == log_q_NV.argmax(1)).sum())
         self.positions.add_(len(labels_N))
 
-    def figures(self) -> DriftFigures | None:
-        """The means; None without positions."""
+    def figures(self) -> TunedDrift:
+        """The means, without positions None."""
         kl, original_loss, tuned_loss, agreed, positions = (float(total) for total in self)
         if not positions:
-            return None
+            return TunedDrift()
         perplexity = {
             "original": _exp(original_loss / positions),
             "tuned": _exp(tuned_loss / positions),
         }
         change = _exp((tuned_loss - original_loss) / positions) - 1
-        return DriftFigures(kl / positions, perplexity, change, agreed / positions, int(positions))
+        return TunedDrift(
+            kl=kl / positions,
+            perplexity=perplexity,
+            perplexity_change=change,
+            greedy_agreement=agreed / positions,
+            positions=int(positions),
+        )
 
 
 @torch.no_grad()

@@ -8,14 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from pydantic import TypeAdapter
 from torch import Tensor
 
+from pipeline.artifacts.check_result import TunedDrift
 from pipeline.artifacts.feature_rows import FeatureRows
 from pipeline.artifacts.seen_answers import SeenAnswers, TrainingText
 from pipeline.artifacts.trained_heads import read_trained_heads
@@ -24,7 +23,6 @@ from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.decoding.held_out import HeldOutPlaces, HeldOutRanks
 from pipeline.execution.progress import ProgressReporter
 from pipeline.heads.accuracy import Score, label_ranks
-from pipeline.training.backbone_losses import DriftFigures
 
 SPLIT = "calibrate"
 MAX_POSITIONS = 131_072  # an accuracy's standard error is then under 0.15 %
@@ -48,10 +46,7 @@ class Evaluation:
     held_out: list[dict[str, float]]
     frequency: dict[str, float]
     draft_coverage: float | None = None
-    drift: DriftFigures | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        return TypeAdapter(Evaluation).dump_python(self, exclude_defaults=True)
+    drift: TunedDrift | None = None
 
     def loss(self, decay: float) -> float | None:
         """The heads' losses, weighted by decay^(k+1) and summed; None if nothing is held out."""
@@ -60,7 +55,7 @@ class Evaluation:
         return sum(decay ** (k + 1) * head["loss"] for k, head in enumerate(self.held_out))
 
 
-def evaluation_of(score: Score, drift: DriftFigures | None = None) -> Evaluation:
+def evaluation_of(score: Score, drift: TunedDrift | None = None) -> Evaluation:
     """The figures of summed scores."""
     num_labels = int(score.counts_K[0])
     if num_labels == 0:

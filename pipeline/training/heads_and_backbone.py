@@ -21,7 +21,7 @@ from torch import Tensor
 
 from pipeline.errors import DataError
 from pipeline.heads.accuracy import Score, score
-from pipeline.heads.soft_labels import TargetHead, Teacher
+from pipeline.heads.losses import TargetHead, Teacher
 from pipeline.training.adapted_backbone import Backbone, write_adapter
 from pipeline.training.backbone_losses import Drift, measure_drift, summed_divergence
 from pipeline.training.evaluation import (

@@ -15,6 +15,7 @@ from pipeline.errors import ConfigError
 from pipeline.training import recipe
 
 if TYPE_CHECKING:
+    from pipeline.targets.spec import TargetSpec
     from pipeline.training.task import Learner
 
 BOOKKEEPING = {"checkpoint_minutes", "checkpoint_every", "keep_checkpoints", "report_to"}
@@ -70,7 +71,7 @@ class Method(ABC):
         """The nested sections of `train` that are read: the kind's and the method's."""
         return {train.heads, *self.sections}
 
-    def check(self, config: Config) -> None:  # noqa: B027  (most methods train any target)
+    def check(self, config: Config, target: TargetSpec) -> None:  # noqa: B027  (most train any)
         """Raise ConfigError for settings and targets that this method cannot train."""
 
     def packages(self, config: Config) -> list[Package]:
@@ -127,9 +128,8 @@ class HeadsAndBackbone(Method):
             del found["batch_tokens"]
         return found
 
-    def check(self, config: Config) -> None:
+    def check(self, config: Config, target: TargetSpec) -> None:
         from pipeline.targets.lora import require_tunable
-        from pipeline.targets.spec import resolve
 
         settings = config.train.backbone
         if (config.placement.train.gpus_per_worker or 0) > 1:
@@ -147,9 +147,7 @@ class HeadsAndBackbone(Method):
                 "Set it to false, since a quantized backbone is small, or"
                 " train.backbone.quantization to none.",
             )
-        require_tunable(
-            resolve(config.target, on_gpu=False), settings.lora_rank, sharded=settings.shard
-        )
+        require_tunable(target, settings.lora_rank, sharded=settings.shard)
 
     def packages(self, config: Config) -> list[Package]:
         fix = "Install it with the right lock (`make install`), or set train.method to medusa-1."

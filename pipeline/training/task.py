@@ -14,17 +14,17 @@ from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
-from pydantic import TypeAdapter
 from torch import Tensor, nn
 
+from pipeline.artifacts.check_result import TunedDrift
+from pipeline.artifacts.json_form import to_json
 from pipeline.artifacts.trained_heads import HEADS_FILE
 from pipeline.config import TrainConfig
 from pipeline.config.training import Bits
 from pipeline.errors import EnvironmentFault
 from pipeline.heads.kind import Heads
-from pipeline.heads.shape import HeadsShape
-from pipeline.targets.spec import TargetSpec, first_lines
-from pipeline.training.backbone_losses import DriftFigures
+from pipeline.heads.shapes import HeadsShape
+from pipeline.targets.spec import TargetSpec, one_line
 from pipeline.training.evaluation import Evaluation
 from pipeline.training.optimizers import cosine_with_warmup
 from pipeline.training.recipe import Recipe, make_recipe
@@ -94,7 +94,7 @@ class TrainResult:
     held_out: list[dict[str, float]]
     frequency: dict[str, float]
     draft_coverage: float | None = None
-    drift: DriftFigures | None = None
+    drift: TunedDrift | None = None
     hyperparameters: Recipe
     tokens_beyond_sequence: int | None = None
     sequences: int | None = None
@@ -102,15 +102,14 @@ class TrainResult:
     warnings: list[str] = field(default_factory=list)
     earlier: dict[str, TrainResult] = field(default_factory=dict)  # of earlier phases, by name
 
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> TrainResult:
-        """The inverse of `to_json` for a single phase."""
-        return TypeAdapter(cls).validate_python(data)
-
     def to_json(self) -> dict[str, Any]:
-        """Plain data without absent fields; earlier phases stand beside the last one's fields."""
-        data = TypeAdapter(TrainResult).dump_python(self, exclude_defaults=True)
-        data.update(data.pop("earlier", {}))
+        """Plain data; the results of earlier phases stand beside the last one's fields."""
+        data = to_json(self)
+        del data["earlier"]
+        if not self.warnings:
+            del data["warnings"]
+        for name, result in self.earlier.items():
+            data[name] = result.to_json()
         return data
 
 
@@ -270,7 +269,7 @@ def gpu_errors(spec: TrainSpec, saves_memory: Sequence[str]) -> Iterator[None]:
         fix = f"What helps most: {', '.join([*spec.kind.saves_memory, *saves_memory])}."
         raise EnvironmentFault(what, spec.directory, fix) from error
     except torch.AcceleratorError as error:
-        what = f"The GPU cannot compute this training: {first_lines(error)}."
+        what = f"The GPU cannot compute this training: {one_line(error)}."
         fix = "Set train.precision: fp32, or train on a newer GPU."
         raise EnvironmentFault(what, spec.directory, fix) from error
 

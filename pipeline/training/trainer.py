@@ -23,9 +23,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from pydantic import TypeAdapter
 from torch import Tensor, nn
 
+from pipeline.artifacts.json_form import from_json, to_json
 from pipeline.artifacts.trained_heads import read_summary, write_heads
 from pipeline.errors import CheckFailed
 from pipeline.execution.progress import ProgressReporter
@@ -119,7 +119,7 @@ def _joined(spec: TrainSpec, results: Sequence[TrainResult]) -> TrainResult:
 
 def _read_result(spec: TrainSpec) -> TrainResult | None:
     summary = read_summary(spec.heads_path, spec.heads_shape)
-    return None if summary is None else TrainResult.from_json(summary)
+    return None if summary is None else from_json(TrainResult, summary)
 
 
 def recipes_of(spec: TrainSpec) -> list[Recipe]:
@@ -265,7 +265,7 @@ class Trainer:
             if state.step == 0:
                 evaluation = self.evaluate(state)
                 if log:
-                    log.write(0, evaluation.to_json())
+                    log.write(0, to_json(evaluation))
             started = time.monotonic()
             for batches in learner.steps(state.step):
                 if state.stale >= self.settings.patience:
@@ -277,7 +277,7 @@ class Trainer:
                 metrics["tokens"] = state.tokens
                 metrics["tokens_per_second"] = state.tokens_per_second
                 if recipe.evaluates_after(state.step, learner.held_out_share):
-                    metrics.update(self.evaluate(state).to_json())
+                    metrics.update(to_json(self.evaluate(state)))
                 if log:
                     log.write(state.step, metrics)
                     if checkpoints.due(state.step):
@@ -313,7 +313,7 @@ class Trainer:
         if state.best_step != state.step:
             for name, tensor in self.best.items():
                 tensors[f"best/{name}"] = tensor
-        plain = TypeAdapter(TrainState).dump_python(state)
+        plain = to_json(state)
         saved = Checkpoint(tensors, {"train_state": plain, "optimizer": numbers})
         checkpoints.save(state.step, saved)
 
@@ -334,4 +334,4 @@ class Trainer:
         load_optimizer(self.optimizer, moments, saved.state["optimizer"])
         if learner.workers.is_first:
             self.best = parts["best"] or modules
-        return TypeAdapter(TrainState).validate_python(saved.state["train_state"])
+        return from_json(TrainState, saved.state["train_state"])

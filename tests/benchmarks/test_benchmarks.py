@@ -18,7 +18,8 @@ from benchmarks.claims import Claim, Result, in_turns, rates, ratio, speed_ratio
 from benchmarks.results import write_result, write_table
 from benchmarks.run import BENCHMARKS, main
 from pipeline.errors import ConfigError
-from pipeline.heads.medusa import MedusaHeads, MedusaShape
+from pipeline.heads.medusa import MedusaHeads
+from pipeline.heads.shapes import MedusaShape
 from pipeline.targets import vllm_decode
 from tests.cluster import work_here
 from tests.forks import serve_forks
@@ -38,16 +39,15 @@ def tiny_result(tmp_path_factory):
     serve_forks()
 
     def measure(name: str) -> Result:
+        if name in found:
+            return found[name]
         threads = torch.get_num_threads()
+        untrained = tmp_path_factory.mktemp(name)
         with pytest.MonkeyPatch.context() as patched, tempfile.TemporaryDirectory() as place:
             patched.setattr("tempfile.tempdir", place)
-            patched.setattr(
-                "benchmarks.targets.DEMO_TARGET", tmp_path_factory.mktemp(name)
-            )  # random, trained or not
+            patched.setattr("benchmarks.targets.DEMO_TARGET", untrained)
             patched.setattr("pipeline.report.html.drawings", lambda *_: {})
-            found[name] = found.get(name) or importlib.import_module(f"benchmarks.{name}").measure(
-                tiny=True
-            )
+            found[name] = importlib.import_module(f"benchmarks.{name}").measure(tiny=True)
             assert os.listdir(place) == []
         torch.set_num_threads(threads)
         return found[name]
@@ -70,7 +70,7 @@ def test_the_benchmark_of_ray_runs_at_a_tiny_size(ray_cluster, tiny_result):
 @pytest.mark.parametrize("name", ON_VLLM)
 def test_the_benchmarks_of_vllm_run_at_a_tiny_size(name, vllm_here, tiny_result, monkeypatch):
     pytest.importorskip("vllm")
-    work_here(monkeypatch, vllm_decode, vllm_decode.decode)
+    work_here(monkeypatch, vllm_decode)
     assert_measured(tiny_result(name))
 
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from pipeline.artifacts.generated_rows import TokenRow
 from pipeline.cli.inspect import COLOURS, coloured
 from pipeline.flow import run_flow
-from pipeline.report.formatting import visible
+from pipeline.formatting import visible
 from pipeline.storage.shards import read_rows
 from pipeline.targets.spec import TargetSpec, load_tokenizer
 from tests.cli.tables import one_paragraph

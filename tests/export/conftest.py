@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.export.upload import Upload
+from pipeline.export.hub import Upload
 from tests.export.hub_stand_in import hub_on_loopback
 from tests.export.pushes import (
     backbone_of,
@@ -42,4 +42,4 @@ def part(request, tmp_path) -> Callable[..., Upload]:
         backbone = backbone_to(tmp_path / "backbone")
         return lambda **changes: backbone_of(backbone, **changes)
     stage = latest(request.getfixturevalue("finished_run"), "generate")
-    return lambda **changes: conversations_of(stage, tmp_path / "files", **changes)
+    return lambda **changes: conversations_of(stage, tmp_path, **changes)

@@ -5,6 +5,7 @@ allows it.
 from __future__ import annotations
 
 import hashlib
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,8 @@ import torch
 from pipeline.config import Config
 from pipeline.config.load import validate
 from pipeline.export.card_facts import Published
-from pipeline.export.hub import backbone_upload, heads_upload
-from pipeline.export.hub_data_set import data_set_upload
-from pipeline.export.upload import Upload, send_all
+from pipeline.export.data_set import data_set_upload
+from pipeline.export.hub import Upload, backbone_upload, heads_upload, send_all
 from pipeline.heads.medusa import MedusaHeads
 from pipeline.storage.stage_directory import StageDirectory
 from tests.export.exports import TokenizerStub, config_of, write
@@ -25,6 +25,7 @@ PASSED = {
     "num_heads": 1,
     "check": {
         "passed": True,
+        "failures": [],
         "native": {"acceleration_rate": 2.0, "greedy_match": MATCH},
         "vllm": {"acceleration_rate": 1.5, "greedy_match": MATCH},
     },
@@ -48,7 +49,7 @@ def run_config(target: str = "owner/target", source: dict | None = None, **secti
     """The configuration of a run."""
     sections = {"train": {"heads": "medusa"}, **sections}
     sections["target"] = {"model": target, **sections.get("target", {})}
-    sources = [source or {"hub": "owner/chats"}]
+    sources = [source or {"hub": "owner/seeds"}]
     return validate({"run": {"name": "pushed"}, "seeds": {"sources": sources}, **sections}, "test")
 
 
@@ -91,7 +92,7 @@ def backbone_of(directory: Path, **changes: Any) -> Upload:
 
 
 def conversations_of(stage: StageDirectory, directory: Path, **changes: Any) -> Upload:
-    directory.mkdir(exist_ok=True)
+    directory = Path(tempfile.mkdtemp(dir=directory))
     usual = {"base_model": "owner/target"}
     return data_set_upload(
         stage.shards(), stage.fingerprint, published(**{**usual, **changes}), directory

@@ -10,8 +10,8 @@ from datasets import load_dataset
 from huggingface_hub import DatasetCard
 
 from pipeline.errors import ConfigError, DataError
-from pipeline.export import hub_data_set
-from pipeline.export.hub_data_set import data_set_upload
+from pipeline.export import data_set
+from pipeline.export.data_set import data_set_upload
 from pipeline.storage.shards import read_rows
 from pipeline.storage.stage_directory import StageDirectory
 from tests.export.hub_stand_in import HubStandIn, Repository
@@ -22,7 +22,7 @@ REPORT = PASSED | {
     "seeds": {"rows": 40, "quarantined": 2},
     "generate": {"rows": 40, "tokens": 1234},
 }
-LOCAL = run_config(source={"path": "/home/me/private.jsonl"})
+LOCAL = run_config(source={"path": "/home/me/private/seeds.jsonl"})
 PLACE = "datasets/me/pushed"
 
 
@@ -33,11 +33,10 @@ def generated(finished_run) -> StageDirectory:
 
 @pytest.fixture
 def push_it(generated, tmp_path):
-    """Push the conversations, from an empty directory each time."""
-    directories = (tmp_path / f"files-{number}" for number in range(9))
+    """Push the conversations."""
 
     def push(config=LOCAL) -> dict:
-        return send(conversations_of(generated, next(directories), report=REPORT, config=config))
+        return send(conversations_of(generated, tmp_path, report=REPORT, config=config))
 
     return push
 
@@ -104,7 +103,7 @@ def test_its_card_names_source_terms_and_no_local_file(hub, push_it):
 
 def test_a_second_push_replaces_the_files_of_the_first(generated, hub, push_it, load, monkeypatch):
     with monkeypatch.context() as patched:
-        patched.setattr(hub_data_set, "ROWS_PER_FILE", 10)
+        patched.setattr(data_set, "ROWS_PER_FILE", 10)
         push_it()
     repository = hub.repositories[PLACE]
     assert len([name for name in repository.files if name.startswith("data/train-")]) > 1

@@ -25,6 +25,7 @@ from pipeline.training.metrics import (
     require_trackers,
 )
 from pipeline.training.trainer import train
+from tests.flows.tiny import resolved
 from tests.training.trainings import Stopped, stop_at
 
 
@@ -205,12 +206,7 @@ def test_a_failing_tracker_stops_neither_training_nor_the_others(
 def test_a_missing_tracker_or_login_is_refused_beforehand(make_config, tmp_path, monkeypatch):
     import wandb
 
-    from pipeline.run.preflight import check_config
-
-    def check(tracker: str) -> list[str]:
-        notes: list[str] = []
-        check_config(make_config(tmp_path, train__report_to=[tracker]), notes=notes)
-        return notes
+    from pipeline.run.checks import check_plan, check_run
 
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
@@ -228,8 +224,9 @@ def test_a_missing_tracker_or_login_is_refused_beforehand(make_config, tmp_path,
         require_trackers(["trackio"])
     monkeypatch.setitem(sys.modules, "trackio", None)
     with refusal:
-        check_config(make_config(tmp_path, train__report_to=["trackio"]))
-    assert any("trackio" in note for note in check("trackio"))
+        check_run(resolved(make_config(tmp_path, train__report_to=["trackio"])))
+    (note,) = check_plan(resolved(make_config(tmp_path, train__report_to=["trackio"])))
+    assert "trackio" in note
 
 
 @pytest.mark.slow

@@ -82,7 +82,7 @@ def test_a_kind_may_learn_faster_unless_the_rate_is_explicit():
     assert make_recipe(TrainConfig(lr=0.1), 10_000, 256, 3.0).lr == 0.1
 
 
-@given(steps=st.integers(1, 300), epochs=st.integers(1, 12), share=st.floats(0, 3))
+@given(steps=st.integers(1, 300), epochs=st.integers(1, 12), share=st.floats(1e-6, 3))
 def test_evaluations_are_even_few_and_cheap(steps, epochs, share):
     recipe = Recipe(epochs, 1e-3, 0, steps, batch_tokens=10)
     places = [step for step in range(1, steps + 1) if recipe.evaluates_after(step, share)]

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from pipeline.artifacts.json_form import from_json
 from pipeline.artifacts.trained_heads import read_trained_heads
 from pipeline.errors import DataError
 from pipeline.execution.progress import ProgressReporter
@@ -81,7 +82,7 @@ def test_a_killed_process_resumes_from_its_newest_checkpoint(make_spec):
 def test_a_finished_run_called_again_does_nothing(make_spec):
     spec = make_spec()
     result = train(spec)
-    assert TrainResult.from_json(json.loads(json.dumps(result.to_json()))) == result
+    assert from_json(TrainResult, json.loads(json.dumps(result.to_json()))) == result
     before = {path: path.stat().st_mtime_ns for path in spec.path.rglob("*")}
     assert train(spec, progress=stop_at(1)) == result
     assert {path: path.stat().st_mtime_ns for path in spec.path.rglob("*")} == before

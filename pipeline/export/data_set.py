@@ -1,0 +1,127 @@
+"""The conversations that the target wrote, as a data set that `datasets.load_dataset` reads.
+
+A card and Parquet files of each split. Local file names are private: the ids of a local source
+begin with `local-1`, `local-2`. A second push replaces the files of the first.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from huggingface_hub import CommitOperationAdd
+
+from pipeline.artifacts.generated_rows import open_rows
+from pipeline.artifacts.seed_rows import SPLITS
+from pipeline.export.card import data_set_card
+from pipeline.export.card_facts import Published, public, public_names
+from pipeline.export.hub import Upload, local_paths, require_allowed
+from pipeline.export.layout import CARD_FILE
+
+COLUMNS = ["id", "messages", "finish", "input_ids", "spans"]
+ROWS_PER_FILE = 50_000
+OURS = re.compile(rf"data/({'|'.join(SPLITS)})-\d{{5}}\.parquet")
+BESIDE = re.compile(r"README\.md|\.gitattributes|LICEN[CS]E.*|NOTICE.*")
+
+
+class DataSetUpload(Upload):
+    repo_type = "dataset"
+
+    def conflicting(self, names: Collection[str]) -> list[str]:
+        """Any other data."""
+        others = []
+        for name in sorted(names):
+            if not OURS.fullmatch(name) and not BESIDE.fullmatch(name):
+                others.append(name)
+        return others
+
+    def outdated(self, names: Collection[str]) -> list[str]:
+        """Files of an earlier push that this one does not replace."""
+        kept = {file.path_in_repo for file in self.files}
+        return sorted(name for name in names if OURS.fullmatch(name) and name not in kept)
+
+
+def data_set_upload(
+    shards: Collection[Path], fingerprint: str, published: Published, directory: Path
+) -> Upload:
+    """Write the conversations into an empty directory, which must exist until they are sent.
+
+    Args:
+        shards: Of the generate stage, as is `fingerprint`.
+        published: `base_model` is the model that wrote the answers.
+
+    Raises:
+        CheckFailed: The check failed or was not run.
+        ConfigError: The id is invalid.
+        DataError: A shard is of another run; DamagedShard: it cannot be read.
+    """
+    repo_id = require_allowed(published, "push.dataset")
+    names = public_names(published.config.seeds.sources)
+    (directory / "data").mkdir()
+    num_rows = {}
+    for split in SPLITS:
+        number = _write_split(split, shards, fingerprint, names, directory / "data")
+        if number:
+            num_rows[split] = number
+    card = data_set_card(replace(published, data_set=None), num_rows)
+    files = [CommitOperationAdd(CARD_FILE, card.encode(errors="replace"))]
+    for path in sorted((directory / "data").iterdir()):
+        files.append(CommitOperationAdd(f"data/{path.name}", path))
+    return DataSetUpload(
+        repo_id=repo_id,
+        base_model=public(published.base_model),
+        files=files,
+        message="Conversations",
+        local_paths=local_paths(published),
+    )
+
+
+def _write_split(
+    split: str,
+    shards: Collection[Path],
+    fingerprint: str,
+    names: Mapping[str, str],
+    directory: Path,
+) -> int:
+    """Write `SPLIT-00000.parquet` and following, rows in order; return the number of rows."""
+    num_rows = num_files = rows_in_file = 0
+    writer: pq.ParquetWriter | None = None
+    for table in _tables(split, shards, fingerprint):
+        if writer is not None and rows_in_file + len(table) > ROWS_PER_FILE:
+            writer.close()
+            writer = None
+        if writer is None:
+            path = directory / f"{split}-{num_files:05}.parquet"
+            writer = pq.ParquetWriter(path, table.schema, compression="zstd")
+            num_files += 1
+            rows_in_file = 0
+        writer.write_table(_anonymous(table, names))
+        rows_in_file += len(table)
+        num_rows += len(table)
+    if writer is not None:
+        writer.close()
+    return num_rows
+
+
+def _tables(split: str, shards: Collection[Path], fingerprint: str) -> Iterator[pa.Table]:
+    """Yield the rows of a split, shard by shard."""
+    for path in shards:
+        with open_rows(path, fingerprint) as shard:
+            table = shard.read(columns=[*COLUMNS, "split"])
+        table = table.filter(pc.equal(table["split"], split)).select(COLUMNS)
+        if len(table):
+            yield table.replace_schema_metadata(None)
+
+
+def _anonymous(table: pa.Table, names: Mapping[str, str]) -> pa.Table:
+    """The rows with the public name of their source in each id, `SOURCE:ROW`."""
+    ids = []
+    for id in table["id"].to_pylist():
+        source, _, row = id.rpartition(":")
+        ids.append(f"{names[source]}:{row}")
+    return table.set_column(0, "id", pa.array(ids, pa.string()))

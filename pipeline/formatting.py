@@ -1,0 +1,82 @@
+"""Number formats, the same in every output (`-` for an unknown number), and texts made safe.
+
+Nothing here knows what the numbers are.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from typing import Any
+
+NOT_RUN = "not run"
+UNKNOWN = "-"
+
+CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"}
+CONTROLS[0x7F] = 0x2421
+CONTROLS.update(dict.fromkeys(range(0x80, 0xA0), 0xFFFD))
+
+
+def show(value: float | str | None, spec: str, suffix: str = "") -> str:
+    """A number in a format; `-` for None."""
+    if isinstance(value, str):
+        return value
+    return UNKNOWN if value is None else f"{value:{spec}}{suffix}"
+
+
+count = partial(show, spec=",.0f")  # 12,345
+ratio = partial(show, spec=".2f")  # 2.31
+times = partial(show, spec=".2f", suffix="x")  # 1.96x
+percent = partial(show, spec=".1%")  # a share of one: 78.9%
+signed_percent = partial(show, spec="+.1%")  # a change as a share of one: +1.2%
+
+
+def with_error(value: float | None, standard_error: float | None) -> str:
+    """A rate with its standard error, `4.03 ± 0.32`; alone where the error is unknown."""
+    if standard_error is None:
+        return ratio(value)
+    return f"{ratio(value)} ± {ratio(standard_error)}"
+
+
+def rate(value: float | None) -> str:
+    """Tokens per second: one decimal below 100, none above."""
+    if isinstance(value, float) and value < 100:
+        return show(value, ".1f")
+    return count(value)
+
+
+def duration(seconds: float | None) -> str:
+    """Seconds in readable units: `34 ms`, `4.1 s`, `48 s`, `3 min 20 s`, `2 h 05 min`."""
+    if seconds is None:
+        return UNKNOWN
+    if 0 < seconds < 0.9995:
+        return f"{seconds * 1000:.3g} ms"
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes == 0:
+        return f"{rest} s"
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def pairs(value: Any) -> str:
+    """A dictionary as `name value, name value`, a list joined by commas, anything else as text."""
+    if value is None:
+        return ""
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {item}" for key, item in value.items() if item is not None)
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    return str(value)
+
+
+def escaped(text: str) -> str:
+    """Text for Markdown: on one line, with every special character escaped."""
+    return re.sub(r"([\\`*_\[\]<>|~&#])", r"\\\1", " ".join(text.split()))
+
+
+def visible(text: str) -> str:
+    """The text with control characters as symbols, so that escape sequences have no effect."""
+    return text.translate(CONTROLS)
