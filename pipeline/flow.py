@@ -34,9 +34,8 @@ from pipeline.run.estimate import (
     run_size,
     target_sizes,
 )
-from pipeline.run.records import require_one_history
 from pipeline.run.resolved import ResolvedRun, resolve_run
-from pipeline.run.stage_status import StageStatus, stage_statuses
+from pipeline.run.stage_status import StageStatus, require_one_history, stage_statuses
 from pipeline.stages import calibrate, check, export, features, generate, push, seeds, train
 from pipeline.storage.atomic import disk_errors
 from pipeline.storage.done import Summary
