@@ -57,13 +57,13 @@ def plan(
     if measure:
         fix = "Leave it out: hours are at the rates of finished stages in the same run.store."
         raise ConfigError("There is no option --measure any more.", "--measure", fix)
-    from pipeline.flow import STAGES, wanted_stages  # imports torch, and --help does not wait
+    from pipeline.flow import wanted_stages  # imports torch, and --help does not wait
     from pipeline.run.resolved import resolve_run
 
     settings = load_config(config, overrides or ())
     models = settings.target.model, settings.check.served_model, settings.check.assistant_model
     with one_look_at_the_hub(*models):
-        print_plan(resolve_run(settings, wanted_stages(settings, tuple(STAGES))))
+        print_plan(resolve_run(settings, wanted_stages(settings)))
 
 
 def print_plan(run: ResolvedRun) -> None:
