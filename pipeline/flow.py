@@ -13,6 +13,8 @@ from typing import Any
 
 from rich.console import Console
 
+from pipeline.artifacts.check_result import CheckResult, Limits
+from pipeline.artifacts.json_form import from_json
 from pipeline.config import Config
 from pipeline.errors import (
     CheckFailed,
@@ -34,11 +36,12 @@ from pipeline.run.estimate import (
     run_size,
     target_sizes,
 )
+from pipeline.run.reporting import publish_report
 from pipeline.run.resolved import ResolvedRun, resolve_run
 from pipeline.run.stage_status import StageStatus, require_one_history, stage_statuses
 from pipeline.stages import calibrate, check, export, features, generate, push, seeds, train
 from pipeline.storage.atomic import disk_errors
-from pipeline.storage.done import Summary
+from pipeline.storage.receipts import Summary
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.storage.stage_directory import StageDirectory
 
@@ -148,8 +151,21 @@ def advance(context: Context, stage: Stage, *, fresh: bool = False) -> StageDire
     print_stage(context.console, "[green]✓[/]", stage.name, line)
     context.upstream[stage.name] = directory
     if stage is check.STAGE:
-        check.conclude(context, directory)
+        publish_report(context)
+        require_passed(directory, context.config)
     return directory
+
+
+def require_passed(checked: StageDirectory, config: Config) -> None:
+    """Raise CheckFailed where a finished check does not keep the limits of this configuration."""
+    failures = from_json(CheckResult, checked.summary).failures(Limits.of(config))
+    if failures:
+        fix = (
+            "Nothing was pushed. Sequences that differ are in DONE.json there. More data or epochs"
+            " raise a low rate; where few tree sizes were timed, calibrate again with --fresh"
+            " calibrate."
+        )
+        raise CheckFailed(f"The check failed: {'; '.join(failures)}.", str(checked.path), fix)
 
 
 def require_same_inputs(context: Context, stage: Stage, directory: StageDirectory) -> None:
@@ -231,7 +247,7 @@ def _finished(run: RunDirectory, config: Config, console: Console) -> Context:
             raise ConfigError(f"This run has no finished {name} stage.", str(run.path), fix)
         found[name] = stage
     exported, checked = found["export"], found["check"]
-    check.require_passed(checked, config)
+    require_passed(checked, config)
     if checked.done and checked.done.upstream.get("export") != exported.content:
         raise CheckFailed("The check has not seen these heads.", str(exported.path), fix)
     require_one_history(run)

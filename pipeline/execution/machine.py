@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -93,13 +93,6 @@ def versions() -> dict[str, str]:
         with contextlib.suppress(PackageNotFoundError):
             found[package] = version(package)
     return found
-
-
-def with_surroundings(function: Callable[..., dict[str, Any]], **arguments: Any) -> dict[str, Any]:
-    """Return the function's result with the `hardware` and `versions` of the process that ran it;
-    for an executor's `call`.
-    """
-    return {**function(**arguments), "hardware": hardware(), "versions": versions()}
 
 
 def _cpu_name() -> str:

@@ -18,8 +18,8 @@ from pipeline.execution.placement import Placement, Resources
 from pipeline.execution.progress import Meter, ProgressReporter
 from pipeline.export.layout import BACKBONE_DIRECTORY
 from pipeline.run.resolved import ResolvedRun
-from pipeline.storage.done import Identity, Summary
 from pipeline.storage.fingerprint import FileDigests, fingerprint
+from pipeline.storage.receipts import Identity, Summary
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.spec import TargetSpec, asks_for_date, weight_files
@@ -160,8 +160,6 @@ class Stage:
     identity: Callable[[Context], Identity]  # what its result depends on besides them
     run: Callable[[Context, StageDirectory], Summary]  # makes the result exist
     one_line: Callable[[Summary], str]  # of a finished stage, for the terminal
-    verdict: Callable[[Summary, Config], list[str]] | None = None
-    """Why a finished result may not be used; None where there is nothing to judge."""
     wanted: Callable[[Config], str | None] | None = None
     """Why a run leaves the stage out, "" where that needs no words; None where it is wanted."""
     files: StageFiles = StageFiles()

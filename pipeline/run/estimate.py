@@ -25,7 +25,7 @@ from pipeline.execution.placement import Resources
 from pipeline.heads.kind import Heads
 from pipeline.heads.losses import chunk_bytes_on
 from pipeline.run.resolved import ENGINE_SECTIONS, TARGET, ResolvedRun
-from pipeline.storage.done import Summary
+from pipeline.storage.receipts import Summary
 from pipeline.targets.spec import cached_numbers, quantization_of
 from pipeline.training.feature_batches import BATCHES_AHEAD
 from pipeline.training.learner import Learner

@@ -19,10 +19,9 @@ from pipeline.execution.placement import Placement
 from pipeline.execution.progress import Meter, Progress, ShardProgress
 from pipeline.execution.shard_worker import Outcome, ShardWorker, find_crashing_rows
 from pipeline.run.context import Context
-from pipeline.storage.done import Summary
+from pipeline.storage.receipts import StageTotals, Summary
+from pipeline.storage.shards import ShardTask
 from pipeline.storage.stage_directory import StageDirectory
-from pipeline.storage.tasks import ShardTask
-from pipeline.storage.totals import StageTotals
 
 
 def run_sharded(

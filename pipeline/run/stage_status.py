@@ -9,14 +9,15 @@ from typing import Any
 
 from rich.console import Console
 
+from pipeline.artifacts.check_result import CheckResult, Limits
+from pipeline.artifacts.json_form import from_json
 from pipeline.errors import DataError, MedusaDistillError
 from pipeline.export.card_facts import CACHES
 from pipeline.run.context import Context, Stage
 from pipeline.run.resolved import ResolvedRun
-from pipeline.storage.done import Identity, Summary
+from pipeline.storage.receipts import Identity, StageTotals, Summary
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.storage.stage_directory import StageDirectory
-from pipeline.storage.totals import StageTotals
 
 MOST_NAMES = 4  # of changed settings
 
@@ -79,8 +80,9 @@ def stage_statuses(
         else:
             found = _status(context, linked, wanted, stage, statuses)
             context.upstream[name] = wanted
-        if stage.verdict is not None and found.status == "done":
-            failures = stage.verdict(found.summary, resolved.config)
+        if name == "check" and found.status == "done":
+            limits = Limits.of(resolved.config)
+            failures = from_json(CheckResult, found.summary).failures(limits)
             if failures:
                 found = replace(found, status="failed", why="; ".join(failures))
         statuses[name] = found

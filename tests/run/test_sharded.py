@@ -16,9 +16,8 @@ from pipeline.execution import progress
 from pipeline.execution.placement import Placement
 from pipeline.execution.progress import ShardProgress
 from pipeline.run.sharded import run_sharded
-from pipeline.storage.shards import ShardWriter, read_rows
+from pipeline.storage.shards import ShardTask, ShardWriter, read_rows, shard_writer
 from pipeline.storage.stage_directory import StageDirectory
-from pipeline.storage.tasks import ShardTask, shard_writer
 from tests.flows.tiny import context_of
 
 ROWS = 10
