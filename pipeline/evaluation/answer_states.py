@@ -19,7 +19,7 @@ from pipeline.artifacts.seen_answers import SeenAnswers
 from pipeline.conversations.spans import IGNORED
 from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.decoding.held_out import HeldOutPlaces, HeldOutRanks
-from pipeline.decoding.readout import last_positions
+from pipeline.decoding.steps import last_positions
 from pipeline.evaluation.prompts import Prompt, conversations_of
 from pipeline.heads.accuracy import label_ranks
 from pipeline.heads.kind import Heads

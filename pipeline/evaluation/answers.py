@@ -29,7 +29,7 @@ from pipeline.config import CheckConfig
 from pipeline.conversations.repetition import distinct_n
 from pipeline.conversations.text_stream import TextStream
 from pipeline.decoding.decoder import Decoded
-from pipeline.decoding.readout import last_positions
+from pipeline.decoding.steps import last_positions
 from pipeline.evaluation.prompts import Prompt
 from pipeline.targets.spec import TargetSpec
 

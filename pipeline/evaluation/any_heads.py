@@ -20,7 +20,7 @@ import pipeline
 from pipeline.artifacts.check_result import CheckResult
 from pipeline.config import CheckConfig
 from pipeline.conversations.readers import read_questions
-from pipeline.decoding.stock_trees import stock_tree
+from pipeline.decoding.tree import stock_tree
 from pipeline.errors import ConfigError, DataError
 from pipeline.evaluation.limits import engine_failures
 from pipeline.evaluation.native import check_native

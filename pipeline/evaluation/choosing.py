@@ -14,10 +14,8 @@ import numpy as np
 from pipeline.artifacts.seen_answers import ENOUGH_NEW
 from pipeline.artifacts.tree_file import Figures, Search
 from pipeline.decoding.dynamic_tree import DynamicTree
-from pipeline.decoding.held_out import HeldOutPlaces, HeldOutRanks, Walk, walk
-from pipeline.decoding.standard_error import Estimate
-from pipeline.decoding.stock_trees import STOCK_NODES
-from pipeline.decoding.tree import TreePath, cartesian_tree
+from pipeline.decoding.held_out import Estimate, HeldOutPlaces, HeldOutRanks, Walk, walk
+from pipeline.decoding.tree import STOCK_NODES, TreePath, cartesian_tree
 from pipeline.decoding.tree_search import CrossFit, fastest
 from pipeline.evaluation.speed import rounded
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pipeline.artifacts.tree_file import Calibration
-from pipeline.decoding.standard_error import rate_of_answers
+from pipeline.decoding.held_out import rate_of_answers
 from pipeline.evaluation.answers import compare, tie_tolerance, top_2_gap
 from pipeline.evaluation.prompts import CheckRequest, conversations_of
 from pipeline.evaluation.speed import rate_on_new_answers, require_steps, rounded

@@ -15,8 +15,7 @@ from pipeline.artifacts.tree_file import Calibration
 from pipeline.decoding.decoder import Decoder, plain_decoder
 from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.decoding.held_out import simulated_acceleration_rate, walk
-from pipeline.decoding.stock_trees import STOCK_NODES, stock_tree
-from pipeline.decoding.tree import TreePath, cartesian_tree, greedy_tree
+from pipeline.decoding.tree import STOCK_NODES, TreePath, cartesian_tree, greedy_tree, stock_tree
 from pipeline.evaluation.answer_states import answer_states, guess_places, guess_ranks
 from pipeline.evaluation.overhead import Name, overheads, step_seconds, with_tree
 from pipeline.evaluation.prompts import Prompt

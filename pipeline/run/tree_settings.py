@@ -10,8 +10,7 @@ from pathlib import Path
 from pipeline.artifacts.tree_file import read_paths
 from pipeline.config import Config
 from pipeline.decoding.dynamic_tree import DynamicTree
-from pipeline.decoding.stock_trees import CHILDREN, stock_tree
-from pipeline.decoding.tree import TreePath, check_choices
+from pipeline.decoding.tree import CHILDREN, TreePath, check_choices, stock_tree
 from pipeline.errors import ConfigError, DataError
 from pipeline.export.layout import MAX_NUM_HEADS
 from pipeline.heads.kinds import head_kind, max_depth
