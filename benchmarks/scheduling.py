@@ -31,11 +31,11 @@ from pipeline.execution.executor import Executor, make_executor
 from pipeline.execution.placement import Placement
 from pipeline.execution.shard_worker import Outcome
 from pipeline.run.context import Context
+from pipeline.run.resolved import resolve_run
 from pipeline.run.sharded import run_sharded
 from pipeline.storage.run_directory import RunDirectory
-from pipeline.storage.shards import ShardWriter
+from pipeline.storage.shards import ShardTask, ShardWriter
 from pipeline.storage.stage_directory import StageDirectory
-from pipeline.storage.tasks import ShardTask
 
 SIZES, TINY_SIZES = (100, 1_000, 10_000), (4, 16)
 IN_MEMORY = (
@@ -124,9 +124,8 @@ def _staged(executor: Executor, size: int) -> Cost:
             "run": {"name": "run", "root": temporary},
             "limits": {"min_free_disk_gb": 0},
         }
-        context = Context(
-            validate(settings, "scheduling"), RunDirectory(Path(temporary)), Console(quiet=True)
-        )
+        resolved = resolve_run(validate(settings, "scheduling"), ["seeds"])
+        context = Context(resolved, RunDirectory(Path(temporary)), Console(quiet=True))
 
         def run(watch: Stopwatch) -> None:
             context.__dict__["executor"] = watch

@@ -51,10 +51,8 @@ STAGES = ("seeds", "generate", "features")
 IMPORTS = ["pipeline.flow", "pipeline.cli.app", "transformers.models.llama.modeling_llama"]
 WORDS = [
     "red",
-    "green",
     "blue",
     "cat",
-    "dog",
     "moon",
     "river",
     "stone",

@@ -15,10 +15,22 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.artifacts.generated_rows import read_token_rows
-from pipeline.storage.shard_folder import ShardFolder
+from pipeline.storage.stage_directory import StageDirectory
 
 PREFIX = 32  # tokens
 ENOUGH_NEW = 8  # answers; figures of fewer say nothing
+
+
+@dataclass(frozen=True, kw_only=True)
+class NewAnswers:
+    """Rates on the answers that are not seen; None where they are fewer than `ENOUGH_NEW`."""
+
+    answers: int
+    acceleration_rate: float | None = None
+    standard_error: float | None = None
+    expected_acceleration_rate: float | None = None
+    expected_standard_error: float | None = None
+
 
 Tokens = Sequence[int] | npt.NDArray[np.integer]
 
@@ -42,7 +54,7 @@ class TrainingText:
         return seen
 
 
-def training_text(generated: ShardFolder) -> TrainingText:
+def training_text(generated: StageDirectory) -> TrainingText:
     """The training rows' answers in a generate stage's directory."""
     return TrainingText(tuple(map(str, generated.shards())), generated.fingerprint)
 

@@ -6,11 +6,11 @@ import time
 from collections.abc import Collection
 from typing import Any
 
-from pipeline.artifacts.check_result import CheckResult
+from pipeline.artifacts.check_result import CheckResult, Limits
+from pipeline.artifacts.json_form import from_json, to_json
 from pipeline.artifacts.tree_file import read_calibration
 from pipeline.config import Config
-from pipeline.evaluation.limits import failures
-from pipeline.execution.hardware import hardware, versions
+from pipeline.execution.machine import hardware, versions
 from pipeline.export.card import model_card
 from pipeline.export.card_facts import Published
 from pipeline.export.hub import repositories
@@ -73,7 +73,7 @@ def assemble(
         name: stage for name, stage in run.stages().items() if stage.done and name not in without
     }
     summaries = {name: stage.summary for name, stage in found.items()}
-    checked = CheckResult.of(summaries.get("check", {}))
+    checked = from_json(CheckResult, summaries.get("check", {}))
     report: dict[str, Any] = {
         "target": config.target.model,
         **({"target_revision": checked.target_revision} if checked.target_revision else {}),
@@ -89,9 +89,9 @@ def assemble(
         "heads": summaries.get("calibrate", {}).get("heads", []),
         "tree": summaries.get("calibrate", {}).get("tree", {}),
         **({"export": {"vllm": summaries["export"]["vllm"]}} if "export" in summaries else {}),
-        "check": _check_figures(checked, config) if checked.engines else {},
-        **({"served_model": dict(checked.served_model)} if checked.served_model else {}),
-        "target_text": checked.target_text,
+        "check": to_json(checked.figures(Limits.of(config))) if "check" in summaries else {},
+        **({"served_model": to_json(checked.served_model)} if checked.served_model else {}),
+        "target_text": to_json(checked.target_text) if checked.target_text else None,
         "quarantine": {
             name: summary["reasons"]
             for name, summary in summaries.items()
@@ -110,30 +110,18 @@ def assemble(
     }
     if "train" in report:
         report["train"] |= method_of(config.train).reported(config.train)
-        if checked.drift:  # of the published weights; training has measured the adapter's
+        # Training has measured the adapter, the check the published weights.
+        if checked.drift and checked.drift.positions:
             report["train"] |= {
-                "drift": checked.drift,
+                "drift": to_json(checked.drift),
                 "adapter_drift": report["train"].get("drift"),
             }
-    extras: dict[str, Any] = {"samples": checked.samples}
+    extras: dict[str, Any] = {"samples": [to_json(sample) for sample in checked.samples]}
     if "calibrate" in found:
-        extras["tree"] = read_calibration(found["calibrate"].path).stored()
+        extras["tree"] = to_json(read_calibration(found["calibrate"].path))
     if "train" in found and found["train"].intact(METRICS_FILE):  # no run makes a damaged log again
         extras["losses"], extras["held_out"] = read_curves(found["train"].path)
     return report, extras
-
-
-def _check_figures(checked: CheckResult, config: Config) -> dict[str, Any]:
-    """The check's result under the limits of this configuration."""
-    found = failures(checked, config)
-    figures = {name: engine.figures for name, engine in checked.engines.items()}
-    contaminated = (
-        {}
-        if checked.contaminated_rows is None
-        else {"contaminated_rows": checked.contaminated_rows}
-    )
-    matched = {"exact_match": list(checked.exact_match)} if checked.exact_match else {}
-    return figures | contaminated | matched | {"passed": not found, "failures": found}
 
 
 def card(report: dict[str, Any], config: Config) -> str:

@@ -8,12 +8,11 @@ import contextlib
 import time
 from collections.abc import Collection, Iterator, Mapping
 
-from pipeline.execution.progress import Meter, Progress
-from pipeline.execution.shard_progress import ShardProgress
+from pipeline.execution.progress import Meter, Progress, ShardProgress
 from pipeline.execution.shard_worker import Outcome
 from pipeline.run.context import Context
+from pipeline.storage.receipts import StageTotals
 from pipeline.storage.stage_directory import StageDirectory
-from pipeline.storage.totals import StageTotals
 
 
 class UnderWay:

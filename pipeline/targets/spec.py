@@ -90,7 +90,7 @@ def resolve(target: TargetConfig, *, on_gpu: bool | None = None) -> TargetSpec:
     _stated_eos_ids(spec, config)
     dtype: str = target.dtype
     if dtype == "auto":
-        dtype = _own_dtype(config, on_gpu)
+        dtype = own_dtype(config, on_gpu)
     return replace(spec, dtype=dtype, rounding=rounding_of(config))
 
 
@@ -372,7 +372,7 @@ def _why_not_verifiable(config: PretrainedConfig) -> str | None:
     return None
 
 
-def _own_dtype(config: PretrainedConfig, on_gpu: bool | None) -> str:
+def own_dtype(config: PretrainedConfig, on_gpu: bool | None) -> str:
     if on_gpu is None:
         import torch
 
