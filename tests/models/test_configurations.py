@@ -18,6 +18,7 @@ from benchmarks.families import FAMILIES, REFUSED
 from pipeline.config import TrainConfig
 from pipeline.config.load import load_config
 from pipeline.run.estimate import target_sizes
+from tests.flows.tiny import resolved
 from tests.models.published import PUBLISHED, write
 from tests.tiny_models import save_word_tokenizer
 
@@ -39,7 +40,7 @@ FILES = sorted(path.name for path in (ROOT / "configs").glob("*.yaml") if "demo"
 @pytest.mark.parametrize("hub_id", PUBLISHED)
 def test_sizes_make_the_parameters_that_authors_state(hub_id, make_config, tmp_path):
     target = write(hub_id, tmp_path / "target")
-    sizes = target_sizes(make_config(tmp_path, target__model=str(target)))
+    sizes = target_sizes(resolved(make_config(tmp_path, target__model=str(target))))
     assert sizes.parameters / 1e9 == pytest.approx(PUBLISHED[hub_id]["billions"], rel=0.01)
 
 
