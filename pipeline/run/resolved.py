@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 from pipeline.artifacts.tree_file import read_paths
 from pipeline.config import Config, TargetConfig
 from pipeline.decoding.dynamic_tree import DynamicTree
-from pipeline.decoding.stock_trees import CHILDREN, stock_tree
-from pipeline.decoding.tree import TreePath, check_choices
+from pipeline.decoding.tree import CHILDREN, TreePath, check_choices, stock_tree
 from pipeline.errors import ConfigError, DataError, MedusaDistillError
 from pipeline.execution.executor import InlineExecutor
 from pipeline.execution.placement import Placement, Resources, gpus_of, place

@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -108,33 +109,25 @@ def test_a_single_faster_load_is_no_promise_for_those_below_it(speedups, words):
 
 
 def test_what_is_asked_of_the_servers_and_where_it_is_told(tiny_target, monkeypatch):
-    def serve_under_load(
-        target, engine_args, prompts, levels, max_new_tokens, *, repeats, gpus, told
-    ):
-        asked.update(
-            engine_args=engine_args, prompts=prompts, max_new_tokens=max_new_tokens, repeats=repeats
-        )
+    def serve_under_load(tasks, told):
+        asked.extend(tasks)
         return [
             [
                 measured(level, seconds=1.0, num_tokens=100 - (level > 4) * 50 * with_heads)
-                for level in levels
+                for level in tasks[0].levels
             ]
             for with_heads in (False, True)
         ]
 
-    asked: dict = {}
+    asked: list[LoadTask] = []
     monkeypatch.setattr(module, "serve_under_load", serve_under_load)
     prompts = [Prompt("a", [1, 2]), Prompt("b", [3])]
     settings = CheckConfig(max_new_tokens=9, studies=["load"], slo={"ttft_ms": 200})
     config = {"method": "medusa", "model": "export", "num_speculative_tokens": 3}
     target = TargetSpec(str(tiny_target))
     found = load_study(CheckRequest(target, "export", prompts, settings, speculative_config=config))
-    assert asked["engine_args"] == [{}, {"speculative_config": config}]
-    assert (asked["prompts"], asked["max_new_tokens"], asked["repeats"]) == (
-        [[1, 2], [3]],
-        9,
-        settings.repeats,
-    )
+    plain = LoadTask(target, [[1, 2], [3]], 9, LEVELS, repeats=settings.repeats)
+    assert asked == [plain, replace(plain, engine_args={"speculative_config": config})]
     words = (
         "Served by vLLM, the heads pay up to 4 requests at once; they are slower at 8, 16, 32"
         " and 64."
@@ -173,7 +166,7 @@ def test_loads_take_turns_and_the_pass_of_median_length_counts(tiny_target, monk
     monkeypatch.setattr(vllm_server, "serving", lambda *_: contextlib.nullcontext("http://nowhere"))
     monkeypatch.setattr(vllm_server, "_benchmark", benchmark)
     spec = TargetSpec(str(tiny_target))
-    task = LoadTask(spec, {}, [[1, 2], [3]], [1, 4], max_new_tokens=9, repeats=3, gpus=0)
+    task = LoadTask(spec, [[1, 2], [3]], 9, [1, 4], repeats=3)
     rows = vllm_server.measure(
         task, lambda **progress: told.append((progress.get("done"), progress.get("total")))
     )
