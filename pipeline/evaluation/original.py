@@ -22,7 +22,7 @@ from pipeline.artifacts.check_result import Line, TunedDrift
 from pipeline.artifacts.generated_rows import TokenRow
 from pipeline.config import CheckConfig
 from pipeline.conversations.conversation import Conversation
-from pipeline.decoding.readout import last_positions
+from pipeline.decoding.steps import last_positions
 from pipeline.evaluation.answers import model_answer
 from pipeline.evaluation.prompts import answered_questions
 from pipeline.execution.progress import ProgressReporter

@@ -28,7 +28,7 @@ from pipeline.config import Config
 from pipeline.conversations.sources import read_questions
 from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.decoding.held_out import HeldOutPlaces, HeldOutRanks
-from pipeline.decoding.stock_trees import STOCK_NODES
+from pipeline.decoding.tree import STOCK_NODES
 from pipeline.decoding.tree_search import CrossFit, rank_accuracies
 from pipeline.errors import DataError
 from pipeline.evaluation.answer_states import measured_on_answers, written_answers
