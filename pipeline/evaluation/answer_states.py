@@ -115,7 +115,7 @@ def _measured(
     """`measure` of all answers [K, N], end to end; per answer its start, its conversation's number,
     and whether it is seen.
     """
-    parts_KN: list[npt.NDArray[Any]] = [np.empty((heads.shape.max_depth, 0), np.uint8)]
+    parts_KN: list[npt.NDArray[Any]] = []
     starts: list[int] = []
     numbers: dict[int | str, int] = {}
     conversations: list[int] = []
@@ -129,7 +129,7 @@ def _measured(
         conversations.append(numbers.setdefault(answer.conversation, len(numbers)))
         seen.append(answer.seen)
     return (
-        np.concatenate(parts_KN, axis=1),
+        np.concatenate(parts_KN or [np.empty((heads.shape.max_depth, 0), np.uint8)], axis=1),
         np.array(starts, np.int64),
         np.array(conversations, np.int64),
         np.array(seen, np.bool_),
