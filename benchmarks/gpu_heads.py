@@ -23,7 +23,7 @@ from benchmarks.claims import Claim, Result
 from benchmarks.deadline import Deadline
 from benchmarks.gpu_size import Size
 from pipeline.config import MedusaConfig, TrainConfig
-from pipeline.storage.tasks import ShardTask
+from pipeline.storage.shards import ShardTask
 from pipeline.targets.spec import TargetSpec
 from pipeline.training.checkpoints import Checkpoints
 from pipeline.training.heads_only import HeadsLearner

@@ -26,7 +26,7 @@ from pipeline.artifacts.generated_rows import spans_of
 from pipeline.config import MedusaConfig, TrainConfig
 from pipeline.conversations.spans import IGNORED, head_labels
 from pipeline.heads.shapes import MedusaShape
-from pipeline.storage.tasks import ShardTask
+from pipeline.storage.shards import ShardTask
 from pipeline.targets.spec import TargetSpec
 from pipeline.training.epoch_plan import EpochPlan
 from pipeline.training.feature_batches import load_batches

@@ -26,6 +26,7 @@ import torch
 from benchmarks import targets
 from benchmarks.claims import Claim, Result
 from benchmarks.results import one_line
+from examples.demo_target.target import ensure_demo_target
 from pipeline.artifacts.feature_rows import FeatureRows
 from pipeline.artifacts.trained_heads import HEADS_FILE
 from pipeline.cli.ending import ends_well
@@ -33,7 +34,6 @@ from pipeline.config import Config, TrainConfig
 from pipeline.config.load import load_config
 from pipeline.decoding.held_out import HeldOutRanks, simulated_acceleration_rate
 from pipeline.decoding.tree_search import CrossFit
-from pipeline.demo.target import ensure_demo_target
 from pipeline.errors import ConfigError
 from pipeline.execution.progress import ProgressReporter
 from pipeline.flow import run_flow

@@ -21,8 +21,7 @@ from pipeline.config import FeaturesConfig, TrainConfig
 from pipeline.conversations.conversation import Role
 from pipeline.conversations.spans import Span
 from pipeline.heads.kinds import head_kind
-from pipeline.storage.shards import Codec, ShardWriter
-from pipeline.storage.tasks import ShardTask
+from pipeline.storage.shards import Codec, ShardTask, ShardWriter
 from pipeline.targets.spec import TargetSpec, model_config
 from pipeline.training.methods import METHODS
 from pipeline.training.task import TrainSpec

@@ -21,7 +21,7 @@ from pipeline.heads.kind import Heads
 from pipeline.heads.kinds import head_kind, shape_from_json
 from pipeline.heads.shapes import HeadsShape
 from pipeline.storage.atomic import atomic_path, read_json, write_text
-from pipeline.storage.done import Summary
+from pipeline.storage.receipts import Summary
 
 HEADS_FILE = "heads.safetensors"
 SUMMARY_FILE = "summary.jsonl"

@@ -32,15 +32,15 @@ from pipeline.artifacts.json_form import rounded
 from pipeline.artifacts.seen_answers import NewAnswers
 from pipeline.artifacts.tree_file import ChainLength
 from pipeline.config import LatencyLimits
-from pipeline.decoding.standard_error import rate_of_answers
+from pipeline.decoding.held_out import rate_of_answers
 from pipeline.evaluation.answers import compare, tie_tolerance, top_2_gap
 from pipeline.evaluation.prompts import SILENT, CheckRequest, conversations_of
 from pipeline.evaluation.speed import rate_on_new_answers, require_steps
 from pipeline.execution.progress import ProgressReporter
 from pipeline.export.layout import read_layout
 from pipeline.targets.loading import load_causal_lm
-from pipeline.targets.vllm_decode import decode_in_vllm
-from pipeline.targets.vllm_server import serve_under_load
+from pipeline.targets.vllm_decode import DecodeTask, decode_in_vllm
+from pipeline.targets.vllm_server import LoadTask, serve_under_load
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -60,15 +60,15 @@ def check_served(request: CheckRequest, progress: ProgressReporter = SILENT) -> 
     settings, prompts, gpus = request.settings, request.prompts, request.gpus
     with_heads, num_tokens = drafting(request)
     progress.begin("vLLM starts", 0)
-    plain, accelerated = decode_in_vllm(
+    task = DecodeTask(
         request.target,
-        [{}, with_heads],
         [prompt.ids for prompt in prompts],
         settings.max_new_tokens,
         repeats=settings.repeats,
         gpus=gpus,
-        told=progress.report,
     )
+    tasks = [task, replace(task, engine_args=with_heads)]
+    plain, accelerated = decode_in_vllm(tasks, progress.report)
     answers, accepted = accelerated.token_ids, accelerated.accepted
     require_steps(accepted)
 
@@ -163,16 +163,16 @@ def load_study(request: CheckRequest, progress: ProgressReporter = SILENT) -> Lo
     progress.begin("vLLM's server starts", 0, unit="loads")
     settings = request.settings
     with_heads, _ = drafting(request)
-    plain, accelerated = serve_under_load(
+    task = LoadTask(
         request.target,
-        [{}, with_heads],
         [prompt.ids for prompt in request.prompts],
-        LEVELS,
         settings.max_new_tokens,
+        LEVELS,
         repeats=settings.repeats,
         gpus=request.gpus,
-        told=progress.report,
     )
+    tasks = [task, replace(task, engine_args=with_heads)]
+    plain, accelerated = serve_under_load(tasks, progress.report)
     rows = load_rows(plain, accelerated, settings.slo)
     return LoadStudy(rows, in_words(rows))
 

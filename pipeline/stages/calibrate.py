@@ -28,7 +28,7 @@ from pipeline.config import Config
 from pipeline.conversations.sources import read_questions
 from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.decoding.held_out import HeldOutPlaces, HeldOutRanks
-from pipeline.decoding.stock_trees import STOCK_NODES
+from pipeline.decoding.tree import STOCK_NODES
 from pipeline.decoding.tree_search import CrossFit, rank_accuracies
 from pipeline.errors import DataError
 from pipeline.evaluation.answer_states import measured_on_answers, written_answers
@@ -49,7 +49,7 @@ from pipeline.run.checks import check_files
 from pipeline.run.context import Context, Stage
 from pipeline.run.resolved import ResolvedRun
 from pipeline.run.timing import MEASURED_SIZES, native_overheads
-from pipeline.storage.done import Identity, Summary
+from pipeline.storage.receipts import Identity, Summary
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.training.evaluation import held_out_places, held_out_ranks
 from pipeline.training.methods import method_of

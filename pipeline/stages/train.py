@@ -18,7 +18,7 @@ from pipeline.execution.progress import ProgressReporter, print_stage
 from pipeline.export.layout import BACKBONE_DIRECTORY
 from pipeline.heads.kinds import head_kind
 from pipeline.run.context import Context, Stage, StageFiles
-from pipeline.storage.done import Identity, Summary
+from pipeline.storage.receipts import Identity, Summary
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.spec import model_config
 from pipeline.training.adapted_backbone import merge_backbone

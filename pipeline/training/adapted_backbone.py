@@ -23,7 +23,7 @@ from pipeline.export.backbone import GENERATION_FILE, is_made_of, write_backbone
 from pipeline.export.layout import BACKBONE_DIRECTORY
 from pipeline.heads.kind import TargetWeights
 from pipeline.storage.atomic import atomic_path, disk_errors, write_text
-from pipeline.storage.checksums import FileFacts
+from pipeline.storage.fingerprint import FileFacts
 from pipeline.targets import files
 from pipeline.targets.files import find_file, is_local
 from pipeline.targets.loading import input_device, load_causal_lm, verify_tap

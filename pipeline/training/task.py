@@ -19,7 +19,7 @@ from pipeline.config import TrainConfig
 from pipeline.errors import EnvironmentFault
 from pipeline.heads.kind import Heads
 from pipeline.heads.shapes import HeadsShape
-from pipeline.targets.spec import TargetSpec, first_lines
+from pipeline.targets.spec import TargetSpec, one_line
 from pipeline.training.methods import Method
 from pipeline.training.trackers import Watched
 
@@ -159,7 +159,7 @@ def gpu_errors(spec: TrainSpec, saves_memory: Sequence[str]) -> Iterator[None]:
         fix = f"What helps most: {', '.join([*spec.kind.saves_memory, *saves_memory])}."
         raise EnvironmentFault(what, spec.directory, fix) from error
     except torch.AcceleratorError as error:
-        what = f"The GPU cannot compute this training: {first_lines(error)}."
+        what = f"The GPU cannot compute this training: {one_line(error)}."
         raise EnvironmentFault(
             what, spec.directory, "Set train.precision: fp32, or train on a newer GPU."
         ) from error

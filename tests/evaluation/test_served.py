@@ -45,6 +45,7 @@ from pipeline.heads.shapes import MedusaShape
 from pipeline.report.documents import report_texts
 from pipeline.targets.spec import TargetSpec
 from pipeline.targets.vllm_decode import VLLMTexts
+from pipeline.targets.vllm_server import LoadTask
 
 PROMPTS = [Prompt("a", [0, 5]), Prompt("b", [0, 6])]
 
@@ -224,21 +225,21 @@ def test_every_load_at_which_heads_lose_is_named(speedups, words):
 
 
 def test_both_servers_are_asked_alike_and_the_study_is_reported(tiny_target, monkeypatch):
-    def serve_under_load(target, engine_args, prompts, levels, num_tokens, *, repeats, gpus, told):
-        asked.append((engine_args, prompts, num_tokens, repeats))
-        plain = [measured(level, seconds=1.0, num_tokens=100) for level in levels]
+    def serve_under_load(tasks, told):
+        asked.extend(tasks)
+        plain = [measured(level, seconds=1.0, num_tokens=100) for level in tasks[0].levels]
         slower = [each | {"num_tokens": 100 if each["requests"] < 8 else 50} for each in plain]
         return plain, slower
 
-    asked: list[tuple] = []
+    asked: list[LoadTask] = []
     monkeypatch.setattr(served, "serve_under_load", serve_under_load)
     settings = CheckConfig(max_new_tokens=9, studies=["load"], slo={"ttft_ms": 200})
     config = {"method": "medusa", "model": "export", "num_speculative_tokens": 3}
     target = TargetSpec(str(tiny_target))
     request = CheckRequest(target, "export", PROMPTS, settings, speculative_config=config)
     found = load_study(request)
-    sides = [{}, {"speculative_config": config}]
-    assert asked == [(sides, [[0, 5], [0, 6]], 9, settings.repeats)]
+    task = LoadTask(target, [[0, 5], [0, 6]], 9, LEVELS, repeats=settings.repeats, gpus=0)
+    assert asked == [task, replace(task, engine_args={"speculative_config": config})]
     assert [row.requests for row in found.rows] == [1, 2, 4, 8, 16, 32, 64]
     vllm = {"studies": {"load": [to_json(row) for row in found.rows]}}
     texts = report_texts({"check": {"vllm": vllm | {"under_load": found.under_load}}}, {})

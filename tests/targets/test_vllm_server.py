@@ -33,7 +33,7 @@ def test_loads_take_turns_and_the_pass_of_median_length_counts(tiny_target, monk
     monkeypatch.setattr(vllm_server, "serving", lambda *_: contextlib.nullcontext("http://nowhere"))
     monkeypatch.setattr(vllm_server, "_benchmark", benchmark)
     spec = TargetSpec(str(tiny_target))
-    task = LoadTask(spec, {}, [[1, 2], [3]], [1, 4], max_new_tokens=9, repeats=3, gpus=0)
+    task = LoadTask(spec, [[1, 2], [3]], 9, [1, 4], repeats=3)
     rows = vllm_server.measure(
         task, lambda **progress: told.append((progress.get("done"), progress.get("total")))
     )
