@@ -109,6 +109,7 @@ class ChatTemplate:
         if chat_template is None and not getattr(tokenizer, "chat_template", None):
             raise self._error("The target's tokenizer has no chat template.")
         self._escapes = True
+        self._tools = "null"
         self._variables: dict[str, Any] = dict(arguments or {})
         if today is not None:
             self._variables["strftime_now"] = today.strftime
@@ -150,8 +151,7 @@ class ChatTemplate:
     def offering(self, tools: str) -> ChatTemplate:
         """The same template, which is given these functions (JSON, `Conversation.tools`)."""
         other = copy.copy(self)
-        other._variables = dict(self._variables)
-        other._variables["tools"] = marked_values(json.loads(tools), self._marked)
+        other._tools = tools
         return other
 
     @functools.cached_property
@@ -197,6 +197,7 @@ class ChatTemplate:
                 chat_template=self._template,
                 add_generation_prompt=asks,
                 tokenize=False,
+                tools=marked_values(json.loads(self._tools), self._marked),
                 **self._variables,
             )
         except TimeoutError:
