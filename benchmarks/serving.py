@@ -19,7 +19,7 @@ from benchmarks.claims import Claim, Result
 from benchmarks.ladder import DEMO, FEW
 from pipeline.api.runs import Run, open_run, run_flow
 from pipeline.config.load import load_config
-from pipeline.decoding.standard_error import rate_of_answers
+from pipeline.decoding.held_out import rate_of_answers
 from pipeline.evaluation.prompts import held_out_prompts
 from pipeline.export.layout import read_layout
 from pipeline.targets.spec import TargetSpec, context_length, resolve

@@ -29,7 +29,7 @@ from pipeline.conversations.requests import Sampling
 from pipeline.conversations.spans import IGNORED
 from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.decoding.held_out import HeldOutPlaces, HeldOutRanks
-from pipeline.decoding.readout import last_positions
+from pipeline.decoding.steps import last_positions
 from pipeline.errors import DataError
 from pipeline.evaluation.prompts import Counted, Prompt, conversations_of
 from pipeline.execution.progress import ProgressReporter

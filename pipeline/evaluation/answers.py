@@ -36,7 +36,7 @@ from pipeline.artifacts.check_result import (
 from pipeline.config import CheckConfig
 from pipeline.conversations.requests import TextStream, distinct_n
 from pipeline.decoding.decoder import Decoded
-from pipeline.decoding.readout import last_positions
+from pipeline.decoding.steps import last_positions
 from pipeline.evaluation.prompts import Prompt
 from pipeline.targets.spec import TargetSpec
 

@@ -16,8 +16,7 @@ from pipeline.artifacts.seen_answers import ENOUGH_NEW, NewAnswers
 from pipeline.artifacts.tree_file import ChainLength, TimedSize
 from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.decoding.held_out import HeldOutPlaces, HeldOutRanks, Walk, walk
-from pipeline.decoding.stock_trees import STOCK_NODES
-from pipeline.decoding.tree import TreePath, cartesian_tree
+from pipeline.decoding.tree import STOCK_NODES, TreePath, cartesian_tree
 from pipeline.decoding.tree_search import CrossFit, fastest
 
 Overheads = Mapping[int, float]  # by nodes; empty where nothing was timed

@@ -22,8 +22,7 @@ from pipeline.artifacts.check_result import CheckFigures, CheckResult, Limits, L
 from pipeline.config import CheckConfig
 from pipeline.conversations.sources import read_questions
 from pipeline.decoding.dynamic_tree import DynamicTree
-from pipeline.decoding.stock_trees import stock_tree
-from pipeline.decoding.tree import Choices
+from pipeline.decoding.tree import Choices, stock_tree
 from pipeline.errors import ConfigError, DataError
 from pipeline.evaluation.native import check_native
 from pipeline.evaluation.prompts import (

@@ -32,7 +32,7 @@ from pipeline.artifacts.json_form import rounded
 from pipeline.artifacts.seen_answers import NewAnswers
 from pipeline.artifacts.tree_file import ChainLength
 from pipeline.config import LatencyLimits
-from pipeline.decoding.standard_error import rate_of_answers
+from pipeline.decoding.held_out import rate_of_answers
 from pipeline.evaluation.answers import compare, tie_tolerance, top_2_gap
 from pipeline.evaluation.prompts import CheckRequest, conversations_of
 from pipeline.evaluation.speed import rate_on_new_answers, require_steps

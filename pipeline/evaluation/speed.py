@@ -36,7 +36,7 @@ from pipeline.artifacts.seen_answers import ENOUGH_NEW, NewAnswers, SeenAnswers
 from pipeline.config import BaselineName
 from pipeline.decoding.acceptance import AcceptanceRule
 from pipeline.decoding.decoder import Decoded, Decoder, acceleration_rate
-from pipeline.decoding.standard_error import rate_of_answers
+from pipeline.decoding.held_out import rate_of_answers
 from pipeline.errors import ConfigError
 from pipeline.evaluation.prompts import Prompt, conversations_of
 from pipeline.execution.progress import ProgressReporter

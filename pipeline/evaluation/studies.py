@@ -42,8 +42,7 @@ from pipeline.decoding.cuda_graphs import WARM_UP_STEPS
 from pipeline.decoding.decoder import Decoded, Decoder, acceleration_rate, plain_decoder
 from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.decoding.held_out import simulated_acceleration_rate, walk
-from pipeline.decoding.stock_trees import STOCK_NODES, stock_tree
-from pipeline.decoding.tree import TreePath, cartesian_tree, greedy_tree
+from pipeline.decoding.tree import STOCK_NODES, TreePath, cartesian_tree, greedy_tree, stock_tree
 from pipeline.evaluation.answer_states import answer_states, guess_places, guess_ranks
 from pipeline.evaluation.answers import mean_log_likelihood
 from pipeline.evaluation.overhead import overheads, step_seconds, with_tree

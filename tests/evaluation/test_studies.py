@@ -18,8 +18,7 @@ from pipeline.decoding.acceptance import TypicalAcceptance, greedy_acceptance
 from pipeline.decoding.decoder import Decoder, acceleration_rate, plain_decoder
 from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.decoding.held_out import simulated_acceleration_rate
-from pipeline.decoding.stock_trees import stock_tree
-from pipeline.decoding.tree import cartesian_tree
+from pipeline.decoding.tree import cartesian_tree, stock_tree
 from pipeline.evaluation import studies
 from pipeline.evaluation.answer_states import answer_states, guess_ranks
 from pipeline.evaluation.overhead import with_tree
