@@ -18,7 +18,6 @@ import torch
 
 from pipeline.artifacts.check_result import Line, TunedDrift
 from pipeline.artifacts.generated_rows import TokenRow
-from pipeline.artifacts.json_form import from_json
 from pipeline.config import CheckConfig
 from pipeline.conversations.conversation import Conversation
 from pipeline.evaluation.answers import log_probabilities, model_answer
@@ -27,7 +26,6 @@ from pipeline.execution.progress import ProgressReporter
 from pipeline.targets.loading import load_causal_lm
 from pipeline.targets.spec import TargetSpec, load_tokenizer
 from pipeline.training.backbone_losses import Drift
-from pipeline.training.evaluation import summarized
 
 MAX_POSITIONS = 2048  # a KL of 0.01 is then known to about a tenth; at V = 128k they take 1 GB
 ORIGINAL = "original"
@@ -90,13 +88,8 @@ def published_drift(
     drift = Drift.zero(torch.device("cpu"))
     found = log_probabilities(model, prompts, answers)
     for log_p_TV, log_q_TV, answer in zip(expected, found, answers, strict=True):
-        log_q_TV, labels_T1 = log_q_TV.cpu(), torch.tensor(answer)[:, None]
-        drift.kl.add_((log_p_TV.exp() * (log_p_TV - log_q_TV)).sum(dtype=torch.float64))
-        drift.original_loss.sub_(log_p_TV.gather(1, labels_T1).sum(dtype=torch.float64))
-        drift.tuned_loss.sub_(log_q_TV.gather(1, labels_T1).sum(dtype=torch.float64))
-        drift.agreed.add_((log_p_TV.argmax(1) == log_q_TV.argmax(1)).sum())
-        drift.positions.add_(len(answer))
-    return from_json(TunedDrift, summarized(drift))
+        drift.add(log_p_TV, log_q_TV.cpu(), torch.tensor(answer))
+    return drift.figures()
 
 
 def first_positions(
