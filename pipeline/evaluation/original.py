@@ -20,7 +20,6 @@ from torch import Tensor
 
 from pipeline.artifacts.check_result import Line, TunedDrift
 from pipeline.artifacts.generated_rows import TokenRow
-from pipeline.artifacts.json_form import from_json
 from pipeline.config import CheckConfig
 from pipeline.conversations.conversation import Conversation
 from pipeline.decoding.steps import last_positions
@@ -30,7 +29,6 @@ from pipeline.execution.progress import ProgressReporter
 from pipeline.targets.loading import load_causal_lm
 from pipeline.targets.spec import TargetSpec, load_tokenizer
 from pipeline.training.backbone_losses import Drift
-from pipeline.training.evaluation import summarized
 
 MAX_POSITIONS = 2048  # a KL of 0.01 is then known to about a tenth; at V = 128k they take 1 GB
 ORIGINAL = "original"
@@ -85,17 +83,8 @@ def published_drift(
     drift = Drift.zero(torch.device("cpu"))
     found = _log_probabilities(model, chosen)
     for log_p_NV, (log_q_NV, labels_N) in zip(expected, found, strict=True):
-        _add(drift, log_p_NV, log_q_NV.cpu(), labels_N.cpu())
-    return from_json(TunedDrift, summarized(drift))
-
-
-def _add(drift: Drift, log_p_NV: Tensor, log_q_NV: Tensor, labels_N: Tensor) -> None:
-    labels_N1 = labels_N[:, None]
-    drift.kl.add_((log_p_NV.exp() * (log_p_NV - log_q_NV)).sum(dtype=torch.float64))
-    drift.original_loss.sub_(log_p_NV.gather(1, labels_N1).sum(dtype=torch.float64))
-    drift.tuned_loss.sub_(log_q_NV.gather(1, labels_N1).sum(dtype=torch.float64))
-    drift.agreed.add_((log_p_NV.argmax(1) == log_q_NV.argmax(1)).sum())
-    drift.positions.add_(len(labels_N))
+        drift.add(log_p_NV, log_q_NV.cpu(), labels_N.cpu())
+    return drift.figures()
 
 
 def first_positions(rows: Sequence[TokenRow], room: int = MAX_POSITIONS) -> list[TokenRow]:

@@ -50,7 +50,7 @@ from pipeline.run.resolved import ResolvedRun
 from pipeline.run.timing import MEASURED_SIZES, native_overheads
 from pipeline.storage.receipts import Identity, Summary
 from pipeline.storage.stage_directory import StageDirectory
-from pipeline.training.evaluation import held_out_places, held_out_ranks
+from pipeline.training.evaluation import HeldOutText, held_out_places, held_out_ranks
 from pipeline.training.methods import method_of
 
 NAME = "calibrate"
@@ -232,19 +232,21 @@ def _on_held_out_rows(
 ) -> tuple[HeldOutRanks, HeldOutPlaces | None]:
     """The ranks of held-out tokens among the heads' guesses, and their places in a dynamic tree."""
     features, placement = context.upstream[upstream(context.config)[0]], context.placement("train")
-    arguments = {
-        "shards": tuple(map(str, features.shards())),
-        "fingerprint": features.fingerprint,
-        "heads": str(context.upstream["train"].path / HEADS_FILE),
-        "roles": context.config.train.roles,
-        "device": "cuda" if placement.gpus else "cpu",
-        "trained": training_text(context.upstream["generate"]),
-    }
-    call, top = context.executor.call, context.config.calibrate.top
-    ranks = call(held_out_ranks, {**arguments, "top": top}, placement, progress)
-    if tree is None:
-        return ranks, None
-    return ranks, call(held_out_places, {**arguments, "tree": tree}, placement, progress)
+    text = HeldOutText(
+        tuple(map(str, features.shards())),
+        features.fingerprint,
+        str(context.upstream["train"].path / HEADS_FILE),
+        context.config.train.roles,
+        training_text(context.upstream["generate"]),
+    )
+    device = "cuda" if placement.gpus else "cpu"
+    arguments = {"text": text, "top": context.config.calibrate.top, "device": device}
+    ranks = context.executor.call(held_out_ranks, arguments, placement, progress)
+    places = None
+    if tree:
+        arguments = {"text": text, "tree": tree, "device": device}
+        places = context.executor.call(held_out_places, arguments, placement, progress)
+    return ranks, places
 
 
 def _on_answers(

@@ -14,8 +14,7 @@ from tokenizers import AddedToken
 from pipeline.conversations.conversation import Conversation, Message, Reason
 from pipeline.conversations.dialogue import Dialogue
 from pipeline.conversations.forms import RowSettings, read_row
-from pipeline.conversations.special_text import for_template
-from pipeline.conversations.template import ChatTemplate
+from pipeline.conversations.template import ChatTemplate, for_template
 from pipeline.errors import ConfigError
 from tests.conversations.scripted_target import END, SETTINGS, hold, only_row, written
 from tests.conversations.test_template import ENDLESS
