@@ -147,9 +147,7 @@ def _served(runs: Mapping[str, Run]) -> dict[str, str]:
             for heads, engine_args in chosen.items()
         }
     for heads, other in zip(runs, others, strict=True):
-        same = sum(
-            one == two for one, two in zip(plain["token_ids"], other["token_ids"], strict=True)
-        )
+        same = sum(one == two for one, two in zip(plain.token_ids, other.token_ids, strict=True))
         said[heads] = f"{same} of {len(prompts)}"
     return said
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from pipeline.heads.medusa import MedusaShape
+from pipeline.heads.shapes import MedusaShape
 
 PEAK_PRODUCTS = 100  # enough for a GPU's clock to settle
 

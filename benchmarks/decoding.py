@@ -25,7 +25,8 @@ from benchmarks.gpu_decoding import ACCURACY_KR, NUM_HEADS
 from pipeline.decoding.decoder import Decoder, plain_decoder
 from pipeline.decoding.tree import greedy_tree
 from pipeline.evaluation.overhead import fastest_threads
-from pipeline.heads.medusa import MedusaHeads, MedusaShape
+from pipeline.heads.medusa import MedusaHeads
+from pipeline.heads.shapes import MedusaShape
 from pipeline.targets.loading import lm_head_weight, load_causal_lm
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)

@@ -24,7 +24,7 @@ from pipeline.config import FeaturesConfig
 from pipeline.stages.features import Worker
 from pipeline.storage.tasks import ShardTask
 from pipeline.targets.spec import TargetSpec, model_config
-from pipeline.targets.transformers_features import TransformersFeatureEngine
+from pipeline.targets.transformers_engines import TransformersFeatureEngine
 
 AIM = 0.85
 TOKENS_PER_BATCH = 8192  # the demo's

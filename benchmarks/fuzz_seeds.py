@@ -28,7 +28,7 @@ from benchmarks.mutated_seeds import SeedFile, is_json, mutated_file
 from pipeline.artifacts.seed_rows import SEEDS, SeedRow
 from pipeline.config import SeedSource
 from pipeline.conversations.conversation import Conversation, RejectedRow
-from pipeline.conversations.readers import SourceReader
+from pipeline.conversations.sources import SourceReader
 from pipeline.errors import DataError
 from pipeline.storage.shards import quarantine_line
 

@@ -20,7 +20,8 @@ from benchmarks.gpu_decoding import ACCURACY_KR, NUM_HEADS
 from benchmarks.gpu_size import Size
 from pipeline.decoding.decoder import Decoder, plain_decoder
 from pipeline.decoding.tree import greedy_tree
-from pipeline.heads.medusa import MedusaHeads, MedusaShape
+from pipeline.heads.medusa import MedusaHeads
+from pipeline.heads.shapes import MedusaShape
 from pipeline.targets.loading import lm_head_weight
 
 

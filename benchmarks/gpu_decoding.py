@@ -17,11 +17,13 @@ from benchmarks.arithmetic import peak_memory_gb, reset_peak_memory
 from benchmarks.claims import Claim, Result
 from benchmarks.deadline import Deadline
 from benchmarks.gpu_size import Size
+from pipeline.artifacts.json_form import to_json
 from pipeline.decoding.decoder import Decoded, Decoder, plain_decoder
 from pipeline.decoding.tree import greedy_tree
 from pipeline.evaluation.prompts import Prompt
 from pipeline.evaluation.speed import ACCELERATED, PLAIN, Pace, speed
-from pipeline.heads.medusa import MedusaHeads, MedusaShape
+from pipeline.heads.medusa import MedusaHeads
+from pipeline.heads.shapes import MedusaShape
 from pipeline.targets.loading import lm_head_weight
 
 NUM_HEADS = 5
@@ -62,13 +64,14 @@ def measure_decoding(model: PreTrainedModel, size: Size, ends: Deadline) -> Resu
     facts: dict[str, Any] = {}
     for (kind, num_nodes), with_tree in decoded.items():
         asked = [Prompt(str(number), prompts[number]) for number in range(len(plain))]
-        figures = speed(asked, [{PLAIN: plain, ACCELERATED: with_tree}])
+        passes = [{PLAIN: plain, ACCELERATED: with_tree}]
+        figures = speed(asked, passes)
         identical = sum(
             one.token_ids == other.token_ids for one, other in zip(plain, with_tree, strict=True)
         )
         what = f"{num_nodes} nodes, {kind} heads"
-        facts[what] = figures | {"identical_sequences": identical}
-        tree_pace, plain_pace = Pace.of([with_tree]), Pace.of([plain])
+        facts[what] = to_json(figures) | {"identical_sequences": identical}
+        tree_pace, plain_pace = Pace.of(passes, ACCELERATED), Pace.of(passes, PLAIN)
         overhead = tree_pace.seconds_per_step / plain_pace.seconds_per_step
         sides = {
             "Medusa, tokens/s": tree_pace.tokens_per_second,

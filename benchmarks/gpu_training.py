@@ -25,7 +25,7 @@ from benchmarks.gpu_size import Size
 from pipeline.artifacts.generated_rows import spans_of
 from pipeline.config import MedusaConfig, TrainConfig
 from pipeline.conversations.spans import IGNORED, head_labels
-from pipeline.heads.medusa import MedusaShape
+from pipeline.heads.shapes import MedusaShape
 from pipeline.storage.tasks import ShardTask
 from pipeline.targets.spec import TargetSpec
 from pipeline.training.epoch_plan import EpochPlan

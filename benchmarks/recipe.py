@@ -37,7 +37,7 @@ from pipeline.demo.target import ensure_demo_target
 from pipeline.errors import ConfigError
 from pipeline.execution.progress import ProgressReporter
 from pipeline.flow import run_flow
-from pipeline.heads.shape import head_kind
+from pipeline.heads.kinds import head_kind
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.targets.spec import model_config, resolve
 from pipeline.training.evaluation import held_out_ranks

@@ -27,7 +27,7 @@ from pipeline.config import FeaturesConfig, TrainConfig
 from pipeline.decoding.decoder import Decoder, plain_decoder
 from pipeline.decoding.tree import cartesian_tree, greedy_tree
 from pipeline.heads.kind import TargetWeights
-from pipeline.heads.shape import head_kind
+from pipeline.heads.kinds import head_kind
 from pipeline.stages.features import Worker
 from pipeline.targets.loading import lm_head_weight, load_causal_lm
 from pipeline.targets.spec import TargetSpec

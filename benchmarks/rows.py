@@ -20,7 +20,7 @@ from pipeline.artifacts.generated_rows import GENERATED, TokenRow
 from pipeline.config import FeaturesConfig, TrainConfig
 from pipeline.conversations.conversation import Role
 from pipeline.conversations.spans import Span
-from pipeline.heads.shape import head_kind
+from pipeline.heads.kinds import head_kind
 from pipeline.storage.shards import Codec, ShardWriter
 from pipeline.storage.tasks import ShardTask
 from pipeline.targets.spec import TargetSpec, model_config

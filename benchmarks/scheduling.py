@@ -31,6 +31,7 @@ from pipeline.execution.executor import Executor, make_executor
 from pipeline.execution.placement import Placement
 from pipeline.execution.shard_worker import Outcome
 from pipeline.run.context import Context
+from pipeline.run.resolved import resolve_run
 from pipeline.run.sharded import run_sharded
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.storage.shards import ShardWriter
@@ -124,9 +125,8 @@ def _staged(executor: Executor, size: int) -> Cost:
             "run": {"name": "run", "root": temporary},
             "limits": {"min_free_disk_gb": 0},
         }
-        context = Context(
-            validate(settings, "scheduling"), RunDirectory(Path(temporary)), Console(quiet=True)
-        )
+        resolved = resolve_run(validate(settings, "scheduling"), ["seeds"])
+        context = Context(resolved, RunDirectory(Path(temporary)), Console(quiet=True))
 
         def run(watch: Stopwatch) -> None:
             context.__dict__["executor"] = watch

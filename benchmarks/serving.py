@@ -81,19 +81,17 @@ def _compared(
     plain, *others = decode_in_vllm(
         target, [{}, *chosen], prompts, new_tokens, repeats=repeats, at_once=at_once
     )
-    speed = {"plain, tokens/s": plain["tokens_per_second"]}
+    speed = {"plain, tokens/s": plain.tokens_per_second}
     claims = []
     for name, found in zip(exports, others, strict=True):
         same = sum(
-            one == other for one, other in zip(found["token_ids"], plain["token_ids"], strict=True)
+            one == other for one, other in zip(found.token_ids, plain.token_ids, strict=True)
         )
         sides = speed | {
-            f"{name}, tokens/s": found["tokens_per_second"],
-            "acceleration rate": rate_of_answers(found["accepted"], range(len(prompts))).rate,
+            f"{name}, tokens/s": found.tokens_per_second,
+            "acceleration rate": rate_of_answers(found.accepted, range(len(prompts))).rate,
             f"of {len(prompts)} texts the same": same,
         }
         what = f"vLLM with {name} heads over plain, {at_once} at once"
-        claims.append(
-            Claim(what, found["tokens_per_second"] / plain["tokens_per_second"], sides=sides)
-        )
+        claims.append(Claim(what, found.tokens_per_second / plain.tokens_per_second, sides=sides))
     return claims

@@ -8,7 +8,7 @@ import time
 from dataclasses import replace
 
 from pipeline.artifacts.seed_rows import SEEDS
-from pipeline.execution.shard_progress import ShardProgress
+from pipeline.execution.progress import ShardProgress
 from pipeline.storage.receipts import Receipt
 from pipeline.storage.tasks import ShardTask, shard_writer, task_rows
 

@@ -10,7 +10,7 @@ from transformers.utils import logging
 
 from pipeline.config import SeedSource
 from pipeline.conversations.conversation import Conversation
-from pipeline.conversations.readers import SourceReader
+from pipeline.conversations.sources import SourceReader
 from pipeline.demo.target import new_model, train_tokenizer
 from pipeline.targets.spec import TargetSpec
 

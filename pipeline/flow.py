@@ -13,6 +13,8 @@ from typing import Any
 
 from rich.console import Console
 
+from pipeline.artifacts.check_result import CheckResult, Limits
+from pipeline.artifacts.json_form import from_json
 from pipeline.config import Config
 from pipeline.errors import (
     CheckFailed,
@@ -25,12 +27,19 @@ from pipeline.errors import (
 from pipeline.execution.executor import check_executor
 from pipeline.execution.progress import print_stage
 from pipeline.formatting import duration
-from pipeline.run.context import Context
-from pipeline.run.estimate import check_memory, run_size
-from pipeline.run.preflight import check_config, unread_settings
+from pipeline.run.checks import check_placements, check_run, unread_settings
+from pipeline.run.context import Context, Stage
+from pipeline.run.estimate import (
+    memory_of_stages,
+    planned,
+    require_memory,
+    run_size,
+    target_sizes,
+)
 from pipeline.run.records import require_one_history
-from pipeline.run.stage import Stage
-from pipeline.run.stage_status import stage_statuses
+from pipeline.run.reporting import publish_report
+from pipeline.run.resolved import ResolvedRun, resolve_run
+from pipeline.run.stage_status import StageStatus, stage_statuses
 from pipeline.stages import calibrate, check, export, features, generate, push, seeds, train
 from pipeline.storage.atomic import disk_errors
 from pipeline.storage.done import Summary
@@ -78,18 +87,21 @@ def run_flow(
     console = console or Console(stderr=False)
     wanted = wanted_stages(config, stages, until, fresh)
     check_executor(executor)
-    check_config(config, wanted, fresh=fresh)
-    for warning in unread_settings(config):
+    resolved = resolve_run(config, wanted, fresh)
+    check_run(resolved)
+    for warning in unread_settings(resolved):
         console.print(f"[yellow]![/] {warning}", highlight=False, soft_wrap=True)
-    check_memory(config, wanted, fresh, lambda: _count_positions(config))
+    check_memory(planned(resolved))
     run = RunDirectory.create(config)
     with disk_errors(run.path), run.locked():
         run.write_config(config)
-        context = Context(config, run, console, executor)
+        context = Context(resolved, run, console, executor)
         try:
-            context.check_placements(wanted, fresh)
+            context.resolved = resolved.on(context.machine())
+            check_placements(context.resolved)
             for name, stage in STAGES.items():
-                if stage.skipped(config) is not None:
+                # `medusa-distill push` links its stage also where the run does not ask for it.
+                if stage is not push.STAGE and stage.skipped(config) is not None:
                     run.unlink_latest(name)
             run.event("run-started", stages=wanted, executor=executor)
             advance_all(context, wanted, fresh)
@@ -146,8 +158,22 @@ def advance(context: Context, stage: Stage, *, fresh: bool = False) -> StageDire
         told = f"kept       {directory.path.name}"
     print_stage(context.console, "[green]✓[/]", stage.name, told)
     context.upstream[stage.name] = directory
-    stage.conclude(context, directory)
+    if stage is check.STAGE:
+        publish_report(context)
+        require_passed(directory, context.config)
     return directory
+
+
+def require_passed(checked: StageDirectory, config: Config) -> None:
+    """Raise CheckFailed where a finished check does not keep the limits of this configuration."""
+    failures = from_json(CheckResult, checked.summary).failures(Limits.of(config))
+    if failures:
+        fix = (
+            "Nothing was pushed. Sequences that differ are in DONE.json there. More data or epochs"
+            " raise a low rate; where few tree sizes were timed, calibrate again with --fresh"
+            " calibrate."
+        )
+        raise CheckFailed(f"The check failed: {'; '.join(failures)}.", str(checked.path), fix)
 
 
 def require_same_inputs(context: Context, stage: Stage, directory: StageDirectory) -> None:
@@ -234,17 +260,36 @@ def _finished(run: RunDirectory, config: Config, console: Console) -> Context:
             raise ConfigError(f"This run has no finished {name} stage.", str(run.path), fix)
         found[name] = stage
     exported, checked = found["export"], found["check"]
-    check.require_passed(checked, config)
+    require_passed(checked, config)
     if checked.done and checked.done.upstream.get("export") != exported.content:
         raise CheckFailed("The check has not seen these heads.", str(exported.path), fix)
     require_one_history(run)
-    return Context(check.configuration(checked, config), run, console, "inline", upstream=found)
+    made_by = check.configuration(checked, config)
+    resolved = resolve_run(made_by, wanted_stages(made_by, tuple(STAGES)))
+    return Context(resolved, run, console, "inline", upstream=found)
 
 
-def _count_positions(config: Config) -> int | None:
-    """How many positions there will be to train on, as `plan` counts them."""
-    statuses = stage_statuses(RunDirectory(config.run.directory, config.run.store), config, STAGES)
-    return run_size(config, statuses["seeds"].finished, statuses["generate"].finished).positions
+def check_memory(resolved: ResolvedRun) -> None:
+    """Raise EnvironmentFault for a run of which a stage cannot fit into memory.
+
+    The positions to train on are counted only where the largest batches would not fit.
+    """
+    target = target_sizes(resolved) if resolved.open_stages else None
+    if target is None:
+        return
+    memory = memory_of_stages(resolved, target)
+    if not all(stage.fits() for stage in memory):
+        statuses = statuses_of(
+            RunDirectory(resolved.config.run.directory, resolved.config.run.store), resolved.config
+        )
+        size = run_size(resolved, statuses["seeds"].finished, statuses["generate"].finished)
+        memory = memory_of_stages(resolved, target, size.positions)
+    require_memory(resolved, memory)
+
+
+def statuses_of(run: RunDirectory, config: Config) -> dict[str, StageStatus]:
+    """The status of every stage of a run, upstream first."""
+    return stage_statuses(run, resolve_run(config, tuple(STAGES)), STAGES)
 
 
 def wanted_stages(
@@ -262,11 +307,7 @@ def wanted_stages(
                 f"There is no stage '{name}'.", option, f"The stages are {', '.join(stages)}."
             )
     upto = stages[: stages.index(until) + 1] if until else stages
-    named = [
-        name
-        for name in upto
-        if STAGES[name].skipped(config) is None and STAGES[name].asked_for(config)
-    ]
+    named = [name for name in upto if STAGES[name].skipped(config) is None]
     read = {source for name in named for source in STAGES[name].upstream(config)}
     wanted = [name for name in STAGES if name in read.union(named)]
     if fresh is not None and fresh not in wanted:

@@ -14,8 +14,15 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from pipeline.config.load import load_config  # noqa: E402
-from pipeline.execution.device_memory import GIB  # noqa: E402
-from pipeline.run.estimate import StageMemory, memory_of_stages, target_sizes  # noqa: E402
+from pipeline.execution.machine import GIB  # noqa: E402
+from pipeline.flow import STAGES  # noqa: E402
+from pipeline.run.estimate import (  # noqa: E402
+    StageMemory,
+    memory_of_stages,
+    planned,
+    target_sizes,
+)
+from pipeline.run.resolved import resolve_run  # noqa: E402
 from tests.models.published import BY_ID  # noqa: E402
 
 PAGE = ROOT / "docs" / "models.md"
@@ -109,9 +116,10 @@ def fits(config: str, target: Path, gb: int, words: Sequence[str] = ()) -> bool:
 def memory(config: str, target: Path, gb: int, words: Sequence[str] = ()) -> list[StageMemory]:
     places = [f"target.model={target}", f"placement.gpu_memory_gb={gb}"]
     wanted = load_config(ROOT / "configs" / config, [*places, *words])
-    sizes = target_sizes(wanted)
+    run = planned(resolve_run(wanted, tuple(STAGES)))
+    sizes = target_sizes(run)
     assert sizes is not None, "a published config.json is enough"
-    return memory_of_stages(wanted, sizes)
+    return memory_of_stages(run, sizes)
 
 
 if __name__ == "__main__":

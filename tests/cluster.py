@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import gc
 import importlib.util
-import json
 import os
+import pickle
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, TypeVar
@@ -47,18 +47,15 @@ def vllm_here() -> None:
         gc.freeze = gc.unfreeze = lambda: None
 
 
-def work_here(
-    monkeypatch: pytest.MonkeyPatch, module: ModuleType, work: Callable[..., Any]
-) -> None:
-    """What `module` would do in a process of its own it does in this one; tasks and results are
-    JSON all the same.
-    """
+def work_here(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> None:
+    """`module` works in this process, with pickled tasks and results, instead of its own."""
 
     def here(
-        name: str, tasks: list[Any], told: Callable[..., None] | None = None, *_: object
-    ) -> list[Any]:
+        function: Callable[..., Any], task: Any, told: Callable[..., None] | None = None
+    ) -> Any:
         tell = told or (lambda **progress: None)
-        return [json.loads(json.dumps(work(json.loads(json.dumps(task)), tell))) for task in tasks]
+        called, copied = pickle.loads(pickle.dumps((function, task)))
+        return pickle.loads(pickle.dumps(called(copied, tell)))
 
     monkeypatch.setattr(module, "in_own_process", here)
 

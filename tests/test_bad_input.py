@@ -11,8 +11,7 @@ import shutil
 
 import pytest
 
-from pipeline.flow import STAGES
-from pipeline.run.stage_status import stage_statuses
+from pipeline.flow import statuses_of
 from pipeline.storage import atomic
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.storage.shards import read_rows
@@ -214,7 +213,7 @@ def test_a_record_that_a_crash_cut_short_is_mended(copied_run, make_config, tmp_
                 (place / name).write_text(text)
     (copied_run.path / "digests.json").write_text(text)
     _, config = RunDirectory.open(copied_run.path)
-    assert stage_statuses(copied_run, config, STAGES) and [
+    assert statuses_of(copied_run, config) and [
         stage.verify() for stage in copied_run.stages().values()
     ]
     run = run_again(make_config(tmp_path))

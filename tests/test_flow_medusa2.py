@@ -21,9 +21,7 @@ from pipeline.conversations.conversation import Message
 from pipeline.errors import CheckFailed, DataError, EnvironmentFault
 from pipeline.evaluation.prompts import held_out_prompts
 from pipeline.export.layout import read_layout
-from pipeline.flow import STAGES as FLOW_STAGES
-from pipeline.flow import push_run
-from pipeline.run.stage_status import stage_statuses
+from pipeline.flow import push_run, statuses_of
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.storage.shards import read_rows
 from pipeline.targets.spec import TargetSpec, load_chat_template, load_tokenizer
@@ -70,7 +68,7 @@ def test_joint_runs_without_the_cache_and_says_so(joint_run, make_settings, tmp_
     assert (report["method"], report["train"]["recipe"]) == ("medusa-2", "joint")
     assert "learns from the text" in report["skipped"]["features"] and "features" not in report
     assert "learns from the text" in (joint_run.path / "report.md").read_text()
-    states = stage_statuses(*RunDirectory.open(joint_run.path), FLOW_STAGES)
+    states = statuses_of(*RunDirectory.open(joint_run.path))
     assert {name: state.status for name, state in states.items()} == {
         **dict.fromkeys(STAGES, "done"),
         "features": "skipped",

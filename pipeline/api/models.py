@@ -17,8 +17,8 @@ import torch
 from pipeline.artifacts.tree_file import read_tree as read_tree_file
 from pipeline.config import TargetConfig
 from pipeline.conversations.conversation import Message
+from pipeline.conversations.requests import TextStream
 from pipeline.conversations.template import ChatTemplate
-from pipeline.conversations.text_stream import TextStream
 from pipeline.decoding.decoder import Decoder
 from pipeline.decoding.dynamic_tree import DynamicTree, check_tree
 from pipeline.decoding.tree import TreePath

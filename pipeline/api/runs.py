@@ -25,7 +25,7 @@ from pipeline.decoding.dynamic_tree import DynamicTree, check_tree
 from pipeline.decoding.held_out import simulated_acceleration_rate
 from pipeline.decoding.tree import TreePath
 from pipeline.errors import DataError
-from pipeline.heads.shape import max_depth
+from pipeline.heads.kinds import max_depth
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.training.evaluation import held_out_places, held_out_ranks
 

@@ -1,119 +1,459 @@
-"""What the check found: the summary in its DONE.json, and the native answers in `answers/`, in
-Spec-Bench's schema.
+"""What the check finds: the summary in its DONE.json, the verdict, and the answers beside it.
+
+Field names are the keys of DONE.json and of report.json, which leave out None.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pipeline.artifacts.seen_answers import NewAnswers
+from pipeline.config import Config
 from pipeline.storage.atomic import write_text
 
-ENGINES = ("native", "vllm")
+LEAST_SHORTFALL = 0.1  # tokens per step
+LEAST_LEARNED = 0.1  # of the tokens that guessing by frequency misses
+
+Line = dict[str, Any]  # one question's answer, in Spec-Bench's or FastChat's schema
 
 
 @dataclass(frozen=True)
-class EngineResult:
-    """One engine's figures.
+class Limits:
+    """The settings that decide whether a finished check passes."""
 
-    `sequences` greedy ones were compared with plain decoding: `identical` are the same, `ties` part
-    at a tie of the target's own logits, `differing` are neither.
-    """
+    min_rate: float
+    max_tie_share: float
+    require_learning: bool
+    max_kl: float
 
-    acceleration_rate: float
-    speedup: float
+    @classmethod
+    def of(cls, config: Config) -> Limits:
+        check, max_kl = config.check, config.train.backbone.max_kl
+        return cls(check.min_acceleration_rate, check.max_tie_share, check.require_learning, max_kl)
+
+
+@dataclass(frozen=True)
+class GreedyMatch:
+    """How many greedy answers equal plain decoding's, and how many first differ at a tie."""
+
     sequences: int
     identical: int
     ties: int
-    accepts_drafts: (
-        bool  # whether any draft token was accepted; True where the engine does not count them
-    )
-    figures: Mapping[str, Any]  # all of them, as report.json shows them
-
-    @classmethod
-    def of(cls, figures: Mapping[str, Any]) -> EngineResult:
-        match, accepted = figures["greedy_match"], figures.get("accepted_per_position")
-        return cls(
-            figures["acceleration_rate"],
-            figures.get("speedup", 1.0),
-            match["sequences"],
-            match["identical"],
-            match["ties"],
-            accepted is None or any(accepted),
-            figures,
-        )
 
     @property
     def differing(self) -> int:
+        """The number of answers that are neither."""
         return self.sequences - self.identical - self.ties
 
 
 @dataclass(frozen=True)
+class Difference:
+    """Where a greedy answer leaves plain decoding's, other than at a tie, and the tokens there."""
+
+    id: str
+    at: int
+    gap: float  # of the target's top two logits
+    plain: list[int]
+    other: list[int]
+    model: str | None = None  # the copy that was decoded, where it is not the target
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChainRate:
+    """The acceleration rate of a top-1 chain on plain greedy answers."""
+
+    draft_tokens: int
+    acceleration_rate: float | None = None
+    standard_error: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaselineSpeed:
+    acceleration_rate: float | None = None
+    speedup: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Baseline(BaselineSpeed):
+    """transformers' own decoding of the same prompts; `failed` says why there are no figures."""
+
+    name: str
+    failed: str | None = None
+    tokens_per_second: float | None = None
+    time_to_first_token: float | None = None
+    time_per_output_token: float | None = None
+    greedy_match: GreedyMatch | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Category:
+    """The figures of the prompts of one category."""
+
+    category: str
+    prompts: int
+    acceleration_rate: float | None = None
+    speedup: float | None = None
+    tokens_per_second: float | None = None
+    baseline_tokens_per_second: float | None = None
+    baselines: dict[str, BaselineSpeed] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TreeRow:
+    """One tree in the study of `trees`, or the export's tree cut at `heads` in that of heads."""
+
+    tree: str | None = None
+    heads: int | None = None
+    nodes: int
+    acceleration_rate: float | None = None
+    overhead: float | None = None
+    speedup: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TypicalRow:
+    """One acceptance rule in the study `typical`."""
+
+    temperature: float
+    rule: str
+    eps: float | None = None
+    acceleration_rate: float | None = None
+    overhead: float | None = None
+    speedup: float | None = None
+    log_likelihood: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchRow:
+    """One number of sequences in the study `batch`."""
+
+    batch_size: int
+    tokens_per_second: float
+    baseline_tokens_per_second: float
+    speedup: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Percentiles:
+    p50: float | None = None
+    p90: float | None = None
+    p99: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadRow:
+    """One number of concurrent requests in the study `load`; times in milliseconds."""
+
+    requests: int
+    speedup: float | None = None
+    acceleration_rate: float | None = None
+    tokens_per_second: float | None = None
+    ttft_ms: Percentiles | None = None
+    tpot_ms: Percentiles | None = None
+    within_slo: float | None = None
+    baseline_tokens_per_second: float | None = None
+    baseline_ttft_ms: Percentiles | None = None
+    baseline_tpot_ms: Percentiles | None = None
+    baseline_within_slo: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Studies:
+    """The rows of each study that was run."""
+
+    trees: list[TreeRow] | None = None
+    typical: list[TypicalRow] | None = None
+    heads: list[TreeRow] | None = None
+    batch: list[BatchRow] | None = None
+    load: list[LoadRow] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineFigures:
+    """The figures that both engines have; `baseline_…` are plain decoding's."""
+
+    acceleration_rate: float
+    standard_error: float | None = None
+    speedup: float | None = None
+    tokens_per_second: float | None = None
+    baseline_tokens_per_second: float | None = None
+    greedy_match: GreedyMatch
+    tie_tolerance: float | None = None
+    largest_gap: float | None = None  # the largest top-2 gap of a difference that is no tie
+    dtype: str | None = None
+    seen_share: float | None = None  # of the answers, also written in training rows
+    new: NewAnswers | None = None
+    studies: Studies | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class NativeFigures(EngineFigures):
+    """Native decoding with the tree."""
+
+    overhead: float | None = None
+    time_to_first_token: float | None = None
+    baseline_time_to_first_token: float | None = None
+    time_per_output_token: float | None = None
+    baseline_time_per_output_token: float | None = None
+    accepted_lengths: list[int] | None = None  # the number of steps that accept 0, 1, … guesses
+    prompts: int | None = None
+    skipped_prompts: int | None = None
+    repeats: int | None = None
+    threads: int | None = None
+    acceptance: str | None = None
+    temperature: float | None = None
+    eps: float | None = None
+    delta: float | None = None
+    first_token: str | None = None
+    top_p: float | None = None
+    sampled_identical: int | None = None
+    log_likelihood: dict[str, float] | None = None  # nats per token, by the rule that wrote
+    categories: list[Category] | None = None
+    baselines: list[Baseline] | None = None
+    chain: ChainRate | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class VllmFigures(EngineFigures):
+    """vLLM with the heads' top-1 chain."""
+
+    num_speculative_tokens: int | None = None
+    export_alone: bool | None = None
+    accepted_per_position: list[float] | None = None
+    model_runners: dict[str, str] | None = None
+    same_text_acceleration_rate: float | None = None  # the same chain's natively
+    expected_acceleration_rate: float | None = None
+    expected_standard_error: float | None = None
+    under_load: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedModel:
+    """The heads on the copy of their target that will be served."""
+
+    model: str
+    format: str
+    native: NativeFigures | None = None
+    vllm: VllmFigures | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetText:
+    """The target's own text: distinct 4-grams and mean entropy."""
+
+    distinct_4: float
+    mean_entropy_nats: float
+
+
+@dataclass(frozen=True)
+class SampleToken:
+    text: str
+    step: int  # 0 is the prefill
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A decoded answer for the report."""
+
+    prompt: str
+    tokens: list[SampleToken]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TunedDrift:
+    """How far a tuned backbone's predictions are from the original's; None without positions."""
+
+    kl: float | None = None  # nats per position
+    perplexity: dict[str, float] | None = None
+    perplexity_change: float | None = None
+    greedy_agreement: float | None = None
+    positions: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckFigures:
+    """`check` of report.json."""
+
+    native: NativeFigures | None = None
+    vllm: VllmFigures | None = None
+    contaminated_rows: int | None = None
+    exact_match: list[dict[str, str | int | float]] | None = None
+    passed: bool
+    failures: list[str]
+
+
+@dataclass(frozen=True, kw_only=True)
 class CheckResult:
-    """A check's result; empty where there was none."""
+    """The summary of a check; a part of one has only the fields of its engine."""
 
-    engines: Mapping[str, EngineResult]  # by name, in the order of `ENGINES`
-    kl: float | None = None  # nats of a tuned backbone from the target
-    head_0: Mapping[str, float] | None = None  # its accuracies top1 to top5 on held-out text
-    frequency: Mapping[str, float] | None = None  # those of guessing the most frequent tokens there
-    served_model: Mapping[str, Any] | None = (
-        None  # the engines' figures on the copy that will be served
-    )
-    target_text: Mapping[str, float] | None = None
-    samples: Iterable[Mapping[str, Any]] = ()
-    drift: Mapping[str, Any] | None = (
-        None  # of a tuned backbone's published weights from the original
-    )
-    exact_match: Sequence[Mapping[str, Any]] = ()  # by category, where questions have references
-    contaminated_rows: int | None = None  # training rows that hold one of the file's questions
-    hardware: Mapping[str, Any] | None = None  # of the machine that decoded
-    versions: Mapping[str, str] | None = None  # of its packages
+    native: NativeFigures | None = None
+    vllm: VllmFigures | None = None
+    served_model: ServedModel | None = None
+    skipped_prompts: int | None = None
+    differing: list[Difference] = field(default_factory=list)
+    head_0: dict[str, float] | None = None  # its top1 to top5 on held-out text
+    frequency: dict[str, float] | None = None  # those of guessing the most frequent tokens
+    drift: TunedDrift | None = None  # of the published weights; None where no backbone was tuned
+    target_text: TargetText | None = None
+    samples: list[Sample] = field(default_factory=list)
+    exact_match: list[dict[str, str | int | float]] | None = None  # by category
+    contaminated_rows: int | None = None  # training rows that hold a question of the check's file
+    hardware: dict[str, Any] | None = None  # of the machine that decoded
+    versions: dict[str, str] | None = None
+    configuration: dict[str, Any] | None = None
     target_revision: str | None = None  # the commit of a target from the Hub
+    passed: bool | None = None
 
-    @classmethod
-    def of(cls, summary: Mapping[str, Any]) -> CheckResult:
-        """The result in a check stage's summary."""
-        engines = {name: EngineResult.of(summary[name]) for name in ENGINES if name in summary}
-        others = {
-            field.name: summary[field.name] for field in fields(cls)[1:] if field.name in summary
-        }
-        return cls(engines, **others)
+    def failures(self, limits: Limits) -> list[str]:
+        """The reasons why these heads must not be published; empty where they may."""
+        found = _failures_of_engines(self.native, self.vllm, limits)
+        copy = self.served_model
+        if copy is not None:
+            for reason in _failures_of_engines(copy.native, copy.vllm, limits):
+                found.append(f"on {copy.model}: {reason}")
+        rank = self._guesses_by_frequency() if limits.require_learning else None
+        if rank is not None and self.head_0 and self.frequency:
+            found.append(
+                "the heads have learned hardly anything: on held-out text head 0's"
+                f" {rank.replace('top', 'top-')} accuracy is {self.head_0[rank]:.1%}, and always"
+                f" guessing the most frequent tokens would reach {self.frequency[rank]:.1%}: heads"
+                f" have to get {LEAST_LEARNED:.0%} of what that misses"
+            )
+        if self.drift is not None:
+            kl = math.nan if self.drift.kl is None else self.drift.kl
+            if not kl <= limits.max_kl:
+                found.append(
+                    f"the tuned backbone is {kl:.4f} nats from the target, above"
+                    f" train.backbone.max_kl = {limits.max_kl:g}"
+                )
+        return found
+
+    def figures(self, limits: Limits) -> CheckFigures:
+        """What report.json has of the check under these limits."""
+        failures = self.failures(limits)
+        return CheckFigures(
+            native=self.native,
+            vllm=self.vllm,
+            contaminated_rows=self.contaminated_rows,
+            exact_match=self.exact_match or None,
+            passed=not failures,
+            failures=failures,
+        )
+
+    def _guesses_by_frequency(self) -> str | None:
+        """The first of top1 and top5 in which head 0 is hardly better than token frequencies.
+
+        The most that guesses which read nothing can reach is the share of the most frequent tokens.
+        Head 0 has to get `LEAST_LEARNED` of the rest right. Untrained heads get none of it, heads
+        trained for a few steps 5 %, useful heads 33 % or more, independent of target and
+        vocabulary. Text that frequencies guess completely proves nothing.
+        """
+        if not self.head_0 or not self.frequency:
+            return None
+        for rank in ("top1", "top5"):
+            if rank in self.head_0 and rank in self.frequency:
+                learned = self.head_0[rank] - self.frequency[rank]
+                missed = 1 - self.frequency[rank]
+                if missed > 0 and learned < LEAST_LEARNED * missed:
+                    return rank
+        return None
 
 
-def write_answers(directory: Path, answers: Mapping[str, Iterable[Mapping[str, Any]]]) -> None:
+def _failures_of_engines(
+    native: NativeFigures | None, vllm: VllmFigures | None, limits: Limits
+) -> list[str]:
+    found = []
+    if native is not None:
+        found += _failures_of_engine("native", native, limits)
+    if vllm is not None:
+        found += _failures_of_engine("vllm", vllm, limits)
+        if vllm.accepted_per_position is not None and not any(vllm.accepted_per_position):
+            found.append("vllm: no draft token was accepted")
+        expected = _missed_rate(vllm)
+        if expected is not None:
+            found.append(
+                f"vllm: acceleration rate {vllm.acceleration_rate:.2f} is far below the"
+                f" {expected:.2f} to expect of this chain: vLLM does not draft what was trained"
+            )
+    return found
+
+
+def _failures_of_engine(name: str, engine: EngineFigures, limits: Limits) -> list[str]:
+    found, match = [], engine.greedy_match
+    if match.differing:
+        differ = (
+            f"{name}: {match.differing} of {match.sequences} greedy sequences differ from plain"
+            " decoding"
+        )
+        if engine.largest_gap is not None and engine.tie_tolerance is not None:
+            differ += (
+                f", where the target's top-2 gap is up to {engine.largest_gap:g}; up to"
+                f" check.tie_tolerance = {engine.tie_tolerance:g} it is a tie"
+            )
+        found.append(differ)
+    if match.ties > max(1, limits.max_tie_share * match.sequences):
+        found.append(
+            f"{name}: {match.ties} of {match.sequences} greedy sequences differ at ties, more than"
+            f" check.max_tie_share = {limits.max_tie_share:g} of them"
+        )
+    if not engine.acceleration_rate >= limits.min_rate:
+        found.append(
+            f"{name}: acceleration rate {engine.acceleration_rate:.2f} is below"
+            f" check.min_acceleration_rate = {limits.min_rate:.2f}"
+        )
+    return found
+
+
+def _missed_rate(vllm: VllmFigures) -> float | None:
+    """The rate to expect of the served chain where vLLM's is far below it, else None.
+
+    Far below is at least half of the gain over plain decoding, and more than 3 standard errors of
+    what was measured and expected together, and a tenth of a token. On the same text there is no
+    sampling error: the chain was replayed on the answers of native decoding. Heads that an engine
+    has read wrongly gain next to nothing; prompts and engines differ by less than half of the gain.
+    """
+    expected, error = vllm.same_text_acceleration_rate, 0.0
+    if expected is None:
+        expected = vllm.expected_acceleration_rate
+        if vllm.standard_error is None or vllm.expected_standard_error is None:
+            return None
+        error = math.hypot(vllm.standard_error, vllm.expected_standard_error)
+    if expected is None:
+        return None
+    shortfall = expected - vllm.acceleration_rate
+    if shortfall > max((expected - 1) / 2, 3 * error, LEAST_SHORTFALL):
+        return expected
+    return None
+
+
+def write_answers(directory: Path, answers: Mapping[str, Iterable[Line]]) -> None:
     """Write each method's answers, one line per question, to `answers/METHOD.jsonl`."""
     for method, lines in answers.items():
-        write_text(directory / "answers" / f"{method}.jsonl", _as_jsonl(lines))
+        _write_lines(directory / "answers" / f"{method}.jsonl", lines)
 
 
-def write_model_answers(
-    directory: Path, answers: Mapping[str, Sequence[Mapping[str, Any]]]
-) -> None:
-    """Write each method's answers, in FastChat's schema, to `model_answer/MODEL.jsonl`, as its
-    judge looks for them.
-    """
-    for lines in answers.values():
-        if lines:
-            write_text(
-                directory / "model_answer" / f"{lines[0]['model_id']}.jsonl", _as_jsonl(lines)
-            )
+def write_model_answers(directory: Path, lines: Sequence[Line]) -> None:
+    """Write one method's answers to `model_answer/MODEL.jsonl`, where FastChat's judge looks."""
+    if lines:
+        _write_lines(directory / "model_answer" / f"{lines[0]['model_id']}.jsonl", lines)
 
 
-def _as_jsonl(lines: Iterable[Mapping[str, Any]]) -> str:
-    return "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+def _write_lines(path: Path, lines: Iterable[Line]) -> None:
+    write_text(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
 
 
-def read_answers(directory: Path) -> dict[str, list[dict[str, Any]]]:
-    """All answers that a check has left, by method, those of plain decoding first."""
-    files = sorted(
-        (directory / "answers").glob("*.jsonl"), key=lambda path: (path.stem != "plain", path.stem)
-    )
-    originals = sorted((directory / "model_answer").glob("*-original.jsonl"))
-    named = [(path.stem, path) for path in files] + [("original", path) for path in originals]
-    return {
-        name: [json.loads(line) for line in path.read_text("utf-8").splitlines()]
-        for name, path in named
-    }
+def read_answers(directory: Path) -> dict[str, list[Line]]:
+    """The answers of a check by method: plain decoding's first, the original's last."""
+    files = {path.stem: path for path in sorted((directory / "answers").glob("*.jsonl"))}
+    for path in sorted((directory / "model_answer").glob("*-original.jsonl")):
+        files["original"] = path
+    found = {}
+    for name in sorted(files, key=lambda name: (name == "original", name != "plain", name)):
+        lines = files[name].read_text("utf-8").splitlines()
+        found[name] = [json.loads(line) for line in lines]
+    return found

@@ -20,6 +20,18 @@ from pipeline.storage.shard_folder import ShardFolder
 PREFIX = 32  # tokens
 ENOUGH_NEW = 8  # answers; figures of fewer say nothing
 
+
+@dataclass(frozen=True, kw_only=True)
+class NewAnswers:
+    """Rates on the answers that are not seen; None where they are fewer than `ENOUGH_NEW`."""
+
+    answers: int
+    acceleration_rate: float | None = None
+    standard_error: float | None = None
+    expected_acceleration_rate: float | None = None
+    expected_standard_error: float | None = None
+
+
 Tokens = Sequence[int] | npt.NDArray[np.integer]
 
 

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from pipeline.errors import DataError
 from pipeline.heads.kind import Heads
-from pipeline.heads.shape import HeadsShape, head_kind
+from pipeline.heads.kinds import head_kind, shape_from_json
+from pipeline.heads.shapes import HeadsShape
 from pipeline.storage.atomic import atomic_path, read_json, write_text
 from pipeline.storage.done import Summary
 
@@ -78,5 +79,5 @@ def _heads_shape(path: Path) -> HeadsShape | None:
         contextlib.suppress(OSError, SafetensorError, KeyError, TypeError, ValueError),
         safe_open(path, "pt") as file,
     ):
-        return HeadsShape.from_json(json.loads(file.metadata()["heads"]))
+        return shape_from_json(json.loads(file.metadata()["heads"]))
     return None

@@ -1,78 +1,127 @@
-"""`tree.json`: the tree that calibrate found, how it was searched, and what it promises. Also:
-files of paths alone.
+"""The calibrate stage's results: `tree.json`, its summary, and files of paths alone.
 
-With a dynamic tree it holds a static one of the same size as well, for whoever reads paths.
+With a dynamic tree, tree.json holds a static one of the same size as well, for readers of paths.
+
+Letters: K heads, R ranks.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
+from pipeline.artifacts.json_form import from_json, to_json
+from pipeline.artifacts.seen_answers import NewAnswers
 from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.decoding.tree import TreePath
 from pipeline.errors import DataError
 from pipeline.storage.atomic import write_json
 
 TREE_FILE = "tree.json"
-Figures = dict[str, Any]
-
-FIGURES = (
-    "node_shares", "accuracies", "expected_acceleration_rate", "expected_standard_error", "num_speculative_tokens",  # noqa: E501
-    "chain",
-)  # fmt: skip
 FIX = "Give a JSON list of paths, such as [[0], [0, 0], [1]]."
 
 
-@dataclass(frozen=True)
-class Search:
-    searches: dict[
-        str, float
-    ]  # each search's acceleration rate, its trees judged on text that they have not seen
-    sizes: list[Figures]  # what each size that was timed costs and promises
-    judged: list[
-        tuple[TreePath, ...]
-    ]  # the trees of both halves, whose rate on the other half is the expected one
-    searched: tuple[TreePath, ...]  # the chosen search on all rows, up to the stock tree's size
+@dataclass(frozen=True, kw_only=True)
+class Expected:
+    """An expected rate and, where the overhead was timed, the expected speedup."""
+
+    overhead: float | None = None
+    expected_acceleration_rate: float | None = None
+    expected_standard_error: float | None = None
+    expected_speedup: float | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
+class TimedSize(Expected):
+    """A number of nodes that was timed."""
+
+    nodes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChainLength(Expected):
+    """A chain of first guesses, as an engine such as vLLM drafts it."""
+
+    draft_tokens: int
+    new: NewAnswers
+
+
+@dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """A tree over the heads' guesses and a chain of their first ones, and what held-out rows say of
-    both; [K, R].
+    """A tree over the heads' guesses and a chain of first guesses, with their expected rates.
 
-    `choices` are the static tree's. Where there is a `dynamic` one, that is used, and expected to
-    have the rate here.
+    A `dynamic` tree is used where there is one: the expected rate is its own, and `choices` are
+    a static tree of the same size. The last four fields are None for a tree of the user's own.
     """
 
     choices: tuple[TreePath, ...]
-    node_shares: list[
-        float
-    ]  # of the steps that add each node of `choices`; 1 and their sum are its expected rate
+    node_shares: list[float]  # of the steps that add each node of `choices`
     accuracies: list[list[float]]  # [K, R], how often each guess was right
     expected_acceleration_rate: float
-    expected_standard_error: float | None
-    num_speculative_tokens: int  # of the chain that an engine such as vLLM drafts
-    chain: list[
-        Figures
-    ]  # of 1, 2, … draft tokens: the expected rate, and the overhead where it was timed
-    search: Search | None = None  # None of a user's own tree
+    expected_standard_error: float | None = None
+    num_speculative_tokens: int  # of the chain
+    chain: list[ChainLength]  # of 1, 2, … draft tokens
     dynamic: DynamicTree | None = None
+    searches: dict[str, float] | None = None  # each search's rate on text that it has not seen
+    sizes: list[TimedSize] | None = None
+    judged: list[tuple[TreePath, ...]] | None = None  # each half's tree, judged on the other half
+    searched: tuple[TreePath, ...] | None = None  # on all rows, up to the stock tree's size
 
     @property
     def tree(self) -> tuple[TreePath, ...] | DynamicTree:
         """The tree that native decoding uses."""
         return self.dynamic or self.choices
 
-    def stored(self) -> dict[str, Any]:
-        own = {name: value for name, value in asdict(self).items() if name != "search"}
-        return (asdict(self.search) if self.search else {}) | own
-
     def write(self, directory: Path) -> None:
-        write_json(directory / TREE_FILE, self.stored())
+        write_json(directory / TREE_FILE, to_json(self))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accuracy:
+    """The share of labels that are among a head's first 1 to 5 guesses."""
+
+    labels: int
+    top1: float | None = None
+    top2: float | None = None
+    top3: float | None = None
+    top4: float | None = None
+    top5: float | None = None
+    new: Accuracy | None = None  # on new answers alone
+
+
+@dataclass(frozen=True, kw_only=True)
+class TreeFigures:
+    """`tree` of report.json."""
+
+    nodes: int
+    depth: int
+    source: str
+    text: str  # what it was measured on
+    tokens_by_depth: list[float]
+    dynamic: DynamicTree | None = None
+    searches: dict[str, float] | None = None
+    sizes: list[TimedSize] | None = None
+    expected_acceleration_rate: float | None = None
+    expected_standard_error: float | None = None
+    answers: int
+    seen_share: float
+    new: NewAnswers
+    num_speculative_tokens: int
+    chain: list[ChainLength]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrateResult:
+    """The summary of the calibrate stage."""
+
+    heads: list[Accuracy]
+    tree: TreeFigures
+    positions: int
+    conversations: int
 
 
 def read_calibration(directory: Path) -> Calibration:
@@ -81,26 +130,7 @@ def read_calibration(directory: Path) -> Calibration:
     Raises:
         DataError: There is none, or it is damaged.
     """
-    return _calibration(_read(directory / TREE_FILE), str(directory / TREE_FILE))
-
-
-def _calibration(found: Any, where: str) -> Calibration:
-    try:
-        search = None
-        if "searches" in found:
-            judged = [_paths(tree, where) for tree in found["judged"]]
-            search = Search(
-                found["searches"], found["sizes"], judged, _paths(found["searched"], where)
-            )
-        figures = {name: found[name] for name in FIGURES}
-        dynamic = DynamicTree(**found["dynamic"]) if found["dynamic"] else None
-        return Calibration(
-            _paths(found["choices"], where), **figures, search=search, dynamic=dynamic
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        fix = "Run the same command again with --fresh calibrate."
-        what = f"This is no tree that calibrate wrote ({type(error).__name__}: {error})."
-        raise DataError(what, where, fix) from None
+    return _calibration(_read(directory / TREE_FILE), directory / TREE_FILE)
 
 
 def read_paths(path: Path) -> tuple[TreePath, ...]:
@@ -110,7 +140,11 @@ def read_paths(path: Path) -> tuple[TreePath, ...]:
         DataError: The file cannot be read, or holds no list of paths.
     """
     found = _read(path)
-    return _paths(found.get("choices") if isinstance(found, Mapping) else found, str(path))
+    if isinstance(found, dict):
+        found = found.get("choices")
+    if not isinstance(found, list) or not all(isinstance(each, list) for each in found):
+        raise DataError("The tree is not a list of paths.", str(path), FIX)
+    return tuple(tuple(each) for each in found)
 
 
 def read_tree(path: Path) -> tuple[TreePath, ...] | DynamicTree:
@@ -120,9 +154,18 @@ def read_tree(path: Path) -> tuple[TreePath, ...] | DynamicTree:
         DataError: The file cannot be read, or holds no tree.
     """
     found = _read(path)
-    if not isinstance(found, Mapping) or not found.get("dynamic"):
-        return read_paths(path)
-    return _calibration(found, str(path)).tree
+    if isinstance(found, dict) and found.get("dynamic"):
+        return _calibration(found, path).tree
+    return read_paths(path)
+
+
+def _calibration(found: Any, path: Path) -> Calibration:
+    try:
+        return from_json(Calibration, found)
+    except ValidationError as error:
+        fix = "Run the same command again with --fresh calibrate."
+        what = f"This is no tree that calibrate wrote ({error.errors()[0]['msg']})."
+        raise DataError(what, str(path), fix) from None
 
 
 def _read(path: Path) -> Any:
@@ -130,9 +173,3 @@ def _read(path: Path) -> Any:
         return json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"The tree cannot be read: {error}.", str(path), FIX) from None
-
-
-def _paths(found: Any, where: str) -> tuple[TreePath, ...]:
-    if not isinstance(found, list) or not all(isinstance(path, list) for path in found):
-        raise DataError("The tree is not a list of paths.", where, FIX)
-    return tuple(map(tuple, found))

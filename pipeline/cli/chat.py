@@ -21,8 +21,8 @@ from pipeline.formatting import duration, rate, ratio, visible
 
 if TYPE_CHECKING:
     from pipeline.cli.chat_model import ChatModel
-    from pipeline.conversations.chat_history import Chat
-    from pipeline.conversations.text_stream import TextStream
+    from pipeline.conversations.requests import TextStream
+    from pipeline.conversations.row_builder import Chat
     from pipeline.decoding.acceptance import AcceptanceRule
 
 ACCEPTED = "green"

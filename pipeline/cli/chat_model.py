@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from pipeline.api.models import Target, load_export, load_target
-from pipeline.conversations.chat_history import Chat
 from pipeline.conversations.conversation import Message
-from pipeline.conversations.text_stream import TextStream
+from pipeline.conversations.requests import TextStream
+from pipeline.conversations.row_builder import Chat
 from pipeline.decoding.acceptance import AcceptanceRule
 from pipeline.decoding.decoder import Decoder, plain_decoder
 from pipeline.evaluation.overhead import fastest_threads

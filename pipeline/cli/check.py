@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import json
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+
+if TYPE_CHECKING:
+    from pipeline.evaluation.measuring import AnswerLines, MeasuredHeads
 
 
 class Engine(StrEnum):
@@ -61,7 +64,7 @@ def check(
 
     from pipeline.config import CheckConfig, TargetConfig
     from pipeline.config.load import target_settings
-    from pipeline.evaluation.any_heads import BUNDLED, measure_heads
+    from pipeline.evaluation.measuring import BUNDLED, measure_heads
     from pipeline.execution.progress import Meter, ProgressReporter
     from pipeline.export.weights import heads_directory
     from pipeline.storage.atomic import disk_errors
@@ -74,14 +77,14 @@ def check(
         repeats=repeats,
         baselines=(),
     )
-    if out:  # what cannot be written is said now
+    if out:  # refused before anything is measured where it cannot be written
         with disk_errors(out):
             out.mkdir(parents=True, exist_ok=True)
     gpus = min(1, torch.cuda.device_count()) if gpus is None else gpus
     wanted = TargetConfig(model=target, **target_settings(settings or ()))
     spec = resolve(wanted, on_gpu=gpus > 0)
     with Meter(Console(stderr=True), "check") as meter:
-        found = measure_heads(
+        found, answers = measure_heads(
             heads_directory(heads),
             spec,
             decoded,
@@ -90,31 +93,30 @@ def check(
             draft_tokens=draft_tokens,
             progress=ProgressReporter(show=meter.show),
         )
-    _publish({"heads": heads, **found}, out)
+    _publish(replace(found, heads=heads), answers, out)
 
 
-def _publish(found: dict[str, Any], out: Path | None) -> None:
+def _publish(found: MeasuredHeads, answers: AnswerLines, out: Path | None) -> None:
     """Print the tables, write them where that was asked for, and fail where the check has."""
     from pipeline.artifacts.check_result import write_answers
+    from pipeline.artifacts.json_form import to_json
     from pipeline.errors import CheckFailed
     from pipeline.formatting import visible
     from pipeline.report.check_tables import categories_table, check_table
     from pipeline.report.documents import section
-    from pipeline.report.facts import finite
     from pipeline.report.terminal import print_tables
-    from pipeline.storage.atomic import write_text
+    from pipeline.storage.atomic import write_json, write_text
 
-    answers, console = found.pop("answers"), Console()
-    tables = [table for table in (check_table(found), categories_table(found)) if table.rows]
-    about = f"{found['heads']}: {found['read_as']}; target {found['target']}"
+    report, console = to_json(found), Console()
+    tables = [table for table in (check_table(report), categories_table(report)) if table.rows]
+    about = f"{found.heads}: {found.read_as}; target {found.target}"
     console.print(visible(about), style="bold", highlight=False, markup=False, soft_wrap=True)
     print_tables(tables, console)
     if out:
-        write_text(
-            out / "check.json", json.dumps(finite(found), indent=2, ensure_ascii=False) + "\n"
-        )
+        write_json(out / "check.json", report)
         write_text(out / "check.md", "\n\n".join([f"# {about}", *map(section, tables)]) + "\n")
         write_answers(out, answers)
-    if failures := found["check"]["failures"]:
+    failures = found.check.failures
+    if failures:
         fix = "Give --target the very model that these heads were trained on."
-        raise CheckFailed(f"The check failed: {'; '.join(failures)}.", found["heads"], fix)
+        raise CheckFailed(f"The check failed: {'; '.join(failures)}.", found.heads, fix)

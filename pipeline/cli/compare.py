@@ -59,14 +59,12 @@ def compared(path: Path) -> ComparedRun:
         ConfigError: This is no run directory.
     """
     from pipeline.artifacts.trained_heads import HEADS_FILE
-    from pipeline.flow import STAGES  # torch and transformers: --help does not wait for them
+    from pipeline.flow import statuses_of  # imports torch, and --help does not wait for it
     from pipeline.report.comparison import ComparedRun
     from pipeline.run.reporting import assemble
-    from pipeline.run.stage_status import stage_statuses
 
     run, config = RunDirectory.open(path)
-    statuses = stage_statuses(run, config, STAGES)
-    wanted = {name: state for name, state in statuses.items() if STAGES[name].asked_for(config)}
+    wanted = statuses_of(run, config)
     linked = run.stages()  # what a report is made of; a stage may be whole, and its link gone
     ended = {
         name

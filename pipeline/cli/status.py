@@ -23,10 +23,7 @@ def status(
     """Per stage: done, failed, partial, stale or not run, and why; rows, quarantined rows, seconds,
     tokens/s.
     """
-    from pipeline.flow import STAGES
-    from pipeline.run.stage_status import (
-        stage_statuses,
-    )  # torch and transformers: --help does not wait for them
+    from pipeline.flow import statuses_of  # imports torch, and --help does not wait for it
 
     run, config = RunDirectory.open(run_dir)
     headers = (
@@ -41,7 +38,7 @@ def status(
         "why",
     )
     table = Table(*headers, box=None, header_style="bold")
-    for name, state in stage_statuses(run, config, STAGES).items():
+    for name, state in statuses_of(run, config).items():
         summary = state.summary
         cells = [
             summary.get(key) for key in ("rows", "quarantined", "seconds", "tokens_per_second")

@@ -1,47 +1,49 @@
 """Conversations, and rows that are rejected.
 
-Each row of each stage is either kept or quarantined with one of the reasons below. Code that looks
-at one row raises `RowRejected`; its caller turns that into a `RejectedRow`.
+Each row of each stage is either kept or quarantined with one of the reasons below. Code that reads
+one row raises `RowRejected`; its caller turns that into a `RejectedRow`.
 """
 
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Literal
 
 Role = Literal["system", "user", "assistant", "tool"]
-Mode = Literal[
-    "replay", "self-talk", "passthrough"
-]  # how a conversation is generated, see dialogue.py
+Mode = Literal["replay", "self-talk", "passthrough"]  # of generation, see dialogue.py
+SpecialTokens = Literal["escape", "keep", "quarantine"]  # in a seed's text
 
-SpecialTokens = Literal[
-    "escape", "keep", "quarantine"
-]  # what becomes of special tokens in a seed's text
-
-UNDECODABLE_MARK = (
-    "\ufdd0"  # replaces bytes that are not UTF-8; a code point reserved for internal use
-)
-SURROGATE = re.compile("[\ud800-\udfff]")
+# Stands for bytes that are not UTF-8: a code point reserved for internal use.
+UNDECODABLE_MARK = "\ufdd0"
 
 
 @dataclass(frozen=True)
 class Message:
-    """One turn's text; `tool_calls` are the functions that it calls, as JSON (see `tool_turns`)."""
+    """One turn's text; `tool_calls` are the functions that it calls, as JSON (see `repair`)."""
 
     role: Role
     content: str
     tool_calls: str | None = None
 
+    @property
+    def uses_tools(self) -> bool:
+        """Whether this is a function call or its result."""
+        return self.role == "tool" or self.tool_calls is not None
+
+    @property
+    def text(self) -> str:
+        """All that the message says: its content, then its calls."""
+        return self.content + (self.tool_calls or "")
+
 
 @dataclass(frozen=True)
 class Turn:
-    """What is asked and, where the seed has one, its answer.
+    """A question and, where the seed has one, its answer.
 
-    `asked` is the user's message, and after it the functions that the seed's assistant called with
-    their results.
+    `asked` is the user's message, followed by the function calls of the seed's assistant with their
+    results.
     """
 
     asked: tuple[Message, ...]
@@ -50,8 +52,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Conversation:
-    """At most one system message, then turns: a user's message and, where the seed has one, its
-    answer.
+    """At most one system message, then turns.
 
     `id` is ours and unique (`source:row`); `source_id` is the dump's own and may repeat. `tools`
     are the functions that the assistant may call, as the JSON list that chat templates take.
@@ -65,30 +66,26 @@ class Conversation:
 
     @property
     def turns(self) -> list[Turn]:
-        """The conversation after its system message; a call without a result is no answer."""
+        """The turns after the system message; a call without a result is left out."""
         turns: list[Turn] = []
-        for message, after in zip(self.messages, (*self.messages[1:], None), strict=True):
+        for number, message in enumerate(self.messages):
+            after = self.messages[number + 1 : number + 2]
             if message.role == "user":
                 turns.append(Turn((message,), None))
-            elif message.role == "tool" or (
-                message.tool_calls is not None and after and after.role == "tool"
-            ):
-                turns[-1] = replace(turns[-1], asked=(*turns[-1].asked, message))
             elif message.role == "assistant" and message.tool_calls is None:
                 turns[-1] = replace(turns[-1], answer=message.content)
+            elif message.role == "tool" or (after and after[0].role == "tool"):
+                turns[-1] = replace(turns[-1], asked=(*turns[-1].asked, message))
         return turns
 
     @property
     def system(self) -> tuple[Message, ...]:
         """The system message as a tuple, which may be empty."""
-        return tuple(message for message in self.messages[:1] if message.role == "system")
+        return self.messages[:1] if self.messages[0].role == "system" else ()
 
     def read_by(self, mode: Mode, rounds: int | None = None) -> tuple[Message, ...]:
-        """The messages that generation reads of it: two conversations that agree in them are the
-        same to it.
-
-        Replay reads the first `rounds` questions, self-talk the first one, and passthrough the
-        answers as well.
+        """The messages that generation reads: the first `rounds` questions in a replay, the first
+        question in self-talk, all messages in passthrough.
         """
         if mode == "passthrough":
             return self.messages
@@ -108,18 +105,14 @@ class Reason(StrEnum):
     NOT_TEXT = "not-text"  # a turn whose text is no string, for example an image
     WRONG_ORDER = "wrong-order"
     EMPTY = "empty"
-    TOOLS = "tools"  # it calls functions, where `seeds.tools` does not want them
+    TOOLS = "tools"  # function calls, with seeds.tools=quarantine
     NO_USER_TURN = "no-user-turn"
     TOO_LONG = "too-long"  # in characters when read, in tokens against the target's context
     DUPLICATE = "duplicate"
     CONTAMINATED = "contaminated"  # it holds one of the check's questions
     # In the target.
-    TEMPLATE_REFUSED = (
-        "template-refused"  # the chat template raised, for example on a system prompt
-    )
-    SPECIAL_TOKENS = (
-        "special-tokens"  # in its text, where `seeds.special_tokens` does not want them
-    )
+    TEMPLATE_REFUSED = "template-refused"  # by the chat template, for example a system prompt
+    SPECIAL_TOKENS = "special-tokens"  # in its text, with seeds.special_tokens=quarantine
     TRUNCATED = "truncated"
     CONTEXT_FULL = "context-full"
     DEGENERATE_LOOP = "degenerate-loop"
@@ -155,44 +148,33 @@ class RejectedRow:
 
 
 def utf8_text(text: str, what: str) -> str:
-    """The text with surrogate pairs joined, as UTF-8 can hold it.
+    """Check that UTF-8 can hold a text, and return it.
 
     Args:
-        what: What the text is, as a detail names it: "a turn".
+        what: The text's name in the detail: "a turn".
 
     Raises:
-        RowRejected: It has half of a surrogate pair, or bytes that are not UTF-8.
+        RowRejected: It has a lone surrogate, or bytes that are not UTF-8.
     """
-    if text.isascii():
-        return text
     if UNDECODABLE_MARK in text:
         raise RowRejected(Reason.UNDECODABLE, f"There are bytes that are not UTF-8 in {what}.")
-    paired = _paired(text)
-    if half := SURROGATE.search(paired):
-        place, escape = half.start() + 1, encodable(half[0])
-        detail = f"Character {place:,} of {what} is half of a surrogate pair: {escape}."
-        raise RowRejected(Reason.UNDECODABLE, detail)
-    return paired
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        detail = f"Character {error.start + 1:,} of {what} is half of a surrogate pair."
+        raise RowRejected(Reason.UNDECODABLE, detail) from None
+    return text
 
 
 def encodable(text: str) -> str:
-    """The text made valid UTF-8, for records.
-
-    Half of a surrogate pair becomes its escape `\\udXXX`, and undecodable bytes become U+FFFD.
+    """The text made valid UTF-8, for records: a lone surrogate as its escape, undecodable bytes as
+    U+FFFD.
     """
-    if text.isascii():
-        return text
-    escaped = _paired(text).encode("utf-8", "backslashreplace").decode()
-    return escaped.replace(UNDECODABLE_MARK, "\ufffd")
-
-
-def _paired(text: str) -> str:
-    """The text with the two halves of each surrogate pair joined to one character."""
-    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "surrogatepass")
+    return text.encode("utf-8", "backslashreplace").decode().replace(UNDECODABLE_MARK, "\ufffd")
 
 
 def storable(value: Any, depth: int = 32) -> Any:
-    """`value` as standard JSON in UTF-8, approximated where needed; nesting below `depth` is left
+    """`value` as standard JSON in UTF-8, approximated where needed; levels below `depth` are left
     out.
     """
     if isinstance(value, str):
@@ -201,10 +183,10 @@ def storable(value: Any, depth: int = 32) -> Any:
         return str(value)
     if value is None or isinstance(value, bool | int | float):
         return value
-    if isinstance(value, dict | list | tuple):
-        if depth == 0:
-            return "…"
-        if isinstance(value, dict):
-            return {encodable(str(key)): storable(item, depth - 1) for key, item in value.items()}
+    if isinstance(value, dict | list | tuple) and depth == 0:
+        return "…"
+    if isinstance(value, dict):
+        return {encodable(str(key)): storable(item, depth - 1) for key, item in value.items()}
+    if isinstance(value, list | tuple):
         return [storable(item, depth - 1) for item in value]
     return f"a {type(value).__name__}"  # in Hub data sets: an image, a date

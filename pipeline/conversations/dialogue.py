@@ -4,16 +4,17 @@ Call `next_request` and `receive` in turn until there is no request, then `rows`
 message and its answer; a row is one growing list of token ids that holds every answer exactly as it
 was sampled. Three modes:
 
-    replay       the seed's user messages one after another, the target's own answers in between;
-                 the functions that the seed's assistant called, and their results, are context that
-                 nothing is learned from
+    replay       the seed's user messages one after another, with the target's own answers in
+                 between; function calls of the seed's assistant, and their results, are context
+                 without labels
     self-talk    the seed's first message; then the target writes both roles, each under its role's
-    header passthrough  the seed's own answers, rendered as if the target had sampled them; makes no
-    requests
+                 header
+    passthrough  the seed's own answers, rendered as if the target had sampled them; makes no
+                 requests
 
-A turn that cannot be used ends the conversation and is dropped: a degenerate loop, an answer
-without text, an answer that `on_truncated` does not keep, no room in the context. Earlier turns
-stay. A row ends with an answer; a generated user message that is empty or has no answer is dropped.
+An unusable turn ends the conversation and is dropped: a degenerate loop, an answer without text, an
+answer that `on_truncated` does not keep, no room in the context. Earlier turns stay. A row ends
+with an answer; a generated user message that is empty or has no answer is dropped.
 """
 
 from __future__ import annotations
@@ -31,8 +32,14 @@ from pipeline.conversations.conversation import (
     SpecialTokens,
     Turn,
 )
-from pipeline.conversations.repetition import degenerate_loop
-from pipeline.conversations.requests import Completion, Finish, Request, Sampling, sample_seed
+from pipeline.conversations.requests import (
+    Completion,
+    Finish,
+    Request,
+    Sampling,
+    degenerate_loop,
+    sample_seed,
+)
 from pipeline.conversations.row_builder import GeneratedRow, RowBuilder
 from pipeline.conversations.template import ChatTemplate
 from pipeline.errors import ConfigError
@@ -51,10 +58,10 @@ class DialogueSettings:
         seed: The run's seed.
         ends_at_flaws: Whether a degenerate loop or an empty answer ends the conversation, as
             training data needs; a benchmark continues.
-        answers_last: Whether the target answers the last question, too; whoever only reads the
-            prompts needs no answer.
-        special_tokens: Special tokens in the text of the seed: written as text, kept as control
-            tokens, or the conversation rejected.
+        answers_last: Whether the target answers the last question, too; a reader of prompts alone
+            needs no answer.
+        special_tokens: Special tokens in the text of the seed are written as text, kept as control
+            tokens, or reject the conversation.
     """
 
     mode: Mode
@@ -69,17 +76,13 @@ class DialogueSettings:
 
 
 def require_both_sides(template: ChatTemplate, mode: str) -> None:
-    """Check that self-talk is possible: a token of the template must end a user's text, or it would
-    never stop.
+    """Check that self-talk is possible: a token of the template must end a user's text.
 
     Raises:
         ConfigError: No token does.
     """
     if mode == "self-talk" and not template.end_of_user_ids:
-        what = (
-            "The target cannot write the user's side: in its chat template no token ends a user's"
-            " text."
-        )
+        what = "The target cannot write the user's side: no token of its chat template ends it."
         raise ConfigError(what, "generate.mode: self-talk", "Use generate.mode=replay.")
 
 
@@ -97,12 +100,14 @@ class Dialogue:
         self, conversation: Conversation, template: ChatTemplate, settings: DialogueSettings
     ):
         require_both_sides(template, settings.mode)
-        self._conversation, self._settings = conversation, settings
-        self._template = (
-            template.keeping_special_tokens() if settings.special_tokens == "keep" else template
-        )
+        if settings.special_tokens == "keep":
+            template = template.keeping_special_tokens()
         if conversation.tools:
-            self._template = self._template.offering(conversation.tools)
+            template = template.offering(conversation.tools)
+        self._conversation = conversation
+        self._settings = settings
+        self._template = template
+        self.cut_at_tools = False
         self._turns = deque(self._usable_turns())
         self._unanswered: list[list[int]] = []  # the last prompt, where `answers_last` is not set
         self._seed_answer: str | None = None
@@ -110,27 +115,44 @@ class Dialogue:
         self._builder: RowBuilder | None = None  # the conversation so far
         self._pending: RowBuilder | None = None  # the conversation up to the requested text
         self._rows: dict[int, RowBuilder] = {}  # finished parts, by the turn that a row begins with
-        self._num_requests = self._num_answers = 0
-        self._ending: RowRejected | None = self._refusal()
+        self._num_requests = 0
+        self._num_answers = 0
+        self._ending: RowRejected | None = None
+        if settings.special_tokens == "quarantine" and self.special_tokens():
+            found = ", ".join(self.special_tokens()[:5])
+            detail = f"Its text holds {found}; seeds.special_tokens is quarantine."
+            self._ending = RowRejected(Reason.SPECIAL_TOKENS, detail)
+
+    def special_tokens(self) -> list[str]:
+        """Find special tokens in the part of a seed that the target reads."""
+        read = self._conversation.read_by(self._settings.mode, self._settings.rounds)
+        return self._template.special_tokens_in(read)
+
+    @property
+    def needs_answers(self) -> bool:
+        """Whether there is a question that the target has to answer."""
+        return len(self._turns) > (0 if self._settings.answers_last else 1)
 
     def next_request(self) -> Request | None:
-        """What the target is to write next, or None when the conversation is over."""
-        while (request := self._request()) is not None:
-            if self._settings.mode != "passthrough":
-                return request
+        """The next text to be written, or None when the conversation is over."""
+        request = self._request()
+        while request is not None and self._settings.mode == "passthrough":
             self.receive(self._recite(request))
-        return None
+            request = self._request()
+        return request
 
     def receive(self, completion: Completion) -> None:
         """Take the completion of the last request."""
         assert self._pending is not None, f"{completion.id} answers no request"
         builder, self._pending = self._pending, None
         ids, finish = completion.token_ids, completion.finished
-        text_ids = ids[:-1] if finish == "stop" and ids and ids[-1] in self._stop_token_ids else ids
+        text_ids = ids
+        if finish == "stop" and ids and ids[-1] in self._stop_token_ids():
+            text_ids = ids[:-1]
         text = self._template.decode(text_ids)
         context_left = self._settings.max_tokens - len(builder.ids) - len(ids)
-        if flaw := self._flaw(text_ids, text, finish, context_left):
-            self._ending = flaw
+        self._ending = self._flaw(text_ids, text, finish, context_left)
+        if self._ending is not None:
             return
         self._builder = builder.written(ids, finish, Message(self._writer, text))
         if self._writer == "assistant":
@@ -139,19 +161,12 @@ class Dialogue:
         if self._settings.mode == "self-talk":
             self._writer = "user" if self._writer == "assistant" else "assistant"
 
-    @property
-    def needs_answers(self) -> bool:
-        """Whether there is a question that the target has to answer."""
-        return len(self._turns) > (0 if self._settings.answers_last else 1)
-
     def prompts(self) -> list[list[int]]:
-        """What the target was given before each answer, and before one that it was not asked
-        for.
-        """
-        rows = self._rows.values()
-        return [
-            builder.ids[: span.start] for builder in rows for span in builder.spans
-        ] + self._unanswered
+        """The prompt of each answer, and that of a last question without one."""
+        found = []
+        for builder in self._rows.values():
+            found += [builder.ids[: span.start] for span in builder.spans]
+        return found + self._unanswered
 
     def rows(self) -> list[GeneratedRow]:
         """The finished rows.
@@ -163,28 +178,26 @@ class Dialogue:
         assert self._ending is not None, "the conversation is not over"
         if not self._rows:
             raise self._ending
-        parent, split = self._conversation.id, len(self._rows) > 1
-        return [
-            builder.row(f"{parent}#{turn}" if split else parent, parent)
-            for turn, builder in self._rows.items()
-        ]
+        parent = self._conversation.id
+        if len(self._rows) == 1:
+            return [builder.row(parent, parent) for builder in self._rows.values()]
+        return [builder.row(f"{parent}#{turn}", parent) for turn, builder in self._rows.items()]
 
     def _usable_turns(self) -> list[Turn]:
-        """The seed's turns; where the template cannot render functions, the last one is the first
-        that needs them.
-        """
-        turns, self.cut_at_tools = self._conversation.turns, False
-        if self._settings.mode == "self-talk":
-            return [replace(turn, asked=turn.asked[:1]) for turn in turns]
-        cut = next((index for index, turn in enumerate(turns) if not self._renders(turn)), None)
-        if cut is not None:
-            self.cut_at_tools = True
-            turns = [*turns[:cut], Turn(turns[cut].asked[:1], None)]
-        return [
-            turn
-            for turn in turns
-            if self._settings.mode != "passthrough" or turn.answer is not None
-        ]
+        """The seed's turns, up to the first question whose functions the template cannot render."""
+        mode = self._settings.mode
+        turns = []
+        for turn in self._conversation.turns:
+            if mode == "self-talk":
+                turn = replace(turn, asked=turn.asked[:1])
+            elif not self._renders(turn):
+                self.cut_at_tools = True
+                turn = Turn(turn.asked[:1], None)
+            if mode != "passthrough" or turn.answer is not None:
+                turns.append(turn)
+            if self.cut_at_tools:
+                break
+        return turns
 
     def _renders(self, turn: Turn) -> bool:
         """Whether the template can render the functions of a turn; some take one call at a time."""
@@ -196,21 +209,10 @@ class Dialogue:
             return False
         return self._template.renders_tools
 
-    def special_tokens(self) -> list[str]:
-        """The special tokens in the text of the seed that is read of it."""
-        read = self._conversation.read_by(self._settings.mode, self._settings.rounds)
-        return self._template.special_tokens_in(read)
-
-    def _refusal(self) -> RowRejected | None:
-        if self._settings.special_tokens == "quarantine" and (found := self.special_tokens()):
-            detail = f"Its text holds {', '.join(found[:5])}; seeds.special_tokens is quarantine."
-            return RowRejected(Reason.SPECIAL_TOKENS, detail)
-        return None
-
-    @property
     def _stop_token_ids(self) -> tuple[int, ...]:
-        template = self._template
-        ends = template.end_of_turn_ids if self._writer == "assistant" else template.end_of_user_ids
+        ends = self._template.end_of_turn_ids
+        if self._writer == "user":
+            ends = self._template.end_of_user_ids
         return tuple(sorted({*self._settings.sampling.stop_token_ids, *ends}))
 
     def _request(self) -> Request | None:
@@ -224,31 +226,27 @@ class Dialogue:
             self._ending = ending
             return None
         settings, sampling = self._settings, self._settings.sampling
-        if not (settings.answers_last or self._turns):
+        if not settings.answers_last and not self._turns:
             self._unanswered = [builder.ids]
-            self._ending = RowRejected(
-                Reason.NOTHING_GENERATED, "The last question is not to be answered."
-            )
+            detail = "The last question is not to be answered."
+            self._ending = RowRejected(Reason.NOTHING_GENERATED, detail)
             return None
-        turn, self._num_requests, self._pending = (
-            self._num_requests,
-            self._num_requests + 1,
-            builder,
-        )
+        turn = self._num_requests
+        self._num_requests += 1
+        self._pending = builder
+        if settings.mode != "passthrough":
+            room = min(room, sampling.max_new_tokens)
+        seed = None
+        if sampling.temperature > 0:
+            seed = sample_seed(settings.seed, self._conversation.id, turn)
         return Request(
             id=f"{self._conversation.id}/{turn}",
             prompt_ids=builder.ids,
-            max_new_tokens=(
-                room if settings.mode == "passthrough" else min(room, sampling.max_new_tokens)
-            ),
-            seed=(
-                sample_seed(settings.seed, self._conversation.id, turn)
-                if sampling.temperature > 0
-                else None
-            ),
+            max_new_tokens=room,
+            seed=seed,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
-            stop_token_ids=self._stop_token_ids,
+            stop_token_ids=self._stop_token_ids(),
         )
 
     def _prompt(self) -> RowBuilder:
@@ -260,56 +258,51 @@ class Dialogue:
             raise RowRejected(Reason.NOTHING_GENERATED, "All rounds are over.")
         if builder is not None and self._writer == "user":
             return builder.read(template.role_header(builder.messages[:-1], builder.ended))
-        if (
-            builder is not None and builder.messages[-1].role == "user"
-        ):  # the target wrote the question
+        if builder is not None and builder.messages[-1].role == "user":  # the target's question
             if template.rewrites_history(builder.messages[:-1], builder.messages[-1:]):
                 return RowBuilder.opening(template, builder.messages, self._num_answers)
             return builder.read(template.role_footer(builder.messages[:-1], builder.ended))
         if not self._turns:
-            raise RowRejected(
-                Reason.NOTHING_GENERATED, "The seed has no question, or for passthrough no answer."
-            )
+            detail = "The seed has no question, or for passthrough no answer."
+            raise RowRejected(Reason.NOTHING_GENERATED, detail)
         turn = self._turns.popleft()
         self._seed_answer = turn.answer
         if builder is None:
-            return RowBuilder.opening(
-                template, (*self._conversation.system, *turn.asked), self._num_answers
-            )
+            messages = (*self._conversation.system, *turn.asked)
+            return RowBuilder.opening(template, messages, self._num_answers)
         return builder.asked(template, turn.asked, self._num_answers)
 
     def _room(self, builder: RowBuilder) -> int:
-        """How many tokens are left in the context."""
+        """The number of tokens left in the context."""
         num_tokens, max_tokens = len(builder.ids), self._settings.max_tokens
-        if num_tokens >= max_tokens:
-            reason = Reason.CONTEXT_FULL if self._rows else Reason.TOO_LONG
-            raise RowRejected(
-                reason, f"The prompt has {num_tokens} tokens, the context {max_tokens}."
-            )
-        return max_tokens - num_tokens
+        if num_tokens < max_tokens:
+            return max_tokens - num_tokens
+        reason = Reason.CONTEXT_FULL if self._rows else Reason.TOO_LONG
+        detail = f"The prompt has {num_tokens} tokens, the context {max_tokens}."
+        raise RowRejected(reason, detail)
 
     def _flaw(
         self, ids: list[int], text: str, finish: Finish, context_left: int
     ) -> RowRejected | None:
         """The reason why this text ends the conversation, if it does."""
-        policy, ends_at_flaws = self._settings.on_truncated, self._settings.ends_at_flaws
-        if ends_at_flaws and degenerate_loop(ids):
-            return RowRejected(Reason.DEGENERATE_LOOP, f"The {self._writer}'s text ends in a loop.")
-        if ends_at_flaws and not text:
-            return RowRejected(Reason.NOTHING_GENERATED, f"The {self._writer}'s text is empty.")
+        policy, writer = self._settings.on_truncated, self._writer
+        if self._settings.ends_at_flaws:
+            if degenerate_loop(ids):
+                return RowRejected(Reason.DEGENERATE_LOOP, f"The {writer}'s text ends in a loop.")
+            if not text:
+                return RowRejected(Reason.NOTHING_GENERATED, f"The {writer}'s text is empty.")
         if finish == "stop" or policy == "keep":
             return None
         if context_left < 1:
             return RowRejected(Reason.CONTEXT_FULL, "The context ended within the text.")
         if policy == "quarantine":
             self._rows.clear()
-        return RowRejected(
-            Reason.TRUNCATED, f"The {self._writer}'s text was cut after {len(ids)} tokens."
-        )
+        detail = f"The {writer}'s text was cut after {len(ids)} tokens."
+        return RowRejected(Reason.TRUNCATED, detail)
 
     def _recite(self, request: Request) -> Completion:
         """The seed's own answer, as if the target had written it."""
         assert self._pending is not None and self._seed_answer is not None
         ids = self._template.recite(self._pending.messages, self._seed_answer)
-        fits = len(ids) <= request.max_new_tokens
-        return Completion(request.id, ids[: request.max_new_tokens], "stop" if fits else "length")
+        finish: Finish = "stop" if len(ids) <= request.max_new_tokens else "length"
+        return Completion(request.id, ids[: request.max_new_tokens], finish)

@@ -1,6 +1,4 @@
-"""Rows that are not to be trained on twice, or not at all: duplicates, near-duplicates, and the
-check's questions.
-"""
+"""Rows to leave out: duplicates, near-duplicates, and rows with a question of the check."""
 
 from __future__ import annotations
 
@@ -16,27 +14,28 @@ from typing import Literal
 from pipeline.conversations.conversation import Conversation, Message, Mode, Reason, RejectedRow
 
 Nearness = Literal["keep", "quarantine", "minhash"]
+Words = tuple[str, ...]
 
 NUM_PERMUTATIONS = 128
 FOUND = 0.99  # the probability with which a pair that is just similar enough shares a band
 SHINGLE_WORDS = 3
 ANCHOR_WORDS = 5  # by which a question is looked up
-# of a question that counts as one within a longer text; a shorter one must be a whole message
-FEWEST_WORDS = 8
+FEWEST_WORDS = 8  # of a question within a longer text; a shorter one must be a whole message
 WORDS = re.compile(
     r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|[^\W_\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]+"
 )
 
 
 class Deduplicator:
-    """Rejects conversations of which the generation reads what it has read before, across sources.
+    """Rejects conversations of which generation reads the same as of an earlier one, across
+    sources.
 
     Args:
-        mode, rounds: What is read, see `Conversation.read_by`.
-        near: Which texts count as the same besides equal ones. quarantine: those that differ in
-            case, punctuation and white space alone; minhash: also those whose sets of three words
-            in a row are similar.
-        similarity: From which Jaccard similarity on, as MinHash estimates it.
+        mode, rounds: The messages that generation reads, see `Conversation.read_by`.
+        near: Texts that count as the same besides equal ones. quarantine: those that differ in
+            case, punctuation and white space alone; minhash: also those whose sets of three
+            consecutive words are similar.
+        similarity: The lowest Jaccard similarity, as MinHash estimates it, of similar texts.
     """
 
     def __init__(
@@ -47,36 +46,35 @@ class Deduplicator:
         near: Nearness = "keep",
         similarity: float = 0.8,
     ):
-        self._mode, self._rounds, self._near = mode, rounds, near != "keep"
+        self._mode: Mode = mode
+        self._rounds = rounds
+        self._near = near
         self._first_seen: dict[bytes, str] = {}
         self._similar = SimilarTexts(similarity) if near == "minhash" else None
 
     def check(self, conversation: Conversation) -> Conversation | RejectedRow:
-        """The conversation itself where what is read of it is new, otherwise a `RejectedRow` that
-        names the first.
-        """
+        """The conversation if it is new, otherwise a `RejectedRow` that names the earlier one."""
         read = conversation.read_by(self._mode, self._rounds)
-        texts = [
-            (message.role, plain(message.content) if self._near else message.content)
-            for message in read
-        ]
-        called = [message.tool_calls for message in read if message.tool_calls]
-        digest = hashlib.sha256(json.dumps([texts, called, conversation.tools]).encode()).digest()
+        texts = []
+        for message in read:
+            content = message.content if self._near == "keep" else plain(message.content)
+            texts.append((message.role, content, message.tool_calls))
+        digest = hashlib.sha256(json.dumps([texts, conversation.tools]).encode()).digest()
         first = self._first_seen.setdefault(digest, conversation.id)
         if first != conversation.id:
             return _rejected(conversation, Reason.DUPLICATE, f"The same as {first}.")
-        said = [
-            message.content for message in read if message.role in ("user", "assistant")
-        ]  # system prompts recur
-        if self._similar and (found := self._similar.first(conversation.id, said)):
-            return _rejected(
-                conversation, Reason.DUPLICATE, f"Similar to {found[0]}: about {found[1]:.2f}."
-            )
+        if self._similar is not None:
+            # System prompts recur.
+            said = [turn.content for turn in read if turn.role in ("user", "assistant")]
+            found = self._similar.first(conversation.id, said)
+            if found is not None:
+                detail = f"Similar to {found[0]}: about {found[1]:.2f}."
+                return _rejected(conversation, Reason.DUPLICATE, detail)
         return conversation
 
 
 class SimilarTexts:
-    """The texts so far, by the MinHash of their sets of three words in a row (Broder 1997), in
+    """The texts so far, by the MinHash of their sets of three consecutive words (Broder 1997), in
     bands (LSH).
 
     128 permutations estimate a similarity with a standard error of at most 0.045. About 1 KB of
@@ -84,24 +82,26 @@ class SimilarTexts:
     """
 
     def __init__(self, similarity: float):
-        from rensa import RMinHashLSH  # for those who ask for it
+        from rensa import RMinHashLSH  # only where it is asked for
 
-        self._similarity, self._ids = similarity, list[str]()
+        self._similarity = similarity
         self._index = RMinHashLSH(
             threshold=similarity, num_perm=NUM_PERMUTATIONS, num_bands=num_bands(similarity)
         )
+        self._ids: list[str] = []
         self._hashes: list[object] = []
 
     def first(self, id: str, texts: Sequence[str]) -> tuple[str, float] | None:
-        """The id of the first text that this one is similar to, and how much; otherwise it is
-        remembered.
+        """The id of the first text that is similar to this one, and their similarity; a new text is
+        added.
         """
         from rensa import RMinHash
 
         hashed = RMinHash(num_perm=NUM_PERMUTATIONS, seed=0)
         hashed.update(sorted(shingles(texts)))
         for number in sorted(self._index.query(hashed)):
-            if (similarity := hashed.jaccard(self._hashes[number])) >= self._similarity:
+            similarity = hashed.jaccard(self._hashes[number])
+            if similarity >= self._similarity:
                 return self._ids[number], similarity
         self._index.insert(len(self._ids), hashed)
         self._ids.append(id)
@@ -111,45 +111,41 @@ class SimilarTexts:
 
 def num_bands(similarity: float) -> int:
     """The fewest bands of which a pair of this similarity shares one with probability `FOUND`."""
-
-    def found(bands: int) -> float:
-        return 1 - (1 - similarity ** (NUM_PERMUTATIONS // bands)) ** bands
-
-    return next((bands for bands in (4, 8, 16, 32, 64) if found(bands) >= FOUND), NUM_PERMUTATIONS)
+    for bands in (4, 8, 16, 32, 64):
+        shares_one_band = similarity ** (NUM_PERMUTATIONS // bands)
+        if 1 - (1 - shares_one_band) ** bands >= FOUND:
+            return bands
+    return NUM_PERMUTATIONS
 
 
 class CheckQuestions:
     """Finds conversations that hold a question of the check: as a message, or, from eight words on,
     within one.
 
-    Case, punctuation and white space do not matter. A conversation is looked at in time linear in
-    its words.
+    Case, punctuation and white space do not matter. The time is linear in a conversation's words.
     """
 
     def __init__(self, questions: Iterable[Conversation]):
-        self._whole: dict[tuple[str, ...], str] = {}
-        self._within: defaultdict[tuple[str, ...], list[tuple[tuple[str, ...], str]]] = defaultdict(
-            list
-        )
+        self._whole: dict[Words, str] = {}
+        self._within: defaultdict[Words, list[tuple[Words, str]]] = defaultdict(list)
         for question in questions:
             for message in question.messages:
-                if message.role == "user" and (words := words_of(message.content)):
+                words = words_of(message.content)
+                if message.role == "user" and words:
                     self._whole.setdefault(words, question.id)
                     if len(words) >= FEWEST_WORDS:
                         self._within[words[:ANCHOR_WORDS]].append((words, question.id))
 
     def check(self, conversation: Conversation) -> Conversation | RejectedRow:
-        """The conversation itself where it holds none, otherwise a `RejectedRow` that names the
+        """The conversation where it holds none, otherwise a `RejectedRow` that names the
         question.
         """
-        found = next(
-            (id for message in conversation.messages if (id := self.held_by(message))), None
-        )
-        return (
-            _rejected(conversation, Reason.CONTAMINATED, f"It holds the check's {found}.")
-            if found
-            else conversation
-        )
+        for message in conversation.messages:
+            found = self.held_by(message)
+            if found is not None:
+                detail = f"It holds the check's {found}."
+                return _rejected(conversation, Reason.CONTAMINATED, detail)
+        return conversation
 
     def held_by(self, message: Message) -> str | None:
         """The id of a question that a message holds."""
@@ -168,24 +164,25 @@ def _rejected(conversation: Conversation, reason: Reason, detail: str) -> Reject
 
 
 def plain(text: str) -> str:
-    """The text's letters and digits in lower case, with one space for all that is between them;
-    else the text.
+    """The text's letters and digits in lower case, with single spaces between them; the text itself
+    where it has none.
     """
-    return re.sub(r"[\W_]+", " ", unicodedata.normalize("NFKC", text).casefold()).strip() or text
+    folded = unicodedata.normalize("NFKC", text).casefold()
+    return re.sub(r"[\W_]+", " ", folded).strip() or text
 
 
-def words_of(text: str) -> tuple[str, ...]:
-    """The words of a text in lower case; of a script without spaces each character."""
+def words_of(text: str) -> Words:
+    """The words of a text in lower case; each character of a script without spaces is one."""
     return tuple(WORDS.findall(unicodedata.normalize("NFKC", text).casefold()))
 
 
 def shingles(texts: Iterable[str]) -> set[str]:
-    """Every three words in a row of each text; all words of a shorter one; a text without words
+    """Every three consecutive words of each text; all words of a shorter one; a text without words
     itself.
     """
     found = set()
     for text in texts:
         words = words_of(text) or (text,)
-        starts = range(max(1, len(words) - SHINGLE_WORDS + 1))
-        found |= {" ".join(words[start : start + SHINGLE_WORDS]) for start in starts}
+        for start in range(max(1, len(words) - SHINGLE_WORDS + 1)):
+            found.add(" ".join(words[start : start + SHINGLE_WORDS]))
     return found

@@ -1,10 +1,18 @@
-"""A dump's turns as a conversation's messages.
+"""A dump's turns as a conversation's messages: texts, function calls, and the order of turns.
 
 Turns are repaired where their meaning is clear: byte order marks, NULs and white space around a
 text; empty or repeated system prompts; answers before the first question; an empty last answer; a
 user's message that is repeated or split in two. Nothing is guessed: two different consecutive
-answers mean that a question is missing, and the row is rejected; so is a function's result that no
-call asks for.
+answers mean that a question is missing, and the row is rejected; so is a function's result without
+a call.
+
+Function calls are read as OpenAI and LLaMA-Factory write them, and kept as a JSON list of
+`{"name", "arguments"}`:
+
+    OpenAI         {"role": "assistant", "tool_calls": [{"function": {"name", "arguments"}}]}
+                   {"role": "tool", "content": "..."}
+    LLaMA-Factory  {"from": "function_call", "value": '{"name", "arguments"}'}
+                   {"from": "observation", "value": "..."}
 """
 
 from __future__ import annotations
@@ -12,98 +20,196 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
-from pipeline.conversations.conversation import Message, Reason, RowRejected
-from pipeline.conversations.tool_turns import uses_tools
+from pipeline.conversations.conversation import Message, Reason, RowRejected, utf8_text
 
 ToolPolicy = Literal["context", "cut", "quarantine"]
+MAX_LEVELS = 64  # of nested JSON in a call: templates render it by recursion
+
+
+def clean_text(text: Any) -> str:
+    """A turn's text without byte order marks, NULs and surrounding white space.
+
+    Raises:
+        RowRejected: It is not a string, or it is undecodable.
+    """
+    if not isinstance(text, str):
+        raise RowRejected(Reason.NOT_TEXT, f"A turn's text is a {type(text).__name__}.")
+    # Leading white space of the first line may be the indentation of code.
+    return utf8_text(text, "a turn").replace("\0", "").lstrip("\ufeff\r\n").rstrip()
+
+
+def joined_parts(parts: list[Any]) -> str:
+    """Join a content that is given in parts.
+
+    The text of a part is under `text`, `value`, or both, as OpenAI's assistants write it.
+
+    Raises:
+        RowRejected: A part is not text.
+    """
+    texts = []
+    for part in parts:
+        text = part
+        if isinstance(part, dict):
+            text = part.get("text") or part.get("value") or part.get("text")
+        if isinstance(text, dict):
+            text = text.get("value")
+        if not isinstance(text, str):
+            kind = str(part.get("type") if isinstance(part, dict) else part)[:40]
+            raise RowRejected(Reason.NOT_TEXT, f"A turn has a part that is not text: {kind}.")
+        texts.append(text)
+    return "".join(texts)
+
+
+def parsed_json(text: Any, what: str) -> Any:
+    """The value of a text of JSON inside a row.
+
+    Raises:
+        RowRejected: It is empty, or not JSON.
+    """
+    if not isinstance(text, str) or not text.strip():
+        raise RowRejected(Reason.EMPTY, f"{what} has no text.")
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RowRejected(Reason.BROKEN_JSON, f"{what} is not valid JSON: {error}.") from None
+
+
+def calls_json(calls: Any) -> str:
+    """One function call or a list of them, in a dump's form, as JSON.
+
+    Raises:
+        RowRejected: One has no name, or is not JSON.
+    """
+    found = []
+    for call in calls if isinstance(calls, list) else [calls]:
+        function = _function(call)
+        arguments = function.get("arguments", function.get("parameters"))
+        if isinstance(arguments, str):
+            arguments = parsed_json(arguments, "A function call")
+        found.append({"name": function["name"], "arguments": arguments or {}})
+    return _tool_json(found)
+
+
+def definitions_json(tools: Any) -> str | None:
+    """The functions that a row offers as the JSON list that chat templates take; None for none.
+
+    Raises:
+        RowRejected: They are not a list of functions.
+    """
+    if isinstance(tools, str):
+        tools = parsed_json(tools, "`tools`") if tools.strip() else None
+    if not tools:
+        return None
+    functions = [_function(tool) for tool in (tools if isinstance(tools, list) else [tools])]
+    return _tool_json([{"type": "function", "function": function} for function in functions])
+
+
+def _function(value: Any) -> dict[str, Any]:
+    """The object with a function's name, bare or under `function`."""
+    function = value.get("function", value) if isinstance(value, dict) else None
+    if isinstance(function, dict):
+        name = function.get("name")
+        if isinstance(name, str) and name:
+            return function
+    raise RowRejected(Reason.NOT_TEXT, "A function call or definition has no name.")
+
+
+def _tool_json(value: list[dict[str, Any]]) -> str:
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        too_deep = _levels(value) > MAX_LEVELS
+    except (ValueError, TypeError, RecursionError):
+        too_deep = True
+    if too_deep:
+        detail = "A function call or definition is not JSON, or nested too deeply."
+        raise RowRejected(Reason.BROKEN_JSON, detail)
+    return utf8_text(text, "a function call or definition")
+
+
+def _levels(value: Any) -> int:
+    items = list(value.values()) if isinstance(value, dict) else value
+    return 1 + max(map(_levels, items), default=0) if isinstance(items, list | tuple) else 0
 
 
 def repair(
     turns: Sequence[Message], max_characters: int, tools: ToolPolicy = "context"
 ) -> tuple[Message, ...]:
-    """The turns, clean texts, as a conversation's messages.
+    """The messages of a conversation.
 
     Args:
-        tools: Whether calls and results of functions are kept, the conversation ends before them,
-            or is rejected.
+        turns: What the dump has, as clean texts.
+        tools: Whether function calls and their results are kept, end the conversation, or reject
+            it.
 
     Raises:
-        RowRejected: They do not form a conversation, or have more than `max_characters` characters.
+        RowRejected: The turns do not form a conversation, or have more than `max_characters`
+            characters.
     """
     if not any(turn.content for turn in turns):
         raise RowRejected(Reason.EMPTY, "There is no text in it.")
-    # Empty system prompts, answers before the first question, and empty turns at the end are
-    # dropped.
-    said = [turn for turn in turns if turn.content or turn.role != "system"]
-    while said and not said[-1].content and not uses_tools(said[-1]):
-        said.pop()
-    first = next((index for index, turn in enumerate(said) if turn.role == "user"), len(said))
-    said = [turn for turn in said[:first] if turn.role == "system"] + said[first:]
-    if not any(turn.role == "user" for turn in said):
-        raise RowRejected(Reason.NO_USER_TURN, "The user says nothing.")
-    _require_text(said)
-    messages = _without_tools(_joined(said), tools)
-    num_characters = sum(
-        len(message.content) + len(message.tool_calls or "") for message in messages
-    )
+    messages = _joined(_trimmed(turns))
+    if any(message.uses_tools for message in messages):
+        messages = _with_tools(messages, tools)
+    num_characters = sum(len(message.text) for message in messages)
     if num_characters > max_characters:
         detail = f"{num_characters:,} characters; seeds.max_characters is {max_characters:,}."
         raise RowRejected(Reason.TOO_LONG, detail)
-    return messages
-
-
-def _require_text(said: Sequence[Message]) -> None:
-    for turn in said:
-        if not turn.content and turn.tool_calls is None:
-            what = (
-                "A function's result has no text."
-                if turn.role == "tool"
-                else "A turn in the middle has no text."
-            )
-            raise RowRejected(Reason.EMPTY, what)
-
-
-def _without_tools(messages: tuple[Message, ...], policy: ToolPolicy) -> tuple[Message, ...]:
-    first = next((index for index, message in enumerate(messages) if uses_tools(message)), None)
-    if first is None or policy == "context":
-        return messages
-    if policy == "quarantine":
-        raise RowRejected(Reason.TOOLS, "It calls functions; seeds.tools is quarantine.")
-    return messages[:first]
-
-
-def _joined(said: Sequence[Message]) -> tuple[Message, ...]:
-    """One message per turn; consecutive messages of a role are joined where that is their
-    meaning.
-    """
-    questions_only = not any(turn.role == "assistant" for turn in said)
-    messages: list[Message] = []
-    for turn in said:
-        last = messages[-1] if messages else None
-        if turn.role == "system" and last and last.role != "system":
-            raise RowRejected(Reason.WRONG_ORDER, "A system prompt stands after the first turn.")
-        if turn.role == "tool" and not (last and uses_tools(last)):
-            raise RowRejected(
-                Reason.WRONG_ORDER, "A function's result stands where no function was called."
-            )
-        apart = turn.role == "tool" or (questions_only and turn.role == "user")
-        if last is None or last.role != turn.role or apart:
-            messages.append(turn)
-        elif turn.role == "assistant" and (uses_tools(last) or uses_tools(turn)):
-            messages[-1] = _one_call(last, turn)
-        elif turn.role == "assistant" and last.content != turn.content:
-            raise RowRejected(
-                Reason.WRONG_ORDER, "Two answers stand in a row: a question is missing."
-            )
-        elif last.content != turn.content:
-            messages[-1] = replace(turn, content=f"{last.content}\n\n{turn.content}")
     return tuple(messages)
 
 
+def _trimmed(turns: Sequence[Message]) -> list[Message]:
+    """Drop empty system prompts, answers before the first question, and empty turns at the end."""
+    kept: list[Message] = []
+    asked = False
+    for turn in turns:
+        asked = asked or turn.role == "user"
+        if (turn.content or turn.role != "system") and (asked or turn.role == "system"):
+            kept.append(turn)
+    while kept and not kept[-1].content and not kept[-1].uses_tools:
+        kept.pop()
+    if not any(turn.role == "user" for turn in kept):
+        raise RowRejected(Reason.NO_USER_TURN, "The user says nothing.")
+    if not all(turn.text for turn in kept):
+        raise RowRejected(Reason.EMPTY, "A turn in the middle, or a function's result, is empty.")
+    return kept
+
+
+def _with_tools(messages: list[Message], policy: ToolPolicy) -> list[Message]:
+    if policy == "quarantine":
+        raise RowRejected(Reason.TOOLS, "It calls functions; seeds.tools is quarantine.")
+    if policy == "context":
+        return messages
+    first = [message.uses_tools for message in messages].index(True)
+    return messages[:first]
+
+
+def _joined(turns: Sequence[Message]) -> list[Message]:
+    """Join consecutive messages of one role where that is their meaning."""
+    questions_only = not any(turn.role == "assistant" for turn in turns)
+    messages: list[Message] = []
+    for turn in turns:
+        last = messages[-1] if messages else Message("system", "")
+        if turn.role == "system" and last.role != "system":
+            raise RowRejected(Reason.WRONG_ORDER, "A system prompt stands after the first turn.")
+        if turn.role == "tool" and not last.uses_tools:
+            raise RowRejected(Reason.WRONG_ORDER, "A function's result stands without a call.")
+        apart = turn.role == "tool" or (questions_only and turn.role == "user")
+        if not messages or last.role != turn.role or apart:
+            messages.append(turn)
+        elif last.uses_tools or turn.uses_tools:
+            messages[-1] = _one_call(last, turn)
+        elif last.content != turn.content:
+            if turn.role == "assistant":
+                detail = "Two answers stand in a row: a question is missing."
+                raise RowRejected(Reason.WRONG_ORDER, detail)
+            messages[-1] = replace(turn, content=f"{last.content}\n\n{turn.content}")
+    return messages
+
+
 def _one_call(last: Message, turn: Message) -> Message:
-    """Calls in a row, or a text and its call, as one message."""
-    calls = [call for message in (last, turn) for call in json.loads(message.tool_calls or "[]")]
-    text = "\n\n".join(filter(None, (last.content, turn.content)))
+    """Consecutive calls, or a text and its call, as one message."""
+    calls = json.loads(last.tool_calls or "[]") + json.loads(turn.tool_calls or "[]")
+    text = f"{last.content}\n\n{turn.content}".strip("\n")
     return Message("assistant", text, json.dumps(calls, ensure_ascii=False))

@@ -1,12 +1,24 @@
-"""Requests to a generation engine, and their completions."""
+"""Requests to a generation engine, their completions, and what is read of the sampled ids: the text
+as it is completed, loops, and the share of distinct n-grams.
+"""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Finish = Literal["stop", "length"]
+
+MIN_REPEATS = 4
+MIN_LOOP_TOKENS = 32  # shorter repetition is ordinary text: a line of dashes, a list, a refrain
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # the decoded text of an incomplete character
 
 
 @dataclass(frozen=True)
@@ -45,3 +57,65 @@ def sample_seed(run_seed: int, row_id: str, turn: int) -> int:
     """The 63-bit seed of one sampled text, independent of worker and batch."""
     digest = hashlib.sha256(f"{run_seed}:{turn}:{row_id}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
+
+
+class TextStream:
+    """The text of a growing list of tokens, in pieces; special tokens have no text.
+
+    A character can take several tokens, and a token's text can depend on the one before it (a
+    leading space). Text is therefore decoded together with the preceding token, and held back while
+    it ends within a character.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+        self._tokenizer = tokenizer
+        self._shown: list[int] = []  # the last ids whose text was returned
+        self._held: list[int] = []
+
+    def push(self, token_id: int) -> str:
+        """The text that this token completes, with that of held-back tokens; may be empty."""
+        self._held.append(token_id)
+        text = self._new_text()
+        if not text or text.endswith(UNFINISHED):
+            return ""
+        self._shown = self._held
+        self._held = []
+        return text
+
+    def flush(self) -> str:
+        """The text held back, when no token follows: an incomplete character as the tokenizer
+        decodes it.
+        """
+        return self._new_text()
+
+    def _new_text(self) -> str:
+        return self._decode(self._shown + self._held)[len(self._decode(self._shown)) :]
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(
+            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+
+
+def degenerate_loop(ids: Sequence[int]) -> bool:
+    """Whether the ids end in one n-gram, of any length, at least 4 times in a row and over at least
+    32 tokens.
+    """
+    tail = np.asarray(ids)
+    if len(tail) < MIN_LOOP_TOKENS:
+        return False
+    # A loop of period p has the last token p positions earlier too, which leaves few periods.
+    before = tail[-2 : -2 - len(tail) // MIN_REPEATS : -1]
+    for period in 1 + np.flatnonzero(before == tail[-1]):
+        end = tail[-max(MIN_LOOP_TOKENS, MIN_REPEATS * period) :]
+        if np.array_equal(end[period:], end[:-period]):
+            return True
+    return False
+
+
+def distinct_n(ids: Sequence[int], n: int = 4) -> float:
+    """Distinct n-grams over all n-grams; 1.0 for a text too short to have two."""
+    total = len(ids) - n + 1
+    if total < 2:
+        return 1.0
+    return len({tuple(ids[start : start + n]) for start in range(total)}) / total

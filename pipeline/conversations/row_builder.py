@@ -1,11 +1,13 @@
-"""A conversation as tokens: a row that is being built, and the finished row."""
+"""A conversation as tokens: the row under construction, the finished row, and an interactive
+conversation.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from pipeline.conversations.conversation import Message
+from pipeline.conversations.conversation import Message, Reason, RowRejected, utf8_text
 from pipeline.conversations.requests import Finish
 from pipeline.conversations.spans import Span
 from pipeline.conversations.template import ChatTemplate
@@ -34,9 +36,7 @@ class GeneratedRow:
 
 @dataclass(frozen=True)
 class RowBuilder:
-    """A row under construction. Immutable: each step returns a new one, so a turn is dropped by not
-    using it.
-    """
+    """A row under construction. Each step returns a new one: a turn is dropped by not using it."""
 
     first_turn: int
     ids: list[int]
@@ -57,8 +57,8 @@ class RowBuilder:
         return self.finish[-1] == "stop"
 
     def asked(self, template: ChatTemplate, asked: Sequence[Message], turn: int = 0) -> RowBuilder:
-        """Append what is asked next; a new row from this `turn` on where the template rewrites
-        history.
+        """Append the next question; where the template rewrites history, begin a new row at this
+        `turn`.
         """
         messages = (*self.messages, *asked)
         if template.rewrites_history(self.messages, asked):
@@ -81,3 +81,50 @@ class RowBuilder:
         return GeneratedRow(
             row_id, parent_id, self.ids, list(self.spans), list(self.finish), self.messages
         )
+
+
+class Chat:
+    """An interactive conversation: the prompt of each question, with earlier answers as they were
+    sampled.
+
+    Args:
+        room: The longest prompt in tokens.
+        system: A system message, if any.
+    """
+
+    def __init__(self, template: ChatTemplate, room: int, system: str | None = None):
+        self._template = template
+        self._room = room
+        self._system = (Message("system", system),) if system else ()
+        self._builder: RowBuilder | None = None
+        self._asked: RowBuilder | None = None
+
+    def ask(self, question: str) -> tuple[list[int], bool]:
+        """The ids up to where the answer begins, and whether earlier turns were dropped to make
+        room.
+
+        Raises:
+            RowRejected: The question alone is too long or undecodable, or the template rejects it;
+                the history is unchanged.
+        """
+        message = Message("user", utf8_text(question, "the question"))
+        alone = RowBuilder.opening(self._template, (*self._system, message))
+        asked = self._builder.asked(self._template, [message]) if self._builder else alone
+        forgets = len(asked.ids) > self._room
+        if forgets:
+            asked = alone
+        if len(asked.ids) > self._room:
+            detail = f"This takes {len(asked.ids)} tokens, and there is room for {self._room}."
+            raise RowRejected(Reason.TOO_LONG, detail)
+        self._asked = asked
+        return asked.ids, forgets
+
+    def answered(self, ids: Sequence[int], *, ended: bool) -> None:
+        """Append the answer, including its end token where it `ended`; without ids the question is
+        dropped.
+        """
+        assert self._asked is not None, "nothing was asked"
+        if ids:
+            message = Message("assistant", self._template.decode(ids))
+            self._builder = self._asked.written(list(ids), "stop" if ended else "length", message)
+        self._asked = None

@@ -1,32 +1,29 @@
-"""The split of every conversation (train, calibrate, check), and how many make a shard.
+"""The split of every conversation (train, calibrate, check), and the number of rows per shard.
 
 Conversations that open with the same question are one group, and a group is never divided: a
-held-out prompt is new. Questions are the same where they differ in case, punctuation and white
-space alone.
+held-out prompt is new. Questions that differ in case, punctuation and white space alone are the
+same.
 """
 
 from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Literal, TypeAlias
+from typing import Literal
 
 from pipeline.conversations.conversation import Conversation, RejectedRow
 from pipeline.conversations.duplicates import plain
 
-Row: TypeAlias = Conversation | RejectedRow
-Split: TypeAlias = tuple[Row, str]
+Split = tuple[Conversation | RejectedRow, str]
 
 MIN_HELD_OUT = 8
-SMALL_SET = (
-    4096  # up to here held-out rows are counted exactly, so that small sets have enough of them
-)
-NUM_SHARDS = (
-    8  # of a small set: an interruption costs a part of the work, and eight workers have one each
-)
-FEWEST_IN_SHARD, MOST_IN_SHARD = 16, SMALL_SET // NUM_SHARDS
+SMALL_SET = 4096  # up to here held-out rows are counted exactly, so that there are enough of them
+NUM_SHARDS = 8  # of a small set: an interruption costs a part, and eight workers have one each
+FEWEST_IN_SHARD = 16
+MOST_IN_SHARD = SMALL_SET // NUM_SHARDS
 
 
 def in_shards(
@@ -41,14 +38,15 @@ def in_shards(
     stream = iter(rows)
     if rows_per_shard == "auto":
         head = list(itertools.islice(stream, SMALL_SET))  # `split_rows` holds as many
-        size = min(MOST_IN_SHARD, max(FEWEST_IN_SHARD, -(-len(head) // NUM_SHARDS)))
+        size = min(MOST_IN_SHARD, max(FEWEST_IN_SHARD, math.ceil(len(head) / NUM_SHARDS)))
         stream = itertools.chain(head, stream)
     else:
         size = rows_per_shard
-    yield from iter(lambda: list(itertools.islice(stream, size)), [])
+    while shard := list(itertools.islice(stream, size)):
+        yield shard
 
 
-def split_rows(rows: Iterable[Row], holdout: float) -> Iterator[Split]:
+def split_rows(rows: Iterable[Conversation | RejectedRow], holdout: float) -> Iterator[Split]:
     """Give every conversation its split, by the hash of its first question: half of `holdout`
     calibrates, half checks.
 
@@ -56,20 +54,18 @@ def split_rows(rows: Iterable[Row], holdout: float) -> Iterator[Split]:
     decides, and the rows need not be held in memory. The split of a rejected row is never read.
     """
     stream = iter(rows)
-    head = list(itertools.islice(stream, SMALL_SET))
-    beyond = list(itertools.islice(stream, 1))
-    held_out: Mapping[str, str] | None = None
-    if not beyond:
-        held_out = count_out(
-            Counter(opening(row) for row in head if isinstance(row, Conversation)), holdout
-        )
-    for row in itertools.chain(head, beyond, stream):
-        if isinstance(row, RejectedRow):
-            yield row, "train"
-        elif held_out is None:
-            yield row, _split_by_hash(opening(row), holdout)
-        else:
-            yield row, held_out.get(opening(row), "train")
+    head = list(itertools.islice(stream, SMALL_SET + 1))
+    held_out: dict[str, str] | None = None
+    if len(head) <= SMALL_SET:
+        openings = [opening(row) for row in head if isinstance(row, Conversation)]
+        held_out = count_out(Counter(openings), holdout)
+    for row in itertools.chain(head, stream):
+        split = "train"
+        if isinstance(row, Conversation) and held_out is not None:
+            split = held_out.get(opening(row), "train")
+        elif isinstance(row, Conversation):
+            split = _split_by_hash(opening(row), holdout)
+        yield row, split
 
 
 def opening(conversation: Conversation) -> str:
@@ -112,7 +108,7 @@ def count_out(group_sizes: Mapping[str, int], holdout: float) -> dict[str, str]:
 
 
 def held_out_rows(num_rows: int, holdout: float) -> int:
-    """How many of so many conversations calibrate, and as many check, where no two open alike."""
+    """The number of conversations that calibrate, and of those that check, if no two open alike."""
     each = round(num_rows * holdout / 2)
     if num_rows > SMALL_SET:
         return each
@@ -134,9 +130,7 @@ def _unit_hash(question: str) -> float:
 
 
 class Openings:
-    """Counts the conversations that open with the same question, and knows the most frequent
-    question.
-    """
+    """Counts the conversations that open with the same question; knows the most frequent one."""
 
     def __init__(self) -> None:
         self._counts: Counter[bytes] = Counter()
@@ -152,5 +146,5 @@ class Openings:
 
 
 def other_holdout(fewest: str) -> str:
-    """What to do with `seeds.holdout` where this split has too few rows."""
+    """The change of `seeds.holdout` that gives this split more rows."""
     return f"{'lower' if fewest == 'train' else 'raise'} seeds.holdout"

@@ -14,17 +14,17 @@ without searching text.
 from __future__ import annotations
 
 import copy
+import ctypes
 import functools
 import json
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import date
 from typing import TYPE_CHECKING, Any
 
-from pipeline.conversations.conversation import Message, Reason, RowRejected
-from pipeline.conversations.special_text import SpecialText, texts_of
-from pipeline.conversations.time_limit import time_limit
-from pipeline.conversations.tool_turns import for_template, marked_values
+from pipeline.conversations.conversation import Message, Reason, Role, RowRejected
+from pipeline.conversations.special_text import SpecialText, for_template, marked_values
 from pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -35,6 +35,39 @@ if TYPE_CHECKING:
 ANCHORS = ("a", ".", "\n")
 PATIENCE = 60  # seconds for a conversation of two questions
 CONTEXT_CHARACTERS = 64  # of the prompt used in place of an anchor; longer than any token
+PROBE_CALL = '[{"name": "placeholder_function", "arguments": {"place": "PlaceholderArgument"}}]'
+PROBE_WORDS = ("placeholder_function", "PlaceholderArgument", "PlaceholderResult")
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """End the code inside, such as a chat template's loops, after so many seconds, in any thread.
+
+    A single call into C is ended when it returns.
+
+    Raises:
+        TimeoutError: It took longer.
+    """
+    thread = threading.get_ident()
+    lock = threading.Lock()
+    ended = False
+
+    def end() -> None:
+        with lock:
+            if not ended:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                    ctypes.c_ulong(thread), ctypes.py_object(TimeoutError)
+                )
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        with lock:
+            ended = True
+        timer.cancel()
 
 
 class ChatTemplate:
@@ -64,47 +97,37 @@ class ChatTemplate:
         today: date | None = None,
         arguments: Mapping[str, Any] | None = None,
     ):
-        fix = "Give one in target.chat_template."
-        if chat_template is None and not getattr(tokenizer, "chat_template", None):
-            raise ConfigError(
-                "The target's tokenizer has no chat template.", str(tokenizer.name_or_path), fix
-            )
         self._tokenizer = tokenizer
         self._template = chat_template
+        if chat_template is None and not getattr(tokenizer, "chat_template", None):
+            raise self._error("The target's tokenizer has no chat template.")
         self._special = SpecialText(tokenizer)
         self._escapes = True
-        self._given: dict[str, Any] = dict(arguments or {}) | (
-            {"strftime_now": today.strftime} if today else {}
-        )
-        self._marks = {
-            id for id, token in tokenizer.added_tokens_decoder.items() if token.content.strip()
-        }
-        self._marks |= set(tokenizer.all_special_ids)
-        special = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
-        self._special_ids = (special | set(tokenizer.all_special_ids)) - {tokenizer.unk_token_id}
-        hello = [Message("user", "Hello")]
-        try:
-            with self._in_time("a conversation of two questions"):
-                self.end_of_turn_ids = self._first_mark(
-                    self._after_answer(hello, Message("user", "Hello"))
-                )
-                self.end_of_user_ids = self._first_mark(self._after_user([]))
-        except RowRejected as error:
-            what = (
-                f"The chat template cannot render a conversation of two questions: {error.detail}"
-            )
-            raise ConfigError(what, str(tokenizer.name_or_path), fix) from error
-
-    @contextmanager
-    def _in_time(self, what: str) -> Iterator[None]:
-        """Raise ConfigError where the template takes too long to render something."""
+        self._variables: dict[str, Any] = dict(arguments or {})
+        if today is not None:
+            self._variables["strftime_now"] = today.strftime
+        self._marks = set(tokenizer.all_special_ids)  # tokens that can end a turn
+        self._special_ids = set(tokenizer.all_special_ids)
+        for id, token in tokenizer.added_tokens_decoder.items():
+            if token.content.strip():
+                self._marks.add(id)
+            if token.special:
+                self._special_ids.add(id)
+        self._special_ids.discard(tokenizer.unk_token_id)
+        hello = Message("user", "Hello")
+        what = "The chat template cannot render a conversation of two questions: "
         try:
             with time_limit(PATIENCE):
-                yield
+                self.end_of_turn_ids = self._first_mark(self._after([hello], "assistant", hello))
+                self.end_of_user_ids = self._first_mark(self._after([], "user"))
         except TimeoutError as error:
-            said = f"The chat template cannot render {what}: it takes more than {PATIENCE} seconds."
-            where = str(self._tokenizer.name_or_path)
-            raise ConfigError(said, where, "Give one in target.chat_template.") from error
+            raise self._error(f"{what}it takes more than {PATIENCE} seconds.") from error
+        except RowRejected as error:
+            raise self._error(f"{what}{error.detail}") from error
+
+    def _error(self, what: str) -> ConfigError:
+        where = str(self._tokenizer.name_or_path)
+        return ConfigError(what, where, "Give one in target.chat_template.")
 
     def keeping_special_tokens(self) -> ChatTemplate:
         """The same template, for which special tokens in the text of messages are control
@@ -115,39 +138,39 @@ class ChatTemplate:
         return other
 
     def offering(self, tools: str) -> ChatTemplate:
-        """The same template, which is told of these functions (JSON, `Conversation.tools`)."""
+        """The same template, which is given these functions (JSON, `Conversation.tools`)."""
         other = copy.copy(self)
-        other._given = self._given | {"tools": marked_values(json.loads(tools), self._marked)}
+        other._variables = {
+            **self._variables,
+            "tools": marked_values(json.loads(tools), self._marked),
+        }
         return other
 
     @functools.cached_property
     def renders_tools(self) -> bool:
-        """Whether the template writes the functions that an answer calls, and their results.
+        """Whether the template writes function calls and their results.
 
         Raises:
             ConfigError: It takes too long.
         """
-        call = json.dumps(
-            [{"name": "placeholder_function", "arguments": {"place": "PlaceholderArgument"}}]
-        )
-        asked = (
+        asked = [
             Message("user", "Hello"),
-            Message("assistant", "", call),
+            Message("assistant", "", PROBE_CALL),
             Message("tool", "PlaceholderResult"),
-        )
+        ]
         try:
-            with self._in_time("a call of a function"):
+            with time_limit(PATIENCE):
                 text = self._rendered(asked, asks=True)
+        except TimeoutError as error:
+            what = f"The chat template takes more than {PATIENCE} seconds for a function call."
+            raise self._error(what) from error
         except RowRejected:
             return False
-        return all(
-            word in text
-            for word in ("placeholder_function", "PlaceholderArgument", "PlaceholderResult")
-        )
+        return all(word in text for word in PROBE_WORDS)
 
     def special_tokens_in(self, messages: Sequence[Message]) -> list[str]:
-        """The special tokens that stand in the messages' text, each once."""
-        return self._special.found(texts_of(messages))
+        """The special tokens in the messages' text, each once."""
+        return self._special.found("\n".join(message.text for message in messages))
 
     def render(self, messages: Sequence[Message], *, asks: bool) -> str:
         """The messages as text; with `asks`, up to where the next answer begins.
@@ -165,14 +188,13 @@ class ChatTemplate:
                 chat_template=self._template,
                 add_generation_prompt=asks,
                 tokenize=False,
-                **self._given,
+                **self._variables,
             )
         except TimeoutError:
             raise
-        except Exception as error:  # a template is somebody's program, and may raise anything
-            raise RowRejected(
-                Reason.TEMPLATE_REFUSED, f"{error}" or type(error).__name__
-            ) from error
+        except Exception as error:  # a template is a program, and may raise anything
+            detail = str(error) or type(error).__name__
+            raise RowRejected(Reason.TEMPLATE_REFUSED, detail) from error
 
     def _marked(self, text: str) -> str:
         return self._special.marked(text) if self._escapes else text
@@ -199,26 +221,24 @@ class ChatTemplate:
             messages: The history before that answer, including the question.
             answer_ended: Whether the sampled ids include the end-of-turn token; otherwise the
                 separator begins with it.
-            asked: The messages up to the next answer: the user's, and functions called with their
+            asked: The messages up to the next answer: the user's, and function calls with their
                 results.
         """
-        tail = self._tokenize_after(self._after_answer(messages, *asked))
+        tail = self._tokenize_after(self._after(messages, "assistant", *asked))
         return _without_end(tail, self.end_of_turn_ids) if answer_ended else tail
 
     def role_header(self, messages: Sequence[Message], answer_ended: bool) -> list[int]:
-        """Ids between a sampled answer and a user's text that is to be sampled next; arguments as
-        in `separator`.
-        """
+        """Ids between a sampled answer and a user's text to be sampled next; see `separator`."""
         next_user = _unused_word(messages)
-        header, _, _ = self._after_answer(messages, Message("user", next_user)).partition(next_user)
+        text = self._after(messages, "assistant", Message("user", next_user))
         # A space before a text belongs to the text's first token, as after the generation prompt
         # "ASSISTANT:".
-        ids = self._tokenize_after(header.rstrip(" "))
+        ids = self._tokenize_after(text.partition(next_user)[0].rstrip(" "))
         return _without_end(ids, self.end_of_turn_ids) if answer_ended else ids
 
     def role_footer(self, messages: Sequence[Message], user_ended: bool) -> list[int]:
         """Ids between a sampled user's text, which follows `messages`, and its answer."""
-        ids = self._tokenize_after(self._after_user(messages))
+        ids = self._tokenize_after(self._after(messages, "user"))
         return _without_end(ids, self.end_of_user_ids) if user_ended else ids
 
     def recite(self, messages: Sequence[Message], answer: str) -> list[int]:
@@ -227,21 +247,15 @@ class ChatTemplate:
         """
         before = self._rendered(messages, asks=True)
         whole = self._rendered([*messages, Message("assistant", answer)], asks=False)
-        word = _unused_word(messages)
-        tail = self._after(
-            word, self._rendered([*messages, Message("assistant", word)], asks=False)
-        )
-        text = (
-            whole.removeprefix(before)
-            if whole.startswith(before) and whole.endswith(tail)
-            else self._marked(answer) + tail
-        )
+        tail = self._after(messages, "assistant", asks=False)
+        text = self._marked(answer) + tail
+        if whole.startswith(before) and whole.endswith(tail):
+            text = whole.removeprefix(before)
         context = self._special.restored(before)[-CONTEXT_CHARACTERS:]
         end = self._first_mark(tail)
         if not end:  # this template ends a turn only when another one follows
-            return self._tokenize_after(text.removesuffix(tail), context) + list(
-                self.end_of_turn_ids
-            )
+            ids = self._tokenize_after(text.removesuffix(tail), context)
+            return [*ids, *self.end_of_turn_ids]
         ids = self._tokenize_after(text, context)
         while ids[-1] not in end:
             ids.pop()
@@ -254,25 +268,18 @@ class ChatTemplate:
         *before_answer, answer = history
         before = self._rendered(before_answer, asks=True)
         after = self._rendered([*history, *asked], asks=True)
-        said = self._marked(answer.content.strip())
-        return not (after.startswith(before) and after[len(before) :].lstrip().startswith(said))
+        if not after.startswith(before):
+            return True
+        return not after[len(before) :].lstrip().startswith(self._marked(answer.content.strip()))
 
-    def _after_answer(self, messages: Sequence[Message], *asked: Message) -> str:
-        """The template's text from the end of an answer to `messages`, over what is asked next, to
-        the next answer.
+    def _after(
+        self, messages: Sequence[Message], role: Role, *asked: Message, asks: bool = True
+    ) -> str:
+        """The template's text after a message of this role that follows `messages`, up to the next
+        answer.
         """
         word = _unused_word([*messages, *asked])
-        return self._after(
-            word, self._rendered([*messages, Message("assistant", word), *asked], asks=True)
-        )
-
-    def _after_user(self, messages: Sequence[Message]) -> str:
-        """The template's text from the end of a user's message to the beginning of its answer."""
-        word = _unused_word(messages)
-        return self._after(word, self._rendered([*messages, Message("user", word)], asks=True))
-
-    @staticmethod
-    def _after(word: str, rendered: str) -> str:
+        rendered = self._rendered([*messages, Message(role, word), *asked], asks=asks)
         if word not in rendered:
             raise RowRejected(Reason.TEMPLATE_REFUSED, "The template leaves out a message.")
         return rendered.rpartition(word)[2]
@@ -319,14 +326,15 @@ class ChatTemplate:
 
 def _without_end(ids: list[int], end_ids: tuple[int, ...]) -> list[int]:
     """The ids after the first end-of-turn token, or all ids where there is none."""
-    return next((ids[index + 1 :] for index, id in enumerate(ids) if id in end_ids), ids)
+    for index, id in enumerate(ids):
+        if id in end_ids:
+            return ids[index + 1 :]
+    return ids
 
 
 def _unused_word(messages: Sequence[Message]) -> str:
     """A word that no message contains and no template trims or rewrites."""
     word = "Placeholder"
-    while any(
-        word in message.content or word in (message.tool_calls or "") for message in messages
-    ):
+    while any(word in message.text for message in messages):
         word += "X"
     return word

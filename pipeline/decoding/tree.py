@@ -19,8 +19,7 @@ from math import prod
 import torch
 
 from pipeline.errors import ConfigError
-from pipeline.heads.kind import Heads
-from pipeline.heads.proposal_tree import Level
+from pipeline.heads.kind import Heads, Level
 
 TreePath = tuple[int, ...]
 Choices = Iterable[Sequence[int]]  # the paths of a tree, without the root

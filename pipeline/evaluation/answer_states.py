@@ -1,13 +1,18 @@
-"""Plain greedy answers as the heads see them, and where the answers' tokens stand among their
-guesses.
+"""Plain greedy answers as the heads see them, and the rank of each token among their guesses.
+
+Also calibration on a file of its own (`calibrate.data`): the target answers the file's questions,
+and its heads are measured on the answers. Answers are greedy, as those of held-out rows are, so
+that they predict greedy decoding. Neither the file's own answers nor the run's rows are used.
 
 Letters: T answer tokens, N states at which steps may begin, D hidden size, K heads.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -15,25 +20,38 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pipeline.artifacts.seen_answers import SeenAnswers
+from pipeline.artifacts.seen_answers import SeenAnswers, TrainingText
+from pipeline.artifacts.trained_heads import read_trained_heads
+from pipeline.config import GenerateConfig
+from pipeline.conversations.conversation import Conversation, RowRejected
+from pipeline.conversations.dialogue import Dialogue, DialogueSettings
+from pipeline.conversations.requests import Sampling
 from pipeline.conversations.spans import IGNORED
 from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.decoding.held_out import HeldOutPlaces, HeldOutRanks
 from pipeline.decoding.readout import last_positions
-from pipeline.evaluation.prompts import Prompt, conversations_of
+from pipeline.errors import DataError
+from pipeline.evaluation.prompts import Counted, Prompt, conversations_of
+from pipeline.execution.progress import ProgressReporter
 from pipeline.heads.accuracy import label_ranks
 from pipeline.heads.kind import Heads
+from pipeline.targets.dialogue_pool import converse
+from pipeline.targets.engines import make_generation_engine
+from pipeline.targets.loading import input_device, load_causal_lm
+from pipeline.targets.spec import TargetSpec, context_length, eos_token_ids, load_chat_template
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+Answers = list[tuple[Prompt, list[int]]]  # up to where each answer begins, and the answer
 
 
 class AnswerStates(NamedTuple):
     """Where steps of an answer may begin: the states that the heads read, the next tokens, and
     those after them.
 
-    The turns of one question are one `conversation`. `seen`: whether the target has written the
-    answer in a training row as well.
+    The turns of one question are one `conversation`. `seen`: whether the answer is also in a
+    training row.
     """
 
     conversation: int | str
@@ -50,14 +68,14 @@ def answer_states(
     answers: Sequence[list[int]],
     trained: SeenAnswers | None = None,
 ) -> Iterator[AnswerStates]:
-    """The states of every answer that takes a step, by one forward each, on the heads' device.
+    """Yield the states of every answer that takes a step, by one forward each, on the heads'
+    device.
 
     An answer's first token comes from the prefill: steps begin there and at each later token but
     the last.
 
     Args:
-        trained: The answers in training rows; None where they are not known, and none counts as
-            seen.
+        trained: The answers in training rows; None counts no answer as seen.
     """
     num_heads, device = heads.shape.max_depth, heads.device
     for prompt, answer, conversation in zip(
@@ -70,24 +88,22 @@ def answer_states(
         for head in range(min(num_heads, len(later_N))):
             labels_KN[head, : len(later_N) - head] = later_N[head:]
         states_TD, _ = last_positions(model, prompt.ids + answer[:-1], len(answer))
-        next_N = torch.tensor(answer[:-1], device=device)
-        seen = trained is not None and answer in trained
         yield AnswerStates(
-            conversation, seen, states_TD[:-1].to(device), next_N, labels_KN.to(device)
+            conversation,
+            trained is not None and answer in trained,
+            states_TD[:-1].to(device),
+            torch.tensor(answer[:-1], device=device),
+            labels_KN.to(device),
         )
 
 
 def guess_ranks(heads: Heads, states: Iterable[AnswerStates], top: int) -> HeldOutRanks:
     """The ranks of the answers' tokens among the heads' first `top` guesses."""
-
-    def ranks(hidden_ND: Tensor, next_N: Tensor, labels_KN: Tensor) -> Tensor:
-        return label_ranks(heads, hidden_ND, next_N, labels_KN, top)
-
-    return HeldOutRanks(*_measured(heads, states, ranks))
+    return HeldOutRanks(*_measured(heads, states, partial(label_ranks, heads, top=top)))
 
 
 def guess_places(heads: Heads, states: Iterable[AnswerStates], tree: DynamicTree) -> HeldOutPlaces:
-    """Where the answers' tokens stand among the nodes that the tree proposes."""
+    """The places of the answers' tokens among the nodes that the tree proposes."""
     return HeldOutPlaces(*_measured(heads, states, partial(tree.places, heads)))
 
 
@@ -97,17 +113,110 @@ def _measured(
     states: Iterable[AnswerStates],
     measure: Callable[[Tensor, Tensor, Tensor], Tensor],
 ) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-    """What is measured [K, N], answers end to end; of each answer its start, its conversation's
-    number, and whether it is seen."""
-    parts_KN: list[npt.NDArray[Any]] = []
+    """`measure` of all answers [K, N], end to end; per answer its start, its conversation's number,
+    and whether it is seen.
+    """
+    parts_KN: list[npt.NDArray[Any]] = [np.empty((heads.shape.max_depth, 0), np.uint8)]
+    starts: list[int] = []
     numbers: dict[int | str, int] = {}
     conversations: list[int] = []
     seen: list[bool] = []
+    length = 0
     for answer in states:
-        parts_KN.append(measure(answer.hidden_ND, answer.next_N, answer.labels_KN).cpu().numpy())
+        found_KN = measure(answer.hidden_ND, answer.next_N, answer.labels_KN).cpu().numpy()
+        parts_KN.append(found_KN)
+        starts.append(length)
+        length += found_KN.shape[1]
         conversations.append(numbers.setdefault(answer.conversation, len(numbers)))
         seen.append(answer.seen)
-    found_KN = np.concatenate(parts_KN or [np.empty((heads.shape.max_depth, 0), np.uint8)], axis=1)
-    lengths = [part.shape[1] for part in parts_KN]
-    starts = np.cumsum([0, *lengths])[:-1]
-    return found_KN, starts, np.array(conversations, np.int64), np.array(seen, np.bool_)
+    return (
+        np.concatenate(parts_KN, axis=1),
+        np.array(starts, np.int64),
+        np.array(conversations, np.int64),
+        np.array(seen, np.bool_),
+    )
+
+
+def written_answers(
+    target: TargetSpec,
+    conversations: Sequence[Conversation],
+    settings: GenerateConfig,
+    gpus: int,
+    where: str,
+    progress: ProgressReporter | None = None,
+) -> Answers:
+    """The target's greedy answers to the conversations' questions, asked one after another.
+
+    Raises:
+        DataError: There is none of at least two tokens.
+    """
+    template = load_chat_template(target)
+    sampling = Sampling(0.0, 1.0, settings.max_new_tokens, eos_token_ids(target))
+    replay = DialogueSettings(
+        "replay", sampling, context_length(target), settings.rounds, settings.on_truncated
+    )
+    dialogues = [Dialogue(conversation, template, replay) for conversation in conversations]
+    num_answers = 0
+    for conversation in conversations:
+        asked = sum(message.role == "user" for message in conversation.messages)
+        num_answers += min(asked, settings.rounds)
+    progress = progress or ProgressReporter()
+    progress.begin("answers to calibrate.data", num_answers, unit="answers")
+    if dialogues:
+        engine = make_generation_engine(
+            settings.engine, target, settings.engine_args, gpus, settings.batch_invariant
+        )
+        with contextlib.closing(engine):
+            converse(dialogues, Counted(engine, progress))
+    answers: Answers = []
+    for number, dialogue in enumerate(dialogues):
+        with contextlib.suppress(RowRejected):  # it has no answer
+            for row in dialogue.rows():
+                for span in row.spans:
+                    if len(span) > 1:
+                        prompt = Prompt(row.id, row.input_ids[: span.start], question_id=number)
+                        answers.append((prompt, row.input_ids[span.start : span.end]))
+    if not answers:
+        raise DataError(
+            "No row of the file is a conversation that the target answers with more than one"
+            " token.",
+            where,
+            "Name a file with questions in a form that seeds may have (medusa-distill inspect shows"
+            " them).",
+        )
+    return answers
+
+
+def measured_on_answers(
+    target: TargetSpec,
+    heads: str,
+    answers: Answers,
+    top: int,
+    tree: DynamicTree | None,
+    gpus: int,
+    trained: TrainingText,
+    progress: ProgressReporter | None = None,
+) -> tuple[HeldOutRanks, HeldOutPlaces | None]:
+    """The ranks of the answers' tokens among the heads' guesses, and their places in a dynamic
+    tree.
+
+    Args:
+        target: The target that wrote the answers.
+        trained: The target's answers in training rows.
+    """
+    model = load_causal_lm(target, "cuda" if gpus else "cpu", max(1, gpus))
+    module = read_trained_heads(Path(heads)).to(input_device(model), model.dtype)
+    prompts, texts = [prompt for prompt, _ in answers], [text for _, text in answers]
+    progress = progress or ProgressReporter()
+    seen = trained.answers()
+
+    def states(part: str) -> Iterator[AnswerStates]:
+        progress.begin(part, len(texts), unit="answers")
+        for found in answer_states(model, module, prompts, texts, seen):
+            yield found
+            progress.advance(tokens=len(found.next_N) + 1)
+
+    ranks = guess_ranks(module, states("the heads' accuracies"), top)
+    if tree is None:
+        return ranks, None
+    return ranks, guess_places(module, states("a dynamic tree's places"), tree)

@@ -1,9 +1,9 @@
-"""Decoded answers: compared with the target's own, scored as text, and written to files.
+"""Decoded answers: compared with plain decoding's, scored as text, and written to files.
 
-`compare` counts greedy answers that are identical token for token, those that first differ at a
-tie, and lists the rest. Forwards of different shapes round differently, so where the target's top
-two logits are closer than a tolerance either token is its greedy choice. Only the first difference
-counts: after it the sequences have different prefixes.
+`compare` counts greedy answers that are identical token for token and those that first differ at a
+tie. Forwards of different shapes round differently, so where the target's top two logits are closer
+than a tolerance either token is its greedy choice. Only the first difference counts: after it the
+sequences have different prefixes.
 
 `answer_lines` follow Spec-Bench's schema (github.com/hemingkx/Spec-Bench, Xia et al., arXiv
 2401.07851): one line per question; `new_tokens` and `wall_time` cover whole answers including the
@@ -18,16 +18,23 @@ from __future__ import annotations
 import hashlib
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from pipeline.artifacts.check_result import (
+    Difference,
+    GreedyMatch,
+    Line,
+    Sample,
+    SampleToken,
+    TargetText,
+)
 from pipeline.config import CheckConfig
-from pipeline.conversations.repetition import distinct_n
-from pipeline.conversations.text_stream import TextStream
+from pipeline.conversations.requests import TextStream, distinct_n
 from pipeline.decoding.decoder import Decoded
 from pipeline.decoding.readout import last_positions
 from pipeline.evaluation.prompts import Prompt
@@ -36,49 +43,42 @@ from pipeline.targets.spec import TargetSpec
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-NUM_SAMPLES = 2  # decoded answers that the report shows
+NUM_SAMPLES = 2  # decoded answers in the report
+NUM_SHOWN = 4  # tokens of a difference
 
 # A top-2 logit gap up to this is a tie. Half precision rounds the logits themselves: this is four
 # of its steps at logits of 16 to 32, where the best logits of chat models lie.
 TIE_TOLERANCE = {"float32": 1e-4, "float16": 0.0625, "bfloat16": 0.5}
 
-# bitsandbytes' 8-bit layers round what they read to 127 steps of its largest number, as coarse as
-# bfloat16's 8 bits, in any dtype: a last bit that differs becomes a step, and which columns are
-# kept apart depends on all positions of a forward. Its 4-bit layers multiply in bfloat16 on a CPU,
-# in any dtype: a forward of one position, one of several. On a GPU these multiply in the target's
-# dtype.
+# bitsandbytes' 8-bit layers round their input to 127 steps of its largest number, as coarse as
+# bfloat16's 8 bits, in any dtype. Its 4-bit layers multiply in bfloat16 on a CPU, in any dtype, and
+# in the target's dtype on a GPU.
 AS_COARSE = "bfloat16"
 
 
-@dataclass
-class GreedyMatch:
-    """How many sequences are identical, how many first differ at a tie, and the others."""
+@dataclass(frozen=True)
+class Comparison:
+    """Greedy answers beside plain decoding's, and the differences that are no ties."""
 
-    sequences: int = 0
-    identical: int = 0
-    ties: int = 0
-    differing: list[dict[str, Any]] = field(default_factory=list)
+    match: GreedyMatch
+    differing: list[Difference]
 
-    def as_dict(self) -> dict[str, int]:
-        return {"sequences": self.sequences, "identical": self.identical, "ties": self.ties}
-
-    def largest_gap(self) -> dict[str, float]:
-        """The largest top-2 gap at which a sequence that is no tie differs, for the figures of an
-        engine.
-        """
-        gaps = [differing["gap"] for differing in self.differing]
-        return {"largest_gap": float(f"{max(gaps):.3g}")} if gaps else {}
+    @property
+    def largest_gap(self) -> float | None:
+        """The largest top-2 gap at a difference, to 3 digits."""
+        if not self.differing:
+            return None
+        return float(f"{max(each.gap for each in self.differing):.3g}")
 
 
 def tie_tolerance(target: TargetSpec, settings: CheckConfig, *, on_gpu: bool) -> float:
-    """The configured tolerance, or the default: the larger of the dtype's and the quantization's,
-    where it runs.
-    """
+    """The configured tolerance, or the larger of the dtype's and the quantization's."""
     if settings.tie_tolerance is not None:
         return settings.tie_tolerance
     rounding = target.rounding or target.quantization
-    is_coarse = rounding == "8bit" or (rounding == "4bit" and not on_gpu)
-    return max(TIE_TOLERANCE[target.dtype], TIE_TOLERANCE[AS_COARSE] if is_coarse else 0.0)
+    if rounding == "8bit" or (rounding == "4bit" and not on_gpu):
+        return max(TIE_TOLERANCE[target.dtype], TIE_TOLERANCE[AS_COARSE])
+    return TIE_TOLERANCE[target.dtype]
 
 
 def compare(
@@ -87,27 +87,34 @@ def compare(
     other: Sequence[list[int]],
     gap_at: Callable[[list[int]], float],
     tolerance: float,
-) -> GreedyMatch:
+) -> Comparison:
     """Compare greedy answers to the same prompts.
 
     Args:
         gap_at: The target's top-2 logit gap after a prefix; called only where answers differ.
         tolerance: A gap up to this is a tie.
     """
-    match = GreedyMatch(len(plain))
+    identical = ties = 0
+    differing = []
     for prompt, left, right in zip(prompts, plain, other, strict=True):
         if left == right:
-            match.identical += 1
+            identical += 1
             continue
-        shorter = min(len(left), len(right))
-        at = next((i for i in range(shorter) if left[i] != right[i]), shorter)
+        at = _first_difference(left, right)
         gap = gap_at(prompt.ids + left[:at])
         if gap <= tolerance:
-            match.ties += 1
+            ties += 1
         else:
-            parts = {"plain": left[at : at + 4], "other": right[at : at + 4]}
-            match.differing.append({"id": prompt.id, "at": at, "gap": gap, **parts})
-    return match
+            shown = slice(at, at + NUM_SHOWN)
+            differing.append(Difference(prompt.id, at, gap, left[shown], right[shown]))
+    return Comparison(GreedyMatch(len(plain), identical, ties), differing)
+
+
+def _first_difference(left: list[int], right: list[int]) -> int:
+    for at, (one, other) in enumerate(zip(left, right, strict=False)):
+        if one != other:
+            return at
+    return min(len(left), len(right))
 
 
 def top_2_gap(model: PreTrainedModel, prefix: list[int]) -> float:
@@ -119,18 +126,15 @@ def top_2_gap(model: PreTrainedModel, prefix: list[int]) -> float:
 
 def text_statistics(
     model: PreTrainedModel, prompts: Sequence[Prompt], answers: Sequence[list[int]]
-) -> dict[str, float]:
-    """Share of distinct 4-grams of the answers, and the target's mean entropy [nats] at their
-    positions.
-    """
+) -> TargetText:
+    """The share of distinct 4-grams of the answers, and the target's mean entropy [nats] there."""
     entropies: list[float] = []
     for log_p_TV in _log_probabilities(model, prompts, answers):
         entropies += torch.special.entr(log_p_TV.exp()).sum(-1).tolist()
     distinct = statistics.fmean(distinct_n(answer, 4) for answer in answers)
-    return {
-        "distinct_4": round(distinct, 4),
-        "mean_entropy_nats": round(statistics.fmean(entropies), 4),
-    }
+    return TargetText(
+        distinct_4=round(distinct, 4), mean_entropy_nats=round(statistics.fmean(entropies), 4)
+    )
 
 
 def mean_log_likelihood(
@@ -147,7 +151,7 @@ def mean_log_likelihood(
 def _log_probabilities(
     model: PreTrainedModel, prompts: Sequence[Prompt], answers: Sequence[list[int]]
 ) -> Iterator[Tensor]:
-    """For each answer, the target's log-probabilities [T, V] at its tokens."""
+    """Yield the target's log-probabilities [T, V] at each answer's tokens."""
     for prompt, answer in zip(prompts, answers, strict=True):
         _, logits_TV = last_positions(model, prompt.ids + answer[:-1], len(answer))
         yield logits_TV.float().log_softmax(-1)
@@ -158,43 +162,44 @@ def answer_lines(
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Prompt],
     repetitions: Sequence[Sequence[Decoded]],
-) -> list[dict[str, Any]]:
-    """One method's answers, one line per question; texts are the first repetition's, times medians
-    over all.
+) -> list[Line]:
+    """One method's answers, one line per question.
+
+    Texts are the first repetition's, times are medians over all.
     """
-    lines: dict[int | str, dict[str, Any]] = {}
+    lines: dict[int | str, Line] = {}
     for index, prompt in enumerate(prompts):
         name = prompt.id if prompt.question_id is None else prompt.question_id
         if name not in lines:
-            empty: dict[str, Any] = {
-                key: []
-                for key in ("turns", "decoding_steps", "new_tokens", "wall_time", "accept_lengths")
+            choice: Line = {
+                "index": 0,
+                "turns": [],
+                "decoding_steps": [],
+                "new_tokens": [],
+                "wall_time": [],
+                "accept_lengths": [],
             }
             lines[name] = {
                 "question_id": name,
                 "category": prompt.category or "",
                 "answer_id": _answer_id(model_id, name),
                 "model_id": model_id,
-                "choices": [{"index": 0, **empty}],
+                "choices": [choice],
                 "tstamp": time.time(),
             }
-        (choice,) = lines[name]["choices"]
+        choice = lines[name]["choices"][0]
         answer = repetitions[0][index]
-        seconds = statistics.median(
-            answers[index].seconds_prefill + answers[index].seconds for answers in repetitions
-        )
+        seconds = [each[index].seconds_prefill + each[index].seconds for each in repetitions]
         choice["turns"].append(tokenizer.decode(answer.token_ids, skip_special_tokens=True).strip())
         choice["decoding_steps"].append(answer.num_steps)
         choice["new_tokens"].append(len(answer.token_ids))
-        choice["wall_time"].append(seconds)
+        choice["wall_time"].append(statistics.median(seconds))
         choice["accept_lengths"] += answer.accepted
     return list(lines.values())
 
 
-def model_answer(question_id: int | str, model_id: str, turns: list[str]) -> dict[str, Any]:
-    """A model's answer to one question in FastChat's model-answer schema, which its judge reads,
-    and nothing else.
-    """
+def model_answer(question_id: int | str, model_id: str, turns: list[str]) -> Line:
+    """A model's answer to one question in FastChat's schema, which its judge reads."""
     return {
         "question_id": question_id,
         "answer_id": _answer_id(model_id, question_id),
@@ -204,12 +209,13 @@ def model_answer(question_id: int | str, model_id: str, turns: list[str]) -> dic
     }
 
 
-def model_answers(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Lines of `answer_lines` in FastChat's model-answer schema."""
-    return [
-        model_answer(line["question_id"], line["model_id"], line["choices"][0]["turns"])
-        for line in lines
-    ]
+def model_answers(lines: Sequence[Line]) -> list[Line]:
+    """Lines of `answer_lines` in FastChat's schema."""
+    found = []
+    for line in lines:
+        turns = line["choices"][0]["turns"]
+        found.append(model_answer(line["question_id"], line["model_id"], turns))
+    return found
 
 
 def _answer_id(model_id: str, question_id: int | str) -> str:
@@ -218,17 +224,16 @@ def _answer_id(model_id: str, question_id: int | str) -> str:
 
 def samples(
     tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], decoded: Sequence[Decoded]
-) -> list[dict[str, Any]]:
+) -> list[Sample]:
     """The first answers, each token with the step that produced it (0 is the prefill)."""
     found = []
-    for prompt, answer in list(zip(prompts, decoded, strict=True))[:NUM_SAMPLES]:
-        steps = [0] + [
-            step for step, kept in enumerate(answer.accepted, start=1) for _ in range(kept)
-        ]
+    for prompt, answer in zip(prompts[:NUM_SAMPLES], decoded[:NUM_SAMPLES], strict=True):
+        steps = [0]
+        for step, kept in enumerate(answer.accepted, start=1):
+            steps += [step] * kept
         stream = TextStream(tokenizer)
         texts = [stream.push(token) for token in answer.token_ids]
         texts[-1] += stream.flush()
-        question = tokenizer.decode(prompt.ids, skip_special_tokens=True)
-        tokens = [{"text": text, "step": step} for text, step in zip(texts, steps, strict=True)]
-        found.append({"prompt": question, "tokens": tokens})
+        tokens = [SampleToken(text, step) for text, step in zip(texts, steps, strict=True)]
+        found.append(Sample(tokenizer.decode(prompt.ids, skip_special_tokens=True), tokens))
     return found

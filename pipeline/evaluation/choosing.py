@@ -1,7 +1,7 @@
-"""Which tree native decoding uses, and how many tokens the chain drafts that vLLM serves: by
-expected speedup.
+"""The tree of native decoding, and how many tokens the chain drafts that vLLM serves: by expected
+speedup.
 
-Rates are counted on held-out text, overheads timed on the device.
+Rates are counted on held-out text, overheads are timed on the device.
 """
 
 from __future__ import annotations
@@ -11,33 +11,35 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from pipeline.artifacts.seen_answers import ENOUGH_NEW
-from pipeline.artifacts.tree_file import Figures, Search
+from pipeline.artifacts.json_form import rounded
+from pipeline.artifacts.seen_answers import ENOUGH_NEW, NewAnswers
+from pipeline.artifacts.tree_file import ChainLength, TimedSize
 from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.decoding.held_out import HeldOutPlaces, HeldOutRanks, Walk, walk
-from pipeline.decoding.standard_error import Estimate
 from pipeline.decoding.stock_trees import STOCK_NODES
 from pipeline.decoding.tree import TreePath, cartesian_tree
 from pipeline.decoding.tree_search import CrossFit, fastest
-from pipeline.evaluation.speed import rounded
 
 Overheads = Mapping[int, float]  # by nodes; empty where nothing was timed
 
 
 @dataclass(frozen=True)
 class ChosenTree:
-    """A tree, where it is from, the walk that judges it, and the share of steps that adds each of
-    its nodes.
+    """A tree, its source, the replay that judges it, and the share of steps that adds each node.
 
-    Where it is `dynamic`, the walk is its own, and all else is of a static tree of the same size.
+    A `dynamic` tree is judged by its own replay; all else is of a static tree of the same size. The
+    last four fields are as in `Calibration`, None for a tree of the user's own.
     """
 
     source: str
     choices: tuple[TreePath, ...]
     node_shares: list[float]
     walked: Walk
-    search: Search | None = None
     dynamic: DynamicTree | None = None
+    searches: dict[str, float] | None = None
+    sizes: list[TimedSize] | None = None
+    judged: list[tuple[TreePath, ...]] | None = None
+    searched: tuple[TreePath, ...] | None = None
 
     @property
     def num_nodes(self) -> int:
@@ -54,7 +56,7 @@ class ChosenTree:
 
 
 def given_tree(ranks: HeldOutRanks, choices: tuple[TreePath, ...]) -> ChosenTree:
-    """A tree of the user's own, which all held-out text judges."""
+    """A tree of the user's own, judged by all held-out text."""
     walked = walk(ranks, choices)
     return ChosenTree("calibrate.choices", choices, walked.node_shares(ranks, choices), walked)
 
@@ -63,54 +65,59 @@ def best_tree(fits: CrossFit, num_nodes: int, overheads: Overheads) -> ChosenTre
     """The search and the number of nodes with the highest speedup; without overheads `num_nodes`,
     or all there are.
     """
-    sizes = sorted(overheads) or [
-        num_nodes
-    ]  # costs jump between sizes, so they are not interpolated
+    sizes = sorted(overheads)
     costs: dict[tuple[str, int], float] = {}
     for name, tree in fits.whole.items():
-        for size in sizes:  # a tree that ends before has the overhead of the next size
+        # Costs jump between sizes, so they are not interpolated: a tree that ends before has the
+        # overhead of the next size.
+        for size in sizes or [num_nodes]:
             costs.setdefault((name, min(size, len(tree))), overheads.get(size, 1.0))
     rates = {choice: fits.walk(*choice).acceleration_rate for choice in costs}
     source, size = fastest(rates, costs)
-    search = Search(
-        {
-            name: fits.walk(name, min(size, len(tree))).acceleration_rate
-            for name, tree in fits.whole.items()
-        },
-        [
-            {"nodes": timed} | promise(fits.estimate(source, timed), overheads[timed])
-            for timed in sorted(overheads)
-        ],
+    searches = {}
+    for name, tree in fits.whole.items():
+        searches[name] = fits.walk(name, min(size, len(tree))).acceleration_rate
+    return ChosenTree(
+        source,
+        fits.whole[source][:size],
+        fits.node_shares(source, size),
+        fits.walk(source, size),
+        searches=searches,
+        sizes=[_timed(each, fits.walk(source, each), overheads[each]) for each in sizes],
         judged=[fits.judged(half, source, size) for half in (0, 1)],
         searched=fits.whole[source][:STOCK_NODES],
-    )
-    choices = fits.whole[source][:size]
-    return ChosenTree(
-        source, choices, fits.node_shares(source, size), fits.walk(source, size), search
     )
 
 
 def best_dynamic_tree(
     tree: DynamicTree, places: HeldOutPlaces, fits: CrossFit, overheads: Overheads
 ) -> ChosenTree:
-    """The tree in the size with the highest speedup; without overheads as it is.
+    """The tree in the size with the highest speedup, without overheads as it is; beside it the best
+    static tree of that size.
 
-    Nothing is fitted on held-out text, so all of it judges every size. Beside it the best static
-    tree of that size.
+    Nothing is fitted on held-out text, so all of it judges every size.
     """
-    walks = {size: places.walk(size) for size in sorted(overheads) or [tree.num_nodes]}
-    size = fastest(
-        {size: walked.acceleration_rate for size, walked in walks.items()},
-        overheads or {tree.num_nodes: 1},
+    costs = overheads or {tree.num_nodes: 1.0}
+    walks = {size: places.walk(size) for size in sorted(costs)}
+    rates = {size: walked.acceleration_rate for size, walked in walks.items()}
+    size = fastest(rates, costs)
+    return replace(
+        best_tree(fits, size, {}),
+        walked=walks[size],
+        sizes=[_timed(each, walks[each], overheads[each]) for each in sorted(overheads)],
+        dynamic=tree.resized(size),
     )
-    static = best_tree(fits, size, {})
-    assert static.search is not None
-    sizes = [
-        {"nodes": timed} | promise(walks[timed].estimate(), overheads[timed])
-        for timed in sorted(overheads)
-    ]
-    search = replace(static.search, sizes=sizes)
-    return replace(static, walked=walks[size], search=search, dynamic=tree.resized(size))
+
+
+def _timed(nodes: int, walked: Walk, overhead: float) -> TimedSize:
+    expected = walked.estimate()
+    return TimedSize(
+        nodes=nodes,
+        overhead=rounded(overhead),
+        expected_acceleration_rate=rounded(expected.rate),
+        expected_standard_error=rounded(expected.standard_error),
+        expected_speedup=rounded(expected.rate / overhead),
+    )
 
 
 def chains(most: int) -> dict[int, tuple[TreePath, ...]]:
@@ -120,44 +127,38 @@ def chains(most: int) -> dict[int, tuple[TreePath, ...]]:
 
 def chosen_chain(
     ranks: HeldOutRanks, most: int, default: int, overheads: Overheads
-) -> tuple[int, list[Figures]]:
+) -> tuple[int, list[ChainLength]]:
     """How many tokens to draft, and the figures of each number up to `most`; without overheads
     `default`.
     """
-    walks = {num_tokens: walk(ranks, chain) for num_tokens, chain in chains(most).items()}
     timed = {num_tokens: cost for num_tokens, cost in overheads.items() if np.isfinite(cost)}
-    num_tokens = default
-    if timed:
-        num_tokens = fastest({number: walks[number].acceleration_rate for number in timed}, timed)
-    figures: list[Figures] = []
-    for number, walked in walks.items():
-        row: Figures = {"draft_tokens": number}
-        row |= promise(walked.estimate(), timed.get(number))
-        row["new"] = promise_on_new(ranks, walked)
+    rates, figures = {}, []
+    for num_tokens, chain in chains(most).items():
+        walked = walk(ranks, chain)
+        expected = walked.estimate()
+        row = ChainLength(
+            draft_tokens=num_tokens,
+            expected_acceleration_rate=rounded(expected.rate),
+            expected_standard_error=rounded(expected.standard_error),
+            new=expected_on_new(ranks, walked),
+        )
+        cost = timed.get(num_tokens)
+        if cost is not None:
+            rates[num_tokens] = walked.acceleration_rate
+            speedup = rounded(expected.rate / cost)
+            row = replace(row, overhead=rounded(cost), expected_speedup=speedup)
         figures.append(row)
-    return num_tokens, figures
+    return (fastest(rates, timed) if timed else default), figures
 
 
-def promise_on_new(text: HeldOutRanks | HeldOutPlaces, walked: Walk) -> Figures:
-    """The expected rate on answers that the target has not written in training rows, and their
-    number.
-
-    Fewer than `ENOUGH_NEW` answers have no rate.
-    """
+def expected_on_new(text: HeldOutRanks | HeldOutPlaces, walked: Walk) -> NewAnswers:
+    """The expected rate on answers that are in no training row, and their number."""
     num_new = int((~text.seen).sum())
     if num_new < ENOUGH_NEW:
-        return {"answers": num_new}
-    return {"answers": num_new, **promise(walked.new().estimate())}
-
-
-def promise(expected: Estimate, overhead: float | None = None) -> Figures:
-    """The expected rate and its standard error; where the overhead was timed, that and the expected
-    speedup.
-    """
-    figures = {
-        "expected_acceleration_rate": expected.rate,
-        "expected_standard_error": expected.standard_error,
-    }
-    if overhead is not None:
-        figures = {"overhead": overhead, **figures, "expected_speedup": expected.rate / overhead}
-    return {name: rounded(figure) for name, figure in figures.items()}
+        return NewAnswers(answers=num_new)
+    expected = walked.new().estimate()
+    return NewAnswers(
+        answers=num_new,
+        expected_acceleration_rate=rounded(expected.rate),
+        expected_standard_error=rounded(expected.standard_error),
+    )

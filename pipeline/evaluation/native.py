@@ -11,15 +11,20 @@ beside it (`check.baselines`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
+from pipeline.artifacts.check_result import (
+    Baseline,
+    CheckResult,
+    Line,
+    NativeFigures,
+)
 from pipeline.config import CheckConfig
 from pipeline.decoding.acceptance import AcceptanceRule, RejectionSampling, greedy_acceptance
 from pipeline.decoding.decoder import Decoded, Decoder, plain_decoder
 from pipeline.evaluation.answers import (
-    GreedyMatch,
+    Comparison,
     answer_lines,
     compare,
     mean_log_likelihood,
@@ -28,7 +33,6 @@ from pipeline.evaluation.answers import (
     tie_tolerance,
     top_2_gap,
 )
-from pipeline.evaluation.baselines import baseline, beside_by_category
 from pipeline.evaluation.overhead import fastest_threads
 from pipeline.evaluation.prompts import CheckRequest, Prompt, rule_of
 from pipeline.evaluation.speed import (
@@ -36,17 +40,17 @@ from pipeline.evaluation.speed import (
     PLAIN,
     Decode,
     Pass,
+    baseline,
+    baseline_figures,
     by_category,
     decode_by,
-    pace_beside,
     rate_on_new_answers,
     require_steps,
     speed,
     steps_by_accepted_length,
     take_turns,
 )
-from pipeline.evaluation.studies import run_studies
-from pipeline.evaluation.tree_studies import chain_figures
+from pipeline.evaluation.studies import chain_rate, run_studies
 from pipeline.execution.progress import ProgressReporter
 from pipeline.export.directory import read_heads
 from pipeline.export.layout import read_layout
@@ -58,9 +62,7 @@ NUM_WARM_UPS = 2  # prompts
 
 @dataclass(frozen=True)
 class DecodingMethods:
-    """What is compared: plain decoding, decoding with the heads, and transformers' baselines by
-    name.
-    """
+    """Plain decoding, decoding with the heads, and transformers' baselines by name."""
 
     plain: Decoder
     accelerated: Decoder
@@ -69,7 +71,7 @@ class DecodingMethods:
 
 @dataclass(frozen=True)
 class Measurement:
-    """Decoded answers: each repetition by the rule; each greedy one, baselines included; why
+    """Decoded answers: each repetition by the rule, each greedy one with the baselines, and why
     baselines failed.
     """
 
@@ -77,24 +79,26 @@ class Measurement:
     greedy_passes: list[Pass]
     failed: dict[str, str]
 
-    @property
-    def plain_greedy(self) -> list[list[int]]:
-        return _texts(self.greedy_passes[0][PLAIN])
+    def greedy_texts(self, method: str) -> list[list[int]]:
+        return _texts(self.greedy_passes[0][method])
 
 
-def check_native(request: CheckRequest, progress: ProgressReporter | None = None) -> dict[str, Any]:
+def check_native(
+    request: CheckRequest, progress: ProgressReporter | None = None
+) -> tuple[CheckResult, dict[str, list[Line]]]:
     """Decode every prompt plainly, with the tree and by the baselines.
 
     Returns:
-        `native` and `target_text` of report.json, `samples` for its drawing, `answers` as the lines
-        of one file per method, and the `differing` sequences that are not ties.
+        The native part of a check, and the answers of plain decoding and of the heads.
 
     Raises:
         ConfigError: No answer took a step.
     """
     settings, prompts = request.settings, request.prompts
-    repetitions = settings.repeats + (rule_of(settings) is not greedy_acceptance)
     progress = progress or ProgressReporter()
+    repetitions = settings.repeats
+    if rule_of(settings) is not greedy_acceptance:
+        repetitions += 1
     times = f", {repetitions} times each" if repetitions > 1 else ""
     progress.begin(f"native{times}", len(prompts) * repetitions)
     methods, layout = load_methods(request), read_layout(request.export)
@@ -102,27 +106,28 @@ def check_native(request: CheckRequest, progress: ProgressReporter | None = None
     endless = plain_decoder(plain.model, eos_token_ids=(), max_length=plain.max_length)
     with fastest_threads(endless, prompts[0].ids) as threads:
         measured = measure(methods, prompts, settings, progress)
-        calibration, answers = request.calibration, measured.plain_greedy
-        chain = chain_figures(accelerated, prompts, answers, layout.num_speculative_tokens)
+        greedy = measured.greedy_texts(PLAIN)
+        chain = chain_rate(accelerated, prompts, greedy, layout.num_speculative_tokens)
         studies = run_studies(
-            settings.studies, plain, accelerated, prompts, settings, calibration, answers, progress
+            settings, plain, accelerated, prompts, greedy, request.calibration, progress
         )
-    match = greedy_match(request, methods, measured, ACCELERATED)
+    comparison = compare_greedy(request, methods, measured, ACCELERATED)
+    figures = native_figures(request, methods, measured, comparison)
+    figures = replace(figures, chain=chain, studies=studies)
+    if not request.gpus:
+        figures = replace(figures, threads=threads)
     tokenizer = load_tokenizer(request.target)
-    return {
-        "native": native_figures(request, methods, measured, match)
-        | {"chain": chain, **({} if request.gpus else {"threads": threads})}
-        | ({"studies": studies} if studies else {}),
-        "target_text": text_statistics(plain.model, prompts, answers),
-        "samples": samples(tokenizer, prompts, measured.passes[0][ACCELERATED]),
-        "answers": {
-            name: answer_lines(
-                f"{request.name}-{name}", tokenizer, prompts, [one[side] for one in measured.passes]
-            )
-            for side, name in ((PLAIN, PLAIN), (ACCELERATED, layout.shape.kind))
-        },
-        "differing": match.differing,
-    }
+    answers = {}
+    for side, name in ((PLAIN, PLAIN), (ACCELERATED, layout.shape.kind)):
+        written = [one[side] for one in measured.passes]
+        answers[name] = answer_lines(f"{request.name}-{name}", tokenizer, prompts, written)
+    result = CheckResult(
+        native=figures,
+        target_text=text_statistics(plain.model, prompts, greedy),
+        samples=samples(tokenizer, prompts, measured.passes[0][ACCELERATED]),
+        differing=comparison.differing,
+    )
+    return result, answers
 
 
 def load_methods(request: CheckRequest) -> DecodingMethods:
@@ -131,13 +136,13 @@ def load_methods(request: CheckRequest) -> DecodingMethods:
     model = load_causal_lm(target, "cuda" if request.gpus else "cpu", max(1, request.gpus))
     heads = read_heads(request.export, model).to(input_device(model))
     eos, room = eos_token_ids(target), context_length(target)
+    baselines: dict[str, Decode] = {}
+    for name in settings.baselines:
+        baselines[name] = baseline(name, model, eos, settings.max_new_tokens, request.assistant)
     return DecodingMethods(
         plain_decoder(model, eos_token_ids=eos, max_length=room),
         Decoder(model, heads, request.tree, eos_token_ids=eos, max_length=room),
-        {
-            kind: baseline(kind, model, eos, settings.max_new_tokens, request.assistant)
-            for kind in settings.baselines
-        },
+        baselines,
     )
 
 
@@ -145,7 +150,7 @@ def measure(
     methods: DecodingMethods,
     prompts: Sequence[Prompt],
     settings: CheckConfig,
-    progress: ProgressReporter | None = None,
+    progress: ProgressReporter,
 ) -> Measurement:
     """Decode every prompt by every method, after a warm-up. Under a sampling rule, greedy text is
     decoded once.
@@ -158,34 +163,33 @@ def measure(
     failed: dict[str, str] = {}
     rule = rule_of(settings)
     by_rule = _both_sides(methods, rule, settings.max_new_tokens)
-    both_greedy = _both_sides(methods, greedy_acceptance, settings.max_new_tokens)
-    baselines = dict(methods.baselines)
-    take_turns(by_rule | baselines, prompts[:NUM_WARM_UPS], failed)
-    if (
-        methods.plain.captures or methods.accelerated.captures
-    ):  # capture the graphs of every length, untimed
-        take_turns(by_rule, prompts)
+    greedily = _both_sides(methods, greedy_acceptance, settings.max_new_tokens)
+    take_turns({**by_rule, **methods.baselines}, prompts[:NUM_WARM_UPS], failed)
+    if methods.plain.captures or methods.accelerated.captures:
+        take_turns(by_rule, prompts)  # captures the graphs of every length, untimed
         if rule is not greedy_acceptance:
-            take_turns(both_greedy, prompts)
-    greedily = both_greedy | baselines
+            take_turns(greedily, prompts)
+    greedily.update(methods.baselines)
+    passes: list[Pass] = []
     if rule is greedy_acceptance:
-        passes = greedy_passes = [
-            take_turns(greedily, prompts, failed, progress) for _ in range(settings.repeats)
-        ]
+        for _ in range(settings.repeats):
+            passes.append(take_turns(greedily, prompts, failed, progress))
+        greedy_passes = passes
     else:
-        passes = [take_turns(by_rule, prompts, progress=progress) for _ in range(settings.repeats)]
+        for _ in range(settings.repeats):
+            passes.append(take_turns(by_rule, prompts, progress=progress))
         greedy_passes = [take_turns(greedily, prompts, failed, progress)]
     require_steps(answer.accepted for answer in passes[0][ACCELERATED])
     return Measurement(passes, greedy_passes, failed)
 
 
-def greedy_match(
+def compare_greedy(
     request: CheckRequest, methods: DecodingMethods, measured: Measurement, method: str
-) -> GreedyMatch:
+) -> Comparison:
     """A method's greedy answers against plain decoding's."""
-    answers = _texts(measured.greedy_passes[0][method])
+    plain, answers = measured.greedy_texts(PLAIN), measured.greedy_texts(method)
     gap_at = partial(top_2_gap, methods.plain.model)
-    return compare(request.prompts, measured.plain_greedy, answers, gap_at, _tolerance(request))
+    return compare(request.prompts, plain, answers, gap_at, _tolerance(request))
 
 
 def _tolerance(request: CheckRequest) -> float:
@@ -193,54 +197,64 @@ def _tolerance(request: CheckRequest) -> float:
 
 
 def native_figures(
-    request: CheckRequest, methods: DecodingMethods, measured: Measurement, match: GreedyMatch
-) -> dict[str, Any]:
-    """`check.native` of report.json, without the studies."""
-    settings, first = request.settings, measured.passes[0]
-    beside = [
-        {
-            "name": name,
-            **pace_beside(measured.greedy_passes, name),
-            "greedy_match": greedy_match(request, methods, measured, name).as_dict(),
-        }
-        for name in methods.baselines
-        if name not in measured.failed
-    ]
-    figures = {
-        **speed(request.prompts, measured.passes),
-        "greedy_match": match.as_dict(),
-        "tie_tolerance": _tolerance(request),
-        **match.largest_gap(),
-        "accepted_lengths": steps_by_accepted_length(first[ACCELERATED]),
-        "prompts": len(request.prompts),
-        "repeats": settings.repeats,
-        **_rule_facts(settings, first),
-        "categories": beside_by_category(
-            by_category(request.prompts, measured.passes),
-            request.prompts,
-            measured.greedy_passes,
-            [name for name in methods.baselines if name not in measured.failed],
-        ),
-        "baselines": beside
-        + [{"name": name, "failed": reason} for name, reason in measured.failed.items()],
-    }
+    request: CheckRequest, methods: DecodingMethods, measured: Measurement, comparison: Comparison
+) -> NativeFigures:
+    """`check.native` of report.json, without the chain and the studies."""
+    settings, prompts, passes = request.settings, request.prompts, measured.passes
+    decoded = passes[0][ACCELERATED]
+    baselines, failed = [], []
+    for name in methods.baselines:
+        if name in measured.failed:
+            failed.append(Baseline(name=name, failed=measured.failed[name]))
+            continue
+        match = compare_greedy(request, methods, measured, name).match
+        figures = baseline_figures(measured.greedy_passes, name)
+        baselines.append(replace(figures, greedy_match=match))
+    names = [each.name for each in baselines]
+    found = NativeFigures(
+        **vars(speed(prompts, passes)),
+        greedy_match=comparison.match,
+        largest_gap=comparison.largest_gap,
+        tie_tolerance=_tolerance(request),
+        dtype=request.target.dtype,
+        accepted_lengths=steps_by_accepted_length(decoded),
+        prompts=len(prompts),
+        repeats=settings.repeats,
+        acceptance=settings.acceptance,
+        categories=by_category(prompts, passes, measured.greedy_passes, names),
+        baselines=baselines + failed,
+    )
     if request.trained is not None:
-        answers = first[ACCELERATED]
-        accepted = [answer.accepted for answer in answers]
-        figures |= rate_on_new_answers(
-            request.prompts, _texts(answers), accepted, request.trained.answers()
+        accepted = [answer.accepted for answer in decoded]
+        seen_share, new = rate_on_new_answers(
+            prompts, _texts(decoded), accepted, request.trained.answers()
         )
+        found = replace(found, seen_share=seen_share, new=new)
     if settings.acceptance != "greedy":
-        figures["log_likelihood"] = _log_likelihoods(request, methods, measured)
-    return figures
+        likelihoods = _log_likelihoods(request, methods, measured)
+        found = replace(found, temperature=settings.temperature, log_likelihood=likelihoods)
+    if settings.acceptance == "typical":
+        found = replace(
+            found,
+            eps=settings.typical_eps,
+            delta=settings.typical_delta,
+            first_token=settings.first_token,
+        )
+    elif settings.acceptance == "rejection":
+        pairs = zip(_texts(passes[0][PLAIN]), _texts(decoded), strict=True)
+        same = sum(left == right for left, right in pairs)
+        found = replace(found, top_p=settings.top_p, sampled_identical=same)
+    return found
 
 
 def _both_sides(
     methods: DecodingMethods, rule: AcceptanceRule, num_tokens: int
 ) -> dict[str, Decode]:
     """Both sides by the same rule; where it samples, both draw from the same seed."""
-    sides = {PLAIN: methods.plain, ACCELERATED: methods.accelerated}
-    return {name: decode_by(decoder, rule, num_tokens) for name, decoder in sides.items()}
+    return {
+        PLAIN: decode_by(methods.plain, rule, num_tokens),
+        ACCELERATED: decode_by(methods.accelerated, rule, num_tokens),
+    }
 
 
 def _log_likelihoods(
@@ -248,40 +262,20 @@ def _log_likelihoods(
 ) -> dict[str, float]:
     """The target's log-likelihood of greedy text, of plain sampling and of the rule's text."""
     settings, prompts, model = request.settings, request.prompts, methods.plain.model
-    sampled, by_rule = measured.passes[0][PLAIN], measured.passes[0][ACCELERATED]
-    if not rule_of(
-        settings
-    ).samples:  # typical acceptance with a greedy first token is deterministic
-        sampling = decode_by(
-            methods.plain, RejectionSampling(settings.temperature), settings.max_new_tokens
-        )
+    sampled = measured.passes[0][PLAIN]
+    if not rule_of(settings).samples:  # typical acceptance with a greedy first token
+        rule = RejectionSampling(settings.temperature)
+        sampling = decode_by(methods.plain, rule, settings.max_new_tokens)
         sampled = take_turns({PLAIN: sampling}, prompts)[PLAIN]
     written = {
-        "greedy": measured.plain_greedy,
+        "greedy": measured.greedy_texts(PLAIN),
         "sampling": _texts(sampled),
-        settings.acceptance: _texts(by_rule),
+        settings.acceptance: _texts(measured.passes[0][ACCELERATED]),
     }
-    return {
-        name: round(mean_log_likelihood(model, prompts, answers), 4)
-        for name, answers in written.items()
-    }
-
-
-def _rule_facts(settings: CheckConfig, decoded: Pass) -> dict[str, Any]:
-    """The rule and its numbers; for rejection sampling, how many texts equal those of plain
-    sampling.
-    """
-    if settings.acceptance == "greedy":
-        return {"acceptance": "greedy"}
-    facts: dict[str, Any] = {"acceptance": settings.acceptance, "temperature": settings.temperature}
-    if settings.acceptance == "typical":
-        rule = {"eps": settings.typical_eps, "delta": settings.typical_delta}
-        return facts | rule | {"first_token": settings.first_token}
-    facts["top_p"] = settings.top_p
-    if settings.acceptance == "rejection":
-        sides = zip(_texts(decoded[PLAIN]), _texts(decoded[ACCELERATED]), strict=True)
-        facts["sampled_identical"] = sum(left == right for left, right in sides)
-    return facts
+    found = {}
+    for name, answers in written.items():
+        found[name] = round(mean_log_likelihood(model, prompts, answers), 4)
+    return found
 
 
 def _texts(decoded: Sequence[Decoded]) -> list[list[int]]:

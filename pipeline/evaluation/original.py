@@ -1,9 +1,9 @@
-"""The original model beside the tuned one that is published: how far the weights have moved, and
-its own answers.
+"""The original model beside the tuned one that is published: the drift of the weights, and its own
+answers.
 
 Drift is measured on the published weights, merged and rounded, not on the adapter that they were
-made from: both models are loaded one after the other, and read the same held-out rows. Of at most
-`MAX_POSITIONS` positions the original's log-probabilities are kept in memory meanwhile.
+made from. Both models are loaded one after the other and read the same held-out rows; the
+original's log-probabilities of at most `MAX_POSITIONS` positions are kept in memory meanwhile.
 
 Letters: N positions, V vocabulary.
 """
@@ -18,7 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeline.artifacts.check_result import Line, TunedDrift
 from pipeline.artifacts.generated_rows import TokenRow
+from pipeline.artifacts.json_form import from_json
 from pipeline.config import CheckConfig
 from pipeline.conversations.conversation import Conversation
 from pipeline.decoding.readout import last_positions
@@ -40,7 +42,7 @@ class OriginalRequest:
 
     Attributes:
         original, published: The model that was tuned, and the merged one, both with room for the
-        questions.
+            questions.
         rows: Held-out rows of the generate stage.
         questions: A file's, which the original answers; empty for none.
         gpus: How many each model spans; 0 is the CPU.
@@ -58,25 +60,18 @@ class OriginalRequest:
 
 def beside_the_original(
     request: OriginalRequest, progress: ProgressReporter | None = None
-) -> dict[str, Any]:
-    """The drift of the published weights, and the original's answers by method, in FastChat's
-    schema.
-
-    Returns:
-        {"drift": {kl, perplexity: {original, tuned}, perplexity_change, greedy_agreement,
-        positions}, empty of no rows, "answers": {"original": lines}, empty without questions}.
-    """
+) -> tuple[TunedDrift, list[Line]]:
+    """The drift of the published weights, and the original's answers in FastChat's schema."""
     drift = published_drift(request.original, request.published, request.rows, request.gpus)
-    return {
-        "drift": drift,
-        "answers": {ORIGINAL: _answers(request, progress)} if request.questions else {},
-    }
+    if not request.questions:
+        return drift, []
+    return drift, _answers(request, progress)
 
 
 @torch.inference_mode()
 def published_drift(
     original: TargetSpec, published: TargetSpec, rows: Sequence[TokenRow], gpus: int = 0
-) -> dict[str, Any]:
+) -> TunedDrift:
     """How far the published model's predictions are from the original's where the original
     wrote.
     """
@@ -88,11 +83,10 @@ def published_drift(
     gc.collect()
     model = load_causal_lm(published, device, max(1, gpus))
     drift = Drift.zero(torch.device("cpu"))
-    for log_p_NV, (log_q_NV, labels_N) in zip(
-        expected, _log_probabilities(model, chosen), strict=True
-    ):
+    found = _log_probabilities(model, chosen)
+    for log_p_NV, (log_q_NV, labels_N) in zip(expected, found, strict=True):
         _add(drift, log_p_NV, log_q_NV.cpu(), labels_N.cpu())
-    return summarized(drift)
+    return from_json(TunedDrift, summarized(drift))
 
 
 def _add(drift: Drift, log_p_NV: Tensor, log_q_NV: Tensor, labels_N: Tensor) -> None:
@@ -109,19 +103,18 @@ def first_positions(rows: Sequence[TokenRow], room: int = MAX_POSITIONS) -> list
     chosen: list[TokenRow] = []
     for row in rows:
         spans = []
-        for span in row.spans if room else ():
-            spans.append(replace(span, end=min(span.end, span.start + room)))
-            room -= len(spans[-1])
-            if not room:
-                break
+        for span in row.spans:
+            if room:
+                spans.append(replace(span, end=min(span.end, span.start + room)))
+                room -= len(spans[-1])
         if spans:
             chosen.append(replace(row, spans=spans))
     return chosen
 
 
 def _log_probabilities(model: Any, rows: Sequence[TokenRow]) -> Iterator[tuple[Tensor, Tensor]]:
-    """For each row the log-probabilities [N, V] at its target-written tokens, and these tokens
-    [N].
+    """Yield for each row the log-probabilities [N, V] at its target-written tokens, and these
+    tokens [N].
     """
     for row in rows:
         ids, first, last = row.input_ids.tolist(), row.spans[0].start, row.spans[-1].end
@@ -131,23 +124,14 @@ def _log_probabilities(model: Any, rows: Sequence[TokenRow]) -> Iterator[tuple[T
         yield logits_NV.float().log_softmax(-1), torch.tensor([ids[place] for place in written])
 
 
-def _answers(request: OriginalRequest, progress: ProgressReporter | None) -> list[dict[str, Any]]:
+def _answers(request: OriginalRequest, progress: ProgressReporter | None) -> list[Line]:
     """The original's answers to the questions, each turn after its own to the turns before."""
-    tokenizer = load_tokenizer(request.original)
-    name = f"{request.name}-{ORIGINAL}"
-    answered = answered_questions(
-        request.original,
-        request.questions,
-        request.settings,
-        "transformers",
-        request.gpus,
-        progress,
-    )
-    return [
-        model_answer(
-            question,
-            name,
-            [tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in turns],
-        )
-        for question, turns in answered
-    ]
+    original, settings, gpus = request.original, request.settings, request.gpus
+    tokenizer = load_tokenizer(original)
+    lines = []
+    for question, turns in answered_questions(
+        original, request.questions, settings, "transformers", gpus, progress
+    ):
+        texts = [tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in turns]
+        lines.append(model_answer(question, f"{request.name}-{ORIGINAL}", texts))
+    return lines

@@ -48,20 +48,15 @@ def measure_overheads(
     gpus: int,
     progress: ProgressReporter | None = None,
 ) -> tuple[dict[int, float], dict[int, float]]:
-    """`overhead_curve` of trained heads on the target, loaded here, with trees and with chains;
-    empty where none is.
-    """
+    """`overhead_curve` of trained heads on the target, loaded here, with trees and with chains."""
     model = load_causal_lm(target, "cuda" if gpus else "cpu", max(1, gpus))
     module = read_trained_heads(Path(heads)).to(input_device(model), model.dtype)
 
-    def curve(timed: Mapping[int, Choices | DynamicTree]) -> dict[int, float]:
-        return (
-            overhead_curve(model, module, timed, prompts, context_length(target), progress)
-            if timed
-            else {}
-        )
-
-    return curve(trees), curve(chains)
+    room = context_length(target)
+    return (
+        overhead_curve(model, module, trees, prompts, room, progress),
+        overhead_curve(model, module, chains, prompts, room, progress),
+    )
 
 
 def overhead_curve(
@@ -72,15 +67,18 @@ def overhead_curve(
     max_length: int,
     progress: ProgressReporter | None = None,
 ) -> dict[int, float]:
-    """The overhead of each tree, by its number of nodes, on prompts such as the check's.
+    """The overhead of each tree, by its number of nodes, on prompts such as the check's; empty
+    without trees.
 
     Trees that cost more than max_depth + 1 plain steps are left out: they cannot gain. The smallest
     is always measured.
     """
-    deepest = max(
-        tree.max_depth if isinstance(tree, DynamicTree) else max(map(len, tree))
-        for tree in trees.values()
-    )
+    if not trees:
+        return {}
+    deepest = 0
+    for tree in trees.values():
+        depth = tree.max_depth if isinstance(tree, DynamicTree) else max(map(len, tree))
+        deepest = max(deepest, depth)
     # No more room than the steps need: every decoder allocates a cache.
     room = min(max_length, max(map(len, prompts)) + 1 + NUM_STEPS * (deepest + 1))
     plain = plain_decoder(model, eos_token_ids=(), max_length=room)
@@ -90,17 +88,26 @@ def overhead_curve(
         decoders: dict[int, Decoder] = {}
         for size, choices in sorted(trees.items()):
             decoder = Decoder(model, heads, choices, eos_token_ids=(), max_length=room)
-            # Both sides of a trial are timed one after the other: a machine that gets busy slows
-            # both.
-            trials = (
-                overheads(plain, {size: decoder}, prompts[:1])[size] for _ in range(NUM_TRIALS)
-            )
-            if decoders and all(overhead > deepest + 1 for overhead in trials):
+            if decoders and _costs_more(plain, decoder, prompts, deepest + 1):
                 break
             decoders[size] = decoder
             progress.advance()
         progress.begin(f"overheads of {len(decoders)} sizes", len(prompts))
         return overheads(plain, decoders, prompts, progress)
+
+
+def _costs_more(
+    plain: Decoder, decoder: Decoder, prompts: Sequence[Sequence[int]], most: float
+) -> bool:
+    """Whether the decoder costs more than `most` plain steps in each of a few trials.
+
+    Both sides of a trial are timed one after the other, so that a busy machine slows both.
+    """
+    for _ in range(NUM_TRIALS):
+        cost = overheads(plain, {0: decoder}, prompts[:1])[0]
+        if not cost > most:  # NaN too, of no room for a step
+            return False
+    return True
 
 
 def overheads(
@@ -166,18 +173,18 @@ def fastest_threads(plain: Decoder, prompt_ids: Sequence[int]) -> Iterator[int]:
     if plain.device.type != "cpu":
         yield most
         return
-    seconds: dict[int, list[float]] = {
-        most >> halvings: [] for halvings in range(most.bit_length())
-    }
+    seconds: dict[int, list[float]] = {}
+    for halvings in range(most.bit_length()):
+        seconds[most >> halvings] = []
+    best = most
     try:
         first = undisturbed(step_seconds(plain, prompt_ids))  # the first forwards are slow
-        for _ in range(NUM_ROUNDS if first < LONG_STEP else 0):
-            for threads, taken in seconds.items():
-                torch.set_num_threads(threads)
-                taken += step_seconds(plain, prompt_ids)
-        best = min(
-            seconds, key=lambda threads: undisturbed(seconds[threads] or [0.0])
-        )  # not tried: all
+        if first < LONG_STEP:
+            for _ in range(NUM_ROUNDS):
+                for threads, taken in seconds.items():
+                    torch.set_num_threads(threads)
+                    taken += step_seconds(plain, prompt_ids)
+            best = min(seconds, key=lambda threads: undisturbed(seconds[threads]))
         torch.set_num_threads(best)
         yield best
     finally:

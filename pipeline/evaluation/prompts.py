@@ -1,5 +1,5 @@
-"""What a check is asked to decode: one answer of each held-out conversation, or every turn of a
-file of questions.
+"""The prompts of a check: one answer of each held-out conversation, or every turn of a file of
+questions.
 
 The turns of a question are asked one after another, as in MT-Bench and Spec-Bench: the prompt of
 the second turn holds the target's own answer to the first. Those answers are generated before
@@ -26,7 +26,7 @@ from pipeline.conversations.template import ChatTemplate
 from pipeline.decoding.acceptance import AcceptanceRule, acceptance_rule
 from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.decoding.tree import Choices
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, DataError
 from pipeline.execution.progress import ProgressReporter
 from pipeline.targets.dialogue_pool import converse
 from pipeline.targets.engines import EngineName, GenerationEngine, make_generation_engine
@@ -38,9 +38,7 @@ from pipeline.targets.spec import (
     load_tokenizer,
 )
 
-MORE_PER_TURN = (
-    16  # an upper bound on the tokens that a template adds between an answer and the next question
-)
+MORE_PER_TURN = 16  # at least the tokens of a template between an answer and the next question
 
 
 @dataclass(frozen=True)
@@ -59,13 +57,11 @@ class Prompt:
 
 
 def conversations_of(prompts: Sequence[Prompt]) -> list[int | str]:
-    """What stands for each prompt's conversation: the turns of one question are one, a held-out
-    prompt is its own.
-    """
-    return [
-        f"prompt {number}" if prompt.question_id is None else prompt.question_id
-        for number, prompt in enumerate(prompts)
-    ]
+    """An id of each prompt's conversation: the turns of one question share it."""
+    found: list[int | str] = []
+    for number, prompt in enumerate(prompts):
+        found.append(f"prompt {number}" if prompt.question_id is None else prompt.question_id)
+    return found
 
 
 @dataclass(frozen=True)
@@ -74,6 +70,17 @@ class Prompts:
 
     kept: list[Prompt]
     skipped: int
+
+
+def require_prompts(
+    prompts: Prompts, kind: str, settings: CheckConfig, where: str, fix: str
+) -> None:
+    """Raise DataError where no prompt is left."""
+    if not prompts.kept:
+        what = (
+            f"No {kind} leaves room for {settings.max_new_tokens} tokens in the target's context."
+        )
+        raise DataError(what, where, fix)
 
 
 @dataclass(frozen=True)
@@ -88,7 +95,7 @@ class CheckRequest:
         assistant: The model behind the baseline of that name.
         calibration: What calibrate found, for the studies.
         trained: The target's answers in training rows; None where they are not known.
-        speculative_config: How vLLM is told to draft, where the heads are not an export of ours.
+        speculative_config: vLLM's, where it does not read `export`.
     """
 
     target: TargetSpec
@@ -131,9 +138,11 @@ def held_out_prompts(
     """
     kept: list[Prompt] = []
     skipped = 0
-    for row in (row for row in rows if row.split == split):
+    for row in rows:
         if len(kept) == number:
             break
+        if row.split != split:
+            continue
         answers = [span for span in row.spans if span.role == "assistant"]
         fitting = [turn for turn, span in enumerate(answers) if span.start <= room]
         if not fitting:
@@ -170,33 +179,13 @@ def question_prompts(
     target, dialogues = _conversed(
         target, questions, settings, engine, gpus, progress, answers_last=False
     )
-    kept = _asked(questions, dialogues, context_length(target) - settings.max_new_tokens)
-    return Prompts(kept, _num_turns(questions) - len(kept))
-
-
-def _as_measured(target: TargetSpec, settings: CheckConfig) -> Sampling:
-    """Answers of earlier turns are sampled as the acceptance rule samples."""
-    samples = rule_of(settings).samples
-    return Sampling(
-        temperature=settings.temperature if samples else 0.0,
-        top_p=settings.top_p if samples else 1.0,
-        max_new_tokens=settings.max_new_tokens,
-        stop_token_ids=eos_token_ids(target),
-    )
-
-
-def _asked(
-    questions: Sequence[Conversation], dialogues: Sequence[Dialogue], room: int
-) -> list[Prompt]:
-    """The prompts that dialogues ended up asking and that are no longer than `room`."""
+    room = context_length(target) - settings.max_new_tokens
     kept: list[Prompt] = []
     for question, name, dialogue in zip(questions, question_ids(questions), dialogues, strict=True):
-        kept += [
-            Prompt(f"{question.id}/{turn}", ids, question.category, name, turn)
-            for turn, ids in enumerate(dialogue.prompts())
-            if len(ids) <= room
-        ]
-    return kept
+        for turn, ids in enumerate(dialogue.prompts()):
+            if len(ids) <= room:
+                kept.append(Prompt(f"{question.id}/{turn}", ids, question.category, name, turn))
+    return Prompts(kept, _num_turns(questions) - len(kept))
 
 
 def answered_questions(
@@ -214,8 +203,10 @@ def answered_questions(
     found = []
     for name, dialogue in zip(question_ids(questions), dialogues, strict=True):
         with contextlib.suppress(RowRejected):  # it has no answer
-            spans = ((row.input_ids, span) for row in dialogue.rows() for span in row.spans)
-            found.append((name, [ids[span.start : span.end] for ids, span in spans]))
+            answers = []
+            for row in dialogue.rows():
+                answers += [row.input_ids[span.start : span.end] for span in row.spans]
+            found.append((name, answers))
     return found
 
 
@@ -230,15 +221,18 @@ def _conversed(
     answers_last: bool = True,
 ) -> tuple[TargetSpec, list[Dialogue]]:
     """The questions, answered, and the target with the context that they were given."""
-    template, sampling = (
-        load_chat_template(target, load_tokenizer(target)),
-        _as_measured(target, settings),
-    )
-    longest = max(
-        (_most_tokens(question, template, settings.max_new_tokens) for question in questions),
-        default=1,
-    )
+    template = load_chat_template(target, load_tokenizer(target))
+    longest = 1
+    for question in questions:
+        longest = max(longest, _most_tokens(question, template, settings.max_new_tokens))
     target = replace(target, max_tokens=min(context_length(target), longest))
+    samples = rule_of(settings).samples  # answers to earlier turns are written by the same rule
+    sampling = Sampling(
+        temperature=settings.temperature if samples else 0.0,
+        top_p=settings.top_p if samples else 1.0,
+        max_new_tokens=settings.max_new_tokens,
+        stop_token_ids=eos_token_ids(target),
+    )
     replay = DialogueSettings(
         "replay", sampling, context_length(target), ends_at_flaws=False, answers_last=answers_last
     )
@@ -250,10 +244,8 @@ def _conversed(
     num_answers = _num_turns(questions) - (0 if answers_last else len(questions))
     progress.begin("the prompts of later turns", num_answers, unit="answers")
     running = make_generation_engine(engine, target, {}, gpus)
-    try:
+    with contextlib.closing(running):
         converse(dialogues, Counted(running, progress))
-    finally:
-        running.close()
     return target, dialogues
 
 
@@ -272,9 +264,8 @@ class Counted:
     def step(self) -> list[Completion]:
         completions = self._engine.step()
         if completions:
-            self._progress.advance(
-                len(completions), sum(len(completion.token_ids) for completion in completions)
-            )
+            num_tokens = sum(len(completion.token_ids) for completion in completions)
+            self._progress.advance(len(completions), num_tokens)
         return completions
 
 
@@ -307,8 +298,13 @@ def with_room_for(
 def question_ids(questions: Sequence[Conversation]) -> list[int | str]:
     """The file's own ids, as integers where they are; ours where an id is missing or repeated."""
     times = Counter(question.source_id for question in questions)
-    own = [q.source_id if q.source_id and times[q.source_id] == 1 else q.id for q in questions]
-    return [int(name) if name.isdecimal() else name for name in own]
+    found: list[int | str] = []
+    for question in questions:
+        name = question.source_id
+        if not name or times[name] > 1:
+            name = question.id
+        found.append(int(name) if name.isdecimal() else name)
+    return found
 
 
 def _most_tokens(question: Conversation, template: ChatTemplate, max_new_tokens: int) -> int:

@@ -1,9 +1,9 @@
 """Answers compared with the references that a file of questions carries: exact match, by task.
 
 A reference is a text for each turn (`reference`, as MT-Bench and Spec-Bench have it) or one for the
-last (`answer`, as GSM8K has it, of which what follows `####` counts). An answer matches as in SQuAD
-(arXiv 1606.05250): the same text without case, punctuation, articles and white space; where the
-reference is a number, the answer's last number is it.
+last (`answer`, as GSM8K has it, of which the part after `####` counts). An answer matches as in
+SQuAD (arXiv 1606.05250): the same text without case, punctuation, articles and white space; where
+the reference is a number, it is the answer's last number.
 Limit: free texts, such as a model essay, match nothing; their tasks are left to a judge.
 """
 
@@ -13,11 +13,12 @@ import contextlib
 import json
 import re
 import string
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline.conversations.formats import ID_KEYS
+from pipeline.artifacts.check_result import Line
+from pipeline.conversations.forms import ID_KEYS
 
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -26,19 +27,17 @@ FINAL = "####"
 
 
 def read_references(path: Path) -> dict[str, list[str]]:
-    """The references of each question, by the file's own id; of questions without an id or a
-    reference nothing.
+    """The references of each question, by the file's own id.
 
-    A file of another form than JSON or JSON lines has none, nor has a line that is no JSON.
+    Questions without an id or a reference are left out, and so are lines that are no JSON.
     """
     found = {}
     for row in _rows(path):
-        name = (
-            next((row[key] for key in ID_KEYS if key in row), None)
-            if isinstance(row, dict)
-            else None
-        )
-        if name is not None and (references := _references(row)):
+        if not isinstance(row, dict):
+            continue
+        references = _references(row)
+        name = next((row[key] for key in ID_KEYS if key in row), None)
+        if name is not None and references:
             found[str(name)] = references
     return found
 
@@ -51,19 +50,17 @@ def _rows(path: Path) -> Iterator[Any]:
         with contextlib.suppress(ValueError, RecursionError):
             yield from json.loads(text)
         return
-    for line in text.split("\n"):  # U+2028, which `splitlines` cuts at too, may stand in a text
+    for line in text.split("\n"):  # `splitlines` also cuts at U+2028, which a text may hold
         with contextlib.suppress(ValueError, RecursionError):
             yield json.loads(line)
 
 
 def _references(row: Mapping[str, Any]) -> list[str]:
-    value = row.get("reference") or row.get("answer")
-    values = value if isinstance(value, list) else [value]
-    return (
-        [str(each) if isinstance(each, str | int | float) else "" for each in values]
-        if any(values)
-        else []
-    )
+    found = row.get("reference") or row.get("answer")
+    values = found if isinstance(found, list) else [found]
+    if not any(values):
+        return []
+    return [str(each) if isinstance(each, str | int | float) else "" for each in values]
 
 
 def matches(answer: str, reference: str) -> bool:
@@ -76,8 +73,8 @@ def matches(answer: str, reference: str) -> bool:
 
 
 def exact_match(
-    answers: Mapping[str, Iterable[Mapping[str, Any]]], references: Mapping[str, Sequence[str]]
-) -> list[dict[str, Any]]:
+    answers: Mapping[str, Sequence[Line]], references: Mapping[str, Sequence[str]]
+) -> list[dict[str, str | int | float]]:
     """The share of answers that are their reference, by category.
 
     Args:
@@ -87,32 +84,36 @@ def exact_match(
         [{"category", "answers": how many are compared, METHOD: share, …}]; empty where nothing can
         be compared.
     """
-    counts: dict[str, dict[str, list[bool]]] = {}
-    categories = {
-        str(line["question_id"]): line["category"]
-        for lines in answers.values()
-        for line in lines
-        if line.get("category")
-    }
+    categories: dict[str, str] = {}
+    for lines in answers.values():
+        for line in lines:
+            if line.get("category"):
+                categories[str(line["question_id"])] = line["category"]
+    found: dict[str, dict[str, list[bool]]] = {}
     for method, lines in answers.items():
         for line in lines:
-            name, turns = str(line["question_id"]), line["choices"][0]["turns"]
-            given = references.get(name, ())
-            last = given if len(given) > 1 else [*[""] * (len(turns) - 1), *given]
-            compared = [
-                matches(turn, each) for turn, each in zip(turns, last, strict=False) if each
-            ]
-            counts.setdefault(categories.get(name, ""), {}).setdefault(method, []).extend(compared)
-    return [
-        {"category": category, "answers": max(map(len, by_method.values()))}
-        | {
-            method: round(sum(found) / len(found), 4)
-            for method, found in by_method.items()
-            if found
-        }
-        for category, by_method in counts.items()
-        if any(by_method.values())
-    ]
+            name = str(line["question_id"])
+            compared = _compared(line["choices"][0]["turns"], references.get(name, ()))
+            by_method = found.setdefault(categories.get(name, ""), {})
+            by_method.setdefault(method, []).extend(compared)
+    rows = []
+    for category, by_method in found.items():
+        most = max(len(compared) for compared in by_method.values())
+        row: dict[str, str | int | float] = {"category": category, "answers": most}
+        for method, compared in by_method.items():
+            if compared:
+                row[method] = round(sum(compared) / len(compared), 4)
+        if most:
+            rows.append(row)
+    return rows
+
+
+def _compared(turns: Sequence[str], references: Sequence[str]) -> list[bool]:
+    """Whether each turn that has a reference is it; a single reference is the last turn's."""
+    if len(references) == 1:
+        turns = turns[-1:]
+    pairs = zip(turns, references, strict=False)
+    return [matches(turn, reference) for turn, reference in pairs if reference]
 
 
 def _number(text: str) -> float:

@@ -1,95 +1,108 @@
-"""The served check: the export decoded by vLLM, against vLLM without it.
+"""The checks in vLLM: the export against vLLM without it, offline and as a server under load.
 
 vLLM is started as `vllm serve EXPORT` starts it, with the export as its only model, wherever that
-names the target that is checked; else with the two named apart.
+names the target that is checked; else with the two named apart. It proposes the chain of the heads'
+top-1 guesses, never a tree, so its acceleration rate is lower than the native one. It is counted by
+the same rule: tokens kept over forwards of the target, after the prefill and its token.
 
-vLLM proposes the chain of the heads' top-1 guesses, never a tree, so its acceleration rate is lower
-than the native one. It is counted by the same rule: tokens kept over forwards of the target, after
-the prefill and its token.
+The study of load (`check.studies: [load]`) sends ever more requests at once to the server, with the
+heads and without: heads spend computation that few requests leave idle. It has the check's prompts;
+client and server share the machine. Its acceleration rate is over the drafts that the server counts
+(see `vllm_server`), not over the forwards of each request.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from pipeline.artifacts.tree_file import Calibration
+import numpy as np
+
+from pipeline.artifacts.check_result import (
+    ChainRate,
+    CheckResult,
+    LoadRow,
+    Percentiles,
+    VllmFigures,
+)
+from pipeline.artifacts.json_form import rounded
+from pipeline.artifacts.seen_answers import NewAnswers
+from pipeline.artifacts.tree_file import ChainLength
+from pipeline.config import LatencyLimits
 from pipeline.decoding.standard_error import rate_of_answers
 from pipeline.evaluation.answers import compare, tie_tolerance, top_2_gap
 from pipeline.evaluation.prompts import CheckRequest, conversations_of
-from pipeline.evaluation.speed import rate_on_new_answers, require_steps, rounded
+from pipeline.evaluation.speed import rate_on_new_answers, require_steps
 from pipeline.execution.progress import ProgressReporter
 from pipeline.export.layout import read_layout
 from pipeline.targets.loading import load_causal_lm
-from pipeline.targets.quantized import in_engine
-from pipeline.targets.vllm_decode import vllm_decode_check
+from pipeline.targets.vllm_decode import decode_in_vllm
+from pipeline.targets.vllm_server import serve_under_load
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+LEVELS = (1, 2, 4, 8, 16, 32, 64)  # concurrent requests
 
-def check_served(request: CheckRequest, progress: ProgressReporter | None = None) -> dict[str, Any]:
+
+def check_served(request: CheckRequest, progress: ProgressReporter | None = None) -> CheckResult:
     """Decode every prompt greedily in vLLM, without the heads and with them.
 
     Returns:
-        `vllm` of report.json, and the `differing` sequences that are not ties.
+        The vLLM part of a check.
 
     Raises:
         ConfigError: No answer took a step.
     """
     settings, prompts, gpus = request.settings, request.prompts, request.gpus
-    target = in_engine(request.target, "vllm", on_gpu=gpus > 0)  # in whose dtype a tie is a tie
     with_heads, num_tokens = drafting(request)
     if progress:
         progress.begin("vLLM starts", 0)
-    decoded = vllm_decode_check(
-        target,
-        with_heads,
+    plain, accelerated = decode_in_vllm(
+        request.target,
+        [{}, with_heads],
         [prompt.ids for prompt in prompts],
         settings.max_new_tokens,
         repeats=settings.repeats,
         gpus=gpus,
         told=progress.report if progress else None,
     )
-    plain, accelerated = decoded["plain"], decoded["accelerated"]
-    require_steps(accelerated["accepted"])
-    found = rate_of_answers(accelerated["accepted"], conversations_of(prompts))
+    answers, accepted = accelerated.token_ids, accelerated.accepted
+    require_steps(accepted)
 
     @functools.cache
     def model() -> PreTrainedModel:  # loaded only where sequences differ
-        return load_causal_lm(target, "cuda" if gpus else "cpu", max(1, gpus))
+        return load_causal_lm(request.target, "cuda" if gpus else "cpu", max(1, gpus))
 
-    texts = plain["token_ids"], accelerated["token_ids"]
-    tolerance = tie_tolerance(target, settings, on_gpu=gpus > 0)
-    match = compare(prompts, *texts, lambda prefix: top_2_gap(model(), prefix), tolerance)
-    on_new: dict[str, Any] = {}
+    def gap_at(prefix: list[int]) -> float:
+        return top_2_gap(model(), prefix)
+
+    tolerance = tie_tolerance(request.target, settings, on_gpu=gpus > 0)
+    comparison = compare(prompts, plain.token_ids, answers, gap_at, tolerance)
+    measured = rate_of_answers(accepted, conversations_of(prompts))
+    figures = VllmFigures(
+        num_speculative_tokens=num_tokens,
+        export_alone="model" in with_heads,
+        acceleration_rate=round(measured.rate, 4),
+        standard_error=rounded(measured.standard_error),
+        accepted_per_position=accepted_per_position(accepted, num_tokens),
+        speedup=round(accelerated.tokens_per_second / plain.tokens_per_second, 4),
+        tokens_per_second=round(accelerated.tokens_per_second, 2),
+        baseline_tokens_per_second=round(plain.tokens_per_second, 2),
+        model_runners={"plain": plain.model_runner, "with heads": accelerated.model_runner},
+        greedy_match=comparison.match,
+        largest_gap=comparison.largest_gap,
+        tie_tolerance=tolerance,
+        dtype=request.target.dtype,
+    )
     if request.trained is not None:
         seen = request.trained.answers()
-        on_new = rate_on_new_answers(
-            prompts, accelerated["token_ids"], accelerated["accepted"], seen
-        )
-    return {
-        "vllm": {
-            "num_speculative_tokens": num_tokens,
-            "export_alone": "model" in with_heads,
-            "acceleration_rate": rounded(found.rate),
-            "standard_error": rounded(found.standard_error),
-            "accepted_per_position": accepted_per_position(accelerated["accepted"], num_tokens),
-            "speedup": round(accelerated["tokens_per_second"] / plain["tokens_per_second"], 4),
-            "tokens_per_second": round(accelerated["tokens_per_second"], 2),
-            "baseline_tokens_per_second": round(plain["tokens_per_second"], 2),
-            "model_runners": {
-                "plain": plain["model_runner"],
-                "with heads": accelerated["model_runner"],
-            },
-            "greedy_match": match.as_dict(),
-            "tie_tolerance": tolerance,
-            **match.largest_gap(),
-            **on_new,
-        },
-        "differing": match.differing,
-    }
+        seen_share, new = rate_on_new_answers(prompts, answers, accepted, seen)
+        figures = replace(figures, seen_share=seen_share, new=new)
+    return CheckResult(vllm=figures, differing=comparison.differing)
 
 
 def accepted_per_position(accepted: Sequence[Sequence[int]], num_tokens: int) -> list[float]:
@@ -100,38 +113,158 @@ def accepted_per_position(accepted: Sequence[Sequence[int]], num_tokens: int) ->
     lies beyond is not counted.
     """
     steps = [kept for answer in accepted for kept in answer]
-    return [
-        round(sum(kept > depth for kept in steps) / len(steps), 4)
-        for depth in range(1, num_tokens + 1)
-    ]
+    shares = []
+    for depth in range(1, num_tokens + 1):
+        shares.append(round(sum(kept > depth for kept in steps) / len(steps), 4))
+    return shares
 
 
 def drafting(request: CheckRequest) -> tuple[dict[str, Any], int]:
     """The arguments that start vLLM with the heads, and how many tokens they draft."""
-    if config := request.speculative_config:
+    config = request.speculative_config
+    if config is not None:
         return {"speculative_config": dict(config)}, config["num_speculative_tokens"]
     layout = read_layout(request.export)
     return layout.engine_args(request.export, request.target.model), layout.num_speculative_tokens
 
 
-def chain_promise(
-    calibration: Calibration, chain: Mapping[str, Any] | None, *, of_one_kind: bool
-) -> dict[str, Any]:
-    """What the chain that vLLM drafts is expected to reach, for `vllm` of report.json.
+def with_expectations(
+    found: VllmFigures, same_text: ChainRate | None, held_out: ChainLength | None
+) -> VllmFigures:
+    """The figures with the rate that vLLM's chain is expected to reach.
 
     Args:
-        chain: `chain_figures` of the same answers, where native decoding has written them: vLLM is
-            expected to reach its rate up to ties, whatever the prompts' kind.
-        of_one_kind: Whether the prompts are of the kind of calibration's text, which foretells
-            nothing of others.
+        same_text: The chain on the answers of native decoding, where these were decoded; vLLM is
+            expected to reach its rate up to ties.
+        held_out: The chain on calibration's text, where the prompts are of the same kind.
     """
-    found: dict[str, Any] = {}
-    if chain:
-        found["same_text_acceleration_rate"] = chain["acceleration_rate"]
-    if of_one_kind:
-        promise = calibration.chain[calibration.num_speculative_tokens - 1]
-        found |= {
-            key: promise[key] for key in ("expected_acceleration_rate", "expected_standard_error")
-        }
-        found["new"] = promise["new"]
-    return found
+    if same_text is not None:
+        found = replace(found, same_text_acceleration_rate=same_text.acceleration_rate)
+    if held_out is None:
+        return found
+    rate, error = held_out.expected_acceleration_rate, held_out.expected_standard_error
+    new = replace(
+        found.new or NewAnswers(answers=held_out.new.answers),
+        expected_acceleration_rate=held_out.new.expected_acceleration_rate,
+        expected_standard_error=held_out.new.expected_standard_error,
+    )
+    return replace(found, expected_acceleration_rate=rate, expected_standard_error=error, new=new)
+
+
+@dataclass(frozen=True)
+class LoadStudy:
+    """The rows of the study of load, and in a sentence at which loads the heads pay."""
+
+    rows: list[LoadRow]
+    under_load: str
+
+
+def load_study(request: CheckRequest, progress: ProgressReporter | None = None) -> LoadStudy:
+    """Measure an export under load, `check.repeats` times."""
+    if progress:
+        progress.begin("vLLM's server starts", 0, unit="loads")
+    settings = request.settings
+    with_heads, _ = drafting(request)
+    plain, accelerated = serve_under_load(
+        request.target,
+        [{}, with_heads],
+        [prompt.ids for prompt in request.prompts],
+        LEVELS,
+        settings.max_new_tokens,
+        repeats=settings.repeats,
+        gpus=request.gpus,
+        told=progress.report if progress else None,
+    )
+    rows = load_rows(plain, accelerated, settings.slo)
+    return LoadStudy(rows, in_words(rows))
+
+
+def load_rows(
+    plain: Sequence[Mapping[str, Any]],
+    with_heads: Sequence[Mapping[str, Any]],
+    limits: LatencyLimits,
+) -> list[LoadRow]:
+    """The study's rows, from what `serve_under_load` measured of both servers."""
+    rows = []
+    for before, after in zip(plain, with_heads, strict=True):
+        baseline = before["num_tokens"] / before["seconds"]
+        speed = after["num_tokens"] / after["seconds"]
+        rate = after["acceleration_rate"]
+        rows.append(
+            LoadRow(
+                requests=after["requests"],
+                speedup=rounded(round(speed, 4) / round(baseline, 4)),
+                acceleration_rate=None if rate is None else rounded(rate),
+                tokens_per_second=rounded(speed),
+                ttft_ms=_percentiles(after["ttft"]),
+                tpot_ms=_percentiles(after["tpot"]),
+                within_slo=_within(limits, after),
+                baseline_tokens_per_second=rounded(baseline),
+                baseline_ttft_ms=_percentiles(before["ttft"]),
+                baseline_tpot_ms=_percentiles(before["tpot"]),
+                baseline_within_slo=_within(limits, before),
+            )
+        )
+    return rows
+
+
+def _percentiles(seconds: Sequence[float | None]) -> Percentiles:
+    """Percentiles of times in milliseconds, of the requests that have one."""
+    times_N = 1000 * np.array([each for each in seconds if each is not None])
+    if not len(times_N):
+        return Percentiles()
+    p50, p90, p99 = np.percentile(times_N, (50, 90, 99)).tolist()
+    return Percentiles(p50=rounded(p50), p90=rounded(p90), p99=rounded(p99))
+
+
+def _within(limits: LatencyLimits, measured: Mapping[str, Any]) -> float | None:
+    """The share of requests within both limits; None without limits."""
+    if not limits.ttft_ms and not limits.tpot_ms:
+        return None
+    within = 0
+    for ttft, tpot in zip(measured["ttft"], measured["tpot"], strict=True):
+        first_in_time = 1000 * ttft <= (limits.ttft_ms or math.inf)
+        # An answer of one token has no further ones that could be late.
+        others_in_time = tpot is None or 1000 * tpot <= (limits.tpot_ms or math.inf)
+        within += first_in_time and others_in_time
+    return round(within / len(measured["ttft"]), 4)
+
+
+def stops_paying_at(rows: Sequence[LoadRow]) -> int | None:
+    """The least measured number of requests at which the server is slower with the heads."""
+    for row in rows:
+        if not _pays(row):
+            return row.requests
+    return None
+
+
+def _pays(row: LoadRow) -> bool:
+    return row.speedup is not None and row.speedup >= 1
+
+
+def in_words(rows: Sequence[LoadRow]) -> str:
+    """Up to how many requests the heads pay, and at which loads they do not, in a sentence."""
+    stops = stops_paying_at(rows)
+    if stops is None:
+        return (
+            f"Served by vLLM, the heads pay up to {rows[-1].requests} requests at once, the most"
+            " that were tried."
+        )
+    slower = [row.requests for row in rows if not _pays(row)]
+    before = [row.requests for row in rows if row.requests < stops]
+    again = [row.requests for row in rows if row.requests > stops and _pays(row)]
+    beyond = f"they are slower at {_listed(slower)}"
+    if before and again:
+        beyond += f", and faster again at {_listed(again)}"
+    if before:
+        return f"Served by vLLM, the heads pay up to {before[-1]} requests at once; {beyond}."
+    if again:
+        return (
+            f"Served by vLLM, the heads pay at {_listed(again)} requests at once alone; {beyond}."
+        )
+    return f"Served by vLLM, the heads do not pay; {beyond}."
+
+
+def _listed(levels: Sequence[int]) -> str:
+    *others, last = map(str, levels)
+    return f"{', '.join(others)} and {last}" if others else last

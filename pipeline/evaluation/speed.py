@@ -1,13 +1,19 @@
-"""Speed figures of several decoding methods on the same prompts.
+"""Decoding methods on the same prompts, in turn, and their speed; transformers' own among them.
 
     acceleration rate  tokens kept / target forwards after the prefill, pooled over sequences
     standard error     of the acceleration rate, had other prompts of the same kind been asked
     overhead           seconds per step with heads / seconds per plain step
     speedup            tokens per second / plain tokens per second, which is acceleration rate /
-    overhead
+                       overhead
 
 Seconds exclude the prefill. They are medians over the repetitions; times per answer are medians
 over answers and repetitions. A figure is None where no answer took a step.
+
+Baselines (`check.baselines`) are transformers' greedy decoding:
+
+    generate       plain decoding with its dynamic cache
+    prompt-lookup  guesses are the tokens that followed an earlier occurrence of the last tokens
+    assistant      guesses of a smaller model with the same vocabulary (`check.assistant_model`)
 """
 
 from __future__ import annotations
@@ -15,33 +21,45 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import compress
-from typing import Any
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from transformers import GenerationConfig
+from transformers.generation.streamers import BaseStreamer
 
-from pipeline.artifacts.seen_answers import ENOUGH_NEW, SeenAnswers
+from pipeline.artifacts.check_result import Baseline, BaselineSpeed, Category
+from pipeline.artifacts.json_form import rounded
+from pipeline.artifacts.seen_answers import ENOUGH_NEW, NewAnswers, SeenAnswers
+from pipeline.config import BaselineName
 from pipeline.decoding.acceptance import AcceptanceRule
 from pipeline.decoding.decoder import Decoded, Decoder, acceleration_rate
 from pipeline.decoding.standard_error import rate_of_answers
 from pipeline.errors import ConfigError
 from pipeline.evaluation.prompts import Prompt, conversations_of
 from pipeline.execution.progress import ProgressReporter
+from pipeline.targets.loading import input_device, load_causal_lm
+from pipeline.targets.spec import TargetSpec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 Decode = Callable[[list[int], int], Decoded]  # (prompt, sampling seed)
 Pass = Mapping[str, Sequence[Decoded]]  # one repetition: each method's answers, by prompt
 
 PLAIN, ACCELERATED = "plain", "accelerated"
+NUM_LOOKED_UP = 10  # guesses per step of prompt lookup, as in transformers' guide
 
 
 def decode_by(decoder: Decoder, rule: AcceptanceRule, num_tokens: int) -> Decode:
-    """Decoding by a rule; where it samples, from the seed."""
+    """Decode by a rule; one that samples draws from the seed."""
 
     def decode(prompt_ids: list[int], seed: int) -> Decoded:
-        generator = torch.Generator(decoder.device).manual_seed(seed) if rule.samples else None
+        generator = None
+        if rule.samples:
+            generator = torch.Generator(decoder.device).manual_seed(seed)
         return decoder.generate(prompt_ids, num_tokens, rule, generator)
 
     return decode
@@ -51,15 +69,67 @@ class CannotDecode(Exception):
     """A baseline cannot decode, with the reason; the checked methods never raise it."""
 
 
-@contextmanager
-def code_of_others() -> Iterator[None]:
-    """Whatever a model's or a cache's code raises in here is the reason why a baseline cannot
-    decode.
+class ForwardRecorder(BaseStreamer):
+    """Record the tokens and the time of each forward of the target."""
+
+    def __init__(self) -> None:
+        self.forwards: list[list[int]] = []
+        self.times: list[float] = []
+        self._began = False
+
+    def put(self, value: torch.Tensor) -> None:
+        """Receive the prompt, then each forward's tokens."""
+        if self._began:
+            self.forwards.append(value.flatten().tolist())
+            self.times.append(perf_counter())
+        self._began = True
+
+    def end(self) -> None:
+        """The text is over."""
+
+
+def baseline(
+    name: BaselineName,
+    model: PreTrainedModel,
+    eos_token_ids: tuple[int, ...],
+    max_new_tokens: int,
+    assistant: TargetSpec | None = None,
+) -> Decode:
+    """A greedy decoder of transformers; the model's own generation settings do not apply.
+
+    It raises `CannotDecode` where transformers cannot decode this target or prompt in this way.
+
+    Raises:
+        ConfigError, EnvironmentFault: The assistant cannot be loaded.
     """
-    try:
-        yield
-    except Exception as error:
-        raise CannotDecode((str(error).splitlines() or [type(error).__name__])[0]) from error
+    device = input_device(model)
+    settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": max_new_tokens}
+    if eos_token_ids:
+        settings |= {"eos_token_id": list(eos_token_ids), "pad_token_id": eos_token_ids[0]}
+    if name == "prompt-lookup":
+        settings["prompt_lookup_num_tokens"] = NUM_LOOKED_UP
+    arguments: dict[str, Any] = {"generation_config": GenerationConfig(**settings)}
+    if name == "assistant":
+        assert assistant is not None, "CheckConfig asks for both or neither"
+        arguments["assistant_model"] = load_causal_lm(assistant, device)
+    model.generation_config = GenerationConfig()  # generate takes unset values from it
+
+    def decode(prompt_ids: list[int], seed: int) -> Decoded:
+        ids_1T = torch.tensor([prompt_ids], device=device)
+        mask_1T, recorder = torch.ones_like(ids_1T), ForwardRecorder()
+        start = perf_counter()
+        try:
+            model.generate(ids_1T, attention_mask=mask_1T, streamer=recorder, **arguments)
+        except Exception as error:  # of any code of a model or a cache
+            reason = str(error) or type(error).__name__
+            raise CannotDecode(reason.splitlines()[0]) from error
+        token_ids = [token for new_ids in recorder.forwards for token in new_ids]
+        finished: Literal["stop", "length"] = "stop" if token_ids[-1] in eos_token_ids else "length"
+        accepted = [len(new_ids) for new_ids in recorder.forwards[1:]]
+        first, last = recorder.times[0], recorder.times[-1]
+        return Decoded(token_ids, finished, accepted, first - start, last - first)
+
+    return decode
 
 
 def take_turns(
@@ -82,10 +152,12 @@ def take_turns(
             if name in failed:
                 continue
             try:
-                written[name].append(answer := decode(prompt.ids, seed))
-                num_tokens += len(answer.token_ids)
+                answer = decode(prompt.ids, seed)
             except CannotDecode as reason:
                 failed[name] = str(reason)
+                continue
+            written[name].append(answer)
+            num_tokens += len(answer.token_ids)
         if progress:
             progress.advance(tokens=num_tokens)
     return {name: answers for name, answers in written.items() if name not in failed}
@@ -102,24 +174,35 @@ class Pace:
     time_per_output_token: float
 
     @classmethod
-    def of(cls, repetitions: Sequence[Sequence[Decoded]]) -> Pace:
-        """The speed of one method's answers, given by repetition."""
-        first = repetitions[0]
-        seconds = statistics.median(sum(one.seconds for one in answers) for answers in repetitions)
-        every = [one for answers in repetitions for one in answers]
+    def of(cls, passes: Sequence[Pass], method: str) -> Pace:
+        """The speed of a method's answers in every repetition."""
+        first = passes[0][method]
+        every = [one for answers in passes for one in answers[method]]
+        seconds = statistics.median(sum(one.seconds for one in each[method]) for each in passes)
         per_token = [one.seconds / sum(one.accepted) for one in every if one.accepted]
         return cls(
             acceleration_rate=acceleration_rate(first),
             seconds_per_step=_ratio(seconds, sum(one.num_steps for one in first)),
             tokens_per_second=_ratio(sum(sum(one.accepted) for one in first), seconds),
             time_to_first_token=statistics.median(one.seconds_prefill for one in every),
-            time_per_output_token=statistics.median(per_token) if per_token else math.nan,
+            time_per_output_token=statistics.median(per_token or [math.nan]),
         )
 
-    def timed(self) -> dict[str, float | None]:
-        """The figures of report.json that depend on the machine alone."""
-        digits = {"tokens_per_second": 2, "time_to_first_token": 6, "time_per_output_token": 6}
-        return {name: rounded(getattr(self, name), number) for name, number in digits.items()}
+
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """The speed with heads beside plain decoding's (`baseline_…`), as in report.json."""
+
+    acceleration_rate: float | None
+    standard_error: float | None
+    overhead: float | None
+    speedup: float | None
+    tokens_per_second: float | None
+    baseline_tokens_per_second: float | None
+    time_to_first_token: float | None
+    baseline_time_to_first_token: float | None
+    time_per_output_token: float | None
+    baseline_time_per_output_token: float | None
 
 
 def require_steps(accepted: Iterable[Sequence[int]]) -> None:
@@ -133,24 +216,23 @@ def require_steps(accepted: Iterable[Sequence[int]]) -> None:
         raise ConfigError(what, "check.max_new_tokens", "Raise it, or check with other prompts.")
 
 
-def speed(prompts: Sequence[Prompt], passes: Sequence[Pass]) -> dict[str, float | None]:
+def speed(prompts: Sequence[Prompt], passes: Sequence[Pass]) -> Speed:
     """The figures with heads and those of plain decoding."""
-    plain, accelerated = (
-        Pace.of([one[method] for one in passes]) for method in (PLAIN, ACCELERATED)
-    )
+    plain, accelerated = Pace.of(passes, PLAIN), Pace.of(passes, ACCELERATED)
     overhead = _ratio(accelerated.seconds_per_step, plain.seconds_per_step)
-    found = rate_of_answers(
-        [one.accepted for one in passes[0][ACCELERATED]], conversations_of(prompts)
+    accepted = [one.accepted for one in passes[0][ACCELERATED]]
+    return Speed(
+        acceleration_rate=rounded(accelerated.acceleration_rate),
+        standard_error=rounded(rate_of_answers(accepted, conversations_of(prompts)).standard_error),
+        overhead=rounded(overhead),
+        speedup=rounded(_ratio(accelerated.acceleration_rate, overhead)),
+        tokens_per_second=rounded(accelerated.tokens_per_second, 2),
+        baseline_tokens_per_second=rounded(plain.tokens_per_second, 2),
+        time_to_first_token=rounded(accelerated.time_to_first_token, 6),
+        baseline_time_to_first_token=rounded(plain.time_to_first_token, 6),
+        time_per_output_token=rounded(accelerated.time_per_output_token, 6),
+        baseline_time_per_output_token=rounded(plain.time_per_output_token, 6),
     )
-    figures = {
-        "acceleration_rate": rounded(accelerated.acceleration_rate),
-        "standard_error": rounded(found.standard_error),
-        "overhead": rounded(overhead),
-        "speedup": rounded(_ratio(accelerated.acceleration_rate, overhead)),
-    }
-    for name, figure in accelerated.timed().items():
-        figures |= {name: figure, f"baseline_{name}": plain.timed()[name]}
-    return figures
 
 
 def rate_on_new_answers(
@@ -158,76 +240,88 @@ def rate_on_new_answers(
     answers: Sequence[Sequence[int]],
     accepted: Sequence[Sequence[int]],
     trained: SeenAnswers,
-) -> dict[str, Any]:
-    """The share of answers that the target has also written in training rows, and the rate of the
-    others.
+) -> tuple[float, NewAnswers]:
+    """The share of answers that are also in training rows, and the rate of the others.
 
     Args:
         answers: Token ids.
         accepted: Per answer, the tokens that each step kept.
-
-    Returns:
-        {"seen_share", "new": {"answers": their number, "acceleration_rate", "standard_error"}}; no
-        rate where the new answers are fewer than `ENOUGH_NEW`.
     """
-    is_new = [list(answer) not in trained for answer in answers]
-    new: dict[str, Any] = {"answers": sum(is_new)}
-    if sum(is_new) >= ENOUGH_NEW:
-        conversations = conversations_of(prompts)
-        found = rate_of_answers(
-            list(compress(accepted, is_new)), list(compress(conversations, is_new))
-        )
-        new["acceleration_rate"] = rounded(found.rate)
-        new["standard_error"] = rounded(found.standard_error)
-    return {"seen_share": round(1 - sum(is_new) / len(is_new), 4), "new": new}
+    conversations = conversations_of(prompts)
+    new = [index for index, answer in enumerate(answers) if list(answer) not in trained]
+    seen_share = round(1 - len(new) / len(answers), 4)
+    if len(new) < ENOUGH_NEW:
+        return seen_share, NewAnswers(answers=len(new))
+    found = rate_of_answers([accepted[i] for i in new], [conversations[i] for i in new])
+    rate, error = rounded(found.rate), rounded(found.standard_error)
+    return seen_share, NewAnswers(answers=len(new), acceleration_rate=rate, standard_error=error)
 
 
-def pace_beside(passes: Sequence[Pass], method: str) -> dict[str, float | None]:
+def baseline_figures(passes: Sequence[Pass], method: str) -> Baseline:
     """A baseline's figures; the speedup is over plain decoding."""
-    plain, other = (Pace.of([one[name] for one in passes]) for name in (PLAIN, method))
-    return {
-        "acceleration_rate": rounded(other.acceleration_rate),
-        "speedup": rounded(_ratio(other.tokens_per_second, plain.tokens_per_second)),
-        **other.timed(),
-    }
+    plain, other = Pace.of(passes, PLAIN), Pace.of(passes, method)
+    return Baseline(
+        name=method,
+        acceleration_rate=rounded(other.acceleration_rate),
+        speedup=rounded(_ratio(other.tokens_per_second, plain.tokens_per_second)),
+        tokens_per_second=rounded(other.tokens_per_second, 2),
+        time_to_first_token=rounded(other.time_to_first_token, 6),
+        time_per_output_token=rounded(other.time_per_output_token, 6),
+    )
 
 
-def by_category(prompts: Sequence[Prompt], passes: Sequence[Pass]) -> list[dict[str, Any]]:
-    """`speed` for each category, in order of appearance; prompts without a category are left
-    out.
+def by_category(
+    prompts: Sequence[Prompt],
+    passes: Sequence[Pass],
+    greedy_passes: Sequence[Pass] = (),
+    baselines: Sequence[str] = (),
+) -> list[Category]:
+    """The speed for each category, in order of appearance; prompts without one are left out.
+
+    Args:
+        greedy_passes: Those in which the baselines decoded.
+        baselines: The baselines that decoded every prompt.
     """
-    keys = ("acceleration_rate", "speedup", "tokens_per_second", "baseline_tokens_per_second")
-    rows = []
-    for category, indices in categories_of(prompts).items():
-        asked = [prompts[i] for i in indices]
-        figures = speed(
-            asked,
-            [{name: [done[i] for i in indices] for name, done in one.items()} for one in passes],
-        )
-        rows.append(
-            {"category": category, "prompts": len(indices), **{key: figures[key] for key in keys}}
-        )
-    return rows
-
-
-def categories_of(prompts: Sequence[Prompt]) -> dict[str, list[int]]:
-    """The places of each category's prompts, in order of appearance."""
     members: dict[str, list[int]] = {}
     for index, prompt in enumerate(prompts):
         if prompt.category:
             members.setdefault(prompt.category, []).append(index)
-    return members
+    rows = []
+    for category, indices in members.items():
+        found = speed([prompts[i] for i in indices], _part(passes, indices))
+        greedy = _part(greedy_passes, indices)
+        beside = {}
+        for name in baselines:
+            other = baseline_figures(greedy, name)
+            beside[name] = BaselineSpeed(
+                acceleration_rate=other.acceleration_rate, speedup=other.speedup
+            )
+        rows.append(
+            Category(
+                category=category,
+                prompts=len(indices),
+                acceleration_rate=found.acceleration_rate,
+                speedup=found.speedup,
+                tokens_per_second=found.tokens_per_second,
+                baseline_tokens_per_second=found.baseline_tokens_per_second,
+                baselines=beside,
+            )
+        )
+    return rows
+
+
+def _part(passes: Sequence[Pass], indices: Sequence[int]) -> list[Pass]:
+    """The same passes on some of their prompts."""
+    parts: list[Pass] = []
+    for one in passes:
+        parts.append({name: [answers[i] for i in indices] for name, answers in one.items()})
+    return parts
 
 
 def steps_by_accepted_length(decoded: Sequence[Decoded]) -> list[int]:
     """The number of steps that accepted 0, 1, 2, … guesses."""
     counts = Counter(max(0, kept - 1) for one in decoded for kept in one.accepted)
     return [counts[length] for length in range(max(counts, default=0) + 1)]
-
-
-def rounded(value: float, digits: int = 4) -> float | None:
-    """The figure rounded, None where it is not finite."""
-    return round(value, digits) if math.isfinite(value) else None
 
 
 def _ratio(value: float, other: float) -> float:

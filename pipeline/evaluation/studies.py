@@ -2,17 +2,20 @@
 sizes.
 
     trees    plain, top-1 chain, Cartesian tree, the authors' stock tree, a searched one of its
-             size, the export's own; see tree_studies.py
+             size, the export's own
     typical  typical acceptance by eps, delta = sqrt(eps), and temperature, against greedy, sampling
-    and rejection heads    the export's tree cut at each depth; see tree_studies.py batch
-    sequences decoded at once, plain and with the tree load     vLLM as a server under load; see
-    load_study.py, since another engine runs it
+             and rejection
+    heads    the export's tree cut at each depth
+    batch    sequences decoded at once, plain and with the tree
+    load     vLLM as a server under load; see served.py
 
-`trees` and `heads` cost a forward per prompt and a few steps per row. A row of `typical` decodes
-`NUM_PROMPTS` prompts of at most `MAX_NEW_TOKENS` tokens once (twice where steps are captured); a
-row of `batch` decodes the same prompts, repeated to fill a batch, `check.repeats` times (three
-times more where steps are captured). The figures of a study are comparable with each other, not
-with the check's own. Rows are flat dictionaries, for a table and a plot.
+Greedy decoding gives the same text with any tree, so `trees` and `heads` decode none: one forward
+over each prompt and its plain answer gives the states that the heads read, and a replay of the
+answer gives each tree's acceleration rate, equal to decoding's up to ties. The time of a step is
+measured on a few prompts. A row of `typical` decodes `NUM_PROMPTS` prompts of at most
+`MAX_NEW_TOKENS` tokens once (twice where steps are captured); a row of `batch` decodes the same
+prompts, repeated to fill a batch, `check.repeats` times. The figures of a study are comparable with
+each other, not with the check's own.
 
     acceleration rate  tokens kept / target forwards after the prefill, pooled over sequences
     overhead           seconds per step / seconds per plain step of the same prompts, in turns
@@ -23,80 +26,227 @@ with the check's own. Rows are flat dictionaries, for a table and a plot.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from math import nan, sqrt
 from time import perf_counter
-from typing import Any, Literal
+from typing import Literal
 
+from pipeline.artifacts.check_result import BatchRow, ChainRate, Studies, TreeRow, TypicalRow
+from pipeline.artifacts.json_form import rounded
 from pipeline.artifacts.tree_file import Calibration
-from pipeline.config import CheckConfig, StudyName
+from pipeline.config import CheckConfig
 from pipeline.decoding.acceptance import AcceptanceRule, acceptance_rule
 from pipeline.decoding.cuda_graphs import WARM_UP_STEPS
-from pipeline.decoding.decoder import Decoded, Decoder, acceleration_rate
+from pipeline.decoding.decoder import Decoded, Decoder, acceleration_rate, plain_decoder
+from pipeline.decoding.dynamic_tree import DynamicTree
+from pipeline.decoding.held_out import simulated_acceleration_rate, walk
+from pipeline.decoding.stock_trees import STOCK_NODES, stock_tree
+from pipeline.decoding.tree import TreePath, cartesian_tree, greedy_tree
+from pipeline.evaluation.answer_states import answer_states, guess_places, guess_ranks
 from pipeline.evaluation.answers import mean_log_likelihood
+from pipeline.evaluation.overhead import overheads, step_seconds, with_tree
 from pipeline.evaluation.prompts import Prompt
-from pipeline.evaluation.speed import decode_by, rounded
-from pipeline.evaluation.tree_studies import heads_used, tree_ladder
+from pipeline.evaluation.speed import decode_by
 from pipeline.execution.progress import ProgressReporter
-
-StudyRow = dict[str, Any]
+from pipeline.report.facts import (
+    DYNAMIC_TREE,
+    SEARCHED_TREE,
+    STATIC_TREE,
+    STOCK_TREE,
+    USED_DYNAMIC_TREE,
+    USED_TREE,
+)
 
 NUM_PROMPTS, MAX_NEW_TOKENS = 8, 64
 TEMPERATURES = (0.3, 0.7, 1.0)
 EPS = (0.01, 0.04, 0.09, 0.16, 0.25)  # the range that the paper sweeps
 BATCH_SIZES = (1, 2, 4, 8, 16)
 WARM_UP_TOKENS = 4
+CARTESIAN = (4, 2, 2, 2)  # guesses per head: 60 nodes
+NUM_TIMED = 4  # prompts of the studies of trees
+GUESSES = 10  # per node of a dynamic tree beside a static one
+
+AnyTree = Sequence[TreePath] | DynamicTree
+
+
+def run_studies(
+    settings: CheckConfig,
+    plain: Decoder,
+    accelerated: Decoder,
+    prompts: Sequence[Prompt],
+    answers: Sequence[list[int]],
+    calibration: Calibration | None = None,
+    progress: ProgressReporter | None = None,
+) -> Studies | None:
+    """The rows of the native studies that `settings` name; None where there is none.
+
+    Args:
+        plain, accelerated: The check's decoders; the studies use their target, heads, tree and
+            limits.
+        answers: Plain greedy decoding's answer to each prompt.
+        calibration: For the searched tree of the stock tree's size; None leaves its row out.
+    """
+    asked = [name for name in ("trees", "typical", "heads", "batch") if name in settings.studies]
+    num_tokens, few = min(settings.max_new_tokens, MAX_NEW_TOKENS), prompts[:NUM_PROMPTS]
+    found = Studies()
+    for number, name in enumerate(asked):
+        if progress:
+            progress.begin("native", len(asked), done=number, unit="studies")
+        if name == "trees":
+            rows = tree_ladder(plain, accelerated, prompts, answers, calibration)
+            found = replace(found, trees=rows)
+        elif name == "typical":
+            first = settings.first_token
+            found = replace(
+                found, typical=typical_sweep(plain, accelerated, few, num_tokens, first)
+            )
+        elif name == "heads":
+            found = replace(found, heads=heads_used(plain, accelerated, prompts, answers))
+        else:
+            repeats = settings.repeats
+            found = replace(found, batch=batch_sizes(plain, accelerated, few, num_tokens, repeats))
+    return found if asked else None
+
+
+def tree_ladder(
+    plain: Decoder,
+    accelerated: Decoder,
+    prompts: Sequence[Prompt],
+    answers: Sequence[list[int]],
+    calibration: Calibration | None,
+) -> list[TreeRow]:
+    """Acceleration rate, overhead and speedup of each kind of tree, from none to the export's own.
+
+    Beside a static tree is a dynamic one of its size, beside a dynamic one the static tree of the
+    export. Arguments are as in `run_studies`.
+    """
+    assert accelerated.heads is not None
+    num_heads, used = accelerated.heads.shape.num_heads, accelerated.tree
+    widths, stock = CARTESIAN[:num_heads], stock_tree(num_heads)
+    trees: dict[str, AnyTree] = {
+        "plain": (),
+        "top-1 chain": cartesian_tree([1] * num_heads),
+        f"Cartesian {'x'.join(map(str, widths))}": cartesian_tree(widths),
+        STOCK_TREE: stock,
+    }
+    if calibration is not None:
+        trees[SEARCHED_TREE] = searched_tree(calibration)[: len(stock)]
+    if not isinstance(used, DynamicTree):
+        top = min(GUESSES, accelerated.heads.shape.vocab_size)
+        trees[DYNAMIC_TREE] = DynamicTree(1, num_heads, top).resized(used.num_nodes)
+        trees[USED_TREE] = used.choices
+    else:
+        if calibration is not None:
+            trees[STATIC_TREE] = calibration.choices
+        trees[USED_DYNAMIC_TREE] = used
+    rows = tree_rows(plain, accelerated, prompts, answers, list(trees.values()))
+    return [replace(row, tree=name) for name, row in zip(trees, rows, strict=True)]
+
+
+def searched_tree(calibration: Calibration) -> tuple[TreePath, ...]:
+    """The tree searched for these heads with the stock tree's size; independent of the device."""
+    if calibration.searched is None:
+        return greedy_tree(calibration.accuracies, STOCK_NODES)
+    return calibration.searched[:STOCK_NODES]
+
+
+def heads_used(
+    plain: Decoder, accelerated: Decoder, prompts: Sequence[Prompt], answers: Sequence[list[int]]
+) -> list[TreeRow]:
+    """The export's tree cut at each depth: gain and cost of the deeper heads."""
+    used = accelerated.tree
+    trees: list[AnyTree] = []
+    for depth in range(1, used.max_depth + 1):
+        if isinstance(used, DynamicTree):
+            trees.append(used.resized(used.num_nodes, depth))
+        else:
+            trees.append([path for path in used.choices if len(path) <= depth])
+    rows = tree_rows(plain, accelerated, prompts, answers, trees)
+    return [replace(row, heads=depth) for depth, row in enumerate(rows, start=1)]
+
+
+def tree_rows(
+    plain: Decoder,
+    accelerated: Decoder,
+    prompts: Sequence[Prompt],
+    answers: Sequence[list[int]],
+    trees: Sequence[AnyTree],
+) -> list[TreeRow]:
+    """Every tree's acceleration rate, overhead and speedup; None where no answer takes a step."""
+    rates = _rates(trees, accelerated, prompts, answers)
+    endless = plain_decoder(plain.model, eos_token_ids=(), max_length=plain.max_length)
+    decoders = {}
+    for number, tree in enumerate(trees):
+        if tree:
+            decoders[number] = with_tree(accelerated, tree)
+    timed = [prompt.ids for prompt in prompts[:NUM_TIMED]]
+    for decoder in (endless, *decoders.values()):  # warm-up
+        step_seconds(decoder, timed[0])
+    costs = overheads(endless, decoders, timed)
+    rows = []
+    for number, (tree, rate) in enumerate(zip(trees, rates, strict=True)):
+        cost = costs.get(number, 1.0)  # plain decoding is not among them
+        rows.append(
+            TreeRow(
+                nodes=tree.num_nodes if isinstance(tree, DynamicTree) else len(tree),
+                acceleration_rate=rounded(rate),
+                overhead=rounded(cost),
+                speedup=rounded(rate / cost),
+            )
+        )
+    return rows
+
+
+def _rates(
+    trees: Sequence[AnyTree],
+    accelerated: Decoder,
+    prompts: Sequence[Prompt],
+    answers: Sequence[list[int]],
+) -> list[float]:
+    """Every tree's acceleration rate on these answers."""
+    heads = accelerated.heads
+    assert heads is not None
+    states = list(answer_states(accelerated.model, heads, prompts, answers))
+    top = 1
+    for tree in trees:
+        if not isinstance(tree, DynamicTree):
+            top = max(top, 1 + max((rank for path in tree for rank in path), default=0))
+    ranks = guess_ranks(heads, states, top)
+    rates = []
+    for tree in trees:
+        if isinstance(tree, DynamicTree):
+            replayed = guess_places(heads, states, tree).walk(tree.num_nodes)
+            rates.append(replayed.acceleration_rate)
+        else:
+            rates.append(simulated_acceleration_rate(ranks, tree))
+    return rates
+
+
+def chain_rate(
+    accelerated: Decoder, prompts: Sequence[Prompt], answers: Sequence[list[int]], num_tokens: int
+) -> ChainRate:
+    """The rate of a chain of first guesses on plain greedy answers, as an engine that drafts it."""
+    heads = accelerated.heads
+    assert heads is not None
+    ranks = guess_ranks(heads, answer_states(accelerated.model, heads, prompts, answers), 1)
+    found = walk(ranks, cartesian_tree([1] * num_tokens)).estimate()
+    return ChainRate(
+        draft_tokens=num_tokens,
+        acceleration_rate=rounded(found.rate),
+        standard_error=rounded(found.standard_error),
+    )
 
 
 @dataclass(frozen=True)
 class Side:
-    """One row to measure."""
+    """One row of `typical_sweep` to measure."""
 
     name: str
     eps: float | None
     decoder: Decoder
     rule: AcceptanceRule
-
-
-def run_studies(
-    names: Collection[StudyName],
-    plain: Decoder,
-    accelerated: Decoder,
-    prompts: Sequence[Prompt],
-    settings: CheckConfig,
-    calibration: Calibration | None,
-    answers: Sequence[list[int]],
-    progress: ProgressReporter | None = None,
-) -> dict[str, list[StudyRow]]:
-    """The rows of the named studies.
-
-    Args:
-        plain, accelerated: The check's decoders; the studies use their target, heads, tree and
-        limits.
-        prompts: At least one.
-        settings: The check's: number of tokens, typical acceptance's first token, repetitions of
-            batches.
-        calibration: What calibrate found, for the searched tree of the stock tree's size; None
-            leaves its row out.
-        answers: Plain greedy decoding's answer to each prompt.
-    """
-    num_tokens = min(settings.max_new_tokens, MAX_NEW_TOKENS)
-    few = prompts[:NUM_PROMPTS]
-    studies: dict[StudyName, Callable[[], list[StudyRow]]] = {
-        "trees": lambda: tree_ladder(plain, accelerated, prompts, answers, calibration),
-        "typical": lambda: typical_sweep(plain, accelerated, few, num_tokens, settings.first_token),
-        "heads": lambda: heads_used(plain, accelerated, prompts, answers),
-        "batch": lambda: batch_sizes(plain, accelerated, few, num_tokens, settings.repeats),
-    }
-    rows: dict[str, list[StudyRow]] = {}
-    asked = [name for name in studies if name in names]
-    for name in asked:
-        if progress:
-            progress.begin("native", len(asked), done=len(rows), unit="studies")
-        rows[name] = studies[name]()
-    return rows
 
 
 def typical_sweep(
@@ -105,29 +255,74 @@ def typical_sweep(
     prompts: Sequence[Prompt],
     num_tokens: int,
     first_token: Literal["greedy", "sampled"],
-) -> list[StudyRow]:
+) -> list[TypicalRow]:
     """Typical acceptance over eps and temperature, with greedy decoding, plain sampling and
     rejection (2.3.1).
 
     Each speedup is over plain decoding at the same temperature.
     """
-    rows = []
-    for temperature in (0.0, *TEMPERATURES):
-        sampling = acceptance_rule("rejection", temperature)  # at 0 it is greedy
-        exact = "rejection" if temperature else "greedy"
-        sides = [Side("plain", None, plain, sampling), Side(exact, None, accelerated, sampling)]
-        for eps in EPS if temperature else ():
+    greedy = acceptance_rule("rejection", 0.0)  # at 0 it is greedy
+    sides = [Side("plain", None, plain, greedy), Side("greedy", None, accelerated, greedy)]
+    rows = _rows_of_rules(sides, 0.0, prompts, num_tokens)
+    for temperature in TEMPERATURES:
+        exact = acceptance_rule("rejection", temperature)
+        sides = [Side("plain", None, plain, exact), Side("rejection", None, accelerated, exact)]
+        for eps in EPS:
             rule = acceptance_rule("typical", temperature, eps, sqrt(eps), first_token=first_token)
             sides.append(Side("typical", eps, accelerated, rule))
-        rows += [
-            {"temperature": temperature} | row for row in _measured(sides, prompts, num_tokens)
-        ]
+        rows += _rows_of_rules(sides, temperature, prompts, num_tokens)
     return rows
+
+
+def _rows_of_rules(
+    sides: Sequence[Side], temperature: float, prompts: Sequence[Prompt], num_tokens: int
+) -> list[TypicalRow]:
+    """Each side's row, relative to the first side, which is plain decoding; sides take turns for
+    each prompt.
+
+    A figure is None where no answer took a step.
+    """
+    for side in sides:  # warm-up: every length must be captured
+        if side.decoder.captures:
+            warmed, length = prompts, num_tokens
+        else:
+            warmed, length = prompts[:1], WARM_UP_TOKENS
+        for seed, prompt in enumerate(warmed):
+            decode_by(side.decoder, side.rule, length)(prompt.ids, seed)
+    answers: list[list[Decoded]] = [[] for _ in sides]
+    for seed, prompt in enumerate(prompts):
+        for side, decoded in zip(sides, answers, strict=True):
+            decoded.append(decode_by(side.decoder, side.rule, num_tokens)(prompt.ids, seed))
+    rows = []
+    for side, decoded in zip(sides, answers, strict=True):
+        rate, overhead = acceleration_rate(decoded), _overhead(decoded, answers[0])
+        texts = [one.token_ids for one in decoded]
+        likelihood = mean_log_likelihood(side.decoder.model, prompts, texts)
+        rows.append(
+            TypicalRow(
+                temperature=temperature,
+                rule=side.name,
+                eps=side.eps,
+                acceleration_rate=rounded(rate),
+                overhead=rounded(overhead),
+                speedup=rounded(rate / overhead),
+                log_likelihood=rounded(likelihood),
+            )
+        )
+    return rows
+
+
+def _overhead(decoded: Sequence[Decoded], plain: Sequence[Decoded]) -> float:
+    ratios = []
+    for one, other in zip(decoded, plain, strict=True):
+        if one.num_steps and other.num_steps:
+            ratios.append((one.seconds / one.num_steps) / (other.seconds / other.num_steps))
+    return statistics.median(ratios or [nan])
 
 
 def batch_sizes(
     plain: Decoder, accelerated: Decoder, prompts: Sequence[Prompt], num_tokens: int, repeats: int
-) -> list[StudyRow]:
+) -> list[BatchRow]:
     """Tokens per second of the same prompts in batches of 1 to 16, prefill included; medians of
     `repeats`.
 
@@ -139,69 +334,40 @@ def batch_sizes(
     for size in BATCH_SIZES:
         texts = list(islice(cycle(asked), max(size, len(asked))))
         batches = [texts[start : start + size] for start in range(0, len(texts), size)]
-        for decoder in (plain, accelerated):  # warm-up: every length and width must be captured
-            for batch in batches * (WARM_UP_STEPS + 1) if decoder.captures else batches[:1]:
-                decoder.generate_batch(batch, num_tokens if decoder.captures else WARM_UP_TOKENS)
-        speeds: tuple[list[float], list[float]] = ([], [])
+        for decoder in (plain, accelerated):
+            _warm_up(decoder, batches, num_tokens)
+        speeds: dict[Decoder, list[float]] = {plain: [], accelerated: []}
         for _ in range(repeats):
-            for decoder, rates in zip((plain, accelerated), speeds, strict=True):
-                started = perf_counter()
-                answers = [
-                    answer
-                    for batch in batches
-                    for answer in decoder.generate_batch(batch, num_tokens)
-                ]
-                rates.append(
-                    sum(len(answer.token_ids) for answer in answers) / (perf_counter() - started)
-                )
-        plainly, by_tree = map(statistics.median, speeds)
+            for decoder, found in speeds.items():
+                found.append(_tokens_per_second(decoder, batches, num_tokens))
+        before = statistics.median(speeds[plain])
+        after = statistics.median(speeds[accelerated])
         rows.append(
-            {
-                "batch_size": size,
-                "tokens_per_second": round(by_tree, 2),
-                "baseline_tokens_per_second": round(plainly, 2),
-                "speedup": round(by_tree / plainly, 4),
-            }
+            BatchRow(
+                batch_size=size,
+                tokens_per_second=round(after, 2),
+                baseline_tokens_per_second=round(before, 2),
+                speedup=round(after / before, 4),
+            )
         )
     return rows
 
 
-def _measured(sides: Sequence[Side], prompts: Sequence[Prompt], num_tokens: int) -> list[StudyRow]:
-    """Each side's row, relative to the first side, which is plain decoding; sides take turns for
-    each prompt.
-
-    A figure is None where no answer took a step.
-    """
-    answers: list[list[Decoded]] = [[] for _ in sides]
-    for side in sides:  # warm-up: every length must be captured
-        warm_up = decode_by(
-            side.decoder, side.rule, num_tokens if side.decoder.captures else WARM_UP_TOKENS
-        )
-        for seed, prompt in enumerate(prompts if side.decoder.captures else prompts[:1]):
-            warm_up(prompt.ids, seed)
-    for seed, prompt in enumerate(prompts):
-        for side, decoded in zip(sides, answers, strict=True):
-            decoded.append(decode_by(side.decoder, side.rule, num_tokens)(prompt.ids, seed))
-    rows = []
-    for side, decoded in zip(sides, answers, strict=True):
-        rate, overhead = acceleration_rate(decoded), _overhead(decoded, answers[0])
-        figures = {"acceleration_rate": rate, "overhead": overhead, "speedup": rate / overhead}
-        texts = [one.token_ids for one in decoded]
-        figures["log_likelihood"] = mean_log_likelihood(side.decoder.model, prompts, texts)
-        rows.append(
-            {"rule": side.name, "eps": side.eps}
-            | {key: rounded(value) for key, value in figures.items()}
-        )
-    return rows
+def _warm_up(decoder: Decoder, batches: Sequence[list[list[int]]], num_tokens: int) -> None:
+    """Decode once, or as often as it takes until every length and width is captured."""
+    if not decoder.captures:
+        decoder.generate_batch(batches[0], WARM_UP_TOKENS)
+        return
+    for _ in range(WARM_UP_STEPS + 1):
+        for batch in batches:
+            decoder.generate_batch(batch, num_tokens)
 
 
-def _overhead(decoded: Sequence[Decoded], plain: Sequence[Decoded]) -> float:
-    both = [
-        (one, other)
-        for one, other in zip(decoded, plain, strict=True)
-        if one.num_steps and other.num_steps
-    ]
-    ratios = [
-        (one.seconds / one.num_steps) / (other.seconds / other.num_steps) for one, other in both
-    ]
-    return statistics.median(ratios) if ratios else nan
+def _tokens_per_second(
+    decoder: Decoder, batches: Sequence[list[list[int]]], num_tokens: int
+) -> float:
+    started, written = perf_counter(), 0
+    for batch in batches:
+        answers = decoder.generate_batch(batch, num_tokens)
+        written += sum(len(answer.token_ids) for answer in answers)
+    return written / (perf_counter() - started)

@@ -1,5 +1,5 @@
-"""Where work runs: an executor maps a stage's worker over shards, or calls one function; here or
-through Ray.
+"""An executor maps a stage's worker over shards, or calls one function: in this process, or through
+Ray.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pipeline.errors import ConfigError, EnvironmentFault
 from pipeline.execution.placement import Placement, Resources
-from pipeline.execution.progress import ProgressReporter, with_progress
-from pipeline.execution.shard_progress import ShardProgress
+from pipeline.execution.progress import ProgressReporter, ShardProgress, with_progress
 from pipeline.execution.shard_worker import LazyWorker, Outcome, ShardWorker
 from pipeline.storage.tasks import ShardTask
 
@@ -24,7 +23,7 @@ Executor: TypeAlias = "InlineExecutor | RayExecutor"
 
 
 class InlineExecutor:
-    """Everything in the calling process: for a debugger, a notebook, or a machine without Ray.
+    """Runs everything in the calling process: for a debugger, a notebook, or a machine without Ray.
 
     A shard that kills its worker kills the run, and one that hangs blocks it. `RayExecutor` has the
     same methods.
@@ -33,7 +32,7 @@ class InlineExecutor:
     name = "inline"
 
     def resources(self) -> Resources:
-        """What workers can be placed on."""
+        """Return the resources that workers can be placed on."""
         import torch
 
         return Resources(((len(os.sched_getaffinity(0)), torch.cuda.device_count()),))
@@ -47,7 +46,7 @@ class InlineExecutor:
         seconds_per_task: float,
         progress: ShardProgress | None = None,
     ) -> Iterator[Outcome]:
-        """Run `worker(**arguments)` over tasks; outcomes come as they finish, in any order.
+        """Run `worker(**arguments)` over tasks; yield outcomes as they finish, in any order.
 
         Args:
             tasks: Consumed. The caller may append more while it iterates, such as one that failed.
@@ -71,10 +70,9 @@ class InlineExecutor:
         placement: Placement,
         progress: ProgressReporter | None = None,
     ) -> Any:
-        """Run one function on its own resources and return what it returns; its errors are raised
-        here.
+        """Run one function on its own resources and return its result; its errors are raised here.
 
-        A `progress` is passed to the function under that name, and shown while it runs.
+        `progress` is passed to the function under that name, and shown while it runs.
         """
         try:
             return function(**with_progress(arguments, progress))
@@ -95,25 +93,23 @@ def free_gpu_memory() -> None:
 
 
 def check_executor(name: str) -> None:
-    """Raise ConfigError unless there is an executor of that name."""
+    """Raise ConfigError unless an executor has this name."""
     if name not in ("ray", "inline"):
         raise ConfigError(f"There is no executor '{name}'.", "--executor", "It is ray or inline.")
 
 
 def make_executor(name: str) -> Executor:
-    """Start the executor of that name, `ray` or `inline`.
+    """Start the executor `ray` or `inline`.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: It has another name.
         EnvironmentFault: Ray cannot be imported, started or reached.
     """
     check_executor(name)
     if name == "inline":
         return InlineExecutor()
-    try:
-        from pipeline.execution.ray_executor import (
-            RayExecutor,
-        )  # the inline executor works without Ray
+    try:  # the inline executor works without Ray
+        from pipeline.execution.ray_executor import RayExecutor
     except ImportError as error:
         fix = "Install it, or run with --executor inline."
         raise EnvironmentFault(f"Ray cannot be imported: {error}.", fix=fix) from None

@@ -1,8 +1,7 @@
-"""How many workers a stage gets and what each may use; refused up front when the cluster can never
-fit it.
+"""How many workers a stage gets, and the resources of each.
 
-Ray would wait forever for resources that no node has, so the sum is done here and spelled out in
-the error.
+Ray would wait forever for resources that no node has, so a placement that the cluster can never
+schedule is refused here, with the sum spelled out in the error.
 """
 
 from __future__ import annotations
@@ -61,15 +60,15 @@ def place(stage: str, wanted: PlacementOf, have: Resources) -> Placement:
 
 
 def gpus_of(wanted: PlacementOf, have: Resources) -> int:
-    """The GPUs of each worker: those that are asked for, else one where there are GPUs."""
+    """Return the GPUs of each worker: the configured number, else one if there are GPUs."""
     if wanted.gpus_per_worker is None:
         return min(1, have.gpus)
     return wanted.gpus_per_worker
 
 
 def most_workers(wanted: PlacementOf, have: Resources) -> int:
-    """How many such workers have room at once; without GPUs and a number of cores, one on each
-    node.
+    """Return how many such workers fit at once: one on each node if neither GPUs nor a number of
+    cores is given.
 
     Two workers on the same cores and in the same memory are no faster than one.
     """
@@ -80,15 +79,14 @@ def most_workers(wanted: PlacementOf, have: Resources) -> int:
 
 
 def _share(workers: int, gpus: int, have: Resources) -> int:
-    """CPU cores of each worker: the share that belongs to its GPUs on the smallest node, else an
-    equal share.
+    """Return the CPU cores of each worker: the share that belongs to its GPUs on the smallest node,
+    else an equal share.
     """
     if gpus:
-        shares = [
-            node_cpus // (node_gpus // gpus)
-            for node_cpus, node_gpus in have.nodes
-            if node_gpus >= gpus
-        ]
+        shares = []
+        for node_cpus, node_gpus in have.nodes:
+            if node_gpus >= gpus:
+                shares.append(node_cpus // (node_gpus // gpus))
         return max(1, min(shares, default=1))
     for cpus in range(have.cpus // workers, 1, -1):
         if _room(have, cpus, 0) >= workers:
@@ -97,7 +95,7 @@ def _share(workers: int, gpus: int, have: Resources) -> int:
 
 
 def _room(have: Resources, cpus: int, gpus: int) -> int:
-    """The number of workers of that size that fit at once."""
+    """Return the number of workers of this size that fit at once."""
     room = 0
     for node_cpus, node_gpus in have.nodes:
         fits = node_cpus // cpus

@@ -1,8 +1,8 @@
 """Progress reports, also from other processes, and their display.
 
-On a terminal `Meter` shows a live bar, elsewhere a plain line now and then. Work reports to a
-`ProgressReporter`: in the process that made it, a report is shown at once; a copy that was pickled
-to another process writes to a `ProgressFile`, which the waiting process reads (`poll`).
+On a terminal `Meter` shows a live bar, elsewhere a plain line now and then. In the process that
+made a `ProgressReporter` or a `ShardProgress`, a report is shown at once. A copy that was pickled
+to another process writes a `ProgressFile` instead, which the waiting process reads (`poll`).
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from rich.markup import escape
 
 from pipeline.formatting import duration, visible
 from pipeline.storage.progress_file import ProgressFile
+from pipeline.storage.tasks import ShardTask
 
 STAGE_WIDTH = len("tuned-features")  # of the column with the stages' names
 SECONDS_BETWEEN_LINES = 15.0
+SUFFIX = ".progress.tmp"  # of the files of shards under way
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ class ProgressReporter:
         self._report(at_once=True)
 
     def advance(self, number: int = 1, tokens: int = 0) -> None:
-        """Count further finished units of this part, and the tokens that they were made of."""
+        """Count further finished units of this part, and their tokens."""
         self._tokens += tokens
         note = ""
         if self._tokens:
@@ -74,12 +76,12 @@ class ProgressReporter:
         self._report(at_once=done == self._now.total)
 
     def report(self, **progress: Any) -> None:
-        """Report what somebody else has counted: the fields of `Progress`."""
+        """Report counts that were made elsewhere: the fields of `Progress`."""
         self._now = Progress(**progress)
         self._report()
 
     def poll(self) -> None:
-        """Show what a copy in another process has written last."""
+        """Show the last report of a copy in another process."""
         if self._file and self._show:
             report = self._file.read()
             if report is not None:
@@ -96,6 +98,91 @@ class ProgressReporter:
             self._file.write(asdict(self._now), at_once=at_once)
 
 
+@dataclass
+class Done:
+    """Finished conversations, and the tokens or positions that were made so far."""
+
+    conversations: int = 0
+    amount: int = 0
+
+
+class ShardProgress:
+    """The progress of shards that are not committed yet, by shard.
+
+    Args:
+        folder: Where pickled copies write, one file per shard; both processes must see it. None:
+            they write nothing.
+        show: Called after each count, in the process that made this object.
+    """
+
+    def __init__(self, folder: Path | None = None, show: Callable[[], None] | None = None):
+        self.folder, self._show = folder, show
+        self._done: dict[int, Done] = {}
+        self._files: dict[int, ProgressFile] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ShardProgress, (self.folder,)
+
+    def begin(self, task: ShardTask) -> None:
+        """Count this shard from zero; a trial of single rows is not counted."""
+        if task.rows is None:
+            self._done[task.index] = Done()
+            self._report(task.index, at_once=True)
+
+    def add(self, task: ShardTask, conversations: int, amount: int) -> None:
+        """Add to the counts of a shard that has begun."""
+        done = self._done.get(task.index)
+        if done is not None and task.rows is None:
+            done.conversations += conversations
+            done.amount += amount
+            self._report(task.index)
+
+    def drop(self, task: ShardTask) -> None:
+        """Forget a shard that is committed, or has to be begun again."""
+        self._done.pop(task.index, None)
+        if self.folder is not None:
+            self._file(self.folder, task.index).remove()
+
+    def poll(self) -> None:
+        """Show what copies in other processes have written."""
+        if self.folder is None:
+            return
+        for path in self.folder.glob(f"*{SUFFIX}"):
+            report = ProgressFile(path).read()
+            if report is not None:
+                self._done[int(path.name.removesuffix(SUFFIX))] = Done(**report)
+        if self._show:
+            self._show()
+
+    def total(self) -> Done:
+        """Return the sum over all shards that have begun and were not dropped."""
+        total = Done()
+        for done in self._done.values():
+            total.conversations += done.conversations
+            total.amount += done.amount
+        return total
+
+    @property
+    def begun(self) -> bool:
+        return bool(self._done)
+
+    def close(self) -> None:
+        """Remove the files of dead workers."""
+        if self.folder is not None:
+            for path in self.folder.glob(f"*{SUFFIX}"):
+                path.unlink(missing_ok=True)
+
+    def _report(self, index: int, at_once: bool = False) -> None:
+        if self._show:
+            self._show()
+        elif self.folder is not None:
+            report = asdict(self._done[index])
+            self._file(self.folder, index).write(report, at_once=at_once)
+
+    def _file(self, folder: Path, index: int) -> ProgressFile:
+        return self._files.setdefault(index, ProgressFile(folder / f"{index:05d}{SUFFIX}"))
+
+
 def with_progress(arguments: dict[str, Any], progress: object) -> dict[str, Any]:
     """Add `progress` to the arguments of a function that reports it; None adds nothing."""
     if progress is None:
@@ -104,9 +191,7 @@ def with_progress(arguments: dict[str, Any], progress: object) -> dict[str, Any]
 
 
 class Meter:
-    """Shows one stage's progress: done of total, a rate, time left. The time left restarts with
-    each part.
-    """
+    """Shows one stage's progress: done of total, a rate, and the time left of the current part."""
 
     def __init__(self, console: Console, name: str):
         self.console, self.name = console, name
@@ -141,9 +226,8 @@ class Meter:
         self._bar.update(self._task, completed=now.done, note=note)
         if not self.console.is_terminal and moment - self._last_line >= SECONDS_BETWEEN_LINES:
             self._last_line = moment
-            self.console.print(
-                f"{self.name}: {self._line(now, note)}", highlight=False, soft_wrap=True
-            )
+            line = f"{self.name}: {self._line(now, note)}"
+            self.console.print(line, highlight=False, soft_wrap=True)
 
     def _line(self, now: Progress, note: str) -> str:
         parts = [f"{now.done} {now.unit}"]
@@ -163,5 +247,5 @@ class Meter:
 
 def print_stage(console: Console, mark: str, stage: str, text: str) -> None:
     """Print a line about a stage: a mark, in rich's markup, its name, and a text as it is."""
-    told = escape(visible(f"{stage:<{STAGE_WIDTH}} {text}"))
-    console.print(f"{mark} {told}", highlight=False, soft_wrap=True)
+    line = escape(visible(f"{stage:<{STAGE_WIDTH}} {text}"))
+    console.print(f"{mark} {line}", highlight=False, soft_wrap=True)

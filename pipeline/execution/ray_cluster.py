@@ -1,5 +1,10 @@
-"""Start a Ray cluster for this process, or join the one that RAY_ADDRESS names, without a word of
-Ray's own.
+"""Start a Ray cluster for this process, or join the one that RAY_ADDRESS names, without Ray's own
+output; detect its death.
+
+Ray itself retries for minutes where nobody listens. It ends a driver whose cluster's head has died
+after a minute, with exit code 1 and no message. Here both are an `EnvironmentFault` within seconds.
+
+Limit: a test opens a connection and sends nothing, so a port where another program listens passes.
 """
 
 from __future__ import annotations
@@ -9,28 +14,31 @@ import json
 import logging
 import os
 import signal
+import socket
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import ray
-from ray._private.services import (
-    canonicalize_bootstrap_address,
-)  # what `auto` means has no public name
+from ray._private.services import canonicalize_bootstrap_address  # `auto` has no public name
 from ray.util.client import ray as ray_client
 
 from pipeline import OPENMP
 from pipeline.errors import EnvironmentFault
-from pipeline.execution.cluster_watch import SUBMITTED_JOB, refusal
+from pipeline.execution.machine import SUBMITTED_JOB
 
 CLIENT = "ray://"
 WORKER_ENVIRONMENT = {"TORCH_CPP_LOG_LEVEL": "ERROR", "TOKENIZERS_PARALLELISM": "false"}
 OBJECT_STORE_BYTES = 256 * 1024**2  # tasks and receipts only
 QUIET: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
+SECONDS_TO_CONNECT = 5.0
+SECONDS_BETWEEN_TESTS = 0.5
+PATIENCE, PATIENCE_WITH_OTHERS = 1.0, 20.0  # seconds; the head of a shared cluster may be restarted
 
 
 def connect(address: str) -> None:
-    """Connect this process to the cluster at RAY_ADDRESS, or where that is empty to one of its own.
+    """Connect this process to the cluster at RAY_ADDRESS, or start a private one if it is empty.
 
     Raises:
         EnvironmentFault: Nobody listens there, or Ray does not start.
@@ -51,8 +59,8 @@ def connect(address: str) -> None:
 
 
 def start_cluster(num_cpus: int) -> Any:
-    """Start a cluster of this process's own, whose workers inherit their variables; return what
-    `ray.init` does.
+    """Start a private cluster, whose workers inherit their variables; return the context of
+    `ray.init`.
 
     With a runtime environment instead, Ray would not use the workers that it starts with the
     cluster, and would import itself twice in every other one.
@@ -68,8 +76,8 @@ def start_cluster(num_cpus: int) -> Any:
 
 
 def worker_environment() -> dict[str, str]:
-    """Return the variables of workers on another cluster, without those of a submitted job: Ray
-    refuses both.
+    """Return the variables of workers on another cluster, without those that a submitted job sets:
+    Ray refuses to set one twice.
     """
     variables = dict(WORKER_ENVIRONMENT)
     for name in OPENMP.keys() & os.environ.keys():
@@ -81,7 +89,7 @@ def worker_environment() -> dict[str, str]:
 
 
 def require_listener(address: str) -> None:
-    """Raise EnvironmentFault unless somebody listens at RAY_ADDRESS."""
+    """Raise EnvironmentFault unless RAY_ADDRESS accepts connections."""
     reason = refusal(host_and_port(address))
     if reason:
         fix = (
@@ -92,31 +100,90 @@ def require_listener(address: str) -> None:
 
 
 def host_and_port(address: str) -> str:
-    """Return where Ray connects to for a RAY_ADDRESS; raises ConnectionError where it is `auto` and
-    no cluster runs.
+    """Return the host and port of a RAY_ADDRESS; raises ConnectionError if it is `auto` and no
+    cluster runs.
     """
     if address.startswith(CLIENT):
         return address.removeprefix(CLIENT)
-
     return str(canonicalize_bootstrap_address(address))
 
 
 def driver_needs(address: str) -> dict[str, str]:
-    """Return the addresses of the processes that this driver cannot do without, by what they are
-    called.
-    """
+    """Return the address of each process that this driver needs, by its description."""
     if ray_client.is_connected():
-        return (
-            {"its Ray Client server": host_and_port(address)} if address.startswith(CLIENT) else {}
-        )
+        if not address.startswith(CLIENT):  # the caller's connection
+            return {}
+        return {"its Ray Client server": host_and_port(address)}
     context = ray.get_runtime_context()
     (node,) = (node for node in ray.nodes() if node["NodeID"] == context.get_node_id())
     raylet = f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}"
     return {"its head": context.gcs_address, "its scheduler on this machine": raylet}
 
 
+def refusal(address: str) -> str | None:
+    """Return why `host:port` accepts no connection; None if it accepts one."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=SECONDS_TO_CONNECT).close()
+    except (OSError, ValueError, OverflowError) as error:
+        return str(error)
+    return None
+
+
+class ClusterWatch:
+    """Detects that a process of the cluster which this driver needs has died.
+
+    Args:
+        addresses: `host:port` of each process, by its description.
+        patience: A process is dead after this many seconds without a connection.
+    """
+
+    def __init__(self, addresses: Mapping[str, str], patience: float):
+        self.addresses, self.patience = addresses, patience
+        self.is_dead = False
+        self._silent_since: float | None = None
+
+    def check(self) -> None:
+        """Raise EnvironmentFault if a process has refused connections for longer than
+        `patience`.
+        """
+        now = time.monotonic()
+        silent = [name for name, address in self.addresses.items() if refusal(address)]
+        if not silent:
+            self._silent_since = None
+            return
+        if self._silent_since is None:
+            self._silent_since = now
+        if now - self._silent_since >= self.patience:
+            raise self._death(f"{silent[0]} at {self.addresses[silent[0]]} does not answer")
+
+    def settle(self) -> None:
+        """Wait until the cluster is known to be alive or dead; raises as `check` does."""
+        self.check()
+        while self._silent_since is not None:
+            time.sleep(SECONDS_BETWEEN_TESTS)
+            self.check()
+
+    @contextlib.contextmanager
+    def connection(self) -> Iterator[None]:
+        """Turn Ray Client's ConnectionError into an EnvironmentFault.
+
+        Behind `ray://` a call blocks while Ray Client reconnects, by default for 30 seconds; when
+        it gives up, the session is lost, also if the head answers again.
+        """
+        try:
+            yield
+        except ConnectionError as error:
+            raise self._death(str(error).rstrip(".")) from error
+
+    def _death(self, reason: str) -> EnvironmentFault:
+        self.is_dead = True
+        fix = "What was committed is kept; the same command continues."
+        return EnvironmentFault(f"The Ray cluster has died: {reason}.", "Ray", fix)
+
+
 def start_error(error: Exception, address: str) -> EnvironmentFault:
-    """Return why Ray did not start, and what to do about it."""
+    """Return the error for the user; `error` is Ray's."""
     reason = str(error).rstrip(".")
     fix = "Check RAY_ADDRESS and `ray status`, or run with --executor inline."
     if "AF_UNIX path length" in reason:
@@ -129,7 +196,7 @@ def start_error(error: Exception, address: str) -> EnvironmentFault:
 
 @contextlib.contextmanager
 def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set variables that processes which are started meanwhile inherit."""
+    """Set variables for the processes that are started in this context."""
     kept = {name: os.environ[name] for name in variables if name in os.environ}
     os.environ.update(variables)
     try:
@@ -152,9 +219,7 @@ def own_signals() -> Iterator[None]:
     except SystemExit:
         stopped = True
     finally:
-        if (
-            threading.current_thread() is threading.main_thread()
-        ):  # handlers can be set nowhere else
+        if threading.current_thread() is threading.main_thread():  # no other may set handlers
             for signum, handler in kept.items():
                 signal.signal(signum, handler)
     if stopped:

@@ -1,33 +1,47 @@
 """The Ray executor: a pool of actors processes shards, a Ray task runs a single function.
 
+Tensors never travel through the object store: an actor gets a shard's path, reads and writes the
+shard itself, and returns a receipt. The pool is our own and not Ray Data's because of failures: it
+knows which shard ended its worker's process, the other workers continue meanwhile, and a failed
+shard goes to a worker that has its model loaded.
+
 A private cluster is started unless RAY_ADDRESS (which `ray job submit` sets) names one.
 """
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import os
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from pipeline.errors import EnvironmentFault
-from pipeline.execution.actor_pool import ActorPool
-from pipeline.execution.cluster_watch import PATIENCE, PATIENCE_WITH_OTHERS, ClusterWatch
+from pipeline.errors import EnvironmentFault, MedusaDistillError
 from pipeline.execution.placement import Placement, Resources
-from pipeline.execution.progress import ProgressReporter, with_progress
-from pipeline.execution.ray_answers import (
-    last_line,
-    run_and_carry_errors,
-    wait_for_one,
-    worker_died,
+from pipeline.execution.progress import ProgressReporter, ShardProgress, with_progress
+from pipeline.execution.ray_cluster import (
+    PATIENCE,
+    PATIENCE_WITH_OTHERS,
+    ClusterWatch,
+    connect,
+    driver_needs,
 )
-from pipeline.execution.ray_cluster import connect, driver_needs
-from pipeline.execution.shard_progress import ShardProgress
-from pipeline.execution.shard_worker import Outcome, ShardWorker
+from pipeline.execution.shard_worker import LazyWorker, Outcome, ShardWorker
+from pipeline.storage.atomic import disk_errors
+from pipeline.storage.progress_file import SECONDS_BETWEEN_REPORTS
 from pipeline.storage.tasks import ShardTask
+
+MAX_FAILED_STARTS = 3  # consecutive workers that end before their first shard
+SECONDS_TO_CLOSE = 30.0
+LEAST_SECONDS = 900.0  # for a few rows of a shard, including loading the model
+DEATH_FIX = (
+    "If memory ran out, use smaller batches or more GPUs. What was committed is kept; run it again."
+)
 
 
 class RayExecutor:
@@ -47,7 +61,9 @@ class RayExecutor:
 
     def resources(self) -> Resources:
         self.watch.settle()
-        alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        with self.watch.connection():
+            nodes = ray.nodes()
+        alive = [node["Resources"] for node in nodes if node["Alive"]]
         sizes = tuple((int(node.get("CPU", 0)), int(node.get("GPU", 0))) for node in alive)
         return Resources(sizes)
 
@@ -60,8 +76,8 @@ class RayExecutor:
         seconds_per_task: float,
         progress: ShardProgress | None = None,
     ) -> Iterator[Outcome]:
-        work = worker, with_progress(arguments, progress)
-        return ActorPool(work, tasks, placement, seconds_per_task, progress, self.watch).outcomes()
+        lazy = LazyWorker(worker, with_progress(arguments, progress))
+        return ActorPool(lazy, tasks, placement, seconds_per_task, progress, self.watch).outcomes()
 
     def call(
         self,
@@ -70,27 +86,22 @@ class RayExecutor:
         placement: Placement,
         progress: ProgressReporter | None = None,
     ) -> Any:
-        # max_calls=1: the process ends with the call and releases the memory and GPU that an engine
-        # holds.
-        options = {
-            "num_cpus": placement.cpus,
-            "num_gpus": placement.gpus,
-            "max_calls": 1,
-            "max_retries": 1,
-        }
-        remote = ray.remote(**options)(run_and_carry_errors)
-        reference = remote.remote(function, with_progress(arguments, progress))
+        # max_calls=1: the process ends with the call, and with it what an engine holds.
+        remote = ray.remote(
+            num_cpus=placement.cpus, num_gpus=placement.gpus, max_calls=1, max_retries=1
+        )(run_and_carry_errors)
         try:
-            wait_for_one([reference], self.watch, progress)
-            result, error = ray.get(reference)
+            with self.watch.connection():
+                reference = remote.remote(function, with_progress(arguments, progress))
+                wait_for_one([reference], self.watch, progress)
+                result, error = ray.get(reference)
         except RayTaskError as failure:
             fix = (
                 "MEDUSA_DISTILL_TRACEBACK=1 shows all of it; --executor inline does it in this"
                 " process."
             )
-            raise EnvironmentFault(
-                f"{function.__name__} failed: {last_line(failure)}.", "Ray", fix
-            ) from failure
+            what = f"{function.__name__} failed: {last_line(failure)}."
+            raise EnvironmentFault(what, "Ray", fix) from failure
         except RayError as death:
             self.watch.settle()
             raise worker_died(death) from death
@@ -101,3 +112,206 @@ class RayExecutor:
     def close(self) -> None:
         if self._connected:
             ray.shutdown()
+
+
+class ShardActor:
+    """A worker in its own process."""
+
+    def __init__(self, worker: LazyWorker, seconds_per_task: float):
+        self._worker = worker
+        self._seconds_per_task = seconds_per_task
+
+    def ready(self) -> None:
+        """Returns once the process has started; only then is it given a shard."""
+
+    def run(self, task: ShardTask, upcoming: ShardTask | None) -> Outcome:
+        least = min(self._seconds_per_task, LEAST_SECONDS)
+        seconds = max(task.share * self._seconds_per_task, least)
+        try:
+            with disk_errors(task.attempt_log), time_limit(task, seconds):
+                return self._worker.run(task, upcoming)
+        except MedusaDistillError as error:
+            return Outcome(task, error=error)
+
+    def close(self) -> None:
+        self._worker.close()
+
+
+@contextlib.contextmanager
+def time_limit(task: ShardTask, seconds: float) -> Iterator[None]:
+    """End this process when the shard takes longer, and write every thread's stack to its log.
+
+    The timer runs in a C thread: it also ends a process that never releases the GIL.
+    """
+    path = task.attempt_log
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8") as log:
+        faulthandler.dump_traceback_later(seconds, exit=True, file=log)
+        try:
+            yield
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+    path.unlink(missing_ok=True)
+
+
+@dataclass
+class Slot:
+    """An actor, its current task, and the task that it was told to expect next."""
+
+    actor: Any
+    task: ShardTask | None = None  # None while its process starts
+    upcoming: ShardTask | None = None
+
+
+class ActorPool:
+    """At most `placement.workers` actors, and no more than there are tasks for; the arguments are
+    those of `map`.
+    """
+
+    def __init__(
+        self,
+        worker: LazyWorker,
+        tasks: deque[ShardTask],
+        placement: Placement,
+        seconds_per_task: float,
+        progress: ShardProgress | None,
+        watch: ClusterWatch,
+    ):
+        self._worker = worker
+        self._tasks = tasks
+        self._num_workers = placement.workers
+        self._seconds_per_task = seconds_per_task
+        self._progress = progress
+        self._watch = watch
+        self._actor_class = ray.remote(num_cpus=placement.cpus, num_gpus=placement.gpus)(ShardActor)
+        self._running: dict[Any, Slot] = {}  # by the reference of the pending call
+        self._idle: list[Slot] = []
+        self._failed_starts = 0
+
+    def outcomes(self) -> Iterator[Outcome]:
+        """Yield the outcome of each task as it finishes; the tasks may grow meanwhile."""
+        try:
+            with self._watch.connection():
+                self._assign()
+                while self._unfinished():
+                    answer = wait_for_one(self._running, self._watch, self._progress)
+                    outcome = self._outcome(answer, self._running.pop(answer))
+                    self._assign()  # before the caller handles the outcome: no worker waits for it
+                    if outcome:
+                        yield outcome
+                        self._assign()
+        finally:
+            self._close()
+
+    def _unfinished(self) -> bool:
+        """Return whether tasks are left; a worker that starts is not waited for without one, since
+        it may never have room.
+        """
+        return bool(self._tasks) or any(slot.task for slot in self._running.values())
+
+    def _assign(self) -> None:
+        """Give tasks to idle workers; start as many more as there are tasks for."""
+        still_idle = []
+        for slot in self._idle:
+            slot.task = slot.upcoming
+            slot.upcoming = None
+            if slot.task is None and self._tasks:
+                slot.task = self._tasks.popleft()
+            if slot.task is None:
+                still_idle.append(slot)
+                continue
+            if len(self._tasks) >= self._num_workers:
+                slot.upcoming = self._tasks.popleft()
+            self._running[slot.actor.run.remote(slot.task, slot.upcoming)] = slot
+        self._idle = still_idle
+        num_starting = sum(slot.task is None for slot in self._running.values())
+        num_free = self._num_workers - len(self._running)
+        for _ in range(min(len(self._tasks) - num_starting, num_free)):
+            slot = Slot(self._actor_class.remote(self._worker, self._seconds_per_task))
+            self._running[slot.actor.ready.remote()] = slot
+
+    def _outcome(self, answer: Any, slot: Slot) -> Outcome | None:
+        """Return the outcome of a slot's task; None for a worker that has started, or that died
+        before its first task.
+        """
+        try:
+            outcome: Outcome | None = ray.get(answer)
+        except RayError as error:
+            self._watch.settle()
+            ray.kill(slot.actor)  # it may still be alive and hold its cores
+            if slot.upcoming:
+                self._tasks.appendleft(slot.upcoming)
+            if slot.task is not None:
+                return Outcome(slot.task, death=hang_report(slot.task) or last_line(error))
+            self._failed_starts += 1
+            if self._failed_starts == MAX_FAILED_STARTS:
+                raise worker_died(error) from error
+            return None
+        self._idle.append(slot)
+        self._failed_starts = 0
+        return outcome
+
+    def _close(self) -> None:
+        """End the workers; idle ones first release what they hold, such as an engine's memory."""
+        if self._watch.is_dead:
+            return
+        with contextlib.suppress(RayError):
+            ray.get([slot.actor.close.remote() for slot in self._idle], timeout=SECONDS_TO_CLOSE)
+        for slot in [*self._idle, *self._running.values()]:
+            ray.kill(slot.actor)
+
+
+def hang_report(task: ShardTask) -> str:
+    """Return the stacks that a worker wrote when it was ended because it hung; empty for any other
+    death.
+    """
+    try:
+        text = task.attempt_log.read_text(encoding="utf-8")
+        task.attempt_log.unlink()
+    except OSError:
+        return ""
+    return f"It hung and was ended. {text}" if text else ""
+
+
+def wait_for_one(
+    references: Collection[Any],
+    watch: ClusterWatch,
+    progress: ProgressReporter | ShardProgress | None,
+) -> Any:
+    """Return the first reference that has a result; watch the cluster and show progress meanwhile.
+
+    Raises:
+        EnvironmentFault: The cluster has died.
+    """
+    while True:
+        ready, _ = ray.wait(list(references), timeout=SECONDS_BETWEEN_REPORTS)
+        watch.check()
+        if progress:
+            progress.poll()
+        if ready:
+            return ready[0]
+
+
+def run_and_carry_errors(
+    function: Callable[..., Any], arguments: dict[str, Any]
+) -> tuple[Any, MedusaDistillError | None]:
+    """Return (result, error): errors meant for the user cross process borders as values, not
+    wrapped in Ray's own.
+    """
+    try:
+        with disk_errors():
+            result = function(**arguments)
+    except MedusaDistillError as error:
+        return None, error
+    return result, None
+
+
+def worker_died(error: Exception) -> EnvironmentFault:
+    """Return the error for the user; `error` is Ray's."""
+    return EnvironmentFault(f"A worker died: {last_line(error)}.", "Ray", DEATH_FIX)
+
+
+def last_line(error: Exception) -> str:
+    """Return the last line of an error's text, after Ray's own frames."""
+    lines = str(error).strip().splitlines() or [repr(error)]
+    return lines[-1].strip().rstrip(".")

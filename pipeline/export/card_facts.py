@@ -17,10 +17,10 @@ from typing import Any
 import yaml
 
 from pipeline.config import Config, SeedSource
-from pipeline.conversations.seed_files import name_sources
+from pipeline.conversations.sources import name_sources
 from pipeline.export.licence import Licence
 from pipeline.heads.kind import Heads
-from pipeline.heads.shape import head_kind
+from pipeline.heads.kinds import head_kind
 from pipeline.report.facts import STAGES, disturbed, has_seen_answers, on_new_answers
 
 RECIPE_SECTIONS = {

@@ -27,9 +27,8 @@ from pipeline.decoding.tree import TreePath
 from pipeline.errors import DataError, EnvironmentFault
 from pipeline.export.layout import CARD_FILE, CONFIG_FILE, ExportLayout, read_layout
 from pipeline.export.weights import WEIGHT_SUFFIXES, WeightsFile, write_weights
-from pipeline.heads.draft_vocabulary import TOKEN_MAP
-from pipeline.heads.kind import Heads, TargetWeights, is_finite
-from pipeline.heads.shape import require_shapes
+from pipeline.heads.kind import TOKEN_MAP, Heads, TargetWeights, is_finite
+from pipeline.heads.shapes import require_shapes
 from pipeline.storage.atomic import atomic_directory, files_in
 from pipeline.targets.loading import lm_head_weight
 

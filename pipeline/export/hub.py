@@ -30,11 +30,11 @@ from pipeline.export.layout import (
     with_base_model,
 )
 from pipeline.export.weights import WEIGHT_SUFFIXES
-from pipeline.heads.export_format import FORMATS
 from pipeline.heads.kind import Heads
+from pipeline.heads.shapes import FORMATS
 from pipeline.redact import redacted
 from pipeline.storage.atomic import read_file
-from pipeline.targets.hub_access import check_repo_id, hub_errors
+from pipeline.targets.files import check_repo_id, hub_errors
 
 EXPORT_AGAIN = "Run the run again: it makes what has changed anew and checks it."
 

@@ -16,10 +16,10 @@ from typing import Any
 from pipeline.config import DTYPES
 from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.errors import ConfigError, DataError
-from pipeline.heads.export_format import ExportFormat, export_format
 from pipeline.heads.kind import Heads
-from pipeline.heads.shape import HeadsShape, head_kind
-from pipeline.targets.hub_access import check_repo_id
+from pipeline.heads.kinds import head_kind, shape_from_json
+from pipeline.heads.shapes import ExportFormat, HeadsShape, export_format
+from pipeline.targets.files import check_repo_id
 
 CONFIG_FILE = "config.json"
 CARD_FILE = "README.md"
@@ -139,7 +139,7 @@ def read_json_config(directory: str | os.PathLike[str]) -> tuple[dict[str, Any],
         tree = heads.pop("dynamic_tree", None)
         layout = ExportLayout(
             base_model_name_or_path=content["base_model_name_or_path"],
-            shape=HeadsShape.from_json(heads),
+            shape=shape_from_json(heads),
             format=format,
             dtype=content["dtype"],
             num_speculative_tokens=num_tokens,

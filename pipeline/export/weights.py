@@ -18,10 +18,9 @@ from torch import Tensor
 
 from pipeline.errors import ConfigError, DataError
 from pipeline.export.layout import CONFIG_FILE
-from pipeline.heads.foreign_layouts import NOT_HERE
+from pipeline.heads.kinds import NOT_HERE
 from pipeline.storage.atomic import read_object
-from pipeline.targets.files import is_local
-from pipeline.targets.hub_access import hub_errors
+from pipeline.targets.files import hub_errors, is_local
 
 PICKLES = (".pt", ".pth", ".bin")
 WEIGHT_SUFFIXES = (".safetensors", *PICKLES, ".ckpt", ".gguf")  # files that engines load

@@ -1,21 +1,20 @@
-"""What a kind of heads is: its shape, parameters and start, what it learns, what it proposes, how
-it is exported.
+"""The interface of a kind of heads.
 
-A kind is one file in this package: a `HeadsShape`, a subclass of `Heads`, and a line in `KINDS`
-(shape.py). Training, calibration, decoding, export and serving use this interface alone and never
-ask which kind it is.
+A kind is one file in this package with a subclass of `Heads`, a `HeadsShape` (shapes.py) and an
+entry in `KINDS` (kinds.py). Training, calibration, decoding, export and serving use this interface
+only and never ask which kind they have.
 
 All kinds predict alike: head k (0-based) at position t predicts the token at t+2+k from the
 target's hidden state at t, after the target's final norm. A kind may also read the tokens t+1 …
-t+1+k between, in training the true ones (teacher forcing) and in decoding those that it has
-proposed.
+t+1+k between: the true ones in training (teacher forcing), the proposed ones in decoding.
 
-Of a pruned vocabulary (see `draft_vocabulary`) a kind knows nothing: `vocab_size` counts the rows
-of its `lm_head`, and it is given those rows of the target's. Tokens that it reads are the target's
-all the same.
+With a draft vocabulary (`train.draft_vocab`) heads propose only the tokens that the target writes
+most often: `lm_head` is most of what a head computes and reads, and a quarter of its rows take a
+quarter of that (FR-Spec, arXiv 2502.14856). A kind need not know: its `lm_head` has
+`shape.vocab_size` rows. Tokens that it reads are any of the target's.
 
 Letters: B texts, N rows (positions) or nodes of a tree, M nodes of one depth, P of them with
-children, D hidden size, V vocabulary, K heads.
+children, D hidden size, V vocabulary of the heads, W vocabulary of the target, K heads.
 """
 
 from __future__ import annotations
@@ -23,21 +22,20 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from pipeline.config.training import TrainConfig
+from pipeline.conversations.spans import IGNORED
 from pipeline.errors import ConfigError, DataError
-from pipeline.heads.draft_vocabulary import TOKEN_MAP, DraftVocabulary
-from pipeline.heads.export_format import EXPANDED, ExportFormat
-from pipeline.heads.losses import summed_cross_entropy
-from pipeline.heads.proposal_tree import ProposalTree
-from pipeline.heads.shape import HeadsShape, require_shapes
-from pipeline.heads.soft_labels import Teacher
+from pipeline.heads.losses import Teacher, summed_cross_entropy
+from pipeline.heads.shapes import EXPANDED, ExportFormat, HeadsShape, require_shapes
 
-if TYPE_CHECKING:
-    from pipeline.config import TrainConfig
+TOKEN_MAP = "token_map"  # the draft vocabulary's name in files, as in vLLM
 
 
 @dataclass(frozen=True)
@@ -48,37 +46,126 @@ class TargetWeights:
     embedding: Callable[[], Tensor]
 
     def drafting(self, tokens: Tensor | None) -> TargetWeights:
-        """The same with the `lm_head`'s rows of these tokens; None leaves all."""
-        return self if tokens is None else replace(self, lm_head=lambda: self.lm_head()[tokens])
+        """The same with only these tokens' rows of `lm_head`; unchanged for None."""
+        if tokens is None:
+            return self
+        return replace(self, lm_head=lambda: self.lm_head()[tokens])
+
+
+class Level(NamedTuple):
+    """One depth of a tree: M nodes below P nodes of the depth above."""
+
+    inner: Tensor  # [P]: places of the parents among the nodes of the depth above
+    parent: Tensor  # [M]: each node's parent, as a place in `inner`
+    guess: Tensor  # [M]: each node's place in the parents' flattened [P, top] guesses
+    top: int
+
+
+class ProposalTree(Protocol):
+    """What `Heads.propose` reads of a tree."""
+
+    max_depth: int
+    top: int  # guesses per head
+    guess: Tensor  # [N]: each node's place in the flattened [max_depth, top] guesses
+    levels: tuple[Level, ...]  # from the root's children on
+    order: Tensor  # [N]: each node's place among the levels' nodes, end to end
+
+
+class DraftVocabulary(nn.Module):
+    """The token that each row of `lm_head` stands for: its own number, unless the shape is pruned.
+
+    A token outside is never proposed; the target writes it itself. As in EAGLE-3's code (arXiv
+    2503.01840), heads learn nothing where the written token is outside, and elsewhere the part of
+    the target's distribution that is within, normalized. In accuracies tokens outside are misses.
+    """
+
+    token_map: Tensor | None  # int64 [V], ascending, zeros until `fill`; None where not pruned
+    rows_W: Tensor | None  # each token's row of `lm_head`, -100 outside; None where not pruned
+
+    def __init__(self, shape: HeadsShape):
+        super().__init__()
+        self.target_size = shape.target_vocab_size
+        token_map, rows_W = None, None
+        if shape.is_pruned:
+            token_map = torch.zeros(shape.vocab_size, dtype=torch.int64)
+            rows_W = torch.full((self.target_size,), IGNORED)
+        self.register_buffer(TOKEN_MAP, token_map, persistent=False)
+        self.register_buffer("rows_W", rows_W, persistent=False)
+
+    def fill(self, tokens_V: Tensor, where: str | None = None) -> None:
+        """Set the tokens; DataError unless they are V of the target's in ascending order."""
+        assert self.token_map is not None and self.rows_W is not None, "not pruned"
+        size, tokens_V = len(self.token_map), tokens_V.long()
+        is_ascending = tokens_V.shape == (size,) and (tokens_V.diff() > 0).all()
+        if not is_ascending or tokens_V[0] < 0 or tokens_V[-1] >= self.target_size:
+            raise DataError(
+                f"The draft vocabulary is not {size} of the target's {self.target_size} tokens in"
+                " order.",
+                where,
+                "Export or train these heads again.",
+            )
+        self.token_map.copy_(tokens_V)
+        self.rows_W.fill_(IGNORED)
+        self.rows_W[self.token_map] = torch.arange(size, device=self.rows_W.device)
+
+    def tokens(self, rows: Tensor) -> Tensor:
+        """The tokens of rows of `lm_head`, in any shape; nothing is copied to the host."""
+        return rows if self.token_map is None else self.token_map[rows]
+
+    def rows(self, labels: Tensor) -> Tensor:
+        """Labels as rows of `lm_head`, in their shape; -100 where they are -100 or outside."""
+        if self.rows_W is None:
+            return labels
+        return self.rows_W[labels.clamp(min=0)].where(labels != IGNORED, IGNORED)
+
+    def num_learned(self, labels_KN: Tensor) -> Tensor:
+        """How many labels each head learns, [K]."""
+        return (self.rows(labels_KN) != IGNORED).sum(1)
+
+    def teacher(self, teacher: Teacher | None) -> Teacher | None:
+        """The same with distributions over the draft vocabulary only."""
+        if teacher is None or self.token_map is None:
+            return teacher
+        return teacher._replace(head=teacher.head.of_tokens(self.token_map))
+
+    def over_all_tokens(self, lm_head: Tensor) -> Tensor:
+        """`lm_head` [..., V, D] with a row for each of the target's tokens, [..., W, D].
+
+        For engines without draft vocabularies; the first guess stays the same. A token outside gets
+        the mean of the rows: its logit is the mean of theirs, which is never above the largest.
+        """
+        if self.token_map is None:
+            return lm_head
+        rows = lm_head.detach()
+        whole = rows.mean(-2, keepdim=True).repeat_interleave(self.target_size, -2)
+        return whole.index_copy_(-2, self.token_map.to(whole.device), rows)
+
+
+def most_frequent(counts_W: npt.NDArray[np.int64], num_tokens: int) -> Tensor:
+    """The most frequent tokens [V], ascending; ties are broken by the lower id."""
+    order = np.argsort(-counts_W, kind="stable")
+    return torch.from_numpy(np.sort(order[:num_tokens]))
 
 
 class Heads(nn.Module, ABC):
-    """A set of K heads of one kind; zero until it is filled, by `initial` or `from_named_tensors`.
+    """A set of K heads of one kind; zeros until `initial` or `from_named_tensors` fills it.
 
-    A subclass defines an `__init__` with this signature, what has no default below, and each
-    default that it improves on. Parameters that do not train have `requires_grad=False`.
+    A subclass defines an `__init__` with this signature and everything without a default below.
+    Parameters that do not train have `requires_grad=False`.
     """
 
     Shape: ClassVar[type[HeadsShape]]
-    version: ClassVar[int] = (
-        1  # of the code; raised by whoever changes what it learns, proposes or exports
-    )
+    version: ClassVar[int] = 1  # of the code: raise it when losses, proposals or exports change
     title: ClassVar[str]  # in the model card: "Medusa heads"
     units: ClassVar[str] = "heads"  # what `num_heads` counts, in the report and the model card
-    vllm_method: ClassVar[str | None] = (
-        None  # in vLLM's speculative configuration; None where it cannot serve them
-    )
+    vllm_method: ClassVar[str | None] = None  # vLLM's name for them; None: it does not serve them
     formats: ClassVar[tuple[ExportFormat, ...]] = (EXPANDED,)  # in which they can be exported
     weights_file: ClassVar[str] = "model.safetensors"  # of the export
     choices_file: ClassVar[str] = "tree_choices.json"  # of the export: the tree's paths
-    card_about: ClassVar[str]  # Jinja of the model card: what these heads are, in a sentence or two
-    card_engines: ClassVar[str] = (
-        ""  # Jinja of the model card: how other engines than vLLM serve them
-    )
-    lr_scale: ClassVar[float] = 1.0  # what `train.lr: auto` multiplies the rule's learning rate by
-    saves_memory: ClassVar[
-        tuple[str, ...]
-    ] = ()  # settings of the kind's own with which training takes less memory
+    card_about: ClassVar[str]  # Jinja of the model card: what these heads are
+    card_engines: ClassVar[str] = ""  # Jinja of the model card: engines other than vLLM
+    lr_scale: ClassVar[float] = 1.0  # factor on the learning rate of `train.lr: auto`
+    saves_memory: ClassVar[tuple[str, ...]] = ()  # own settings that lower training's memory
 
     shape: HeadsShape
     lm_head: Tensor  # [K, V, D], or one [V, D] that all heads share
@@ -95,7 +182,7 @@ class Heads(nn.Module, ABC):
     @classmethod
     @abstractmethod
     def shape_of(cls, settings: TrainConfig, hidden_size: int, vocab_size: int) -> HeadsShape:
-        """The shape that the configuration asks for, of a target with these sizes."""
+        """The shape that the configuration asks for, on a target with these sizes."""
 
     @classmethod
     @abstractmethod
@@ -110,14 +197,13 @@ class Heads(nn.Module, ABC):
 
     @abstractmethod
     def states(self, hidden_ND: Tensor, next_N: Tensor, labels_KN: Tensor) -> Tensor:
-        """What each head's lm_head reads, [K, N, D], given the true tokens between; up to
-        `shape.max_depth` of them.
+        """The input of each head's lm_head, [K, N, D], given the true tokens between.
 
         Args:
             hidden_ND: The target's states at positions t, in any float dtype.
             next_N: The tokens at t+1, int64.
-            labels_KN: The tokens at t+2+k, int64; -100 where the span has ended, and from there on
-                for every later k. Any of the target's, whether a head can propose it or not.
+            labels_KN: The tokens at t+2+k, int64, for up to `shape.max_depth` heads; -100 where the
+                span has ended, and from there on for every later k. Any of the target's tokens.
         """
 
     def summed_losses(
@@ -128,19 +214,16 @@ class Heads(nn.Module, ABC):
         teacher: Teacher | None = None,
         weights_K: Tensor | None = None,
     ) -> Tensor:
-        """Each head's cross entropy summed over its labels, [K], never holding all logits;
-        arguments as of `states`.
+        """Each head's cross entropy summed over its labels, [K]; see `summed_cross_entropy`.
 
-        Labels outside the draft vocabulary add nothing. With a teacher part of it is that with the
-        target's own distributions. `weights_K` is what the caller weighs the sums by; heads that
-        train one lm_head for all need to know. See `summed_cross_entropy`. Products run in
-        autocast's dtype where it is on.
+        The first three arguments are those of `states`. Labels outside the draft vocabulary add
+        nothing. Under autocast products run in its dtype.
         """
         states_KND, device = self.states(hidden_ND, next_N, labels_KN), hidden_ND.device.type
         if torch.is_autocast_enabled(device):
             states_KND = states_KND.to(torch.get_autocast_dtype(device))
-        teacher = self.vocabulary.teacher(teacher) if teacher else None
         labels_KN = self.vocabulary.rows(labels_KN)
+        teacher = self.vocabulary.teacher(teacher)
         return summed_cross_entropy(states_KND, self.lm_head, labels_KN, teacher, weights_K)
 
     def lm_head_of(self, head: int) -> Tensor:
@@ -151,28 +234,24 @@ class Heads(nn.Module, ABC):
 
     @abstractmethod
     def expand(self, hidden_BPD: Tensor, tokens_BP: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-        """The children of P nodes at `depth`: the states [B, P, D] to go on from, and the logits
-        [B, P, V].
+        """Expand P nodes at `depth`: states [B, P, D] to continue from, and logits [B, P, V].
 
-        At depth 0 stands the root: the token that the target chose, and the state that it chose it
-        from. Below, each node comes with its parent's state, as returned for it. Fixed shapes and
-        no transfer to the host, so that a step can be captured as a CUDA graph.
+        At depth 0 the node is the root: the token that the target chose, and the state that it
+        chose it from. Below, each node comes with its parent's returned state. Shapes are fixed and
+        nothing is copied to the host, so that a step can be captured as a CUDA graph.
         """
 
     def propose(self, hidden_BD: Tensor, token_B: Tensor, tree: ProposalTree) -> Tensor:
-        """The tokens [B, N] of the tree's nodes: a node of rank r holds the r-th guess below its
-        parent.
+        """The tokens [B, N] of the tree's nodes: rank r is the r-th guess below the parent.
 
-        `hidden_BD` are the states that the target chose `token_B` from, the roots.
+        `hidden_BD` are the states that the target chose the roots `token_B` from.
         """
         hidden_BMD, tokens_BM = hidden_BD[:, None], token_B.to(hidden_BD.device)[:, None]
         proposed = []
-        for depth, level in enumerate(tree.levels):  # M nodes of one depth, P of them with children
+        for depth, level in enumerate(tree.levels):
             inner, parent, guess = (places.to(hidden_BD.device) for places in level[:3])
-            inner_BPD, inner_BP = (
-                hidden_BMD.index_select(1, inner),
-                tokens_BM.index_select(1, inner),
-            )
+            inner_BPD = hidden_BMD.index_select(1, inner)
+            inner_BP = tokens_BM.index_select(1, inner)
             hidden_BPD, logits_BPV = self.expand(inner_BPD, inner_BP, depth)
             rows_BM = logits_BPV.topk(level.top).indices.flatten(1).index_select(1, guess)
             tokens_BM = self.vocabulary.tokens(rows_BM)
@@ -187,9 +266,8 @@ class Heads(nn.Module, ABC):
         """ConfigError unless such heads can be stored in this one of `export.formats`."""
         if format not in cls.formats:
             known = ", ".join(each.name for each in cls.formats)
-            what = f"The {format.name} format does not apply to {shape.kind} heads."
             raise ConfigError(
-                what,
+                f"The {format.name} format does not apply to {shape.kind} heads.",
                 "export.formats",
                 f"Export with `formats: [expanded]`; such heads have {known}.",
             )
@@ -199,21 +277,20 @@ class Heads(nn.Module, ABC):
     def engine_config(
         cls, shape: Any, format: ExportFormat, target: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """The keys of the export's config.json that are this kind's own; `target` is its target's
-        config.json.
+        """The kind's own keys of the export's config.json; `target` is the target's config.json.
 
-        The exporter adds sizes, dtype, `base_model_name_or_path` and what vLLM's speculators format
-        asks for.
+        The exporter adds sizes, dtype, `base_model_name_or_path` and the keys of vLLM's speculators
+        format.
         """
 
     @classmethod
     def not_served(cls, shape: Any, target: Mapping[str, Any]) -> str | None:
-        """Why vLLM cannot serve such heads with a target of this config.json; None where it can."""
+        """Why vLLM cannot serve such heads with a target of this config.json; None if it can."""
         return None if cls.vllm_method else f"vLLM does not serve {cls.Shape.kind} heads."
 
     @classmethod
     def speculative_config(cls, export: str, num_speculative_tokens: int | str) -> dict[str, Any]:
-        """How vLLM is told to draft with these heads on a target of their own."""
+        """vLLM's `speculative_config` for drafting with an export of these heads."""
         return {
             "method": cls.vllm_method,
             "model": export,
@@ -223,19 +300,18 @@ class Heads(nn.Module, ABC):
     # Files
 
     def named_tensors(self, format: ExportFormat | None = None) -> dict[str, Tensor]:
-        """Detached views by the names that files give them: all parameters, for
-        `heads.safetensors`, or an export's.
+        """Detached views by their names in `heads.safetensors`, or in an export.
 
         An export leaves out what engines take from the target.
         """
         return {name: parameter.detach() for name, parameter in self.named_parameters()}
 
     def stored_tensors(self, format: ExportFormat | None = None) -> dict[str, Tensor]:
-        """All that a file holds: `named_tensors` and, where the vocabulary is pruned, its
-        `token_map`, int64 [V].
-        """
-        token_map = self.vocabulary.token_map
-        return self.named_tensors(format) | ({} if token_map is None else {TOKEN_MAP: token_map})
+        """All tensors of a file: `named_tensors` and, if pruned, the `token_map`, int64 [V]."""
+        tensors = self.named_tensors(format)
+        if self.vocabulary.token_map is not None:
+            tensors[TOKEN_MAP] = self.vocabulary.token_map
+        return tensors
 
     @classmethod
     def from_named_tensors(
@@ -249,8 +325,8 @@ class Heads(nn.Module, ABC):
         """The inverse of `stored_tensors`, in the tensors' own dtype.
 
         Raises:
-            DataError: A tensor is missing, unknown, of another shape or not finite, or names that
-                share one differ.
+            DataError: A tensor is missing, unknown, of another shape or not finite, or names of one
+                shared tensor have different contents.
         """
         found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         require_shapes(shape, cls.shapes(shape, format), found, where)
@@ -258,18 +334,14 @@ class Heads(nn.Module, ABC):
         heads = cls(shape, dtype=first.dtype, device=first.device)
         written: dict[int, Tensor] = {}
         for name, view in heads.named_tensors(format).items():
-            source = written.setdefault(view.data_ptr(), tensors[name])
-            if source is tensors[name]:
-                if not is_finite(source):
-                    what = f"The tensor {name} holds numbers that are not finite."
-                    raise DataError(what, where, "Export or train these heads again.")
-                view.copy_(source)
-            elif not torch.equal(source, tensors[name]):
-                what = (
-                    f"These heads share one tensor under several names, and {name} differs from the"
-                    " others."
-                )
-                raise DataError(what, where, "Export or train them again.")
+            tensor = tensors[name]
+            source = written.setdefault(view.data_ptr(), tensor)
+            fix = "Export or train these heads again."
+            if not is_finite(tensor):
+                raise DataError(f"The tensor {name} holds numbers that are not finite.", where, fix)
+            if not torch.equal(source, tensor):
+                raise DataError(f"The tensor {name} differs from its equals.", where, fix)
+            view.copy_(source)
         if shape.is_pruned:
             heads.vocabulary.fill(tensors[TOKEN_MAP], where)
         return heads
@@ -281,11 +353,9 @@ class Heads(nn.Module, ABC):
         return {name: tuple(view.shape) for name, view in views.items()}
 
     def take_from(self, target: TargetWeights) -> None:
-        """Take the target's matrices where the heads borrow them: an export has none, and tuning
-        changes them.
-        """
+        """Take the matrices that the heads borrow: exports lack them, and tuning changes them."""
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether all numbers are finite; `isfinite` would hold a second tensor of that size."""
+    """Whether all numbers are finite; `isfinite` would allocate a second tensor of that size."""
     return bool(torch.stack(tensor.aminmax()).isfinite().all())

@@ -3,16 +3,18 @@
 At K = 5, V = 32,000 and 16,384 rows the logits alone would be 10 GB in fp32. Here the forward pass
 computes losses and gradients together, one chunk of rows after another. For each chunk:
 
-    1. choose its rows: labelled ones that one lm_head reads and, with soft labels, that one block
-    of states teaches 2. compute their logits, into a buffer that all chunks share 3. compute the
-    losses and, in the logits' place, the gradient of the losses, by slices in fp32 4. multiply that
-    gradient with the lm_head: the gradient of the hidden states 5. multiply it with the hidden
-    states, and add the product to the gradient of the lm_head
+    1. Choose its rows: labelled ones that one lm_head reads and, with soft labels, whose teaching
+       states are in one block.
+    2. Compute their logits, into a buffer that all chunks share.
+    3. Compute the losses and, in place of the logits, the gradient of the losses, by slices in
+       fp32.
+    4. Multiply that gradient with the lm_head: the gradient of the hidden states.
+    5. Multiply it with the hidden states and add the product to the gradient of the lm_head.
 
-Backward only scales: once per forward, no second derivative. A buffer of logits is all that is held
-beside the gradients. With soft labels there is a second one, of the target's distributions, which
-are computed once per block of its states and used by all heads. Softmax and sums are in fp32 (fp64
-for fp64), matrix products in the dtype of the hidden states. fp16's range is too small.
+Backward only scales: it runs once per forward and has no second derivative. One buffer of logits is
+held beside the gradients. Soft labels need a second one, for the target's distributions; they are
+computed once per block of its states and used by all heads. Softmax and sums are in fp32 (fp64 for
+fp64), matrix products in the dtype of the hidden states. fp16's range is too small.
 
 Letters: N rows (positions), C rows of a chunk, S of a slice, M states of the target, D hidden size,
 V vocabulary, B of its rows, K heads.
@@ -22,17 +24,62 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from pipeline.conversations.spans import IGNORED
-from pipeline.heads.soft_labels import Teacher
 
 # A GPU wants few, large products; a CPU wants a chunk whose fp32 slices stay in its cache.
 CHUNK_BYTES = {"cuda": 2 << 30, "cpu": 64 << 20}
 SLICES = 16  # a chunk's bytes over those of a slice, and of a block of a gradient's product
+
+
+class TargetHead(NamedTuple):
+    """The target's frozen output layer: `softcap · tanh(scale · (W x + b) / softcap)`."""
+
+    weight_VD: Tensor
+    bias_V: Tensor | None = None
+    scale: float = 1.0  # Cohere, Granite
+    softcap: float | None = None  # Gemma 2
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> TargetHead:
+        bias_V = None if self.bias_V is None else self.bias_V.to(device, dtype)
+        return self._replace(weight_VD=self.weight_VD.to(device, dtype), bias_V=bias_V)
+
+    def of_tokens(self, tokens: Tensor) -> TargetHead:
+        """The output layer of these tokens only; its softmax is normalized over them."""
+        bias_V = None if self.bias_V is None else self.bias_V[tokens]
+        return self._replace(weight_VD=self.weight_VD[tokens], bias_V=bias_V)
+
+    def logits(self, states_CD: Tensor, out: Tensor | None = None) -> Tensor:
+        """Logits [C, V] in the states' dtype; into `out` where it is given."""
+        logits_CV = torch.mm(states_CD, self.weight_VD.to(states_CD.dtype).t(), out=out)
+        if self.bias_V is not None:
+            logits_CV.add_(self.bias_V.to(logits_CV.dtype))
+        if self.scale != 1.0:
+            logits_CV.mul_(self.scale)
+        if self.softcap is not None:
+            logits_CV.div_(self.softcap).tanh_().mul_(self.softcap)
+        return logits_CV
+
+
+class Teacher(NamedTuple):
+    """Soft labels: the target's own distributions, learned beside the tokens that it wrote.
+
+    Head k at position t predicts the token at t+2+k, whose distribution is the target's lm_head on
+    its state at t+1+k. Wherever the head has a label, that state lies within the same span.
+
+    `rows_KN` int64 is the index of that state for each label, or -1 where it is not available: the
+    head then learns the written token only. Of the other labels' losses, `share` is the cross
+    entropy with the target's distribution, the rest that with the token.
+    """
+
+    head: TargetHead
+    states_MD: Tensor
+    rows_KN: Tensor
+    share: float
 
 
 def chunk_bytes_on(device: torch.device) -> int:
@@ -56,11 +103,10 @@ def summed_cross_entropy(
 
     Args:
         labels_KN: int64, -100 where a head has nothing to learn.
-        teacher: The target's distributions, of which the loss is a share; without it the labels are
-            all.
-        weights_K: What the caller weighs the sums by, exactly (else RuntimeError in backward); all
-            1 where it is left out. Only the gradient of a shared lm_head that trains needs to know:
-            it is one sum over all heads.
+        teacher: The target's distributions; without it the loss comes from the labels only.
+        weights_K: The weights of the caller's sum over heads, exactly (else RuntimeError in
+            backward); 1 by default. Needed for a shared lm_head that trains, whose gradient is one
+            sum over all heads.
         chunk_bytes: Bounds the logits held at a time.
     """
     device = hidden_KND.device
@@ -96,46 +142,34 @@ class _SummedCrossEntropy(torch.autograd.Function):
         ctx.grad_hidden_KND = loss.grad_hidden_KND
         ctx.grad_lm_head = loss.grad_lm_head
         ctx.weights_K = weights_K
-        ctx.is_shared = loss.is_shared
         return loss.losses_KN.sum(1)
 
     @staticmethod
     def backward(ctx: Any, grad_sums_K: Tensor):
-        grad_hidden_KND, grad_lm_head = ctx.grad_hidden_KND, ctx.grad_lm_head
-        ctx.grad_hidden_KND = ctx.grad_lm_head = (
-            None  # scaled in place, so good for one backward only
-        )
-        if grad_hidden_KND is None and grad_lm_head is None:
-            raise RuntimeError(
-                "the loss's gradients were already consumed: run the forward pass again"
-            )
-        if grad_hidden_KND is not None:
-            grad_hidden_KND.mul_(grad_sums_K[:, None, None])
-        if grad_lm_head is not None and not ctx.is_shared:
-            grad_lm_head.mul_(grad_sums_K[:, None, None])
-        if grad_lm_head is not None and ctx.is_shared:
-            if not torch.equal(grad_sums_K, ctx.weights_K.to(grad_sums_K.dtype)):
+        gradients = ctx.grad_hidden_KND, ctx.grad_lm_head
+        ctx.grad_hidden_KND = ctx.grad_lm_head = None  # scaled in place: good for one backward
+        if all(gradient is None for gradient in gradients):
+            raise RuntimeError("the loss's gradients are consumed: run the forward pass again")
+        for gradient in gradients:
+            if gradient is not None and gradient.dim() == 3:
+                gradient.mul_(grad_sums_K[:, None, None])
+            elif gradient is not None and not torch.equal(
+                grad_sums_K, ctx.weights_K.to(grad_sums_K)
+            ):
                 raise RuntimeError(
-                    "with a shared lm_head that trains, weigh the sums by the weights given to"
-                    " forward"
+                    "with a shared lm_head that trains, weigh the sums by forward's weights_K"
                 )
-        return grad_hidden_KND, grad_lm_head, None, None, None, None
+        return *gradients, None, None, None, None
 
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Rows of the flattened [K·N] that one lm_head reads. The target's states teach the first of
-    them.
-    """
+    """Rows of the flattened [K·N] that one lm_head reads."""
 
     head: int | None  # None where one lm_head reads the rows of all heads
     rows_C: Tensor
-    first_state: int = 0  # of the block of states that teaches
-    states: Tensor | None = None  # each taught row's state, counted from the block's first
-
-    @property
-    def num_taught(self) -> int:
-        return 0 if self.states is None else len(self.states)
+    first_state: int  # of the block of the target's states that teaches
+    states_C: Tensor | None  # each row's state, counted from `first_state`; None without a teacher
 
 
 class _Loss:
@@ -159,126 +193,99 @@ class _Loss:
 
         dtype, vocab_size = hidden_KND.dtype, lm_head.shape[-2]
         exact = torch.float64 if dtype == torch.float64 else torch.float32
-        bytes_per_logit, bytes_per_exact = dtype.itemsize, exact.itemsize
-        num_exact = (
-            1  # numbers that a slice holds of each logit: log q, and with a teacher the target's p
-        )
-        most_rows = labels_KN.numel() if self.is_shared else labels_KN.shape[1]
+        bytes_per_logit = dtype.itemsize
+        num_exact = 1  # numbers that a slice holds per logit: log q, and with a teacher p
+        num_labels = labels_KN.numel()
+        most_rows = num_labels if self.is_shared else labels_KN.shape[1]
         if teacher is not None:
             bytes_per_logit += exact.itemsize
             num_exact = 2
-            most_rows = max(most_rows, min(len(teacher.states_MD), labels_KN.numel()))
+            most_rows = max(most_rows, min(len(teacher.states_MD), num_labels))
+        slice_bytes = chunk_bytes // SLICES
         self.chunk_rows = max(1, min(most_rows, chunk_bytes // (vocab_size * bytes_per_logit)))
-        slice_rows = max(1, chunk_bytes // SLICES // (vocab_size * bytes_per_exact * num_exact))
+        slice_rows = max(1, slice_bytes // (vocab_size * exact.itemsize * num_exact))
         self.slice_rows = min(self.chunk_rows, slice_rows)
-        self.block_rows = max(1, chunk_bytes // SLICES // (hidden_KND.shape[2] * dtype.itemsize))
+        self.block_rows = max(1, slice_bytes // (hidden_KND.shape[2] * dtype.itemsize))
 
-        self.losses_KN = torch.zeros(labels_KN.shape, dtype=exact, device=hidden_KND.device)
+        self.losses_KN = hidden_KND.new_zeros(labels_KN.shape, dtype=exact)
         self.logits_buffer = hidden_KND.new_empty(self.chunk_rows, vocab_size)
-        self.scratch = self.logits_buffer.new_empty(
-            num_exact, self.slice_rows, vocab_size, dtype=exact
-        )
-        self.p_buffer: Tensor | None = None
-        self.block_in_buffer: int | None = None  # the first state of those whose p is in the buffer
-        if teacher is not None:
-            self.p_buffer = torch.empty_like(self.logits_buffer, dtype=exact)
+        scratch_size = (num_exact, self.slice_rows, vocab_size)
+        self.scratch = hidden_KND.new_empty(scratch_size, dtype=exact)
+        num_states = self.chunk_rows if teacher is not None else 0
+        self.p_buffer = hidden_KND.new_empty(num_states, vocab_size, dtype=exact)
+        self.block_in_buffer: int | None = None  # `first_state` of the distributions in p_buffer
 
     def chunks(self) -> Iterator[_Chunk]:
-        """The labelled rows by the lm_head that reads them, at most a buffer's at a time (pass
-        1).
+        """Labelled rows by the block of states that teaches them and by lm_head (pass 1).
+
+        Rows without a state are in chunks of their own. A chunk fits the buffer of logits.
         """
         rows = (self.labels_KN.flatten() != IGNORED).nonzero()[:, 0]
+        states = torch.full_like(rows, -1)
+        num_blocks, num_lm_heads = 1, 1
         if self.teacher is not None:
-            yield from self._taught_chunks(rows, self.teacher)
-            return
-        counts = [len(rows)]
-        if not self.is_shared:
-            counts = (self.labels_KN != IGNORED).sum(1).tolist()
-        for head, rows_of_head in enumerate(rows.split(counts)):
-            for start in range(0, len(rows_of_head), self.chunk_rows):
-                rows_C = rows_of_head[start : start + self.chunk_rows]
-                yield _Chunk(None if self.is_shared else head, rows_C)
-
-    def _taught_chunks(self, rows: Tensor, teacher: Teacher) -> Iterator[_Chunk]:
-        """The same by the block of states that teaches them; rows without a state are in the last
-        block's chunks.
-        """
-        block_size = self.chunk_rows
-        num_blocks = max(1, -(-len(teacher.states_MD) // block_size))
-        states = teacher.rows_KN.flatten()[rows]
+            states = self.teacher.rows_KN.flatten()[rows]
+            num_blocks = max(1, -(-len(self.teacher.states_MD) // self.chunk_rows))
         is_untaught = states < 0
-        group = (states // block_size).masked_fill(is_untaught, num_blocks - 1)
-        num_lm_heads = 1
+        group = (states // self.chunk_rows).masked_fill(is_untaught, num_blocks - 1)
         if not self.is_shared:
             num_lm_heads = len(self.labels_KN)
             group = group * num_lm_heads + rows // self.labels_KN.shape[1]
-        key = 2 * group + is_untaught  # the taught rows of a group come first
-        order = key.argsort(stable=True)
-        rows, states = rows[order], states[order]
-        counts = key.bincount(minlength=2 * num_blocks * num_lm_heads).view(-1, 2).tolist()
-        start = 0
-        for number, (num_taught, num_untaught) in enumerate(counts):
-            block, head = divmod(number, num_lm_heads)
-            end_taught, end = start + num_taught, start + num_taught + num_untaught
-            while start < end:
-                stop = min(start + self.chunk_rows, end)
-                taught = states[start : min(stop, end_taught)] - block * block_size
-                yield _Chunk(
-                    None if self.is_shared else head, rows[start:stop], block * block_size, taught
-                )
-                start = stop
+        key = 2 * group + is_untaught
+        counts = key.bincount(minlength=2 * num_blocks * num_lm_heads).tolist()
+        for number, members in enumerate(key.argsort(stable=True).split(counts)):
+            block, head = divmod(number // 2, num_lm_heads)
+            first_state = block * self.chunk_rows
+            for chosen in members.split(self.chunk_rows):
+                states_C = states[chosen] - first_state if number % 2 == 0 else None
+                if len(chosen):
+                    own_head = None if self.is_shared else head
+                    yield _Chunk(own_head, rows[chosen], first_state, states_C)
 
     def add(self, chunk: _Chunk) -> None:
         """Compute the chunk's losses and add its gradients (passes 2 to 5)."""
         rows_C, dtype = chunk.rows_C, self.hidden_KND.dtype
-        hidden_CD = self.hidden_KND.view(-1, self.hidden_KND.shape[2])[rows_C]
+        hidden_CD = self.hidden_KND.flatten(0, 1)[rows_C]
         labels_C1 = self.labels_KN.flatten()[rows_C, None]
         weight_VD = self.lm_head if chunk.head is None else self.lm_head[chunk.head]
         weight_VD = weight_VD.to(dtype)
-        p_MV = None
-        if chunk.num_taught:
-            p_MV = self._target_distributions(chunk.first_state)  # uses the buffer of logits
+        if chunk.states_C is not None:
+            self._fill_p_buffer(chunk.first_state)  # overwrites the buffer of logits
 
         logits_CV = torch.mm(hidden_CD, weight_VD.t(), out=self.logits_buffer[: len(rows_C)])
-        flat_losses = self.losses_KN.view(-1)
-        for start, stop in self._slices(chunk):
-            logits_SV, labels_S1 = logits_CV[start:stop], labels_C1[start:stop]
-            if p_MV is None or chunk.states is None or start >= chunk.num_taught:
-                losses_S = self._hard_losses(logits_SV, labels_S1)
+        for start in range(0, len(rows_C), self.slice_rows):
+            part = slice(start, start + self.slice_rows)
+            if chunk.states_C is None:
+                losses_S = self._hard_losses(logits_CV[part], labels_C1[part])
             else:
-                losses_S = self._soft_losses(logits_SV, labels_S1, p_MV, chunk.states[start:stop])
-            flat_losses[rows_C[start:stop]] = losses_S
+                states_S = chunk.states_C[part]
+                losses_S = self._soft_losses(logits_CV[part], labels_C1[part], states_S)
+            self.losses_KN.view(-1)[rows_C[part]] = losses_S
 
         if self.grad_hidden_KND is not None:
-            self.grad_hidden_KND.view(-1, hidden_CD.shape[1])[rows_C] = logits_CV @ weight_VD
-        del weight_VD  # a copy where dtypes differ, which the product below need not lie beside
+            self.grad_hidden_KND.flatten(0, 1)[rows_C] = logits_CV @ weight_VD
+        del weight_VD  # a copy where dtypes differ; free it before the product below
         if self.grad_lm_head is None:
             return
+        total_VD = self.grad_lm_head
         if chunk.head is None:
             weights_C = self.weights_K[rows_C // self.labels_KN.shape[1]]
             hidden_CD = (hidden_CD * weights_C[:, None]).to(dtype)
-            _add_product(self.grad_lm_head, logits_CV, hidden_CD, self.block_rows)
         else:
-            _add_product(self.grad_lm_head[chunk.head], logits_CV, hidden_CD, self.block_rows)
+            total_VD = total_VD[chunk.head]
+        _add_product(total_VD, logits_CV, hidden_CD, self.block_rows)
 
-    def _slices(self, chunk: _Chunk) -> Iterator[tuple[int, int]]:
-        """The slices of a chunk; none has both taught rows and others."""
-        for first, end in ((0, chunk.num_taught), (chunk.num_taught, len(chunk.rows_C))):
-            for start in range(first, end, self.slice_rows):
-                yield start, min(start + self.slice_rows, end)
-
-    def _target_distributions(self, first: int) -> Tensor:
-        """The target's p [M, V] at a block of its states; kept until another block is asked for."""
-        assert self.teacher is not None and self.p_buffer is not None
-        states_MD = self.teacher.states_MD[first : first + self.chunk_rows].to(
-            self.logits_buffer.dtype
-        )
+    def _fill_p_buffer(self, first: int) -> None:
+        """Compute the target's p [M, V] at a block of its states, unless it is there already."""
+        assert self.teacher is not None
+        if self.block_in_buffer == first:
+            return
+        states_MD = self.teacher.states_MD[first : first + self.chunk_rows]
+        states_MD = states_MD.to(self.logits_buffer.dtype)
+        logits_MV = self.teacher.head.logits(states_MD, self.logits_buffer[: len(states_MD)])
         p_MV = self.p_buffer[: len(states_MD)]
-        if self.block_in_buffer != first:
-            logits_MV = self.teacher.head.logits(states_MD, self.logits_buffer[: len(states_MD)])
-            torch.softmax(logits_MV, 1, dtype=p_MV.dtype, out=p_MV)
-            self.block_in_buffer = first
-        return p_MV
+        torch.softmax(logits_MV, 1, dtype=p_MV.dtype, out=p_MV)
+        self.block_in_buffer = first
 
     @property
     def _wants_gradient(self) -> bool:
@@ -289,46 +296,37 @@ class _Loss:
         return torch.log_softmax(logits_SV, 1, dtype=self.scratch.dtype, out=out_SV)
 
     def _hard_losses(self, logits_SV: Tensor, labels_S1: Tensor) -> Tensor:
-        """Cross entropy [S] with the labels; puts its gradient q - onehot(label) in the logits'
-        place.
+        """Cross entropy [S] with the labels; replaces the logits by its gradient q - onehot(label).
 
         The label's entry is expm1(log q): q - 1 in bf16 would be 0 for every confident head.
         """
         log_q_SV = self._log_softmax(logits_SV)
         label_log_q_S1 = log_q_SV.gather(1, labels_S1)
         if self._wants_gradient:
-            of_label_S1 = torch.expm1(label_log_q_S1)
-            torch.exp(log_q_SV, out=logits_SV).scatter_(
-                1, labels_S1, of_label_S1.to(logits_SV.dtype)
-            )
+            at_label_S1 = torch.expm1(label_log_q_S1).to(logits_SV.dtype)
+            torch.exp(log_q_SV, out=logits_SV).scatter_(1, labels_S1, at_label_S1)
         return -label_log_q_S1[:, 0]
 
-    def _soft_losses(
-        self, logits_SV: Tensor, labels_S1: Tensor, p_MV: Tensor, states_S: Tensor
-    ) -> Tensor:
-        """The losses [S] with soft labels, of which `share` is the cross entropy with the target's
-        p.
+    def _soft_losses(self, logits_SV: Tensor, labels_S1: Tensor, states_S: Tensor) -> Tensor:
+        """Losses [S] of which `share` is the cross entropy with the target's p.
 
-        Puts the gradient q - (1 - share) · onehot(label) - share · p in the logits' place.
+        Replaces the logits by the gradient q - (1 - share) · onehot(label) - share · p.
         """
         assert self.teacher is not None
         share = self.teacher.share
         log_q_SV = self._log_softmax(logits_SV)
         label_log_q_S1 = log_q_SV.gather(1, labels_S1)
-        p_SV = torch.index_select(p_MV, 0, states_S, out=self.scratch[1, : len(logits_SV)])
+        p_SV = torch.index_select(self.p_buffer, 0, states_S, out=self.scratch[1, : len(logits_SV)])
         soft_losses_S = -torch.bmm(p_SV[:, None], log_q_SV[:, :, None])[:, 0, 0]
         if self._wants_gradient:
-            of_label_S1 = torch.expm1(label_log_q_S1)
-            of_label_S1 += share * (1 - p_SV.gather(1, labels_S1))
+            at_label_S1 = torch.expm1(label_log_q_S1) + share * (1 - p_SV.gather(1, labels_S1))
             gradient_SV = log_q_SV.exp_().sub_(p_SV, alpha=share)
-            logits_SV.copy_(gradient_SV.scatter_(1, labels_S1, of_label_S1))
+            logits_SV.copy_(gradient_SV.scatter_(1, labels_S1, at_label_S1))
         return torch.lerp(-label_log_q_S1[:, 0], soft_losses_S, share)
 
 
 def _add_product(total_VD: Tensor, grad_CV: Tensor, hidden_CD: Tensor, num_rows: int) -> None:
-    """total += gradᵀ · hidden, in place; an fp32 total takes bf16 products, of so many of its rows
-    at a time.
-    """
+    """Add gradᵀ · hidden in place; to an fp32 total of bf16 products `num_rows` rows at a time."""
     if total_VD.dtype == grad_CV.dtype:
         total_VD.addmm_(grad_CV.t(), hidden_CD)
         return

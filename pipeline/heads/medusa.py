@@ -1,5 +1,4 @@
-"""The Medusa heads: K small networks that read one hidden state and guess the K tokens after the
-next one.
+"""Medusa heads: K small networks that read one hidden state and guess the K tokens after the next.
 
 Head k maps the target's hidden state at position t to the token at t+2+k, as `x + SiLU(W1 x + b1)`,
 L times, then `W2`; it reads none of the tokens between. With W1 = 0, b1 = 0 and W2 = lm_head at the
@@ -21,48 +20,17 @@ Letters: N rows, B texts, D hidden size, V vocabulary, K heads, L residual block
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Self, get_args
+from functools import partial
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 
-from pipeline.config.training import LmHead
+from pipeline.config.training import TrainConfig
 from pipeline.errors import ConfigError
-from pipeline.heads.draft_vocabulary import TOKEN_MAP
-from pipeline.heads.export_format import EXPANDED, REFERENCE, SHARED, ExportFormat
-from pipeline.heads.kind import Heads, TargetWeights
-from pipeline.heads.proposal_tree import ProposalTree
-from pipeline.heads.shape import HeadsShape, require_shapes
-
-if TYPE_CHECKING:
-    from pipeline.config import TrainConfig
-
-
-@dataclass(frozen=True)
-class MedusaShape(HeadsShape):
-    """`num_layers` residual blocks per head.
-
-    `lm_head` is `untied`: each head trains its own; `shared`: all train one; or `tied`: all read
-    the target's, frozen. Raises ValueError for another word.
-    """
-
-    kind: ClassVar[str] = "medusa"
-    num_layers: int = 1
-    lm_head: LmHead = "untied"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.lm_head not in get_args(LmHead):
-            raise ValueError(
-                f"lm_head is one of {', '.join(get_args(LmHead))}, not {self.lm_head!r}"
-            )
-
-    def _parts(self) -> str:
-        return (
-            f"{self.num_heads} heads with {self.lm_head} lm_heads, {self.num_layers} block(s) each"
-        )
+from pipeline.heads.kind import Heads, ProposalTree, TargetWeights
+from pipeline.heads.shapes import EXPANDED, REFERENCE, SHARED, ExportFormat, MedusaShape
 
 
 class MedusaHeads(Heads):
@@ -132,16 +100,15 @@ least {{ report.tree.nodes | number or "the tree's nodes" }}; the content of `{{
         device: torch.device | None = None,
     ):
         super().__init__(shape)
-        num_blocks, num_heads, size = shape.num_layers, shape.num_heads, shape.hidden_size
-        self.block_weight = nn.Parameter(
-            torch.zeros(num_blocks, num_heads, size, size, dtype=dtype, device=device)
-        )
-        self.block_bias = nn.Parameter(
-            torch.zeros(num_blocks, num_heads, size, dtype=dtype, device=device)
-        )
-        copies = (num_heads,) if shape.lm_head == "untied" else ()
-        lm_head = torch.zeros(*copies, shape.vocab_size, size, dtype=dtype, device=device)
-        self.lm_head = nn.Parameter(lm_head, requires_grad=shape.lm_head != "tied")
+        size, zeros = shape.hidden_size, partial(torch.zeros, dtype=dtype, device=device)
+        blocks = (shape.num_layers, shape.num_heads)
+        self.block_weight = nn.Parameter(zeros(*blocks, size, size))
+        self.block_bias = nn.Parameter(zeros(*blocks, size))
+        sizes = [shape.vocab_size, size]
+        if shape.lm_head == "untied":
+            sizes.insert(0, shape.num_heads)
+        is_trained = shape.lm_head != "tied"
+        self.lm_head = nn.Parameter(zeros(sizes), requires_grad=is_trained)
 
     @classmethod
     def shape_of(cls, settings: TrainConfig, hidden_size: int, vocab_size: int) -> MedusaShape:
@@ -155,17 +122,13 @@ least {{ report.tree.nodes | number or "the tree's nodes" }}; the content of `{{
 
     @classmethod
     def from_lm_head(cls, shape: MedusaShape, lm_head_VD: Tensor) -> MedusaHeads:
-        """Heads that start as the target's own prediction, in the dtype and on the device of its
-        lm_head (2.1.1).
+        """Heads that start as the target's own prediction, in its lm_head's dtype (2.1.1).
 
-        Untied heads get a copy each, shared ones one copy; tied ones share `lm_head_VD`'s storage.
-        Raises ValueError on another shape.
+        Tied heads share the storage of `lm_head_VD`. Raises ValueError on another shape.
         """
-        if lm_head_VD.shape != (shape.vocab_size, shape.hidden_size):
-            expected = (shape.vocab_size, shape.hidden_size)
-            raise ValueError(
-                f"the lm_head is {tuple(lm_head_VD.shape)}, the heads expect {expected}"
-            )
+        expected = (shape.vocab_size, shape.hidden_size)
+        if lm_head_VD.shape != expected:
+            raise ValueError(f"the lm_head is {tuple(lm_head_VD.shape)}, not {expected}")
         heads = cls(shape, dtype=lm_head_VD.dtype, device=lm_head_VD.device)
         if shape.lm_head == "tied":
             heads.lm_head = nn.Parameter(lm_head_VD.detach(), requires_grad=False)
@@ -174,18 +137,12 @@ least {{ report.tree.nodes | number or "the tree's nodes" }}; the content of `{{
         return heads
 
     def hidden(self, hidden_ND: Tensor, num_heads: int | None = None) -> Tensor:
-        """What each head's lm_head reads: [N, D] to [K, N, D], or the first `num_heads` heads'
-        only.
-        """
-        num_heads = self.shape.num_heads if num_heads is None else num_heads
-        device = hidden_ND.device.type
-        autocast = torch.is_autocast_enabled(
-            device
-        )  # the sums x + SiLU(…) then stay in its dtype, as the products do
-        hidden_ND = hidden_ND.to(
-            torch.get_autocast_dtype(device) if autocast else self.block_weight.dtype
-        )
-        hidden_KND = hidden_ND.expand(num_heads, *hidden_ND.shape)
+        """The input of the lm_heads: [N, D] to [K, N, D], K of all or the first `num_heads`."""
+        num_heads = num_heads or self.shape.num_heads
+        device, dtype = hidden_ND.device.type, self.block_weight.dtype
+        if torch.is_autocast_enabled(device):  # sums are then in its dtype, as products are
+            dtype = torch.get_autocast_dtype(device)
+        hidden_KND = hidden_ND.to(dtype).expand(num_heads, *hidden_ND.shape)
         for weight_KDD, bias_KD in zip(self.block_weight, self.block_bias, strict=True):
             weight_KDD, bias_K1D = weight_KDD[:num_heads], bias_KD[:num_heads, None]
             hidden_KND = hidden_KND + silu(torch.baddbmm(bias_K1D, hidden_KND, weight_KDD.mT))
@@ -195,9 +152,7 @@ least {{ report.tree.nodes | number or "the tree's nodes" }}; the content of `{{
         return self.hidden(hidden_ND)
 
     def forward(self, hidden_ND: Tensor, num_heads: int | None = None) -> Tensor:
-        """Logits [K, N, V] of all heads, or of the first `num_heads` (the others are then not
-        evaluated).
-        """
+        """Logits [K, N, V] of all heads, or of the first `num_heads`."""
         hidden_KND = self.hidden(hidden_ND, num_heads)
         if self.lm_head.dim() == 2:
             return hidden_KND @ self.lm_head.mT
@@ -206,9 +161,7 @@ least {{ report.tree.nodes | number or "the tree's nodes" }}; the content of `{{
         return (self.lm_head[: len(hidden_KND)] @ hidden_KND.mT).mT
 
     def expand(self, hidden_BPD: Tensor, tokens_BP: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-        """One head's guesses are the same below every node of a depth: they come from the root's
-        state.
-        """
+        """Expand the root's state: a head's guesses are the same below every node of a depth."""
         root_B1D, num_nodes = hidden_BPD[:, :1], hidden_BPD.shape[1]
         weights_DD, biases_D = self.block_weight[:, depth], self.block_bias[:, depth]
         read_B1D = root_B1D.to(weights_DD.dtype)
@@ -217,7 +170,7 @@ least {{ report.tree.nodes | number or "the tree's nodes" }}; the content of `{{
         return hidden_BPD, linear(read_B1D, self.lm_head_of(depth)).expand(-1, num_nodes, -1)
 
     def propose(self, hidden_BD: Tensor, token_B: Tensor, tree: ProposalTree) -> Tensor:
-        """All heads in one product, as `expand` would one by one."""
+        """Propose with all heads in one product; equal to `expand` depth by depth."""
         rows_KBR = self(hidden_BD, tree.max_depth).topk(tree.top).indices
         guesses_KBR = self.vocabulary.tokens(rows_KBR).to(token_B.device)
         return guesses_KBR.transpose(0, 1).flatten(1).index_select(1, tree.guess)
@@ -242,37 +195,37 @@ least {{ report.tree.nodes | number or "the tree's nodes" }}; the content of `{{
     def engine_config(
         cls, shape: MedusaShape, format: ExportFormat, target: Mapping[str, Any]
     ) -> dict[str, Any]:
-        return {
+        config: dict[str, Any] = {
             "model_type": "medusa",
             "medusa_num_heads": shape.num_heads,
             "medusa_num_layers": shape.num_layers,
             "num_medusa_heads": shape.num_heads,
             "num_medusa_layers": shape.num_layers,
             "medusa_fc_bias": True,
-            **({"original_lm_head": True} if format.one_lm_head else {}),
         }
+        if format.one_lm_head:
+            config["original_lm_head"] = True
+        return config
 
     def named_tensors(self, format: ExportFormat | None = None) -> dict[str, Tensor]:
-        """`{k}.{l}.linear.weight`, `.bias` and `{k}.{L}.weight`; of a shared lm_head only
-        `0.{L}.weight`.
+        """`{k}.{l}.linear.weight`, `.bias` and `{k}.{L}.weight`; `0.{L}.weight` only if shared.
 
         An export's lm_heads have a row for each of the target's tokens.
         """
-        shape = self.shape
-        blocks = [
-            (f"{k}.{block}.linear", block, k)
-            for k in range(shape.num_heads)
-            for block in range(shape.num_layers)
-        ]
-        views = {f"{name}.weight": self.block_weight[block, k] for name, block, k in blocks}
-        views |= {f"{name}.bias": self.block_bias[block, k] for name, block, k in blocks}
-        one_lm_head = shape.lm_head != "untied" and (format is None or format.one_lm_head)
-        lm_heads = range(1 if one_lm_head else shape.num_heads)
-        weights = self.lm_head if format is None else self.vocabulary.over_all_tokens(self.lm_head)
-        views |= {
-            f"{k}.{shape.num_layers}.weight": weights if weights.dim() == 2 else weights[k]
-            for k in lm_heads
-        }
+        shape, lm_head = self.shape, self.lm_head
+        num_lm_heads = shape.num_heads
+        if format is not None:
+            lm_head = self.vocabulary.over_all_tokens(lm_head)
+        if shape.lm_head != "untied" and (format is None or format.one_lm_head):
+            num_lm_heads = 1
+        views: dict[str, Tensor] = {}
+        for part, stacked in (("weight", self.block_weight), ("bias", self.block_bias)):
+            for k in range(shape.num_heads):
+                for block in range(shape.num_layers):
+                    views[f"{k}.{block}.linear.{part}"] = stacked[block, k]
+        for k in range(num_lm_heads):
+            own = lm_head if lm_head.dim() == 2 else lm_head[k]
+            views[f"{k}.{shape.num_layers}.weight"] = own
         return {name: view.detach() for name, view in views.items()}
 
     @classmethod
@@ -284,21 +237,12 @@ least {{ report.tree.nodes | number or "the tree's nodes" }}; the content of `{{
         *,
         where: str | None = None,
     ) -> Self:
-        if format is None or not shape.is_pruned:
-            return super().from_named_tensors(shape, tensors, format, where=where)
-        require_shapes(
-            shape,
-            cls.shapes(shape, format),
-            {name: tuple(t.shape) for name, t in tensors.items()},
-            where,
-        )
-        given = dict(tensors)
-        token_map = given.pop(TOKEN_MAP)
-        whole = super().from_named_tensors(
-            shape.drafting(shape.target_vocab_size), given, format, where=where
-        )
-        heads = cls(shape, dtype=whole.lm_head.dtype, device=whole.lm_head.device)
-        heads.vocabulary.fill(token_map, where)
-        heads.block_weight, heads.block_bias = whole.block_weight, whole.block_bias
-        heads.lm_head.data.copy_(whole.lm_head.index_select(-2, token_map))
+        """As `Heads` has it; a pruned export keeps the rows of its draft vocabulary only."""
+        heads = super().from_named_tensors(shape, tensors, format, where=where)
+        if format is not None and shape.is_pruned:  # its names are not views of the lm_head
+            for k in range(shape.num_heads):
+                name = f"{k}.{shape.num_layers}.weight"
+                if name in tensors:
+                    rows_VD = tensors[name][heads.vocabulary.token_map]
+                    heads.lm_head_of(k).detach().copy_(rows_VD)
         return heads

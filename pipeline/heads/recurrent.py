@@ -1,5 +1,4 @@
-"""The recurrent heads: one small cell, applied step after step, that reads each token it has
-proposed.
+"""Recurrent heads: one small cell, applied step after step, that reads each token it has proposed.
 
 Where Medusa's heads guess from the target's state alone, a sequential head also reads the tokens
 between (Hydra, arXiv 2402.05109; ReDrafter, arXiv 2403.09919; EAGLE, arXiv 2401.15077). Here one
@@ -26,62 +25,34 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, linear, rms_norm, silu
 
+from pipeline.config.training import TrainConfig
 from pipeline.conversations.spans import IGNORED
 from pipeline.errors import ConfigError, DataError
-from pipeline.heads.export_format import EXPANDED, SGLANG, ExportFormat
 from pipeline.heads.kind import Heads, TargetWeights
-from pipeline.heads.shape import HeadsShape
+from pipeline.heads.shapes import EXPANDED, SGLANG, ExportFormat, RecurrentShape
 
-if TYPE_CHECKING:
-    from pipeline.config import TrainConfig
+# Of the attention that computes nothing; it has one key and value head.
+QUERY_HEADS = 8
+HEAD_SIZE = 64
 
-EPSILON = 1e-6  # of the RMSNorm of cells that are trained here
-QUERY_HEADS, HEAD_SIZE = (
-    8,
-    64,
-)  # of the attention that computes nothing; it has one key and value head
-MLP, ATTENTION, NORM = (
-    "layers.0.mlp",
-    "layers.0.self_attn",
-    "layers.0.post_attention_layernorm.weight",
-)
-OUTPUT, FC_BIAS = f"{ATTENTION}.o_proj.weight", "fc.bias"  # both zero
+# Names of vLLM's EAGLE-1 model; the last two tensors are zero in a recurrent cell.
+MLP = "layers.0.mlp"
+NORM = "layers.0.post_attention_layernorm.weight"
+ATTENTION = "layers.0.self_attn"
+OUTPUT = f"{ATTENTION}.o_proj.weight"
+FC_BIAS = "fc.bias"
 
-# Targets whose vLLM class has the `model.embed_tokens` and the `lm_head` that the draft model
-# borrows.
+# Targets whose vLLM class has the `model.embed_tokens` and `lm_head` that the draft model borrows.
 SERVED = (
     "LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM", "Qwen2ForCausalLM", "Qwen2MoeForCausalLM",  # noqa: E501
     "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Phi3ForCausalLM", "GemmaForCausalLM", "Gemma3ForCausalLM",  # noqa: E501
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class RecurrentShape(HeadsShape):
-    """`num_heads` steps are trained; `intermediate_size` is I. Twice as many steps may be proposed.
-
-    `norm_eps` is the RMSNorm's; cells of other trainers have another.
-    """
-
-    kind: ClassVar[str] = "recurrent"
-    intermediate_size: int = 1
-    norm_eps: float = EPSILON
-
-    @property
-    def max_depth(self) -> int:
-        return 2 * self.num_heads
-
-    def _parts(self) -> str:
-        return (
-            f"one recurrent cell of {self.num_heads} steps with an inner size of"
-            f" {self.intermediate_size}"
-        )
 
 
 class RecurrentHeads(Heads):
@@ -119,9 +90,8 @@ model, with an attention that adds nothing; embedding and lm_head are the target
         size, inner = shape.hidden_size, shape.intermediate_size
 
         def zeros(*sizes: int, trains: bool = True) -> nn.Parameter:
-            return nn.Parameter(
-                torch.zeros(*sizes, dtype=dtype, device=device), requires_grad=trains
-            )
+            tensor = torch.zeros(*sizes, dtype=dtype, device=device)
+            return nn.Parameter(tensor, requires_grad=trains)
 
         self.fc, self.norm = zeros(size, 2 * size), zeros(size)
         self.gate, self.up, self.down = zeros(inner, size), zeros(inner, size), zeros(size, inner)
@@ -153,38 +123,31 @@ model, with an attention that adds nothing; embedding and lm_head are the target
         self._share()
 
     def _share(self) -> None:
-        """Hold one matrix where the two are equal: those of a target with tied embeddings."""
+        """Hold one matrix where the two are equal, as in a target with tied embeddings."""
         if self.embedding.shape == self.lm_head.shape and torch.equal(self.embedding, self.lm_head):
             self.lm_head = self.embedding
 
     def step(self, hidden: Tensor, tokens: Tensor) -> Tensor:
-        """The states [..., D] after one more token [...] each."""
-        z = linear(
-            torch.cat((embedding(tokens, self.embedding).to(hidden.dtype), hidden), -1), self.fc
-        )
+        """The states [..., D] after one more token [...] each, in autocast's dtype if on."""
+        dtype, device = self.fc.dtype, hidden.device.type
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+        embedded = embedding(tokens, self.embedding).to(dtype)
+        z = linear(torch.cat((embedded, hidden.to(dtype)), -1), self.fc)
         x = rms_norm(z, z.shape[-1:], self.norm.to(z.dtype), self.shape.norm_eps)
         return z + linear(silu(linear(x, self.gate)) * linear(x, self.up), self.down)
 
     def states(self, hidden_ND: Tensor, next_N: Tensor, labels_KN: Tensor) -> Tensor:
-        states, hidden_ND, tokens_N = [], self._in_its_dtype(hidden_ND), next_N
+        states, tokens_N = [], next_N
         for labels_N in labels_KN:
             hidden_ND = self.step(hidden_ND, tokens_N)
             states.append(hidden_ND)
-            tokens_N = labels_N.where(
-                labels_N != IGNORED, 0
-            )  # where the span has ended, nothing is read from here on
+            tokens_N = labels_N.where(labels_N != IGNORED, 0)  # past a span's end: any token
         return torch.stack(states)
 
     def expand(self, hidden_BPD: Tensor, tokens_BP: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-        hidden_BPD = self.step(self._in_its_dtype(hidden_BPD), tokens_BP)
+        hidden_BPD = self.step(hidden_BPD, tokens_BP)
         return hidden_BPD, hidden_BPD @ self.lm_head.mT
-
-    def _in_its_dtype(self, hidden: Tensor) -> Tensor:
-        """States in the dtype in which products run."""
-        device = hidden.device.type
-        return hidden.to(
-            torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.fc.dtype
-        )
 
     # Export: vLLM's EAGLE-1 container
 
@@ -198,22 +161,18 @@ model, with an attention that adds nothing; embedding and lm_head are the target
             )
         architectures = target.get("architectures") or ["a target without architecture"]
         if set(SERVED).isdisjoint(architectures):
-            return (
-                "vLLM's EAGLE-1 model borrows its target's embedding and lm_head; not from"
-                f" {architectures[0]}."
-            )
+            borrowed = "its target's embedding and lm_head"
+            return f"vLLM's EAGLE-1 model borrows {borrowed}; not from {architectures[0]}."
         return None
 
     @classmethod
     def check_format(cls, shape: RecurrentShape, format: ExportFormat) -> None:
         super().check_format(shape, format)
         if format is SGLANG and shape.is_pruned:
-            what = (
-                "SGLang drafts with its target's whole lm_head, and these heads have a draft"
-                " vocabulary."
-            )
             raise ConfigError(
-                what, "export.formats", "Leave sglang out, or train without train.draft_vocab."
+                "SGLang drafts with the target's whole lm_head; these have a draft vocabulary.",
+                "export.formats",
+                "Leave sglang out, or train without train.draft_vocab.",
             )
 
     @classmethod
@@ -235,8 +194,9 @@ model, with an attention that adds nothing; embedding and lm_head are the target
         }
 
     def named_tensors(self, format: ExportFormat | None = None) -> dict[str, Tensor]:
-        """Those that train under vLLM's names; in `heads.safetensors` also the target's two, in an
-        export attention.
+        """What trains, by vLLM's names; in `heads.safetensors` with the target's two matrices.
+
+        An export has vLLM's attention instead, of zeros.
         """
         named: dict[str, Tensor] = {
             "fc.weight": self.fc,
@@ -246,20 +206,16 @@ model, with an attention that adds nothing; embedding and lm_head are the target
             NORM: self.norm,
         }
         if format is None:
-            named |= {"embed_tokens.weight": self.embedding, "lm_head.weight": self.lm_head}
+            named["embed_tokens.weight"] = self.embedding
+            named["lm_head.weight"] = self.lm_head
         else:
             size, queries = self.shape.hidden_size, QUERY_HEADS * HEAD_SIZE
-            sizes = {
-                "q": (queries, size),
-                "k": (HEAD_SIZE, size),
-                "v": (HEAD_SIZE, size),
-                "o": (size, queries),
-            }
-            named |= {
-                f"{ATTENTION}.{name}_proj.weight": self.fc.new_zeros(of)
-                for name, of in sizes.items()
-            }
-            named |= {FC_BIAS: self.fc.new_zeros(size)} if format.fc_bias else {}
+            named[f"{ATTENTION}.q_proj.weight"] = self.fc.new_zeros(queries, size)
+            named[f"{ATTENTION}.k_proj.weight"] = self.fc.new_zeros(HEAD_SIZE, size)
+            named[f"{ATTENTION}.v_proj.weight"] = self.fc.new_zeros(HEAD_SIZE, size)
+            named[OUTPUT] = self.fc.new_zeros(size, queries)
+            if format.fc_bias:
+                named[FC_BIAS] = self.fc.new_zeros(size)
         return {name: parameter.detach() for name, parameter in named.items()}
 
     @classmethod
@@ -271,14 +227,11 @@ model, with an attention that adds nothing; embedding and lm_head are the target
         *,
         where: str | None = None,
     ) -> Self:
-        for name, part in ((OUTPUT, "attention"), (FC_BIAS, "bias")):
+        """As `Heads` has it; DataError also where attention or a bias would add something."""
+        for name in (OUTPUT, FC_BIAS):
             if name in tensors and tensors[name].any():
-                what = (
-                    f"The {part} of this cell is not zero, so vLLM would draft something else than"
-                    " native decoding."
-                )
                 raise DataError(
-                    what,
+                    f"{name} is not zero, so vLLM would not draft what native decoding does.",
                     where,
                     "Export again; EAGLE-1 models of other trainers are no recurrent heads.",
                 )

@@ -1,5 +1,7 @@
-"""What the check decodes, engine by engine. Each part's result is kept as soon as it is there: what
-fails later, or is interrupted, does not cost it.
+"""The parts of a check, each decoded by one engine on its own placement.
+
+Each part's result is kept in a file until the check is done, so that a later failure or an
+interruption does not cost it.
 """
 
 from __future__ import annotations
@@ -7,41 +9,48 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from pipeline.artifacts.check_result import write_answers, write_model_answers
+from pipeline.artifacts.check_result import (
+    ChainRate,
+    CheckResult,
+    Difference,
+    ServedModel,
+    Studies,
+    TunedDrift,
+    write_answers,
+    write_model_answers,
+)
 from pipeline.artifacts.generated_rows import read_token_rows
+from pipeline.artifacts.json_form import from_json, to_json
 from pipeline.artifacts.seen_answers import training_text
 from pipeline.artifacts.tree_file import read_calibration
-from pipeline.conversations.readers import read_questions
-from pipeline.errors import DataError
+from pipeline.conversations.sources import read_questions
 from pipeline.evaluation.answers import model_answers
-from pipeline.evaluation.load_study import load_study
-from pipeline.evaluation.native import check_native
+from pipeline.evaluation.measuring import AnswerLines, measure
 from pipeline.evaluation.original import OriginalRequest, beside_the_original
 from pipeline.evaluation.prompts import (
     CheckRequest,
     Prompts,
     held_out_prompts,
     question_prompts,
+    require_prompts,
     with_room,
     with_room_for,
 )
-from pipeline.evaluation.served import chain_promise, check_served
-from pipeline.evaluation.served_model import check_on_served_model
-from pipeline.execution.hardware import with_surroundings
+from pipeline.evaluation.served import LoadStudy, load_study, with_expectations
 from pipeline.execution.progress import ProgressReporter
 from pipeline.export.directory import read_tree
 from pipeline.export.layout import read_layout
 from pipeline.run.context import Context
-from pipeline.run.placements import OF_ENGINE
-from pipeline.run.preflight import resolve_assistant
-from pipeline.run.served_copy import served_model
+from pipeline.run.resolved import ENGINE_SECTIONS
 from pipeline.storage.atomic import read_json, write_json
 from pipeline.storage.stage_directory import StageDirectory
-from pipeline.targets.spec import TargetSpec, context_length
+from pipeline.targets.spec import TargetSpec, context_length, format_of, model_config
 
 PARTS = NATIVE, VLLM, LOAD = "native", "vllm", "load"
+
+Part = TypeVar("Part")
 
 
 def check_request(context: Context, progress: ProgressReporter) -> tuple[CheckRequest, int]:
@@ -56,149 +65,20 @@ def check_request(context: Context, progress: ProgressReporter) -> tuple[CheckRe
         prompts.kept,
         settings,
         tree=read_tree(export),
-        gpus=context.placement(OF_ENGINE["native"]).gpus,
         name=Path(context.config.target.model).name,
-        assistant=assistant_of(context),
+        assistant=context.resolved.assistant,
         calibration=read_calibration(context.upstream["calibrate"].path),
         trained=training_text(context.upstream["generate"]),
     )
     return request, prompts.skipped
 
 
-def natively(
-    context: Context, stage: StageDirectory, request: CheckRequest, progress: ProgressReporter
-) -> dict[str, Any]:
-    """The native result; its answers are left in the stage."""
-
-    def decode() -> dict[str, Any]:
-        arguments = {"function": check_native, "request": request}
-        found = context.executor.call(
-            with_surroundings, arguments, context.placement(OF_ENGINE["native"]), progress
-        )
-        answers = found.pop("answers")
-        write_answers(stage.path, answers)
-        if isinstance(request.settings.prompts, Path):
-            write_model_answers(
-                stage.path, {name: model_answers(lines) for name, lines in answers.items()}
-            )
-        return dict(found)
-
-    return kept_part(stage, NATIVE, decode)
-
-
-def in_vllm(
-    context: Context,
-    stage: StageDirectory,
-    request: CheckRequest,
-    chain: Mapping[str, Any] | None,
-    progress: ProgressReporter,
-) -> dict[str, Any]:
-    """vLLM's result with what its chain is expected to reach; `chain` is native decoding's of the
-    same text.
-    """
-    placement = context.placement(OF_ENGINE["vllm"])
-    call, arguments = context.executor.call, {"request": replace(request, gpus=placement.gpus)}
-    decoding = {"function": check_served, **arguments}
-    served = kept_part(stage, VLLM, lambda: call(with_surroundings, decoding, placement, progress))
-    under_load: dict[str, Any] = {}
-    if "load" in request.settings.studies:
-        under_load = kept_part(
-            stage, LOAD, lambda: call(load_study, arguments, placement, progress)
-        )
-    of_one_kind = (
-        not isinstance(request.settings.prompts, Path) and context.config.calibrate.data is None
-    )
-    assert request.calibration is not None
-    promise = chain_promise(request.calibration, chain, of_one_kind=of_one_kind)
-    vllm = served["vllm"] | promise | under_load
-    vllm["new"] = promise.get("new", {}) | served["vllm"].get("new", {})
-    return {**served, "vllm": vllm}
-
-
-def kept_part(
-    stage: StageDirectory, part: str, make: Callable[[], dict[str, Any]]
-) -> dict[str, Any]:
-    """A part's result as its file has it, so that a check that was interrupted gives the same; made
-    where none is.
-    """
-    file = stage.path / f"{part}.json"
-    if read_json(file) is None:
-        write_json(file, make())
-    return dict(read_json(file) or {})
-
-
-def forget_parts(stage: StageDirectory) -> None:
-    """Remove the parts' results, which DONE.json has from now on."""
-    for part in PARTS:
-        (stage.path / f"{part}.json").unlink(missing_ok=True)
-
-
-def served_copies(context: Context) -> dict[str, TargetSpec]:
-    """The copy that will be served as each engine of the check loads it; empty where there is
-    none.
-    """
-    config = context.config
-    found = {
-        engine: served_model(config, context.target, on_gpu=context.on_gpu(OF_ENGINE[engine]))
-        for engine in config.check.engines
-    }
-    return {engine: copy for engine, copy in found.items() if copy}
-
-
-def on_served_model(
-    context: Context,
-    request: CheckRequest,
-    copies: Mapping[str, TargetSpec],
-    progress: ProgressReporter,
-) -> dict[str, Any]:
-    """The heads on the copy that will be served, in every engine of the check."""
-    found: dict[str, Any] = {"differing": []}
-    for engine, copy in copies.items():
-        placement = context.placement(OF_ENGINE[engine])
-        asked = replace(request, gpus=placement.gpus)
-        arguments = {
-            "function": check_on_served_model,
-            "request": asked,
-            "spec": copy,
-            "engine": engine,
-        }
-        one = context.executor.call(with_surroundings, arguments, placement, progress)
-        found["differing"] += one["differing"]
-        found |= {
-            "model": one["model"],
-            "format": one["format"],
-            engine: one["figures"] | {"dtype": one["dtype"]},
-        }
-    return found
-
-
-def drift_of_published(
-    context: Context, stage: StageDirectory, progress: ProgressReporter
-) -> dict[str, Any]:
-    """The drift of the published weights; leaves the original's answers to a file of questions."""
-    settings, placement = context.config.check, context.placement(OF_ENGINE["native"])
-    generated = context.upstream["generate"]
-    rows = read_token_rows(generated.shards(), generated.fingerprint)
-    request = OriginalRequest(
-        with_room(context.target, settings),
-        with_room(context.backbone("export"), settings),
-        [row for row in rows if row.split == "calibrate"],
-        read_questions(settings.prompts) if isinstance(settings.prompts, Path) else [],
-        settings,
-        placement.gpus,
-        Path(context.config.target.model).name,
-    )
-    found = context.executor.call(beside_the_original, {"request": request}, placement, progress)
-    write_model_answers(stage.path, found["answers"])
-    return found["drift"]
-
-
 def _prompts(context: Context, target: TargetSpec, progress: ProgressReporter) -> Prompts:
-    settings = context.config.check
+    settings, generated = context.config.check, context.upstream["generate"]
     if isinstance(settings.prompts, Path):
         kind, where = "question", str(settings.prompts)
         native = "native" in settings.engines
-        placement = context.placement(OF_ENGINE["native" if native else "vllm"])
+        placement = context.placement(ENGINE_SECTIONS["native" if native else "vllm"])
         arguments = {
             "target": target,
             "questions": read_questions(settings.prompts),
@@ -210,19 +90,137 @@ def _prompts(context: Context, target: TargetSpec, progress: ProgressReporter) -
     else:
         kind, where = "held-out prompt", "check.prompts"
         room = context_length(target) - settings.max_new_tokens
-        generated = context.upstream["generate"]
         rows = read_token_rows(generated.shards(), generated.fingerprint)
         prompts = held_out_prompts(rows, settings.prompts, room)
-    if not prompts.kept:
-        raise DataError(
-            f"No {kind} leaves room for {settings.max_new_tokens} tokens in the target's context.",
-            where,
-            "Shorten check.max_new_tokens, raise check.max_tokens, or name other prompts in"
-            " check.prompts.",
-        )
+    fix = (
+        "Shorten check.max_new_tokens, raise check.max_tokens, or name other prompts in"
+        " check.prompts."
+    )
+    require_prompts(prompts, kind, settings, where, fix)
     return prompts
 
 
-def assistant_of(context: Context) -> TargetSpec | None:
-    model = context.config.check.assistant_model
-    return replace(resolve_assistant(model), dtype=context.target.dtype) if model else None
+def in_engine(
+    context: Context, request: CheckRequest, engine: str, progress: ProgressReporter
+) -> tuple[CheckResult, AnswerLines]:
+    """One engine's part of a check, on the placement of its workers."""
+    placement = context.placement(ENGINE_SECTIONS[engine])
+    arguments = {"request": replace(request, gpus=placement.gpus), "engine": engine}
+    return context.executor.call(measure, arguments, placement, progress)
+
+
+def natively(
+    context: Context, stage: StageDirectory, request: CheckRequest, progress: ProgressReporter
+) -> CheckResult:
+    """The native part; its answers are left in the stage."""
+
+    def decode() -> CheckResult:
+        found, answers = in_engine(context, request, "native", progress)
+        write_answers(stage.path, answers)
+        if isinstance(request.settings.prompts, Path):
+            for lines in answers.values():
+                write_model_answers(stage.path, model_answers(lines))
+        return found
+
+    return kept_part(stage, NATIVE, CheckResult, decode)
+
+
+def in_vllm(
+    context: Context,
+    stage: StageDirectory,
+    request: CheckRequest,
+    chain: ChainRate | None,
+    progress: ProgressReporter,
+) -> CheckResult:
+    """The vLLM part with what its chain is expected to reach; `chain` is native decoding's of the
+    same text.
+    """
+
+    def decode() -> CheckResult:
+        found, _ = in_engine(context, request, "vllm", progress)
+        return found
+
+    def under_load() -> LoadStudy:
+        placement = context.placement(ENGINE_SECTIONS["vllm"])
+        arguments = {"request": replace(request, gpus=placement.gpus)}
+        found: LoadStudy = context.executor.call(load_study, arguments, placement, progress)
+        return found
+
+    result = kept_part(stage, VLLM, CheckResult, decode)
+    figures, calibration = result.vllm, request.calibration
+    assert figures is not None and calibration is not None
+    held_out = None
+    if not isinstance(request.settings.prompts, Path) and context.config.calibrate.data is None:
+        held_out = calibration.chain[calibration.num_speculative_tokens - 1]
+    figures = with_expectations(figures, chain, held_out)
+    if "load" in request.settings.studies:
+        load = kept_part(stage, LOAD, LoadStudy, under_load)
+        figures = replace(figures, studies=Studies(load=load.rows), under_load=load.under_load)
+    return replace(result, vllm=figures)
+
+
+def kept_part(stage: StageDirectory, part: str, kind: type[Part], make: Callable[[], Part]) -> Part:
+    """A part's result as its file has it, made where there is none."""
+    file = stage.path / f"{part}.json"
+    if read_json(file) is None:
+        write_json(file, to_json(make()))
+    return from_json(kind, read_json(file))
+
+
+def forget_parts(stage: StageDirectory) -> None:
+    """Remove the parts' results, which DONE.json has from now on."""
+    for part in PARTS:
+        (stage.path / f"{part}.json").unlink(missing_ok=True)
+
+
+def on_served_model(
+    context: Context,
+    request: CheckRequest,
+    copies: Mapping[str, TargetSpec],
+    progress: ProgressReporter,
+) -> tuple[ServedModel, list[Difference]]:
+    """The heads on the copy that will be served, in every engine of the check.
+
+    Greedy text is compared with that copy alone, whose own text differs from the full target's.
+    Neither baselines nor studies are repeated.
+    """
+    parts: dict[str, CheckResult] = {}
+    plain: dict[str, Any] = {"baselines": (), "assistant_model": None, "studies": ()}
+    settings = request.settings.model_copy(update=plain)
+    differing = []
+    for engine, copy in copies.items():
+        copy = replace(copy, max_tokens=request.target.max_tokens)
+        asked = replace(request, target=copy, settings=settings, assistant=None)
+        parts[engine], _ = in_engine(context, asked, engine, progress)
+        differing += [replace(each, model=copy.model) for each in parts[engine].differing]
+    copy = next(iter(copies.values()))
+    found = ServedModel(
+        model=copy.model,
+        format=format_of(model_config(copy)) or "not quantized",
+        native=parts.get("native", CheckResult()).native,
+        vllm=parts.get("vllm", CheckResult()).vllm,
+    )
+    return found, differing
+
+
+def drift_of_published(
+    context: Context, stage: StageDirectory, progress: ProgressReporter
+) -> TunedDrift:
+    """The drift of the published weights; leaves the original's answers to a file of questions."""
+    settings, placement = context.config.check, context.placement(ENGINE_SECTIONS["native"])
+    generated = context.upstream["generate"]
+    rows = read_token_rows(generated.shards(), generated.fingerprint)
+    request = OriginalRequest(
+        with_room(context.target, settings),
+        with_room(context.backbone("export"), settings),
+        [row for row in rows if row.split == "calibrate"],
+        read_questions(settings.prompts) if isinstance(settings.prompts, Path) else [],
+        settings,
+        placement.gpus,
+        Path(context.config.target.model).name,
+    )
+    drift, lines = context.executor.call(
+        beside_the_original, {"request": request}, placement, progress
+    )
+    write_model_answers(stage.path, lines)
+    return drift

@@ -1,4 +1,4 @@
-"""What a stage is given: configuration, run, upstream stages, executor and placement, terminal."""
+"""What a stage declares, and what it is given: the resolved run, its directories, an executor."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import functools
 import os
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -14,16 +14,15 @@ from rich.console import Console
 
 from pipeline.config import Config
 from pipeline.execution.executor import Executor, InlineExecutor, make_executor
-from pipeline.execution.placement import Placement, place
+from pipeline.execution.placement import Placement, Resources
 from pipeline.execution.progress import Meter, ProgressReporter
 from pipeline.export.layout import BACKBONE_DIRECTORY
-from pipeline.run.placements import sections_of, unfinished
-from pipeline.storage.done import Identity
-from pipeline.storage.fingerprint import FileDigests
+from pipeline.run.resolved import ResolvedRun
+from pipeline.storage.done import Identity, Summary
+from pipeline.storage.fingerprint import FileDigests, fingerprint
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.storage.stage_directory import StageDirectory
-from pipeline.targets.spec import TargetSpec, asks_for_date, resolve, weight_files
-from pipeline.training.methods import method_of
+from pipeline.targets.spec import TargetSpec, asks_for_date, weight_files
 
 
 @dataclass
@@ -33,7 +32,7 @@ class Context:
     With `read_only` nothing is written to the run and no weights are downloaded.
     """
 
-    config: Config
+    resolved: ResolvedRun
     run: RunDirectory
     console: Console
     executor_name: str = "ray"
@@ -41,14 +40,34 @@ class Context:
     upstream: dict[str, StageDirectory] = field(default_factory=dict)
     directories: dict[Path, StageDirectory] = field(default_factory=dict)
 
+    @property
+    def config(self) -> Config:
+        return self.resolved.config
+
+    @property
+    def target(self) -> TargetSpec:
+        return self.resolved.target
+
     @functools.cached_property
     def executor(self) -> Executor:
         """Started when the first stage needs it, so that a finished run starts nothing."""
         return make_executor(self.executor_name)
 
-    def directory(self, name: str, fingerprint: str, **layout: tuple[str, ...]) -> StageDirectory:
+    def machine(self) -> Resources:
+        """The cluster that RAY_ADDRESS names or that this process is connected to, else this
+        machine, as Ray will find it.
+        """
+        ray = sys.modules.get("ray")
+        cluster = os.environ.get("RAY_ADDRESS") or (ray and ray.is_initialized())
+        if self.executor_name == "ray" and cluster:
+            return self.executor.resources()
+        return InlineExecutor().resources()
+
+    def directory(self, name: str, fingerprint: str, files: StageFiles) -> StageDirectory:
         """A stage's directory, one object for each: it keeps its lock until the run's end."""
-        directory = StageDirectory(self.run.store, name, fingerprint, **layout)
+        directory = StageDirectory(
+            self.run.store, name, fingerprint, scratch=files.scratch, parts=files.parts
+        )
         return self.directories.setdefault(directory.path, directory)
 
     def close(self) -> None:
@@ -62,38 +81,14 @@ class Context:
     def digests(self) -> FileDigests:
         return FileDigests(self.run.store / "digests.json", read_only=self.read_only)
 
-    def on_gpu(self, section: str) -> bool | None:
-        """Whether the workers of a section have GPUs, as placement says, or the cluster that
-        RAY_ADDRESS names.
-
-        None: as this machine. `dtype: auto` depends on it, of the target and of its copies.
-        """
-        gpus = self.config.placement.of_stages()[section].gpus_per_worker
-        on_cluster = (
-            self.executor_name == "ray" and os.environ.get("RAY_ADDRESS") and not self.read_only
-        )
-        if gpus is None and on_cluster:
-            gpus = self.executor.resources().gpus
-        return None if gpus is None else gpus > 0
-
-    @functools.cached_property
-    def target(self) -> TargetSpec:
-        """The target, with what the configuration leaves open filled in from the model.
-
-        Raises:
-            ConfigError: There is no such target, or it cannot be accelerated by tree verification.
-        """
-        return resolve(self.config.target, on_gpu=self.on_gpu("features"))
-
     def backbone(self, stage: str) -> TargetSpec:
-        """What the heads sit on: the target itself, or the one that training has tuned, in the
+        """The model under the heads: the target, or the backbone that training has tuned, from the
         directory of `stage`.
         """
-        if not method_of(self.config.train).tunes_backbone:
+        if not self.resolved.method.tunes_backbone:
             return self.target
-        return replace(
-            self.target, model=str(self.upstream[stage].path / BACKBONE_DIRECTORY), revision=None
-        )
+        tuned = str(self.upstream[stage].path / BACKBONE_DIRECTORY)
+        return replace(self.target, model=tuned, revision=None)
 
     @functools.cached_property
     def target_identity(self) -> Identity:
@@ -108,19 +103,21 @@ class Context:
     def _identify_target(self, *, fetch: bool) -> Identity:
         spec = self.target
         paths = weight_files(spec, fetch=fetch)
-        return {
+        identity = {
             "files": self.digests.of_all(paths),
             "dtype": spec.dtype,
             "quantization": spec.quantization,
             "max_tokens": spec.max_tokens,
             "chat_template": spec.chat_template,
-            **({"template_arguments": spec.template_arguments} if spec.template_arguments else {}),
-            **({"date": spec.date} if asks_for_date(spec, paths) else {}),
         }
+        if spec.template_arguments:
+            identity["template_arguments"] = spec.template_arguments
+        if asks_for_date(spec, paths):
+            identity["date"] = spec.date
+        return identity
 
     def look_again(self) -> bool:
-        """Look at the target's files anew; whether they are what they were when they were first
-        looked at.
+        """Return whether the target's files are still the ones that were identified first.
 
         The Hub is not asked: what was downloaded is of one commit. Raises what `target_identity`
         raises.
@@ -128,41 +125,68 @@ class Context:
         before = self.__dict__.get("target_identity")
         return bool(before is None or before == self._identify_target(fetch=False))
 
-    def placement(self, stage: str) -> Placement:
-        """The workers of `stage`; raises `EnvironmentFault` when the cluster can never fit them."""
-        return place(stage, getattr(self.config.placement, stage), self.executor.resources())
-
-    def check_placements(self, stages: Collection[str], fresh: str | None = None) -> None:
-        """Refuse workers that can never be placed.
-
-        A stage with a finished result in the store is not checked, since it may be kept, except
-        `fresh`.
-
-        Raises:
-            EnvironmentFault: The sum, spelled out.
-        """
-        missing = unfinished(self.config, stages, fresh)
-        if not missing:
-            return
-        ray = sys.modules.get("ray")
-        cluster = os.environ.get("RAY_ADDRESS") or (ray and ray.is_initialized())
-        on_cluster = self.executor_name == "ray" and cluster
-        have = (
-            self.executor.resources() if on_cluster else InlineExecutor().resources()
-        )  # as Ray will find them here
-        sections = sections_of(self.config, missing)
-        for name, wanted in self.config.placement.of_stages().items():
-            if name in sections:
-                place(name, wanted, have)
+    def placement(self, section: str) -> Placement:
+        """The workers of a section; raises EnvironmentFault when the cluster can never fit them."""
+        return self.resolved.on(self.executor.resources()).placement(section)
 
     @contextlib.contextmanager
     def progress(self, stage: StageDirectory) -> Iterator[ProgressReporter]:
-        """A reporter for the work of one stage, also in other processes, whose reports a meter
-        shows.
-        """
+        """A reporter for the work of one stage, also in other processes, shown by a meter."""
         with Meter(self.console, stage.stage) as meter:
             progress = ProgressReporter(stage.path.absolute() / "progress.tmp", meter.show)
             try:
                 yield progress
             finally:
                 progress.close()
+
+
+@dataclass(frozen=True)
+class StageFiles:
+    """What lies in a stage's directory."""
+
+    sharded: bool = False  # the result is shards
+    scratch: tuple[str, ...] = ()  # files and folders that do not count once the stage is done
+    parts: tuple[str, ...] = ()  # folders that are made again alone when a file is damaged
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A step of a run whose result lies in a directory of its own."""
+
+    name: str
+    version: int  # of the code; raised when it makes something else of the same input
+    upstream: Callable[[Config], tuple[str, ...]]
+    """The stages that it reads; a sharded stage has a shard for each of the first one's."""
+    identity: Callable[[Context], Identity]  # what its result depends on besides them
+    run: Callable[[Context, StageDirectory], Summary]  # makes the result exist
+    one_line: Callable[[Summary], str]  # of a finished stage, for the terminal
+    wanted: Callable[[Config], str | None] | None = None
+    """Why a run leaves the stage out, "" where that needs no words; None where it is wanted."""
+    files: StageFiles = StageFiles()
+
+    def skipped(self, config: Config) -> str | None:
+        """Why a run of this configuration leaves the stage out, as `wanted`."""
+        return None if self.wanted is None else self.wanted(config)
+
+    def identity_of(self, context: Context) -> Identity:
+        """Everything that the result depends on: code version, settings and their inputs, the
+        stages before it.
+        """
+        upstream = {}
+        for name in self.upstream(context.config):
+            upstream[name] = context.upstream[name].fingerprint
+        return {"version": self.version, "settings": self.identity(context), "upstream": upstream}
+
+    def locate(self, context: Context) -> StageDirectory:
+        """The directory that the stage's fingerprint names; nothing is made."""
+        meaning = fingerprint({"stage": self.name, **self.identity_of(context)})
+        return context.directory(self.name, meaning, self.files)
+
+    def contents(self, context: Context) -> dict[str, str]:
+        """Hashes of what the stage reads, by stage."""
+        return {name: context.upstream[name].content for name in self.upstream(context.config)}
+
+
+def reads(*names: str) -> Callable[[Config], tuple[str, ...]]:
+    """`upstream` of a stage that reads the same stages whatever is configured."""
+    return lambda config: names

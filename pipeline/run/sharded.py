@@ -13,9 +13,8 @@ from typing import Any
 
 from pipeline.config import LimitsConfig
 from pipeline.errors import EnvironmentFault
-from pipeline.execution.isolation import find_crashing_rows
 from pipeline.execution.placement import Placement
-from pipeline.execution.shard_worker import Outcome, ShardWorker
+from pipeline.execution.shard_worker import Outcome, ShardWorker, find_crashing_rows
 from pipeline.run.context import Context
 from pipeline.run.under_way import under_way
 from pipeline.storage.done import Summary

@@ -9,10 +9,11 @@ from typing import Any
 
 from rich.console import Console
 
-from pipeline.config import Config
+from pipeline.artifacts.check_result import CheckResult, Limits
+from pipeline.artifacts.json_form import from_json
 from pipeline.errors import MedusaDistillError
-from pipeline.run.context import Context
-from pipeline.run.stage import Stage
+from pipeline.run.context import Context, Stage
+from pipeline.run.resolved import ResolvedRun
 from pipeline.storage.done import Identity, Summary
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.storage.stage_directory import StageDirectory
@@ -53,12 +54,13 @@ class StageStatus:
 
 
 def stage_statuses(
-    run: RunDirectory, config: Config, stages: Mapping[str, Stage]
+    run: RunDirectory, resolved: ResolvedRun, stages: Mapping[str, Stage]
 ) -> dict[str, StageStatus]:
     """Every stage's status, upstream first; without the target or the seeds it is what the links
     say.
     """
-    context = Context(config, run, Console(quiet=True), read_only=True)
+    config = resolved.config
+    context = Context(resolved, run, Console(quiet=True), read_only=True)
     statuses: dict[str, StageStatus] = {}
     obstacle: MedusaDistillError | None = None
     for name, stage in stages.items():
@@ -75,10 +77,11 @@ def stage_statuses(
         else:
             found = _status(context, run.latest(name), wanted, stage, statuses)
             context.upstream[name] = wanted
-        failures = stage.failures(found.summary, config) if found.status == "done" else []
-        statuses[name] = (
-            replace(found, status="failed", why="; ".join(failures)) if failures else found
-        )
+        if name == "check" and found.status == "done":
+            failures = from_json(CheckResult, found.summary).failures(Limits.of(config))
+            if failures:
+                found = replace(found, status="failed", why="; ".join(failures))
+        statuses[name] = found
     return statuses
 
 
@@ -108,7 +111,7 @@ def _status(
     made = _made(context, wanted, sources)
     expected: int | None = 0
     if (
-        stage.sharded
+        stage.files.sharded
     ):  # one for each of the stage before; how many seeds there are, only reading them tells
         expected = before[sources[0]].expected if sources else None
     if not wanted.path.exists():

@@ -1,7 +1,6 @@
-"""What calibrate times: trees and chains of several sizes, where the target decodes natively.
+"""The overheads of trees and chains of several sizes, timed where the target decodes natively.
 
-On held-out prompts, one request at a time. The results decide and are kept; nothing is timed again
-on resume.
+On held-out prompts, one request at a time. The results are kept; nothing is timed again on resume.
 """
 
 from __future__ import annotations
@@ -18,11 +17,13 @@ from pipeline.evaluation.overhead import NUM_PROMPTS, NUM_STEPS, measure_overhea
 from pipeline.evaluation.prompts import held_out_prompts
 from pipeline.execution.progress import ProgressReporter
 from pipeline.run.context import Context
-from pipeline.run.placements import OF_ENGINE
-from pipeline.run.tree_settings import MEASURED_SIZES, dynamic_tree, times_trees
+from pipeline.run.resolved import ENGINE_SECTIONS
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.spec import context_length
 from pipeline.training.evaluation import SPLIT
+
+MEASURED_SIZES = (1, 3, 7, 15, 31, 63, 127, 255)
+"""With the root powers of two, which matrix products are fastest at."""
 
 
 def native_overheads(
@@ -32,44 +33,36 @@ def native_overheads(
     chains: Mapping[int, Choices],
     progress: ProgressReporter,
 ) -> tuple[Overheads, Overheads]:
-    """The overheads of trees of several sizes, and of these chains, where the target decodes
-    natively.
-
-    Empty where no size is to be chosen.
+    """The overheads of trees of several sizes, and of these chains; empty where no size is to be
+    chosen.
     """
-    if fits is None or not times_trees(context.config):
+    if fits is None or not context.resolved.times_trees:
         return {}, {}
-    placement, room = context.placement(OF_ENGINE["native"]), context_length(context.target)
+    placement, room = context.placement(ENGINE_SECTIONS["native"]), context_length(context.target)
+    rows = read_token_rows(features.shards(), features.fingerprint)
+    prompts = held_out_prompts(rows, NUM_PROMPTS, room, SPLIT).kept
+    longest = max(1, room - 1 - NUM_STEPS)  # longer prompts lose their beginning
     arguments = {
         "target": context.backbone("train"),
         "heads": str(context.upstream["train"].path / HEADS_FILE),
-        "trees": _timed_trees(fits, dynamic_tree(context.config)),
+        "trees": _timed_trees(fits, context.resolved.dynamic_tree),
         "chains": chains,
-        "prompts": [ids[-max(1, room - 1 - NUM_STEPS) :] for ids in _prompts(context, features)],
+        "prompts": [prompt.ids[-longest:] for prompt in prompts],
         "gpus": placement.gpus,
     }
     return context.executor.call(measure_overheads, arguments, placement, progress)
 
 
-def _prompts(context: Context, features: StageDirectory) -> list[list[int]]:
-    """Held-out prompts, chosen as the check's are; whoever has too little room cuts them at the
-    beginning.
-    """
-    rows = read_token_rows(features.shards(), features.fingerprint)
-    return [
-        prompt.ids
-        for prompt in held_out_prompts(
-            rows, NUM_PROMPTS, context_length(context.target), SPLIT
-        ).kept
-    ]
-
-
 def _timed_trees(fits: CrossFit, dynamic: DynamicTree | None) -> dict[int, Choices | DynamicTree]:
     """Trees of the measured sizes, as far as there are any, and a static one of the largest."""
-    if dynamic:
-        return {
-            size: dynamic.resized(size) for size in MEASURED_SIZES if size <= dynamic.num_proposed
-        }
+    trees: dict[int, Choices | DynamicTree] = {}
+    if dynamic is not None:
+        for size in MEASURED_SIZES:
+            if size <= dynamic.num_proposed:
+                trees[size] = dynamic.resized(size)
+        return trees
     longest = max(fits.whole.values(), key=len)
-    sizes = [size for size in sorted({*MEASURED_SIZES, len(longest)}) if size <= len(longest)]
-    return {size: longest[:size] for size in sizes}
+    for size in (*MEASURED_SIZES, len(longest)):
+        if size <= len(longest):
+            trees[size] = longest[:size]
+    return trees

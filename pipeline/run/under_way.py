@@ -8,8 +8,7 @@ import contextlib
 import time
 from collections.abc import Collection, Iterator, Mapping
 
-from pipeline.execution.progress import Meter, Progress
-from pipeline.execution.shard_progress import ShardProgress
+from pipeline.execution.progress import Meter, Progress, ShardProgress
 from pipeline.execution.shard_worker import Outcome
 from pipeline.run.context import Context
 from pipeline.storage.stage_directory import StageDirectory

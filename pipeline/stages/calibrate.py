@@ -1,7 +1,7 @@
 """calibrate: each head's accuracy on held-out rows, the tree with the highest expected speedup, and
 the chain's depth.
 
-Promises: everything is measured on the `calibrate` split, which nothing is trained on, or on what
+Everything is measured on the `calibrate` split, which nothing is trained on, or on what
 the target answers to the questions of `calibrate.data`. Trees are searched greedily by the product
 of accuracies (paper 2.3.3) and by the frequency of whole paths, on each half of the conversations;
 each half's trees are judged on the other half, and both together give the expected rate with its
@@ -18,20 +18,20 @@ Limits: one request is decoded at a time, and native overheads stand for those o
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
+from pipeline.artifacts.json_form import from_json, rounded, to_json
 from pipeline.artifacts.seen_answers import ENOUGH_NEW, training_text
 from pipeline.artifacts.trained_heads import HEADS_FILE
-from pipeline.artifacts.tree_file import Calibration
+from pipeline.artifacts.tree_file import Accuracy, CalibrateResult, Calibration, TreeFigures
 from pipeline.config import Config
-from pipeline.conversations.readers import read_questions
+from pipeline.conversations.sources import read_questions
 from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.decoding.held_out import HeldOutPlaces, HeldOutRanks
 from pipeline.decoding.stock_trees import STOCK_NODES
 from pipeline.decoding.tree_search import CrossFit, rank_accuracies
 from pipeline.errors import DataError
+from pipeline.evaluation.answer_states import measured_on_answers, written_answers
 from pipeline.evaluation.choosing import (
     ChosenTree,
     Overheads,
@@ -39,35 +39,22 @@ from pipeline.evaluation.choosing import (
     best_tree,
     chains,
     chosen_chain,
+    expected_on_new,
     given_tree,
-    promise,
-    promise_on_new,
 )
-from pipeline.evaluation.own_text import measured_on_answers, written_answers
-from pipeline.evaluation.speed import rounded
 from pipeline.execution.progress import ProgressReporter
 from pipeline.formatting import with_error
-from pipeline.report.facts import expected_rate
-from pipeline.run.context import Context
-from pipeline.run.preflight import require_files
-from pipeline.run.stage import Stage
-from pipeline.run.timing import native_overheads
-from pipeline.run.tree_settings import (
-    MEASURED_SIZES,
-    dynamic_tree,
-    most_draft_tokens,
-    read_choices,
-    times_chain,
-)
+from pipeline.run.checks import check_files
+from pipeline.run.context import Context, Stage
+from pipeline.run.resolved import ResolvedRun
+from pipeline.run.timing import MEASURED_SIZES, native_overheads
 from pipeline.storage.done import Identity, Summary
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.training.evaluation import held_out_places, held_out_ranks
 from pipeline.training.methods import method_of
 
 NAME = "calibrate"
-VERSION = 12
-
-REPORTED_TOPS = 5
+VERSION = 13
 
 
 def upstream(config: Config) -> tuple[str, ...]:
@@ -81,18 +68,17 @@ def upstream(config: Config) -> tuple[str, ...]:
 def identity(context: Context) -> Identity:
     """The budget, or the content of the user's tree, and what decides the chain."""
     settings = context.config.calibrate
-    choices = read_choices(context.config) if settings.choices else None
-    chain = {"draft_tokens": settings.draft_tokens, "timed": times_chain(context.config)}
+    chain = {"draft_tokens": settings.draft_tokens, "timed": context.resolved.times_chain}
     found: Identity = {
         "tree": settings.tree,
         "nodes": settings.nodes,
         "depth": settings.depth,
         "top": settings.top,
-        "choices": choices,
+        "choices": context.resolved.choices,
         "chain": chain,
     }
     if settings.data:
-        require_files(context.config)
+        check_files(context.resolved)
         written = context.config.generate.model_dump(
             mode="json", include={"max_new_tokens", "rounds", "on_truncated"}
         )
@@ -103,78 +89,103 @@ def identity(context: Context) -> Identity:
 def run(context: Context, stage: StageDirectory) -> Summary:
     """Measure the heads, search the tree, choose its size and the chain's."""
     with context.progress(stage) as progress:
-        return _measure_and_choose(context, stage, progress)
+        return to_json(_measure_and_choose(context, stage, progress))
 
 
 def _measure_and_choose(
     context: Context, stage: StageDirectory, progress: ProgressReporter
-) -> Summary:
-    settings, features = context.config.calibrate, context.upstream[upstream(context.config)[0]]
-    measured = _on_answers if settings.data else _on_held_out_rows
-    ranks, places = measured(context, dynamic_tree(context.config), progress)
+) -> CalibrateResult:
+    resolved, config, settings = context.resolved, context.config, context.config.calibrate
+    features = context.upstream[upstream(config)[0]]
+    if settings.data:
+        ranks, places = _on_answers(context, resolved.dynamic_tree, progress)
+    else:
+        ranks, places = _on_held_out_rows(context, resolved.dynamic_tree, progress)
     hits_KR, counts_K = ranks.hits(settings.top)
-    trained_K = counts_K[: context.config.train.num_heads]  # a kind may propose deeper
     num_conversations = len(np.unique(ranks.conversations))
-    _require_labels(trained_K, num_conversations, str(settings.data or features.path))
-    fits = _cross_fit(context, ranks)
-    most = most_draft_tokens(context.config)
-    timed_chains = chains(most) if times_chain(context.config) else {}
+    _require_labels(
+        counts_K[: config.train.num_heads], num_conversations, str(settings.data or features.path)
+    )
+    fits = _cross_fit(config, ranks)
+    most = resolved.max_draft_tokens
+    timed_chains = chains(most) if resolved.times_chain else {}
     tree_overheads, chain_overheads = native_overheads(
         context, features, fits, timed_chains, progress
     )
-    tree = _chosen(context.config, ranks, places, fits, tree_overheads)
-    fixed = (
-        context.config.train.num_heads if settings.draft_tokens == "auto" else settings.draft_tokens
-    )
-    num_tokens, chain = chosen_chain(ranks, most, fixed, chain_overheads)
-    estimate = tree.walked.estimate()
-    expected = promise(estimate)
+    tree = _chosen(resolved, ranks, places, fits, tree_overheads)
+    default = settings.draft_tokens
+    if default == "auto":
+        default = config.train.num_heads
+    num_tokens, chain = chosen_chain(ranks, most, default, chain_overheads)
+    expected = tree.walked.estimate()
     judged: HeldOutRanks | HeldOutPlaces = ranks
-    if tree.dynamic and places:
+    if tree.dynamic is not None and places is not None:
         judged = places
     Calibration(
-        tree.choices,
-        tree.node_shares,
-        rank_accuracies(hits_KR, counts_K),
-        estimate.rate,
-        expected["expected_standard_error"],
-        num_tokens,
-        chain,
-        tree.search,
-        tree.dynamic,
+        choices=tree.choices,
+        node_shares=tree.node_shares,
+        accuracies=rank_accuracies(hits_KR, counts_K),
+        expected_acceleration_rate=expected.rate,
+        expected_standard_error=rounded(expected.standard_error),
+        num_speculative_tokens=num_tokens,
+        chain=chain,
+        dynamic=tree.dynamic,
+        searches=tree.searches,
+        sizes=tree.sizes,
+        judged=tree.judged,
+        searched=tree.searched,
     ).write(stage.path)
-    return {
-        "heads": _accuracies(ranks, settings.top, context.config.train.num_heads),
-        "tree": {
-            **_tree_facts(tree, "calibrate.data" if settings.data else "held-out rows"),
-            **expected,
-            "answers": len(judged.seen),
-            "seen_share": rounded(float(judged.seen.mean())),
-            "new": promise_on_new(judged, tree.walked),
-            "num_speculative_tokens": num_tokens,
-            "chain": chain,
-        },
-        "positions": int(counts_K.max()),
-        "conversations": num_conversations,
-    }
+    figures = TreeFigures(
+        nodes=tree.num_nodes,
+        depth=tree.depth,
+        source=tree.source,
+        text="calibrate.data" if settings.data else "held-out rows",
+        tokens_by_depth=tree.tokens_by_depth(),
+        dynamic=tree.dynamic,
+        searches=tree.searches,
+        sizes=tree.sizes or None,
+        expected_acceleration_rate=rounded(expected.rate),
+        expected_standard_error=rounded(expected.standard_error),
+        answers=len(judged.seen),
+        seen_share=round(float(judged.seen.mean()), 4),
+        new=expected_on_new(judged, tree.walked),
+        num_speculative_tokens=num_tokens,
+        chain=chain,
+    )
+    return CalibrateResult(
+        heads=_accuracies(ranks, settings.top, config.train.num_heads),
+        tree=figures,
+        positions=int(counts_K.max()),
+        conversations=num_conversations,
+    )
 
 
-def _accuracies(ranks: HeldOutRanks, top: int, num_heads: int) -> list[dict[str, Any]]:
-    """Each trained head's accuracies, and those on new answers alone where there are enough."""
-    hits_KR, counts_K = ranks.hits(top)
-    heads = [_head(hits_R, int(count)) for hits_R, count in zip(hits_KR, counts_K, strict=True)]
-    new = ranks.new()
-    if len(new.starts) >= ENOUGH_NEW:
-        new_hits_KR, new_counts_K = new.hits(top)
-        for head, hits_R, count in zip(heads, new_hits_KR, new_counts_K, strict=True):
-            head["new"] = _head(hits_R, int(count))
-    return heads[:num_heads]  # a kind may propose deeper
+def _accuracies(ranks: HeldOutRanks, top: int, num_heads: int) -> list[Accuracy]:
+    """Each trained head's accuracies, and those on new answers alone where there are enough.
+
+    A kind may propose deeper than it trains heads.
+    """
+    found, new = ranks.hits(top), None
+    if len(ranks.new().starts) >= ENOUGH_NEW:
+        new = ranks.new().hits(top)
+    heads = []
+    for head in range(num_heads):
+        on_new = None if new is None else _accuracy(new[0][head], int(new[1][head]))
+        heads.append(_accuracy(found[0][head], int(found[1][head]), on_new))
+    return heads
+
+
+def _accuracy(hits_R: np.ndarray, count: int, new: Accuracy | None = None) -> Accuracy:
+    shares: list[float | None] = [None] * 5
+    if count:
+        for rank, hits in enumerate(hits_R.cumsum()[:5].tolist()):
+            shares[rank] = round(hits / count, 4)
+    top1, top2, top3, top4, top5 = shares
+    return Accuracy(labels=count, top1=top1, top2=top2, top3=top3, top4=top4, top5=top5, new=new)
 
 
 def _require_labels(trained_K: np.ndarray, num_conversations: int, where: str) -> None:
-    """Raise DataError where a head has nothing to be measured on, or there is one conversation
-    alone.
-    """
+    """Raise DataError where a head has no labels, or there is one conversation alone."""
     if int(trained_K.min()) == 0 or num_conversations < 2:
         raise DataError(
             f"Head {int(trained_K.argmin())} has nothing to be measured on: the held-out answers"
@@ -185,22 +196,22 @@ def _require_labels(trained_K: np.ndarray, num_conversations: int, where: str) -
         )
 
 
-def _tree_facts(tree: ChosenTree, text: str) -> dict[str, Any]:
-    """The chosen tree, on what `text` it was measured, and what it was chosen from."""
-    return {
-        "nodes": tree.num_nodes,
-        "depth": tree.depth,
-        "source": tree.source,
-        "text": text,
-        "tokens_by_depth": tree.tokens_by_depth(),
-        **({"dynamic": tree.dynamic.to_json()} if tree.dynamic else {}),
-        **({"searches": tree.search.searches} if tree.search else {}),
-        **({"sizes": tree.search.sizes} if tree.search and tree.search.sizes else {}),
-    }
+def _num_nodes(config: Config) -> int:
+    """The number of nodes, or the most that are timed."""
+    nodes = config.calibrate.nodes
+    return MEASURED_SIZES[-1] if nodes == "auto" else nodes
+
+
+def _cross_fit(config: Config, ranks: HeldOutRanks) -> CrossFit | None:
+    """Trees of every size that is asked for; None where the user gives one."""
+    settings = config.calibrate
+    if settings.choices:
+        return None
+    return CrossFit(ranks, max(_num_nodes(config), STOCK_NODES), settings.depth, settings.top)
 
 
 def _chosen(
-    config: Config,
+    resolved: ResolvedRun,
     ranks: HeldOutRanks,
     places: HeldOutPlaces | None,
     fits: CrossFit | None,
@@ -208,20 +219,12 @@ def _chosen(
 ) -> ChosenTree:
     """The user's tree, a dynamic one, or the best that was searched."""
     if fits is None:
-        return given_tree(ranks, read_choices(config))
-    if (dynamic := dynamic_tree(config)) and places:
+        assert resolved.choices is not None
+        return given_tree(ranks, resolved.choices)
+    dynamic = resolved.dynamic_tree
+    if dynamic is not None and places is not None:
         return best_dynamic_tree(dynamic, places, fits, overheads)
-    budget = MEASURED_SIZES[-1] if config.calibrate.nodes == "auto" else config.calibrate.nodes
-    return best_tree(fits, budget, overheads)
-
-
-def _cross_fit(context: Context, ranks: HeldOutRanks) -> CrossFit | None:
-    """Trees of every size that is asked for; None where the user gives one."""
-    settings = context.config.calibrate
-    if settings.choices:
-        return None
-    budget = MEASURED_SIZES[-1] if settings.nodes == "auto" else settings.nodes
-    return CrossFit(ranks, max(budget, STOCK_NODES), settings.depth, settings.top)
+    return best_tree(fits, _num_nodes(resolved.config), overheads)
 
 
 def _on_held_out_rows(
@@ -229,7 +232,7 @@ def _on_held_out_rows(
 ) -> tuple[HeldOutRanks, HeldOutPlaces | None]:
     """The ranks of held-out tokens among the heads' guesses, and their places in a dynamic tree."""
     features, placement = context.upstream[upstream(context.config)[0]], context.placement("train")
-    where = {
+    arguments = {
         "shards": tuple(map(str, features.shards())),
         "fingerprint": features.fingerprint,
         "heads": str(context.upstream["train"].path / HEADS_FILE),
@@ -237,20 +240,17 @@ def _on_held_out_rows(
         "device": "cuda" if placement.gpus else "cpu",
         "trained": training_text(context.upstream["generate"]),
     }
-    ranks = context.executor.call(
-        held_out_ranks, where | {"top": context.config.calibrate.top}, placement, progress
-    )
-    return ranks, (
-        context.executor.call(held_out_places, where | {"tree": tree}, placement, progress)
-        if tree
-        else None
-    )
+    call, top = context.executor.call, context.config.calibrate.top
+    ranks = call(held_out_ranks, {**arguments, "top": top}, placement, progress)
+    if tree is None:
+        return ranks, None
+    return ranks, call(held_out_places, {**arguments, "tree": tree}, placement, progress)
 
 
 def _on_answers(
     context: Context, tree: DynamicTree | None, progress: ProgressReporter
 ) -> tuple[HeldOutRanks, HeldOutPlaces | None]:
-    """The same of the target's answers to the questions of `calibrate.data`."""
+    """As `_on_held_out_rows`, of the target's answers to the questions of `calibrate.data`."""
     settings, target = context.config.calibrate, context.backbone("train")
     writes, reads = context.placement("generate"), context.placement("features")
     assert settings.data is not None
@@ -275,31 +275,17 @@ def _on_answers(
 
 
 def one_line(summary: Summary) -> str:
-    tree = summary["tree"]
-    accuracies = " ".join(f"{head['top1']:.0%}" for head in summary["heads"])
-    rate = with_error(tree["expected_acceleration_rate"], tree["expected_standard_error"])
-    words = "a dynamic tree" if tree.get("dynamic") else "a tree"
-    line = (
-        f"top-1 {accuracies}; {words} of {tree['nodes']} nodes, expected acceleration rate {rate}"
-    )
-    if tree["seen_share"]:
-        line += f", {expected_rate(tree['new'])} on new answers"
+    """The heads' accuracies, and the tree with its expected rate."""
+    result = from_json(CalibrateResult, summary)
+    tree, new = result.tree, result.tree.new
+    accuracies = " ".join(f"{head.top1 or 0:.0%}" for head in result.heads)
+    rate = with_error(tree.expected_acceleration_rate, tree.expected_standard_error)
+    words = "a dynamic tree" if tree.dynamic else "a tree"
+    line = f"top-1 {accuracies}; {words} of {tree.nodes} nodes, expected acceleration rate {rate}"
+    if tree.seen_share:
+        on_new = with_error(new.expected_acceleration_rate, new.expected_standard_error)
+        line += f", {on_new} on new answers"
     return line
 
 
-def _head(hits_R: np.ndarray, count: int) -> dict[str, Any]:
-    """top1 to top5 and how many labels they were measured on."""
-    found: dict[str, Any] = {"labels": count}
-    for rank, hits in enumerate(hits_R.cumsum()[:REPORTED_TOPS].tolist()):
-        found[f"top{rank + 1}"] = rounded(hits / count) if count else None
-    return found
-
-
-STAGE = Stage(
-    NAME,
-    VERSION,
-    upstream,
-    identity,
-    run,
-    one_line,
-)
+STAGE = Stage(NAME, VERSION, upstream, identity, run, one_line)

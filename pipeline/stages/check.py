@@ -1,45 +1,48 @@
 """check: the export decoded, natively with the tree and in vLLM as it will be served, against the
 target alone.
 
-Promises: it fails (exit 1, and push refuses) when a greedy sequence differs other than at a tie,
-when vLLM accepts nothing or much less than its chain should, below `check.min_acceleration_rate`,
-beyond `train.backbone.max_kl`, or where the heads guess no better than frequency would. A changed
-limit is applied to the stored result without decoding again. Each engine runs in a process of its
-own and decodes the same prompts; what one has decoded is kept when another fails. Native answers
-are left in `answers/plain.jsonl` and, with the heads, `answers/KIND.jsonl`, in Spec-Bench's schema.
-Those to a file of questions are in `model_answer/MODEL.jsonl` too, as FastChat's judge reads them,
-and the original's own beside a tuned backbone's.
+The check fails (exit 1, and push refuses) when a greedy sequence differs other than at a tie, when
+vLLM accepts nothing or much less than its chain should, below `check.min_acceleration_rate`, beyond
+`train.backbone.max_kl`, or where the heads guess no better than frequency would. A changed limit is
+applied to the stored result without decoding again. Each engine runs in a process of its own and
+decodes the same prompts; one engine's result is kept when another fails. Native answers are left in
+`answers/plain.jsonl` and, with the heads, `answers/KIND.jsonl`, in Spec-Bench's schema. Those to a
+file of questions are in `model_answer/MODEL.jsonl` too, as FastChat's judge reads them, and the
+original's own beside a tuned backbone's.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
-from pipeline.artifacts.check_result import CheckResult, read_answers
+from pipeline.artifacts.check_result import (
+    CheckResult,
+    EngineFigures,
+    Limits,
+    TunedDrift,
+    read_answers,
+)
 from pipeline.artifacts.generated_rows import num_contaminated
+from pipeline.artifacts.json_form import from_json, to_json
 from pipeline.config import Config
 from pipeline.config.load import validate
 from pipeline.conversations.duplicates import CheckQuestions
-from pipeline.conversations.readers import read_questions
-from pipeline.errors import CheckFailed
-from pipeline.evaluation.limits import LIMITS, failures
+from pipeline.conversations.sources import read_questions
+from pipeline.evaluation.measuring import joined
 from pipeline.evaluation.references import exact_match, read_references
 from pipeline.execution.progress import ProgressReporter
-from pipeline.report.facts import on_new_answers
+from pipeline.formatting import with_error
 from pipeline.run.check_engines import (
-    assistant_of,
     check_request,
     drift_of_published,
     forget_parts,
     in_vllm,
     natively,
     on_served_model,
-    served_copies,
 )
-from pipeline.run.context import Context
-from pipeline.run.preflight import require_files
-from pipeline.run.reporting import publish_report
-from pipeline.run.stage import Stage
+from pipeline.run.checks import check_files
+from pipeline.run.context import Context, Stage
 from pipeline.storage.done import Identity, Summary
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.files import is_local
@@ -47,7 +50,8 @@ from pipeline.targets.spec import weight_files
 from pipeline.training.methods import method_of
 
 NAME = "check"
-VERSION = 18
+VERSION = 19
+LIMITS = {"min_acceleration_rate", "require_learning", "max_tie_share"}  # see `Limits`
 
 
 def upstream(config: Config) -> tuple[str, ...]:
@@ -57,100 +61,90 @@ def upstream(config: Config) -> tuple[str, ...]:
 
 def identity(context: Context) -> Identity:
     """The settings but for the limits, with the content of the questions and of the assistant."""
-    require_files(context.config)
-    unread = set() if "load" in context.config.check.studies else {"slo"}
-    settings = context.config.check.model_dump(mode="json", exclude=LIMITS | unread)
-    if isinstance(context.config.check.prompts, Path):
-        settings["prompts"] = context.digests.of(context.config.check.prompts)
-    if copies := served_copies(context):
-        files = weight_files(next(iter(copies.values())), fetch=not context.read_only)
+    check_files(context.resolved)
+    check, fetch = context.config.check, not context.read_only
+    unread = set(LIMITS)
+    if "load" not in check.studies:
+        unread.add("slo")
+    settings = check.model_dump(mode="json", exclude=unread)
+    if isinstance(check.prompts, Path):
+        settings["prompts"] = context.digests.of(check.prompts)
+    copies = context.resolved.served_copies
+    if copies:
+        weights = weight_files(next(iter(copies.values())), fetch=fetch)
         dtypes = {engine: copy.dtype for engine, copy in copies.items()}
-        settings["served_model"] = {"weights": context.digests.of_all(files), "dtypes": dtypes}
+        settings["served_model"] = {"weights": context.digests.of_all(weights), "dtypes": dtypes}
     else:
         settings.pop("served_model")
-    if assistant := assistant_of(context):
-        settings["assistant_model"] = context.digests.of_all(
-            weight_files(assistant, fetch=not context.read_only)
-        )
+    assistant = context.resolved.assistant
+    if assistant is not None:
+        weights = weight_files(assistant, fetch=fetch)
+        settings["assistant_model"] = context.digests.of_all(weights)
     return {"settings": settings}
 
 
 def run(context: Context, stage: StageDirectory) -> Summary:
     """Decode with every engine that is asked for and compare the results."""
     with context.progress(stage) as progress:
-        return _decode_and_compare(context, stage, progress)
-
-
-def _decode_and_compare(
-    context: Context, stage: StageDirectory, progress: ProgressReporter
-) -> Summary:
-    settings, (request, skipped) = context.config.check, check_request(context, progress)
-    result: Summary = {"skipped_prompts": skipped}
-    if "native" in settings.engines:
-        result |= natively(context, stage, request, progress)
-        result["native"]["skipped_prompts"] = skipped
-    if "vllm" in settings.engines:
-        served = in_vllm(context, stage, request, result.get("native", {}).get("chain"), progress)
-        differing = result.get("differing", []) + served.pop("differing")
-        surroundings = {name: served[name] for name in ("hardware", "versions")}
-        result = {**surroundings, **result, "vllm": served["vllm"], "differing": differing}
-    if isinstance(settings.prompts, Path):
-        questions = CheckQuestions(read_questions(settings.prompts))
-        result["contaminated_rows"] = num_contaminated(
-            context.upstream["generate"].shards(), questions
-        )
-    if copies := served_copies(context):
-        result["served_model"] = on_served_model(context, request, copies, progress)
-        result["differing"] = result.get("differing", []) + result["served_model"].pop("differing")
-    trained = context.upstream["train"].summary
-    if trained["held_out"]:
-        result |= {"head_0": trained["held_out"][0], "frequency": trained["frequency"]}
-    if method_of(context.config.train).tunes_backbone:
-        drift = drift_of_published(context, stage, progress) or trained["drift"]
-        result |= {"drift": drift, "kl": drift["kl"]}
-    if isinstance(settings.prompts, Path):
-        result["exact_match"] = exact_match(
-            read_answers(stage.path), read_references(settings.prompts)
-        )
+        result = _decode(context, stage, progress)
+        result = _with_comparisons(context, stage, result, progress)
     forget_parts(stage)
-    return result | made_of(context) | {"passed": not failures_of(result, context.config)}
-
-
-def made_of(context: Context) -> Summary:
-    """What reproduces the figures: the configuration, and a Hub target's commit."""
     target = context.target
-    commit = {} if is_local(target.model) else {"target_revision": target.revision}
-    return {"configuration": context.config.model_dump(mode="json"), **commit}
+    result = replace(
+        result,
+        configuration=context.config.model_dump(mode="json"),
+        target_revision=None if is_local(target.model) else target.revision,
+        passed=not result.failures(Limits.of(context.config)),
+    )
+    return to_json(result)
 
 
-def conclude(context: Context, stage: StageDirectory) -> None:
-    """Publish the report, then hold what was found against the limits of this configuration."""
-    publish_report(context)
-    require_passed(stage, context.config)
+def _decode(context: Context, stage: StageDirectory, progress: ProgressReporter) -> CheckResult:
+    """The figures of every engine, on the target and on the copy that will be served."""
+    engines = context.config.check.engines
+    request, skipped = check_request(context, progress)
+    native = vllm = chain = None
+    if "native" in engines:
+        native = natively(context, stage, request, progress)
+        assert native.native is not None
+        chain = native.native.chain
+        native = replace(native, native=replace(native.native, skipped_prompts=skipped))
+    if "vllm" in engines:
+        vllm = in_vllm(context, stage, request, chain, progress)
+    result = replace(joined(native, vllm), skipped_prompts=skipped)
+    copies = context.resolved.served_copies
+    if not copies:
+        return result
+    copy, differing = on_served_model(context, request, copies, progress)
+    return replace(result, served_model=copy, differing=result.differing + differing)
 
 
-def failures_of(summary: Summary, config: Config) -> list[str]:
-    """What the finished check has found beyond the limits of this configuration."""
-    return failures(CheckResult.of(summary), config)
-
-
-def require_passed(stage: StageDirectory, config: Config) -> None:
-    """Raise `CheckFailed` when what the finished check has found is beyond the limits of this
-    configuration.
-    """
-    if found := failures_of(stage.summary, config):
-        reasons = "; ".join(found)
-        fix = (
-            "Nothing was pushed. Sequences that differ are in DONE.json there. More data or epochs"
-            " raise a low rate; where few tree sizes were timed, calibrate again with --fresh"
-            " calibrate."
+def _with_comparisons(
+    context: Context, stage: StageDirectory, result: CheckResult, progress: ProgressReporter
+) -> CheckResult:
+    """The result with what else is known of heads, backbone and questions."""
+    trained, prompts = context.upstream["train"].summary, context.config.check.prompts
+    if trained["held_out"]:
+        head_0, frequency = trained["held_out"][0], trained["frequency"]
+        result = replace(result, head_0=head_0, frequency=frequency)
+    if method_of(context.config.train).tunes_backbone:
+        drift = drift_of_published(context, stage, progress)
+        if drift.positions is None:
+            drift = from_json(TunedDrift, trained["drift"])
+        result = replace(result, drift=drift)
+    if isinstance(prompts, Path):
+        shards, questions = context.upstream["generate"].shards(), read_questions(prompts)
+        result = replace(
+            result,
+            contaminated_rows=num_contaminated(shards, CheckQuestions(questions)),
+            exact_match=exact_match(read_answers(stage.path), read_references(prompts)),
         )
-        raise CheckFailed(f"The check failed: {reasons}.", str(stage.path), fix)
+    return result
 
 
 def configuration(stage: StageDirectory, now: Config) -> Config:
-    """What the finished check and all before it were made by; limits, `run` and `push` are those of
-    `now`.
+    """The configuration of the finished check and all before it; limits, `run` and `push` are those
+    of `now`.
     """
     found = validate(stage.summary["configuration"], str(stage.path))
     limits = {name: getattr(now.check, name) for name in LIMITS}
@@ -165,18 +159,29 @@ def configuration(stage: StageDirectory, now: Config) -> Config:
 
 
 def one_line(summary: Summary) -> str:
-    parts = []
-    for name, engine in CheckResult.of(summary).engines.items():
-        line = f"vLLM: {engine.acceleration_rate:.2f}"
-        if name == "native":
-            line = (
-                f"native: acceleration rate {engine.acceleration_rate:.2f}, speedup"
-                f" {engine.speedup:.2f}x"
-            )
-        if engine.figures.get("seen_share"):
-            line += f", on new answers {on_new_answers(engine.figures)}"
-        parts.append(f"{line}, {engine.identical}/{engine.sequences} identical")
+    """The engines' rates, and how many greedy answers are identical."""
+    result, parts = from_json(CheckResult, summary), []
+    if result.native is not None:
+        native = result.native
+        line = (
+            f"native: acceleration rate {native.acceleration_rate:.2f}, speedup"
+            f" {native.speedup or 0:.2f}x"
+        )
+        parts.append(line + _shares(native))
+    if result.vllm is not None:
+        parts.append(f"vLLM: {result.vllm.acceleration_rate:.2f}{_shares(result.vllm)}")
     return "; ".join(parts)
 
 
-STAGE = Stage(NAME, VERSION, upstream, identity, run, one_line, conclude, failures_of)
+def _shares(engine: EngineFigures) -> str:
+    text, new, match = "", engine.new, engine.greedy_match
+    if engine.seen_share and new is not None:
+        if new.acceleration_rate is None:
+            text = f", on new answers only {new.answers} new answers"
+        else:
+            rate = with_error(new.acceleration_rate, new.standard_error)
+            text = f", on new answers {rate}"
+    return f"{text}, {match.identical}/{match.sequences} identical"
+
+
+STAGE = Stage(NAME, VERSION, upstream, identity, run, one_line)

@@ -17,8 +17,7 @@ from pipeline.export.card import model_card
 from pipeline.export.card_facts import Published
 from pipeline.export.directory import write_export
 from pipeline.export.layout import BACKBONE_DIRECTORY, CARD_FILE, ExportLayout, check_vocabulary
-from pipeline.run.context import Context
-from pipeline.run.stage import Stage, reads
+from pipeline.run.context import Context, Stage, StageFiles, reads
 from pipeline.storage.done import Identity, Summary
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.spec import load_tokenizer, model_config
@@ -96,6 +95,8 @@ STAGE = Stage(
     identity,
     run,
     one_line,
-    scratch=(CARD_FILE,),  # written again with every report
-    parts=(BACKBONE_DIRECTORY,),
+    files=StageFiles(
+        scratch=(CARD_FILE,),  # written again with every report
+        parts=(BACKBONE_DIRECTORY,),
+    ),
 )

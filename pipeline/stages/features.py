@@ -22,12 +22,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pipeline.artifacts.feature_rows import StateFormat
 from pipeline.artifacts.feature_writer import Backlog, FeatureWriter
 from pipeline.artifacts.generated_rows import TOKEN_COLUMNS, TokenRow
-from pipeline.config import FeaturesConfig
-from pipeline.execution.shard_progress import ShardProgress
+from pipeline.config import Config, FeaturesConfig
+from pipeline.execution.progress import ShardProgress
 from pipeline.export.layout import BACKBONE_DIRECTORY
-from pipeline.run.context import Context
+from pipeline.run.context import Context, Stage, StageFiles, reads
 from pipeline.run.sharded import run_sharded
-from pipeline.run.stage import Stage, reads
 from pipeline.storage.done import Identity, Summary
 from pipeline.storage.fingerprint import fingerprint
 from pipeline.storage.receipts import Receipt
@@ -227,6 +226,15 @@ def one_line(summary: Summary) -> str:
     return f"{positions}{speed}, {summary['quarantined']} quarantined"
 
 
+def wanted(config: Config) -> str | None:
+    """Why the method leaves the cache out."""
+    return method_of(config.train).skipped(config.train).get(NAME)
+
+
+def tuned_wanted(config: Config) -> str | None:
+    return None if method_of(config.train).tunes_backbone else ""
+
+
 STAGE = Stage(
     NAME,
     VERSION,
@@ -234,8 +242,8 @@ STAGE = Stage(
     identity,
     run,
     one_line,
-    skipped=lambda config: method_of(config.train).skipped(config.train).get(NAME),
-    sharded=True,
+    wanted=wanted,
+    files=StageFiles(sharded=True),
 )
 TUNED = Stage(
     TUNED_NAME,
@@ -244,6 +252,6 @@ TUNED = Stage(
     tuned_identity,
     functools.partial(run, tuned=True),
     one_line,
-    skipped=lambda config: None if method_of(config.train).tunes_backbone else "",
-    sharded=True,
+    wanted=tuned_wanted,
+    files=StageFiles(sharded=True),
 )

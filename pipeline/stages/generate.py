@@ -21,10 +21,9 @@ from pipeline.conversations.dialogue import Dialogue, DialogueSettings, require_
 from pipeline.conversations.requests import Sampling
 from pipeline.conversations.splits import other_holdout
 from pipeline.errors import DataError
-from pipeline.execution.shard_progress import ShardProgress
-from pipeline.run.context import Context
+from pipeline.execution.progress import ShardProgress
+from pipeline.run.context import Context, Stage, StageFiles, reads
 from pipeline.run.sharded import run_sharded
-from pipeline.run.stage import Stage, reads
 from pipeline.storage.done import Identity, Summary
 from pipeline.storage.receipts import Receipt
 from pipeline.storage.shards import Row
@@ -210,4 +209,6 @@ def _counts_of_seeds(dialogues: list[Dialogue]) -> dict[str, float]:
     }
 
 
-STAGE = Stage(NAME, VERSION, reads("seeds"), identity, run, one_line, sharded=True)
+STAGE = Stage(
+    NAME, VERSION, reads("seeds"), identity, run, one_line, files=StageFiles(sharded=True)
+)

@@ -21,10 +21,9 @@ from pipeline.export.hub import Upload, backbone_upload, heads_upload, repositor
 from pipeline.export.layout import BACKBONE_DIRECTORY
 from pipeline.export.licence import Licence, licence_of
 from pipeline.formatting import visible
-from pipeline.heads.shape import head_kind
-from pipeline.run.context import Context
+from pipeline.heads.kinds import head_kind
+from pipeline.run.context import Context, Stage
 from pipeline.run.reporting import assemble
-from pipeline.run.stage import Stage
 from pipeline.storage.atomic import write_json
 from pipeline.storage.done import Identity, Summary
 from pipeline.storage.stage_directory import StageDirectory
@@ -175,6 +174,11 @@ def _parts(summary: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield summary
 
 
+def wanted(config: Config) -> str | None:
+    """Leave the stage out without a repository."""
+    return None if config.push.asks_for_something else ""
+
+
 STAGE = Stage(
     NAME,
     VERSION,
@@ -182,5 +186,5 @@ STAGE = Stage(
     identity,
     run,
     one_line,
-    asked_for=lambda config: config.push.asks_for_something,
+    wanted=wanted,
 )

@@ -21,25 +21,27 @@ from pipeline.artifacts.seed_rows import SEEDS, SPLITS, SeedRow
 from pipeline.config import GenerateConfig
 from pipeline.conversations.conversation import Conversation, Reason, RejectedRow, encodable
 from pipeline.conversations.duplicates import CheckQuestions, Deduplicator
-from pipeline.conversations.mixing import mixed
-from pipeline.conversations.readers import SourceReader, read_questions, source_readers
+from pipeline.conversations.sources import (
+    Row,
+    SourceReader,
+    mixed,
+    read_questions,
+    source_readers,
+)
 from pipeline.conversations.splits import (
     MIN_HELD_OUT,
     Openings,
-    Row,
     Split,
     held_out_rows,
     in_shards,
     other_holdout,
     split_rows,
 )
-from pipeline.conversations.tool_turns import uses_tools
 from pipeline.errors import DataError
 from pipeline.execution.progress import Meter, Progress
 from pipeline.formatting import visible
-from pipeline.run.context import Context
-from pipeline.run.preflight import require_files
-from pipeline.run.stage import Stage, reads
+from pipeline.run.checks import check_files
+from pipeline.run.context import Context, Stage, StageFiles, reads
 from pipeline.storage.done import Identity, Summary
 from pipeline.storage.fingerprint import fingerprint, ids_digest
 from pipeline.storage.receipts import Receipt
@@ -227,7 +229,7 @@ def _questions(context: Context) -> Path | None:
     prompts = context.config.check.prompts
     if not context.config.seeds.decontaminate or not isinstance(prompts, Path):
         return None
-    require_files(context.config)
+    check_files(context.resolved)
     return prompts
 
 
@@ -256,7 +258,9 @@ def _write_shard(stage: StageDirectory, index: int, chunk: list[Split]) -> Recei
                 writer.reject(row)
         splits = [row.split for row in kept]
         counts = {f"{split}_rows": float(splits.count(split)) for split in SPLITS}
-        if calling := sum(any(map(uses_tools, row.conversation.messages)) for row in kept):
+        if calling := sum(
+            any(message.uses_tools for message in row.conversation.messages) for row in kept
+        ):
             counts["tool_rows"] = float(calling)
         return writer.commit(NAME, [row.id for row, _ in chunk], counts)
 
@@ -299,4 +303,4 @@ def require_enough(summary: Summary, where: str, holdout: float, openings: Openi
     return too_alike
 
 
-STAGE = Stage(NAME, VERSION, reads(), identity, run, one_line, sharded=True)
+STAGE = Stage(NAME, VERSION, reads(), identity, run, one_line, files=StageFiles(sharded=True))

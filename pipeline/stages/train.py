@@ -16,9 +16,8 @@ from pipeline.config import Config
 from pipeline.execution.placement import Placement
 from pipeline.execution.progress import ProgressReporter, print_stage
 from pipeline.export.layout import BACKBONE_DIRECTORY
-from pipeline.heads.shape import head_kind
-from pipeline.run.context import Context
-from pipeline.run.stage import Stage
+from pipeline.heads.kinds import head_kind
+from pipeline.run.context import Context, Stage, StageFiles
 from pipeline.storage.done import Identity, Summary
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.spec import model_config
@@ -143,6 +142,8 @@ STAGE = Stage(
     identity,
     run,
     one_line,
-    scratch=("checkpoints", "tensorboard", "wandb", TRACKING_FILE, "ray"),
-    parts=(BACKBONE_DIRECTORY,),
+    files=StageFiles(
+        scratch=("checkpoints", "tensorboard", "wandb", TRACKING_FILE, "ray"),
+        parts=(BACKBONE_DIRECTORY,),
+    ),
 )

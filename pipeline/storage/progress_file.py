@@ -1,7 +1,7 @@
 """A small JSON file through which one process reports its progress to another.
 
-A report within half a second of the last one is left out, unless it has to be seen at once. A disk
-that takes no more does not stop the work.
+A report within half a second of the last one is left out, unless it has to be seen at once. A full
+disk does not stop the work.
 """
 
 from __future__ import annotations

@@ -15,13 +15,12 @@ from dataclasses import dataclass
 from pipeline.conversations.dialogue import Dialogue
 from pipeline.targets.engines import GenerationEngine
 
-Report = Callable[
-    [int, int], None
-]  # given finished conversations and written tokens, each as they come
+# called with finished conversations and written tokens, each as they come
+Report = Callable[[int, int], None]
 
 
 def silent(conversations: int, tokens: int) -> None:
-    """Reports nothing."""
+    """Report nothing."""
 
 
 @dataclass
@@ -40,14 +39,13 @@ class DialoguePool:
         self._engine = engine
         self._capacity = engine.capacity if engine else math.inf
         self._queued: deque[tuple[Dialogue, DialogueGroup]] = deque()
-        self._waiting: dict[
-            str, tuple[Dialogue, DialogueGroup]
-        ] = {}  # open conversations, by request id
+        self._waiting: dict[str, tuple[Dialogue, DialogueGroup]] = {}  # by request id
 
     def add(self, dialogues: Iterable[Dialogue], report: Report = silent) -> DialogueGroup:
         listed = list(dialogues)
         group = DialogueGroup(listed, len(listed), report)
-        self._queued.extend((dialogue, group) for dialogue in listed)
+        for dialogue in listed:
+            self._queued.append((dialogue, group))
         return group
 
     def finish(self, group: DialogueGroup, add_more: Callable[[], None] = lambda: None) -> None:
@@ -66,13 +64,14 @@ class DialoguePool:
 
     def _open(self, add_more: Callable[[], None]) -> None:
         self._open_queued()
-        if not self._queued and len(self._waiting) < self._capacity:
+        if len(self._waiting) < self._capacity:
             add_more()
             self._open_queued()
 
     def _open_queued(self) -> None:
         while self._queued and len(self._waiting) < self._capacity:
-            self._advance(*self._queued.popleft())
+            dialogue, group = self._queued.popleft()
+            self._advance(dialogue, group)
 
     def _advance(self, dialogue: Dialogue, group: DialogueGroup) -> None:
         request = dialogue.next_request()

@@ -1,14 +1,14 @@
-"""Generation and feature engines: their protocols, and the classes of `engine: vllm` and `engine:
+"""Generation and feature engines: their protocols, and their makers for `engine: vllm` and `engine:
 transformers`.
 
 Token ids in, token ids or states out: no engine tokenizes, detokenizes or adds special tokens. The
 two protocols are separate because they are loaded at different times and use memory differently.
-Classes are imported when they are used.
+An implementation is imported when it is made; none imports this module.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from pipeline.errors import ConfigError
@@ -46,25 +46,17 @@ class GenerationEngine(Protocol):
     capacity: int  # concurrent requests; more are queued
 
     def add(self, request: Request) -> None:
-        """Queue a request. ValueError: an empty prompt, one that fills the context, or an id that
-        is running.
+        """Queue a request.
+
+        Raises:
+            ValueError: An empty prompt, one that fills the context, or an id that is running.
         """
 
     def step(self) -> list[Completion]:
-        """Advance every running request by at least one token; returns those that finished."""
+        """Advance every running request by at least one token; return those that finished."""
 
     def close(self) -> None:
         """Release the memory; the engine cannot be used again."""
-
-
-def check_request(request: Request, context: int, under_way: Container[str]) -> None:
-    """Raise the ValueError that `GenerationEngine.add` promises."""
-    if not 0 < len(request.prompt_ids) < context:
-        raise ValueError(
-            f"{request.id}: {len(request.prompt_ids)} prompt tokens in a context of {context}"
-        )
-    if request.id in under_way:
-        raise ValueError(f"{request.id} is running already")
 
 
 class FeatureEngine(Protocol):
@@ -78,12 +70,12 @@ class FeatureEngine(Protocol):
     def stream(
         self, rows: Iterable[Sequence[int]]
     ) -> Generator[tuple[int, torch.Tensor], None, None]:
-        """Each row's index and its states [T_i, D] on the host, as soon as they are there, in any
-        order.
+        """Yield each row's index and its states [T_i, D] on the host, as soon as they are there, in
+        any order.
 
         Later rows are computed meanwhile. A tensor may be a view of a shared buffer: copy what is
-        to be kept. Close it before the next one is begun, as an engine goes on with what it was
-        given.
+        to be kept. Close the generator before the next one is begun: until then the engine computes
+        its rows.
         """
 
     def close(self) -> None:
@@ -109,11 +101,10 @@ def make_generation_engine(
         return VLLMGenerationEngine(
             target, engine_args=engine_args, gpus=gpus, batch_invariant=batch_invariant
         )
-    from pipeline.targets.transformers_generation import TransformersGenerationEngine
+    from pipeline.targets.transformers_engines import TransformersGenerationEngine
 
-    return TransformersGenerationEngine(
-        target, gpus=gpus, **_known(engine_args, "generate.engine_args", {"max_batch_tokens"})
-    )
+    _refuse_unknown(engine_args, "generate.engine_args", {"max_batch_tokens"})
+    return TransformersGenerationEngine(target, gpus=gpus, **engine_args)
 
 
 def make_feature_engine(
@@ -125,21 +116,19 @@ def make_feature_engine(
 ) -> FeatureEngine:
     """The feature engine; raises what its class raises."""
     if name == "vllm":
-        from pipeline.targets.vllm_features import VLLMFeatureEngine
+        from pipeline.targets.vllm_engine import VLLMFeatureEngine
 
         return VLLMFeatureEngine(
             target, engine_args=engine_args, gpus=gpus, tokens_per_batch=tokens_per_batch
         )
-    from pipeline.targets.transformers_features import TransformersFeatureEngine
+    from pipeline.targets.transformers_engines import TransformersFeatureEngine
 
-    _known(engine_args, "features.engine_args", set())
+    _refuse_unknown(engine_args, "features.engine_args", set())
     return TransformersFeatureEngine(target, tokens_per_batch=tokens_per_batch, gpus=gpus)
 
 
-def _known(engine_args: Mapping[str, Any], where: str, known: set[str]) -> Mapping[str, Any]:
-    if unknown := sorted(set(engine_args) - known):
-        takes = f"It takes {', '.join(sorted(known))}." if known else "It takes none."
-        raise ConfigError(
-            f"The transformers engine has no argument {', '.join(unknown)}.", where, takes
-        )
-    return engine_args
+def _refuse_unknown(engine_args: Mapping[str, Any], where: str, known: set[str]) -> None:
+    unknown = sorted(set(engine_args) - known)
+    if unknown:
+        what = f"The transformers engine has no argument {', '.join(unknown)}."
+        raise ConfigError(what, where, f"It takes {', '.join(sorted(known)) or 'none'}.")

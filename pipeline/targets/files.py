@@ -1,20 +1,21 @@
 """A target's files: a local directory, or a Hub repository at one commit.
 
-The Hub's errors become ConfigError for a target that does not exist and EnvironmentFault for one
-that cannot be reached now. Weights are read from safetensors; where a repository has none (Vicuna),
-`*.bin` is read by torch's weights-only loader, which runs no code.
+The Hub's errors become ConfigError for what does not exist and EnvironmentFault for what cannot be
+reached now. Weights are read from safetensors; where a repository has none (Vicuna), `*.bin` is
+read by torch's weights-only loader, which runs no code.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import ConfigError, EnvironmentFault
-from pipeline.targets import hub_access
+from pipeline.errors import ConfigError, EnvironmentFault, MedusaDistillError
+from pipeline.redact import redacted
 
 WHERE = "target.model"
 DESCRIBING_FILES = (
@@ -30,19 +31,20 @@ DESCRIBING_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-FIRST_LOOK = 10.0  # seconds that the Hub has to answer, where it is asked once
 TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
 WEIGHT_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 SINGLE_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+FIRST_REQUEST = 10.0  # seconds that the Hub has to answer
+WEIGHT_SUFFIXES = (".safetensors", ".bin")
+FETCH_AGAIN = "Download or save the target again."
+NETWORK = "Check the network, HF_ENDPOINT, HF_HUB_OFFLINE and the disk"
 
 
 def is_local(model: str) -> bool:
     """Whether `model` is a directory: it exists as one, or it cannot be a Hub id."""
-    return (
-        Path(model).expanduser().is_dir()
-        or model.startswith(("/", "./", "../", "~"))
-        or model.count("/") > 1
-    )
+    if model.startswith(("/", "./", "../", "~")) or model.count("/") > 1:
+        return True
+    return Path(model).is_dir()
 
 
 def local_directory(model: str) -> Path:
@@ -52,65 +54,93 @@ def local_directory(model: str) -> Path:
         ConfigError: There is none, or it holds no config.json.
     """
     directory = Path(model).expanduser().resolve()
-    if not directory.is_dir():
-        what = "is no directory" if directory.exists() else "does not exist"
-        made = " `make demo` makes the demo's." if directory.name.startswith("demo-target") else ""
-        raise ConfigError(
-            f"The target {model} {what}.", WHERE, f"Give a model directory or a Hub id.{made}"
-        )
     if not (directory / "config.json").is_file():
-        gguf = next(directory.glob("*.gguf"), None)
-        found = f"only {gguf.name}, and GGUF is not read here" if gguf else "no config.json"
-        fix = "Give a directory that `save_pretrained` has written."
-        raise ConfigError(f"The target directory {model} holds {found}.", WHERE, fix)
+        what = "holds no config.json" if directory.is_dir() else "is no directory"
+        fix = (
+            "Give a directory that `save_pretrained` has written, or a Hub id; `make demo` makes"
+            " the demo's."
+        )
+        raise ConfigError(f"The target {model} {what}.", WHERE, fix)
     return directory
 
 
-def has_weights(model: str) -> bool:
-    """Whether a local target's directory holds weights, whole or not; ConfigError where there is no
-    such target.
-    """
-    directory = local_directory(model)
-    return any((directory / name).is_file() for name in (*SINGLE_WEIGHTS, *WEIGHT_INDEXES))
-
-
 def find_file(model: str, revision: str | None, name: str) -> Path | None:
-    """The path of one file of the target, downloaded if needed; None where the target has no such
-    file.
-    """
+    """The path of one of the target's files, downloaded if needed; None where there is none."""
     if is_local(model):
         path = local_directory(model) / name
         return path if path.is_file() else None
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
-    with hub_errors(model, revision):
+    with target_errors(model, revision):
         try:
             return Path(hf_hub_download(model, name, revision=revision))
         except LocalEntryNotFoundError:
-            snapshot = _cached_snapshot(model, revision)
-            if snapshot is None or name == "config.json":
+            if name == "config.json" or cached_snapshot(model, revision) is None:
                 raise
-            return None  # offline: only the cached snapshot exists
+            return None  # offline, and the cached snapshot does not have it
         except EntryNotFoundError:
             return None
 
 
-def read_json(model: str, revision: str | None, name: str) -> dict[str, Any]:
-    """One of the target's JSON files as a dictionary; empty where the target has no such file."""
-    path = find_file(model, revision, name)
-    return {} if path is None else parse(path)
+def download(model: str, revision: str | None, *, with_code: bool) -> Path:
+    """Fetch a Hub target's weights and what describes them; return its directory."""
+    from huggingface_hub import snapshot_download
+
+    weights = "pytorch_model*.bin*"
+    for name in ("model.safetensors", "model.safetensors.index.json"):
+        if find_file(model, revision, name) is not None:
+            weights = "model*.safetensors*"
+    patterns = [*DESCRIBING_FILES, weights]
+    if with_code:
+        patterns.append("*.py")
+    with target_errors(model, revision):
+        return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
+
+
+def cached_snapshot(model: str, revision: str | None) -> Path | None:
+    """The directory in the Hub's cache that holds this target's config.json, if any."""
+    from huggingface_hub import try_to_load_from_cache
+
+    cached = try_to_load_from_cache(model, "config.json", revision=revision)
+    return Path(cached).parent if isinstance(cached, str) else None
+
+
+def has_weights(model: str) -> bool:
+    """Whether a local target's directory holds weights, complete or not."""
+    directory = local_directory(model)
+    return any((directory / name).is_file() for name in (*SINGLE_WEIGHTS, *WEIGHT_INDEXES))
+
+
+def weight_names(directory: Path) -> list[str]:
+    """Names of the weight files that transformers and vLLM would load: an index and its shards, or
+    a single file.
+
+    Raises:
+        ConfigError: There are none, or shards are missing.
+    """
+    for single, index in zip(SINGLE_WEIGHTS, WEIGHT_INDEXES, strict=True):
+        if (directory / single).is_file():
+            return [single]
+        if (directory / index).is_file():
+            shards = sorted(set(read_index(directory / index).values()))
+            for shard in shards:
+                if not (directory / shard).is_file():
+                    what = f"{directory} lacks {shard} of its {len(shards)} weight files."
+                    raise ConfigError(what, WHERE, FETCH_AGAIN)
+            return [index, *shards]
+    fix = "Load it once where it came from, `save_pretrained` it, and name that directory."
+    raise ConfigError(f"{directory} has no model.safetensors.", WHERE, fix)
 
 
 def parse(path: Path) -> dict[str, Any]:
-    """A file's JSON object; ConfigError where it holds anything else."""
-    fix = "Download or save the target again."
+    """The JSON object in a file; ConfigError where it holds anything else."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not JSON: {error}.", WHERE, fix) from error
+        raise ConfigError(f"{path} is not JSON: {error}.", WHERE, FETCH_AGAIN) from error
     if not isinstance(found, dict):
-        raise ConfigError(f"{path} holds no JSON object.", WHERE, fix)
+        raise ConfigError(f"{path} holds no JSON object.", WHERE, FETCH_AGAIN)
     return found
 
 
@@ -120,123 +150,123 @@ def read_index(path: Path) -> dict[str, str]:
     Raises:
         ConfigError: It is no such index, or names files outside of the target.
     """
-    found = parse(path).get("weight_map")
-    index = found if isinstance(found, dict) else {}
-    inside = (
-        isinstance(name, str) and ".." not in name and not name.startswith("/")
-        for name in index.values()
-    )
-    if not index or not all(inside):
-        fix = "Download or save the target again."
-        raise ConfigError(
-            f"{path} does not say which file of the target holds which tensor.", WHERE, fix
-        )
+    index = parse(path).get("weight_map")
+    if not isinstance(index, dict):
+        index = {}
+    names = map(str, index.values())
+    if not index or any(not name.endswith(WEIGHT_SUFFIXES) or "/" in name for name in names):
+        what = f"{path} does not state which file of the target holds which tensor."
+        raise ConfigError(what, WHERE, FETCH_AGAIN)
     return index
 
 
-def identifying_files(
-    model: str, revision: str | None, *, with_code: bool, fetch: bool = True
-) -> list[Path]:
-    """The files that `weight_files` of spec.py promises, `with_code` also the repository's Python
-    files.
-    """
-    if is_local(model):
-        directory = local_directory(model)
-    elif fetch:
-        directory = _download(model, revision, with_code=with_code)
-    else:
-        directory = _downloaded(model, revision)
-    code = sorted(path.name for path in directory.glob("*.py")) if with_code else []
-    names = {*DESCRIBING_FILES, *code, *_weight_names(directory, model)}
-    return [path for name in sorted(names) if (path := directory / name).is_file()]
+def check_repo_id(repo_id: str, where: str, *, with_owner: bool = False) -> None:
+    """Raise ConfigError unless this is a Hub id; `with_owner` requires USER/NAME."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
 
-
-def _weight_names(directory: Path, model: str) -> list[str]:
-    """Names of the weight files that transformers and vLLM would load: an index's shards, else the
-    single file.
-    """
-    for single, index in zip(SINGLE_WEIGHTS, WEIGHT_INDEXES, strict=True):
-        if (directory / single).is_file():
-            return [single]
-        if (directory / index).is_file():
-            shards = sorted(set(read_index(directory / index).values()))
-            missing = [shard for shard in shards if not (directory / shard).is_file()]
-            if missing:
-                what = (
-                    f"The target {model} lacks {len(missing)} of {len(shards)} weight files,"
-                    f" {missing[0]} first."
-                )
-                raise ConfigError(what, WHERE, "Download it again.")
-            return [index, *shards]
-    kinds = {path.suffix for path in directory.iterdir()} & {".gguf", ".pt", ".pth", ".safetensors"}
-    what = (
-        f"The target {model} has no"
-        f" model.safetensors{f', only {min(kinds)} files' if kinds else ''}."
-    )
-    fix = (
-        "Load it once where it came from and `save_pretrained` it to a directory, then name that"
-        " directory."
-    )
-    raise ConfigError(what, WHERE, fix)
-
-
-def _download(model: str, revision: str | None, *, with_code: bool) -> Path:
-    from huggingface_hub import snapshot_download
-
-    has_safetensors = any(
-        find_file(model, revision, name) for name in ("model.safetensors", WEIGHT_INDEXES[0])
-    )
-    weights = "model*.safetensors*" if has_safetensors else "pytorch_model*.bin*"
-    patterns = [*DESCRIBING_FILES, weights, *(["*.py"] if with_code else [])]
-    with hub_errors(model, revision):
-        return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
-
-
-def _downloaded(model: str, revision: str | None) -> Path:
-    """The directory of an earlier `_download`."""
-    snapshot = _cached_snapshot(model, revision)
+    fix = "Write a Hub id as USER/NAME."
     try:
-        if snapshot is not None and _weight_names(snapshot, model):
-            return snapshot
-    except ConfigError:  # the download is incomplete
-        pass
-    what = f"The target {model} is not on this machine yet; a run downloads it."
-    raise EnvironmentFault(what, WHERE, "Run it, or download the target first.")
-
-
-def _cached_snapshot(model: str, revision: str | None) -> Path | None:
-    from huggingface_hub import try_to_load_from_cache
-
-    cached = try_to_load_from_cache(model, "config.json", revision=revision)
-    return Path(cached).parent if isinstance(cached, str) else None
-
-
-def hub_errors(model: str, revision: str | None) -> AbstractContextManager[None]:
-    """Translate the Hub client's errors about a target."""
-    at = f" at revision {revision}" if revision else ""
-    return hub_access.hub_errors(f"target {model}{at}", WHERE)
+        validate_repo_id(repo_id)
+    except HFValidationError as error:
+        what = f'"{repo_id}" is neither a Hub id nor an absolute path.'
+        raise ConfigError(what, where, fix) from error
+    if with_owner and "/" not in repo_id:
+        what = f'"{repo_id}" does not name the owner of the repository.'
+        raise ConfigError(what, where, fix)
 
 
 @contextmanager
 def one_look_at_the_hub(*models: str | None) -> Iterator[None]:
-    """Within it a Hub that does not answer now is not asked again: what is not cached is refused
-    without waiting.
+    """Context manager: if the Hub does not answer one request, work offline.
 
-    The Hub's client tries six times at every file. Nobody asks where every model is a directory or
-    None.
+    The Hub's client would try six times at every file. No request is made where every model is a
+    directory or None.
     """
     from huggingface_hub import constants, get_session
 
     before = constants.HF_HUB_OFFLINE
-    if not before and not all(model is None or is_local(model) for model in models):
+    remote = [model for model in models if model is not None and not is_local(model)]
+    if remote and not before:
+        url = f"{constants.ENDPOINT}/api/models/{remote[0]}"
         try:
-            model = next(model for model in models if model and not is_local(model))
-            get_session().head(
-                f"{constants.ENDPOINT}/api/models/{model}", timeout=FIRST_LOOK
-            )  # whatever it answers
+            get_session().head(url, timeout=FIRST_REQUEST)
         except Exception:  # no network, no such host, an endpoint that is no URL
-            constants.HF_HUB_OFFLINE = True  # which it reads at each request
+            constants.HF_HUB_OFFLINE = True
     try:
         yield
     finally:
         constants.HF_HUB_OFFLINE = before
+
+
+@contextmanager
+def target_errors(model: str, revision: str | None) -> Iterator[None]:
+    """Translate the Hub client's errors about a target."""
+    at = f" at revision {revision}" if revision else ""
+    with hub_errors(f"target {model}{at}", WHERE):
+        yield
+
+
+@contextmanager
+def hub_errors(subject: str, where: str, *, writes: bool = False) -> Iterator[None]:
+    """Translate what the Hub's client raises, and silence its warnings.
+
+    Args:
+        subject: What is read or written, such as `target owner/name`.
+        where: The configuration key or the repository.
+        writes: Whether files are sent. The client wraps errors of an upload in RuntimeError and
+            ValueError too.
+
+    Raises:
+        ConfigError: What is read does not exist, or is gated.
+        EnvironmentFault: The Hub cannot be reached or refuses. The message never contains the
+            token.
+    """
+    from huggingface_hub import errors as hub
+
+    logging.getLogger("huggingface_hub.utils._http").setLevel(logging.ERROR)
+    translated: list[type[Exception]] = [OSError, hub.HTTPError, hub.HFValidationError]
+    if writes:
+        translated += [RuntimeError, ValueError]
+    try:
+        yield
+    except MedusaDistillError:
+        raise
+    except tuple(translated) as error:
+        if writes:
+            raise _write_fault(error, subject, where) from None  # its cause may quote the token
+        raise _read_fault(error, subject, where) from error
+
+
+def _read_fault(error: Exception, subject: str, where: str) -> MedusaDistillError:
+    from huggingface_hub import errors as hub
+
+    if isinstance(error, hub.GatedRepoError):
+        fix = "Accept its terms on its Hub page and log in with `hf auth login`."
+        return ConfigError(f"The {subject} is gated.", where, fix)
+    missing = (hub.RepositoryNotFoundError, hub.RevisionNotFoundError, hub.HFValidationError)
+    if isinstance(error, missing):
+        what = f"There is no {subject}, neither as a directory nor on the Hub."
+        fix = "Check the spelling. A private one needs `hf auth login`, a directory ./ or /."
+        return ConfigError(what, where, fix)
+    what = f"The {subject} can be neither read nor fetched now ({type(error).__name__})."
+    return EnvironmentFault(what, where, f"{NETWORK}, or give a local directory.")
+
+
+def _write_fault(error: Exception, subject: str, where: str) -> EnvironmentFault:
+    from huggingface_hub import errors as hub
+    from huggingface_hub import get_token
+
+    what = f"The {subject} cannot be written now"
+    fix = f"{NETWORK}, then run the same command again: what has arrived is not sent twice."
+    if isinstance(error, hub.HfHubHTTPError):
+        status = error.response.status_code
+        what = f"The Hub answered {status} for the {subject}"
+        if status in (401, 403):
+            fix = "Log in with a token that may write there (`hf auth login`, HF_TOKEN)."
+    text = f"{error} ({error.__cause__})" if error.__cause__ else str(error)
+    token = get_token()
+    if token:
+        text = text.replace(token, "hf_***")
+    text = " ".join(redacted(text).split()).rstrip(".")
+    return EnvironmentFault(f"{what}: {text or type(error).__name__}.", where, fix)

@@ -1,4 +1,5 @@
-"""Reads the target's lm_head and input embedding from its weight files, without loading the model.
+"""Reading the target's lm_head and input embedding from its weight files, without loading the
+model.
 
 Training from cached features needs only these [V, D] matrices of a target. Reading one takes a
 second; loading a 70B target would take minutes and 140 GB. Where the files are ambiguous, the model
@@ -10,34 +11,29 @@ Letters: D hidden size, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from pipeline.errors import ConfigError
 from pipeline.targets import files
 from pipeline.targets.loading import lm_head_weight, load_causal_lm
 from pipeline.targets.spec import TargetSpec, model_config
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 OUTPUT_EMBEDDINGS = ("lm_head.weight", "embed_out.weight", "output.weight")
 OUTPUT_BIASES = ("lm_head.bias", "embed_out.bias", "output.bias")
-MULTIPLIERS = (
-    "logit_scale",
-    "lm_head_multiplier",
-    "output_multiplier",
-)  # of the logits: Cohere, Falcon-H1, Muse
 INPUT_EMBEDDINGS = (
     "embed_tokens.weight",
     "wte.weight",
     "embed_in.weight",
     "word_embeddings.weight",
 )
+# of the logits: Cohere, Falcon-H1, Muse
+MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
 
 
 def read_lm_head(spec: TargetSpec) -> Tensor:
@@ -50,28 +46,33 @@ def read_lm_head(spec: TargetSpec) -> Tensor:
         ConfigError: The target has no linear lm_head, or cannot be loaded.
         EnvironmentFault: The Hub cannot be reached.
     """
-    return _matrix(spec, OUTPUT_EMBEDDINGS, lm_head_weight)
+    file_of = _weight_map(spec)
+    names = _named(file_of, OUTPUT_EMBEDDINGS)
+    if not names and model_config(spec).get_text_config().tie_word_embeddings:
+        names = _named(file_of, INPUT_EMBEDDINGS)
+    weight_VD = _read_matrix(spec, file_of, names)
+    if weight_VD is None:
+        weight_VD = lm_head_weight(load_causal_lm(spec)).clone()
+    return weight_VD.to(getattr(torch, spec.dtype))
 
 
 def read_embedding(spec: TargetSpec) -> Tensor:
     """The target's input embedding [V, D], as `read_lm_head` reads the lm_head."""
-    return _matrix(
-        spec, INPUT_EMBEDDINGS, lambda model: model.get_input_embeddings().weight.detach()
-    )
+    file_of = _weight_map(spec)
+    weight_VD = _read_matrix(spec, file_of, _named(file_of, INPUT_EMBEDDINGS))
+    if weight_VD is None:
+        weight_VD = load_causal_lm(spec).get_input_embeddings().weight.detach().clone()
+    return weight_VD.to(getattr(torch, spec.dtype))
 
 
 def require_lm_head(spec: TargetSpec) -> None:
     """Raise ConfigError where the target's files lack its lm_head.
 
-    vLLM leaves such a one as memory happens to be, and says nothing; any other tensor it misses by
-    itself.
+    vLLM would leave it uninitialised without an error; any other missing tensor it reports.
     """
     names = _weight_map(spec)
-    if (
-        names
-        and not model_config(spec).get_text_config().tie_word_embeddings
-        and not _named(names, OUTPUT_EMBEDDINGS)
-    ):
+    is_tied = model_config(spec).get_text_config().tie_word_embeddings
+    if names and not is_tied and not _named(names, OUTPUT_EMBEDDINGS):
         load_causal_lm(spec)  # which refuses it, unless this family has another name for it
 
 
@@ -86,66 +87,55 @@ class LogitChanges(NamedTuple):
 
 
 def read_logit_changes(spec: TargetSpec) -> LogitChanges:
-    """The lm_head's bias, and the scale and cap of the logits that some families have; as
-    `read_lm_head` reads it.
+    """The lm_head's bias, and the scale and cap of the logits that some families have; read as
+    `read_lm_head` does.
     """
-    text, file_of = model_config(spec).get_text_config(), _weight_map(spec)
-    found, bias_V = _named(file_of, OUTPUT_BIASES), None
-    if len(found) == 1:
-        bias_V = _read(files.find_file(spec.model, spec.revision, file_of[found[0]]), found[0])
-    elif found or not file_of:
+    file_of = _weight_map(spec)
+    names = _named(file_of, OUTPUT_BIASES)
+    bias_V = None
+    if len(names) == 1:
+        bias_V = _read(spec, file_of[names[0]], names[0])
+    elif names or not file_of:
         bias_V = getattr(load_causal_lm(spec).get_output_embeddings(), "bias", None)
     if bias_V is not None:
         bias_V = bias_V.detach().to(getattr(torch, spec.dtype))
+    text = model_config(spec).get_text_config()
     scale = math.prod(float(getattr(text, name, None) or 1.0) for name in MULTIPLIERS)
-    scaling = float(
-        getattr(text, "logits_scaling", None) or 1.0
-    )  # a divisor in Granite, a factor elsewhere
-    scale = scale / scaling if text.model_type.startswith("granite") else scale * scaling
+    scaling = float(getattr(text, "logits_scaling", None) or 1.0)
+    if text.model_type.startswith("granite"):  # a divisor there, a factor elsewhere
+        scale /= scaling
+    else:
+        scale *= scaling
     softcap = getattr(text, "final_logit_softcapping", None)
     return LogitChanges(bias_V, scale, None if softcap is None else float(softcap))
 
 
-def _matrix(
-    spec: TargetSpec, endings: tuple[str, ...], of: Callable[[PreTrainedModel], Tensor]
-) -> Tensor:
-    """The tensor of the files where exactly one matches by name and shape, otherwise that `of` the
-    loaded model.
-    """
-    text, file_of = model_config(spec).get_text_config(), _weight_map(spec)
-    candidates = _named(file_of, endings)
-    if endings is OUTPUT_EMBEDDINGS and text.tie_word_embeddings:
-        candidates = [] if candidates else _named(file_of, INPUT_EMBEDDINGS)
-    weight = None
-    if len(candidates) == 1:
-        weight = _read(
-            files.find_file(spec.model, spec.revision, file_of[candidates[0]]), candidates[0]
-        )
-    if (
-        weight is None
-        or not weight.is_floating_point()
-        or weight.shape != (text.vocab_size, text.hidden_size)
-    ):
-        weight = of(load_causal_lm(spec)).clone()
-    return weight.to(getattr(torch, spec.dtype))
+def _read_matrix(spec: TargetSpec, file_of: dict[str, str], names: list[str]) -> Tensor | None:
+    """The tensor [V, D] of that name; None unless there is exactly one, of this shape."""
+    if len(names) != 1:
+        return None
+    weight = _read(spec, file_of[names[0]], names[0])
+    text = model_config(spec).get_text_config()
+    if weight.is_floating_point() and weight.shape == (text.vocab_size, text.hidden_size):
+        return weight
+    return None
 
 
 def _weight_map(spec: TargetSpec) -> dict[str, str]:
-    """The file of each tensor; empty where no index or single file exists."""
+    """The file of each tensor; empty where there is neither an index nor a single file."""
     for single, index in zip(files.SINGLE_WEIGHTS, files.WEIGHT_INDEXES, strict=True):
-        if (path := files.find_file(spec.model, spec.revision, single)) is not None:
+        path = files.find_file(spec.model, spec.revision, single)
+        if path is not None:
             return dict.fromkeys(_names(path), single)
-        if (path := files.find_file(spec.model, spec.revision, index)) is not None:
+        path = files.find_file(spec.model, spec.revision, index)
+        if path is not None:
             return files.read_index(path)
     return {}
 
 
 def _named(names: Collection[str], endings: tuple[str, ...]) -> list[str]:
-    return [
-        name
-        for name in names
-        if any(name == ending or name.endswith(f".{ending}") for ending in endings)
-    ]
+    dotted = tuple(f".{ending}" for ending in endings)
+    return [name for name in names if name in endings or name.endswith(dotted)]
 
 
 def _names(path: Path) -> list[str]:
@@ -155,9 +145,11 @@ def _names(path: Path) -> list[str]:
         return list(file.keys())
 
 
-def _read(path: Path | None, name: str) -> Tensor | None:
+def _read(spec: TargetSpec, file_name: str, name: str) -> Tensor:
+    path = files.find_file(spec.model, spec.revision, file_name)
     if path is None:
-        return None
+        what = f"The target {spec.model} has no {file_name}, which its index names."
+        raise ConfigError(what, files.WHERE, files.FETCH_AGAIN)
     if path.suffix != ".safetensors":
         return _load_bin(path)[name].clone()
     with safe_open(path, "pt") as file:

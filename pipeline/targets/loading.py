@@ -1,4 +1,4 @@
-"""Loads a target, and verifies that its features are what its lm_head reads.
+"""Loading a target, and verifying that its features are what its lm_head reads.
 
 The model is frozen and in eval mode. In 4 or 8 bit the backbone is quantized by bitsandbytes; the
 lm_head keeps the target's dtype, because heads are initialised from it.
@@ -15,10 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pipeline.errors import ConfigError, EnvironmentFault
+from pipeline.errors import ConfigError, EnvironmentFault, MedusaDistillError
 from pipeline.targets import files
-from pipeline.targets.quantization import quantization_of
-from pipeline.targets.spec import TargetSpec, first_lines, model_config
+from pipeline.targets.spec import (
+    TargetSpec,
+    first_lines,
+    format_of,
+    model_config,
+    quantization_of,
+)
 
 if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig, PreTrainedModel
@@ -26,8 +31,8 @@ if TYPE_CHECKING:
 
 FEWER_BYTES = "Raise gpus_per_worker, or set target.quantization to 8bit or 4bit."
 OTHER_KERNELS = (
-    "Set target.dtype: float16, name a copy in another format, or run on a GPU that computes this"
-    " one."
+    "Install what it names, set target.dtype: float16, name a copy in another format, or run on a"
+    " GPU that computes this one."
 )
 
 
@@ -35,13 +40,53 @@ def require_gpus(num_gpus: int) -> None:
     """Raise EnvironmentFault when fewer GPUs are visible than a worker needs."""
     visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if visible < num_gpus:
+        what = f"{num_gpus} GPUs are asked for and {visible} are visible."
         fix = (
             "Set gpus_per_worker in placement to what a node has (0 runs on the CPU), or install"
             " torch with CUDA."
         )
-        raise EnvironmentFault(
-            f"{num_gpus} GPUs are asked for and {visible} are visible.", "placement", fix
+        raise EnvironmentFault(what, "placement", fix)
+
+
+def require_readable(spec: TargetSpec, engine: str, *, on_gpu: bool, where: str) -> None:
+    """Refuse a quantized target that the engine cannot read on this machine, before anything is
+    loaded.
+
+    transformers itself names the package or GPU that a format needs. vLLM does when it starts; that
+    it has no bitsandbytes (0.32) is known.
+
+    Args:
+        engine: native (or transformers), or vllm.
+        where: The key that names the target.
+
+    Raises:
+        ConfigError: vLLM has no reader of the format.
+        EnvironmentFault: transformers needs a package or a GPU that is not here.
+    """
+    from transformers.quantizers import AutoHfQuantizer
+
+    config = model_config(spec)
+    settings = quantization_of(config)
+    if settings is None:
+        return
+    if engine == "vllm":
+        if settings.get("quant_method") == "bitsandbytes":
+            what = f"vLLM has no bitsandbytes, and {spec.model} is {format_of(config)}."
+            fix = "Name another copy, or use check.engines: [native], engine: transformers."
+            raise ConfigError(what, where, fix)
+        return
+    try:
+        quantizer = AutoHfQuantizer.from_config(dict(settings), pre_quantized=True)
+        quantizer.validate_environment(device_map={"": 0 if on_gpu else "cpu"}, weights_only=True)
+    except Exception as error:  # each format has errors of its own
+        reason = f"which transformers cannot read here: {first_lines(error)}"
+        what = f"{spec.model} is {format_of(config)}, {reason}."
+        fix = (
+            "Install what it names (the packages of GPTQ and AWQ do not go with vLLM's torch), run"
+            " where a GPU is, or leave it to vLLM: check.engines: [vllm], engine: vllm,"
+            " `check HEADS --engine vllm`."
         )
+        raise EnvironmentFault(what, where, fix) from error
 
 
 def load_causal_lm(
@@ -50,9 +95,10 @@ def load_causal_lm(
     num_gpus: int = 1,
     too_large: str = FEWER_BYTES,
 ) -> PreTrainedModel:
-    """The target, frozen, on `device`; over the first `num_gpus` GPUs when that is more than one.
+    """The target, frozen, on `device`, or over the first `num_gpus` GPUs.
 
-    `too_large` is the advice in the error where it does not fit.
+    Args:
+        too_large: The advice in the error where it does not fit.
 
     Raises:
         ConfigError: transformers cannot load it, or its files lack tensors, or hold others than the
@@ -66,32 +112,42 @@ def load_causal_lm(
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
     on_gpu = torch.device(device).type == "cuda"
+    settings: dict[str, Any] = {"device_map": {"": device}}
     if on_gpu:
         require_gpus(num_gpus)
         # torch's first choice on Hopper and Blackwell builds a plan for every new shape, in up to
         # half a second, and the shapes of batches and of texts that grow are always new. vLLM has
         # it off as well.
         torch.backends.cuda.enable_cudnn_sdp(False)
-    does_not_fit = EnvironmentFault(
-        f"The target {spec.model} does not fit.", f"{num_gpus} GPU(s)", too_large
-    )
-    settings = _device_map(device, num_gpus if on_gpu else 1)
-    if quantization := _quantization(spec):  # None would take a quantized checkpoint's own away
-        settings["quantization_config"] = quantization
-    with files.hub_errors(spec.model, spec.revision), _readable_errors(spec, does_not_fit):
-        model, report = AutoModelForCausalLM.from_pretrained(
-            spec.model,
-            output_loading_info=True,
-            revision=spec.revision,
-            trust_remote_code=spec.trust_remote_code,
-            dtype=getattr(torch, spec.dtype),
-            **settings,
-        )
-    if {"cpu", "disk"} & set(getattr(model, "hf_device_map", {}).values()) and on_gpu:
-        raise does_not_fit  # offloaded to the CPU it would run a hundred times slower
+    if on_gpu and num_gpus > 1:
+        free = {gpu: torch.cuda.mem_get_info(gpu)[0] for gpu in range(num_gpus)}
+        settings = {"device_map": "auto", "max_memory": free}
+    if spec.quantization:  # None would take away the quantization of a checkpoint
+        settings["quantization_config"] = _bitsandbytes(spec)
+    what = f"The target {spec.model} does not fit."
+    does_not_fit = EnvironmentFault(what, f"{num_gpus} GPU(s)", too_large)
+    with files.target_errors(spec.model, spec.revision):
+        try:
+            model, report = AutoModelForCausalLM.from_pretrained(
+                spec.model,
+                output_loading_info=True,
+                revision=spec.revision,
+                trust_remote_code=spec.trust_remote_code,
+                dtype=getattr(torch, spec.dtype),
+                **settings,
+            )
+        except torch.cuda.OutOfMemoryError as error:
+            raise does_not_fit from error
+        except OSError:
+            raise
+        except Exception as error:  # a family's code raises whatever it likes on other weights
+            raise _loading_error(spec, error) from error
+    placed = set(getattr(model, "hf_device_map", {}).values())
+    if on_gpu and placed & {"cpu", "disk"}:  # it would run a hundred times slower
+        raise does_not_fit
     if spec.quantization is None and getattr(model, "hf_quantizer", None):
-        # What a quantizer leaves in its files and transformers has no place for: biases of zeros, a
-        # cache's scales.
+        # Quantizers leave in their files what transformers has no place for: biases of zeros, the
+        # scales of a cache.
         report["unexpected_keys"] = ()
     _require_whole(spec, report)
     if not on_gpu:
@@ -99,93 +155,50 @@ def load_causal_lm(
     return model.eval().requires_grad_(False)
 
 
-@contextmanager
-def _readable_errors(spec: TargetSpec, does_not_fit: EnvironmentFault) -> Iterator[None]:
-    """Turn what loading raises into errors for a person; those of files are left to
-    `files.hub_errors`.
-    """
-    try:
-        yield
-    except torch.cuda.OutOfMemoryError as error:
-        raise does_not_fit from error
-    except UnpicklingError as error:
+def _loading_error(spec: TargetSpec, error: Exception) -> MedusaDistillError:
+    """Blame the machine where a package or a GPU's kernel is missing, else the target."""
+    if isinstance(error, UnpicklingError):
         what = f"{spec.model}: pickled weights that hold more than tensors."
         fix = "Load it where you trust it, and `save_pretrained` it to a directory."
-        raise ConfigError(what, files.WHERE, fix) from error
-    except OSError:
-        raise
-    except Exception as error:  # whatever a family's code raises on weights that it does not expect
-        what = f"transformers cannot load {spec.model}: {first_lines(error)}."
-        if _blames_the_machine(error, spec):
-            raise EnvironmentFault(what, files.WHERE, OTHER_KERNELS) from error
-        raise ConfigError(
-            what, files.WHERE, "Upgrade transformers, or fetch the target's files again."
-        ) from error
-
-
-def _blames_the_machine(error: Exception, spec: TargetSpec) -> bool:
-    """Whether a package or a GPU's kernel is missing: CUDA says so, or the quantizer of the
-    target's format.
-    """
-    if isinstance(error, ImportError | torch.AcceleratorError):
-        return True
-    is_quantized = spec.quantization or quantization_of(model_config(spec))
-    return bool(is_quantized) and isinstance(error, ValueError | RuntimeError)
-
-
-def _device_map(device: str | torch.device, num_gpus: int) -> dict[str, Any]:
-    """Where `from_pretrained` is to put the weights."""
-    if num_gpus == 1:
-        return {"device_map": {"": device}}
-    return {
-        "device_map": "auto",
-        "max_memory": {gpu: torch.cuda.mem_get_info(gpu)[0] for gpu in range(num_gpus)},
-    }
+        return ConfigError(what, files.WHERE, fix)
+    what = f"transformers cannot load {spec.model}: {first_lines(error)}."
+    of_machine: tuple[type[Exception], ...] = (ImportError, torch.AcceleratorError)
+    if spec.quantization or quantization_of(model_config(spec)):
+        of_machine += (ValueError, RuntimeError)  # of a quantizer
+    if isinstance(error, of_machine):
+        return EnvironmentFault(what, files.WHERE, OTHER_KERNELS)
+    fix = "Upgrade transformers, or fetch the target's files again."
+    return ConfigError(what, files.WHERE, fix)
 
 
 def _require_whole(spec: TargetSpec, report: Mapping[str, Collection[Any]]) -> None:
-    """Raise ConfigError where files and model do not fit: transformers fills what is missing with
+    """Raise ConfigError where files and model differ: transformers fills what is missing with
     random numbers.
 
-    `report` is transformers' own of the loading. It leaves out what a family may lack: tied
-    matrices, buffers.
+    `report` is transformers' loading report. It leaves out what a family may lack: tied matrices,
+    buffers.
     """
-    names = {
-        "its files lack": sorted(report["missing_keys"]),
-        "its files hold, and the model has no place for,": sorted(report["unexpected_keys"]),
-        "of another shape than the model's:": sorted(
-            str(key[0]) for key in report["mismatched_keys"]
-        ),
-    }
-    found = [
-        f"{what} {', '.join(keys[:3])}" + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")
-        for what, keys in names.items()
-        if keys
-    ]
-    if found:
-        fix = (
-            "Its config.json and its weights must be of one model: fetch the target's files again."
-        )
-        raise ConfigError(
-            f"The target's files are not this model: {'; '.join(found)}.", spec.model, fix
-        )
+    mismatched = [str(key[0]) for key in report["mismatched_keys"]]
+    problems = []
+    for what, keys in (
+        ("its files lack", report["missing_keys"]),
+        ("its files hold, and the model has no place for,", report["unexpected_keys"]),
+        ("of another shape than the model's:", mismatched),
+    ):
+        if keys:
+            problem = f"{what} {', '.join(sorted(keys)[:3])}"
+            if len(keys) > 3:
+                problem += f" and {len(keys) - 3} more"
+            problems.append(problem)
+    if problems:
+        what = f"The target's files are not this model: {'; '.join(problems)}."
+        fix = "config.json and the weights must be of one model: fetch the target's files again."
+        raise ConfigError(what, spec.model, fix)
 
 
-def _quantization(spec: TargetSpec) -> BitsAndBytesConfig | None:
-    if spec.quantization is None:
-        return None
+def _bitsandbytes(spec: TargetSpec) -> BitsAndBytesConfig:
     # On a CPU it warns of missing kernels at import, and once per layer and forward.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-    try:
-        import bitsandbytes  # noqa: F401
-    except ImportError as error:
-        fix = (
-            "pip install bitsandbytes, or leave target.quantization and train.backbone.quantization"
-            " unset."
-        )
-        raise EnvironmentFault(
-            "bitsandbytes is not importable.", f"quantization: {spec.quantization}", fix
-        ) from error
     from transformers import BitsAndBytesConfig
 
     if spec.quantization == "8bit":
@@ -199,10 +212,10 @@ def _quantization(spec: TargetSpec) -> BitsAndBytesConfig | None:
 
 
 def _keep_ragged_layers_unpacked(model: PreTrainedModel) -> None:
-    """Keep bitsandbytes from packing 4-bit layers for its CPU kernel whose rows are not whole
-    blocks: it would raise.
+    """Keep 4-bit layers whose rows are not whole blocks out of bitsandbytes' packed CPU kernel,
+    which would raise.
 
-    They are multiplied dequantized, as on a CPU without that kernel.
+    They are dequantized and multiplied, as on a CPU without that kernel.
     """
     for layer in model.modules():
         state = getattr(getattr(layer, "weight", None), "quant_state", None)
@@ -216,15 +229,12 @@ def lm_head_weight(model: PreTrainedModel) -> torch.Tensor:
     Raises:
         ConfigError: The model has no linear lm_head, or only a quantized one.
     """
-    head = model.get_output_embeddings()
-    weight = getattr(head, "weight", None)
-    if (
-        weight is None
-        or not weight.is_floating_point()
-        or weight.shape[1] != model.config.get_text_config().hidden_size
-    ):
+    weight = getattr(model.get_output_embeddings(), "weight", None)
+    hidden_size = model.config.get_text_config().hidden_size
+    if weight is None or not weight.is_floating_point() or weight.shape[1] != hidden_size:
+        what = "The target's lm_head cannot be copied into the heads."
         fix = "Choose a target whose lm_head is one linear layer of floating-point weights."
-        raise ConfigError("The target's lm_head cannot be copied into the heads.", files.WHERE, fix)
+        raise ConfigError(what, files.WHERE, fix)
     return weight.detach()
 
 
@@ -249,24 +259,21 @@ def verify_tap(model: PreTrainedModel) -> None:
         what = f"The target cannot compute here: {first_lines(error)}."
         raise EnvironmentFault(what, files.WHERE, OTHER_KERNELS) from error
     if not torch.isfinite(tapped_BTD).all():
+        what = f"The target's states are not finite in {tapped_BTD.dtype}."
         fix = "float16 overflows in some models: set target.dtype to bfloat16."
-        raise ConfigError(
-            f"The target's states are not finite in {tapped_BTD.dtype}.", "target.dtype", fix
-        )
+        raise ConfigError(what, "target.dtype", fix)
     tapped_BTD = tapped_BTD.float()
-    if (
-        len(read_by_head) != 1
-        or read_by_head[0].shape != tapped_BTD.shape
-        or not (read_by_head[0].float() - tapped_BTD).norm()
-        <= 1e-2 * tapped_BTD.norm()  # bf16 rounds at 4e-3
-    ):
+    is_tap = len(read_by_head) == 1 and read_by_head[0].shape == tapped_BTD.shape
+    if is_tap:
+        difference = (read_by_head[0].float() - tapped_BTD).norm()
+        is_tap = bool(difference <= 1e-2 * tapped_BTD.norm())  # bf16 rounds at 4e-3
+    if not is_tap:
+        what = "The target's last hidden state is not what its lm_head reads."
         fix = (
             "Heads need lm_head to read the last hidden state after the final norm, and nothing in"
             " between."
         )
-        raise ConfigError(
-            "The target's last hidden state is not what its lm_head reads.", files.WHERE, fix
-        )
+        raise ConfigError(what, files.WHERE, fix)
 
 
 @contextmanager

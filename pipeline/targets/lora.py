@@ -20,18 +20,15 @@ from pipeline.errors import ConfigError, DataError
 from pipeline.targets import files
 from pipeline.targets.lm_head import MULTIPLIERS
 from pipeline.targets.loading import load_causal_lm
-from pipeline.targets.spec import TargetSpec, model_config
+from pipeline.targets.spec import TargetSpec, first_lines, model_config, quantization_of
 
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PretrainedConfig, PreTrainedModel
 
 HEADS_ALONE = "Train the heads alone (train.method: medusa-1), or choose another target."
-LOGIT_CHANGES = (
-    "final_logit_softcapping",
-    "logits_scaling",
-    *MULTIPLIERS,
-)  # applied after lm_head by some families
+# applied after lm_head by some families
+LOGIT_CHANGES = ("final_logit_softcapping", "logits_scaling", *MULTIPLIERS)
 
 
 def linear_layers(model: PreTrainedModel) -> list[str]:
@@ -43,27 +40,23 @@ def linear_layers(model: PreTrainedModel) -> list[str]:
     """
     from transformers.pytorch_utils import Conv1D
 
-    found = [
-        name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)
-    ]
-    missed = [
-        f"{name}.{parameter}"
-        for name, module in model.named_modules()
-        if not isinstance(module, nn.Linear | nn.Embedding | Conv1D)
-        for parameter, weight in module.named_parameters(recurse=False)
-        if weight.dim() > 1
-    ]
-    if missed or not isinstance(model.get_output_embeddings(), nn.Linear):
-        what = (
-            f"LoRA does not find {missed[0]}"
-            if missed
-            else "LoRA does not find the target's lm_head"
-        )
-        more = f" and {len(missed) - 1} more of its weights" if len(missed) > 1 else ""
-        raise ConfigError(
-            f"{what}{more}, so the backbone cannot be tuned whole.", files.WHERE, HEADS_ALONE
-        )
-    return found
+    adapted, missed = [], []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear | Conv1D):
+            adapted.append(name)
+        elif not isinstance(module, nn.Embedding):
+            for parameter, weight in module.named_parameters(recurse=False):
+                if weight.dim() > 1:
+                    missed.append(f"{name}.{parameter}")
+    if not isinstance(model.get_output_embeddings(), nn.Linear):
+        missed.append("the target's lm_head")
+    if missed:
+        what = f"LoRA does not find {missed[0]}"
+        if len(missed) > 1:
+            what += f" and {len(missed) - 1} more of its weights"
+        what += ", so the backbone cannot be tuned whole."
+        raise ConfigError(what, files.WHERE, HEADS_ALONE)
+    return adapted
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
@@ -74,14 +67,12 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    if layers := [
-        module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)
-    ]:
-        return layers
-    fix = "Set train.backbone.shard: false, or choose a target whose layers transformers knows."
-    raise ConfigError(
-        "The target has no decoder layers that could be split over workers.", files.WHERE, fix
-    )
+    layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
+    if not layers:
+        what = "The target has no decoder layers that could be split over workers."
+        fix = "Set train.backbone.shard: false, or choose a target whose layers transformers knows."
+        raise ConfigError(what, files.WHERE, fix)
+    return layers
 
 
 def require_tunable(spec: TargetSpec, rank: int, *, sharded: bool = False) -> None:
@@ -95,18 +86,19 @@ def require_tunable(spec: TargetSpec, rank: int, *, sharded: bool = False) -> No
     from transformers import AutoModelForCausalLM
 
     config = model_config(spec)
-    text = config.get_text_config()
-    if getattr(config, "quantization_config", None):
+    hidden_size = config.get_text_config().hidden_size
+    if quantization_of(config):
         what = "A tuned backbone cannot be merged into weights that are quantized."
         fix = (
             "Name the target's original weights; train.backbone.quantization: 4bit trains on a"
             " quantized copy of them."
         )
         raise ConfigError(what, files.WHERE, fix)
-    if rank > text.hidden_size:
-        what = f"A rank of {rank} is more than the hidden size, {text.hidden_size}."
+    if rank > hidden_size:
+        what = f"A rank of {rank} is more than the hidden size, {hidden_size}."
         raise ConfigError(what, "train.backbone.lora_rank", "Lower it: 32 is usual.")
-    if changed := changed_logits(config):
+    changed = changed_logits(config)
+    if changed:
         what = (
             f"The target changes its logits after lm_head ({changed}), which the backbone's loss"
             " does not include."
@@ -122,9 +114,10 @@ def require_tunable(spec: TargetSpec, rank: int, *, sharded: bool = False) -> No
 def changed_logits(config: PretrainedConfig) -> str | None:
     """The setting by which the model scales or caps its logits after lm_head, if any."""
     text = config.get_text_config()
-    return next(
-        (key for key in LOGIT_CHANGES if getattr(text, key, None) not in (None, 1, 1.0)), None
-    )
+    for key in LOGIT_CHANGES:
+        if getattr(text, key, None) not in (None, 1):
+            return key
+    return None
 
 
 def add_lora(model: PreTrainedModel, *, rank: int, alpha: int, dropout: float) -> PeftModel:
@@ -136,14 +129,16 @@ def add_lora(model: PreTrainedModel, *, rank: int, alpha: int, dropout: float) -
     Raises:
         ConfigError: As `linear_layers` does.
     """
-    logging.getLogger("bitsandbytes").setLevel(
-        logging.ERROR
-    )  # imported by peft; warns of missing kernels on a CPU
+    # peft imports bitsandbytes, which warns of missing kernels on a CPU
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     from peft import LoraConfig, get_peft_model
 
-    layers = linear_layers(model)
     settings = LoraConfig(
-        task_type="CAUSAL_LM", r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=layers
+        task_type="CAUSAL_LM",
+        r=rank,
+        lora_alpha=alpha,
+        lora_dropout=dropout,
+        target_modules=linear_layers(model),
     )
     with warnings.catch_warnings(action="ignore"):  # warns of tied embeddings, see above
         return get_peft_model(model, settings)
@@ -170,29 +165,24 @@ def load_tuned(spec: TargetSpec, adapter: Path) -> PreTrainedModel:
     try:
         adapted = PeftModel.from_pretrained(model, str(adapter))
     except (OSError, ValueError, RuntimeError, KeyError) as error:
-        reason = str(error).strip().split("\n")[0].rstrip(".")
-        fix = "Run again with --fresh train."
-        raise DataError(
-            f"There is no adapter of this target here: {reason}.", str(adapter), fix
-        ) from error
-    with warnings.catch_warnings(
-        action="ignore"
-    ):  # warns of tied embeddings, which are untied above
+        what = f"There is no adapter of this target here: {first_lines(error)}."
+        raise DataError(what, str(adapter), "Run again with --fresh train.") from error
+    with warnings.catch_warnings(action="ignore"):  # of tied embeddings, which are untied above
         merged = adapted.merge_and_unload()
     for name, weight in merged.named_parameters():
         if not torch.isfinite(torch.stack(weight.aminmax())).all():
+            what = f"The merged {name} is not finite in {weight.dtype}."
             fix = "Train again with a lower train.backbone.lr, or set target.dtype to bfloat16."
-            raise DataError(
-                f"The merged {name} is not finite in {weight.dtype}.", str(adapter), fix
-            )
+            raise DataError(what, str(adapter), fix)
     return merged.eval().requires_grad_(False)
 
 
 def untie(model: PreTrainedModel) -> None:
     """Give a model with tied embeddings a separate lm_head, a copy of its input embedding."""
-    text, head = model.config.get_text_config(), model.get_output_embeddings()
-    if head.weight.data_ptr() == model.get_input_embeddings().weight.data_ptr():
-        head.weight = torch.nn.Parameter(
-            head.weight.detach().clone(), requires_grad=head.weight.requires_grad
-        )
-    model.config.tie_word_embeddings = text.tie_word_embeddings = False
+    head = model.get_output_embeddings()
+    weight = head.weight
+    if weight.data_ptr() == model.get_input_embeddings().weight.data_ptr():
+        copied = weight.detach().clone()
+        head.weight = nn.Parameter(copied, requires_grad=weight.requires_grad)
+    model.config.tie_word_embeddings = False
+    model.config.get_text_config().tie_word_embeddings = False

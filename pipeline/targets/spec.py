@@ -1,5 +1,5 @@
-"""A target before its weights are loaded: configuration, dtype, context, end-of-sequence ids and
-files.
+"""A target before its weights are loaded: configuration, dtype, quantization, context,
+end-of-sequence ids and files.
 
 What must be equal in every engine is decided here: `resolve` pins a Hub target to a commit and
 "auto" to a dtype, and `eos_token_ids` is the set that ends a text. A spec is plain data that can be
@@ -17,40 +17,19 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pipeline.config import DTYPES
 from pipeline.conversations.template import ChatTemplate
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, EnvironmentFault
 from pipeline.targets import files
-from pipeline.targets.quantization import Rounding, rounding_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
     from pipeline.config import TargetConfig
 
-CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
+Rounding = Literal["4bit", "8bit"]
 
-VERIFIABLE_LAYERS = {"full_attention", "sliding_attention"}
-STATEFUL_WORDS = (
-    "mamba",
-    "ssm",
-    "rwkv",
-    "xlstm",
-    "linear_attn",
-    "linear_attention",
-    "recurr",
-    "retention",
-)
-STATEFUL_TYPES = {
-    "bamba",
-    "jamba",
-    "zamba",
-    "zamba2",
-    "falcon_h1",
-    "nemotron_h",
-    "hyena",
-    "plamo2",
-    "lfm2",
-    "lfm2_moe",
-}
+VERIFIABLE_LAYERS = {"full_attention", "sliding_attention", "attention"}
+# Their configurations list no layers that are not attention.
+STATEFUL_TYPES = {"rwkv", "xlstm", "lfm2", "lfm2_moe", "plamo2"}
 SLOT_BIASED_TYPES = {"bloom", "mpt"}
 
 
@@ -67,8 +46,8 @@ class TargetSpec:
     max_tokens: int | None = None
     trust_remote_code: bool = False
     chat_template: str | None = None
-    rounding: Rounding | None = None  # of what a quantized checkpoint's layers read
-    date: str = "2024-07-26"  # what the chat template is told, where it asks: YYYY-MM-DD
+    rounding: Rounding | None = None  # of the inputs of a quantized checkpoint's layers
+    date: str = "2024-07-26"  # YYYY-MM-DD, for chat templates that ask for the date
     template_arguments: dict[str, Any] = field(default_factory=dict, hash=False)
 
 
@@ -85,16 +64,13 @@ def resolve(target: TargetConfig, *, on_gpu: bool | None = None) -> TargetSpec:
     model, revision = target.model, target.revision
     config_file = files.find_file(model, revision, "config.json")
     if config_file is None:
-        raise ConfigError(
-            f"The target {model} has no config.json.", files.WHERE, "Name a transformers model."
-        )
+        fix = "Name a transformers model."
+        raise ConfigError(f"The target {model} has no config.json.", files.WHERE, fix)
     files.parse(config_file)
     if files.is_local(model):
-        model = str(files.local_directory(model))
+        model = str(config_file.parent)
     elif config_file.parent.parent.name == "snapshots":
-        revision = (
-            config_file.parent.name
-        )  # the commit: all workers load the same weights, also after a resume
+        revision = config_file.parent.name  # all workers load this commit, also after a resume
     spec = TargetSpec(
         model=model,
         revision=revision,
@@ -107,14 +83,14 @@ def resolve(target: TargetConfig, *, on_gpu: bool | None = None) -> TargetSpec:
     )
     config = model_config(spec)
     require_verifiable(config)
-    if target.quantization and getattr(config, "quantization_config", None):
-        fix = "Leave target.quantization unset for a checkpoint that is quantized already."
-        raise ConfigError(
-            f"The target {target.model} is quantized already.", "target.quantization", fix
-        )
+    if target.quantization and quantization_of(config):
+        what = f"The target {target.model} is quantized already."
+        raise ConfigError(what, "target.quantization", "Leave it unset.")
     context_length(spec, config)
     _stated_eos_ids(spec, config)
-    dtype = target.dtype if target.dtype != "auto" else _own_dtype(config, on_gpu)
+    dtype: str = target.dtype
+    if dtype == "auto":
+        dtype = own_dtype(config, on_gpu)
     return replace(spec, dtype=dtype, rounding=rounding_of(config))
 
 
@@ -126,30 +102,27 @@ def model_config(spec: TargetSpec) -> PretrainedConfig:
     """
     from transformers import AutoConfig
 
-    with files.hub_errors(spec.model, spec.revision):
+    with files.target_errors(spec.model, spec.revision):
         try:
             return AutoConfig.from_pretrained(
                 spec.model, revision=spec.revision, trust_remote_code=spec.trust_remote_code
             )
         except OSError:
             raise
-        except (
-            Exception
-        ) as error:  # whatever a family's configuration raises on values that it does not expect
+        except Exception as error:  # a family's configuration raises whatever it likes
+            what = f"transformers cannot read the target {spec.model}: {first_lines(error)}."
             fix = (
                 "Repair its config.json, upgrade transformers, or set target.trust_remote_code:"
                 " true if you trust the code beside the weights."
             )
-            what = f"transformers cannot read the target {spec.model}: {first_lines(error)}."
             raise ConfigError(what, files.WHERE, fix) from error
 
 
 def first_lines(error: Exception) -> str:
     """The first two lines of an error's message, as one."""
-    return (
-        " ".join(" ".join(str(error).strip().split("\n")[:2]).split()).rstrip(".")
-        or type(error).__name__
-    )
+    lines = str(error).strip().split("\n")[:2]
+    text = " ".join(" ".join(lines).split()).rstrip(".")
+    return text or type(error).__name__
 
 
 def load_tokenizer(spec: TargetSpec) -> PreTrainedTokenizerBase:
@@ -160,16 +133,15 @@ def load_tokenizer(spec: TargetSpec) -> PreTrainedTokenizerBase:
     """
     from transformers import AutoTokenizer
 
-    with files.hub_errors(spec.model, spec.revision):
+    with files.target_errors(spec.model, spec.revision):
         try:
             return AutoTokenizer.from_pretrained(
                 spec.model, revision=spec.revision, trust_remote_code=spec.trust_remote_code
             )
         except Exception as error:  # the tokenizers library raises no narrower one
+            what = f"The target {spec.model} has no tokenizer that loads."
             fix = "Put the tokenizer's files beside the weights (`tokenizer.save_pretrained`)."
-            raise ConfigError(
-                f"The target {spec.model} has no tokenizer that loads.", files.WHERE, fix
-            ) from error
+            raise ConfigError(what, files.WHERE, fix) from error
 
 
 def load_chat_template(
@@ -180,21 +152,23 @@ def load_chat_template(
     Raises:
         ConfigError: It has no tokenizer that loads, or no template that renders a conversation.
     """
-    given = date.fromisoformat(spec.date), spec.template_arguments
-    return ChatTemplate(tokenizer or load_tokenizer(spec), spec.chat_template, *given)
+    if tokenizer is None:
+        tokenizer = load_tokenizer(spec)
+    today = date.fromisoformat(spec.date)
+    return ChatTemplate(tokenizer, spec.chat_template, today, spec.template_arguments)
 
 
 def asks_for_date(spec: TargetSpec, paths: Iterable[Path]) -> bool:
-    """Whether the chat template, in `spec` or among the target's files, writes the date of the day
-    into its prompts.
+    """Whether the chat template, in `spec` or among the target's files, writes the date into its
+    prompts.
     """
-    stored = (path for path in paths if path.name in files.TEMPLATE_FILES)
-    texts = (
-        [spec.chat_template]
-        if spec.chat_template
-        else (path.read_text("utf-8", "replace") for path in stored)
-    )
-    return any("strftime_now" in text for text in texts)
+    if spec.chat_template:
+        return "strftime_now" in spec.chat_template
+    for path in paths:
+        is_template = path.name in files.TEMPLATE_FILES
+        if is_template and "strftime_now" in path.read_text("utf-8", "replace"):
+            return True
+    return False
 
 
 def context_length(spec: TargetSpec, config: PretrainedConfig | None = None) -> int:
@@ -204,23 +178,68 @@ def context_length(spec: TargetSpec, config: PretrainedConfig | None = None) -> 
     Raises:
         ConfigError: Neither is known.
     """
-    text = (config or model_config(spec)).get_text_config()
-    own = next((value for key in CONTEXT_KEYS if (value := getattr(text, key, None))), None)
+    if config is None:
+        config = model_config(spec)
+    own = getattr(config.get_text_config(), "max_position_embeddings", None)
     known = [length for length in (own, spec.max_tokens) if length]
     if not known:
-        raise ConfigError(
-            f"The target {spec.model} does not state its context length.",
-            "target.max_tokens",
-            "Set it.",
-        )
+        what = f"The target {spec.model} does not state its context length."
+        raise ConfigError(what, "target.max_tokens", "Set it.")
     return min(known)
 
 
-def cached_numbers(config: PretrainedConfig) -> int:
-    """Numbers of all layers' keys and values of one token.
+def quantization_of(config: PretrainedConfig) -> dict[str, Any] | None:
+    """The quantization of a checkpoint as its config.json has it; None where it is not
+    quantized.
+    """
+    settings: dict[str, Any] | None = getattr(config, "quantization_config", None)
+    return settings
 
-    With multi-head latent attention (DeepSeek's) a layer keeps one compressed vector and one
-    rotated key for all heads.
+
+def format_of(config: PretrainedConfig) -> str | None:
+    """The format in words, as `compressed-tensors (int-quantized)` or `gptq (4 bits)`; None where
+    there is none.
+    """
+    settings = quantization_of(config)
+    if settings is None:
+        return None
+    method = str(settings.get("quant_method", "an unknown format"))
+    if settings.get("format"):
+        return f"{method} ({settings['format']})"
+    bits = settings.get("bits")
+    if settings.get("load_in_4bit"):
+        bits = 4
+    if settings.get("load_in_8bit"):
+        bits = 8
+    return f"{method} ({bits} bits)" if bits else method
+
+
+def rounding_of(config: PretrainedConfig) -> Rounding | None:
+    """How coarsely the layers of a quantized checkpoint round their inputs; None where only weights
+    are rounded.
+
+    "8bit" layers do so on every device, "4bit" layers on a CPU alone. bitsandbytes' 4-bit layers
+    round to 8 bits where their checkpoint states that they multiply in bfloat16.
+    """
+    settings = quantization_of(config) or {}
+    for group in (settings.get("config_groups") or {}).values():
+        if group.get("input_activations"):
+            return "8bit"
+    if settings.get("load_in_8bit") or settings.get("activation_scheme"):
+        return "8bit"
+    if settings.get("quant_method") in ("fbgemm_fp8", "modelopt"):  # not in their settings
+        return "8bit"
+    if settings.get("load_in_4bit"):
+        in_bfloat16 = str(settings.get("bnb_4bit_compute_dtype")).endswith("bfloat16")
+        return "8bit" if in_bfloat16 else "4bit"
+    return None
+
+
+def cached_numbers(config: PretrainedConfig) -> int:
+    """Numbers in the keys and values of one token, in all layers.
+
+    With multi-head latent attention (DeepSeek) a layer keeps one compressed vector and one rotated
+    key for all heads.
     """
     text = config.get_text_config()
     latent = getattr(text, "kv_lora_rank", None)
@@ -250,33 +269,28 @@ def _stated_eos_ids(spec: TargetSpec, config: PretrainedConfig) -> tuple[int, ..
     """The sorted end-of-sequence ids in generation_config.json or config.json; None where neither
     has any.
     """
-    vocab_size = getattr(config.get_text_config(), "vocab_size", None)
     for name in ("generation_config.json", "config.json"):
-        value = files.read_json(spec.model, spec.revision, name).get("eos_token_id")
+        path = files.find_file(spec.model, spec.revision, name)
+        if path is None:
+            continue
+        value = files.parse(path).get("eos_token_id")
         if value is None:
             continue
         ids = value if isinstance(value, list) else [value]
-        if not ids or not all(_is_token(id, vocab_size) for id in ids):
-            tokens = f"a token id from 0 to {vocab_size - 1}" if vocab_size else "a token id"
+        vocabulary = range(config.get_text_config().vocab_size)
+        if not ids or not all(type(id) is int and id in vocabulary for id in ids):
             what = (
-                f"The target's eos_token_id is {json.dumps(value)[:40]}, neither {tokens} nor a"
-                " list of such ids."
+                f"The target's eos_token_id is {json.dumps(value)[:40]}, not token ids below"
+                f" {len(vocabulary)}."
             )
             raise ConfigError(what, f"eos_token_id in {spec.model}, {name}", "Correct it there.")
         return tuple(sorted(set(ids)))
     return None
 
 
-def _is_token(id: Any, vocab_size: int | None) -> bool:
-    """Whether a value is an id of the vocabulary, whose size may be unknown."""
-    if not isinstance(id, int) or isinstance(id, bool):
-        return False
-    return id >= 0 and (vocab_size is None or id < vocab_size)
-
-
 def weight_files(spec: TargetSpec, *, fetch: bool = True) -> list[Path]:
-    """Local files whose content identifies the target: weights, configuration, tokenizer, template;
-    sorted by name.
+    """Local files whose content identifies the target: weights, configuration, tokenizer, template,
+    trusted code; sorted by name.
 
     A Hub target is downloaded. Its files are links into the Hub cache, named there by the content's
     hash.
@@ -289,9 +303,29 @@ def weight_files(spec: TargetSpec, *, fetch: bool = True) -> list[Path]:
         EnvironmentFault: The Hub cannot be reached, or without `fetch` the weights are not
             downloaded.
     """
-    return files.identifying_files(
-        spec.model, spec.revision, with_code=spec.trust_remote_code, fetch=fetch
-    )
+    if files.is_local(spec.model):
+        directory = files.local_directory(spec.model)
+    elif fetch:
+        directory = files.download(spec.model, spec.revision, with_code=spec.trust_remote_code)
+    else:
+        directory = _downloaded(spec)
+    names = {*files.DESCRIBING_FILES, *files.weight_names(directory)}
+    if spec.trust_remote_code:
+        names |= {path.name for path in directory.glob("*.py")}
+    return [directory / name for name in sorted(names) if (directory / name).is_file()]
+
+
+def _downloaded(spec: TargetSpec) -> Path:
+    """The directory of an earlier, complete download."""
+    try:
+        snapshot = files.cached_snapshot(spec.model, spec.revision)
+        if snapshot is not None:
+            files.weight_names(snapshot)
+            return snapshot
+    except ConfigError:  # the download is incomplete
+        pass
+    what = f"The target {spec.model} is not on this machine yet; a run downloads it."
+    raise EnvironmentFault(what, files.WHERE, "Run it, or download the target first.")
 
 
 def require_verifiable(config: PretrainedConfig) -> None:
@@ -305,56 +339,47 @@ def require_verifiable(config: PretrainedConfig) -> None:
         ConfigError: The target is not a decoder, or has such layers.
     """
     reason = _why_not_verifiable(config)
-    if reason:
+    if reason is not None:
+        what = f"The target ({config.model_type}) cannot verify a tree: {reason}."
         fix = (
             "Choose a decoder-only target with attention in every layer, as Llama, Mistral or"
             " Qwen2/3 have."
         )
-        raise ConfigError(
-            f"The target ({config.model_type}) cannot verify a tree: {reason}.", files.WHERE, fix
-        )
+        raise ConfigError(what, files.WHERE, fix)
 
 
 def _why_not_verifiable(config: PretrainedConfig) -> str | None:
     text = config.get_text_config()
-    types = {config.model_type, text.model_type}
-    named = getattr(config, "architectures", None) or []
-    architectures = list(map(str, named if isinstance(named, list) else [named]))
-    causal = any("CausalLM" in name or "LMHeadModel" in name for name in architectures)
     if config.is_encoder_decoder:
         return "it is an encoder-decoder"
-    if (
-        architectures
-        and not causal
-        and "AutoModelForCausalLM" not in (getattr(config, "auto_map", None) or {})
+    causal = ("CausalLM", "LMHeadModel")
+    architectures = [*(config.architectures or []), *(getattr(config, "auto_map", None) or {})]
+    if config.architectures and not any(
+        word in str(name) for name in architectures for word in causal
     ):
-        return f"{architectures[0]} is no causal language model"
-    if types & SLOT_BIASED_TYPES or getattr(text, "alibi", False):
+        return f"{config.architectures[0]} is no causal language model"
+    if text.model_type in SLOT_BIASED_TYPES or getattr(text, "alibi", False):
         return "its attention is biased by cache slot (ALiBi)"
     layers = {
         *(getattr(text, "layer_types", None) or ()),
         *(getattr(text, "layers_block_type", None) or ()),
     }
-    if unknown := sorted(layers - VERIFIABLE_LAYERS - {"attention"}):
+    unknown = sorted(layers - VERIFIABLE_LAYERS)
+    if unknown:
         return f"it has layers of type {', '.join(unknown)}"
-    if types & STATEFUL_TYPES:
+    if text.model_type in STATEFUL_TYPES:
         return "some of its layers keep a running state instead of attention's past"
-    words = {*types, *vars(text)}
-    if word := next(
-        (key for key in sorted(words) if any(mark in key.lower() for mark in STATEFUL_WORDS)), None
-    ):
-        return f"it has layers that keep a running state ({word})"
     return None
 
 
-def _own_dtype(config: PretrainedConfig, on_gpu: bool | None) -> str:
+def own_dtype(config: PretrainedConfig, on_gpu: bool | None) -> str:
     if on_gpu is None:
         import torch
 
         on_gpu = torch.cuda.is_available()
     if not on_gpu:
         return "float32"
-    own: Any = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
+    own = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
     name = str(own).removeprefix("torch.")
     return name if name in DTYPES else "bfloat16"
 

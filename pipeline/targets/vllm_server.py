@@ -1,13 +1,22 @@
-"""vLLM's own OpenAI server on this machine's loopback, for as long as it is measured.
+"""vLLM's own OpenAI server under load: how long so many requests at once wait for their first token
+and for further ones.
 
-It is started as `python -m pipeline.targets.vllm_server FLAGS`, in a process group of its own, and
-ends with whoever started it, however that ends: a thread waits for the end of its standard input.
+The server runs on this machine's loopback, as `python -m pipeline.targets.vllm_server FLAGS`, in a
+process group of its own. It ends with the process that started it, however that ends: a thread
+waits for the end of its standard input.
+
+Requests are sent and timed by the client of vLLM's own benchmark (`vllm bench serve`), as many at
+once as asked: the next one the moment that one has ended. The client does not see a request's
+steps. The acceleration rate is the tokens of the answers without the first of each, which the
+prefill yields, over the drafts that the server has counted.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
+import math
 import os
 import runpy
 import signal
@@ -17,66 +26,211 @@ import sys
 import tempfile
 import threading
 import time
-import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import cycle, islice
 from typing import IO, Any
 
 from pipeline.errors import EnvironmentFault
 from pipeline.targets.loading import require_gpus
-from pipeline.targets.own_process import environment, last_line
-from pipeline.targets.spec import TargetSpec
-from pipeline.targets.vllm_engine import engine_arguments
+from pipeline.targets.own_process import Tell, environment, in_own_process, last_line
+from pipeline.targets.spec import TargetSpec, context_length, eos_token_ids
+from pipeline.targets.vllm_engine import engine_arguments, import_vllm
 
-HOST, NAME = "127.0.0.1", "served"  # the name that requests give the model
-READY_EVERY, STARTS_WITHIN, STOPS_WITHIN = 0.2, 3600, 10  # seconds
+HOST = "127.0.0.1"
+NAME = "served"  # of the model, in requests
+SECONDS_BETWEEN_LOOKS = 0.2
+STARTS_WITHIN, STOPS_WITHIN = 3600, 10  # seconds
 SERVER = "vllm.entrypoints.openai.api_server"  # `vllm serve` of the CPU build fails, this does not
+ROUNDS = 2  # requests for each one under way, at least
+WHERE = "check.studies: load"
+FIX = "Take load out of check.studies."
+
+
+@dataclass(frozen=True)
+class LoadTask:
+    """The work of one server; `engine_args` are empty for plain decoding."""
+
+    spec: TargetSpec
+    engine_args: dict[str, Any]
+    prompts: Sequence[Sequence[int]]
+    levels: Sequence[int]
+    max_new_tokens: int
+    repeats: int
+    gpus: int
+
+
+def serve_under_load(
+    spec: TargetSpec,
+    engine_args: Sequence[Mapping[str, Any]],
+    prompts: Sequence[Sequence[int]],
+    levels: Sequence[int],
+    max_new_tokens: int,
+    *,
+    repeats: int = 1,
+    gpus: int = 0,
+    told: Tell | None = None,
+) -> list[list[dict[str, Any]]]:
+    """For each set of arguments, empty being plain decoding, a server at each level of concurrent
+    requests.
+
+    All levels are measured `repeats` times in turns, and the pass of median length counts for each:
+    other work on the machine disturbs one pass of several levels, and not all passes of one.
+
+    Prompts repeat in order until there are `ROUNDS` requests for each one under way; prefixes are
+    not cached. Texts are greedy and end as the target's own.
+
+    Returns:
+        Per server and level {"requests": at once, "seconds", "num_tokens", "ttft": seconds from
+        each request to its first token, "tpot": seconds per further token, None for an answer of
+        one token, "acceleration_rate": None without drafts}.
+
+    Raises:
+        EnvironmentFault: The server cannot start, or requests fail.
+    """
+    tasks = []
+    for chosen in engine_args:
+        task = LoadTask(spec, dict(chosen), prompts, levels, max_new_tokens, repeats, gpus)
+        tasks.append(task)
+    return in_own_process(measure_all, tasks, told)
+
+
+def measure_all(tasks: Sequence[LoadTask], tell: Tell) -> list[list[dict[str, Any]]]:
+    """Measure one server after the other."""
+    return [measure(task, tell) for task in tasks]
+
+
+def measure(task: LoadTask, tell: Tell) -> list[dict[str, Any]]:
+    """One server's rows."""
+    import_vllm()
+    side = "vLLM's server with the heads" if task.engine_args else "vLLM's server"
+    tell(part=f"{side} starts")
+    context = context_length(task.spec)
+    eos = eos_token_ids(task.spec)
+    questions = []
+    for ids in task.prompts:
+        questions.append((list(ids), min(task.max_new_tokens, context - len(ids))))
+    passes: dict[int, list[dict[str, Any]]] = {level: [] for level in task.levels}
+    loads = [*task.levels] * task.repeats
+    arguments = {**task.engine_args, "enable_prefix_caching": False}
+    with serving(task.spec, arguments, task.gpus) as address:
+        for turn, level in enumerate(loads):
+            note = f"{level} requests at once"
+            tell(part=side, done=turn, total=len(loads), unit="loads", note=note)
+            num_requests = max(len(questions), ROUNDS * level)
+            requests = list(islice(cycle(questions), num_requests))
+            passes[level].append(asyncio.run(_benchmark(address, requests, level, eos)))
+    return [median_pass(of_level) for of_level in passes.values()]
+
+
+def median_pass(passes: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The pass of median length, the faster of the two in the middle."""
+    by_length = sorted(passes, key=lambda found: found["seconds"])
+    return by_length[(len(passes) - 1) // 2]
+
+
+async def _benchmark(
+    address: str, requests: Sequence[tuple[list[int], int]], level: int, eos: Sequence[int]
+) -> dict[str, Any]:
+    """The figures of vLLM's benchmark for these requests, after a warm-up of `level` requests."""
+    from vllm.benchmarks.datasets import SampleRequest
+    from vllm.benchmarks.serve import TaskType, benchmark
+
+    found = await benchmark(
+        task_type=TaskType.GENERATION,
+        endpoint_type="openai",
+        api_url=f"{address}/v1/completions",
+        base_url=address,
+        model_id=NAME,
+        model_name=NAME,
+        tokenizer=None,
+        input_requests=[SampleRequest(ids, len(ids), limit) for ids, limit in requests],
+        logprobs=None,
+        request_rate=math.inf,
+        burstiness=1.0,
+        disable_tqdm=True,
+        num_warmups=level,
+        profile=False,
+        selected_percentile_metrics=[],
+        selected_percentiles=[],
+        ignore_eos=True,  # stop_token_ids are the target's own
+        goodput_config_dict={},
+        max_concurrency=level,
+        lora_modules=None,
+        extra_headers=None,
+        extra_body={"temperature": 0, "stop_token_ids": list(eos)},
+    )
+    if found["failed"]:
+        reason = last_line("\n".join(found["errors"]))
+        what = f"{found['failed']} requests to vLLM's server failed: {reason}"
+        raise EnvironmentFault(what, WHERE, FIX)
+    tpot: list[float | None] = []
+    answers = zip(found["ttfts"], found["latencies"], found["output_lens"], strict=True)
+    for ttft, latency, num in answers:
+        tpot.append((latency - ttft) / (num - 1) if num > 1 else None)
+    rate = None
+    num_tokens, num_drafts = found["total_output_tokens"], found.get("spec_decode_num_drafts")
+    if num_drafts:
+        rate = (num_tokens - len(requests)) / num_drafts
+    return {
+        "requests": level,
+        "seconds": found["duration"],
+        "num_tokens": num_tokens,
+        "ttft": found["ttfts"],
+        "tpot": tpot,
+        "acceleration_rate": rate,
+    }
 
 
 @contextlib.contextmanager
 def serving(spec: TargetSpec, engine_args: Mapping[str, Any], gpus: int) -> Iterator[str]:
-    """The address of a server of this target, which has ended when the block does.
+    """Context manager: the address of a server of this target, which has ended when the block does.
 
     Raises:
         ConfigError: As `engine_arguments` does.
         EnvironmentFault: It cannot start, or not within an hour, or GPUs are missing.
     """
     require_gpus(gpus)
-    arguments = engine_arguments(spec, engine_args, gpus) | {
+    port = free_port()
+    arguments = {
+        **engine_arguments(spec, engine_args, gpus),
         "served_model_name": NAME,
         "host": HOST,
+        "port": port,
+        "uvicorn_log_level": "error",
+        "skip_tokenizer_init": None,
     }
-    arguments |= {"port": free_port(), "uvicorn_log_level": "error", "skip_tokenizer_init": None}
-    command = [sys.executable, "-m", __name__, *flags(arguments)]
     quiet = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    address = f"http://{HOST}:{port}"
     with tempfile.TemporaryFile("w+", errors="replace") as log:
         process = subprocess.Popen(
-            command,
-            env=environment() | quiet,
+            [sys.executable, "-m", __name__, *flags(arguments)],
+            env={**environment(), **quiet},
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
             start_new_session=True,
         )
         try:
-            address, started = f"http://{HOST}:{arguments['port']}", time.monotonic()
-            while not answers(address):
-                if process.poll() is not None:
-                    raise _no_server(f"ended with status {process.returncode}", log)
-                if time.monotonic() - started > STARTS_WITHIN:
-                    raise _no_server(
-                        f"has not answered within {STARTS_WITHIN / 60:.0f} minutes", log
-                    )
-                time.sleep(READY_EVERY)
+            _wait_until_ready(process, address, log)
             yield address
         finally:
             _stop(process)
 
 
-def _no_server(why: str, log: IO[str]) -> EnvironmentFault:
-    log.seek(0)
-    what = f"vLLM's server {why}: {last_line(log.read())}"
-    return EnvironmentFault(what, "check.studies: load", "Take load out of check.studies.")
+def _wait_until_ready(process: subprocess.Popen[bytes], address: str, log: IO[str]) -> None:
+    started = time.monotonic()
+    while not answers(address):
+        why = None
+        if process.poll() is not None:
+            why = f"ended with status {process.returncode}"
+        elif time.monotonic() - started > STARTS_WITHIN:
+            why = f"has not answered within {STARTS_WITHIN / 60:.0f} minutes"
+        if why is not None:
+            log.seek(0)
+            raise EnvironmentFault(f"vLLM's server {why}: {last_line(log.read())}", WHERE, FIX)
+        time.sleep(SECONDS_BETWEEN_LOOKS)
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
@@ -95,7 +249,7 @@ def answers(address: str) -> bool:
     try:
         with urllib.request.urlopen(f"{address}/health", timeout=5) as response:
             return bool(response.status == 200)
-    except (urllib.error.URLError, OSError):
+    except OSError:
         return False
 
 
@@ -111,13 +265,14 @@ def flags(arguments: Mapping[str, Any]) -> list[str]:
     found: list[str] = []
     for name, value in arguments.items():
         flag = name.replace("_", "-")
-        if isinstance(value, bool):
-            found.append(f"--{flag}" if value else f"--no-{flag}")
+        if value is True:
+            found.append(f"--{flag}")
+        elif value is False:
+            found.append(f"--no-{flag}")
+        elif isinstance(value, dict | list):
+            found += [f"--{flag}", json.dumps(value)]
         elif value is not None:
-            found += [
-                f"--{flag}",
-                json.dumps(value) if isinstance(value, dict | list) else str(value),
-            ]
+            found += [f"--{flag}", str(value)]
     return found
 
 

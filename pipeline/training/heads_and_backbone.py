@@ -21,7 +21,7 @@ from torch import Tensor
 
 from pipeline.config import TrainConfig
 from pipeline.errors import DataError
-from pipeline.heads.soft_labels import TargetHead, Teacher
+from pipeline.heads.losses import TargetHead, Teacher
 from pipeline.training.adapted_backbone import Backbone, write_adapter
 from pipeline.training.backbone_losses import summed_divergence
 from pipeline.training.evaluation import MAX_POSITIONS, SPLIT, evaluate_tuned

@@ -24,9 +24,8 @@ from pipeline.artifacts.generated_rows import read_token_rows
 from pipeline.artifacts.trained_heads import read_trained_heads
 from pipeline.config import TrainConfig
 from pipeline.errors import ConfigError, DataError
-from pipeline.heads.draft_vocabulary import most_frequent
-from pipeline.heads.kind import Heads, TargetWeights
-from pipeline.heads.soft_labels import TargetHead, Teacher
+from pipeline.heads.kind import Heads, TargetWeights, most_frequent
+from pipeline.heads.losses import TargetHead, Teacher
 from pipeline.targets.lm_head import read_embedding, read_lm_head, read_logit_changes
 from pipeline.training.epoch_plan import EpochPlan
 from pipeline.training.evaluation import MAX_POSITIONS, SPLIT, evaluate

@@ -18,6 +18,7 @@ from pipeline.errors import ConfigError
 from pipeline.training import recipe
 
 if TYPE_CHECKING:
+    from pipeline.targets.spec import TargetSpec
     from pipeline.training.learner import Learner
 
 BOOKKEEPING = {"checkpoint_minutes", "checkpoint_every", "keep_checkpoints", "report_to"}
@@ -80,7 +81,7 @@ class Method(ABC):
         """
         return {train.heads, *self.sections}
 
-    def check(self, config: Config) -> None:  # noqa: B027  (most methods train any target)
+    def check(self, config: Config, target: TargetSpec) -> None:  # noqa: B027  (most train any)
         """Refuse settings and targets that this method cannot train; raises ConfigError."""
 
     def packages(self, config: Config) -> Iterator[Package]:
@@ -141,9 +142,8 @@ class HeadsAndBackbone(Method):
             }
         }
 
-    def check(self, config: Config) -> None:
+    def check(self, config: Config, target: TargetSpec) -> None:
         from pipeline.targets.lora import require_tunable
-        from pipeline.targets.spec import resolve
 
         settings = config.train.backbone
         if (config.placement.train.gpus_per_worker or 0) > 1:
@@ -161,9 +161,7 @@ class HeadsAndBackbone(Method):
                 "Set it to false, since a quantized backbone is small, or"
                 " train.backbone.quantization to none.",
             )
-        require_tunable(
-            resolve(config.target, on_gpu=False), settings.lora_rank, sharded=settings.shard
-        )
+        require_tunable(target, settings.lora_rank, sharded=settings.shard)
 
     def packages(self, config: Config) -> Iterator[Package]:
         fix = "Install it with the right lock (`make install`), or set train.method to medusa-1."

@@ -23,7 +23,7 @@ from ray.train.v2.api.config import LoggingConfig
 from pipeline.errors import CheckFailed, ConfigError, EnvironmentFault, MedusaDistillError
 from pipeline.execution.placement import Placement
 from pipeline.execution.progress import ProgressReporter
-from pipeline.execution.ray_answers import last_line, run_and_carry_errors
+from pipeline.execution.ray_executor import last_line, run_and_carry_errors
 from pipeline.training.phases import count_steps, finished, train
 from pipeline.training.task import TrainSpec, Workers
 

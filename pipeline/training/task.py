@@ -18,7 +18,7 @@ from pipeline.artifacts.trained_heads import HEADS_FILE
 from pipeline.config import TrainConfig
 from pipeline.errors import EnvironmentFault
 from pipeline.heads.kind import Heads
-from pipeline.heads.shape import HeadsShape
+from pipeline.heads.shapes import HeadsShape
 from pipeline.targets.spec import TargetSpec, first_lines
 from pipeline.training.methods import Method
 from pipeline.training.trackers import Watched

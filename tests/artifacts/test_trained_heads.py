@@ -10,7 +10,8 @@ from pipeline.artifacts.trained_heads import read_summary, read_trained_heads, w
 from pipeline.errors import DataError
 from pipeline.export.directory import read_heads, write_export
 from pipeline.export.layout import ExportLayout
-from pipeline.heads.medusa import MedusaHeads, MedusaShape
+from pipeline.heads.medusa import MedusaHeads
+from pipeline.heads.shapes import MedusaShape
 from tests.export.exports import TokenizerStub
 
 

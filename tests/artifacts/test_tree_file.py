@@ -5,10 +5,12 @@ from dataclasses import replace
 
 import pytest
 
+from pipeline.artifacts.seen_answers import NewAnswers
 from pipeline.artifacts.tree_file import (
     TREE_FILE,
     Calibration,
-    Search,
+    ChainLength,
+    TimedSize,
     read_calibration,
     read_paths,
     read_tree,
@@ -16,12 +18,6 @@ from pipeline.artifacts.tree_file import (
 from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.errors import DataError
 
-SEARCH = Search(
-    {"product": 1.5, "joint": 1.6},
-    [{"nodes": 1, "overhead": 1.1}],
-    judged=[((0,),), ((0,), (0, 0))],
-    searched=((0,), (1,)),
-)
 OWN = Calibration(
     choices=((0,), (0, 0)),
     node_shares=[0.4, 0.2],
@@ -29,9 +25,16 @@ OWN = Calibration(
     expected_acceleration_rate=1.6,
     expected_standard_error=None,
     num_speculative_tokens=1,
-    chain=[{"draft_tokens": 1, "expected_acceleration_rate": 1.5, "expected_standard_error": 0.1}],
+    chain=[ChainLength(draft_tokens=1, expected_acceleration_rate=1.5, new=NewAnswers(answers=2))],
 )
-SEARCHED = replace(OWN, expected_standard_error=0.2, search=SEARCH)
+SEARCHED = replace(
+    OWN,
+    expected_standard_error=0.2,
+    searches={"product": 1.5, "joint": 1.6},
+    sizes=[TimedSize(nodes=1, overhead=1.1)],
+    judged=[((0,),), ((0,), (0, 0))],
+    searched=((0,), (1,)),
+)
 DYNAMIC = replace(SEARCHED, dynamic=DynamicTree(2, 2, 3))
 
 

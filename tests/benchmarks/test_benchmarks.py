@@ -18,7 +18,8 @@ from benchmarks.claims import Claim, Result, in_turns, rates, ratio, speed_ratio
 from benchmarks.results import write_result, write_table
 from benchmarks.run import BENCHMARKS, main
 from pipeline.errors import ConfigError
-from pipeline.heads.medusa import MedusaHeads, MedusaShape
+from pipeline.heads.medusa import MedusaHeads
+from pipeline.heads.shapes import MedusaShape
 from pipeline.targets import vllm_decode
 from tests.cluster import work_here
 from tests.forks import serve_forks
@@ -69,7 +70,7 @@ def test_the_benchmark_of_ray_runs_at_a_tiny_size(ray_cluster, tiny_result):
 @pytest.mark.parametrize("name", ON_VLLM)
 def test_the_benchmarks_of_vllm_run_at_a_tiny_size(name, vllm_here, tiny_result, monkeypatch):
     pytest.importorskip("vllm")
-    work_here(monkeypatch, vllm_decode, vllm_decode.decode)
+    work_here(monkeypatch, vllm_decode)
     assert_measured(tiny_result(name))
 
 

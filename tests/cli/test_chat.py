@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 
 from pipeline.cli.chat import ACCEPTED, AnswerSpeed, write
 from pipeline.cli.chat_model import ChatModel
-from pipeline.conversations.text_stream import TextStream
+from pipeline.conversations.requests import TextStream
 from pipeline.decoding.decoder import Decoder
 from pipeline.evaluation import overhead
 from tests.cli.tables import one_paragraph
@@ -136,7 +136,7 @@ def test_a_question_that_does_not_fit_is_refused_and_the_chat_goes_on(piped):
             2,
             "its parent is missing",
         ),
-        (lambda path: rename_target(path, "/gone"), 2, "Say where it is with --base-model"),
+        (lambda path: rename_target(path, "/gone"), 2, "--base-model"),
     ],
 )
 def test_an_export_that_cannot_be_talked_to_is_told_in_one_paragraph(

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
+from pipeline.artifacts.check_result import CheckResult, GreedyMatch, VllmFigures
 from tests.cli.tables import one_paragraph
 
 QUICK = ("--engine", "native", "--number", "3", "--max-new-tokens", "12", "--repeats", "1")
@@ -59,11 +60,14 @@ def asked_of_vllm(monkeypatch, accepted: float = 0.5) -> list[dict]:
 
     def served(request, progress):
         asked.append(dict(request.speculative_config))
-        match = {"sequences": 6, "identical": 6, "ties": 0}
-        figures = {"acceleration_rate": 1 + accepted, "accepted_per_position": [accepted]}
-        return {"vllm": figures | {"greedy_match": match}}
+        figures = VllmFigures(
+            acceleration_rate=1 + accepted,
+            accepted_per_position=[accepted],
+            greedy_match=GreedyMatch(6, 6, 0),
+        )
+        return CheckResult(vllm=figures)
 
-    monkeypatch.setattr("pipeline.evaluation.any_heads.check_served", served)
+    monkeypatch.setattr("pipeline.evaluation.measuring.check_served", served)
     return asked
 
 
@@ -195,7 +199,7 @@ def test_a_target_that_an_engine_cannot_read_is_refused_before_anything_is_loade
     ],
 )
 def test_what_a_foreign_configuration_says_to_draft_is_read_whatever_it_holds(config, number):
-    from pipeline.evaluation.any_heads import proposed_tokens
+    from pipeline.evaluation.measuring import proposed_tokens
 
     assert proposed_tokens(config) == number
 

@@ -21,7 +21,7 @@ from tests.flows.tiny import stages_run
 
 def test_a_signal_that_typer_would_take_for_its_own_is_told_too(command, finished_run, monkeypatch):
     monkeypatch.setattr(
-        "pipeline.run.stage_status.stage_statuses", lambda *_: os.kill(os.getpid(), signal.SIGTERM)
+        "pipeline.flow.statuses_of", lambda *_: os.kill(os.getpid(), signal.SIGTERM)
     )
     ended = command("status", finished_run.path)
     assert ended.code == 143 and ended.err.startswith("stopped: Stopped (SIGTERM).")
@@ -125,7 +125,7 @@ def test_a_failed_check_is_exit_code_1_after_the_report(command, config_file, co
     assert ended.code == 1 and "acceleration rate" in one_paragraph(ended.err)
     assert "check failed" in ended.out
     status = command("status", copied_run.path).out
-    assert states(status) == dict.fromkeys(STAGES, "done") | {"check": "failed", "push": "not"}
+    assert states(status) == dict.fromkeys(STAGES, "done") | {"check": "failed"}
     assert "is below check.min_acceleration_rate" in " ".join(line_of("check", status).split())
     planned = command("plan", config_file, "check.min_acceleration_rate=9").out
     assert states(planned)["check"] == "kept" and "below check.min" in planned
@@ -152,7 +152,7 @@ def test_push_hands_over_every_option(command, monkeypatch, tmp_path):
 def test_status_of_a_finished_run(command, finished_run):
     ended = command("status", finished_run.path)
     assert ended.code == 0
-    assert states(ended.out) == dict.fromkeys(STAGES, "done") | {"push": "not"}
+    assert states(ended.out) == dict.fromkeys(STAGES, "done")
     generate = line_of("generate", ended.out)
     summary = finished_run.latest("generate").summary
     for part in ("4/4", str(summary["rows"]), f"{summary['tokens_per_second']:,.1f}", "generate-"):
@@ -190,7 +190,7 @@ def test_a_run_reads_as_it_lies_copied_elsewhere_without_its_target_and_seeds(
     seeds.unlink()
     there = tmp_path / "there"
     ended = command("status", there)
-    assert ended.code == 0 and states(ended.out) == dict.fromkeys(STAGES, "done") | {"push": "not"}
+    assert ended.code == 0 and states(ended.out) == dict.fromkeys(STAGES, "done")
     assert command("verify", there).code == 0
     for stage in STAGES:
         ended = command("inspect", there, stage)

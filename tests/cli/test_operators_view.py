@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from pipeline.cli.plan import size
+from pipeline.cli.plan import in_bytes
 from pipeline.flow import run_flow
 from pipeline.storage.shards import read_rows
 from tests.cli.tables import STAGES, line_of, one_paragraph, states
@@ -48,7 +48,7 @@ def test_status_of_a_half_done_run_counts_what_is_there(command, half_done):
     out = command("status", half_done.path).out
     assert states(out) == dict.fromkeys(STAGES[:2], "done") | {
         "features": "partial"
-    } | dict.fromkeys([*STAGES[3:], "push"], "not")
+    } | dict.fromkeys(STAGES[3:], "not")
     rows = sum(receipt.num_rows for receipt in latest(half_done, "features").receipts().values())
     assert line_of("features", out).split()[1:5] == ["partial", "3/4", str(rows), "0"]
     assert line_of("features", out).endswith("unfinished ")
@@ -109,7 +109,7 @@ def test_plan_of_a_half_done_run_says_what_is_pending_and_what_is_on_the_disk(
     assert "3 done, 1 pending" in line_of("features", out) and "4 done " in line_of("generate", out)
     features = latest(half_done, "features")
     cached, free = sum(path.stat().st_size for path in features.shards()), r"[\d,.]+ [GM]B are free"
-    assert re.search(rf"of which {re.escape(size(cached))} are on the disk; {free}", out)
+    assert re.search(rf"of which {re.escape(in_bytes(cached))} are on the disk; {free}", out)
 
 
 @pytest.mark.slow
@@ -172,7 +172,7 @@ def test_plan_says_when_the_states_do_not_fit_and_counts_those_that_are_there(
     ],
 )
 def test_a_size_is_said_in_its_own_unit(number, words):
-    assert size(number) == words
+    assert in_bytes(number) == words
 
 
 def test_events_have_one_line_for_every_shard_and_every_attempt(

@@ -171,7 +171,7 @@ def test_plan_says_what_does_not_fit_on_this_machine_and_goes_on(command, config
 def test_plan_leaves_a_cluster_s_numbers_to_the_cluster(command, config_file, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "ray.example:6379")
     out = command("plan", config_file, "placement.generate.gpus_per_worker=4").out
-    assert "generate: 1 worker(s), GPU each: 4, CPU each: as the cluster has" in out
+    assert "generate: workers 1, gpus_per_worker 4; the rest as the cluster has it" in out
 
 
 def test_plan_of_a_target_without_weights_says_gib_and_refuses_what_cannot_fit(
@@ -245,7 +245,7 @@ def test_a_missing_package_is_noted_in_a_plan(command, config_file, monkeypatch)
     monkeypatch.setitem(sys.modules, "vllm", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     ended = command("plan", config_file, "generate.engine=vllm")
-    assert ended.code == 0 and "! vLLM is not installed here" in ended.out
+    assert ended.code == 0 and "! vllm is not installed here" in ended.out
 
 
 def test_a_hub_that_does_not_answer_is_asked_once(command, config_file, monkeypatch):

@@ -15,8 +15,8 @@ import pytest
 from pipeline.config import SeedSource
 from pipeline.config.data import Column
 from pipeline.conversations.conversation import Conversation, Message, Reason, RejectedRow
-from pipeline.conversations.formats import FORMS, KNOWN_KEYS, RowSettings, read_row
-from pipeline.conversations.readers import SourceReader
+from pipeline.conversations.forms import FORM_KEYS, KNOWN_KEYS, RowSettings, read_row
+from pipeline.conversations.sources import SourceReader
 from pipeline.errors import ConfigError, DataError
 
 
@@ -138,5 +138,5 @@ def test_a_data_set_of_the_hub_has_columns_too(tmp_path):
 
 
 def test_what_the_configuration_names_is_what_the_forms_read():
-    assert {*get_args(SeedSource.model_fields["format"].annotation)} == {"auto", *FORMS}
+    assert {*get_args(SeedSource.model_fields["format"].annotation)} == {"auto", *FORM_KEYS}
     assert set(get_args(Column)) <= set(KNOWN_KEYS)

@@ -7,8 +7,8 @@ from __future__ import annotations
 import pytest
 from transformers import AutoTokenizer
 
-from pipeline.conversations.chat_history import Chat
 from pipeline.conversations.conversation import RowRejected
+from pipeline.conversations.row_builder import Chat
 from pipeline.conversations.template import ChatTemplate
 
 

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from pipeline.config import SeedSource
 from pipeline.conversations.conversation import Conversation, Message, Reason, RejectedRow
 from pipeline.conversations.duplicates import CheckQuestions, Deduplicator
-from pipeline.conversations.mixing import mixed
-from pipeline.conversations.readers import SourceReader
+from pipeline.conversations.sources import SourceReader, mixed
 
 WORDS = [f"word{n}" for n in range(500)]
 

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from benchmarks import fuzz_seeds
 from benchmarks.mutated_seeds import mutated_file
-from pipeline.conversations import byte_rows, readers
+from pipeline.conversations import sources
 from pipeline.conversations.conversation import Conversation, Reason, RejectedRow
-from pipeline.conversations.readers import SourceReader
+from pipeline.conversations.sources import SourceReader
 from pipeline.errors import DataError
 from tests.conversations.test_readers import JSONL, ROWS
 
@@ -169,7 +169,7 @@ def test_the_fuzzer_reads_as_many_rows_as_it_is_told(capsys):
 def test_the_fuzzer_finds_a_reader_that_loses_repeats_or_crashes(
     monkeypatch, tmp_path, capsys, defect
 ):
-    real = readers.read_row
+    real = sources.read_row
 
     def crashing(row, id, *more):
         if id == "s:7":
@@ -180,9 +180,9 @@ def test_the_fuzzer_finds_a_reader_that_loses_repeats_or_crashes(
         lines = list(lines_of(file))
         yield from lines[:-1] if defect == "loses" else [*lines, *lines[-1:]]
 
-    lines_of = byte_rows.lines
-    place = (readers, "read_row", crashing) if defect == "crashes" else (byte_rows, "lines", losing)
-    monkeypatch.setattr(*place)
+    lines_of = sources.lines
+    name, broken = ("read_row", crashing) if defect == "crashes" else ("lines", losing)
+    monkeypatch.setattr(sources, name, broken)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert fuzz_seeds.main(["--rows", "2000"]) == 1
     assert "kept as" in capsys.readouterr().out

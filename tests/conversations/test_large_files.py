@@ -10,9 +10,9 @@ import tracemalloc
 
 import pytest
 
-from pipeline.conversations import byte_rows, json_array
+from pipeline.conversations import text_rows
 from pipeline.conversations.conversation import Conversation, Reason, RejectedRow
-from pipeline.conversations.readers import SourceReader
+from pipeline.conversations.sources import SourceReader
 from pipeline.errors import DataError
 from tests.conversations.test_readers import Source, read, written
 
@@ -24,12 +24,9 @@ def test_an_array_is_the_same_in_chunks_of_any_size(tmp_path, monkeypatch, chunk
         for text in ("why?", 'a "quoted, [one]', "back\\slash\\", "怎么样 \\u00e4", "{")
     ]
     (tmp_path / "rows.json").write_text(json.dumps(rows))
-    whole = list(SourceReader(Source(tmp_path / "rows.json"), "s", max_characters=1000))
-    monkeypatch.setattr(byte_rows, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(text_rows, "CHUNK_BYTES", chunk)
     with (tmp_path / "rows.json").open("rb") as file:
-        assert list(byte_rows.array(file, tmp_path)) == rows and [
-            row.messages[0].content for row in whole
-        ]
+        assert list(text_rows.json_rows(file, tmp_path)) == rows
 
 
 @pytest.mark.parametrize(
@@ -38,7 +35,7 @@ def test_an_array_is_the_same_in_chunks_of_any_size(tmp_path, monkeypatch, chunk
 def test_a_row_of_more_bytes_than_the_limit_is_refused_alone_and_never_held_in_memory(
     tmp_path, monkeypatch, name
 ):
-    monkeypatch.setattr(byte_rows, "MAX_ROW_BYTES", 1000)
+    monkeypatch.setattr(text_rows, "MAX_ROW_BYTES", 1000)
     rows = ['"why?"', f'"{"x" * 30_000_000}"', '"and?"']
     data = (
         f"[{','.join(rows)}]" if ".json" in name and "jsonl" not in name else "\n".join(rows)
@@ -68,33 +65,25 @@ def test_a_file_that_unpacks_to_more_than_the_limit_is_refused_and_names_the_key
 
 
 def test_one_long_string_of_an_array_takes_time_linear_in_its_length(tmp_path, monkeypatch):
-    """Counted in bytes that are searched for a mark or a string's end, as no test here depends on
-    the clock.
-    """
+    """Counted in bytes that are matched, as no test here depends on the clock."""
     looked_at = 0
 
     class Counting:
         def __init__(self, pattern):
             self.pattern = pattern
 
-        def _found(self, found, start):
+        def match(self, text, start):
             nonlocal looked_at
-            looked_at += (found.end() if found else start) - start
+            found = self.pattern.match(text, start)
+            looked_at += found.end() - start
             return found
 
-        def search(self, text, start):
-            return self._found(self.pattern.search(text, start), start)
-
-        def match(self, text, start):
-            return self._found(self.pattern.match(text, start), start)
-
-    for name in ("MARKS", "IN_STRING"):
-        monkeypatch.setattr(json_array, name, Counting(getattr(json_array, name)))
+    for name in ("OUTSIDE", "IN_STRING"):
+        monkeypatch.setattr(text_rows, name, Counting(getattr(text_rows, name)))
     for megabytes in (1, 4):
         looked_at = 0
         text = '\\"' + "x, [" * (megabytes * 250_000)
         rows = read(written(tmp_path / "a.json", f'["{text}", "why?"]'))
-        assert [row.reason for row in rows[:1]] == [Reason.TOO_LONG] and isinstance(
-            rows[1], Conversation
-        )
+        assert [row.reason for row in rows[:1]] == [Reason.TOO_LONG]
+        assert isinstance(rows[1], Conversation)
         assert looked_at < 1.1 * len(text)

@@ -6,14 +6,13 @@ from __future__ import annotations
 
 import gzip
 import json
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from pipeline.conversations.conversation import Conversation, Reason, RejectedRow
-from pipeline.conversations.readers import SourceReader
+from pipeline.conversations.sources import SourceReader
 from pipeline.errors import ConfigError, DataError, EnvironmentFault
 
 
@@ -239,15 +238,6 @@ def test_a_hub_out_of_reach_is_a_fault_of_the_environment(monkeypatch):
     with pytest.raises(EnvironmentFault, match="Couldn't reach the Hub") as caught:
         list(SourceReader(Source(hub="user/name"), "s", max_characters=1000))
     assert "long trace" not in str(caught.value)
-
-
-def test_without_the_datasets_package_files_still_read_and_the_hub_says_what_is_missing(
-    tmp_path, monkeypatch
-):
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    assert len(read(written(tmp_path / "a.jsonl", JSONL))) == 5
-    with pytest.raises(EnvironmentFault, match="datasets"):
-        list(SourceReader(Source(hub="user/name"), "s", max_characters=1000))
 
 
 def test_an_array_reads_ids_of_any_size_and_a_row_that_is_no_json_costs_itself_alone(tmp_path):

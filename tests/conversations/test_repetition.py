@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.conversations.repetition import degenerate_loop, distinct_n
+from pipeline.conversations.requests import degenerate_loop, distinct_n
 
 PROSE = list(range(1000, 1200))
 

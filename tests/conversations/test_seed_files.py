@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.conversations.conversation import Conversation, Reason
-from pipeline.conversations.readers import SourceReader
-from pipeline.conversations.seed_files import name_sources
-from pipeline.errors import ConfigError, DataError
+from pipeline.conversations.sources import SourceReader, name_sources
+from pipeline.errors import DataError
 from tests.conversations.test_readers import Source, read, written
 
 
@@ -87,17 +86,6 @@ def test_a_directory_of_nothing_but_skipped_files_says_each_reason(tmp_path):
         DataError, match=r"README\.txt \(by its name.*b\.json \(it holds no conversation.*`name`"
     ):
         read(tmp_path)
-
-
-def test_a_path_that_looks_like_a_data_set_of_the_hub_is_told_how_to_name_one(tmp_path):
-    with pytest.raises(
-        ConfigError, match=r'"seeds.sources=\[\{hub: HuggingFaceH4/ultrachat_200k\}\]"'
-    ):
-        read(tmp_path / "HuggingFaceH4" / "ultrachat_200k")
-    for no_id in ("nowhere.jsonl", "a b/c", "seeds"):
-        with pytest.raises(ConfigError) as caught:
-            read(tmp_path / no_id)
-        assert "hub" not in str(caught.value)
 
 
 # Names.

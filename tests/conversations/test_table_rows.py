@@ -13,9 +13,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.config import SeedSource
-from pipeline.conversations import byte_rows
+from pipeline.conversations import text_rows
 from pipeline.conversations.conversation import Conversation, Reason, RejectedRow
-from pipeline.conversations.readers import SourceReader
+from pipeline.conversations.sources import SourceReader
 from pipeline.errors import DataError
 
 CHATS = [
@@ -60,7 +60,7 @@ def test_a_table_whose_name_is_no_utf_8_is_read(name, tmp_path):
 @pytest.mark.parametrize("name", ["a.parquet", "a.feather", "a.arrow"])
 def test_a_row_of_a_table_that_cannot_be_read_costs_itself_alone(name, tmp_path, monkeypatch):
     """A text that is not UTF-8, one above the limit, and a time beyond Python's."""
-    monkeypatch.setattr(byte_rows, "MAX_ROW_BYTES", 100_000)
+    monkeypatch.setattr(text_rows, "MAX_ROW_BYTES", 100_000)
     texts = [b"why?", b"\xff\xfe", b"x" * 200_000, b"and?", b"who?"]
     prompts = pa.Array.from_buffers(pa.string(), 5, pa.array(texts, pa.binary()).buffers())
     times = pa.array([0, 0, 0, 2**62, 0], pa.timestamp("ms"))
@@ -167,7 +167,7 @@ def test_records_of_a_csv_are_read_by_its_header_and_one_of_another_length_is_re
 
 
 def test_bad_bytes_and_fields_without_an_end_cost_their_records_alone(tmp_path, monkeypatch):
-    monkeypatch.setattr(byte_rows, "MAX_ROW_BYTES", 1000)
+    monkeypatch.setattr(text_rows, "MAX_ROW_BYTES", 1000)
     lines = [b"prompt", b"why?", b"\xff\xfe", b"x" * 2000, b'"' + b"y" * 2000 + b'"', b"and?"]
     (tmp_path / "a.csv").write_bytes(b"\n".join(lines))
     reasons = [getattr(row, "reason", None) for row in read(tmp_path / "a.csv")]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from pipeline.conversations.text_stream import TextStream
+from pipeline.conversations.requests import TextStream
 from tests.flows.tiny import SPECIAL
 
 

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from pipeline.conversations.time_limit import time_limit
+from pipeline.conversations.template import time_limit
 
 LONG = 3600.0  # seconds: no test waits for it
 

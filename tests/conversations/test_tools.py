@@ -13,9 +13,9 @@ from tokenizers import AddedToken
 
 from pipeline.conversations.conversation import Conversation, Message, Reason
 from pipeline.conversations.dialogue import Dialogue
-from pipeline.conversations.formats import RowSettings, read_row
+from pipeline.conversations.forms import RowSettings, read_row
+from pipeline.conversations.special_text import for_template
 from pipeline.conversations.template import ChatTemplate
-from pipeline.conversations.tool_turns import for_template
 from pipeline.errors import ConfigError
 from tests.conversations.scripted_target import SETTINGS, hold, ids_of, only_row, written
 
@@ -205,7 +205,7 @@ def test_a_template_that_does_not_end_where_functions_are_called_is_stopped_and_
         tokenizer, "{% if messages[-1].role == 'tool' %}" + endless + "{% endif %}" + CALLING
     )
     monkeypatch.setattr("pipeline.conversations.template.PATIENCE", 0.1)
-    with pytest.raises(ConfigError, match="a call of a function: it takes more than"):
+    with pytest.raises(ConfigError, match="more than"):
         _ = template.renders_tools
 
 

@@ -14,7 +14,7 @@ import yaml
 from pipeline.config import SeedsConfig
 from pipeline.conversations.conversation import Conversation
 from pipeline.conversations.duplicates import plain
-from pipeline.conversations.readers import source_readers
+from pipeline.conversations.sources import source_readers
 
 DATA = Path(__file__).parents[2] / "data"
 SHAREGPT, ULTRACHAT = DATA / "seeds.sharegpt.jsonl", DATA / "seeds.ultrachat.jsonl"

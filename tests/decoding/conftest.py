@@ -25,7 +25,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from pipeline.heads.medusa import MedusaHeads, MedusaShape
+from pipeline.heads.medusa import MedusaHeads
+from pipeline.heads.shapes import MedusaShape
 
 SIZE, VOCAB, CONTEXT = 48, 24, 96
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]

@@ -10,7 +10,8 @@ from pipeline.decoding.acceptance import TypicalAcceptance
 from pipeline.decoding.decoder import Decoder, acceleration_rate, plain_decoder
 from pipeline.decoding.tree import cartesian_tree, check_choices
 from pipeline.errors import ConfigError
-from pipeline.heads.medusa import MedusaHeads, MedusaShape
+from pipeline.heads.medusa import MedusaHeads
+from pipeline.heads.shapes import MedusaShape
 
 FAMILIES = [
     "llama",

@@ -21,7 +21,8 @@ from pipeline.decoding.held_out import HeldOutPlaces
 from pipeline.decoding.masks import GrownMasks, TreeMasks
 from pipeline.decoding.tree import Tree
 from pipeline.errors import ConfigError
-from pipeline.heads.medusa import MedusaHeads, MedusaShape
+from pipeline.heads.medusa import MedusaHeads
+from pipeline.heads.shapes import MedusaShape
 from tests.decoding.conftest import PROMPT
 from tests.decoding.steps import gumbel, random_step, random_trees
 from tests.heads.test_recurrent import SIZE, VOCAB, random_cell

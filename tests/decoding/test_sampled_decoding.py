@@ -14,7 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from pipeline.decoding.acceptance import RejectionSampling, TypicalAcceptance, acceptance_rule
 from pipeline.decoding.decoder import Decoder, plain_decoder
 from pipeline.decoding.tree import cartesian_tree
-from pipeline.heads.medusa import MedusaHeads, MedusaShape
+from pipeline.heads.medusa import MedusaHeads
+from pipeline.heads.shapes import MedusaShape
 from tests.decoding.steps import chi_square_p
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]

@@ -17,7 +17,8 @@ from pipeline.decoding.decoder import Decoder, plain_decoder
 from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.decoding.tree import cartesian_tree
 from pipeline.heads.kind import TargetWeights
-from pipeline.heads.recurrent import RecurrentHeads, RecurrentShape
+from pipeline.heads.recurrent import RecurrentHeads
+from pipeline.heads.shapes import RecurrentShape
 from tests.decoding.conftest import PROMPT, SIZE, VOCAB
 from tests.decoding.test_cuda_graphs import Tape
 from tests.heads.pruning import pruned

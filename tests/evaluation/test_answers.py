@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from pipeline.artifacts.check_result import Difference, GreedyMatch
 from pipeline.config import CheckConfig
 from pipeline.decoding.decoder import Decoded
 from pipeline.evaluation.answers import answer_lines, compare, samples, tie_tolerance, top_2_gap
@@ -108,9 +109,9 @@ def test_a_sample_shows_each_token_once_with_the_step_that_gave_it(tokenizer):
     ids = tokenizer(text)["input_ids"]
     given = Decoded(ids, "length", [2, len(ids) - 3], 0.1, 0.1)
     (sample,) = samples(tokenizer, [Prompt("a", tokenizer("why")["input_ids"])], [given])
-    assert sample["prompt"] == "why"
-    assert "".join(token["text"] for token in sample["tokens"]) == text
-    assert [token["step"] for token in sample["tokens"]] == [0, 1, 1, *[2] * (len(ids) - 3)]
+    assert sample.prompt == "why"
+    assert "".join(token.text for token in sample.tokens) == text
+    assert [token.step for token in sample.tokens] == [0, 1, 1, *[2] * (len(ids) - 3)]
 
 
 def compared(plain: list[int], other: list[int], gap: float, tolerance: float = 1e-4):
@@ -125,22 +126,22 @@ def compared(plain: list[int], other: list[int], gap: float, tolerance: float = 
 
 def test_equal_texts_ask_the_target_nothing():
     match, asked = compared([1, 2, 3], [1, 2, 3], 0.0)
-    assert match.as_dict() == {"sequences": 1, "identical": 1, "ties": 0} and asked == []
+    assert match.match == GreedyMatch(1, 1, 0) and asked == []
 
 
 @pytest.mark.parametrize(("gap", "ties"), [(0.0, 1), (1e-4, 1), (1.01e-4, 0), (3.0, 0)])
 def test_texts_that_differ_are_ties_by_the_gap_before_their_first_difference(gap, ties):
     match, asked = compared([1, 2, 3, 4, 9], [1, 2, 5, 4, 1], gap)
     assert asked == [[7, 8, 1, 2]]
-    assert match.as_dict() == {"sequences": 1, "identical": 0, "ties": ties}
-    expected = [{"id": "row", "at": 2, "gap": gap, "plain": [3, 4, 9], "other": [5, 4, 1]}]
+    assert match.match == GreedyMatch(1, 0, ties)
+    expected = [Difference("row", 2, gap, [3, 4, 9], [5, 4, 1])]
     assert match.differing == ([] if ties else expected)
 
 
 @pytest.mark.parametrize(("plain", "other"), [([1, 2], [1, 2, 3]), ([1, 2, 3], [1, 2])])
 def test_a_text_that_ends_earlier_differs_where_it_ends(plain, other):
     match, asked = compared(plain, other, 1.0)
-    assert asked == [[7, 8, 1, 2]] and match.differing[0]["at"] == 2
+    assert asked == [[7, 8, 1, 2]] and match.differing[0].at == 2
 
 
 TEXTS = st.lists(st.tuples(*[st.lists(st.integers(0, 2), max_size=5)] * 2), max_size=8)
@@ -151,9 +152,9 @@ def test_every_sequence_is_identical_a_tie_or_named(texts, gaps):
     prompts = [Prompt(str(number), []) for number in range(len(texts))]
     plain, other = [a for a, _ in texts], [b for _, b in texts]
     each = iter(gaps)
-    match = compare(prompts, plain, other, lambda prefix: next(each), 0.5)
-    assert match.identical == sum(a == b for a, b in texts)
-    assert match.identical + match.ties + len(match.differing) == match.sequences == len(texts)
+    found = compare(prompts, plain, other, lambda prefix: next(each), 0.5)
+    assert found.match.identical == sum(a == b for a, b in texts)
+    assert found.match.differing == len(found.differing) and found.match.sequences == len(texts)
 
 
 def test_the_gap_is_that_of_the_target_s_next_token(tiny_target):

@@ -7,8 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from pipeline.decoding.decoder import plain_decoder
-from pipeline.evaluation.baselines import baseline
-from pipeline.evaluation.speed import CannotDecode
+from pipeline.evaluation.speed import CannotDecode, baseline
 from pipeline.targets.spec import TargetSpec
 
 EOS = (1, *range(100, 108))

@@ -34,9 +34,9 @@ def test_the_chain_is_as_long_as_is_fastest(ranks, overheads, drafted):
 
 def test_a_chain_s_speedup_is_its_rate_over_its_overhead(ranks):
     _, (one, two) = chosen_chain(ranks, 2, 2, {1: 1.25})
-    assert (one["draft_tokens"], two["draft_tokens"]) == (1, 2)
-    assert one["expected_acceleration_rate"] == pytest.approx(2, rel=0.05)
-    assert two["expected_acceleration_rate"] == pytest.approx(3, rel=0.05)
-    speedup = one["expected_acceleration_rate"] / 1.25
-    assert one["expected_speedup"] == pytest.approx(speedup, rel=1e-3)
-    assert "expected_speedup" not in two and "overhead" not in two, "it was not timed"
+    assert (one.draft_tokens, two.draft_tokens) == (1, 2)
+    assert one.expected_acceleration_rate == pytest.approx(2, rel=0.05)
+    assert two.expected_acceleration_rate == pytest.approx(3, rel=0.05)
+    speedup = one.expected_acceleration_rate / 1.25
+    assert one.expected_speedup == pytest.approx(speedup, rel=1e-3)
+    assert two.expected_speedup is None is two.overhead, "it was not timed"

@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from pipeline.artifacts.check_result import CheckResult
+from pipeline.artifacts.check_result import CheckResult, Limits
+from pipeline.artifacts.json_form import from_json
 from pipeline.config.load import validate
-from pipeline.evaluation.limits import failures
 
 
 def engine(rate: float, sequences: int = 8, identical: int = 8, ties: int = 0, **more) -> dict:
@@ -23,6 +23,10 @@ def config(least: float = 1.0, **train):
         "seeds": {"sources": [{"path": "seeds"}]},
     }
     return validate(settings | {"check": {"min_acceleration_rate": least}, "train": train}, "test")
+
+
+def failures(result: CheckResult, config) -> list[str]:
+    return result.failures(Limits.of(config))
 
 
 @pytest.mark.parametrize(
@@ -61,7 +65,7 @@ def config(least: float = 1.0, **train):
     ],
 )
 def test_what_fails_the_check(measured, least, says):
-    found = failures(CheckResult.of(measured), config(least))
+    found = failures(from_json(CheckResult, measured), config(least))
     assert len(found) == len(says) and all(
         line.startswith(start) for line, start in zip(found, says, strict=True)
     )
@@ -69,7 +73,7 @@ def test_what_fails_the_check(measured, least, says):
 
 def test_a_difference_that_is_no_tie_says_how_far_from_one_it_is_and_which_setting_decides():
     measured = {"native": engine(2.0, identical=6, largest_gap=0.043, tie_tolerance=1e-4)}
-    (said,) = failures(CheckResult.of(measured), config())
+    (said,) = failures(from_json(CheckResult, measured), config())
     assert (
         "2 of 8" in said
         and "is up to 0.043; up to check.tie_tolerance = 0.0001 it is a tie" in said
@@ -122,7 +126,8 @@ def expecting(rate: float, error: float, measured_error: float) -> dict:
 )
 def test_a_served_rate_far_below_the_chain_s_fails_it(rate, promise, fails):
     found = failures(
-        CheckResult.of({"vllm": engine(rate, accepted_per_position=[0.1], **promise)}), config()
+        from_json(CheckResult, {"vllm": engine(rate, accepted_per_position=[0.1], **promise)}),
+        config(),
     )
     assert len(found) == fails and all(f"{rate:.2f} is far below the" in line for line in found)
 
@@ -133,17 +138,15 @@ def test_a_served_rate_far_below_the_chain_s_fails_it(rate, promise, fails):
         ({"kl": 0.19}, False),
         ({"kl": 0.2}, False),
         ({"kl": 0.21}, True),
-        ({"kl": float("nan")}, True),
         ({}, True),
     ],
 )
 def test_a_backbone_that_moved_too_far_or_nobody_knows_how_far_fails_it(kl, fails):
-    result = CheckResult.of({"native": engine(2.0), **kl})
+    result = from_json(CheckResult, {"native": engine(2.0), "drift": kl})
     found = failures(result, config(method="medusa-2", backbone={"max_kl": 0.2}))
     assert len(found) == fails and all(
         "above train.backbone.max_kl = 0.2" in line for line in found
     )
-    assert failures(result, config()) == [], "Medusa-1 moves nothing"
 
 
 @pytest.mark.parametrize(
@@ -177,11 +180,11 @@ def test_heads_that_guess_no_better_than_token_frequencies_fail_it(head, frequen
     measured = {
         name: dict(zip(("top1", "top5"), values, strict=True)) for name, values in ranks.items()
     }
-    found = failures(CheckResult.of({"native": engine(2.0), **measured}), config(0.0))
+    found = failures(from_json(CheckResult, {"native": engine(2.0), **measured}), config(0.0))
     assert len(found) == (fails is not None)
     assert not fails or re.search(fails, found[0])
     lenient = config(0.0)
     lenient = lenient.model_copy(
         update={"check": lenient.check.model_copy(update={"require_learning": False})}
     )
-    assert failures(CheckResult.of({"native": engine(2.0), **measured}), lenient) == []
+    assert failures(from_json(CheckResult, {"native": engine(2.0), **measured}), lenient) == []

@@ -18,15 +18,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.artifacts.check_result import LoadRow, Percentiles
+from pipeline.artifacts.json_form import to_json
 from pipeline.config import CheckConfig, LatencyLimits
 from pipeline.errors import EnvironmentFault
-from pipeline.evaluation import load_study as module
-from pipeline.evaluation.load_study import LEVELS, in_words, load_rows, load_study, stops_paying_at
+from pipeline.evaluation import served as module
 from pipeline.evaluation.prompts import CheckRequest, Prompt
+from pipeline.evaluation.served import LEVELS, in_words, load_rows, load_study, stops_paying_at
 from pipeline.report.documents import report_texts
-from pipeline.targets import vllm_load, vllm_server
+from pipeline.targets import vllm_server
 from pipeline.targets.spec import TargetSpec
-from pipeline.targets.vllm_server import flags, serving
+from pipeline.targets.vllm_server import LoadTask, flags, serving
 
 
 def measured(requests=1, seconds=2.0, num_tokens=100, ttft=(0.1,), tpot=(0.01,), rate=None):
@@ -43,10 +45,10 @@ def test_a_row_has_both_servers_speeds_and_their_waiting_times():
         [measured(8, seconds=2.0, num_tokens=100, rate=3.1)],
         LatencyLimits(),
     )
-    assert (row["requests"], row["speedup"], row["acceleration_rate"]) == (8, 2.0, 3.1)
-    assert (row["baseline_tokens_per_second"], row["tokens_per_second"]) == (25, 50)
-    assert row["baseline_ttft_ms"] == row["baseline_tpot_ms"] == {"p50": 50, "p90": 90, "p99": 99}
-    assert "within_slo" not in row, "there are no limits"
+    assert (row.requests, row.speedup, row.acceleration_rate) == (8, 2.0, 3.1)
+    assert (row.baseline_tokens_per_second, row.tokens_per_second) == (25, 50)
+    assert row.baseline_ttft_ms == row.baseline_tpot_ms == Percentiles(p50=50, p90=90, p99=99)
+    assert row.within_slo is None, "there are no limits"
 
 
 def test_a_request_keeps_the_limits_if_neither_is_broken():
@@ -61,18 +63,18 @@ def test_a_request_keeps_the_limits_if_neither_is_broken():
         (LatencyLimits(ttft_ms=1), 0.0),
     ):
         (row,) = load_rows([measured()], [measured(ttft=ttft, tpot=tpot)], limits)
-        assert row["within_slo"] == share
+        assert row.within_slo == share
 
 
 @given(st.lists(st.floats(0.1, 3), min_size=1, max_size=7))
 def test_heads_stop_paying_at_the_first_load_at_which_the_server_is_slower_with_them(speedups):
     rows = [
-        {"requests": level, "speedup": speedup}
+        LoadRow(requests=level, speedup=speedup)
         for level, speedup in zip(LEVELS, speedups, strict=False)
     ]
-    stops, slower = stops_paying_at(rows), [row["requests"] for row in rows if row["speedup"] < 1]
+    stops, slower = stops_paying_at(rows), [row.requests for row in rows if row.speedup < 1]
     assert stops == min(slower, default=None)
-    assert all(row["speedup"] >= 1 for row in rows if stops is None or row["requests"] < stops)
+    assert all(row.speedup >= 1 for row in rows if stops is None or row.requests < stops)
     named = [int(number) for number in re.findall("[0-9]+", in_words(rows))]
     assert set(slower) <= set(named), "each load at which they lose is named"
 
@@ -99,7 +101,7 @@ def test_heads_stop_paying_at_the_first_load_at_which_the_server_is_slower_with_
 )
 def test_a_single_faster_load_is_no_promise_for_those_below_it(speedups, words):
     rows = [
-        {"requests": level, "speedup": speedup}
+        LoadRow(requests=level, speedup=speedup)
         for level, speedup in zip(LEVELS, speedups, strict=False)
     ]
     assert in_words(rows).endswith(words)
@@ -137,10 +139,19 @@ def test_what_is_asked_of_the_servers_and_where_it_is_told(tiny_target, monkeypa
         "Served by vLLM, the heads pay up to 4 requests at once; they are slower at 8, 16, 32"
         " and 64."
     )
-    rows = found["studies"]["load"]
-    assert [row["requests"] for row in rows] == [1, 2, 4, 8, 16, 32, 64]
-    assert found["under_load"] == words
-    texts = report_texts({"check": {"vllm": found}}, {})
+    assert [row.requests for row in found.rows] == [1, 2, 4, 8, 16, 32, 64]
+    assert found.under_load == words
+    texts = report_texts(
+        {
+            "check": {
+                "vllm": {
+                    "studies": {"load": [to_json(row) for row in found.rows]},
+                    "under_load": words,
+                }
+            }
+        },
+        {},
+    )
     said = ("Study: load", "slower at 8,", "100 / 100 / 100", "within limits")
     for name, text in texts.items():
         assert name.endswith(".json") or all(words in text for words in said), name
@@ -158,18 +169,12 @@ def test_loads_take_turns_and_the_pass_of_median_length_counts(tiny_target, monk
         turn = (len(asked) - 1) // 2
         return {"requests": level, "seconds": (2.0, 90.0, 2.0 + level)[turn]}
 
-    monkeypatch.setattr(vllm_load, "import_vllm", lambda: None)
-    monkeypatch.setattr(vllm_load, "serving", lambda *_: contextlib.nullcontext("http://nowhere"))
-    monkeypatch.setattr(vllm_load, "_benchmark", benchmark)
-    task = {
-        "spec": {"model": str(tiny_target)},
-        "prompts": [[1, 2], [3]],
-        "levels": [1, 4],
-        "repeats": 3,
-        "gpus": 0,
-    }
-    task |= {"max_new_tokens": 9, "engine_args": {}}
-    rows = vllm_load.measure(
+    monkeypatch.setattr(vllm_server, "import_vllm", lambda: None)
+    monkeypatch.setattr(vllm_server, "serving", lambda *_: contextlib.nullcontext("http://nowhere"))
+    monkeypatch.setattr(vllm_server, "_benchmark", benchmark)
+    spec = TargetSpec(str(tiny_target))
+    task = LoadTask(spec, {}, [[1, 2], [3]], [1, 4], max_new_tokens=9, repeats=3, gpus=0)
+    rows = vllm_server.measure(
         task, lambda **progress: told.append((progress.get("done"), progress.get("total")))
     )
     assert asked == [(1, 2), (4, 8)] * 3

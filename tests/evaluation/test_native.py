@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from pipeline.artifacts.json_form import to_json
 from pipeline.config import CheckConfig
 from pipeline.errors import ConfigError
 from pipeline.evaluation.answers import mean_log_likelihood, text_statistics
@@ -49,8 +50,8 @@ def test_the_target_s_entropy_is_taken_where_it_chose_each_token(model, next_tok
                 )
                 entropies.append(-(p_V * p_V.log()).sum().item())
     found = text_statistics(model, prompts, answers)
-    assert found["mean_entropy_nats"] == pytest.approx(sum(entropies) / len(entropies), abs=1e-4)
-    assert found["distinct_4"] == pytest.approx((4 / 5 + 1 + 1) / 3, abs=1e-4)
+    assert found.mean_entropy_nats == pytest.approx(sum(entropies) / len(entropies), abs=1e-4)
+    assert found.distinct_4 == pytest.approx((4 / 5 + 1 + 1) / 3, abs=1e-4)
 
 
 def test_likelihood_is_per_token_under_the_target_at_temperature_1(model, next_tokens):
@@ -77,9 +78,10 @@ def check(finished_run, tiny_target):
         export = str(finished_run.path / "latest/export")
         usual = {"max_new_tokens": 12, "engines": ["native"]} | settings
         choices = [(0,), (1,), (0, 0)]
-        return check_native(
+        result, answers = check_native(
             CheckRequest(TargetSpec(str(tiny_target)), export, named, CheckConfig(**usual), choices)
         )
+        return {**to_json(result), "answers": answers}
 
     return run
 

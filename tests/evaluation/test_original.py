@@ -70,8 +70,8 @@ def test_drift_is_measured_where_the_original_wrote(tiny_target, tmp_path):
                 agreed.append(bool(p_V.argmax() == q_V.argmax()))
     before, after = float(np.exp(np.mean(losses))), float(np.exp(np.mean(tuned_losses)))
     found = published_drift(TargetSpec(str(tiny_target)), TargetSpec(str(tmp_path)), rows)
-    assert found["kl"] == pytest.approx(np.mean(divergences), rel=1e-4)
-    assert found["perplexity"] == pytest.approx({"original": before, "tuned": after}, rel=1e-4)
-    assert found["perplexity_change"] == pytest.approx(after / before - 1, abs=1e-4)
-    assert found["greedy_agreement"] == pytest.approx(np.mean(agreed))
-    assert found["positions"] == 3 + 2 + 4
+    assert found.kl == pytest.approx(np.mean(divergences), rel=1e-4)
+    assert found.perplexity == pytest.approx({"original": before, "tuned": after}, rel=1e-4)
+    assert found.perplexity_change == pytest.approx(after / before - 1, abs=1e-4)
+    assert found.greedy_agreement == pytest.approx(np.mean(agreed))
+    assert found.positions == 3 + 2 + 4

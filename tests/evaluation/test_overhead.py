@@ -20,7 +20,8 @@ from pipeline.evaluation.overhead import (
     overheads,
     step_seconds,
 )
-from pipeline.heads.medusa import MedusaHeads, MedusaShape
+from pipeline.heads.medusa import MedusaHeads
+from pipeline.heads.shapes import MedusaShape
 
 CHAIN = ((0,), (0, 0))
 TREES = {1: CHAIN[:1], 2: CHAIN, 4: (*CHAIN, (1,), (1, 0))}

@@ -8,12 +8,12 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 
 from pipeline.artifacts.generated_rows import read_token_rows
 from pipeline.config import CheckConfig
 from pipeline.conversations.conversation import Conversation, Message
-from pipeline.conversations.readers import read_questions
+from pipeline.conversations.sources import read_questions
 from pipeline.evaluation import prompts
 from pipeline.evaluation.prompts import (
     held_out_prompts,
@@ -169,7 +169,7 @@ def test_a_prompt_may_fill_the_model_s_own_context_unless_the_check_says_less(
 
 
 def test_a_model_that_does_not_say_its_context_has_the_target_s_limit(monkeypatch, tiny_target):
-    monkeypatch.setattr("pipeline.targets.spec.CONTEXT_KEYS", ())
+    monkeypatch.setattr("pipeline.targets.spec.model_config", lambda spec: PretrainedConfig())
     spec = TargetSpec(str(tiny_target), max_tokens=64)
     assert context_length(with_room(spec, CheckConfig())) == 64
 

@@ -7,11 +7,13 @@ import statistics
 
 import pytest
 
+from pipeline.artifacts.check_result import Category
+from pipeline.artifacts.json_form import to_json
 from pipeline.decoding.decoder import Decoded
 from pipeline.evaluation.prompts import Prompt
 from pipeline.evaluation.speed import (
+    baseline_figures,
     by_category,
-    pace_beside,
     speed,
     steps_by_accepted_length,
     take_turns,
@@ -37,15 +39,15 @@ def test_rates_are_pooled_over_sequences_and_seconds_are_medians_over_repetition
         PROMPTS,
         [{"plain": PLAIN, "accelerated": MEDUSA}, {"plain": PLAIN, "accelerated": SLOW}] * 2,
     )
-    assert found["acceleration_rate"] == pytest.approx(12 / 5)
-    assert found["baseline_tokens_per_second"] == pytest.approx(10.0)
+    assert found.acceleration_rate == pytest.approx(12 / 5)
+    assert found.baseline_tokens_per_second == pytest.approx(10.0)
     found = speed(
         PROMPTS, [{"plain": PLAIN, "accelerated": side} for side in (MEDUSA, SLOW, MEDUSA)]
     )
     # Of two answers, bootstrapped: 8/3, 4/2 or both, in 1, 1 and 2 of 4 draws, and widened by the
     # square root of 2.
     draws = [8 / 3, 12 / 5, 12 / 5, 2.0]
-    assert found == {
+    assert to_json(found) == {
         "acceleration_rate": pytest.approx(12 / 5),
         "standard_error": pytest.approx(math.sqrt(2) * statistics.pstdev(draws), rel=0.1),
         "overhead": pytest.approx(0.2 / 0.1),
@@ -80,7 +82,7 @@ def test_a_category_has_the_figures_of_its_own_prompts():
             decoded([1], 9.0),
         ],
     }
-    assert by_category(prompts, [one, one]) == [
+    assert [to_json(row) for row in by_category(prompts, [one, one])] == [
         {
             "category": "math",
             "prompts": 2,
@@ -88,6 +90,7 @@ def test_a_category_has_the_figures_of_its_own_prompts():
             "speedup": pytest.approx(2.0, abs=1e-3),
             "tokens_per_second": pytest.approx(20.0),
             "baseline_tokens_per_second": pytest.approx(10.0),
+            "baselines": {},
         },
         {
             "category": "writing",
@@ -96,6 +99,7 @@ def test_a_category_has_the_figures_of_its_own_prompts():
             "speedup": pytest.approx(2.0),
             "tokens_per_second": pytest.approx(10.0),
             "baseline_tokens_per_second": pytest.approx(5.0),
+            "baselines": {},
         },
     ]
 
@@ -104,17 +108,17 @@ def test_a_category_whose_answers_take_no_step_has_no_figures():
     prompts = [Prompt("a", [1], "math"), Prompt("b", [1], "empty")]
     one = {"plain": [PLAIN[0], decoded([], 0.0)], "accelerated": [MEDUSA[0], decoded([], 0.0)]}
     rows = by_category(prompts, [one])
-    assert rows[0]["speedup"] > 0
-    figures = {key: value for key, value in rows[1].items() if key not in ("category", "prompts")}
-    assert set(figures.values()) == {None}
+    assert rows[0].speedup > 0 and rows[1] == Category(category="empty", prompts=1)
 
 
 def test_another_method_is_measured_against_plain_decoding():
     other = [decoded([2] * 4, 0.4), decoded([1] * 4, 0.2)]  # 12 tokens in 8 steps and 0.6 s
-    found = pace_beside([{"plain": PLAIN, "accelerated": MEDUSA, "generate": other}], "generate")
-    assert found["acceleration_rate"] == pytest.approx(12 / 8)
-    assert found["tokens_per_second"] == pytest.approx(20.0)
-    assert found["speedup"] == pytest.approx(2.0)
+    found = baseline_figures(
+        [{"plain": PLAIN, "accelerated": MEDUSA, "generate": other}], "generate"
+    )
+    assert found.acceleration_rate == pytest.approx(12 / 8)
+    assert found.tokens_per_second == pytest.approx(20.0)
+    assert found.speedup == pytest.approx(2.0)
 
 
 def test_methods_take_turns_and_each_prompt_has_its_seed():

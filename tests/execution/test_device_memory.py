@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pipeline.execution.device_memory import GIB, machine_memory, unusable_driver
+from pipeline.execution.machine import GIB, machine_memory, unusable_driver
 
 
 def test_a_container_s_limit_is_the_machine_s_memory(tmp_path):

@@ -5,13 +5,10 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
 
 from pipeline.config import PlacementOf
 from pipeline.errors import EnvironmentFault
 from pipeline.execution.placement import Resources, place
-from pipeline.run.context import Context
-from pipeline.storage.run_directory import RunDirectory
 
 CORES = st.integers(0, 5) | st.integers(0, 64)
 WITHOUT_GPUS = st.lists(st.tuples(CORES, st.just(0)), min_size=1, max_size=4)
@@ -82,22 +79,3 @@ def test_the_sum_is_spelled_out():
     assert "3 worker(s) of 4 CPU and 2 GPU need 12 CPU and 6 GPU" in said
     assert "8 CPU and 2 GPU; 2 CPU and 4 GPU: room for 1" in said and "placement.generate" in said
     assert caught.value.exit_code == 4 and "\n" not in said
-
-
-def test_a_check_alone_is_placed_where_its_engines_decode(make_config, tmp_path):
-    config = make_config(
-        tmp_path, check__engines=["native"], placement__generate={"gpus_per_worker": 4}
-    )
-    for name in ("generate", "features", "train", "calibrate"):
-        directory = config.run.directory / f"{name}-0000"
-        directory.mkdir(parents=True)
-        (directory / "DONE.json").write_text("{}")
-    run = Context(config, RunDirectory.create(config), Console(quiet=True), "inline")
-    run.check_placements(["check"])
-    serving = config.model_copy(
-        update={"check": config.check.model_copy(update={"engines": ("native", "vllm")})}
-    )
-    with pytest.raises(EnvironmentFault, match="cannot place generate"):
-        Context(
-            serving, RunDirectory.create(config), Console(quiet=True), "inline"
-        ).check_placements(["check"])

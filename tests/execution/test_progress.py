@@ -1,15 +1,19 @@
-"""Progress is a plain line now and then where nobody watches a terminal."""
+"""Progress crosses process borders, and is a plain line now and then outside a terminal."""
 
 from __future__ import annotations
 
 import io
 import pickle
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
 from pipeline.execution import progress
-from pipeline.execution.progress import Meter, Progress, ProgressReporter
+from pipeline.execution.progress import Done, Meter, Progress, ProgressReporter, ShardProgress
+from pipeline.storage import progress_file
+from pipeline.storage.progress_file import ProgressFile
+from pipeline.storage.tasks import ShardTask
 
 
 @pytest.fixture
@@ -92,3 +96,50 @@ def test_what_this_process_reports_is_shown_at_once(tmp_path):
         shown[-1] == Progress("", 4, 9, "steps", "loss 1.000")
         and not (tmp_path / "progress").exists()
     )
+
+
+def test_a_report_within_half_a_second_is_left_out(tmp_path, clock):
+    there, here = ProgressFile(tmp_path / "file"), ProgressFile(tmp_path / "file")
+    for clock.now, seen in [(0.0, 0.0), (0.4, 0.0), (0.6, 0.6), (1.0, 0.6), (1.2, 1.2)]:
+        there.write({"at": clock.now})
+        assert here.read() == {"at": seen}
+
+
+def test_a_full_disk_stops_no_work(tmp_path):
+    file = ProgressFile(tmp_path / "not" / "there")
+    file.write({"done": 1})
+    file.remove()
+    assert file.read() is None
+
+
+def task(index: int) -> ShardTask:
+    return ShardTask(index, "source", "upstream", "shard", "quarantine", "f")
+
+
+def test_workers_counts_are_summed_until_their_shards_are_dropped(tmp_path, monkeypatch):
+    monkeypatch.setattr(progress_file, "SECONDS_BETWEEN_REPORTS", 0.0)
+    here = ShardProgress(tmp_path, lambda: None)
+    worker = pickle.loads(pickle.dumps(here))
+    for index, conversations, amount in [(0, 4, 9), (0, 1, 12), (1, 2, 30), (2, 0, 5)]:
+        worker.begin(task(index))  # again from zero
+        worker.add(task(index), conversations, amount)
+    here.poll()
+    assert here.begun and here.total() == Done(3, 47)
+    here.drop(task(1))
+    here.poll()
+    assert here.total() == Done(1, 17)
+    file = tmp_path / "00000.progress.tmp"
+    file.write_text(file.read_text()[:-1])  # while it is written again
+    here.poll()
+    assert here.total() == Done(1, 17)
+    here.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_trial_of_some_rows_is_not_counted():
+    here = ShardProgress(show=lambda: None)
+    trial = replace(task(0), rows=(2, 3))
+    for begun in (trial, task(0)):
+        here.begin(begun)
+        here.add(trial, 1, 1)
+    assert here.total() == Done(0, 0)

@@ -17,11 +17,11 @@ import pytest
 
 from pipeline import OPENMP
 from pipeline.errors import ConfigError, EnvironmentFault
-from pipeline.execution.cluster_watch import SUBMITTED_JOB
 from pipeline.execution.executor import InlineExecutor, make_executor
+from pipeline.execution.machine import SUBMITTED_JOB
 from pipeline.execution.placement import Placement
+from pipeline.execution.progress import ShardProgress
 from pipeline.execution.ray_cluster import WORKER_ENVIRONMENT, own_signals, worker_environment
-from pipeline.execution.shard_progress import ShardProgress
 from pipeline.storage.receipts import Receipt
 from pipeline.storage.tasks import ShardTask
 from tests.forks import PATIENCE

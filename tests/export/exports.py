@@ -9,7 +9,8 @@ from safetensors.torch import load_file
 
 from pipeline.export.directory import read_heads, write_export
 from pipeline.export.layout import ExportLayout, read_layout
-from pipeline.heads.medusa import MedusaHeads, MedusaShape
+from pipeline.heads.medusa import MedusaHeads
+from pipeline.heads.shapes import MedusaShape
 
 TREE = [[0], [1], [0, 0], [0, 1]]
 TARGET = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2, "num_attention_heads": 4}

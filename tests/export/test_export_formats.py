@@ -21,9 +21,9 @@ from pipeline.config.outcome import FormatName
 from pipeline.errors import ConfigError, DataError
 from pipeline.export.directory import read_heads, write_export
 from pipeline.export.layout import ExportLayout, check_formats, read_layout
-from pipeline.heads.export_format import FORMATS
-from pipeline.heads.medusa import MedusaHeads, MedusaShape
-from pipeline.heads.recurrent import RecurrentHeads, RecurrentShape
+from pipeline.heads.medusa import MedusaHeads
+from pipeline.heads.recurrent import RecurrentHeads
+from pipeline.heads.shapes import FORMATS, MedusaShape, RecurrentShape
 from tests.export.exports import TARGET, TREE, TokenizerStub, config_of, heads_of, holds, read
 from tests.export.pushes import EXPORTED, export_to, heads_of_export, send
 
@@ -123,7 +123,7 @@ def test_a_bias_that_native_decoding_would_not_add_is_refused(tmp_path):
     shape = RecurrentShape(16, 9, num_heads=3, intermediate_size=24)
     tensors = dict(RecurrentHeads(shape).named_tensors(FORMATS["sglang"]))
     tensors["fc.bias"] = torch.ones(16)
-    with pytest.raises(DataError, match="bias of this cell is not zero"):
+    with pytest.raises(DataError, match="bias is not zero"):
         RecurrentHeads.from_named_tensors(shape, tensors, FORMATS["sglang"], where="x")
 
 

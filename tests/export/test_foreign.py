@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from pipeline.errors import DataError
 from pipeline.export.weights import DirectoryTensors
-from pipeline.heads.foreign_layouts import ForeignHeads, Sizes, made_of
 from pipeline.heads.kind import TargetWeights
-from pipeline.heads.medusa import MedusaHeads, MedusaShape
-from pipeline.heads.recurrent import RecurrentHeads, RecurrentShape
+from pipeline.heads.kinds import ForeignHeads, Sizes, foreign_heads
+from pipeline.heads.medusa import MedusaHeads
+from pipeline.heads.recurrent import RecurrentHeads
+from pipeline.heads.shapes import MedusaShape, RecurrentShape
 from tests.export.exports import config_of, heads_of, tensors_of
 
 SIZES, ONE = Sizes(4, 6), torch.tensor(1.0)
@@ -28,7 +29,7 @@ TARGET = TargetWeights(
 
 
 def read(directory: Path, sizes: Sizes = SIZES, num_tokens: int = 3) -> ForeignHeads:
-    return made_of(DirectoryTensors(directory), TARGET, sizes, num_tokens)
+    return foreign_heads(DirectoryTensors(directory), TARGET, sizes, num_tokens)
 
 
 def as_vllm_names_them(tensors: dict[str, Tensor], num_layers: int) -> dict[str, Tensor]:

@@ -18,8 +18,9 @@ from pipeline.decoding.acceptance import AcceptanceRule
 from pipeline.decoding.decoder import Decoder
 from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.heads.kind import Heads
-from pipeline.heads.medusa import MedusaHeads, MedusaShape
-from pipeline.heads.recurrent import RecurrentHeads, RecurrentShape
+from pipeline.heads.medusa import MedusaHeads
+from pipeline.heads.recurrent import RecurrentHeads
+from pipeline.heads.shapes import MedusaShape, RecurrentShape
 from tests.decoding.test_acceptance import RULES
 from tests.fake_cuda.device import FakeGraphs
 from tests.fake_cuda.ledger import Ledger

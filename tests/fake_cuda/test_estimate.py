@@ -14,9 +14,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from pipeline.config import Config, TrainConfig
 from pipeline.conversations.spans import Span
-from pipeline.heads.shape import head_kind
-from pipeline.heads.soft_labels import TargetHead
-from pipeline.run.estimate import TOLERANCE, StageMemory, memory_of_stages, target_sizes
+from pipeline.heads.kinds import head_kind
+from pipeline.heads.losses import TargetHead
+from pipeline.run.estimate import (
+    TOLERANCE,
+    StageMemory,
+    memory_of_stages,
+    planned,
+    target_sizes,
+)
 from pipeline.targets.lora import add_lora
 from pipeline.training.adapted_backbone import Backbone
 from pipeline.training.feature_batches import BATCHES_AHEAD, Batch
@@ -27,6 +33,7 @@ from pipeline.training.task import Workers
 from pipeline.training.text_batches import Text, assemble_texts
 from pipeline.training.trainer import Trainer
 from tests.fake_cuda.ledger import Ledger
+from tests.flows.tiny import resolved
 
 SIZES = {
     "7B": (4096, 32000),
@@ -43,8 +50,8 @@ GPU = torch.device("cuda", 0)
 
 
 @pytest.fixture
-def planned(make_config, tmp_path):
-    """`planned("7B", **settings)`: a configuration whose target is a config.json of one layer."""
+def plan_of(make_config, tmp_path):
+    """`plan_of("7B", **settings)`: a configuration whose target is a config.json of one layer."""
 
     def make(size: str, **settings: Any) -> Config:
         hidden_size, vocab_size = SIZES[size]
@@ -76,9 +83,10 @@ def planned(make_config, tmp_path):
 
 
 def estimate_of(config: Config) -> StageMemory:
-    sizes = target_sizes(config)
+    run = planned(resolved(config))
+    sizes = target_sizes(run)
     assert sizes is not None
-    return next(each for each in memory_of_stages(config, sizes) if each.stage == "train")
+    return next(each for each in memory_of_stages(run, sizes) if each.stage == "train")
 
 
 def learner_of(settings: TrainConfig, hidden_size: int, vocab_size: int) -> HeadsLearner:
@@ -142,14 +150,14 @@ def bytes_of_a_step(config: Config, hidden_size: int, vocab_size: int) -> float:
     ("kind", "size"),
     [("untied", "70B"), ("shared", "8B"), ("recurrent", "7B"), ("recurrent", "70B")],
 )
-def test_a_step_takes_about_what_is_planned(planned, on_fake_cuda, kind, size):
-    config = planned(size, **KINDS[kind])
+def test_a_step_takes_about_what_is_planned(plan_of, on_fake_cuda, kind, size):
+    config = plan_of(size, **KINDS[kind])
     found = bytes_of_a_step(config, *SIZES[size])
     assert estimate_of(config).total == pytest.approx(found, rel=WITHIN)
 
 
 @pytest.mark.slow
-def test_a_step_of_heads_and_backbone_takes_about_what_is_planned(planned, on_fake_cuda):
+def test_a_step_of_heads_and_backbone_takes_about_what_is_planned(plan_of, on_fake_cuda):
     """Two micro-batches, of one of the target's layers: what every further layer would add is the
     same.
     """
@@ -159,7 +167,7 @@ def test_a_step_of_heads_and_backbone_takes_about_what_is_planned(planned, on_fa
         "micro_batch": 1,
         "gradient_checkpointing": False,
     }
-    config = planned(
+    config = plan_of(
         "7B",
         **KINDS["untied"],
         train__method="medusa-2",

@@ -8,7 +8,7 @@ from collections import Counter
 
 import torch
 
-from pipeline.targets.transformers_features import TransformersFeatureEngine
+from pipeline.targets.transformers_engines import TransformersFeatureEngine
 from tests.fake_cuda.test_decoding import CONTEXT, D, target_on
 
 LENGTHS = [5, CONTEXT, 1, 17, 33, 2, 2, 40, 8, 59]

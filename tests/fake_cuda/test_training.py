@@ -13,8 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from pipeline.config import BackboneConfig, MedusaConfig, TrainConfig
 from pipeline.conversations.spans import Span
-from pipeline.heads.shape import head_kind
-from pipeline.heads.soft_labels import TargetHead
+from pipeline.heads.kinds import head_kind
+from pipeline.heads.losses import TargetHead
 from pipeline.targets.lora import add_lora
 from pipeline.training.adapted_backbone import Backbone
 from pipeline.training.feature_batches import Batch

@@ -111,6 +111,7 @@ def _work_alone(config: Path, name: str, index: int, line: Any) -> None:
     from pipeline.config.load import load_config
     from pipeline.flow import STAGES
     from pipeline.run.context import Context
+    from pipeline.run.resolved import resolve_run
     from pipeline.storage.run_directory import RunDirectory
 
     def stop(moment: str) -> None:
@@ -121,7 +122,8 @@ def _work_alone(config: Path, name: str, index: int, line: Any) -> None:
         at(moment, f"{name}-*/shards/{index:05d}.parquet", lambda moment=moment: stop(moment))
     settings, module = load_config(config, ()), importlib.import_module(f"pipeline.stages.{name}")
     run = RunDirectory.create(settings)
-    context = Context(settings, run, Console(quiet=True), "inline", read_only=True)
+    resolved = resolve_run(settings, tuple(STAGES))
+    context = Context(resolved, run, Console(quiet=True), "inline", read_only=True)
     for earlier in list(STAGES)[: list(STAGES).index(name)]:
         context.upstream[earlier] = STAGES[earlier].locate(context)
 

@@ -1,13 +1,16 @@
-"""The head or the scheduler of a run's own Ray cluster is killed: one paragraph and exit 4 within
-seconds.
-"""
+"""A killed cluster ends its driver with one paragraph and exit 4, also behind Ray Client."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import socket
+import subprocess
+import sys
 import time
 from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +18,15 @@ import psutil
 import pytest
 
 from pipeline.execution.placement import Placement
-from pipeline.execution.shard_progress import ShardProgress
+from pipeline.execution.progress import ShardProgress
+from pipeline.execution.ray_cluster import refusal
 from pipeline.storage.tasks import ShardTask
 from tests.forks import FORKS, PATIENCE
 
 pytestmark = [pytest.mark.fault, pytest.mark.slow]
+
+
+NO_TOKEN = {"RAY_AUTH_MODE": "disabled"}
 
 
 class Endless:
@@ -31,11 +38,12 @@ class Endless:
         time.sleep(PATIENCE)
 
 
-def drive(root: Path, line: Any) -> None:
-    """A command that waits for a worker; it sends its cluster's processes then, by their names."""
+def drive(root: Path, line: Any, address: str) -> None:
+    """A command that waits for a worker; then it sends the processes of its cluster, by name."""
     from pipeline.cli.ending import ends_well
     from pipeline.execution.ray_executor import RayExecutor
 
+    os.environ.update(RAY_ADDRESS=address, RAY_CLIENT_RECONNECT_GRACE_PERIOD="2", **NO_TOKEN)
     said = root / "said.txt"
     for stream in (1, 2):
         os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
@@ -57,15 +65,53 @@ def drive(root: Path, line: Any) -> None:
     os._exit(code)
 
 
-@pytest.fixture
-def driver(tmp_path):
+@contextlib.contextmanager
+def driven(root: Path, address: str = "") -> Iterator[tuple[Any, dict[str, int]]]:
     """A driver that waits, and the processes of its cluster."""
     line, theirs = FORKS.Pipe()
-    process = FORKS.Process(target=drive, args=(tmp_path, theirs))
+    process = FORKS.Process(target=drive, args=(root, theirs, address))
     process.start()
     assert line.poll(PATIENCE)
     yield process, line.recv()
     process.kill()
+
+
+@pytest.fixture
+def driver(tmp_path):
+    with driven(tmp_path) as found:
+        yield found
+
+
+@pytest.fixture
+def head(tmp_path):
+    """The process and the address of a head with a Ray Client server."""
+    with socket.create_server(("127.0.0.1", 0)) as once:
+        port = once.getsockname()[1]
+    ray = Path(sys.executable).with_name("ray")
+    options = [f"--ray-client-server-port={port}", "--port=0", "--num-cpus=1", "--block"]
+    options += ["--include-dashboard=false"]
+    with (
+        (tmp_path / "head.txt").open("w") as said,
+        subprocess.Popen(
+            [ray, "start", "--head", *options], env=os.environ | NO_TOKEN, stdout=said, stderr=said
+        ) as process,
+    ):
+        try:
+            until = time.monotonic() + PATIENCE
+            while refusal(f"127.0.0.1:{port}"):
+                assert process.poll() is None and time.monotonic() < until
+                time.sleep(0.1)
+            yield process, f"ray://127.0.0.1:{port}"
+        finally:
+            kill_tree(process.pid)
+
+
+def kill_tree(pid: int) -> None:
+    if psutil.pid_exists(pid):
+        process = psutil.Process(pid)
+        for each in [process, *process.children(recursive=True)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
 
 
 def has_ended(pid: int) -> bool:
@@ -76,14 +122,23 @@ def has_ended(pid: int) -> bool:
 def test_a_killed_cluster_ends_the_command_with_exit_4(driver, tmp_path, killed):
     process, cluster = driver
     os.kill(cluster[killed], signal.SIGKILL)
+    assert_ended_with_a_paragraph(process, tmp_path)
+
+
+def test_a_killed_head_behind_ray_client_ends_with_exit_4(head, tmp_path):
+    server, address = head
+    with driven(tmp_path, address) as (process, _):
+        kill_tree(server.pid)
+        assert_ended_with_a_paragraph(process, tmp_path)
+
+
+def assert_ended_with_a_paragraph(process: Any, root: Path) -> None:
     process.join(PATIENCE)
-    said = (tmp_path / "said.txt").read_text()
+    said = (root / "said.txt").read_text()
     assert process.exitcode == 4, said
     paragraph = said.splitlines()[-1]
-    assert (
-        paragraph.startswith("error: The Ray cluster has died: ")
-        and "same command continues" in paragraph
-    )
+    assert paragraph.startswith("error: The Ray cluster has died: ")
+    assert "same command continues" in paragraph
     assert "Traceback" not in said
 
 

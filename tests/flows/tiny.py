@@ -14,10 +14,10 @@ import functools
 import json
 import random
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -26,6 +26,10 @@ from pipeline.config import Config
 from pipeline.config.load import validate
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.storage.stage_directory import StageDirectory
+
+if TYPE_CHECKING:
+    from pipeline.run.context import Context
+    from pipeline.run.resolved import ResolvedRun
 
 STAGES = ["seeds", "generate", "features", "train", "calibrate", "export", "check"]
 SHARDED = ("seeds", "generate", "features")
@@ -247,6 +251,28 @@ def copied_run(tmp_path: Path, finished_run: RunDirectory) -> RunDirectory:
     """The finished run at `tmp_path/run`, to be run again or damaged."""
     shutil.copytree(finished_run.path, tmp_path / "run", symlinks=True)
     return RunDirectory(tmp_path / "run")
+
+
+def resolved(
+    config: Config, stages: Sequence[str] | None = None, fresh: str | None = None
+) -> ResolvedRun:
+    """The resolved run of these stages, by default of all that are wanted."""
+    from pipeline.flow import STAGES as FLOW_STAGES
+    from pipeline.flow import wanted_stages
+    from pipeline.run.resolved import resolve_run
+
+    return resolve_run(config, stages or wanted_stages(config, tuple(FLOW_STAGES)), fresh)
+
+
+def context_of(config: Config, run: RunDirectory | None = None, **options: Any) -> Context:
+    """A context without an executor's processes and without a word."""
+    from rich.console import Console
+
+    from pipeline.run.context import Context
+
+    usual = {"console": Console(quiet=True), "executor_name": "inline"}
+    run = run or RunDirectory(config.run.directory, config.run.store)
+    return Context(resolved(config), run, **usual | options)
 
 
 def run_again(config: Config, **options: object) -> RunDirectory:

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.config import TrainConfig
-from pipeline.heads.export_format import ExportFormat
 from pipeline.heads.kind import Heads, TargetWeights
-from pipeline.heads.shape import HeadsShape
+from pipeline.heads.shapes import ExportFormat, HeadsShape
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from pipeline.conversations.spans import IGNORED
-from pipeline.heads.soft_labels import Teacher
+from pipeline.heads.losses import Teacher
 
 
 def plain_summed_cross_entropy(

@@ -10,7 +10,8 @@ import torch
 from pipeline.conversations.spans import IGNORED
 from pipeline.decoding.held_out import HeldOutRanks
 from pipeline.heads.accuracy import MISS, NO_LABEL, label_ranks, score
-from pipeline.heads.medusa import MedusaHeads, MedusaShape
+from pipeline.heads.medusa import MedusaHeads
+from pipeline.heads.shapes import MedusaShape
 from tests.heads.plain_loss import plain_summed_cross_entropy
 
 NUM_HEADS, NUM_ROWS, SIZE, VOCAB = 3, 29, 8, 13

@@ -16,12 +16,12 @@ from pipeline.decoding.dynamic_tree import NEVER, DynamicTree
 from pipeline.decoding.tree import Tree, cartesian_tree
 from pipeline.errors import DataError
 from pipeline.heads.accuracy import MISS, NO_LABEL, label_ranks, score
-from pipeline.heads.draft_vocabulary import TOKEN_MAP, most_frequent
-from pipeline.heads.kind import Heads
-from pipeline.heads.medusa import MedusaHeads, MedusaShape
-from pipeline.heads.recurrent import RecurrentHeads, RecurrentShape
-from pipeline.heads.shape import KINDS
-from pipeline.heads.soft_labels import TargetHead, Teacher
+from pipeline.heads.kind import TOKEN_MAP, Heads, most_frequent
+from pipeline.heads.kinds import KINDS
+from pipeline.heads.losses import TargetHead, Teacher
+from pipeline.heads.medusa import MedusaHeads
+from pipeline.heads.recurrent import RecurrentHeads
+from pipeline.heads.shapes import MedusaShape, RecurrentShape
 from pipeline.training.evaluation import figures_of
 from tests.heads.linear_heads import LinearHeads, LinearShape
 from tests.heads.pruning import pruned

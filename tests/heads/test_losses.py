@@ -6,7 +6,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.conversations.spans import IGNORED
 from pipeline.heads.losses import summed_cross_entropy
-from pipeline.heads.medusa import MedusaHeads, MedusaShape
+from pipeline.heads.medusa import MedusaHeads
+from pipeline.heads.shapes import MedusaShape
 from tests.fake_cuda.ledger import Ledger
 from tests.heads.plain_loss import plain_summed_cross_entropy
 

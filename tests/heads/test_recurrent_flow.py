@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from pipeline.export.layout import read_layout
-from pipeline.heads.recurrent import RecurrentShape
+from pipeline.heads.shapes import RecurrentShape
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.storage.shards import read_rows
 from tests.flows.tiny import STAGES, latest, run_again

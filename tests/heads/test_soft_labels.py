@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.conversations.spans import IGNORED
-from pipeline.heads.losses import summed_cross_entropy
-from pipeline.heads.soft_labels import TargetHead, Teacher
+from pipeline.heads.losses import TargetHead, Teacher, summed_cross_entropy
 from tests.heads.plain_loss import plain_summed_cross_entropy
 
 K, N, M, D, V = 3, 23, 26, 8, 19

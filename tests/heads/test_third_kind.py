@@ -16,9 +16,9 @@ from pipeline.config import TrainConfig
 from pipeline.errors import ConfigError
 from pipeline.export.directory import read_heads, write_export
 from pipeline.export.layout import ExportLayout, read_layout
-from pipeline.heads.export_format import ExportFormat
 from pipeline.heads.kind import TargetWeights
-from pipeline.heads.shape import KINDS, head_kind
+from pipeline.heads.kinds import KINDS, head_kind
+from pipeline.heads.shapes import ExportFormat
 from tests.export.exports import TokenizerStub
 from tests.flows.tiny import STAGES, latest, run_again
 from tests.heads.linear_heads import LinearHeads, LinearShape

@@ -15,6 +15,7 @@ import pytest
 from benchmarks.families import FAMILIES, REFUSED, WORDS
 from pipeline.config.load import load_config
 from pipeline.run.estimate import target_sizes
+from tests.flows.tiny import resolved
 from tests.models.published import BY_ID, PUBLISHED
 
 ROOT = Path(__file__).parents[2]
@@ -37,7 +38,8 @@ FILES = [
 
 @pytest.mark.parametrize("model", PUBLISHED, ids=lambda model: model.hub_id)
 def test_sizes_make_the_parameters_that_the_authors_state(model, make_config, tmp_path):
-    sizes = target_sizes(make_config(tmp_path, target__model=str(model.write(tmp_path / "target"))))
+    config = make_config(tmp_path, target__model=str(model.write(tmp_path / "target")))
+    sizes = target_sizes(resolved(config))
     assert sizes is not None and sizes.parameters / 1e9 == pytest.approx(model.billions, rel=0.01)
 
 

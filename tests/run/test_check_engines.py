@@ -1,7 +1,8 @@
-"""What an engine of the check has found is kept until the check is done."""
+"""The result of an engine of the check is kept until the check is done."""
 
 from __future__ import annotations
 
+from pipeline.artifacts.check_result import CheckResult
 from pipeline.run.check_engines import NATIVE, VLLM, forget_parts, kept_part
 from pipeline.storage.stage_directory import StageDirectory
 
@@ -9,12 +10,15 @@ from pipeline.storage.stage_directory import StageDirectory
 def test_a_part_is_made_once_until_it_is_forgotten(tmp_path):
     stage, made = StageDirectory(tmp_path, "check", "f" * 64), []
 
-    def make() -> dict[str, int]:
+    def part(name: str) -> int:
+        return kept_part(stage, name, CheckResult, make).skipped_prompts
+
+    def make() -> CheckResult:
         made.append(len(made))
-        return {"times": len(made)}
+        return CheckResult(skipped_prompts=len(made))
 
     stage.create({})
-    assert kept_part(stage, NATIVE, make) == kept_part(stage, NATIVE, make) == {"times": 1}
-    assert kept_part(stage, VLLM, make) == {"times": 2}
+    assert part(NATIVE) == part(NATIVE) == 1
+    assert part(VLLM) == 2
     forget_parts(stage)
-    assert kept_part(stage, NATIVE, make) == {"times": 3}
+    assert part(NATIVE) == 3

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from pipeline.config import Config
 from pipeline.errors import EnvironmentFault
-from pipeline.execution.device_memory import GIB
+from pipeline.execution.machine import GIB
+from pipeline.execution.placement import Resources
+from pipeline.flow import check_memory
 from pipeline.run.estimate import (
     StageMemory,
     TargetSizes,
-    check_memory,
     memory_of_stages,
+    planned,
+    require_memory,
     target_sizes,
 )
+from pipeline.run.resolved import ResolvedRun
 from tests.fake_cuda.ledger import Ledger
+from tests.flows.tiny import resolved
 
 # Llama-7B and Llama-3-70B: hidden, inner, layers, heads, KV heads, vocabulary.
 SHAPES = {"7B": (4096, 11008, 32, 32, 32, 32000), "70B": (8192, 28672, 80, 64, 8, 128256)}
@@ -32,12 +36,12 @@ MEDUSA = {
 
 
 @pytest.fixture
-def planned(make_config, tmp_path):
-    """`planned("70B", **settings)`: a configuration for GPUs of 80 GB, of a target that is a
+def plan_of(make_config, tmp_path):
+    """`plan_of("70B", **settings)`: a configuration for GPUs of 80 GB, of a target that is a
     config.json alone.
     """
 
-    def make(shape: str, quantization: dict | None = None, **changes) -> Config:
+    def make(shape: str, quantization: dict | None = None, **changes) -> ResolvedRun:
         hidden, inner, layers, heads, kv_heads, vocabulary = SHAPES[shape]
         content = LlamaConfig(
             hidden_size=hidden,
@@ -56,49 +60,49 @@ def planned(make_config, tmp_path):
         directory.mkdir(exist_ok=True)
         (directory / "config.json").write_text(json.dumps(content))
         usual = {"target__model": str(directory), "placement__gpu_memory_gb": 80, **MEDUSA}
-        return make_config(tmp_path, **usual | changes)
+        return planned(resolved(make_config(tmp_path, **usual | changes)))
 
     return make
 
 
-def sizes_of(config: Config) -> TargetSizes:
-    found = target_sizes(config)
+def sizes_of(run: ResolvedRun) -> TargetSizes:
+    found = target_sizes(run)
     assert found is not None
     return found
 
 
-def memory_of(config: Config, name: str, positions: int | None = None) -> StageMemory:
-    found = memory_of_stages(config, sizes_of(config), positions)
+def memory_of(run: ResolvedRun, name: str, positions: int | None = None) -> StageMemory:
+    found = memory_of_stages(run, sizes_of(run), positions)
     return next(each for each in found if each.name == name)
 
 
 @pytest.mark.parametrize(("shape", "parameters"), [("7B", 6_738_415_616), ("70B", 70_553_706_496)])
-def test_parameters_are_those_that_the_authors_publish(planned, shape, parameters):
-    config = planned(shape)
+def test_parameters_are_those_that_the_authors_publish(plan_of, shape, parameters):
+    config = plan_of(shape)
     assert sizes_of(config).parameters == parameters
     assert memory_of(config, "features").weights == 2 * parameters
 
 
-def test_a_conversation_caches_two_vectors_per_layer_and_head(planned):
-    assert memory_of(planned("7B"), "generate").cache == 4096 * (2 * 32 * 32 * 128 * 2)
-    assert memory_of(planned("70B"), "generate").cache == 4096 * (2 * 80 * 8 * 128 * 2)
+def test_a_conversation_caches_two_vectors_per_layer_and_head(plan_of):
+    assert memory_of(plan_of("7B"), "generate").cache == 4096 * (2 * 32 * 32 * 128 * 2)
+    assert memory_of(plan_of("70B"), "generate").cache == 4096 * (2 * 80 * 8 * 128 * 2)
 
 
-def test_several_gpus_share_the_weights_and_quantization_shrinks_them(planned):
+def test_several_gpus_share_the_weights_and_quantization_shrinks_them(plan_of):
     """In 4 bit a quarter, but for embedding and lm_head, whether on loading or in the files."""
-    whole = memory_of(planned("7B"), "features").weights
-    by_two = planned("7B", placement__features={"gpus_per_worker": 2})
+    whole = memory_of(plan_of("7B"), "features").weights
+    by_two = plan_of("7B", placement__features={"gpus_per_worker": 2})
     assert memory_of(by_two, "features").weights == whole / 2
     matrices = 2 * 32000 * 4096
     expected = pytest.approx((whole - 2 * matrices) / 4 + 2 * matrices, rel=0.01)
-    assert memory_of(planned("7B", target__quantization="4bit"), "features").weights == expected
-    in_files = planned("7B", {"quant_method": "gptq", "bits": 4, "group_size": 128})
+    assert memory_of(plan_of("7B", target__quantization="4bit"), "features").weights == expected
+    in_files = plan_of("7B", {"quant_method": "gptq", "bits": 4, "group_size": 128})
     assert memory_of(in_files, "features").weights == expected
 
 
 @pytest.mark.parametrize(("optimizer", "moments"), [("adamw", 8), ("adamw-8bit", 2)])
-def test_heads_have_weights_gradients_and_two_moments(planned, optimizer, moments):
-    train = memory_of(planned("70B", train__optimizer=optimizer), "train")
+def test_heads_have_weights_gradients_and_two_moments(plan_of, optimizer, moments):
+    train = memory_of(plan_of("70B", train__optimizer=optimizer), "train")
     numbers = 5 * 8192 * (8192 + 1 + 128256)
     assert (train.heads, train.gradients, train.optimizer) == (
         4 * numbers,
@@ -107,17 +111,17 @@ def test_heads_have_weights_gradients_and_two_moments(planned, optimizer, moment
     )
 
 
-def test_workers_share_the_layers_of_a_backbone_that_trains(planned):
+def test_workers_share_the_layers_of_a_backbone_that_trains(plan_of):
     """An eighth of the decoder layers on each of eight; embedding and lm_head are whole."""
     eight = {"train__method": "medusa-2", "placement__train": {"workers": 8}}
-    split = memory_of(planned("7B", train__backbone={"shard": True}, **eight), "train").weights
+    split = memory_of(plan_of("7B", train__backbone={"shard": True}, **eight), "train").weights
     matrices = 2 * 32000 * 4096
     assert split == pytest.approx(2 * ((6_738_415_616 - matrices) / 8 + matrices), rel=0.01)
-    assert memory_of(planned("7B", **eight), "train").weights == 2 * 6_738_415_616
+    assert memory_of(plan_of("7B", **eight), "train").weights == 2 * 6_738_415_616
 
 
 @pytest.mark.slow
-def test_a_forward_takes_about_what_is_planned(planned, monkeypatch):
+def test_a_forward_takes_about_what_is_plan_of(plan_of, monkeypatch):
     """Counted while two layers of a sixteenth of the width run, all of whose operations are
     real.
     """
@@ -132,76 +136,61 @@ def test_a_forward_takes_about_what_is_planned(planned, monkeypatch):
     )
     with torch.inference_mode(), Ledger() as ledger:
         model.base_model(input_ids=torch.zeros(1, 4096, dtype=torch.long), use_cache=False)
-    found = memory_of(planned("7B"), "features").activations / 16
+    found = memory_of(plan_of("7B"), "features").activations / 16
     assert found == pytest.approx(ledger.peak["cpu"], rel=0.3)
 
 
-def test_what_misses_by_more_than_the_tolerance_is_refused_before_a_run(planned):
+def require(run: ResolvedRun, stage: str, positions: int | None = None) -> None:
+    memory = memory_of_stages(run, sizes_of(run), positions)
+    require_memory(replace(run, open_stages=(stage,)), memory)
+
+
+def test_what_misses_by_more_than_the_tolerance_is_refused(plan_of):
     """Heads of 70B alone take 83 GiB: within 20 % of 80 GB, and not of 60."""
-    stages = ["seeds", "generate", "features", "train", "check"]
-    spread = {f"placement__{stage}": {"gpus_per_worker": 4} for stage in ("generate", "features")}
-    check_memory(planned("70B", **spread), stages)
-    small = planned("70B", placement__gpu_memory_gb=60, **spread)
-    with pytest.raises(
-        EnvironmentFault, match=r"train.*train\.medusa\.lm_head.*train\.optimizer"
-    ) as refused:
-        check_memory(small, stages)
+    require(plan_of("70B"), "train")
+    small = plan_of("70B", placement__gpu_memory_gb=60)
+    with pytest.raises(EnvironmentFault, match=r"train.*train\.medusa\.lm_head.*train\.optimizer"):
+        require(small, "train")
+    require(small, "seeds")
+    shared = {"train__medusa": {"lm_head": "shared"}, "placement__gpu_memory_gb": 60}
+    require(plan_of("70B", **shared), "train")
+
+
+def test_a_run_refuses_before_it_writes_and_not_a_finished_stage(plan_of, tmp_path):
+    run = plan_of("7B", placement__gpu_memory_gb=2)
+    assert run.open_stages == run.stages
+    with pytest.raises(EnvironmentFault) as refused:
+        check_memory(run)
     assert refused.value.exit_code == 4 and "\n" not in str(refused.value)
-    assert not Path(small.run.directory).exists()
-    check_memory(
-        planned("70B", train__medusa={"lm_head": "shared"}, placement__gpu_memory_gb=60, **spread),
-        stages,
-    )
+    assert not (tmp_path / "run").exists()
+    check_memory(replace(run, open_stages=()))
 
 
-def test_a_finished_stage_is_not_refused(planned, tmp_path):
-    config = planned("70B", placement__gpu_memory_gb=20)
-    finished = tmp_path / "run" / "train-0123"
-    finished.mkdir(parents=True)
-    (finished / "DONE.json").touch()
-    check_memory(config, ["train"])
-    with pytest.raises(EnvironmentFault):
-        check_memory(config, ["train"], fresh="train")
-
-
-def test_workers_without_gpus_share_the_machine(planned, monkeypatch):
-    monkeypatch.setattr("pipeline.run.estimate.num_gpus", lambda: 0)
+def test_workers_without_gpus_share_the_machine(plan_of, monkeypatch):
     monkeypatch.setattr("pipeline.run.estimate.machine_memory", lambda: 30.0 * GIB)
     one, four = (
-        planned("7B", placement__gpu_memory_gb=None, placement__train={"workers": workers})
+        plan_of("7B", placement__gpu_memory_gb=None, placement__train={"workers": workers})
         for workers in (1, 4)
     )
-    check_memory(one, ["train"])
+    without = Resources(((8, 0),))
+    require(one.on(without), "train")
     with pytest.raises(EnvironmentFault, match="this machine"):
-        check_memory(four, ["train"])
+        require(four.on(without), "train")
 
 
-def test_few_positions_make_small_batches_which_may_fit(planned):
-    """They are counted only where the largest batches do not fit."""
-    counted = []
-
-    def count() -> int:
-        counted.append(40_000)
-        return 40_000
-
-    settings = {"train__heads": "recurrent"}
-    check_memory(planned("7B", **settings), ["train"], count_positions=count)
-    assert not counted
-    small = planned("7B", placement__gpu_memory_gb=15, **settings)
-    check_memory(small, ["train"], count_positions=count)
-    assert counted
+def test_few_positions_make_small_batches_which_may_fit(plan_of):
+    small = plan_of("7B", placement__gpu_memory_gb=15, train__heads="recurrent")
+    require(small, "train", positions=40_000)
     with pytest.raises(EnvironmentFault, match="train"):
-        check_memory(small, ["train"])
+        require(small, "train")
 
 
-def test_as_many_workers_as_gpus_share_a_batch(planned, monkeypatch):
+def test_as_many_workers_as_gpus_share_a_batch(plan_of, monkeypatch):
     monkeypatch.setattr("pipeline.run.estimate.gpu_memory", lambda: 80.0 * GIB)
-    monkeypatch.setattr("pipeline.run.estimate.num_gpus", lambda: 8)
-    auto, eight, one = (
-        memory_of(
-            planned("70B", placement__gpu_memory_gb=None, placement__train={"workers": workers}),
-            "train",
-        )
-        for workers in ("auto", 8, 1)
-    )
+    found = []
+    for workers in ("auto", 8, 1):
+        placed = {"placement__gpu_memory_gb": None, "placement__train": {"workers": workers}}
+        run = plan_of("70B", **placed).on(Resources(((64, 8),)))
+        found.append(memory_of(run, "train"))
+    auto, eight, one = found
     assert auto == eight and auto.activations < one.activations

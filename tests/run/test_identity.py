@@ -9,11 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from pipeline.flow import STAGES
 from pipeline.run.context import Context
 from pipeline.storage.stage_directory import StageDirectory
+from tests.flows.tiny import context_of as context_of_run
 
 
 @pytest.fixture
@@ -22,9 +22,7 @@ def context_of(finished_run):
 
     def made(config) -> Context:
         upstream = finished_run.stages()
-        return Context(
-            config, finished_run, Console(quiet=True), "inline", read_only=True, upstream=upstream
-        )
+        return context_of_run(config, finished_run, read_only=True, upstream=upstream)
 
     return made
 

@@ -7,16 +7,10 @@ import os
 from importlib.metadata import version
 
 import pytest
-from rich.console import Console
 
-from pipeline.execution.executor import make_executor
-from pipeline.execution.hardware import hardware, with_surroundings
-from pipeline.execution.placement import Placement
-from pipeline.run.context import Context
+from pipeline.execution.machine import hardware
 from pipeline.run.reporting import assemble, publish_report
-from pipeline.stages import check
-from pipeline.targets.spec import TargetSpec
-from tests.flows.tiny import edit_summary
+from tests.flows.tiny import context_of, edit_summary
 
 NODE = {"cpu": "another", "cores": 96, "memory_gb": 900, "gpus": ["NVIDIA H200"]}
 
@@ -47,40 +41,12 @@ def test_versions_are_those_of_the_check_and_not_of_who_reports_later(
     assert assemble(copied_run, make_config(tmp_path))[0]["versions"] == before
 
 
-def where(**arguments: object) -> dict:
-    return {"arguments": arguments, "visible": os.environ.get("ONLY_THERE")}
-
-
-@pytest.mark.slow
-def test_hardware_and_versions_are_asked_in_the_process_that_works(ray_cluster, monkeypatch):
-    """With Ray a process of its own, which need not be on this machine."""
-    monkeypatch.setattr("pipeline.execution.hardware.hardware", lambda: "the driver's")
-    monkeypatch.setattr("pipeline.execution.hardware.versions", lambda: {"torch": "the driver's"})
-    found = make_executor("ray").call(
-        with_surroundings, {"function": where, "a": 1}, Placement(1, 1, 0)
-    )
-    assert found["arguments"] == {"a": 1} and found["hardware"]["cpu"] == hardware()["cpu"]
-    assert found["versions"]["torch"] == version("torch")
-
-
-@pytest.mark.parametrize("model", ["owner/model", None])
-def test_a_target_of_the_hub_stands_in_the_check_s_record_and_the_report_with_its_commit(
-    copied_run, make_config, tmp_path, model
+@pytest.mark.parametrize("commit", ["0123abc", None])
+def test_the_report_has_the_commit_of_a_target_from_the_hub(
+    copied_run, make_config, tmp_path, commit
 ):
-    changes = {"target__model": model} if model else {"target__revision": "main"}
-    context = Context(make_config(tmp_path, **changes), copied_run, Console(quiet=True), "inline")
-    context.__dict__["target"] = TargetSpec(
-        model or context.config.target.model, revision="0123abc"
-    )
-    made_of = check.made_of(context)
-    assert made_of["configuration"] == json.loads(
-        json.dumps(context.config.model_dump(mode="json"))
-    )
-    edit_summary(copied_run, "check", **made_of)
+    edit_summary(copied_run, "check", target_revision=commit)
+    context = context_of(make_config(tmp_path), copied_run)
     publish_report(context)
     report = json.loads((copied_run.path / "report.json").read_text())
-    assert (
-        report.get("target_revision")
-        == made_of.get("target_revision")
-        == ("0123abc" if model else None)
-    )
+    assert report.get("target_revision") == commit

@@ -14,13 +14,12 @@ from pipeline.conversations.conversation import Reason, RejectedRow
 from pipeline.errors import DataError, EnvironmentFault, MedusaDistillError
 from pipeline.execution import progress
 from pipeline.execution.placement import Placement
-from pipeline.execution.shard_progress import ShardProgress
-from pipeline.run.context import Context
+from pipeline.execution.progress import ShardProgress
 from pipeline.run.sharded import run_sharded
-from pipeline.storage.run_directory import RunDirectory
 from pipeline.storage.shards import ShardWriter, read_rows
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.storage.tasks import ShardTask, shard_writer
+from tests.flows.tiny import context_of
 
 ROWS = 10
 CALLS: Counter[int] = Counter()
@@ -88,9 +87,7 @@ def go(tmp_path, upstream, make_config):
         config = make_config(
             tmp_path, **{f"limits__{key}": value for key, value in (limits or {}).items()}
         )
-        context = Context(
-            config, RunDirectory(tmp_path / "run"), Console(file=run.said, width=200), "inline"
-        )
+        context = context_of(config, console=Console(file=run.said, width=200))
         return run_sharded(
             context, stage, upstream, Copier, arguments, Placement(1, 1, 0), unit="tokens"
         )
@@ -161,12 +158,7 @@ def test_what_an_earlier_run_has_done_counts_and_its_tokens_are_not_in_the_rate(
 def test_of_a_split_only_its_conversations_count(go, upstream, tmp_path, make_config, monkeypatch):
     monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
     said = io.StringIO()
-    context = Context(
-        make_config(tmp_path),
-        RunDirectory(tmp_path / "run"),
-        Console(file=said, width=200),
-        "inline",
-    )
+    context = context_of(make_config(tmp_path), console=Console(file=said, width=200))
     run_sharded(
         context, go.stage, upstream, Copier, {}, Placement(1, 1, 0), "tokens", split="calibrate"
     )

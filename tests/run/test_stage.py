@@ -6,9 +6,9 @@ import pytest
 
 from pipeline.execution.progress import STAGE_WIDTH
 from pipeline.flow import STAGES
-from pipeline.run.placements import sections_of
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.storage.stage_directory import StageDirectory
+from tests.flows.tiny import resolved
 
 
 def test_every_stage_s_name_fits_into_the_terminal_s_column():
@@ -18,10 +18,11 @@ def test_every_stage_s_name_fits_into_the_terminal_s_column():
 @pytest.mark.parametrize("method", ["medusa-1", "medusa-2"])
 def test_a_stage_reads_only_stages_before_it_that_the_run_has(make_config, tmp_path, method):
     config = make_config(tmp_path, train__method=method)
+    run = resolved(config)
     have = [name for name, stage in STAGES.items() if stage.skipped(config) is None]
     for position, name in enumerate(have):
         assert set(STAGES[name].upstream(config)) <= set(have[:position])
-        assert sections_of(config, [name]) <= set(config.placement.of_stages())
+        assert run.sections_of(name) <= set(config.placement.of_stages())
     assert ("tuned-features" in have) == (method == "medusa-2")
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pipeline.flow import STAGES
-from pipeline.run.stage_status import stage_statuses
+from pipeline.flow import statuses_of
 from tests.flows.tiny import latest
 
 
@@ -14,9 +13,9 @@ def test_a_shard_that_was_made_from_something_else_is_not_counted(
 ):
     config, seeds = make_config(tmp_path), latest(copied_run, "seeds")
     (latest(copied_run, "generate").path / "DONE.json").unlink()
-    found = stage_statuses(copied_run, config, STAGES)["generate"]
+    found = statuses_of(copied_run, config)["generate"]
     assert (found.status, found.made, found.expected) == ("partial", 4, 4)
     first, *others = seeds.done.shards
     replace(seeds.done, shards=[replace(first, content_sha256="0" * 64), *others]).write(seeds.path)
-    found = stage_statuses(copied_run, config, STAGES)["generate"]
+    found = statuses_of(copied_run, config)["generate"]
     assert (found.status, found.made, found.expected) == ("partial", 3, 4)

@@ -385,6 +385,6 @@ def test_answers_too_short_for_the_last_head_are_named(make_config, tmp_path, mo
     """All of them end early; here they are cut, which is refused before a run where nobody looks
     away.
     """
-    monkeypatch.setattr("pipeline.run.preflight.require_labels", lambda *asked: None)
+    monkeypatch.setattr("pipeline.run.checks.CHECKS", ())
     with pytest.raises(DataError, match="Head 2 has nothing to be measured on"):
         run_again(make_config(tmp_path, generate__max_new_tokens=3))

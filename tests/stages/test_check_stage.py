@@ -7,20 +7,26 @@ import json
 import re
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
+from pipeline.artifacts.check_result import CheckResult, GreedyMatch, VllmFigures
+from pipeline.artifacts.json_form import to_json
 from pipeline.errors import CheckFailed, ConfigError, DataError, EnvironmentFault
+from pipeline.evaluation.served import LoadStudy
 from pipeline.flow import push_run, run_flow
-from pipeline.run.check_engines import PARTS, kept_part, served_copies
-from pipeline.run.context import Context
+from pipeline.run.check_engines import PARTS
 from pipeline.stages import check
-from pipeline.storage.run_directory import RunDirectory
 from pipeline.storage.shards import read_rows
-from tests.flows.tiny import NEW_TOKENS, last_events, stages_run
+from tests.flows.tiny import NEW_TOKENS, context_of, last_events, stages_run
 from tests.targets.quantized_copies import compressed
+
+SERVED = CheckResult(
+    vllm=VllmFigures(
+        acceleration_rate=1.5, accepted_per_position=[0.5], greedy_match=GreedyMatch(8, 8, 0)
+    )
+)
 
 
 def run_again(config):
@@ -193,30 +199,24 @@ def test_typical_acceptance_is_measured_and_greedy_decoding_compared_all_the_sam
 def test_what_was_decoded_natively_is_kept_when_vllm_fails(
     copied_run, make_config, tmp_path, monkeypatch
 ):
-    def out_of_memory(**_):
+    def out_of_memory(*_):
         raise EnvironmentFault(
             "vLLM cannot start: out of memory.", "check.engines: vllm", "Free memory."
         )
 
-    match = {"sequences": 8, "identical": 8, "ties": 0}
-    served = {
-        "vllm": {"acceleration_rate": 1.5, "accepted_per_position": [0.5], "greedy_match": match}
-    }
     config = make_config(tmp_path, check__engines=["native", "vllm"])
-    monkeypatch.setattr("pipeline.run.check_engines.check_served", out_of_memory)
+    monkeypatch.setattr("pipeline.evaluation.measuring.check_served", out_of_memory)
     with pytest.raises(EnvironmentFault, match="out of memory"):
         run_again(config)
+    monkeypatch.setattr("pipeline.evaluation.measuring.check_served", lambda *_: SERVED)
     monkeypatch.setattr(
-        "pipeline.run.check_engines.check_served", lambda **_: {**served, "differing": []}
-    )
-    monkeypatch.setattr(
-        "pipeline.run.check_engines.check_native",
-        lambda **_: pytest.fail("it has been decoded already"),
+        "pipeline.evaluation.measuring.check_native",
+        lambda *_: pytest.fail("it has been decoded already"),
     )
     stage = run_again(config).latest("check")
     assert (
         stage.summary["native"]["prompts"] == 8
-        and stage.summary["vllm"].items() >= served["vllm"].items()
+        and stage.summary["vllm"].items() >= to_json(SERVED.vllm).items()
     )
     chain, promise = (
         copied_run.latest("calibrate").summary["tree"]["chain"][-1],
@@ -242,32 +242,21 @@ def test_what_vllm_decoded_is_kept_when_its_server_fails_under_load(
             "vLLM's server ended with status 1: no port.", "check.studies: load", "Try again."
         )
 
-    match = {"sequences": 8, "identical": 8, "ties": 0}
-    served = {
-        "vllm": {"acceleration_rate": 1.5, "accepted_per_position": [0.5], "greedy_match": match}
-    }
     config = make_config(tmp_path, check__engines=["vllm"], check__studies=["load"])
-    monkeypatch.setattr(
-        "pipeline.run.check_engines.check_served", lambda **_: {**served, "differing": []}
-    )
+    monkeypatch.setattr("pipeline.evaluation.measuring.check_served", lambda *_: SERVED)
     monkeypatch.setattr("pipeline.run.check_engines.load_study", no_server)
     with pytest.raises(EnvironmentFault, match="no port"):
         run_again(config)
-    rows = {"studies": {"load": []}, "under_load": "The heads pay."}
-    monkeypatch.setattr("pipeline.run.check_engines.load_study", lambda **_: rows)
+    study = LoadStudy([], "The heads pay.")
+    monkeypatch.setattr("pipeline.run.check_engines.load_study", lambda **_: study)
     monkeypatch.setattr(
-        "pipeline.run.check_engines.check_served", lambda **_: pytest.fail("it has decoded already")
+        "pipeline.evaluation.measuring.check_served",
+        lambda *_: pytest.fail("it has decoded already"),
     )
     stage = run_again(config).latest("check")
-    assert stage.summary["vllm"].items() >= (served["vllm"] | rows).items()
+    rows = {"studies": {"load": []}, "under_load": "The heads pay."}
+    assert stage.summary["vllm"].items() >= (to_json(SERVED.vllm) | rows).items()
     assert not any((stage.path / f"{part}.json").exists() for part in PARTS), "DONE.json has them"
-
-
-def test_a_part_is_the_same_when_it_is_made_and_when_it_was_kept(tmp_path):
-    stage = SimpleNamespace(path=tmp_path)
-    made = kept_part(stage, "native", lambda: {"paths": [(0, 1)], "by_depth": {1: 0.5}})
-    assert made == kept_part(stage, "native", lambda: pytest.fail("it is there"))
-    assert made == {"paths": [[0, 1]], "by_depth": {"1": 0.5}}, "both are of the file"
 
 
 def test_while_it_decodes_a_line_now_and_then_says_how_far_it_is(
@@ -358,8 +347,10 @@ def test_a_served_copy_is_decoded_in_the_dtype_that_its_workers_have_wherever_th
     settings = make_config(
         tmp_path, check__served_model=str(copy), check__engines=["native", "vllm"], **placed
     )
-    context = Context(settings, RunDirectory.create(settings), Console(quiet=True))
+    context = context_of(settings)
     dtypes = ("float32", "bfloat16")
     expected = {"native": dtypes[native], "vllm": dtypes[vllm]}
     assert check.identity(context)["settings"]["served_model"]["dtypes"] == expected
-    assert {engine: spec.dtype for engine, spec in served_copies(context).items()} == expected
+    assert {
+        engine: spec.dtype for engine, spec in context.resolved.served_copies.items()
+    } == expected

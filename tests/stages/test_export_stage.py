@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from pipeline.export.directory import read_heads
 from pipeline.export.layout import read_layout
 from pipeline.flow import run_flow
-from pipeline.heads.medusa import MedusaShape
+from pipeline.heads.shapes import MedusaShape
 from tests.flows.tiny import stages_run
 
 

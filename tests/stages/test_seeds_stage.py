@@ -426,7 +426,7 @@ def test_rows_that_hold_a_question_of_the_check_are_left_out_and_a_file_that_fin
     assert made(check__prompts=8)[0].path == whole.path
 
     monkeypatch.setattr(
-        "pipeline.conversations.readers._hub_rows", lambda *_: map(json.loads, path.open())
+        "pipeline.conversations.sources.hub_rows", lambda *_: map(json.loads, path.open())
     )
     on_hub = {"seeds__sources": [{"hub": "someone/chats"}]}
     one, other = (

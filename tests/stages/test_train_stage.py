@@ -5,13 +5,11 @@ says how it is run.
 from __future__ import annotations
 
 import pytest
-from rich.console import Console
 
 from pipeline.heads.medusa import MedusaHeads
-from pipeline.run.context import Context
 from pipeline.stages import train
 from pipeline.storage.fingerprint import fingerprint
-from pipeline.storage.run_directory import RunDirectory
+from tests.flows.tiny import context_of
 
 MEDUSA_2 = {"train__method": "medusa-2"}
 TWO_STAGE = MEDUSA_2 | {"train__backbone__recipe": "two-stage"}
@@ -21,9 +19,7 @@ TWO_STAGE = MEDUSA_2 | {"train__backbone__recipe": "two-stage"}
 def identity(make_config, tmp_path):
     def of(**changes) -> str:
         config = make_config(tmp_path, **changes)
-        return fingerprint(
-            train.identity(Context(config, RunDirectory.create(config), Console(quiet=True)))
-        )
+        return fingerprint(train.identity(context_of(config)))
 
     return of
 
@@ -36,9 +32,7 @@ def test_a_changed_kind_of_heads_is_trained_again(identity, monkeypatch):
 
 def test_heads_alone_are_named_by_the_common_keys_and_their_kind_s_own(make_config, tmp_path):
     config = make_config(tmp_path)
-    settings = train.identity(Context(config, RunDirectory.create(config), Console(quiet=True)))[
-        "settings"
-    ]
+    settings = train.identity(context_of(config))["settings"]
     common = {
         "heads",
         "method",

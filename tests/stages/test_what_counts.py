@@ -9,4 +9,4 @@ from pipeline.flow import STAGES
 
 @pytest.mark.parametrize("stage", STAGES.values(), ids=STAGES.keys())
 def test_a_part_of_the_result_is_not_scratch(stage):
-    assert not {*stage.parts} & {*stage.scratch}
+    assert not {*stage.files.parts} & {*stage.files.scratch}

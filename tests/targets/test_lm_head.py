@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from pipeline.errors import ConfigError
-from pipeline.heads.soft_labels import TargetHead
+from pipeline.heads.losses import TargetHead
 from pipeline.targets import lm_head
 from pipeline.targets.lm_head import (
     read_embedding,

@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -83,7 +82,7 @@ def test_on_a_cpu_weights_in_their_own_dtype_are_the_file_s_own_pages(
 @pytest.mark.slow
 def test_quantizing_on_a_cpu_says_nothing_of_kernels_that_are_missing() -> None:
     pytest.importorskip("bitsandbytes")
-    assert in_a_fork(loading._quantization, TargetSpec("any", quantization="4bit")) == (0, "")
+    assert in_a_fork(loading._bitsandbytes, TargetSpec("any", quantization="4bit")) == (0, "")
 
 
 def test_a_repository_of_pickled_weights_loads_the_same_tensors(
@@ -133,8 +132,10 @@ def test_states_that_overflow_are_refused(random_target: TargetSpec) -> None:
 
 
 def test_a_missing_bitsandbytes_is_an_environment_fault(random_target, monkeypatch) -> None:
-    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    with pytest.raises(EnvironmentFault, match="not importable"):
+    monkeypatch.setattr(
+        "transformers.quantizers.quantizer_bnb_4bit.is_bitsandbytes_available", lambda: False
+    )
+    with pytest.raises(EnvironmentFault, match="pip install"):
         load_causal_lm(TargetSpec(random_target.model, quantization="4bit"))
 
 

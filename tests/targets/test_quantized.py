@@ -15,11 +15,9 @@ from transformers import PretrainedConfig
 from pipeline.config import TargetConfig
 from pipeline.errors import ConfigError, EnvironmentFault
 from pipeline.run.estimate import target_sizes
-from pipeline.targets.loading import load_causal_lm, verify_tap
-from pipeline.targets.quantization import format_of, rounding_of
-from pipeline.targets.quantized import in_engine, require_readable
-from pipeline.targets.spec import TargetSpec, model_config, resolve
-from pipeline.targets.vllm_engine import engine_arguments
+from pipeline.targets.loading import load_causal_lm, require_readable, verify_tap
+from pipeline.targets.spec import TargetSpec, format_of, model_config, resolve, rounding_of
+from pipeline.targets.vllm_engine import engine_arguments, in_vllm
 from tests.targets.quantized_copies import by_bitsandbytes, compressed, finegrained_fp8
 
 PROMPT = torch.tensor([[7, 20, 33, 41, 5, 90, 17]])
@@ -95,17 +93,6 @@ def test_a_format_that_cannot_be_read_here_is_refused_with_the_reason(
     assert caught.value.where == "check.served_model" and "\n" not in str(caught.value)
 
 
-def test_fp8_in_blocks_needs_amx_in_vllm_on_a_cpu(claims, monkeypatch):
-    spec = claims(quant_method="fp8", activation_scheme="dynamic", weight_block_size=[128, 128])
-    monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: False)
-    with pytest.raises(EnvironmentFault, match=r"AMX.*native"):
-        require_readable(spec, "vllm", on_gpu=False, where="check.served_model")
-    require_readable(spec, "vllm", on_gpu=True, where="check.served_model")
-    monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: True)
-    require_readable(spec, "vllm", on_gpu=False, where="check.served_model")
-    assert in_engine(spec, "vllm", on_gpu=False).dtype == "bfloat16"
-
-
 @pytest.mark.parametrize(
     "quantization", [{"quant_method": "gptq", "bits": 4}, {"quant_method": "awq", "bits": 4}]
 )
@@ -115,13 +102,11 @@ def test_a_reader_that_is_not_installed_is_named(claims, monkeypatch, quantizati
 
     monkeypatch.setattr("transformers.quantizers.AutoHfQuantizer.from_config", lacking)
     spec = claims(**quantization)
-    with pytest.raises(
-        EnvironmentFault, match=r"\(4 bits\).*gptqmodel.*not in the lock files.*HEADS --engine vllm"
-    ):
+    with pytest.raises(EnvironmentFault, match=r"\(4 bits\).*gptqmodel.*HEADS --engine vllm"):
         require_readable(spec, "native", on_gpu=False, where="target.model")
     require_readable(spec, "vllm", on_gpu=False, where="target.model")
-    assert in_engine(spec, "vllm", on_gpu=False).dtype == "bfloat16"
-    assert in_engine(spec, "native", on_gpu=False) == in_engine(spec, "vllm", on_gpu=True) == spec
+    assert in_vllm(spec, on_gpu=False).dtype == "bfloat16"
+    assert in_vllm(spec, on_gpu=True) == spec
 
 
 def test_vllm_is_started_in_a_dtype_that_the_copy_s_kernels_have(claims):

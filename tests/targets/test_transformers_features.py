@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.errors import ConfigError, EnvironmentFault
-from pipeline.targets import transformers_features
+from pipeline.targets import transformers_engines
 from pipeline.targets.loading import lm_head_weight, load_causal_lm, verify_tap
 from pipeline.targets.spec import TargetSpec
-from pipeline.targets.transformers_features import TransformersFeatureEngine
+from pipeline.targets.transformers_engines import TransformersFeatureEngine
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def test_an_engine_that_would_tap_the_wrong_state_does_not_start(
 ) -> None:
     model = load_causal_lm(random_target)
     model.lm_head.register_forward_pre_hook(lambda _, args: (args[0] * 2,))
-    monkeypatch.setattr(transformers_features, "load_causal_lm", lambda *_: model)
+    monkeypatch.setattr(transformers_engines, "load_causal_lm", lambda *_: model)
     with pytest.raises(ConfigError, match="not what its lm_head reads"):
         TransformersFeatureEngine(random_target)
 
@@ -66,7 +66,7 @@ def test_a_window_holds_no_more_bytes_of_states_than_it_may(
     engine: TransformersFeatureEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        transformers_features, "WINDOW_BYTES", 400 * engine.hidden_size * engine.dtype.itemsize
+        transformers_engines, "WINDOW_BYTES", 400 * engine.hidden_size * engine.dtype.itemsize
     )
     read = []
     next(engine.stream(read.append(row) or [row] * 50 for row in range(200)))

@@ -11,7 +11,7 @@ from transformers import TemperatureLogitsWarper, TopPLogitsWarper
 from pipeline.conversations.requests import Completion, Request
 from pipeline.errors import EnvironmentFault
 from pipeline.targets.spec import TargetSpec
-from pipeline.targets.transformers_generation import (
+from pipeline.targets.transformers_engines import (
     TransformersGenerationEngine,
     sample_tokens,
     truncated_probabilities,
@@ -111,19 +111,12 @@ def test_a_text_ends_with_the_context(counting_target: TargetSpec) -> None:
     assert len(run(short, [Request("short", [7] * 15, 50)])["short"].token_ids) == 5
 
 
-@pytest.mark.parametrize("ids", [[], [1] * CONTEXT])
-def test_a_prompt_that_leaves_no_room_is_a_programmers_error(
-    engine: TransformersGenerationEngine, ids: list[int]
-) -> None:
-    with pytest.raises(ValueError, match="prompt tokens"):
-        engine.add(Request("bad", ids, 5))
-
-
-def test_an_id_is_under_way_only_once(counting_target: TargetSpec) -> None:
+def test_a_prompt_without_room_or_a_running_id_is_an_error(counting_target: TargetSpec) -> None:
     engine = TransformersGenerationEngine(counting_target)
     engine.add(Request("a", [1], 2))
-    with pytest.raises(ValueError, match="running already"):
-        engine.add(Request("a", [1], 2))
+    for id, ids in (("empty", []), ("long", [1] * CONTEXT), ("a", [1])):
+        with pytest.raises(ValueError, match=id):
+            engine.add(Request(id, ids, 5))
 
 
 def test_the_cache_stays_within_its_budget(

@@ -21,16 +21,17 @@ from pipeline.evaluation.prompts import Prompt, with_room_for
 from pipeline.export.directory import write_export
 from pipeline.export.layout import ExportLayout, read_layout
 from pipeline.heads.kind import Heads, TargetWeights
-from pipeline.heads.medusa import MedusaHeads, MedusaShape
-from pipeline.heads.recurrent import RecurrentHeads, RecurrentShape
-from pipeline.targets import vllm_decode, vllm_load
+from pipeline.heads.medusa import MedusaHeads
+from pipeline.heads.recurrent import RecurrentHeads
+from pipeline.heads.shapes import MedusaShape, RecurrentShape
+from pipeline.targets import vllm_decode, vllm_server
 from pipeline.targets.loading import lm_head_weight, load_causal_lm
 from pipeline.targets.spec import TargetSpec, load_tokenizer, model_config
-from pipeline.targets.transformers_features import TransformersFeatureEngine
-from pipeline.targets.transformers_generation import TransformersGenerationEngine
-from pipeline.targets.vllm_decode import vllm_decode_check
-from pipeline.targets.vllm_engine import VLLMGenerationEngine, engine_arguments
-from pipeline.targets.vllm_features import VLLMFeatureEngine
+from pipeline.targets.transformers_engines import (
+    TransformersFeatureEngine,
+    TransformersGenerationEngine,
+)
+from pipeline.targets.vllm_engine import VLLMFeatureEngine, VLLMGenerationEngine, engine_arguments
 from tests.cluster import work_here
 from tests.heads.pruning import pruned
 from tests.targets.conftest import CONTEXT, EOS
@@ -281,16 +282,16 @@ def test_vllm_serves_target_and_heads_of_an_export_alone(
 def test_heads_that_are_always_right_accept_everything_in_vllm(
     counting_target: TargetSpec, export: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    work_here(monkeypatch, vllm_decode, vllm_decode.decode)
+    work_here(monkeypatch, vllm_decode)
     prompts = [[100], [7, 7, 250], [300, 2, 17], [500]]
     alone = read_layout(export).engine_args(export, counting_target.model)
     assert alone == {"model": str(export)}, (
         "the engine reads from the export which target and how many tokens"
     )
     told: list[dict] = []
-    result = vllm_decode_check(
+    plain, accelerated = vllm_decode.decode_in_vllm(
         counting_target,
-        alone,
+        [{}, alone],
         prompts,
         33,
         repeats=2,
@@ -301,27 +302,24 @@ def test_heads_that_are_always_right_accept_everything_in_vllm(
     expected = [[(ids[-1] + 1 + step) for step in range(33)] for ids in prompts[:3]] + [
         [*range(501, 512), 0, 1, 2]
     ]
-    assert result["plain"]["token_ids"] == result["accelerated"]["token_ids"] == expected
-    assert result["plain"]["num_tokens"] == 3 * 33 + 14
-    accelerated = result["accelerated"]
-    assert result["plain"]["model_runner"] == accelerated["model_runner"] == "V1", (
-        "vLLM's CPU build has no other"
-    )
-    assert result["plain"]["accepted"] == [[1] * 32] * 3 + [[1] * 13]
+    assert plain.token_ids == accelerated.token_ids == expected
+    assert plain.num_tokens == 3 * 33 + 14
+    assert plain.model_runner == accelerated.model_runner == "V1", "the CPU build has no other"
+    assert plain.accepted == [[1] * 32] * 3 + [[1] * 13]
     # 32 tokens after the prefill's are 8 steps of four, and 13 are three and one that the text's
     # end cuts short
-    assert accelerated["accepted"] == [[4] * 8] * 3 + [[4, 4, 4, 1]]
+    assert accelerated.accepted == [[4] * 8] * 3 + [[4, 4, 4, 1]]
 
 
 def test_a_cell_that_is_always_right_accepts_more_than_it_was_trained_for(
     counting_target: TargetSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    work_here(monkeypatch, vllm_decode, vllm_decode.decode)
+    work_here(monkeypatch, vllm_decode)
     export = exported(counting_target, right_cell(counting_target), "expanded", tmp_path)
     apart = {"speculative_config": RecurrentHeads.speculative_config(str(export), 5)}
     (result,) = vllm_decode.decode_in_vllm(counting_target, [apart], PROMPTS, 33)
-    assert result["token_ids"] == [[ids[-1] + 1 + step for step in range(33)] for ids in PROMPTS]
-    assert result["accepted"] == [[6] * 5 + [2]] * 3, "of 32 tokens after the prefill's"
+    assert result.token_ids == [[ids[-1] + 1 + step for step in range(33)] for ids in PROMPTS]
+    assert result.accepted == [[6] * 5 + [2]] * 3, "of 32 tokens after the prefill's"
 
 
 def often_right_heads(counting_target: TargetSpec) -> MedusaHeads:
@@ -382,7 +380,7 @@ def test_each_request_takes_the_steps_that_its_text_takes_natively(
     """Also where a prompt is computed in parts, a request waits, or the longest text ends at its
     limit.
     """
-    work_here(monkeypatch, vllm_decode, vllm_decode.decode)
+    work_here(monkeypatch, vllm_decode)
     heads = make(counting_target)
     export = exported(counting_target, heads, "expanded", tmp_path)
     args = {"speculative_config": heads.speculative_config(str(export), num_tokens)}
@@ -392,12 +390,12 @@ def test_each_request_takes_the_steps_that_its_text_takes_natively(
     (found,) = vllm_decode.decode_in_vllm(target, [args], prompts, 33, at_once=3)
     texts = [[(prompt[-1] + step) % 512 for step in range(1, 34)] for prompt in prompts]
     ended = [text[: text.index(2) + 1] if 2 in text else text for text in texts]
-    assert found["token_ids"] == ended and list(map(len, ended)) == [33, 33, 33, 33, 14, 4, 1]
+    assert found.token_ids == ended and list(map(len, ended)) == [33, 33, 33, 33, 14, 4, 1]
     walked = [
         chain_through(counting_target, heads, num_tokens, *pair)
         for pair in zip(prompts, ended, strict=True)
     ]
-    assert found["accepted"] == walked
+    assert found.accepted == walked
     lengths = {kept for steps in walked for kept in steps}
     assert lengths == set(range(1, num_tokens + 2)), "guesses are wrong at every depth"
 
@@ -405,12 +403,12 @@ def test_each_request_takes_the_steps_that_its_text_takes_natively(
 def test_a_server_with_heads_that_are_always_right_answers_as_many_tokens_in_fewer_steps(
     counting_target: TargetSpec, export: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    work_here(monkeypatch, vllm_load, vllm_load.measure)
+    work_here(monkeypatch, vllm_server)
     monkeypatch.setenv(
         "VLLM_WORKER_MULTIPROC_METHOD", "fork"
     )  # vLLM's default, which starts faster
     alone = read_layout(export).engine_args(export, counting_target.model)
-    (found,) = vllm_load.serve_under_load(counting_target, [alone], PROMPTS, (1, 2), 33)
+    (found,) = vllm_server.serve_under_load(counting_target, [alone], PROMPTS, (1, 2), 33)
     for at_level, level in zip(found, (1, 2), strict=True):
         assert at_level["num_tokens"] == 33 * max(3, 2 * level), "prompts repeat"
         assert at_level["acceleration_rate"] == 4, "of 32 tokens after the prefill's, in 8 drafts"

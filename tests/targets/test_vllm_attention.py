@@ -10,9 +10,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from pipeline.artifacts.check_result import GreedyMatch
 from pipeline.config import CheckConfig
 from pipeline.errors import DataError
-from pipeline.evaluation.any_heads import measure_heads
+from pipeline.evaluation.measuring import measure_heads
 from pipeline.targets import vllm_decode
 from pipeline.targets.spec import TargetSpec, model_config
 from tests.cluster import work_here
@@ -60,7 +61,7 @@ def with_attention(target: TargetSpec, directory: Path) -> Path:
 def test_eagle_1_with_attention_is_measured_in_vllm_and_refused_natively(
     counting_target, tmp_path, monkeypatch
 ):
-    work_here(monkeypatch, vllm_decode, vllm_decode.decode)
+    work_here(monkeypatch, vllm_decode)
     heads = with_attention(counting_target, tmp_path)
     template = "{% for message in messages %}{{ message.content }}w3{% endfor %}"
     target = dataclasses.replace(counting_target, chat_template=template)
@@ -69,13 +70,11 @@ def test_eagle_1_with_attention_is_measured_in_vllm_and_refused_natively(
     settings = CheckConfig(
         prompts=questions, engines=("vllm",), max_new_tokens=33, repeats=1, baselines=()
     )
-    found = measure_heads(heads, target, settings, draft_tokens=3)
-    assert found["read_as"] == "an EAGLE-1 model with attention" and found["check"]["passed"], (
-        found["check"]
-    )
-    served = found["check"]["vllm"]
-    assert served["greedy_match"] == {"sequences": 2, "identical": 2, "ties": 0}
-    assert 3.5 < served["acceleration_rate"] <= 4, "three drafted tokens and the target's own"
+    found, _ = measure_heads(heads, target, settings, draft_tokens=3)
+    assert found.read_as == "an EAGLE-1 model with attention" and found.check.passed, found.check
+    served = found.check.vllm
+    assert served.greedy_match == GreedyMatch(2, 2, 0)
+    assert 3.5 < served.acceleration_rate <= 4, "three drafted tokens and the target's own"
     natively = settings.model_copy(update={"engines": ("native", "vllm")})
     with pytest.raises(DataError, match=r"EAGLE-1 model with attention.*--engine vllm"):
         measure_heads(heads, target, natively, draft_tokens=3)

@@ -18,8 +18,7 @@ from pipeline.targets.vllm_engine import RunningEngine
 
 @pytest.fixture
 def engines(monkeypatch):
-    """`engines()` starts one; and what threads were set, by torch itself."""
-    used: list[int] = []
+    """`engines()` starts one."""
 
     def start(**arguments):
         torch.set_num_threads = lambda number: None
@@ -30,7 +29,7 @@ def engines(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "")  # so that it is put back whatever a test leaves
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
     monkeypatch.setattr(RunningEngine, "_num_open", 0)
-    monkeypatch.setattr(torch, "set_num_threads", used.append)
+    monkeypatch.setattr(torch, "set_num_threads", torch.set_num_threads)  # likewise
     for name in ("require_lm_head", "require_gpus"):
         monkeypatch.setattr(vllm_engine, name, lambda asked: None)
     monkeypatch.setattr(vllm_engine, "engine_arguments", lambda *asked: {})
@@ -43,12 +42,11 @@ def engines(monkeypatch):
         (state.__name__, state),
     ):
         monkeypatch.setitem(sys.modules, name, module)
-    return lambda: RunningEngine(TargetSpec("nowhere"), {}, 0), used
+    return lambda: RunningEngine(TargetSpec("nowhere"), {}, 0)
 
 
-def test_an_engine_that_does_not_end_well_leaves_the_process_as_it_was_all_the_same(engines):
-    start, _ = engines
-    own, engine = torch.set_num_threads, start()
+def test_an_engine_that_does_not_end_well_leaves_the_process_as_it_was(engines):
+    own, engine = torch.set_num_threads, engines()
 
     def fails():
         raise RuntimeError("the engine core is gone")
@@ -60,17 +58,9 @@ def test_an_engine_that_does_not_end_well_leaves_the_process_as_it_was_all_the_s
 
 
 @pytest.mark.parametrize("first_closed", [0, 1])
-def test_of_several_engines_each_sets_threads_and_the_last_one_leaves_the_process_as_it_was(
-    engines, first_closed
-):
-    start, used = engines
-    own = torch.set_num_threads
-    running = [start(), start()]
-    for number, engine in enumerate(running, 1):
-        engine.set_num_threads(number)
-    assert used == [1, 2]
+def test_the_last_engine_leaves_the_process_as_it_was(engines, first_closed):
+    own, running = torch.set_num_threads, [engines(), engines()]
     running.pop(first_closed).close()
-    running[0].set_num_threads(3)
-    assert used == [1, 2, 3] and torch.set_num_threads is not own, "one still runs"
+    assert torch.set_num_threads is not own, "one still runs"
     running[0].close()
-    assert torch.set_num_threads == own and "LOCAL_WORLD_SIZE" not in os.environ
+    assert torch.set_num_threads is own and "LOCAL_WORLD_SIZE" not in os.environ

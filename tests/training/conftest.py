@@ -18,7 +18,7 @@ from pipeline.artifacts.feature_rows import FEATURES, StateFormat
 from pipeline.artifacts.generated_rows import GENERATED
 from pipeline.config import BackboneConfig, MedusaConfig, TrainConfig
 from pipeline.conversations.spans import Span, feature_positions
-from pipeline.heads.shape import head_kind
+from pipeline.heads.kinds import head_kind
 from pipeline.storage.shards import ShardWriter
 from pipeline.targets.spec import TargetSpec
 from pipeline.training.methods import method_of

@@ -18,6 +18,7 @@ from pipeline.errors import EnvironmentFault
 from pipeline.training import trackers
 from pipeline.training.phases import train
 from pipeline.training.trackers import TRACKERS, require_trackers
+from tests.flows.tiny import resolved
 from tests.training.trainings import Stopped, stop_at
 
 SETTINGS = {"train": {"lr": 0.01}, "seeds": {"sources": ["a", "b"]}}
@@ -169,7 +170,7 @@ def test_a_tracker_that_fails_is_said_once_and_ends_neither_training_nor_the_oth
 def test_a_tracker_that_is_not_there_or_not_logged_in_is_refused_before_anything_starts(
     make_config, tmp_path, monkeypatch
 ):
-    from pipeline.run.preflight import check_config
+    from pipeline.run.checks import check_plan, check_run
 
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
@@ -180,10 +181,10 @@ def test_a_tracker_that_is_not_there_or_not_logged_in_is_refused_before_anything
     with pytest.raises(
         EnvironmentFault, match=r"Nobody is logged in to Weights & Biases .train.report_to.*login"
     ):
-        check_config(make_config(tmp_path, train__report_to=["wandb"]))
+        check_run(resolved(make_config(tmp_path, train__report_to=["wandb"])))
     monkeypatch.setenv("WANDB_MODE", "offline")
     wandb.teardown()
-    check_config(make_config(tmp_path, train__report_to=["wandb"]))
+    check_run(resolved(make_config(tmp_path, train__report_to=["wandb"])))
     monkeypatch.setenv("TRACKIO_SPACE_ID", "me/space")
     monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
     with pytest.raises(EnvironmentFault, match="Space me/space, and nobody is logged in"):
@@ -193,9 +194,9 @@ def test_a_tracker_that_is_not_there_or_not_logged_in_is_refused_before_anything
         EnvironmentFault,
         match=r"trackio is not installed here .train.report_to.*pip install trackio",
     ):
-        check_config(make_config(tmp_path, train__report_to=["trackio"]))
+        check_run(resolved(make_config(tmp_path, train__report_to=["trackio"])))
     notes: list[str] = []
-    check_config(make_config(tmp_path, train__report_to=["trackio"]), notes=notes)
+    notes = check_plan(resolved(make_config(tmp_path, train__report_to=["trackio"])))
     assert len(notes) == 1 and "trackio" in notes[0]
 
 

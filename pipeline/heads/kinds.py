@@ -1,0 +1,283 @@
+"""The kinds of heads: by name, and recognized in the tensors of other trainers.
+
+Known layouts of other trainers:
+
+- Medusa heads under the names of their authors (`{k}.{l}.linear.weight`, `{k}.{L}.weight`, also
+  inside a whole model as `medusa_head.…`) or of vLLM (`blocks.{k}.layers.{l}.weight`,
+  `lm_heads.{k}.weight`). Without an lm_head they read the target's, as in TGI.
+- EAGLE-1's container where its attention adds nothing (`o_proj` is zero) and `fc` has no bias: a
+  recurrent cell.
+
+An EAGLE-1 model with attention needs the states of every earlier position, which native decoding
+does not keep: only vLLM can measure it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from pipeline.config import DTYPES
+from pipeline.config.training import LmHead, TrainConfig
+from pipeline.errors import ConfigError, DataError
+from pipeline.heads.kind import Heads, TargetWeights
+from pipeline.heads.medusa import MedusaHeads
+from pipeline.heads.recurrent import ATTENTION, FC_BIAS, MLP, OUTPUT, RecurrentHeads
+from pipeline.heads.shapes import (
+    EPSILON,
+    EXPANDED,
+    SHARED,
+    ExportFormat,
+    HeadsShape,
+    MedusaShape,
+    RecurrentShape,
+)
+
+KINDS: dict[str, type[Heads]] = {"medusa": MedusaHeads, "recurrent": RecurrentHeads}
+
+VLLM_BLOCK = re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.")
+BLOCK = re.compile(r"(\d+)\.(\d+)\.linear\.(weight|bias)")
+LM_HEAD = re.compile(r"lm_heads\.(\d+)\.weight|(\d+)\.\d+\.weight")
+IN_A_MODEL = "medusa_head."  # prefix of the names where the heads are in a whole model's files
+GATE = f"{MLP}.gate_proj.weight"
+READ_DTYPES = [getattr(torch, name) for name in DTYPES]
+NOT_HERE = (
+    "Give Medusa heads, an EAGLE-1 cell whose attention is zero, or an export of medusa-distill."
+)
+OTHER_TARGET = "Give --target the model that these heads were trained on."
+
+
+def head_kind(name: str) -> type[Heads]:
+    """The kind of this name; ConfigError where there is none."""
+    if name not in KINDS:
+        near = difflib.get_close_matches(name, KINDS, n=1)
+        fix = f"Did you mean {near[0]}?" if near else f"Use one of {', '.join(KINDS)}."
+        raise ConfigError(f'There is no kind of heads called "{name}".', "train.heads", fix)
+    return KINDS[name]
+
+
+def shape_from_json(content: Mapping[str, Any]) -> HeadsShape:
+    """The inverse of `HeadsShape.to_json`; KeyError, TypeError or ValueError for anything else."""
+    fields = dict(content)
+    return KINDS[fields.pop("kind")].Shape(**fields)
+
+
+def max_depth(settings: TrainConfig) -> int:
+    """How many tokens ahead the configured heads can propose; ConfigError for an unknown kind."""
+    any_size = 1
+    return head_kind(settings.heads).shape_of(settings, any_size, any_size).max_depth
+
+
+class NamedTensors(Protocol):
+    """Tensors by name, read when they are asked for, and the configuration beside them."""
+
+    directory: Path
+    config: dict[str, Any]
+
+    @property
+    def names(self) -> Collection[str]: ...
+
+    def __getitem__(self, name: str) -> Tensor: ...
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def refuse(self, what: str, fix: str = NOT_HERE) -> DataError: ...
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The target's sizes, which its heads must have."""
+
+    hidden_size: int
+    vocab_size: int
+
+
+@dataclass(frozen=True)
+class ForeignHeads:
+    """Heads of another trainer.
+
+    Attributes:
+        heads: None where native decoding cannot run them; `why_not` then says why.
+        described: The layout in which they were recognized.
+        as_they_are: Whether vLLM reads their directory unmodified, by `vllm_method`.
+    """
+
+    heads: Heads | None
+    described: str
+    vllm_method: str
+    as_they_are: bool
+    why_not: str = ""
+
+
+def foreign_heads(
+    tensors: NamedTensors, target: TargetWeights, sizes: Sizes, num_tokens: int
+) -> ForeignHeads:
+    """Recognize the heads that these tensors hold.
+
+    Args:
+        target: The matrices that heads may borrow.
+        num_tokens: How many tokens a cell drafts; Medusa heads draft one each.
+
+    Raises:
+        DataError: The layout is unknown, tensors are missing or unknown, or the heads belong to a
+            target of other sizes.
+    """
+    if "fc.weight" in tensors.names:
+        return _eagle_heads(tensors, target, sizes, num_tokens)
+    return _medusa_heads(tensors, target, sizes)
+
+
+def _medusa_heads(tensors: NamedTensors, target: TargetWeights, sizes: Sizes) -> ForeignHeads:
+    blocks, lm_heads = _medusa_names(tensors)
+    num_heads = 1 + max(k for k, _, _ in blocks)
+    num_layers = 1 + max(layer for _, layer, _ in blocks)
+    if max(num_heads, num_layers) > len(blocks):  # before a name alone makes heads of any size
+        what = (
+            f"There are {len(blocks)} tensors of {num_heads} heads with {num_layers} blocks each."
+        )
+        raise tensors.refuse(what, "Fetch the files again: some are missing.")
+    if first := blocks.get((0, 0, "weight")):
+        _require_hidden_size(tensors, first, sizes)
+    for name in lm_heads.values():
+        size = tensors.shape(name)
+        if size and size[0] != sizes.vocab_size:
+            what = f"The heads have a vocabulary of {size[0]} tokens"
+            what += f", and the target's lm_head has {sizes.vocab_size}."
+            raise tensors.refuse(what, OTHER_TARGET)
+
+    lm_head: LmHead = "untied"
+    if not lm_heads:
+        lm_head = "tied"
+    elif lm_heads.keys() == {0} and num_heads > 1:
+        lm_head = "shared"
+    named: dict[str, Tensor] = {}
+    for (k, layer, part), name in blocks.items():
+        named[f"{k}.{layer}.linear.{part}"] = tensors[name]
+    for k, name in lm_heads.items():
+        named[f"{k}.{num_layers}.weight"] = tensors[name]
+    if lm_head == "tied":
+        named[f"0.{num_layers}.weight"] = target.lm_head()
+    has_biases = any(part == "bias" for _, _, part in blocks)
+    format = EXPANDED if lm_head == "untied" else SHARED
+    shape = MedusaShape(sizes.hidden_size, sizes.vocab_size, num_heads, num_layers, lm_head)
+    left_out = None if has_biases else ".bias"
+    heads = _built(MedusaHeads, shape, format, tensors, named, left_out)
+    described = f"{num_heads} Medusa heads, {num_layers} block(s) each, with {lm_head} lm_heads"
+    return ForeignHeads(heads, described, "medusa", as_they_are=False)
+
+
+def _medusa_names(
+    tensors: NamedTensors,
+) -> tuple[dict[tuple[int, int, str], str], dict[int, str]]:
+    """The stored names of blocks by head, layer and part, and of lm_heads by head."""
+    blocks: dict[tuple[int, int, str], str] = {}
+    lm_heads: dict[int, str] = {}
+    unknown: list[str] = []
+    is_in_a_model = any(name.startswith(IN_A_MODEL) for name in tensors.names)
+    for stored in sorted(tensors.names):
+        if is_in_a_model and not stored.startswith(IN_A_MODEL):
+            continue
+        name = VLLM_BLOCK.sub(r"\1.\2.linear.", stored.removeprefix(IN_A_MODEL))
+        if block := BLOCK.fullmatch(name):
+            blocks[int(block[1]), int(block[2]), block[3]] = stored
+        elif lm_head := LM_HEAD.fullmatch(name):
+            lm_heads[int(lm_head[1] or lm_head[2])] = stored
+        else:
+            unknown.append(stored)
+    if unknown or not blocks:
+        some = ", ".join((unknown or sorted(tensors.names))[:3])
+        raise tensors.refuse(
+            f"These are neither Medusa heads nor an EAGLE-1 cell: there is {some}."
+        )
+    return blocks, lm_heads
+
+
+def _eagle_heads(
+    tensors: NamedTensors, target: TargetWeights, sizes: Sizes, num_tokens: int
+) -> ForeignHeads:
+    names, size = tensors.names, tensors.shape("fc.weight")
+    if len(size) != 2 or size[1] != 2 * size[0]:
+        what = f"Its fc.weight is {list(size)}, and EAGLE-1's reads an embedding and a state"
+        raise tensors.refuse(f"{what}: [D, 2D].")
+    _require_hidden_size(tensors, "fc.weight", sizes, parts=2)
+    if OUTPUT in names and tensors[OUTPUT].any():
+        return _served_only(
+            "an EAGLE-1 model with attention",
+            "This is an EAGLE-1 model with attention, which reads the states of all earlier"
+            " positions: native decoding has only recurrent cells",
+        )
+    if FC_BIAS in names and tensors[FC_BIAS].any():
+        why = "Its fc adds a bias, and native decoding's cell has none"
+        return _served_only("an EAGLE-1 cell with a bias", why)
+    activation = tensors.config.get("hidden_act", "silu")
+    if activation != "silu":
+        raise tensors.refuse(f"Its activation is {activation}, and the cell's is silu.")
+    repeated = {"embed_tokens.weight": target.embedding, "lm_head.weight": target.lm_head}
+    for name, matrix in repeated.items():
+        if name in names and not _is_rounded(tensors[name], matrix()):
+            what = f"Its {name} is not the target's, which engines draft with."
+            raise tensors.refuse(what, OTHER_TARGET)
+    epsilon = tensors.config.get("rms_norm_eps", EPSILON)
+    if not isinstance(epsilon, int | float):
+        raise tensors.refuse(f"Its rms_norm_eps is no number but {epsilon!r}.")
+
+    inner = 1
+    if GATE in names and tensors.shape(GATE):
+        inner = tensors.shape(GATE)[0]
+    shape = RecurrentShape(sizes.hidden_size, sizes.vocab_size, num_tokens, inner, float(epsilon))
+    named: dict[str, Tensor] = {}
+    for name in names:
+        if name not in repeated and name != FC_BIAS and not name.startswith(ATTENTION):
+            named[name] = tensors[name]
+    heads = _built(RecurrentHeads, shape, EXPANDED, tensors, named, ATTENTION)
+    heads.take_from(target)
+    return ForeignHeads(heads, "a recurrent cell in EAGLE-1's container", "eagle", as_they_are=True)
+
+
+def _served_only(described: str, why_not: str) -> ForeignHeads:
+    return ForeignHeads(None, described, "eagle", as_they_are=True, why_not=why_not)
+
+
+def _require_hidden_size(tensors: NamedTensors, name: str, sizes: Sizes, parts: int = 1) -> None:
+    """Refuse heads whose tensor does not read `parts` vectors of the target's hidden size."""
+    size = tensors.shape(name)
+    if size and size[-1] != parts * sizes.hidden_size:
+        what = f"The heads read states of {size[-1] // parts} numbers"
+        raise tensors.refuse(f"{what}, and the target's have {sizes.hidden_size}.", OTHER_TARGET)
+
+
+def _is_rounded(found: Tensor, own: Tensor) -> bool:
+    """Whether a repeated matrix equals the target's, up to rounding to its dtype."""
+    if found.shape != own.shape:
+        return False
+    return torch.equal(found.to(own.dtype), own.to(found.dtype).to(own.dtype).cpu())
+
+
+def _built(
+    kind: type[Heads],
+    shape: HeadsShape,
+    format: ExportFormat,
+    tensors: NamedTensors,
+    named: Mapping[str, Tensor],
+    left_out: str | None,
+) -> Heads:
+    """Build heads in the widest dtype of the tensors; names that contain `left_out` are zeros."""
+    dtype = torch.bool  # narrower than any other
+    for name, tensor in named.items():
+        if tensor.dtype not in READ_DTYPES:
+            found = str(tensor.dtype).removeprefix("torch.")
+            raise tensors.refuse(f"{name} is {found}.", f"Store it in {' or '.join(DTYPES)}.")
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    filled = {name: tensor.detach().to("cpu", dtype) for name, tensor in named.items()}
+    if left_out is not None:
+        for name, size in kind.shapes(shape, format).items():
+            if left_out in name:
+                filled[name] = torch.zeros(size, dtype=dtype)
+    return kind.from_named_tensors(shape, filled, format, where=str(tensors.directory))

@@ -1,0 +1,171 @@
+"""Shapes of heads and layouts of exports, as plain data; this file imports no torch.
+
+Export formats:
+
+    expanded   what vLLM, TGI and TensorRT-LLM load: every lm_head in full
+    shared     one lm_head for all heads that share one
+    reference  FasterDecoding/Medusa: `medusa_lm_head.pt`, a pickle of plain tensors that
+               `weights_only=True` loads
+    sglang     SGLang's EAGLE-1 model, `LlamaForCausalLMEagle`: its `fc` has a bias, here zeros
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, ClassVar, Self, get_args
+
+from pipeline.config.training import LmHead
+from pipeline.errors import ConfigError, DataError
+
+TensorShapes = Mapping[str, tuple[int, ...]]
+
+EPSILON = 1e-6  # of the RMSNorm of recurrent cells that are trained here
+
+
+@dataclass(frozen=True)
+class HeadsShape:
+    """Everything that determines the parameters of a set of heads; a kind adds its own fields.
+
+    `vocab_size` counts the tokens that the heads can propose, the rows of `lm_head`. It is below
+    `target_vocab_size` where there is a draft vocabulary. Raises ValueError for a size below 1, or
+    a draft vocabulary above the target's.
+    """
+
+    kind: ClassVar[str]  # its name in `KINDS`
+    hidden_size: int
+    vocab_size: int
+    num_heads: int
+    target_vocab_size: int = field(default=0, kw_only=True)  # 0: `vocab_size`
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "target_vocab_size", self.target_vocab_size or self.vocab_size)
+        if min(value for value in asdict(self).values() if type(value) is int) < 1:
+            raise ValueError(f"every size of the heads must be at least 1: {self}")
+        if self.vocab_size > self.target_vocab_size:
+            raise ValueError(f"the heads' vocabulary must be within the target's: {self}")
+
+    @property
+    def is_pruned(self) -> bool:
+        """Whether there are tokens that the heads cannot propose."""
+        return self.vocab_size < self.target_vocab_size
+
+    def drafting(self, num_tokens: int | None) -> Self:
+        """The same shape with a draft vocabulary of `num_tokens`; unchanged for None."""
+        return replace(self, vocab_size=num_tokens or self.vocab_size)
+
+    @property
+    def max_depth(self) -> int:
+        """How many tokens ahead the heads can propose, at least `num_heads`."""
+        return self.num_heads
+
+    def described(self) -> str:
+        """A phrase for errors: `3 linear heads, a hidden size of 64 and a vocabulary of 300`."""
+        vocabulary = f"a vocabulary of {self.vocab_size}"
+        if self.is_pruned:
+            vocabulary += f" of the target's {self.target_vocab_size}"
+        return f"{self._parts()}, a hidden size of {self.hidden_size} and {vocabulary}"
+
+    def _parts(self) -> str:
+        return f"{self.num_heads} {self.kind} heads"
+
+    def to_json(self) -> dict[str, Any]:
+        """The kind and every field, as stored in file headers; see `kinds.shape_from_json`."""
+        return {"kind": self.kind, **asdict(self)}
+
+
+@dataclass(frozen=True)
+class MedusaShape(HeadsShape):
+    """Medusa heads of `num_layers` residual blocks each.
+
+    `lm_head` is `untied` (each head trains its own), `shared` (all train one) or `tied` (all read
+    the target's, frozen). Raises ValueError for another word.
+    """
+
+    kind: ClassVar[str] = "medusa"
+    num_layers: int = 1
+    lm_head: LmHead = "untied"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.lm_head not in get_args(LmHead):
+            raise ValueError(f"lm_head is one of {get_args(LmHead)}, not {self.lm_head!r}")
+
+    def _parts(self) -> str:
+        blocks = f"{self.num_layers} block(s) each"
+        return f"{self.num_heads} heads with {self.lm_head} lm_heads, {blocks}"
+
+
+@dataclass(frozen=True)
+class RecurrentShape(HeadsShape):
+    """A recurrent cell that is trained for `num_heads` steps and may propose twice as many.
+
+    `norm_eps` belongs to its RMSNorm; cells of other trainers have another.
+    """
+
+    kind: ClassVar[str] = "recurrent"
+    intermediate_size: int = 1
+    norm_eps: float = EPSILON
+
+    @property
+    def max_depth(self) -> int:
+        return 2 * self.num_heads
+
+    def _parts(self) -> str:
+        inner = f"an inner size of {self.intermediate_size}"
+        return f"one recurrent cell of {self.num_heads} steps with {inner}"
+
+
+def require_shapes(
+    shape: HeadsShape, expected: TensorShapes, found: TensorShapes, where: str | None
+) -> None:
+    """Raise DataError, naming the first three problems, unless `found` equals `expected`."""
+    problems = [f"{name} is missing" for name in expected if name not in found]
+    for name, sizes in found.items():
+        if name not in expected:
+            problems.append(f"{name} is unknown")
+        elif sizes != expected[name]:
+            problems.append(f"{name} has shape {list(sizes)} instead of {list(expected[name])}")
+    if problems:
+        what = f"These are not {shape.described()}: {', '.join(problems[:3])}"
+        if len(problems) > 3:
+            what += f", and {len(problems) - 3} more"
+        fix = "Use the heads and the target that belong together, or export again."
+        raise DataError(f"{what}.", where, fix)
+
+
+@dataclass(frozen=True)
+class ExportFormat:
+    """A layout of exported heads.
+
+    Attributes:
+        at_root: Whether vLLM and the check read it. The first of `export.formats` must be, since it
+            is what is checked.
+        weights_file: Its name, where it is not the kind's own safetensors file.
+        one_lm_head: Whether an lm_head that all heads share is stored once.
+        architecture: The model class that its engine looks for, where it is not vLLM's.
+        fc_bias: Whether that class has a bias beside `fc.weight`.
+    """
+
+    name: str
+    at_root: bool = False
+    weights_file: str | None = None
+    one_lm_head: bool = False
+    architecture: str | None = None
+    fc_bias: bool = False
+
+
+EXPANDED = ExportFormat("expanded", at_root=True)
+SHARED = ExportFormat("shared", at_root=True, one_lm_head=True)
+REFERENCE = ExportFormat("reference", weights_file="medusa_lm_head.pt")
+SGLANG = ExportFormat("sglang", architecture="LlamaForCausalLMEagle", fc_bias=True)
+
+FORMATS = {format.name: format for format in (EXPANDED, SHARED, REFERENCE, SGLANG)}
+
+
+def export_format(name: str) -> ExportFormat:
+    """The format of this name; ConfigError where there is none."""
+    if name not in FORMATS:
+        fix = f"Use one of {', '.join(FORMATS)}."
+        raise ConfigError(f'There is no format called "{name}".', "export.formats", fix)
+    return FORMATS[name]

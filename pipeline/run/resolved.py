@@ -1,0 +1,272 @@
+"""A run's configuration with everything that follows from it, made once and handed down."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipeline.artifacts.tree_file import read_paths
+from pipeline.config import Config, TargetConfig
+from pipeline.decoding.dynamic_tree import DynamicTree
+from pipeline.decoding.stock_trees import CHILDREN, stock_tree
+from pipeline.decoding.tree import TreePath, check_choices
+from pipeline.errors import ConfigError, DataError, MedusaDistillError
+from pipeline.execution.executor import InlineExecutor
+from pipeline.execution.placement import Placement, Resources, gpus_of, place
+from pipeline.export.layout import MAX_NUM_HEADS
+from pipeline.heads.kind import Heads
+from pipeline.heads.kinds import head_kind
+from pipeline.heads.shapes import HeadsShape
+from pipeline.storage.run_directory import finished_before
+from pipeline.targets.spec import TargetSpec, context_length, model_config, own_dtype, resolve
+from pipeline.training.methods import Method, method_of
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+TARGET, SERVED, ASSISTANT = "target.model", "check.served_model", "check.assistant_model"
+ENGINE_SECTIONS = {"native": "features", "vllm": "generate"}
+"""The section of `placement` whose workers each engine of the check runs on."""
+
+
+@dataclass(frozen=True)
+class ResolvedModel:
+    """A model of the run before its weights are loaded. `spec.dtype` is settled by `on`."""
+
+    spec: TargetSpec
+    config: PretrainedConfig
+    dtype: str  # as configured, perhaps `auto`
+
+    @classmethod
+    def of(cls, settings: TargetConfig) -> ResolvedModel:
+        spec = resolve(settings, on_gpu=False)
+        return cls(spec, model_config(spec), settings.dtype)
+
+    def on(self, *, on_gpu: bool) -> TargetSpec:
+        """The spec in the dtype of workers with or without GPUs."""
+        if self.dtype != "auto":
+            return self.spec
+        return replace(self.spec, dtype=own_dtype(self.config, on_gpu))
+
+
+@dataclass(frozen=True)
+class ResolvedRun:
+    """A configuration, resolved. `on` gives the same run on another machine or a cluster.
+
+    A model that does not exist or cannot be reached now is an error only where it is read, so that
+    `plan` and `status` can go on without the Hub.
+    """
+
+    config: Config
+    stages: tuple[str, ...]  # to bring up to date, upstream first
+    open_stages: tuple[str, ...]  # those of them without a finished result in the store
+    kind: type[Heads]
+    method: Method
+    shape: HeadsShape  # for a hidden size and a vocabulary of 1 where the target is not known
+    models: Mapping[str, ResolvedModel]  # by the key that names them
+    problems: Mapping[str, MedusaDistillError]  # of models that cannot be had
+    machine: Resources
+
+    def on(self, machine: Resources) -> ResolvedRun:
+        """The same run with the dtypes and workers of another machine or cluster."""
+        return replace(self, machine=machine)
+
+    def model(self, key: str) -> ResolvedModel:
+        """The model that a key names; raises what was wrong with it."""
+        if key in self.problems:
+            raise self.problems[key]
+        return self.models[key]
+
+    @functools.cached_property
+    def target(self) -> TargetSpec:
+        """The target, in the dtype of the workers of `features`.
+
+        Raises:
+            ConfigError: There is no such target, or it cannot be accelerated by tree verification.
+            EnvironmentFault: The Hub does not answer.
+        """
+        return self.model(TARGET).on(on_gpu=self.gpus_of("features") > 0)
+
+    @property
+    def target_config(self) -> PretrainedConfig:
+        return self.model(TARGET).config
+
+    @property
+    def context(self) -> int:
+        """The longest conversation in tokens."""
+        return context_length(self.model(TARGET).spec, self.target_config)
+
+    @property
+    def served_copies(self) -> dict[str, TargetSpec]:
+        """`check.served_model` as each engine of the check loads it; empty without one."""
+        if self.config.check.served_model is None:
+            return {}
+        copies: dict[str, TargetSpec] = {}
+        for engine in self.config.check.engines:
+            on_gpu = self.gpus_of(ENGINE_SECTIONS[engine]) > 0
+            copies[engine] = self.model(SERVED).on(on_gpu=on_gpu)
+        return copies
+
+    @property
+    def assistant(self) -> TargetSpec | None:
+        """The assistant of the check's baselines, in the target's dtype."""
+        if self.config.check.assistant_model is None:
+            return None
+        return replace(self.model(ASSISTANT).spec, dtype=self.target.dtype)
+
+    def gpus_of(self, section: str) -> int:
+        """GPUs of each worker that a section of `placement` places."""
+        return gpus_of(self.config.placement.of_stages()[section], self.machine)
+
+    def placement(self, section: str) -> Placement:
+        """The workers that a section of `placement` places.
+
+        Raises:
+            EnvironmentFault: The machine or cluster can never fit them; the sum is spelled out.
+        """
+        return place(section, self.config.placement.of_stages()[section], self.machine)
+
+    def sections_of(self, stage: str) -> set[str]:
+        """The sections of `placement` whose workers a stage uses."""
+        if stage in ("generate", "features", "train"):
+            return {stage}
+        if stage == "tuned-features":
+            return {"features"}
+        sections = set()
+        if stage == "calibrate":
+            sections = {"generate", "features"} if self.config.calibrate.data else {"train"}
+            if self.times_trees:
+                sections.add(ENGINE_SECTIONS["native"])
+        elif stage == "check":
+            sections = {ENGINE_SECTIONS["native"]}
+            for engine in self.config.check.engines:
+                sections.add(ENGINE_SECTIONS[engine])
+        return sections
+
+    @property
+    def times_trees(self) -> bool:
+        """Whether native decoding is timed to choose the number of nodes."""
+        return self.config.calibrate.nodes == "auto" and not self.config.calibrate.choices
+
+    @property
+    def times_chain(self) -> bool:
+        """Whether native decoding is timed to choose the number of vLLM's draft tokens."""
+        is_served = self.kind.vllm_method is not None
+        return self.times_trees and self.config.calibrate.draft_tokens == "auto" and is_served
+
+    @property
+    def max_draft_tokens(self) -> int:
+        """The most tokens that the heads can draft in a row and an engine accepts."""
+        return min(self.shape.max_depth, MAX_NUM_HEADS)
+
+    @functools.cached_property
+    def choices(self) -> tuple[TreePath, ...] | None:
+        """The tree of `calibrate.choices`, validated for these heads; None where one is searched.
+
+        A named tree that is deeper than the heads can propose is cut.
+
+        Raises:
+            ConfigError: It is not a tree, or its file cannot be read.
+        """
+        given = self.config.calibrate.choices
+        if given is None:
+            return None
+        if isinstance(given, str):
+            paths = stock_tree(self.shape.max_depth, given)
+        elif isinstance(given, Path):
+            try:
+                paths = read_paths(given)
+            except DataError as error:
+                near = difflib.get_close_matches(given.name, CHILDREN, n=1)
+                fix = f"Did you mean the tree {near[0]}?" if near else error.fix
+                raise ConfigError(error.what, f"calibrate.choices = {given}", fix) from None
+        else:
+            paths = given
+        return check_choices(paths, self.shape.max_depth, self.config.calibrate.top)
+
+    @property
+    def dynamic_tree(self) -> DynamicTree | None:
+        """How the dynamic tree grows, with one node while their number is open; None of a static
+        tree.
+
+        Raises:
+            ConfigError: More nodes are asked for than are proposed.
+        """
+        settings = self.config.calibrate
+        if settings.tree != "dynamic":
+            return None
+        depth = settings.depth or self.config.train.num_heads
+        smallest = DynamicTree(1, depth, settings.top)
+        if settings.nodes == "auto":
+            return smallest
+        most = smallest.num_proposed
+        if settings.nodes > most:
+            raise ConfigError(
+                f"A dynamic tree of {settings.nodes} nodes is asked for, and of {settings.top}"
+                f" guesses per node up to a depth of {depth} only {most} are proposed.",
+                "calibrate.nodes",
+                f"Lower it to at most {most}, or raise calibrate.top or calibrate.depth.",
+            )
+        return smallest.resized(settings.nodes)
+
+
+def resolve_run(config: Config, stages: Sequence[str], fresh: str | None = None) -> ResolvedRun:
+    """Resolve a configuration on this machine.
+
+    Args:
+        stages: Those to bring up to date.
+        fresh: The one of them whose finished result is thrown away.
+
+    Raises:
+        ConfigError: There is no such kind of heads or method of training.
+    """
+    kind = head_kind(config.train.heads)
+    store = config.run.store or config.run.directory
+    models: dict[str, ResolvedModel] = {}
+    problems: dict[str, MedusaDistillError] = {}
+    for key, settings in _models_of(config, stages).items():
+        try:
+            models[key] = ResolvedModel.of(settings)
+        except ConfigError as error:
+            where = error.where if key == TARGET else key
+            problems[key] = ConfigError(error.what, where, error.fix)
+        except MedusaDistillError as error:
+            problems[key] = error
+    hidden_size, vocab_size = 1, 1
+    if TARGET in models:
+        text_config = models[TARGET].config.get_text_config()
+        hidden_size, vocab_size = text_config.hidden_size, text_config.vocab_size
+    return ResolvedRun(
+        config=config,
+        stages=tuple(stages),
+        open_stages=tuple(
+            name for name in stages if name == fresh or not finished_before(store, name)
+        ),
+        kind=kind,
+        method=method_of(config.train),
+        shape=kind.shape_of(config.train, hidden_size, vocab_size),
+        models=models,
+        problems=problems,
+        machine=InlineExecutor().resources(),
+    )
+
+
+def _models_of(config: Config, stages: Sequence[str]) -> dict[str, TargetConfig]:
+    """The models that a run of these stages reads, by the key that names them."""
+    if set(stages) == {"seeds"}:
+        return {}
+    wanted = {TARGET: config.target}
+    if config.check.served_model:
+        wanted[SERVED] = TargetConfig(
+            model=config.check.served_model,
+            trust_remote_code=config.target.trust_remote_code,
+            chat_template=config.target.chat_template,
+            max_tokens=config.target.max_tokens,
+        )
+    if config.check.assistant_model:
+        wanted[ASSISTANT] = TargetConfig(model=config.check.assistant_model)
+    return wanted

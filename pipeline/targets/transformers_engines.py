@@ -1,0 +1,421 @@
+"""Generation and features with any transformers causal LM.
+
+Generation keeps one batch with a KV cache that rows join and leave while it runs. Rows are
+left-padded; a step either prefills waiting requests and adds them to the batch, or decodes one
+token for each row. There is no prefix cache: each turn prefills its whole history.
+
+Features are the backbone's last hidden states, in right-padded batches of similar lengths. No mask
+is passed: under causal attention no token sees the padding to its right, so a row's states do not
+depend on its batch and the fast causal kernel is used. The lm_head does not run.
+
+Letters: B batch, T positions, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn.functional import pad
+from transformers import DynamicCache
+
+from pipeline.conversations.requests import Completion, Finish, Request
+from pipeline.errors import EnvironmentFault
+from pipeline.targets.loading import input_device, load_causal_lm, verify_tap
+from pipeline.targets.spec import TargetSpec, context_length, eos_token_ids
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+MAX_BATCH_TOKENS = 65_536
+WINDOW_BATCHES = 16
+WINDOW_BYTES = 2 * 1024**3  # of states; a window's first row may be computed last
+GPU_MULTIPLE = 8  # lengths on a GPU are rounded up to it: fewer shapes, rows that start aligned
+
+
+@dataclass
+class _Row:
+    """One running request."""
+
+    request: Request
+    limit: int
+    generator: torch.Generator | None
+    token_ids: list[int] = field(default_factory=list)
+
+
+class TransformersGenerationEngine:
+    """The GenerationEngine for everything that transformers loads.
+
+    Args:
+        spec: The target.
+        max_batch_tokens: Budget of the KV cache: rows times the longest row's prompt and answer.
+        gpus: GPUs that the target spans; 0 is the CPU.
+
+    Raises:
+        ConfigError, EnvironmentFault: As `load_causal_lm` does.
+    """
+
+    def __init__(
+        self, spec: TargetSpec, *, max_batch_tokens: int = MAX_BATCH_TOKENS, gpus: int = 0
+    ):
+        self.model = load_causal_lm(spec, "cuda" if gpus else "cpu", max(gpus, 1))
+        self.max_batch_tokens = max_batch_tokens
+        self._context = context_length(spec)
+        # rows are rarely as long as the context
+        self.capacity = 4 * max(1, max_batch_tokens // self._context)
+        self._eos = frozenset(eos_token_ids(spec))
+        self._device = input_device(self.model)
+        self._last_only = {"logits_to_keep": 1} if self.model._supports_logits_to_keep() else {}
+        self._waiting: deque[Request] = deque()
+        self._ids: set[str] = set()
+        self._clear()
+
+    def add(self, request: Request) -> None:
+        num_tokens = len(request.prompt_ids)
+        if request.id in self._ids or not 0 < num_tokens < self._context:
+            raise ValueError(f"{request.id}: running, or no prompt ({num_tokens} tokens)")
+        self._ids.add(request.id)
+        self._waiting.append(request)
+
+    def step(self) -> list[Completion]:
+        """Prefill and add waiting requests, or decode one token for each running row; return
+        finished texts.
+
+        Raises:
+            EnvironmentFault: A single request does not fit into the GPU's memory.
+        """
+        try:
+            joining: list[_Row] = []
+            if len(self._waiting) >= len(self._rows) // 4:  # joining copies the cache: a few wait
+                joining = self._admit()
+            if joining:
+                return self._prefill(joining)
+            return self._decode() if self._rows else []
+        except torch.cuda.OutOfMemoryError as error:
+            if len(self._rows) <= 1:
+                what = "One conversation exceeds the GPU's memory."
+                fix = (
+                    "Lower target.max_tokens or generate.max_new_tokens, raise gpus_per_worker, or"
+                    " quantize the target."
+                )
+                raise EnvironmentFault(what, "generate", fix) from error
+        # Rows start again from their own seeds and give the same text.
+        self.max_batch_tokens //= 2
+        self._waiting.extendleft(row.request for row in reversed(self._rows))
+        self._clear()
+        torch.cuda.empty_cache()
+        return []
+
+    def close(self) -> None:
+        self._clear()
+        del self.model
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _clear(self) -> None:
+        self._rows: list[_Row] = []
+        self._cache = DynamicCache()
+        self._mask_BT = torch.ones(0, 0, dtype=torch.long, device=self._device)
+
+    def _admit(self) -> list[_Row]:
+        """Waiting requests that fit beside the running rows, in order; at least one when nothing
+        runs.
+        """
+        width = self._mask_BT.shape[1]
+        remaining = max((row.limit - len(row.token_ids) for row in self._rows), default=0)
+        admitted: list[_Row] = []
+        while self._waiting:
+            request = self._waiting[0]
+            limit = min(request.max_new_tokens, self._context - len(request.prompt_ids))
+            width = max(width, len(request.prompt_ids))
+            remaining = max(remaining, limit)
+            num_rows = len(self._rows) + len(admitted) + 1
+            if num_rows > 1 and num_rows * (width + remaining) > self.max_batch_tokens:
+                break
+            self._waiting.popleft()
+            generator = None
+            if request.seed is not None:
+                generator = torch.Generator(self._device).manual_seed(request.seed)
+            admitted.append(_Row(request, limit, generator))
+        return admitted
+
+    @torch.inference_mode()
+    def _prefill(self, joining: list[_Row]) -> list[Completion]:
+        width = max(len(row.request.prompt_ids) for row in joining)
+        ids_BT = torch.zeros(len(joining), width, dtype=torch.long)
+        mask_BT = torch.zeros_like(ids_BT)
+        for row, ids_T, mask_T in zip(joining, ids_BT, mask_BT, strict=True):
+            prompt_T = torch.as_tensor(row.request.prompt_ids)
+            ids_T[-len(prompt_T) :] = prompt_T
+            mask_T[-len(prompt_T) :] = 1
+        mask_BT = mask_BT.to(self._device)
+        cache = DynamicCache()
+        running = len(self._rows)
+        self._rows = self._rows + joining  # also if the forward exceeds the memory
+        logits_BV = self._forward(ids_BT.to(self._device), mask_BT, cache)
+        if running:
+            self._append(cache, mask_BT)
+        else:
+            self._cache, self._mask_BT = cache, mask_BT
+        return self._accept(joining, logits_BV)
+
+    def _append(self, cache: DynamicCache, mask_BT: torch.Tensor) -> None:
+        """Append rows to the batch, left-padding all to the longest."""
+        width = max(self._mask_BT.shape[1], mask_BT.shape[1])
+        above = width - self._mask_BT.shape[1]
+        below = width - mask_BT.shape[1]
+        self._mask_BT = torch.cat([pad(self._mask_BT, (above, 0)), pad(mask_BT, (below, 0))])
+        before, after = (0, 0, above, 0), (0, 0, below, 0)
+        for layer, added in zip(self._cache.layers, cache.layers, strict=True):
+            layer.keys = torch.cat([pad(layer.keys, before), pad(added.keys, after)])
+            layer.values = torch.cat([pad(layer.values, before), pad(added.values, after)])
+
+    @torch.inference_mode()
+    def _decode(self) -> list[Completion]:
+        ids_B1 = torch.tensor([row.token_ids[-1:] for row in self._rows], device=self._device)
+        self._mask_BT = pad(self._mask_BT, (0, 1), value=1)
+        logits_BV = self._forward(ids_B1, self._mask_BT, self._cache)
+        return self._accept(self._rows, logits_BV)
+
+    def _forward(
+        self, ids_BT: torch.Tensor, mask_BT: torch.Tensor, cache: DynamicCache
+    ) -> torch.Tensor:
+        """Logits [B, V] after the last of `ids_BT`; `mask_BT` covers the cached positions too."""
+        positions_BT = (mask_BT.cumsum(dim=-1) - 1).clamp(min=0)[:, -ids_BT.shape[1] :]
+        output = self.model(
+            input_ids=ids_BT,
+            attention_mask=mask_BT,
+            position_ids=positions_BT,
+            past_key_values=cache,
+            use_cache=True,
+            **self._last_only,
+        )
+        return output.logits[:, -1]
+
+    def _accept(self, rows: list[_Row], logits_BV: torch.Tensor) -> list[Completion]:
+        """Sample and append a token to each of the rows, remove finished ones, and return their
+        texts.
+        """
+        requests = [row.request for row in rows]
+        next_B = sample_tokens(logits_BV, requests, [row.generator for row in rows])
+        ended: list[Completion] = []
+        for row, token in zip(rows, next_B.tolist(), strict=True):
+            row.token_ids.append(token)
+            finish = self._finish(row)
+            if finish is not None:
+                self._ids.remove(row.request.id)
+                ended.append(Completion(row.request.id, row.token_ids, finish))
+        if ended:
+            self._remove_ended()
+        return ended
+
+    def _finish(self, row: _Row) -> Finish | None:
+        last = row.token_ids[-1]
+        if last in self._eos or last in row.request.stop_token_ids:
+            return "stop"
+        return "length" if len(row.token_ids) >= row.limit else None
+
+    def _remove_ended(self) -> None:
+        """Keep running rows, without left padding that none of them needs."""
+        kept = [index for index, row in enumerate(self._rows) if row.request.id in self._ids]
+        if not kept:
+            self._clear()
+            return
+        self._rows = [self._rows[index] for index in kept]
+        kept_B = torch.tensor(kept, device=self._device)
+        mask_BT = self._mask_BT[kept_B]
+        start = int(mask_BT.any(dim=0).long().argmax())
+        self._mask_BT = mask_BT[:, start:]
+        for layer in self._cache.layers:
+            rows_B = kept_B.to(layer.keys.device)
+            layer.keys = layer.keys[rows_B, :, start:]
+            layer.values = layer.values[rows_B, :, start:]
+
+
+def sample_tokens(
+    logits_BV: torch.Tensor,
+    requests: Sequence[Request],
+    generators: Sequence[torch.Generator | None],
+) -> torch.Tensor:
+    """Token ids [B]: the argmax where a request's temperature is 0, otherwise a sample with the
+    row's generator.
+
+    A row's sample depends only on its logits and its generator, not on the batch. The argmax of p /
+    e with e ~ Exp(1) is distributed as p.
+    """
+    next_B = logits_BV.argmax(dim=-1)
+    drawn = [row for row, request in enumerate(requests) if request.temperature > 0]
+    if drawn:
+        rows_B = torch.tensor(drawn, device=logits_BV.device)
+        drawn_requests = [requests[row] for row in drawn]
+        probabilities_BV = truncated_probabilities(logits_BV[rows_B].float(), drawn_requests)
+        exponential_BV = torch.empty_like(probabilities_BV)
+        for row, exponential_V in zip(drawn, exponential_BV, strict=True):
+            exponential_V.exponential_(generator=generators[row])
+        next_B[rows_B] = (probabilities_BV / exponential_BV).argmax(dim=-1)
+    return next_B
+
+
+def truncated_probabilities(logits_BV: torch.Tensor, requests: Sequence[Request]) -> torch.Tensor:
+    """Softmax at each row's temperature, then truncated to its top_p nucleus (as in vLLM),
+    unnormalised.
+    """
+    temperature_B1 = logits_BV.new_tensor([[request.temperature] for request in requests])
+    top_p_B1 = logits_BV.new_tensor([[request.top_p] for request in requests])
+    probabilities_BV = (logits_BV / temperature_B1).softmax(dim=-1)
+    if all(request.top_p >= 1 for request in requests):
+        return probabilities_BV
+    sorted_BV, order_BV = probabilities_BV.sort(dim=-1, descending=True)
+    before_BV = sorted_BV.cumsum(dim=-1) - sorted_BV
+    sorted_BV = sorted_BV.masked_fill((before_BV >= top_p_B1) & (before_BV > 0), 0.0)
+    return torch.zeros_like(sorted_BV).scatter(-1, order_BV, sorted_BV)
+
+
+class TransformersFeatureEngine:
+    """The FeatureEngine for everything that transformers loads, 4-bit and 8-bit targets included.
+
+    Args:
+        target: The spec to load and verify (`verify_tap`), or a loaded model, used as it is.
+        tokens_per_batch: Maximum tokens of one forward, padding included. A longer row runs alone.
+        gpus: GPUs that the target spans; 0 is the CPU. Only for loading.
+
+    Raises:
+        ConfigError, EnvironmentFault: As `load_causal_lm` and `verify_tap` do.
+    """
+
+    def __init__(
+        self, target: TargetSpec | PreTrainedModel, *, tokens_per_batch: int = 16_384, gpus: int = 0
+    ):
+        if isinstance(target, TargetSpec):
+            target = load_causal_lm(target, "cuda" if gpus else "cpu", max(gpus, 1))
+            verify_tap(target)
+        self.model: PreTrainedModel = target
+        self.tokens_per_batch = tokens_per_batch
+        self.hidden_size: int = target.config.get_text_config().hidden_size
+        self.dtype: torch.dtype = target.dtype
+        self._device = input_device(target)
+
+    def stream(
+        self, rows: Iterable[Sequence[int]]
+    ) -> Generator[tuple[int, torch.Tensor], None, None]:
+        """Yield each row's index and its states [T_i, D] on the host; the next batch runs while the
+        caller works.
+
+        Rows are read in windows of sixteen batches' tokens, or `WINDOW_BYTES` of states where these
+        are less, each sorted by length. A tensor is a view into its batch's buffer.
+
+        Raises:
+            EnvironmentFault: A single row does not fit into the GPU's memory.
+        """
+        pending: deque[_Batch] = deque()
+        for indices, batch in self._batches(rows):
+            pending.extend(self._launch(indices, batch))
+            while len(pending) > 1:
+                yield from pending.popleft().collect()
+        for last in pending:
+            yield from last.collect()
+
+    def close(self) -> None:
+        del self.model
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _batches(
+        self, rows: Iterable[Sequence[int]]
+    ) -> Iterator[tuple[list[int], list[Sequence[int]]]]:
+        """The indices and ids of each batch's rows."""
+        tokens_in_bytes = WINDOW_BYTES // (self.hidden_size * self.dtype.itemsize)
+        num_tokens = min(WINDOW_BATCHES * self.tokens_per_batch, tokens_in_bytes)
+        for window in _windows(rows, max(self.tokens_per_batch, num_tokens)):
+            # longest first: fails early if at all
+            window.sort(key=lambda item: len(item[1]), reverse=True)
+            while window:
+                longest = self._padded(len(window[0][1]))
+                num_rows = max(1, self.tokens_per_batch // longest)
+                batch, window = window[:num_rows], window[num_rows:]
+                yield [index for index, _ in batch], [ids for _, ids in batch]
+
+    def _launch(self, indices: list[int], rows: list[Sequence[int]]) -> list[_Batch]:
+        """Start one batch, split in halves where it exceeds the GPU's memory."""
+        try:
+            return [self._forward(indices, rows)]
+        except torch.cuda.OutOfMemoryError as error:
+            if len(rows) == 1:
+                what = f"A row of {len(rows[0])} tokens exceeds the GPU."
+                fix = (
+                    "Shorten conversations (target.max_tokens), raise gpus_per_worker, or quantize"
+                    " the target."
+                )
+                raise EnvironmentFault(what, "features", fix) from error
+        # Outside of the handler, because the traceback keeps the failed forward's activations
+        # alive.
+        self.tokens_per_batch = max(1, self.tokens_per_batch // 2)
+        torch.cuda.empty_cache()
+        half = (len(rows) + 1) // 2
+        return self._launch(indices[:half], rows[:half]) + self._launch(indices[half:], rows[half:])
+
+    def _padded(self, length: int) -> int:
+        """The length of a batch whose longest row is this long."""
+        if self._device.type == "cpu":
+            return length
+        context = getattr(self.model.config.get_text_config(), "max_position_embeddings", length)
+        rounded = -(-length // GPU_MULTIPLE) * GPU_MULTIPLE
+        return max(length, min(rounded, context))
+
+    @torch.inference_mode()
+    def _forward(self, indices: list[int], rows: list[Sequence[int]]) -> _Batch:
+        lengths = [len(ids) for ids in rows]
+        size = (len(rows), self._padded(max(lengths)))
+        on_gpu = self._device.type == "cuda"
+        # From pinned memory, or the host would wait for the batch before to upload this one.
+        ids_BT = torch.zeros(size, dtype=torch.long, pin_memory=on_gpu)
+        for row_T, ids in zip(ids_BT, rows, strict=True):
+            row_T[: len(ids)] = torch.as_tensor(ids)
+        ids_BT = ids_BT.to(self._device, non_blocking=True)
+        hidden_BTD = self.model.base_model(input_ids=ids_BT, use_cache=False).last_hidden_state
+        hidden_BTD = hidden_BTD.to(self.dtype)  # the dtype in the shard's footer
+        if hidden_BTD.device.type != "cuda":
+            return _Batch(indices, lengths, hidden_BTD, None)
+        host_BTD = torch.empty(hidden_BTD.shape, dtype=hidden_BTD.dtype, pin_memory=True)
+        host_BTD.copy_(hidden_BTD, non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record(torch.cuda.current_stream(hidden_BTD.device))
+        return _Batch(indices, lengths, host_BTD, copied)
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """A running or finished forward; `copied` is set when the states are on the host."""
+
+    indices: list[int]
+    lengths: list[int]
+    hidden_BTD: torch.Tensor
+    copied: torch.cuda.Event | None
+
+    def collect(self) -> Iterator[tuple[int, torch.Tensor]]:
+        if self.copied is not None:
+            self.copied.synchronize()
+        states = zip(self.indices, self.lengths, self.hidden_BTD, strict=True)
+        for index, length, hidden_TD in states:
+            yield index, hidden_TD[:length]
+
+
+def _windows(
+    rows: Iterable[Sequence[int]], num_tokens: int
+) -> Iterator[list[tuple[int, Sequence[int]]]]:
+    """Consecutive rows with their indices, up to so many tokens or a single row."""
+    window: list[tuple[int, Sequence[int]]] = []
+    held = 0
+    for index, ids in enumerate(rows):
+        if not len(ids):
+            raise ValueError(f"row {index} is empty")
+        if window and held + len(ids) > num_tokens:
+            yield window
+            window, held = [], 0
+        window.append((index, ids))
+        held += len(ids)
+    if window:
+        yield window

@@ -1,0 +1,287 @@
+"""Settings that a stage could not carry out are refused before anything starts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+
+import pytest
+
+from pipeline.config.load import validate
+from pipeline.errors import ConfigError, EnvironmentFault
+from pipeline.execution.machine import SUBMITTED_JOB
+from pipeline.execution.placement import Resources
+from pipeline.run import checks
+from pipeline.run.checks import check_placements, check_plan, check_run, unread_settings
+from tests.flows.tiny import resolved, run_again, save_target
+from tests.forks import in_a_fork
+
+HUB = {"target__model": "owner/model"}
+MEDUSA_2 = {"train__method": "medusa-2"}
+SHARD_4BIT = {"train__backbone__shard": True, "target__quantization": "4bit", **MEDUSA_2}
+VLLM = {"check__engines": ["native", "vllm"]}
+SAMPLED = {"check__acceptance": "rejection", "check__temperature": 0.7}
+
+REFUSED = [
+    ({"train__num_heads": 129}, 2, "train.num_heads"),
+    ({"train__heads": "medus"}, 2, "train.heads"),
+    ({"train__method": "medusa1"}, 2, "train.method"),
+    ({"calibrate__depth": 4}, 2, "calibrate.depth"),
+    ({"calibrate__draft_tokens": 4}, 2, "calibrate.draft_tokens"),
+    ({"calibrate__tree": "dynamic", "calibrate__nodes": 9999}, 2, "calibrate.nodes"),
+    ({"calibrate__choices": "/absent.json"}, 2, "calibrate.choices"),
+    ({"calibrate__data": "/absent.jsonl"}, 2, "calibrate.data"),
+    ({"generate__max_new_tokens": 3}, 2, "train.num_heads"),
+    ({"generate__max_new_tokens": 1}, 2, "generate.max_new_tokens"),
+    ({"check__max_new_tokens": 192}, 2, "check.max_new_tokens"),
+    ({"check__max_tokens": 40, "check__max_new_tokens": 40}, 2, "check.max_new_tokens"),
+    ({"export__formats": ["shared"]}, 2, "export.formats"),
+    ({"export__formats": ["reference"]}, 2, "export.formats"),
+    ({"train__draft_vocab": 301}, 2, "train.draft_vocab"),
+    ({"train__draft_vocab": 9}, 2, "calibrate.top"),
+    ({"calibrate__tree": "dynamic", "calibrate__top": 301}, 2, "calibrate.top"),
+    ({"train__draft_vocab": 40, "train__heads": "recurrent", **VLLM}, 2, "check.engines"),
+    ({"seeds__sources": "/absent.jsonl"}, 2, "seeds.sources"),
+    ({"check__prompts": "/absent.jsonl"}, 2, "check.prompts"),
+    ({"check__acceptance": "rejection"}, 2, "check.temperature"),
+    ({**SAMPLED, "check__acceptance": "typical", "check__top_p": 0.9}, 2, "check.top_p"),
+    ({**SAMPLED, "check__first_token": "sampled"}, 2, "check.first_token"),
+    ({"push__repo_id": "me/heads"}, 2, "push.base_model"),
+    ({"push__repo_id": "heads", **HUB}, 2, "push.repo_id"),
+    ({"push__repo_id": "me/heads", "push__base_model": "not an id"}, 2, "push.base_model"),
+    ({"target__model": "/absent"}, 2, "target.model"),
+    ({"target__model": "/absent", **MEDUSA_2}, 2, "target.model"),
+    ({"check__served_model": "/absent"}, 2, "check.served_model"),
+    ({"target__quantization": "8bit", "generate__engine": "vllm"}, 2, "target.quantization"),
+    ({"target__quantization": "8bit", "features__engine": "vllm"}, 2, "features.engine"),
+    ({"target__quantization": "8bit", **VLLM}, 2, "check.engines"),
+    ({"train__backbone__lora_rank": 65, **MEDUSA_2}, 2, "train.backbone.lora_rank"),
+    (SHARD_4BIT, 2, "train.backbone.shard"),
+    ({"placement__train": {"gpus_per_worker": 2}, **MEDUSA_2}, 2, "gpus_per_worker"),
+]
+
+
+@pytest.fixture(autouse=True)
+def own_machine(monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+
+@pytest.mark.parametrize(("changes", "code", "key"), REFUSED)
+def test_a_plan_refuses_and_names_the_key(make_config, tmp_path, changes, code, key):
+    with pytest.raises(ConfigError) as caught:
+        check_plan(resolved(make_config(tmp_path, **changes)))
+    assert caught.value.exit_code == code
+    assert key in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_run_uses_the_same_checks_before_it_writes(make_config, tmp_path, monkeypatch):
+    def refuse(run: object) -> None:
+        raise ConfigError("No.")
+
+    for check in (refuse, lambda run: checks.check_labels(run)):
+        monkeypatch.setattr(checks, "CHECKS", (check,))
+        with pytest.raises(ConfigError):
+            run_again(make_config(tmp_path / "runs", generate__max_new_tokens=3))
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"train__num_heads": 128, "generate__max_new_tokens": 129},
+        {"generate__max_new_tokens": 4},
+        {"generate__max_new_tokens": 3, "generate__mode": "passthrough"},
+        {"check__max_new_tokens": 191},
+        {"calibrate__depth": 3},
+        {"export__formats": ["shared"], "train__medusa__lm_head": "tied"},
+        {"push__repo_id": "me/heads", "push__base_model": "owner/model"},
+        MEDUSA_2,
+        {"train__backbone__shard": True, **MEDUSA_2},
+        {"train__backbone__lora_rank": 65},
+        {**SHARD_4BIT, "train__method": "medusa-1"},
+        {**SHARD_4BIT, "train__backbone__quantization": "none"},
+        {"placement__train": {"gpus_per_worker": 2}},
+        {**SAMPLED, "check__acceptance": "typical", "check__first_token": "sampled"},
+        {**SAMPLED, "check__top_p": 0.9},
+        {
+            "target__quantization": "8bit",
+            "generate__engine": "vllm",
+            "generate__engine_args": {"quantization": "fp8"},
+        },
+        {
+            "target__quantization": "8bit",
+            "generate__engine": "vllm",
+            "generate__mode": "passthrough",
+        },
+    ],
+)
+def test_a_run_is_allowed(make_config, tmp_path, changes):
+    check_run(resolved(make_config(tmp_path, **changes)))
+
+
+def test_keys_that_nothing_reads_are_warned_of(make_config, tmp_path):
+    assert unread_settings(resolved(make_config(tmp_path))) == []
+    changes = {"train__backbone__lora_rank": 4, "train__backbone__lr": 1e-4}
+    (warning,) = unread_settings(resolved(make_config(tmp_path, **changes)))
+    assert "train.backbone.lora_rank" in warning and "train.backbone.lr" in warning
+    assert unread_settings(resolved(make_config(tmp_path, **changes, **MEDUSA_2))) == []
+
+
+def test_a_submitted_job_keeps_nothing_in_its_uploaded_copy(make_config, tmp_path, monkeypatch):
+    (tmp_path / "copy").mkdir()
+    monkeypatch.chdir(tmp_path / "copy")
+    inside, outside = tmp_path / "copy" / "runs", tmp_path / "runs"
+    check_run(resolved(make_config(inside)))
+    monkeypatch.setenv(SUBMITTED_JOB, "{}")
+    check_run(resolved(make_config(outside)))
+    with pytest.raises(ConfigError, match=r"run\.root"):
+        check_run(resolved(make_config(inside)))
+    with pytest.raises(ConfigError, match=r"run\.store"):
+        check_run(resolved(make_config(outside, run__store=str(inside))))
+
+
+PACKAGES = [
+    ({"generate__engine": "vllm"}, "vllm", "generate.engine", "generate"),
+    ({"features__engine": "vllm"}, "vllm", "features.engine", "features"),
+    (VLLM, "vllm", "check.engines", "check"),
+    ({"train__optimizer": "adamw-8bit"}, "bitsandbytes", "train.optimizer", "train"),
+    ({"target__quantization": "8bit"}, "bitsandbytes", "target.quantization", "features"),
+    (
+        {"train__backbone__quantization": "4bit"} | MEDUSA_2,
+        "bitsandbytes",
+        "train.backbone.quantization",
+        "train",
+    ),
+    (MEDUSA_2, "peft", "train.method", "train"),
+]
+
+
+@pytest.mark.parametrize(("changes", "package", "key", "stage"), PACKAGES)
+def test_a_missing_package_is_refused_where_it_is_needed(
+    make_config, tmp_path, monkeypatch, changes, package, key, stage
+):
+    """Not by a stage that is not to run or is finished, or on a cluster with packages of its own;
+    a plan notes it.
+    """
+    config = make_config(tmp_path, **changes)
+    check_run(resolved(config))
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(EnvironmentFault, match=f"{stage} needs it.*{key}"):
+        check_run(resolved(config))
+    assert key in " ".join(check_plan(resolved(config)))
+    others = ["seeds", *({"generate", "features", "train", "check"} - {stage})]
+    check_run(resolved(config, others))
+    with monkeypatch.context() as on_cluster:
+        on_cluster.setenv("RAY_ADDRESS", "auto")
+        check_run(resolved(config))
+    made = config.run.directory / f"{stage}-0123abcd"
+    made.mkdir(parents=True)
+    with pytest.raises(EnvironmentFault):
+        check_run(resolved(config))  # begun, and not finished
+    (made / "DONE.json").write_text("{}")
+    check_run(resolved(config))
+    with pytest.raises(EnvironmentFault):
+        check_run(resolved(config, fresh=stage))
+
+
+def test_a_quantized_target_trains_quantized_by_default(make_config, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    quantized = {"target__quantization": "4bit", **MEDUSA_2}
+    with pytest.raises(EnvironmentFault, match=r"train needs it.*target\.quantization"):
+        check_run(resolved(make_config(tmp_path, **quantized), ["train"]))
+    unquantized = make_config(tmp_path, **quantized, train__backbone__quantization="none")
+    check_run(resolved(unquantized, ["train"]))
+
+
+def look_for_packages(settings: dict) -> None:
+    check_run(resolved(validate(settings, "test")))
+    print([name for name in ("vllm", "bitsandbytes") if name in sys.modules])
+
+
+@pytest.mark.slow
+def test_looking_for_a_package_does_not_import_it(make_settings, tmp_path):
+    settings = make_settings(tmp_path, generate__engine="vllm", train__optimizer="adamw-8bit")
+    assert in_a_fork(look_for_packages, settings) == (0, "[]\n")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [HUB, {"check__assistant_model": "owner/model", "check__baselines": ["assistant"]}],
+)
+def test_a_model_that_cannot_be_fetched_is_noted_in_a_plan(make_config, tmp_path, changes):
+    run = resolved(make_config(tmp_path, **changes))
+    assert "owner/model" in " ".join(check_plan(run))
+    with pytest.raises(EnvironmentFault, match="owner/model"):
+        check_run(run)
+
+
+def test_seeds_alone_need_no_target(make_config, tmp_path):
+    config = make_config(tmp_path, **HUB)
+    check_run(resolved(config, ["seeds"]))
+    with pytest.raises(EnvironmentFault, match="owner/model"):
+        check_run(resolved(config, ["seeds", "generate"]))
+
+
+@pytest.mark.parametrize("stages", [None, ["seeds", "generate"]], ids=["all", "until generate"])
+def test_a_target_that_ends_at_no_token_is_refused(make_config, tmp_path, tiny_target, stages):
+    target = shutil.copytree(tiny_target, tmp_path / "target")
+    config = make_config(tmp_path / "runs", target__model=str(target))
+    check_run(resolved(config, stages))
+    (target / "generation_config.json").write_text(json.dumps({"eos_token_id": [True]}))
+    with pytest.raises(ConfigError, match=r"eos_token_id.*generation_config\.json"):
+        check_run(resolved(config, stages))
+
+
+def test_a_served_model_of_another_vocabulary_is_refused(make_config, tmp_path):
+    other = save_target(tmp_path / "other", vocab_size=320)
+    with pytest.raises(ConfigError, match=r"vocabulary of 320.*one of 300.*check\.served_model"):
+        check_run(resolved(make_config(tmp_path, check__served_model=str(other))))
+
+
+def test_workers_without_gpus_read_a_target_on_the_cpu(
+    make_config, tmp_path, tiny_target, monkeypatch
+):
+    """Also on a machine with a GPU."""
+    asked = set()
+
+    def readable(spec, engine, *, on_gpu, where):
+        asked.add((where, engine, on_gpu))
+
+    monkeypatch.setattr(checks, "require_readable", readable)
+    copy = shutil.copytree(tiny_target, tmp_path / "copy")
+    placed = {"placement__features": {"gpus_per_worker": 0}, "generate__engine": "vllm"}
+    config = make_config(tmp_path, **placed, **VLLM, check__served_model=str(copy))
+    checks.check_readers(resolved(config).on(Resources(((8, 1),))))
+    of_each = {("transformers", False), ("native", False), ("vllm", True)}
+    assert asked == {("target.model", *one) for one in of_each} | {
+        ("check.served_model", "native", False),
+        ("check.served_model", "vllm", True),
+    }
+
+
+@pytest.mark.parametrize("key", ["check__served_model", "target__model"])
+def test_a_quantized_target_that_an_engine_cannot_read_is_refused(
+    make_config, tmp_path, tiny_target, key
+):
+    copy = tmp_path / "copy"
+    shutil.copytree(tiny_target, copy)
+    config = json.loads((copy / "config.json").read_text())
+    quantization = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    (copy / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
+    with pytest.raises(ConfigError, match="no bitsandbytes"):
+        check_run(resolved(make_config(tmp_path, **VLLM, **{key: str(copy)})))
+
+
+def test_a_check_alone_is_placed_where_its_engines_decode(make_config, tmp_path):
+    for name in ("generate", "features", "train", "calibrate"):
+        directory = tmp_path / "run" / f"{name}-0000"
+        directory.mkdir(parents=True)
+        (directory / "DONE.json").write_text("{}")
+    large = {"placement__generate": {"gpus_per_worker": 4}}
+    run = resolved(make_config(tmp_path, check__engines=["native"], **large))
+    assert run.open_stages == ("seeds", "export", "check")
+    check_placements(run)
+    with pytest.raises(EnvironmentFault, match="cannot place generate"):
+        check_placements(resolved(make_config(tmp_path, **VLLM, **large)))
