@@ -78,8 +78,8 @@ def check_table(report: Report) -> Table:
         columns.append(_vllm_cells(vllm, with_new))
         table.note = (
             "Acceleration rates are tokens kept over forwards of the target, without the prefill"
-            " and its token, in either engine. Accepted per position: the share of vLLM's steps that"
-            " keep at least 1, 2, … drafted tokens."
+            " and its token, in either engine. Accepted per position: the share of vLLM's steps"
+            " that keep at least 1, 2, … drafted tokens."
         )
     for label in CHECK_ROWS:
         table.add_known(label, *(column.get(label, UNKNOWN) for column in columns))

@@ -237,7 +237,7 @@ def _bars(rows: list[tuple[str | None, float | None]]) -> Speedups:
 
 
 def _coloured(sample: Sample) -> ColouredAnswer:
-    steps = []
+    steps: list[ColouredStep] = []
     for step, group in groupby(sample.tokens, key=_step):
         texts = [token.text for token in group]
         tokens = "token" if len(texts) == 1 else "tokens"

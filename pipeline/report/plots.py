@@ -54,6 +54,7 @@ SETTINGS: dict[Any, Any] = {
     "axes.grid.axis": "y",
     "axes.grid": True,
     "axes.axisbelow": True,
+    "axes.unicode_minus": False,
     "grid.color": LINE,
     "xtick.color": LINE,
     "ytick.color": LINE,

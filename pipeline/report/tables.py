@@ -87,9 +87,9 @@ def tree_table(report: Report, calibration: Calibration | None) -> Table:
         static = ratio((tree.searches or {}).get(tree.source))
         table.note = (
             f"Native decoding grows a dynamic tree: in every step the {count(tree.nodes)} nodes"
-            f" that the heads hold most probable, expected acceleration rate {expected_rate(tree)}. A"
-            f" static tree of the same size, by the {tree.source} search, reaches {static} on text"
-            " not used for the search; it is in the export for engines that read paths."
+            f" that the heads hold most probable, expected acceleration rate {expected_rate(tree)}."
+            f" A static tree of the same size, by the {tree.source} search, reaches {static} on"
+            " text not used for the search; it is in the export for engines that read paths."
         )
         table.add("0", own, UNKNOWN, ratio(1.0))
         for depth, tokens in enumerate(tree.tokens_by_depth, start=1):

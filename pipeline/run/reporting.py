@@ -10,10 +10,10 @@ from pipeline.artifacts.check_result import CheckResult, Limits
 from pipeline.artifacts.json_form import from_json
 from pipeline.artifacts.tree_file import CalibrateResult, read_calibration
 from pipeline.config import Config
-from pipeline.execution.hardware import hardware, versions
+from pipeline.execution.machine import hardware, versions
 from pipeline.export.card import Licence, Published, model_card
 from pipeline.export.hub import repositories
-from pipeline.heads.shape import drafter, head_kind
+from pipeline.heads.kinds import head_kind
 from pipeline.report.documents import print_report, report_texts
 from pipeline.report.report import (
     CurvePoint,
@@ -83,7 +83,7 @@ def assemble(run: RunDirectory, config: Config, without: Collection[str] = ()) -
         target_revision=check.target_revision,
         method=config.train.method,
         num_heads=config.train.num_heads,
-        drafter=drafter(config.train),
+        drafter=f"{config.train.num_heads} {head_kind(config.train.heads).units}",
         seeds=figures.get("seeds"),
         generate=figures.get("generate"),
         features=figures.get("features"),
