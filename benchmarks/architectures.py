@@ -25,7 +25,7 @@ from pipeline.errors import MedusaDistillError
 from pipeline.evaluation.prompts import held_out_prompts
 from pipeline.export.layout import read_layout
 from pipeline.targets.spec import TargetSpec, context_length, resolve
-from pipeline.targets.vllm_decode import decode_in_vllm
+from pipeline.targets.vllm_decode import DecodeTask, decode_in_vllm
 
 KINDS = ("recurrent", "medusa")
 NUM_PROMPTS, NEW_TOKENS = 4, 12
@@ -140,7 +140,9 @@ def _served(runs: Mapping[str, Run]) -> dict[str, str]:
         for heads, run in runs.items()
     }
     try:
-        plain, *others = decode_in_vllm(target, [{}, *chosen.values()], prompts, NEW_TOKENS)
+        plain, *others = decode_in_vllm(
+            [DecodeTask(target, prompts, NEW_TOKENS, args) for args in ({}, *chosen.values())]
+        )
     except MedusaDistillError as error:
         return {
             heads: _alone(target, engine_args, prompts, error)
@@ -160,7 +162,7 @@ def _alone(
 ) -> str:
     """Of two kinds of heads one may be what vLLM does not start with."""
     try:
-        decode_in_vllm(target, [engine_args], prompts, NEW_TOKENS)
+        decode_in_vllm([DecodeTask(target, prompts, NEW_TOKENS, engine_args)])
     except MedusaDistillError as error:
         return f"does not start: {error.what}"
     return f"starts; beside it: {first.what}"

@@ -22,7 +22,7 @@ from benchmarks import rows, targets
 from benchmarks.claims import Claim, Result, in_turns, speed_ratio
 from pipeline.config import FeaturesConfig
 from pipeline.stages.features import Worker
-from pipeline.storage.tasks import ShardTask
+from pipeline.storage.shards import ShardTask
 from pipeline.targets.spec import TargetSpec, model_config
 from pipeline.targets.transformers_engines import TransformersFeatureEngine
 

@@ -26,7 +26,7 @@ from pipeline.artifacts.feature_writer import num_positions
 from pipeline.artifacts.generated_rows import TokenRow, spans_of
 from pipeline.config import FeaturesConfig
 from pipeline.stages.features import Worker
-from pipeline.storage.tasks import ShardTask
+from pipeline.storage.shards import ShardTask
 
 AIM = 70.0  # percent of the peak
 SAMPLE_TOKENS = 131_072  # whose states are written alone

@@ -34,7 +34,7 @@ from benchmarks.arithmetic import (
 from benchmarks.claims import Claim, Result, in_turns, rates, ratio, speed_ratio
 from pipeline.config import BackboneConfig, TrainConfig
 from pipeline.conversations.spans import IGNORED
-from pipeline.storage.tasks import ShardTask
+from pipeline.storage.shards import ShardTask
 from pipeline.targets.spec import TargetSpec
 from pipeline.training.heads_and_backbone import BackboneLearner, MicroBatch
 from pipeline.training.task import TrainSpec, Workers

@@ -32,8 +32,7 @@ from pipeline.artifacts.feature_writer import num_positions
 from pipeline.artifacts.generated_rows import TokenRow
 from pipeline.config import FeaturesConfig
 from pipeline.stages.features import Worker
-from pipeline.storage.checksums import HashedFile
-from pipeline.storage.tasks import ShardTask
+from pipeline.storage.shards import HashedFile, ShardTask
 
 AIM = 0.92
 CARD_TOKENS, DISK_MEGABYTES = 36_000, (200, 330, 600)  # per second

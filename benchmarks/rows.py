@@ -21,8 +21,7 @@ from pipeline.config import FeaturesConfig, TrainConfig
 from pipeline.conversations.conversation import Role
 from pipeline.conversations.spans import Span
 from pipeline.heads.kinds import head_kind
-from pipeline.storage.shards import Codec, ShardWriter
-from pipeline.storage.tasks import ShardTask
+from pipeline.storage.shards import Codec, ShardTask, ShardWriter
 from pipeline.targets.spec import TargetSpec, model_config
 from pipeline.training.methods import METHODS
 from pipeline.training.task import TrainSpec
@@ -149,7 +148,7 @@ def train_spec(
         fingerprint=FINGERPRINT,
         settings=settings,
         kind=head_kind(settings.heads),
-        method=METHODS[settings.method],
+        phases=METHODS[settings.method].phases(settings),
         target=target,
         hidden_size=text.hidden_size,
         vocab_size=text.vocab_size,

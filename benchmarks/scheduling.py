@@ -34,9 +34,8 @@ from pipeline.run.context import Context
 from pipeline.run.resolved import resolve_run
 from pipeline.run.sharded import run_sharded
 from pipeline.storage.run_directory import RunDirectory
-from pipeline.storage.shards import ShardWriter
+from pipeline.storage.shards import ShardTask, ShardWriter
 from pipeline.storage.stage_directory import StageDirectory
-from pipeline.storage.tasks import ShardTask
 
 SIZES, TINY_SIZES = (100, 1_000, 10_000), (4, 16)
 IN_MEMORY = (

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks import targets
@@ -18,11 +19,11 @@ from benchmarks.claims import Claim, Result
 from benchmarks.ladder import DEMO, FEW
 from pipeline.api.runs import Run, open_run, run_flow
 from pipeline.config.load import load_config
-from pipeline.decoding.standard_error import rate_of_answers
+from pipeline.decoding.held_out import rate_of_answers
 from pipeline.evaluation.prompts import held_out_prompts
 from pipeline.export.layout import read_layout
 from pipeline.targets.spec import TargetSpec, context_length, resolve
-from pipeline.targets.vllm_decode import decode_in_vllm
+from pipeline.targets.vllm_decode import DecodeTask, decode_in_vllm
 
 RUNS = {"Medusa": "runs/demo", "recurrent": "runs/demo-recurrent"}
 AT_ONCE, NUM_PROMPTS, NEW_TOKENS, REPEATS = (1, 32), 32, 64, 3
@@ -78,9 +79,9 @@ def _compared(
     same.
     """
     chosen = [read_layout(path).engine_args(path, target.model) for path in exports.values()]
-    plain, *others = decode_in_vllm(
-        target, [{}, *chosen], prompts, new_tokens, repeats=repeats, at_once=at_once
-    )
+    task = DecodeTask(target, prompts, new_tokens, repeats=repeats, at_once=at_once)
+    tasks = [task, *(replace(task, engine_args=engine_args) for engine_args in chosen)]
+    plain, *others = decode_in_vllm(tasks)
     speed = {"plain, tokens/s": plain.tokens_per_second}
     claims = []
     for name, found in zip(exports, others, strict=True):

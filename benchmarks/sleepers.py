@@ -10,7 +10,7 @@ from dataclasses import replace
 from pipeline.artifacts.seed_rows import SEEDS
 from pipeline.execution.progress import ShardProgress
 from pipeline.storage.receipts import Receipt
-from pipeline.storage.tasks import ShardTask, shard_writer, task_rows
+from pipeline.storage.shards import ShardTask, shard_writer, task_rows
 
 SLEEP_SECONDS = 0.001
 

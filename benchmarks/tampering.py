@@ -40,7 +40,7 @@ import yaml
 
 from benchmarks.claims import Claim, Result
 from benchmarks.run import keep
-from pipeline.storage.checksums import sha256_of
+from pipeline.storage.fingerprint import sha256_of
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.storage.stage_directory import StageDirectory
 from tests.flows.tiny import STAGES, save_seeds, save_target, tiny_settings

@@ -32,7 +32,7 @@ from pipeline.artifacts.feature_rows import FEATURES, StateFormat
 from pipeline.artifacts.feature_writer import ROW_GROUP_BYTES, Backlog, num_positions, row_groups
 from pipeline.artifacts.generated_rows import TokenRow
 from pipeline.conversations.spans import feature_positions
-from pipeline.storage.checksums import HashedFile
+from pipeline.storage.shards import HashedFile
 
 AIM, AIM_OVER_BEFORE = 400.0, 2.5
 HIDDEN_SIZE, ROW_TOKENS, VOCAB_SIZE = 4096, 1024, 32_000

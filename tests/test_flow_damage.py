@@ -16,10 +16,10 @@ from pipeline.errors import DataError, EnvironmentFault
 from pipeline.run import context as run_context
 from pipeline.run.reporting import drawing_data
 from pipeline.stages import features, seeds
-from pipeline.storage import checksums as file_facts
-from pipeline.storage.checksums import sha256_of
+from pipeline.storage import fingerprint as file_facts
+from pipeline.storage.fingerprint import sha256_of
 from pipeline.storage.receipts import Receipt, read_receipt
-from pipeline.storage.tasks import ShardTask
+from pipeline.storage.shards import ShardTask
 from tests.flows.tiny import (
     SHARDED,
     STAGES,

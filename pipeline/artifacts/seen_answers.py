@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.artifacts.generated_rows import read_token_rows
-from pipeline.storage.shard_folder import ShardFolder
+from pipeline.storage.stage_directory import StageDirectory
 
 PREFIX = 32  # tokens
 ENOUGH_NEW = 8  # answers; figures of fewer say nothing
@@ -54,7 +54,7 @@ class TrainingText:
         return seen
 
 
-def training_text(generated: ShardFolder) -> TrainingText:
+def training_text(generated: StageDirectory) -> TrainingText:
     """The training rows' answers in a generate stage's directory."""
     return TrainingText(tuple(map(str, generated.shards())), generated.fingerprint)
 

@@ -1,13 +1,25 @@
 """Acceptance rules: which of a step's candidates are kept, and which token follows them.
 
-    greedy     the target's most probable token: the text of greedy decoding
-    typical    tokens probable enough for the target's entropy (paper 2.3.1): fastest, a different
-    distribution rejection  the tokens that sampling from the target draws: exactly its distribution
+    greedy     keeps the target's most probable tokens: the text of greedy decoding
+    typical    keeps tokens that are probable enough for the target's entropy (paper 2.3.1): the
+               fastest, with a different distribution
+    rejection  keeps the tokens that sampling from the target draws: exactly its distribution
 
 A rule works on the tree's rows, not on padded lists of candidates: a row is accepted when its token
 and the tokens of all rows above it pass. Every row has a token, so padding can never be accepted
 (token id 0 included). The deepest accepted row wins; the root's token was chosen by the previous
 step and is always accepted.
+
+A token is sampled as argmax(z / temperature + g) over the logits z, where g = -log(-log u) with
+uniform u: the Gumbel-max form of softmax sampling. The noise g belongs to a position of the text,
+not to a step: a step over several positions uses the noise of each, and the next step reuses the
+noise beyond the last kept token. So a seed gives one text for every tree, up to rounding: the tree
+changes the cost of a step, but not what is written.
+
+The nucleus at top_p is the smallest set of most probable tokens with at least that probability
+(Holtzman et al., arXiv 1904.09751), as in transformers and vLLM: a token belongs to it when the
+tokens ahead of it (more probable, or equally probable with a lower id) have less than top_p
+together. The most probable token always belongs.
 
 Letters: N rows (the root and the nodes), T positions (the root's children first), V vocabulary;
 leading dimensions, shown as …, pass through.
@@ -21,9 +33,58 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from pipeline.decoding.noise import draw, upcast
+from pipeline.decoding.tree import TreeRows
 
 RuleName = Literal["greedy", "typical", "rejection"]
+
+
+class Noise:
+    """The Gumbel noise of one text's next positions, drawn from that text's own generator.
+
+    Each position takes V numbers from the generator, in the order of the text. They are drawn in
+    float64: the 2^-24 resolution of float32 would bias the rare tokens of a large vocabulary. A
+    generator on the target's device avoids a copy per token.
+    """
+
+    def __init__(self, generator: torch.Generator | None):
+        self._generator = generator
+        self._waiting: list[Tensor] = []
+
+    def ahead(self, num_positions: int, logits_NV: Tensor) -> Tensor | None:
+        """The noise [T, V] of the next positions, in the logits' upcast dtype.
+
+        None without a generator.
+        """
+        if self._generator is None:
+            return None
+        size, device = logits_NV.shape[-1:], self._generator.device
+        dtype = torch.promote_types(logits_NV.dtype, torch.float32)
+        while len(self._waiting) < num_positions:
+            uniform_V = torch.rand(
+                size, generator=self._generator, dtype=torch.float64, device=device
+            )
+            exponential_V = uniform_V.log_().neg_().to(logits_NV.device, dtype)
+            self._waiting.append(exponential_V.log_().neg_())
+        return torch.stack(self._waiting[:num_positions])
+
+    def advance(self, num_tokens: int) -> None:
+        """Discard the noise of positions whose tokens are written."""
+        del self._waiting[:num_tokens]
+
+
+def draw(logits_V: Tensor, noise_V: Tensor, temperature: float, top_p: float = 1.0) -> Tensor:
+    """Sample tokens [...] from the nucleus of softmax(logits [..., V] / temperature)."""
+    scaled_V = _upcast(logits_V) / temperature
+    if top_p < 1:
+        scaled_V = scaled_V.masked_fill(~nucleus(scaled_V, top_p), -torch.inf)
+    return (scaled_V + noise_V).argmax(-1)
+
+
+def nucleus(logits_V: Tensor, top_p: float) -> Tensor:
+    """The mask [..., V] of the tokens in the nucleus of softmax(logits [..., V])."""
+    p_V, ids_V = logits_V.softmax(-1).sort(dim=-1, descending=True, stable=True)
+    ahead_V = p_V.cumsum(-1) - p_V
+    return torch.empty_like(p_V, dtype=torch.bool).scatter_(-1, ids_V, ahead_V < top_p)
 
 
 class Acceptance(NamedTuple):
@@ -33,27 +94,8 @@ class Acceptance(NamedTuple):
     next_token: Tensor
 
 
-class Rows(Protocol):
-    """What a rule reads of a tree: one for all texts, or, of tensors with leading dimensions, one
-    for each.
-
-    `parent` and `depth` [..., N], `elsewhere` [..., N, N], as of `Tree`.
-    """
-
-    @property
-    def parent(self) -> Tensor: ...
-    @property
-    def depth(self) -> Tensor: ...
-    @property
-    def elsewhere(self) -> Tensor: ...
-    @property
-    def max_depth(self) -> int: ...
-
-    def depth_of(self, row: Tensor) -> Tensor: ...
-
-
 class AcceptanceRule(Protocol):
-    """A rule that `samples` is given noise (see noise.py), the others None."""
+    """How a step keeps candidates. Only a rule with `samples` is given noise."""
 
     @property
     def samples(self) -> bool: ...
@@ -62,10 +104,11 @@ class AcceptanceRule(Protocol):
         """The next tokens [...] for logits [..., V], without candidates."""
 
     def accept(
-        self, logits_NV: Tensor, tokens_N: Tensor, tree: Rows, noise_TV: Tensor | None = None
+        self, logits_NV: Tensor, tokens_N: Tensor, tree: TreeRows, noise_TV: Tensor | None = None
     ) -> Acceptance:
-        """The longest path of the tokens [..., N] that passes; logits [..., N, V], noise [...,
-        max_depth + 1, V].
+        """Accept the longest path that passes.
+
+        Shapes: logits [..., N, V], tokens [..., N], noise [..., max_depth + 1, V].
         """
 
 
@@ -79,7 +122,7 @@ class GreedyAcceptance:
         return logits_V.argmax(-1)
 
     def accept(
-        self, logits_NV: Tensor, tokens_N: Tensor, tree: Rows, noise_TV: Tensor | None = None
+        self, logits_NV: Tensor, tokens_N: Tensor, tree: TreeRows, noise_TV: Tensor | None = None
     ) -> Acceptance:
         best_N = logits_NV.argmax(-1)
         passes_N = tokens_N == _at_parents(best_N, tree)
@@ -92,13 +135,12 @@ greedy_acceptance = GreedyAcceptance()
 
 @dataclass(frozen=True)
 class TypicalAcceptance:
-    """Keeps a token when p > min(eps, delta · exp(-H)); p and its entropy H are taken after
-    `temperature` (2.3.1).
+    """Keeps a token when p > min(eps, delta · exp(-H)), with the entropy H of p (paper 2.3.1).
 
-    Of equally long candidates the most probable wins. The token after it is the target's greedy
-    choice as in the paper, so that the output is deterministic at every temperature, or, with
-    `samples`, sampled from the target at that temperature. The paper sets eps = 0.09 and delta =
-    sqrt(eps).
+    Both are taken after `temperature`. Among equally long candidates the most probable wins. The
+    token after it is the target's greedy choice as in the paper, so that the output is
+    deterministic at every temperature; with `samples` it is sampled from the target at that
+    temperature. The paper sets eps = 0.09 and delta = sqrt(eps).
     """
 
     temperature: float
@@ -116,19 +158,25 @@ class TypicalAcceptance:
         return draw(logits_V, noise_V, self.temperature)
 
     def accept(
-        self, logits_NV: Tensor, tokens_N: Tensor, tree: Rows, noise_TV: Tensor | None = None
+        self, logits_NV: Tensor, tokens_N: Tensor, tree: TreeRows, noise_TV: Tensor | None = None
     ) -> Acceptance:
-        log_p_NV = torch.log_softmax(upcast(logits_NV) / self.temperature, -1)
+        log_p_NV = torch.log_softmax(_upcast(logits_NV) / self.temperature, -1)
         finite_NV = log_p_NV.clamp(min=torch.finfo(log_p_NV.dtype).min)  # 0 · log 0 is 0
-        entropy_N = -torch.linalg.vecdot(
-            log_p_NV.exp(), finite_NV
-        )  # on a CPU in a third of the time of entr
+        # On a CPU in a third of the time of torch.special.entr.
+        entropy_N = -torch.linalg.vecdot(log_p_NV.exp(), finite_NV)
         threshold_N = (self.delta * torch.exp(-entropy_N)).clamp(max=self.eps)
-        log_p_N = _of_parents(log_p_NV, tokens_N, tree)
-        row = _most_probable_of_longest(
-            log_p_N.exp() > _at_parents(threshold_N, tree), log_p_N, tree
-        )
-        return Acceptance(row, _choose_after(self, row, logits_NV, tree, noise_TV))
+        at_tokens_N = tree.parent * logits_NV.shape[-1] + tokens_N
+        log_p_N = log_p_NV.flatten(-2).gather(-1, at_tokens_N)
+        accepted_N = _accepted(log_p_N.exp() > _at_parents(threshold_N, tree), tree)
+
+        lengths_N = accepted_N * tree.depth
+        is_longest_N = accepted_N & (lengths_N == lengths_N.amax(-1, keepdim=True))
+        likelihood_N = torch.where(tree.elsewhere, 0.0, log_p_N[..., None, :]).sum(-1)
+        row = likelihood_N.masked_fill(~is_longest_N, -torch.inf).argmax(-1)
+        noise_V = None
+        if noise_TV is not None:
+            noise_V = _row_of(noise_TV, tree.depth_of(row))
+        return Acceptance(row, self.choose(_row_of(logits_NV, row), noise_V))
 
 
 @dataclass(frozen=True)
@@ -136,7 +184,7 @@ class RejectionSampling:
     """Keeps exactly the target's distribution after `temperature` and `top_p`.
 
     Candidates are deterministic proposals. Rejection sampling tries a row's children in order: it
-    accepts a child with its probability p, otherwise sets that p to 0, renormalises and continues;
+    accepts a child with its probability p, otherwise sets that p to 0, renormalizes and continues;
     when none is left it samples from the rest. Child i is then accepted with (1 - p_1 - … -
     p_{i-1}) · p_i / (1 - p_1 - … - p_{i-1}) = p_i, and any other token sampled with its p. Sampling
     one token from p and following the child that has it, if any, gives the same distribution with a
@@ -157,17 +205,16 @@ class RejectionSampling:
         return draw(logits_V, noise_V, self.temperature, self.top_p)
 
     def accept(
-        self, logits_NV: Tensor, tokens_N: Tensor, tree: Rows, noise_TV: Tensor | None = None
+        self, logits_NV: Tensor, tokens_N: Tensor, tree: TreeRows, noise_TV: Tensor | None = None
     ) -> Acceptance:
         assert noise_TV is not None
         row = torch.zeros_like(tokens_N[..., 0])
         token, is_open = row, torch.ones_like(row, dtype=torch.bool)
         for depth in range(tree.max_depth + 1):  # samples only on the path, not for all N rows
-            drawn = self.choose(_at(logits_NV, row), noise_TV[..., depth, :])
+            drawn = self.choose(_row_of(logits_NV, row), noise_TV[..., depth, :])
             token = torch.where(is_open, drawn, token)
-            follows_N = (
-                (tree.parent == row[..., None]) & (tree.depth > 0) & (tokens_N == token[..., None])
-            )
+            is_child_N = (tree.parent == row[..., None]) & (tree.depth > 0)
+            follows_N = is_child_N & (tokens_N == token[..., None])
             is_open = follows_N.any(-1)
             row = torch.where(is_open, follows_N.long().argmax(-1), row)
         return Acceptance(row, token)
@@ -183,7 +230,7 @@ def acceptance_rule(
 ) -> AcceptanceRule:
     """The rule of that name; at temperature 0 every rule is greedy acceptance.
 
-    `eps`, `delta` and `first_token` belong to typical acceptance, `top_p` to rejection.
+    `eps`, `delta` and `first_token` belong to typical acceptance, `top_p` to rejection. Raises
     ValueError when a number is out of range.
     """
     if name == "greedy" or temperature == 0:
@@ -193,37 +240,22 @@ def acceptance_rule(
     return RejectionSampling(temperature, top_p)
 
 
-def _accepted(passes_N: Tensor, tree: Rows) -> Tensor:
+def _upcast(logits_V: Tensor) -> Tensor:
+    """Logits in at least float32: half precision is too coarse for probabilities."""
+    return logits_V.to(torch.promote_types(logits_V.dtype, torch.float32))
+
+
+def _accepted(passes_N: Tensor, tree: TreeRows) -> Tensor:
     """Rows that pass together with all rows above them; the root always passes."""
     return (passes_N[..., None, :] | tree.elsewhere).all(-1)
 
 
-def _most_probable_of_longest(passes_N: Tensor, log_p_N: Tensor, tree: Rows) -> Tensor:
-    accepted_N = _accepted(passes_N, tree)
-    lengths_N = accepted_N * tree.depth
-    ties_N = accepted_N & (lengths_N == lengths_N.amax(-1, keepdim=True))
-    likelihood_N = torch.where(tree.elsewhere, 0.0, log_p_N[..., None, :]).sum(-1)
-    return likelihood_N.masked_fill(~ties_N, -torch.inf).argmax(-1)
-
-
-def _at_parents(values_N: Tensor, tree: Rows) -> Tensor:
+def _at_parents(values_N: Tensor, tree: TreeRows) -> Tensor:
     """Each row's parent's value."""
     return values_N.gather(-1, tree.parent.expand_as(values_N))
 
 
-def _of_parents(values_NV: Tensor, tokens_N: Tensor, tree: Rows) -> Tensor:
-    """The value [..., N] of each row's token in its parent's row."""
-    return values_NV.flatten(-2).gather(-1, tree.parent * values_NV.shape[-1] + tokens_N)
-
-
-def _choose_after(
-    rule: AcceptanceRule, row: Tensor, logits_NV: Tensor, tree: Rows, noise_TV: Tensor | None
-) -> Tensor:
-    noise_V = None if noise_TV is None else _at(noise_TV, tree.depth_of(row))
-    return rule.choose(_at(logits_NV, row), noise_V)
-
-
-def _at(values_NV: Tensor, row: Tensor) -> Tensor:
+def _row_of(values_NV: Tensor, row: Tensor) -> Tensor:
     """The vector [..., V] of one row each."""
     index = row[..., None, None].expand(*row.shape, 1, values_NV.shape[-1])
     return values_NV.gather(-2, index)[..., 0, :]
@@ -231,6 +263,4 @@ def _at(values_NV: Tensor, row: Tensor) -> Tensor:
 
 def _check_temperature(temperature: float) -> None:
     if temperature <= 0:
-        raise ValueError(
-            "this rule needs a temperature above 0; its limit at 0 is greedy acceptance"
-        )
+        raise ValueError("this rule needs a temperature above 0; at 0 it is greedy acceptance")

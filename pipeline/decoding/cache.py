@@ -28,15 +28,12 @@ _GRANULE = 256  # slots; sequences of similar length then share one allocation
 
 
 class _TreeCacheLayer(CacheLayerMixin):
-    """One layer's part of the cache; before allocation it holds the first prompt's states as they
-    are.
-    """
+    """One layer's part of the cache; until the allocation it holds the first prompt's states."""
 
     def __init__(self, cache: TreeCache):
         super().__init__()
-        self.cache = cast(
-            TreeCache, weakref.proxy(cache)
-        )  # a reference cycle would delay freeing both
+        # A reference cycle would delay freeing both.
+        self.cache = cast(TreeCache, weakref.proxy(cache))
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -62,9 +59,7 @@ class _TreeCacheLayer(CacheLayerMixin):
 
 
 def num_cached_layers(config: PretrainedConfig) -> int:
-    """The number of layers with keys and values of their own (some models share them between
-    layers).
-    """
+    """The number of layers with keys and values of their own; some models share them."""
     return len(get_layer_types_and_kwargs(config)[0])
 
 
@@ -80,27 +75,25 @@ class TreeCache(Cache):
         super().__init__(layers=[_TreeCacheLayer(self) for _ in range(num_layers)])
         self.lengths: list[int] = []  # of the open sequences, in the order of their places
         self.num_slots = 0
-        self._places = 0
-        self._wanted = (0, 0)
-        self._stores: list[Tensor] = []  # each [L, B, H, S, D]
         self.allocation = 0  # number of allocations: a captured step is bound to one
+        self._num_places = 0
+        self._wanted = (0, 0)  # slots and places of the next allocation
+        self._stores: list[Tensor] = []  # each [L, B, H, S, D]
         self._opening = False
         self._rows: dict[torch.device, tuple[Tensor, Tensor]] = {}
         self._fixed_width: int | None = None
 
     @property
     def length(self) -> int:
-        """Tokens before the rows of the next forward: of the longest open sequence, or of the
-        prompt being filled.
-        """
-        return 0 if self._opening or not self.lengths else max(self.lengths)
+        """Tokens before the next forward: of the longest sequence, or of a new prompt."""
+        return 0 if self._opening else max(self.lengths, default=0)
 
     def begin(self, num_slots: int, num_sequences: int = 1) -> None:
         """Start a new batch whose longest sequence, tree included, needs `num_slots`."""
         self.lengths, self._rows, self._opening = [], {}, False
         self._wanted = (num_slots, num_sequences)
-        if num_slots > self.num_slots or num_sequences > self._places:
-            self.num_slots, self._places, self._stores = 0, 0, []
+        if num_slots > self.num_slots or num_sequences > self._num_places:
+            self.num_slots, self._num_places, self._stores = 0, 0, []
             for layer in self.layers:
                 layer.keys = layer.values = None
 
@@ -116,35 +109,26 @@ class TreeCache(Cache):
             self._allocate()
 
     def write(self, part: Tensor, states: Tensor) -> Tensor:
-        """Append rows [B, H, N, D] to their sequences; returns the filled part [B, H, S', D] of one
-        layer.
-        """
+        """Append rows [B, H, N, D] to one layer; returns its filled part [B, H, S, D]."""
         num_rows = states.shape[2]
+        width = self._fixed_width or self.length + num_rows
         if len(states) == 1 and self._fixed_width is None:
             place = len(self.lengths) if self._opening else 0
-            part = part.narrow(0, place, 1)
-            part.narrow(2, self.length, num_rows).copy_(states)
-            return part.narrow(2, 0, self.length + num_rows)
+            filled = part.narrow(0, place, 1).narrow(2, 0, width)
+            filled.narrow(2, self.length, num_rows).copy_(states)
+            return filled
         place_B1, slot_BN = self._rows_on(part.device, num_rows)
         part[place_B1, :, slot_BN] = states.transpose(1, 2)
-        return part.narrow(0, 0, len(states)).narrow(
-            2, 0, self._fixed_width or self.length + num_rows
-        )
+        return part.narrow(0, 0, len(states)).narrow(2, 0, width)
 
     def width(self, num_rows: int) -> int:
-        """Slots for `num_rows` more rows of each open sequence, rounded up so that many steps share
-        a width.
-        """
-        return -(-(self.length + num_rows) // _GRANULE) * _GRANULE
+        """Slots for `num_rows` more rows, rounded up so that many steps share a width."""
+        return _rounded_up(self.length + num_rows)
 
     @contextmanager
     def fixed(self, length_B: Tensor, num_rows: int, width: int) -> Iterator[None]:
         """Within this context lengths are read on the device and layers return `width` slots."""
-        device = length_B.device
-        places_B1 = torch.arange(len(length_B), device=device)[:, None]
-        self._rows = {
-            device: (places_B1, length_B[:, None] + torch.arange(num_rows, device=device))
-        }
+        self._rows = {length_B.device: _rows_after(length_B, num_rows)}
         self._fixed_width = width
         try:
             yield
@@ -157,18 +141,13 @@ class TreeCache(Cache):
         `rows` and `rows_BT` (which may be padded) are the same rows on the host and on the device,
         which avoids a copy.
         """
-        in_place = min(
-            next((i for i, row in enumerate(path) if row != i), len(path)) for path in rows
-        )
         longest = max(map(len, rows))
-        if in_place < longest:
-            self.move(rows_BT[:, :longest], in_place)
+        if any(list(path) != list(range(len(path))) for path in rows):
+            self.move(rows_BT[:, :longest])
         self.advance(rows)
 
     def advance(self, rows: Sequence[Sequence[int]]) -> None:
-        """Add these rows of the last forward to the sequences' lengths; they are in place
-        already.
-        """
+        """Add rows of the last forward, which are in place already, to the sequences' lengths."""
         self.lengths = [length + len(path) for length, path in zip(self.lengths, rows, strict=True)]
         self._rows = {}
 
@@ -182,39 +161,29 @@ class TreeCache(Cache):
         self.lengths = [self.lengths[old] for old in kept]
         self._rows = {}
 
-    def move(self, rows_BT: Tensor, first: int) -> None:
-        """Move rows to the path's positions from `first` on; entries past a path's end are never
-        read.
+    def move(self, rows_BT: Tensor) -> None:
+        """Move rows to the path's positions; entries past a path's end are never read.
+
+        The root is in place already.
         """
-        num_rows = rows_BT.shape[1]
         for store in self._stores:
-            moved_BT = rows_BT[:, first:].to(store.device)
-            if len(rows_BT) == 1 and self._fixed_width is None:
-                (length,) = self.lengths
-                moved = store.narrow(1, 0, 1).index_select(3, moved_BT[0] + length)
-                store.narrow(1, 0, 1).narrow(3, length + first, num_rows - first).copy_(moved)
-            else:
-                place_B1, slot_BN = self._rows_on(store.device)
-                targets_BT = slot_BN[:, :1] + torch.arange(first, num_rows, device=store.device)
-                store[:, place_B1, :, targets_BT] = store[:, place_B1, :, slot_BN[:, :1] + moved_BT]
+            place_B1, slot_BN = self._rows_on(store.device)
+            moved_BT = rows_BT[:, 1:].to(store.device)
+            places_T = torch.arange(1, rows_BT.shape[1], device=store.device)
+            start_B1 = slot_BN[:, :1]
+            store[:, place_B1, :, start_B1 + places_T] = store[:, place_B1, :, start_B1 + moved_BT]
 
     def _rows_on(self, device: torch.device, num_rows: int = 1) -> tuple[Tensor, Tensor]:
-        """Places [B, 1] and slots [B, N] of the rows after the open sequences; the same for every
-        layer.
-        """
+        """Places [B, 1] and slots [B, N] after the open sequences; the same for every layer."""
         if device not in self._rows:
-            places_B1 = torch.arange(len(self.lengths), device=device)[:, None]
-            lengths_B1 = torch.tensor(self.lengths, device=device)[:, None]
-            self._rows[device] = places_B1, lengths_B1 + torch.arange(num_rows, device=device)
+            self._rows[device] = _rows_after(torch.tensor(self.lengths, device=device), num_rows)
         return self._rows[device]
 
     def _allocate(self) -> None:
-        """Allocate one store per kind of tensor, copy the first prompt's states, and give each
-        layer its view.
-        """
+        """Allocate one store per kind of tensor and copy the first prompt; layers get views."""
         self.allocation += 1
-        wanted_slots, self._places = self._wanted
-        self.num_slots = -(-wanted_slots // _GRANULE) * _GRANULE
+        wanted_slots, self._num_places = self._wanted
+        self.num_slots = _rounded_up(wanted_slots)
         kinds = defaultdict(list)
         for layer in self.layers:
             for name in ("keys", "values"):
@@ -222,11 +191,20 @@ class TreeCache(Cache):
                 _, num_heads, _, size = states.shape
                 kinds[num_heads, size, states.dtype, states.device].append((layer, name))
         for (num_heads, size, dtype, device), members in kinds.items():
-            shape = (len(members), self._places, num_heads, self.num_slots, size)
-            store = torch.zeros(
-                shape, dtype=dtype, device=device
-            )  # a masked slot's value must be finite
+            shape = (len(members), self._num_places, num_heads, self.num_slots, size)
+            # Zeros, since a masked slot's value must be finite.
+            store = torch.zeros(shape, dtype=dtype, device=device)
             for part, (layer, name) in zip(store, members, strict=True):
                 part[:1].narrow(2, 0, self.lengths[0]).copy_(getattr(layer, name))
                 setattr(layer, name, part)
             self._stores.append(store)
+
+
+def _rounded_up(num_slots: int) -> int:
+    return -(-num_slots // _GRANULE) * _GRANULE
+
+
+def _rows_after(length_B: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Places [B, 1] and slots [B, N] of the rows after sequences of these lengths."""
+    places_B1 = torch.arange(len(length_B), device=length_B.device)[:, None]
+    return places_B1, length_B[:, None] + torch.arange(num_rows, device=length_B.device)

@@ -7,7 +7,7 @@ unused ones. The host reads only what was accepted. One capture serves one batch
 rule.
 
 Letters: B texts, N rows (the root and the nodes), T positions of a path, D hidden size, V
-    vocabulary.
+vocabulary.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 
 from pipeline.decoding.acceptance import AcceptanceRule
-from pipeline.decoding.readout import Forward
-from pipeline.decoding.steps import BatchState, TreeSteps
+from pipeline.decoding.steps import BatchState, Forward, TreeSteps
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -32,9 +31,8 @@ if TYPE_CHECKING:
 # Uncaptured steps of each kind: the first one selects kernels, the last one is the rehearsal, and a
 # rare kind is not worth a capture.
 WARM_UP_STEPS = 2
-CAPTURED_LENGTH = (
-    4096  # tokens of cache allocated per text from the start: reallocation invalidates captures
-)
+# Tokens of cache allocated per text from the start: reallocation invalidates captures.
+CAPTURED_LENGTH = 4096
 
 log = logging.getLogger(__name__)
 
@@ -42,8 +40,9 @@ _Kind = tuple[int, int, AcceptanceRule]  # texts, width, rule
 
 
 class CudaGraphs:
-    """Runs and captures a step's work on one GPU. Graphs share one memory pool, since they never
-    run concurrently.
+    """Runs and captures a step's work on one GPU.
+
+    Graphs share one memory pool, since they never run concurrently.
     """
 
     def __init__(self, device: torch.device):
@@ -80,14 +79,11 @@ class CudaGraphs:
         Raises RuntimeError, without having had an effect, when the function cannot be captured.
         """
         graph = torch.cuda.CUDAGraph()
-        with (
-            torch.cuda.stream(
-                torch.cuda.current_stream(self._device)
-            ),  # restored even if the capture fails
-            torch.cuda.graph(
-                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
-            ),
-        ):
+        capturing = torch.cuda.graph(
+            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+        )
+        # The outer context restores the stream even if the capture fails.
+        with torch.cuda.stream(torch.cuda.current_stream(self._device)), capturing:
             function()  # captured, not run
         graph.replay()
         return graph.replay
@@ -102,8 +98,10 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 def graph_capture_for(model: PreTrainedModel) -> CudaGraphs | None:
     """CUDA graphs where the whole model is on one GPU, otherwise None."""
     devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
-    (device, *others) = devices
-    return CudaGraphs(device) if device.type == "cuda" and not others else None
+    if len(devices) > 1:
+        return None
+    (device,) = devices
+    return CudaGraphs(device) if device.type == "cuda" else None
 
 
 @dataclass
@@ -115,59 +113,57 @@ class _Buffers:
     found: Tensor
     noise_BTV: Tensor | None = None
 
+    def set_state(self, state: BatchState) -> None:
+        for column, values in zip(self.state, state, strict=True):
+            column.copy_(values)
+
 
 class CapturedSteps:
-    """The steps of `TreeSteps`, captured and replayed; uncaptured where the target does not support
-    capture.
-    """
+    """The steps of `TreeSteps`, captured and replayed; uncaptured if the target prevents it."""
 
     def __init__(self, steps: TreeSteps, graph_capture: CudaGraphs):
+        self.captures = True
         self._steps, self._cache = steps, steps.cache
         self._graph_capture = graph_capture
-        self._can_capture = True
         self._buffers: dict[int, _Buffers] = {}
         self._taken: Counter[_Kind] = Counter()
         self._captured: dict[_Kind, Callable[[], None]] = {}
         self._allocation = 0
 
-    @property
-    def captures(self) -> bool:
-        return self._can_capture
-
     def start(self, state: BatchState) -> None:
+        """Set the state; the prompts are in the cache already."""
         if self._allocation != self._cache.allocation:  # the cache was reallocated
             self._allocation = self._cache.allocation
             self._captured.clear()
             self._taken.clear()
         size = len(state.token_B)
         if size not in self._buffers:
+            own = BatchState(state.hidden_BD.clone(), state.token_B.clone())
             num_found = 2 * self._steps.tree.max_depth + 4
-            length_B, found = state.token_B.clone(), state.token_B.new_zeros(size, num_found)
-            self._buffers[size] = _Buffers(
-                BatchState(*(column.clone() for column in state)), length_B, found
-            )
+            found = state.token_B.new_zeros(size, num_found)
+            self._buffers[size] = _Buffers(own, state.token_B.clone(), found)
         buffers = self._buffers[size]
-        for column, values in zip(buffers.state, state, strict=True):
-            column.copy_(values)
+        buffers.set_state(state)
         buffers.length_B.copy_(torch.tensor(self._cache.lengths))
         self._steps.start(buffers.state)
 
     def drop(self, kept: Sequence[int]) -> None:
+        """Keep only the texts at these indices, ascending."""
         self._cache.drop(kept)
-        self.start(BatchState(*(column[kept] for column in self._steps.state)))
+        self.start(self._steps.state.at(kept))
 
     def take(
         self, forward: Forward, rule: AcceptanceRule, noise_BTV: Tensor | None
     ) -> list[list[int]]:
+        """One forward of the target; returns the tokens that it adds to each text."""
         buffers = self._buffers[len(self._cache.lengths)]
-        if noise_BTV is not None:
-            buffers.noise_BTV = (
-                noise_BTV if buffers.noise_BTV is None else buffers.noise_BTV.copy_(noise_BTV)
-            )
+        if buffers.noise_BTV is None:
+            buffers.noise_BTV = noise_BTV
+        elif noise_BTV is not None:
+            buffers.noise_BTV.copy_(noise_BTV)
         width = self._cache.width(self._steps.tree.num_nodes + 1)
-        self._run(
-            (len(buffers.length_B), width, rule), lambda: self._step(buffers, width, forward, rule)
-        )
+        kind = (len(buffers.length_B), width, rule)
+        self._run(kind, lambda: self._step(buffers, width, forward, rule))
         rows, written = self._steps.read(buffers.found)
         self._cache.advance(rows)
         return written
@@ -176,22 +172,23 @@ class CapturedSteps:
         self._taken[kind] += 1
         if kind in self._captured:
             self._captured[kind]()
-        elif not self._can_capture or self._taken[kind] < WARM_UP_STEPS:
+            return
+        if not self.captures or self._taken[kind] < WARM_UP_STEPS:
             self._graph_capture.run(step)
-        else:
-            try:
-                if self._taken[kind] == WARM_UP_STEPS:
-                    self._graph_capture.rehearse(step)
-                else:
-                    self._captured[kind] = self._graph_capture.capture(step)
-            except torch.OutOfMemoryError:
-                raise
-            except RuntimeError as error:
-                log.warning(
-                    "The target's steps cannot be captured and run one by one: %s", _cause(error)
-                )
-                self._can_capture = False
-                step()
+            return
+        try:
+            if self._taken[kind] == WARM_UP_STEPS:
+                self._graph_capture.rehearse(step)
+            else:
+                self._captured[kind] = self._graph_capture.capture(step)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            log.warning(
+                "The target's steps cannot be captured and run one by one: %s", _cause(error)
+            )
+            self.captures = False
+            step()
 
     def _step(self, buffers: _Buffers, width: int, forward: Forward, rule: AcceptanceRule) -> None:
         """The device's part of a step."""
@@ -201,16 +198,13 @@ class CapturedSteps:
         mask = steps.masks.within(length_B, width, tree)
         noise_BTV = buffers.noise_BTV if rule.samples else None
         with self._cache.fixed(length_B, steps.tree.num_nodes + 1, width):
-            hidden_BND, logits_BNV = forward(tokens_BN, positions_BN, mask, self._cache)
-            state, retrieve_BT, found = steps.accept(
-                hidden_BND, logits_BNV, tokens_BN, tree, rule, noise_BTV
-            )
+            read = forward(tokens_BN, positions_BN, mask, self._cache)
+            accepted = steps.accept(*read, tokens_BN, tree, rule, noise_BTV)
             if tree.max_depth:
-                self._cache.move(retrieve_BT, 1)
-        buffers.found.copy_(found)
-        for column, values in zip(buffers.state, state, strict=True):
-            column.copy_(values)
-        length_B += found[:, 0] + 1
+                self._cache.move(accepted.rows_BT)
+        buffers.found.copy_(accepted.found)
+        buffers.set_state(accepted.state)
+        length_B += accepted.found[:, 0] + 1
 
 
 def _cause(error: BaseException) -> str:

@@ -1,5 +1,4 @@
-"""Decoding with heads of any kind on any transformers causal LM, and plain decoding by the same
-loop.
+"""Decoding with heads of any kind on any transformers causal LM, and plain decoding by one loop.
 
 One step is one forward of the target over the token that it chose last (the root) and a tree of the
 heads' guesses, with an explicit mask and explicit positions; the longest accepted path is kept in
@@ -15,7 +14,7 @@ the rotary frequencies depend on the length (dynamic NTK, longrope), text that c
 may differ.
 
 Letters: B texts, N rows (the root and the nodes), T positions of a path, D hidden size, V
-    vocabulary, K heads, R ranks.
+vocabulary.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from pipeline.decoding.acceptance import AcceptanceRule, greedy_acceptance
+from pipeline.decoding.acceptance import AcceptanceRule, Noise, greedy_acceptance
 from pipeline.decoding.cache import TreeCache, num_cached_layers
 from pipeline.decoding.cuda_graphs import (
     CAPTURED_LENGTH,
@@ -37,23 +36,26 @@ from pipeline.decoding.cuda_graphs import (
     graph_capture_for,
 )
 from pipeline.decoding.dynamic_tree import DynamicTree
-from pipeline.decoding.masks import attention_windows, masks_for
-from pipeline.decoding.noise import Noise
-from pipeline.decoding.readout import Forward, check_pair, reading
-from pipeline.decoding.steps import BatchState, TreeSteps
+from pipeline.decoding.masks import TreeMasks, attention_windows
+from pipeline.decoding.steps import BatchState, Forward, TreeSteps, reading
 from pipeline.decoding.tree import Choices, Tree
+from pipeline.errors import ConfigError
 from pipeline.heads.kind import Heads
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+_TREE_ATTENTION = ("sdpa", "eager")
 
 
 @dataclass(frozen=True)
 class Decoded:
     """One decoded sequence.
 
-    `token_ids`: the new tokens, an end token included; `accepted`: how many of them each step after
-    the prefill added (the prefill adds the first). `seconds` is wall time without the prefill.
+    Attributes:
+        token_ids: The new tokens, an end token included.
+        accepted: How many of them each step after the prefill added; the prefill adds the first.
+        seconds: Wall time without the prefill.
     """
 
     token_ids: list[int]
@@ -77,21 +79,50 @@ def acceleration_rate(decoded: Iterable[Decoded]) -> float:
     return sum(steps) / len(steps) if steps else float("nan")
 
 
+def check_pair(model: PreTrainedModel, heads: Heads) -> None:
+    """Raise ConfigError unless heads and target fit and its attention takes a custom mask."""
+    config = model.config.get_text_config(decoder=True)
+    sizes = {
+        "hidden_size": heads.shape.hidden_size,
+        "vocab_size": heads.shape.target_vocab_size,
+    }
+    for name, size in sizes.items():
+        if getattr(config, name) != size:
+            raise ConfigError(
+                f"The heads have {name} {size}, the target has {getattr(config, name)}.",
+                "target.model",
+                "Use the heads with the target that they were trained for.",
+            )
+    attention = config._attn_implementation
+    if attention not in _TREE_ATTENTION:
+        what = f"The target's attention is {attention!r}, which takes no tree mask."
+        fix = f"Load the target with one of {', '.join(_TREE_ATTENTION)}."
+        raise ConfigError(what, "attn_implementation", fix)
+
+
+@dataclass
+class _Text:
+    """A text being decoded: its index, how many tokens it may still get, and its noise."""
+
+    number: int
+    room: int
+    noise: Noise
+
+
 class Decoder:
-    """A target, its heads and their tree; decodes one text or a batch at a time and reuses its
-    buffers.
+    """A target, its heads and their tree; decodes one text or a batch at a time.
+
+    Buffers are reused. Raises ConfigError when the heads do not belong to the target or its
+    attention cannot verify a tree.
 
     Args:
         model: A causal LM in eval mode; `heads` may be None only with an empty tree.
-        choices: The tree's paths, as tuples or lists of ranks; only as many heads as it is deep are
-            evaluated. Or a tree that grows in every step.
+        choices: The tree's paths, as tuples or lists of ranks, or a tree that grows in every step.
+            Only as many heads as it is deep are evaluated.
         eos_token_ids: The tokens that end a sequence.
         max_length: Limit of prompt and new tokens together; by default the model's context.
         graph_capture: Captures steps; by default CUDA graphs where the model lies on one GPU, and
             None elsewhere.
-
-    Raises ConfigError when the heads do not belong to the target or its attention cannot verify a
-    tree.
     """
 
     def __init__(
@@ -112,14 +143,12 @@ class Decoder:
         self.tree = choices if isinstance(choices, DynamicTree) else Tree(choices, self.device)
         self.eos_token_ids = frozenset(eos_token_ids)
         self.max_length = max_length or config.max_position_embeddings
-        windows = attention_windows(config)
+        masks = TreeMasks(attention_windows(config), model.dtype)
         if self.tree.num_nodes:
-            if heads is None or heads.shape.max_depth < self.tree.max_depth:
-                raise ValueError(
-                    f"a tree of depth {self.tree.max_depth} is deeper than these heads can propose"
-                )
+            depth = self.tree.max_depth
+            if heads is None or heads.shape.max_depth < depth:
+                raise ValueError(f"a tree of depth {depth} is deeper than these heads can propose")
             check_pair(model, heads)
-        masks = masks_for(self.tree, windows, self.max_length, model.dtype, self.device)
         self._cache = TreeCache(num_cached_layers(config))
         steps = TreeSteps(self.tree, heads, masks, self._cache, self.max_length)
         graph_capture = graph_capture or graph_capture_for(model)
@@ -127,8 +156,9 @@ class Decoder:
 
     @property
     def captures(self) -> bool:
-        """Whether steps are captured as CUDA graphs: the first texts of a new length or batch size
-        are then slower.
+        """Whether steps are captured as CUDA graphs.
+
+        The first texts of a new length or batch size are then slower.
         """
         return self._steps.captures
 
@@ -145,9 +175,8 @@ class Decoder:
         target's device, since noise is drawn a few positions ahead of the text. ValueError without
         one, or when the prompt leaves no room.
         """
-        return self.generate_batch(
-            [prompt_ids], max_new_tokens, rule, [generator] if generator else None
-        )[0]
+        generators = [generator] if generator else None
+        return self.generate_batch([prompt_ids], max_new_tokens, rule, generators)[0]
 
     def generate_batch(
         self,
@@ -171,16 +200,17 @@ class Decoder:
                 last[number] = now
                 if len(written[number]) == 1:
                     first[number] = now
-        return [
-            Decoded(
+        decoded = []
+        for number, steps in enumerate(written):
+            one = Decoded(
                 token_ids=[token for new_ids in steps for token in new_ids],
                 finished="stop" if steps[-1][-1] in self.eos_token_ids else "length",
                 accepted=[len(new_ids) for new_ids in steps[1:]],
                 seconds_prefill=first[number] - start,
                 seconds=max(0.0, last[number] - first[-1]),
             )
-            for number, steps in enumerate(written)
-        ]
+            decoded.append(one)
+        return decoded
 
     def stream(
         self,
@@ -190,10 +220,9 @@ class Decoder:
         generator: torch.Generator | None = None,
     ) -> Generator[list[int]]:
         """`generate` step by step: the prefill's token, then the tokens that each forward adds."""
-        for ((_, new_ids),) in self.stream_batch(
-            [prompt_ids], max_new_tokens, rule, [generator] if generator else None
-        ):
-            yield new_ids
+        generators = [generator] if generator else None
+        for step in self.stream_batch([prompt_ids], max_new_tokens, rule, generators):
+            yield step[0][1]
 
     @torch.inference_mode()
     def stream_batch(
@@ -203,37 +232,30 @@ class Decoder:
         rule: AcceptanceRule = greedy_acceptance,
         generators: Sequence[torch.Generator] | None = None,
     ) -> Iterator[list[tuple[int, list[int]]]]:
-        """`generate_batch` forward by forward: each text's prefill, then steps of all unfinished
-        texts.
+        """`generate_batch` by forwards: each text's prefill, then steps of all unfinished texts.
 
         Yields lists of (index of the text, the tokens that this forward adds to it).
         """
         texts = self._begin(prompts, max_new_tokens, rule, generators)
         with reading(self.model) as forward:
-            states = []
+            hidden, tokens = [], []
             for prompt, text in zip(prompts, texts, strict=True):
                 hidden_1D, logits_1V = self._prefill(forward, prompt)
                 token_1 = rule.choose(logits_1V, text.noise.ahead(1, logits_1V))
-                states.append(BatchState(hidden_1D, token_1))
+                hidden.append(hidden_1D)
+                tokens.append(token_1)
                 yield [(text.number, self._take(text, token_1.tolist()))]
-            self._steps.start(
-                BatchState(*(torch.cat(column) for column in zip(*states, strict=True)))
-            )
-            while places := [place for place, text in enumerate(texts) if text.room]:
-                if len(places) < len(texts):
-                    self._steps.drop(places)
-                    texts = [texts[place] for place in places]
-                noises = [text.noise.ahead(self.tree.max_depth + 1, logits_1V) for text in texts]
-                noise_BTV = (
-                    torch.stack([noise for noise in noises if noise is not None])
-                    if rule.samples
-                    else None
-                )
+            self._steps.start(BatchState(torch.cat(hidden), torch.cat(tokens)))
+            while open_texts := [text for text in texts if text.room]:
+                if len(open_texts) < len(texts):
+                    self._steps.drop([place for place, text in enumerate(texts) if text.room])
+                    texts = open_texts
+                noise_BTV = self._noise(texts, logits_1V)
                 written = self._steps.take(forward, rule, noise_BTV)
-                yield [
-                    (text.number, self._take(text, ids))
-                    for text, ids in zip(texts, written, strict=True)
-                ]
+                step = []
+                for text, ids in zip(texts, written, strict=True):
+                    step.append((text.number, self._take(text, ids)))
+                yield step
 
     def _begin(
         self,
@@ -242,28 +264,31 @@ class Decoder:
         rule: AcceptanceRule,
         generators: Sequence[torch.Generator] | None,
     ) -> list[_Text]:
-        rooms = [min(max_new_tokens, self.max_length - len(prompt)) for prompt in prompts]
-        for prompt, room in zip(prompts, rooms, strict=True):
+        if rule.samples and generators is None:
+            raise ValueError("a rule that samples needs a generator")
+        texts: list[_Text] = []
+        longest = min(self.max_length, CAPTURED_LENGTH) if self.captures else 0
+        for number, prompt in enumerate(prompts):
+            room = min(max_new_tokens, self.max_length - len(prompt))
             if not prompt or room < 1:
                 raise ValueError(
                     f"a prompt of {len(prompt)} tokens leaves no room within {self.max_length}"
                 )
-        if rule.samples and generators is None:
-            raise ValueError("a rule that samples needs a generator")
-        longest = max(len(prompt) + room for prompt, room in zip(prompts, rooms, strict=True))
-        if self.captures:
-            longest = max(longest, min(self.max_length, CAPTURED_LENGTH))
+            generator = generators[number] if rule.samples and generators else None
+            texts.append(_Text(number, room, Noise(generator)))
+            longest = max(longest, len(prompt) + room)
         self._cache.begin(longest + self.tree.num_nodes + 1, len(prompts))
-        sources = generators if rule.samples and generators else [None] * len(prompts)
-        return [
-            _Text(i, room, Noise(source))
-            for i, (room, source) in enumerate(zip(rooms, sources, strict=True))
-        ]
+        return texts
+
+    def _noise(self, texts: Sequence[_Text], logits_NV: Tensor) -> Tensor | None:
+        """The noise [B, T, V] of the positions that a step may write; None without generators."""
+        num_positions = self.tree.max_depth + 1
+        noises = [text.noise.ahead(num_positions, logits_NV) for text in texts]
+        drawn = [noise_TV for noise_TV in noises if noise_TV is not None]
+        return torch.stack(drawn) if drawn else None
 
     def _prefill(self, forward: Forward, prompt_ids: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """A prompt's forward: the last hidden state [1, D] and the logits [1, V] of the first new
-        token.
-        """
+        """Read a prompt; returns its last hidden state [1, D] and logits [1, V]."""
         ids_1T = torch.tensor([prompt_ids], device=self.device)
         positions_1T = torch.arange(len(prompt_ids), device=self.device)[None]
         self._cache.open()
@@ -274,21 +299,11 @@ class Decoder:
     def _take(self, text: _Text, ids: list[int]) -> list[int]:
         """The tokens up to and including the first end token, limited by the remaining room."""
         text.noise.advance(len(ids))
-        end = next(
-            (i for i, token in enumerate(ids[: text.room]) if token in self.eos_token_ids), None
-        )
-        kept = ids[: text.room] if end is None else ids[: end + 1]
-        text.room = text.room - len(kept) if end is None else 0
+        kept: list[int] = []
+        while len(kept) < len(ids) and text.room:
+            kept.append(ids[len(kept)])
+            text.room = 0 if kept[-1] in self.eos_token_ids else text.room - 1
         return kept
-
-
-@dataclass
-class _Text:
-    """A text being decoded: its index, how many tokens it may still get, and its noise."""
-
-    number: int
-    room: int
-    noise: Noise
 
 
 def plain_decoder(

@@ -34,11 +34,10 @@ def grouped_attention(
     scaling: float | None = None,
     **settings: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' sdpa attention of queries [B, H·G, N, D] and keys and values [B, H, S, D]: [B,
-    N, H·G, D].
+    """transformers' sdpa attention, [B, N, H·G, D].
 
-    Masks [B, 1, N, S] are additive. Whatever is not a group under such a mask is left to
-    transformers.
+    Shapes: queries [B, H·G, N, D], keys and values [B, H, S, D], additive masks [B, 1, N, S].
+    Anything but groups under such a mask is left to transformers.
     """
     num_groups = query.shape[1] // key.shape[1]
     is_biased = settings.get("position_bias") is not None
@@ -47,7 +46,8 @@ def grouped_attention(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **settings
         )
     rows_BHND = query.unflatten(1, (-1, num_groups)).flatten(2, 3)
-    if (num_rows := query.shape[2]) > 1:  # a single row's mask is broadcast
+    num_rows = query.shape[2]
+    if num_rows > 1:  # a single row's mask is broadcast
         attention_mask = attention_mask[:, :, None].expand(-1, -1, num_groups, -1, -1).flatten(2, 3)
     read_BHND = scaled_dot_product_attention(
         rows_BHND, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling
@@ -61,15 +61,14 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
 class GroupedRows:
-    """Has a model whose attention is sdpa run `grouped_attention`, for the time of a forward."""
+    """Switches a model whose attention is sdpa to `grouped_attention` during a forward."""
 
     def __init__(self, model: PreTrainedModel):
-        configs = {
-            id(part.config): part.config for part in model.modules() if hasattr(part, "config")
-        }
-        self._configs = [
-            config for config in configs.values() if config._attn_implementation == "sdpa"
-        ]
+        self._configs = []
+        for part in model.modules():
+            config = getattr(part, "config", None)
+            if config is not None and config._attn_implementation == "sdpa":
+                self._configs.append(config)
 
     @contextmanager
     def grouped(self) -> Iterator[None]:

@@ -1,35 +1,92 @@
-"""Held-out text as ranks or places, and decoding's walk through it with any tree, without a
-forward.
+"""Expected acceleration rates on held-out text: a replay of decoding without a forward.
 
 A rank is the place of the held-out token: 0 where a head's first guess is right, 1 where its second
 is. Greedy decoding writes the same text with any tree, so ranks determine which steps it takes with
-a static one. With a dynamic tree places do: where the token's node stands among all that are
+a static one. With a dynamic tree places do: the place of the token's node among all that are
 proposed there.
 
-Letters: N positions, end to end as the target wrote them, K heads, R ranks, S steps.
+A rate is a ratio of sums, tokens over steps. The steps of one conversation are alike, so its
+standard error is a bootstrap over conversations, not over steps (Efron and Tibshirani, An
+Introduction to the Bootstrap, chapters 6 and 8).
+
+Letters: N positions, end to end as the target wrote them, K heads, R ranks, S steps, C
+conversations, B resamples.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
+from collections import Counter
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.decoding.standard_error import Estimate, estimated_rate
 from pipeline.decoding.tree import Choices, TreePath
 from pipeline.heads.accuracy import NO_LABEL
+
+NUM_RESAMPLES = 1000
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """An acceleration rate and its standard error.
+
+    The rate is NaN without a step, the error with fewer than two conversations.
+    """
+
+    rate: float
+    standard_error: float
+
+
+def rate_of_answers(
+    accepted: Sequence[Sequence[int]], conversations: Sequence[Hashable]
+) -> Estimate:
+    """The acceleration rate of answers in any engine, with its standard error.
+
+    Args:
+        accepted: Per answer, the number of tokens that each forward after the prefill adds, cut
+            where the text ends.
+        conversations: Per answer, the key of its conversation.
+    """
+    tokens: Counter[Hashable] = Counter()
+    steps: Counter[Hashable] = Counter()
+    for kept, conversation in zip(accepted, conversations, strict=True):
+        tokens[conversation] += sum(kept)
+        steps[conversation] += len(kept)
+    return estimated_rate(list(tokens.values()), list(steps.values()))
+
+
+def estimated_rate(tokens_C: npt.ArrayLike, steps_C: npt.ArrayLike, seed: int = 0) -> Estimate:
+    """All tokens over all steps, with the standard error of drawing as many conversations again.
+
+    The resamples' deviation is too small by sqrt((C-1)/C), which is corrected. Conversations
+    without a step are ignored. The same seed gives the same figure.
+    """
+    tokens_C, steps_C = np.asarray(tokens_C, np.float64), np.asarray(steps_C, np.float64)
+    tokens_C, steps_C = tokens_C[steps_C > 0], steps_C[steps_C > 0]
+    num = len(steps_C)
+    if num == 0:
+        return Estimate(math.nan, math.nan)
+    rate = float(tokens_C.sum() / steps_C.sum())
+    if num == 1:
+        return Estimate(rate, math.nan)
+    times_BC = np.random.default_rng(seed).multinomial(num, np.full(num, 1 / num), NUM_RESAMPLES)
+    rates_B = (times_BC @ tokens_C) / (times_BC @ steps_C)
+    return Estimate(rate, float(rates_B.std() * math.sqrt(num / (num - 1))))
 
 
 @dataclass(frozen=True)
 class HeldOutRanks:
-    """Ranks uint8 [K, N] of the tokens at t+2+k, the first position of each span, and each span's
-    conversation.
+    """Ranks of held-out text.
 
-    `starts` ascend from 0; spans of one conversation are adjacent and have the same number in
-    `conversations`. `seen` says of each span whether it is an answer that the target has also
-    written in a training row.
+    Attributes:
+        ranks_KN: uint8 ranks of the tokens at t+2+k.
+        starts: The first position of each span, ascending from 0.
+        conversations: The number of each span's conversation, whose spans are adjacent.
+        seen: Whether each span is an answer that the target has also written in a training row.
     """
 
     ranks_KN: npt.NDArray[np.uint8]
@@ -54,6 +111,7 @@ class HeldOutRanks:
         return self._of(~self.seen)
 
     def _of(self, chosen: npt.NDArray[np.bool_]) -> HeldOutRanks:
+        """The chosen spans."""
         lengths = np.diff(self.starts, append=len(self))
         kept = lengths[chosen]
         ranks_KN = self.ranks_KN[:, np.repeat(chosen, lengths)]
@@ -68,9 +126,7 @@ class HeldOutRanks:
 
 @dataclass(frozen=True)
 class HeldOutPlaces:
-    """Places int16 [K, N] of the tokens at t+2+k, see `DynamicTree.places`; spans as of
-    `HeldOutRanks`.
-    """
+    """Places int16 [K, N], see `DynamicTree.places`; otherwise as `HeldOutRanks`."""
 
     places_KN: npt.NDArray[np.int16]
     starts: npt.NDArray[np.int64]
@@ -78,19 +134,20 @@ class HeldOutPlaces:
     seen: npt.NDArray[np.bool_]
 
     def walk(self, num_nodes: int) -> Walk:
-        """Greedy decoding with a dynamic tree of so many nodes, had it written the held-out
-        text.
-        """
+        """Replay greedy decoding of the text with dynamic trees of `num_nodes` nodes."""
         lengths_N = (self.places_KN < num_nodes).cumprod(0).sum(0)
-        return walk_by(lengths_N, self.starts, self.conversations, self.seen)
+        return _walk(self, lengths_N)
 
 
 @dataclass(frozen=True)
 class Walk:
-    """The steps of decoding: where each begins, how many guesses it adds, whose conversation it is
-    in, and whether its answer is one that the target has also written in a training row.
+    """The steps of decoding. A step adds its guesses and one token of the target's own.
 
-    A step adds its guesses and one token of the target's own.
+    Attributes:
+        places_S: The position at which each step begins.
+        kept_S: How many guesses each step adds.
+        conversations_S: The conversation of each step.
+        seen_S: Whether the step's answer is also in a training row.
     """
 
     places_S: npt.NDArray[np.int64]
@@ -101,7 +158,7 @@ class Walk:
     @property
     def acceleration_rate(self) -> float:
         """Tokens per step; NaN without steps."""
-        return 1.0 + float(self.kept_S.mean()) if len(self.kept_S) else float("nan")
+        return 1.0 + float(self.kept_S.mean()) if len(self.kept_S) else math.nan
 
     def estimate(self) -> Estimate:
         """The acceleration rate and its standard error, by conversations."""
@@ -110,28 +167,17 @@ class Walk:
 
     def new(self) -> Walk:
         """The steps in answers that the target has not written in training rows."""
-        new_S = ~self.seen_S
-        return Walk(
-            self.places_S[new_S],
-            self.kept_S[new_S],
-            self.conversations_S[new_S],
-            self.seen_S[new_S],
-        )
+        return Walk(*(column[~self.seen_S] for column in vars(self).values()))
 
     def depth_shares(self) -> list[float]:
-        """The share of steps that add at least 1, 2, … guesses: 1 and their sum are the
-        acceleration rate.
-        """
-        return [
-            float((self.kept_S >= depth).mean())
-            for depth in range(1, int(self.kept_S.max(initial=0)) + 1)
-        ]
+        """The share of steps that add at least 1, 2, … guesses; 1 + their sum is the rate."""
+        deepest = int(self.kept_S.max(initial=0))
+        return [float((self.kept_S >= depth).mean()) for depth in range(1, deepest + 1)]
 
     def node_shares(self, ranks: HeldOutRanks, choices: Choices) -> list[float]:
-        """The share of steps that add each node of the tree that was walked with: again 1 and their
-        sum are the rate.
+        """The share of steps that add each node of the tree; 1 + their sum is the rate.
 
-        `ranks` are those that the walk went through.
+        `ranks` and `choices` are those of the walk.
         """
         shares = []
         for path in choices:
@@ -141,64 +187,50 @@ class Walk:
         return shares
 
     def __add__(self, other: Walk) -> Walk:
-        """The steps of both: walks through different conversations, as halves have them."""
-        mine, others = vars(self).values(), vars(other).values()
-        return Walk(*(np.concatenate(pair) for pair in zip(mine, others, strict=True)))
+        """The steps of walks through different conversations."""
+        columns = zip(vars(self).values(), vars(other).values(), strict=True)
+        return Walk(*(np.concatenate(pair) for pair in columns))
 
 
 def walk(ranks: HeldOutRanks, choices: Choices) -> Walk:
-    """Greedy decoding with the tree, had it written the held-out text.
-
-    See `walk_by`.
-    """
-    return walk_by(accepted_lengths(ranks, choices), ranks.starts, ranks.conversations, ranks.seen)
+    """Replay greedy decoding of the text with the tree."""
+    return _walk(ranks, accepted_lengths(ranks, choices))
 
 
-def walk_by(
-    lengths_N: npt.NDArray[np.int64],
-    starts: npt.NDArray[np.int64],
-    conversations: npt.NDArray[np.int64],
-    seen: npt.NDArray[np.bool_],
-) -> Walk:
-    """Greedy decoding, had it accepted so many guesses at each position; spans as of
-    `HeldOutRanks`.
+def _walk(text: HeldOutRanks | HeldOutPlaces, lengths_N: npt.NDArray[np.int64]) -> Walk:
+    """Replay greedy decoding that accepts so many guesses at each position.
 
     After a step that accepts a guesses the next one starts a+1 positions on. A span's first token
-    comes from the prefill and is not counted; what a step would add beyond the span's end is cut.
-    Unlike an average over positions, the walk visits hard positions more often than easy ones, as
-    decoding does.
+    comes from the prefill and is not counted; tokens beyond the span's end are cut. Unlike an
+    average over positions, the walk visits hard positions more often than easy ones, as decoding
+    does.
     """
     stride = (lengths_N + 1).tolist()
     places: list[int] = []
     kept: list[int] = []
     num_steps: list[int] = []
-    for place, stop in itertools.pairwise([*starts.tolist(), len(stride)]):
+    for place, stop in itertools.pairwise([*text.starts.tolist(), len(stride)]):
         before = len(places)
         while place < stop:
             places.append(place)
             kept.append(min(stride[place], stop - place) - 1)
             place += stride[place]
         num_steps.append(len(places) - before)
-    repeats = np.array(num_steps, np.int64)
     return Walk(
         np.array(places, np.int64),
         np.array(kept, np.int64),
-        np.repeat(conversations, repeats),
-        np.repeat(seen, repeats),
+        np.repeat(text.conversations, num_steps),
+        np.repeat(text.seen, num_steps),
     )
 
 
 def simulated_acceleration_rate(ranks: HeldOutRanks, choices: Choices) -> float:
-    """Tokens per forward of greedy decoding with the tree, had it written the held-out text; NaN
-    without positions.
-    """
+    """Tokens per forward of a `walk` with the tree; NaN without positions."""
     return walk(ranks, choices).acceleration_rate
 
 
 def accepted_lengths(ranks: HeldOutRanks, choices: Choices) -> npt.NDArray[np.int64]:
-    """The number of guesses [N] that greedy acceptance keeps at each position: the depth of the
-    deepest right path.
-    """
+    """How many guesses greedy acceptance keeps at each position, [N]: the deepest right path."""
     right: dict[TreePath, npt.NDArray[np.bool_]] = {(): np.ones(len(ranks), bool)}
     lengths_N = np.zeros(len(ranks), np.int64)
     for path in sorted(map(tuple, choices), key=len):

@@ -1,40 +1,129 @@
-"""One step of decoding: the heads propose a tree per text, the target verifies it, the accepted
-path is kept.
+"""The target's forwards, and one step of decoding (paper 2.1 and 2.3.1).
 
-Paper 2.1 and 2.3.1.
+In a step the heads propose a tree per text, the target verifies it, and the accepted path is kept.
+The hidden states come from a hook on the lm_head and the logits from the model itself, so whatever
+a model does around its lm_head (scaling, soft-capping, adapters) is included.
 
-Letters: B texts, N rows (the root and the nodes), T positions of a path, D hidden size, V
-    vocabulary, K heads, R ranks.
+Letters: B texts, N rows (the root and the nodes), T positions of a text or a path, D hidden size,
+V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from inspect import signature
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import Cache
 
 from pipeline.decoding.acceptance import AcceptanceRule
 from pipeline.decoding.cache import TreeCache
-from pipeline.decoding.dynamic_tree import DynamicTree, GrownTree
-from pipeline.decoding.masks import GrownMasks, TreeMasks
-from pipeline.decoding.readout import Forward
-from pipeline.decoding.tree import Tree
+from pipeline.decoding.dynamic_tree import DynamicTree
+from pipeline.decoding.masks import Masks, TreeMasks
+from pipeline.decoding.tree import Tree, TreeRows
 from pipeline.heads.kind import Heads
+from pipeline.targets.loading import input_device, lm_head_inputs
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from pipeline.decoding.grouped_attention import GroupedRows
+
+
+class Forward:
+    """A model's forward that also returns what its lm_head reads; see `reading`."""
+
+    def __init__(self, model: PreTrainedModel, attention: GroupedRows, seen: list[Tensor]):
+        self._model, self._attention, self._seen = model, attention, seen
+
+    def __call__(
+        self,
+        ids_BT: Tensor,
+        positions_BT: Tensor,
+        mask: Masks,
+        cache: Cache,
+        *,
+        last_only: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """Hidden states [B, T, D] and logits [B, T, V], or the last row's only (T = 1)."""
+        with self._attention.grouped():
+            logits_BTV = self._model(
+                input_ids=ids_BT,
+                position_ids=positions_BT,
+                attention_mask=mask,
+                past_key_values=cache,
+                use_cache=True,
+                **_selected(self._model, 1 if last_only else None),
+            ).logits
+        hidden_BTD = self._seen.pop()
+        if last_only:
+            return hidden_BTD[:, -1:], logits_BTV[:, -1:]
+        return hidden_BTD, logits_BTV
+
+
+@contextmanager
+def reading(model: PreTrainedModel) -> Iterator[Forward]:
+    """The model's forward with its hidden states; the hook is removed when the context ends."""
+    # Imports the code of transformers' models, which takes seconds.
+    from pipeline.decoding.grouped_attention import GroupedRows
+
+    with lm_head_inputs(model) as seen:
+        yield Forward(model, GroupedRows(model), seen)
+
+
+@torch.inference_mode()
+def last_positions(
+    model: PreTrainedModel, ids: Sequence[int], number: int
+) -> tuple[Tensor, Tensor]:
+    """Hidden states [number, D] and logits [number, V] of a text's last positions.
+
+    Where the model supports it, no other logits are computed: for a long prompt they would take
+    gigabytes.
+    """
+    ids_1T = torch.tensor([ids], device=input_device(model))
+    with lm_head_inputs(model) as seen:
+        logits_1TV = model(input_ids=ids_1T, use_cache=False, **_selected(model, number)).logits
+    return seen[-1][0, -number:], logits_1TV[0, -number:]
+
+
+def _selected(model: PreTrainedModel, num_logits: int | None) -> dict[str, Any]:
+    """The argument that limits the logits to the last positions, where the model has one."""
+    if num_logits is None or "logits_to_keep" not in signature(model.forward).parameters:
+        return {}
+    return {"logits_to_keep": num_logits}
 
 
 class BatchState(NamedTuple):
-    """The hidden states [B, D] that the heads read next, and the tokens [B] chosen last."""
+    """The hidden states that the heads read next, and the tokens chosen last."""
 
     hidden_BD: Tensor
     token_B: Tensor
 
+    def at(self, texts: Sequence[int]) -> BatchState:
+        """The state of the texts at these indices."""
+        return BatchState(self.hidden_BD[texts], self.token_B[texts])
+
+
+class Accepted(NamedTuple):
+    """What a step keeps.
+
+    Attributes:
+        state: The new state.
+        rows_BT: The rows from the root to the accepted one.
+        found: What the host reads of each text, [B, 2 T + 2]: the depth of the accepted row, the
+            rows and the tokens from the root to it, and the token after it.
+    """
+
+    state: BatchState
+    rows_BT: Tensor
+    found: Tensor
+
 
 class TreeSteps:
-    """The decoding steps of a batch, with inputs of exactly the current length: for any model on
-    any device.
-    """
+    """The decoding steps of a batch, with inputs of exactly the current length, on any device."""
 
     captures = False  # as CUDA graphs
 
@@ -42,17 +131,12 @@ class TreeSteps:
         self,
         tree: Tree | DynamicTree,
         heads: Heads | None,
-        masks: TreeMasks | GrownMasks,
+        masks: TreeMasks,
         cache: TreeCache,
         max_length: int,
     ):
-        self.tree, self.heads, self.masks, self.cache, self.max_length = (
-            tree,
-            heads,
-            masks,
-            cache,
-            max_length,
-        )
+        self.tree, self.heads, self.masks = tree, heads, masks
+        self.cache, self.max_length = cache, max_length
 
     def start(self, state: BatchState) -> None:
         """Set the state; the prompts are in the cache already."""
@@ -61,80 +145,68 @@ class TreeSteps:
     def drop(self, kept: Sequence[int]) -> None:
         """Keep only the texts at these indices, ascending."""
         self.cache.drop(kept)
-        self.state = BatchState(*(column[kept] for column in self.state))
+        self.state = self.state.at(kept)
 
     def take(
         self, forward: Forward, rule: AcceptanceRule, noise_BTV: Tensor | None
     ) -> list[list[int]]:
         """One forward of the target; returns the tokens that it adds to each text."""
-        lengths, token_B = self.cache.lengths, self.state.token_B
-        starts = (
-            lengths[0]
-            if len(lengths) == 1
-            else torch.tensor(lengths, device=token_B.device)[:, None]
-        )
+        lengths = self.cache.lengths
         tree, tokens_BN = self.propose()
+        starts: int | Tensor = lengths[0]
+        if len(lengths) > 1:
+            starts = torch.tensor(lengths, device=tokens_BN.device)[:, None]
         positions_BN = tree.depth.expand_as(tokens_BN) + starts
-        if (
-            max(lengths) + tree.max_depth >= self.max_length
-        ):  # these rows are cut later, but their positions must exist
+        if max(lengths) + tree.max_depth >= self.max_length:
+            # The rows beyond are cut later, but their positions must exist.
             positions_BN.clamp_(max=self.max_length - 1)
-        mask = self.masks.after(lengths, tree) if tree.max_depth or len(lengths) > 1 else None
-        hidden_BND, logits_BNV = forward(tokens_BN, positions_BN, mask, self.cache)
-        self.state, retrieve_BT, found = self.accept(
-            hidden_BND, logits_BNV, tokens_BN, tree, rule, noise_BTV
-        )
-        rows, written = self.read(found)
-        self.cache.keep(rows, retrieve_BT)
+        mask = None
+        if tree.max_depth or len(lengths) > 1:
+            mask = self.masks.after(lengths, tree)
+        read = forward(tokens_BN, positions_BN, mask, self.cache)
+        accepted = self.accept(*read, tokens_BN, tree, rule, noise_BTV)
+        self.state = accepted.state
+        rows, written = self.read(accepted.found)
+        self.cache.keep(rows, accepted.rows_BT)
         return written
 
-    def propose(self) -> tuple[Tree | GrownTree, Tensor]:
+    def propose(self) -> tuple[TreeRows, Tensor]:
         """The trees, and the tokens [B, N] of their rows: the root's, then the heads' guesses."""
         hidden_BD, token_B = self.state
         if isinstance(self.tree, Tree) and not self.tree.num_nodes:
             return self.tree, token_B[:, None]
         assert self.heads is not None
-        hidden_BD = hidden_BD.to(
-            self.heads.device
-        )  # a target over several GPUs returns its states on the last one
-        return self.tree.grow(self.heads, hidden_BD, token_B)
+        # A target over several GPUs returns its states on the last one.
+        return self.tree.grow(self.heads, hidden_BD.to(self.heads.device), token_B)
 
     def accept(
         self,
         hidden_BND: Tensor,
         logits_BNV: Tensor,
         tokens_BN: Tensor,
-        tree: Tree | GrownTree,
+        tree: TreeRows,
         rule: AcceptanceRule,
         noise_BTV: Tensor | None,
-    ) -> tuple[BatchState, Tensor, Tensor]:
-        """What the rule keeps of the trees that a forward has read.
-
-        Returns the new state, the rows [B, T] to keep, and what the host reads of each text, [B, 2
-        T + 2]: how deep the accepted row is, the rows and the tokens from the root to it, and the
-        token after it.
-        """
+    ) -> Accepted:
+        """Apply the rule to the trees that a forward has read."""
         if not tree.max_depth:
-            token_B = rule.choose(logits_BNV[:, 0], None if noise_BTV is None else noise_BTV[:, 0])
-            found = torch.stack(
-                (torch.zeros_like(token_B), torch.zeros_like(token_B), tokens_BN[:, 0], token_B), 1
-            )
-            return BatchState(hidden_BND[:, 0], token_B), found[:, 1:2], found
+            noise_BV = None if noise_BTV is None else noise_BTV[:, 0]
+            token_B = rule.choose(logits_BNV[:, 0], noise_BV)
+            root_B = torch.zeros_like(token_B)
+            found = torch.stack((root_B, root_B, tokens_BN[:, 0], token_B), 1)
+            return Accepted(BatchState(hidden_BND[:, 0], token_B), root_B[:, None], found)
         row_B, token_B = rule.accept(logits_BNV, tokens_BN, tree, noise_BTV)
-        retrieve_BT = tree.path_to(row_B)
+        rows_BT = tree.path_to(row_B)
         chosen_B11 = row_B[:, None, None].to(hidden_BND.device)
-        hidden_BD = hidden_BND.gather(1, chosen_B11.expand(-1, 1, hidden_BND.shape[-1]))[:, 0]
-        path = (
-            tree.depth_of(row_B)[:, None],
-            retrieve_BT,
-            tokens_BN.gather(1, retrieve_BT),
-            token_B[:, None],
-        )
-        return BatchState(hidden_BD, token_B), retrieve_BT, torch.cat(path, 1)
+        hidden_BD = hidden_BND.take_along_dim(chosen_B11, 1)[:, 0]
+        depth_B, path_BT = tree.depth_of(row_B), tokens_BN.gather(1, rows_BT)
+        found = torch.cat((depth_B[:, None], rows_BT, path_BT, token_B[:, None]), 1)
+        return Accepted(BatchState(hidden_BD, token_B), rows_BT, found)
 
     def read(self, found: Tensor) -> tuple[list[list[int]], list[list[int]]]:
-        """The rows that each text keeps and the tokens it gains; the only transfer from the device
-        in a step.
+        """The rows that each text keeps and the tokens that it gains.
+
+        This is a step's only transfer from the device.
         """
         length = self.tree.max_depth + 1
         rows, written = [], []

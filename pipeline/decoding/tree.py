@@ -1,12 +1,15 @@
-"""The tree of candidates that one decoding step verifies: known shapes, validation and tensors.
+"""The tree of candidates that one decoding step verifies: known trees, validation and tensors.
 
 A path is a sequence of ranks, one per depth: (0, 2) is the third guess of head 1 after the best
 guess of head 0. A tree is a set of paths that contains every prefix of its members. Each path is a
 node; the root, the token that the target has already chosen, is not counted as one (paper 2.1.2,
-2.3.3). Lists of lists, as JSON has them, are accepted wherever a tree is.
+2.3.3). Lists of lists, as in JSON, are accepted wherever a tree is.
+
+Stock trees are those of the Medusa authors' code (medusa/model/medusa_choices.py), which were
+searched for models of theirs.
 
 Letters: N rows (the root and the nodes), K heads, R ranks (guesses per head), T positions on a
-    path, the root included.
+path, the root included.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from collections.abc import Iterable, Sequence
 from math import prod
 
 import torch
+from torch import Tensor
 
 from pipeline.errors import ConfigError
 from pipeline.heads.kind import Heads, Level
@@ -24,13 +28,63 @@ from pipeline.heads.kind import Heads, Level
 TreePath = tuple[int, ...]
 Choices = Iterable[Sequence[int]]  # the paths of a tree, without the root
 
+STOCK_TREE = "mc-sim-7b-63"  # searched for Vicuna-7B; the authors' default
+STOCK_NODES = 63  # of each stock tree, without the root
 
-def expected_acceleration_rate(accuracy_KR: Sequence[Sequence[float]], choices: Choices) -> float:
-    """Expected tokens per step (2.3.3): 1 for the target's own token, plus each node's probability,
-    the product of the accuracies on its path."""
-    return 1.0 + sum(
-        prod(accuracy_KR[depth][rank] for depth, rank in enumerate(path)) for path in choices
-    )
+# Stock trees as numbers of children (ranks 0, 1, 2, …) by level: of the root, then of each path of
+# depth 1 in order, and so on; paths after the last number have none.
+CHILDREN: dict[str, tuple[str, ...]] = {
+    "mc-sim-7b-63": ("10", "10 7 3 2 1 1 1 1 1 1", "10 3 2 1 1 1 1 1 0 0 2 0 0 0 0 0 0 1", "2"),
+    "vicuna-7b-stage1": ("10", "10 7 4 3 2 2 1 1 1 1", "9 3 2 1 1 1 0 0 0 0 2 0 0 0 0 0 0 1", "1"),
+    "vicuna-7b-stage1-ablation": (
+        "10",
+        "10 4 2 2 1 1 1",
+        "10 4 2 1 1 1 0 0 0 0 3 1 0 0 1 0 1",
+        "4 1 1 0 0 0 0 0 0 0 1",
+    ),
+    "vicuna-7b-stage2": (
+        "10",
+        "10 5 2 2 1 1 1 1",
+        "9 4 2 1 1 1 0 0 0 0 3 1 0 0 0 1",
+        "4 1 1 0 0 0 0 0 0 1",
+    ),
+    "vicuna-13b-stage1": ("10", "10 7 4 2 2 1 1 1 1", "10 4 2 1 1 1 0 0 0 0 2 1 0 0 0 0 0 1", "1"),
+    "vicuna-13b-stage2": (
+        "10",
+        "10 4 2 1 1 1",
+        "10 4 2 1 1 1 0 0 0 0 3 1 0 0 1 0 1",
+        "4 2 1 0 0 0 0 0 0 0 1 0 0 0 0 0 0 0 0 1",
+    ),
+    "vicuna-33b-stage1": ("10", "10 8 5 3 2 2 1 1 1 1", "9 3 2 1 1 0 0 0 0 0 2 0 0 0 0 0 0 0 1"),
+    "vicuna-33b-stage2": (
+        "10",
+        "10 5 3 2 1 1 1 1",
+        "10 4 2 1 1 1 0 0 0 0 3 1 0 0 0 1",
+        "3 1 0 0 0 0 0 0 0 0 1",
+    ),
+    "zephyr-stage2": ("10", "10 6 4 2 2 1 1 1", "10 4 2 1 1 1 0 0 0 0 2 1 0 0 0 0 1", "2 1"),
+}
+
+
+def stock_tree(max_depth: int, name: str = STOCK_TREE) -> tuple[TreePath, ...]:
+    """The stock tree level by level, cut at `max_depth`; KeyError for an unknown name."""
+    level: list[TreePath] = [()]
+    paths: list[TreePath] = []
+    for numbers in CHILDREN[name][:max_depth]:
+        below: list[TreePath] = []
+        for path, count in zip(level, numbers.split(), strict=False):
+            below += [(*path, rank) for rank in range(int(count))]
+        paths += below
+        level = below
+    return tuple(paths)
+
+
+def cartesian_tree(widths: Sequence[int]) -> tuple[TreePath, ...]:
+    """The full tree over the best `widths[k]` guesses of each head k (2.1.2); a chain if all 1."""
+    paths: list[TreePath] = []
+    for depth in range(1, len(widths) + 1):
+        paths += itertools.product(*map(range, widths[:depth]))
+    return tuple(paths)
 
 
 def greedy_tree(
@@ -55,12 +109,15 @@ def greedy_tree(
     return tuple(chosen[1:])  # without the root
 
 
-def cartesian_tree(widths: Sequence[int]) -> tuple[TreePath, ...]:
-    """The full tree over the best `widths[k]` guesses of each head k (2.1.2); all ones: the chain
-    of first guesses.
+def expected_acceleration_rate(accuracy_KR: Sequence[Sequence[float]], choices: Choices) -> float:
+    """Expected tokens per step (2.3.3): 1 for the target's own token, plus each node's probability.
+
+    A node's probability is the product of the accuracies on its path.
     """
-    levels = (itertools.product(*map(range, widths[:depth])) for depth in range(1, len(widths) + 1))
-    return tuple(path for level in levels for path in level)
+    rate = 1.0
+    for path in choices:
+        rate += prod(accuracy_KR[depth][rank] for depth, rank in enumerate(path))
+    return rate
 
 
 def check_choices(choices: Choices, num_heads: int, top: int) -> tuple[TreePath, ...]:
@@ -71,114 +128,114 @@ def check_choices(choices: Choices, num_heads: int, top: int) -> tuple[TreePath,
     """
     paths: list[TreePath] = []
     for choice in choices:
-        is_path = isinstance(choice, Sequence) and not isinstance(choice, str) and len(choice) > 0
-        if not is_path or not all(type(rank) is int for rank in choice):
+        is_list = isinstance(choice, list | tuple) and len(choice) > 0
+        if not is_list or any(type(rank) is not int for rank in choice):
             fix = "Give lists of ranks such as [0, 2]."
             raise ConfigError(f"{choice!r} is not a path of the tree.", "choices", fix)
         paths.append(tuple(choice))
     if not paths:
-        raise ConfigError(
-            "The tree has no nodes.", "choices", "Give at least one path, such as [0]."
-        )
-    known = set(paths)
-    if len(known) < len(paths):
-        repeated = next(path for path in paths if paths.count(path) > 1)
-        raise ConfigError(
-            f"The path {list(repeated)} is given twice.", "choices", "Give each path once."
-        )
+        fix = "Give at least one path, such as [0]."
+        raise ConfigError("The tree has no nodes.", "choices", fix)
     for path in paths:
-        if len(path) > num_heads:
-            fix = f"Paths are at most {num_heads} long."
-            raise ConfigError(
-                f"The path {list(path)} is deeper than the {num_heads} heads.", "choices", fix
-            )
-        if not all(0 <= rank < top for rank in path):
-            fix = f"Ranks are 0 to {top - 1}."
-            raise ConfigError(
-                f"The path {list(path)} asks for a guess that is not made.", "choices", fix
-            )
-        if len(path) > 1 and path[:-1] not in known:
-            fix = f"Add {list(path[:-1])}."
-            raise ConfigError(
-                f"The path {list(path)} is not connected: its parent is missing.", "choices", fix
-            )
+        problem = ""
+        if paths.count(path) > 1:
+            problem = "is given twice"
+        elif len(path) > num_heads:
+            problem = f"is deeper than the {num_heads} heads"
+        elif min(path) < 0 or max(path) >= top:
+            problem = f"asks for a guess that is not made: ranks are 0 to {top - 1}"
+        elif len(path) > 1 and path[:-1] not in paths:
+            problem = f"is not connected: its parent is missing, {list(path[:-1])}"
+        if problem:
+            fix = "Give a tree: each path once, with all paths above it."
+            raise ConfigError(f"The path {list(path)} {problem}.", "choices", fix)
     return tuple(paths)
 
 
-class Tree:
-    """A tree's tensors: row 0 is the root, row i + 1 is `choices[i]`, parents come before their
-    children.
+class TreeRows:
+    """The tensors of a tree, or of one tree per text with a leading dimension B.
 
-    Rows are in depth-first order, so the path of best guesses, the one most often accepted, is rows
-    1, 2, 3, …, whose cache entries need not be moved. `Tree(())` is plain decoding. ValueError
-    unless the choices form a tree.
+    Attributes:
+        parent: [N], each row's parent; the root's is itself.
+        depth: [N].
+        retrieve_indices: [N, T], the rows from the root to row i, padded with 0 past its depth.
+        ancestors: [N, N], whether row i attends to row j: j is i or above it.
+        elsewhere: [N, N], whether j is no guess on the path to row i: neither i nor above it, or
+            the root.
+    """
 
-    Tensors: `parent` [N] (the root's is itself), `depth` [N], `guess` [N-1] (row in the flattened
-    [K, R] guesses of the first `max_depth` heads, `top` each), `ancestors` [N, N] (row i attends to
-    row j: j is i or above it), `elsewhere` [N, N] (j is not a guess on the path to row i: neither i
-    nor above it, or the root), `retrieve_indices` [N, T] (rows from the root to row i, padded with
-    0 past its depth); `levels` and `order` as in `ProposalTree`.
+    def __init__(self, parent: Tensor, depth: Tensor, retrieve_indices: Tensor):
+        self.parent, self.depth, self.retrieve_indices = parent, depth, retrieve_indices
+        self.max_depth = retrieve_indices.shape[-1] - 1
+        num_rows = depth.shape[-1]
+        itself = torch.eye(num_rows, dtype=torch.bool, device=depth.device)
+        itself = itself.expand(*depth.shape, num_rows).clone()
+        # The padding marks the root, which is above every row.
+        self.ancestors = itself.scatter_(-1, retrieve_indices, True)
+        self.elsewhere = ~self.ancestors | (depth == 0)[..., None, :]
+
+    def path_to(self, row_B: Tensor) -> Tensor:
+        """The rows [B, T] from the root to one row each, padded with 0 past its depth."""
+        paths_BNT = self.retrieve_indices.expand(len(row_B), -1, -1)
+        return paths_BNT.take_along_dim(row_B[:, None, None], 1)[:, 0]
+
+    def depth_of(self, row: Tensor) -> Tensor:
+        """The depth of one row each, in their shape."""
+        return self.depth.expand(*row.shape, -1).gather(-1, row[..., None])[..., 0]
+
+
+class Tree(TreeRows):
+    """A tree that is the same in every step; row 0 is the root, row i + 1 is `choices[i]`.
+
+    Rows are in depth-first order: parents come before their children, and the path of best guesses,
+    the one most often accepted, is rows 1, 2, 3, …, whose cache entries need not be moved.
+    `Tree(())` is plain decoding. `top`, `guess`, `levels` and `order` are those of `ProposalTree`.
+    Raises ValueError unless the choices form a tree; `check_choices` names the problem.
     """
 
     def __init__(self, choices: Choices, device: torch.device | str = "cpu"):
         self.choices: tuple[TreePath, ...] = tuple(sorted(map(tuple, choices)))
         self.num_nodes = len(self.choices)
-        self.max_depth = max(map(len, self.choices), default=0)
-        self.top = max((rank + 1 for path in self.choices for rank in path), default=0)
-        row_of = {(): 0} | {path: row for row, path in enumerate(self.choices, start=1)}
-        if len(row_of) <= self.num_nodes or any(path[:-1] not in row_of for path in self.choices):
-            raise ValueError(
-                "not a tree: a path is repeated or its parent is missing; `check_choices` names it"
-            )
-        paths = [[row_of[path[:depth]] for depth in range(len(path) + 1)] for path in row_of]
-        padded = [rows + [0] * (self.max_depth + 1 - len(rows)) for rows in paths]
-        self.retrieve_indices = torch.tensor(padded, device=device)
-        self.depth = torch.tensor([len(path) for path in row_of], device=device)
-        self.parent = torch.tensor([row_of[path[:-1]] for path in row_of], device=device)
+        self.top = 0
+        row_of: dict[TreePath, int] = {(): 0}
+        parents = [0]
+        rows_to = [[0]]
+        for row, path in enumerate(self.choices, start=1):
+            if path in row_of or path[:-1] not in row_of:
+                raise ValueError("not a tree: a path is repeated or its parent is missing")
+            row_of[path] = row
+            self.top = max(self.top, path[-1] + 1)
+            parents.append(row_of[path[:-1]])
+            rows_to.append([*rows_to[parents[-1]], row])
+        depths = [len(rows) - 1 for rows in rows_to]
+        padded = [rows + [0] * (max(depths) + 1 - len(rows)) for rows in rows_to]
+        super().__init__(*(torch.tensor(each, device=device) for each in (parents, depths, padded)))
         guesses = [(len(path) - 1) * self.top + path[-1] for path in self.choices]
         self.guess = torch.tensor(guesses, dtype=torch.int64, device=device)
-        self.levels, self.order = _levels(self.choices, device)
-        itself_NN = torch.eye(self.num_nodes + 1, dtype=torch.bool, device=device)
-        self.ancestors = itself_NN.scatter_(
-            1, self.retrieve_indices, True
-        )  # padding marks the root, above every row
-        self.elsewhere = ~self.ancestors | (self.depth == 0)
+        self.levels, self.order = self._levels(device)
 
     def described(self) -> str:
         return f"a tree of {self.num_nodes} nodes"
 
-    def grow(
-        self, heads: Heads, hidden_BD: torch.Tensor, token_B: torch.Tensor
-    ) -> tuple[Tree, torch.Tensor]:
+    def grow(self, heads: Heads, hidden_BD: Tensor, token_B: Tensor) -> tuple[TreeRows, Tensor]:
         """This tree, and the tokens [B, N] of its rows: the root's, then the heads' guesses."""
         return self, torch.cat((token_B[:, None], heads.propose(hidden_BD, token_B, self)), 1)
 
-    def path_to(self, row_B: torch.Tensor) -> torch.Tensor:
-        """The rows [B, T] from the root to one row each, padded with 0 past its depth."""
-        return self.retrieve_indices.index_select(0, row_B)
-
-    def depth_of(self, row: torch.Tensor) -> torch.Tensor:
-        """The depth of each of these rows, in their shape."""
-        return self.depth.take(row)
-
-
-def _levels(
-    choices: tuple[TreePath, ...], device: torch.device | str
-) -> tuple[tuple[Level, ...], torch.Tensor]:
-    """A tree's nodes depth by depth, and where each of the `choices` lies among them."""
-
-    def places(values: Iterable[int]) -> torch.Tensor:
-        return torch.tensor(list(values), dtype=torch.int64, device=device)
-
-    levels: list[Level] = []
-    above: list[TreePath] = [()]
-    laid: list[TreePath] = []
-    for depth in range(1, max(map(len, choices), default=0) + 1):
-        nodes = [path for path in choices if len(path) == depth]
-        inner = sorted({path[:-1] for path in nodes})
-        top = 1 + max(path[-1] for path in nodes)
-        parent = [inner.index(path[:-1]) for path in nodes]
-        guess = (place * top + path[-1] for place, path in zip(parent, nodes, strict=True))
-        levels.append(Level(places(map(above.index, inner)), places(parent), places(guess), top))
-        above, laid = nodes, laid + nodes
-    return tuple(levels), places(map(laid.index, choices))
+    def _levels(self, device: torch.device | str) -> tuple[tuple[Level, ...], Tensor]:
+        """The nodes depth by depth, and the place of each of the `choices` among them."""
+        levels: list[Level] = []
+        above: list[TreePath] = [()]
+        nodes: list[TreePath] = []
+        for depth in range(1, self.max_depth + 1):
+            level = [path for path in self.choices if len(path) == depth]
+            inner = sorted({path[:-1] for path in level})
+            top = 1 + max(path[-1] for path in level)
+            parent = [inner.index(path[:-1]) for path in level]
+            guess = [place * top + path[-1] for place, path in zip(parent, level, strict=True)]
+            level_inner = [above.index(path) for path in inner]
+            tensors = [torch.tensor(each, device=device) for each in (level_inner, parent, guess)]
+            levels.append(Level(tensors[0], tensors[1], tensors[2], top))
+            nodes += level
+            above = level
+        order = [nodes.index(path) for path in self.choices]
+        return tuple(levels), torch.tensor(order, dtype=torch.int64, device=device)

@@ -1,4 +1,4 @@
-"""Searching for the best tree, from the ranks of held-out tokens among the heads' guesses.
+"""Search for the best tree, from the ranks of held-out tokens among the heads' guesses.
 
 Ranks determine the heads' accuracies (paper 2.3.3), how often whole paths are right and, by a walk
 through the held-out text, the acceleration rate of any tree on it. Trees are judged on text that
@@ -17,11 +17,10 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.decoding.held_out import HeldOutRanks, Walk, walk
-from pipeline.decoding.standard_error import Estimate
+from pipeline.decoding.held_out import Estimate, HeldOutRanks, Walk, walk
 from pipeline.decoding.tree import TreePath, greedy_tree
+from pipeline.heads.accuracy import NO_LABEL
 
-MAX_RANKS = 254
 SAME_SPEED = 0.05  # relative difference between two timings of the same tree
 
 Choice = TypeVar("Choice", bound=Hashable)
@@ -35,94 +34,10 @@ def rank_accuracies(
     return (hits_KR / np.maximum(counts_K, 1)[:, None]).tolist()
 
 
-def search_trees(ranks: HeldOutRanks, num_nodes: int, max_depth: int | None, top: int) -> Trees:
-    """The trees of both searches, by the `product` of accuracies (2.3.3) and by `joint`
-    frequencies, at least one node.
-
-    The first n nodes of each are its best tree of n.
-    """
-    product = greedy_tree(rank_accuracies(*ranks.hits(top)), num_nodes, max_depth)
-    joint, _ = joint_tree(ranks, num_nodes, max_depth)
-    return {"product": product or ((0,),), "joint": joint or ((0,),)}
-
-
-class CrossFit:
-    """Trees searched on all held-out text, each judged by how the same search does on text that it
-    has not seen.
-
-    Both halves of the conversations are searched, and each half's trees are walked through the
-    other half. The halves' trees are cut where the tree that is used ends, so that their steps by
-    depth are its own.
-    """
-
-    def __init__(self, ranks: HeldOutRanks, num_nodes: int, max_depth: int | None, top: int):
-        self.ranks, halves = ranks, ranks.halves()
-        self.whole: Trees = search_trees(ranks, num_nodes, max_depth, top)
-        self._folds = [
-            (search_trees(searched_on, num_nodes, max_depth, top), judged_on)
-            for searched_on, judged_on in (halves, halves[::-1])
-        ]
-        self._walks: dict[tuple[str, int], Walk] = {}
-
-    def walk(self, search: str, size: int) -> Walk:
-        """Through each half, with the other half's tree of this size."""
-        if (search, size) not in self._walks:
-            one, other = (
-                walk(judged_on, self.judged(fold, search, size))
-                for fold, (_, judged_on) in enumerate(self._folds)
-            )
-            self._walks[search, size] = one + other
-        return self._walks[search, size]
-
-    def judged(self, fold: int, search: str, size: int) -> tuple[TreePath, ...]:
-        """The tree that a half gave, 0 or 1, for the other half to judge."""
-        depth = max(map(len, self.whole[search][:size]))
-        return tuple(path for path in self._folds[fold][0][search][:size] if len(path) <= depth)
-
-    def estimate(self, search: str, size: int) -> Estimate:
-        """The acceleration rate to expect of this search's tree."""
-        return self.walk(search, size).estimate()
-
-    def node_shares(self, search: str, size: int) -> list[float]:
-        """The share of steps that add each node of the tree that is used; 1 and their sum are the
-        expected rate.
-
-        At each depth the shares of the tree's own walk, scaled to what the walks through unseen
-        text add there.
-        """
-        choices = self.whole[search][:size]
-        own = walk(self.ranks, choices).node_shares(self.ranks, choices)
-        expected = self.walk(search, size).depth_shares()
-        shares = []
-        for path, share in zip(choices, own, strict=True):
-            peers = [
-                other for node, other in zip(choices, own, strict=True) if len(node) == len(path)
-            ]
-            part = share / sum(peers) if sum(peers) else 1 / len(peers)
-            shares.append(part * (expected[len(path) - 1] if len(path) <= len(expected) else 0.0))
-        return shares
-
-
-def fastest(rates: Mapping[Choice, float], overheads: Mapping[Choice, float]) -> Choice:
-    """The choice with the highest speedup, rate over overhead.
-
-    Among choices within timing noise of the fastest one, speedup times acceleration rate decides:
-    the rate is counted, not timed, and is the same on every device. A choice whose overhead is NaN,
-    since no step had room, is the last.
-    """
-    speeds = {choice: rate / overheads[choice] for choice, rate in rates.items()}
-    best = max(filter(np.isfinite, speeds.values()), default=0.0)
-    as_fast = [choice for choice in rates if speeds[choice] >= (1 - SAME_SPEED) * best] or list(
-        rates
-    )
-    return max(as_fast, key=lambda choice: speeds[choice] * rates[choice])
-
-
 def joint_tree(
     ranks: HeldOutRanks, num_nodes: int, max_depth: int | None = None
 ) -> tuple[tuple[TreePath, ...], list[float]]:
-    """The tree of at most `num_nodes` nodes whose paths were right most often, and the frequency of
-    each.
+    """The tree of at most `num_nodes` nodes whose paths were right most often, and how often.
 
     The heads' errors are correlated, so the product of accuracies underrates paths that follow a
     right first guess. A path is right no more often than its parent, so adding the most frequent
@@ -133,19 +48,91 @@ def joint_tree(
     chosen: list[TreePath] = []
     frequencies: list[float] = []
     everywhere = np.arange(len(ranks))
-    frontier: list[tuple[int, int, TreePath, npt.NDArray[np.int64]]] = [
-        (-len(ranks), 0, (), everywhere)
-    ]
+    frontier: list[tuple[int, int, TreePath, npt.NDArray[np.int64]]] = []
+    heapq.heappush(frontier, (-len(ranks), 0, (), everywhere))
     while frontier and len(chosen) <= num_nodes:
         negative, depth, path, places = heapq.heappop(frontier)
         chosen.append(path)
         frequencies.append(-negative / max(1, len(ranks)))
         if depth < depth_limit:
             ranks_N = ranks.ranks_KN[depth, places]
-            counts = np.bincount(ranks_N, minlength=256)[:MAX_RANKS]
+            counts = np.bincount(ranks_N, minlength=256)[:NO_LABEL]
             for rank in np.flatnonzero(counts).tolist():
-                heapq.heappush(
-                    frontier,
-                    (-int(counts[rank]), depth + 1, (*path, rank), places[ranks_N == rank]),
-                )
+                entry = (-int(counts[rank]), depth + 1, (*path, rank), places[ranks_N == rank])
+                heapq.heappush(frontier, entry)
     return tuple(chosen[1:]), frequencies[1:]  # without the root
+
+
+def search_trees(ranks: HeldOutRanks, num_nodes: int, max_depth: int | None, top: int) -> Trees:
+    """The trees of both searches, `product` of accuracies (2.3.3) and `joint` frequencies.
+
+    Each has at least one node; its first n nodes are its best tree of n.
+    """
+    product = greedy_tree(rank_accuracies(*ranks.hits(top)), num_nodes, max_depth)
+    joint, _ = joint_tree(ranks, num_nodes, max_depth)
+    return {"product": product or ((0,),), "joint": joint or ((0,),)}
+
+
+class CrossFit:
+    """Trees searched on all held-out text, each judged by the same search on unseen text.
+
+    Both halves of the conversations are searched, and each half's trees are walked through the
+    other half. The halves' trees are cut where the tree that is used ends, so that their steps by
+    depth are its own.
+    """
+
+    def __init__(self, ranks: HeldOutRanks, num_nodes: int, max_depth: int | None, top: int):
+        self.ranks = ranks
+        self.whole: Trees = search_trees(ranks, num_nodes, max_depth, top)
+        self._halves = ranks.halves()
+        self._searched = [search_trees(half, num_nodes, max_depth, top) for half in self._halves]
+        self._walks: dict[tuple[str, int], Walk] = {}
+
+    def walk(self, search: str, size: int) -> Walk:
+        """The steps in each half with the other half's tree of this size."""
+        if (search, size) not in self._walks:
+            first, second = self._halves
+            self._walks[search, size] = walk(second, self.judged(0, search, size)) + walk(
+                first, self.judged(1, search, size)
+            )
+        return self._walks[search, size]
+
+    def judged(self, half: int, search: str, size: int) -> tuple[TreePath, ...]:
+        """The tree found on a half, 0 or 1, for the other half to judge."""
+        depth = max(map(len, self.whole[search][:size]))
+        return tuple(path for path in self._searched[half][search][:size] if len(path) <= depth)
+
+    def estimate(self, search: str, size: int) -> Estimate:
+        """The acceleration rate to expect of this search's tree."""
+        return self.walk(search, size).estimate()
+
+    def node_shares(self, search: str, size: int) -> list[float]:
+        """The share of steps that add each node of the tree; 1 + their sum is the expected rate.
+
+        At each depth these are the shares of the tree's own walk, scaled to what the walks through
+        unseen text add there.
+        """
+        choices = self.whole[search][:size]
+        own = walk(self.ranks, choices).node_shares(self.ranks, choices)
+        depths = [len(path) for path in choices]
+        sums, counts = np.bincount(depths, own), np.bincount(depths)
+        expected = self.walk(search, size).depth_shares()
+        expected += [0.0] * (max(depths) - len(expected))
+        shares = []
+        for depth, share in zip(depths, own, strict=True):
+            part = share / sums[depth] if sums[depth] else 1 / counts[depth]
+            shares.append(float(part * expected[depth - 1]))
+        return shares
+
+
+def fastest(rates: Mapping[Choice, float], overheads: Mapping[Choice, float]) -> Choice:
+    """The choice with the highest speedup, rate over overhead.
+
+    Among choices within timing noise of the fastest one, speedup times acceleration rate decides:
+    the rate is counted, not timed, and is the same on every device. A choice whose overhead is NaN,
+    since no step had room, comes last.
+    """
+    speeds = {choice: rate / overheads[choice] for choice, rate in rates.items()}
+    best = max(filter(np.isfinite, speeds.values()), default=0.0)
+    as_fast = [choice for choice in rates if speeds[choice] >= (1 - SAME_SPEED) * best]
+    return max(as_fast or rates, key=lambda choice: speeds[choice] * rates[choice])

@@ -14,7 +14,7 @@ from pipeline.errors import ConfigError, EnvironmentFault
 from pipeline.execution.placement import Placement, Resources
 from pipeline.execution.progress import ProgressReporter, ShardProgress, with_progress
 from pipeline.execution.shard_worker import LazyWorker, Outcome, ShardWorker
-from pipeline.storage.tasks import ShardTask
+from pipeline.storage.shards import ShardTask
 
 if TYPE_CHECKING:
     from pipeline.execution.ray_executor import RayExecutor

@@ -19,7 +19,7 @@ from rich.markup import escape
 
 from pipeline.formatting import duration, visible
 from pipeline.storage.progress_file import ProgressFile
-from pipeline.storage.tasks import ShardTask
+from pipeline.storage.shards import ShardTask
 
 STAGE_WIDTH = len("tuned-features")  # of the column with the stages' names
 SECONDS_BETWEEN_LINES = 15.0

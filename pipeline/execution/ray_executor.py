@@ -34,7 +34,7 @@ from pipeline.execution.ray_cluster import (
 from pipeline.execution.shard_worker import LazyWorker, Outcome, ShardWorker
 from pipeline.storage.atomic import disk_errors
 from pipeline.storage.progress_file import SECONDS_BETWEEN_REPORTS
-from pipeline.storage.tasks import ShardTask
+from pipeline.storage.shards import ShardTask
 
 MAX_FAILED_STARTS = 3  # consecutive workers that end before their first shard
 SECONDS_TO_CLOSE = 30.0

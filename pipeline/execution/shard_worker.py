@@ -22,9 +22,8 @@ from typing import Any, Protocol
 from pipeline.errors import EnvironmentFault, MedusaDistillError
 from pipeline.storage.atomic import disk_errors
 from pipeline.storage.receipts import Receipt
-from pipeline.storage.shards import read_rows
+from pipeline.storage.shards import ShardTask, read_rows
 from pipeline.storage.stage_directory import StageDirectory
-from pipeline.storage.tasks import ShardTask
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from pipeline.execution.placement import Placement, Resources
 from pipeline.execution.progress import Meter, ProgressReporter
 from pipeline.export.layout import BACKBONE_DIRECTORY
 from pipeline.run.resolved import ResolvedRun
-from pipeline.storage.done import Identity, Summary
 from pipeline.storage.fingerprint import FileDigests, fingerprint
+from pipeline.storage.receipts import Identity, Summary
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.spec import TargetSpec, asks_for_date, weight_files

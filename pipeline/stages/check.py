@@ -43,7 +43,7 @@ from pipeline.run.check_engines import (
 )
 from pipeline.run.checks import check_files
 from pipeline.run.context import Context, Stage
-from pipeline.storage.done import Identity, Summary
+from pipeline.storage.receipts import Identity, Summary
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.files import is_local
 from pipeline.targets.spec import weight_files

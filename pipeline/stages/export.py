@@ -18,7 +18,7 @@ from pipeline.export.directory import write_export
 from pipeline.export.layout import BACKBONE_DIRECTORY, CARD_FILE, ExportLayout, check_vocabulary
 from pipeline.report.report import Report
 from pipeline.run.context import Context, Stage, StageFiles, reads
-from pipeline.storage.done import Identity, Summary
+from pipeline.storage.receipts import Identity, Summary
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.spec import load_tokenizer, model_config
 from pipeline.training.methods import method_of

@@ -27,12 +27,10 @@ from pipeline.execution.progress import ShardProgress
 from pipeline.export.layout import BACKBONE_DIRECTORY
 from pipeline.run.context import Context, Stage, StageFiles, reads
 from pipeline.run.sharded import run_sharded
-from pipeline.storage.done import Identity, Summary
 from pipeline.storage.fingerprint import fingerprint
-from pipeline.storage.receipts import Receipt
-from pipeline.storage.shards import Codec
+from pipeline.storage.receipts import Identity, Receipt, Summary
+from pipeline.storage.shards import Codec, ShardTask, shard_writer, task_rows
 from pipeline.storage.stage_directory import StageDirectory
-from pipeline.storage.tasks import ShardTask, shard_writer, task_rows
 from pipeline.targets.engines import FeatureEngine, make_feature_engine, semantic_arguments
 from pipeline.targets.spec import TargetSpec
 from pipeline.training.evaluation import SPLIT

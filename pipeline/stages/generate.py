@@ -24,11 +24,9 @@ from pipeline.errors import DataError
 from pipeline.execution.progress import ShardProgress
 from pipeline.run.context import Context, Stage, StageFiles, reads
 from pipeline.run.sharded import run_sharded
-from pipeline.storage.done import Identity, Summary
-from pipeline.storage.receipts import Receipt
-from pipeline.storage.shards import Row
+from pipeline.storage.receipts import Identity, Receipt, Summary
+from pipeline.storage.shards import Row, ShardTask, shard_writer, task_rows
 from pipeline.storage.stage_directory import StageDirectory
-from pipeline.storage.tasks import ShardTask, shard_writer, task_rows
 from pipeline.targets.dialogue_pool import DialogueGroup, DialoguePool
 from pipeline.targets.engines import GenerationEngine, make_generation_engine, semantic_arguments
 from pipeline.targets.spec import TargetSpec, context_length, eos_token_ids, load_chat_template

@@ -24,7 +24,7 @@ from pipeline.heads.kinds import head_kind
 from pipeline.run.context import Context, Stage
 from pipeline.run.reporting import assemble
 from pipeline.storage.atomic import write_json
-from pipeline.storage.done import Identity, Summary
+from pipeline.storage.receipts import Identity, Summary
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.files import is_local
 from pipeline.training.methods import method_of

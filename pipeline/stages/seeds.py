@@ -42,12 +42,10 @@ from pipeline.execution.progress import Meter, Progress
 from pipeline.formatting import visible
 from pipeline.run.checks import check_files
 from pipeline.run.context import Context, Stage, StageFiles, reads
-from pipeline.storage.done import Identity, Summary
 from pipeline.storage.fingerprint import fingerprint, ids_digest
-from pipeline.storage.receipts import Receipt
+from pipeline.storage.receipts import Identity, Receipt, StageTotals, Summary
 from pipeline.storage.shards import ShardWriter
 from pipeline.storage.stage_directory import StageDirectory
-from pipeline.storage.totals import StageTotals
 
 NAME = "seeds"
 VERSION = 5

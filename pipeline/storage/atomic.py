@@ -22,11 +22,9 @@ from typing import Any
 from pipeline.errors import EnvironmentFault, MedusaDistillError
 
 FULL_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # the last one of `ulimit -f` and of FAT32
-FAILED_ERRORS = {
-    errno.EIO,
-    errno.ESTALE,
-}  # of a disk, or of a network file system whose server has lost the file
+FAILED_ERRORS = {errno.EIO, errno.ESTALE}  # ESTALE: a network file system has lost the file
 ACCESS_ERRORS = {errno.EACCES, errno.EPERM, errno.EROFS}
+KIND_ERRORS = {errno.EISDIR, errno.ENOTDIR, errno.EEXIST}
 UMASK = os.umask(0)  # which can only be read by setting it
 os.umask(UMASK)
 RUST_NUMBER = re.compile(r"\(os error (\d+)\)")  # safetensors and tokenizers give no other
@@ -34,6 +32,7 @@ SHORT_WRITE = re.compile(  # numpy and torch.save do not say why
     r"\d+ requested and \d+ written|unexpected pos \d+ vs \d+|PytorchStreamWriter failed writing"
 )
 NO_FSYNC = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF}
+AGAIN = "run the same command again: it continues where it stopped."
 
 
 @contextlib.contextmanager
@@ -59,16 +58,16 @@ def atomic_directory(directory: Path, last: str = "") -> Iterator[Path]:
     failure it vanishes.
 
     `directory` is made by one rename if it does not exist. If it does, its files are replaced one
-    by one, the one named `last` at the end, and whoever owns it says when it is whole. There is one
+    by one, the one named `last` at the end, and its owner records when it is whole. There is one
     writer at a time.
     """
     partial = directory.with_name(f".{directory.name}.partial")
-    remove(partial)  # what a killed process left
+    remove(partial)  # of a killed process
     try:
         partial.mkdir(parents=True)
         yield partial
         files = files_in(partial)
-        folders = {Path()}  # those whose entries change, relative to the directory
+        folders = {Path()}  # whose entries change, relative to the directory
         for file in files:
             folders.update(file.parents)
             _make_readable(partial / file)
@@ -89,12 +88,12 @@ def atomic_directory(directory: Path, last: str = "") -> Iterator[Path]:
 
 
 def files_in(directory: Path) -> list[Path]:
-    """Every file below `directory`, relative to it, by name."""
+    """Return every file below `directory`, relative to it, by name."""
     return sorted(path.relative_to(directory) for path in directory.rglob("*") if path.is_file())
 
 
 def remove(path: Path) -> None:
-    """Remove a file, a link, or a directory with all that is in it, if it exists."""
+    """Remove a file, a link, or a directory with its content, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -102,7 +101,7 @@ def remove(path: Path) -> None:
 
 
 def temporary_beside(path: Path) -> Path:
-    """A name in the same directory that no other writer uses."""
+    """Return a name in the same directory that no other writer uses."""
     return path.with_name(f"{path.name}.{uuid.uuid4().hex[:12]}.tmp")
 
 
@@ -115,18 +114,14 @@ def publish(temporary: Path, path: Path) -> None:
 
 
 def _make_readable(path: Path) -> None:
-    """Give a new file the access that the umask allows: safetensors makes its files their owner's
-    alone.
-    """
+    """Give a new file the access that the umask allows: safetensors makes files of mode 0600."""
     with contextlib.suppress(OSError):  # of a file system without modes
         path.chmod(0o666 & ~UMASK)
 
 
 @contextlib.contextmanager
 def disk_errors(path: Path | None = None) -> Iterator[None]:
-    """Turn what the file system refuses, as any library reports it, into the error that
-    `disk_fault` makes of it.
-    """
+    """Turn errors of the file system, as any library reports them, into those of `disk_fault`."""
     try:
         yield
     except MedusaDistillError:
@@ -139,61 +134,54 @@ def disk_errors(path: Path | None = None) -> Iterator[None]:
 
 
 def disk_fault(error: BaseException, path: Path | None = None) -> EnvironmentFault | None:
-    """The error for a user where the file system refused something; None for any other error.
+    """Return the error for the user if the file system refused something; None for any other error.
 
     Args:
-        path: What was written or read; by default the file that the error names.
+        path: The file that was written or read; by default the one that the error names.
     """
     where = str(path or getattr(error, "filename", None) or "the file system")
-    again = "run the same command again: it continues where it stopped."
-    number = _full_error(error) or _error_number(error)
+    number = _error_number(error)
     if number == errno.EFBIG:
-        what = (
-            "The disk is full for this file: it has reached the largest size that is allowed"
-            " (`ulimit -f`)."
-        )
-        return EnvironmentFault(what, where, f"Raise this limit and {again}")
+        what = "The disk is full for this file: it has reached the limit of `ulimit -f`."
+        return EnvironmentFault(what, where, f"Raise this limit and {AGAIN}")
     if number in FULL_ERRORS:
-        return EnvironmentFault("The disk is full.", where, f"Free some space and {again}")
+        return EnvironmentFault("The disk is full.", where, f"Free some space and {AGAIN}")
     if number in FAILED_ERRORS:
-        fix = f"Repair the disk or its connection (`dmesg` says more) and {again}"
+        fix = f"Repair the disk or its connection (see `dmesg`) and {AGAIN}"
         return EnvironmentFault(f"The file system fails: {error}.", where, fix)
     if number in ACCESS_ERRORS:
-        fix = (
-            "Give this user access to it, or set run.root to a place of its own; the same command"
-            " then continues."
-        )
+        fix = f"Give this user access to it, or set run.root to another place, and {AGAIN}"
         return EnvironmentFault(f"A file cannot be opened or written: {error}.", where, fix)
-    if isinstance(error, IsADirectoryError | NotADirectoryError | FileExistsError):
+    if number in KIND_ERRORS:
         what = f"A directory stands where a file belongs, or the other way round: {error}."
-        return EnvironmentFault(what, where, "Remove it, then run the same command again.")
-    return None
-
-
-def _full_error(error: BaseException) -> int | None:
-    """The number of a full disk that an error, or one that led to it, has met."""
-    seen: list[BaseException] = []  # an error may name itself as its cause
-    found: BaseException | None = error
-    while found is not None and found not in seen:
-        number = _error_number(found)
-        if number in FULL_ERRORS:
-            return number
-        seen.append(found)
-        found = found.__cause__ if found.__suppress_context__ else found.__context__
+        return EnvironmentFault(what, where, f"Remove it and {AGAIN}")
     return None
 
 
 def _error_number(error: BaseException) -> int | None:
-    """The system's number of an error, also where a library kept only its text."""
+    """Return the errno of a full disk that led to this error, else the error's own."""
+    own = _own_number(error)
+    cause = error.__cause__ or error.__context__
+    while cause and cause is not error and own not in FULL_ERRORS:
+        number = _own_number(cause)
+        if number in FULL_ERRORS:
+            return number
+        cause = cause.__cause__ or cause.__context__
+    return own
+
+
+def _own_number(error: BaseException) -> int | None:
+    """Return an error's errno, also if a library kept only its text."""
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno
-    said = str(error)
-    if match := RUST_NUMBER.search(said):
+    text = str(error)
+    match = RUST_NUMBER.search(text)
+    if match:
         return int(match[1])
     for number in (*FULL_ERRORS, *FAILED_ERRORS, errno.EROFS):
-        if os.strerror(number) in said:
+        if os.strerror(number) in text:
             return number
-    return errno.ENOSPC if SHORT_WRITE.search(said) else None
+    return errno.ENOSPC if SHORT_WRITE.search(text) else None
 
 
 def write_json(path: Path, data: Any) -> None:
@@ -214,10 +202,10 @@ def write_text(path: Path, text: str) -> None:
 
 
 def read_file(path: Path) -> bytes:
-    """The file's content.
+    """Return the file's content.
 
     Raises:
-        EnvironmentFault: The file system fails, which says nothing of the file.
+        EnvironmentFault: The file system fails, so the file's content is unknown.
         OSError: Anything else.
     """
     try:
@@ -230,9 +218,7 @@ def read_file(path: Path) -> bytes:
 
 
 def read_json(path: Path) -> Any | None:
-    """The file's JSON, or None where it is absent or damaged; raises as `read_file` where the file
-    system fails.
-    """
+    """Return the file's JSON, or None if it is absent or damaged; raises as `read_file`."""
     try:
         return json.loads(read_file(path).decode())
     except (OSError, ValueError, RecursionError):
@@ -240,7 +226,7 @@ def read_json(path: Path) -> Any | None:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The file's JSON object; empty where it is absent or damaged, or holds something else."""
+    """Return the file's JSON object; empty if it is absent, damaged or not an object."""
     found = read_json(path)
     return found if isinstance(found, dict) else {}
 
@@ -248,8 +234,7 @@ def read_object(path: Path) -> dict[str, Any]:
 def sync(path: Path) -> None:
     """Make a file's content, or the renames in a directory, survive a power cut.
 
-    Some network file systems have no fsync of a directory; there the renames are as durable as the
-    server makes them.
+    Some network file systems have no fsync of a directory.
     """
     handle = os.open(path, os.O_RDONLY)
     try:

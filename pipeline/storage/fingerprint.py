@@ -1,8 +1,11 @@
-"""Fingerprints: what a stage's result depends on, as one sha256.
+"""sha256 of what a stage's result depends on, and of files as they were written.
 
 A fingerprint covers meaning and content (settings, code version, upstream, input bytes, the
 target's weights), never paths or placement, so that a copied cache resumes elsewhere and going from
 1 to 8 GPUs resumes.
+
+A file with the recorded size and modification time counts as unchanged, since reading 650 GB takes
+an hour; one with another time is read again. `verify` reads every file.
 """
 
 from __future__ import annotations
@@ -11,15 +14,15 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from pipeline.storage.atomic import read_object, write_text
-from pipeline.storage.checksums import sha256_of
 
 
 def fingerprint(parts: dict[str, Any]) -> str:
-    """The sha256 (hex) of JSON-able parts, independent of the order of keys."""
+    """Return the sha256 (hex) of JSON-able parts, independent of the order of keys."""
     canonical = json.dumps(
         parts, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
     )
@@ -27,8 +30,8 @@ def fingerprint(parts: dict[str, Any]) -> str:
 
 
 def ids_digest(ids: Iterable[str]) -> str:
-    """The sha256 (hex) of ids in their order; length-prefixed, so that no two lists collide by
-    concatenation.
+    """Return the sha256 (hex) of ids in their order; length-prefixed, so that no two lists collide
+    by concatenation.
     """
     digest = hashlib.sha256()
     for row_id in ids:
@@ -37,57 +40,95 @@ def ids_digest(ids: Iterable[str]) -> str:
     return digest.hexdigest()
 
 
-def is_digest(value: object) -> bool:
-    return isinstance(value, str) and re.fullmatch(r"[0-9a-f]{64}", value) is not None
+def sha256_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@dataclass(frozen=True)
+class FileFacts:
+    """A file's size in bytes, its modification time in nanoseconds, its sha256 (hex)."""
+
+    size: int
+    mtime_ns: int
+    sha256: str
+
+    @classmethod
+    def of(cls, path: Path, sha256: str | None = None) -> FileFacts:
+        """Return the facts of a file, which is read unless its sha256 is given."""
+        found = path.stat()
+        return cls(found.st_size, found.st_mtime_ns, sha256 or sha256_of(path))
+
+    def renewed(self, path: Path) -> FileFacts | None:
+        """Return the facts with the file's current time, or None if its content has changed."""
+        if not self.fit(path):
+            return None
+        mtime_ns = path.stat().st_mtime_ns
+        if mtime_ns == self.mtime_ns:
+            return self
+        if sha256_of(path) != self.sha256:
+            return None
+        return replace(self, mtime_ns=mtime_ns)
+
+    def fit(self, path: Path) -> bool:
+        """Return whether `path` is a file of this size; nothing is read."""
+        return path.is_file() and path.stat().st_size == self.size
+
+    def problems(self, path: Path) -> list[str]:
+        """Read the file and return what is wrong with it: one line, or none."""
+        if not path.is_file():
+            return [f"{path} is missing"]
+        found = FileFacts.of(path)
+        if found.sha256 == self.sha256:
+            return []
+        sizes = f"{found.size} bytes, {self.size} were written"
+        return [f"{path} is damaged: {sizes}, or another sha256"]
 
 
 class FileDigests:
-    """sha256 of files, remembered by size, times and inode in a small JSON file.
+    """sha256 of files, cached by size, times and inode in a small JSON file.
 
-    Hashing 140 GB of weights takes minutes; a second run should not pay for it. A file that changes
-    behind the same path changes one of them and is hashed again: the time of its last change
-    (ctime) is the kernel's own, also where a copying tool sets the modification time back. The
-    file's position in a directory counts, not its path. `read_only` remembers nothing for the next
-    time.
+    Hashing 140 GB of weights takes minutes; a second run skips it. A file that changes behind the
+    same path changes one of them and is hashed again: the time of its last change (ctime) is the
+    kernel's own, also if a copying tool sets the modification time back. The file's position in a
+    directory counts, not its path. `read_only` leaves the JSON file as it is.
     """
 
     def __init__(self, cache: Path, *, read_only: bool = False):
         self.cache, self.read_only = cache, read_only
-        self.seen: dict[Path, str] = {}  # as each file was when it was first asked for
+        self.seen: dict[Path, str] = {}  # the digest of each file when it was first asked for
         self.known: dict[str, str] = read_object(cache)
 
     def of(self, path: Path) -> str:
-        """The file's sha256 (hex); the Hub's cache names large files by it already."""
+        """Return the file's sha256 (hex); the Hub's cache names large files by it already."""
         digest = self._digest(path)
         self.seen.setdefault(path, digest)
         return digest
 
-    def changed(self) -> list[Path]:
-        """The files that are no longer what they were when they were first asked for."""
-        return [
-            path
-            for path, digest in self.seen.items()
-            if not path.is_file() or self._digest(path) != digest
-        ]
+    def of_all(self, paths: Iterable[Path]) -> dict[str, str]:
+        """Return each file's sha256 by its name, in the order of names."""
+        return {path.name: self.of(path) for path in sorted(paths, key=lambda path: path.name)}
 
-    def _digest(self, path: Path) -> str:
-        blob = path.resolve()
-        if blob.parent.name == "blobs" and is_digest(blob.name):
-            return blob.name
-        stat = path.stat()
-        key = f"{stat.st_size}:{stat.st_mtime_ns}:{stat.st_ctime_ns}:{stat.st_ino}:{path.name}"
-        return self.derived(key, lambda: sha256_of(path))
+    def changed(self) -> list[Path]:
+        """Return the files that have changed since they were first asked for."""
+        changed = []
+        for path, digest in self.seen.items():
+            if not path.is_file() or self._digest(path) != digest:
+                changed.append(path)
+        return changed
 
     def derived(self, key: str, make: Callable[[], str]) -> str:
-        """A sha256 (hex) that takes long to make and follows from what `key`, a fingerprint,
-        names.
-        """
+        """Return a sha256 (hex) that is slow to make and is determined by `key`, a fingerprint."""
         if key not in self.known:
             self.known[key] = make()
             if not self.read_only:
                 write_text(self.cache, json.dumps(self.known))
         return self.known[key]
 
-    def of_all(self, paths: Iterable[Path]) -> dict[str, str]:
-        """Name to sha256 for each file, in the order of names."""
-        return {path.name: self.of(path) for path in sorted(paths, key=lambda p: p.name)}
+    def _digest(self, path: Path) -> str:
+        blob = path.resolve()
+        if blob.parent.name == "blobs" and re.fullmatch(r"[0-9a-f]{64}", blob.name):
+            return blob.name
+        stat = path.stat()
+        key = f"{stat.st_size}:{stat.st_mtime_ns}:{stat.st_ctime_ns}:{stat.st_ino}:{path.name}"
+        return self.derived(key, lambda: sha256_of(path))

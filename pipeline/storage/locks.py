@@ -1,7 +1,7 @@
 """Locks on directories: one owner that may change the content, or any number of readers.
 
 Locks are advisory `flock`s, which the kernel releases when the process ends. The lock file has a
-line for each holder, for error messages alone.
+line for each holder, only for error messages.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from pipeline.errors import EnvironmentFault
 
 
 class Lock:
-    """A lock on `path`, a file; not held before `share` or `own`, and free again after `release`.
+    """A lock on `path`, a file; not held before `share` or `own`, and free after `release`.
 
     Args:
-        what: What is held, as a sentence names it: "the train stage".
+        what: The held object as a noun phrase: "the train stage".
     """
 
     def __init__(self, path: Path, what: str):
@@ -78,7 +78,7 @@ class Lock:
             raise EnvironmentFault(problem, str(self.path), fix) from None
 
     def _holders(self) -> list[str]:
-        """The holders in the file, without processes of this machine that have ended."""
+        """Return the holders in the file, without processes of this machine that have ended."""
         self._file.seek(0)
         holders = []
         for pid, host in re.findall(r"process (\d+) on (\S+)", self._file.read()):

@@ -1,42 +1,34 @@
-"""What says that a shard exists: the receipt in its footer, and the note beside it."""
+"""Records on disk: a shard's receipt and note, stage.json, DONE.json; sums over receipts.
+
+A shard's Parquet footer carries its receipt, so the shard itself proves that it exists. The note
+beside it has what the file cannot hold: its own sha256, and how long the work took.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import TypeAdapter, ValidationError
 
-from pipeline.storage.atomic import FAILED_ERRORS, read_file, write_json
-from pipeline.storage.checksums import FileFacts
+from pipeline.conversations.conversation import Reason
+from pipeline.errors import DataError
+from pipeline.storage.atomic import FAILED_ERRORS, read_file, read_json, write_json
+from pipeline.storage.fingerprint import FileFacts
 
 RECEIPT_KEY = b"medusa-distill.receipt"
+STAGE_FILE, DONE_FILE = "stage.json", "DONE.json"
+ENOUGH_TO_JUDGE = 100  # rows; a fraction of fewer is not significant yet
 
-
-@dataclass(frozen=True)
-class Receipt:
-    """A committed shard: `fingerprint` identifies its stage, `upstream` the shard that it was made
-    from.
-    """
-
-    index: int
-    fingerprint: str
-    upstream: str  # content hash of the upstream shard; empty where there is none
-    num_rows: int
-    num_quarantined: int
-    ids_sha256: str
-    content_sha256: str
-    reasons: dict[str, int] = field(default_factory=dict)  # quarantined rows by reason
-    stats: dict[str, float] = field(
-        default_factory=dict
-    )  # what the stage counts: tokens, positions
-    note: Note | None = (
-        # None where its writer was killed before it, or the file was not written by this receipt
-        None
-    )
+Identity = dict[str, Any]  # what a result depends on; JSON
+Summary = dict[str, Any]  # what a finished stage reports; each stage has its own keys
 
 
 @dataclass(frozen=True)
@@ -50,20 +42,87 @@ class Note:
     busy_seconds: float
 
 
+@dataclass(frozen=True)
+class Receipt:
+    """A committed shard: `fingerprint` identifies its stage, `upstream` the shard that it was made
+    from.
+    """
+
+    index: int
+    fingerprint: str
+    upstream: str  # content hash of the upstream shard; empty if there is none
+    num_rows: int
+    num_quarantined: int
+    ids_sha256: str
+    content_sha256: str
+    reasons: dict[str, int] = field(default_factory=dict)  # quarantined rows by reason
+    stats: dict[str, float] = field(default_factory=dict)  # tokens, positions
+    note: Note | None = None  # None if its writer was killed before it, or it is of another file
+
+
+@dataclass(frozen=True)
+class Description:
+    """stage.json: a stage's name, its fingerprint, and the identity that is fingerprinted."""
+
+    stage: str
+    fingerprint: str
+    identity: Identity = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, directory: Path) -> Description | None:
+        """Return None if the file is absent or damaged."""
+        return _read(DESCRIPTION, directory / STAGE_FILE)
+
+    def write(self, directory: Path) -> None:
+        """Write the directory's stage.json unless it has this content."""
+        content = json.loads(json.dumps(asdict(self)))
+        if read_json(directory / STAGE_FILE) != content:
+            write_json(directory / STAGE_FILE, content)
+
+
+@dataclass(frozen=True)
+class Done:
+    """DONE.json: the record of a finished stage."""
+
+    stage: str
+    fingerprint: str
+    upstream: dict[str, str]  # content hash of each upstream stage, by name
+    shards: list[Receipt]
+    files: dict[str, FileFacts]  # by path in the directory
+    summary: Summary
+
+    @classmethod
+    def read(cls, directory: Path) -> Done | None:
+        """Return None while the stage is unfinished, or if the file is damaged."""
+        return _read(DONE, directory / DONE_FILE)
+
+    def write(self, directory: Path) -> None:
+        write_json(directory / DONE_FILE, asdict(self))
+
+
 RECEIPT, NOTE = TypeAdapter(Receipt), TypeAdapter(Note)
+DESCRIPTION, DONE = TypeAdapter(Description), TypeAdapter(Done)
+Record = TypeVar("Record")
 
 
-def note_path(shard: str | Path) -> Path:
-    """Where a shard's note lies: beside the directory of shards, in one of its own."""
-    shard = Path(shard)
+def _read(record: TypeAdapter[Record], path: Path) -> Record | None:
+    """Return a file's record; None if it is absent or damaged. Raises as `read_file`."""
+    try:
+        return record.validate_json(read_file(path), strict=True)
+    except (OSError, ValidationError):
+        return None
+
+
+def note_path(shard: Path) -> Path:
+    """Return the path of a shard's note, in a directory beside that of the shards."""
     return shard.parent.with_name("receipts") / f"{shard.stem}.json"
 
 
-def read_receipt(path: str | Path) -> Receipt | None:
-    """The receipt in a shard's footer with the note that fits it, or None where there is no whole
-    shard.
+def read_receipt(path: Path) -> Receipt | None:
+    """Return the receipt in a shard's footer with the note that belongs to it; None if there is no
+    whole shard.
 
-    Raises OSError or EnvironmentFault where the file system fails.
+    Raises OSError or EnvironmentFault if the file system fails.
     """
     try:
         with pa.OSFile(os.fsencode(path)) as file:
@@ -79,15 +138,70 @@ def read_receipt(path: str | Path) -> Receipt | None:
     return replace(receipt, note=note)
 
 
-def read_note(shard: str | Path) -> Note | None:
-    """The note beside a shard, or None where its writer was killed before it; raises as
+def read_note(shard: Path) -> Note | None:
+    """Return the note beside a shard, or None if its writer was killed before it; raises as
     `read_file`.
     """
-    try:
-        return NOTE.validate_json(read_file(note_path(shard)), strict=True)
-    except (OSError, ValidationError):
-        return None
+    return _read(NOTE, note_path(shard))
 
 
-def write_note(shard: str | Path, note: Note) -> None:
+def write_note(shard: Path, note: Note) -> None:
     write_json(note_path(shard), asdict(note))
+
+
+class StageTotals:
+    """Sums over a stage's receipts: rows, rejected rows and their reasons, statistics, rate."""
+
+    def __init__(self, receipts: Iterable[Receipt] = ()):
+        self.shards = self.rows = self.quarantined = 0
+        self.reasons: Counter[str] = Counter()
+        self.stats: Counter[str] = Counter()
+        self._timed_tokens = self._busy_seconds = 0.0
+        for receipt in receipts:
+            self.add(receipt)
+
+    def add(self, receipt: Receipt) -> None:
+        self.shards += 1
+        self.rows += receipt.num_rows
+        self.quarantined += receipt.num_quarantined
+        self.reasons.update(receipt.reasons)
+        self.stats.update(receipt.stats)
+        if receipt.note and receipt.note.busy_seconds:
+            self._timed_tokens += receipt.stats.get("tokens", 0)
+            self._busy_seconds += receipt.note.busy_seconds
+
+    def summary(self) -> Summary:
+        """Return the sums as DONE.json has them. The rate is per second that a worker was busy, so
+        a resume keeps it.
+        """
+        summary: Summary = {
+            "rows": self.rows,
+            "quarantined": self.quarantined,
+            "reasons": dict(self.reasons),
+            **dict(sorted(self.stats.items())),
+        }
+        if self._busy_seconds:
+            summary["tokens_per_second"] = round(self._timed_tokens / self._busy_seconds, 1)
+        return summary
+
+    def check_quarantine(self, stage: str, where: str, max_fraction: float, *, final: bool) -> None:
+        """Refuse a stage that rejected more than the allowed fraction; before its end, only once
+        enough rows were seen.
+
+        Raises:
+            DataError: States the fraction and the most frequent reasons.
+        """
+        reasons = Counter(self.reasons)
+        for repeated in (Reason.DUPLICATE, Reason.CONTAMINATED):
+            del reasons[repeated]
+        refused = reasons.total()
+        seen = self.rows + refused
+        if seen and refused / seen > max_fraction and (final or seen >= ENOUGH_TO_JUDGE):
+            top = ", ".join(f"{reason} {count}" for reason, count in reasons.most_common(3))
+            raise DataError(
+                f"{stage} refused {refused} of {seen} rows, a fraction above"
+                f" limits.max_quarantine_fraction = {max_fraction}; top reasons: {top}.",
+                where,
+                "Read the quarantine files there, correct the input or raise the limit; what was"
+                " committed is kept.",
+            )

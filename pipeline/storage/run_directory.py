@@ -33,7 +33,7 @@ class RunDirectory:
 
     @classmethod
     def create(cls, config: Config) -> RunDirectory:
-        """The directory that a configuration names, created if necessary."""
+        """Return the directory that a configuration names; it is created if necessary."""
         run = cls(config.run.directory, config.run.store)
         try:
             run.path.mkdir(parents=True, exist_ok=True)
@@ -52,44 +52,39 @@ class RunDirectory:
 
     @classmethod
     def open(cls, path: Path) -> tuple[RunDirectory, Config]:
-        """The run directory at `path`, also where it was copied, with its configuration.
+        """Return the run directory at `path`, also if it was copied there, and its configuration.
 
         Raises:
-            ConfigError: This is no run directory, or there is none.
+            ConfigError: There is no run directory.
         """
         if not (path / "run.yaml").is_file():
-            raise ConfigError(
-                "This is no run directory: it has no run.yaml."
-                if path.exists()
-                else "There is no such directory.",
-                str(path),
-                "Name the directory that `run` printed, such as runs/demo.",
-            )
+            what = "This is no run directory: it has no run.yaml."
+            if not path.exists():
+                what = "There is no such directory."
+            fix = "Name the directory that `run` printed, such as runs/demo."
+            raise ConfigError(what, str(path), fix)
         config = load_config(path / "run.yaml")
-        run = cls(path.resolve(), config.run.store)
-        run.store = (
-            linked_store(run.path) or run.store
-        )  # its place now: the store may have been copied along
-        return run, config
+        path = path.resolve()
+        return cls(path, linked_store(path) or config.run.store), config  # it may be copied along
 
     def latest(self, name: str) -> StageDirectory | None:
-        """The stage's current directory, or None where the run has not reached it."""
+        """Return the stage's current directory, or None if the run has not reached it."""
         link = self.path / "latest" / name
         return StageDirectory.at(link.resolve()) if link.is_dir() else None
 
     def stages(self) -> dict[str, StageDirectory]:
-        """The current directories of the stages that the run has reached, those first that others
-        read.
+        """Return the current directories of the stages that the run has reached; each stage comes
+        after those that it reads.
         """
         found: dict[str, StageDirectory] = {}
         for link in self.links():
             stage = self.latest(link.name)
             if stage:
                 found[link.name] = stage
-        read = {
-            name: found.keys() & stage.identity.get("upstream", ()) for name, stage in found.items()
-        }
-        return {name: found[name] for name in TopologicalSorter(read).static_order()}
+        order = TopologicalSorter[str]()
+        for name, stage in found.items():
+            order.add(name, *(found.keys() & stage.identity.get("upstream", ())))
+        return {name: found[name] for name in order.static_order()}
 
     def links(self) -> list[Path]:
         return sorted(path for path in (self.path / "latest").glob("[!.]*") if path.is_symlink())
@@ -112,17 +107,17 @@ class RunDirectory:
         """Hold the run for one driver; removes temporary files of killed drivers."""
         with Lock(self.path / "lock", f"the run '{self.path.name}'") as lock:
             lock.own()
-            links = (path for path in (self.path / "latest").glob(".*.*") if path.is_symlink())
-            for leftover in (*self.path.glob(f"*.{'[0-9a-f]' * 12}.tmp"), *links):
+            for link in (self.path / "latest").glob(".*.*"):
+                if link.is_symlink():
+                    link.unlink()
+            for leftover in self.path.glob(f"*.{'[0-9a-f]' * 12}.tmp"):
                 leftover.unlink(missing_ok=True)
             yield
 
     def event(self, kind: str, **facts: Any) -> None:
-        """Append one line to events.jsonl; a line that a full disk cut off before it stays
-        separate.
-        """
-        told = redacted_values({"time": round(time.time(), 3), "event": kind, **facts})
-        line = json.dumps(told, ensure_ascii=False, default=lambda value: redacted(str(value)))
+        """Append one line to events.jsonl, on a new line even if the last one was cut off."""
+        event = redacted_values({"time": round(time.time(), 3), "event": kind, **facts})
+        line = json.dumps(event, ensure_ascii=False, default=lambda value: redacted(str(value)))
         with (self.path / EVENTS).open("ab+") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
             before = "" if file.read(1) in (b"", b"\n") else "\n"
@@ -130,7 +125,5 @@ class RunDirectory:
 
 
 def finished_before(store: Path, stage: str) -> bool:
-    """Whether a finished result of a stage lies in a store, which a run may keep; perhaps another
-    machine made it.
-    """
+    """Return whether a store has a finished result of a stage, perhaps of another machine."""
     return any(store.glob(f"{stage}-*/DONE.json"))

@@ -1,46 +1,134 @@
-"""A shard: one Parquet file of a stage, committed by one rename.
+"""A shard: one Parquet file of a stage, committed by one rename; and the task of making one.
 
 The order is: quarantine file (also when empty), then the shard, then a note beside it. The Parquet
 footer carries the receipt (fingerprint, ids, counts, content hash, the upstream shard's content
 hash), which identifies the shard; equal content makes equal bytes. The content hash is the sha256
-of every page of every column, as they lie in the file before the footer. The note
-(`receipts/00017.json`) has what the file itself cannot hold: its sha256, and how long the work
-took. Page checksums are written and verified, since a flipped bit would be read back silently.
+of every page of every column, as they lie in the file before the footer. Page checksums are written
+and verified, since a flipped bit would be read back silently.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
+import io
 import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.conversations.conversation import RejectedRow
+from pipeline.conversations.conversation import Reason, RejectedRow
 from pipeline.errors import DamagedShard, EnvironmentFault
 from pipeline.storage.atomic import atomic_path, disk_errors, publish, temporary_beside
-from pipeline.storage.checksums import FileFacts, HashedFile
-from pipeline.storage.fingerprint import ids_digest
+from pipeline.storage.fingerprint import FileFacts, ids_digest
 from pipeline.storage.receipts import RECEIPT_KEY, Note, Receipt, write_note
+
+FLUSH_BYTES = 32 * 1024**2  # else a disk idles until a shard is committed
 
 Codec = Literal["zstd", "lz4", "none"]
 Row = Mapping[str, Any]  # a row's columns by name
+
+
+@dataclass(frozen=True)
+class ShardTask:
+    """Everything that a worker needs to make one shard; picklable."""
+
+    index: int
+    source: str  # path of the upstream shard
+    upstream: str  # its content hash
+    shard: str
+    quarantine: str
+    fingerprint: str
+    poison: dict[str, str] = field(default_factory=dict)  # ids of rows that kill workers, and how
+    rows: tuple[int, int] | None = None  # only rows [start, stop), in a search for such rows
+    share: float = 1.0  # of all rows, and so of the time that the shard may take
+
+    @property
+    def attempt_log(self) -> Path:
+        """Where a worker that hangs writes its stack."""
+        return Path(self.shard).parent.with_name("attempts") / f"{self.index:05d}.txt"
+
+
+def task_rows(task: ShardTask, columns: Sequence[str] | None = None) -> list[Row]:
+    """Return the upstream rows that a worker has to do, in order."""
+    rows = list(read_rows(task.source, columns))
+    if task.rows is not None:
+        rows = rows[slice(*task.rows)]
+    return [row for row in rows if row["id"] not in task.poison]
+
+
+@contextlib.contextmanager
+def shard_writer(task: ShardTask, schema: pa.Schema, **more: Any) -> Iterator[ShardWriter]:
+    """Context manager: a writer of a task's shard, with the rows that kill their worker already
+    quarantined.
+
+    `commit` it with the ids of `task_rows` and of `task.poison`.
+    """
+    with ShardWriter(
+        task.shard,
+        task.quarantine,
+        schema,
+        index=task.index,
+        fingerprint=task.fingerprint,
+        upstream=task.upstream,
+        **more,
+    ) as writer:
+        if task.poison:
+            for row in read_rows(task.source):
+                how = task.poison.get(row["id"])
+                if how is not None:
+                    writer.reject(RejectedRow(row["id"], Reason.KILLED_WORKER, how, row))
+        yield writer
+
+
+class HashedFile(io.FileIO):
+    """A new file with the sha256 of what was written to it; the disk writes behind the caller."""
+
+    def __init__(self, path: Path):
+        super().__init__(path, "w")
+        self._digest = hashlib.sha256()
+        self._unflushed = 0
+
+    def write(self, data: Any) -> int:
+        """Write and hash all of `data`."""
+        self._digest.update(data)
+        self._write(data)
+        return len(data)
+
+    def _write(self, data: Any) -> None:
+        unwritten = memoryview(data)
+        while unwritten:
+            unwritten = unwritten[super().write(unwritten) :]
+        self._unflushed += len(data)
+        if self._unflushed >= FLUSH_BYTES:
+            # Linux begins to write these pages to the disk, and does not wait for it.
+            start = self.tell() - self._unflushed
+            os.posix_fadvise(self.fileno(), start, self._unflushed, os.POSIX_FADV_DONTNEED)
+            self._unflushed = 0
+
+    def sha256(self) -> str:
+        """Return the sha256 (hex) of all that has been written so far."""
+        return self._digest.hexdigest()
+
+    def sync(self) -> None:
+        """Wait until everything is on the disk."""
+        os.fsync(self.fileno())
 
 
 class ShardWriter:
     """Write one shard row group by row group, then `commit` it.
 
     Args:
-        quarantine: Where the rejected rows will be.
+        quarantine: The path of the file of rejected rows.
         footer: More schema metadata (dtype, hidden size, tap point).
-        codec: The compression of binary columns, which hold states; the others' is zstd.
+        codec: The compression of binary columns, which hold states; other columns use zstd.
     """
 
     def __init__(
@@ -62,17 +150,16 @@ class ShardWriter:
         self.rejected: list[RejectedRow] = []
 
     def __enter__(self) -> ShardWriter:
+        codecs: dict[str, Codec] = {}
+        for column in self.schema:
+            codec = self.codec if pa.types.is_large_binary(column.type) else "zstd"
+            codecs.update(dict.fromkeys(_leaves(column.name, column.type), codec))
         self._temporary = temporary_beside(self.path)
         with contextlib.ExitStack() as undo, disk_errors(self.path):
             undo.callback(self._temporary.unlink, missing_ok=True)
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.quarantine_path.parent.mkdir(parents=True, exist_ok=True)
             self._file = HashedFile(self._temporary)
-            codecs = {
-                leaf: self._codec_of(field)
-                for field in self.schema
-                for leaf in _leaves(field.name, field.type)
-            }
             self._writer = pq.ParquetWriter(
                 pa.PythonFile(self._file, mode="w"),
                 self.schema.with_metadata({**self.footer, "fingerprint": self.fingerprint}),
@@ -100,20 +187,13 @@ class ShardWriter:
             self.write_batch(pa.RecordBatch.from_pylist(list(rows), schema=self.schema))
 
     def write_batch(self, batch: pa.RecordBatch) -> None:
-        """Append the rows of a batch of the schema as one row group; what it refers to is not read
-        later.
+        """Append the rows of a batch of the schema as one row group. Its buffers are not read
+        after the call.
         """
         self.ids += batch.column("id").to_pylist()
-        with disk_errors(
-            self.path
-        ):  # a table's pages are written at once, a batch's when the next one comes
-            self._writer.write_table(
-                pa.Table.from_batches([batch]), row_group_size=max(1, len(batch))
-            )
-
-    def _codec_of(self, field: pa.Field) -> Codec:
-        """The codec is that of tensors; text and ids always compress."""
-        return self.codec if pa.types.is_large_binary(field.type) else "zstd"
+        table = pa.Table.from_batches([batch])  # a batch's pages would be written with the next one
+        with disk_errors(self.path):
+            self._writer.write_table(table, row_group_size=max(1, len(batch)))
 
     def reject(self, rejected: RejectedRow) -> None:
         self.rejected.append(rejected)
@@ -125,22 +205,21 @@ class ShardWriter:
         stats: dict[str, float] | None = None,
         busy_seconds: float = 0.0,
     ) -> Receipt:
-        """Prove that no row was lost, then make the shard exist.
+        """Check that no row was lost, then make the shard exist.
 
         Args:
             ids_in: The upstream rows' ids; every one must be kept (itself, or as `id#turn`) or
                 quarantined, once.
-            stats: What of the content is worth counting; no times, for equal content has equal
-                stats.
+            stats: Counts of the content; no times, for equal content has equal stats.
             busy_seconds: How long a worker was busy with the shard.
 
         Raises:
-            AssertionError: A row is missing or stands twice; a defect of the stage, never of the
+            AssertionError: A row is missing or occurs twice; a defect of the stage, never of the
                 data.
         """
         assert len(set(self.ids)) == len(self.ids), f"shard {self.index} of {stage} repeats an id"
         if ids_in is not None:
-            self._prove_complete(set(ids_in), stage)
+            self._check_complete(set(ids_in), stage)
         receipt = Receipt(
             index=self.index,
             fingerprint=self.fingerprint,
@@ -153,10 +232,11 @@ class ShardWriter:
             stats=stats or {},
         )
         with atomic_path(self.quarantine_path) as temporary:
-            lines = (quarantine_line(rejected, stage) for rejected in self.rejected)
+            lines = [quarantine_line(rejected, stage) for rejected in self.rejected]
             temporary.write_text("".join(lines), encoding="utf-8")
-        said = {name: value for name, value in asdict(receipt).items() if name != "note"}
-        self._writer.add_key_value_metadata({RECEIPT_KEY.decode(): json.dumps(said)})
+        stored = asdict(receipt)
+        del stored["note"]
+        self._writer.add_key_value_metadata({RECEIPT_KEY.decode(): json.dumps(stored)})
         with disk_errors(self.path):
             self._writer.close()
             self._file.sync()
@@ -166,31 +246,31 @@ class ShardWriter:
         write_note(self.path, note)
         return replace(receipt, note=note)
 
-    def _prove_complete(self, ids_in: set[str], stage: str) -> None:
-        """ids(in) = ids(kept) + ids(quarantined); a split row `<id>#<turn>` counts for its
-        parent.
+    def _check_complete(self, ids_in: set[str], stage: str) -> None:
+        """Assert ids(in) = ids(kept) + ids(quarantined), where a split row `<id>#<turn>` counts
+        for its parent.
         """
-
-        def owners(ids: Iterable[str]) -> set[str]:
-            return {row_id if row_id in ids_in else parent_of(row_id) for row_id in ids}
-
         rejected = [row.id for row in self.rejected]
-        kept = owners(self.ids)
-        assert kept | owners(rejected) == ids_in, (
-            f"shard {self.index} of {stage} lost a row or made one up"
-        )
-        assert not kept & set(rejected), (
-            f"shard {self.index} of {stage} kept and rejected the same row"
-        )
+        kept = _owners(self.ids, ids_in)
+        where = f"shard {self.index} of {stage}"
+        assert kept | _owners(rejected, ids_in) == ids_in, f"{where} lost a row or made one up"
+        assert not kept & set(rejected), f"{where} kept and rejected the same row"
+
+
+def _owners(ids: Iterable[str], ids_in: set[str]) -> set[str]:
+    return {row_id if row_id in ids_in else parent_of(row_id) for row_id in ids}
 
 
 def _leaves(name: str, of: pa.DataType) -> list[str]:
-    """The columns that Parquet makes of one."""
+    """Return the Parquet columns of an Arrow column."""
     if pa.types.is_list(of):
         return _leaves(f"{name}.list.element", of.value_type)
-    if pa.types.is_struct(of):
-        return [leaf for field in of for leaf in _leaves(f"{name}.{field.name}", field.type)]
-    return [name]
+    if not pa.types.is_struct(of):
+        return [name]
+    leaves = []
+    for column in of:
+        leaves += _leaves(f"{name}.{column.name}", column.type)
+    return leaves
 
 
 def quarantine_line(rejected: RejectedRow, stage: str) -> str:
@@ -205,13 +285,13 @@ def quarantine_line(rejected: RejectedRow, stage: str) -> str:
 
 
 def parent_of(row_id: str) -> str:
-    """The seed's id of a row; a split row is `<id>#<turn>`."""
+    """Return the seed's id of a row; a split row is `<id>#<turn>`."""
     return row_id.partition("#")[0]
 
 
 @contextlib.contextmanager
 def open_shard(path: str | Path) -> Iterator[pq.ParquetFile]:
-    """A shard for reading; every page's checksum is verified as it is read.
+    """Open a shard for reading; every page's checksum is verified as it is read.
 
     Raises:
         DamagedShard: It is missing or damaged, found here or while the caller reads on.
@@ -224,29 +304,25 @@ def open_shard(path: str | Path) -> Iterator[pq.ParquetFile]:
         ):
             yield shard
     except (OSError, pa.ArrowException) as error:
-        if getattr(error, "errno", None) in (
-            None,
-            errno.ENOENT,
-        ):  # Arrow's own findings carry no number
+        if getattr(error, "errno", None) in (None, errno.ENOENT):  # Arrow's errors have no number
             raise DamagedShard(str(path), str(error)) from error
         raise EnvironmentFault(f"A shard cannot be read: {error}.", str(path)) from error
 
 
 def read_rows(path: str | Path, columns: Sequence[str] | None = None) -> Iterator[Row]:
-    """A shard's rows in order, one row group in memory at a time."""
+    """Yield a shard's rows in order, with one row group in memory at a time."""
     with open_shard(path) as shard:
         for group in range(shard.num_row_groups):
-            yield from shard.read_row_group(
-                group, columns=list(columns) if columns else None
-            ).to_pylist()
+            names = list(columns) if columns else None
+            yield from shard.read_row_group(group, columns=names).to_pylist()
 
 
 def read_footer(path: str | Path) -> dict[str, str]:
-    """The schema metadata of a shard (dtype, hidden_size, tap, fingerprint) as text."""
+    """Return the schema metadata of a shard (dtype, hidden_size, tap, fingerprint) as text."""
     with pa.OSFile(os.fsencode(path)) as file:
         metadata = cast(dict[bytes, bytes], pq.read_schema(file).metadata or {})
-    return {
-        key.decode(): value.decode()
-        for key, value in metadata.items()
-        if not key.startswith(b"ARROW")
-    }
+    footer = {}
+    for key, value in metadata.items():
+        if not key.startswith(b"ARROW"):
+            footer[key.decode()] = value.decode()
+    return footer

@@ -8,40 +8,50 @@ compares all files with it, and a run those whose modification time has changed.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from pipeline.errors import DataError
+from pipeline.errors import DamagedShard, DataError
 from pipeline.storage.atomic import disk_errors, read_json, remove, sweep_temporary, write_json
-from pipeline.storage.checksums import FileFacts
-from pipeline.storage.description import Description
-from pipeline.storage.done import Done, Identity, Summary
-from pipeline.storage.fingerprint import fingerprint
+from pipeline.storage.fingerprint import FileFacts, fingerprint
 from pipeline.storage.locks import Lock
-from pipeline.storage.receipts import read_note, write_note
-from pipeline.storage.shard_folder import ShardFolder
+from pipeline.storage.receipts import (
+    DONE_FILE,
+    STAGE_FILE,
+    Description,
+    Done,
+    Identity,
+    Receipt,
+    Summary,
+    note_path,
+    read_note,
+    read_receipt,
+    write_note,
+)
+from pipeline.storage.shards import ShardTask, read_rows
 
 SHARD_FOLDERS = ("shards", "quarantine", "receipts")
+UPSTREAM_FILE, LOCK_FILE = "upstream.json", "lock"
 BOOKKEEPING = (
-    "stage.json",
-    "upstream.json",
-    "DONE.json",
-    "lock",
+    STAGE_FILE,
+    UPSTREAM_FILE,
+    DONE_FILE,
+    LOCK_FILE,
     "receipts",
     "attempts",
     "isolation",
 )
 
 
-class StageDirectory(ShardFolder):
+class StageDirectory:
     """The directory of one stage of one fingerprint.
 
-    Whoever makes the result calls `enter`, then, unless it `is_whole`, `begin` and `finish`. From
-    `enter` until `release` the directory is held against being changed by others.
+    To make the result, call `enter`, then, unless it `is_whole`, `begin` and `finish`. From `enter`
+    until `release` the directory is locked against changes by others.
 
     Args:
-        store: Where stage directories lie.
+        store: The directory of the stage directories.
         scratch: Names of files and folders in it that do not count once the stage is done.
         parts: Folders in it that are made again alone when one of their files is damaged.
     """
@@ -55,13 +65,13 @@ class StageDirectory(ShardFolder):
         scratch: Sequence[str] = (),
         parts: Sequence[str] = (),
     ):
-        super().__init__(store / f"{stage}-{fingerprint[:8]}", fingerprint)
-        self.stage, self.parts = stage, parts
+        self.path = store / f"{stage}-{fingerprint[:8]}"
+        self.stage, self.fingerprint, self.parts = stage, fingerprint, parts
         self.uncounted = {*BOOKKEEPING, *scratch}
 
     @classmethod
     def at(cls, path: Path) -> StageDirectory:
-        """The stage directory at `path`, also where it was copied."""
+        """Return the stage directory at `path`, also if it was copied there."""
         described = Description.read(path) or Description(path.name.rpartition("-")[0], "")
         stage = cls(path.parent, described.stage, described.fingerprint)
         stage.path = path
@@ -70,10 +80,10 @@ class StageDirectory(ShardFolder):
     @functools.cached_property
     def lock(self) -> Lock:
         """The directory's lock, not yet held."""
-        return Lock(self.path / "lock", f"the {self.stage} stage")
+        return Lock(self.path / LOCK_FILE, f"the {self.stage} stage")
 
     def enter(self, identity: Identity) -> None:
-        """Make the directory, write what it depends on, and hold it; remove killed workers'
+        """Make the directory, write what it depends on, share its lock; remove killed workers'
         leftovers.
 
         Raises:
@@ -93,30 +103,52 @@ class StageDirectory(ShardFolder):
         Description(self.stage, self.fingerprint, identity).write(self.path)
 
     def is_whole(self, upstream: dict[str, str]) -> bool:
-        """Whether the stage is finished, made from this upstream content, and no file is
-        damaged.
-        """
+        """Return whether the stage is finished, made from this upstream content, and undamaged."""
         return self.is_current(upstream) and not self.examine()
 
     def begin(self, upstream: dict[str, str], *, fresh: bool = False) -> list[Path]:
-        """Hold the directory alone, drop what cannot be kept, and return the damaged files.
+        """Lock the directory for this process alone, drop what cannot be kept, and return the
+        damaged files.
 
-        Dropped is all of it if `fresh`, what is damaged, and what has another upstream; shards name
-        their upstream shard one by one and are kept where it is unchanged.
+        All of it is dropped if `fresh`, else damaged files and those of another upstream; shards
+        record their own upstream shard and are kept if it is unchanged.
 
         Raises:
             EnvironmentFault: Another process holds the directory.
         """
         self.lock.own()
-        damaged = [] if fresh else self.examine()
+        damaged = []
+        if not fresh:
+            damaged = self.examine()
         self.discard(damaged)
         sweep_temporary(self.path)
         if fresh:
             self._drop()
-        elif read_json(self.path / "upstream.json") != upstream:
+        elif read_json(self.path / UPSTREAM_FILE) != upstream:
             self._drop(keep=SHARD_FOLDERS)
-        write_json(self.path / "upstream.json", upstream)
+        write_json(self.path / UPSTREAM_FILE, upstream)
         return damaged
+
+    def finish(self, summary: Summary, upstream: dict[str, str]) -> None:
+        """Write DONE.json: the summary, the upstream content, and the facts of every file; then
+        let other runs share the lock.
+
+        Shards are not read: their notes have their sha256.
+        """
+        by_index = self.receipts()
+        receipts = [by_index[index] for index in sorted(by_index)]
+        known = {}
+        for receipt in receipts:
+            if receipt.note:
+                known[self.shard_path(receipt.index)] = receipt.note.file
+        files = {}
+        for path in sorted(self.path.rglob("*")):
+            is_counted = not self.uncounted.intersection(path.relative_to(self.path).parts)
+            if is_counted and path.is_file() and path.suffix != ".tmp":  # of an orphan
+                files[str(path.relative_to(self.path))] = known.get(path) or FileFacts.of(path)
+        Done(self.stage, self.fingerprint, upstream, receipts, files, summary).write(self.path)
+        if "lock" in self.__dict__:
+            self.lock.share()
 
     def release(self) -> None:
         if "lock" in self.__dict__:
@@ -124,7 +156,7 @@ class StageDirectory(ShardFolder):
 
     @property
     def identity(self) -> Identity:
-        """What the result depends on; empty where stage.json is damaged."""
+        """What the result depends on; empty if stage.json is damaged."""
         described = Description.read(self.path)
         return described.identity if described else {}
 
@@ -135,77 +167,130 @@ class StageDirectory(ShardFolder):
 
     @property
     def summary(self) -> Summary:
-        """What the stage says of itself; empty while it is unfinished."""
+        """The finished stage's own figures; empty while it is unfinished."""
         done = self.done
         return done.summary if done else {}
 
-    def shards(self) -> list[Path]:
-        """The shards of the finished stage, in order; while it is unfinished, those that are
-        whole.
-        """
+    @property
+    def content(self) -> str:
+        """A hash of the result, without logs (*.jsonl); dependants are stale when it changes."""
         done = self.done
-        if done is None:
-            return super().shards()
-        return [self.shard_path(receipt.index) for receipt in done.shards]
+        made = {}
+        if done and done.shards:
+            return fingerprint({"made": [receipt.content_sha256 for receipt in done.shards]})
+        if done:
+            for name, facts in done.files.items():
+                if not name.endswith(".jsonl"):
+                    made[name] = facts.sha256
+        return fingerprint({"made": made})
 
     def files_below(self, folder: str) -> dict[str, FileFacts]:
-        """The finished stage's files in one folder, by their path in it."""
-        done = self.done
-        files = done.files if done else {}
+        """Return the finished stage's files in one folder, by their path in it."""
         prefix = f"{folder}/"
         found = {}
-        for name, facts in files.items():
+        for path, facts in self._facts().items():
+            name = str(path.relative_to(self.path))
             if name.startswith(prefix):
                 found[name.removeprefix(prefix)] = facts
         return found
 
-    def finish(self, summary: Summary, upstream: dict[str, str]) -> None:
-        """Write DONE.json: the summary, what it was made from, and the facts of every file.
+    # Shards
 
-        Shards are not read: their notes have their sha256. From then on others may hold the
-        directory too.
-        """
-        by_index = self.receipts()
-        receipts = [by_index[index] for index in sorted(by_index)]
-        known = {}
-        for receipt in receipts:
-            if receipt.note:
-                known[self.shard_path(receipt.index)] = receipt.note.file
-        files = {}
-        for path in self._result_files():
-            files[str(path.relative_to(self.path))] = known.get(path) or FileFacts.of(path)
-        Done(self.stage, self.fingerprint, upstream, receipts, files, summary).write(self.path)
-        if "lock" in self.__dict__:
-            self.lock.share()  # other runs may read it while this one goes on
+    def shard_path(self, index: int) -> Path:
+        return self.path / "shards" / f"{index:05d}.parquet"
 
-    @property
-    def content(self) -> str:
-        """A hash of what the stage made, without logs (*.jsonl); dependants are stale when it
-        changes.
+    def quarantine_path(self, index: int) -> Path:
+        return self.path / "quarantine" / f"{index:05d}.jsonl"
+
+    def shards(self) -> list[Path]:
+        """Return the shards of the finished stage, in order; while it is unfinished, the whole
+        ones.
         """
         done = self.done
-        if done and done.shards:
-            return fingerprint({"made": [receipt.content_sha256 for receipt in done.shards]})
-        made = {}
-        for name, facts in done.files.items() if done else ():
-            if not name.endswith(".jsonl"):
-                made[name] = facts.sha256
-        return fingerprint({"made": made})
+        if done:
+            return [self.shard_path(receipt.index) for receipt in done.shards]
+        return [self.shard_path(index) for index in sorted(self.receipts())]
+
+    def receipts(self) -> dict[int, Receipt]:
+        """Return the receipts of whole shards of this fingerprint, by index; damaged and foreign
+        files count as absent.
+        """
+        receipts = {}
+        for path in self.parquet_files():
+            receipt = read_receipt(path)
+            if receipt is None or receipt.fingerprint != self.fingerprint:
+                continue
+            has_other_size = receipt.note is not None and not receipt.note.file.fit(path)
+            if not has_other_size and self.quarantine_path(receipt.index).exists():
+                receipts[receipt.index] = receipt
+        return receipts
+
+    def parquet_files(self) -> list[Path]:
+        """Return every Parquet file among the shards, whatever its content."""
+        return sorted((self.path / "shards").glob("*.parquet"))
+
+    def tasks(
+        self, upstream: StageDirectory, receipts: dict[int, Receipt] | None = None
+    ) -> list[ShardTask]:
+        """Return one task per upstream shard; `receipts` is the result of `upstream.receipts`."""
+        if receipts is None:
+            receipts = upstream.receipts()
+        return [
+            ShardTask(
+                index=index,
+                source=str(upstream.shard_path(index)),
+                upstream=receipt.content_sha256,
+                shard=str(self.shard_path(index)),
+                quarantine=str(self.quarantine_path(index)),
+                fingerprint=self.fingerprint,
+            )
+            for index, receipt in sorted(receipts.items())
+        ]
+
+    def pending(
+        self, tasks: Sequence[ShardTask], have: dict[int, Receipt] | None = None
+    ) -> list[ShardTask]:
+        """Return the tasks whose shard does not exist, or was made from other upstream content.
+
+        `have` is the result of `receipts`; without it every footer is read again.
+        """
+        if have is None:
+            have = self.receipts()
+        pending = []
+        for task in tasks:
+            receipt = have.get(task.index)
+            if receipt is None or receipt.upstream != task.upstream:
+                pending.append(task)
+        return pending
+
+    def drop_shards_but(self, indices: Collection[int]) -> dict[int, Receipt]:
+        """Drop the shards of indices that upstream no longer has; return the receipts of the
+        others.
+        """
+        kept = {}
+        for index, receipt in self.receipts().items():
+            if index in indices:
+                kept[index] = receipt
+            else:
+                self._drop_shard(self.shard_path(index).stem)
+        return kept
+
+    # Damage
 
     def is_current(self, upstream: dict[str, str]) -> bool:
-        """Whether the stage is finished and was made from this upstream content."""
+        """Return whether the stage is finished and was made from this upstream content."""
         done = self.done
-        return (
-            done is not None and done.fingerprint == self.fingerprint and done.upstream == upstream
-        )
+        if done is None:
+            return False
+        return done.fingerprint == self.fingerprint and done.upstream == upstream
 
     def misfits(self) -> list[Path]:
-        """The files that count and are missing or of another size; nothing is read."""
+        """Return the files that count and are missing or of another size; nothing is read."""
         return [path for path, facts in self._facts().items() if not facts.fit(path)]
 
     def examine(self) -> list[Path]:
-        """The files that are missing or changed; only those with another modification time are
-        read.
+        """Return the files that are missing or changed; only those with another modification time
+        are read.
 
         The new time of an unchanged file is stored, so that it is not read again. The caller holds
         the lock.
@@ -218,41 +303,38 @@ class StageDirectory(ShardFolder):
                 damaged.append(path)
             elif found and found != facts:
                 touched[path] = found
-        self._remember(touched)
-        return damaged
-
-    def _remember(self, touched: dict[Path, FileFacts]) -> None:
-        """Store the new modification times of unchanged files."""
         done = self.done
         if done and touched:
-            files = {str(path.relative_to(self.path)): facts for path, facts in touched.items()}
-            replace(done, files={**done.files, **files}).write(self.path)
+            files = dict(done.files)
+            for path, facts in touched.items():
+                files[str(path.relative_to(self.path))] = facts
+            replace(done, files=files).write(self.path)
         else:
             for path, facts in touched.items():
                 note = read_note(path)
                 if note:
                     write_note(path, replace(note, file=facts))
+        return damaged
 
     def discard(self, damaged: Sequence[Path]) -> None:
-        """Hold the directory alone, forget that the stage is done, and drop what is damaged.
+        """Lock the directory for this process alone, remove DONE.json, and drop what is damaged.
 
         A shard goes with its quarantine file and is made again alone, and so is a folder of
         `parts`. Any other file takes all but the shards along.
         """
         self.lock.own()
-        (self.path / "DONE.json").unlink(missing_ok=True)
+        (self.path / DONE_FILE).unlink(missing_ok=True)
         for path in damaged:
-            if path.parent.name in ("shards", "quarantine"):
-                self.drop_shard(self.path / "shards" / f"{path.stem}.parquet")
+            if path.parent.name in SHARD_FOLDERS:
+                self._drop_shard(path.stem)
             elif path.parent.name in self.parts:
                 remove(path.parent)
             else:
                 self._drop(keep=SHARD_FOLDERS)
 
     def intact(self, name: str) -> bool:
-        """Whether one file is as it was written, such as a log, which no run makes again."""
-        done = self.done
-        facts = done.files.get(name) if done else None
+        """Return whether one file is unchanged, such as a log, which no run makes again."""
+        facts = self._facts().get(self.path / name)
         return facts is not None and facts.renewed(self.path / name) is not None
 
     def verify(self) -> list[str]:
@@ -261,11 +343,11 @@ class StageDirectory(ShardFolder):
         Raises:
             EnvironmentFault: This user may not read them.
         """
-        record = self.path / "DONE.json"
         problems = []
         with disk_errors(self.path):
             if self.done is None:
-                problems += self.shard_problems()
+                problems += self._shard_problems()
+                record = self.path / DONE_FILE
                 if record.exists():
                     problems.append(f"{record} is damaged: it holds no record of a finished stage")
             else:
@@ -273,29 +355,48 @@ class StageDirectory(ShardFolder):
                     problems += facts.problems(path)
         return problems
 
+    def _shard_problems(self) -> list[str]:
+        """Read the shards of an unfinished stage and return what is wrong, one line each."""
+        problems = []
+        for path in self.parquet_files():
+            receipt = read_receipt(path)
+            if receipt is None or receipt.fingerprint != self.fingerprint:
+                problems.append(f"{path} is of another run, or damaged")
+            elif receipt.note:
+                problems += receipt.note.file.problems(path)
+            else:  # its writer was killed before the note; the pages have checksums
+                try:
+                    for _ in read_rows(path):
+                        pass
+                except DamagedShard as damaged:
+                    problems.append(f"{path} is damaged: {damaged.what}")
+            quarantine = self.path / "quarantine" / f"{path.stem}.jsonl"
+            if not quarantine.exists():
+                problems.append(f"{quarantine} is missing")
+        return problems
+
     def _facts(self) -> dict[Path, FileFacts]:
         """The facts of all files: from DONE.json, or while unfinished from the shards' notes."""
         done = self.done
-        if done:
-            return {self.path / name: facts for name, facts in done.files.items()}
         facts = {}
+        if done:
+            for name, of_file in done.files.items():
+                facts[self.path / name] = of_file
+            return facts
         for path in self.parquet_files():
             note = read_note(path)
             if note:
                 facts[path] = note.file
         return facts
 
-    def _drop(self, keep: Sequence[str] = ()) -> None:
-        """Remove what was made; what the directory is for stays."""
-        for path in self.path.iterdir():
-            if path.name not in ("stage.json", "lock", *keep):
-                remove(path)
+    def _drop_shard(self, stem: str) -> None:
+        """Remove a shard with its quarantine file and its note; the shard goes last."""
+        shard = self.path / "shards" / f"{stem}.parquet"
+        for path in (self.path / "quarantine" / f"{stem}.jsonl", note_path(shard), shard):
+            path.unlink(missing_ok=True)
 
-    def _result_files(self) -> list[Path]:
-        """Every file but bookkeeping, scratch, and what an orphan is still writing."""
-        files = []
-        for path in sorted(self.path.rglob("*")):
-            is_counted = not self.uncounted.intersection(path.relative_to(self.path).parts)
-            if is_counted and path.is_file() and path.suffix != ".tmp":
-                files.append(path)
-        return files
+    def _drop(self, keep: Sequence[str] = ()) -> None:
+        """Remove the result; stage.json and the lock stay."""
+        for path in self.path.iterdir():
+            if path.name not in (STAGE_FILE, LOCK_FILE, *keep):
+                remove(path)

@@ -63,13 +63,11 @@ class DialoguePool:
             self._open(add_more)
 
     def _open(self, add_more: Callable[[], None]) -> None:
-        self._open_queued()
-        if len(self._waiting) < self._capacity:
-            add_more()
-            self._open_queued()
-
-    def _open_queued(self) -> None:
-        while self._queued and len(self._waiting) < self._capacity:
+        while len(self._waiting) < self._capacity:
+            if not self._queued:
+                add_more()
+            if not self._queued:
+                return
             dialogue, group = self._queued.popleft()
             self._advance(dialogue, group)
 

@@ -19,7 +19,6 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from pipeline.errors import ConfigError
 from pipeline.targets import files
 from pipeline.targets.loading import lm_head_weight, load_causal_lm
 from pipeline.targets.spec import TargetSpec, model_config
@@ -147,9 +146,7 @@ def _names(path: Path) -> list[str]:
 
 def _read(spec: TargetSpec, file_name: str, name: str) -> Tensor:
     path = files.find_file(spec.model, spec.revision, file_name)
-    if path is None:
-        what = f"The target {spec.model} has no {file_name}, which its index names."
-        raise ConfigError(what, files.WHERE, files.FETCH_AGAIN)
+    assert path is not None, file_name
     if path.suffix != ".safetensors":
         return _load_bin(path)[name].clone()
     with safe_open(path, "pt") as file:

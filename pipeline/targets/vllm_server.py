@@ -28,7 +28,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import cycle, islice
 from typing import IO, Any
 
@@ -50,36 +50,28 @@ FIX = "Take load out of check.studies."
 
 @dataclass(frozen=True)
 class LoadTask:
-    """The work of one server; `engine_args` are empty for plain decoding."""
+    """The work of one server; `engine_args` are empty for plain decoding.
+
+    Prompts repeat in order until there are `ROUNDS` requests for each one under way. All levels of
+    concurrent requests are measured `repeats` times in turns, and the pass of median length counts
+    for each: other work on the machine disturbs one pass of several levels, and not all passes of
+    one.
+    """
 
     spec: TargetSpec
-    engine_args: dict[str, Any]
     prompts: Sequence[Sequence[int]]
-    levels: Sequence[int]
     max_new_tokens: int
-    repeats: int
-    gpus: int
+    levels: Sequence[int]
+    engine_args: Mapping[str, Any] = field(default_factory=dict)
+    repeats: int = 1
+    gpus: int = 0
 
 
 def serve_under_load(
-    spec: TargetSpec,
-    engine_args: Sequence[Mapping[str, Any]],
-    prompts: Sequence[Sequence[int]],
-    levels: Sequence[int],
-    max_new_tokens: int,
-    *,
-    repeats: int = 1,
-    gpus: int = 0,
-    told: Tell | None = None,
+    tasks: Sequence[LoadTask], told: Tell | None = None
 ) -> list[list[dict[str, Any]]]:
-    """For each set of arguments, empty being plain decoding, a server at each level of concurrent
-    requests.
-
-    All levels are measured `repeats` times in turns, and the pass of median length counts for each:
-    other work on the machine disturbs one pass of several levels, and not all passes of one.
-
-    Prompts repeat in order until there are `ROUNDS` requests for each one under way; prefixes are
-    not cached. Texts are greedy and end as the target's own.
+    """The figures of one server per task. Prefixes are not cached; texts are greedy and end as the
+    target's own.
 
     Returns:
         Per server and level {"requests": at once, "seconds", "num_tokens", "ttft": seconds from
@@ -89,10 +81,6 @@ def serve_under_load(
     Raises:
         EnvironmentFault: The server cannot start, or requests fail.
     """
-    tasks = []
-    for chosen in engine_args:
-        task = LoadTask(spec, dict(chosen), prompts, levels, max_new_tokens, repeats, gpus)
-        tasks.append(task)
     return in_own_process(measure_all, tasks, told)
 
 
@@ -121,13 +109,11 @@ def measure(task: LoadTask, tell: Tell) -> list[dict[str, Any]]:
             num_requests = max(len(questions), ROUNDS * level)
             requests = list(islice(cycle(questions), num_requests))
             passes[level].append(asyncio.run(_benchmark(address, requests, level, eos)))
-    return [median_pass(of_level) for of_level in passes.values()]
-
-
-def median_pass(passes: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The pass of median length, the faster of the two in the middle."""
-    by_length = sorted(passes, key=lambda found: found["seconds"])
-    return by_length[(len(passes) - 1) // 2]
+    rows = []
+    for of_level in passes.values():
+        by_length = sorted(of_level, key=lambda row: row["seconds"])
+        rows.append(by_length[(len(by_length) - 1) // 2])
+    return rows
 
 
 async def _benchmark(

@@ -147,7 +147,7 @@ def test_a_disk_that_is_full_behind_the_computation_ends_the_shard_and_leaves_th
     def full(self, data):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("pipeline.storage.checksums.HashedFile.write", full)
+    monkeypatch.setattr("pipeline.storage.shards.HashedFile.write", full)
     backlog = Backlog(72)
     with pytest.raises(EnvironmentFault, match="The disk is full"):
         shard(tmp_path / "a" / "0.parquet", small_groups, range(6), backlog)

@@ -1,11 +1,14 @@
-"""A conversation to be held, and a target that says what it is told to."""
+"""A conversation to be held, and a target that answers with given texts."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from pipeline.conversations.conversation import Conversation, Message
 from pipeline.conversations.dialogue import Dialogue, DialogueSettings
-from pipeline.conversations.requests import Completion, Request, Sampling
+from pipeline.conversations.requests import Completion, Finish, Request, Sampling
 from pipeline.conversations.row_builder import GeneratedRow
+from pipeline.conversations.template import ChatTemplate
 
 SEED = Conversation(
     "seeds:7",
@@ -20,6 +23,12 @@ SEED = Conversation(
 )
 SETTINGS = DialogueSettings("replay", Sampling(max_new_tokens=200), max_tokens=1000)
 LOOP = "la la " * 40
+END = "<|im_end|>"
+
+
+def seed_dialogue(template: ChatTemplate, **changes) -> Dialogue:
+    """The seed's dialogue, with these changes of the settings."""
+    return Dialogue(SEED, template, replace(SETTINGS, **changes))
 
 
 def ids_of(text: str, tokenizer) -> list[int]:
@@ -27,22 +36,17 @@ def ids_of(text: str, tokenizer) -> list[int]:
 
 
 def hold(dialogue: Dialogue, tokenizer, *texts: str) -> list[Request]:
-    """Let the target say the texts, with ChatML's end of turn; one that ends with '…' runs into its
-    limit there.
-    """
+    """Answer with the texts, with ChatML's end of turn; one that ends with '…' is cut there."""
     requests = []
     for text in texts:
         request = dialogue.next_request()
         if request is None:
             break
         requests.append(request)
-        ids = ids_of(
-            text.removesuffix("…") if text.endswith("…") else text + "<|im_end|>", tokenizer
-        )
-        cut = text.endswith("…") or len(ids) > request.max_new_tokens
-        dialogue.receive(
-            Completion(request.id, ids[: request.max_new_tokens], "length" if cut else "stop")
-        )
+        cut = text.endswith("…")
+        ids = ids_of(text.removesuffix("…") if cut else text + END, tokenizer)
+        finish: Finish = "length" if cut or len(ids) > request.max_new_tokens else "stop"
+        dialogue.receive(Completion(request.id, ids[: request.max_new_tokens], finish))
     return requests
 
 
@@ -57,5 +61,5 @@ def answers(row: GeneratedRow) -> list[str]:
 
 
 def written(row: GeneratedRow, tokenizer) -> list[str]:
-    """What the spans say."""
+    """The text of each span."""
     return [tokenizer.decode(row.input_ids[span.start : span.end]) for span in row.spans]

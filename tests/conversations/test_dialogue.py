@@ -1,4 +1,4 @@
-"""What is asked of the target in a replay, and what stays of what it says."""
+"""The requests of a dialogue in each mode, and the rows that stay of its answers."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.conversations.conversation import Reason, RowRejected
+from pipeline.conversations.conversation import Conversation, Message, Reason, RowRejected
 from pipeline.conversations.dialogue import Dialogue
 from pipeline.conversations.requests import Completion, Sampling, sample_seed
 from pipeline.conversations.spans import Span
 from pipeline.conversations.template import ChatTemplate
+from pipeline.errors import ConfigError
 from tests.conversations.scripted_target import (
+    END,
     LOOP,
     SEED,
     SETTINGS,
@@ -22,134 +24,113 @@ from tests.conversations.scripted_target import (
     hold,
     ids_of,
     only_row,
+    seed_dialogue,
     written,
 )
 
 
-def test_replay_asks_the_seeds_questions_in_order_and_hears_none_of_its_answers(chatml, tokenizer):
-    dialogue = Dialogue(SEED, chatml, SETTINGS)
+def rejected(dialogue: Dialogue) -> Reason:
+    assert dialogue.next_request() is None
+    with pytest.raises(RowRejected) as caught:
+        dialogue.rows()
+    return caught.value.reason
+
+
+def chatml_text(*turns: str) -> str:
+    """The seed's system prompt, then these turns, in ChatML, without the last line break."""
+    text = f"<|im_start|>system\nBe brief.{END}\n"
+    for number, turn in enumerate(turns):
+        text += f"<|im_start|>{('user', 'assistant')[number % 2]}\n{turn}{END}\n"
+    return text[:-1]
+
+
+# Replay.
+
+
+def test_replay_asks_the_seed_s_questions_and_ignores_its_answers(chatml, tokenizer):
+    dialogue = seed_dialogue(chatml)
     requests = hold(dialogue, tokenizer, "One.", "Two.", "Three.", "Four.")
     row = only_row(dialogue)
-    assert len(requests) == 3
-    assert [message.content for message in row.messages] == [
-        *("Be brief.", "Hello?", "One.", "And you?", "Two.", "Bye!", "Three.")
-    ]
+    said = ["Hello?", "One.", "And you?", "Two.", "Bye!", "Three."]
+    assert [message.content for message in row.messages] == ["Be brief.", *said]
     assert (row.id, row.parent_id, row.finish) == ("seeds:7", "seeds:7", ["stop"] * 3)
-    assert tokenizer.decode(row.input_ids) == (
-        "<|im_start|>system\nBe brief.<|im_end|>\n"
-        "<|im_start|>user\nHello?<|im_end|>\n<|im_start|>assistant\nOne.<|im_end|>\n"
-        "<|im_start|>user\nAnd you?<|im_end|>\n<|im_start|>assistant\nTwo.<|im_end|>\n"
-        "<|im_start|>user\nBye!<|im_end|>\n<|im_start|>assistant\nThree.<|im_end|>"
-    )
-    assert written(row, tokenizer) == [*("One.<|im_end|>", "Two.<|im_end|>", "Three.<|im_end|>")]
+    assert tokenizer.decode(row.input_ids) == chatml_text(*said)
+    assert written(row, tokenizer) == [f"One.{END}", f"Two.{END}", f"Three.{END}"]
+    prompts = [request.prompt_ids for request in requests]
+    assert len({request.id for request in requests}) == len(requests) == 3
+    for shorter, longer in itertools.pairwise([*prompts, row.input_ids]):
+        assert longer[: len(shorter)] == shorter
 
 
 def test_sampled_ids_stand_in_the_row_as_they_were_sampled(chatml, tokenizer):
     letters = [token for letter in "Hello" for token in ids_of(letter, tokenizer)]
-    assert letters != ids_of("Hello", tokenizer), (
-        "the tokenizer itself would write it in other tokens"
-    )
-    dialogue = Dialogue(SEED, chatml, replace(SETTINGS, rounds=1))
+    assert letters != ids_of("Hello", tokenizer), "the tokenizer would write other tokens"
+    dialogue = seed_dialogue(chatml, rounds=1)
     request = dialogue.next_request()
-    dialogue.receive(Completion(request.id, letters + ids_of("<|im_end|>", tokenizer), "stop"))
+    answer = letters + ids_of(END, tokenizer)
+    dialogue.receive(Completion(request.id, answer, "stop"))
     row = only_row(dialogue)
-    assert row.input_ids == request.prompt_ids + letters + ids_of("<|im_end|>", tokenizer)
+    assert row.input_ids == request.prompt_ids + answer
     assert row.spans == [Span(len(request.prompt_ids), len(row.input_ids), "assistant")]
     assert row.num_generated == len(letters) + 1
 
 
-def test_each_prompt_extends_all_that_went_before(chatml, tokenizer):
-    dialogue = Dialogue(SEED, chatml, SETTINGS)
-    prompts = [
-        request.prompt_ids for request in hold(dialogue, tokenizer, "One.", "Two…", "Three.")
-    ]
-    for shorter, longer in itertools.pairwise([*prompts, only_row(dialogue).input_ids]):
-        assert longer[: len(shorter)] == shorter
-
-
-def test_an_end_of_sequence_that_the_template_does_not_use_ends_an_answer_too(chatml, tokenizer):
-    sampling = Sampling(stop_token_ids=(tokenizer.eos_token_id,))
-    dialogue = Dialogue(SEED, chatml, replace(SETTINGS, sampling=sampling, rounds=1))
+def test_a_stop_token_that_the_template_does_not_use_ends_an_answer(chatml, tokenizer):
+    stop = tokenizer.eos_token_id
+    dialogue = seed_dialogue(chatml, sampling=Sampling(stop_token_ids=(stop,)), rounds=1)
     request = dialogue.next_request()
-    assert set(request.stop_token_ids) == {tokenizer.eos_token_id, *ids_of("<|im_end|>", tokenizer)}
-    dialogue.receive(
-        Completion(request.id, [*ids_of("One.", tokenizer), tokenizer.eos_token_id], "stop")
-    )
+    assert set(request.stop_token_ids) == {stop, *ids_of(END, tokenizer)}
+    dialogue.receive(Completion(request.id, [*ids_of("One.", tokenizer), stop], "stop"))
     assert answers(only_row(dialogue)) == ["One."]
 
 
 def test_rounds_bound_the_answers(chatml, tokenizer):
-    dialogue = Dialogue(SEED, chatml, replace(SETTINGS, rounds=2))
+    dialogue = seed_dialogue(chatml, rounds=2)
     assert len(hold(dialogue, tokenizer, *["Yes."] * 9)) == 2
     assert answers(only_row(dialogue)) == ["Yes.", "Yes."]
 
 
-# What is done with answers that were cut short.
-
-
-def test_a_truncated_answer_is_kept_and_its_end_of_turn_is_not_the_targets(chatml, tokenizer):
-    dialogue = Dialogue(SEED, chatml, SETTINGS)
+def test_a_truncated_answer_is_kept_without_its_end_of_turn(chatml, tokenizer):
+    dialogue = seed_dialogue(chatml)
     hold(dialogue, tokenizer, "One…", "Two.", "Three.")
     row = only_row(dialogue)
-    span = row.spans[0]
     assert row.finish == ["length", "stop", "stop"]
-    assert tokenizer.decode(row.input_ids[span.start : span.end]) == "One"
-    assert tokenizer.decode(row.input_ids[span.end : row.spans[1].start]) == (
-        "<|im_end|>\n<|im_start|>user\nAnd you?<|im_end|>\n<|im_start|>assistant\n"
-    )
+    assert written(row, tokenizer) == ["One", f"Two.{END}", f"Three.{END}"]
+    assert tokenizer.decode(row.input_ids).startswith(chatml_text("Hello?", "One", "And you?"))
 
 
 def test_dropping_a_truncated_turn_keeps_the_turns_before_it(chatml, tokenizer):
-    dialogue = Dialogue(SEED, chatml, replace(SETTINGS, on_truncated="drop-turn"))
+    dialogue = seed_dialogue(chatml, on_truncated="drop-turn")
     assert len(hold(dialogue, tokenizer, "One.", "Two…", "Three.")) == 2
     row = only_row(dialogue)
-    assert (answers(row), row.finish, row.messages[-1].role) == (["One."], ["stop"], "assistant")
-    assert tokenizer.decode(row.input_ids).endswith("One.<|im_end|>")
+    assert (answers(row), row.finish) == (["One."], ["stop"])
+    assert tokenizer.decode(row.input_ids) == chatml_text("Hello?", "One.")
 
 
 @pytest.mark.parametrize(
     ("policy", "texts"), [("drop-turn", ["One…"]), ("quarantine", ["One.", "Two…"])]
 )
-def test_a_truncated_answer_refuses_the_conversation_where_the_policy_says_so_or_nothing_is_left(
-    policy, texts, chatml, tokenizer
-):
-    dialogue = Dialogue(SEED, chatml, replace(SETTINGS, on_truncated=policy))
+def test_a_truncated_answer_can_reject_the_conversation(policy, texts, chatml, tokenizer):
+    dialogue = seed_dialogue(chatml, on_truncated=policy)
     hold(dialogue, tokenizer, *texts, "Never asked.")
-    assert dialogue.next_request() is None
-    with pytest.raises(RowRejected) as caught:
-        dialogue.rows()
-    assert caught.value.reason is Reason.TRUNCATED
+    assert rejected(dialogue) is Reason.TRUNCATED
 
 
-# The context's end.
-
-
-def test_a_first_prompt_longer_than_the_context_is_refused(chatml):
-    dialogue = Dialogue(SEED, chatml, replace(SETTINGS, max_tokens=20))
-    assert dialogue.next_request() is None
-    with pytest.raises(RowRejected, match="20") as caught:
-        dialogue.rows()
-    assert caught.value.reason is Reason.TOO_LONG
-
-
-def test_a_prompt_that_fills_the_context_is_refused_and_one_that_leaves_a_token_is_asked(chatml):
-    num_tokens = len(Dialogue(SEED, chatml, SETTINGS).next_request().prompt_ids)
-    assert Dialogue(SEED, chatml, replace(SETTINGS, max_tokens=num_tokens)).next_request() is None
-    request = Dialogue(SEED, chatml, replace(SETTINGS, max_tokens=num_tokens + 1)).next_request()
+def test_a_prompt_is_asked_only_with_room_for_a_token(chatml):
+    num_tokens = len(seed_dialogue(chatml).next_request().prompt_ids)
+    assert rejected(seed_dialogue(chatml, max_tokens=num_tokens)) is Reason.TOO_LONG
+    request = seed_dialogue(chatml, max_tokens=num_tokens + 1).next_request()
     assert request.max_new_tokens == 1
 
 
 @pytest.mark.parametrize("policy", ["keep", "drop-turn", "quarantine"])
-def test_replay_that_reaches_the_contexts_end_keeps_its_finished_turns(policy, chatml, tokenizer):
-    dialogue = Dialogue(SEED, chatml, SETTINGS)
-    (first, second) = hold(dialogue, tokenizer, "One.", "Two.")
+def test_replay_at_the_context_s_end_keeps_finished_turns(policy, chatml, tokenizer):
+    first, second = hold(seed_dialogue(chatml), tokenizer, "One.", "Two.")
     room = len(second.prompt_ids) + 3
-    dialogue = Dialogue(SEED, chatml, replace(SETTINGS, max_tokens=room, on_truncated=policy))
+    dialogue = seed_dialogue(chatml, max_tokens=room, on_truncated=policy)
     requests = hold(dialogue, tokenizer, "One.", "A long story about a cat and the moon.", "Three.")
-    assert [request.max_new_tokens for request in requests] == [
-        min(200, room - len(first.prompt_ids)),
-        3,
-    ]
+    most = [request.max_new_tokens for request in requests]
+    assert most == [min(200, room - len(first.prompt_ids)), 3]
     row = only_row(dialogue)
     assert row.finish == (["stop", "length"] if policy == "keep" else ["stop"])
     assert len(row.input_ids) <= room
@@ -159,10 +140,10 @@ def test_replay_that_reaches_the_contexts_end_keeps_its_finished_turns(policy, c
     st.integers(1, 120),
     st.lists(st.sampled_from(["Yes.", "A cat and the moon…", LOOP, "", "Hm…"]), max_size=4),
 )
-def test_no_row_is_longer_than_the_context_and_every_span_is_what_was_sampled(
+def test_no_row_exceeds_the_context_and_spans_are_the_sampled_texts(
     chatml, tokenizer, max_tokens, texts
 ):
-    dialogue = Dialogue(SEED, chatml, replace(SETTINGS, max_tokens=max_tokens))
+    dialogue = seed_dialogue(chatml, max_tokens=max_tokens)
     requests = hold(dialogue, tokenizer, *texts, "Yes.", "Yes.", "Yes.")
     assert dialogue.next_request() is None
     assert all(request.max_new_tokens >= 1 for request in requests)
@@ -171,14 +152,10 @@ def test_no_row_is_longer_than_the_context_and_every_span_is_what_was_sampled(
     except RowRejected:
         return
     assert len(row.input_ids) <= max_tokens
-    assert [span.start for span in row.spans] == [
-        len(request.prompt_ids) for request in requests[: len(row.spans)]
-    ]
+    prompts = [request.prompt_ids for request in requests[: len(row.spans)]]
+    assert [row.input_ids[: span.start] for span in row.spans] == prompts
     assert row.spans[-1].end == len(row.input_ids)
     assert len(row.finish) == len(row.spans) == len(answers(row))
-
-
-# Texts that are no use.
 
 
 @pytest.mark.parametrize(
@@ -189,72 +166,161 @@ def test_no_row_is_longer_than_the_context_and_every_span_is_what_was_sampled(
         (" \n", Reason.NOTHING_GENERATED),
     ],
 )
-def test_a_useless_answer_ends_the_conversation_and_refuses_it_only_if_nothing_remains(
-    text, reason, chatml, tokenizer
-):
-    later = Dialogue(SEED, chatml, SETTINGS)
+def test_a_useless_answer_ends_the_conversation(text, reason, chatml, tokenizer):
+    later = seed_dialogue(chatml)
     assert len(hold(later, tokenizer, "One.", text, "Never asked.")) == 2
     assert answers(only_row(later)) == ["One."]
-    at_once = Dialogue(SEED, chatml, SETTINGS)
+    at_once = seed_dialogue(chatml)
     assert len(hold(at_once, tokenizer, text, "Never asked.")) == 1
-    assert at_once.next_request() is None
-    with pytest.raises(RowRejected) as caught:
-        at_once.rows()
-    assert caught.value.reason is reason
+    assert rejected(at_once) is reason
 
 
-def test_a_seed_that_the_template_refuses_is_refused_before_anything_is_asked(templates, tokenizer):
-    dialogue = Dialogue(SEED, ChatTemplate(tokenizer, templates["without-system"]), SETTINGS)
-    assert dialogue.next_request() is None
-    with pytest.raises(RowRejected, match="System role not supported"):
-        dialogue.rows()
+def test_a_seed_that_the_template_refuses_is_rejected_unasked(templates, tokenizer):
+    template = ChatTemplate(tokenizer, templates["without-system"])
+    assert rejected(seed_dialogue(template)) is Reason.TEMPLATE_REFUSED
 
 
-# Seeds.
+# Sampling.
 
 
-def test_a_samples_seed_depends_on_the_run_the_row_and_the_turn_alone(chatml, tokenizer):
+def test_a_sample_s_seed_depends_on_run_row_and_turn_alone(chatml, tokenizer):
     sampled = replace(SETTINGS, sampling=Sampling(temperature=0.7, top_p=0.9))
-    seeds = [
-        request.seed
-        for request in hold(Dialogue(SEED, chatml, sampled), tokenizer, "One.", "Two.", "Three.")
-    ]
-    again = [
-        request.seed
-        for request in hold(Dialogue(SEED, chatml, sampled), tokenizer, "Other.", "Words.", "Here.")
-    ]
-    assert seeds == again
-    other_run = [
-        request.seed
-        for request in hold(
-            Dialogue(SEED, chatml, replace(sampled, seed=1)), tokenizer, "One.", "Two."
-        )
-    ]
-    other_row = [
-        request.seed
-        for request in hold(
-            Dialogue(replace(SEED, id="seeds:8"), chatml, sampled), tokenizer, "One.", "Two."
-        )
-    ]
-    assert len({*seeds, *other_run, *other_row}) == 7
+
+    def seeds(settings, seed=SEED, texts=("One.", "Two.")):
+        requests = hold(Dialogue(seed, chatml, settings), tokenizer, *texts)
+        return [request.seed for request in requests]
+
+    assert seeds(sampled) == seeds(sampled, texts=("Other.", "Words."))
+    other_run = seeds(replace(sampled, seed=1))
+    other_row = seeds(sampled, replace(SEED, id="seeds:8"))
+    assert len({*seeds(sampled), *other_run, *other_row}) == 6
 
 
-def test_greedy_requests_have_no_seed_and_sampling_settings_reach_the_request(chatml):
-    assert Dialogue(SEED, chatml, SETTINGS).next_request().seed is None
+def test_sampling_settings_reach_the_request(chatml):
+    assert seed_dialogue(chatml).next_request().seed is None
     sampling = Sampling(temperature=0.7, top_p=0.9, max_new_tokens=17)
-    request = Dialogue(SEED, chatml, replace(SETTINGS, sampling=sampling)).next_request()
+    request = seed_dialogue(chatml, sampling=sampling).next_request()
     assert (request.temperature, request.top_p, request.max_new_tokens) == (0.7, 0.9, 17)
 
 
-@given(st.integers(0, 2**40), st.text(), st.integers(0, 100))
-def test_a_seed_fits_the_engines_signed_64_bits(run_seed, row_id, turn):
-    assert 0 <= sample_seed(run_seed, row_id.encode(errors="replace").decode(), turn) < 2**63
+@given(st.integers(0, 2**40), st.integers(0, 2**40), st.integers(0, 100))
+def test_a_seed_fits_the_engines_signed_64_bits(run_seed, row, turn):
+    assert 0 <= sample_seed(run_seed, f"seeds:{row}", turn) < 2**63
 
 
-def test_request_ids_are_unique_in_a_conversation(chatml, tokenizer):
-    requests = hold(
-        Dialogue(SEED, chatml, replace(SETTINGS, mode="self-talk", rounds=4)),
-        tokenizer,
-        *["Yes."] * 9,
+# Self-talk.
+
+
+def test_self_talk_writes_both_roles_from_the_first_prompt(chatml, tokenizer):
+    dialogue = seed_dialogue(chatml, mode="self-talk", rounds=2)
+    requests = hold(dialogue, tokenizer, "One.", "A question?", "Two.", "Never asked.")
+    row = only_row(dialogue)
+    assert len({request.id for request in requests}) == len(requests) == 3
+    assert [span.role for span in row.spans] == ["assistant", "user", "assistant"]
+    assert written(row, tokenizer) == [f"One.{END}", f"A question?{END}", f"Two.{END}"]
+    assert tokenizer.decode(row.input_ids) == chatml_text("Hello?", "One.", "A question?", "Two.")
+
+
+def test_self_talk_supplies_the_end_of_truncated_texts(chatml, tokenizer):
+    dialogue = seed_dialogue(chatml, mode="self-talk", rounds=2)
+    hold(dialogue, tokenizer, "One…", "A question…", "Two.")
+    row = only_row(dialogue)
+    assert tokenizer.decode(row.input_ids) == chatml_text("Hello?", "One", "A question", "Two.")
+    assert written(row, tokenizer) == ["One", "A question", f"Two.{END}"]
+
+
+@pytest.mark.parametrize("text", ["", LOOP + "…"], ids=["empty", "loop"])
+def test_self_talk_ends_with_its_last_answer(text, chatml, tokenizer):
+    dialogue = seed_dialogue(chatml, mode="self-talk")
+    assert len(hold(dialogue, tokenizer, "One.", text, "Never asked.")) == 2
+    row = only_row(dialogue)
+    assert [span.role for span in row.spans] == ["assistant"] and answers(row) == ["One."]
+
+
+def test_self_talk_without_rounds_ends_with_the_context(chatml, tokenizer):
+    dialogue = seed_dialogue(chatml, mode="self-talk", max_tokens=100)
+    assert 3 < len(hold(dialogue, tokenizer, *["Fine, thank you."] * 50)) < 50
+    row = only_row(dialogue)
+    assert len(row.input_ids) <= 100 and row.messages[-1].role == "assistant"
+
+
+def test_self_talk_needs_a_token_that_ends_a_user_text(templates, tokenizer):
+    with pytest.raises(ConfigError, match="replay"):
+        seed_dialogue(ChatTemplate(tokenizer, templates["vicuna"]), mode="self-talk")
+
+
+# Passthrough.
+
+
+def test_passthrough_keeps_the_seed_s_answers_and_asks_nothing(chatml, templates, tokenizer):
+    row = only_row(seed_dialogue(chatml, mode="passthrough"))
+    answered = [{"role": said.role, "content": said.content} for said in SEED.messages[:-1]]
+    expected = tokenizer.apply_chat_template(answered, chat_template=templates["chatml"])
+    assert row.input_ids == expected["input_ids"][: len(row.input_ids)]
+    assert written(row, tokenizer) == [f"Seed one.{END}", f"Seed two.{END}"]
+
+
+def test_passthrough_rejects_a_seed_without_answers(chatml):
+    seed = Conversation("q:0", (Message("user", "Hello?"),))
+    dialogue = Dialogue(seed, chatml, replace(SETTINGS, mode="passthrough"))
+    assert rejected(dialogue) is Reason.NOTHING_GENERATED
+
+
+def test_passthrough_is_cut_by_the_context_alone(chatml):
+    short = {"mode": "passthrough", "sampling": Sampling(max_new_tokens=1)}
+    whole = only_row(seed_dialogue(chatml, **short))
+    assert answers(whole) == ["Seed one.", "Seed two."]
+    cut = only_row(seed_dialogue(chatml, **short, max_tokens=len(whole.input_ids) - 1))
+    assert (cut.finish, cut.input_ids) == (["stop", "length"], whole.input_ids[:-1])
+
+
+def test_an_answer_that_nothing_ends_is_passed_through_whole(tokenizer):
+    plain = (
+        "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
     )
-    assert len({request.id for request in requests}) == len(requests) == 7
+    row = only_row(seed_dialogue(ChatTemplate(tokenizer, plain), mode="passthrough"))
+    assert answers(row) == ["Seed one.", "Seed two."]
+
+
+# Templates that rewrite history.
+
+
+def test_a_rewritten_history_gives_one_row_per_turn(templates, tokenizer):
+    """Each with the prompt that a server would send."""
+    dialogue = seed_dialogue(ChatTemplate(tokenizer, templates["forgetful"]))
+    said = ["<think>\nHm.\n</think>\n\nOne.", "<think>\nOh.\n</think>\n\nTwo.", "Three."]
+    hold(dialogue, tokenizer, *said)
+    assert dialogue.next_request() is None
+    history = [{"role": "system", "content": "Be brief."}]
+    questions = [message.content for message in SEED.messages if message.role == "user"]
+    for turn, (row, question) in enumerate(zip(dialogue.rows(), questions, strict=True)):
+        assert (row.id, row.parent_id) == (f"seeds:7#{turn}", "seeds:7")
+        history.append({"role": "user", "content": question})
+        served = tokenizer.apply_chat_template(
+            history, chat_template=templates["forgetful"], add_generation_prompt=True
+        )
+        (span,) = row.spans
+        assert row.input_ids[: span.start] == served["input_ids"]
+        assert written(row, tokenizer) == [said[turn] + END]
+        history.append({"role": "assistant", "content": said[turn]})
+
+
+def test_self_talk_goes_on_in_a_new_row(templates, tokenizer):
+    template = ChatTemplate(tokenizer, templates["forgetful"])
+    dialogue = seed_dialogue(template, mode="self-talk", rounds=2)
+    hold(dialogue, tokenizer, "<think>\nHm.\n</think>\n\nOne.", "A question?", "Two.")
+    assert dialogue.next_request() is None
+    first, second = dialogue.rows()
+    thought = "<think>\nHm.\n</think>\n\nOne."
+    assert tokenizer.decode(first.input_ids) == chatml_text("Hello?", thought)
+    text = chatml_text("Hello?", "One.", "A question?", "Two.")
+    assert tokenizer.decode(second.input_ids) == text
+    assert written(second, tokenizer) == [f"Two.{END}"]
+
+
+def test_a_history_that_is_not_rewritten_stays_one_row(templates, tokenizer):
+    dialogue = seed_dialogue(ChatTemplate(tokenizer, templates["forgetful"]))
+    hold(dialogue, tokenizer, "One.", "Two.", "Three.")
+    row = only_row(dialogue)
+    assert (row.id, len(row.spans)) == ("seeds:7", 3)

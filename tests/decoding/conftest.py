@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 
 import pytest
@@ -25,11 +25,16 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from pipeline.conversations.spans import IGNORED
+from pipeline.decoding.steps import last_positions
 from pipeline.heads.medusa import MedusaHeads
 from pipeline.heads.shapes import MedusaShape
 
 SIZE, VOCAB, CONTEXT = 48, 24, 96
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+PROMPTS = [PROMPT, [2], [5, 6] * 20, PROMPT[::-1], PROMPT * 2]
+CHAIN = ((0,), (0, 0), (0, 0, 0))
+SPARSE = ((0,), (1,), (3,), (0, 0), (0, 2), (1, 0), (0, 0, 0), (1, 0, 1))
 SHAPE = {
     "hidden_size": SIZE,
     "intermediate_size": 64,
@@ -43,133 +48,107 @@ SHAPE = {
     "eos_token_id": None,
     "pad_token_id": 0,
 }
-FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE)),
-    "llama-eager": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, attn_implementation="eager")),
-    "mistral-window": lambda: MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=5)),
-    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SHAPE)),
-    "qwen2-tied-mixed-windows": lambda: (
-        Qwen2ForCausalLM(  # the first layer sees all, the second slides
-            Qwen2Config(
-                **SHAPE,
-                tie_word_embeddings=True,
-                use_sliding_window=True,
-                sliding_window=5,
-                max_window_layers=1,
-            )
-        )
+TIED = {"tie_word_embeddings": True}
+MIXED = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}  # first sees all
+GEMMA = {"head_dim": 12, "query_pre_attn_scalar": 12, "attn_logit_softcapping": None}
+GPT2 = {"n_embd": SIZE, "n_layer": 2, "n_head": 4, "n_positions": CONTEXT}
+FAMILIES = {
+    "llama": (LlamaForCausalLM, LlamaConfig, {}),
+    "llama-eager": (LlamaForCausalLM, LlamaConfig, {"attn_implementation": "eager"}),
+    "mistral-window": (MistralForCausalLM, MistralConfig, {"sliding_window": 5}),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config, {}),
+    "qwen2-tied-mixed-windows": (Qwen2ForCausalLM, Qwen2Config, MIXED | TIED),
+    "qwen3-head-dim": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 20} | TIED),
+    # Every other layer slides; logits are soft-capped.
+    "gemma2-both-windows": (
+        Gemma2ForCausalLM,
+        Gemma2Config,
+        GEMMA | {"sliding_window": 5, "tie_word_embeddings": False},
     ),
-    "qwen3-head-dim": lambda: Qwen3ForCausalLM(
-        Qwen3Config(**SHAPE, head_dim=20, tie_word_embeddings=True)
-    ),
-    "gemma2-both-windows": lambda: (
-        Gemma2ForCausalLM(  # every other layer slides; logits are soft-capped
-            Gemma2Config(
-                **SHAPE,
-                head_dim=12,
-                query_pre_attn_scalar=12,
-                sliding_window=5,
-                attn_logit_softcapping=None,
-                tie_word_embeddings=False,
-            )
-        )
-    ),
-    "cohere-scaled": lambda: CohereForCausalLM(CohereConfig(**SHAPE, logit_scale=0.25)),
-    "gpt2-positions": lambda: GPT2LMHeadModel(
-        GPT2Config(
-            n_embd=SIZE,
-            n_layer=2,
-            n_head=4,
-            vocab_size=VOCAB,
-            n_positions=CONTEXT,
-            initializer_range=0.3,
-            bos_token_id=1,
-            eos_token_id=None,
-        )
-    ),
+    "cohere-scaled": (CohereForCausalLM, CohereConfig, {"logit_scale": 0.25}),
+    "gpt2-positions": (GPT2LMHeadModel, GPT2Config, GPT2),
 }
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
 
 
 @pytest.fixture(scope="session")
 def target_of() -> Callable[[str], PreTrainedModel]:
     """The tiny target of a family, built once."""
-    made: dict[str, PreTrainedModel] = {}
 
+    @cache
     def get(family: str) -> PreTrainedModel:
-        if family not in made:
-            torch.manual_seed(7)
-            made[family] = FAMILIES[family]().to(torch.float64).eval()
-            made[family].generation_config.pad_token_id = 0
-        return made[family]
+        torch.manual_seed(7)
+        model_class, config_class, own = FAMILIES[family]
+        shape = SHAPE
+        if family == "gpt2-positions":
+            names = ("vocab_size", "initializer_range", "bos_token_id", "eos_token_id")
+            shape = {name: SHAPE[name] for name in names}
+        model = model_class(config_class(**shape, **own)).to(torch.float64).eval()
+        model.generation_config.pad_token_id = 0
+        return model
 
     return get
 
 
 @pytest.fixture(scope="session")
 def continuation() -> Callable[..., list[int]]:
-    """(model, prompt, num_tokens, eos): what transformers itself decodes greedily; each asked of it
-    once.
-    """
+    """(model, prompt, num_tokens, eos): the greedy text of transformers' own `generate`."""
 
     @cache
-    def decode(
-        model: PreTrainedModel, prompt: tuple[int, ...], num_tokens: int, eos: tuple[int, ...]
-    ) -> list[int]:
+    def decode(model, prompt: tuple[int, ...], num_tokens: int, eos: tuple[int, ...]) -> list[int]:
         ids = torch.tensor([prompt])
         model.generation_config.eos_token_id = None
-        settings = {
-            "do_sample": False,
-            "max_new_tokens": num_tokens,
-            "eos_token_id": list(eos) or None,
-        }
-        return model.generate(ids, attention_mask=torch.ones_like(ids), **settings)[
-            0, len(prompt) :
-        ].tolist()
+        settings = {"do_sample": False, "eos_token_id": list(eos) or None}
+        mask = torch.ones_like(ids)
+        written = model.generate(ids, attention_mask=mask, max_new_tokens=num_tokens, **settings)
+        return written[0, len(prompt) :].tolist()
 
-    return lambda model, prompt, num_tokens, eos=(): list(
-        decode(model, tuple(prompt), num_tokens, tuple(eos))
-    )
+    def get(model, prompt, num_tokens: int, eos=()) -> list[int]:
+        return list(decode(model, tuple(prompt), num_tokens, tuple(eos)))
+
+    return get
 
 
 @torch.no_grad()
-def _fitted_heads(
-    model: PreTrainedModel, ids: list[int], num_heads: int, known: float = 1.0
-) -> MedusaHeads:
-    seen: list[torch.Tensor] = []
-    hook = model.get_output_embeddings().register_forward_pre_hook(
-        lambda _, inputs: seen.append(inputs[0])
-    )
-    model(input_ids=torch.tensor([ids]))
-    hook.remove()
+def _fitted_heads(model, ids: list[int], num_heads: int, known: float = 1.0) -> MedusaHeads:
+    hidden_TD, _ = last_positions(model, ids, len(ids))
     heads = MedusaHeads(MedusaShape(SIZE, VOCAB, num_heads), dtype=torch.float64)
-    generator = torch.Generator().manual_seed(3)
+    generator = seeded(3)
     for k in range(num_heads):
-        hidden, labels = seen[0][0, : len(ids) - 2 - k], torch.tensor(ids[2 + k :])
+        hidden, labels = hidden_TD[: len(ids) - 2 - k], torch.tensor(ids[2 + k :])
         kept = torch.rand(len(labels), generator=generator) <= known
         one_hot = torch.nn.functional.one_hot(labels, VOCAB).double()
         heads.lm_head[k] = torch.linalg.lstsq(hidden[kept], one_hot[kept]).solution.T
-    heads.lm_head += 1e-3 * torch.randn(
-        heads.lm_head.shape, generator=generator
-    )  # no two guesses exactly as good
+    noise = torch.randn(heads.lm_head.shape, generator=generator)
+    heads.lm_head += 1e-3 * noise  # no two guesses exactly as good
     return heads
 
 
 @pytest.fixture(scope="session")
 def fitted_heads() -> Callable[..., MedusaHeads]:
-    """(model, ids, num_heads, known): heads that are right on a share of a text's positions, mostly
-    wrong elsewhere.
-    """
+    """(model, ids, num_heads, known): heads that are right on a share of a text's positions."""
     return _fitted_heads
 
 
 @pytest.fixture(scope="session")
 def pair(target_of, continuation) -> Callable[[str], tuple[PreTrainedModel, MedusaHeads]]:
-    """(family): a target, and three heads that know its answer to `PROMPT` well and others
-    hardly.
-    """
+    """(family): a target, and three heads that know its answer to `PROMPT` well."""
 
     def get(family: str) -> tuple[PreTrainedModel, MedusaHeads]:
         model = target_of(family)
         return model, _fitted_heads(model, PROMPT + continuation(model, PROMPT, 40), 3, known=0.7)
 
     return get
+
+
+def held_out_answers(model, prompts, texts, num_heads: int) -> Iterator[tuple[tuple, torch.Tensor]]:
+    """Per answer its roots (states and next tokens), and the labels [K, N] of heads."""
+    for prompt, text in zip(prompts, texts, strict=True):
+        hidden_ND, _ = last_positions(model, prompt + text[:-1], len(text))
+        labels_KN = torch.full((num_heads, len(text) - 1), IGNORED)
+        for k in range(num_heads):
+            labels_KN[k, : len(text) - 1 - k] = torch.tensor(text[1 + k :])
+        yield (hidden_ND[:-1], torch.tensor(text[:-1])), labels_KN

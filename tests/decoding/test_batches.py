@@ -6,12 +6,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from pipeline.decoding.decoder import Decoder, plain_decoder
-from pipeline.decoding.masks import TreeMasks
-from pipeline.decoding.tree import Tree, cartesian_tree
+from pipeline.decoding.masks import TreeMasks  # noqa
+from pipeline.decoding.tree import cartesian_tree
 from tests.decoding.conftest import CONTEXT
 from tests.decoding.test_acceptance import RULES
 from tests.decoding.test_decoder import FAMILIES, PROMPT, SPARSE
@@ -93,19 +91,3 @@ def test_seconds_of_a_batch_count_from_its_last_prefill(pair):
     decoded = Decoder(model, heads, SPARSE, eos_token_ids=()).generate_batch(PROMPTS[:3], 12)
     waits = [one.seconds_prefill for one in decoded]
     assert waits == sorted(waits) and waits[0] > 0 and all(one.seconds > 0 for one in decoded)
-
-
-@settings(deadline=None, max_examples=60)
-@given(
-    st.sampled_from([(), SPARSE, cartesian_tree((2, 2))]),
-    st.lists(st.integers(1, 12), min_size=2, max_size=4),
-    st.one_of(st.none(), st.integers(1, 9)),
-)
-def test_each_text_sees_in_a_batch_what_it_sees_alone_and_nothing_behind(choices, lengths, window):
-    masks = TreeMasks(Tree(choices), {"any": window}, 12, torch.float64, torch.device("cpu"))
-    together = masks.after(lengths)
-    assert together.shape == (len(lengths), 1, len(choices) + 1, max(lengths) + len(choices) + 1)
-    for mask, length in zip(together, lengths, strict=True):
-        alone = masks.after([length])[0]
-        assert torch.equal(mask[..., : alone.shape[-1]], alone)
-        assert (mask[..., alone.shape[-1] :] == torch.finfo(torch.float64).min).all()

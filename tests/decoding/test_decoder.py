@@ -12,16 +12,8 @@ from pipeline.decoding.tree import cartesian_tree, check_choices
 from pipeline.errors import ConfigError
 from pipeline.heads.medusa import MedusaHeads
 from pipeline.heads.shapes import MedusaShape
+from tests.decoding.conftest import FAMILIES
 
-FAMILIES = [
-    "llama",
-    "llama-eager",
-    "mistral-window",
-    "qwen2",
-    "qwen3-head-dim",
-    "gemma2-both-windows",
-]
-FAMILIES += ["qwen2-tied-mixed-windows", "cohere-scaled", "gpt2-positions"]
 CHAIN = ((0,), (0, 0), (0, 0, 0))
 SPARSE = ((0,), (1,), (3,), (0, 0), (0, 2), (1, 0), (0, 0, 0), (1, 0, 1))
 TREES = {

@@ -7,62 +7,71 @@ from hypothesis import strategies as st
 from transformers import Gemma2Config, LlamaConfig, MistralConfig, Qwen2Config
 
 from pipeline.decoding.masks import TreeMasks, attention_windows
-from pipeline.decoding.tree import Tree, cartesian_tree, greedy_tree
+from pipeline.decoding.tree import Tree, TreeRows, cartesian_tree
 from pipeline.errors import ConfigError
+from tests.decoding.steps import random_trees
 
-TREES = [((0,),), cartesian_tree((2, 2)), greedy_tree([[0.5, 0.4, 0.1]] * 3, 11)]
-LONGEST = 12
+HIDDEN = torch.finfo(torch.float32).min
+WINDOWS = {"full_attention": None, "sliding_attention": 3}
 
 
-@settings(deadline=None, max_examples=60)
-@given(st.sampled_from(TREES), st.integers(1, LONGEST), st.one_of(st.none(), st.integers(1, 15)))
-def test_a_row_sees_its_prefix_and_its_ancestors_within_the_window(choices, num_prefix, window):
-    tree = Tree(choices)
-    masks = TreeMasks(tree, {"any": window}, LONGEST, torch.float32, torch.device("cpu"))
-    mask = masks.after([num_prefix])
-    paths = [(), *tree.choices]
-    assert mask.shape == (1, 1, len(paths), num_prefix + len(paths))
+def expected_mask(paths: list, num_prefix: int, num_columns: int, window: int | None):
+    """By definition: a row sees its prefix and the rows above it, within the window."""
+    mask = torch.full((len(paths), num_columns), HIDDEN)
     for row, path in enumerate(paths):
-        position = num_prefix + len(path)
-        for column in range(mask.shape[-1]):
-            other = None if column < num_prefix else paths[column - num_prefix]
-            at = column if other is None else num_prefix + len(other)
-            sees = (other is None or path[: len(other)] == other) and (
-                window is None or position - at < window
-            )
-            assert mask[0, 0, row, column] == (0 if sees else torch.finfo(torch.float32).min)
+        for column in range(num_prefix + len(paths)):
+            position, is_above = column, True
+            if column >= num_prefix:
+                other = paths[column - num_prefix]
+                position, is_above = num_prefix + len(other), path[: len(other)] == other
+            distance = num_prefix + len(path) - position
+            if is_above and (window is None or distance < window):
+                mask[row, column] = 0
+    return mask
 
 
-def test_models_with_both_kinds_of_layers_get_a_mask_for_each():
-    masks = TreeMasks(
-        Tree(TREES[1]),
-        {"full_attention": None, "sliding_attention": 3},
-        9,
-        torch.float32,
-        torch.device("cpu"),
-    )
-    both = masks.after([6])
-    assert set(both) == {"full_attention", "sliding_attention"}
-    assert (both["full_attention"] == 0).sum() > (both["sliding_attention"] == 0).sum()
+@pytest.mark.parametrize("own_trees", [False, True])
+@given(random_trees(), st.lists(st.integers(1, 12), min_size=1, max_size=3), st.data())
+@settings(deadline=None, max_examples=40)
+def test_rows_see_prefix_and_ancestors_within_the_window(own_trees, choices, lengths, data):
+    window = data.draw(st.none() | st.integers(1, 15))
+    rows = tree = Tree(choices)
+    if own_trees:  # one per text
+        tensors = (tree.parent, tree.depth, tree.retrieve_indices)
+        rows = TreeRows(*(each.expand(len(lengths), *each.shape) for each in tensors))
+    masks = TreeMasks({"any": window}, torch.float32)
+    paths = [(), *tree.choices]
+    longest = max(lengths) + len(paths)
+    for columns in (longest, longest + 9):
+        found = masks.after(lengths, rows)
+        if columns > longest:
+            found = masks.within(torch.tensor(lengths), columns, rows)
+        expected = [expected_mask(paths, length, columns, window) for length in lengths]
+        assert torch.equal(found, torch.stack(expected)[:, None])
+
+
+def test_models_with_two_kinds_of_layers_get_two_masks():
+    tree = Tree(cartesian_tree((2, 2)))
+    both = TreeMasks(WINDOWS, torch.float32).after([6], tree)
+    for kind, window in WINDOWS.items():
+        alone = TreeMasks({kind: window}, torch.float32).after([6], tree)
+        assert torch.equal(both[kind], alone)
 
 
 def test_windows_are_read_from_the_configuration():
-    assert attention_windows(LlamaConfig()) == {"full_attention": None}
-    assert attention_windows(MistralConfig(sliding_window=7)) == {"sliding_attention": 7}
-    assert attention_windows(MistralConfig(sliding_window=None)) == {"full_attention": None}
-    assert attention_windows(Qwen2Config(use_sliding_window=False, sliding_window=7)) == {
-        "full_attention": None
-    }
-    assert attention_windows(Gemma2Config(sliding_window=7)) == {
-        "sliding_attention": 7,
-        "full_attention": None,
-    }
+    for config, windows in (
+        (LlamaConfig(), {"full_attention": None}),
+        (MistralConfig(sliding_window=7), {"sliding_attention": 7}),
+        (MistralConfig(sliding_window=None), {"full_attention": None}),
+        (Qwen2Config(use_sliding_window=False, sliding_window=7), {"full_attention": None}),
+        (Gemma2Config(sliding_window=3), WINDOWS),
+    ):
+        assert attention_windows(config) == windows
 
 
 @pytest.mark.parametrize("kind", ["linear_attention", "chunked_attention"])
-def test_layers_in_which_a_tree_cannot_be_verified_are_refused(kind: str):
-    config = LlamaConfig(
-        num_hidden_layers=2, layer_types=["full_attention", kind], attention_chunk_size=4
-    )
-    with pytest.raises(ConfigError, match=kind):
+def test_layers_without_a_tree_mask_are_refused(kind: str):
+    layers = ["full_attention", kind]
+    config = LlamaConfig(num_hidden_layers=2, layer_types=layers, attention_chunk_size=4)
+    with pytest.raises(ConfigError):
         attention_windows(config)

@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import TopPLogitsWarper
 
-from pipeline.decoding.acceptance import RejectionSampling, TypicalAcceptance
-from pipeline.decoding.noise import Noise, draw, nucleus
+from pipeline.decoding.acceptance import Noise, RejectionSampling, TypicalAcceptance, draw, nucleus
 from pipeline.decoding.tree import cartesian_tree
 from tests.decoding.steps import VOCAB, chi_square_p, gumbel, random_step
 

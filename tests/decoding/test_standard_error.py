@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.decoding.standard_error import NUM_RESAMPLES, estimated_rate
+from pipeline.decoding.held_out import NUM_RESAMPLES, estimated_rate
 
 conversations = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 20)), min_size=2, max_size=12)
 

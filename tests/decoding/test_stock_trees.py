@@ -9,8 +9,7 @@ from typing import get_args
 import pytest
 
 from pipeline.config.outcome import StockTree
-from pipeline.decoding.stock_trees import CHILDREN, STOCK_NODES, stock_tree
-from pipeline.decoding.tree import check_choices
+from pipeline.decoding.tree import CHILDREN, STOCK_NODES, check_choices, stock_tree
 
 # From medusa/model/medusa_choices.py of FasterDecoding/Medusa: nodes by depth, hash of the sorted
 # lists as JSON.

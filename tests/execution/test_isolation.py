@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from pipeline.artifacts.seed_rows import SEEDS
 from pipeline.errors import EnvironmentFault
 from pipeline.execution.shard_worker import Outcome, find_crashing_rows
-from pipeline.storage.shards import ShardWriter
+from pipeline.storage.shards import ShardTask, ShardWriter
 from pipeline.storage.stage_directory import StageDirectory
-from pipeline.storage.tasks import ShardTask
 
 
 class Graveyard:

@@ -13,7 +13,7 @@ from pipeline.execution import progress
 from pipeline.execution.progress import Done, Meter, Progress, ProgressReporter, ShardProgress
 from pipeline.storage import progress_file
 from pipeline.storage.progress_file import ProgressFile
-from pipeline.storage.tasks import ShardTask
+from pipeline.storage.shards import ShardTask
 
 
 @pytest.fixture

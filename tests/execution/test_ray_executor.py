@@ -23,7 +23,7 @@ from pipeline.execution.placement import Placement
 from pipeline.execution.progress import ShardProgress
 from pipeline.execution.ray_cluster import WORKER_ENVIRONMENT, own_signals, worker_environment
 from pipeline.storage.receipts import Receipt
-from pipeline.storage.tasks import ShardTask
+from pipeline.storage.shards import ShardTask
 from tests.forks import PATIENCE
 
 ONE = Placement(1, 1, 0)

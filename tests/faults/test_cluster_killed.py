@@ -20,7 +20,7 @@ import pytest
 from pipeline.execution.placement import Placement
 from pipeline.execution.progress import ShardProgress
 from pipeline.execution.ray_cluster import refusal
-from pipeline.storage.tasks import ShardTask
+from pipeline.storage.shards import ShardTask
 from tests.forks import FORKS, PATIENCE
 
 pytestmark = [pytest.mark.fault, pytest.mark.slow]

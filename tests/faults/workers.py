@@ -16,8 +16,7 @@ from typing import Any
 from pipeline.artifacts.generated_rows import GENERATED
 from pipeline.conversations.conversation import Reason, RejectedRow
 from pipeline.storage.receipts import Receipt, read_receipt
-from pipeline.storage.shards import read_rows
-from pipeline.storage.tasks import ShardTask, shard_writer, task_rows
+from pipeline.storage.shards import ShardTask, read_rows, shard_writer, task_rows
 from tests.faults.processes import at, die, lose_node
 from tests.forks import PATIENCE
 

@@ -257,11 +257,10 @@ def resolved(
     config: Config, stages: Sequence[str] | None = None, fresh: str | None = None
 ) -> ResolvedRun:
     """The resolved run of these stages, by default of all that are wanted."""
-    from pipeline.flow import STAGES as FLOW_STAGES
     from pipeline.flow import wanted_stages
     from pipeline.run.resolved import resolve_run
 
-    return resolve_run(config, stages or wanted_stages(config, tuple(FLOW_STAGES)), fresh)
+    return resolve_run(config, stages or wanted_stages(config), fresh)
 
 
 def context_of(config: Config, run: RunDirectory | None = None, **options: Any) -> Context:

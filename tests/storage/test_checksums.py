@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
-from pipeline.storage.checksums import FileFacts
+from pipeline.storage.fingerprint import FileFacts
 
 
 def test_a_touched_file_is_unchanged_and_another_content_is_not(tmp_path):

@@ -194,7 +194,7 @@ def test_verify_of_files_that_another_user_keeps_is_an_environment_fault(pair, m
     def refuse(path):
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr("pipeline.storage.checksums.sha256_of", refuse)
+    monkeypatch.setattr("pipeline.storage.fingerprint.sha256_of", refuse)
     with pytest.raises(EnvironmentFault, match=r"Permission denied.*00000"):
         pair[0].verify()
 

@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 
 from pipeline.artifacts.seed_rows import SEEDS
-from pipeline.storage.shards import read_rows
-from pipeline.storage.tasks import ShardTask, shard_writer, task_rows
+from pipeline.storage.shards import ShardTask, read_rows, shard_writer, task_rows
 
 
 @pytest.fixture

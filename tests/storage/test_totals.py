@@ -8,8 +8,7 @@ import pytest
 
 from pipeline.conversations.conversation import Reason
 from pipeline.errors import DataError
-from pipeline.storage.receipts import Receipt
-from pipeline.storage.totals import StageTotals
+from pipeline.storage.receipts import Receipt, StageTotals
 
 
 def totals(rows: int, **reasons: int) -> StageTotals:

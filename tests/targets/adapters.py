@@ -1,5 +1,5 @@
 """An adapter such as Medusa-2 trains, with random weights: LoRA on every linear layer, lm_head
-among them.
+included.
 """
 
 from __future__ import annotations
@@ -17,26 +17,30 @@ def save_adapter(target: str | Path, directory: Path, *, seed: int = 0, size: fl
     from peft import LoraConfig, get_peft_model  # slow to import
 
     model = AutoModelForCausalLM.from_pretrained(target)
-    linear = {
-        name.split(".")[-1]
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear)
-    }
-    adapted = get_peft_model(
-        model, LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=sorted(linear))
-    )
-    draw = torch.Generator().manual_seed(seed)
+    layers = [
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+        "lm_head",
+    ]
+    settings = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=layers)
+    adapted = get_peft_model(model, settings)
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weight in adapted.named_parameters():
             if "lora_" in name:
-                weight.copy_(size**0.5 * torch.randn(weight.shape, generator=draw))
+                weight.copy_(size**0.5 * torch.randn(weight.shape, generator=generator))
     adapted.save_pretrained(directory, save_embedding_layers=False)
     return directory
 
 
 @torch.inference_mode()
 def logits_with_adapter_on(target: str | Path, adapter: Path, ids_BT: torch.Tensor) -> torch.Tensor:
-    """What the target says with the adapter beside its weights, in fp32."""
+    """The target's logits with the adapter beside its weights, in fp32."""
     from peft import PeftModel
 
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)

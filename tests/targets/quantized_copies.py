@@ -9,12 +9,7 @@ from types import SimpleNamespace
 
 import torch
 from safetensors.torch import save_file
-from transformers import (
-    AutoModelForCausalLM,
-    BitsAndBytesConfig,
-    FineGrainedFP8Config,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, FineGrainedFP8Config
 
 DESCRIBING = (
     "tokenizer.json",
@@ -28,7 +23,7 @@ GROUP = 32  # weights that share a scale, of packed ones
 
 def compressed(source: Path, directory: Path, name: str) -> Path:
     """A copy as compressed-tensors stores it, with scales from the weights' extremes; the lm_head
-    stays as it is.
+    is not quantized.
     """
     from compressed_tensors.compressors import ModelCompressor
     from compressed_tensors.quantization import (
@@ -39,29 +34,20 @@ def compressed(source: Path, directory: Path, name: str) -> Path:
     )
     from compressed_tensors.quantization.utils import calculate_qparams
 
-    model, scheme = (
-        AutoModelForCausalLM.from_pretrained(source),
-        preset_name_to_scheme(SCHEMES[name], ["Linear"]),
-    )
-    if scheme.weights.strategy == "group":
+    model = AutoModelForCausalLM.from_pretrained(source)
+    scheme = preset_name_to_scheme(SCHEMES[name], ["Linear"])
+    if name == "packed":
         scheme.weights.group_size = GROUP
-    settings = {
-        "config_groups": {"group_0": scheme},
-        "ignore": ["lm_head"],
-        "quantization_status": "initialized",
-    }
-    apply_quantization_config(model, QuantizationConfig(**settings))
-    for layer in (
-        layer for layer in model.modules() if getattr(layer, "quantization_scheme", None)
-    ):
-        rows = (
-            layer.weight.data.unflatten(1, (-1, GROUP))
-            if name == "packed"
-            else layer.weight.data[:, None]
-        )
-        scale, zero = calculate_qparams(
-            rows.amin(-1), rows.amax(-1), layer.quantization_scheme.weights
-        )
+    settings = QuantizationConfig(
+        config_groups={"group_0": scheme}, ignore=["lm_head"], quantization_status="initialized"
+    )
+    apply_quantization_config(model, settings)
+    for layer in model.modules():
+        if not getattr(layer, "quantization_scheme", None):
+            continue
+        weight = layer.weight.data
+        groups = weight.unflatten(1, (-1, GROUP if name == "packed" else weight.shape[1]))
+        scale, zero = calculate_qparams(groups.amin(-1), groups.amax(-1), scheme.weights)
         layer.weight_scale.data.copy_(scale)
         if hasattr(layer, "weight_zero_point"):
             layer.weight_zero_point.data.copy_(zero)
@@ -75,19 +61,15 @@ def compressed(source: Path, directory: Path, name: str) -> Path:
 
 def by_bitsandbytes(source: Path, directory: Path, bits: int = 8) -> Path:
     """A copy in 8 or 4 bits (NF4, its scales quantized too) as bitsandbytes stores it."""
-    settings = (
-        BitsAndBytesConfig(load_in_8bit=True)
-        if bits == 8
-        else BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=torch.float32,
-        )
+    settings = BitsAndBytesConfig(
+        load_in_8bit=bits == 8,
+        load_in_4bit=bits == 4,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.float32,
     )
-    model = AutoModelForCausalLM.from_pretrained(
-        source, quantization_config=settings, dtype=torch.float32
-    )
+    read = AutoModelForCausalLM.from_pretrained
+    model = read(source, quantization_config=settings, dtype=torch.float32)
     model.save_pretrained(directory)
     return described(source, directory)
 
@@ -98,25 +80,20 @@ def finegrained_fp8(source: Path, directory: Path) -> Path:
     """
     from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
-    settings = FineGrainedFP8Config(
-        weight_block_size=(GROUP, GROUP), modules_to_not_convert=["lm_head"]
-    )
-    operation, model = Fp8Quantize(SimpleNamespace(quantization_config=settings)), read(source)
+    blocks = (GROUP, GROUP)
+    settings = FineGrainedFP8Config(weight_block_size=blocks, modules_to_not_convert=["lm_head"])
+    operation = Fp8Quantize(SimpleNamespace(quantization_config=settings))
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     tensors: dict[str, torch.Tensor] = {}
     for name, weight in model.state_dict().items():
-        tensors |= operation.convert({name: weight}) if "_proj." in name else {name: weight}
+        tensors[name] = weight.contiguous()
+        if "_proj." in name:
+            tensors |= operation.convert({name: weight})
     directory.mkdir(exist_ok=True)
-    save_file(
-        {name: tensor.contiguous() for name, tensor in tensors.items()},
-        directory / "model.safetensors",
-    )
+    save_file(tensors, directory / "model.safetensors")
     config = {**model.config.to_dict(), "quantization_config": settings.to_dict()}
     (directory / "config.json").write_text(json.dumps(config, default=str))
     return described(source, directory)
-
-
-def read(source: Path) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
 
 
 def described(source: Path, directory: Path) -> Path:

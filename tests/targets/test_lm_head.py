@@ -1,24 +1,16 @@
 from __future__ import annotations
 
-import json
-import shutil
-from pathlib import Path
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
-    AutoModelForCausalLM,
     CohereConfig,
     Gemma2Config,
     GPT2Config,
-    GPT2LMHeadModel,
     GPTNeoXConfig,
-    GPTNeoXForCausalLM,
     GraniteConfig,
     HyperCLOVAXConfig,
     LlamaConfig,
-    LlamaForCausalLM,
     PhiConfig,
 )
 
@@ -32,134 +24,108 @@ from pipeline.targets.lm_head import (
     require_lm_head,
 )
 from pipeline.targets.spec import TargetSpec
+from tests.targets.conftest import edit
+from tests.targets.hub_cache import COMMIT, cached_at_commit
+from tests.tiny_models import SIZES, tiny_llama, tiny_model
 
-V, D = 40, 32
-
-
-def llama(tied: bool = False) -> LlamaForCausalLM:
-    sizes = {"vocab_size": V, "hidden_size": D, "intermediate_size": 32, "num_hidden_layers": 2}
-    torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=1, tie_word_embeddings=tied))
-
-
-def gpt2() -> GPT2LMHeadModel:
-    return GPT2LMHeadModel(GPT2Config(vocab_size=V, n_embd=D, n_layer=1, n_head=1, n_positions=16))
-
-
-def neox() -> GPTNeoXForCausalLM:
-    sizes = {"vocab_size": V, "hidden_size": D, "intermediate_size": 32, "num_hidden_layers": 1}
-    return GPTNeoXForCausalLM(GPTNeoXConfig(**sizes, num_attention_heads=1))
+SIZES_NEOX = {key: size for key, size in SIZES.items() if key != "num_key_value_heads"}
 
 
 @pytest.fixture
 def no_loading(monkeypatch):
-    def refuse(*_: object) -> None:
-        raise AssertionError("the model was loaded")
-
-    monkeypatch.setattr(lm_head, "load_causal_lm", refuse)
+    monkeypatch.setattr(lm_head, "load_causal_lm", None)
 
 
 @pytest.mark.parametrize(
-    "make", [llama, lambda: llama(tied=True), gpt2, neox], ids=["llama", "tied", "gpt2", "neox"]
+    "config",
+    [
+        LlamaConfig(**SIZES),
+        LlamaConfig(**SIZES, tie_word_embeddings=True),
+        GPT2Config(vocab_size=40, n_embd=32, n_layer=1, n_head=1, n_positions=16),
+        GPTNeoXConfig(**SIZES_NEOX),
+    ],
+    ids=["llama", "tied", "gpt2", "neox"],
 )
-def test_lm_head_and_embedding_are_read_without_loading_the_model(make, tmp_path, no_loading):
-    model = make()
+def test_matrices_are_read_without_loading_the_model(config, tmp_path, no_loading):
+    model, spec = tiny_model(config), TargetSpec(str(tmp_path))
     model.save_pretrained(tmp_path)
-    assert torch.equal(
-        read_lm_head(TargetSpec(str(tmp_path))), model.get_output_embeddings().weight
-    )
-    assert torch.equal(
-        read_embedding(TargetSpec(str(tmp_path))), model.get_input_embeddings().weight
-    )
+    assert torch.equal(read_lm_head(spec), model.get_output_embeddings().weight)
+    assert torch.equal(read_embedding(spec), model.get_input_embeddings().weight)
 
 
-def test_of_a_sharded_checkpoint_only_the_file_that_holds_it_is_opened(tmp_path, no_loading):
-    model = llama()
+@pytest.mark.parametrize("shard_size", ["5GB", "10KB"])
+def test_matrices_of_a_hub_target_are_of_its_commit(tmp_path, monkeypatch, no_loading, shard_size):
+    model = tiny_model(PhiConfig(**SIZES))
+    torch.nn.init.normal_(model.lm_head.bias)
+    model.save_pretrained(tmp_path / "made", max_shard_size=shard_size)
+    spec = TargetSpec(cached_at_commit(tmp_path / "made", tmp_path / "cache", monkeypatch), COMMIT)
+    assert torch.equal(read_lm_head(spec), model.lm_head.weight)
+    assert torch.equal(read_embedding(spec), model.get_input_embeddings().weight)
+    assert torch.equal(read_logit_changes(spec).bias_V, model.lm_head.bias)
+
+
+def test_only_the_shard_that_holds_the_matrix_is_opened(tmp_path, no_loading):
+    model = tiny_llama()
     model.save_pretrained(tmp_path, max_shard_size="10KB")
-    holders = [
-        path for path in tmp_path.glob("*.safetensors") if "lm_head.weight" in lm_head._names(path)
-    ]
-    others = set(tmp_path.glob("*.safetensors")) - set(holders)
-    assert len(holders) == 1 and others
+    shards = list(tmp_path.glob("*.safetensors"))
+    others = [path for path in shards if "lm_head.weight" not in load_file(path)]
+    assert len(others) == len(shards) - 1 > 0
     for path in others:
         path.write_bytes(b"not to be read")
     assert torch.equal(read_lm_head(TargetSpec(str(tmp_path))), model.lm_head.weight)
 
 
-def test_an_older_bin_checkpoint_is_read_too(tmp_path, no_loading):
-    model = llama()
+def test_a_bin_checkpoint_is_read_in_the_targets_dtype(tmp_path, no_loading):
+    model = tiny_llama()
     model.config.save_pretrained(tmp_path)
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
-    assert torch.equal(read_lm_head(TargetSpec(str(tmp_path))), model.lm_head.weight)
+    found = read_lm_head(TargetSpec(str(tmp_path), dtype="bfloat16"))
+    assert torch.equal(found, model.lm_head.weight.bfloat16())
 
 
-def test_the_lm_head_comes_in_the_dtype_that_the_target_runs_in(tmp_path):
-    model = llama()
+def test_a_target_with_ambiguous_files_is_loaded(tmp_path, monkeypatch):
+    model, spec = tiny_model(PhiConfig(**SIZES)), TargetSpec(str(tmp_path))
+    torch.nn.init.normal_(model.lm_head.bias)
     model.save_pretrained(tmp_path)
-    read = read_lm_head(TargetSpec(str(tmp_path), dtype="bfloat16"))
-    assert torch.equal(read, model.lm_head.weight.bfloat16())
+    monkeypatch.setattr(lm_head, "_weight_map", lambda _: {})
+    assert torch.equal(read_lm_head(spec), model.lm_head.weight)
+    assert torch.equal(read_embedding(spec), model.get_input_embeddings().weight)
+    assert torch.equal(read_logit_changes(spec).bias_V, model.lm_head.bias)
 
 
-def test_a_target_whose_files_leave_a_doubt_is_loaded(tmp_path, monkeypatch):
-    model = llama()
-    model.save_pretrained(tmp_path)
-    monkeypatch.setattr(lm_head, "OUTPUT_EMBEDDINGS", ("unheard_of.weight",))
-    assert torch.equal(read_lm_head(TargetSpec(str(tmp_path))), model.lm_head.weight)
-
-
-SMALL = {
-    "vocab_size": V,
-    "hidden_size": D,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-}
-OF_A_FAMILY = [
-    LlamaConfig(**SMALL, tie_word_embeddings=True),
-    Gemma2Config(**SMALL, num_key_value_heads=2, head_dim=16, final_logit_softcapping=0.5),
-    CohereConfig(**SMALL, logit_scale=0.25, pad_token_id=0),
-    GraniteConfig(**SMALL, logits_scaling=4.0),
-    HyperCLOVAXConfig(**SMALL, logits_scaling=4.0),
-    PhiConfig(**SMALL),
-]
-
-
-@pytest.mark.parametrize("config", OF_A_FAMILY, ids=lambda config: config.model_type)
-def test_the_target_s_own_logits_follow_from_its_states_and_files(config, tmp_path, no_loading):
+@pytest.mark.parametrize(
+    "config",
+    [
+        LlamaConfig(**SIZES, tie_word_embeddings=True),
+        Gemma2Config(**SIZES, head_dim=16, final_logit_softcapping=0.5),
+        CohereConfig(**SIZES, logit_scale=0.25),
+        GraniteConfig(**SIZES, logits_scaling=4.0),
+        HyperCLOVAXConfig(**SIZES, logits_scaling=4.0),
+        PhiConfig(**SIZES),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_logits_follow_from_states_and_files(config, tmp_path, no_loading):
     """Bias, scale and cap included, against transformers."""
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).eval()
+    model, spec = tiny_model(config), TargetSpec(str(tmp_path))
     for name, weight in model.named_parameters():
         if "embed" in name or "lm_head" in name:
             torch.nn.init.normal_(weight)
     model.save_pretrained(tmp_path)
     with torch.no_grad():
-        found = model(torch.arange(9)[None], output_hidden_states=True)
-    spec = TargetSpec(str(tmp_path))
+        output = model(torch.arange(9)[None], output_hidden_states=True)
     head = TargetHead(read_lm_head(spec), *read_logit_changes(spec))
-    torch.testing.assert_close(
-        head.logits(found.hidden_states[-1][0]), found.logits[0], rtol=1e-4, atol=1e-4
-    )
+    logits_TV = head.logits(output.hidden_states[-1][0])
+    torch.testing.assert_close(logits_TV, output.logits[0], rtol=1e-4, atol=1e-4)
 
 
-def test_a_bias_is_read_from_the_loaded_model_where_the_files_do_not_name_their_tensors(
-    tmp_path, monkeypatch
-):
-    model = AutoModelForCausalLM.from_config(PhiConfig(**SMALL))
-    torch.nn.init.normal_(model.lm_head.bias)
-    model.save_pretrained(tmp_path)
-    monkeypatch.setattr(lm_head, "_weight_map", lambda _: {})
-    assert torch.equal(read_logit_changes(TargetSpec(str(tmp_path))).bias_V, model.lm_head.bias)
-
-
-def test_a_target_without_the_lm_head_that_vllm_would_not_miss_is_refused(random_target, tmp_path):
-    directory = Path(shutil.copytree(random_target.model, tmp_path / "headless"))
-    require_lm_head(TargetSpec(str(directory)))
-    tensors = load_file(directory / "model.safetensors")
+def test_a_missing_lm_head_that_vllm_ignores_is_refused(copied):
+    spec = TargetSpec(str(copied))
+    require_lm_head(spec)
+    tensors = load_file(copied / "model.safetensors")
     del tensors["lm_head.weight"]
-    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ConfigError, match=r"files lack lm_head\.weight"):
-        require_lm_head(TargetSpec(str(directory)))
-    config = json.loads((directory / "config.json").read_text()) | {"tie_word_embeddings": True}
-    (directory / "config.json").write_text(json.dumps(config))
-    require_lm_head(TargetSpec(str(directory)))
+    save_file(tensors, copied / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match=r"missing keys, lm_head\.weight"):
+        require_lm_head(spec)
+    edit(copied / "config.json", tie_word_embeddings=True)
+    require_lm_head(spec)

@@ -1,9 +1,7 @@
 from __future__ import annotations
 
-import json
 import os
-import shutil
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,87 +14,75 @@ from pipeline.targets import loading
 from pipeline.targets.loading import lm_head_weight, load_causal_lm, require_gpus, verify_tap
 from pipeline.targets.spec import TargetSpec, weight_files
 from tests.forks import in_a_fork
+from tests.targets.conftest import edit
 
-without_gpu = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="this machine has the GPU that must be missing"
-)
-
-
-WHOLE = {
-    "missing_keys": set(),
-    "unexpected_keys": set(),
-    "mismatched_keys": set(),
-}  # transformers' report
+WHOLE = {"missing_keys": set(), "unexpected_keys": set(), "mismatched_keys": set()}
 
 
 @pytest.fixture
-def pickled(random_target: TargetSpec, tmp_path: Path) -> Path:
-    """The random target as older repositories ship theirs."""
-    directory = Path(shutil.copytree(random_target.model, tmp_path / "pickled"))
-    torch.save(load_file(directory / "model.safetensors"), directory / "pytorch_model.bin")
-    (directory / "model.safetensors").unlink()
-    return directory
+def loads(monkeypatch):
+    """`loads(result)`: transformers returns or raises it; returns the arguments of its calls."""
+
+    def replace(result):
+        calls = []
+
+        def from_pretrained(*_, **arguments):
+            calls.append(arguments)
+            if isinstance(result, Exception):
+                raise result
+            return result
+
+        monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", from_pretrained)
+        return calls
+
+    return replace
 
 
-def test_a_target_is_loaded_frozen_in_its_dtype(random_target: TargetSpec) -> None:
+def test_a_target_is_loaded_frozen_in_its_dtype(random_target):
     model = load_causal_lm(TargetSpec(random_target.model, dtype="bfloat16"))
     assert not model.training
     assert {(p.requires_grad, p.dtype) for p in model.parameters()} == {(False, torch.bfloat16)}
 
 
-def test_on_a_gpu_attention_builds_no_plan_for_every_new_shape(
-    random_target: TargetSpec, monkeypatch
-) -> None:
-    monkeypatch.setattr(
-        loading, "require_gpus", lambda number: torch.backends.cuda.enable_cudnn_sdp(True)
-    )
-    monkeypatch.setattr(
-        AutoModelForCausalLM, "from_pretrained", lambda *args, **kwargs: (torch.nn.Module(), WHOLE)
-    )
-    try:
-        load_causal_lm(random_target, "cuda")
-        assert (
-            not torch.backends.cuda.cudnn_sdp_enabled() and torch.backends.cuda.flash_sdp_enabled()
-        )
-    finally:
-        torch.backends.cuda.enable_cudnn_sdp(True)
-
-
-@pytest.mark.skipif(
-    not Path("/proc/self/maps").exists(), reason="Linux says what a process has mapped"
-)
-def test_on_a_cpu_weights_in_their_own_dtype_are_the_file_s_own_pages(
-    random_target: TargetSpec,
-) -> None:
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="Linux lists what is mapped")
+def test_weights_on_a_cpu_are_the_files_own_pages(random_target):
     """So that the workers of a machine, which load the whole target to split it, hold it once."""
     model = load_causal_lm(random_target)
     address = model.get_input_embeddings().weight.data_ptr()
+    mapped = []
     for line in Path("/proc/self/maps").read_text().splitlines():
         first, last = (int(end, 16) for end in line.split()[0].split("-"))
         if first <= address < last:
-            assert line.endswith("model.safetensors")
-            return
-    raise AssertionError("every address is in some mapping")
+            mapped.append(line)
+    assert len(mapped) == 1 and mapped[0].endswith("model.safetensors")
 
 
 @pytest.mark.slow
-def test_quantizing_on_a_cpu_says_nothing_of_kernels_that_are_missing() -> None:
+def test_quantizing_on_a_cpu_warns_of_no_missing_kernels():
     pytest.importorskip("bitsandbytes")
     assert in_a_fork(loading._bitsandbytes, TargetSpec("any", quantization="4bit")) == (0, "")
 
 
-def test_a_repository_of_pickled_weights_loads_the_same_tensors(
-    random_target: TargetSpec, pickled: Path
-) -> None:
-    expected = load_file(Path(random_target.model) / "model.safetensors")["lm_head.weight"]
-    spec = TargetSpec(str(pickled))
+# --- pickled weights
+
+
+@pytest.fixture
+def pickled(copied):
+    """The random target as older repositories store theirs."""
+    torch.save(load_file(copied / "model.safetensors"), copied / "pytorch_model.bin")
+    (copied / "model.safetensors").unlink()
+    return copied
+
+
+def test_pickled_weights_load_the_same_tensors(random_target, pickled):
+    spec, expected = TargetSpec(str(pickled)), load_causal_lm(random_target).lm_head.weight
     assert torch.equal(lm_head_weight(load_causal_lm(spec)), expected)
     assert pickled / "pytorch_model.bin" in weight_files(spec)
 
 
-def test_pickled_weights_run_no_code(pickled: Path, tmp_path: Path) -> None:
+def test_pickled_weights_run_no_code(pickled, tmp_path):
     class Touch:
-        def __reduce__(self) -> tuple:
+        def __reduce__(self):
             return os.system, (f"touch {tmp_path / 'ran'}",)
 
     torch.save({"lm_head.weight": Touch()}, pickled / "pytorch_model.bin")
@@ -105,196 +91,167 @@ def test_pickled_weights_run_no_code(pickled: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
-def test_damaged_weights_are_a_readable_error(random_target: TargetSpec, tmp_path: Path) -> None:
-    directory = Path(shutil.copytree(random_target.model, tmp_path / "damaged"))
+# --- files that are not the model
+
+
+def cut_in_half(directory):
     weights = (directory / "model.safetensors").read_bytes()
     (directory / "model.safetensors").write_bytes(weights[: len(weights) // 2])
-    with pytest.raises(ConfigError, match="fetch the target's files again"):
-        load_causal_lm(TargetSpec(str(directory)))
 
 
-def test_the_tap_is_what_lm_head_reads(random_target: TargetSpec) -> None:
-    verify_tap(load_causal_lm(random_target))
+def without(directory, name):
+    tensors = load_file(directory / "model.safetensors")
+    del tensors[name]
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
 
 
-def test_a_tap_that_lm_head_does_not_read_is_refused(random_target: TargetSpec) -> None:
+def resized(directory, **sizes):
+    edit(directory / "config.json", **sizes)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (cut_in_half, "transformers cannot load"),
+        (partial(without, name="lm_head.weight"), "1 missing keys, lm_head.weight"),
+        (partial(without, name="model.norm.weight"), "1 missing keys, model.norm.weight"),
+        (partial(resized, num_hidden_layers=9), "missing keys, model.layers"),
+        (partial(resized, num_hidden_layers=1), "unexpected keys, model.layers.1"),
+    ],
+)
+def test_weights_are_never_filled_with_random_numbers(copied, damage, words):
+    damage(copied)
+    with pytest.raises(ConfigError, match=words) as caught:
+        load_causal_lm(TargetSpec(str(copied)))
+    assert "\n" not in str(caught.value) and "etch the target's files again" in caught.value.fix
+
+
+def test_a_tied_matrix_and_an_older_buffer_are_no_damage(copied):
+    resized(copied, tie_word_embeddings=True)
+    without(copied, "lm_head.weight")
+    tensors = load_file(copied / "model.safetensors")
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+    save_file(tensors, copied / "model.safetensors", {"format": "pt"})
+    model = load_causal_lm(TargetSpec(str(copied)))
+    assert torch.equal(lm_head_weight(model), tensors["model.embed_tokens.weight"])
+
+
+def test_what_a_quantizer_left_in_the_files_is_no_damage(random_target, loads):
+    """AutoGPTQ writes a bias of zeros for every layer, and transformers has no place for it."""
     model = load_causal_lm(random_target)
+    loads((model, {**WHOLE, "unexpected_keys": {"model.layers.0.mlp.up_proj.bias"}}))
+    with pytest.raises(ConfigError, match="unexpected"):
+        load_causal_lm(random_target)
+    model.hf_quantizer = object()
+    assert load_causal_lm(random_target) is model
+
+
+# --- the tap
+
+
+def test_the_tap_is_what_lm_head_reads(random_target):
+    model = load_causal_lm(random_target)
+    verify_tap(model)
     model.lm_head.register_forward_pre_hook(lambda _, args: (args[0] * 2,))
     with pytest.raises(ConfigError, match="not what its lm_head reads"):
         verify_tap(model)
 
 
-def test_states_that_overflow_are_refused(random_target: TargetSpec) -> None:
+def test_states_that_overflow_are_refused(random_target):
     model = load_causal_lm(random_target)
     model.model.embed_tokens.weight.fill_(float("inf"))
     with pytest.raises(ConfigError, match="not finite"):
         verify_tap(model)
 
 
-def test_a_missing_bitsandbytes_is_an_environment_fault(random_target, monkeypatch) -> None:
-    monkeypatch.setattr(
-        "transformers.quantizers.quantizer_bnb_4bit.is_bitsandbytes_available", lambda: False
-    )
+def test_a_kernel_that_a_forward_lacks_is_an_environment_fault(random_target, monkeypatch):
+    def refuse(*_, **__):
+        raise RuntimeError("torch._scaled_mm is only supported on compute capability >= 9.0")
+
+    model = load_causal_lm(random_target)
+    monkeypatch.setattr(model.model, "forward", refuse)
+    with pytest.raises(EnvironmentFault) as caught:
+        verify_tap(model)
+    assert "\n" not in str(caught.value)
+
+
+# --- what a machine lacks
+
+
+def test_a_missing_bitsandbytes_is_an_environment_fault(random_target, monkeypatch):
+    quantizer = "transformers.quantizers.quantizer_bnb_4bit"
+    monkeypatch.setattr(f"{quantizer}.is_bitsandbytes_available", lambda: False)
     with pytest.raises(EnvironmentFault, match="pip install"):
         load_causal_lm(TargetSpec(random_target.model, quantization="4bit"))
-
-
-def test_what_a_quantizer_left_in_the_files_is_no_other_model(random_target, monkeypatch) -> None:
-    """AutoGPTQ writes a bias of zeros for every layer, and transformers has no place for it."""
-    model, left = load_causal_lm(random_target), {"model.layers.0.mlp.up_proj.bias"}
-    loaded = lambda *_, **__: (model, {**WHOLE, "unexpected_keys": left})  # noqa: E731
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", loaded)
-    with pytest.raises(ConfigError, match="no place for"):
-        load_causal_lm(random_target)
-    model.hf_quantizer = object()
-    assert load_causal_lm(random_target) is model
 
 
 @pytest.mark.parametrize(
     ("error", "format"),
     [
-        (
-            torch.AcceleratorError(
-                "CUDA error: no kernel image is available for execution on the device"
-            ),
-            None,
-        ),
+        (torch.AcceleratorError("CUDA error: no kernel image is available"), None),
         (ImportError("Loading an FP8 quantized model requires accelerate"), None),
-        (
-            ValueError(
-                "FP8 quantized models is only supported on GPUs with compute capability >= 9.0"
-            ),
-            "fbgemm_fp8",
-        ),
+        (ValueError("FP8 is only supported on compute capability >= 9.0"), "fbgemm_fp8"),
     ],
 )
-def test_what_this_machine_lacks_is_an_environment_fault(
-    random_target, tmp_path, monkeypatch, error, format
-) -> None:
-    directory = Path(shutil.copytree(random_target.model, tmp_path / "copy"))
+def test_what_this_machine_lacks_is_an_environment_fault(copied, loads, error, format):
     if format:
-        config = json.loads((directory / "config.json").read_text())
-        (directory / "config.json").write_text(
-            json.dumps(config | {"quantization_config": {"quant_method": format}})
-        )
-
-    def refuse(*_, **__):
-        raise error
-
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", refuse)
-    with pytest.raises(EnvironmentFault) as caught:
-        load_causal_lm(TargetSpec(str(directory)))
-    assert caught.value.exit_code == 4 and "\n" not in str(caught.value)
+        edit(copied / "config.json", quantization_config={"quant_method": format})
+    loads(error)
+    with pytest.raises(EnvironmentFault, match=str(error)[:20]) as caught:
+        load_causal_lm(TargetSpec(str(copied)))
+    assert "\n" not in str(caught.value)
 
 
-def test_a_first_forward_without_a_kernel_is_an_environment_fault(
-    random_target, monkeypatch
-) -> None:
-    model = load_causal_lm(random_target)
-
-    def refuse(*_, **__):
-        raise RuntimeError(
-            "torch._scaled_mm is only supported on CUDA devices with compute capability >= 9.0"
-        )
-
-    monkeypatch.setattr(model.model, "forward", refuse)
-    with pytest.raises(EnvironmentFault) as caught:
-        verify_tap(model)
-    assert caught.value.exit_code == 4 and "\n" not in str(caught.value)
+def test_other_errors_of_a_family_are_configuration_errors(random_target, loads):
+    loads(ValueError("of the model's code"))
+    with pytest.raises(ConfigError, match="of the model's code"):
+        load_causal_lm(random_target)
 
 
-FREE = {0: 900_000, 1: 800_000, 2: 700_000, 3: 600_000}  # bytes
-
-
-@pytest.fixture
-def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As far as a loader asks before it hands over to transformers."""
-    monkeypatch.setattr("pipeline.targets.loading.require_gpus", lambda _: None)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu: (FREE[gpu], 10**9))
-
-
-@pytest.mark.usefixtures("four_gpus")
-@pytest.mark.parametrize("num_gpus", [2, 3])
-def test_a_target_is_spread_over_the_first_gpus_and_no_other(
-    random_target: TargetSpec, monkeypatch: pytest.MonkeyPatch, num_gpus: int
-) -> None:
-    """accelerate places on the devices of `max_memory` alone, and takes every visible one where it
-    is given none.
-    """
-    model, asked = load_causal_lm(random_target), {}
-    monkeypatch.setattr(
-        "transformers.AutoModelForCausalLM.from_pretrained",
-        lambda *_, **said: asked.update(said) or (model, WHOLE),
-    )
-    load_causal_lm(random_target, "cuda", num_gpus)
-    assert asked["device_map"] == "auto"
-    assert asked["max_memory"] == {gpu: FREE[gpu] for gpu in range(num_gpus)}
-    asked.clear()
-    load_causal_lm(random_target, "cuda", 1)
-    assert asked["device_map"] == {"": "cuda"} and "max_memory" not in asked
-
-
-@pytest.mark.usefixtures("four_gpus")
-@pytest.mark.parametrize("elsewhere", ["cpu", "disk"])
-def test_a_target_that_overflows_its_gpus_is_refused(
-    random_target: TargetSpec, monkeypatch: pytest.MonkeyPatch, elsewhere: str
-) -> None:
-    model = load_causal_lm(random_target)
-    model.hf_device_map = {"model.embed_tokens": 0, "model.layers": elsewhere}
-    monkeypatch.setattr(
-        "transformers.AutoModelForCausalLM.from_pretrained", lambda *_, **__: (model, WHOLE)
-    )
-    with pytest.raises(EnvironmentFault, match=r"does not fit.*2 GPU.*Raise gpus_per_worker"):
-        load_causal_lm(random_target, "cuda", num_gpus=2)
-
-
-@without_gpu
-def test_a_missing_gpu_is_an_environment_fault(random_target: TargetSpec) -> None:
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has the missing GPU")
+def test_a_missing_gpu_is_an_environment_fault(random_target):
     require_gpus(0)
     with pytest.raises(EnvironmentFault, match="2 GPUs are asked for and 0 are visible"):
         load_causal_lm(random_target, "cuda", num_gpus=2)
 
 
-def without(directory: Path, name: str) -> None:
-    tensors = load_file(directory / "model.safetensors")
-    del tensors[name]
-    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+# --- GPUs, up to the call of transformers
+
+FREE = {0: 900_000, 1: 800_000, 2: 700_000, 3: 600_000}  # bytes
 
 
-def resized(directory: Path, **sizes: int) -> None:
-    config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps(config | sizes))
+@pytest.fixture
+def four_gpus(monkeypatch):
+    monkeypatch.setattr(loading, "require_gpus", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu: (FREE[gpu], 10**9))
+    yield
+    torch.backends.cuda.enable_cudnn_sdp(True)
 
 
-@pytest.mark.parametrize(
-    ("damage", "said"),
-    [
-        (lambda directory: without(directory, "lm_head.weight"), "files lack lm_head.weight"),
-        (lambda directory: without(directory, "model.norm.weight"), "files lack model.norm.weight"),
-        (
-            lambda directory: resized(directory, num_hidden_layers=9),
-            "files lack model.layers.*and .* more",
-        ),
-        (lambda directory: resized(directory, num_hidden_layers=1), "no place for, model.layers.1"),
-    ],
-)
-def test_a_target_whose_files_are_not_the_model_is_refused_and_never_filled_with_random_numbers(
-    random_target: TargetSpec, tmp_path: Path, damage: Callable[[Path], None], said: str
-) -> None:
-    directory = Path(shutil.copytree(random_target.model, tmp_path / "damaged"))
-    damage(directory)
-    with pytest.raises(ConfigError, match=said):
-        load_causal_lm(TargetSpec(str(directory)))
+@pytest.mark.usefixtures("four_gpus")
+def test_a_target_is_spread_over_the_first_gpus_alone(random_target, loads):
+    """accelerate places on the devices of `max_memory` alone, and takes every visible one where it
+    is given none.
+    """
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    calls = loads((load_causal_lm(random_target), WHOLE))
+    for num_gpus in (1, 2, 3):
+        load_causal_lm(random_target, "cuda", num_gpus)
+    placed = [(call["device_map"], call.get("max_memory")) for call in calls]
+    assert placed == [
+        ({"": "cuda"}, None),
+        ("auto", {0: 900_000, 1: 800_000}),
+        ("auto", {0: 900_000, 1: 800_000, 2: 700_000}),
+    ]
+    # its plan for every new shape takes half a second
+    assert not torch.backends.cuda.cudnn_sdp_enabled() and torch.backends.cuda.flash_sdp_enabled()
 
 
-def test_a_matrix_that_is_tied_and_a_buffer_that_older_files_hold_are_no_damage(
-    random_target: TargetSpec, tmp_path: Path
-) -> None:
-    directory = Path(shutil.copytree(random_target.model, tmp_path / "older"))
-    resized(directory, tie_word_embeddings=True)
-    without(directory, "lm_head.weight")
-    tensors = load_file(directory / "model.safetensors")
-    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
-    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
-    model = load_causal_lm(TargetSpec(str(directory)))
-    assert torch.equal(lm_head_weight(model), tensors["model.embed_tokens.weight"])
+@pytest.mark.usefixtures("four_gpus")
+@pytest.mark.parametrize("elsewhere", ["cpu", "disk", "memory"])
+def test_a_target_that_overflows_its_gpus_is_refused(random_target, loads, elsewhere):
+    model = load_causal_lm(random_target)
+    model.hf_device_map = {"model.embed_tokens": 0, "model.layers": elsewhere}
+    loads(torch.cuda.OutOfMemoryError() if elsewhere == "memory" else (model, WHOLE))
+    with pytest.raises(EnvironmentFault, match=r"does not fit.*2 GPU.*Raise gpus_per_worker"):
+        load_causal_lm(random_target, "cuda", num_gpus=2)

@@ -1,0 +1,96 @@
+"""What is asked of vLLM, and what it leaves behind in a process, without vLLM."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import replace
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from pipeline.errors import ConfigError, EnvironmentFault
+from pipeline.targets import vllm_engine
+from pipeline.targets.spec import TargetSpec
+from pipeline.targets.vllm_engine import RunningEngine, VLLMGenerationEngine, engine_arguments
+from tests.targets.conftest import CONTEXT, edit
+
+
+def test_a_missing_vllm_is_an_environment_fault(random_target, monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(EnvironmentFault, match=r"not importable.*engine: transformers"):
+        VLLMGenerationEngine(random_target)
+
+
+def test_a_quantization_of_transformers_is_refused(random_target):
+    with pytest.raises(ConfigError, match="engine: transformers"):
+        VLLMGenerationEngine(replace(random_target, quantization="4bit"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has the missing GPU")
+def test_a_missing_gpu_is_an_environment_fault(random_target):
+    with pytest.raises(EnvironmentFault, match="1 GPUs are asked for"):
+        VLLMGenerationEngine(random_target, gpus=1)
+
+
+def test_prompts_are_prefilled_whole_on_a_cpu(random_target):
+    arguments = engine_arguments(random_target, {"enforce_eager": False}, gpus=0)
+    assert arguments["enable_chunked_prefill"] is False
+    assert arguments["max_num_batched_tokens"] >= arguments["max_model_len"] == CONTEXT
+    assert arguments["enforce_eager"] is False, "the user's arguments override ours"
+
+
+@pytest.mark.parametrize(
+    ("settings", "on_cpu"),
+    [
+        ({"quant_method": "gptq", "bits": 4}, "bfloat16"),
+        ({"quant_method": "fp8"}, "bfloat16"),
+        ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "bfloat16"),
+        ({"quant_method": "compressed-tensors", "format": "int-quantized"}, "float32"),
+    ],
+)
+def test_packed_weights_run_in_16_bits_on_a_cpu(copied, settings, on_cpu):
+    edit(copied / "config.json", quantization_config=settings)
+    spec = TargetSpec(str(copied))
+    assert engine_arguments(spec, {}, gpus=0)["dtype"] == on_cpu
+    assert engine_arguments(spec, {}, gpus=1)["dtype"] == "float32"
+
+
+@pytest.mark.parametrize("fails", [None, "start", "shutdown"])
+def test_an_engine_leaves_the_process_as_it_was(monkeypatch, fails):
+    """vLLM's CPU worker makes torch's way to set threads a no-op."""
+
+    def shutdown():
+        assert fails is None, "the engine core is gone"
+
+    def start(**_):
+        torch.set_num_threads = lambda number: None
+        os.environ["LOCAL_WORLD_SIZE"] = "1"
+        os.environ["LD_PRELOAD"] = "libiomp5.so"
+        assert fails != "start", "no memory"
+        core = SimpleNamespace(shutdown=shutdown)
+        return SimpleNamespace(llm_engine=SimpleNamespace(engine_core=core))
+
+    monkeypatch.setenv("LD_PRELOAD", "before.so")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "")
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    monkeypatch.setattr(torch, "set_num_threads", torch.set_num_threads)
+    monkeypatch.setattr(vllm_engine, "require_lm_head", lambda _: None)
+    monkeypatch.setattr(vllm_engine, "engine_arguments", lambda *_: {})
+    monkeypatch.setattr(vllm_engine, "import_vllm", lambda: SimpleNamespace(LLM=start))
+    state = ModuleType("vllm.distributed.parallel_state")
+    state.cleanup_dist_env_and_memory = lambda: None
+    monkeypatch.setitem(sys.modules, state.__name__, state)
+    own = torch.set_num_threads
+    if fails == "start":
+        with pytest.raises(EnvironmentFault, match="no memory"):
+            RunningEngine(TargetSpec("nowhere"), {}, 0)
+    else:
+        engine = RunningEngine(TargetSpec("nowhere"), {}, 0)
+        try:
+            engine.close()
+        except AssertionError:
+            assert fails == "shutdown"
+    assert torch.set_num_threads is own
+    assert os.environ["LD_PRELOAD"] == "before.so" and "LOCAL_WORLD_SIZE" not in os.environ
