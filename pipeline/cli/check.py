@@ -34,7 +34,9 @@ def check(
     prompts: Annotated[
         Path | None,
         typer.Option(
-            help="A file of questions (MT-Bench, any form of seeds). Default: bundled ones."
+            exists=True,
+            dir_okay=False,
+            help="A file of questions (MT-Bench, any form of seeds). Default: bundled ones.",
         ),
     ] = None,
     number: Annotated[int, typer.Option(min=1, help="How many of them to ask.")] = 32,

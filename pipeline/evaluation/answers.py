@@ -164,7 +164,7 @@ def answer_lines(
     """
     lines: dict[int | str, Line] = {}
     for index, prompt in enumerate(prompts):
-        name = prompt.id if prompt.question_id is None else prompt.question_id
+        name = prompt.conversation
         if name not in lines:
             lines[name] = model_answer(name, model_id, [])
             lines[name]["category"] = prompt.category or ""

@@ -44,11 +44,11 @@ from pipeline.evaluation.speed import (
     baseline_figures,
     by_category,
     decode_by,
-    rate_on_new_answers,
     require_steps,
     speed,
     steps_by_accepted_length,
     take_turns,
+    with_new_answers,
 )
 from pipeline.evaluation.studies import chain_rate, run_studies
 from pipeline.execution.progress import ProgressReporter
@@ -223,12 +223,8 @@ def native_figures(
         categories=by_category(prompts, passes, measured.greedy_passes, names),
         baselines=baselines + failed,
     )
-    if request.trained is not None:
-        accepted = [answer.accepted for answer in decoded]
-        seen_share, new = rate_on_new_answers(
-            prompts, _texts(decoded), accepted, request.trained.answers()
-        )
-        found = replace(found, seen_share=seen_share, new=new)
+    accepted = [answer.accepted for answer in decoded]
+    found = with_new_answers(found, request, _texts(decoded), accepted)
     if settings.acceptance != "greedy":
         likelihoods = _log_likelihoods(request, methods, measured)
         found = replace(found, temperature=settings.temperature, log_likelihood=likelihoods)

@@ -32,10 +32,9 @@ from pipeline.artifacts.json_form import rounded
 from pipeline.artifacts.seen_answers import NewAnswers
 from pipeline.artifacts.tree_file import ChainLength
 from pipeline.config import LatencyLimits
-from pipeline.decoding.held_out import rate_of_answers
 from pipeline.evaluation.answers import compare, tie_tolerance, top_2_gap
-from pipeline.evaluation.prompts import SILENT, CheckRequest, conversations_of
-from pipeline.evaluation.speed import rate_on_new_answers, require_steps
+from pipeline.evaluation.prompts import SILENT, CheckRequest
+from pipeline.evaluation.speed import rate, require_steps, with_new_answers
 from pipeline.execution.progress import ProgressReporter
 from pipeline.export.layout import read_layout
 from pipeline.targets.loading import load_causal_lm
@@ -81,7 +80,7 @@ def check_served(request: CheckRequest, progress: ProgressReporter = SILENT) -> 
 
     tolerance = tie_tolerance(request.target, settings, on_gpu=gpus > 0)
     comparison = compare(prompts, plain.token_ids, answers, gap_at, tolerance)
-    measured = rate_of_answers(accepted, conversations_of(prompts))
+    measured = rate(prompts, accepted)
     figures = VllmFigures(
         num_speculative_tokens=num_tokens,
         export_alone="model" in with_heads,
@@ -97,10 +96,7 @@ def check_served(request: CheckRequest, progress: ProgressReporter = SILENT) -> 
         tie_tolerance=tolerance,
         dtype=request.target.dtype,
     )
-    if request.trained is not None:
-        seen = request.trained.answers()
-        seen_share, new = rate_on_new_answers(prompts, answers, accepted, seen)
-        figures = replace(figures, seen_share=seen_share, new=new)
+    figures = with_new_answers(figures, request, answers, accepted)
     return CheckResult(vllm=figures, differing=comparison.differing)
 
 
