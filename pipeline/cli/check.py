@@ -11,7 +11,8 @@ import typer
 from rich.console import Console
 
 if TYPE_CHECKING:
-    from pipeline.evaluation.measuring import AnswerLines, MeasuredHeads
+    from pipeline.evaluation.answers import AnswerLines
+    from pipeline.evaluation.measuring import MeasuredHeads
 
 
 class Engine(StrEnum):

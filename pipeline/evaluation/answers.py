@@ -43,6 +43,8 @@ from pipeline.targets.spec import TargetSpec
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+AnswerLines = dict[str, list[Line]]  # by method
+
 NUM_SAMPLES = 2  # decoded answers in the report
 NUM_SHOWN = 4  # tokens of a difference
 

@@ -18,12 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import pipeline
-from pipeline.artifacts.check_result import CheckFigures, CheckResult, Limits, Line
+from pipeline.artifacts.check_result import CheckFigures, CheckResult, Limits
 from pipeline.config import CheckConfig
 from pipeline.conversations.sources import read_questions
 from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.decoding.tree import Choices, stock_tree
 from pipeline.errors import ConfigError, DataError
+from pipeline.evaluation.answers import AnswerLines
 from pipeline.evaluation.native import check_native
 from pipeline.evaluation.prompts import (
     SILENT,
@@ -50,8 +51,6 @@ from pipeline.targets.vllm_engine import in_vllm
 
 BUNDLED = Path(pipeline.__file__).parents[1] / "data" / "seeds.sharegpt.jsonl"
 DRAFT_TOKENS = 5  # of a cell whose directory does not say
-
-AnswerLines = dict[str, list[Line]]  # by method
 
 
 def measure(
