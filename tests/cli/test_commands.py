@@ -11,12 +11,10 @@ import sys
 from importlib.metadata import version
 
 import pytest
-from rich.console import Console
 
 from pipeline.config.running import LimitsConfig
-from pipeline.flow import run_flow
 from tests.cli.tables import STAGES, line_of, one_paragraph, states
-from tests.flows.tiny import stages_run
+from tests.flows.tiny import run_again, stages_run
 
 
 def test_a_signal_that_typer_would_take_for_its_own_is_told_too(command, finished_run, monkeypatch):
@@ -183,7 +181,7 @@ def test_a_run_reads_as_it_lies_copied_elsewhere_without_its_target_and_seeds(
     here = make_config(
         tmp_path / "here", target__model=str(target), seeds__sources=[{"path": str(seeds)}]
     )
-    run = run_flow(here, executor="inline", console=Console(quiet=True))
+    run = run_again(here)
     shutil.copytree(run.path, tmp_path / "there", symlinks=True)
     for path in (run.path, target):
         shutil.rmtree(path)
@@ -201,7 +199,7 @@ def test_a_run_reads_as_it_lies_copied_elsewhere_without_its_target_and_seeds(
 def test_a_run_with_a_store_reads_as_it_lies_when_both_were_copied(command, make_config, tmp_path):
     home = tmp_path / "home"
     config = make_config(home, run__store=str(home / "store"))
-    run_flow(config, until="generate", executor="inline", console=Console(quiet=True))
+    run_again(config, until="generate")
     shutil.move(home, tmp_path / "moved")
     found = states(command("status", tmp_path / "moved/run").out)
     assert (found["seeds"], found["generate"], found["features"]) == ("done", "done", "not")

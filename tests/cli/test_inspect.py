@@ -6,15 +6,14 @@ import json
 import shutil
 
 import pytest
-from rich.console import Console
 
 from pipeline.artifacts.generated_rows import TokenRow
 from pipeline.cli.inspect import COLOURS, coloured
-from pipeline.flow import run_flow
 from pipeline.formatting import visible
 from pipeline.storage.shards import read_rows
 from pipeline.targets.spec import TargetSpec, load_tokenizer
 from tests.cli.tables import one_paragraph
+from tests.flows.tiny import run_again, stored
 
 
 def test_inspect_shows_a_row_as_it_was_said(command, finished_run):
@@ -31,12 +30,12 @@ def test_inspect_prints_texts_as_they_are(command, make_config, tmp_path):
         "".join(json.dumps({"prompt": text}) + "\n" for text in texts)
     )
     config = make_config(tmp_path, seeds__sources=[{"path": str(tmp_path / "seeds.jsonl")}])
-    run = run_flow(config, until="seeds", executor="inline", console=Console(quiet=True))
+    run = run_again(config, until="seeds")
     assert f"user: {texts[7]}\n" in command("inspect", run.path, "seeds", "seeds:7").out
 
 
 def test_inspect_finds_a_row_by_number_and_by_id(command, finished_run):
-    rows = [row for path in finished_run.latest("generate").shards() for row in read_rows(path)]
+    rows = stored(finished_run.latest("generate"))
     by_number = command("inspect", finished_run.path, "generate", 17).out
     assert rows[17]["id"] in by_number.splitlines()[0]
     assert command("inspect", finished_run.path, "generate", rows[17]["id"]).out == by_number

@@ -17,11 +17,11 @@ from huggingface_hub import constants
 
 from pipeline.cli.app import main
 from pipeline.formatting import duration
-from pipeline.storage.shards import read_rows
 from pipeline.targets.spec import TargetSpec, weight_files
 from tests.cli.hub_to_read import REPOSITORY, HubToRead, serve
 from tests.cli.tables import STAGES, line_of, one_paragraph, states
 from tests.export.hub_stand_in import take_for_the_hub
+from tests.flows.tiny import stored
 from tests.forks import in_a_fork
 
 
@@ -67,7 +67,7 @@ def test_plan_counts_the_seeds_and_bounds_their_tokens_by_the_settings_or_the_co
 def test_plan_takes_the_true_numbers_of_what_is_done_and_of_nothing_else(
     command, config_file, copied_run
 ):
-    rows = [row for path in copied_run.latest("generate").shards() for row in read_rows(path)]
+    rows = stored(copied_run.latest("generate"))
     tokens = sum(span["end"] - span["start"] for row in rows for span in row["spans"])
     assert f"{tokens:,} tokens written" in command("plan", config_file).out
     assert (

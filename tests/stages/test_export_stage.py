@@ -8,19 +8,17 @@ import json
 
 import pytest
 import torch
-from rich.console import Console
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipeline.export.directory import read_heads
 from pipeline.export.layout import read_layout
-from pipeline.flow import run_flow
 from pipeline.heads.shapes import MedusaShape
 from tests.flows.tiny import stages_run
 
 
 def run_again(config, until="check"):
-    return run_flow(config, until=until, executor="inline", console=Console(quiet=True))
+    return run_again(config, until=until)
 
 
 def test_the_export_read_back_is_the_heads_that_were_trained(finished_run):

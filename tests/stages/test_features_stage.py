@@ -9,13 +9,12 @@ import json
 import numpy as np
 import pytest
 import torch
-from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from pipeline.artifacts import feature_writer
-from pipeline.flow import run_flow
 from pipeline.stages import features as features_stage
-from pipeline.storage.shards import read_footer, read_rows
+from pipeline.storage.shards import read_footer
+from tests.flows.tiny import run_again, stored
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +24,7 @@ def model(tiny_target):
 
 @pytest.fixture(scope="module")
 def cached(finished_run) -> list[dict]:
-    return [row for path in finished_run.latest("features").shards() for row in read_rows(path)]
+    return stored(finished_run.latest("features"))
 
 
 def states(row: dict, hidden_size: int = 64) -> torch.Tensor:
@@ -42,9 +41,7 @@ def written(row: dict) -> list[int]:
 
 
 def test_rows_keep_their_order_their_ids_and_what_was_generated(finished_run, cached):
-    generated = [
-        row for path in finished_run.latest("generate").shards() for row in read_rows(path)
-    ]
+    generated = stored(finished_run.latest("generate"))
     shared = ("id", "parent_id", "split", "input_ids", "spans")
     assert [[row[key] for key in shared] for row in cached] == [
         [row[key] for key in shared] for row in generated
@@ -110,9 +107,9 @@ def test_a_row_whose_states_are_not_finite_is_quarantined_and_its_neighbours_are
         features_stage, "make_feature_engine", lambda *arguments: Poisoned(real(*arguments))
     )
     config = make_config(tmp_path, features__codec="lz4")
-    run = run_flow(config, until="features", executor="inline", console=Console(quiet=True))
+    run = run_again(config, until="features")
     stage = run.latest("features")
-    kept = [row for path in stage.shards() for row in read_rows(path)]
+    kept = stored(stage)
     assert kept == [row for row in cached if row["id"] not in bad]
     files = sorted((stage.path / "quarantine").iterdir())
     refused = [json.loads(line) for file in files for line in file.read_text().splitlines()]
@@ -127,11 +124,9 @@ def test_small_row_groups_hold_the_same_rows(
 ):
     monkeypatch.setattr(feature_writer, "ROW_GROUP_BYTES", 20_000)
     config = make_config(tmp_path, features__codec="zstd")
-    stage = run_flow(
-        config, until="features", executor="inline", console=Console(quiet=True)
-    ).latest("features")
+    stage = run_again(config, until="features").latest("features")
     from pipeline.storage.shards import open_shard
 
     with open_shard(stage.shards()[0]) as shard:
         assert shard.num_row_groups > 1
-    assert [row for path in stage.shards() for row in read_rows(path)] == cached
+    assert stored(stage) == cached

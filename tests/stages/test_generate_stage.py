@@ -9,17 +9,16 @@ import shutil
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from pipeline.errors import DataError
-from pipeline.flow import run_flow
 from pipeline.storage.shards import read_rows
 from pipeline.targets.spec import TargetSpec, load_tokenizer
+from tests.flows.tiny import run_again, stored
 
 
 def rows_of(config):
-    run = run_flow(config, until="generate", executor="inline", console=Console(quiet=True))
-    return [row for path in run.latest("generate").shards() for row in read_rows(path)]
+    run = run_again(config, until="generate")
+    return stored(run.latest("generate"))
 
 
 def test_held_out_rows_are_greedy_and_training_rows_are_sampled_by_the_run_s_seed(
@@ -63,9 +62,7 @@ def test_spans_are_what_was_sampled_and_an_ended_answer_holds_its_end_of_turn(
 
 def test_passthrough_keeps_the_seed_s_own_answers(make_config, tmp_path):
     config = make_config(tmp_path, generate__mode="passthrough", generate__engine="vllm")
-    seeds = run_flow(config, until="seeds", executor="inline", console=Console(quiet=True)).latest(
-        "seeds"
-    )
+    seeds = run_again(config, until="seeds").latest("seeds")
     messages = {row["id"]: row["messages"] for path in seeds.shards() for row in read_rows(path)}
     rows = rows_of(config)
     assert len(rows) == 40
@@ -119,9 +116,7 @@ def test_held_out_rows_that_are_all_quarantined_are_missed_right_after_generate_
     config = make_config(
         tmp_path, **talks(tmp_path / "seeds.jsonl", rows), limits__max_quarantine_fraction=0.5
     )
-    seeds = run_flow(config, until="seeds", executor="inline", console=Console(quiet=True)).latest(
-        "seeds"
-    )
+    seeds = run_again(config, until="seeds").latest("seeds")
     check = {
         row["id"] for path in seeds.shards() for row in read_rows(path) if row["split"] == "check"
     }
@@ -131,7 +126,7 @@ def test_held_out_rows_that_are_all_quarantined_are_missed_right_after_generate_
     with pytest.raises(
         DataError, match=r"left to check: train 20, calibrate 10, check 0; .*nothing-generated 10"
     ):
-        run_flow(config, until="generate", executor="inline", console=Console(quiet=True))
+        run_again(config, until="generate")
 
 
 def test_the_date_that_a_chat_template_asks_for_is_the_configuration_s_and_part_of_the_fingerprint(
@@ -145,7 +140,7 @@ def test_the_date_that_a_chat_template_asks_for_is_the_configuration_s_and_part_
 
     def made(model: Path, date: str) -> tuple[str, list[str]]:
         config = make_config(tmp_path, **changes, target__model=str(model), target__date=date)
-        run = run_flow(config, until="generate", executor="inline", console=Console(quiet=True))
+        run = run_again(config, until="generate")
         stage, tokenizer = run.latest("generate"), load_tokenizer(TargetSpec(str(model)))
         return stage.fingerprint, [
             tokenizer.decode(row["input_ids"]) for row in read_rows(stage.shard_path(0))
@@ -167,14 +162,9 @@ def test_special_tokens_in_seeds_are_escaped_kept_or_quarantined_and_counted(
     """8 of 80 questions hold the token that ends every turn, whose id is 1."""
     rows = [[f"What is {n}{'</s>' * (n % 10 == 0)}?", "That."] for n in range(80)]
     settings = talks(tmp_path / "seeds.jsonl", rows) | {"seeds__special_tokens": policy}
-    run = run_flow(
-        make_config(tmp_path, **settings),
-        until="generate",
-        executor="inline",
-        console=Console(quiet=True),
-    )
+    run = run_again(make_config(tmp_path, **settings), until="generate")
     stage = run.latest("generate")
-    kept = [row for path in stage.shards() for row in read_rows(path)]
+    kept = stored(stage)
     assert stage.summary.get("special_token_rows", 0) == counted
     assert stage.summary["reasons"] == ({"special-tokens": 8} if policy == "quarantine" else {})
     assert max(row["input_ids"].count(1) for row in kept) == ends
