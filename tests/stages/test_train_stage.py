@@ -83,9 +83,3 @@ def test_too_few_steps_are_reported(finished_run):
     warning = f"{summary['steps']} optimizer steps are too few"
     assert any(each.startswith(warning) for each in summary["warnings"])
     assert warning in (finished_run.path / "report.md").read_text()
-
-
-def test_warnings_of_an_earlier_phase_are_kept():
-    summary = {"steps": 3, "hyperparameters": {"lr": 0.1}, "warnings": ["later"]}
-    earlier = {"steps": 2, "warnings": ["earlier"]}
-    assert train.warnings_of(summary | {"heads_first": earlier}) == ["earlier", "later"]
