@@ -9,8 +9,10 @@ import shutil
 
 import pytest
 
+from pipeline.artifacts.json_form import from_json
 from pipeline.cli.compare import compared
 from pipeline.report.comparison import ComparedRun, comparison
+from pipeline.report.report import Report, TrainFigures
 from tests.flows.tiny import NEW_TOKENS, latest, run_again
 
 
@@ -74,8 +76,9 @@ def test_a_comparison_changes_nothing_and_needs_two_runs(command, copied_run, fi
 def compared_run(name: str, cpu: str, target: str, overhead: float) -> ComparedRun:
     native = {"acceleration_rate": 2.0, "standard_error": 0.1}
     native |= {"overhead": overhead, "speedup": 2.0 / overhead}
-    check = {"passed": True, "native": native}
-    report = {"target": target, "hardware": {"cpu": cpu}, "check": check}
+    native["greedy_match"] = {"sequences": 8, "identical": 8, "ties": 0}
+    check = {"passed": True, "failures": [], "native": native}
+    report = from_json(Report, {"target": target, "hardware": {"cpu": cpu}, "check": check})
     return ComparedRun(name, report, {"train": {"lr": "auto"}}, questions="the same")
 
 
@@ -91,7 +94,7 @@ def test_other_machines_targets_and_load_are_named():
 
 def test_what_auto_has_chosen_is_shown():
     def run(lr: object, chosen: float) -> ComparedRun:
-        report = {"train": {"hyperparameters": {"lr": chosen}}}
+        report = Report(train=TrainFigures(hyperparameters={"lr": chosen}))
         return ComparedRun(str(lr), report, {"train": {"lr": lr, "medusa": {"num_layers": 1}}})
 
     table, _ = comparison([run("auto", 0.003), run(0.01, 0.01)])

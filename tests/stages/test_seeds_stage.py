@@ -25,8 +25,9 @@ from pipeline.conversations.duplicates import CheckQuestions, plain
 from pipeline.conversations.splits import Openings, in_shards, split_rows
 from pipeline.errors import CheckFailed, ConfigError, DataError
 from pipeline.flow import run_flow
-from pipeline.report.tables import tables
-from pipeline.report.warnings import warnings
+from pipeline.report.facts import warnings
+from pipeline.report.report import Report, StageFigures
+from pipeline.report.tables import skipped_files_table
 from pipeline.run.reporting import assemble
 from pipeline.stages.seeds import require_enough
 from pipeline.storage.shards import ShardWriter
@@ -164,7 +165,7 @@ def test_questions_that_are_too_frequent_are_named(made, tmp_path):
     assert counts == {"train": 30, "calibrate": 5, "check": 5}
     (warning,) = stage.summary["warnings"]
     assert '"hi" opens 30 of 40' in warning
-    assert warning in warnings({"seeds": {"warnings": [warning]}})
+    assert warning in warnings(Report(seeds=StageFigures(warnings=[warning])))
     alike = [["Hi there", "Yes.", f"And number {i}?"] for i in range(40)]
     with pytest.raises(DataError, match='"Hi there" opens 40 of 40'):
         made(talks(tmp_path / "alike.jsonl", alike))
@@ -308,7 +309,7 @@ def test_the_files_of_a_directory_are_named(make_config, tmp_path):
     text = said.getvalue()
     assert "read b.NDJSON: 35 rows" in text and "skipped README.txt: " in text
     assert "skipped [red]x" in text and "\x1b" not in text
-    table = tables(assemble(run, config)[0], {})["skipped"]
+    table = skipped_files_table(assemble(run, config))
     assert [row[0] for row in table.rows] == skipped
 
 
