@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -42,6 +43,20 @@ def candidates(tree: Tree, tokens: torch.Tensor) -> list[list[tuple[int, int, in
         rows = [row_of[path[:depth]] for depth in range(len(path) + 1)]
         found.append([(rows[d], rows[d - 1], int(tokens[rows[d]])) for d in range(1, len(rows))])
     return found
+
+
+def typical_length(
+    logits_TV: torch.Tensor, tokens: Sequence[int], temperature: float
+) -> tuple[int, float]:
+    """How many tokens typical acceptance keeps, and their log likelihood (paper 2.3.1)."""
+    length, likelihood = 0, 0.0
+    for row, token in zip(logits_TV, tokens, strict=True):
+        p = torch.softmax(row / temperature, 0).tolist()
+        entropy = -sum(each * math.log(each) for each in p if each > 0)
+        if not p[token] > min(0.09, 0.3 * math.exp(-entropy)):
+            break
+        length, likelihood = length + 1, likelihood + math.log(p[token])
+    return length, likelihood
 
 
 def gumbel(shape: Sequence[int], seed: int) -> torch.Tensor:

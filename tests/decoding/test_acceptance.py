@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 
 import pytest
@@ -28,9 +27,9 @@ from tests.decoding.steps import (
     gumbel,
     random_step,
     random_trees,
+    typical_length,
 )
 
-EPS, DELTA = 0.09, 0.3
 RULES = [
     greedy_acceptance,
     TypicalAcceptance(0.7),
@@ -67,25 +66,18 @@ def test_greedy_keeps_what_the_target_would_have_written(seed, choices):
 @given(st.integers(0, 2**31), trees, st.sampled_from([0.3, 1.0, 4.0]))
 def test_typical_is_the_papers_formula_over_every_candidate(seed, choices, temperature):
     tree, logits, tokens = random_step(seed, choices)
-    best = (0, 0.0)  # length, log likelihood
-    row = 0
+    best, row = (0, 0.0), 0
     for path in candidates(tree, tokens):
-        length, likelihood = 0, 0.0
-        for _, parent, token in path:
-            p = [math.exp(logit / temperature) for logit in logits[parent].tolist()]
-            p = [each / sum(p) for each in p]
-            entropy = -sum(each * math.log(each) for each in p)
-            if not p[token] > min(EPS, DELTA * math.exp(-entropy)):
-                break
-            length, likelihood = length + 1, likelihood + math.log(p[token])
-        if (length, likelihood) > best:
-            best, row = (length, likelihood), path[length - 1][0]
-    found = TypicalAcceptance(temperature, EPS, DELTA).accept(logits, tokens, tree)
-    assert found == (row, logits[row].argmax())
+        _, parents, path_tokens = zip(*path, strict=True) if path else ((), (), ())
+        found = typical_length(logits[list(parents)], path_tokens, temperature)
+        if found > best:
+            best, row = found, path[found[0] - 1][0]
+    accepted = TypicalAcceptance(temperature).accept(logits, tokens, tree)
+    assert accepted == (row, logits[row].argmax())
 
     noise = gumbel((tree.max_depth + 1, VOCAB), seed)
-    sampling = TypicalAcceptance(temperature, EPS, DELTA, samples=True)
     drawn = (logits[row] / temperature + noise[tree.depth[row]]).argmax()
+    sampling = TypicalAcceptance(temperature, samples=True)
     assert sampling.accept(logits, tokens, tree, noise) == (row, drawn)
 
 
@@ -118,18 +110,6 @@ def test_rows_past_a_short_path_are_never_accepted(rule):
     """The reference pads short candidates with token 0, which the target writes here."""
     tree = Tree([(0,), (1,), (1, 0), (1, 0, 0)])
     assert accept(rule, tree, [1, 0, 0, 0, 0], [4, 1, 2, 3, 3]) == (1, 0)
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_batches_are_judged_row_by_row(rule):
-    tree = Tree(cartesian_tree((2, 2)))
-    logits, tokens = torch.randn(2, 30, 7, VOCAB), torch.randint(VOCAB, (2, 30, 7))
-    noise = gumbel((2, 30, 3, VOCAB), 1)
-    together = rule.accept(logits, tokens, tree, noise if rule.samples else None)
-    assert together.row.unique().numel() > 2
-    for i in range(30):
-        alone = rule.accept(logits[1, i], tokens[1, i], tree, noise[1, i] if rule.samples else None)
-        assert alone == (together.row[1, i], together.next_token[1, i])
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -223,19 +203,13 @@ def p_of_law(rule, step, law: dict) -> float:
 @pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.5, 1.0), (1.5, 0.8)])
 def test_rejection_has_the_law_of_trying_children_in_turn(name, temperature, top_p):
     tree, logits, tokens = step = random_step(11, TREES[name], spread=1.0)
-    law = law_of_rejection(tree, truncated(logits, temperature, top_p), tokens)
-    assert p_of_law(RejectionSampling(temperature, top_p), step, law) > DOUBT
-
-
-@pytest.mark.parametrize("name", TREES)
-def test_law_of_rejection_gives_tokens_the_targets_probability(name):
-    """The twin above is itself what it should be."""
-    tree, logits, tokens = random_step(11, TREES[name], spread=1.0)
-    p = truncated(logits, 1.0, 1.0)
-    first = Counter()
-    for (row, token), probability in law_of_rejection(tree, p, tokens).items():
+    p = truncated(logits, temperature, top_p)
+    law = law_of_rejection(tree, p, tokens)
+    first = Counter()  # by that law the first token has the target's own probability
+    for (row, token), probability in law.items():
         first[int(tokens[tree.retrieve_indices[row, 1]]) if row else token] += probability
     assert [first[token] for token in range(VOCAB)] == pytest.approx(p[0])
+    assert p_of_law(RejectionSampling(temperature, top_p), step, law) > DOUBT
 
 
 class KeepsRejectedChildren(RejectionSampling):

@@ -17,6 +17,7 @@ from pipeline.errors import ConfigError
 from pipeline.heads.medusa import MedusaHeads
 from pipeline.heads.shapes import MedusaShape
 from tests.decoding.conftest import CHAIN, CONTEXT, FAMILIES, PROMPT, PROMPTS, SPARSE, seeded
+from tests.decoding.steps import typical_length
 from tests.decoding.test_acceptance import RULES
 
 TREES = {
@@ -211,15 +212,9 @@ def written_by_the_papers_words(model, heads, choices, num_tokens, temperature) 
         for path in choices:
             tokens = [int(guesses[depth, rank]) for depth, rank in enumerate(path)]
             _, logits = read(tokens)
-            length, likelihood = 0, 0.0
-            for token, row in zip(tokens, logits[-1 - len(tokens) : -1], strict=True):
-                p = torch.softmax(row / temperature, 0)
-                entropy = -sum(each * math.log(each) for each in p.tolist() if each > 0)
-                if not p[token] > min(0.09, 0.3 * math.exp(-entropy)):
-                    break
-                length, likelihood = length + 1, likelihood + math.log(p[token])
-            if (length, likelihood) > best:
-                best, kept = (length, likelihood), tokens[:length]
+            found = typical_length(logits[-1 - len(tokens) : -1], tokens, temperature)
+            if found > best:
+                best, kept = found, tokens[: found[0]]
         text += kept
         hidden, logits = read([])
         text.append(int(logits[-1].argmax()))

@@ -12,8 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.decoding.decoder import Decoder, acceleration_rate
+from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.decoding.held_out import (
     NUM_RESAMPLES,
+    HeldOutPlaces,
     accepted_lengths,
     estimated_rate,
     simulated_acceleration_rate,
@@ -101,21 +103,28 @@ def test_without_a_tree_the_rate_is_one_and_without_text_nan():
     assert np.isnan(simulated_acceleration_rate(nothing, ((0,),)))
 
 
-def test_the_walk_predicts_what_the_decoder_does(target_of, continuation, fitted_heads):
-    """On the target's own greedy text the rate is the walk's exactly."""
+@pytest.mark.parametrize("num_nodes", [1, pytest.param(9, marks=pytest.mark.slow), 36])
+def test_walks_take_the_decoder_s_steps(num_nodes, target_of, continuation, fitted_heads):
+    """On the target's own greedy text, with a static and with a dynamic tree."""
     model = target_of("llama")
     texts = [continuation(model, prompt, 40) for prompt in PROMPTS]
     heads = fitted_heads(model, PROMPT + texts[0], 3, known=0.7)
-    parts = []
+    heads.lm_head.data *= 8  # as sure as trained heads, so that dynamic trees differ
+    dynamic, ranks, places = DynamicTree(num_nodes, 3, 4), [], []
     for roots, labels in held_out_answers(model, PROMPTS, texts, 3):
-        parts.append(label_ranks(heads, *roots, labels, 4).numpy())
-    ranks = of(np.concatenate(parts, axis=1), np.arange(len(PROMPTS)) * 39)
-    choices, _ = joint_tree(ranks, 10)
-    decoder = Decoder(model, heads, choices, eos_token_ids=())
-    decoded = [decoder.generate(prompt, 40) for prompt in PROMPTS]
-    assert [one.token_ids for one in decoded] == texts
-    rate = acceleration_rate(decoded)
-    assert simulated_acceleration_rate(ranks, choices) == pytest.approx(rate) and rate > 1.2
+        ranks.append(label_ranks(heads, *roots, labels, 4).numpy())
+        places.append(dynamic.places(heads, *roots, labels).numpy())
+    text = of(np.concatenate(ranks, axis=1), np.arange(len(PROMPTS)) * 39)
+    spans = text.starts, text.conversations, text.seen
+    choices, _ = joint_tree(text, num_nodes)
+    grown = HeldOutPlaces(np.concatenate(places, axis=1), *spans).walk(num_nodes)
+    for tree, walked in ((choices, walk(text, choices)), (dynamic, grown)):
+        decoder = Decoder(model, heads, tree, eos_token_ids=())
+        decoded = [decoder.generate(prompt, 40) for prompt in PROMPTS]
+        assert [one.token_ids for one in decoded] == texts
+        assert (walked.kept_S + 1).tolist() == [kept for one in decoded for kept in one.accepted]
+        assert walked.acceleration_rate == pytest.approx(acceleration_rate(decoded))
+        assert walked.acceleration_rate > 1.05, "guesses must be accepted"
 
 
 @settings(max_examples=15, deadline=None)

@@ -9,11 +9,10 @@ from itertools import product
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, TopPLogitsWarper
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from pipeline.decoding.acceptance import RejectionSampling, TypicalAcceptance, acceptance_rule
+from pipeline.decoding.acceptance import RejectionSampling, TypicalAcceptance
 from pipeline.decoding.decoder import Decoder, plain_decoder
-from pipeline.decoding.steps import last_positions
 from pipeline.decoding.tree import cartesian_tree
 from pipeline.heads.medusa import MedusaHeads
 from pipeline.heads.shapes import MedusaShape
@@ -100,22 +99,6 @@ def test_rejection_sampling_writes_what_plain_sampling_writes(
             kept.update(decoded.accepted)
         texts.add(tuple(expected))
     assert len(texts) == 8 and {1, 2, 3} <= kept.keys()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["typical", "rejection"])
-def test_the_first_token_is_the_rules_own_choice(name, target_of):
-    """Also where it is the only one, and without a tree."""
-    model = target_of("llama")
-    rule = acceptance_rule(name, 1.5, top_p=0.9, first_token="sampled")
-    plain, counts = plain_decoder(model, eos_token_ids=()), Counter()
-    for seed in range(400):
-        counts.update(plain.generate(PROMPT, 1, rule, seeded(seed)).token_ids)
-    logits_1V = last_positions(model, PROMPT, 1)[1] / 1.5
-    if name == "rejection":
-        logits_1V = TopPLogitsWarper(0.9)(None, logits_1V)
-    p = logits_1V[0].softmax(-1).tolist()
-    assert chi_square_p([counts[token] for token in range(len(p))], p) > 1e-3
 
 
 def test_typical_with_a_greedy_first_token_starts_greedily(target_of, continuation):
