@@ -26,6 +26,7 @@ import torch
 from benchmarks import targets
 from benchmarks.claims import Claim, Result
 from benchmarks.results import one_line
+from examples.demo_target.target import ensure_demo_target
 from pipeline.artifacts.feature_rows import FeatureRows
 from pipeline.artifacts.trained_heads import HEADS_FILE
 from pipeline.cli.ending import ends_well
@@ -33,14 +34,13 @@ from pipeline.config import Config, TrainConfig
 from pipeline.config.load import load_config
 from pipeline.decoding.held_out import HeldOutRanks, simulated_acceleration_rate
 from pipeline.decoding.tree_search import CrossFit
-from pipeline.demo.target import ensure_demo_target
 from pipeline.errors import ConfigError
 from pipeline.execution.progress import ProgressReporter
 from pipeline.flow import run_flow
 from pipeline.heads.kinds import head_kind
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.targets.spec import model_config, resolve
-from pipeline.training.evaluation import held_out_ranks
+from pipeline.training.evaluation import HeldOutText, held_out_ranks
 from pipeline.training.heads_only import HeadsLearner, num_positions, recipe_of
 from pipeline.training.methods import METHODS
 from pipeline.training.task import TrainSpec, Workers
@@ -148,7 +148,7 @@ def learned(
             fingerprint=features.fingerprint,
             settings=settings,
             kind=head_kind(kind),
-            method=METHODS[settings.method],
+            phases=METHODS[settings.method].phases(settings),
             target=target,
             hidden_size=sizes.hidden_size,
             vocab_size=sizes.vocab_size,
@@ -158,9 +158,10 @@ def learned(
         )
         torch.manual_seed(spec.seed)
         learner = PartLearner(spec, amount)
-        summary = Trainer(learner).run(ProgressReporter())
+        summary = Trainer(learner).run(ProgressReporter()).to_json()
         heads = str(Path(directory) / HEADS_FILE)
-        ranks = held_out_ranks(shards, features.fingerprint, heads, settings.roles, TOP, "cpu")
+        text = HeldOutText(shards, features.fingerprint, heads, settings.roles)
+        ranks = held_out_ranks(text, TOP, "cpu")
     figures = {
         "tree": tree_rate(ranks),
         "chain": simulated_acceleration_rate(ranks, chain(NUM_HEADS)),

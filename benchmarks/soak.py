@@ -39,9 +39,9 @@ import yaml
 from benchmarks import targets
 from benchmarks.claims import Claim, Result
 from benchmarks.run import keep
+from examples.demo_target.target import train_tokenizer
 from pipeline.cli.ending import ends_well
 from pipeline.config.load import load_config
-from pipeline.demo.target import train_tokenizer
 from pipeline.flow import run_flow
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.storage.shards import parent_of, read_rows

@@ -8,10 +8,10 @@ import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
+from examples.demo_target.target import new_model, train_tokenizer
 from pipeline.config import SeedSource
 from pipeline.conversations.conversation import Conversation
 from pipeline.conversations.sources import SourceReader
-from pipeline.demo.target import new_model, train_tokenizer
 from pipeline.targets.spec import TargetSpec
 
 ROOT = Path(__file__).parent.parent

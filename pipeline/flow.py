@@ -36,10 +36,9 @@ from pipeline.run.estimate import (
     run_size,
     target_sizes,
 )
-from pipeline.run.records import require_one_history
 from pipeline.run.reporting import publish_report
 from pipeline.run.resolved import ResolvedRun, resolve_run
-from pipeline.run.stage_status import StageStatus, stage_statuses
+from pipeline.run.stage_status import StageStatus, require_one_history, stage_statuses
 from pipeline.stages import calibrate, check, export, features, generate, push, seeds, train
 from pipeline.storage.atomic import disk_errors
 from pipeline.storage.receipts import Summary
@@ -47,19 +46,17 @@ from pipeline.storage.run_directory import RunDirectory
 from pipeline.storage.stage_directory import StageDirectory
 
 STAGES: dict[str, Stage] = {
-    stage.name: stage
-    for stage in (
-        seeds.STAGE,
-        generate.STAGE,
-        features.STAGE,
-        train.STAGE,
-        features.TUNED,
-        calibrate.STAGE,
-        export.STAGE,
-        check.STAGE,
-        push.STAGE,
-    )
+    "seeds": seeds.STAGE,
+    "generate": generate.STAGE,
+    "features": features.STAGE,
+    "train": train.STAGE,
+    "tuned-features": features.TUNED,
+    "calibrate": calibrate.STAGE,
+    "export": export.STAGE,
+    "check": check.STAGE,
+    "push": push.STAGE,
 }
+"""In the order in which they run."""
 
 
 def run_flow(
@@ -124,28 +121,23 @@ def advance_all(context: Context, wanted: Sequence[str], fresh: str | None) -> N
             position += 1
         except DamagedShard as damaged:
             shard = Path(str(damaged.where))
-            owner = next(
-                (made for made in context.upstream.values() if made.path == shard.parent.parent),
-                None,
-            )
-            if owner is None or shard in discarded:
+            owners = [made for made in context.upstream.values() if made.path in shard.parents]
+            if not owners or shard in discarded:
                 raise
             discarded.add(shard)
-            owner.discard([shard])
-            _tell_damage(context, owner, [shard])
-            position, fresh = wanted.index(owner.stage), None
+            owners[0].discard([shard])
+            _print_damage(context, owners[0], [shard])
+            position, fresh = wanted.index(owners[0].stage), None
 
 
 def advance(context: Context, stage: Stage, *, fresh: bool = False) -> StageDirectory:
-    """Bring one stage up to date and link it as the latest; from then on the run holds it against
-    being changed.
-    """
+    """Bring one stage up to date and link it as the latest. The run holds its lock from then on."""
     directory = stage.locate(context)
     directory.enter(stage.identity_of(context))
     context.run.link_latest(directory)
     upstream = stage.contents(context)
     if fresh or not directory.is_whole(upstream):
-        _tell_damage(context, directory, directory.begin(upstream, fresh=fresh))
+        _print_damage(context, directory, directory.begin(upstream, fresh=fresh))
         context.run.event("stage-started", stage=stage.name, fingerprint=directory.fingerprint)
         started = time.monotonic()
         summary = stage.run(context, directory)
@@ -153,10 +145,10 @@ def advance(context: Context, stage: Stage, *, fresh: bool = False) -> StageDire
         seconds = round(time.monotonic() - started, 3)
         directory.finish({**summary, "seconds": seconds}, upstream)
         context.run.event("stage-finished", stage=stage.name, seconds=seconds)
-        told = f"{duration(seconds):<10} {stage.one_line(summary)}"
+        line = f"{duration(seconds):<10} {stage.one_line(summary)}"
     else:
-        told = f"kept       {directory.path.name}"
-    print_stage(context.console, "[green]✓[/]", stage.name, told)
+        line = f"kept       {directory.path.name}"
+    print_stage(context.console, "[green]✓[/]", stage.name, line)
     context.upstream[stage.name] = directory
     if stage is check.STAGE:
         publish_report(context)
@@ -177,14 +169,13 @@ def require_passed(checked: StageDirectory, config: Config) -> None:
 
 
 def require_same_inputs(context: Context, stage: Stage, directory: StageDirectory) -> None:
-    """Look again at the files that a stage was made from, and drop what it made where they have
-    changed meanwhile.
+    """Drop what a stage has made where its input files have changed meanwhile.
 
-    Nobody can say which rows are of the old content and which of the new.
+    It is unknown which rows are of the old content.
 
     Raises:
         DataError: Names the files.
-        EnvironmentFault: They cannot be looked at now; what was made is kept.
+        EnvironmentFault: They cannot be read now; what was made is kept.
     """
     try:
         if context.look_again() and stage.locate(context).fingerprint == directory.fingerprint:
@@ -196,31 +187,25 @@ def require_same_inputs(context: Context, stage: Stage, directory: StageDirector
     except MedusaDistillError as gone:
         what = f"The input of {stage.name} changed while it ran: {gone.what}"
     directory.begin(stage.contents(context), fresh=True)
-    fix = (
-        "What was made of it is dropped. Run the same command again, and leave its input alone"
-        " until it is done."
-    )
+    fix = "Its result is dropped. Run the same command again, and leave the input alone meanwhile."
     raise DataError(what, str(directory.path), fix)
 
 
-def _tell_damage(context: Context, stage: StageDirectory, damaged: Sequence[Path]) -> None:
+def _print_damage(context: Context, stage: StageDirectory, damaged: Sequence[Path]) -> None:
     if not damaged:
         return
     names = [str(path.relative_to(stage.path)) for path in damaged]
     context.run.event("damaged", stage=stage.stage, files=names)
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    print_stage(
-        context.console,
-        "[yellow]![/]",
-        stage.stage,
-        f"damaged, made again: {', '.join(names[:3])}{more}",
-    )
+    line = f"damaged, made again: {', '.join(names[:3])}"
+    if len(names) > 3:
+        line += f" and {len(names) - 3} more"
+    print_stage(context.console, "[yellow]![/]", stage.stage, line)
 
 
 def push_run(
     path: Path, *, dry_run: bool = False, console: Console | None = None, **wanted: Any
 ) -> Summary:
-    """Push a finished run's export, as the push stage would; `dry_run` only says what would go.
+    """Push a finished run's export, as the push stage would; `dry_run` only prints what would go.
 
     Args:
         wanted: Settings of `push` in the place of the run's; None and False keep the run's.
@@ -250,8 +235,10 @@ def push_run(
 
 
 def _finished(run: RunDirectory, config: Config, console: Console) -> Context:
-    """A run's finished stages as they lie, a passed check of this very export among them, with the
-    configuration that they were made by: run.yaml may have changed since."""
+    """A run's finished stages and the configuration that they were made by.
+
+    `run.yaml` may have changed since. A passed check of this very export is among them.
+    """
     fix = f"Run it: medusa-distill run {run.path / 'run.yaml'}"
     found = {}
     for name in push.STAGE.upstream(config):
@@ -265,7 +252,7 @@ def _finished(run: RunDirectory, config: Config, console: Console) -> Context:
         raise CheckFailed("The check has not seen these heads.", str(exported.path), fix)
     require_one_history(run)
     made_by = check.configuration(checked, config)
-    resolved = resolve_run(made_by, wanted_stages(made_by, tuple(STAGES)))
+    resolved = resolve_run(made_by, wanted_stages(made_by))
     return Context(resolved, run, console, "inline", upstream=found)
 
 
@@ -279,9 +266,8 @@ def check_memory(resolved: ResolvedRun) -> None:
         return
     memory = memory_of_stages(resolved, target)
     if not all(stage.fits() for stage in memory):
-        statuses = statuses_of(
-            RunDirectory(resolved.config.run.directory, resolved.config.run.store), resolved.config
-        )
+        place = resolved.config.run
+        statuses = statuses_of(RunDirectory(place.directory, place.store), resolved.config)
         size = run_size(resolved, statuses["seeds"].finished, statuses["generate"].finished)
         memory = memory_of_stages(resolved, target, size.positions)
     require_memory(resolved, memory)
@@ -293,7 +279,10 @@ def statuses_of(run: RunDirectory, config: Config) -> dict[str, StageStatus]:
 
 
 def wanted_stages(
-    config: Config, stages: Sequence[str], until: str | None = None, fresh: str | None = None
+    config: Config,
+    stages: Sequence[str] = tuple(STAGES),
+    until: str | None = None,
+    fresh: str | None = None,
 ) -> list[str]:
     """The stages that a run of this configuration brings up to date, upstream first; arguments as
     of `run_flow`.
@@ -303,17 +292,16 @@ def wanted_stages(
     """
     for name, option in ((until, "--until"), (fresh, "--fresh")):
         if name is not None and name not in stages:
-            raise ConfigError(
-                f"There is no stage '{name}'.", option, f"The stages are {', '.join(stages)}."
-            )
-    upto = stages[: stages.index(until) + 1] if until else stages
-    named = [name for name in upto if STAGES[name].skipped(config) is None]
-    read = {source for name in named for source in STAGES[name].upstream(config)}
-    wanted = [name for name in STAGES if name in read.union(named)]
+            fix = f"The stages are {', '.join(stages)}."
+            raise ConfigError(f"There is no stage '{name}'.", option, fix)
+    if until:
+        stages = stages[: stages.index(until) + 1]
+    found: set[str] = set()
+    for name in stages:
+        if STAGES[name].skipped(config) is None:
+            found.update((name, *STAGES[name].upstream(config)))
+    wanted = [name for name in STAGES if name in found]
     if fresh is not None and fresh not in wanted:
-        raise ConfigError(
-            f"The stage '{fresh}' is not part of this run.",
-            "--fresh",
-            f"It runs {', '.join(wanted)}.",
-        )
+        fix = f"It runs {', '.join(wanted)}."
+        raise ConfigError(f"The stage '{fresh}' is not part of this run.", "--fresh", fix)
     return wanted

@@ -23,19 +23,19 @@ from pipeline.run.estimate import (  # noqa: E402
     target_sizes,
 )
 from pipeline.run.resolved import resolve_run  # noqa: E402
-from tests.models.published import BY_ID  # noqa: E402
+from tests.models.published import PUBLISHED, write  # noqa: E402
 
 PAGE = ROOT / "docs" / "models.md"
 RESULT = ROOT / "benchmarks" / "results" / "architectures.json"
 GPUS = (24, 48, 80)  # GB
 CONFIGS = {
-    "llama-3.yaml": [name for name in BY_ID if "Llama-3" in name],
-    "qwen2.5-7b.yaml": [name for name in BY_ID if "Qwen2.5" in name],
+    "llama-3.yaml": [name for name in PUBLISHED if "Llama-3" in name],
+    "qwen2.5-7b.yaml": [name for name in PUBLISHED if "Qwen2.5" in name],
     "qwen3.yaml": ["Qwen/Qwen3-4B", "Qwen/Qwen3-8B", "Qwen/Qwen3-14B", "Qwen/Qwen3-32B"],
     "qwen3-thinking.yaml": ["Qwen/Qwen3-8B"],
     "mixture-of-experts.yaml": ["Qwen/Qwen3-30B-A3B", "mistralai/Mixtral-8x7B-Instruct-v0.1"],
-    "mistral.yaml": [name for name in BY_ID if name.startswith("mistralai/Mistral-")],
-    "gemma-3.yaml": [name for name in BY_ID if "gemma-3" in name],
+    "mistral.yaml": [name for name in PUBLISHED if name.startswith("mistralai/Mistral-")],
+    "gemma-3.yaml": [name for name in PUBLISHED if "gemma-3" in name],
     "phi-4.yaml": ["microsoft/phi-4"],
 }
 HEADS = {"recurrent": [], "medusa": ["train.heads=medusa"]}
@@ -86,7 +86,7 @@ def table() -> str:
     with tempfile.TemporaryDirectory() as directory:
         for config, names in CONFIGS.items():
             for name in names:
-                target = BY_ID[name].write(Path(directory) / name)
+                target = write(name, Path(directory) / name)
                 lines += [row(config, name, target, heads) for heads in HEADS]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 

@@ -16,7 +16,7 @@ FLOORS = (
     {"report"},
     {"export"},
     {"training"},
-    {"evaluation", "demo"},
+    {"evaluation"},
     {"run"},
     {"stages"},
     {"flow"},

@@ -57,13 +57,13 @@ def plan(
     if measure:
         fix = "Leave it out: hours are at the rates of finished stages in the same run.store."
         raise ConfigError("There is no option --measure any more.", "--measure", fix)
-    from pipeline.flow import STAGES, wanted_stages  # imports torch, and --help does not wait
+    from pipeline.flow import wanted_stages  # imports torch, and --help does not wait
     from pipeline.run.resolved import resolve_run
 
     settings = load_config(config, overrides or ())
     models = settings.target.model, settings.check.served_model, settings.check.assistant_model
     with one_look_at_the_hub(*models):
-        print_plan(resolve_run(settings, wanted_stages(settings, tuple(STAGES))))
+        print_plan(resolve_run(settings, wanted_stages(settings)))
 
 
 def print_plan(run: ResolvedRun) -> None:
@@ -161,8 +161,8 @@ def _print_size(
     parents = [path for path in (store, *store.parents) if path.exists()]
     free = shutil.disk_usage(parents[0]).free
     _print(console, f"\n{work}, {need}; {in_bytes(free)} are free.")
-    if size.assumed:
-        _print(console, size.assumed)
+    if "target.model" in run.problems:
+        _print(console, "States are assumed to be of 4,096 numbers in 16 bits, as 7B models have.")
     is_cached = features is not None and features.status == "done"
     if not is_cached and (size.disk_bytes or 0) - cached > free:
         _note(console, "That does not fit on the disk: name a larger run.store, or set limits.")
@@ -226,11 +226,7 @@ def _print_hours(
             steps = (recipe.total_steps * recipe.batch_tokens for recipe in size.recipes)
             seconds = sum(steps) / rate
         else:
-            wanted = run.config.placement.of_stages()[stage]
-            workers = wanted.workers
-            if workers == "auto":
-                workers = max(1, most_workers(wanted, run.machine))
-            seconds = size.tokens / (rate * workers)
+            seconds = size.tokens / (rate * run.workers_of(stage))
         made = f"{tokens_rate(rate)} tokens/s of {done[-1].parent.name}"
         _print(console, f"{stage}: at most {duration(seconds)}, at the {made}.")
 
@@ -248,7 +244,7 @@ def _print_memory(console: Console, memory: Iterable[StageMemory]) -> None:
         for part in COLUMNS:
             gib = getattr(stage, part) / GIB
             numbers.append(f"{gib:.1f}" if gib else "")
-        room = stage.device.num_bytes
+        room = stage.device_bytes
         table.add_row(stage.name, *numbers, "?" if room is None else f"{room / GIB:.1f}")
         if stage.fits() and not stage.fits(-TOLERANCE):
             settings = ", ".join(stage.saves_memory)

@@ -22,13 +22,14 @@ from pipeline.conversations.sources import mixed, source_readers
 from pipeline.errors import EnvironmentFault
 from pipeline.execution.machine import GIB, gpu_memory, machine_memory
 from pipeline.execution.placement import Resources
+from pipeline.heads.kind import Heads
 from pipeline.heads.losses import chunk_bytes_on
 from pipeline.run.resolved import ENGINE_SECTIONS, TARGET, ResolvedRun
 from pipeline.storage.receipts import Summary
 from pipeline.targets.spec import cached_numbers, quantization_of
 from pipeline.training.feature_batches import BATCHES_AHEAD
-from pipeline.training.learner import Learner
 from pipeline.training.recipe import Recipe
+from pipeline.training.task import Learner
 
 TOLERANCE = 0.2  # of an estimate of memory
 ASSUMED_HIDDEN_SIZE = 4096  # a 7B model's, while the target cannot be looked up
@@ -51,10 +52,9 @@ class RunSize:
     conversations: int | None  # None where a data set on the Hub has no limit
     tokens: int | None  # to write, and to cache a state of each
     bytes_per_position: int  # 0 where no state is cached
-    written: bool = False  # whether the tokens are there already, and counted
-    assumed: str = ""  # what was assumed, as a sentence
-    positions: int | None = None  # to train on, where the tokens are known or bounded
-    recipes: tuple[Recipe, ...] = ()  # of training's phases, where the tokens are known or bounded
+    written: bool  # whether the tokens are there already, and counted
+    positions: int  # to train on; 0 while unknown
+    recipes: tuple[Recipe, ...]  # of training's phases; empty while positions are unknown
 
     @property
     def disk_bytes(self) -> int | None:
@@ -71,43 +71,36 @@ def planned(run: ResolvedRun) -> ResolvedRun:
 def run_size(run: ResolvedRun, seeds: Summary | None, generated: Summary | None) -> RunSize:
     """Tokens to write and to cache, and the bytes of each.
 
+    States of a target that cannot be reached now are counted as a 7B model's.
+
     Args:
         seeds, generated: The summaries of these stages, where they are done.
     """
-    config, train = run.config, run.config.train
-    longest, assumed = config.generate.rounds * config.generate.max_new_tokens, ""
+    train, generate = run.config.train, run.config.generate
+    hidden_size, dtype = ASSUMED_HIDDEN_SIZE, torch.bfloat16
+    longest = generate.rounds * generate.max_new_tokens
     if TARGET in run.models:
         hidden_size, dtype = run.shape.hidden_size, getattr(torch, run.target.dtype)
         longest = min(longest, run.context)
-    else:
-        hidden_size, dtype = ASSUMED_HIDDEN_SIZE, torch.bfloat16
-        assumed = (
-            f"{run.problems[TARGET].what} So states of {hidden_size:,} numbers in 16 bits are"
-            " assumed, as 7B models have them."
-        )
-    rows = int(seeds["rows"]) if seeds else _count_conversations(run)
+    rows, train_share = _count_conversations(run, seeds), 1 - run.config.seeds.holdout
+    if seeds and rows:
+        train_share = seeds["train_rows"] / rows
     tokens = None if rows is None else rows * longest
     if generated:
         tokens = int(generated.get("tokens", 0))
     stored = 0
     if "features" not in run.method.skipped(train):
-        stored = state_bytes(hidden_size, dtype, config.features.precision)
-    train_share = 1 - config.seeds.holdout
-    if seeds and seeds["rows"]:
-        train_share = seeds["train_rows"] / seeds["rows"]
+        stored = state_bytes(hidden_size, dtype, run.config.features.precision)
     positions, recipes = round((tokens or 0) * train_share), []
-    if positions:
-        for _, learner in run.method.phases(train):
-            recipes.append(
-                learner.expected_recipe(train, positions, hidden_size, run.kind.lr_scale)
-            )
-    return RunSize(
-        rows, tokens, stored, bool(generated), assumed, positions or None, tuple(recipes)
-    )
+    for _, learner in run.method.phases(train) if positions else ():
+        recipes.append(learner.expected_recipe(train, positions, hidden_size, run.kind.lr_scale))
+    return RunSize(rows, tokens, stored, bool(generated), positions, tuple(recipes))
 
 
-def _count_conversations(run: ResolvedRun) -> int | None:
+def _count_conversations(run: ResolvedRun, seeds: Summary | None) -> int | None:
     """The conversations in local files, and as many of the Hub's as their limits allow."""
+    if seeds:
+        return int(seeds["rows"])
     count, local = 0, []
     for reader in source_readers(run.config.seeds):
         if reader.source.path:
@@ -121,15 +114,11 @@ def _count_conversations(run: ResolvedRun) -> int | None:
 
 @dataclass(frozen=True)
 class TargetSizes:
-    """A target in numbers (not bytes) where nothing else is said."""
+    """A target in numbers, not bytes."""
 
     parameters: int  # tied ones once
     linear: int  # of the linear layers but lm_head: what quantization makes smaller
     adapted: int  # inputs and outputs of these layers: LoRA's parameters per rank
-    num_hidden_layers: int
-    hidden_size: int
-    vocab_size: int
-    cached: int  # keys and values of one token
     itemsize: int  # bytes of a number in the target's dtype
     stored_bits: int  # of a linear layer's number in the files
 
@@ -147,85 +136,38 @@ def target_sizes(run: ResolvedRun) -> TargetSizes | None:
 
     if TARGET not in run.models:
         return None
-    spec = run.target
+    config, spec = copy.deepcopy(run.target_config), run.target
     itemsize = getattr(torch, spec.dtype).itemsize
-    stored_bits = 8 * itemsize
-    settings = copy.deepcopy(run.target_config)
-    text, quantization = settings.get_text_config(), quantization_of(settings)
+    stored_bits, quantization = 8 * itemsize, quantization_of(config)
     if quantization:
-        is_four_bits = any(said in str(quantization) for said in FOUR_BITS)
+        is_four_bits = any(words in str(quantization) for words in FOUR_BITS)
         stored_bits = 4 if is_four_bits else 8
-        del settings.quantization_config
+        del config.quantization_config
     try:
         with torch.device("meta"):  # where parameters have shapes and take no memory
             model = AutoModelForCausalLM.from_config(
-                settings, trust_remote_code=spec.trust_remote_code
+                config, trust_remote_code=spec.trust_remote_code
             )
     except Exception:  # any error of a family's own code
         return None
-    lm_head = model.get_output_embeddings()
-    linear = []
+    lm_head, linear, adapted = model.get_output_embeddings(), 0, 0
     for layer in model.modules():
         if isinstance(layer, torch.nn.Linear) and layer is not lm_head:
-            linear.append(layer.weight)
-    return TargetSizes(
-        parameters=sum(weight.numel() for weight in model.parameters()),
-        linear=sum(weight.numel() for weight in linear),
-        adapted=sum(sum(weight.shape) for weight in linear),
-        num_hidden_layers=text.num_hidden_layers,
-        hidden_size=text.hidden_size,
-        vocab_size=text.vocab_size,
-        cached=cached_numbers(settings),
-        itemsize=itemsize,
-        stored_bits=stored_bits,
-    )
-
-
-@dataclass(frozen=True)
-class HeadsSizes:
-    """A set of heads in numbers (not bytes)."""
-
-    weights: int
-    trained: int
-    lm_head: int  # of one head
-    kept: float  # of a position, for backward
-
-
-def heads_sizes(run: ResolvedRun) -> HeadsSizes:
-    shape, meta = run.shape.drafting(run.config.train.draft_vocab), torch.device("meta")
-    heads = run.kind(shape, device=meta)
-    trained = sum(weight.numel() for weight in heads.parameters() if weight.requires_grad)
-    one_head = run.kind(replace(shape, num_heads=1), device=meta)
-    matrices = sum(weight.numel() for weight in one_head.parameters() if weight.requires_grad)
-    if heads.lm_head.requires_grad:
-        matrices -= one_head.lm_head.numel()
-    return HeadsSizes(
-        weights=sum(weight.numel() for weight in heads.parameters()),
-        trained=trained,
-        lm_head=shape.vocab_size * shape.hidden_size,
-        kept=shape.num_heads
-        * (KEPT_BY_MATRICES * matrices / shape.hidden_size + shape.hidden_size),
-    )
-
-
-@dataclass(frozen=True)
-class Device:
-    """One device of one worker."""
-
-    num_bytes: float | None  # None where it is not known from here
-    is_gpu: bool
-    workers: int  # of the stage
-    sharing: int  # workers on one device: without GPUs, all of the machine's
+            linear += layer.weight.numel()
+            adapted += sum(layer.weight.shape)
+    return TargetSizes(model.num_parameters(), linear, adapted, itemsize, stored_bits)
 
 
 @dataclass(frozen=True)
 class StageMemory:
     """Bytes that one worker of a stage holds on one of its devices at its peak."""
 
-    name: str  # as `plan` prints it
     stage: str
-    device: Device
-    saves_memory: tuple[str, ...]  # settings
+    device_bytes: float | None  # None where it is not known from here
+    on_gpu: bool
+    sharing: int  # workers on one device: without GPUs, all of the machine's
+    name: str = ""  # as `plan` prints it
+    saves_memory: tuple[str, ...] = ()  # the settings that help most
     weights: float = 0  # the target's
     heads: float = 0  # with the adapter, where one trains
     gradients: float = 0
@@ -240,70 +182,93 @@ class StageMemory:
 
     def fits(self, tolerance: float = TOLERANCE) -> bool:
         """Whether it fits on a device that is larger by the tolerance."""
-        if self.device.num_bytes is None:
+        if self.device_bytes is None:
             return True
-        return self.total * self.device.sharing <= (1 + tolerance) * self.device.num_bytes
+        return self.total * self.sharing <= (1 + tolerance) * self.device_bytes
 
 
 def memory_of_stages(
-    run: ResolvedRun, target: TargetSizes, positions: int | None = None
+    run: ResolvedRun, target: TargetSizes, positions: int = 0
 ) -> list[StageMemory]:
     """The memory of every stage that needs much.
 
     Args:
         positions: To train on; without them batches are the largest that the recipe makes.
     """
-    config, heads, found = run.config, heads_sizes(run), []
-    if config.generate.mode != "passthrough":
+    found = []
+    if run.config.generate.mode != "passthrough":
         found.append(_decoding(run, target, "generate", "generate", num_texts=1))
     features = "features"
-    if features in run.method.skipped(config.train):
+    if features in run.method.skipped(run.config.train):
         features = "tuned-features"
     found.append(_decoding(run, target, features, "features", num_texts=0))
-    for name, learner in run.method.phases(config.train):
+    heads = HeadsSizes.of(run)
+    for name, learner in run.method.phases(run.config.train):
         phase = _training(run, target, heads, learner, positions or MANY_POSITIONS)
         found.append(replace(phase, name=name or "train"))
-    for engine in config.check.engines:
+    for engine in run.config.check.engines:
         check = _decoding(run, target, "check", ENGINE_SECTIONS[engine], num_texts=2)
-        found.append(replace(check, name=f"check, {engine}", heads=heads.weights * target.itemsize))
+        heads_bytes = heads.weights * target.itemsize
+        found.append(replace(check, name=f"check, {engine}", sharing=1, heads=heads_bytes))
     return found
 
 
-def _device(run: ResolvedRun, section: str) -> Device:
-    """The device of each worker that a section of `placement` places."""
-    gpus, wanted = run.gpus_of(section), run.config.placement.of_stages()[section].workers
-    is_elsewhere = os.environ.get("RAY_ADDRESS")
-    workers = 1
-    if wanted != "auto":
-        workers = wanted
-    elif not is_elsewhere:
-        workers = max(1, run.machine.gpus // max(1, gpus))
-    if gpus:
+def _on_device(run: ResolvedRun, stage: str, section: str) -> StageMemory:
+    """A stage that holds nothing yet, on the devices that a section of `placement` gives it."""
+    if run.gpus_of(section):
         gigabytes = run.config.placement.gpu_memory_gb
-        return Device(gigabytes * GIB if gigabytes else gpu_memory(), True, workers, 1)
-    return Device(None if is_elsewhere else machine_memory(), False, workers, workers)
+        return StageMemory(stage, gigabytes * GIB if gigabytes else gpu_memory(), True, 1, stage)
+    memory = None if os.environ.get("RAY_ADDRESS") else machine_memory()
+    return StageMemory(stage, memory, False, run.workers_of(section), stage)
 
 
 def _decoding(
     run: ResolvedRun, target: TargetSizes, stage: str, section: str, num_texts: int
 ) -> StageMemory:
     """A stage that runs the target without gradients and caches so many conversations."""
-    gpus, device = max(1, run.gpus_of(section)), _device(run, section)
-    if stage == "check":
-        device = replace(device, sharing=1)
-    return StageMemory(
-        stage,
-        stage,
-        device,
-        (
+    gpus, text = max(1, run.gpus_of(section)), FORWARD_TOKENS * target.itemsize
+    return replace(
+        _on_device(run, stage, section),
+        saves_memory=(
             f"placement.{section}.gpus_per_worker: {2 * gpus}",
             "target.quantization: 4bit (without vLLM)",
             "target.model: a copy in fewer bits",
         ),
         weights=target.weight_bytes(run.config.target.quantization) / gpus,
-        activations=HELD_IN_FORWARD * FORWARD_TOKENS * target.hidden_size * target.itemsize,
-        cache=num_texts * FORWARD_TOKENS * target.cached * target.itemsize / gpus,
+        activations=HELD_IN_FORWARD * run.shape.hidden_size * text,
+        cache=num_texts * cached_numbers(run.target_config) * text / gpus,
     )
+
+
+@dataclass(frozen=True)
+class HeadsSizes:
+    """A set of heads in numbers, not bytes."""
+
+    weights: int
+    trained: int
+    lm_head: int  # of one head
+    kept: float  # of a position, for backward
+
+    @classmethod
+    def of(cls, run: ResolvedRun) -> HeadsSizes:
+        shape = run.shape.drafting(run.config.train.draft_vocab)
+        hidden_size, meta = shape.hidden_size, torch.device("meta")
+        heads, one_head = (
+            run.kind(sizes, device=meta) for sizes in (shape, replace(shape, num_heads=1))
+        )
+        matrices = _trained(one_head)
+        if heads.lm_head.requires_grad:
+            matrices -= one_head.lm_head.numel()
+        return cls(
+            weights=sum(weight.numel() for weight in heads.parameters()),
+            trained=_trained(heads),
+            lm_head=shape.vocab_size * hidden_size,
+            kept=shape.num_heads * (KEPT_BY_MATRICES * matrices / hidden_size + hidden_size),
+        )
+
+
+def _trained(heads: Heads) -> int:
+    return sum(weight.numel() for weight in heads.parameters() if weight.requires_grad)
 
 
 def _training(
@@ -314,40 +279,40 @@ def _training(
     positions: int,
 ) -> StageMemory:
     """A step of training, at its peak in the loss."""
-    train, tuned, device = run.config.train, run.config.train.backbone, _device(run, "train")
+    train, tuned = run.config.train, run.config.train.backbone
+    stage = _on_device(run, "train", "train")
+    hidden_size, vocab_size = run.shape.hidden_size, run.shape.vocab_size
+    workers, weights, adapter, gradients = run.workers_of("train"), 0.0, 0, heads.trained
     width = FP32
-    if train.precision == "bf16" or (train.precision == "auto" and device.is_gpu):
+    if train.precision == "bf16" or (train.precision == "auto" and stage.on_gpu):
         width = 2
-    weights, adapter, gradients = 0.0, 0, heads.trained
     if learner.tunes_backbone:
         num_positions = tuned.micro_batch * tuned.sequence_length
         weights = target.weight_bytes(tuned.quantization_beside(run.config.target.quantization))
         if tuned.shard:
-            weights -= target.linear * target.itemsize * (1 - 1 / device.workers)
-        adapter = tuned.lora_rank * target.adapted
-        layers = KEPT_FOR_BACKWARD * target.num_hidden_layers
+            weights -= target.linear * target.itemsize * (1 - 1 / workers)
+        num_layers = run.target_config.get_text_config().num_hidden_layers
+        layers = KEPT_FOR_BACKWARD * num_layers
         if tuned.gradient_checkpointing:
-            layers = KEPT_FOR_BACKWARD + target.num_hidden_layers
-        activations = layers * target.hidden_size * num_positions * width
+            layers = KEPT_FOR_BACKWARD + num_layers
+        activations = layers * hidden_size * num_positions * width
+        adapter = tuned.lora_rank * target.adapted
         # The heads' gradients of a micro-batch lie beside the sum of the earlier ones.
         gradients = adapter + 2 * heads.trained
     else:
-        recipe = learner.expected_recipe(train, positions, target.hidden_size, run.kind.lr_scale)
-        num_positions = -(-recipe.batch_tokens // device.workers)
-        batch = num_positions * target.hidden_size * target.itemsize
+        recipe = learner.expected_recipe(train, positions, hidden_size, run.kind.lr_scale)
+        num_positions = -(-recipe.batch_tokens // workers)
+        activations = (BATCHES_AHEAD + 1) * num_positions * hidden_size * target.itemsize
         if train.soft_labels:
-            batch *= 2
-        activations = (BATCHES_AHEAD + 1) * batch
+            activations *= 2
     matrices = heads.lm_head
     if train.soft_labels:
-        matrices += target.vocab_size * target.hidden_size
-    chunk = chunk_bytes_on(torch.device("cuda" if device.is_gpu else "cpu"))
-    logits = min(chunk, num_positions * target.vocab_size * (width + FP32))
-    return StageMemory(
-        "train",
-        "train",
-        device,
-        (*run.kind.saves_memory, *learner.saves_memory)[:3],
+        matrices += vocab_size * hidden_size
+    chunk = chunk_bytes_on(torch.device("cuda" if stage.on_gpu else "cpu"))
+    logits = min(chunk, num_positions * vocab_size * (width + FP32))
+    return replace(
+        stage,
+        saves_memory=(*run.kind.saves_memory, *learner.saves_memory)[:3],
         weights=weights,
         heads=FP32 * (adapter + heads.weights),
         gradients=FP32 * gradients,
@@ -368,20 +333,13 @@ def require_memory(run: ResolvedRun, found: Sequence[StageMemory]) -> None:
     sums: list[str] = []
     settings: dict[str, None] = {}  # each once, in order
     for each in missing:
-        device = "its GPU" if each.device.is_gpu else "this machine"
-        sharing = each.device.sharing
-        workers = f" in each of {sharing} workers" if sharing > 1 else ""
-        room = (each.device.num_bytes or 0) / GIB
-        sums.append(
-            f"{each.name} needs about {each.total / GIB:.1f} GiB{workers}, {device} has {room:.1f}"
-        )
-        settings |= dict.fromkeys(each.saves_memory)
+        needed, room = each.total / GIB, (each.device_bytes or 0) / GIB
+        workers = f" in each of {each.sharing} workers" if each.sharing > 1 else ""
+        device = "its GPU" if each.on_gpu else "this machine"
+        sums.append(f"{each.name} needs about {needed:.1f} GiB{workers}, {device} has {room:.1f}")
+        settings.update(dict.fromkeys(each.saves_memory))
     fix = f"What helps most: {', '.join(settings)}."
-    if not missing[0].device.is_gpu:
+    if not missing[0].on_gpu:
         fix += " To plan for GPUs that are elsewhere, give placement.gpu_memory_gb."
-    raise EnvironmentFault(
-        f"This does not fit into memory, by an estimate that is ±{TOLERANCE:.0%}:"
-        f" {'; '.join(sums)}.",
-        "placement",
-        fix,
-    )
+    what = f"This does not fit into memory (an estimate, ±{TOLERANCE:.0%}): {'; '.join(sums)}."
+    raise EnvironmentFault(what, "placement", fix)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipeline.errors import DataError
-from pipeline.export.card_facts import CACHES
+from pipeline.export.card import CACHES
 from pipeline.storage.run_directory import RunDirectory
 
 

@@ -15,7 +15,7 @@ from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.decoding.tree import CHILDREN, TreePath, check_choices, stock_tree
 from pipeline.errors import ConfigError, DataError, MedusaDistillError
 from pipeline.execution.executor import InlineExecutor
-from pipeline.execution.placement import Placement, Resources, gpus_of, place
+from pipeline.execution.placement import Placement, Resources, gpus_of, most_workers, place
 from pipeline.export.layout import MAX_NUM_HEADS
 from pipeline.heads.kind import Heads
 from pipeline.heads.kinds import head_kind
@@ -120,6 +120,13 @@ class ResolvedRun:
     def gpus_of(self, section: str) -> int:
         """GPUs of each worker that a section of `placement` places."""
         return gpus_of(self.config.placement.of_stages()[section], self.machine)
+
+    def workers_of(self, section: str) -> int:
+        """Workers that a section of `placement` places; `auto`: as many as this machine holds."""
+        wanted = self.config.placement.of_stages()[section]
+        if wanted.workers == "auto":
+            return max(1, most_workers(wanted, self.machine))
+        return wanted.workers
 
     def placement(self, section: str) -> Placement:
         """The workers that a section of `placement` places.

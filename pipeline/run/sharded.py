@@ -4,20 +4,22 @@ failures.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import shutil
+import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from pipeline.config import LimitsConfig
 from pipeline.errors import EnvironmentFault
 from pipeline.execution.placement import Placement
+from pipeline.execution.progress import Meter, Progress, ShardProgress
 from pipeline.execution.shard_worker import Outcome, ShardWorker, find_crashing_rows
 from pipeline.run.context import Context
-from pipeline.run.under_way import under_way
-from pipeline.storage.receipts import Receipt, StageTotals, Summary
+from pipeline.storage.receipts import StageTotals, Summary
 from pipeline.storage.shards import ShardTask
 from pipeline.storage.stage_directory import StageDirectory
 
@@ -47,7 +49,7 @@ def run_sharded(
     Raises:
         MedusaDistillError: A worker says so; too much was quarantined; the disk is nearly full.
     """
-    limits = context.config.limits
+    limits, where = context.config.limits, str(stage.path)
     sources = upstream.receipts()
     tasks = stage.tasks(upstream, sources)
     have = stage.drop_shards_but({task.index for task in tasks})
@@ -55,8 +57,13 @@ def run_sharded(
     unfinished = {task.index for task in pending}
     totals = StageTotals(receipt for index, receipt in have.items() if index not in unfinished)
     failures = Failures(stage, limits.max_consecutive_failures)
-    sizes = {index: _size(receipt, split) for index, receipt in sources.items()}
-    with under_way(context, stage, sizes, unfinished, totals, unit) as shown:
+    sizes = {}
+    for index, receipt in sources.items():
+        sizes[index] = int(receipt.stats[f"{split}_rows"]) if split else receipt.num_rows
+    with (
+        Meter(context.console, stage.stage) as meter,
+        contextlib.closing(UnderWay(meter, stage, sizes, unfinished, totals, unit)) as shown,
+    ):
         map_tasks = functools.partial(
             context.executor.map,
             worker,
@@ -73,7 +80,7 @@ def run_sharded(
                 if outcome.receipt:
                     _check_disk(limits, stage)
                     totals.check_quarantine(
-                        stage.stage, str(stage.path), limits.max_quarantine_fraction, final=False
+                        stage.stage, where, limits.max_quarantine_fraction, final=False
                     )
                 elif failures.may_retry(outcome):
                     pending.append(outcome.task)
@@ -87,30 +94,74 @@ def run_sharded(
             have = stage.receipts()
             pending.extend(failures.left_over(stage.pending(tasks, have), killers))
     totals = StageTotals(have.values())
-    totals.check_quarantine(
-        stage.stage, str(stage.path), limits.max_quarantine_fraction, final=True
-    )
+    totals.check_quarantine(stage.stage, where, limits.max_quarantine_fraction, final=True)
     return totals.summary()
 
 
-def _size(receipt: Receipt, split: str | None) -> int:
-    """How many conversations a worker reads of a shard."""
-    return receipt.num_rows if split is None else int(receipt.stats[f"{split}_rows"])
+class UnderWay:
+    """A stage's shards as a meter shows them: conversations, tokens, rate, quarantined rows.
+
+    Args:
+        sizes: The conversations of each shard.
+        unfinished: The shards that are still to be made.
+        totals: Of the committed shards; shards that are committed from here on are added.
+        unit: The statistic of them that is shown beside the conversations.
+    """
+
+    def __init__(
+        self,
+        meter: Meter,
+        stage: StageDirectory,
+        sizes: Mapping[int, int],
+        unfinished: Collection[int],
+        totals: StageTotals,
+        unit: str,
+    ):
+        self.progress = ShardProgress(stage.path.absolute() / "attempts", self._show)
+        self._meter, self._sizes, self._totals, self._unit = meter, sizes, totals, unit
+        self._committed = sizes.keys() - unfinished
+        self._before = totals.stats[unit]
+        self._started: float | None = None  # when the first worker had loaded its model
+
+    def outcome(self, outcome: Outcome) -> None:
+        """Count a shard that a worker has finished or failed on."""
+        self.progress.drop(outcome.task)
+        if outcome.receipt:
+            self._committed.add(outcome.task.index)
+            self._totals.add(outcome.receipt)
+        self._show()
+
+    def close(self) -> None:
+        self.progress.close()
+
+    def _show(self) -> None:
+        now, unit = self.progress.total(), self._unit
+        if self._started is None and self.progress.begun:
+            self._started = time.monotonic()
+        made, parts = self._totals.stats[unit] + now.amount, []
+        if made:
+            parts.append(f"{made:,.0f} {unit}")
+        if self._started is not None and made > self._before:
+            seconds = max(time.monotonic() - self._started, 1e-9)
+            parts.append(f"{(made - self._before) / seconds:,.0f} {unit}/s")
+        parts.append(f"{len(self._committed)} of {len(self._sizes)} shards")
+        if self._totals.quarantined:
+            parts.append(f"{self._totals.quarantined} quarantined")
+        done = sum(self._sizes[index] for index in self._committed) + now.conversations
+        total = sum(self._sizes.values())
+        self._meter.show(Progress("", done, total, "conversations", ", ".join(parts)))
 
 
 class Failures:
-    """How often each shard of a stage has failed, at most `limit` times, and the rows that kill
-    their worker.
-    """
+    """Counts failures of each shard of a stage, up to `limit`, and keeps rows that crash it."""
 
     def __init__(self, stage: StageDirectory, limit: int):
         self.stage, self.limit = stage, limit
         self._times: Counter[int] = Counter()
-        self._poison: dict[int, dict[str, str]] = {}
+        self._crashing: dict[int, dict[str, str]] = {}
 
     def may_retry(self, outcome: Outcome) -> bool:
-        """Whether a failed shard is to be tried again; False where its rows have to be looked at
-        one by one.
+        """Whether a failed shard is tried again; False where its rows are to be tried alone.
 
         Raises:
             MedusaDistillError: The worker's own, or it has failed too often without ending its
@@ -134,12 +185,10 @@ class Failures:
         )
 
     def find_rows(self, map_tasks: Callable[..., Iterator[Outcome]], killer: Outcome) -> None:
-        """Find the rows of a shard that kill their worker; raises EnvironmentFault where none is to
-        blame.
-        """
+        """Find the rows of a shard that end their worker; raises EnvironmentFault without any."""
         index = killer.task.index
         found = find_crashing_rows(map_tasks, killer, self.stage, self.limit)
-        if found == self._poison.get(index):
+        if found == self._crashing.get(index):
             raise EnvironmentFault(
                 f"Shard {index} of {self.stage.stage} ends its worker again and again, and not when"
                 f" tried by itself: {killer.death.splitlines()[0].rstrip('.')}.",
@@ -147,17 +196,16 @@ class Failures:
                 "If memory runs out, use smaller batches or fewer workers. What was committed is"
                 " kept; run it again.",
             )
-        self._poison[index] = found
+        self._crashing[index] = found
 
     def left_over(self, tasks: Iterable[ShardTask], killers: Iterable[Outcome]) -> list[ShardTask]:
-        """The tasks that are still to do, without the rows that kill their worker.
+        """The tasks that are still to do, without the rows that end their worker.
 
         Raises:
-            EnvironmentFault: Other shards than those of `killers` are not there although workers
-                commit them.
+            EnvironmentFault: Workers commit shards that cannot be seen from here.
         """
         searched = {killer.task.index for killer in killers}
-        left = [replace(task, poison=self._poison.get(task.index, {})) for task in tasks]
+        left = [replace(task, poison=self._crashing.get(task.index, {})) for task in tasks]
         unseen = [task.index for task in left if task.index not in searched]
         self._times.update(unseen)
         if any(self._times[index] >= self.limit for index in unseen):
@@ -171,17 +219,15 @@ class Failures:
 
 
 def _record(context: Context, stage: StageDirectory, outcome: Outcome) -> None:
+    """Write an outcome to events.jsonl."""
     facts: dict[str, Any] = {"stage": stage.stage, "shard": outcome.task.index}
-    if receipt := outcome.receipt:
-        busy = {"busy_seconds": receipt.note.busy_seconds} if receipt.note else {}
-        context.run.event(
-            "shard",
-            **facts,
-            rows=receipt.num_rows,
-            quarantined=receipt.num_quarantined,
-            **receipt.stats,
-            **busy,
-        )
+    receipt = outcome.receipt
+    if receipt:
+        facts |= {"rows": receipt.num_rows, "quarantined": receipt.num_quarantined}
+        facts |= receipt.stats
+        if receipt.note:
+            facts["busy_seconds"] = receipt.note.busy_seconds
+        context.run.event("shard", **facts)
     elif outcome.death:
         context.run.event("worker-died", **facts, error=outcome.death)
     else:

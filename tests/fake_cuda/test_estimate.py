@@ -28,7 +28,7 @@ from pipeline.training.adapted_backbone import Backbone
 from pipeline.training.feature_batches import BATCHES_AHEAD, Batch
 from pipeline.training.heads_and_backbone import BackboneLearner, MicroBatch
 from pipeline.training.heads_only import HeadsLearner
-from pipeline.training.recipe import Recipe, heads_recipe
+from pipeline.training.recipe import Recipe, make_recipe
 from pipeline.training.task import Workers
 from pipeline.training.text_batches import Text, assemble_texts
 from pipeline.training.trainer import Trainer
@@ -98,7 +98,7 @@ def learner_of(settings: TrainConfig, hidden_size: int, vocab_size: int) -> Head
         GPU,
     )
     learner.heads = kind(kind.shape_of(settings, hidden_size, vocab_size), device=GPU)
-    learner.recipe = heads_recipe(settings, 10**8, hidden_size)
+    learner.recipe = make_recipe(settings, 10**8, hidden_size)
     learner.modules, learner.peak_lrs = {"heads": learner.heads}, {"heads": 1e-3}
     learner.target_head = TargetHead(
         torch.empty(vocab_size, hidden_size, dtype=torch.bfloat16, device=GPU)
@@ -136,9 +136,7 @@ def bytes_of_a_step(config: Config, hidden_size: int, vocab_size: int) -> float:
     learner = learner_of(config.train, hidden_size, vocab_size)
     batch = batch_of(hidden_size, learner.recipe.batch_tokens, config.train.num_heads)
     trainer = Trainer(learner)
-    ledger = Ledger(
-        [*held_after_a_step(trainer), *batch.tensors().values(), learner.target_head.weight_VD]
-    )
+    ledger = Ledger([*held_after_a_step(trainer), *batch.tensors(), learner.target_head.weight_VD])
     with ledger:
         trainer.step(2, [batch])
     ahead = BATCHES_AHEAD * sum(tensor.nbytes for tensor in batch.tensors().values())
@@ -196,7 +194,7 @@ def tuning_learner_of(settings: TrainConfig, target: LlamaConfig) -> BackboneLea
     kind = head_kind(settings.heads)
     learner.heads = kind(kind.shape_of(settings, target.hidden_size, target.vocab_size), device=GPU)
     learner.recipe = Recipe(1, 1e-3, 0, 1, tuned.sequence_length, batch_sequences=1)
-    learner.settings, learner.dtype, learner._heads_weight = (
+    learner.settings, learner.dtype, learner.heads_weight = (
         tuned,
         torch.bfloat16,
         lambda step: 0.01,

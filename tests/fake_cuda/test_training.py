@@ -20,9 +20,8 @@ from pipeline.training.adapted_backbone import Backbone
 from pipeline.training.feature_batches import Batch
 from pipeline.training.heads_and_backbone import BackboneLearner, MicroBatch
 from pipeline.training.heads_only import HeadsLearner
-from pipeline.training.learner import Learner
 from pipeline.training.recipe import Recipe
-from pipeline.training.task import Workers
+from pipeline.training.task import Learner, Workers
 from pipeline.training.text_batches import Text, assemble_texts
 from pipeline.training.trainer import Trainer
 
@@ -110,7 +109,7 @@ def test_a_step_of_heads_and_backbone(loss, on_fake_cuda):
         nn.Module.__init__(learner.backbone)
         learner.backbone.tuned = add_lora(target, rank=4, alpha=8, dropout=0.1)
     learner.modules["backbone"] = learner.backbone
-    learner._heads_weight = lambda step: 0.01
+    learner.heads_weight = lambda step: 0.01
     tokens = np.random.default_rng(0).integers(vocab, size=length + 1, dtype=np.int32)
     text = Text(tokens, (Span(1, length + 1, "assistant"),), length)
     trainer = Trainer(learner)

@@ -13,9 +13,9 @@ from types import ModuleType
 import pytest
 from rich.console import Console
 
+from examples.demo_target import target as demo_target
 from pipeline.config import Config
 from pipeline.config.load import load_config
-from pipeline.demo import target as demo_target
 from pipeline.errors import ConfigError
 from pipeline.evaluation import studies
 from pipeline.flow import run_flow

@@ -23,7 +23,7 @@ from pipeline.heads.losses import TargetHead, Teacher
 from pipeline.heads.medusa import MedusaHeads
 from pipeline.heads.recurrent import RecurrentHeads
 from pipeline.heads.shapes import MedusaShape, RecurrentShape
-from pipeline.training.evaluation import figures_of
+from pipeline.training.evaluation import evaluation_of
 from tests.heads.linear_heads import LinearHeads, LinearShape
 from tests.heads.pruning import pruned
 
@@ -124,14 +124,14 @@ def test_a_token_outside_is_a_miss_everywhere(kind: str):
     found = score(drafting, hidden, following, labels, 4, chunk_bytes=400)
     assert found.counts_K.tolist() == (labels != IGNORED).sum(1).tolist()
     assert found.hits_KR.T.tolist() == [(ranks <= r).sum(1).tolist() for r in range(4)]
-    figures = figures_of(found)
+    figures = evaluation_of(found)
     within_N = torch.isin(labels[0], torch.tensor(TOKENS))
     counts = sorted(Counter(labels[0][within_N].tolist()).values(), reverse=True)
     num_labels = int((labels[0] != IGNORED).sum())
-    assert figures["frequency"]["top2"] == sum(counts[:2]) / num_labels
-    assert figures["draft_coverage"] == sum(counts) / num_labels < 1
+    assert figures.frequency["top2"] == sum(counts[:2]) / num_labels
+    assert figures.draft_coverage == sum(counts) / num_labels < 1
     loss = cross_entropy(logits[0][within_N], labels[0][within_N])
-    assert figures["held_out"][0]["loss"] == pytest.approx(float(loss.detach()))
+    assert figures.held_out[0]["loss"] == pytest.approx(float(loss.detach()))
 
 
 @every_kind

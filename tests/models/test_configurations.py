@@ -11,14 +11,19 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
 
-from benchmarks.families import FAMILIES, REFUSED, WORDS
+from benchmarks.families import FAMILIES, REFUSED
+from pipeline.config import TrainConfig
 from pipeline.config.load import load_config
 from pipeline.run.estimate import target_sizes
 from tests.flows.tiny import resolved
-from tests.models.published import BY_ID, PUBLISHED
+from tests.models.published import PUBLISHED, write
+from tests.tiny_models import save_word_tokenizer
 
 ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "models.md").read_text()
 sys.path.insert(0, str(ROOT / "scripts"))
 import write_models  # noqa: E402
 
@@ -29,121 +34,69 @@ FITS_ON = {  # GPUs and their GB, as the first lines of each file say
     "vicuna-13b.yaml": (1, 48),
     "vicuna-33b.yaml": (4, 48),
 }
-FILES = [
-    path.name
-    for path in sorted((ROOT / "configs").glob("*.yaml"))
-    if not path.name.startswith("demo")
-]
+FILES = sorted(path.name for path in (ROOT / "configs").glob("*.yaml") if "demo" not in path.name)
 
 
-@pytest.mark.parametrize("model", PUBLISHED, ids=lambda model: model.hub_id)
-def test_sizes_make_the_parameters_that_the_authors_state(model, make_config, tmp_path):
-    config = make_config(tmp_path, target__model=str(model.write(tmp_path / "target")))
-    sizes = target_sizes(resolved(config))
-    assert sizes is not None and sizes.parameters / 1e9 == pytest.approx(model.billions, rel=0.01)
+@pytest.mark.parametrize("hub_id", PUBLISHED)
+def test_sizes_make_the_parameters_that_authors_state(hub_id, make_config, tmp_path):
+    target = write(hub_id, tmp_path / "target")
+    sizes = target_sizes(resolved(make_config(tmp_path, target__model=str(target))))
+    assert sizes.parameters / 1e9 == pytest.approx(PUBLISHED[hub_id]["billions"], rel=0.01)
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_configuration_fits_where_it_says_with_every_stage(name, tmp_path):
+def test_a_configuration_fits_where_it_says(name, tmp_path):
     config = load_config(ROOT / "configs" / name)
     gpus, gb = FITS_ON.get(name, (1, 80))
-    target = BY_ID[config.target.model].write(tmp_path)
-    assert write_models.fits(name, target, gb)
-    placed = [each for each in config.placement.of_stages().values() if each.workers != "auto"]
-    assert all((each.gpus_per_worker or 1) * each.workers <= gpus for each in placed)
-
-
-@pytest.mark.parametrize("name", [name for name in FILES if name not in FITS_ON])
-def test_what_is_trained_follows_from_the_rule_and_not_from_taste(name):
-    config = load_config(ROOT / "configs" / name)
-    assert config.train == type(config.train)(), "everything under train is as the defaults have it"
-    assert {each.workers for each in config.placement.of_stages().values()} == {"auto"}
-
-
-def rows() -> list[list[str]]:
-    page = (
-        (ROOT / "docs" / "models.md")
-        .read_text()
-        .partition("<!-- models -->\n")[2]
-        .partition("\n<!-- /models -->")[0]
-    )
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines()[2:]]
+    assert write_models.fits(name, write(config.target.model, tmp_path), gb)
+    placements = config.placement.of_stages().values()
+    for placed in placements:
+        assert placed.workers == "auto" or (placed.gpus_per_worker or 1) * placed.workers <= gpus
+    if name not in FITS_ON:
+        assert config.train == TrainConfig()
+        assert {placed.workers for placed in placements} == {"auto"}
 
 
 @pytest.mark.slow
-def test_every_row_of_the_page_is_what_the_estimate_says(tmp_path):
+def test_every_row_of_the_page_is_the_estimate(tmp_path):
+    table = PAGE.partition("<!-- models -->\n")[2].partition("\n<!-- /models -->")[0]
     seen = set()
-    for row in rows():
+    for line in table.splitlines()[2:]:
+        row = [cell.strip() for cell in line.strip("|").split("|")]
         model, link, heads, weights = row[:4]
         name = re.findall(r"\[(.*?)\]", link)[0]
-        assert row == write_models.row(name, model, BY_ID[model].write(tmp_path / model), heads)
-        assert float(weights.split()[0]) == pytest.approx(
-            BY_ID[model].billions * 2e9 / 2**30, abs=1.1
-        )
+        assert row == write_models.row(name, model, write(model, tmp_path / model), heads)
+        gib = PUBLISHED[model]["billions"] * 2e9 / 2**30
+        assert float(weights.split()[0]) == pytest.approx(gib, abs=1.1)
         seen.add(model)
-    assert seen >= {
-        model.hub_id
-        for model in PUBLISHED
-        if "vicuna" not in model.hub_id and "zephyr" not in model.hub_id
-    }
+    usual = ("lmsys/", "HuggingFaceH4/")  # of the paper
+    assert {name for name in PUBLISHED if not name.startswith(usual)} <= seen
 
 
-def test_what_the_page_says_is_kept_and_refused_is_what_the_benchmark_found():
-    page = (ROOT / "docs" / "models.md").read_text()
+def test_the_page_lists_what_the_benchmark_found():
     found = json.loads(write_models.RESULT.read_text())["facts"]["families"]
-    assert page == write_models.between(page, "kept", write_models.kept_table(found))
-    assert found.keys() == {*FAMILIES, *REFUSED}, (
-        "python -m benchmarks.run architectures, then scripts/write_models.py"
-    )
+    assert write_models.between(PAGE, "kept", write_models.kept_table(found)) == PAGE
+    assert found.keys() == {*FAMILIES, *REFUSED}, "benchmarks.run architectures, write_models.py"
 
 
-def test_the_text_model_is_stored_as_the_page_says_it_is(tmp_path, monkeypatch):
+def test_the_text_model_is_stored_as_the_page_says(tmp_path, monkeypatch):
     """The page's own lines, on Gemma 3 in miniature: the text model's logits are the whole
     model's.
     """
-    import torch
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from transformers import (
-        AutoModelForCausalLM,
-        Gemma3Config,
-        Gemma3ForConditionalGeneration,
-        PreTrainedTokenizerFast,
+    small = {"intermediate_size": 96, "num_attention_heads": 2}
+    text = {"hidden_size": 64, "num_hidden_layers": 2, "num_key_value_heads": 1, "head_dim": 32}
+    pictures = {"hidden_size": 32, "num_hidden_layers": 1, "image_size": 28, "patch_size": 14}
+    config = Gemma3Config(
+        text_config={**small, **text, "vocab_size": 300},
+        vision_config={**small, **pictures},
+        mm_tokens_per_image=4,
+        image_token_index=292,
     )
-
-    small = {
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-    }
-    text = {**small, "num_key_value_heads": 1, "head_dim": 32, "vocab_size": 300}
-    pictures = {
-        **small,
-        "hidden_size": 32,
-        "num_hidden_layers": 1,
-        "image_size": 28,
-        "patch_size": 14,
-    }
     torch.manual_seed(0)
-    whole = Gemma3ForConditionalGeneration(
-        Gemma3Config(
-            text_config=text, vision_config=pictures, mm_tokens_per_image=4, image_token_index=292
-        )
-    ).eval()
+    whole = Gemma3ForConditionalGeneration(config).eval()
     whole.save_pretrained(tmp_path / "google/gemma-3-12b-it")
-    words = Tokenizer(
-        WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token=WORDS[0])
-    )
-    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(
-        tmp_path / "google/gemma-3-12b-it"
-    )
-    page = (ROOT / "docs" / "models.md").read_text()
-    lines = next(
-        block
-        for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-        if "Gemma3ForCausalLM" in block
-    )
+    save_word_tokenizer(tmp_path / "google/gemma-3-12b-it", 300)
+    (lines,) = re.findall(r"```python\n([^`]*Gemma3ForCausalLM[^`]*)```", PAGE)
     (tmp_path / "store.py").write_text(lines)
     monkeypatch.chdir(tmp_path)
     runpy.run_path("store.py")

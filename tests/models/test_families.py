@@ -1,5 +1,5 @@
 """Every family of docs/models.md in miniature, through the whole flow with both kinds of heads; and
-what is refused.
+targets that are refused.
 """
 
 from __future__ import annotations
@@ -25,21 +25,16 @@ SMALL = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_family_runs_from_seeds_to_an_exact_check_with_both_kinds_of_heads(
-    name, make_config, tiny_seeds, tmp_path
-):
-    target = save_family(name, tmp_path / "target")
-    seeds = [{"path": str(tiny_seeds), "limit": 24}]
+def test_a_family_runs_to_an_exact_check(name, make_config, tiny_seeds, tmp_path):
     usual = {
-        "target__model": str(target),
-        "seeds__sources": seeds,
+        "target__model": str(save_family(name, tmp_path / "target")),
+        "target__template_arguments": FAMILIES[name].arguments or {},
+        "seeds__sources": [{"path": str(tiny_seeds), "limit": 24}],
         "run__store": str(tmp_path / "store"),
-        **SMALL,
     }
-    if arguments := FAMILIES[name].arguments:
-        usual["target__template_arguments"] = arguments
     for heads in ("recurrent", "medusa"):
-        run = run_again(make_config(tmp_path, run__name=heads, train__heads=heads, **usual))
+        config = make_config(tmp_path, run__name=heads, train__heads=heads, **usual, **SMALL)
+        run = run_again(config)
         check = json.loads((run.path / "report.json").read_text())["check"]
         assert check["passed"], check["failures"]
         match = check["native"]["greedy_match"]
@@ -48,14 +43,13 @@ def test_a_family_runs_from_seeds_to_an_exact_check_with_both_kinds_of_heads(
     assert all(row["spans"] for row in rows) and len({row["parent_id"] for row in rows}) >= 20
 
 
-def test_a_template_is_told_what_target_template_arguments_say(make_config, tmp_path):
+def test_template_arguments_reach_the_template(make_config, tmp_path):
     save_tokenizer(FAMILIES["Qwen3, with thinking"], tmp_path / "target")
-    rendered = {
-        arguments.get("enable_thinking"): load_chat_template(
-            TargetSpec(str(tmp_path / "target"), template_arguments=arguments)
-        ).render([Message("user", "why")], asks=True)
-        for arguments in ({}, {"enable_thinking": True}, {"enable_thinking": False})
-    }
+    rendered = {}
+    for thinking in (None, True, False):
+        arguments = {} if thinking is None else {"enable_thinking": thinking}
+        spec = TargetSpec(str(tmp_path / "target"), template_arguments=arguments)
+        rendered[thinking] = load_chat_template(spec).render([Message("user", "why")], asks=True)
     assert rendered[None] == rendered[True] != rendered[False]
     assert rendered[False] == rendered[True] + "<think>\n\n</think>\n\n"
     with pytest.raises(ConfigError, match="messages is given to every template already"):
@@ -63,12 +57,8 @@ def test_a_template_is_told_what_target_template_arguments_say(make_config, tmp_
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_verify_a_tree_is_refused_in_one_paragraph_before_anything_is_made(
-    name, make_config, tmp_path
-):
+def test_a_target_that_cannot_verify_a_tree_is_refused(name, make_config, tmp_path):
     target = save_refused(name, tmp_path / "target")
-    with pytest.raises(ConfigError, match="cannot verify a tree") as refused:
+    with pytest.raises(ConfigError, match=f"cannot verify a tree.*{REFUSED[name][2]}") as refused:
         run_again(make_config(tmp_path / "runs", target__model=str(target)))
-    said = str(refused.value)
-    assert REFUSED[name][2] in said and "\n" not in said and "attention in every layer" in said
-    assert not (tmp_path / "runs").exists() and refused.value.exit_code == 2
+    assert "\n" not in str(refused.value) and not (tmp_path / "runs").exists()

@@ -71,7 +71,7 @@ def sizes_of(run: ResolvedRun) -> TargetSizes:
     return found
 
 
-def memory_of(run: ResolvedRun, name: str, positions: int | None = None) -> StageMemory:
+def memory_of(run: ResolvedRun, name: str, positions: int = 0) -> StageMemory:
     found = memory_of_stages(run, sizes_of(run), positions)
     return next(each for each in found if each.name == name)
 
@@ -140,7 +140,7 @@ def test_a_forward_takes_about_what_is_plan_of(plan_of, monkeypatch):
     assert found == pytest.approx(ledger.peak["cpu"], rel=0.3)
 
 
-def require(run: ResolvedRun, stage: str, positions: int | None = None) -> None:
+def require(run: ResolvedRun, stage: str, positions: int = 0) -> None:
     memory = memory_of_stages(run, sizes_of(run), positions)
     require_memory(replace(run, open_stages=(stage,)), memory)
 

@@ -110,7 +110,7 @@ def test_conversations_and_tokens_are_shown_while_a_shard_is_made_and_a_failed_a
     go, monkeypatch
 ):
     monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
-    monkeypatch.setattr("pipeline.run.under_way.time", clock := Clock())
+    monkeypatch.setattr("pipeline.run.sharded.time", clock := Clock())
     go(failures={1: 1}, watch=clock.tick)
     said = [line.partition(", ")[0::2] for line in go.said.getvalue().splitlines()]
     done = [int(far.removeprefix("copy: ").split()[0]) for far, _ in said]

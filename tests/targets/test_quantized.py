@@ -15,6 +15,7 @@ from pipeline.errors import ConfigError, EnvironmentFault
 from pipeline.run.estimate import target_sizes
 from pipeline.targets.loading import load_causal_lm, require_readable, verify_tap
 from pipeline.targets.spec import TargetSpec, format_of, model_config, resolve, rounding_of
+from tests.flows.tiny import resolved
 from tests.targets.conftest import edit
 from tests.targets.quantized_copies import by_bitsandbytes, compressed, finegrained_fp8
 
@@ -40,7 +41,8 @@ def test_a_quantized_copy_computes_nearly_what_the_target_does(
     spec = TargetSpec(str(write(tiny_target, tmp_path)))
     assert format_of(model_config(spec)) == described
     assert resolve(TargetConfig(model=spec.model)).rounding == rounding
-    assert target_sizes(make_config(tmp_path, target__model=spec.model)).stored_bits == bits
+    config = make_config(tmp_path, target__model=spec.model)
+    assert target_sizes(resolved(config)).stored_bits == bits
     require_readable(spec, "native", on_gpu=False, where="target.model")
     model, full = load_causal_lm(spec), load_causal_lm(TargetSpec(str(tiny_target)))
     verify_tap(model)

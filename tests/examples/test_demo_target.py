@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from examples.demo_target import target as demo
+from examples.demo_target import train_target as demo_training
 from pipeline.conversations.conversation import Conversation, Message
-from pipeline.demo import target as demo
-from pipeline.demo import train_target as demo_training
 from pipeline.errors import DataError
 
 pytestmark = pytest.mark.slow

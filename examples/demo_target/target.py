@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 import torch
 from rich.console import Console
 
+from examples.demo_target.train_target import ReportStep, train
 from pipeline.artifacts.seed_rows import read_seeds
 from pipeline.config import Config
 from pipeline.conversations.conversation import Conversation
-from pipeline.demo.train_target import ReportStep, train
 from pipeline.errors import DataError
 from pipeline.execution.progress import Meter, Progress, print_stage
 from pipeline.formatting import duration
