@@ -28,8 +28,7 @@ from pipeline.targets.spec import TargetSpec
 from pipeline.training.checkpoints import Checkpoints
 from pipeline.training.heads_only import HeadsLearner
 from pipeline.training.task import TrainSpec, Workers
-from pipeline.training.train_state import TrainState
-from pipeline.training.trainer import Trainer
+from pipeline.training.trainer import Trainer, TrainState
 
 NUM_HEADS, WARM_STEPS, STEPS = 5, 2, 5
 KINDS: dict[str, dict[str, Any]] = {

@@ -28,12 +28,11 @@ from pipeline.conversations.spans import IGNORED, head_labels
 from pipeline.heads.shapes import MedusaShape
 from pipeline.storage.shards import ShardTask
 from pipeline.targets.spec import TargetSpec
-from pipeline.training.epoch_plan import EpochPlan
-from pipeline.training.feature_batches import load_batches
+from pipeline.training.feature_batches import EpochPlan, load_batches
 from pipeline.training.heads_only import open_features
 from pipeline.training.metrics import read_metrics
-from pipeline.training.phases import train
 from pipeline.training.task import TrainSpec, product_dtype
+from pipeline.training.trainer import train
 
 Kind = Literal["untied", "tied"]
 

@@ -21,8 +21,7 @@ from benchmarks import rows
 from benchmarks.claims import Claim, Result, in_turns
 from pipeline.artifacts.feature_rows import FeatureRows, StateFormat
 from pipeline.artifacts.generated_rows import TokenRow
-from pipeline.training.epoch_plan import EpochPlan
-from pipeline.training.feature_batches import load_batches
+from pipeline.training.feature_batches import EpochPlan, load_batches
 
 AIM = 300.0
 VOCAB_SIZE, NUM_HEADS, BATCH_TOKENS = 4096, 5, 16_384

@@ -40,7 +40,7 @@ from pipeline.flow import run_flow
 from pipeline.heads.kinds import head_kind
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.targets.spec import model_config, resolve
-from pipeline.training.evaluation import held_out_ranks
+from pipeline.training.evaluation import HeldOutText, held_out_ranks
 from pipeline.training.heads_only import HeadsLearner, num_positions, recipe_of
 from pipeline.training.methods import METHODS
 from pipeline.training.task import TrainSpec, Workers
@@ -148,7 +148,7 @@ def learned(
             fingerprint=features.fingerprint,
             settings=settings,
             kind=head_kind(kind),
-            method=METHODS[settings.method],
+            phases=METHODS[settings.method].phases(settings),
             target=target,
             hidden_size=sizes.hidden_size,
             vocab_size=sizes.vocab_size,
@@ -158,9 +158,10 @@ def learned(
         )
         torch.manual_seed(spec.seed)
         learner = PartLearner(spec, amount)
-        summary = Trainer(learner).run(ProgressReporter())
+        summary = Trainer(learner).run(ProgressReporter()).to_json()
         heads = str(Path(directory) / HEADS_FILE)
-        ranks = held_out_ranks(shards, features.fingerprint, heads, settings.roles, TOP, "cpu")
+        text = HeldOutText(shards, features.fingerprint, heads, settings.roles)
+        ranks = held_out_ranks(text, TOP, "cpu")
     figures = {
         "tree": tree_rate(ranks),
         "chain": simulated_acceleration_rate(ranks, chain(NUM_HEADS)),

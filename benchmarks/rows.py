@@ -148,7 +148,7 @@ def train_spec(
         fingerprint=FINGERPRINT,
         settings=settings,
         kind=head_kind(settings.heads),
-        method=METHODS[settings.method],
+        phases=METHODS[settings.method].phases(settings),
         target=target,
         hidden_size=text.hidden_size,
         vocab_size=text.vocab_size,

@@ -29,13 +29,11 @@ from pipeline.conversations.spans import IGNORED, feature_positions, head_labels
 from pipeline.stages.features import Worker
 from pipeline.targets.loading import load_causal_lm
 from pipeline.targets.spec import TargetSpec, model_config
-from pipeline.training.epoch_plan import LANES, EpochPlan
-from pipeline.training.feature_batches import Batch
+from pipeline.training.feature_batches import LANES, Batch, EpochPlan
 from pipeline.training.heads_only import HeadsLearner, open_features
 from pipeline.training.metrics import read_metrics
-from pipeline.training.phases import train
 from pipeline.training.task import TrainSpec, Workers
-from pipeline.training.trainer import Trainer
+from pipeline.training.trainer import Trainer, train
 
 AIM = 2.0
 ROUNDS = 3
@@ -133,9 +131,9 @@ class CachedLoop:
     def run(self) -> float:
         directory = next(self._directories)
         directory.mkdir()
-        summary = train(replace(self.spec, directory=str(directory)))
+        result = train(replace(self.spec, directory=str(directory)))
         self.losses = [line["loss"] for line in read_metrics(directory) if "loss" in line]
-        return summary["seconds"]
+        return result.seconds
 
 
 class OnlineLoop:
@@ -170,7 +168,8 @@ class OnlineLoop:
             input_ids=torch.tensor([row["input_ids"] for row in chosen]), use_cache=False
         ).last_hidden_state
         states, following, labels = zip(*map(self._learned, hidden_BTD, chosen), strict=True)
-        return Batch(torch.cat(states), torch.cat(following), torch.cat(labels, 1))
+        hidden_ND, next_N, labels_KN = torch.cat(states), torch.cat(following), torch.cat(labels, 1)
+        return Batch(hidden_ND, next_N, labels_KN, torch.empty(0), torch.empty(0))
 
     def _learned(self, hidden_TD: torch.Tensor, row: dict[str, Any]) -> tuple[torch.Tensor, ...]:
         settings, spans = self.spec.settings, spans_of(row["spans"])

@@ -27,7 +27,7 @@ from pipeline.decoding.tree import TreePath
 from pipeline.errors import DataError
 from pipeline.heads.kinds import max_depth
 from pipeline.storage.run_directory import RunDirectory
-from pipeline.training.evaluation import held_out_places, held_out_ranks
+from pipeline.training.evaluation import HeldOutText, held_out_places, held_out_ranks
 
 if TYPE_CHECKING:
     from pipeline.conversations.conversation import Conversation
@@ -138,15 +138,15 @@ class Run:
         chosen = check_tree(
             given, max_depth(settings.train), given.top if isinstance(given, DynamicTree) else top
         )
-        where = (
-            list(map(str, features.shards())),
+        text = HeldOutText(
+            tuple(map(str, features.shards())),
             features.fingerprint,
             str(heads),
             settings.train.roles,
         )
         if isinstance(chosen, DynamicTree):
-            return held_out_places(*where, chosen, "cpu").walk(chosen.num_nodes).acceleration_rate
-        return simulated_acceleration_rate(held_out_ranks(*where, top, "cpu"), chosen)
+            return held_out_places(text, chosen, "cpu").walk(chosen.num_nodes).acceleration_rate
+        return simulated_acceleration_rate(held_out_ranks(text, top, "cpu"), chosen)
 
     def accuracies(self) -> list[list[float]]:
         """How often each head's r-th guess is right on held-out rows, [heads][ranks]."""

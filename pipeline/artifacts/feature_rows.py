@@ -1,10 +1,10 @@
-"""Rows of features: a conversation's tokens and the target's hidden state at each of its
-target-written ones.
+"""Rows of features: a conversation's tokens, and the target's hidden state for each token that it
+wrote.
 
-Read as torch tensors straight out of the Parquet pages (`FeatureRows`): states keep their stored
-dtype and are not copied; those of 8 bits (`quantized_states`) become the target's dtype again. A
-row's *learnable* positions are those at which head 0 has a label (the others have none for any
-head); lengths, plans and batches count these alone. `feature_writer` writes them.
+`FeatureRows` reads states as torch tensors over the Parquet pages, without a copy; states of 8 bits
+(`quantized_states`) become the target's dtype again. The *learnable* positions of a row are those
+at which head 0 has a label (elsewhere no head has one); lengths, plans and batches count these
+alone. `feature_writer` writes the rows.
 
 Letters: N positions, D hidden size, V vocabulary, K heads.
 """
@@ -42,15 +42,12 @@ FEATURES = pa.schema(
 )
 SCALES = pa.field("scales", pa.list_(pa.float32()))  # of states of 8 bits: one per position
 TAP = "last hidden state after the final norm"
+READ = {"id", "input_ids", "spans", "hidden", "scales"}  # columns that batches need
 
 
 @dataclass(frozen=True)
 class StateFormat:
-    """How a shard's states are stored.
-
-    Raises:
-        EnvironmentFault: This torch has no such numbers.
-    """
+    """How a shard's states are stored."""
 
     dtype: torch.dtype  # the target's, which readers get
     hidden_size: int
@@ -58,14 +55,14 @@ class StateFormat:
 
     @classmethod
     def of(cls, footer: Mapping[bytes, bytes]) -> StateFormat:
-        """The format that a shard's footer gives."""
+        """Return the format in a shard's footer."""
         dtype = getattr(torch, footer[b"dtype"].decode())
         precision = cast(Precision, footer[b"precision"].decode())
         return cls(dtype, int(footer[b"hidden_size"]), precision)
 
     @property
     def stored(self) -> torch.dtype:
-        """The dtype of the stored numbers."""
+        """The dtype of the stored numbers; raises EnvironmentFault if this torch lacks it."""
         return self.dtype if self.precision == "native" else stored_dtype(self.precision)
 
     @property
@@ -74,7 +71,7 @@ class StateFormat:
 
     @property
     def footer(self) -> dict[str, str]:
-        """What a shard's footer says of its states."""
+        """The format as schema metadata."""
         dtype, size = str(self.dtype).removeprefix("torch."), str(self.hidden_size)
         return {"dtype": dtype, "hidden_size": size, "precision": self.precision, "tap": TAP}
 
@@ -85,13 +82,15 @@ class StateFormat:
 
 
 def state_bytes(hidden_size: int, dtype: torch.dtype, precision: Precision) -> int:
-    """Bytes of one stored state, its scale included; less where a codec finds something."""
-    return hidden_size * dtype.itemsize if precision == "native" else hidden_size + SCALE_BYTES
+    """Return the bytes of one stored state, its scale included, before compression."""
+    if precision == "native":
+        return hidden_size * dtype.itemsize
+    return hidden_size + SCALE_BYTES
 
 
 @dataclass(frozen=True)
 class FeatureRow:
-    """One conversation's states and what the heads learn from them."""
+    """One conversation's states, and the tokens and labels at its learnable positions."""
 
     hidden_ND: Tensor  # all stored positions
     learnable: Tensor  # int64, which of them carry a label
@@ -99,8 +98,8 @@ class FeatureRow:
     labels_KN: npt.NDArray[np.int32]  # at the learnable positions alone
 
     def answers(self) -> list[npt.NDArray[np.int32]]:
-        """The token ids of every span with something to learn, in order."""
-        # A span's last state has nothing to learn: where one is left out, the next span begins.
+        """Return the token ids of every span that has labels, in order."""
+        # A span's last state has no label: a gap in the learnable positions starts a span.
         first = np.flatnonzero(np.diff(self.learnable.numpy(), prepend=-2) != 1)
         answers = []
         for start, stop in itertools.pairwise([*first.tolist(), len(self.next_N)]):
@@ -109,12 +108,11 @@ class FeatureRow:
         return answers
 
     def teachers(self, start: int, stop: int) -> tuple[Tensor, npt.NDArray[np.int64]]:
-        """What the target predicted the labels at learnable positions [start, stop) from: states
-        [M, D], rows [K, N].
+        """Return the states [M, D] from which the target predicted the labels at learnable
+        positions [start, stop), and each label's row among them [K, N].
 
         Head k's label at position t, the token at t+2+k, is predicted from the state at t+1+k,
-        which is stored wherever there is such a label. Rows are places among the states, -1 where
-        there is no label.
+        which is stored wherever there is such a label. Rows are -1 where there is no label.
         """
         labels_KN, chosen_N = self.labels_KN[:, start:stop], self.learnable[start:stop].numpy()
         first = int(chosen_N[0])
@@ -131,7 +129,7 @@ class FeatureRows:
         fingerprint: The features stage's fingerprint, which every shard must carry.
         hidden_size, vocab_size: The target's.
         num_heads: K.
-        roles: Whose spans give labels.
+        roles: The roles whose spans give labels.
 
     Raises:
         DamagedShard: A shard cannot be read.
@@ -159,24 +157,24 @@ class FeatureRows:
                 self.states = StateFormat.of(shard.schema_arrow.metadata)
                 for group in range(shard.num_row_groups):
                     self._groups.append((path, group))
-                    table = shard.read_row_group(
-                        group, columns=["split", "spans"], use_threads=False
-                    )
+                    columns = ["split", "spans"]
+                    table = shard.read_row_group(group, columns=columns, use_threads=False)
                     self._lengths.append(_num_learnable(table["spans"], self.roles))
                     self._splits.append(table["split"].to_numpy())
-        self.dtype = self.states.dtype
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.states.dtype
 
     def lengths(self, split: str) -> list[npt.NDArray[np.int64]]:
-        """Per row group, each row's number of learnable positions; 0 where it is of another
-        split.
-        """
+        """Return per row group each row's number of learnable positions; 0 in another split."""
         return [
             np.where(splits == split, n, 0)
             for splits, n in zip(self._splits, self._lengths, strict=True)
         ]
 
     def read_group(self, index: int) -> RowGroup:
-        """One row group in memory.
+        """Read one row group into memory.
 
         Raises:
             DamagedShard: A page fails its checksum, or the file is gone.
@@ -188,15 +186,14 @@ class FeatureRows:
         return RowGroup(self, path, table)
 
 
-READ = {"id", "input_ids", "spans", "hidden", "scales"}
-
-
 class RowGroup:
-    """A row group's rows, each taken apart when it is first asked for."""
+    """A row group's rows, each decoded when it is first asked for."""
 
     def __init__(self, rows: FeatureRows, path: str, table: pa.Table):
         self._rows, self._path, self._table = rows, path, table
-        self._states = [states for chunk in table["hidden"].chunks for states in _values(chunk)]
+        self._states: list[Tensor] = []
+        for chunk in table["hidden"].chunks:
+            self._states += _values(chunk)
         self._taken: dict[int, FeatureRow] = {}
 
     def __getitem__(self, index: int) -> FeatureRow:
@@ -207,30 +204,28 @@ class RowGroup:
     def _take(self, index: int) -> FeatureRow:
         ids = self._table["input_ids"][index].values.to_numpy()
         spans = spans_of(self._table["spans"][index].as_py())
-        rows, num_positions = self._rows, sum(map(len, spans))
+        rows = self._rows
         labels_KN = head_labels(ids, spans, rows.num_heads, rows.roles)
         learnable = np.flatnonzero(labels_KN[0] != IGNORED)
-        require_vocabulary(labels_KN, rows.vocab_size, self._where(index))
-        hidden_ND = self._hidden(index, num_positions)
+        where = f"{self._path}, row {self._table['id'][index]}"
+        require_vocabulary(labels_KN, rows.vocab_size, where)
+        hidden_ND = self._hidden(index)
         next_N = ids[feature_positions(spans)[learnable] + 1]
         return FeatureRow(hidden_ND, torch.from_numpy(learnable), next_N, labels_KN[:, learnable])
 
-    def _hidden(self, index: int, num_positions: int) -> Tensor:
-        """A row's states in the target's dtype."""
+    def _hidden(self, index: int) -> Tensor:
+        """Return a row's states in the target's dtype."""
         states, stored = self._rows.states, self._states[index]
         if states.precision == "native":
-            return stored.view(states.dtype).view(num_positions, states.hidden_size)
+            return stored.view(states.dtype).view(-1, states.hidden_size)
         scales_N = self._table["scales"][index].values.to_numpy()
-        stored_ND = stored.view(num_positions, states.hidden_size).numpy()
+        stored_ND = stored.view(-1, states.hidden_size).numpy()
         return dequantize(stored_ND, scales_N, states.precision, states.dtype)
-
-    def _where(self, index: int) -> str:
-        return f"{self._path}, row {self._table['id'][index]}"
 
 
 def _num_learnable(spans: pa.ChunkedArray, roles: Sequence[Role]) -> npt.NDArray[np.int64]:
-    """Each row's number of learnable positions: a span's tokens, but for its last, in the roles
-    that are learned.
+    """Return each row's number of learnable positions: all but the last token of each span in
+    `roles`.
     """
     sizes = pc.list_value_length(spans).to_numpy()
     flat = pc.list_flatten(spans)
@@ -242,7 +237,7 @@ def _num_learnable(spans: pa.ChunkedArray, roles: Sequence[Role]) -> npt.NDArray
 
 
 def _values(chunk: pa.LargeBinaryArray) -> list[Tensor]:
-    """Each value's bytes as a uint8 tensor over Arrow's own memory."""
+    """Return each value's bytes as a uint8 tensor over Arrow's own memory."""
     _, offsets, data = chunk.buffers()
     edges = np.frombuffer(offsets, np.int64)[chunk.offset : chunk.offset + len(chunk) + 1].tolist()
     if data is None or not data.size:

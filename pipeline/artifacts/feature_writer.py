@@ -1,10 +1,10 @@
-"""Feature shards as they are written: states arrive in any order, row groups leave in order, behind
-the computation.
+"""Write feature shards behind the computation: states arrive in any order, row groups leave in
+order.
 
-A row's states are copied into the memory of its row group as they arrive. A complete group is
-checked, made 8 bits wide where that is asked for, encoded, checksummed and written by a thread,
-straight from that memory. `Backlog` bounds the bytes that wait for it, and so how far computing
-runs ahead of the disk.
+A row's states are copied into the memory of its row group as they arrive. A thread checks a
+complete group, quantizes it to 8 bits if configured, encodes, checksums and writes it, straight
+from that memory. `Backlog` bounds the bytes that wait for it, and so how far computing runs ahead
+of the disk.
 
 Letters: T tokens of a row, N positions of a group, D hidden size.
 """
@@ -33,14 +33,12 @@ from pipeline.conversations.spans import feature_positions
 from pipeline.storage.receipts import Receipt
 from pipeline.storage.shards import ShardWriter
 
-ROW_GROUP_BYTES = 64 * 1024**2  # of states; what a reader holds at once
-BACKLOG_BYTES = (
-    2 * 1024**3
-)  # a window of an engine, so that the next one is computed while one is written
+ROW_GROUP_BYTES = 64 * 1024**2  # of states; a reader holds one group at a time
+BACKLOG_BYTES = 2 * 1024**3  # one window of an engine: the next is computed while it is written
 
 
 class Backlog:
-    """The bytes of states that wait to be written, at most `limit`, and memory to put more in."""
+    """The bytes of states that wait to be written, at most `limit`, and memory for more."""
 
     def __init__(self, limit: int = BACKLOG_BYTES):
         self._limit, self._waiting = limit, 0
@@ -48,9 +46,8 @@ class Backlog:
         self._changed = Condition()
 
     def memory(self, num_bytes: int) -> Tensor:
-        """At least so many bytes: where there are, those of a group that has been written.
-
-        The pages of fresh memory take five times as long to fill.
+        """Return at least so many bytes, if possible those of a group that has been written: the
+        pages of fresh memory take five times as long to fill.
         """
         with self._changed:
             for place, memory in enumerate(self._free):
@@ -60,32 +57,26 @@ class Backlog:
         return torch.empty(num_bytes, dtype=torch.uint8)
 
     def add(self, num_bytes: int) -> None:
-        """Count bytes that wait from now on; waits itself until there is room for them."""
+        """Count bytes that wait from now on; block until there is room for them."""
         with self._changed:
-            self._changed.wait_for(
-                lambda: not self._waiting or self._waiting + num_bytes <= self._limit
-            )
+            while self._waiting and self._waiting + num_bytes > self._limit:
+                self._changed.wait()
             self._waiting += num_bytes
 
     def remove(self, num_bytes: int, memory: Tensor) -> None:
-        """Bytes no longer wait, and their memory may be used again."""
+        """Stop counting bytes; their memory may be used again."""
         with self._changed:
             self._waiting -= num_bytes
             self._free.append(memory)
             self._changed.notify_all()
 
 
-class RowGroup:
-    """Rows that are written together, of one split, and the memory that their states are collected
-    in.
-    """
+class WaitingGroup:
+    """Rows of one split that are written together, and the memory for their states."""
 
     def __init__(self, rows: Sequence[TokenRow], states: StateFormat, memory: Tensor):
         self.rows, self.states, self.memory = rows, states, memory
-        self.edges = [
-            0,
-            *itertools.accumulate(map(num_positions, rows)),
-        ]  # row i's states are [edges[i], edges[i+1])
+        self.edges = row_edges(rows)
         self.num_bytes = self.edges[-1] * states.computed_bytes
         self.hidden_ND = memory[: self.num_bytes].view(states.dtype).view(-1, states.hidden_size)
         self.missing = len(rows)
@@ -100,52 +91,54 @@ class RowGroup:
         self.missing -= 1
 
     def write(self, writer: ShardWriter) -> int:
-        """Write the rows, quarantine those with a state that is not finite; how many positions were
+        """Write the rows, quarantine those with a non-finite state; return the number of positions
         kept.
         """
-        kept = [index for index in range(len(self.rows)) if not self._refused(index, writer)]
-        rows, hidden_ND, edges = self.rows, self.hidden_ND, self.edges
-        if len(kept) < len(rows):
-            rows = [rows[index] for index in kept]
-            hidden_ND = torch.cat(
-                [hidden_ND[:0], *(hidden_ND[edges[i] : edges[i + 1]] for i in kept)]
-            )
-            edges = [0, *itertools.accumulate(map(num_positions, rows))]
+        rows, states = [], [self.hidden_ND[:0]]
+        for row, (start, stop) in zip(self.rows, itertools.pairwise(self.edges), strict=True):
+            hidden_ND = self.hidden_ND[start:stop]
+            # The extrema are finite if all are, and forty times as fast to find.
+            if not len(hidden_ND) or torch.isfinite(torch.stack(hidden_ND.aminmax())).all():
+                rows.append(row)
+                states.append(hidden_ND)
+            else:
+                writer.reject(_rejected(row, hidden_ND))
+        hidden_ND = self.hidden_ND
+        if len(rows) < len(self.rows):
+            hidden_ND = torch.cat(states)
         if rows:
-            writer.write_batch(self._batch(rows, hidden_ND, edges))
+            writer.write_batch(self._batch(rows, hidden_ND))
         return len(hidden_ND)
 
-    def _batch(
-        self, rows: Sequence[TokenRow], hidden_ND: Tensor, edges: Sequence[int]
-    ) -> pa.RecordBatch:
-        """The batch of rows whose states are `hidden_ND[edges[i]:edges[i+1]]`."""
+    def _batch(self, rows: Sequence[TokenRow], hidden_ND: Tensor) -> pa.RecordBatch:
         if self.states.precision == "native":
-            return feature_batch(rows, hidden_ND, edges)
+            return feature_batch(rows, hidden_ND)
         stored_ND = self.memory[: hidden_ND.numel()].view(self.states.stored).view(hidden_ND.shape)
         scales_N = quantize(hidden_ND, self.states.precision, stored_ND)
-        scales = pa.ListArray.from_arrays(pa.array(edges, pa.int32()), pa.array(scales_N.numpy()))
-        return feature_batch(rows, stored_ND, edges).append_column(SCALES, scales)
+        edges = pa.array(row_edges(rows), pa.int32())
+        scales = pa.ListArray.from_arrays(edges, pa.array(scales_N.numpy()))
+        return feature_batch(rows, stored_ND).append_column(SCALES, scales)
 
-    def _refused(self, index: int, writer: ShardWriter) -> bool:
-        """Whether a row has a state that is not finite; then it is quarantined."""
-        hidden_ND, row = self.hidden_ND[self.edges[index] : self.edges[index + 1]], self.rows[index]
-        # Least and most are finite if all are, and forty times as fast to find.
-        if not len(hidden_ND) or torch.isfinite(torch.stack(hidden_ND.aminmax())).all():
-            return False
-        num_bad = int((~torch.isfinite(hidden_ND).all(dim=1)).sum())
-        detail = f"{num_bad} of {len(hidden_ND)} states are NaN or infinite"
-        stored = row.stored()
-        what = {"input_ids": stored["input_ids"], "spans": stored["spans"]}
-        writer.reject(RejectedRow(row.id, Reason.NON_FINITE, detail, what))
-        return True
+
+def _rejected(row: TokenRow, hidden_ND: Tensor) -> RejectedRow:
+    num_bad = int((~torch.isfinite(hidden_ND).all(dim=1)).sum())
+    detail = f"{num_bad} of {len(hidden_ND)} states are NaN or infinite"
+    stored = row.stored()
+    content = {"input_ids": stored["input_ids"], "spans": stored["spans"]}
+    return RejectedRow(row.id, Reason.NON_FINITE, detail, content)
 
 
 def num_positions(row: TokenRow) -> int:
     return sum(map(len, row.spans))
 
 
+def row_edges(rows: Sequence[TokenRow]) -> list[int]:
+    """Return edges such that row i's states are [edges[i], edges[i+1])."""
+    return [0, *itertools.accumulate(map(num_positions, rows))]
+
+
 def row_groups(rows: Iterable[TokenRow], states: StateFormat) -> list[list[TokenRow]]:
-    """Rows, in order, as groups of one split and of about `ROW_GROUP_BYTES` of states.
+    """Return rows, in order, as groups of one split and of about `ROW_GROUP_BYTES` of states.
 
     A reader of the few held-out rows reads their groups alone, and not the hundred times larger
     rest with them.
@@ -161,14 +154,13 @@ def row_groups(rows: Iterable[TokenRow], states: StateFormat) -> list[list[Token
     return groups
 
 
-def feature_batch(
-    rows: Sequence[TokenRow], hidden_ND: Tensor, edges: Sequence[int]
-) -> pa.RecordBatch:
-    """Rows as a batch of `FEATURES`, whose states are not copied: row i's are
-    `hidden_ND[edges[i]:edges[i+1]]`.
+def feature_batch(rows: Sequence[TokenRow], hidden_ND: Tensor) -> pa.RecordBatch:
+    """Return rows and their states, one after another, as a batch of `FEATURES`; no state is
+    copied.
     """
-    ends = np.asarray(edges, np.int64) * hidden_ND.shape[1] * hidden_ND.itemsize
+    ends = np.asarray(row_edges(rows), np.int64) * hidden_ND.shape[1] * hidden_ND.itemsize
     data = pa.py_buffer(hidden_ND.view(torch.uint8).numpy())
+    buffers = [None, pa.py_buffer(ends), data]
     columns: dict[str, Any] = {
         "id": [row.id for row in rows],
         "parent_id": [row.parent_id for row in rows],
@@ -176,9 +168,7 @@ def feature_batch(
         "input_ids": _lists([row.input_ids for row in rows]),
         "spans": pa.array([[asdict(span) for span in row.spans] for row in rows], SPANS),
         "positions": _lists([feature_positions(row.spans) for row in rows]),
-        "hidden": pa.Array.from_buffers(
-            pa.large_binary(), len(rows), [None, pa.py_buffer(ends), data]
-        ),
+        "hidden": pa.Array.from_buffers(pa.large_binary(), len(rows), buffers),
     }
     return pa.RecordBatch.from_pydict(columns, schema=FEATURES)
 
@@ -192,7 +182,7 @@ class FeatureWriter:
     """Writes one shard of features behind its computation. Leave it before the shard's writer.
 
     Args:
-        writer: The shard's, open. It is this object's until `commit` is done.
+        writer: The shard's, open. Only this object uses it until `commit` is done.
         rows: The shard's rows, in order.
         backlog: Shared with the shards before and after.
     """
@@ -202,10 +192,11 @@ class FeatureWriter:
     ):
         self._writer, self._states, self._backlog = writer, states, backlog
         self._rows = row_groups(rows, states)
-        self._places = [
-            (group, index) for group, of in enumerate(self._rows) for index in range(len(of))
-        ]
-        self._groups: dict[int, RowGroup] = {}
+        self._places: list[tuple[int, int]] = []  # group and place in it of each row
+        for group, members in enumerate(self._rows):
+            for index in range(len(members)):
+                self._places.append((group, index))
+        self._groups: dict[int, WaitingGroup] = {}
         self._writing: list[Future[int]] = []
         self._thread = ThreadPoolExecutor(1)
         self._failed: BaseException | None = None
@@ -214,13 +205,12 @@ class FeatureWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """What still waits is not written."""
+        """Discard what has not been written."""
         self._failed = self._failed or InterruptedError()
         self._thread.shutdown()
 
     def put(self, index: int, hidden_TD: Tensor) -> None:
-        """Take the states of one row, in any order; they are copied. Waits where too many wait to
-        be written.
+        """Copy the states of one row, in any order; block while too many wait to be written.
 
         Raises:
             EnvironmentFault: Writing has failed: the disk is full.
@@ -228,8 +218,8 @@ class FeatureWriter:
         number, place = self._places[index]
         if number not in self._groups:
             rows = self._rows[number]
-            num_bytes = sum(map(num_positions, rows)) * self._states.computed_bytes
-            self._groups[number] = RowGroup(rows, self._states, self._backlog.memory(num_bytes))
+            num_bytes = row_edges(rows)[-1] * self._states.computed_bytes
+            self._groups[number] = WaitingGroup(rows, self._states, self._backlog.memory(num_bytes))
         self._groups[number].put(place, hidden_TD)
         following = len(self._writing)
         while following in self._groups and not self._groups[following].missing:
@@ -250,15 +240,14 @@ class FeatureWriter:
         """Commit the shard once all is written, see `ShardWriter.commit`.
 
         Args:
-            stats: More to count than positions.
-            started: When a worker began to be busy with it, by the monotonic clock.
+            stats: Further counts beside positions.
+            started: When its worker began, by the monotonic clock.
         """
-        assert len(self._writing) == len(self._rows), (
-            f"{len(self._groups)} row groups of {stage} lack states"
-        )
+        lacking = f"{len(self._groups)} row groups of {stage} lack states"
+        assert len(self._writing) == len(self._rows), lacking
         return self._thread.submit(self._commit, stage, ids_in, stats or {}, started)
 
-    def _write(self, group: RowGroup) -> int:
+    def _write(self, group: WaitingGroup) -> int:
         """Write a group, unless writing has failed before."""
         try:
             return 0 if self._failed else group.write(self._writer)

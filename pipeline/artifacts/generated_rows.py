@@ -1,8 +1,7 @@
-"""Rows of token ids and the spans that the target wrote: the generate stage's, and the columns that
+"""Rows of token ids and target-written spans: those of the generate stage, and the columns that
 features keep.
 
-`open_rows` and `require_vocabulary` refuse a shard of another run, and tokens of another target,
-for every reader.
+`open_rows` and `require_vocabulary` refuse a shard of another run and tokens of another target.
 """
 
 from __future__ import annotations
@@ -30,10 +29,7 @@ SPANS = pa.list_(pa.struct([("start", pa.int32()), ("end", pa.int32()), ("role",
 GENERATED = pa.schema(
     [
         ("id", pa.string()),
-        (
-            "parent_id",
-            pa.string(),
-        ),  # the seed's id; differs from `id` where a template rewrites its history
+        ("parent_id", pa.string()),  # the seed's id; `id` is another if a row is split by turns
         ("split", pa.string()),
         ("input_ids", pa.list_(pa.int32())),
         ("spans", SPANS),  # target-written token ranges [start, end)
@@ -47,7 +43,7 @@ REDO = "Delete this file and run the same command again: it is made anew."
 
 @dataclass(frozen=True)
 class TokenRow:
-    """A conversation as token ids, and which of them the target wrote."""
+    """A conversation as token ids, and the spans that the target wrote."""
 
     id: str
     parent_id: str
@@ -57,12 +53,12 @@ class TokenRow:
 
     @classmethod
     def of(cls, row: Row) -> TokenRow:
-        """The row as `read_rows` gives it, of these columns at least."""
+        """Read a row of `read_rows` with at least these columns."""
         ids = np.asarray(row["input_ids"], np.int32)
         return cls(row["id"], row["parent_id"], row["split"], ids, spans_of(row["spans"]))
 
     def stored(self) -> Row:
-        """The row's columns as a `ShardWriter` takes them."""
+        """Return the row's columns for a `ShardWriter`."""
         return {
             "id": self.id,
             "parent_id": self.parent_id,
@@ -77,7 +73,7 @@ def spans_of(stored: Iterable[Mapping[str, Any]]) -> list[Span]:
 
 
 def stored_row(row: GeneratedRow, split: str) -> Row:
-    """A finished conversation as a `ShardWriter` of `GENERATED` takes it."""
+    """Return a finished conversation as a row of `GENERATED`."""
     return {
         "id": row.id,
         "parent_id": row.parent_id,
@@ -90,9 +86,7 @@ def stored_row(row: GeneratedRow, split: str) -> Row:
 
 
 def counts_of(rows: Iterable[Row]) -> dict[str, float]:
-    """What of stored rows a receipt counts: tokens and turns that the target wrote, and the rows of
-    each split.
-    """
+    """Count target-written tokens and turns, and the rows of each split, for a receipt."""
     counts = dict.fromkeys(("tokens", "turns", *(f"{split}_rows" for split in SPLITS)), 0.0)
     for row in rows:
         counts["tokens"] += sum(span["end"] - span["start"] for span in row["spans"])
@@ -104,31 +98,30 @@ def counts_of(rows: Iterable[Row]) -> dict[str, float]:
 def read_token_rows(
     shards: Iterable[str | Path], fingerprint: str, vocab_size: int | None = None
 ) -> Iterator[TokenRow]:
-    """The rows of shards of generate or features, in order; token ids are views of Arrow's memory.
+    """Yield the rows of shards of generate or features, in order; token ids are views of Arrow's
+    memory.
 
     Raises:
         DamagedShard: A shard cannot be read.
-        DataError: A shard is of another run; a token is none of the vocabulary, where its size is
-            given.
+        DataError: A shard is of another run; a token is outside a vocabulary of `vocab_size`.
     """
     for path in shards:
         with open_rows(path, fingerprint) as shard:
             for group in range(shard.num_row_groups):
                 table = shard.read_row_group(group, columns=list(TOKEN_COLUMNS))
-                for name, parent, split, tokens, spans in zip(
-                    *(table[name] for name in TOKEN_COLUMNS), strict=True
+                tokens = table["input_ids"]
+                for row, of_row in zip(
+                    table.drop_columns("input_ids").to_pylist(), tokens, strict=True
                 ):
-                    ids = tokens.values.to_numpy()
+                    ids = of_row.values.to_numpy()
                     if vocab_size is not None:
-                        require_vocabulary(ids, vocab_size, f"{path}, row {name}")
-                    yield TokenRow(
-                        name.as_py(), parent.as_py(), split.as_py(), ids, spans_of(spans.as_py())
-                    )
+                        require_vocabulary(ids, vocab_size, f"{path}, row {row['id']}")
+                    yield TokenRow.of({**row, "input_ids": ids})
 
 
 @contextlib.contextmanager
 def open_rows(path: str | Path, fingerprint: str) -> Iterator[pq.ParquetFile]:
-    """A shard for reading whose footer proves that a stage of this fingerprint wrote it.
+    """Open a shard for reading; its footer must have this fingerprint.
 
     Raises:
         DamagedShard: It is missing or damaged.
@@ -145,8 +138,9 @@ def open_rows(path: str | Path, fingerprint: str) -> Iterator[pq.ParquetFile]:
 def require_vocabulary(
     ids: npt.NDArray[np.int32] | Sequence[int], vocab_size: int, where: str
 ) -> None:
-    """Raise DataError where a token id is none of the target's."""
-    if (largest := np.max(ids, initial=0)) >= vocab_size:
+    """Raise DataError if a token id is outside the target's vocabulary."""
+    largest = np.max(ids, initial=0)
+    if largest >= vocab_size:
         what = (
             f"Token {largest} is outside the target's vocabulary of {vocab_size}: this shard is of"
             " another target."
@@ -155,13 +149,11 @@ def require_vocabulary(
 
 
 def num_contaminated(shards: Iterable[Path], questions: CheckQuestions) -> int:
-    """How many training rows hold a question of the check."""
-    rows = (
-        row
-        for path in shards
-        for row in read_rows(path, ["split", "messages"])
-        if row["split"] == "train"
-    )
-    return sum(
-        any(questions.held_by(Message(**message)) for message in row["messages"]) for row in rows
-    )
+    """Return how many training rows contain a question of the check."""
+    found = 0
+    for path in shards:
+        for row in read_rows(path, ["split", "messages"]):
+            messages = [Message(**message) for message in row["messages"]]
+            if row["split"] == "train" and any(map(questions.held_by, messages)):
+                found += 1
+    return found

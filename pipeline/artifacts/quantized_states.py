@@ -28,23 +28,22 @@ PIECE = 1 << 18  # numbers that are converted at once: they stay in a core's cac
 
 
 def stored_dtype(precision: Precision) -> torch.dtype:
-    """The dtype of numbers in 8 bits.
+    """Return the dtype of numbers in 8 bits.
 
     Raises:
         EnvironmentFault: This torch does not have it.
     """
     dtype: torch.dtype | None = getattr(torch, TORCH_NAMES[precision], None)
     if dtype is None:
+        what = f"This torch has no dtype for states in {precision}."
         fix = "Install the torch of the lock file, or set features.precision to int8 or native."
-        raise EnvironmentFault(
-            f"This torch has no dtype for states in {precision}.", "features.precision", fix
-        )
+        raise EnvironmentFault(what, "features.precision", fix)
     return dtype
 
 
 def quantize(hidden_ND: Tensor, precision: Precision, stored_ND: Tensor) -> Tensor:
-    """Finite states into `stored_ND`, which may begin where they do; returns their scales [N],
-    float32.
+    """Quantize finite states into `stored_ND`, which may share their memory's start; return their
+    scales [N], float32.
     """
     scales_N = torch.empty(len(hidden_ND))
     rows = max(1, PIECE // hidden_ND.shape[1])
@@ -65,14 +64,13 @@ def dequantize(
     precision: Precision,
     dtype: torch.dtype,
 ) -> Tensor:
-    """The states in the target's dtype, from their numbers' bytes and their scales."""
-    # A table, since torch converts float8 a number at a time.
+    """Return the states in the target's dtype, from the bytes of their numbers and their scales."""
+    # A table is faster: torch converts float8 one number at a time.
     numbers = torch.arange(256, dtype=torch.uint8).view(stored_dtype(precision)).float().numpy()
     hidden_ND = torch.empty(stored_ND.shape, dtype=dtype)
     rows = max(1, PIECE // stored_ND.shape[1])
     for start in range(0, len(stored_ND), rows):
-        piece_ND = torch.from_numpy(numbers.take(stored_ND[start : start + rows]))
-        hidden_ND[start : start + rows] = piece_ND.mul_(
-            torch.tensor(scales_N[start : start + rows, None])
-        )
+        stop = start + rows
+        piece_ND = torch.from_numpy(numbers.take(stored_ND[start:stop]))
+        hidden_ND[start:stop] = piece_ND.mul_(torch.tensor(scales_N[start:stop, None]))
     return hidden_ND

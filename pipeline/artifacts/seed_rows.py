@@ -1,4 +1,4 @@
-"""Rows of the seeds stage: one conversation each, and the split that it belongs to for good."""
+"""Rows of the seeds stage: a conversation each, and its split, which never changes."""
 
 from __future__ import annotations
 
@@ -24,10 +24,7 @@ SEEDS = pa.schema(
         ("category", pa.string()),
         ("split", pa.string()),  # one of SPLITS
         ("messages", MESSAGES),
-        (
-            "tools",
-            pa.string(),
-        ),  # the functions that the assistant may call, as chat templates take them; JSON
+        ("tools", pa.string()),  # JSON: the functions that the assistant may call
     ]
 )
 
@@ -43,36 +40,28 @@ class SeedRow:
 
     @classmethod
     def of(cls, row: Row) -> SeedRow:
-        """The row as `read_rows` gives it."""
+        """Read a row of `read_rows`."""
         messages = tuple(Message(**message) for message in row["messages"])
-        return cls(
-            Conversation(row["id"], messages, row["source_id"], row["category"], row["tools"]),
-            row["split"],
+        conversation = Conversation(
+            row["id"], messages, row["source_id"], row["category"], row["tools"]
         )
+        return cls(conversation, row["split"])
 
     def stored(self) -> Row:
-        """The row as a `ShardWriter` of `SEEDS` takes it."""
-        conversation = self.conversation
-        return {
-            "id": conversation.id,
-            "source_id": conversation.source_id,
-            "category": conversation.category,
-            "split": self.split,
-            "messages": [asdict(message) for message in conversation.messages],
-            "tools": conversation.tools,
-        }
+        """Return the row as one of `SEEDS`."""
+        return {**asdict(self.conversation), "split": self.split}
 
 
 def read_seeds(shards: Iterable[Path], split: str) -> Iterator[Conversation]:
-    """The conversations of one split, in order."""
+    """Yield the conversations of one split, in order."""
     for path in shards:
-        yield from (
-            SeedRow.of(row).conversation for row in read_rows(path) if row["split"] == split
-        )
+        for row in read_rows(path):
+            if row["split"] == split:
+                yield SeedRow.of(row).conversation
 
 
 def questions_in_two_splits(shards: Iterable[Path]) -> list[str]:
-    """The first questions, normalised, that open conversations of more than one split."""
+    """Return the first questions, normalised, that open conversations of more than one split."""
     split_of: dict[bytes, str] = {}
     found: dict[str, None] = {}
     for path in shards:

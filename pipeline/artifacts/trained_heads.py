@@ -1,14 +1,11 @@
-"""Trained heads: `heads.safetensors`, the end of a training, whole or absent; nothing is ever
-unpickled.
+"""Trained heads: `heads.safetensors`, whole or absent; nothing is ever unpickled.
 
-Its header gives the heads' kind and shape. What training says of them, timings included, lies
-beside it in `summary.jsonl`, a log: equal heads are equal files, and nothing that is made from them
-is stale.
+Its header gives the heads' kind and shape. The training's summary, timings included, lies beside it
+in `summary.jsonl`, a log: equal heads are equal files, so their dependants are not stale.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 from pathlib import Path
 
@@ -32,38 +29,37 @@ def write_heads(path: Path, heads: Heads, summary: Summary) -> None:
     write_text(path.with_name(SUMMARY_FILE), json.dumps(summary) + "\n")
     with atomic_path(path) as temporary:
         tensors: dict[str, Tensor] = {}
+        pointers = set()
         for name, view in heads.stored_tensors().items():
-            held = {
-                tensor.data_ptr() for tensor in tensors.values()
-            }  # safetensors refuses one tensor by two names
-            tensors[name] = (
-                view.cpu().contiguous().clone()
-                if view.data_ptr() in held
-                else view.cpu().contiguous()
-            )
+            tensor = view.cpu().contiguous()
+            if tensor.data_ptr() in pointers:  # safetensors refuses one tensor by two names
+                tensor = tensor.clone()
+            pointers.add(tensor.data_ptr())
+            tensors[name] = tensor
         save_file(tensors, temporary, {"heads": json.dumps(heads.shape.to_json())})
 
 
 def read_trained_heads(path: Path) -> Heads:
-    """Trained heads, on the CPU.
+    """Return trained heads, on the CPU.
 
     Raises:
         DataError: There are none, or the file is damaged.
     """
-    if (shape := _heads_shape(path)) is None:
+    shape = _heads_shape(path)
+    if shape is None:
         fix = "Run again with --fresh train."
         raise DataError("There are no trained heads here, or they are damaged.", str(path), fix)
     return head_kind(shape.kind).from_named_tensors(shape, load_file(path), where=str(path))
 
 
 def read_summary(path: Path, shape: HeadsShape) -> Summary | None:
-    """What training said of the heads in this file; None where there are none yet, or they are
-    damaged.
+    """Return the training's summary of the heads in this file; None if there are no whole heads.
 
     Raises:
         DataError: They have another kind or shape than `shape`, so they are another training's.
     """
-    if (found := _heads_shape(path)) is None:
+    found = _heads_shape(path)
+    if found is None:
         return None
     if found != shape:
         what = f"The heads here have {found.described()}; this training's have {shape.described()}."
@@ -72,12 +68,9 @@ def read_summary(path: Path, shape: HeadsShape) -> Summary | None:
 
 
 def _heads_shape(path: Path) -> HeadsShape | None:
-    """The shape that the file's header gives; None where the file is absent, damaged, or of another
-    writer.
-    """
-    with (
-        contextlib.suppress(OSError, SafetensorError, KeyError, TypeError, ValueError),
-        safe_open(path, "pt") as file,
-    ):
-        return shape_from_json(json.loads(file.metadata()["heads"]))
-    return None
+    """Return the shape in the file's header; None if the file is absent, damaged or foreign."""
+    try:
+        with safe_open(path, "pt") as file:
+            return shape_from_json(json.loads(file.metadata()["heads"]))
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError):
+        return None

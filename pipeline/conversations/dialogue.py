@@ -221,11 +221,16 @@ class Dialogue:
             return None
         try:
             builder = self._prompt()
-            room = self._room(builder)
         except RowRejected as ending:
             self._ending = ending
             return None
         settings, sampling = self._settings, self._settings.sampling
+        room = settings.max_tokens - len(builder.ids)
+        if room < 1:
+            reason = Reason.CONTEXT_FULL if self._rows else Reason.TOO_LONG
+            detail = f"The prompt has {len(builder.ids)} tokens, the context {settings.max_tokens}."
+            self._ending = RowRejected(reason, detail)
+            return None
         if not settings.answers_last and not self._turns:
             self._unanswered = [builder.ids]
             detail = "The last question is not to be answered."
@@ -271,15 +276,6 @@ class Dialogue:
             messages = (*self._conversation.system, *turn.asked)
             return RowBuilder.opening(template, messages, self._num_answers)
         return builder.asked(template, turn.asked, self._num_answers)
-
-    def _room(self, builder: RowBuilder) -> int:
-        """The number of tokens left in the context."""
-        num_tokens, max_tokens = len(builder.ids), self._settings.max_tokens
-        if num_tokens < max_tokens:
-            return max_tokens - num_tokens
-        reason = Reason.CONTEXT_FULL if self._rows else Reason.TOO_LONG
-        detail = f"The prompt has {num_tokens} tokens, the context {max_tokens}."
-        raise RowRejected(reason, detail)
 
     def _flaw(
         self, ids: list[int], text: str, finish: Finish, context_left: int

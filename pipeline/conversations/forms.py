@@ -91,7 +91,7 @@ class RowSettings:
     form: str = "auto"
     max_characters: int = 200_000
     tools: ToolPolicy = "context"
-    columns: Mapping[str, str] | None = None
+    columns: Mapping[Any, str] | None = None
 
 
 def read_row(row: Any, id: str, settings: RowSettings) -> Conversation | RejectedRow:
@@ -123,7 +123,7 @@ def _conversation(row: Any, id: str, settings: RowSettings) -> Conversation:
     return Conversation(id, messages, source_id, _name(fields.get("category"), "category"), tools)
 
 
-def _renamed(fields: dict[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
+def _renamed(fields: dict[str, Any], columns: Mapping[Any, str]) -> dict[str, Any]:
     """A row of other column names under the keys that the forms know."""
     renamed = {}
     for key, column in columns.items():

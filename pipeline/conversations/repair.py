@@ -25,7 +25,6 @@ from typing import Any, Literal
 from pipeline.conversations.conversation import Message, Reason, RowRejected, utf8_text
 
 ToolPolicy = Literal["context", "cut", "quarantine"]
-MAX_LEVELS = 64  # of nested JSON in a call: templates render it by recursion
 
 
 def clean_text(text: Any) -> str:
@@ -119,18 +118,10 @@ def _function(value: Any) -> dict[str, Any]:
 def _tool_json(value: list[dict[str, Any]]) -> str:
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-        too_deep = _levels(value) > MAX_LEVELS
-    except (ValueError, TypeError, RecursionError):
-        too_deep = True
-    if too_deep:
-        detail = "A function call or definition is not JSON, or nested too deeply."
-        raise RowRejected(Reason.BROKEN_JSON, detail)
+    except (ValueError, TypeError, RecursionError) as error:
+        detail = f"A function call or definition is not JSON: {error}."
+        raise RowRejected(Reason.BROKEN_JSON, detail) from None
     return utf8_text(text, "a function call or definition")
-
-
-def _levels(value: Any) -> int:
-    items = list(value.values()) if isinstance(value, dict) else value
-    return 1 + max(map(_levels, items), default=0) if isinstance(items, list | tuple) else 0
 
 
 def repair(

@@ -12,7 +12,7 @@ import itertools
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from pipeline.conversations.conversation import Conversation, Reason, RejectedRo
 from pipeline.conversations.forms import EXPECTED, RowSettings, read_row
 from pipeline.conversations.repair import ToolPolicy
 from pipeline.conversations.table_rows import delimited_rows, hub_rows, table_rows, too_large
-from pipeline.conversations.text_rows import Unreadable, json_rows, lines, opened
+from pipeline.conversations.text_rows import json_rows, lines, opened
 from pipeline.errors import ConfigError, DataError
 
 Row = Conversation | RejectedRow
@@ -118,9 +118,9 @@ class SourceReader:
     skipped: list[SkippedFile] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        columns = {str(key): column for key, column in (self.source.columns or {}).items()}
-        self._settings = RowSettings(self.source.format, self.max_characters, self.tools, columns)
-        self._columns = tuple(columns.values())
+        source = self.source
+        self._settings = RowSettings(source.format, self.max_characters, self.tools, source.columns)
+        self._columns = tuple((source.columns or {}).values())
 
     def survey(self) -> Survey:
         """Find the files of a source: the path itself, or all below it, linked folders included. A
@@ -163,35 +163,29 @@ class SourceReader:
             EnvironmentFault: It cannot be read now.
         """
         self.read = []
-        if self.source.hub is not None:
-            hub = self.source.hub
+        path, hub = self.source.path, self.source.hub
+        if hub is not None:
             yield from self._counted(hub, hub, hub_rows(hub, self.source.split, self._columns))
             return
         found = self.survey()
         self.skipped = found.skipped
         for file in found.files:
-            name = file.name
-            if file != self.source.path:
-                name = file.relative_to(self.source.path or "").as_posix()
+            name = file.name if file == path else file.relative_to(path or "").as_posix()
             yield from self._counted(str(file), name, self._file_rows(file))
-            if self._left() == 0:
-                return
-
-    def _left(self) -> int | None:
-        """The rows that `seeds.sources[].limit` still allows."""
-        if self.source.limit is None:
-            return None
-        return self.source.limit - sum(count.rows for count in self.read)
 
     def _counted(self, where: str, name: str, rows: Iterator[Any]) -> Iterator[Row]:
-        first_number = sum(count.rows for count in self.read)
-        rows = itertools.islice(rows, self._left())
+        start = sum(count.rows for count in self.read)
+        limit = self.source.limit
+        if limit is not None:
+            rows = itertools.islice(rows, limit - start)
+            if limit == start:
+                return
         count = FileCount(name)
         self.read.append(count)
         recognised = False
         found = "It is empty."
         for row in rows:
-            outcome = self._outcome(row, first_number + count.rows)
+            outcome = self._outcome(row, start + count.rows)
             if isinstance(outcome, Conversation):
                 count.conversations += 1
             elif found == "It is empty.":
@@ -207,12 +201,12 @@ class SourceReader:
 
     def _outcome(self, row: Any, number: int) -> Row:
         id = f"{self.name}:{number}"
-        if isinstance(row, Unreadable):
-            return RejectedRow.of(id, row.rejected, row.text)
+        if isinstance(row, RejectedRow):
+            return replace(row, id=id)
         return read_row(row, id, self._settings)
 
     def _file_rows(self, path: Path) -> Iterator[Any]:
-        """A file's rows: a value, or `Unreadable`, for each.
+        """A file's rows: a value, or a `RejectedRow` without an id, for each.
 
         The first bytes decide how it is read, or else the suffix; JSON where neither is known.
         """

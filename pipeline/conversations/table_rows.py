@@ -15,9 +15,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.conversations import text_rows
-from pipeline.conversations.conversation import Reason, RowRejected
+from pipeline.conversations.conversation import Reason
 from pipeline.conversations.forms import KNOWN_KEYS
-from pipeline.conversations.text_rows import TOO_LONG, Unreadable, decoded, raw_lines
+from pipeline.conversations.text_rows import TOO_LONG, decoded, raw_lines, unreadable
 from pipeline.errors import ConfigError, DataError, EnvironmentFault
 
 BATCH_ROWS = 64
@@ -69,14 +69,14 @@ def delimited_rows(
         except StopIteration:
             return
         except csv.Error as error:
-            broken = Unreadable(RowRejected(Reason.BROKEN_ROW, f"It is no record: {error}."))
+            broken = unreadable(Reason.BROKEN_ROW, f"It is no record: {error}.")
             yield TOO_LONG if "field larger" in str(error) else broken
             continue
         if len(record) == len(header):
             yield dict(zip(header, record, strict=True))
         elif record:
             detail = f"It has {len(record)} fields, and the header names {len(header)} columns."
-            yield Unreadable(RowRejected(Reason.BROKEN_ROW, detail), delimiter.join(record))
+            yield unreadable(Reason.BROKEN_ROW, detail, delimiter.join(record))
 
 
 def _line_text(line: bytes | None) -> str:
@@ -148,9 +148,7 @@ def _rows(batches: Iterator[pa.RecordBatch], path: Path, max_bytes: int) -> Iter
         for start in range(0, len(batch), size):
             part = batch.slice(start, size)
             if not valid and not _is_valid(part):
-                yield Unreadable(
-                    RowRejected(Reason.UNDECODABLE, "It has bytes that are not UTF-8.")
-                )
+                yield unreadable(Reason.UNDECODABLE, "It has bytes that are not UTF-8.")
                 continue
             left -= part.nbytes
             if left < 0:
@@ -177,7 +175,7 @@ def _values(part: pa.RecordBatch) -> Iterator[Any]:
             yield from part.to_pylist()
             return
         except (ValueError, ArithmeticError) as error:
-            problem = Unreadable(RowRejected(Reason.UNDECODABLE, f"It cannot be read: {error}."))
+            problem = unreadable(Reason.UNDECODABLE, f"It cannot be read: {error}.")
     if len(part) == 1:
         yield problem
         return

@@ -5,10 +5,15 @@ They are found by rendering the template and comparing texts; sampled ids are ne
 Where a longer history does not extend the rendering of a shorter one (a template that drops earlier
 thoughts, for example), `rewrites_history` is true and the conversation continues in a new row.
 
-Special tokens in the text of messages are tokenized as text, see `special_text`.
+Special tokens in the text of messages, such as `</s>` in a user's question, would end a turn or
+write another role's header. Before the template is rendered each is replaced by a mark of a
+noncharacter, which no template changes; the text around a mark is tokenized as usual, and the
+special token's own text in two parts, neither of which is special. So the text stays the same, and
+special tokens of the template itself stay special.
 
-Limit: a turn ends with one token of the vocabulary, as in every template that an engine can stop on
-without searching text.
+Limits: a turn ends with one token of the vocabulary, as in every template that an engine can stop
+on without searching text. Special are the tokens that the tokenizer declares so: of other added
+tokens, such as Qwen's `<think>`, text and token are one, as in every engine.
 """
 
 from __future__ import annotations
@@ -17,14 +22,14 @@ import copy
 import ctypes
 import functools
 import json
+import re
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import date
 from typing import TYPE_CHECKING, Any
 
 from pipeline.conversations.conversation import Message, Reason, Role, RowRejected
-from pipeline.conversations.special_text import SpecialText, for_template, marked_values
 from pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -35,6 +40,8 @@ if TYPE_CHECKING:
 ANCHORS = ("a", ".", "\n")
 PATIENCE = 60  # seconds for a conversation of two questions
 CONTEXT_CHARACTERS = 64  # of the prompt used in place of an anchor; longer than any token
+MARK = "\ufdd1"  # reserved for internal use, as its neighbour `UNDECODABLE_MARK`
+MARKED = re.compile(f"{MARK}(\\d+){MARK}")
 PROBE_CALL = '[{"name": "placeholder_function", "arguments": {"place": "PlaceholderArgument"}}]'
 PROBE_WORDS = ("placeholder_function", "PlaceholderArgument", "PlaceholderResult")
 
@@ -101,19 +108,23 @@ class ChatTemplate:
         self._template = chat_template
         if chat_template is None and not getattr(tokenizer, "chat_template", None):
             raise self._error("The target's tokenizer has no chat template.")
-        self._special = SpecialText(tokenizer)
         self._escapes = True
+        self._tools = "null"
         self._variables: dict[str, Any] = dict(arguments or {})
         if today is not None:
             self._variables["strftime_now"] = today.strftime
         self._marks = set(tokenizer.all_special_ids)  # tokens that can end a turn
         self._special_ids = set(tokenizer.all_special_ids)
+        texts = set(tokenizer.all_special_tokens)
         for id, token in tokenizer.added_tokens_decoder.items():
             if token.content.strip():
                 self._marks.add(id)
             if token.special:
                 self._special_ids.add(id)
+                texts.add(token.content)
         self._special_ids.discard(tokenizer.unk_token_id)
+        self._special_texts = sorted(filter(str.strip, texts), key=lambda text: (-len(text), text))
+        self._special = re.compile("|".join(map(re.escape, self._special_texts)) or r"(?!)")
         hello = Message("user", "Hello")
         what = "The chat template cannot render a conversation of two questions: "
         try:
@@ -140,10 +151,7 @@ class ChatTemplate:
     def offering(self, tools: str) -> ChatTemplate:
         """The same template, which is given these functions (JSON, `Conversation.tools`)."""
         other = copy.copy(self)
-        other._variables = {
-            **self._variables,
-            "tools": marked_values(json.loads(tools), self._marked),
-        }
+        other._tools = tools
         return other
 
     @functools.cached_property
@@ -170,7 +178,8 @@ class ChatTemplate:
 
     def special_tokens_in(self, messages: Sequence[Message]) -> list[str]:
         """The special tokens in the messages' text, each once."""
-        return self._special.found("\n".join(message.text for message in messages))
+        text = "\n".join(message.text for message in messages)
+        return list(dict.fromkeys(self._special.findall(text)))
 
     def render(self, messages: Sequence[Message], *, asks: bool) -> str:
         """The messages as text; with `asks`, up to where the next answer begins.
@@ -178,7 +187,7 @@ class ChatTemplate:
         Raises:
             RowRejected: The template raised, for example because it takes no system prompt.
         """
-        return self._special.restored(self._rendered(messages, asks=asks))
+        return self._restored(self._rendered(messages, asks=asks))
 
     def _rendered(self, messages: Sequence[Message], *, asks: bool) -> str:
         """`render`, with marks for special tokens in the text of messages."""
@@ -188,6 +197,7 @@ class ChatTemplate:
                 chat_template=self._template,
                 add_generation_prompt=asks,
                 tokenize=False,
+                tools=marked_values(json.loads(self._tools), self._marked),
                 **self._variables,
             )
         except TimeoutError:
@@ -197,7 +207,15 @@ class ChatTemplate:
             raise RowRejected(Reason.TEMPLATE_REFUSED, detail) from error
 
     def _marked(self, text: str) -> str:
-        return self._special.marked(text) if self._escapes else text
+        """A message's text with a mark in place of each special token."""
+        if not self._escapes:
+            return text
+        index = self._special_texts.index
+        text = text.replace(MARK, "\ufffd")
+        return self._special.sub(lambda match: f"{MARK}{index(match[0])}{MARK}", text)
+
+    def _restored(self, text: str) -> str:
+        return MARKED.sub(lambda match: self._special_texts[int(match[1])], text)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The ids as the text of a message: no special tokens, no space around it."""
@@ -251,7 +269,7 @@ class ChatTemplate:
         text = self._marked(answer) + tail
         if whole.startswith(before) and whole.endswith(tail):
             text = whole.removeprefix(before)
-        context = self._special.restored(before)[-CONTEXT_CHARACTERS:]
+        context = self._restored(before)[-CONTEXT_CHARACTERS:]
         end = self._first_mark(tail)
         if not end:  # this template ends a turn only when another one follows
             ids = self._tokenize_after(text.removesuffix(tail), context)
@@ -295,23 +313,26 @@ class ChatTemplate:
 
     def _tokenize(self, text: str) -> list[int]:
         """Ids of a rendered text: what is marked in it as text, all else as the tokenizer does."""
-        first, marked = self._special.parts(text)
+        first, *rest = MARKED.split(text)
         # verbose=False: a text longer than the context is rejected later, with a reason
         ids = list(self._tokenizer(first, add_special_tokens=False, verbose=False)["input_ids"])
-        for special, after in marked:
-            ids += self._as_text(special)
-            ids += self._tokenize_after(after) if after else []
+        for index, after in zip(rest[::2], rest[1::2], strict=True):
+            ids += self._as_text(self._special_texts[int(index)])
+            if after:
+                ids += self._tokenize_after(after)
         return ids
 
     def _as_text(self, special: str) -> list[int]:
-        """Ids that read as a special token and are none."""
-        for parts in self._special.cuts(special):
-            ids = [id for part in parts for id in self._tokenize_after(part)]
+        """Ids that read as a special token and are none: those of its text in two parts."""
+        for at in range(1, len(special)):
+            first, second = special[:at], special[at:]
+            if self._special.search(first) or self._special.search(second):
+                continue
+            ids = self._tokenize_after(first) + self._tokenize_after(second)
             if not self._special_ids.intersection(ids):
                 return ids
-        raise RowRejected(
-            Reason.SPECIAL_TOKENS, f"The special token {special!r} cannot be written as text."
-        )
+        detail = f"The special token {special!r} cannot be written as text."
+        raise RowRejected(Reason.SPECIAL_TOKENS, detail)
 
     def _tokenize_after(self, text: str, context: str = ANCHORS[0]) -> list[int]:
         """Ids of a text that continues another one, without the space that some tokenizers add at
@@ -338,3 +359,43 @@ def _unused_word(messages: Sequence[Message]) -> str:
     while any(word in message.text for message in messages):
         word += "X"
     return word
+
+
+def for_template(messages: Sequence[Message], marked: Callable[[str], str]) -> list[dict[str, Any]]:
+    """The messages as chat templates take them.
+
+    A call and its result share an id of nine characters, as Mistral's template asks.
+
+    Args:
+        marked: Applied to every text, see `ChatTemplate`.
+    """
+    given: list[dict[str, Any]] = []
+    open_calls: list[tuple[str, str]] = []
+    number = 0
+    for message in messages:
+        fields: dict[str, Any] = {"role": message.role, "content": marked(message.content)}
+        if message.tool_calls is not None:
+            open_calls = []
+            fields["tool_calls"] = []
+            for call in marked_values(json.loads(message.tool_calls), marked):
+                id = f"call{number:05d}"
+                number += 1
+                open_calls.append((id, call["name"]))
+                fields["tool_calls"].append({"type": "function", "id": id, "function": call})
+        elif message.role == "tool":
+            id, name = open_calls.pop(0) if open_calls else ("call00000", "")
+            fields["tool_call_id"] = id
+            fields["name"] = name
+        given.append(fields)
+    return given
+
+
+def marked_values(value: Any, marked: Callable[[str], str]) -> Any:
+    """JSON with every text in it marked, keys included."""
+    if isinstance(value, str):
+        return marked(value)
+    if isinstance(value, dict):
+        return {marked(key): marked_values(item, marked) for key, item in value.items()}
+    if isinstance(value, list):
+        return [marked_values(item, marked) for item in value]
+    return value

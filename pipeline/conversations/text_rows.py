@@ -12,20 +12,27 @@ from __future__ import annotations
 import codecs
 import gzip
 import io
+import itertools
 import json
 import re
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from pipeline.conversations.conversation import UNDECODABLE_MARK, Reason, RowRejected
+from pipeline.conversations.conversation import (
+    UNDECODABLE_MARK,
+    Reason,
+    RejectedRow,
+    RowRejected,
+)
 from pipeline.errors import DataError, EnvironmentFault
 
 CHUNK_BYTES = 1 << 16
 MAX_ROW_BYTES = 1 << 26  # of a row as it is stored; a packed file of 2 MB can hold a line of 2 GB
+MAX_OBJECT_LINES = 10_000  # of one object that is the whole file
+BLANK = "\ufeff \t\r\n"
 GZIP_MAGIC = b"\x1f\x8b"
 OUTSIDE = re.compile(rb'([^\[\]{},"]*+)([\[\]{},"]?)')  # of a JSON string: up to the next mark
 IN_STRING = re.compile(rb'((?:[^"\\]|\\.)*+)("?)', re.DOTALL)  # up to its end
@@ -33,15 +40,12 @@ IN_STRING = re.compile(rb'((?:[^"\\]|\\.)*+)("?)', re.DOTALL)  # up to its end
 codecs.register_error("mark", lambda error: (UNDECODABLE_MARK, cast(UnicodeDecodeError, error).end))
 
 
-@dataclass(frozen=True)
-class Unreadable:
-    """A row that cannot be read as a value, and its text."""
-
-    rejected: RowRejected
-    text: str = ""
+def unreadable(reason: Reason, detail: str, text: str = "") -> RejectedRow:
+    """A row that cannot be read as a value, and its text; the reader of the source sets the id."""
+    return RejectedRow.of("", RowRejected(reason, detail), text)
 
 
-TOO_LONG = Unreadable(RowRejected(Reason.TOO_LONG, f"More than {MAX_ROW_BYTES:,} bytes."))
+TOO_LONG = unreadable(Reason.TOO_LONG, f"More than {MAX_ROW_BYTES:,} bytes.")
 
 
 @contextmanager
@@ -86,12 +90,12 @@ def decoded(data: bytes) -> str:
     return data.decode("utf-8", "mark").replace("\0", UNDECODABLE_MARK)
 
 
-def lines(file: io.BufferedReader) -> Iterator[str | Unreadable]:
+def lines(file: io.BufferedReader) -> Iterator[str | RejectedRow]:
     """The non-blank lines."""
     for line in raw_lines(file):
         if line is None:
             yield TOO_LONG
-        elif text := decoded(line).strip("\ufeff \t\r\n"):
+        elif text := decoded(line).strip(BLANK):
             yield text
 
 
@@ -114,21 +118,14 @@ def _json_lines(file: io.BufferedReader) -> Iterator[Any]:
     lines.
     """
     rows = lines(file)
-    head = []
-    size = 0
-    for row in rows:
-        head.append(row)
-        size += len(row) if isinstance(row, str) else MAX_ROW_BYTES
-        if head[0] != "{" or size > MAX_ROW_BYTES:
-            break
-    else:
+    head = list(itertools.islice(rows, 1))
+    if head == ["{"]:
+        head += itertools.islice(rows, MAX_OBJECT_LINES)
         whole = _json_value("\n".join(map(str, head)))
-        if head and not isinstance(whole, Unreadable):
+        if not isinstance(whole, RejectedRow):
             yield whole
             return
-    for row in head:
-        yield _json_value(row)
-    for row in rows:
+    for row in itertools.chain(head, rows):
         yield _json_value(row)
 
 
@@ -136,7 +133,7 @@ def _array(file: io.BufferedReader, path: Path) -> Iterator[Any]:
     """The items of a JSON array after its first bracket."""
     number = 0
     depth = 0
-    item = bytearray()  # up to one byte too many
+    item = bytearray()
     pieces = _pieces(file)
     for text, mark in pieces:
         item += text
@@ -147,14 +144,14 @@ def _array(file: io.BufferedReader, path: Path) -> Iterator[Any]:
         if depth < 0:
             break
         if depth == 0 and mark == b",":
-            yield _json_value(_item_text(item))
+            yield _item_value(item)
             number += 1
             item.clear()
         else:
             item += mark
-        del item[MAX_ROW_BYTES + 1 :]
+        del item[MAX_ROW_BYTES + 1 :]  # one byte too many is enough to reject it
     if item.strip():
-        yield _json_value(_item_text(item))
+        yield _item_value(item)
         number += 1
     if depth >= 0 or any(text.strip() or mark for text, mark in pieces):
         what = f"The JSON array breaks off or is malformed after {number} rows."
@@ -185,15 +182,17 @@ def _pieces(file: io.BufferedReader) -> Iterator[tuple[bytes, bytes]]:
         rest = rest[at:]
 
 
-def _item_text(item: bytearray) -> str | Unreadable:
-    return TOO_LONG if len(item) > MAX_ROW_BYTES else decoded(bytes(item)).strip("\ufeff \t\r\n")
+def _item_value(item: bytearray) -> Any:
+    if len(item) > MAX_ROW_BYTES:
+        return TOO_LONG
+    return _json_value(decoded(bytes(item)).strip(BLANK))
 
 
-def _json_value(text: str | Unreadable) -> Any:
-    if isinstance(text, Unreadable):
+def _json_value(text: str | RejectedRow) -> Any:
+    if isinstance(text, RejectedRow):
         return text
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         reason = Reason.UNDECODABLE if UNDECODABLE_MARK in text else Reason.BROKEN_JSON
-        return Unreadable(RowRejected(reason, f"It is not valid JSON: {error}."), text)
+        return unreadable(reason, f"It is not valid JSON: {error}.", text)

@@ -24,7 +24,7 @@ from pipeline.targets.files import check_repo_id, is_local
 from pipeline.targets.loading import require_readable
 from pipeline.targets.spec import context_length
 from pipeline.training.methods import Package
-from pipeline.training.trackers import require_trackers
+from pipeline.training.metrics import require_trackers
 
 
 def check_run(run: ResolvedRun) -> None:

@@ -28,8 +28,8 @@ from pipeline.run.resolved import ENGINE_SECTIONS, TARGET, ResolvedRun
 from pipeline.storage.receipts import Summary
 from pipeline.targets.spec import cached_numbers, quantization_of
 from pipeline.training.feature_batches import BATCHES_AHEAD
-from pipeline.training.learner import Learner
 from pipeline.training.recipe import Recipe
+from pipeline.training.task import Learner
 
 TOLERANCE = 0.2  # of an estimate of memory
 ASSUMED_HIDDEN_SIZE = 4096  # a 7B model's, while the target cannot be looked up

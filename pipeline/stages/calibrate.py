@@ -39,6 +39,7 @@ from pipeline.evaluation.choosing import (
     best_tree,
     chains,
     chosen_chain,
+    expected,
     expected_on_new,
     given_tree,
 )
@@ -50,7 +51,7 @@ from pipeline.run.resolved import ResolvedRun
 from pipeline.run.timing import MEASURED_SIZES, native_overheads
 from pipeline.storage.receipts import Identity, Summary
 from pipeline.storage.stage_directory import StageDirectory
-from pipeline.training.evaluation import held_out_places, held_out_ranks
+from pipeline.training.evaluation import HeldOutText, held_out_places, held_out_ranks
 from pipeline.training.methods import method_of
 
 NAME = "calibrate"
@@ -117,7 +118,7 @@ def _measure_and_choose(
     if default == "auto":
         default = config.train.num_heads
     num_tokens, chain = chosen_chain(ranks, most, default, chain_overheads)
-    expected = tree.walked.estimate()
+    estimate = tree.walked.estimate()
     judged: HeldOutRanks | HeldOutPlaces = ranks
     if tree.dynamic is not None and places is not None:
         judged = places
@@ -125,8 +126,8 @@ def _measure_and_choose(
         choices=tree.choices,
         node_shares=tree.node_shares,
         accuracies=rank_accuracies(hits_KR, counts_K),
-        expected_acceleration_rate=expected.rate,
-        expected_standard_error=rounded(expected.standard_error),
+        expected_acceleration_rate=estimate.rate,
+        expected_standard_error=rounded(estimate.standard_error),
         num_speculative_tokens=num_tokens,
         chain=chain,
         dynamic=tree.dynamic,
@@ -144,13 +145,12 @@ def _measure_and_choose(
         dynamic=tree.dynamic,
         searches=tree.searches,
         sizes=tree.sizes or None,
-        expected_acceleration_rate=rounded(expected.rate),
-        expected_standard_error=rounded(expected.standard_error),
         answers=len(judged.seen),
         seen_share=round(float(judged.seen.mean()), 4),
         new=expected_on_new(judged, tree.walked),
         num_speculative_tokens=num_tokens,
         chain=chain,
+        **expected(tree.walked),
     )
     return CalibrateResult(
         heads=_accuracies(ranks, settings.top, config.train.num_heads),
@@ -232,19 +232,21 @@ def _on_held_out_rows(
 ) -> tuple[HeldOutRanks, HeldOutPlaces | None]:
     """The ranks of held-out tokens among the heads' guesses, and their places in a dynamic tree."""
     features, placement = context.upstream[upstream(context.config)[0]], context.placement("train")
-    arguments = {
-        "shards": tuple(map(str, features.shards())),
-        "fingerprint": features.fingerprint,
-        "heads": str(context.upstream["train"].path / HEADS_FILE),
-        "roles": context.config.train.roles,
-        "device": "cuda" if placement.gpus else "cpu",
-        "trained": training_text(context.upstream["generate"]),
-    }
-    call, top = context.executor.call, context.config.calibrate.top
-    ranks = call(held_out_ranks, {**arguments, "top": top}, placement, progress)
-    if tree is None:
-        return ranks, None
-    return ranks, call(held_out_places, {**arguments, "tree": tree}, placement, progress)
+    text = HeldOutText(
+        tuple(map(str, features.shards())),
+        features.fingerprint,
+        str(context.upstream["train"].path / HEADS_FILE),
+        context.config.train.roles,
+        training_text(context.upstream["generate"]),
+    )
+    device = "cuda" if placement.gpus else "cpu"
+    arguments = {"text": text, "top": context.config.calibrate.top, "device": device}
+    ranks = context.executor.call(held_out_ranks, arguments, placement, progress)
+    places = None
+    if tree:
+        arguments = {"text": text, "tree": tree, "device": device}
+        places = context.executor.call(held_out_places, arguments, placement, progress)
+    return ranks, places
 
 
 def _on_answers(

@@ -23,10 +23,10 @@ from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.spec import model_config
 from pipeline.training.adapted_backbone import merge_backbone
 from pipeline.training.methods import method_of
-from pipeline.training.phases import recipes_of, train
+from pipeline.training.metrics import TRACKING_FILE
 from pipeline.training.recipe import few_steps
-from pipeline.training.task import TrainSpec
-from pipeline.training.trackers import FILE as TRACKING_FILE
+from pipeline.training.task import TrainResult, TrainSpec
+from pipeline.training.trainer import recipes_of, train
 
 NAME = "train"
 VERSION = 3
@@ -62,6 +62,7 @@ def identity(context: Context) -> Identity:
 def run(context: Context, stage: StageDirectory) -> Summary:
     """Train until heads.safetensors is there."""
     placement = context.placement(NAME)
+    method = method_of(context.config.train)
     text_config = model_config(context.target).get_text_config()
     read = {name: context.upstream[name] for name in upstream(context.config)}
     shards = {name: tuple(map(str, made.shards())) for name, made in read.items()}
@@ -72,7 +73,7 @@ def run(context: Context, stage: StageDirectory) -> Summary:
         texts_fingerprint=read["generate"].fingerprint if "generate" in read else "",
         settings=context.config.train,
         kind=head_kind(context.config.train.heads),
-        method=method_of(context.config.train),
+        phases=method.phases(context.config.train),
         target=context.target,
         hidden_size=text_config.hidden_size,
         vocab_size=text_config.vocab_size,
@@ -82,29 +83,34 @@ def run(context: Context, stage: StageDirectory) -> Summary:
         run_name=context.config.run.name,
         configuration=context.config.model_dump(mode="json"),
     )
-    tuned = spec.method.tunes_backbone
-    if tuned and spec.trained_target.quantization and spec.settings.backbone.loss == "kl":
+    if (
+        method.tunes_backbone
+        and spec.trained_target.quantization
+        and spec.settings.backbone.loss == "kl"
+    ):
         print_stage(context.console, "[yellow]![/]", NAME, QUANTIZED_TEACHER)
     recipes = recipes_of(spec)
     for recipe in recipes:
         print_stage(context.console, " ", NAME, recipe.described())
-    if warning := few_steps(recipes):
+    warning = few_steps(recipes)
+    if warning:
         print_stage(context.console, "[yellow]![/]", NAME, warning)
     with context.progress(stage) as progress:
-        summary = _train(context, spec, placement, progress)
-    if tuned:
+        result = _train(context, spec, placement, progress)
+    if method.tunes_backbone:
         arguments = {"target": context.target, "directory": spec.directory}
         context.executor.call(merge_backbone, arguments, replace(placement, gpus=0))
-    of_phases = warnings_of(summary)
-    warnings = [*([warning] if warning else []), *of_phases]
-    for said in of_phases:
-        print_stage(context.console, "[yellow]![/]", NAME, said)
-    return summary | ({"warnings": warnings} if warnings else {})
+    warnings = [] if warning is None else [warning]
+    for phase in (*result.earlier.values(), result):
+        for failure in phase.warnings:
+            print_stage(context.console, "[yellow]![/]", NAME, failure)
+            warnings.append(failure)
+    return replace(result, warnings=warnings).to_json()
 
 
 def _train(
     context: Context, spec: TrainSpec, placement: Placement, progress: ProgressReporter
-) -> Summary:
+) -> TrainResult:
     if context.executor.name != "ray":
         return train(spec, progress=progress)
     from pipeline.training.ray_entry import train_on_ray
@@ -116,14 +122,6 @@ def _train(
         "on_death": functools.partial(context.run.event, "worker-died", stage=NAME),
     }
     return context.executor.call(train_on_ray, arguments, Placement(1, 0, 0), progress)
-
-
-def warnings_of(summary: Summary) -> list[str]:
-    """What went wrong without ending the training, in any of its phases: an earlier one's summary
-    is in the last's.
-    """
-    phases = [*(each for each in summary.values() if isinstance(each, dict)), summary]
-    return [said for phase in phases for said in phase.get("warnings", [])]
 
 
 def one_line(summary: Summary) -> str:

@@ -9,12 +9,10 @@ Letters: B sequences, T tokens, N learned positions, D hidden size, V vocabulary
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from pipeline.config import BackboneConfig
@@ -22,7 +20,7 @@ from pipeline.errors import ConfigError
 from pipeline.export.backbone import GENERATION_FILE, is_made_of, write_backbone
 from pipeline.export.layout import BACKBONE_DIRECTORY
 from pipeline.heads.kind import TargetWeights
-from pipeline.storage.atomic import atomic_path, disk_errors, write_text
+from pipeline.storage.atomic import disk_errors
 from pipeline.storage.fingerprint import FileFacts
 from pipeline.targets import files
 from pipeline.targets.files import find_file, is_local
@@ -219,32 +217,13 @@ def verify_packing(model: Any) -> None:
 
 
 def write_adapter(directory: Path, backbone: Backbone, spec: TargetSpec) -> None:
-    """Write the adapter as peft reads it: adapter_model.safetensors, then adapter_config.json.
-
-    peft's own writer would add a copy of the embeddings where lm_head is adapted, and list layers
-    in no fixed order.
-    """
-    from peft import get_peft_model_state_dict
-
-    directory.mkdir(exist_ok=True)
-    tensors = get_peft_model_state_dict(backbone.tuned, save_embedding_layers=False)
-    with atomic_path(directory / "adapter_model.safetensors") as temporary:
-        save_file(
-            {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()},
-            temporary,
-        )
-    settings = backbone.tuned.peft_config[NAME].to_dict()
-    settings |= {
-        "base_model_name_or_path": spec.model,
-        "revision": spec.revision,
-        "inference_mode": True,
-    }
-    plain = {
-        key: sorted(value) if isinstance(value, set) else value for key, value in settings.items()
-    }
-    write_text(
-        directory / "adapter_config.json", json.dumps(plain, indent=2, sort_keys=True) + "\n"
-    )
+    """Write the adapter in peft's format, without a model card."""
+    config = backbone.tuned.peft_config[NAME]
+    config.base_model_name_or_path, config.revision = spec.model, spec.revision
+    config.target_modules = sorted(config.target_modules)  # a set has no fixed order
+    # lm_head is adapted, so by default peft would add a copy of the embedding.
+    backbone.tuned.save_pretrained(str(directory), save_embedding_layers=False)
+    (directory / "README.md").unlink()
 
 
 def merge_backbone(target: TargetSpec, directory: str) -> None:

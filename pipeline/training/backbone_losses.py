@@ -1,32 +1,44 @@
-"""How far the tuned backbone is from the original, or from the text, without ever holding the [N,
-V] logits.
+"""The distance of the tuned backbone from the original, or from the text, without the [N, V]
+logits.
 
-The tuned logits are `hidden · Wᵀ + low · Bᵀ`: W is the target's own lm_head, frozen, B the outer
-half of its LoRA, and `low` what the inner half makes of the hidden states, scale and dropout
-included. The original's are `original · Wᵀ`. The forward pass walks chunks of rows and computes
-loss and gradients of a chunk while both logits exist; backward only scales, once per forward.
-Softmax and sums are in fp32 (fp64 for fp64), matrix products in the hidden states' dtype.
+The tuned logits are `hidden · Wᵀ + low · Bᵀ`: W is the target's frozen lm_head, B the outer half of
+its LoRA, and `low` the inner half applied to the hidden states, with scale and dropout. The
+original's logits are `original · Wᵀ`. The forward pass computes loss and gradients together, one
+chunk of rows after another. For each chunk:
+
+    1. compute both models' log-probabilities, in fp32 (fp64 for fp64)
+    2. compute the loss and, in the same memory, its gradient in the logits: q - p
+    3. multiply that gradient with W, with B, and with `low`: the gradients of hidden, low and B
+
+Backward only scales: once per forward, no second derivative. Matrix products are in the dtype of
+the hidden states.
 
 Letters: N rows (positions), C rows of a chunk, D hidden size, V vocabulary, R rank.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from pipeline.artifacts.check_result import TunedDrift
 from pipeline.heads.losses import chunk_bytes_on
 
 
 class TunedHead(NamedTuple):
-    """An lm_head with LoRA on it; only `lora_VR` ever gets a gradient."""
+    """An lm_head with LoRA; only `lora_VR` gets a gradient."""
 
     weight_VD: Tensor
     bias_V: Tensor | None
     lora_VR: Tensor
+
+    def to(self, dtype: torch.dtype) -> TunedHead:
+        bias_V = None if self.bias_V is None else self.bias_V.to(dtype)
+        return TunedHead(self.weight_VD.to(dtype), bias_V, self.lora_VR.to(dtype))
 
 
 def summed_divergence(
@@ -37,59 +49,13 @@ def summed_divergence(
     *,
     chunk_bytes: int | None = None,
 ) -> Tensor:
-    """How far the tuned model is from `truth`, summed over the rows.
+    """The tuned model's divergence from `truth`, summed over the rows.
 
     With the original's states [N, D]: KL(original ‖ tuned) over the whole vocabulary at temperature
-    1 (paper 2.3.2). With the tokens that were written, int64 [N]: their cross entropy.
-    Differentiable in `hidden_ND`, `low_NR` and `head.lora_VR`. `chunk_bytes` bounds the logits held
-    at a time.
+    1 (paper 2.3.2). With token ids, int64 [N]: their cross entropy. Differentiable in `hidden_ND`,
+    `low_NR` and `head.lora_VR`. `chunk_bytes` bounds the logits held at a time.
     """
     return _SummedDivergence.apply(hidden_ND, low_NR, head.lora_VR, head, truth, chunk_bytes)
-
-
-class Drift(NamedTuple):
-    """Sums over positions: what tuning has changed. fp64 scalars that add up over batches and
-    workers.
-    """
-
-    kl: Tensor
-    original_loss: Tensor  # cross entropy of the text
-    tuned_loss: Tensor
-    agreed: Tensor  # positions where both would choose the same token
-    positions: Tensor
-
-    @classmethod
-    def zero(cls, device: torch.device) -> Drift:
-        """Of no positions."""
-        return cls(*torch.zeros(5, dtype=torch.float64, device=device).unbind())
-
-
-@torch.no_grad()
-def measure_drift(
-    hidden_ND: Tensor,
-    low_NR: Tensor,
-    head: TunedHead,
-    original_ND: Tensor,
-    labels_N: Tensor,
-    *,
-    chunk_bytes: int | None = None,
-) -> Drift:
-    """How the tuned model's predictions differ from the original's where `labels_N` were
-    written.
-    """
-    total = Drift.zero(hidden_ND.device)
-    for rows in _chunks(hidden_ND, head, chunk_bytes):
-        tuned_CV = _logits(hidden_ND[rows], head, low_NR[rows])
-        original_CV = _logits(original_ND[rows].to(hidden_ND.dtype), head)
-        agreed_C = tuned_CV.argmax(1) == original_CV.argmax(1)
-        log_q_CV, log_p_CV = _log_softmax(tuned_CV), _log_softmax(original_CV)
-        labels_C1 = labels_N[rows, None]
-        total.original_loss.sub_(log_p_CV.gather(1, labels_C1).sum(dtype=torch.float64))
-        total.tuned_loss.sub_(log_q_CV.gather(1, labels_C1).sum(dtype=torch.float64))
-        total.kl.add_((log_p_CV.exp() * (log_p_CV - log_q_CV)).sum(dtype=torch.float64))
-        total.agreed.add_(agreed_C.sum())
-        total.positions.add_(len(agreed_C))
-    return total
 
 
 class _SummedDivergence(torch.autograd.Function):
@@ -103,11 +69,28 @@ class _SummedDivergence(torch.autograd.Function):
         truth: Tensor,
         chunk_bytes: int | None,
     ) -> Tensor:
-        head = head._replace(lora_VR=lora_VR)
+        dtype = hidden_ND.dtype
+        loss = torch.zeros((), dtype=_exact(dtype), device=hidden_ND.device)
+        ctx.gradients = []
+        if any(ctx.needs_input_grad):
+            ctx.gradients = [torch.zeros_like(each) for each in (hidden_ND, low_NR, lora_VR)]
+        head = head.to(dtype)
         with torch.autocast(hidden_ND.device.type, enabled=False):
-            loss, *ctx.gradients = _walk(
-                hidden_ND, low_NR, head, truth, any(ctx.needs_input_grad), chunk_bytes
-            )
+            for rows in _chunks(hidden_ND, head, chunk_bytes):
+                low_CR = low_NR[rows].to(dtype)
+                log_q_CV = _log_softmax(_logits(hidden_ND[rows], head, low_CR))
+                if truth.dtype == torch.int64:
+                    chunk_loss, grad_CV = _cross_entropy(log_q_CV, truth[rows, None])
+                else:
+                    log_p_CV = _log_softmax(_logits(truth[rows].to(dtype), head))
+                    chunk_loss, grad_CV = _divergence(log_q_CV, log_p_CV)
+                loss += chunk_loss
+                if ctx.gradients:
+                    grad_hidden_ND, grad_low_NR, grad_lora_VR = ctx.gradients
+                    grad_CV = grad_CV.to(dtype)
+                    grad_hidden_ND[rows] = grad_CV @ head.weight_VD
+                    grad_low_NR[rows] = (grad_CV @ head.lora_VR).to(low_NR.dtype)
+                    grad_lora_VR += grad_CV.t() @ low_CR
         return loss
 
     @staticmethod
@@ -116,59 +99,89 @@ class _SummedDivergence(torch.autograd.Function):
             raise RuntimeError(
                 "the loss's gradients were already consumed: run the forward pass again"
             )
-        gradients, ctx.gradients = (
-            ctx.gradients,
-            [],
-        )  # scaled in place, so good for one backward only
-        return *(gradient.mul_(grad_loss) for gradient in gradients), None, None, None
+        gradients = [gradient.mul_(grad_loss) for gradient in ctx.gradients]
+        ctx.gradients = []  # scaled in place, so valid for one backward only
+        return *gradients, None, None, None
 
 
-def _walk(
+def _cross_entropy(log_q_CV: Tensor, labels_C1: Tensor) -> tuple[Tensor, Tensor]:
+    """The summed loss and its gradient in the logits, q - onehot(label), in the memory of log q."""
+    label_log_q_C1 = log_q_CV.gather(1, labels_C1)
+    # The label's entry is expm1(log q): q - 1 would round to 0 for a confident model.
+    grad_CV = log_q_CV.exp_().scatter_(1, labels_C1, label_log_q_C1.expm1())
+    return -label_log_q_C1.sum(), grad_CV
+
+
+def _divergence(log_q_CV: Tensor, log_p_CV: Tensor) -> tuple[Tensor, Tensor]:
+    """KL(p ‖ q), summed, and its gradient in the logits of q, q - p, in the memory of log q."""
+    p_CV = log_p_CV.exp()
+    loss = log_p_CV.sub_(log_q_CV).mul_(p_CV).sum()
+    return loss, log_q_CV.exp_().sub_(p_CV)
+
+
+class Drift(NamedTuple):
+    """Sums over positions: fp64 scalars that add up over batches and workers."""
+
+    kl: Tensor
+    original_loss: Tensor  # cross entropy of the text
+    tuned_loss: Tensor
+    agreed: Tensor  # positions at which both models choose the same token
+    positions: Tensor
+
+    @classmethod
+    def zero(cls, device: torch.device) -> Drift:
+        return cls(*torch.zeros(5, dtype=torch.float64, device=device).unbind())
+
+    def add(self, log_p_NV: Tensor, log_q_NV: Tensor, labels_N: Tensor) -> None:
+        """Add positions with the original's and the tuned model's log-probabilities, in place."""
+        labels_N1 = labels_N[:, None]
+        self.kl.add_((log_p_NV.exp() * (log_p_NV - log_q_NV)).sum(dtype=torch.float64))
+        self.original_loss.sub_(log_p_NV.gather(1, labels_N1).sum(dtype=torch.float64))
+        self.tuned_loss.sub_(log_q_NV.gather(1, labels_N1).sum(dtype=torch.float64))
+        self.agreed.add_((log_p_NV.argmax(1) == log_q_NV.argmax(1)).sum())
+        self.positions.add_(len(labels_N))
+
+    def figures(self) -> TunedDrift:
+        """The means, without positions None."""
+        kl, original_loss, tuned_loss, agreed, positions = (float(total) for total in self)
+        if not positions:
+            return TunedDrift()
+        perplexity = {
+            "original": _exp(original_loss / positions),
+            "tuned": _exp(tuned_loss / positions),
+        }
+        change = _exp((tuned_loss - original_loss) / positions) - 1
+        return TunedDrift(
+            kl=kl / positions,
+            perplexity=perplexity,
+            perplexity_change=change,
+            greedy_agreement=agreed / positions,
+            positions=int(positions),
+        )
+
+
+@torch.no_grad()
+def measure_drift(
     hidden_ND: Tensor,
     low_NR: Tensor,
     head: TunedHead,
-    truth: Tensor,
-    wants_gradients: bool,
-    chunk_bytes: int | None,
-) -> tuple[Tensor, ...]:
-    """The loss, then the gradients in hidden, low and lora of the plain sum, chunk by chunk."""
-    dtype = hidden_ND.dtype
-    loss = torch.zeros((), dtype=_exact(dtype), device=hidden_ND.device)
-    gradients = (
-        [torch.zeros_like(each) for each in (hidden_ND, low_NR, head.lora_VR)]
-        if wants_gradients
-        else []
-    )
-    weight_VD, lora_VR = head.weight_VD.to(dtype), head.lora_VR.to(dtype)
-    head = head._replace(weight_VD=weight_VD, lora_VR=lora_VR)
+    original_ND: Tensor,
+    labels_N: Tensor,
+    *,
+    chunk_bytes: int | None = None,
+) -> Drift:
+    """The drift at positions whose next tokens are `labels_N`."""
+    total = Drift.zero(hidden_ND.device)
+    head = head.to(hidden_ND.dtype)
     for rows in _chunks(hidden_ND, head, chunk_bytes):
-        low_CR = low_NR[rows].to(dtype)
-        log_q_CV = _log_softmax(_logits(hidden_ND[rows], head, low_CR))
-        # d loss / d logits is q - onehot(label), or q - p.
-        if truth.dtype == torch.int64:
-            labels_C1 = truth[rows, None]
-            label_log_q_C1 = log_q_CV.gather(1, labels_C1)
-            loss -= label_log_q_C1.sum()
-            # By expm1, as q - 1 would lose what a confident model still has to learn.
-            grad_CV = log_q_CV.exp_().scatter_(1, labels_C1, label_log_q_C1.expm1())
-        else:
-            log_p_CV = _log_softmax(_logits(truth[rows].to(dtype), head))
-            p_CV = log_p_CV.exp()
-            loss += log_p_CV.sub_(log_q_CV).mul_(p_CV).sum()
-            grad_CV = log_q_CV.exp_().sub_(p_CV)
-        if gradients:
-            grad_hidden_ND, grad_low_NR, grad_lora_VR = gradients
-            grad_CV = grad_CV.to(dtype)
-            grad_hidden_ND[rows] = grad_CV @ weight_VD
-            grad_low_NR[rows] = (grad_CV @ lora_VR).to(grad_low_NR.dtype)
-            grad_lora_VR += grad_CV.t() @ low_CR
-    return loss, *gradients
+        log_q_CV = _log_softmax(_logits(hidden_ND[rows], head, low_NR[rows]))
+        log_p_CV = _log_softmax(_logits(original_ND[rows].to(hidden_ND.dtype), head))
+        total.add(log_p_CV, log_q_CV, labels_N[rows])
+    return total
 
 
 def _chunks(hidden_ND: Tensor, head: TunedHead, chunk_bytes: int | None) -> Iterator[slice]:
-    """Ranges of rows whose logits, of both models and with what becomes of them, take
-    `chunk_bytes`.
-    """
+    """Ranges of rows whose logits and log-probabilities of both models take `chunk_bytes`."""
     exact_bytes = _exact(hidden_ND.dtype).itemsize
     row_bytes = len(head.weight_VD) * (2 * hidden_ND.element_size() + 3 * exact_bytes)
     num_rows = max(1, (chunk_bytes or chunk_bytes_on(hidden_ND.device)) // row_bytes)
@@ -178,11 +191,12 @@ def _chunks(hidden_ND: Tensor, head: TunedHead, chunk_bytes: int | None) -> Iter
 
 def _logits(hidden_CD: Tensor, head: TunedHead, low_CR: Tensor | None = None) -> Tensor:
     """The original's logits [C, V], or with `low_CR` the tuned model's."""
-    weight_DV = head.weight_VD.to(hidden_CD.dtype).t()
-    logits_CV = hidden_CD @ weight_DV
+    logits_CV = hidden_CD @ head.weight_VD.t()
     if low_CR is not None:
-        logits_CV.addmm_(low_CR.to(hidden_CD.dtype), head.lora_VR.to(hidden_CD.dtype).t())
-    return logits_CV if head.bias_V is None else logits_CV.add_(head.bias_V.to(hidden_CD.dtype))
+        logits_CV.addmm_(low_CR.to(hidden_CD.dtype), head.lora_VR.t())
+    if head.bias_V is not None:
+        logits_CV.add_(head.bias_V)
+    return logits_CV
 
 
 def _log_softmax(logits_CV: Tensor) -> Tensor:
@@ -191,3 +205,7 @@ def _log_softmax(logits_CV: Tensor) -> Tensor:
 
 def _exact(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _exp(value: float) -> float:
+    return math.exp(min(value, 700.0))

@@ -1,11 +1,10 @@
 """Checkpoints: safetensors files, whole or absent; nothing is ever unpickled.
 
 A checkpoint holds all that a resume needs to end with the same weights: named tensors (heads,
-optimizer) and, in its header, a JSON state (step, running sums) and a digest of all this. The first
-worker writes it, and every worker reads it, however many there are. Training waits for a copy
-alone, of a GPU into pinned memory that all copies share; hashing and writing, for which 30 GB of
-state take a minute, go on in the background. A damaged checkpoint (its digest disagrees) falls back
-to the one before.
+optimizer) and, in its header, a JSON state (step, running sums) and a sha256 of everything. The
+first worker writes it and every worker reads it, however many there are. Training waits only for a
+copy, from a GPU into pinned memory that all copies share; hashing and writing, a minute for 30 GB
+of state, run in the background. Where the newest checkpoint is damaged, the one before is used.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ import json
 import logging
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -30,18 +29,22 @@ from pipeline.config import TrainConfig
 from pipeline.storage.atomic import atomic_path
 from pipeline.training.task import Workers
 
-State = dict[str, Any]
-Content = tuple[dict[str, Tensor], State]
 FILE = re.compile(r"step-([0-9]{8,})\.safetensors")
 log = logging.getLogger(__name__)
 
 
+class Checkpoint(NamedTuple):
+    """A checkpoint's tensors, on the CPU, and its JSON state."""
+
+    tensors: dict[str, Tensor]
+    state: dict[str, Any]
+
+
 class Checkpoints:
-    """The checkpoints of one training directory; a context, so that leaving it awaits the last
-    write.
+    """The checkpoints of one training directory; a context, which awaits the last write on exit.
 
     Args:
-        settings: How often they are due, and how many stay.
+        settings: How often they are due, and how many are kept.
     """
 
     def __init__(self, directory: Path, settings: TrainConfig):
@@ -49,8 +52,7 @@ class Checkpoints:
         self._background = ThreadPoolExecutor(1)
         self._writing: Future[None] | None = None
         self._saved = time.monotonic()
-        self._room: dict[str, Tensor] = {}  # for copies, by name
-        self._verified: tuple[int, Content] | None = None
+        self._copies: dict[str, Tensor] = {}  # memory that every save reuses
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -69,94 +71,73 @@ class Checkpoints:
         return sorted((int(match[1]) for match in names if match), reverse=True)
 
     def due(self, step: int) -> bool:
-        """Whether one is to be saved after this step: after so many steps, or after so long."""
+        """Whether to save after this step, by the number of steps or by time."""
         if self.settings.checkpoint_every:
             return step % self.settings.checkpoint_every == 0
         return time.monotonic() - self._saved >= 60 * self.settings.checkpoint_minutes
 
-    def save(self, step: int, tensors: Mapping[str, Tensor], state: State) -> None:
-        """Copy everything now and write it in the background; awaits (and reports) the write before
-        it.
+    def save(self, step: int, checkpoint: Checkpoint) -> None:
+        """Copy everything now and write it in the background; first await the write before.
 
         Raises:
             EnvironmentFault: The disk was full at the write before.
         """
         self.wait()
-        self._saved, self._verified = time.monotonic(), None
-        copies = {name: self._copy(name, tensor.detach()) for name, tensor in tensors.items()}
-        if any(tensor.is_cuda for tensor in tensors.values()):
+        self._saved = time.monotonic()
+        copies = {}
+        for name, tensor in checkpoint.tensors.items():
+            if name not in self._copies:
+                self._copies[name] = torch.empty(
+                    tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda
+                )
+            copies[name] = self._copies[name].copy_(tensor.detach(), non_blocking=True)
+        if any(tensor.is_cuda for tensor in checkpoint.tensors.values()):
             torch.cuda.synchronize()
-        self._writing = self._background.submit(self._write, step, copies, json.dumps(state))
+        state = json.dumps(checkpoint.state)
+        self._writing = self._background.submit(self._write, step, copies, state)
 
     def wait(self) -> None:
-        """Until the last write is on disk."""
+        """Wait until the last write is on disk."""
         if self._writing:
             self._writing.result()
         self._writing = None
 
-    def newest(self, workers: Workers, device: torch.device) -> int | None:
-        """The step of the newest checkpoint that is whole, None without one.
+    def newest(self, workers: Workers, device: torch.device) -> Checkpoint | None:
+        """The newest undamaged checkpoint, the same on every worker; None without one.
 
-        The first worker looks for it, and all go back to the same.
+        The first worker finds and verifies it.
         """
-        found = 0
+        step, found = 0, None
         if workers.is_first:
-            found = self._newest_whole()
-        (step,) = workers.firsts([found], device)
-        return step or None
-
-    def load(self, step: int) -> Content:
-        """The tensors, on the CPU, and the state of a checkpoint that `newest`, here or elsewhere,
-        verified.
-        """
-        verified, self._verified = self._verified, None
-        if verified and verified[0] == step:
-            return verified[1]
-        found = read_checkpoint(self.path(step), verify=False)
-        assert found is not None, f"the checkpoint of step {step} was whole a moment ago"
+            for step in self.saved():
+                found = read_checkpoint(self.path(step))
+                if found is not None:
+                    break
+        step = workers.first(0 if found is None else step, device)
+        if step and not workers.is_first:
+            found = read_checkpoint(self.path(step), verify=False)
+            assert found is not None, f"the first worker has verified the checkpoint of step {step}"
         return found
-
-    def _newest_whole(self) -> int:
-        for step in self.saved():
-            content = read_checkpoint(self.path(step))
-            if content:
-                self._verified = (step, content)
-                return step
-        return 0
-
-    def _copy(self, name: str, tensor: Tensor) -> Tensor:
-        """A copy on the CPU, where the last one of this name was; a GPU's has begun."""
-        room = self._room.get(name)
-        if room is None or (room.shape, room.dtype) != (tensor.shape, tensor.dtype):
-            room = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-            self._room[name] = room
-        return room.copy_(tensor, non_blocking=True)
 
     def _write(self, step: int, tensors: dict[str, Tensor], state: str) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
-        path = self.path(step)
-        with atomic_path(path) as temporary:
+        with atomic_path(self.path(step)) as temporary:
             save_file(tensors, temporary, {"state": state, "sha256": digest(tensors, state)})
-        self._forget(step)
-
-    def _forget(self, step: int) -> None:
-        """Remove what is older than the newest to be kept, or newer than this step: damaged, or
-        another history's.
-        """
+        # Later ones are damaged, or from before a resume.
         saved = self.saved()
         history = [each for each in saved if each <= step]
         for each in set(saved) - set(history[: self.settings.keep_checkpoints]):
             self.path(each).unlink(missing_ok=True)
 
 
-def read_checkpoint(path: Path, *, verify: bool = True) -> Content | None:
-    """A checkpoint's tensors and state; None, with a warning, where it is damaged."""
+def read_checkpoint(path: Path, *, verify: bool = True) -> Checkpoint | None:
+    """Read a checkpoint; None, with a warning, if it is damaged."""
     with contextlib.suppress(OSError, SafetensorError, KeyError, ValueError):
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a dictionary)
         if not verify or digest(tensors, metadata["state"]) == metadata["sha256"]:
-            return tensors, json.loads(metadata["state"])
+            return Checkpoint(tensors, json.loads(metadata["state"]))
     log.warning("The checkpoint %s is damaged: the one before it is used.", path)
     return None
 
@@ -169,3 +150,43 @@ def digest(tensors: Mapping[str, Tensor], state: str) -> str:
         total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         total.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return total.hexdigest()
+
+
+def optimizer_state(
+    optimizer: torch.optim.Optimizer,
+) -> tuple[dict[str, Tensor], dict[str, int | float]]:
+    """The optimizer's state as tensors and numbers, each under `<parameter>.<path>`."""
+    tensors, numbers = {}, {}
+    for name, value in _leaves(optimizer.state_dict()["state"]):
+        if isinstance(value, Tensor):
+            tensors[name] = value
+        elif value is not None:
+            numbers[name] = value
+    return tensors, numbers
+
+
+def _leaves(tree: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def load_optimizer(
+    optimizer: torch.optim.Optimizer,
+    tensors: Mapping[str, Tensor],
+    numbers: Mapping[str, int | float],
+) -> None:
+    """Restore a state of `optimizer_state`; learning rates and decays stay those of the
+    settings.
+    """
+    state: dict[Any, Any] = {}
+    for name, value in (*tensors.items(), *numbers.items()):
+        index, *path, last = name.split(".")
+        place = state.setdefault(int(index), {})
+        for key in path:
+            place = place.setdefault(key, {})
+        place[last] = value
+    groups = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict({"state": state, "param_groups": groups})

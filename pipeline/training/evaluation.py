@@ -1,24 +1,20 @@
-"""Figures on held-out conversations: how good heads are, and how far a tuned backbone is from the
-original.
+"""Figures on held-out text: the heads' accuracy, and the ranks that calibrate searches trees on.
 
 Letters: N positions, D hidden size, K heads, R ranks.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager
-from itertools import groupby
-from operator import itemgetter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from pipeline.artifacts.check_result import TunedDrift
 from pipeline.artifacts.feature_rows import FeatureRows
 from pipeline.artifacts.seen_answers import SeenAnswers, TrainingText
 from pipeline.artifacts.trained_heads import read_trained_heads
@@ -26,260 +22,155 @@ from pipeline.conversations.conversation import Role
 from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.decoding.held_out import HeldOutPlaces, HeldOutRanks
 from pipeline.execution.progress import ProgressReporter
-from pipeline.heads.accuracy import Score, label_ranks, score
-from pipeline.heads.kind import Heads
-from pipeline.training.adapted_backbone import Backbone
-from pipeline.training.backbone_losses import Drift, measure_drift
-from pipeline.training.epoch_plan import EpochPlan, part
-from pipeline.training.feature_batches import load_batches
-from pipeline.training.task import TrainSpec, Workers, product_dtype
-from pipeline.training.text_batches import Text, assemble_texts, pack
+from pipeline.heads.accuracy import Score, label_ranks
 
 SPLIT = "calibrate"
 MAX_POSITIONS = 131_072  # an accuracy's standard error is then under 0.15 %
-GROWN_POSITIONS = 16_384  # at which a dynamic tree is grown: as much work as drafting there
+GROWN_POSITIONS = 16_384  # for dynamic trees, where each position costs as much as drafting
 TOP = 5
 
 
-def evaluate(
-    heads: Heads, rows: FeatureRows, workers: Workers, *, batch_tokens: int, dtype: torch.dtype
-) -> dict[str, Any]:
-    """Figures over the held-out rows, all workers together; see `figures_of`.
+@dataclass(frozen=True)
+class Evaluation:
+    """Figures on held-out text; empty if nothing is held out.
 
-    Matrix products run in `dtype`. At most `MAX_POSITIONS` positions are looked at, always the same
-    ones.
+    Attributes:
+        held_out: Per head {loss, top1, …, top5}. Losses are means over labels in the draft
+            vocabulary.
+        frequency: {top1, …, top5} of head 0 if it guessed its most frequent labels: the upper bound
+            for guesses that read nothing.
+        draft_coverage: The share of head 0's labels in the draft vocabulary; None for all of them.
+        drift: The distance of a tuned backbone from the original.
     """
-    device = heads.device
-    plan = EpochPlan(rows.lengths(SPLIT), batch_tokens=batch_tokens, seed=0, limit=MAX_POSITIONS)
-    total = Score.zero(heads.shape, TOP, device)
-    steps = range(plan.num_steps)
-    for batch in load_batches(
-        rows, plan, steps, rank=workers.rank, world_size=workers.world_size, device=device
-    ):
-        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-            found = score(heads, batch.hidden_ND, batch.next_N, batch.labels_KN, TOP)
-        for sums, more in zip(total, found, strict=True):
-            sums += more
-    workers.sum_all(total)
-    return figures_of(total)
+
+    held_out: list[dict[str, float]]
+    frequency: dict[str, float]
+    draft_coverage: float | None = None
+    drift: TunedDrift | None = None
+
+    def loss(self, decay: float) -> float | None:
+        """The heads' losses, weighted by decay^(k+1) and summed; None if nothing is held out."""
+        if not self.held_out:
+            return None
+        return sum(decay ** (k + 1) * head["loss"] for k, head in enumerate(self.held_out))
 
 
-def figures_of(found: Score) -> dict[str, Any]:
-    """`held_out`: per head {loss, top1, …, top5}; `frequency`: head 0's {top1, …, top5}, had it
-    guessed by frequency.
+def evaluation_of(score: Score, drift: TunedDrift | None = None) -> Evaluation:
+    """The figures of summed scores."""
+    num_labels = int(score.counts_K[0])
+    if num_labels == 0:
+        return Evaluation([], {}, drift=drift)
+    losses_K = score.losses_K / score.drafted_K.clamp(min=1)
+    shares_KR = score.hits_KR / score.counts_K.clamp(min=1)[:, None]
+    names = [f"top{rank + 1}" for rank in range(shares_KR.shape[1])]
+    held_out = []
+    for loss, shares_R in zip(losses_K.tolist(), shares_KR.tolist(), strict=True):
+        held_out.append({"loss": loss, **dict(zip(names, shares_R, strict=True))})
+    most_frequent = score.tokens_V.topk(min(len(names), len(score.tokens_V))).values
+    frequent_R = (most_frequent.cumsum(0).double() / num_labels).tolist()
+    frequency = dict(zip(names, frequent_R, strict=False))
+    coverage = float(score.drafted_K[0]) / num_labels
+    return Evaluation(held_out, frequency, coverage if coverage < 1 else None, drift)
 
-    That is the share of the most frequent of its own labels, of the two most frequent, …: the most
-    that guesses can reach that read nothing. Both are empty of no labels. Where some labels are
-    outside the draft vocabulary, `draft_coverage` is the share of head 0's that are not.
+
+@dataclass(frozen=True)
+class HeldOutText:
+    """Held-out rows of feature shards, and the trained heads to evaluate on them.
+
+    Attributes:
+        shards, fingerprint, roles: As in `FeatureRows`.
+        heads: Path of the trained heads.
+        trained: The training rows' answers; without them no answer counts as seen.
     """
-    num_ranks, num_labels, num_drafted = (
-        found.hits_KR.shape[1],
-        int(found.counts_K[0]),
-        int(found.drafted_K[0]),
-    )
-    hits_R = (
-        found.tokens_V.topk(min(num_ranks, len(found.tokens_V))).values.cumsum(0).tolist()
-        if num_labels
-        else []
-    )
-    frequency = {f"top{rank + 1}": hits / num_labels for rank, hits in enumerate(hits_R)}
-    coverage = {"draft_coverage": num_drafted / num_labels} if num_drafted < num_labels else {}
-    return {"held_out": per_head(found), "frequency": frequency, **coverage}
 
-
-def per_head(found: Score) -> list[dict[str, float]]:
-    """A score as {loss, top1, …} per head; empty of no labels. Losses are means over labels that
-    can be proposed.
-    """
-    if not found.counts_K.any():
-        return []
-    hits_KR = found.hits_KR
-    losses_K, shares_KR = (
-        found.losses_K / found.drafted_K.clamp(min=1),
-        hits_KR / found.counts_K.clamp(min=1)[:, None],
-    )
-    means_KR = torch.cat([losses_K[:, None], shares_KR], 1)
-    names = ["loss", *(f"top{rank + 1}" for rank in range(hits_KR.shape[1]))]
-    return [dict(zip(names, row, strict=True)) for row in means_KR.tolist()]
+    shards: tuple[str, ...]
+    fingerprint: str
+    heads: str
+    roles: tuple[Role, ...]
+    trained: TrainingText | None = None
 
 
 def held_out_ranks(
-    shards: Sequence[str],
-    fingerprint: str,
-    heads: str,
-    roles: Collection[Role],
-    top: int,
-    device: str,
-    trained: TrainingText | None = None,
-    progress: ProgressReporter | None = None,
+    text: HeldOutText, top: int, device: str, progress: ProgressReporter | None = None
 ) -> HeldOutRanks:
-    """Where the tokens of held-out rows stand among trained heads' first `top` guesses.
+    """The ranks of held-out tokens among the heads' first `top` guesses.
 
-    Args:
-        shards, fingerprint, roles: As in `FeatureRows`.
-        heads: Path of the trained heads.
-        trained: The training rows' answers; None where they are not known, and none counts as seen.
-
-    At most about `MAX_POSITIONS` positions are looked at, of rows from all over the data, in fp32
-    on `device`.
+    Computed in fp32 on `device`, for about `MAX_POSITIONS` positions of rows from all over the
+    data.
     """
-
-    def ranks(module: Heads, hidden_ND: Tensor, next_N: Tensor, labels_KN: Tensor) -> Tensor:
-        return label_ranks(module, hidden_ND, next_N, labels_KN, top)
-
-    found = _held_out(
-        shards, fingerprint, heads, roles, device, MAX_POSITIONS, ranks, trained, progress
-    )
-    return HeldOutRanks(*found)
+    rows = _HeldOutRows(text, device)
+    parts_KN = [np.empty((rows.heads.shape.max_depth, 0), np.uint8)]
+    for hidden_ND, next_N, labels_KN in rows.read(MAX_POSITIONS, progress):
+        parts_KN.append(label_ranks(rows.heads, hidden_ND, next_N, labels_KN, top).cpu().numpy())
+    return HeldOutRanks(np.concatenate(parts_KN, axis=1), *rows.spans())
 
 
 def held_out_places(
-    shards: Sequence[str],
-    fingerprint: str,
-    heads: str,
-    roles: Collection[Role],
-    tree: DynamicTree,
-    device: str,
-    trained: TrainingText | None = None,
-    progress: ProgressReporter | None = None,
+    text: HeldOutText, tree: DynamicTree, device: str, progress: ProgressReporter | None = None
 ) -> HeldOutPlaces:
-    """Where the tokens of held-out rows stand among the nodes that a dynamic tree proposes,
-    whatever its size.
+    """The places of held-out tokens among the nodes that a dynamic tree proposes.
 
-    As `held_out_ranks`, of at most about `GROWN_POSITIONS` positions.
+    As `held_out_ranks`, for about `GROWN_POSITIONS` positions.
     """
-    found = _held_out(
-        shards, fingerprint, heads, roles, device, GROWN_POSITIONS, tree.places, trained, progress
-    )
-    return HeldOutPlaces(*found)
+    rows = _HeldOutRows(text, device)
+    parts_KN = [np.empty((tree.max_depth, 0), np.int16)]
+    for hidden_ND, next_N, labels_KN in rows.read(GROWN_POSITIONS, progress):
+        parts_KN.append(tree.places(rows.heads, hidden_ND, next_N, labels_KN).cpu().numpy())
+    return HeldOutPlaces(np.concatenate(parts_KN, axis=1), *rows.spans())
 
 
-def _held_out(
-    shards: Sequence[str],
-    fingerprint: str,
-    heads: str,
-    roles: Collection[Role],
-    device: str,
-    limit: int,
-    measure: Callable[[Heads, Tensor, Tensor, Tensor], Tensor],
-    trained: TrainingText | None,
-    progress: ProgressReporter | None,
-) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-    """What is measured [K, N] of the heads at held-out positions; of each span its first one, its
-    conversation, and whether it is seen.
+class _HeldOutRows:
+    def __init__(self, text: HeldOutText, device: str):
+        self.text, self.device = text, device
+        self.heads = read_trained_heads(Path(text.heads)).to(device)
+        self.answers: list[npt.NDArray[np.int32]] = []
+        self.conversations: list[int] = []  # of each answer
 
-    `measure` is given the heads, the states, the next tokens and the labels of one row.
-    """
-    module = read_trained_heads(Path(heads)).to(device)
-    shape = module.shape
-    rows = FeatureRows(
-        shards,
-        fingerprint=fingerprint,
-        hidden_size=shape.hidden_size,
-        vocab_size=shape.target_vocab_size,
-        num_heads=shape.max_depth,
-        roles=roles,
-    )
-    parts_KN: list[npt.NDArray[Any]] = []
-    starts, conversations = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
-    seen: list[bool] = []
-    seen_answers = SeenAnswers() if trained is None else trained.answers()
-    num_positions = 0
-    lengths = rows.lengths(SPLIT)
-    places = [
-        (group, int(row)) for group, found in enumerate(lengths) for row in np.flatnonzero(found)
-    ]
-    chosen = sorted(
-        places[index]
-        for index in _sample([int(lengths[group][row]) for group, row in places], limit)
-    )
-    progress = progress or ProgressReporter()
-    progress.begin("held-out rows", len(chosen), unit="conversations")
-    for group, in_group in groupby(chosen, key=itemgetter(0)):
-        opened = rows.read_group(group)
-        for _, number in in_group:
-            row = opened[number]
-            labels_KN = torch.from_numpy(row.labels_KN).to(device, torch.int64)
-            hidden_ND = row.hidden_ND[row.learnable].to(device, torch.float32)
-            next_N = torch.from_numpy(row.next_N).to(device, torch.int64)
-            parts_KN.append(measure(module, hidden_ND, next_N, labels_KN).cpu().numpy())
+    def read(
+        self, limit: int, progress: ProgressReporter | None
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yield the states, next tokens and labels of rows with about `limit` positions."""
+        shape = self.heads.shape
+        rows = FeatureRows(
+            self.text.shards,
+            fingerprint=self.text.fingerprint,
+            hidden_size=shape.hidden_size,
+            vocab_size=shape.target_vocab_size,
+            num_heads=shape.max_depth,
+            roles=self.text.roles,
+        )
+        lengths = rows.lengths(SPLIT)
+        places = []
+        for group, of_group in enumerate(lengths):
+            places += [(group, int(index)) for index in np.flatnonzero(of_group)]
+        chosen = sample([int(lengths[group][index]) for group, index in places], limit)
+        progress = progress or ProgressReporter()
+        progress.begin("held-out rows", len(chosen), unit="conversations")
+        open_group = None
+        for number, (group, index) in enumerate(sorted(places[i] for i in chosen), 1):
+            if group != open_group:
+                opened, open_group = rows.read_group(group), group
+            row = opened[index]
             answers = row.answers()
-            num_learnable = [len(answer) - 1 for answer in answers]
-            starts.append(num_positions + np.cumsum([0, *num_learnable])[:-1])
-            conversations.append(np.full(len(answers), len(conversations)))
-            seen += [answer in seen_answers for answer in answers]
-            num_positions += len(row.learnable)
+            self.answers += answers
+            self.conversations += [number] * len(answers)
+            labels_KN = torch.from_numpy(row.labels_KN).to(self.device, torch.int64)
+            hidden_ND = row.hidden_ND[row.learnable].to(self.device, torch.float32)
+            next_N = torch.from_numpy(row.next_N).to(self.device, torch.int64)
+            yield hidden_ND, next_N, labels_KN
             progress.advance(tokens=len(row.learnable))
-    found_KN = np.concatenate(parts_KN or [np.empty((shape.max_depth, 0), np.uint8)], axis=1)
-    return found_KN, np.concatenate(starts), np.concatenate(conversations), np.array(seen, np.bool_)
+
+    def spans(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+        """Each answer's first position, its conversation, and whether training saw it."""
+        seen_answers = self.text.trained.answers() if self.text.trained else SeenAnswers()
+        seen = [answer in seen_answers for answer in self.answers]
+        lengths = np.array([len(answer) - 1 for answer in self.answers], np.int64)
+        conversations = np.array(self.conversations, np.int64)
+        return lengths.cumsum() - lengths, conversations, np.array(seen, np.bool_)
 
 
-def _sample(sizes: Sequence[int], limit: int) -> list[int]:
-    """Indices into `sizes` until `limit` positions are reached, from all over the data, always the
-    same ones.
-    """
+def sample(sizes: Sequence[int], limit: int) -> list[int]:
+    """Choose indices into `sizes` at random until `limit` positions are reached; deterministic."""
     order = np.random.default_rng(0).permutation(len(sizes))
     totals = np.cumsum(np.array(sizes, np.int64)[order])
     return order[: np.searchsorted(totals, limit) + 1].tolist()
-
-
-@torch.no_grad()
-def evaluate_tuned(
-    backbone: Backbone,
-    heads: Heads,
-    texts: Sequence[Text],
-    spec: TrainSpec,
-    workers: Workers,
-    autocast: Callable[[], AbstractContextManager[Any]],
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The heads' figures, as of `evaluate`, and the drift; empty where nothing is held out.
-
-    The drift is {kl, perplexity: {original, tuned}, perplexity_change, greedy_agreement,
-    positions}: KL(original ‖ tuned) in nats per position, perplexity of the text, the share of
-    positions at which both would choose the same token. At most about `MAX_POSITIONS` positions are
-    looked at, always the same ones.
-    """
-    settings, device = spec.settings, heads.device
-    dtype = product_dtype(spec, device)
-    chosen = [
-        texts[index] for index in _sample([text.num_learned for text in texts], MAX_POSITIONS)
-    ]
-    groups = pack([text.num_read for text in chosen], settings.backbone.sequence_length)
-    drift, scores = Drift.zero(device), Score.zero(heads.shape, TOP, device)
-    backbone.eval()
-    share = groups[slice(*part(0, len(groups), workers.rank, workers.world_size))]
-    padding = -(-len(groups) // workers.world_size) - len(
-        share
-    )  # where layers are split, all workers run them
-    for sequences in [*([[chosen[index] for index in group]] for group in share), *[[]] * padding]:
-        batch = assemble_texts(sequences, settings.num_heads).to(device)
-        with autocast():
-            hidden_ND, original_ND = backbone.states(batch), backbone.original_states(batch)
-            low_NR = backbone.low(hidden_ND)
-            found = score(heads, hidden_ND, batch.next_N, batch.labels_KN, TOP)
-        moved = measure_drift(hidden_ND.to(dtype), low_NR, backbone.head, original_ND, batch.next_N)
-        for total, more in zip((*drift, *scores), (*moved, *found), strict=True):
-            total += more
-    workers.sum_all([*drift, *scores])
-    return figures_of(scores), summarized(drift)
-
-
-def summarized(drift: Drift) -> dict[str, Any]:
-    """The drift's means; empty of no positions."""
-    kl, original_loss, tuned_loss, agreed, positions = (float(total) for total in drift)
-    if not positions:
-        return {}
-    return {
-        "kl": kl / positions,
-        "perplexity": {
-            "original": _exp(original_loss / positions),
-            "tuned": _exp(tuned_loss / positions),
-        },
-        "perplexity_change": _exp((tuned_loss - original_loss) / positions) - 1,
-        "greedy_agreement": agreed / positions,
-        "positions": int(positions),
-    }
-
-
-def _exp(value: float) -> float:
-    return math.exp(min(value, 700.0))

@@ -1,9 +1,21 @@
-"""Batches of cached states: their loading ahead of use.
+"""Batches of cached states: the plan of an epoch by arithmetic, and loading ahead of use.
 
-A batch is flat: rows end to end, no padding; which positions it holds, an `EpochPlan` says. Row
-groups are read by a small pool of threads in the order in which the plan needs them and dropped
-after their last use; one more thread assembles batches (in pinned memory for a GPU, and copied
-there on a stream of its own), so that training waits only when reading is slower than computing.
+Heads read one state each, so a batch is a flat set of *positions*, without padding: rows are cut
+wherever a batch ends, and a row longer than the budget needs no rule of its own. The epoch's row
+groups are shuffled, and the rows within each; laid end to end they form a line of positions, cut
+into `LANES` equal lanes. Step s takes the s-th equal part of every lane. So:
+
+- every position is read once per epoch;
+- batches have one size, give or take one position per lane;
+- each batch mixes rows of `LANES` row groups from all over the data, and few more are open at once;
+- any (epoch, step) is reached by arithmetic;
+- a batch is the same for any number of workers, which read contiguous, equal shares of it.
+
+Limits: shuffling between row groups is as fine as they are small; a group that lies in two lanes is
+read twice.
+
+A pool of threads reads row groups in the order in which the plan needs them; one more thread
+assembles batches.
 
 Letters: N positions, D hidden size, K heads, M states that predict labels.
 """
@@ -12,20 +24,118 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from pipeline.artifacts.feature_rows import FeatureRows, RowGroup
-from pipeline.training.epoch_plan import EpochPlan, Piece
 
+LANES = 16
 NUM_READERS = min(8, max(1, len(os.sched_getaffinity(0)) // 2))  # the other cores compute
 BATCHES_AHEAD = 2  # assembled batches that wait for the loop
-STEPS_AHEAD = 4  # steps whose row groups are being read already
+STEPS_AHEAD = 4  # steps whose row groups are being read
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The positions [start, stop) of one row of one row group."""
+
+    group: int
+    row: int
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+class EpochPlan:
+    """The steps of one epoch.
+
+    Args:
+        lengths: Per row group, the number of positions of each of its rows; 0 leaves a row out.
+        batch_tokens: Positions per step, over all workers, at most (give or take one per lane).
+        seed: Seed of the shuffle.
+        epoch: Each epoch has an order of its own.
+        limit: Plan only this many positions, the first of the shuffled line.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[npt.NDArray[np.int64]],
+        *,
+        batch_tokens: int,
+        seed: int,
+        epoch: int = 0,
+        limit: int | None = None,
+    ):
+        random = np.random.default_rng([seed, epoch])
+        groups = random.permutation(len(lengths))
+        rows = [random.permutation(np.flatnonzero(lengths[group])) for group in groups]
+        sizes = [lengths[group][order] for group, order in zip(groups, rows, strict=True)]
+        self._groups = np.repeat(groups, [len(order) for order in rows])
+        self._rows = np.concatenate([*rows, np.empty(0, np.int64)])
+        # Row i of the line is [edges[i], edges[i+1]).
+        self._edges = np.cumsum(np.concatenate([[0], *sizes]))
+        self.num_positions = int(self._edges[-1])
+        if limit is not None:
+            self.num_positions = min(self.num_positions, limit)
+        self.num_steps = -(-self.num_positions // batch_tokens)
+        # Fewer lanes where positions are so few that a lane could not give one to every step.
+        num_lanes = min(LANES, self.num_positions // max(1, self.num_steps))
+        self._lanes = [part(0, self.num_positions, lane, num_lanes) for lane in range(num_lanes)]
+
+    def first(self, step: int, rank: int = 0, world_size: int = 1) -> int:
+        """The place of a worker's first position among all of the step."""
+        num_positions = sum(stop - start for start, stop in self._ranges(step))
+        return part(0, num_positions, rank, world_size)[0]
+
+    def pieces(self, step: int, rank: int = 0, world_size: int = 1) -> list[Piece]:
+        """One worker's positions of one step, in the line's order; maybe none if they are few.
+
+        Raises:
+            ValueError: The epoch has no such step.
+        """
+        ranges = self._ranges(step)
+        num_positions = sum(stop - start for start, stop in ranges)
+        first, last = part(0, num_positions, rank, world_size)
+        found = []
+        offset = 0  # of a range within the step
+        for low, high in ranges:
+            start = low + max(first - offset, 0)
+            stop = min(low + last - offset, high)
+            if start < stop:
+                found += self._between(start, stop)
+            offset += high - low
+        return found
+
+    def _ranges(self, step: int) -> list[tuple[int, int]]:
+        """The ranges of the line that a step reads."""
+        if not 0 <= step < self.num_steps:
+            raise ValueError(f"step {step} of {self.num_steps}")
+        return [part(start, stop, step, self.num_steps) for start, stop in self._lanes]
+
+    def _between(self, start: int, stop: int) -> list[Piece]:
+        """The rows, or parts of rows, that the range [start, stop) of the line covers."""
+        first, last = np.searchsorted(self._edges, [start, stop - 1], side="right") - 1
+        found = []
+        for i in range(first, last + 1):
+            edge, end = int(self._edges[i]), int(self._edges[i + 1])
+            group, row = int(self._groups[i]), int(self._rows[i])
+            found.append(Piece(group, row, max(start, edge) - edge, min(stop, end) - edge))
+        return found
+
+
+def part(start: int, stop: int, index: int, count: int) -> tuple[int, int]:
+    """The index-th of `count` parts of a range, equal give or take one."""
+    length = stop - start
+    return start + length * index // count, start + length * (index + 1) // count
 
 
 @dataclass(frozen=True)
@@ -33,174 +143,94 @@ class Batch:
     """Hidden states in their stored dtype, the tokens that follow, and labels, -100 where a head
     has nothing to learn.
 
-    Tokens are int64. Where soft labels are asked for, `teacher_MD` holds the states that the target
-    predicted the labels from, and `teacher_KN` the row of each label's, -1 where there is none.
+    Tokens are int64. With soft labels, `teacher_MD` holds the states from which the target
+    predicted the labels, and `teacher_KN` each label's row among them, -1 where it has none.
     """
 
     hidden_ND: Tensor
     next_N: Tensor
     labels_KN: Tensor
-    teacher_MD: Tensor | None = None
-    teacher_KN: Tensor | None = None
+    teacher_MD: Tensor
+    teacher_KN: Tensor
 
     def __len__(self) -> int:
         return len(self.hidden_ND)
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Those that there are, by field."""
-        found = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: tensor for name, tensor in found.items() if tensor is not None}
-
-
-def assemble(
-    rows: FeatureRows,
-    pieces: Sequence[Piece],
-    groups: dict[int, RowGroup],
-    *,
-    soft_labels: bool = False,
-    pin: bool = False,
-) -> Batch:
-    """The positions of `pieces`, copied into one batch."""
-    num_positions = sum(map(len, pieces))
-    hidden_ND = torch.empty(num_positions, rows.hidden_size, dtype=rows.dtype, pin_memory=pin)
-    next_N = torch.empty(num_positions, dtype=torch.int64, pin_memory=pin)
-    labels_KN = torch.empty(rows.num_heads, num_positions, dtype=torch.int64, pin_memory=pin)
-    start = 0
-    for piece in pieces:
-        row, stop = groups[piece.group][piece.row], start + len(piece)
-        chosen = row.learnable[piece.start : piece.stop]
-        torch.index_select(row.hidden_ND, 0, chosen, out=hidden_ND[start:stop])
-        next_N[start:stop] = torch.from_numpy(row.next_N[piece.start : piece.stop])
-        labels_KN[:, start:stop] = torch.from_numpy(row.labels_KN[:, piece.start : piece.stop])
-        start = stop
-    if not soft_labels:
-        return Batch(hidden_ND, next_N, labels_KN)
-    return Batch(hidden_ND, next_N, labels_KN, *_teachers(rows, pieces, groups, pin))
-
-
-def _teachers(
-    rows: FeatureRows, pieces: Sequence[Piece], groups: dict[int, RowGroup], pin: bool
-) -> tuple[Tensor, Tensor]:
-    """A batch's `teacher_MD` and `teacher_KN`: the states of its pieces, and of up to K positions
-    behind each.
-    """
-    found = [groups[piece.group][piece.row].teachers(piece.start, piece.stop) for piece in pieces]
-    teacher_MD = torch.empty(
-        sum(len(states) for states, _ in found), rows.hidden_size, dtype=rows.dtype, pin_memory=pin
-    )
-    teacher_KN = torch.empty(
-        rows.num_heads, sum(map(len, pieces)), dtype=torch.int64, pin_memory=pin
-    )
-    first, start = 0, 0
-    for states_MD, rows_KN in found:
-        stop = start + rows_KN.shape[1]
-        teacher_MD[first : first + len(states_MD)] = states_MD
-        teacher_KN[:, start:stop] = torch.from_numpy(np.where(rows_KN < 0, -1, rows_KN + first))
-        first, start = first + len(states_MD), stop
-    return teacher_MD, teacher_KN
+    def tensors(self) -> list[Tensor]:
+        return [getattr(self, field.name) for field in fields(self)]
 
 
 def load_batches(
     rows: FeatureRows,
     plan: EpochPlan,
-    steps: Iterable[int],
+    steps: Sequence[int],
     *,
     rank: int = 0,
     world_size: int = 1,
-    device: torch.device | None = None,
+    device: torch.device = CPU,
     soft_labels: bool = False,
 ) -> Iterator[Batch]:
-    """One worker's batches of the plan's `steps`, in order, on `device`; with the target's states
-    for soft labels.
+    """Yield one worker's batches of the plan's `steps`, in order, on `device`.
+
+    Without soft labels, their tensors are empty.
 
     Raises:
         DataError: A page fails its checksum, or a row does not belong to this target.
     """
-    cuda = device is not None and device.type == "cuda"
-    stream = torch.cuda.Stream(device) if cuda else None
+    is_gpu = device.type == "cuda"
+    ahead: deque[list[Piece]] = deque()
+    groups: dict[int, Future[RowGroup]] = {}  # open, or being read
+    waiting: deque[Future[Batch]] = deque()
     with ThreadPoolExecutor(NUM_READERS) as readers, ThreadPoolExecutor(1) as assembler:
-        source = _Source(rows, plan, rank, world_size, readers, soft_labels)
-        waiting: deque[Future[tuple[Batch, torch.cuda.Event | None]]] = deque()
         try:
-            for pieces in source.walk(steps):
-                waiting.append(assembler.submit(source.batch, pieces, device, stream))
-                if len(waiting) > BATCHES_AHEAD:
-                    yield _ready(*waiting.popleft().result())
-            while waiting:
-                yield _ready(*waiting.popleft().result())
+            for number in range(len(steps) + STEPS_AHEAD + BATCHES_AHEAD):
+                if number < len(steps):
+                    pieces = plan.pieces(steps[number], rank, world_size)
+                    ahead.append(pieces)
+                    for piece in pieces:
+                        if piece.group not in groups:
+                            groups[piece.group] = readers.submit(rows.read_group, piece.group)
+                if number >= STEPS_AHEAD and ahead:
+                    needed = {piece.group for pieces in ahead for piece in pieces}
+                    groups = {group: groups[group] for group in needed}
+                    arguments = (rows, ahead.popleft(), groups.copy(), soft_labels, is_gpu)
+                    waiting.append(assembler.submit(_assemble, *arguments))
+                if number >= STEPS_AHEAD + BATCHES_AHEAD:
+                    batch = waiting.popleft().result()
+                    moved = [tensor.to(device, non_blocking=True) for tensor in batch.tensors()]
+                    yield Batch(*moved)
         finally:  # also when the loop stops early: read nothing more
             assembler.shutdown(wait=False, cancel_futures=True)
             readers.shutdown(wait=False, cancel_futures=True)
 
 
-class _Source:
-    """Row groups that are open or being read, and batches made of them."""
-
-    def __init__(
-        self,
-        rows: FeatureRows,
-        plan: EpochPlan,
-        rank: int,
-        world_size: int,
-        readers: ThreadPoolExecutor,
-        soft_labels: bool,
-    ):
-        self._rows, self._plan, self._rank, self._world_size = rows, plan, rank, world_size
-        self._readers, self._soft_labels = readers, soft_labels
-        self._groups: dict[int, Future[RowGroup]] = {}
-
-    def walk(self, steps: Iterable[int]) -> Iterator[dict[Piece, Future[RowGroup]]]:
-        """Each step's pieces with the row groups that hold them; those of the next steps are
-        already being read.
-        """
-        ahead: deque[list[Piece]] = deque()
-        for step in steps:
-            ahead.append(self._plan.pieces(step, self._rank, self._world_size))
-            for piece in ahead[-1]:
-                if piece.group not in self._groups:
-                    self._groups[piece.group] = self._readers.submit(
-                        self._rows.read_group, piece.group
-                    )
-            if len(ahead) > STEPS_AHEAD:
-                yield self._next(ahead)
-        while ahead:
-            yield self._next(ahead)
-
-    def _next(self, ahead: deque[list[Piece]]) -> dict[Piece, Future[RowGroup]]:
-        """Take the first step; forget the groups that no step in sight needs."""
-        pieces = ahead.popleft()
-        found = {piece: self._groups[piece.group] for piece in pieces}
-        needed = {piece.group for step in ahead for piece in step}
-        self._groups = {
-            group: reading for group, reading in self._groups.items() if group in needed
-        }
-        return found
-
-    def batch(
-        self,
-        pieces: dict[Piece, Future[RowGroup]],
-        device: torch.device | None,
-        stream: torch.cuda.Stream | None,
-    ) -> tuple[Batch, torch.cuda.Event | None]:
-        """Wait for the row groups and put the batch together, on the device if it is a GPU."""
-        groups = {piece.group: reading.result() for piece, reading in pieces.items()}
-        pin = stream is not None
-        batch = assemble(self._rows, list(pieces), groups, soft_labels=self._soft_labels, pin=pin)
-        if stream is None:
-            return batch, None
-        with torch.cuda.stream(stream):
-            moved = {
-                name: tensor.to(device, non_blocking=True)
-                for name, tensor in batch.tensors().items()
-            }
-            return Batch(**moved), stream.record_event()
-
-
-def _ready(batch: Batch, copied: torch.cuda.Event | None) -> Batch:
-    """The batch, safe to use on the current stream: a GPU copy is awaited there, not on the CPU."""
-    if copied is not None:
-        stream = torch.cuda.current_stream(batch.hidden_ND.device)
-        stream.wait_event(copied)
-        for tensor in batch.tensors().values():
-            tensor.record_stream(stream)
-    return batch
+def _assemble(
+    rows: FeatureRows,
+    pieces: Sequence[Piece],
+    groups: Mapping[int, Future[RowGroup]],
+    soft_labels: bool,
+    pin: bool,
+) -> Batch:
+    """Copy the positions of `pieces` into one batch, in pinned memory for a GPU."""
+    num_positions = sum(len(piece) for piece in pieces)
+    hidden_ND = torch.empty(num_positions, rows.hidden_size, dtype=rows.dtype)
+    next_N = torch.empty(num_positions, dtype=torch.int64)
+    labels_KN = torch.empty(rows.num_heads, num_positions, dtype=torch.int64)
+    states = [hidden_ND[:0]]
+    rows_of_labels = [np.empty((rows.num_heads, 0), np.int64)]
+    start, num_states = 0, 0
+    for piece in pieces:
+        row, stop = groups[piece.group].result()[piece.row], start + len(piece)
+        chosen = row.learnable[piece.start : piece.stop]
+        torch.index_select(row.hidden_ND, 0, chosen, out=hidden_ND[start:stop])
+        next_N[start:stop] = torch.from_numpy(row.next_N[piece.start : piece.stop])
+        labels_KN[:, start:stop] = torch.from_numpy(row.labels_KN[:, piece.start : piece.stop])
+        start = stop
+        if soft_labels:
+            states_MD, rows_KN = row.teachers(piece.start, piece.stop)
+            states.append(states_MD)
+            rows_of_labels.append(np.where(rows_KN < 0, -1, rows_KN + num_states))
+            num_states += len(states_MD)
+    teacher_KN = torch.from_numpy(np.concatenate(rows_of_labels, 1))
+    batch = Batch(hidden_ND, next_N, labels_KN, torch.cat(states), teacher_KN)
+    return Batch(*(tensor.pin_memory() for tensor in batch.tensors())) if pin else batch

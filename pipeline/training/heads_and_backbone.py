@@ -1,10 +1,9 @@
-"""Heads and backbone together: the backbone learns along and is held to what it was (Medusa-2,
-paper 2.2.2, 2.3.2).
+"""Heads and backbone together; the backbone is held to the original (Medusa-2, paper 2.2.2, 2.3.2).
 
 The loss is L_backbone + lambda_0(t) · sum over heads of 0.8^(k+1) CE_k. L_backbone is KL(original ‖
 tuned) over every position whose next token the target wrote, or that token's cross entropy. The
 heads' soft labels (`train.soft_labels`) are the original's predictions. The adapter and the heads
-are fp32. Dropout and noise are drawn anew from (seed, step, sequence).
+are fp32. Dropout and noise depend on (seed, step, sequence) alone.
 
 Letters: N learned positions, C components of the loss (the backbone's, then the heads'), K heads.
 """
@@ -12,6 +11,7 @@ Letters: N learned positions, C components of the loss (the backbone's, then the
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,18 +19,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.config import TrainConfig
 from pipeline.errors import DataError
+from pipeline.heads.accuracy import Score, score
 from pipeline.heads.losses import TargetHead, Teacher
 from pipeline.training.adapted_backbone import Backbone, write_adapter
-from pipeline.training.backbone_losses import summed_divergence
-from pipeline.training.evaluation import MAX_POSITIONS, SPLIT, evaluate_tuned
-from pipeline.training.heads_only import head_weights, initial_heads
-from pipeline.training.input_noise import noisy
-from pipeline.training.learner import Learner
+from pipeline.training.backbone_losses import Drift, measure_drift, summed_divergence
+from pipeline.training.evaluation import (
+    MAX_POSITIONS,
+    SPLIT,
+    TOP,
+    Evaluation,
+    evaluation_of,
+    sample,
+)
+from pipeline.training.feature_batches import part
+from pipeline.training.heads_only import head_weights, initial_heads, noisy
 from pipeline.training.optimizers import heads_weight
-from pipeline.training.recipe import Recipe, backbone_recipe
-from pipeline.training.task import TrainSpec, Workers, product_dtype
+from pipeline.training.recipe import Recipe, make_recipe
+from pipeline.training.task import Learner, TrainResult, TrainSpec, Workers, product_dtype
 from pipeline.training.text_batches import (
     Text,
     TextBatch,
@@ -53,8 +59,7 @@ class BackboneLearner(Learner):
 
     Raises:
         ConfigError: The target cannot be tuned; see `Backbone`.
-        DataError: A shard is damaged or of another run or target, there is nothing to learn, or no
-            held-out text to measure on how far the backbone moves.
+        DataError: See `Learner`; also if no held-out text is there to measure the drift on.
     """
 
     tunes_backbone = True
@@ -72,13 +77,18 @@ class BackboneLearner(Learner):
     ):
         super().__init__(spec, workers, device, heads_from)
         self.settings, self.dtype = spec.settings.backbone, product_dtype(spec, device)
-        self.texts = open_texts(spec)
-        self.recipe, self.plan = (
-            recipe_of(spec, self.texts["train"]),
-            text_plan(spec, self.texts["train"]),
+        texts = open_texts(spec)
+        self.texts, self.held_out = texts["train"], texts.get(SPLIT, [])
+        self.recipe = recipe_of(spec, self.texts)
+        assert self.recipe.batch_sequences is not None
+        self.plan = TextPlan(
+            self.texts,
+            sequence_length=self.settings.sequence_length,
+            batch_sequences=self.recipe.batch_sequences,
+            seed=spec.seed,
         )
-        held_out = num_positions(self.texts.get(SPLIT, ()))
-        self.held_out_share = min(held_out, MAX_POSITIONS) / num_positions(self.texts["train"])
+        evaluated = min(num_positions(self.held_out), MAX_POSITIONS)
+        self.held_out_share = evaluated / num_positions(self.texts)
         self.backbone = Backbone(spec.trained_target, self.settings, device, self.dtype, workers)
         self.heads = initial_heads(spec, heads_from).to(device)
         self.modules = {"heads": self.heads, "backbone": self.backbone}
@@ -88,35 +98,24 @@ class BackboneLearner(Learner):
     def recipe_of(cls, spec: TrainSpec) -> Recipe:
         return recipe_of(spec, open_texts(spec)["train"])
 
-    @classmethod
-    def expected_recipe(
-        cls, settings: TrainConfig, positions: int, hidden_size: int, lr_scale: float
-    ) -> Recipe:
-        """As if sequences held nothing but what the target writes: in truth there are some more
-        steps.
-        """
-        sequences = -(-positions // settings.backbone.sequence_length)
-        return backbone_recipe(settings, sequences, positions, hidden_size, lr_scale)
-
     def steps(self, first: int) -> Iterator[Sequence[MicroBatch]]:
-        for step in range(first, self.total_steps):
+        for step in range(first, self.recipe.total_steps):
             yield list(self.batches(step))
 
     def batches(self, step: int) -> Iterator[MicroBatch]:
-        """This worker's part of a step: equally many batches as any other's, of which the last may
-        hold nothing.
+        """Yield this worker's part of a step: as many batches as on every worker, the last maybe
+        empty.
         """
-        epoch, of_epoch = divmod(step, self.steps_per_epoch)
-        share = self.plan.sequences(epoch, of_epoch, self.workers.rank, self.workers.world_size)
-        texts, size = self.texts["train"], self.settings.micro_batch
-        for start in range(0, self.plan.largest_share(of_epoch, self.workers.world_size), size):
-            part = share[start : start + size]
-            sequences = [[texts[index] for index in group] for _, group in part]
-            number = part[0][0] if part else 0  # of the first sequence within the step
-            seed = np.random.SeedSequence((self.spec.seed, step, number)).generate_state(
-                1, np.uint64
-            )[0]
-            yield MicroBatch(assemble_texts(sequences, self.spec.settings.num_heads), int(seed))
+        epoch, of_epoch = divmod(step, self.recipe.steps_per_epoch)
+        world_size, size = self.workers.world_size, self.settings.micro_batch
+        share = self.plan.sequences(epoch, of_epoch, self.workers.rank, world_size)
+        for start in range(0, self.plan.largest_share(of_epoch, world_size), size):
+            chosen = share[start : start + size]
+            sequences = [[self.texts[index] for index in group] for _, group in chosen]
+            number = chosen[0][0] if chosen else 0  # of the first sequence within the step
+            seed = np.random.SeedSequence((self.spec.seed, step, number))
+            texts = assemble_texts(sequences, self.spec.settings.num_heads)
+            yield MicroBatch(texts, int(seed.generate_state(1, np.uint64)[0]))
 
     def label_counts(self, batches: Sequence[MicroBatch]) -> Tensor:
         labels_KN = torch.cat([batch.texts.labels_KN for batch in batches], 1).to(self.device)
@@ -124,22 +123,29 @@ class BackboneLearner(Learner):
         return torch.cat([next_tokens, self.heads.vocabulary.num_learned(labels_KN)])
 
     def loss_weights(self, step: int) -> Tensor:
-        weights_K = self._heads_weight(step) * head_weights(self.spec, self.device)
+        weights_K = self.heads_weight(step) * head_weights(self.spec, self.device)
         return torch.cat([torch.ones(1, device=self.device), weights_K])
+
+    def heads_weight(self, step: int) -> float:
+        """lambda_0(t)."""
+        return heads_weight(
+            step, self.recipe.total_steps, self.settings.lambda_0, self.settings.schedule
+        )
 
     def summed_losses(self, batch: MicroBatch, weights_C: Tensor) -> Tensor:
         torch.manual_seed(batch.seed)
-        texts, share, teacher = batch.texts.to(self.device), self.spec.settings.soft_labels, None
+        texts, share = batch.texts.to(self.device), self.spec.settings.soft_labels
+        truth, teacher = texts.next_N, None
         with self.autocast():
             # The original first, while no activations of the tuned model are held.
             if share or self.settings.loss == "kl":
                 original_ND = self.backbone.original_states(texts)
             if share:
-                own = self.backbone.head
-                teacher = Teacher(
-                    TargetHead(own.weight_VD, own.bias_V), original_ND, texts.teacher_KN, share
-                )
-            truth = original_ND if self.settings.loss == "kl" else texts.next_N
+                tuned = self.backbone.head
+                target_head = TargetHead(tuned.weight_VD, tuned.bias_V)
+                teacher = Teacher(target_head, original_ND, texts.teacher_KN, share)
+            if self.settings.loss == "kl":
+                truth = original_ND
             hidden_ND = self.backbone.states(texts)
             low_NR = self.backbone.low(hidden_ND)
             read_ND = noisy(hidden_ND, self.spec.settings.noise, (batch.seed,))
@@ -151,51 +157,69 @@ class BackboneLearner(Learner):
         )
         return torch.cat([backbone_loss[None], head_losses_K])
 
-    def figures(self, step: int, means: list[float]) -> dict[str, Any]:
-        losses = {
+    def metrics(self, step: int, means: list[float]) -> dict[str, Any]:
+        return {
             "backbone_loss": means[0],
             "head_losses": means[1:],
-            "heads_weight": self._heads_weight(step),
+            "heads_weight": self.heads_weight(step),
+            "backbone_lr": self.lr_share(step) * self.peak_lrs["backbone"],
         }
-        return losses | {"backbone_lr": self.lr_share(step) * self.peak_lrs["backbone"]}
 
-    def evaluate(self) -> dict[str, Any]:
-        """The heads' figures, and the drift: how far the backbone has moved; DataError without
-        held-out text.
-        """
-        texts = self.texts.get(SPLIT, ())
-        if not any(text.num_read for text in texts):
+    @torch.no_grad()
+    def evaluate(self) -> Evaluation:
+        """Evaluate heads and drift at about `MAX_POSITIONS` positions, always the same ones."""
+        if not any(text.num_read for text in self.held_out):
             where = "train.backbone.sequence_length"
-            what = (
-                f"No held-out row has target-written text within {where} to measure the drift on."
+            raise DataError(
+                f"No held-out row has target-written text within {where} to measure the drift on.",
+                where,
+                "Raise it, or hold out more rows (seeds.holdout).",
             )
-            raise DataError(what, where, "Raise it, or hold out more rows (seeds.holdout).")
-        figures, drift = evaluate_tuned(
-            self.backbone, self.heads, texts, self.spec, self.workers, self.autocast
-        )
-        return figures | {"drift": drift}
+        chosen = sample([text.num_learned for text in self.held_out], MAX_POSITIONS)
+        texts = [self.held_out[index] for index in chosen]
+        groups = pack([text.num_read for text in texts], self.settings.sequence_length)
+        drift, total = Drift.zero(self.device), Score.zero(self.heads.shape, TOP, self.device)
+        self.backbone.eval()
+        world_size = self.workers.world_size
+        first, last = part(0, len(groups), self.workers.rank, world_size)
+        for place in range(-(-len(groups) // world_size)):
+            # Where layers are sharded, every worker runs them equally often.
+            sequences = []
+            if first + place < last:
+                sequences = [[texts[index] for index in groups[first + place]]]
+            batch = assemble_texts(sequences, self.spec.settings.num_heads).to(self.device)
+            with self.autocast():
+                hidden_ND = self.backbone.states(batch)
+                original_ND = self.backbone.original_states(batch)
+                low_NR = self.backbone.low(hidden_ND)
+                found = score(self.heads, hidden_ND, batch.next_N, batch.labels_KN, TOP)
+            moved = measure_drift(
+                hidden_ND.to(self.dtype), low_NR, self.backbone.head, original_ND, batch.next_N
+            )
+            for sums, more in zip((*drift, *total), (*moved, *found), strict=True):
+                sums += more
+        for sums in (*drift, *total):
+            self.workers.sum(sums)
+        return evaluation_of(total, drift.figures())
 
-    def facts(self) -> dict[str, Any]:
-        cut = sum(text.num_cut for text in self.texts["train"])
-        found = {"tokens_beyond_sequence": cut, "sequences": len(self.plan.groups)}
-        bits = self.spec.trained_target.quantization  # what the drift is measured in, and from
-        return found | ({"quantization": bits} if bits else {})
+    def complete(self, result: TrainResult) -> TrainResult:
+        return replace(
+            result,
+            tokens_beyond_sequence=sum(text.num_cut for text in self.texts),
+            sequences=len(self.plan.groups),
+            quantization=self.spec.trained_target.quantization,
+        )
 
     def write(self) -> None:
-        """The adapter, as peft reads it. Heads that borrow the target's matrices get the tuned
-        ones, as engines do.
-        """
+        """Write the adapter, and the tuned matrices into heads that borrow the target's."""
         write_adapter(self.spec.adapter_path, self.backbone, self.spec.target)
         with torch.no_grad():
             self.heads.take_from(self.backbone.matrices().drafting(self.heads.vocabulary.token_map))
 
-    def _heads_weight(self, step: int) -> float:
-        return heads_weight(step, self.total_steps, self.settings.lambda_0, self.settings.schedule)
-
 
 def open_texts(spec: TrainSpec) -> dict[str, list[Text]]:
-    """The generated conversations by split, checked against the run and the target; raises
-    DataError.
+    """The generated conversations by split; raises DataError unless they match the run and hold
+    something to learn.
     """
     texts = read_texts(
         spec.texts,
@@ -205,10 +229,9 @@ def open_texts(spec: TrainSpec) -> dict[str, list[Text]]:
         sequence_length=spec.settings.backbone.sequence_length,
     )
     if not any(text.num_read for text in texts.get("train", ())):
-        within = f"in the roles {spec.settings.roles} within train.backbone.sequence_length"
-        what = f"No train row has target-written text {within}."
         raise DataError(
-            what,
+            f"No train row has target-written text in the roles {spec.settings.roles} within"
+            " train.backbone.sequence_length.",
             "train.roles",
             "Generate more answers, learn from other roles or raise the length.",
         )
@@ -217,19 +240,11 @@ def open_texts(spec: TrainSpec) -> dict[str, list[Text]]:
 
 def recipe_of(spec: TrainSpec, texts: Sequence[Text]) -> Recipe:
     sequences = len(pack([text.num_read for text in texts], spec.settings.backbone.sequence_length))
-    return backbone_recipe(
-        spec.settings, sequences, num_positions(texts), spec.hidden_size, spec.kind.lr_scale
+    return make_recipe(
+        spec.settings, num_positions(texts), spec.hidden_size, spec.kind.lr_scale, sequences
     )
 
 
 def num_positions(texts: Sequence[Text]) -> int:
-    """Target-written tokens that are learned."""
+    """The number of target-written tokens that are learned."""
     return sum(text.num_learned for text in texts)
-
-
-def text_plan(spec: TrainSpec, texts: Sequence[Text]) -> TextPlan:
-    """The steps of every epoch."""
-    batch = recipe_of(spec, texts).batch_sequences
-    assert batch is not None
-    length = spec.settings.backbone.sequence_length
-    return TextPlan(texts, sequence_length=length, batch_sequences=batch, seed=spec.seed)

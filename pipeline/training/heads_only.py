@@ -1,8 +1,8 @@
-"""Heads alone, from cached hidden states: the backbone is never run (Medusa-1, paper 2.2.1).
+"""Heads alone, from cached hidden states; the backbone is never run (Medusa-1, paper 2.2.1).
 
-The loss is the sum over heads of 0.8^(k+1) CE_k, each CE over the labels of the whole batch: a
-share of it is that with the target's own distributions (`train.soft_labels`), whose states lie in
-the same cache.
+The loss is the sum over heads of 0.8^(k+1) CE_k, each CE a mean over the labels of the whole batch.
+With soft labels (`train.soft_labels`), a share of CE_k is the cross entropy with the target's own
+distribution, computed from states of the same cache.
 
 Letters: N positions, D hidden size, V vocabulary, K heads.
 """
@@ -22,27 +22,21 @@ from torch import Tensor
 from pipeline.artifacts.feature_rows import FeatureRows
 from pipeline.artifacts.generated_rows import read_token_rows
 from pipeline.artifacts.trained_heads import read_trained_heads
-from pipeline.config import TrainConfig
-from pipeline.errors import ConfigError, DataError
+from pipeline.errors import DataError
+from pipeline.heads.accuracy import Score, score
 from pipeline.heads.kind import Heads, TargetWeights, most_frequent
 from pipeline.heads.losses import TargetHead, Teacher
 from pipeline.targets.lm_head import read_embedding, read_lm_head, read_logit_changes
-from pipeline.training.epoch_plan import EpochPlan
-from pipeline.training.evaluation import MAX_POSITIONS, SPLIT, evaluate
-from pipeline.training.feature_batches import Batch, load_batches
-from pipeline.training.input_noise import noisy
-from pipeline.training.learner import Learner
-from pipeline.training.recipe import Recipe, heads_recipe
-from pipeline.training.task import TrainSpec, Workers, product_dtype
+from pipeline.training.evaluation import MAX_POSITIONS, SPLIT, TOP, Evaluation, evaluation_of
+from pipeline.training.feature_batches import Batch, EpochPlan, load_batches
+from pipeline.training.recipe import Recipe, make_recipe
+from pipeline.training.task import Learner, TrainSpec, Workers, product_dtype
+
+NOISE_BLOCK = 256  # positions whose noise one generator draws
 
 
 class HeadsLearner(Learner):
-    """Heads of any kind, from the features stage's shards.
-
-    Raises:
-        ConfigError: The target's lm_head has another size than its configuration says.
-        DataError: A shard is damaged or of another run or target, or there is nothing to learn.
-    """
+    """Heads of any kind, from the features stage's shards."""
 
     saves_memory = ("train.optimizer: adamw-8bit", "a smaller train.batch_tokens")
 
@@ -56,46 +50,30 @@ class HeadsLearner(Learner):
         super().__init__(spec, workers, device, heads_from)
         self.rows = open_features(spec)
         self.recipe = recipe_of(spec, self.rows)
-        self.held_out_share = min(num_positions(self.rows, SPLIT), MAX_POSITIONS) / num_positions(
-            self.rows
-        )
+        evaluated = min(num_positions(self.rows, SPLIT), MAX_POSITIONS)
+        self.held_out_share = evaluated / num_positions(self.rows)
         self.heads = initial_heads(spec, heads_from).to(device)
         self.modules, self.peak_lrs = {"heads": self.heads}, {"heads": self.recipe.lr}
-        self.target_head = read_target_head(spec, device) if spec.settings.soft_labels else None
+        self.target_head: TargetHead | None = None
+        if spec.settings.soft_labels:
+            self.target_head = read_target_head(spec, device)
 
     @classmethod
     def recipe_of(cls, spec: TrainSpec) -> Recipe:
         return recipe_of(spec, open_features(spec))
 
-    @classmethod
-    def expected_recipe(
-        cls, settings: TrainConfig, positions: int, hidden_size: int, lr_scale: float
-    ) -> Recipe:
-        return heads_recipe(settings, positions, hidden_size, lr_scale)
-
     def steps(self, first: int) -> Iterator[Sequence[Batch]]:
-        workers = self.workers
-        while first < self.total_steps:
-            epoch, start = divmod(first, self.steps_per_epoch)
-            steps = range(start, self.steps_per_epoch)
-            shares = {"rank": workers.rank, "world_size": workers.world_size}
-            plan = EpochPlan(
-                self.rows.lengths("train"),
-                batch_tokens=self.recipe.batch_tokens,
-                seed=self.spec.seed,
-                epoch=epoch,
-            )
-            soft_labels = self.target_head is not None
-            batches = load_batches(
-                self.rows, plan, steps, **shares, device=self.device, soft_labels=soft_labels
-            )
+        seed, soft_labels = self.spec.seed, self.spec.settings.soft_labels > 0
+        lengths, size = self.rows.lengths("train"), self.recipe.batch_tokens
+        for epoch in range(first // self.recipe.steps_per_epoch, self.recipe.epochs):
+            plan = EpochPlan(lengths, batch_tokens=size, seed=seed, epoch=epoch)
+            steps = range(first % self.recipe.steps_per_epoch, self.recipe.steps_per_epoch)
+            batches = self._load(plan, steps, soft_labels=soft_labels)
             for step, batch in zip(steps, batches, strict=True):
-                # The step within the whole training, and the share's place within the step: any
-                # worker draws the same.
-                seed, place = (self.spec.seed, first + step - start), plan.first(step, **shares)
-                hidden_ND = noisy(batch.hidden_ND, self.spec.settings.noise, seed, place)
+                place = plan.first(step, self.workers.rank, self.workers.world_size)
+                hidden_ND = noisy(batch.hidden_ND, self.spec.settings.noise, (seed, first), place)
                 yield [replace(batch, hidden_ND=hidden_ND)]
-            first += len(steps)
+                first += 1
 
     def label_counts(self, batches: Sequence[Batch]) -> Tensor:
         (batch,) = batches
@@ -105,33 +83,55 @@ class HeadsLearner(Learner):
         return head_weights(self.spec, self.device)
 
     def summed_losses(self, batch: Batch, weights_C: Tensor) -> Tensor:
-        teacher, share = None, self.spec.settings.soft_labels
-        if self.target_head and batch.teacher_MD is not None and batch.teacher_KN is not None:
+        teacher = None
+        if self.target_head is not None:
+            share = self.spec.settings.soft_labels
             teacher = Teacher(self.target_head, batch.teacher_MD, batch.teacher_KN, share)
         with self.autocast():
             return self.heads.summed_losses(
                 batch.hidden_ND, batch.next_N, batch.labels_KN, teacher, weights_C
             )
 
-    def figures(self, step: int, means: list[float]) -> dict[str, Any]:
+    def metrics(self, step: int, means: list[float]) -> dict[str, Any]:
         return {"head_losses": means}
 
-    def evaluate(self) -> dict[str, Any]:
-        dtype, size = product_dtype(self.spec, self.device), self.recipe.batch_tokens
-        return evaluate(self.heads, self.rows, self.workers, batch_tokens=size, dtype=dtype)
+    def evaluate(self) -> Evaluation:
+        """Evaluate at most `MAX_POSITIONS` held-out positions, always the same ones."""
+        lengths, size = self.rows.lengths(SPLIT), self.recipe.batch_tokens
+        plan = EpochPlan(lengths, batch_tokens=size, seed=0, limit=MAX_POSITIONS)
+        total = Score.zero(self.heads.shape, TOP, self.device)
+        for batch in self._load(plan, range(plan.num_steps), soft_labels=False):
+            with self.autocast():
+                found = score(self.heads, batch.hidden_ND, batch.next_N, batch.labels_KN, TOP)
+            for sums, more in zip(total, found, strict=True):
+                sums += more
+        for sums in total:
+            self.workers.sum(sums)
+        return evaluation_of(total)
+
+    def _load(self, plan: EpochPlan, steps: range, *, soft_labels: bool) -> Iterator[Batch]:
+        return load_batches(
+            self.rows,
+            plan,
+            steps,
+            rank=self.workers.rank,
+            world_size=self.workers.world_size,
+            device=self.device,
+            soft_labels=soft_labels,
+        )
 
 
 def recipe_of(spec: TrainSpec, rows: FeatureRows) -> Recipe:
-    return heads_recipe(spec.settings, num_positions(rows), spec.hidden_size, spec.kind.lr_scale)
+    return make_recipe(spec.settings, num_positions(rows), spec.hidden_size, spec.kind.lr_scale)
 
 
 def num_positions(rows: FeatureRows, split: str = "train") -> int:
-    """Positions of a split with something to learn."""
+    """The number of positions of a split that have a label."""
     return sum(int(lengths.sum()) for lengths in rows.lengths(split))
 
 
 def open_features(spec: TrainSpec) -> FeatureRows:
-    """The cached states, checked against the run and the target; raises DataError."""
+    """The cached states; raises DataError unless they match the run and hold something to learn."""
     rows = FeatureRows(
         spec.shards,
         fingerprint=spec.fingerprint,
@@ -141,26 +141,22 @@ def open_features(spec: TrainSpec) -> FeatureRows:
         roles=spec.settings.roles,
     )
     if not num_positions(rows):
-        what = (
-            "No train row has target-written text of two tokens or more in the roles"
-            f" {spec.settings.roles}."
-        )
         raise DataError(
-            what, "train.roles", "Generate more or longer answers, or learn from other roles."
+            "No train row has target-written text of two tokens or more in the roles"
+            f" {spec.settings.roles}.",
+            "train.roles",
+            "Generate more or longer answers, or learn from other roles.",
         )
     return rows
 
 
 def initial_heads(spec: TrainSpec, heads_from: Path | None = None) -> Heads:
-    """The heads in this file, else untrained ones of the kind that is asked for; in fp32 on the
-    CPU.
-    """
+    """The heads of this file, else untrained ones; in fp32 on the CPU."""
     if heads_from:
         return read_trained_heads(heads_from)
-
     target = TargetWeights(
-        lambda: _of_the_right_size("lm_head", read_lm_head(spec.target), spec).float(),
-        lambda: _of_the_right_size("embedding", read_embedding(spec.target), spec).float(),
+        lambda: read_lm_head(spec.target).float(),
+        lambda: read_embedding(spec.target).float(),
     )
     shape = spec.heads_shape
     if not shape.is_pruned:
@@ -172,40 +168,47 @@ def initial_heads(spec: TrainSpec, heads_from: Path | None = None) -> Heads:
 
 
 def _count_written_tokens(spec: TrainSpec) -> npt.NDArray[np.int64]:
-    """How often the target wrote each token in the train rows' learned roles, whatever the shards'
-    order; [V].
-    """
-    cached = spec.shards, spec.fingerprint
-    shards, fingerprint = cached if spec.shards else (spec.texts, spec.texts_fingerprint)
+    """How often the target wrote each token in the train rows' learned roles, [V]."""
+    shards, fingerprint = spec.shards, spec.fingerprint
+    if not shards:
+        shards, fingerprint = spec.texts, spec.texts_fingerprint
     counts_V = np.zeros(spec.vocab_size, np.int64)
     for row in read_token_rows(shards, fingerprint, spec.vocab_size):
-        for span in row.spans if row.split == "train" else ():
-            if span.role in spec.settings.roles:
+        for span in row.spans:
+            if row.split == "train" and span.role in spec.settings.roles:
                 np.add.at(counts_V, row.input_ids[span.start : span.end], 1)
     return counts_V
 
 
 def read_target_head(spec: TrainSpec, device: torch.device) -> TargetHead:
-    """What turns the target's states into its own predictions, in the dtype of the products."""
-    weight_VD = _of_the_right_size("lm_head", read_lm_head(spec.target), spec)
-    return TargetHead(weight_VD, *read_logit_changes(spec.target)).to(
-        device, product_dtype(spec, device)
-    )
-
-
-def _of_the_right_size(name: str, matrix_VD: Tensor, spec: TrainSpec) -> Tensor:
-    if matrix_VD.shape != (spec.vocab_size, spec.hidden_size):
-        found, said = (
-            " x ".join(map(str, matrix_VD.shape)),
-            f"{spec.vocab_size} x {spec.hidden_size}",
-        )
-        what = f"The target's {name} is {found}, its configuration says {said}."
-        raise ConfigError(
-            what, spec.target.model, "Check the target's config.json against its weights."
-        )
-    return matrix_VD
+    """The target's output layer, in the dtype of the products."""
+    head = TargetHead(read_lm_head(spec.target), *read_logit_changes(spec.target))
+    return head.to(device, product_dtype(spec, device))
 
 
 def head_weights(spec: TrainSpec, device: torch.device) -> Tensor:
-    """What head k's loss weighs: decay^(k+1), [K]."""
+    """The weight of head k's loss: decay^(k+1), [K]."""
     return spec.settings.decay ** torch.arange(1, spec.settings.num_heads + 1, device=device)
+
+
+def noisy(states_ND: Tensor, noise: float, seed: tuple[int, ...], first: int = 0) -> Tensor:
+    """Add uniform noise of up to `noise` times each state's RMS, so that heads do not memorize a
+    small cache.
+
+    EAGLE (arXiv 2401.15077) adds U(-0.1, 0.1) to every entry of a Llama target's states; other
+    targets have larger or smaller states, so here the bound is relative. The noise depends on
+    `seed` and each state's place, counted from `first`: workers that share a batch draw the same.
+    """
+    if not noise or not len(states_ND):
+        return states_ND
+    stop, skipped = first + len(states_ND), first % NOISE_BLOCK
+    size = (NOISE_BLOCK, states_ND.shape[1])
+    blocks = []
+    for block in range(first // NOISE_BLOCK, -(-stop // NOISE_BLOCK)):
+        number = np.random.SeedSequence((*seed, block)).generate_state(1, np.uint64)[0]
+        generator = torch.Generator(states_ND.device).manual_seed(int(number))
+        blocks.append(torch.rand(size, generator=generator, device=states_ND.device))
+    drawn_ND = torch.cat(blocks)[skipped : skipped + len(states_ND)]
+    rms_N1 = states_ND.detach().float().square().mean(1, keepdim=True).sqrt()
+    added_ND = 2 * noise * rms_N1 * (drawn_ND - 0.5)
+    return states_ND + added_ND.to(states_ND.dtype)

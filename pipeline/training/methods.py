@@ -1,15 +1,12 @@
-"""How heads are trained: what each method reads, which backbone its heads belong to, what it needs
-to be installed.
+"""The training methods: the stages that each reads, its settings, requirements and phases.
 
-`train.method` names an object in `METHODS`; nothing else asks which method it is. A method does not
-know which kind of head it trains. Importing this module does not import torch.
+`train.method` names an object in `METHODS`. Importing this module does not import torch.
 """
 
 from __future__ import annotations
 
 import difflib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from pipeline.config import Config, Section, TrainConfig
@@ -19,15 +16,13 @@ from pipeline.training import recipe
 
 if TYPE_CHECKING:
     from pipeline.targets.spec import TargetSpec
-    from pipeline.training.learner import Learner
+    from pipeline.training.task import Learner
 
 BOOKKEEPING = {"checkpoint_minutes", "checkpoint_every", "keep_checkpoints", "report_to"}
 
 
 class Package(NamedTuple):
-    """A package that training imports, the key that asks for it, and what to do where it is not
-    installed.
-    """
+    """A required package, the setting that requires it, and the fix if it is not installed."""
 
     name: str
     key: str
@@ -35,12 +30,12 @@ class Package(NamedTuple):
 
 
 class Method(ABC):
-    """One way to train heads; holds no state, so that it travels to workers by its class."""
+    """A method of training heads of any kind; stateless."""
 
     name: ClassVar[str]
     tunes_backbone: ClassVar[bool] = False
-    """Whether training changes the backbone too. That backbone is then exported, checked and published with the heads,
-    and the held-out states that calibrate reads are computed with it instead of taken from the features stage."""  # noqa: E501
+    """Whether training changes the backbone. If so, the tuned backbone is exported, checked and
+    published with the heads, and calibrate computes held-out states with it."""
     sections: ClassVar[tuple[str, ...]] = ()
     """The nested sections of `train` that belong to this method."""
 
@@ -49,50 +44,43 @@ class Method(ABC):
         """The stages that training reads: `features`, `generate` or both."""
 
     def skipped(self, train: TrainConfig) -> dict[str, str]:
-        """The stages whose result nothing would read, and why."""
+        """The stages whose result nothing reads, and why."""
         return {}
 
     def reported(self, train: TrainConfig) -> dict[str, Any]:
-        """What report.json says of the method under `train`."""
+        """The method's entries in report.json."""
         return {}
 
     def settings(self, train: TrainConfig, target_quantization: Bits | None) -> dict[str, Any]:
-        """The keys of `train` that the result depends on, as plain data: no bookkeeping, and no
-        section of another kind or method."""
-        found = train.model_dump(
-            mode="json", exclude=BOOKKEEPING | _sections(train) - self.sections_of(train)
-        )
-        return found | ({"recipe": recipe.VERSION} if recipe.uses_rule(found) else {})
+        """The settings of `train` that the result depends on, as plain data."""
+        unread = _sections(train) - self.sections_of(train)
+        found = train.model_dump(mode="json", exclude=BOOKKEEPING | unread)
+        if recipe.uses_rule(found):
+            found["recipe"] = recipe.VERSION
+        return found
 
     def unread(self, train: TrainConfig) -> list[str]:
-        """The keys of `train` that are set to no use, since only another kind or method reads
-        them.
-        """
-        others = sorted(_sections(train) - self.sections_of(train))
-        return [
-            f"train.{name}.{key}"
-            for name in others
-            for key in getattr(train, name).model_dump(exclude_defaults=True)
-        ]
+        """The keys that are set without effect: those of another kind or method."""
+        keys = []
+        for name in sorted(_sections(train) - self.sections_of(train)):
+            for key in getattr(train, name).model_dump(exclude_defaults=True):
+                keys.append(f"train.{name}.{key}")
+        return keys
 
     def sections_of(self, train: TrainConfig) -> set[str]:
-        """The nested sections of `train` that are read: the kind's, which has its name, and the
-        method's.
-        """
+        """The nested sections of `train` that are read: the kind's and the method's."""
         return {train.heads, *self.sections}
 
     def check(self, config: Config, target: TargetSpec) -> None:  # noqa: B027  (most train any)
-        """Refuse settings and targets that this method cannot train; raises ConfigError."""
+        """Raise ConfigError for settings and targets that this method cannot train."""
 
-    def packages(self, config: Config) -> Iterator[Package]:
+    def packages(self, config: Config) -> list[Package]:
         """The packages that training needs beyond torch and transformers."""
-        yield from ()
+        return []
 
     @abstractmethod
-    def phases(self, train: TrainConfig) -> list[tuple[str, type[Learner]]]:
-        """The trainings that follow one another, each with the name of its directory; the last
-        one's is empty.
-        """
+    def phases(self, train: TrainConfig) -> tuple[tuple[str, type[Learner]], ...]:
+        """The trainings in order, each with the name of its directory; the last has no name."""
 
 
 class HeadsOnly(Method):
@@ -103,15 +91,15 @@ class HeadsOnly(Method):
     def reads(self, train: TrainConfig) -> tuple[str, ...]:
         return ("features",)
 
-    def phases(self, train: TrainConfig) -> list[tuple[str, type[Learner]]]:
+    def phases(self, train: TrainConfig) -> tuple[tuple[str, type[Learner]], ...]:
         from pipeline.training.heads_only import HeadsLearner
 
-        return [("", HeadsLearner)]
+        return (("", HeadsLearner),)
 
 
 class HeadsAndBackbone(Method):
-    """Medusa-2: heads and backbone (LoRA) together, from the generated text (2.2.2); after the
-    heads alone, or not.
+    """Medusa-2: heads and backbone (LoRA) together, from the generated text (paper 2.2.2); with the
+    two-stage recipe, after the heads alone.
     """
 
     name = "medusa-2"
@@ -131,16 +119,14 @@ class HeadsAndBackbone(Method):
 
     def settings(self, train: TrainConfig, target_quantization: Bits | None) -> dict[str, Any]:
         found = super().settings(train, target_quantization)
-        unread = {"micro_batch", "gradient_checkpointing", "shard", "max_kl"}
+        backbone = found["backbone"]
+        for key in ("micro_batch", "gradient_checkpointing", "shard", "max_kl"):
+            del backbone[key]
         if train.backbone.quantization_beside(target_quantization) == target_quantization:
-            unread.add("quantization")  # set or not, it is the target's own
+            del backbone["quantization"]  # set or not, it is the target's own
         if train.backbone.recipe == "joint":
             del found["batch_tokens"]
-        return found | {
-            "backbone": {
-                key: value for key, value in found["backbone"].items() if key not in unread
-            }
-        }
+        return found
 
     def check(self, config: Config, target: TargetSpec) -> None:
         from pipeline.targets.lora import require_tunable
@@ -163,22 +149,23 @@ class HeadsAndBackbone(Method):
             )
         require_tunable(target, settings.lora_rank, sharded=settings.shard)
 
-    def packages(self, config: Config) -> Iterator[Package]:
+    def packages(self, config: Config) -> list[Package]:
         fix = "Install it with the right lock (`make install`), or set train.method to medusa-1."
-        yield Package("peft", "train.method", fix)
+        needed = [Package("peft", "train.method", fix)]
         settings = config.train.backbone
         if settings.quantization_beside(config.target.quantization):
             key = "train.backbone.quantization" if settings.quantization else "target.quantization"
-            yield Package(
-                "bitsandbytes", key, "Install it, or set train.backbone.quantization to none."
-            )
+            fix = "Install it, or set train.backbone.quantization to none."
+            needed.append(Package("bitsandbytes", key, fix))
+        return needed
 
-    def phases(self, train: TrainConfig) -> list[tuple[str, type[Learner]]]:
+    def phases(self, train: TrainConfig) -> tuple[tuple[str, type[Learner]], ...]:
         from pipeline.training.heads_and_backbone import BackboneLearner
         from pipeline.training.heads_only import HeadsLearner
 
-        both: list[tuple[str, type[Learner]]] = [("", BackboneLearner)]
-        return both if train.backbone.recipe == "joint" else [("heads-first", HeadsLearner), *both]
+        if train.backbone.recipe == "joint":
+            return (("", BackboneLearner),)
+        return (("heads-first", HeadsLearner), ("", BackboneLearner))
 
 
 def _sections(train: TrainConfig) -> set[str]:
@@ -190,7 +177,7 @@ METHODS: dict[str, Method] = {method.name: method for method in (HeadsOnly(), He
 
 
 def method_of(train: TrainConfig) -> Method:
-    """The method that `train.method` names; raises ConfigError where there is none."""
+    """The method that `train.method` names; raises ConfigError if there is none."""
     if train.method not in METHODS:
         near = difflib.get_close_matches(train.method, METHODS, n=1)
         hint = f"Did you mean '{near[0]}'? " if near else ""

@@ -1,90 +1,332 @@
-"""Where training's figures go: metrics.jsonl, one line per step, and the trackers; a resume repeats
-no step.
+"""The metrics of a training: metrics.jsonl, a line per step, and TensorBoard, Trackio and Weights &
+Biases, each by its own library.
+
+A resume repeats no step, and goes on with the same run of each tracker; points that a killed
+process had not sent are lost there. A tracker that fails is dropped and training goes on. A library
+is imported only if `train.report_to` names it. TensorBoard's and Weights & Biases' files lie beside
+the heads, Trackio's where its dashboard looks for them. Weights & Biases is online or offline by
+its own settings.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
-from collections.abc import Iterator, Sequence
+import logging
+import os
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from pipeline.storage.atomic import write_text
-from pipeline.training.trackers import Trackers, Watched
+from pipeline.errors import EnvironmentFault
+from pipeline.storage.atomic import read_object, write_json, write_text
 
 FILE = "metrics.jsonl"
+TRACKING_FILE = "tracking.json"  # the id of the trackers' runs, which a resume continues
+KEY = "train.report_to"
+PROJECT = "medusa-distill"
+SECONDS_TO_START = 30  # the most that an unreachable server costs at the start
+SECONDS_TO_FINISH = 120  # the same at the end; heads are written after that
+log = logging.getLogger(__name__)
 
 
 class MetricsLog:
-    """Appends to a training directory's logs; a context.
+    """Appends to metrics.jsonl and reports to trackers; a context. For the first worker only.
 
     Args:
-        watched: The training; its directory has the logs.
-        step: The step that training resumes from; lines of later steps are dropped, as they will be
-            written again. They go by a rename, so that a worker that outlived its driver cannot
-            append to the new file.
-        report_to: The trackers that are told of each step, too.
+        directory: Of the training.
+        step: The step that training resumes from. Lines of later steps are dropped, by a rename,
+            so that a worker that outlived its driver cannot append to the new file.
+        report_to: Names of trackers.
+        run_name, configuration: Shown by trackers.
     """
 
-    def __init__(self, watched: Watched, step: int, report_to: Sequence[str] = ()):
-        directory, before = watched.directory, list(read_metrics(watched.directory))
-        kept = [line for line in before if line["step"] <= step] if step else []
-        write_text(directory / FILE, "".join(json.dumps(line) + "\n" for line in kept))
+    def __init__(
+        self,
+        directory: Path,
+        step: int,
+        *,
+        report_to: Sequence[str] = (),
+        run_name: str = "run",
+        configuration: Mapping[str, Any] | None = None,
+    ):
+        before = list(read_metrics(directory))
+        kept = [json.dumps(line) + "\n" for line in before if step and line["step"] <= step]
+        write_text(directory / FILE, "".join(kept))
         self._file = (directory / FILE).open("a", encoding="utf-8")
-        self.trackers = Trackers(
-            report_to, watched, max((line["step"] for line in before), default=-1)
-        )
+        self._reported = max((line["step"] for line in before), default=-1)
+        self._trackers: dict[str, Tracker] = {}
+        self._warnings: list[str] = []
+        if report_to:
+            run_id = read_object(directory / TRACKING_FILE).get("id")
+            if not isinstance(run_id, str):
+                run_id, self._reported = uuid.uuid4().hex, -1
+            write_json(directory / TRACKING_FILE, {"id": run_id})
+            run = TrackedRun(run_id, run_name, directory, configuration or {}, self._reported)
+            for name in report_to:
+                self._trackers[name] = TRACKERS[name]()
+            for name, tracker in self._active():
+                with self._dropping(name):
+                    tracker.begin(run)
 
     def __enter__(self) -> MetricsLog:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._file.close()
-        self.trackers.finish()
+        self.finish()
 
-    def write(self, step: int, figures: dict[str, Any]) -> None:
-        """One step's figures: numbers, lists with an entry per head, and dictionaries of these."""
-        self._file.write(json.dumps({"step": step, **figures}, allow_nan=False) + "\n")
-        self._file.flush()
-        self.trackers.log(step, figures)
-
-    def conclude(self, figures: dict[str, Any]) -> dict[str, Any]:
-        """Tell the trackers the final figures; returns warnings of those that were given up, for
-        the summary.
+    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Write one step's metrics: numbers, lists with an entry per head, and mappings of
+        these.
         """
-        self.trackers.finish(figures)
-        return {"warnings": list(self.trackers.failed.values())} if self.trackers.failed else {}
+        self._file.write(json.dumps({"step": step, **metrics}, allow_nan=False) + "\n")
+        self._file.flush()
+        if step > self._reported:
+            for name, tracker in self._active():
+                with self._dropping(name):
+                    tracker.log(step, dict(scalars(metrics)))
+
+    def finish(self, result: Mapping[str, Any] | None = None) -> list[str]:
+        """Report the final figures and close all trackers; return warnings of the failed ones.
+
+        Without figures the training counts as interrupted.
+        """
+        for name, tracker in self._active():
+            with self._dropping(name):
+                tracker.finish(result)
+        self._trackers.clear()
+        return self._warnings
+
+    def _active(self) -> list[tuple[str, Tracker]]:
+        return list(self._trackers.items())
+
+    @contextlib.contextmanager
+    def _dropping(self, name: str) -> Iterator[None]:
+        """Drop the tracker, with one warning, if it raises."""
+        try:
+            yield
+        except Exception as error:  # whatever a library or its server raises
+            del self._trackers[name]
+            reason = " ".join(str(error).split())[:200]
+            warning = f"{name} was dropped and lacks points: {type(error).__name__}: {reason}"
+            self._warnings.append(warning)
+            log.warning("%s. Training goes on.", warning)
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """A training as trackers show it; `reported` is the last step reported before, -1 if new."""
+
+    id: str
+    name: str
+    directory: Path
+    configuration: Mapping[str, Any]
+    reported: int
+
+
+class Tracker(ABC):
+    """One tracker. An exception ends only its own part."""
+
+    package: ClassVar[str]
+
+    def require_login(self) -> None:  # noqa: B027  (not every tracker has one)
+        """Raise EnvironmentFault if points would be refused later."""
+
+    @abstractmethod
+    def begin(self, run: TrackedRun) -> None: ...
+
+    @abstractmethod
+    def log(self, step: int, numbers: Mapping[str, float]) -> None: ...
+
+    @abstractmethod
+    def finish(self, result: Mapping[str, Any] | None) -> None:
+        """Report the final figures, None if training was interrupted, and close."""
+
+
+class TensorBoard(Tracker):
+    package = "tensorboard"
+
+    def begin(self, run: TrackedRun) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.step = run.reported + 1
+        self.writer = SummaryWriter(str(run.directory / "tensorboard"), purge_step=self.step)
+        self.writer.add_text("run", run.name, self.step)
+        self._add_data("configuration", run.configuration)
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        self.step = step
+        for name, number in numbers.items():
+            self.writer.add_scalar(name, number, step)
+
+    def finish(self, result: Mapping[str, Any] | None) -> None:
+        if result is not None:
+            self._add_data(
+                "final figures", result
+            )  # at the last step: step 0 would hide the others
+        self.writer.close()
+
+    def _add_data(self, name: str, data: Mapping[str, Any]) -> None:
+        lines = json.dumps(data, indent=2, default=str, ensure_ascii=False).splitlines()
+        code = "\n".join(f"    {line}" for line in lines)  # in Markdown
+        self.writer.add_text(name, code, self.step)
+
+
+class Trackio(Tracker):
+    package = "trackio"
+
+    def require_login(self) -> None:
+        """Only a Space needs one."""
+        from huggingface_hub import get_token
+
+        space = os.environ.get("TRACKIO_SPACE_ID")
+        if space and not get_token():
+            raise EnvironmentFault(
+                f"Trackio is to report to the Space {space}, and nobody is logged in.",
+                KEY,
+                "Run `hf auth login`, unset TRACKIO_SPACE_ID, or leave trackio out of"
+                " train.report_to.",
+            )
+
+    def begin(self, run: TrackedRun) -> None:
+        import trackio
+
+        with contextlib.redirect_stdout(None):
+            self.run = trackio.init(
+                project=PROJECT,
+                name=f"{run.name}-{run.id[:8]}",
+                config=dict(run.configuration),
+                resume="never" if run.reported < 0 else "allow",
+                embed=False,
+                auto_log_gpu=False,
+                auto_log_cpu=False,
+            )
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        self.run.log(dict(numbers), step=step)
+
+    def finish(self, result: Mapping[str, Any] | None) -> None:
+        import trackio
+
+        with contextlib.redirect_stdout(None):
+            if result is not None:
+                self.run.log(dict(scalars(result, "final")))
+            trackio.finish()
+
+
+class WeightsAndBiases(Tracker):
+    package = "wandb"
+
+    def require_login(self) -> None:
+        """Offline runs need none."""
+        import wandb
+
+        if wandb.setup().settings.mode == "online" and not wandb.api.api_key:
+            fix = (
+                "Run `wandb login`, set WANDB_MODE=offline, or leave wandb out of train.report_to."
+            )
+            raise EnvironmentFault("Nobody is logged in to Weights & Biases.", KEY, fix)
+
+    def begin(self, run: TrackedRun) -> None:
+        import wandb
+
+        self.run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", PROJECT),
+            name=run.name,
+            id=run.id,
+            resume="allow",
+            config=dict(run.configuration),
+            dir=str(run.directory),
+            settings=wandb.Settings(
+                silent=True,
+                console="off",
+                init_timeout=SECONDS_TO_START,
+                finish_timeout=SECONDS_TO_FINISH,  # by default it waits forever
+                finish_timeout_raises=True,
+            ),
+        )
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        self.run.log(dict(numbers), step=step)
+
+    def finish(self, result: Mapping[str, Any] | None) -> None:
+        if result is not None:
+            self.run.summary.update(dict(scalars(result, "final")))
+        self.run.finish(exit_code=1 if result is None else 0)
+
+
+TRACKERS: dict[str, type[Tracker]] = {
+    "tensorboard": TensorBoard,
+    "trackio": Trackio,
+    "wandb": WeightsAndBiases,
+}
+
+
+def require_trackers(names: Sequence[str]) -> None:
+    """Check that trackers are installed and logged in.
+
+    Raises:
+        EnvironmentFault: One is not.
+    """
+    for name in names:
+        tracker = TRACKERS[name]()
+        package = tracker.package
+        try:
+            importlib.import_module(package)
+        except ImportError as error:
+            fix = (
+                f"Install it (pip install {package}, or medusa-distill[trackers]), or leave it out."
+            )
+            raise EnvironmentFault(f"{package} is not installed here.", KEY, fix) from error
+        tracker.require_login()
+
+
+def scalars(figures: Any, name: str = "") -> Iterator[tuple[str, float]]:
+    """Yield flat names and numbers, `held_out/head_2/top1`; other values are left out."""
+    if isinstance(figures, Mapping):
+        for key, value in figures.items():
+            yield from scalars(value, f"{name}/{key}" if name else key)
+    elif isinstance(figures, list):
+        for head, value in enumerate(figures):
+            yield from scalars(value, f"{name}/head_{head}")
+    elif isinstance(figures, int | float):
+        yield name, figures
 
 
 def read_metrics(directory: Path) -> Iterator[dict[str, Any]]:
-    """The lines of metrics.jsonl; those that a kill cut short, or that are damaged, are left
-    out.
-    """
+    """Yield the lines of metrics.jsonl, without damaged ones."""
     path = directory / FILE
-    for line in path.read_bytes().splitlines() if path.is_file() else ():
+    if not path.is_file():
+        return
+    for line in path.read_bytes().splitlines():
         with contextlib.suppress(ValueError, RecursionError):
-            figures = json.loads(line)
-            if isinstance(figures, dict) and isinstance(figures.get("step"), int):
-                yield figures
+            metrics = json.loads(line)
+            if isinstance(metrics, dict) and isinstance(metrics.get("step"), int):
+                yield metrics
 
 
 def read_curves(directory: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The training's curve and the held-out one, as the report draws them.
+    """The report's curves: lines of training steps, and rows of evaluations.
 
-    Rows of step and head_losses; the held-out ones with head_top1 and, of Medusa-2, the `kl` to the
-    original.
+    Rows hold step, head_losses, head_top1 and, of Medusa-2, the `kl` to the original.
     """
-    lines = list(read_metrics(directory))
-    trained = [line for line in lines if "loss" in line]
-    held_out = [
-        {
-            "step": line["step"],
-            "head_losses": [head["loss"] for head in line["held_out"]],
-            "head_top1": [head.get("top1") for head in line["held_out"]],
-            **({"kl": drift.get("kl")} if (drift := line.get("drift")) else {}),
-        }
-        for line in lines
-        if line.get("held_out")
-    ]
+    trained, held_out = [], []
+    for line in read_metrics(directory):
+        if "loss" in line:
+            trained.append(line)
+        heads = line.get("held_out")
+        if heads:
+            row = {
+                "step": line["step"],
+                "head_losses": [head["loss"] for head in heads],
+                "head_top1": [head.get("top1") for head in heads],
+            }
+            if "drift" in line:
+                row["kl"] = line["drift"].get("kl")
+            held_out.append(row)
     return trained, held_out

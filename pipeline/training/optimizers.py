@@ -1,4 +1,4 @@
-"""The optimizers, their schedules, and their state as flat named tensors for a checkpoint.
+"""AdamW with 32-bit or 8-bit moments, and the schedules.
 
 Schedules are functions of the step alone, so that a resumed run agrees.
 """
@@ -6,7 +6,7 @@ Schedules are functions of the step alone, so that a resumed run agrees.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
@@ -17,7 +17,7 @@ from pipeline.errors import EnvironmentFault
 
 
 def trained(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that an optimizer moves, by name."""
+    """The parameters that train, by name."""
     return {
         name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad
     }
@@ -26,86 +26,86 @@ def trained(module: nn.Module) -> dict[str, nn.Parameter]:
 def make_optimizer(
     modules: Mapping[str, nn.Module], peak_lrs: Mapping[str, float], settings: TrainConfig
 ) -> torch.optim.Optimizer:
-    """AdamW over the parameters that train, with 32-bit or 8-bit moments; biases and norms do not
-    decay.
+    """AdamW over the parameters that train; biases and norms do not decay.
 
-    Each group's `peak_lr` is the learning rate at its highest, that of its module.
+    Each group's `peak_lr` is the peak learning rate of its module.
 
     Raises:
-        EnvironmentFault: 8-bit moments are asked for and bitsandbytes cannot be imported.
+        EnvironmentFault: 8-bit moments are required and bitsandbytes cannot be imported.
     """
-    groups = [
-        group
-        for name, module in modules.items()
-        for group in _groups(module, peak_lrs[name], settings.weight_decay)
-    ]
+    groups: list[dict[str, Any]] = []
+    for module_name, module in modules.items():
+        weights, others = [], []
+        for name, parameter in trained(module).items():
+            # A norm has one dimension; biases are stacked over the heads.
+            if parameter.dim() > 1 and not name.endswith("bias"):
+                weights.append(parameter)
+            else:
+                others.append(parameter)
+        lr = peak_lrs[module_name]
+        for parameters, decay in ((weights, settings.weight_decay), (others, 0.0)):
+            if parameters:
+                groups.append(
+                    {"params": parameters, "weight_decay": decay, "lr": lr, "peak_lr": lr}
+                )
     if settings.optimizer == "adamw":
         return torch.optim.AdamW(groups, fused=True)
+    return _adamw_8bit(groups)
+
+
+def _adamw_8bit(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """bitsandbytes' AdamW, one matrix at a time.
+
+    Its CUDA kernels count elements in 32 bits: five lm_heads of a 128k vocabulary in one tensor
+    (2.6e9) would overflow. So each matrix of a stack is a parameter to it, a view that shares the
+    stack's memory.
+    """
     try:
-        from pipeline.training.adamw_8bit import SlicedAdamW8bit
+        from bitsandbytes.optim import AdamW8bit
     except (ImportError, RuntimeError) as error:
         fix = "Install bitsandbytes for this machine, or set train.optimizer: adamw."
         raise EnvironmentFault(
             f"bitsandbytes cannot be imported: {error}.", "train.optimizer", fix
         ) from error
-    return SlicedAdamW8bit(groups)
+
+    class SlicedAdamW8bit(AdamW8bit):
+        def __init__(self) -> None:
+            self._stacks: list[tuple[nn.Parameter, list[nn.Parameter]]] = []
+            sliced = []
+            for group in groups:
+                views: list[nn.Parameter] = []
+                for stack in group["params"]:
+                    matrices = [nn.Parameter(view) for view in _matrices(stack.detach())]
+                    self._stacks.append((stack, matrices))
+                    views += matrices
+                sliced.append({**group, "params": views})
+            super().__init__(sliced)
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> Any:
+            for stack, views in self._stacks:
+                if stack.grad is not None:
+                    for view, gradient in zip(views, _matrices(stack.grad), strict=True):
+                        view.grad = gradient
+            return super().step(closure)
+
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            super().zero_grad(set_to_none)
+            for stack, _ in self._stacks:
+                stack.grad = None
+
+    return SlicedAdamW8bit()
+
+
+def _matrices(stack: Tensor) -> list[Tensor]:
+    """Views of a stack's matrices: [..., A, B] as many [A, B]; a single one as it is."""
+    return list(stack.flatten(0, -3).unbind(0)) if stack.dim() > 2 else [stack]
 
 
 def set_lr(optimizer: torch.optim.Optimizer, share: float) -> None:
-    """Every group learns at this share of its peak."""
+    """Set every group's learning rate to this share of its peak."""
     for group in optimizer.param_groups:
         group["lr"] = share * group["peak_lr"]
-
-
-def _groups(module: nn.Module, lr: float, weight_decay: float) -> list[dict[str, Any]]:
-    weights: list[nn.Parameter] = []
-    others: list[nn.Parameter] = []
-    for name, parameter in trained(module).items():
-        is_weight = parameter.dim() > 1 and not name.endswith(
-            "bias"
-        )  # a norm's has one dimension; biases are stacked
-        (weights if is_weight else others).append(parameter)
-    decays = [(weights, weight_decay), (others, 0.0)]
-    return [
-        {"params": each, "weight_decay": decay, "lr": lr, "peak_lr": lr}
-        for each, decay in decays
-        if each
-    ]
-
-
-def optimizer_tensors(
-    optimizer: torch.optim.Optimizer,
-) -> tuple[dict[str, Tensor], dict[str, int | float]]:
-    """The optimizer's state as tensors and numbers, each under `<parameter>.<path>`."""
-    leaves = dict(_leaves(optimizer.state_dict()["state"]))
-    tensors = {name: value for name, value in leaves.items() if isinstance(value, Tensor)}
-    return tensors, {name: value for name, value in leaves.items() if name not in tensors}
-
-
-def load_optimizer(
-    optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor], numbers: dict[str, Any]
-) -> None:
-    """Put a state of `optimizer_tensors` back; learning rates and decays stay those of the
-    settings.
-    """
-    state: dict[Any, Any] = {}
-    for name, value in {**tensors, **numbers}.items():
-        index, *path, last = name.split(".")
-        place = state.setdefault(int(index), {})
-        for part in path:
-            place = place.setdefault(part, {})
-        place[last] = value
-    optimizer.load_state_dict(
-        {"state": state, "param_groups": optimizer.state_dict()["param_groups"]}
-    )
-
-
-def _leaves(tree: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{key}.")
-        elif value is not None:
-            yield f"{prefix}{key}", value
 
 
 def cosine_with_warmup(step: int, total_steps: int, warmup_steps: int) -> float:
@@ -123,12 +123,15 @@ def cosine_with_warmup(step: int, total_steps: int, warmup_steps: int) -> float:
 def heads_weight(
     step: int, total_steps: int, lambda_0: float, schedule: Literal["sine", "linear", "constant"]
 ) -> float:
-    """What the heads' losses weigh beside the backbone's in step t of T (paper 2.2.2 and 2.3.2,
+    """The weight of the heads' losses beside the backbone's in step t of T (paper 2.2.2, 2.3.2,
     appendix B).
 
-    `sine`: lambda_0 · sin(pi/2 · t/T), a quarter wave, so that the heads do not disturb the
-    backbone while they know nothing; `linear`: lambda_0 · t/T; `constant`: lambda_0.
+    `sine`: lambda_0 · sin(pi/2 · t/T), a quarter wave, so that untrained heads do not disturb the
+    backbone; `linear`: lambda_0 · t/T; `constant`: lambda_0.
     """
     progress = min(1.0, step / max(1, total_steps))
-    shares = {"sine": math.sin(math.pi / 2 * progress), "linear": progress, "constant": 1.0}
-    return lambda_0 * shares[schedule]
+    if schedule == "sine":
+        return lambda_0 * math.sin(math.pi / 2 * progress)
+    if schedule == "linear":
+        return lambda_0 * progress
+    return lambda_0

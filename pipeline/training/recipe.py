@@ -1,5 +1,4 @@
-"""The recipe of a training: epochs, learning rate, batch and warmup, where `train` leaves them
-`auto`.
+"""The recipe of a training: epochs, learning rate, batch and warmup; resolves `auto`.
 
 The rule, with its evidence in docs/recipes-and-methods.md and `python -m benchmarks.run recipe`:
 
@@ -9,12 +8,12 @@ The rule, with its evidence in docs/recipes-and-methods.md and `python -m benchm
   positions (of Medusa-2 its 128 sequences) and at least MIN_BATCH: smaller ones cost time and gain
   nothing.
 - The learning rate is the paper's 1e-3 at its width, D = 4,096, times the square root of how much
-  narrower the target is, times what the kind of heads says of itself (`Heads.lr_scale`).
+  narrower the target is, times the kind's `Heads.lr_scale`.
 - Warmup is a tenth of the steps, at most the paper's 40.
 
-What is given explicitly stays as it is, and the rest is chosen to fit it. The rule is a function of
-counts alone, so that every worker and every resume agree. Raise `VERSION` when it changes: it is
-part of the fingerprint of what is trained by it. Importing this module does not import torch.
+Explicit settings are kept, and the others fit them. The rule is a function of counts alone, so that
+every worker and every resume agree. Raise `VERSION` when it changes: it is part of the fingerprint
+of trainings that use the rule. Importing this module does not import torch.
 
 Source: the paper's settings are those of appendix B, for 100,000 conversations and targets of 7B
     and more.
@@ -24,34 +23,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from pipeline.config import TrainConfig
 
 VERSION = 2
 
-PAPER_BATCH, PAPER_SEQUENCES, PAPER_EPOCHS, PAPER_LR, PAPER_WARMUP, PAPER_WIDTH = (
-    16_384,
-    128,
-    2,
-    1e-3,
-    40,
-    4096,
-)
+PAPER_BATCH = 16_384
+PAPER_SEQUENCES = 128
+PAPER_EPOCHS = 2
+PAPER_LR = 1e-3
+PAPER_WARMUP = 40
+PAPER_WIDTH = 4096
 MIN_BATCH = 128
 MAX_EPOCHS = 4
 MANY_STEPS = 500  # the paper's own 9,800 and less
 FEW_STEPS = 40  # heads of fewer guess hardly better than untrained ones
 EVALUATIONS = 10  # of a training
-EVALUATION_SHARE = 0.2  # evaluated positions over learned ones; a look costs a third of a lesson
-
-AUTO_KEYS = ("epochs", "lr", "batch_tokens", "warmup_steps")
+EVALUATION_SHARE = 0.2  # of positions, evaluated over trained; evaluating costs a third as much
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What one training does, in plain numbers."""
+    """The numbers of one training, `auto` resolved."""
 
     epochs: int
     lr: float  # peak, of the heads
@@ -72,95 +67,77 @@ class Recipe:
         )
         return f"{epochs}, {self.batch_tokens:,} positions each; peak learning rate {self.lr:.2g}"
 
-    def evaluations_per_epoch(self, held_out_share: float) -> int:
-        """As many as make EVALUATIONS in the whole training, where that costs little.
+    def evaluates_after(self, step: int, held_out_share: float) -> bool:
+        """Whether an evaluation follows this step: at the end of each epoch, and of equal parts.
+
+        There are EVALUATIONS in the whole training, or fewer if that costs too much.
 
         Args:
             held_out_share: The positions of one evaluation over those of an epoch.
         """
-        wanted = -(-EVALUATIONS // self.epochs)
-        affordable = int(EVALUATION_SHARE / held_out_share) if held_out_share else 1
-        return max(1, min(wanted, affordable, self.steps_per_epoch))
+        parts = 1
+        if held_out_share:
+            parts = min(-(-EVALUATIONS // self.epochs), int(EVALUATION_SHARE / held_out_share))
+        parts = max(1, min(parts, self.steps_per_epoch))
+        done = step % self.steps_per_epoch
+        before = (done - 1) * parts // self.steps_per_epoch
+        return done == 0 or done * parts // self.steps_per_epoch > before
 
-    def facts(self) -> dict[str, Any]:
-        """As the summary and report.json have it."""
-        return {key: value for key, value in asdict(self).items() if value is not None}
 
-
-def heads_recipe(
-    train: TrainConfig, positions: int, hidden_size: int, lr_scale: float = 1.0
+def make_recipe(
+    train: TrainConfig,
+    positions: int,
+    hidden_size: int,
+    lr_scale: float = 1.0,
+    sequences: int | None = None,
 ) -> Recipe:
-    """The recipe of heads alone, learned from so many cached positions of a target of this width.
+    """Resolve `auto` for a training on a number of positions of a target of this width.
 
-    `lr_scale` is the kind's: see `Heads.lr_scale`.
+    Args:
+        lr_scale: See `Heads.lr_scale`.
+        sequences: The number of packed sequences of heads and backbone; None for heads alone.
     """
-    epochs = _epochs(train, positions, PAPER_BATCH)
-    batch = train.batch_tokens
-    if isinstance(batch, str):
-        batch = _batch(positions * epochs, MIN_BATCH, PAPER_BATCH)
-    steps = -(-positions // batch)
-    return Recipe(
-        epochs, _lr(train, hidden_size, lr_scale), _warmup(train, steps * epochs), steps, batch
-    )
-
-
-def backbone_recipe(
-    train: TrainConfig, sequences: int, positions: int, hidden_size: int, lr_scale: float = 1.0
-) -> Recipe:
-    """The recipe of heads and backbone together, from so many packed sequences with so many
-    positions to learn.
-    """
-    epochs = _epochs(train, sequences, PAPER_SEQUENCES)
-    batch = train.backbone.batch_sequences
-    if isinstance(batch, str):
-        batch = _batch(sequences * epochs, 1, PAPER_SEQUENCES)
-    steps = -(-sequences // batch)
-    lr, warmup = _lr(train, hidden_size, lr_scale), _warmup(train, steps * epochs)
-    return Recipe(
-        epochs, lr, warmup, steps, batch_tokens=-(-positions // steps), batch_sequences=batch
-    )
-
-
-def _epochs(train: TrainConfig, number: int, most: int) -> int:
-    """As many as make MANY_STEPS steps of `most` positions or sequences each, within bounds."""
-    enough = math.ceil(MANY_STEPS * most / number)
-    return (
-        min(MAX_EPOCHS, max(PAPER_EPOCHS, enough))
-        if isinstance(train.epochs, str)
-        else train.epochs
-    )
-
-
-def _batch(learned: int, least: int, most: int) -> int:
-    """The power of two that comes nearest to MANY_STEPS steps where so much is learned in all
-    epochs.
-    """
-    return min(most, max(least, 2 ** round(math.log2(max(1.0, learned / MANY_STEPS)))))
-
-
-def _lr(train: TrainConfig, hidden_size: int, lr_scale: float) -> float:
-    usual = PAPER_LR * math.sqrt(PAPER_WIDTH / hidden_size) * lr_scale
-    return usual if isinstance(train.lr, str) else train.lr
-
-
-def _warmup(train: TrainConfig, steps: int) -> int:
-    return (
-        min(PAPER_WARMUP, steps // 10)
-        if isinstance(train.warmup_steps, str)
-        else train.warmup_steps
-    )
+    items, given_batch, least, most = positions, train.batch_tokens, MIN_BATCH, PAPER_BATCH
+    if sequences is not None:
+        items, given_batch, least, most = (
+            sequences,
+            train.backbone.batch_sequences,
+            1,
+            PAPER_SEQUENCES,
+        )
+    if isinstance(train.epochs, str):
+        epochs = max(PAPER_EPOCHS, min(MAX_EPOCHS, math.ceil(MANY_STEPS * most / items)))
+    else:
+        epochs = train.epochs
+    if isinstance(given_batch, str):
+        nearest = 2 ** round(math.log2(max(1.0, items * epochs / MANY_STEPS)))
+        batch = min(most, max(least, nearest))
+    else:
+        batch = given_batch
+    steps = -(-items // batch)
+    if isinstance(train.warmup_steps, str):
+        warmup_steps = min(PAPER_WARMUP, steps * epochs // 10)
+    else:
+        warmup_steps = train.warmup_steps
+    if isinstance(train.lr, str):
+        lr = PAPER_LR * math.sqrt(PAPER_WIDTH / hidden_size) * lr_scale
+    else:
+        lr = train.lr
+    if sequences is None:
+        return Recipe(epochs, lr, warmup_steps, steps, batch)
+    return Recipe(epochs, lr, warmup_steps, steps, -(-positions // steps), batch)
 
 
 def uses_rule(settings: Mapping[str, Any]) -> bool:
-    """Whether any of these settings of `train`, as plain data, is chosen by the rule."""
-    chosen = [settings.get(key) for key in AUTO_KEYS]
-    return "auto" in [*chosen, (settings.get("backbone") or {}).get("batch_sequences")]
+    """Whether the rule resolves any of these settings of `train`, given as plain data."""
+    for key in ("epochs", "lr", "batch_tokens", "warmup_steps"):
+        if settings.get(key) == "auto":
+            return True
+    return settings.get("backbone", {}).get("batch_sequences") == "auto"
 
 
 def few_steps(recipes: Sequence[Recipe]) -> str | None:
-    """What to say, and to do, where a training has so few steps that its heads learn nothing; else
-    None.
-    """
+    """A warning with advice if a phase has too few steps for useful heads, else None."""
     fewest = min(recipes, key=lambda recipe: recipe.total_steps)
     if fewest.total_steps >= FEW_STEPS:
         return None

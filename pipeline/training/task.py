@@ -1,62 +1,54 @@
-"""What a training is asked to do, as plain data that travels to its workers; and the workers that
-share it.
+"""One training: its specification, its result, its workers, and the `Learner` that a method trains.
+
+Letters: C components of the loss.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from pipeline.artifacts.check_result import TunedDrift
+from pipeline.artifacts.json_form import to_json
 from pipeline.artifacts.trained_heads import HEADS_FILE
 from pipeline.config import TrainConfig
+from pipeline.config.training import Bits
 from pipeline.errors import EnvironmentFault
 from pipeline.heads.kind import Heads
 from pipeline.heads.shapes import HeadsShape
 from pipeline.targets.spec import TargetSpec, one_line
-from pipeline.training.methods import Method
-from pipeline.training.trackers import Watched
+from pipeline.training.evaluation import Evaluation
+from pipeline.training.optimizers import cosine_with_warmup
+from pipeline.training.recipe import Recipe, make_recipe
 
 
 @dataclass(frozen=True)
 class TrainSpec:
-    """All that a worker needs to know; picklable. It carries kind and method, so that workers look
-    neither up.
-    """
+    """The input of one training; picklable. It holds classes, so workers need no registry."""
 
-    shards: tuple[
-        str, ...
-    ]  # the features stage's shards, in order; none where nothing is trained from the cache
+    shards: tuple[str, ...]  # of the features stage, in order; empty if the cache is not read
     fingerprint: str  # of the features stage
     settings: TrainConfig
     kind: type[Heads]
-    method: Method
+    phases: tuple[tuple[str, type[Learner]], ...]  # see `Method.phases`
     target: TargetSpec
     hidden_size: int
     vocab_size: int
     seed: int
     directory: str  # of the train stage, on storage that every worker sees
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    texts: tuple[str, ...] = ()  # the generate stage's shards, in order: what Medusa-2 trains from
+    texts: tuple[str, ...] = ()  # the generate stage's shards, in order
     texts_fingerprint: str = ""
-    run_name: str = "run"
-    phase: str = ""  # of several trainings, one after another; empty for the last
-    configuration: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # of the run, for those that watch it
-
-    @property
-    def watched(self) -> Watched:
-        """This training as trackers see it."""
-        return Watched(
-            "-".join(filter(None, (self.run_name, self.phase))), self.path, self.configuration
-        )
+    run_name: str = "run"  # in trackers
+    configuration: Mapping[str, Any] = field(default_factory=dict)  # of the run, for trackers
 
     @property
     def path(self) -> Path:
@@ -64,36 +56,68 @@ class TrainSpec:
 
     @property
     def heads_path(self) -> Path:
-        """Where the trained heads will be; heads of `heads_shape` there say that training is
-        finished.
-        """
+        """The trained heads; training is finished once this file holds heads of `heads_shape`."""
         return self.path / HEADS_FILE
 
     @property
     def adapter_path(self) -> Path:
-        """Where Medusa-2 leaves the backbone's adapter, as peft reads it."""
+        """The adapter of a tuned backbone."""
         return self.path / "adapter"
 
     @property
     def trained_target(self) -> TargetSpec:
-        """The target as Medusa-2 trains it: its copy in `train.backbone.quantization`."""
-        return replace(
-            self.target,
-            quantization=self.settings.backbone.quantization_beside(self.target.quantization),
-        )
+        """The target as Medusa-2 loads it, in `train.backbone.quantization`."""
+        bits = self.settings.backbone.quantization_beside(self.target.quantization)
+        return replace(self.target, quantization=bits)
 
     @property
     def heads_shape(self) -> HeadsShape:
-        """The shape of the heads that are asked for."""
         shape = self.kind.shape_of(self.settings, self.hidden_size, self.vocab_size)
         return shape.drafting(self.settings.draft_vocab)
+
+    def of_phase(self, name: str) -> TrainSpec:
+        """The specification of one phase, with a directory of its own; the last has no name."""
+        run_name = f"{self.run_name}-{name}" if name else self.run_name
+        return replace(self, directory=str(self.path / name), run_name=run_name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainResult:
+    """The result of one training. Figures on held-out text are those of the best state."""
+
+    steps: int
+    tokens: int  # positions, over all workers and epochs
+    seconds: float
+    tokens_per_second: float
+    final_loss: float  # mean over the last steps
+    best_step: int | None = None  # None if nothing is held out
+    held_out: list[dict[str, float]]
+    frequency: dict[str, float]
+    draft_coverage: float | None = None
+    drift: TunedDrift | None = None
+    hyperparameters: Recipe
+    tokens_beyond_sequence: int | None = None
+    sequences: int | None = None
+    quantization: Bits | None = None  # of the backbone that the drift is measured from
+    warnings: list[str] = field(default_factory=list)
+    earlier: dict[str, TrainResult] = field(default_factory=dict)  # of earlier phases, by name
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data; the results of earlier phases stand beside the last one's fields."""
+        data = to_json(self)
+        del data["earlier"]
+        if not self.warnings:
+            del data["warnings"]
+        for name, result in self.earlier.items():
+            data[name] = result.to_json()
+        return data
 
 
 @dataclass(frozen=True)
 class Workers:
     """The workers of one training; this one is `rank` of `world_size`.
 
-    With more than one, torch.distributed is initialised already.
+    With more than one, torch.distributed is initialised.
     """
 
     rank: int = 0
@@ -104,45 +128,131 @@ class Workers:
         return self.rank == 0
 
     def wait(self) -> None:
-        """Until every worker has come here."""
+        """Wait until every worker has called this."""
         if self.world_size > 1:
             dist.barrier()
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum over all workers, in place; bitwise the same on each."""
-        self.sum_all([tensor])
+        """Sum over all workers, in place; the result is bitwise equal on each."""
+        if self.world_size > 1:
+            dist.all_reduce(tensor)
         return tensor
 
-    def firsts(self, numbers: Sequence[int], device: torch.device) -> list[int]:
-        """The first worker's numbers, on every worker."""
-        mine = numbers if self.is_first else [0] * len(numbers)
-        return self.sum(torch.tensor(mine, dtype=torch.int64, device=device)).tolist()
+    def first(self, number: int, device: torch.device) -> int:
+        """The first worker's number, on every worker."""
+        mine = number if self.is_first else 0
+        return int(self.sum(torch.tensor(mine, device=device)))
 
-    def sum_all(self, tensors: Iterable[Tensor]) -> None:
-        """Sum each tensor over all workers, in place, all in flight at once.
 
-        The heads' parameters are stacked, so their gradients are few and large; LoRA's are small,
-        and many.
+class Learner(ABC):
+    """What one phase trains: modules, batches, losses, evaluation and output.
+
+    A subclass's `__init__` reads the training data and sets the attributes below. Torch's generator
+    is seeded before the call, equally on every worker.
+
+    Args:
+        spec: The phase's specification.
+        device: Where to compute.
+        heads_from: A file of heads to start from, written by the phase before.
+
+    Raises:
+        DataError: The training data is damaged, of another run, or empty.
+    """
+
+    tunes_backbone: ClassVar[bool] = False
+    saves_memory: ClassVar[tuple[str, ...]]  # settings that reduce a worker's memory, best first
+
+    heads: Heads
+    modules: dict[str, nn.Module]  # the trained ones, by their name in checkpoints
+    peak_lrs: dict[str, float]  # of each module
+    recipe: Recipe  # `auto` resolved, equal on every worker
+    held_out_share: float  # positions of one evaluation over those of one epoch
+
+    def __init__(
+        self,
+        spec: TrainSpec,
+        workers: Workers,
+        device: torch.device,
+        heads_from: Path | None = None,
+    ):
+        self.spec, self.workers, self.device = spec, workers, device
+
+    @classmethod
+    @abstractmethod
+    def recipe_of(cls, spec: TrainSpec) -> Recipe:
+        """The phase's recipe; reads the training data and raises DataError as `__init__` does."""
+
+    @classmethod
+    def expected_recipe(
+        cls, settings: TrainConfig, positions: int, hidden_size: int, lr_scale: float
+    ) -> Recipe:
+        """The recipe for a number of target-written positions, before the data exists.
+
+        As if packed sequences held only such positions: there are a few more steps in truth.
         """
-        if self.world_size > 1:
-            for work in [dist.all_reduce(tensor, async_op=True) for tensor in tensors]:
-                work.wait()
+        sequences = None
+        if cls.tunes_backbone:
+            sequences = -(-positions // settings.backbone.sequence_length)
+        return make_recipe(settings, positions, hidden_size, lr_scale, sequences)
+
+    @abstractmethod
+    def steps(self, first: int) -> Iterator[Sequence[Any]]:
+        """Yield this worker's micro-batches of every step from `first` to the last."""
+
+    @abstractmethod
+    def label_counts(self, batches: Sequence[Any]) -> Tensor:
+        """The number of labels of each component of the loss in these micro-batches, int64 [C]."""
+
+    @abstractmethod
+    def loss_weights(self, step: int) -> Tensor:
+        """The weight of each component in the loss, [C]."""
+
+    @abstractmethod
+    def summed_losses(self, batch: Any, weights_C: Tensor) -> Tensor:
+        """Each component summed over the micro-batch's labels, differentiable, [C].
+
+        The trainer multiplies the sums by exactly `weights_C`.
+        """
+
+    def lr_share(self, step: int) -> float:
+        """The factor of every peak learning rate: linear warmup, then half a cosine."""
+        total = self.recipe.total_steps
+        warmup_steps = min(self.recipe.warmup_steps, total // 2)  # the peak is always reached
+        return cosine_with_warmup(step, total, warmup_steps)
+
+    @abstractmethod
+    def metrics(self, step: int, means: list[float]) -> dict[str, Any]:
+        """A step's entries in metrics.jsonl, given the components' means [C]."""
+
+    @abstractmethod
+    def evaluate(self) -> Evaluation:
+        """Evaluate on held-out text, all workers together."""
+
+    def complete(self, result: TrainResult) -> TrainResult:
+        """Add facts about the training data to the result."""
+        return result
+
+    def write(self) -> None:  # noqa: B027  (most write nothing)
+        """Write outputs other than the heads; called on the first worker."""
+
+    def autocast(self) -> torch.autocast:
+        dtype = product_dtype(self.spec, self.device)
+        return torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32)
 
 
 def choose_device(spec: TrainSpec) -> torch.device:
-    """The worker's device; a GPU is the one that it was given.
+    """The worker's device; a GPU is the current one.
 
     Raises:
-        EnvironmentFault: A GPU is asked for and there is none.
+        EnvironmentFault: A GPU is required and none is visible.
     """
     has_gpu = torch.cuda.is_available()
     if spec.device == "cuda" and not has_gpu:
-        fix = (
-            "Install torch with CUDA and check nvidia-smi, or set"
-            " placement.train.gpus_per_worker: 0."
-        )
         raise EnvironmentFault(
-            "Training is to run on a GPU, and none is visible.", "placement.train", fix
+            "Training needs a GPU, and none is visible.",
+            "placement.train",
+            "Install torch with CUDA and check nvidia-smi, or set"
+            " placement.train.gpus_per_worker: 0.",
         )
     if has_gpu and spec.device != "cpu":
         return torch.device("cuda", torch.cuda.current_device())
@@ -151,7 +261,7 @@ def choose_device(spec: TrainSpec) -> torch.device:
 
 @contextlib.contextmanager
 def gpu_errors(spec: TrainSpec, saves_memory: Sequence[str]) -> Iterator[None]:
-    """Turn "out of memory", and what a GPU has no kernel for, into one readable error."""
+    """Turn out-of-memory and missing-kernel errors into EnvironmentFault."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -160,13 +270,13 @@ def gpu_errors(spec: TrainSpec, saves_memory: Sequence[str]) -> Iterator[None]:
         raise EnvironmentFault(what, spec.directory, fix) from error
     except torch.AcceleratorError as error:
         what = f"The GPU cannot compute this training: {one_line(error)}."
-        raise EnvironmentFault(
-            what, spec.directory, "Set train.precision: fp32, or train on a newer GPU."
-        ) from error
+        fix = "Set train.precision: fp32, or train on a newer GPU."
+        raise EnvironmentFault(what, spec.directory, fix) from error
 
 
 def product_dtype(spec: TrainSpec, device: torch.device) -> torch.dtype:
-    """In what matrix products run; weights, sums and softmax are fp32 in any case."""
-    if spec.settings.precision == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return {"bf16": torch.bfloat16, "fp32": torch.float32}[spec.settings.precision]
+    """The dtype of matrix products; weights, sums and softmax are fp32 in any case."""
+    precision = spec.settings.precision
+    if precision == "bf16" or (precision == "auto" and device.type == "cuda"):
+        return torch.bfloat16
+    return torch.float32

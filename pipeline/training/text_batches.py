@@ -1,13 +1,10 @@
-"""The generated conversations, packed into sequences of one length, none of which sees another
-(Medusa-2).
+"""The generated conversations, packed into sequences of one length, for Medusa-2.
 
-A conversation is cut after the last state that learns something; what reaches beyond
-`sequence_length` is left out and counted. Sequences are packed once, as densely as the
-longest-first rule can, and every epoch goes through them in an order of its own, so that all epochs
-have equally many steps and any (epoch, step) is reached by arithmetic.
-
-Positions start from 0 in each conversation: transformers reads from that where one ends, and masks
-the others.
+Conversations in one sequence do not see each other: positions start from 0 in each, from which
+transformers finds and masks the others. A conversation is cut after the last state that learns
+something; what exceeds `sequence_length` is left out and counted. Sequences are packed once, as
+densely as the longest-first rule can. Every epoch shuffles them, so all epochs have equally many
+steps and any (epoch, step) is reached by arithmetic.
 
 Letters: B sequences, T tokens of the longest, N learned positions of all of them, K heads.
 """
@@ -26,14 +23,12 @@ from torch import Tensor
 from pipeline.artifacts.generated_rows import read_token_rows
 from pipeline.conversations.conversation import Role
 from pipeline.conversations.spans import IGNORED, Span, feature_positions, head_labels
-from pipeline.training.epoch_plan import part
+from pipeline.training.feature_batches import part
 
 
 @dataclass(frozen=True)
 class Text:
-    """A conversation: its tokens, what the target wrote in the roles that are learned, and how much
-    of it is read.
-    """
+    """A conversation: its tokens, the target's spans in the learned roles, and how much is read."""
 
     ids: npt.NDArray[np.int32]
     spans: tuple[Span, ...]
@@ -46,7 +41,7 @@ class Text:
 
     @property
     def num_cut(self) -> int:
-        """Those that are not, since they lie beyond what is read."""
+        """Target-written tokens beyond what is read."""
         return sum(map(len, self.spans)) - self.num_learned
 
 
@@ -61,50 +56,53 @@ def read_texts(
     roles: Collection[Role],
     sequence_length: int,
 ) -> dict[str, list[Text]]:
-    """Every split's conversations with something to learn, in order, in memory: four bytes a token.
+    """Every split's conversations with target-written text, in order, in memory: four bytes a
+    token.
 
-    Where nothing of it is within `sequence_length`, nothing of the conversation is read.
+    A conversation without such text within `sequence_length` has `num_read` 0.
 
     Raises:
         DamagedShard: A shard cannot be read.
-        DataError: A shard is of another run, or a token is none of the target's.
+        DataError: A shard is of another run, or a token is outside the target's vocabulary.
     """
     texts: dict[str, list[Text]] = {}
     for row in read_token_rows(shards, fingerprint, vocab_size):
-        if spans := tuple(span for span in row.spans if span.role in roles):
-            reached = any(span.start <= sequence_length for span in spans)
+        spans = tuple(span for span in row.spans if span.role in roles)
+        if not spans:
+            continue
+        num_read = 0
+        if min(span.start for span in spans) <= sequence_length:
             # The last token of all is a label, and never read.
-            num_read = min(sequence_length, max(span.end for span in spans) - 1) if reached else 0
-            texts.setdefault(row.split, []).append(Text(row.input_ids, spans, num_read))
+            num_read = min(sequence_length, max(span.end for span in spans) - 1)
+        texts.setdefault(row.split, []).append(Text(row.input_ids, spans, num_read))
     return texts
 
 
 def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Indices into `lengths`, in groups of at most `capacity` together: longest first, each where
-    it fits tightest.
+    """Group indices into `lengths` so that no group's sum exceeds `capacity`: longest first, each
+    where it fits tightest.
 
     A length of 0 leaves its index out.
     """
     groups: list[list[int]] = []
     free: list[tuple[int, int]] = []  # (tokens that still fit, group), sorted
-    for index in sorted(
-        filter(lengths.__getitem__, range(len(lengths))), key=lambda i: (-lengths[i], i)
-    ):
-        place = bisect.bisect_left(free, (lengths[index], 0))
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        length = lengths[index]
+        if length == 0:
+            break
+        place = bisect.bisect_left(free, (length, 0))
         if place < len(free):
             space, group = free.pop(place)
         else:
             space, group = capacity, len(groups)
             groups.append([])
         groups[group].append(index)
-        bisect.insort(free, (space - lengths[index], group))
+        bisect.insort(free, (space - length, group))
     return groups
 
 
 class TextPlan:
-    """Which sequences each step reads: `batch_sequences` of them, give or take one, over all
-    workers.
-    """
+    """The sequences of each step: `batch_sequences` of them, give or take one, over all workers."""
 
     def __init__(
         self, texts: Sequence[Text], *, sequence_length: int, batch_sequences: int, seed: int
@@ -116,23 +114,23 @@ class TextPlan:
     def sequences(
         self, epoch: int, step: int, rank: int = 0, world_size: int = 1
     ) -> list[tuple[int, list[int]]]:
-        """One worker's share of a step: each sequence's number within the step, and its texts; it
-        may be empty.
+        """One worker's share of a step, maybe empty: each sequence's number in the step and its
+        texts.
         """
         order = np.random.default_rng([self._seed, epoch]).permutation(len(self.groups))
-        chosen = order[slice(*part(0, len(order), step, self.steps_per_epoch))]
-        first, last = part(0, len(chosen), rank, world_size)
-        return [(number, self.groups[chosen[number]]) for number in range(first, last)]
+        start, stop = part(0, len(order), step, self.steps_per_epoch)
+        first, last = part(start, stop, rank, world_size)
+        return [(place - start, self.groups[order[place]]) for place in range(first, last)]
 
     def largest_share(self, step: int, world_size: int) -> int:
-        """How many of a step's sequences the worker with the most has."""
+        """The number of a step's sequences on the worker with the most."""
         first, last = part(0, len(self.groups), step, self.steps_per_epoch)
         return -(-(last - first) // world_size)
 
 
 @dataclass(frozen=True)
 class TextBatch:
-    """Packed sequences; the labels are at `learned_N`, positions in the flattened [B·T]."""
+    """Packed sequences; labels are at `learned_N`, positions in the flattened [B·T]."""
 
     ids_BT: Tensor
     positions_BT: Tensor
@@ -148,10 +146,9 @@ class TextBatch:
 
 
 def assemble_texts(sequences: Sequence[Sequence[Text]], num_heads: int) -> TextBatch:
-    """One batch of sequences; behind a shorter one every token of padding is a conversation of its
-    own.
+    """One batch of sequences. Every token of padding is a conversation of its own.
 
-    Of no sequences it is one token that nobody learns from.
+    Without sequences it is one token that nothing is learned from.
     """
     sequences = sequences or [[NOTHING]]
     longest = max(sum(text.num_read for text in texts) for texts in sequences)
@@ -165,25 +162,27 @@ def assemble_texts(sequences: Sequence[Sequence[Text]], num_heads: int) -> TextB
             stop = start + text.num_read
             ids_BT[row, start:stop] = text.ids[: text.num_read]
             positions_BT[row, start:stop] = np.arange(text.num_read)
-            positions_N = feature_positions(text.spans)
-            read_N = positions_N < text.num_read
             every_role = {span.role for span in text.spans}
-            learned.append(row * longest + start + positions_N[read_N].astype(np.int64))
-            following.append(text.ids[positions_N[read_N] + 1])
-            labels.append(head_labels(text.ids, text.spans, num_heads, every_role)[:, read_N])
+            positions_N = feature_positions(text.spans).astype(np.int64)
+            is_read_N = positions_N < text.num_read
+            labels_KN = head_labels(text.ids, text.spans, num_heads, every_role)[:, is_read_N]
+            positions_N = positions_N[is_read_N]
             # Head k's label, the token at t+2+k, is predicted at t+1+k: k+1 states on, within the
             # same span.
-            number_N = np.arange(text.num_learned)
-            rows_KN = number_N + 1 + np.arange(num_heads)[:, None]
-            taught_KN = (labels[-1] != IGNORED) & (rows_KN < len(number_N))
-            teachers.append(np.where(taught_KN, rows_KN + num_before, -1))
+            number_N = np.arange(len(positions_N))
+            teacher_KN = number_N + 1 + np.arange(num_heads)[:, None]
+            has_teacher_KN = (labels_KN != IGNORED) & (teacher_KN < len(number_N))
+            learned.append(row * longest + start + positions_N)
+            following.append(text.ids[positions_N + 1])
+            labels.append(labels_KN)
+            teachers.append(np.where(has_teacher_KN, teacher_KN + num_before, -1))
             start, num_before = stop, num_before + len(number_N)
-    flat = (
+    arrays = (
+        ids_BT,
+        positions_BT,
         np.concatenate(learned),
         np.concatenate(following),
         np.concatenate(labels, 1),
         np.concatenate(teachers, 1),
     )
-    return TextBatch(
-        *(torch.from_numpy(array.astype(np.int64)) for array in (ids_BT, positions_BT, *flat))
-    )
+    return TextBatch(*(torch.from_numpy(array.astype(np.int64)) for array in arrays))

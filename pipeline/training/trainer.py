@@ -1,46 +1,186 @@
-"""The trainer: one loop, one step and one resume, whatever is learned and from what.
+"""The trainer: one loop, one step and one resume for every learner.
 
-A `Learner` says what trains, which batches a step reads, what they lose and what is written in the
-end. The trainer divides each component of the loss by its labels over all micro-batches of all
-workers, so that neither how a step is cut up nor how many workers share it changes the curve beyond
-rounding. Weights are fp32; with bf16, products are. A run that was interrupted continues from its
-newest whole checkpoint at the very next step; on a CPU it ends with the same weights, bit for bit.
-What is written is the state with the lowest loss on held-out text; training that has stopped
-improving there ends.
+The trainer divides each component of the loss by its labels over all micro-batches of all workers,
+so that the curve depends neither on micro-batches nor on the number of workers, beyond rounding.
+Weights are fp32; products may be bf16. A run that was interrupted continues from its newest
+undamaged checkpoint at the next step; on a CPU it ends with the same weights, bit for bit. The
+state with the lowest held-out loss is written; training ends early once that loss stops falling.
+
+A training has one or more phases. Each resumes on its own, in a directory of its own, and starts
+from the heads of the phase before.
 
 Letters: C components of the loss.
 """
 
 from __future__ import annotations
 
+import gc
 import math
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
-from dataclasses import asdict
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pipeline.artifacts.trained_heads import write_heads
+from pipeline.artifacts.json_form import from_json, to_json
+from pipeline.artifacts.trained_heads import read_summary, write_heads
 from pipeline.errors import CheckFailed
 from pipeline.execution.progress import ProgressReporter
-from pipeline.training.checkpoints import Checkpoints
-from pipeline.training.learner import Learner
-from pipeline.training.metrics import MetricsLog
-from pipeline.training.optimizers import (
+from pipeline.training.checkpoints import (
+    Checkpoint,
+    Checkpoints,
     load_optimizer,
-    make_optimizer,
-    optimizer_tensors,
-    set_lr,
-    trained,
+    optimizer_state,
 )
-from pipeline.training.train_state import TrainState
+from pipeline.training.evaluation import Evaluation
+from pipeline.training.metrics import MetricsLog
+from pipeline.training.optimizers import make_optimizer, set_lr, trained
+from pipeline.training.recipe import Recipe
+from pipeline.training.task import (
+    Learner,
+    TrainResult,
+    TrainSpec,
+    Workers,
+    choose_device,
+    gpu_errors,
+)
+
+LAST_STEPS = 50  # `final_loss` is their mean
+
+
+def train(
+    spec: TrainSpec, workers: Workers | None = None, progress: ProgressReporter | None = None
+) -> TrainResult:
+    """Train all phases; a finished training only returns its result.
+
+    Writes `heads.safetensors`, `summary.jsonl`, `metrics.jsonl`, `checkpoints/`, trackers' files
+    and the learner's outputs.
+
+    Raises:
+        CheckFailed: The loss or its gradient is no longer finite.
+        ConfigError: The target cannot be trained on; see the learners.
+        DataError: Training data is damaged, of another run, or empty, or the directory holds heads
+            of another shape.
+        EnvironmentFault: A GPU or bitsandbytes is missing, memory is too small, or the disk is
+            full.
+    """
+    result = finished(spec)
+    if result is not None:
+        return result
+    workers, progress = workers or Workers(), progress or ProgressReporter()
+    later = [learner.recipe_of(spec.of_phase(name)) for name, learner in spec.phases[1:]]
+    steps_done, heads_from = 0, None
+    results = []
+    for number, (name, learner) in enumerate(spec.phases):
+        of_phase = spec.of_phase(name)
+        of_phase.path.mkdir(exist_ok=True)
+        result = _read_result(of_phase)
+        if result is None:
+            device = choose_device(spec)
+            devices = [device] if device.type == "cuda" else []
+            with gpu_errors(spec, learner.saves_memory), torch.random.fork_rng(devices):
+                torch.manual_seed(spec.seed)  # equal on every worker
+                trainer = Trainer(learner(of_phase, workers, device, heads_from))
+                steps_after = sum(recipe.total_steps for recipe in later[number:])
+                result = trainer.run(progress, steps_done, steps_after)
+            del trainer
+            gc.collect()  # the next phase needs the memory of weights and moments
+            workers.wait()  # for the first worker to write the heads
+        steps_done, heads_from = steps_done + result.steps, of_phase.heads_path
+        results.append(result)
+    return _joined(spec, results)
+
+
+def finished(spec: TrainSpec) -> TrainResult | None:
+    """The result of a finished training, else None.
+
+    Raises:
+        DataError: The directory holds heads of another shape.
+    """
+    results = []
+    for name, _ in spec.phases:
+        result = _read_result(spec.of_phase(name))
+        if result is None:
+            return None
+        results.append(result)
+    return _joined(spec, results)
+
+
+def _joined(spec: TrainSpec, results: Sequence[TrainResult]) -> TrainResult:
+    """The last phase's result, with the earlier ones in it."""
+    earlier = {}
+    for (name, _), result in zip(spec.phases[:-1], results[:-1], strict=True):
+        earlier[name.replace("-", "_")] = result
+    return replace(results[-1], earlier=earlier)
+
+
+def _read_result(spec: TrainSpec) -> TrainResult | None:
+    summary = read_summary(spec.heads_path, spec.heads_shape)
+    return None if summary is None else from_json(TrainResult, summary)
+
+
+def recipes_of(spec: TrainSpec) -> list[Recipe]:
+    """The recipe of each phase; reads the training data and raises DataError if it is bad."""
+    return [learner.recipe_of(spec.of_phase(name)) for name, learner in spec.phases]
+
+
+@dataclass
+class TrainState:
+    """The progress of a training; part of every checkpoint."""
+
+    step: int = 0
+    tokens: int = 0  # positions learned from, over all workers
+    seconds: float = 0.0  # in steps, waiting for data included; without evaluation and start-up
+    losses: list[float] = field(default_factory=list)  # of the last steps
+    evaluation: Evaluation | None = None  # of the best state; of the last if nothing is held out
+    best_step: int | None = None  # None if nothing is held out
+    best_loss: float | None = None  # on held-out text
+    stale: int = 0  # evaluations since the best one
+
+    def record(self, evaluation: Evaluation, loss: float | None) -> bool:
+        """Record an evaluation; return whether this is the best state so far."""
+        if loss is not None and self.best_loss is not None and not loss < self.best_loss:
+            self.stale += 1
+            return False
+        self.evaluation, self.stale = evaluation, 0
+        if loss is None:
+            return False
+        self.best_loss, self.best_step = loss, self.step
+        return True
+
+    def advance(self, loss: float, positions: int, seconds: float) -> None:
+        """Record a step."""
+        self.step += 1
+        self.tokens += positions
+        self.seconds += seconds
+        self.losses = [*self.losses, loss][-LAST_STEPS:]
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / max(self.seconds, 1e-9)
+
+    def result(self, recipe: Recipe) -> TrainResult:
+        assert self.evaluation is not None, "training starts with an evaluation"
+        return TrainResult(
+            steps=self.step,
+            tokens=self.tokens,
+            seconds=round(self.seconds, 3),
+            tokens_per_second=round(self.tokens_per_second, 1),
+            final_loss=sum(self.losses) / len(self.losses),
+            best_step=self.best_step,
+            held_out=self.evaluation.held_out,
+            frequency=self.evaluation.frequency,
+            draft_coverage=self.evaluation.draft_coverage,
+            drift=self.evaluation.drift,
+            hyperparameters=recipe,
+        )
 
 
 class Trainer:
-    """A learner, its optimizer, and one step after another."""
+    """The training of one phase: a learner, its optimizer, and one step after another."""
 
     def __init__(self, learner: Learner):
         self.learner, self.settings = learner, learner.spec.settings
@@ -48,19 +188,18 @@ class Trainer:
         self.modules = nn.ModuleDict(learner.modules)
         self.trained = trained(self.modules)
         self.parameters = list(self.trained.values())
-        self.best: dict[
-            str, Tensor
-        ] = {}  # the best state on held-out text, on the first worker's CPU
+        self.best: dict[str, Tensor] = {}  # the best state, on the first worker's CPU
 
     def step(self, step: int, batches: Sequence[Any]) -> dict[str, Any]:
-        """One optimizer step, of which this worker computes a share; returns the figures of the
-        whole.
+        """Take one optimizer step, of which this worker computes a share.
+
+        Returns:
+            The whole step's metrics: loss, the learner's, grad_norm, lr and positions.
         """
         learner, workers = self.learner, self.learner.workers
+        # Every worker divides by the labels of the whole step.
         counts_C = workers.sum(learner.label_counts(batches)).clamp(min=1)
-        weights_C = (
-            learner.loss_weights(step) / counts_C
-        )  # every worker divides by the labels of the whole step
+        weights_C = learner.loss_weights(step) / counts_C
 
         self.optimizer.zero_grad(set_to_none=True)
         self.modules.train()
@@ -72,135 +211,127 @@ class Trainer:
         self.modules.eval()
 
         workers.sum(sums_C)
-        workers.sum_all(self._gradients())
+        for parameter in self.parameters:
+            if parameter.grad is None:  # without a backward on this worker
+                parameter.grad = torch.zeros_like(parameter)
+            workers.sum(parameter.grad)
         norm = nn.utils.clip_grad_norm_(self.parameters, self.settings.max_grad_norm)
         scalars = torch.stack([(weights_C * sums_C).sum(), norm, counts_C[0]])
+        # One transfer from the GPU.
         loss, grad_norm, positions, *means = torch.cat([scalars, sums_C / counts_C]).tolist()
+
         share = learner.lr_share(step)
         lr = share * learner.recipe.lr
-        self._require_finite(loss, grad_norm, lr)
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            raise CheckFailed(
+                f"Training diverged: at a learning rate of {lr:.2g} the loss is {loss}, its"
+                f" gradient's norm {grad_norm}.",
+                learner.spec.directory,
+                "Lower train.lr, raise train.warmup_steps or set train.precision: fp32.",
+            )
         set_lr(self.optimizer, share)
         self.optimizer.step()
-        figures = {"loss": loss, **learner.figures(step, means), "grad_norm": grad_norm, "lr": lr}
-        return figures | {"positions": int(positions)}
+        return {
+            "loss": loss,
+            **learner.metrics(step, means),
+            "grad_norm": grad_norm,
+            "lr": lr,
+            "positions": int(positions),
+        }
 
     def run(
         self, progress: ProgressReporter, steps_before: int = 0, steps_after: int = 0
-    ) -> dict[str, Any]:
-        """Every step that is left, or until held-out text gains nothing; writes the best state,
-        returns the summary.
+    ) -> TrainResult:
+        """Train until the last step or early stopping, write the best state, return the result.
 
-        `steps_before` and `steps_after` are those of other phases, for the progress.
+        `steps_before` and `steps_after` belong to other phases; progress counts them.
         """
-        learner, spec, total = self.learner, self.learner.spec, self.learner.total_steps
-        is_first = learner.workers.is_first
+        learner, spec, recipe = self.learner, self.learner.spec, self.learner.recipe
+        total = steps_before + recipe.total_steps + steps_after
+        log = None
         with ExitStack() as stack:
             checkpoints = stack.enter_context(Checkpoints(spec.path / "checkpoints", self.settings))
             state = self.resume(checkpoints)
-            log = (
-                MetricsLog(spec.watched, state.step, self.settings.report_to) if is_first else None
-            )
-            stack.enter_context(log or nullcontext())
-            progress.begin(
-                "", steps_before + total + steps_after, done=steps_before + state.step, unit="steps"
-            )
+            if learner.workers.is_first:
+                log = MetricsLog(
+                    spec.path,
+                    state.step,
+                    report_to=self.settings.report_to,
+                    run_name=spec.run_name,
+                    configuration=spec.configuration,
+                )
+                stack.enter_context(log)
+            progress.begin("", total, done=steps_before + state.step, unit="steps")
             if state.step == 0:
-                figures = self.evaluate(state)
+                evaluation = self.evaluate(state)
                 if log:
-                    log.write(0, figures)
+                    log.write(0, to_json(evaluation))
             started = time.monotonic()
             for batches in learner.steps(state.step):
                 if state.stale >= self.settings.patience:
                     break
-                figures = self.step(state.step, batches)
-                state.advance(figures["loss"], figures.pop("positions"), time.monotonic() - started)
-                figures |= {"tokens": state.tokens, "tokens_per_second": state.tokens_per_second}
-                if learner.evaluates_after(state.step):
-                    figures |= self.evaluate(state)
+                metrics = self.step(state.step, batches)
+                loss = metrics["loss"]
+                state.advance(loss, metrics.pop("positions"), time.monotonic() - started)
+                metrics["epoch"] = state.step / recipe.steps_per_epoch
+                metrics["tokens"] = state.tokens
+                metrics["tokens_per_second"] = state.tokens_per_second
+                if recipe.evaluates_after(state.step, learner.held_out_share):
+                    metrics.update(to_json(self.evaluate(state)))
                 if log:
-                    log.write(
-                        state.step, {"epoch": state.step / learner.steps_per_epoch, **figures}
-                    )
-                if is_first and checkpoints.due(state.step):
-                    self.save(checkpoints, state)
-                said = f"loss {figures['loss']:.3f}, {state.tokens_per_second:,.0f} positions/s"
-                progress.update(steps_before + state.step, said)
+                    log.write(state.step, metrics)
+                    if checkpoints.due(state.step):
+                        self.save(checkpoints, state)
+                note = f"loss {loss:.3f}, {state.tokens_per_second:,.0f} positions/s"
+                progress.update(steps_before + state.step, note)
                 started = time.monotonic()
-            summary = (
-                state.summary() | {"hyperparameters": learner.recipe.facts()} | learner.facts()
-            )
-            summary |= log.conclude(summary) if log else {}
+            result = learner.complete(state.result(recipe))
+            if log:
+                result = replace(result, warnings=log.finish(result.to_json()))
         if self.best and state.best_step not in (None, state.step):
-            self.modules.load_state_dict(self.best, strict=False)  # what is frozen is not in it
-        if is_first:
+            self.modules.load_state_dict(self.best, strict=False)  # it has no frozen weights
+        if learner.workers.is_first:
             learner.write()
-            write_heads(
-                spec.heads_path, learner.heads, summary
-            )  # last: where they are, training is finished
-        return summary
+            write_heads(spec.heads_path, learner.heads, result.to_json())  # last: it ends training
+        return result
 
-    def evaluate(self, state: TrainState) -> dict[str, Any]:
-        """Figures on held-out text; the weights are kept where they are the best so far."""
-        figures = self.learner.evaluate()
-        is_best = state.record_evaluation(figures, self.learner.held_out_loss(figures))
+    def evaluate(self, state: TrainState) -> Evaluation:
+        """Evaluate on held-out text; keep a copy of the weights if they are the best so far."""
+        evaluation = self.learner.evaluate()
+        is_best = state.record(evaluation, evaluation.loss(self.settings.decay))
         if is_best and self.learner.workers.is_first:
-            self.best = {
-                name: weight.detach().to("cpu", copy=True) for name, weight in self.trained.items()
-            }
-        return figures
+            for name, weight in self.trained.items():
+                self.best[name] = weight.detach().to("cpu", copy=True)
+        return evaluation
 
     def save(self, checkpoints: Checkpoints, state: TrainState) -> None:
-        """Hand a copy of everything that a resume needs to the checkpoint writer."""
-        tensors, numbers = optimizer_tensors(self.optimizer)
-        held = {f"optimizer/{name}": tensor for name, tensor in tensors.items()}
-        held |= {f"modules/{name}": tensor for name, tensor in self.trained.items()}
+        """Pass everything that a resume needs to the checkpoint writer."""
+        moments, numbers = optimizer_state(self.optimizer)
+        tensors = {f"optimizer/{name}": tensor for name, tensor in moments.items()}
+        for name, weight in self.trained.items():
+            tensors[f"modules/{name}"] = weight
         if state.best_step != state.step:
-            held |= {f"best/{name}": tensor for name, tensor in self.best.items()}
-        checkpoints.save(state.step, held, {"train_state": asdict(state), "optimizer": numbers})
+            for name, tensor in self.best.items():
+                tensors[f"best/{name}"] = tensor
+        plain = to_json(state)
+        saved = Checkpoint(tensors, {"train_state": plain, "optimizer": numbers})
+        checkpoints.save(state.step, saved)
 
     def resume(self, checkpoints: Checkpoints) -> TrainState:
-        """Go back to the newest whole checkpoint, the same on every worker; a new state where there
-        is none.
-        """
-        workers, device = self.learner.workers, self.learner.device
-        step = checkpoints.newest(workers, device)
-        if step is None:
+        """Restore the newest undamaged checkpoint, the same on every worker; else a new state."""
+        learner = self.learner
+        saved = checkpoints.newest(learner.workers, learner.device)
+        if saved is None:
             return TrainState()
-        tensors, state = checkpoints.load(step)
-        found: dict[str, dict[str, Tensor]] = {"modules": {}, "optimizer": {}, "best": {}}
-        for name, tensor in tensors.items():
+        parts: dict[str, dict[str, Tensor]] = {"modules": {}, "optimizer": {}, "best": {}}
+        for name, tensor in saved.tensors.items():
             part, _, rest = name.partition("/")
-            found[part][rest] = (
-                tensor if part == "best" else tensor.to(device)
-            )  # which a GPU need not hold
-        assert found["modules"].keys() == self.trained.keys(), (
-            "a checkpoint has what trains, all of it"
-        )
-        self.modules.load_state_dict(found["modules"], strict=False)  # what is frozen is not in it
-        load_optimizer(self.optimizer, found["optimizer"], state["optimizer"])
-        if workers.is_first:
-            self.best = {
-                name: tensor.cpu() for name, tensor in (found["best"] or found["modules"]).items()
-            }
-        return TrainState(**state["train_state"])
-
-    def _gradients(self) -> list[Tensor]:
-        """The gradient of every parameter; zero where no forward has run, so that all workers sum
-        the same ones.
-        """
-        gradients = []
-        for weight in self.parameters:
-            if weight.grad is None:
-                weight.grad = torch.zeros_like(weight)
-            gradients.append(weight.grad)
-        return gradients
-
-    def _require_finite(self, loss: float, grad_norm: float, lr: float) -> None:
-        """Raise CheckFailed where training has diverged; no later checkpoint is written."""
-        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            what = (
-                f"Training diverged: at a learning rate of {lr:.2g} the loss is {loss}, its"
-                " gradient's norm "
-            )
-            fix = "Lower train.lr, raise train.warmup_steps or set train.precision: fp32."
-            raise CheckFailed(f"{what}{grad_norm}.", self.learner.spec.directory, fix)
+            parts[part][rest] = tensor
+        modules = parts["modules"]
+        assert modules.keys() == self.trained.keys(), "a checkpoint holds every trained parameter"
+        self.modules.load_state_dict(modules, strict=False)  # it has no frozen weights
+        moments = {name: tensor.to(learner.device) for name, tensor in parts["optimizer"].items()}
+        load_optimizer(self.optimizer, moments, saved.state["optimizer"])
+        if learner.workers.is_first:
+            self.best = parts["best"] or modules
+        return from_json(TrainState, saved.state["train_state"])

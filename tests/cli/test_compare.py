@@ -9,8 +9,10 @@ import shutil
 
 import pytest
 
+from pipeline.artifacts.json_form import from_json
 from pipeline.cli.compare import compared
 from pipeline.report.comparison import ComparedRun, comparison
+from pipeline.report.report import Report, TrainFigures
 from tests.flows.tiny import NEW_TOKENS, latest, run_again
 
 
@@ -98,13 +100,15 @@ def test_other_machines_other_targets_and_speedups_beside_other_load_are_said():
             "standard_error": 0.1,
             "overhead": overhead,
             "speedup": 2.0 / overhead,
+            "greedy_match": {"sequences": 8, "identical": 8, "ties": 0},
         }
         report = {
             "target": target,
             "hardware": {"cpu": cpu},
-            "check": {"passed": True, "native": native},
+            "check": {"passed": True, "failures": [], "native": native},
         }
-        return ComparedRun(name, report, {"train": {"lr": "auto"}}, questions="the same")
+        settings = {"train": {"lr": "auto"}}
+        return ComparedRun(name, from_json(Report, report), settings, questions="the same")
 
     table, notes = comparison([run("a", "x", "t", 1.25), run("b", "y", "u", 0.8)])
     rows = {row[0]: row[1:] for row in table.rows}
@@ -121,7 +125,7 @@ def test_other_machines_other_targets_and_speedups_beside_other_load_are_said():
 
 def test_what_auto_has_chosen_stands_beside_it():
     def run(lr: object, chosen: float) -> ComparedRun:
-        report = {"train": {"hyperparameters": {"lr": chosen}}}
+        report = Report(train=TrainFigures(hyperparameters={"lr": chosen}))
         return ComparedRun(str(lr), report, {"train": {"lr": lr, "medusa": {"num_layers": 1}}})
 
     table, _ = comparison([run("auto", 0.003), run(0.01, 0.01)])

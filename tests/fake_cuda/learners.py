@@ -46,7 +46,7 @@ def backbone_learner(settings, target, recipe):
     """A learner of heads and the backbone of a Llama configuration."""
     learner = _learner(BackboneLearner, settings, target.hidden_size, target.vocab_size, recipe)
     tuned = learner.settings = settings.backbone
-    learner.dtype, learner._heads_weight = BF16, lambda step: 0.01
+    learner.dtype, learner.heads_weight = BF16, lambda step: 0.01
     learner.backbone = Backbone.__new__(Backbone)
     nn.Module.__init__(learner.backbone)
     with CUDA:

@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 
 from pipeline.run.estimate import TOLERANCE, memory_of_stages, planned, target_sizes
 from pipeline.training.feature_batches import BATCHES_AHEAD
-from pipeline.training.recipe import Recipe, heads_recipe
+from pipeline.training.recipe import Recipe, make_recipe
 from pipeline.training.trainer import Trainer
 from tests.fake_cuda.learners import backbone_learner, feature_batch, heads_learner, text_batch
 from tests.fake_cuda.ledger import Ledger
@@ -96,10 +96,10 @@ def peak_of_second_step(learner, batches, held=()):
 )
 def test_a_step_of_heads_takes_about_the_estimate(plan_of, on_fake_cuda, kind, size):
     config = plan_of(size, **KINDS[kind])
-    recipe = heads_recipe(config.train, 10**8, SIZES[size][0])
+    recipe = make_recipe(config.train, 10**8, SIZES[size][0])
     learner = heads_learner(config.train, *SIZES[size], recipe)
     batch = feature_batch(SIZES[size][0], recipe.batch_tokens, 5)
-    tensors = batch.tensors().values()
+    tensors = batch.tensors()
     peak = peak_of_second_step(learner, [batch], [*tensors, learner.target_head.weight_VD])
     peak += BATCHES_AHEAD * sum(tensor.nbytes for tensor in tensors)
     assert estimated(config) == pytest.approx(peak, rel=TOLERANCE)

@@ -198,7 +198,7 @@ def no_plots(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     A module that wants them overrides this fixture.
     """
     if "make_settings" in request.fixturenames:
-        monkeypatch.setattr("pipeline.report.html.drawings", lambda *_: {})
+        monkeypatch.setattr("pipeline.report.plots.drawings", lambda *_: {})
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from pipeline.heads.losses import TargetHead, Teacher
 from pipeline.heads.medusa import MedusaHeads
 from pipeline.heads.recurrent import RecurrentHeads
 from pipeline.heads.shapes import MedusaShape, RecurrentShape
-from pipeline.training.evaluation import figures_of
+from pipeline.training.evaluation import evaluation_of
 from tests.heads.linear_heads import LinearHeads, LinearShape
 from tests.heads.pruning import pruned
 
@@ -135,18 +135,18 @@ def test_a_token_outside_is_a_miss_in_ranks_hits_and_guessing_by_frequency(kind:
     assert found.hits_KR.tolist() == [
         [int((ranks[k] <= r).sum()) for r in range(4)] for k in range(K)
     ]
-    figures = figures_of(found)
+    figures = evaluation_of(found)
     counts = Counter(labels[0][labels[0] != IGNORED].tolist())
     within = sorted((counts[token] for token in TOKENS), reverse=True)
-    assert figures["frequency"]["top2"] == sum(within[:2]) / counts.total()
-    assert figures["draft_coverage"] == sum(within) / counts.total() < 1
+    assert figures.frequency["top2"] == sum(within[:2]) / counts.total()
+    assert figures.draft_coverage == sum(within) / counts.total() < 1
     log_q = logits[0].log_softmax(1)
     losses = [
         -float(log_q[n, label].detach())
         for n, label in enumerate(labels[0].tolist())
         if label in TOKENS
     ]
-    assert figures["held_out"][0]["loss"] == pytest.approx(sum(losses) / len(losses))
+    assert figures.held_out[0]["loss"] == pytest.approx(sum(losses) / len(losses))
 
 
 @every_kind

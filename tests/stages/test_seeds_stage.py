@@ -23,8 +23,9 @@ from pipeline.conversations.duplicates import CheckQuestions, plain
 from pipeline.conversations.splits import Openings, in_shards, split_rows
 from pipeline.errors import CheckFailed, ConfigError, DataError
 from pipeline.flow import run_flow
-from pipeline.report.tables import tables
-from pipeline.report.warnings import warnings
+from pipeline.report.facts import warnings
+from pipeline.report.report import Report, StageFigures
+from pipeline.report.tables import skipped_files_table
 from pipeline.run.reporting import assemble
 from pipeline.stages.seeds import require_enough
 from pipeline.storage.shards import ShardWriter, read_rows
@@ -153,8 +154,7 @@ def test_questions_that_are_too_frequent_are_named_and_the_run_goes_on(make_conf
     assert Counter(row["split"] for row in kept) == {"train": 30, "calibrate": 5, "check": 5}
     (warning,) = stage.summary["warnings"]
     assert '"hi" opens 30 of 40' in warning
-    report = {"seeds": {"warnings": [warning]}}
-    assert warning in warnings(report)
+    assert warning in warnings(Report(seeds=StageFigures(warnings=[warning])))
 
 
 def test_conversations_that_all_open_alike_are_refused(make_config, tmp_path):
@@ -389,8 +389,7 @@ def test_what_a_directory_holds_is_said_by_name_in_the_terminal_the_record_and_t
         and "seeds: skipped README.txt: " in said.getvalue()
     )
     assert "skipped [red]x" in said.getvalue() and "\x1b" not in said.getvalue()
-    report, _ = assemble(run, config)
-    table = tables(report, {})["skipped"]
+    table = skipped_files_table(assemble(run, config))
     assert [row[0] for row in table.rows] == [
         "README.txt",
         "[red]x\x1b[2J.csv",

@@ -108,22 +108,6 @@ def test_each_method_reads_what_it_trains_from(make_config, tmp_path, changes, s
     assert train.upstream(make_config(tmp_path, **changes)) == stages
 
 
-def test_what_went_wrong_in_an_earlier_phase_is_told_too():
-    from pipeline.stages.train import warnings_of
-
-    summary = {
-        "steps": 3,
-        "held_out": [{"top1": 0.5}],
-        "hyperparameters": {"lr": 0.1},
-        "warnings": ["later"],
-    }
-    assert warnings_of(summary | {"heads_first": {"steps": 2, "warnings": ["earlier"]}}) == [
-        "earlier",
-        "later",
-    ]
-    assert warnings_of({"steps": 3, "heads_first": {"steps": 2}}) == []
-
-
 def test_too_few_steps_to_learn_anything_are_told_in_the_record_and_the_report(finished_run):
     summary = finished_run.latest("train").summary
     said = f"{summary['steps']} optimizer steps are too few"

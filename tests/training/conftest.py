@@ -172,7 +172,7 @@ def make_spec(tmp_path, shards, target) -> MakeSpec:
             fingerprint=FINGERPRINT,
             settings=train,
             kind=head_kind(train.heads),
-            method=method_of(train),
+            phases=method_of(train).phases(train),
             target=target,
             hidden_size=D,
             vocab_size=V,

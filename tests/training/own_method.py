@@ -15,4 +15,4 @@ class FixedRate(HeadsOnly):
     name = "fixed-rate"
 
     def phases(self, train):
-        return [("", FixedRateLearner)]
+        return (("", FixedRateLearner),)

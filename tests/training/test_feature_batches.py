@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
-from itertools import chain
+from itertools import chain, product
 
 import numpy as np
 import pytest
@@ -14,9 +13,8 @@ from hypothesis import strategies as st
 
 from pipeline.artifacts.feature_rows import FeatureRows
 from pipeline.errors import DataError
-from pipeline.training.epoch_plan import LANES, EpochPlan, Piece
-from pipeline.training.feature_batches import load_batches
-from tests.training.conftest import STATES
+from pipeline.training.feature_batches import LANES, Batch, EpochPlan, Piece, load_batches
+from tests.training.conftest import FINGERPRINT, STATES, D, V
 
 lengths_of_groups = st.lists(st.lists(st.integers(0, 40), max_size=6), max_size=8)
 settings = {
@@ -35,25 +33,24 @@ def plan_of(
 
 
 def positions(pieces: list[Piece]) -> list[tuple[int, int, int]]:
-    return [
-        (piece.group, piece.row, position)
-        for piece in pieces
-        for position in range(piece.start, piece.stop)
-    ]
+    found = []
+    for piece in pieces:
+        found += [(piece.group, piece.row, place) for place in range(piece.start, piece.stop)]
+    return found
+
+
+def all_positions(plan: EpochPlan) -> list[tuple[int, int, int]]:
+    return [place for step in range(plan.num_steps) for place in positions(plan.pieces(step))]
 
 
 @given(**settings)
 def test_every_position_comes_exactly_once_per_epoch(lengths, budget, seed, epoch):
     plan = plan_of(lengths, budget, seed, epoch)
-    seen = Counter(p for step in range(plan.num_steps) for p in positions(plan.pieces(step)))
-    expected = {
-        (g, r, p)
-        for g, rows in enumerate(lengths)
-        for r, length in enumerate(rows)
-        for p in range(length)
-    }
-    assert set(seen) == expected and set(seen.values()) <= {1}
-    assert plan.num_positions == len(expected)
+    expected = []
+    for group, rows in enumerate(lengths):
+        for row, length in enumerate(rows):
+            expected += [(group, row, place) for place in range(length)]
+    assert sorted(all_positions(plan)) == expected and plan.num_positions == len(expected)
 
 
 @given(**settings, world_size=st.integers(1, 40))
@@ -65,12 +62,13 @@ def test_any_number_of_workers_shares_the_same_batches_equally(
         shares = [positions(plan.pieces(step, rank, world_size)) for rank in range(world_size)]
         assert list(chain(*shares)) == positions(plan.pieces(step))
         assert max(map(len, shares)) - min(map(len, shares)) <= 1
+        firsts = [plan.first(step, rank, world_size) for rank in range(world_size)]
+        assert firsts == [sum(map(len, shares[:rank])) for rank in range(world_size)]
 
 
 @given(**settings)
-def test_batches_are_even_and_keep_to_the_budget_give_or_take_one_position_per_lane(
-    lengths, budget, seed, epoch
-):
+def test_batches_are_even_and_keep_to_the_budget(lengths, budget, seed, epoch):
+    """Give or take one position per lane."""
     plan = plan_of(lengths, budget, seed, epoch)
     sizes = [len(positions(plan.pieces(step))) for step in range(plan.num_steps)]
     assert all(0 < size < budget + LANES for size in sizes)
@@ -85,16 +83,13 @@ def test_a_plan_is_a_pure_function_of_its_arguments(lengths, budget, seed, epoch
 
 
 def test_epochs_and_seeds_have_orders_of_their_own():
-    lengths = [[5] * 8] * 40
-    orders = [
-        tuple(plan_of(lengths, 80, seed, epoch).pieces(0))
-        for seed in range(2)
-        for epoch in range(2)
-    ]
-    assert len(set(orders)) == 4
+    orders = set()
+    for seed, epoch in product(range(2), range(2)):
+        orders.add(tuple(plan_of([[5] * 8] * 40, 80, seed, epoch).pieces(0)))
+    assert len(orders) == 4
 
 
-def test_a_batch_mixes_row_groups_from_all_over_the_data_and_opens_few_at_once():
+def test_a_batch_mixes_row_groups_and_opens_few_at_once():
     plan = plan_of([[50] * 10] * 200, budget=1600)
     for step in range(plan.num_steps):
         groups = {piece.group for piece in plan.pieces(step)}
@@ -104,26 +99,21 @@ def test_a_batch_mixes_row_groups_from_all_over_the_data_and_opens_few_at_once()
 def test_a_row_longer_than_the_budget_is_cut_between_batches():
     plan = plan_of([[1000]], budget=100)
     assert plan.num_steps == 10
-    assert sorted(p for step in range(10) for p in positions(plan.pieces(step))) == [
-        (0, 0, i) for i in range(1000)
-    ]
+    assert sorted(all_positions(plan)) == [(0, 0, place) for place in range(1000)]
 
 
 def test_each_worker_reads_its_own_row_groups():
-    plan, workers = plan_of([[64] * 4] * 64, budget=1024), 4
-    read = [
-        {p.group for s in range(plan.num_steps) for p in plan.pieces(s, r, workers)}
-        for r in range(workers)
-    ]
-    assert (
-        sum(map(len, read)) <= 64 + LANES
-    )  # only a group that lies across a lane's edge is read by two
+    plan, num_read = plan_of([[64] * 4] * 64, budget=1024), 0
+    for rank in range(4):
+        pieces = chain(*(plan.pieces(step, rank, 4) for step in range(plan.num_steps)))
+        num_read += len({piece.group for piece in pieces})
+    assert num_read <= 64 + LANES  # only a group across a lane's edge is read by two
 
 
 @given(lengths=lengths_of_groups, limit=st.integers(1, 60))
-def test_a_limit_plans_so_many_positions_of_the_same_line(lengths, limit):
+def test_a_limit_plans_only_some_positions(lengths, limit):
     plan = plan_of(lengths, 7, limit=limit)
-    seen = [p for step in range(plan.num_steps) for p in positions(plan.pieces(step))]
+    seen = all_positions(plan)
     assert len(seen) == len(set(seen)) == plan.num_positions == min(limit, sum(map(sum, lengths)))
 
 
@@ -134,9 +124,6 @@ def test_no_data_is_an_epoch_without_steps():
         plan.pieces(0)
 
 
-V, D, K, FINGERPRINT = 40, 32, 3, "f" * 64
-
-
 @pytest.fixture
 def rows(shards) -> FeatureRows:
     return FeatureRows(
@@ -144,7 +131,7 @@ def rows(shards) -> FeatureRows:
         fingerprint=FINGERPRINT,
         hidden_size=D,
         vocab_size=V,
-        num_heads=K,
+        num_heads=3,
         roles=("assistant", "user"),
     )
 
@@ -154,29 +141,29 @@ def plan(rows) -> EpochPlan:
     return EpochPlan(rows.lengths("train"), batch_tokens=50, seed=3)
 
 
-def test_a_batch_holds_the_plans_positions_end_to_end_without_padding(rows, plan):
+def same(one: Batch, other: Batch) -> bool:
+    pairs = zip(one.tensors(), other.tensors(), strict=True)
+    return all(torch.equal(ours, theirs) for ours, theirs in pairs)
+
+
+def test_a_batch_holds_the_plans_positions_without_padding(rows, plan):
     batches = list(load_batches(rows, plan, range(plan.num_steps)))
     assert len(batches) == plan.num_steps > 3
     for step, batch in enumerate(batches):
-        pieces = plan.pieces(step)
-        taken = [
-            (rows.read_group(piece.group)[piece.row], slice(piece.start, piece.stop))
-            for piece in pieces
-        ]
-        expected = torch.cat([row.hidden_ND[row.learnable[part]] for row, part in taken])
-        labels = torch.cat([torch.from_numpy(row.labels_KN[:, part]) for row, part in taken], 1)
-        assert torch.equal(batch.hidden_ND, expected) and torch.equal(
-            batch.labels_KN, labels.long()
-        )
-        following = torch.cat([torch.from_numpy(row.next_N[part]) for row, part in taken])
-        assert torch.equal(batch.next_N, following.long())
-        assert (batch.labels_KN[0] >= 0).all()
+        start = 0
+        for piece in plan.pieces(step):
+            row = rows.read_group(piece.group)[piece.row]
+            taken, stop = slice(piece.start, piece.stop), start + len(piece)
+            assert torch.equal(batch.hidden_ND[start:stop], row.hidden_ND[row.learnable[taken]])
+            assert batch.next_N[start:stop].tolist() == row.next_N[taken].tolist()
+            assert batch.labels_KN[:, start:stop].tolist() == row.labels_KN[:, taken].tolist()
+            start = stop
+        assert start == len(batch) and (batch.labels_KN[0] >= 0).all()
+        assert batch.teacher_MD.numel() == batch.teacher_KN.numel() == 0
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_soft_labels_come_with_the_state_that_says_the_label_within_the_same_row(
-    rows, plan, world_size
-):
+def test_soft_labels_come_with_the_state_that_predicts_them(rows, plan, world_size):
     """Also where a row is cut between batches or workers."""
     for rank in range(world_size):
         shares = {"rank": rank, "world_size": world_size}
@@ -184,39 +171,38 @@ def test_soft_labels_come_with_the_state_that_says_the_label_within_the_same_row
         for batch in load_batches(rows, plan, range(plan.num_steps), **shares, soft_labels=True):
             labelled = batch.labels_KN >= 0
             assert torch.equal(batch.teacher_KN >= 0, labelled)
-            assert torch.equal(
-                batch.teacher_MD[batch.teacher_KN[labelled]], STATES[batch.labels_KN[labelled]]
-            )
+            states = batch.teacher_MD[batch.teacher_KN[labelled]]
+            assert torch.equal(states, STATES[batch.labels_KN[labelled]])
             assert torch.equal(batch.hidden_ND, next(plain).hidden_ND)
-
-
-def test_without_soft_labels_nothing_more_is_loaded(rows, plan):
-    batch = next(load_batches(rows, plan, range(1)))
-    assert batch.teacher_MD is None and batch.teacher_KN is None
 
 
 def test_a_resume_reads_on_at_any_step(rows, plan):
     whole = list(load_batches(rows, plan, range(plan.num_steps)))
-    rest = list(load_batches(rows, plan, range(2, plan.num_steps)))
-    assert len(rest) == len(whole) - 2
-    assert all(torch.equal(a.hidden_ND, b.hidden_ND) for a, b in zip(whole[2:], rest, strict=True))
+    for first in (2, plan.num_steps - 1):
+        rest = list(load_batches(rows, plan, range(first, plan.num_steps)))
+        pairs = zip(rest, whole[first:], strict=True)
+        assert all(same(one, other) for one, other in pairs)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_the_workers_shares_make_up_the_batch(rows, plan, world_size):
-    shares = [
-        load_batches(rows, plan, range(3), rank=r, world_size=world_size) for r in range(world_size)
-    ]
-    for step, batch in enumerate(load_batches(rows, plan, range(3))):
+    shares = []
+    for rank in range(world_size):
+        shares.append(load_batches(rows, plan, range(3), rank=rank, world_size=world_size))
+    for batch in load_batches(rows, plan, range(3)):
         parts = [next(share) for share in shares]
-        assert torch.equal(torch.cat([part.hidden_ND for part in parts]), batch.hidden_ND), step
+        assert torch.equal(torch.cat([part.hidden_ND for part in parts]), batch.hidden_ND)
         assert torch.equal(torch.cat([part.labels_KN for part in parts], 1), batch.labels_KN)
 
 
 def test_a_row_group_is_read_at_most_twice(rows, plan, monkeypatch):
-    read: list[int] = []
-    original = rows.read_group
-    monkeypatch.setattr(rows, "read_group", lambda group: (read.append(group), original(group))[1])
+    read, read_group = [], rows.read_group
+
+    def spy(group: int):
+        read.append(group)
+        return read_group(group)
+
+    monkeypatch.setattr(rows, "read_group", spy)
     list(load_batches(rows, plan, range(plan.num_steps)))
     assert len(read) <= 2 * len(set(read))
 

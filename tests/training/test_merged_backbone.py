@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipeline.export import backbone as writing
 from pipeline.export.backbone import link_backbone
-from pipeline.targets.files import identifying_files
 from pipeline.targets.spec import TargetSpec, eos_token_ids, load_tokenizer
 from pipeline.training.adapted_backbone import merge_backbone
 from tests.targets.adapters import logits_with_adapter_on, save_adapter
@@ -49,7 +48,7 @@ def test_it_loads_as_any_model_does_and_says_what_target_and_adapter_say(trained
         AutoTokenizer.from_pretrained(directory) for directory in (merged.model, tiny_target)
     )
     assert ours.get_vocab() == theirs.get_vocab() and ours.chat_template == theirs.chat_template
-    assert {path.name for path in identifying_files(merged.model, None, with_code=False)} >= {
+    assert set(files_of(Path(merged.model))) >= {
         "config.json",
         "generation_config.json",
         "model.safetensors",

@@ -12,7 +12,7 @@ from pipeline.artifacts.feature_rows import StateFormat
 from pipeline.artifacts.feature_writer import Backlog, FeatureWriter
 from pipeline.artifacts.generated_rows import TokenRow
 from pipeline.storage.shards import ShardWriter, read_rows
-from pipeline.training.phases import train
+from pipeline.training.trainer import train
 from tests.training.conftest import FINGERPRINT, D
 
 
@@ -42,13 +42,13 @@ def test_heads_of_both_kinds_learn_from_8_bits_what_they_learn_from_all(
     make_spec, shards, tmp_path, kind
 ):
     settings = {"heads": kind, "epochs": 5, "soft_labels": 0.3}
-    found = {"native": train(make_spec("native", **settings))["held_out"]}
+    found = {"native": train(make_spec("native", **settings)).held_out}
     for precision in ("fp8", "int8"):
         copies = tuple(
             requantized(shard, tmp_path / f"{precision}{i}.parquet", precision)
             for i, shard in enumerate(shards)
         )
-        found[precision] = train(make_spec(precision, shards=copies, **settings))["held_out"]
+        found[precision] = train(make_spec(precision, shards=copies, **settings)).held_out
         for head, native in zip(found[precision], found["native"], strict=True):
             assert head["loss"] == pytest.approx(native["loss"], rel=0.1, abs=0.05)
             assert head["loss"] != native["loss"], "its states are its own"

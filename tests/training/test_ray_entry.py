@@ -12,23 +12,20 @@ import pytest
 
 from pipeline.errors import ConfigError, DataError
 from pipeline.execution.placement import Placement
-from pipeline.training.phases import train
-from pipeline.training.task import TrainSpec
+from pipeline.training.heads_only import HeadsLearner
 
-pytest.importorskip("ray")
+ray_entry = pytest.importorskip("pipeline.training.ray_entry", exc_type=ImportError)
 
 
 def test_bad_data_is_refused_before_workers_start(make_spec):
-    from pipeline.training.ray_entry import train_on_ray
-
-    spec = TrainSpec(**{**vars(make_spec()), "fingerprint": "e" * 64})
+    spec = replace(make_spec(), fingerprint="e" * 64)
     with pytest.raises(DataError, match="another run"):
-        train_on_ray(spec, Placement(1, 1, 0), max_failures=3)
+        ray_entry.train_on_ray(spec, Placement(1, 1, 0), max_failures=3)
 
 
 class InThisProcess:
-    """In the place of Ray's trainer: its first worker runs here, and what it returns or raises
-    crosses as a pickle.
+    """Stands for Ray's trainer: its first worker runs here, and what it returns or raises crosses
+    as a pickle.
     """
 
     def __init__(self, worker, *, train_loop_config, **_):
@@ -36,33 +33,39 @@ class InThisProcess:
 
     def fit(self):
         try:
-            return SimpleNamespace(
-                return_value=pickle.loads(pickle.dumps(self.worker(self.config)))
-            )
+            result = self.worker(self.config)
         except DataError as error:
             failed = RuntimeError("training failed")
             failed.worker_failures = {0: pickle.loads(pickle.dumps(error))}
             raise failed from None
+        return SimpleNamespace(return_value=pickle.loads(pickle.dumps(result)))
+
+
+class Refusing(HeadsLearner):
+    """Fails as on every worker."""
+
+    def __init__(self, *_):
+        raise ConfigError("It cannot be trained.", "train.heads", "Choose another.")
+
+
+class Damaged(HeadsLearner):
+    """Fails as on one worker alone."""
+
+    def __init__(self, *_):
+        raise DataError("A shard is damaged.", "00000.parquet", "Make it again.")
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize(
-    "wrong", [{"vocab_size": 20}, {"fingerprint": "e" * 64}], ids=["everywhere", "in one's data"]
-)
-def test_an_error_meant_for_the_user_comes_out_of_a_worker_as_it_is(
-    make_spec, monkeypatch, workers, wrong
+@pytest.mark.parametrize(("learner", "error"), [(Refusing, ConfigError), (Damaged, DataError)])
+def test_a_workers_error_reaches_the_user_unchanged(
+    make_spec, monkeypatch, workers, learner, error
 ):
-    from pipeline.training import ray_entry
-
-    spec = replace(make_spec(), **wrong)
-    with pytest.raises((ConfigError, DataError)) as expected:
-        train(spec)
+    spec = replace(make_spec(), phases=(("", learner),))
+    with pytest.raises(error) as expected:
+        learner()
     context = SimpleNamespace(get_world_rank=lambda: 0, get_world_size=lambda: workers)
     monkeypatch.setattr(ray_entry, "get_context", lambda: context)
     monkeypatch.setattr(ray_entry, "TorchTrainer", InThisProcess)
-    monkeypatch.setattr(
-        ray_entry, "count_steps", lambda spec: 0
-    )  # which would refuse bad data before any worker
-    with pytest.raises(type(expected.value)) as found:
+    with pytest.raises(error) as found:
         ray_entry.train_on_ray(spec, Placement(workers, 1, 0), max_failures=3)
     assert found.value.args == expected.value.args

@@ -14,30 +14,29 @@ from pipeline.training.recipe import (
     FEW_STEPS,
     MAX_EPOCHS,
     MIN_BATCH,
-    backbone_recipe,
+    Recipe,
     few_steps,
-    heads_recipe,
+    make_recipe,
 )
 
 AUTO = TrainConfig()
 POSITIONS, WIDTHS = st.integers(1, 10**9), st.sampled_from([64, 256, 1024, 4096, 8192])
 
 
-def test_the_paper_s_data_and_width_give_the_paper_s_settings():
-    """100,000 conversations of 800 tokens, a target of 7B (appendix B, Medusa-1)."""
-    found = heads_recipe(AUTO, 80_000_000, 4096)
-    assert (found.epochs, found.batch_tokens, found.lr, found.warmup_steps) == (
-        2,
-        16_384,
-        pytest.approx(1e-3),
-        40,
-    )
-    assert found.total_steps == 2 * -(-80_000_000 // 16_384)
+def test_the_papers_data_and_width_give_the_papers_settings():
+    """Appendix B: 100,000 conversations of 800 tokens, of a 7B target; for Medusa-2 packed into
+    39,000 sequences of 2,048.
+    """
+    heads = make_recipe(AUTO, 80_000_000, 4096)
+    assert (heads.epochs, heads.batch_tokens, heads.warmup_steps) == (2, 16_384, 40)
+    assert heads.lr == pytest.approx(1e-3) and heads.total_steps == 2 * -(-80_000_000 // 16_384)
+    both = make_recipe(AUTO, 80_000_000, 4096, sequences=39_000)
+    assert (both.epochs, both.batch_sequences, both.warmup_steps) == (2, 128, 40)
 
 
 @given(POSITIONS, WIDTHS)
 def test_the_rule_stays_within_its_bounds(positions, width):
-    found = heads_recipe(AUTO, positions, width)
+    found = make_recipe(AUTO, positions, width)
     assert 2 <= found.epochs <= MAX_EPOCHS and MIN_BATCH <= found.batch_tokens <= 16_384
     assert 0 <= found.warmup_steps <= min(40, found.total_steps // 10)
     assert (
@@ -49,7 +48,7 @@ def test_the_rule_stays_within_its_bounds(positions, width):
 
 @given(POSITIONS, POSITIONS, WIDTHS)
 def test_more_data_is_never_learned_in_smaller_batches_nor_in_more_epochs(one, other, width):
-    few, many = (heads_recipe(AUTO, positions, width) for positions in sorted((one, other)))
+    few, many = (make_recipe(AUTO, positions, width) for positions in sorted((one, other)))
     assert few.batch_tokens <= many.batch_tokens and few.epochs >= many.epochs
 
 
@@ -59,62 +58,65 @@ def test_more_data_is_never_learned_in_smaller_batches_nor_in_more_epochs(one, o
     POSITIONS,
 )
 def test_what_is_given_stays_as_it_is(key, value, positions):
-    assert getattr(heads_recipe(TrainConfig(**{key: value}), positions, 256), key) == value
+    assert getattr(make_recipe(TrainConfig(**{key: value}), positions, 256), key) == value
 
 
-def test_everything_given_is_the_recipe_whatever_the_data():
-    found = heads_recipe(TrainConfig(epochs=3, lr=0.5, batch_tokens=100, warmup_steps=0), 1001, 77)
+def test_explicit_settings_are_the_recipe_for_any_data():
+    found = make_recipe(TrainConfig(epochs=3, lr=0.5, batch_tokens=100, warmup_steps=0), 1001, 77)
     assert (found.epochs, found.lr, found.batch_tokens, found.warmup_steps) == (3, 0.5, 100, 0)
     assert found.steps_per_epoch == 11
 
 
-def test_the_paper_s_sequences_give_the_paper_s_steps():
-    """100,000 samples packed into 39,000 sequences of 2,048 tokens (appendix B,
-    self-distillation).
-    """
-    found = backbone_recipe(AUTO, 39_000, 80_000_000, 4096)
-    assert (found.batch_sequences, found.epochs, found.warmup_steps) == (128, 2, 40)
-
-
 @given(st.integers(1, 10**6), st.integers(1, 10**6))
-def test_few_sequences_are_learned_one_by_one_and_more_in_no_smaller_batches(one, other):
+def test_more_sequences_are_learned_in_no_smaller_batches(one, other):
     few, many = (
-        backbone_recipe(AUTO, number, number * 1000, 256) for number in sorted((one, other))
+        make_recipe(AUTO, number * 1000, 256, sequences=number) for number in sorted((one, other))
     )
-    assert (
-        1 <= (few.batch_sequences or 0) <= (many.batch_sequences or 0) <= 128
-        and few.epochs >= many.epochs
-    )
-    assert backbone_recipe(AUTO, 30, 30_000, 256).batch_sequences == 1
+    assert 1 <= few.batch_sequences <= many.batch_sequences <= 128 and few.epochs >= many.epochs
+    assert make_recipe(AUTO, 30_000, 256, sequences=30).batch_sequences == 1
 
 
-def test_a_kind_may_learn_faster_unless_the_rate_is_given():
-    usual, faster = (heads_recipe(AUTO, 10_000, 256, scale) for scale in (1.0, 3.0))
+def test_a_kind_may_learn_faster_unless_the_rate_is_explicit():
+    usual, faster = (make_recipe(AUTO, 10_000, 256, scale) for scale in (1.0, 3.0))
     assert faster.lr == pytest.approx(3 * usual.lr)
-    assert heads_recipe(TrainConfig(lr=0.1), 10_000, 256, 3.0).lr == 0.1
+    assert make_recipe(TrainConfig(lr=0.1), 10_000, 256, 3.0).lr == 0.1
+
+
+@given(steps=st.integers(1, 300), epochs=st.integers(1, 12), share=st.floats(1e-6, 3))
+def test_evaluations_are_even_few_and_cheap(steps, epochs, share):
+    recipe = Recipe(epochs, 1e-3, 0, steps, batch_tokens=10)
+    places = [step for step in range(1, steps + 1) if recipe.evaluates_after(step, share)]
+    assert places[-1] == steps and len(places) <= -(-10 // epochs)
+    assert len(places) == 1 or (len(places) - 1) * share <= 0.2
 
 
 @pytest.mark.parametrize(("steps", "warned"), [(FEW_STEPS - 1, True), (FEW_STEPS, False)])
 @pytest.mark.parametrize("batch", [MIN_BATCH, 2 * MIN_BATCH])
-def test_too_few_steps_of_any_phase_are_told_with_what_to_do(steps, warned, batch):
+def test_too_few_steps_of_any_phase_are_warned_of(steps, warned, batch):
     settings = TrainConfig(epochs=1, batch_tokens=batch)
-    said = few_steps([heads_recipe(settings, batch * many, 64) for many in (steps, 1000)])
+    said = few_steps([make_recipe(settings, batch * many, 64) for many in (steps, 1000)])
     assert bool(said) == warned
     if said:
         assert f"{steps} optimizer steps" in said and "train.epochs" in said
         assert ("train.batch_tokens" in said) == (batch > MIN_BATCH), "smaller ones gain nothing"
 
 
-def test_the_rule_s_version_is_in_the_fingerprint_where_it_is_used():
-    explicit = TrainConfig(epochs=2, lr=1e-3, batch_tokens=16_384, warmup_steps=40)
+def test_the_rules_version_is_in_the_fingerprint_if_used():
     method = METHODS["medusa-1"]
-    assert "recipe" in method.settings(
-        TrainConfig(lr=1e-3), None
-    ) and "recipe" not in method.settings(explicit, None)
+    explicit = TrainConfig(epochs=2, lr=1e-3, batch_tokens=16_384, warmup_steps=40)
+    assert "recipe" in method.settings(TrainConfig(lr=1e-3), None)
+    assert "recipe" not in method.settings(explicit, None)
+
+
+def test_bookkeeping_changes_no_fingerprint():
+    method = METHODS["medusa-1"]
+    changed = TrainConfig(report_to=(), checkpoint_every=7, keep_checkpoints=9)
+    assert method.settings(changed, None) == method.settings(AUTO, None)
 
 
 @pytest.mark.parametrize(
-    "wrong", ["epochs=0", "lr=-1", "batch_tokens=many", "warmup_steps=-1", "patience=0"]
+    "wrong",
+    ["epochs=0", "lr=-1", "batch_tokens=many", "warmup_steps=-1", "patience=0", "noise=-0.1"],
 )
 def test_wrong_settings_are_named(wrong):
     key = f"train.{wrong.partition('=')[0]}"

@@ -1,35 +1,31 @@
-"""How a training ends: interrupted, killed, on two workers, a second time; and what it leaves."""
+"""How a training ends: interrupted, killed, on two workers, a second time; its best state."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 from itertools import count
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from pipeline.artifacts.json_form import from_json
 from pipeline.artifacts.trained_heads import read_trained_heads
 from pipeline.errors import DataError
 from pipeline.execution.progress import ProgressReporter
 from pipeline.training import trainer as room
+from pipeline.training.checkpoints import read_checkpoint
+from pipeline.training.evaluation import Evaluation
 from pipeline.training.metrics import read_metrics
-from pipeline.training.phases import train
-from pipeline.training.task import TrainSpec
+from pipeline.training.task import TrainResult, TrainSpec
+from pipeline.training.trainer import TrainState, train
 from tests.forks import FORKS, PATIENCE
-from tests.training.trainings import Stopped, stop_at
+from tests.training.trainings import Stopped, same_curve, same_weights, stop_at
 from tests.training.two_workers import train_as_two
-
-ROOT = Path(__file__).parents[2]
-
-
-def weights(spec: TrainSpec) -> dict[str, torch.Tensor]:
-    return load_file(spec.heads_path)
-
 
 RECIPES = [
     {"optimizer": "adamw"},
@@ -47,7 +43,7 @@ RECIPES = [
     [RECIPES[0], *(pytest.param(recipe, marks=pytest.mark.slow) for recipe in RECIPES[1:])],
     ids=str,
 )
-def test_an_interrupted_run_ends_with_the_weights_of_an_uninterrupted_one(make_spec, recipe):
+def test_an_interrupted_run_ends_as_an_uninterrupted_one(make_spec, recipe):
     whole = make_spec("whole", **recipe)
     expected = train(whole)
     for stop in (1, 3, 7):
@@ -56,39 +52,22 @@ def test_an_interrupted_run_ends_with_the_weights_of_an_uninterrupted_one(make_s
             train(broken, progress=stop_at(stop))
         assert not broken.heads_path.exists()
         found = train(broken)
-        assert found["steps"] == expected["steps"] > 7 and found["tokens"] == expected["tokens"]
-        assert (
-            found["final_loss"] == expected["final_loss"]
-            and found["held_out"] == expected["held_out"]
-        )
-        for name, tensor in weights(whole).items():
-            assert torch.equal(weights(broken)[name], tensor), f"{name}, stopped at {stop}"
-
-
-def test_metrics_have_every_step_once_after_a_resume(make_spec):
-    whole, broken = make_spec("whole"), make_spec("broken")
-    train(whole)
-    for stop in (2, 5):
-        with pytest.raises(Stopped):
-            train(broken, progress=stop_at(stop))
-    total = train(broken)["steps"]
-    lines = list(read_metrics(broken.path))
-    assert [line["step"] for line in lines] == list(range(total + 1))
-    for line, expected in zip(lines, read_metrics(whole.path), strict=True):
-        assert line | {"tokens_per_second": 0} == expected | {"tokens_per_second": 0}
+        assert found.steps == expected.steps > 7 and found.tokens == expected.tokens
+        assert found.final_loss == expected.final_loss and found.held_out == expected.held_out
+        assert same_weights(whole, broken), stop
+        assert same_curve(whole.path, broken.path), stop
 
 
 def train_until_killed(spec: TrainSpec) -> None:
-    train(
-        spec,
-        progress=ProgressReporter(
-            show=lambda now: now.done == 8 and os.kill(os.getpid(), signal.SIGKILL)
-        ),
-    )
+    def show(now) -> None:
+        if now.done == 8:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    train(spec, progress=ProgressReporter(show=show))
 
 
 @pytest.mark.slow
-def test_a_killed_process_resumes_from_its_newest_whole_checkpoint(make_spec):
+def test_a_killed_process_resumes_from_its_newest_checkpoint(make_spec):
     whole, killed = make_spec("whole"), make_spec("killed")
     train(whole)
     trainer = FORKS.Process(target=train_until_killed, args=(killed,))
@@ -97,16 +76,15 @@ def test_a_killed_process_resumes_from_its_newest_whole_checkpoint(make_spec):
     assert trainer.exitcode == -signal.SIGKILL
     assert list(killed.path.glob("checkpoints/step-*.safetensors"))
     train(killed)
-    assert all(
-        torch.equal(weights(killed)[name], tensor) for name, tensor in weights(whole).items()
-    )
+    assert same_weights(whole, killed)
 
 
 def test_a_finished_run_called_again_does_nothing(make_spec):
     spec = make_spec()
-    summary = train(spec)
+    result = train(spec)
+    assert from_json(TrainResult, json.loads(json.dumps(result.to_json()))) == result
     before = {path: path.stat().st_mtime_ns for path in spec.path.rglob("*")}
-    assert train(spec, progress=stop_at(1)) == summary
+    assert train(spec, progress=stop_at(1)) == result
     assert {path: path.stat().st_mtime_ns for path in spec.path.rglob("*")} == before
 
 
@@ -115,43 +93,112 @@ def test_a_finished_run_called_again_does_nothing(make_spec):
     "recipe", [{}, {"soft_labels": 0.5, "lm_head": "shared", "noise": 0.2}], ids=str
 )
 def test_two_workers_follow_the_curve_of_one(make_spec, tmp_path, recipe):
-    """The second worker is another process; they meet over gloo."""
     alone, together = make_spec("alone", **recipe), make_spec("together", **recipe)
     train(alone)
     train_as_two(train, together, tmp_path)
     for one, two in zip(read_metrics(alone.path), read_metrics(together.path), strict=True):
         assert one["step"] == two["step"] and one.get("tokens") == two.get("tokens")
         assert two.get("loss", 0) == pytest.approx(one.get("loss", 0), rel=1e-4)
-    for name, tensor in weights(alone).items():
-        torch.testing.assert_close(weights(together)[name], tensor, rtol=1e-3, atol=1e-4)
+    for name, tensor in load_file(alone.heads_path).items():
+        ours = load_file(together.heads_path)[name]
+        torch.testing.assert_close(ours, tensor, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("lm_head", ["untied", "shared", "tied"])
-def test_the_same_training_on_a_slower_machine_leaves_the_same_file(
-    make_spec, monkeypatch, lm_head
-):
+def test_timings_do_not_change_the_written_heads(make_spec, monkeypatch, lm_head):
     fast, slow = make_spec("fast", lm_head=lm_head), make_spec("slow", lm_head=lm_head)
     train(fast)
     monkeypatch.setattr(room, "time", SimpleNamespace(monotonic=count(0, 60).__next__))
-    summary = train(slow)
-    assert summary["seconds"] >= 60 * summary["steps"]
+    result = train(slow)
+    assert result.seconds >= 60 * result.steps
     assert fast.heads_path.read_bytes() == slow.heads_path.read_bytes()
 
 
-def test_heads_of_another_shape_in_the_directory_do_not_pass_for_this_training_s(make_spec):
+def test_heads_of_another_shape_in_the_directory_are_refused(make_spec):
     train(make_spec(num_heads=2))
-    with pytest.raises(
-        DataError, match=r"2 heads with untied lm_heads.*3 heads with untied lm_heads"
-    ):
+    with pytest.raises(DataError, match=r"2 heads with untied.*3 heads with untied"):
         train(make_spec())
 
 
-def test_the_trained_heads_say_what_they_are(make_spec):
+def test_trained_heads_are_read_with_their_shape_or_refused(make_spec):
     spec = make_spec(num_heads=2, num_layers=2)
-    summary = train(spec)
-    heads = read_trained_heads(spec.heads_path)
-    assert (heads.shape.num_heads, heads.shape.num_layers, heads.shape.lm_head) == (2, 2, "untied")
-    assert json.loads(json.dumps(summary)) == summary and os.path.getsize(spec.heads_path) > 0
+    train(spec)
+    shape = read_trained_heads(spec.heads_path).shape
+    assert (shape.num_heads, shape.num_layers, shape.lm_head) == (2, 2, "untied")
     spec.heads_path.write_bytes(spec.heads_path.read_bytes()[:100])
     with pytest.raises(DataError, match="damaged"):
         read_trained_heads(spec.heads_path)
+
+
+def evaluations(spec: TrainSpec) -> dict[int, float]:
+    """Head 0's held-out loss by step."""
+    lines = read_metrics(spec.path)
+    return {line["step"]: line["held_out"][0]["loss"] for line in lines if "held_out" in line}
+
+
+@pytest.fixture
+def best(make_spec, monkeypatch) -> int:
+    """Make a state in the middle of `make_spec`'s training the best; return its step."""
+    plain = make_spec("plain", epochs=5)
+    train(plain)
+    found = evaluations(plain)
+    step = sorted(found)[2]
+
+    def loss(evaluation: Evaluation, decay: float) -> float:
+        return abs(evaluation.held_out[0]["loss"] - found[step])
+
+    monkeypatch.setattr(Evaluation, "loss", loss)
+    assert 0 < step < max(found)
+    return step
+
+
+def test_the_best_state_is_written_not_the_last(make_spec, best):
+    spec = make_spec(epochs=5, patience=100, checkpoint_every=1, keep_checkpoints=100)
+    result = train(spec)
+    assert result.best_step == best < result.steps == max(evaluations(spec))
+    assert result.held_out[0]["loss"] == evaluations(spec)[best]
+    found = read_checkpoint(spec.path / "checkpoints" / f"step-{best:08d}.safetensors")
+    for name, weight in read_trained_heads(spec.heads_path).named_parameters():
+        assert torch.equal(found.tensors[f"modules/heads.{name}"], weight), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("after", [-1, 0, 1])
+def test_a_resume_around_the_best_state_ends_with_it(make_spec, best, after):
+    whole = make_spec("whole", epochs=5, patience=100)
+    broken = make_spec("broken", epochs=5, patience=100, checkpoint_every=1)
+    train(whole)
+    with pytest.raises(Stopped):
+        train(broken, progress=stop_at(best + after))
+    assert train(broken).best_step == best
+    assert whole.heads_path.read_bytes() == broken.heads_path.read_bytes()
+
+
+@pytest.mark.parametrize("patience", [1, 2])
+def test_training_ends_after_evaluations_without_a_lower_loss(make_spec, best, patience):
+    spec = make_spec(epochs=5, patience=patience)
+    result = train(spec)
+    later = [step for step in sorted(evaluations(spec)) if step > best]
+    assert len(later) == patience and result.steps == later[-1]
+
+
+@pytest.mark.parametrize("loss", [1.0, 1.5, math.nan])
+def test_only_a_lower_loss_makes_a_later_state_the_best(loss):
+    state, first = TrainState(), Evaluation([], {})
+    assert state.record(first, 1.0)
+    state.advance(0.0, 1, 1.0)
+    assert not state.record(Evaluation([], {"top1": 0.1}), loss)
+    assert (state.best_step, state.best_loss, state.stale) == (0, 1.0, 1)
+    assert state.evaluation is first
+
+
+def test_where_nothing_is_held_out_the_last_state_is_kept(make_spec, monkeypatch):
+    usual = make_spec("usual")
+    train(usual)
+    monkeypatch.setattr("pipeline.training.heads_only.SPLIT", "nothing")
+    spec = make_spec("alone", patience=1)
+    with pytest.raises(Stopped):
+        train(spec, progress=stop_at(5))
+    result = train(spec)
+    assert result.best_step is None and result.held_out == [] and result.frequency == {}
+    assert spec.heads_path.read_bytes() == usual.heads_path.read_bytes()

@@ -1,17 +1,20 @@
-"""Trainings that tests stop, step and share."""
+"""Trainings that tests stop, step and compare."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
+from safetensors.torch import load_file
 
 from pipeline.execution.progress import Progress, ProgressReporter
-from pipeline.training.phases import phases_of
+from pipeline.training.metrics import read_metrics
 from pipeline.training.task import TrainSpec, Workers
 from pipeline.training.trainer import Trainer
 
 
 class Stopped(Exception):
-    """Stands for whatever ends a run early."""
+    """Ends a run early."""
 
 
 def stop_at(step: int) -> ProgressReporter:
@@ -24,6 +27,29 @@ def stop_at(step: int) -> ProgressReporter:
 
 def trainer_of(spec: TrainSpec, workers: Workers | None = None) -> Trainer:
     """The trainer of a spec's last phase, before its first step, on a CPU."""
-    _, of_phase, learner = phases_of(spec)[-1]
+    name, learner = spec.phases[-1]
     torch.manual_seed(spec.seed)
-    return Trainer(learner(of_phase, workers or Workers(), torch.device("cpu")))
+    return Trainer(learner(spec.of_phase(name), workers or Workers(), torch.device("cpu")))
+
+
+def weights(spec: TrainSpec) -> dict[str, torch.Tensor]:
+    """Heads, and the adapter if there is one."""
+    found = load_file(spec.heads_path)
+    adapter = spec.adapter_path / "adapter_model.safetensors"
+    if adapter.exists():
+        found.update(load_file(adapter))
+    return found
+
+
+def same_weights(one: TrainSpec, other: TrainSpec) -> bool:
+    ours, theirs = weights(one), weights(other)
+    equal = [torch.equal(ours[name], theirs[name]) for name in ours]
+    return ours.keys() == theirs.keys() and all(equal)
+
+
+def same_curve(one: Path, other: Path) -> bool:
+    """Whether two metrics.jsonl agree but for the rate, with each step once."""
+    ours, theirs = list(read_metrics(one)), list(read_metrics(other))
+    for line in (*ours, *theirs):
+        line.pop("tokens_per_second", None)
+    return ours == theirs and [line["step"] for line in ours] == list(range(len(ours)))
