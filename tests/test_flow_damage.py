@@ -14,11 +14,10 @@ from safetensors.torch import load_file, save_file
 
 from pipeline.errors import DataError, EnvironmentFault
 from pipeline.run import context as run_context
-from pipeline.run.reporting import assemble
+from pipeline.run.reporting import drawing_data
 from pipeline.stages import features, generate, seeds
 from pipeline.storage import fingerprint
 from pipeline.storage.receipts import read_receipt
-from pipeline.storage.run_directory import RunDirectory
 from tests.flows.tiny import (
     SHARDED,
     STAGES,
@@ -147,10 +146,9 @@ def test_a_shard_of_another_run_is_replaced(copied_run, make_config, tmp_path):
 
 def test_no_curve_is_drawn_of_a_damaged_log(copied_run):
     log = latest(copied_run, "train").path / "metrics.jsonl"
-    assert assemble(*RunDirectory.open(copied_run.path))[1]["losses"]
+    assert drawing_data(copied_run).losses
     log.write_text(log.read_text().replace('"loss": ', '"losr": ', 1))
-    _, extras = assemble(*RunDirectory.open(copied_run.path))
-    assert "losses" not in extras and "held_out" not in extras
+    assert drawing_data(copied_run).losses == drawing_data(copied_run).held_out == []
 
 
 def test_a_killed_writer_s_file_is_removed_and_never_a_shard(copied_run, make_config, tmp_path):

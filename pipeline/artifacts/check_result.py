@@ -174,14 +174,26 @@ class Studies:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineFigures:
-    """The figures that both engines have; `baseline_…` are plain decoding's."""
+class Speed:
+    """The speed with heads and plain decoding's (`baseline_…`); times are in seconds."""
 
-    acceleration_rate: float
+    acceleration_rate: float | None = None
     standard_error: float | None = None
+    overhead: float | None = None
     speedup: float | None = None
     tokens_per_second: float | None = None
     baseline_tokens_per_second: float | None = None
+    time_to_first_token: float | None = None
+    baseline_time_to_first_token: float | None = None
+    time_per_output_token: float | None = None
+    baseline_time_per_output_token: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineFigures(Speed):
+    """The figures that both engines have; only native decoding times steps and tokens."""
+
+    acceleration_rate: float
     greedy_match: GreedyMatch
     tie_tolerance: float | None = None
     largest_gap: float | None = None  # the largest top-2 gap of a difference that is no tie
@@ -195,11 +207,6 @@ class EngineFigures:
 class NativeFigures(EngineFigures):
     """Native decoding with the tree."""
 
-    overhead: float | None = None
-    time_to_first_token: float | None = None
-    baseline_time_to_first_token: float | None = None
-    time_per_output_token: float | None = None
-    baseline_time_per_output_token: float | None = None
     accepted_lengths: list[int] | None = None  # the number of steps that accept 0, 1, … guesses
     prompts: int | None = None
     skipped_prompts: int | None = None

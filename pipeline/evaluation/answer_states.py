@@ -31,11 +31,10 @@ from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.decoding.held_out import HeldOutPlaces, HeldOutRanks
 from pipeline.decoding.steps import last_positions
 from pipeline.errors import DataError
-from pipeline.evaluation.prompts import Counted, Prompt, conversations_of
+from pipeline.evaluation.prompts import SILENT, Prompt, answer_all, conversations_of
 from pipeline.execution.progress import ProgressReporter
 from pipeline.heads.accuracy import label_ranks
 from pipeline.heads.kind import Heads
-from pipeline.targets.dialogue_pool import converse
 from pipeline.targets.engines import make_generation_engine
 from pipeline.targets.loading import input_device, load_causal_lm
 from pipeline.targets.spec import TargetSpec, context_length, eos_token_ids, load_chat_template
@@ -116,7 +115,7 @@ def _measured(
     """`measure` of all answers [K, N], end to end; per answer its start, its conversation's number,
     and whether it is seen.
     """
-    parts_KN: list[npt.NDArray[Any]] = [np.empty((heads.shape.max_depth, 0), np.uint8)]
+    parts_KN: list[npt.NDArray[Any]] = []
     starts: list[int] = []
     numbers: dict[int | str, int] = {}
     conversations: list[int] = []
@@ -130,7 +129,7 @@ def _measured(
         conversations.append(numbers.setdefault(answer.conversation, len(numbers)))
         seen.append(answer.seen)
     return (
-        np.concatenate(parts_KN, axis=1),
+        np.concatenate(parts_KN or [np.empty((heads.shape.max_depth, 0), np.uint8)], axis=1),
         np.array(starts, np.int64),
         np.array(conversations, np.int64),
         np.array(seen, np.bool_),
@@ -143,7 +142,7 @@ def written_answers(
     settings: GenerateConfig,
     gpus: int,
     where: str,
-    progress: ProgressReporter | None = None,
+    progress: ProgressReporter = SILENT,
 ) -> Answers:
     """The target's greedy answers to the conversations' questions, asked one after another.
 
@@ -160,14 +159,12 @@ def written_answers(
     for conversation in conversations:
         asked = sum(message.role == "user" for message in conversation.messages)
         num_answers += min(asked, settings.rounds)
-    progress = progress or ProgressReporter()
     progress.begin("answers to calibrate.data", num_answers, unit="answers")
     if dialogues:
         engine = make_generation_engine(
             settings.engine, target, settings.engine_args, gpus, settings.batch_invariant
         )
-        with contextlib.closing(engine):
-            converse(dialogues, Counted(engine, progress))
+        answer_all(engine, dialogues, progress)
     answers: Answers = []
     for number, dialogue in enumerate(dialogues):
         with contextlib.suppress(RowRejected):  # it has no answer
@@ -195,7 +192,7 @@ def measured_on_answers(
     tree: DynamicTree | None,
     gpus: int,
     trained: TrainingText,
-    progress: ProgressReporter | None = None,
+    progress: ProgressReporter = SILENT,
 ) -> tuple[HeldOutRanks, HeldOutPlaces | None]:
     """The ranks of the answers' tokens among the heads' guesses, and their places in a dynamic
     tree.
@@ -207,7 +204,6 @@ def measured_on_answers(
     model = load_causal_lm(target, "cuda" if gpus else "cpu", max(1, gpus))
     module = read_trained_heads(Path(heads)).to(input_device(model), model.dtype)
     prompts, texts = [prompt for prompt, _ in answers], [text for _, text in answers]
-    progress = progress or ProgressReporter()
     seen = trained.answers()
 
     def states(part: str) -> Iterator[AnswerStates]:

@@ -100,7 +100,9 @@ def compare(
         if left == right:
             identical += 1
             continue
-        at = _first_difference(left, right)
+        at = 0  # of the first difference
+        while left[at : at + 1] == right[at : at + 1]:
+            at += 1
         gap = gap_at(prompt.ids + left[:at])
         if gap <= tolerance:
             ties += 1
@@ -108,13 +110,6 @@ def compare(
             shown = slice(at, at + NUM_SHOWN)
             differing.append(Difference(prompt.id, at, gap, left[shown], right[shown]))
     return Comparison(GreedyMatch(len(plain), identical, ties), differing)
-
-
-def _first_difference(left: list[int], right: list[int]) -> int:
-    for at, (one, other) in enumerate(zip(left, right, strict=False)):
-        if one != other:
-            return at
-    return min(len(left), len(right))
 
 
 def top_2_gap(model: PreTrainedModel, prefix: list[int]) -> float:
@@ -129,7 +124,7 @@ def text_statistics(
 ) -> TargetText:
     """The share of distinct 4-grams of the answers, and the target's mean entropy [nats] there."""
     entropies: list[float] = []
-    for log_p_TV in _log_probabilities(model, prompts, answers):
+    for log_p_TV in log_probabilities(model, prompts, answers):
         entropies += torch.special.entr(log_p_TV.exp()).sum(-1).tolist()
     distinct = statistics.fmean(distinct_n(answer, 4) for answer in answers)
     return TargetText(
@@ -142,13 +137,13 @@ def mean_log_likelihood(
 ) -> float:
     """Mean log-likelihood [nats per token] of the answers under the target, at temperature 1."""
     likelihoods: list[float] = []
-    for log_p_TV, answer in zip(_log_probabilities(model, prompts, answers), answers, strict=True):
+    for log_p_TV, answer in zip(log_probabilities(model, prompts, answers), answers, strict=True):
         written_T1 = torch.tensor(answer, device=log_p_TV.device)[:, None]
         likelihoods += log_p_TV.gather(-1, written_T1)[:, 0].tolist()
     return statistics.fmean(likelihoods)
 
 
-def _log_probabilities(
+def log_probabilities(
     model: PreTrainedModel, prompts: Sequence[Prompt], answers: Sequence[list[int]]
 ) -> Iterator[Tensor]:
     """Yield the target's log-probabilities [T, V] at each answer's tokens."""
@@ -171,22 +166,10 @@ def answer_lines(
     for index, prompt in enumerate(prompts):
         name = prompt.id if prompt.question_id is None else prompt.question_id
         if name not in lines:
-            choice: Line = {
-                "index": 0,
-                "turns": [],
-                "decoding_steps": [],
-                "new_tokens": [],
-                "wall_time": [],
-                "accept_lengths": [],
-            }
-            lines[name] = {
-                "question_id": name,
-                "category": prompt.category or "",
-                "answer_id": _answer_id(model_id, name),
-                "model_id": model_id,
-                "choices": [choice],
-                "tstamp": time.time(),
-            }
+            lines[name] = model_answer(name, model_id, [])
+            lines[name]["category"] = prompt.category or ""
+            for key in ("decoding_steps", "new_tokens", "wall_time", "accept_lengths"):
+                lines[name]["choices"][0][key] = []
         choice = lines[name]["choices"][0]
         answer = repetitions[0][index]
         seconds = [each[index].seconds_prefill + each[index].seconds for each in repetitions]
@@ -200,9 +183,10 @@ def answer_lines(
 
 def model_answer(question_id: int | str, model_id: str, turns: list[str]) -> Line:
     """A model's answer to one question in FastChat's schema, which its judge reads."""
+    digest = hashlib.sha256(f"{model_id}/{question_id}".encode()).hexdigest()
     return {
         "question_id": question_id,
-        "answer_id": _answer_id(model_id, question_id),
+        "answer_id": digest[:22],
         "model_id": model_id,
         "choices": [{"index": 0, "turns": turns}],
         "tstamp": time.time(),
@@ -216,10 +200,6 @@ def model_answers(lines: Sequence[Line]) -> list[Line]:
         turns = line["choices"][0]["turns"]
         found.append(model_answer(line["question_id"], line["model_id"], turns))
     return found
-
-
-def _answer_id(model_id: str, question_id: int | str) -> str:
-    return hashlib.sha256(f"{model_id}/{question_id}".encode()).hexdigest()[:22]
 
 
 def samples(

@@ -82,7 +82,7 @@ def best_tree(fits: CrossFit, num_nodes: int, overheads: Overheads) -> ChosenTre
         fits.node_shares(source, size),
         fits.walk(source, size),
         searches=searches,
-        sizes=[_timed(each, fits.walk(source, each), overheads[each]) for each in sizes],
+        sizes=_timed({each: fits.walk(source, each) for each in sizes}, overheads),
         judged=[fits.judged(half, source, size) for half in (0, 1)],
         searched=fits.whole[source][:STOCK_NODES],
     )
@@ -103,20 +103,29 @@ def best_dynamic_tree(
     return replace(
         best_tree(fits, size, {}),
         walked=walks[size],
-        sizes=[_timed(each, walks[each], overheads[each]) for each in sorted(overheads)],
+        sizes=_timed(walks, overheads),
         dynamic=tree.resized(size),
     )
 
 
-def _timed(nodes: int, walked: Walk, overhead: float) -> TimedSize:
-    expected = walked.estimate()
-    return TimedSize(
-        nodes=nodes,
-        overhead=rounded(overhead),
-        expected_acceleration_rate=rounded(expected.rate),
-        expected_standard_error=rounded(expected.standard_error),
-        expected_speedup=rounded(expected.rate / overhead),
-    )
+def _timed(walks: Mapping[int, Walk], overheads: Overheads) -> list[TimedSize]:
+    rows = []
+    for size in sorted(overheads):
+        rows.append(TimedSize(nodes=size, **expected(walks[size], overheads[size])))
+    return rows
+
+
+def expected(walked: Walk, overhead: float | None = None) -> dict[str, float | None]:
+    """The fields of `Expected`."""
+    found = walked.estimate()
+    figures = {
+        "expected_acceleration_rate": rounded(found.rate),
+        "expected_standard_error": rounded(found.standard_error),
+    }
+    if overhead is not None:
+        figures["overhead"] = rounded(overhead)
+        figures["expected_speedup"] = rounded(found.rate / overhead)
+    return figures
 
 
 def chains(most: int) -> dict[int, tuple[TreePath, ...]]:
@@ -134,20 +143,16 @@ def chosen_chain(
     rates, figures = {}, []
     for num_tokens, chain in chains(most).items():
         walked = walk(ranks, chain)
-        expected = walked.estimate()
         row = ChainLength(
             draft_tokens=num_tokens,
-            expected_acceleration_rate=rounded(expected.rate),
-            expected_standard_error=rounded(expected.standard_error),
             new=expected_on_new(ranks, walked),
+            **expected(walked, timed.get(num_tokens)),
         )
-        cost = timed.get(num_tokens)
-        if cost is not None:
-            rates[num_tokens] = walked.acceleration_rate
-            speedup = rounded(expected.rate / cost)
-            row = replace(row, overhead=rounded(cost), expected_speedup=speedup)
         figures.append(row)
-    return (fastest(rates, timed) if timed else default), figures
+        rates[num_tokens] = walked.acceleration_rate
+    if not timed:
+        return default, figures
+    return fastest({number: rates[number] for number in timed}, timed), figures
 
 
 def expected_on_new(text: HeldOutRanks | HeldOutPlaces, walked: Walk) -> NewAnswers:
@@ -155,9 +160,4 @@ def expected_on_new(text: HeldOutRanks | HeldOutPlaces, walked: Walk) -> NewAnsw
     num_new = int((~text.seen).sum())
     if num_new < ENOUGH_NEW:
         return NewAnswers(answers=num_new)
-    expected = walked.new().estimate()
-    return NewAnswers(
-        answers=num_new,
-        expected_acceleration_rate=rounded(expected.rate),
-        expected_standard_error=rounded(expected.standard_error),
-    )
+    return NewAnswers(answers=num_new, **expected(walked.new()))

@@ -26,6 +26,7 @@ from pipeline.decoding.tree import Choices, stock_tree
 from pipeline.errors import ConfigError, DataError
 from pipeline.evaluation.native import check_native
 from pipeline.evaluation.prompts import (
+    SILENT,
     CheckRequest,
     Prompt,
     question_prompts,
@@ -54,7 +55,7 @@ AnswerLines = dict[str, list[Line]]  # by method
 
 
 def measure(
-    request: CheckRequest, engine: str, progress: ProgressReporter | None = None
+    request: CheckRequest, engine: str, progress: ProgressReporter = SILENT
 ) -> tuple[CheckResult, AnswerLines]:
     """One engine's part of a check: `native` or `vllm`; native decoding's answers beside it.
 
@@ -114,7 +115,7 @@ def measure_heads(
     gpus: int = 0,
     num_prompts: int = 32,
     draft_tokens: int | None = None,
-    progress: ProgressReporter | None = None,
+    progress: ProgressReporter = SILENT,
 ) -> tuple[MeasuredHeads, AnswerLines]:
     """Decode questions with the heads of `directory` and without, in each engine of `settings`.
 
@@ -264,7 +265,7 @@ def _prompts(
     settings: CheckConfig,
     gpus: int,
     number: int,
-    progress: ProgressReporter | None,
+    progress: ProgressReporter,
 ) -> list[Prompt]:
     path = Path(str(settings.prompts))
     if not path.is_file():

@@ -34,7 +34,7 @@ from pipeline.evaluation.answers import (
     top_2_gap,
 )
 from pipeline.evaluation.overhead import fastest_threads
-from pipeline.evaluation.prompts import CheckRequest, Prompt, rule_of
+from pipeline.evaluation.prompts import SILENT, CheckRequest, Prompt, rule_of
 from pipeline.evaluation.speed import (
     ACCELERATED,
     PLAIN,
@@ -84,7 +84,7 @@ class Measurement:
 
 
 def check_native(
-    request: CheckRequest, progress: ProgressReporter | None = None
+    request: CheckRequest, progress: ProgressReporter = SILENT
 ) -> tuple[CheckResult, dict[str, list[Line]]]:
     """Decode every prompt plainly, with the tree and by the baselines.
 
@@ -95,7 +95,6 @@ def check_native(
         ConfigError: No answer took a step.
     """
     settings, prompts = request.settings, request.prompts
-    progress = progress or ProgressReporter()
     repetitions = settings.repeats
     if rule_of(settings) is not greedy_acceptance:
         repetitions += 1

@@ -5,26 +5,23 @@ Drift is measured on the published weights, merged and rounded, not on the adapt
 made from. Both models are loaded one after the other and read the same held-out rows; the
 original's log-probabilities of at most `MAX_POSITIONS` positions are kept in memory meanwhile.
 
-Letters: N positions, V vocabulary.
+Letters: T answer tokens, V vocabulary.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from pipeline.artifacts.check_result import Line, TunedDrift
 from pipeline.artifacts.generated_rows import TokenRow
 from pipeline.config import CheckConfig
 from pipeline.conversations.conversation import Conversation
-from pipeline.decoding.steps import last_positions
-from pipeline.evaluation.answers import model_answer
-from pipeline.evaluation.prompts import answered_questions
+from pipeline.evaluation.answers import log_probabilities, model_answer
+from pipeline.evaluation.prompts import SILENT, Prompt, answered_questions
 from pipeline.execution.progress import ProgressReporter
 from pipeline.targets.loading import load_causal_lm
 from pipeline.targets.spec import TargetSpec, load_tokenizer
@@ -57,13 +54,21 @@ class OriginalRequest:
 
 
 def beside_the_original(
-    request: OriginalRequest, progress: ProgressReporter | None = None
+    request: OriginalRequest, progress: ProgressReporter = SILENT
 ) -> tuple[TunedDrift, list[Line]]:
     """The drift of the published weights, and the original's answers in FastChat's schema."""
-    drift = published_drift(request.original, request.published, request.rows, request.gpus)
-    if not request.questions:
-        return drift, []
-    return drift, _answers(request, progress)
+    original, settings, gpus = request.original, request.settings, request.gpus
+    drift = published_drift(original, request.published, request.rows, gpus)
+    lines: list[Line] = []
+    if request.questions:
+        tokenizer, name = load_tokenizer(original), f"{request.name}-{ORIGINAL}"
+        answered = answered_questions(
+            original, request.questions, settings, "transformers", gpus, progress
+        )
+        for question, turns in answered:
+            texts = [tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in turns]
+            lines.append(model_answer(question, name, texts))
+    return drift, lines
 
 
 @torch.inference_mode()
@@ -74,53 +79,29 @@ def published_drift(
     wrote.
     """
     device = "cuda" if gpus else "cpu"
-    chosen = first_positions(rows)
+    prompts, answers = first_positions(rows)
     model = load_causal_lm(original, device, max(1, gpus))
-    expected = [log_p_NV.cpu() for log_p_NV, _ in _log_probabilities(model, chosen)]
+    expected = [log_p_TV.cpu() for log_p_TV in log_probabilities(model, prompts, answers)]
     del model
     gc.collect()
     model = load_causal_lm(published, device, max(1, gpus))
     drift = Drift.zero(torch.device("cpu"))
-    found = _log_probabilities(model, chosen)
-    for log_p_NV, (log_q_NV, labels_N) in zip(expected, found, strict=True):
-        drift.add(log_p_NV, log_q_NV.cpu(), labels_N.cpu())
+    found = log_probabilities(model, prompts, answers)
+    for log_p_TV, log_q_TV, answer in zip(expected, found, answers, strict=True):
+        drift.add(log_p_TV, log_q_TV.cpu(), torch.tensor(answer))
     return drift.figures()
 
 
-def first_positions(rows: Sequence[TokenRow], room: int = MAX_POSITIONS) -> list[TokenRow]:
-    """The first `room` target-written tokens of rows that have any; the last row is cut there."""
-    chosen: list[TokenRow] = []
+def first_positions(
+    rows: Sequence[TokenRow], room: int = MAX_POSITIONS
+) -> tuple[list[Prompt], list[list[int]]]:
+    """The first `room` target-written tokens, span by span, and the text before each span."""
+    prompts, answers = [], []
     for row in rows:
-        spans = []
         for span in row.spans:
             if room:
-                spans.append(replace(span, end=min(span.end, span.start + room)))
-                room -= len(spans[-1])
-        if spans:
-            chosen.append(replace(row, spans=spans))
-    return chosen
-
-
-def _log_probabilities(model: Any, rows: Sequence[TokenRow]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield for each row the log-probabilities [N, V] at its target-written tokens, and these
-    tokens [N].
-    """
-    for row in rows:
-        ids, first, last = row.input_ids.tolist(), row.spans[0].start, row.spans[-1].end
-        _, logits_TV = last_positions(model, ids[: last - 1], last - first)
-        written = [place for span in row.spans for place in range(span.start, span.end)]
-        logits_NV = logits_TV[torch.tensor(written, device=logits_TV.device) - first]
-        yield logits_NV.float().log_softmax(-1), torch.tensor([ids[place] for place in written])
-
-
-def _answers(request: OriginalRequest, progress: ProgressReporter | None) -> list[Line]:
-    """The original's answers to the questions, each turn after its own to the turns before."""
-    original, settings, gpus = request.original, request.settings, request.gpus
-    tokenizer = load_tokenizer(original)
-    lines = []
-    for question, turns in answered_questions(
-        original, request.questions, settings, "transformers", gpus, progress
-    ):
-        texts = [tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in turns]
-        lines.append(model_answer(question, f"{request.name}-{ORIGINAL}", texts))
-    return lines
+                ids = row.input_ids[: min(span.end, span.start + room)].tolist()
+                prompts.append(Prompt(row.id, ids[: span.start]))
+                answers.append(ids[span.start :])
+                room -= len(answers[-1])
+    return prompts, answers

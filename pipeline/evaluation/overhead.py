@@ -24,6 +24,7 @@ from pipeline.artifacts.trained_heads import read_trained_heads
 from pipeline.decoding.decoder import Decoder, plain_decoder
 from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.decoding.tree import Choices
+from pipeline.evaluation.prompts import SILENT
 from pipeline.execution.progress import ProgressReporter
 from pipeline.heads.kind import Heads
 from pipeline.targets.loading import input_device, load_causal_lm
@@ -46,7 +47,7 @@ def measure_overheads(
     chains: Mapping[int, Choices | DynamicTree],
     prompts: list[list[int]],
     gpus: int,
-    progress: ProgressReporter | None = None,
+    progress: ProgressReporter = SILENT,
 ) -> tuple[dict[int, float], dict[int, float]]:
     """`overhead_curve` of trained heads on the target, loaded here, with trees and with chains."""
     model = load_causal_lm(target, "cuda" if gpus else "cpu", max(1, gpus))
@@ -65,7 +66,7 @@ def overhead_curve(
     trees: Mapping[int, Choices | DynamicTree],
     prompts: Sequence[Sequence[int]],
     max_length: int,
-    progress: ProgressReporter | None = None,
+    progress: ProgressReporter = SILENT,
 ) -> dict[int, float]:
     """The overhead of each tree, by its number of nodes, on prompts such as the check's; empty
     without trees.
@@ -82,7 +83,6 @@ def overhead_curve(
     # No more room than the steps need: every decoder allocates a cache.
     room = min(max_length, max(map(len, prompts)) + 1 + NUM_STEPS * (deepest + 1))
     plain = plain_decoder(model, eos_token_ids=(), max_length=room)
-    progress = progress or ProgressReporter()
     with fastest_threads(plain, prompts[0]):
         progress.begin("a first look at each size", len(trees), unit="sizes")
         decoders: dict[int, Decoder] = {}
@@ -114,7 +114,7 @@ def overheads(
     plain: Decoder,
     others: Mapping[Name, Decoder],
     prompts: Sequence[Sequence[int]],
-    progress: ProgressReporter | None = None,
+    progress: ProgressReporter = SILENT,
 ) -> dict[Name, float]:
     """Seconds of each decoder's step over those of a plain one, on the same prompts, without
     warm-up.
@@ -127,8 +127,7 @@ def overheads(
         plainly += step_seconds(plain, prompt_ids)
         for name, decoder in others.items():
             seconds[name] += step_seconds(decoder, prompt_ids)
-        if progress:
-            progress.advance()
+        progress.advance()
     return {name: undisturbed(taken) / undisturbed(plainly) for name, taken in seconds.items()}
 
 

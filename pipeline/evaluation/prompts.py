@@ -38,6 +38,7 @@ from pipeline.targets.spec import (
     load_tokenizer,
 )
 
+SILENT = ProgressReporter()  # shows nothing
 MORE_PER_TURN = 16  # at least the tokens of a template between an answer and the next question
 
 
@@ -163,7 +164,7 @@ def question_prompts(
     settings: CheckConfig,
     engine: EngineName,
     gpus: int,
-    progress: ProgressReporter | None = None,
+    progress: ProgressReporter = SILENT,
 ) -> Prompts:
     """The prompt of every turn, with the target's own answers to the turns before it; the last is
     not answered.
@@ -194,7 +195,7 @@ def answered_questions(
     settings: CheckConfig,
     engine: EngineName,
     gpus: int,
-    progress: ProgressReporter | None = None,
+    progress: ProgressReporter = SILENT,
 ) -> list[tuple[int | str, list[list[int]]]]:
     """The target's own answers to every turn of each question, as token ids; arguments as of
     `question_prompts`.
@@ -216,7 +217,7 @@ def _conversed(
     settings: CheckConfig,
     engine: EngineName,
     gpus: int,
-    progress: ProgressReporter | None,
+    progress: ProgressReporter,
     *,
     answers_last: bool = True,
 ) -> tuple[TargetSpec, list[Dialogue]]:
@@ -240,12 +241,12 @@ def _conversed(
     if not any(dialogue.needs_answers for dialogue in dialogues):
         converse(dialogues, None)
         return target, dialogues
-    progress = progress or ProgressReporter()
-    num_answers = _num_turns(questions) - (0 if answers_last else len(questions))
+    num_answers = _num_turns(questions)
+    if not answers_last:
+        num_answers -= len(questions)
     progress.begin("the prompts of later turns", num_answers, unit="answers")
     running = make_generation_engine(engine, target, {}, gpus)
-    with contextlib.closing(running):
-        converse(dialogues, Counted(running, progress))
+    answer_all(running, dialogues, progress)
     return target, dialogues
 
 
@@ -267,6 +268,14 @@ class Counted:
             num_tokens = sum(len(completion.token_ids) for completion in completions)
             self._progress.advance(len(completions), num_tokens)
         return completions
+
+
+def answer_all(
+    engine: GenerationEngine, dialogues: Sequence[Dialogue], progress: ProgressReporter
+) -> None:
+    """Run the conversations to their end, and close the engine."""
+    with contextlib.closing(engine):
+        converse(dialogues, Counted(engine, progress))
 
 
 def with_room(target: TargetSpec, settings: CheckConfig) -> TargetSpec:

@@ -34,7 +34,7 @@ from pipeline.artifacts.tree_file import ChainLength
 from pipeline.config import LatencyLimits
 from pipeline.decoding.held_out import rate_of_answers
 from pipeline.evaluation.answers import compare, tie_tolerance, top_2_gap
-from pipeline.evaluation.prompts import CheckRequest, conversations_of
+from pipeline.evaluation.prompts import SILENT, CheckRequest, conversations_of
 from pipeline.evaluation.speed import rate_on_new_answers, require_steps
 from pipeline.execution.progress import ProgressReporter
 from pipeline.export.layout import read_layout
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 LEVELS = (1, 2, 4, 8, 16, 32, 64)  # concurrent requests
 
 
-def check_served(request: CheckRequest, progress: ProgressReporter | None = None) -> CheckResult:
+def check_served(request: CheckRequest, progress: ProgressReporter = SILENT) -> CheckResult:
     """Decode every prompt greedily in vLLM, without the heads and with them.
 
     Returns:
@@ -59,8 +59,7 @@ def check_served(request: CheckRequest, progress: ProgressReporter | None = None
     """
     settings, prompts, gpus = request.settings, request.prompts, request.gpus
     with_heads, num_tokens = drafting(request)
-    if progress:
-        progress.begin("vLLM starts", 0)
+    progress.begin("vLLM starts", 0)
     task = DecodeTask(
         request.target,
         [prompt.ids for prompt in prompts],
@@ -69,7 +68,7 @@ def check_served(request: CheckRequest, progress: ProgressReporter | None = None
         gpus=gpus,
     )
     tasks = [task, replace(task, engine_args=with_heads)]
-    plain, accelerated = decode_in_vllm(tasks, progress.report if progress else None)
+    plain, accelerated = decode_in_vllm(tasks, progress.report)
     answers, accepted = accelerated.token_ids, accelerated.accepted
     require_steps(accepted)
 
@@ -159,10 +158,9 @@ class LoadStudy:
     under_load: str
 
 
-def load_study(request: CheckRequest, progress: ProgressReporter | None = None) -> LoadStudy:
+def load_study(request: CheckRequest, progress: ProgressReporter = SILENT) -> LoadStudy:
     """Measure an export under load, `check.repeats` times."""
-    if progress:
-        progress.begin("vLLM's server starts", 0, unit="loads")
+    progress.begin("vLLM's server starts", 0, unit="loads")
     settings = request.settings
     with_heads, _ = drafting(request)
     task = LoadTask(
@@ -174,7 +172,7 @@ def load_study(request: CheckRequest, progress: ProgressReporter | None = None) 
         gpus=request.gpus,
     )
     tasks = [task, replace(task, engine_args=with_heads)]
-    plain, accelerated = serve_under_load(tasks, progress.report if progress else None)
+    plain, accelerated = serve_under_load(tasks, progress.report)
     rows = load_rows(plain, accelerated, settings.slo)
     return LoadStudy(rows, in_words(rows))
 
@@ -187,25 +185,32 @@ def load_rows(
     """The study's rows, from what `serve_under_load` measured of both servers."""
     rows = []
     for before, after in zip(plain, with_heads, strict=True):
-        baseline = before["num_tokens"] / before["seconds"]
-        speed = after["num_tokens"] / after["seconds"]
-        rate = after["acceleration_rate"]
+        rate, found, baseline = (
+            after["acceleration_rate"],
+            _side(after, limits),
+            _side(before, limits),
+        )
+        speedup = found["tokens_per_second"] / baseline["tokens_per_second"]
         rows.append(
             LoadRow(
                 requests=after["requests"],
-                speedup=rounded(round(speed, 4) / round(baseline, 4)),
+                speedup=rounded(speedup),
                 acceleration_rate=None if rate is None else rounded(rate),
-                tokens_per_second=rounded(speed),
-                ttft_ms=_percentiles(after["ttft"]),
-                tpot_ms=_percentiles(after["tpot"]),
-                within_slo=_within(limits, after),
-                baseline_tokens_per_second=rounded(baseline),
-                baseline_ttft_ms=_percentiles(before["ttft"]),
-                baseline_tpot_ms=_percentiles(before["tpot"]),
-                baseline_within_slo=_within(limits, before),
+                **found,
+                **{f"baseline_{name}": figure for name, figure in baseline.items()},
             )
         )
     return rows
+
+
+def _side(measured: Mapping[str, Any], limits: LatencyLimits) -> dict[str, Any]:
+    """One server's figures, under their names in `LoadRow`."""
+    return {
+        "tokens_per_second": rounded(measured["num_tokens"] / measured["seconds"]),
+        "ttft_ms": _percentiles(measured["ttft"]),
+        "tpot_ms": _percentiles(measured["tpot"]),
+        "within_slo": _within(limits, measured),
+    }
 
 
 def _percentiles(seconds: Sequence[float | None]) -> Percentiles:

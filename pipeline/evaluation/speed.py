@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
@@ -30,7 +29,7 @@ import torch
 from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
-from pipeline.artifacts.check_result import Baseline, BaselineSpeed, Category
+from pipeline.artifacts.check_result import Baseline, BaselineSpeed, Category, Speed
 from pipeline.artifacts.json_form import rounded
 from pipeline.artifacts.seen_answers import ENOUGH_NEW, NewAnswers, SeenAnswers
 from pipeline.config import BaselineName
@@ -38,7 +37,7 @@ from pipeline.decoding.acceptance import AcceptanceRule
 from pipeline.decoding.decoder import Decoded, Decoder, acceleration_rate
 from pipeline.decoding.held_out import rate_of_answers
 from pipeline.errors import ConfigError
-from pipeline.evaluation.prompts import Prompt, conversations_of
+from pipeline.evaluation.prompts import SILENT, Prompt, conversations_of
 from pipeline.execution.progress import ProgressReporter
 from pipeline.targets.loading import input_device, load_causal_lm
 from pipeline.targets.spec import TargetSpec
@@ -136,7 +135,7 @@ def take_turns(
     methods: Mapping[str, Decode],
     prompts: Sequence[Prompt],
     failed: dict[str, str] | None = None,
-    progress: ProgressReporter | None = None,
+    progress: ProgressReporter = SILENT,
 ) -> Pass:
     """Decode all prompts once, the methods in turn for each prompt, so that a drifting machine
     slows them all.
@@ -158,8 +157,7 @@ def take_turns(
                 continue
             written[name].append(answer)
             num_tokens += len(answer.token_ids)
-        if progress:
-            progress.advance(tokens=num_tokens)
+        progress.advance(tokens=num_tokens)
     return {name: answers for name, answers in written.items() if name not in failed}
 
 
@@ -189,22 +187,6 @@ class Pace:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Speed:
-    """The speed with heads beside plain decoding's (`baseline_…`), as in report.json."""
-
-    acceleration_rate: float | None
-    standard_error: float | None
-    overhead: float | None
-    speedup: float | None
-    tokens_per_second: float | None
-    baseline_tokens_per_second: float | None
-    time_to_first_token: float | None
-    baseline_time_to_first_token: float | None
-    time_per_output_token: float | None
-    baseline_time_per_output_token: float | None
-
-
 def require_steps(accepted: Iterable[Sequence[int]]) -> None:
     """Refuse answers of which none took a step; `accepted` as in `Decoded`.
 
@@ -226,13 +208,17 @@ def speed(prompts: Sequence[Prompt], passes: Sequence[Pass]) -> Speed:
         standard_error=rounded(rate_of_answers(accepted, conversations_of(prompts)).standard_error),
         overhead=rounded(overhead),
         speedup=rounded(_ratio(accelerated.acceleration_rate, overhead)),
-        tokens_per_second=rounded(accelerated.tokens_per_second, 2),
-        baseline_tokens_per_second=rounded(plain.tokens_per_second, 2),
-        time_to_first_token=rounded(accelerated.time_to_first_token, 6),
-        baseline_time_to_first_token=rounded(plain.time_to_first_token, 6),
-        time_per_output_token=rounded(accelerated.time_per_output_token, 6),
-        baseline_time_per_output_token=rounded(plain.time_per_output_token, 6),
+        **_timed(accelerated),
+        **_timed(plain, "baseline_"),
     )
+
+
+def _timed(pace: Pace, prefix: str = "") -> dict[str, float | None]:
+    return {
+        f"{prefix}tokens_per_second": rounded(pace.tokens_per_second, 2),
+        f"{prefix}time_to_first_token": rounded(pace.time_to_first_token, 6),
+        f"{prefix}time_per_output_token": rounded(pace.time_per_output_token, 6),
+    }
 
 
 def rate_on_new_answers(
@@ -320,8 +306,12 @@ def _part(passes: Sequence[Pass], indices: Sequence[int]) -> list[Pass]:
 
 def steps_by_accepted_length(decoded: Sequence[Decoded]) -> list[int]:
     """The number of steps that accepted 0, 1, 2, … guesses."""
-    counts = Counter(max(0, kept - 1) for one in decoded for kept in one.accepted)
-    return [counts[length] for length in range(max(counts, default=0) + 1)]
+    counts = [0]
+    for one in decoded:
+        for kept in one.accepted:
+            counts += [0] * (kept - len(counts))
+            counts[kept - 1] += 1
+    return counts
 
 
 def _ratio(value: float, other: float) -> float:

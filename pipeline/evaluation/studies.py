@@ -31,7 +31,7 @@ from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from math import nan, sqrt
 from time import perf_counter
-from typing import Literal
+from typing import Any, Literal
 
 from pipeline.artifacts.check_result import BatchRow, ChainRate, Studies, TreeRow, TypicalRow
 from pipeline.artifacts.json_form import rounded
@@ -46,10 +46,10 @@ from pipeline.decoding.tree import STOCK_NODES, TreePath, cartesian_tree, greedy
 from pipeline.evaluation.answer_states import answer_states, guess_places, guess_ranks
 from pipeline.evaluation.answers import mean_log_likelihood
 from pipeline.evaluation.overhead import overheads, step_seconds, with_tree
-from pipeline.evaluation.prompts import Prompt
+from pipeline.evaluation.prompts import SILENT, Prompt
 from pipeline.evaluation.speed import decode_by
 from pipeline.execution.progress import ProgressReporter
-from pipeline.report.facts import (
+from pipeline.report.report import (
     DYNAMIC_TREE,
     SEARCHED_TREE,
     STATIC_TREE,
@@ -77,7 +77,7 @@ def run_studies(
     prompts: Sequence[Prompt],
     answers: Sequence[list[int]],
     calibration: Calibration | None = None,
-    progress: ProgressReporter | None = None,
+    progress: ProgressReporter = SILENT,
 ) -> Studies | None:
     """The rows of the native studies that `settings` name; None where there is none.
 
@@ -89,24 +89,19 @@ def run_studies(
     """
     asked = [name for name in ("trees", "typical", "heads", "batch") if name in settings.studies]
     num_tokens, few = min(settings.max_new_tokens, MAX_NEW_TOKENS), prompts[:NUM_PROMPTS]
-    found = Studies()
-    for number, name in enumerate(asked):
-        if progress:
-            progress.begin("native", len(asked), done=number, unit="studies")
+    rows: dict[str, Any] = {}
+    for name in asked:
+        progress.begin("native", len(asked), done=len(rows), unit="studies")
         if name == "trees":
-            rows = tree_ladder(plain, accelerated, prompts, answers, calibration)
-            found = replace(found, trees=rows)
+            rows[name] = tree_ladder(plain, accelerated, prompts, answers, calibration)
         elif name == "typical":
             first = settings.first_token
-            found = replace(
-                found, typical=typical_sweep(plain, accelerated, few, num_tokens, first)
-            )
+            rows[name] = typical_sweep(plain, accelerated, few, num_tokens, first)
         elif name == "heads":
-            found = replace(found, heads=heads_used(plain, accelerated, prompts, answers))
+            rows[name] = heads_used(plain, accelerated, prompts, answers)
         else:
-            repeats = settings.repeats
-            found = replace(found, batch=batch_sizes(plain, accelerated, few, num_tokens, repeats))
-    return found if asked else None
+            rows[name] = batch_sizes(plain, accelerated, few, num_tokens, settings.repeats)
+    return Studies(**rows) if asked else None
 
 
 def tree_ladder(

@@ -39,6 +39,7 @@ from pipeline.evaluation.choosing import (
     best_tree,
     chains,
     chosen_chain,
+    expected,
     expected_on_new,
     given_tree,
 )
@@ -117,7 +118,7 @@ def _measure_and_choose(
     if default == "auto":
         default = config.train.num_heads
     num_tokens, chain = chosen_chain(ranks, most, default, chain_overheads)
-    expected = tree.walked.estimate()
+    estimate = tree.walked.estimate()
     judged: HeldOutRanks | HeldOutPlaces = ranks
     if tree.dynamic is not None and places is not None:
         judged = places
@@ -125,8 +126,8 @@ def _measure_and_choose(
         choices=tree.choices,
         node_shares=tree.node_shares,
         accuracies=rank_accuracies(hits_KR, counts_K),
-        expected_acceleration_rate=expected.rate,
-        expected_standard_error=rounded(expected.standard_error),
+        expected_acceleration_rate=estimate.rate,
+        expected_standard_error=rounded(estimate.standard_error),
         num_speculative_tokens=num_tokens,
         chain=chain,
         dynamic=tree.dynamic,
@@ -144,13 +145,12 @@ def _measure_and_choose(
         dynamic=tree.dynamic,
         searches=tree.searches,
         sizes=tree.sizes or None,
-        expected_acceleration_rate=rounded(expected.rate),
-        expected_standard_error=rounded(expected.standard_error),
         answers=len(judged.seen),
         seen_share=round(float(judged.seen.mean()), 4),
         new=expected_on_new(judged, tree.walked),
         num_speculative_tokens=num_tokens,
         chain=chain,
+        **expected(tree.walked),
     )
     return CalibrateResult(
         heads=_accuracies(ranks, settings.top, config.train.num_heads),

@@ -113,7 +113,7 @@ def held_out_places(
     As `held_out_ranks`, for about `GROWN_POSITIONS` positions.
     """
     rows = _HeldOutRows(text, device)
-    parts_KN = [np.empty((rows.heads.shape.max_depth, 0), np.uint8)]
+    parts_KN = [np.empty((tree.max_depth, 0), np.int16)]
     for hidden_ND, next_N, labels_KN in rows.read(GROWN_POSITIONS, progress):
         parts_KN.append(tree.places(rows.heads, hidden_ND, next_N, labels_KN).cpu().numpy())
     return HeldOutPlaces(np.concatenate(parts_KN, axis=1), *rows.spans())

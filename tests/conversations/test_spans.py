@@ -61,18 +61,14 @@ def test_head_never_learns_across_a_span_boundary():
     ]
 
 
-def test_a_row_without_spans_teaches_nothing():
-    assert feature_positions([]).shape == (0,)
-    assert head_labels([1, 2], [], 3, ("assistant",)).shape == (3, 0)
-
-
-def test_positions_and_labels_are_32_bit():
-    spans = [Span(1, 3, "assistant")]
-    assert (
-        feature_positions(spans).dtype
-        == head_labels([1, 2, 3], spans, 2, ("assistant",)).dtype
-        == np.int32
-    )
+def test_positions_and_labels_are_32_bit_also_without_spans():
+    for spans, num_positions in (([], 0), ([Span(1, 3, "assistant")], 2)):
+        positions, labels = (
+            feature_positions(spans),
+            head_labels([1, 2, 3], spans, 3, ("assistant",)),
+        )
+        assert positions.shape == (num_positions,) and labels.shape == (3, num_positions)
+        assert positions.dtype == labels.dtype == np.int32
 
 
 @pytest.mark.parametrize(("start", "end"), [(0, 2), (3, 3), (4, 3)])

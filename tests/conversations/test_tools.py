@@ -19,32 +19,34 @@ from pipeline.errors import ConfigError
 from tests.conversations.scripted_target import END, SETTINGS, hold, only_row, written
 from tests.conversations.test_template import ENDLESS
 
-CALL = {"name": "weather", "arguments": {"city": "Paris", "days": 2}}
+CALL = '{"name": "weather", "arguments": {"city": "Paris", "days": 2}}'
 RESULT = '{"sky": "clear"}'
-OFFERED = {"name": "weather", "description": "Says the weather.", "parameters": {"type": "object"}}
+OFFERED = (
+    '{"name": "weather", "description": "Says the weather.", "parameters": {"type": "object"}}'
+)
 SHAREGPT = {
     "conversations": [
         {"from": "human", "value": "Weather in Paris?"},
-        {"from": "function_call", "value": json.dumps(CALL)},
+        {"from": "function_call", "value": CALL},
         {"from": "observation", "value": RESULT},
         {"from": "gpt", "value": "Clear."},
         {"from": "human", "value": "Thanks!"},
         {"from": "gpt", "value": "Welcome."},
     ],
-    "tools": json.dumps([OFFERED]),
+    "tools": f"[{OFFERED}]",
 }
-OPENAI_CALL = {"name": "weather", "arguments": json.dumps(CALL["arguments"])}
-OPENAI = {
-    "messages": [
-        {"role": "user", "content": "Weather in Paris?"},
-        {"role": "assistant", "content": None, "tool_calls": [{"function": OPENAI_CALL}]},
-        {"role": "tool", "tool_call_id": "c1", "content": RESULT},
-        {"role": "assistant", "content": "Clear."},
-        {"role": "user", "content": "Thanks!"},
-        {"role": "assistant", "content": "Welcome."},
-    ],
-    "tools": [{"type": "function", "function": OFFERED}],
-}
+OPENAI = json.loads(
+    """{"messages": [
+    {"role": "user", "content": "Weather in Paris?"},
+    {"role": "assistant", "content": null, "tool_calls": [{"id": "c1", "type": "function",
+        "function": {"name": "weather", "arguments": "{\\"city\\": \\"Paris\\", \\"days\\": 2}"}}]},
+    {"role": "tool", "tool_call_id": "c1", "content": "{\\"sky\\": \\"clear\\"}"},
+    {"role": "assistant", "content": "Clear."},
+    {"role": "user", "content": "Thanks!"},
+    {"role": "assistant", "content": "Welcome."}
+    ], "tools": [{"type": "function", "function": {"name": "weather",
+        "description": "Says the weather.", "parameters": {"type": "object"}}}]}"""
+)
 # As Qwen's: calls in the answer, results as a user's turn, offers in the system prompt.
 CALLING = """{% if tools %}<|im_start|>system
 {% for tool in tools %}{{ tool | tojson }}{% endfor %}<|im_end|>
@@ -70,21 +72,20 @@ def test_calls_and_results_are_read_in_both_spellings(row):
     found = conversation(row)
     roles = [message.role for message in found.messages]
     assert roles == ["user", "assistant", "tool", "assistant", "user", "assistant"]
-    assert json.loads(found.messages[1].tool_calls) == [CALL] and found.messages[1].content == ""
-    assert found.messages[2].content == RESULT
-    assert json.loads(found.tools) == [{"type": "function", "function": OFFERED}]
+    assert found.messages[1:3] == (Message("assistant", "", f"[{CALL}]"), Message("tool", RESULT))
+    assert json.loads(found.tools) == OPENAI["tools"]
     assert [turn.answer for turn in found.turns] == ["Clear.", "Welcome."]
 
 
 def test_the_character_limit_counts_calls():
     num_characters = sum(len(message.text) for message in conversation().messages)
-    assert num_characters > len(RESULT) + len(json.dumps(CALL))
+    assert num_characters > len(RESULT) + len(CALL)
     assert isinstance(conversation(max_characters=num_characters), Conversation)
     assert conversation(max_characters=num_characters - 1).reason is Reason.TOO_LONG
 
 
 def test_every_call_has_an_id_which_its_result_names():
-    two = Message("assistant", "", json.dumps([CALL, CALL | {"name": "clock"}]))
+    two = Message("assistant", "", f'[{CALL}, {{"name": "clock", "arguments": {{}}}}]')
     chat = [two, Message("tool", "one"), Message("tool", "two")] * 2
     given = for_template(chat, str)
     ids = [call["id"] for message in given for call in message.get("tool_calls", ())]
@@ -102,20 +103,20 @@ def test_a_conversation_can_be_cut_before_a_call_or_rejected():
 
 
 @pytest.mark.parametrize(
-    ("turn", "reason"),
+    ("name", "value", "reason"),
     [
-        ({"from": "function_call", "value": ""}, Reason.EMPTY),
-        ({"from": "function_call", "value": "weather(Paris)"}, Reason.BROKEN_JSON),
-        ({"from": "function_call", "value": "[" * 100_000}, Reason.BROKEN_JSON),
-        ({"from": "function_call", "value": '{"arguments": {}}'}, Reason.NOT_TEXT),
-        ({"from": "function_call", "value": '{"name": "f", "arguments": NaN}'}, Reason.BROKEN_JSON),
-        ({"from": "observation", "value": ""}, Reason.EMPTY),
-        ({"from": "observation", "value": None}, Reason.NOT_TEXT),
+        ("function_call", "", Reason.EMPTY),
+        ("function_call", "weather(Paris)", Reason.BROKEN_JSON),
+        ("function_call", "[" * 100_000, Reason.BROKEN_JSON),
+        ("function_call", '{"arguments": {}}', Reason.NOT_TEXT),
+        ("function_call", '{"name": "f", "arguments": NaN}', Reason.BROKEN_JSON),
+        ("observation", "", Reason.EMPTY),
+        ("observation", None, Reason.NOT_TEXT),
     ],
 )
-def test_a_broken_call_or_result_rejects_its_row(turn, reason):
+def test_a_broken_call_or_result_rejects_its_row(name, value, reason):
     turns = list(SHAREGPT["conversations"])
-    turns[1 if turn["from"] == "function_call" else 2] = turn
+    turns[("human", "function_call", "observation").index(name)] = {"from": name, "value": value}
     assert conversation({"conversations": turns}).reason is reason
 
 
@@ -173,7 +174,7 @@ def test_a_template_of_one_call_ends_a_conversation_before_two(tokenizer):
     picky = "{% if " + two_calls + " %}{{ raise_exception('one call at a time') }}{% endif %}"
     template = ChatTemplate(tokenizer, CALLING.replace("<|im_start|>{{", picky + "<|im_start|>{{"))
     two = copy.deepcopy(SHAREGPT)
-    two["conversations"][1]["value"] = json.dumps([CALL, CALL])
+    two["conversations"][1]["value"] = f"[{CALL}, {CALL}]"
     for row, num_answers in ((SHAREGPT, 2), (two, 1)):
         dialogue = Dialogue(conversation(row), template, SETTINGS)
         hold(dialogue, tokenizer, "Sunny.", "Bye.")

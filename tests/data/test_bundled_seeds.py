@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import re
 from collections import Counter
@@ -14,11 +15,13 @@ import yaml
 from pipeline.config import SeedsConfig
 from pipeline.conversations.conversation import Conversation
 from pipeline.conversations.duplicates import plain
+from pipeline.conversations.requests import distinct_n
 from pipeline.conversations.sources import source_readers
 
 DATA = Path(__file__).parents[2] / "data"
 SHAREGPT, ULTRACHAT = DATA / "seeds.sharegpt.jsonl", DATA / "seeds.ultrachat.jsonl"
 TOPICS = sorted((DATA / "topics").glob("*.yaml"))
+PARTS = ("opening", "more", "closing")
 HAN = re.compile(r"[一-鿿]")
 
 
@@ -26,16 +29,14 @@ def rows(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
 
 
-def turns(row: dict) -> list[str]:
-    """The row's user and assistant texts in order, read without the pipeline's own readers."""
-    if "data" in row:
-        return row["data"]
-    return [message["value"] for message in row["conversations"] if message["from"] != "system"]
-
-
 @pytest.fixture(scope="module")
 def conversations() -> list[list[str]]:
-    return [turns(row) for path in (SHAREGPT, ULTRACHAT) for row in rows(path)]
+    """User and assistant texts in turn, read without the pipeline's own readers."""
+    found = [row["data"] for row in rows(ULTRACHAT)]
+    for row in rows(SHAREGPT):
+        turns = row["conversations"]
+        found.append([turn["value"] for turn in turns if turn["from"] != "system"])
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -56,106 +57,69 @@ def test_the_composer_writes_the_bundled_files_byte_for_byte(composer):
         )
 
 
-def test_each_form_has_hundreds_of_conversations_in_less_than_a_megabyte():
-    for path in (SHAREGPT, ULTRACHAT):
-        assert len(rows(path)) >= 200
-        assert path.stat().st_size < 1_000_000
+@pytest.mark.parametrize("path", [SHAREGPT, ULTRACHAT], ids=["sharegpt", "ultrachat"])
+def test_each_form_has_hundreds_of_rows_in_a_megabyte(path):
+    ids = [row["id"] for row in rows(path)]
+    assert len(set(ids)) == len(ids) >= 200
+    assert path.stat().st_size < 1_000_000
 
 
-def test_sharegpt_rows_alternate_human_and_gpt_after_at_most_one_system_prompt():
-    speakers = [[message["from"] for message in row["conversations"]] for row in rows(SHAREGPT)]
-    assert 0.2 < sum(each[0] == "system" for each in speakers) / len(speakers) < 0.6
-    for each in speakers:
-        spoken = each[1:] if each[0] == "system" else each
-        assert spoken == ["human", "gpt"] * (len(spoken) // 2)
+def test_a_share_of_sharegpt_rows_has_a_system_prompt():
+    first = [row["conversations"][0]["from"] for row in rows(SHAREGPT)]
+    assert 0.2 < first.count("system") / len(first) < 0.6
 
 
-def test_ultrachat_rows_are_lists_of_texts_that_end_with_an_answer():
-    for row in rows(ULTRACHAT):
-        assert row["data"] and len(row["data"]) % 2 == 0
-        assert all(isinstance(text, str) for text in row["data"])
-
-
-def test_conversations_have_two_to_five_turns_and_all_lengths_occur(conversations):
-    lengths = Counter(len(each) // 2 for each in conversations)
-    assert set(lengths) == {2, 3, 4, 5}
+def test_conversations_have_two_to_five_turns(conversations):
+    lengths = Counter(len(each) for each in conversations)
+    assert set(lengths) == {4, 6, 8, 10}
     assert min(lengths.values()) > 0.05 * len(conversations)
 
 
-def test_ids_are_unique_and_no_conversation_appears_twice(conversations):
-    ids = [row["id"] for path in (SHAREGPT, ULTRACHAT) for row in rows(path)]
-    assert len(set(ids)) == len(ids)
-    assert len({tuple(each) for each in conversations}) == len(conversations)
-
-
-def test_no_two_conversations_open_with_the_same_question(conversations):
-    questions = [plain(each[0]) for each in conversations]
-    assert len(set(questions)) == len(questions)
-
-
-def test_no_two_answers_begin_with_the_same_words(conversations):
+def test_no_two_questions_or_answers_begin_alike(conversations):
+    questions = {plain(each[0]) for each in conversations}
+    assert len(questions) == len(conversations)
     beginnings = []
-    for answer in (answer for each in conversations for answer in each[1::2]):
-        pieces = list(answer)[:24] if HAN.search(answer) else answer.split()[:20]
-        beginnings.append(tuple(pieces))
+    for each in conversations:
+        for answer in each[1::2]:
+            beginnings.append(tuple(pieces(answer)[: 24 if HAN.search(answer) else 20]))
     assert len(set(beginnings)) == len(beginnings)
 
 
-def test_a_tenth_or_more_is_chinese_and_the_rest_has_no_chinese_character(conversations):
-    share = sum(all(HAN.search(text) for text in each) for each in conversations) / len(
-        conversations
-    )
-    mixed = [
-        each
-        for each in conversations
-        if 0 < sum(bool(HAN.search(text)) for text in each) < len(each)
-    ]
-    assert 0.08 <= share <= 0.2
-    assert not mixed
+def pieces(text: str) -> list[str]:
+    return list(text) if HAN.search(text) else text.split()
 
 
-def test_no_slot_is_left_open_and_every_text_reads_as_a_text(conversations):
-    for text in (text for each in conversations for text in each):
+def test_a_tenth_is_chinese_throughout_and_the_rest_not_at_all(conversations):
+    chinese = [[HAN.search(text) is not None for text in each] for each in conversations]
+    assert 0.08 <= sum(map(all, chinese)) / len(conversations) <= 0.2
+    assert all(any(each) == all(each) for each in chinese)
+
+
+def test_every_text_is_a_text_without_open_slots(conversations):
+    for text in itertools.chain.from_iterable(conversations):
         prose = re.sub(r"```.*?```|`[^`]*`", "code", text, flags=re.DOTALL)
         assert not re.search(r"[{}]|None|  |\.\.| [,.?!]", prose), text
         assert text == text.strip() and not text[0].islower(), text
 
 
-def test_answers_are_long_enough_to_measure_decoding_on(conversations):
-    words = sorted(
-        len(text.split()) for each in conversations for text in each[1::2] if not HAN.search(text)
-    )
-    assert words[len(words) // 20] >= 25
-    assert words[-1] <= 150
-
-
-def test_no_answer_repeats_itself(conversations):
-    for text in (text for each in conversations for text in each[1::2]):
-        pieces = list(text) if HAN.search(text) else text.split()
-        grams = list(zip(*(pieces[start:] for start in range(4)), strict=False))
-        assert len(set(grams)) > 0.75 * len(grams), text
+def test_answers_are_long_and_repeat_nothing(conversations):
+    answers = [answer for each in conversations for answer in each[1::2]]
+    words = sorted(len(answer.split()) for answer in answers if not HAN.search(answer))
+    assert words[len(words) // 20] >= 25 and words[-1] <= 150
+    for answer in answers:
+        assert distinct_n(pieces(answer)) > 0.75, answer
 
 
 @pytest.mark.parametrize("path", TOPICS, ids=lambda path: path.stem)
-def test_every_subject_of_a_topic_has_every_value_and_every_value_is_used(path):
+def test_every_subject_has_every_value_and_every_value_is_used(path):
     topic = yaml.CSafeLoader(path.read_text("utf-8")).get_single_data()
+    sums = topic.get("sums", {})
+    text = json.dumps([topic[part] for part in PARTS])
+    used = {*re.findall(r"\{([a-z_]+)", text), *itertools.chain(*sums.values())}
     keys = set(topic["subjects"][0])
-    asked = set(
-        re.findall(
-            r"\{([a-z_]+)", json.dumps([topic[part] for part in ("opening", "more", "closing")])
-        )
-    )
-    summed = {
-        side
-        for operands in topic.get("sums", {}).values()
-        for side in operands
-        if isinstance(side, str)
-    }
-    for subject in topic["subjects"]:
-        assert set(subject) == keys and None not in subject.values(), (
-            subject
-        )  # a stray comma makes a key of its own
-    assert keys | set(topic.get("words", {})) | set(topic.get("sums", {})) <= asked | summed
+    for subject in topic["subjects"]:  # a stray comma makes a key of its own
+        assert set(subject) == keys and None not in subject.values(), subject
+    assert {*keys, *topic.get("words", {}), *sums} <= used
 
 
 @pytest.mark.parametrize("name", [path.stem for path in TOPICS])
@@ -177,7 +141,7 @@ def test_an_answer_repeats_only_words_that_were_asked(composer, name):
 
     openings = [ask for exchange in topic["opening"] for ask in exchange["ask"]]
     always_asked = set.intersection(*map(words_in, openings))
-    for part in ("opening", "more", "closing"):
+    for part in PARTS:
         for exchange in topic[part]:
             for ask in exchange["ask"]:
                 known = words_in(ask)
@@ -186,33 +150,11 @@ def test_an_answer_repeats_only_words_that_were_asked(composer, name):
                 assert words_in(exchange["say"]) <= known, ask
 
 
-def test_sums_are_right(composer):
-    slots = composer.choose_slots(
-        {"words": {"count": [4]}, "sums": {"total": ["count", "*", 3], "rest": [20, "-", "total"]}},
-        {"item": "cups"},
-        composer.random.Random(0),
-    )
-    assert slots == {"item": "cups", "count": 4, "total": 12, "rest": 8}
-
-
-def test_slots_render_in_every_form(composer):
-    slots = {"dish": "fried rice", "needs": ["rice", "peas", "salt"], "count": 3}
-    assert composer.fill("{dish^}: {needs,}.", slots) == "Fried rice: rice, peas and salt."
-    assert composer.fill("{needs#}", slots) == "1. rice\n2. peas\n3. salt"
-    assert composer.fill("{needs*}", slots) == "- rice\n- peas\n- salt"
-    assert composer.fill("{count} {needs、} {needs2} {}", slots) == "3 rice、peas、salt peas {}"
-    with pytest.raises(KeyError):
-        composer.fill("{drink}", slots)
-
-
 def test_the_example_of_each_form_is_read_to_its_last_row():
     folder = DATA / "forms"
     (reader,) = source_readers(SeedsConfig.model_validate({"sources": [{"path": folder}]}))
     found = list(reader)
     assert all(isinstance(each, Conversation) for each in found), found
-    rows_of = {count.name: count.rows for count in reader.read}
-    assert rows_of.keys() == {path.name for path in folder.iterdir()} and not reader.skipped
-    assert sum(rows_of.values()) == len(found) == 13 and set(rows_of.values()) == {2, 3}
-    asked = {each.messages[0].content for each in found}
-    assert {"What is 7 times 8?", "Is there a boat after five?", "Count to four."} <= asked
-    assert sum(any(message.role == "tool" for message in each.messages) for each in found) == 2
+    assert {count.name for count in reader.read} == {path.name for path in folder.iterdir()}
+    assert {count.rows for count in reader.read} == {2, 3} and len(found) == 13
+    assert sum(any(message.uses_tools for message in each.messages) for each in found) == 2

@@ -1,116 +1,122 @@
-"""The figures of the served check; the target is loaded only where sequences differ."""
+"""The figures of the checks in vLLM, whose answers and times are given here."""
 
 from __future__ import annotations
 
 import itertools
 import math
+import re
 import statistics
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
 
-from pipeline.artifacts.check_result import ChainRate, GreedyMatch, VllmFigures
-from pipeline.artifacts.json_form import to_json
+from pipeline.artifacts.check_result import (
+    ChainRate,
+    CheckFigures,
+    CheckResult,
+    GreedyMatch,
+    LoadRow,
+    Percentiles,
+    Studies,
+    VllmFigures,
+)
 from pipeline.artifacts.seen_answers import NewAnswers
 from pipeline.artifacts.tree_file import ChainLength
-from pipeline.config import CheckConfig
+from pipeline.config import CheckConfig, LatencyLimits
 from pipeline.decoding.decoder import Decoded
 from pipeline.errors import ConfigError
 from pipeline.evaluation import served
 from pipeline.evaluation.prompts import CheckRequest, Prompt
-from pipeline.evaluation.served import accepted_per_position, with_expectations
+from pipeline.evaluation.served import (
+    LEVELS,
+    accepted_per_position,
+    in_words,
+    load_rows,
+    load_study,
+    stops_paying_at,
+    with_expectations,
+)
 from pipeline.evaluation.speed import speed
 from pipeline.export.layout import ExportLayout
 from pipeline.heads.shapes import MedusaShape
+from pipeline.report.documents import report_texts
+from pipeline.report.report import Extras, Report
 from pipeline.targets.spec import TargetSpec
 from pipeline.targets.vllm_decode import VLLMTexts
+from pipeline.targets.vllm_server import LoadTask
 
 PROMPTS = [Prompt("a", [0, 5]), Prompt("b", [0, 6])]
 
 
 @pytest.fixture
 def check(monkeypatch, tiny_target):
-    def run(
-        plain: list[list[int]],
-        accelerated: list[list[int]],
-        prompts: list[Prompt] = PROMPTS,
-        accepted=((3, 1, 3, 1), (2, 1, 2, 1)),
-    ):
+    def run(plain, accelerated, prompts=PROMPTS, accepted=((3, 1, 3, 1), (2, 1, 2, 1))):
         decoded = [
             VLLMTexts(plain, [], seconds=sum(map(len, plain)) / 20.0, model_runner="V2"),
             VLLMTexts(accelerated, accepted, sum(map(len, accelerated)) / 30.0, "V1"),
         ]
         monkeypatch.setattr(served, "decode_in_vllm", lambda *arguments, **more: decoded)
-        layout = ExportLayout(
-            "owner/target", MedusaShape(hidden_size=64, vocab_size=300, num_heads=3)
-        )
+        shape = MedusaShape(hidden_size=64, vocab_size=300, num_heads=3)
+        layout = ExportLayout("owner/target", shape)
         monkeypatch.setattr(served, "read_layout", lambda _: layout)
-        return served.check_served(
-            CheckRequest(TargetSpec(str(tiny_target)), "export", prompts, CheckConfig())
-        )
+        target = TargetSpec(str(tiny_target))
+        return served.check_served(CheckRequest(target, "export", prompts, CheckConfig()))
 
     return run
 
 
-def test_figures_are_per_step_and_equal_sequences_load_no_target(check, monkeypatch):
+def error_of(draws: list[float]) -> float:
+    """The bootstrapped error of two conversations: either one twice or both, times sqrt(2)."""
+    return pytest.approx(math.sqrt(2) * statistics.pstdev(draws), rel=0.1)
+
+
+def test_equal_sequences_load_no_target(check, monkeypatch):
     monkeypatch.setattr(served, "load_causal_lm", None)
-    found = check([[1, 2], [3]], [[1, 2], [3]])
-    # Of two answers of 2 and 1.5 tokens per step, bootstrapped: either one twice or both, and
-    # widened by sqrt(2).
-    draws = [2.0, 1.75, 1.75, 1.5]
-    assert to_json(found) == {
-        "vllm": {
-            "dtype": "float32",
-            "num_speculative_tokens": 3,
-            "export_alone": False,
-            "acceleration_rate": 1.75,
-            "standard_error": pytest.approx(math.sqrt(2) * statistics.pstdev(draws), rel=0.1),
-            "accepted_per_position": [0.5, 0.25, 0.0],
-            "speedup": 1.5,
-            "tokens_per_second": 30.0,
-            "baseline_tokens_per_second": 20.0,
-            "model_runners": {"plain": "V2", "with heads": "V1"},
-            "greedy_match": {"sequences": 2, "identical": 2, "ties": 0},
-            "tie_tolerance": 1e-4,
-        },
-        "differing": [],
-        "samples": [],
-    }
-
-
-def test_where_sequences_differ_the_target_s_own_gap_decides(check, tiny_target):
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    found = check([[1, 2], [3, 9]], [[1, 2], [3, 8]])
-    logits = AutoModelForCausalLM.from_pretrained(tiny_target)(torch.tensor([[0, 6, 3]])).logits[
-        0, -1
-    ]
-    best, second = logits.topk(2).values.tolist()
-    assert found.vllm.greedy_match == GreedyMatch(2, 1, 0)
-    (differing,) = found.differing
-    assert (differing.id, differing.at) == ("b", 1) and differing.gap == pytest.approx(
-        best - second, abs=1e-5
+    assert check([[1, 2], [3]], [[1, 2], [3]]) == CheckResult(
+        vllm=VllmFigures(
+            num_speculative_tokens=3,
+            export_alone=False,
+            acceleration_rate=1.75,
+            standard_error=error_of([2.0, 1.75, 1.75, 1.5]),
+            accepted_per_position=[0.5, 0.25, 0.0],
+            speedup=1.5,
+            tokens_per_second=30.0,
+            baseline_tokens_per_second=20.0,
+            model_runners={"plain": "V2", "with heads": "V1"},
+            greedy_match=GreedyMatch(2, 2, 0),
+            tie_tolerance=1e-4,
+            dtype="float32",
+        )
     )
 
 
+def test_where_sequences_differ_the_target_s_own_gap_decides(check, tiny_target):
+    found = check([[1, 2], [3, 9]], [[1, 2], [3, 8]])
+    model = AutoModelForCausalLM.from_pretrained(tiny_target)
+    best, second = model(torch.tensor([[0, 6, 3]])).logits[0, -1].topk(2).values.tolist()
+    assert found.vllm.greedy_match == GreedyMatch(2, 1, 0)
+    (differing,) = found.differing
+    assert (differing.id, differing.at) == ("b", 1)
+    assert differing.gap == pytest.approx(best - second, abs=1e-5)
+
+
 def test_a_rate_is_that_of_native_decoding_with_the_same_steps(check):
-    """Answers to two turns of one question are of one conversation, and an answer of one token
-    takes no step.
-    """
+    """Two turns of one question are one conversation; an answer of one token takes no step."""
     accepted = [[4, 1, 2], [3, 3], [], [1, 1, 1, 2]]
     asked = [Prompt("q/0", [5], question_id=7), Prompt("q/1", [6], question_id=7, turn=1)]
     asked += [Prompt("a", [7]), Prompt("b", [8])]
     found = check([[1]] * 4, [[1]] * 4, asked, accepted=accepted).vllm
     decoded = [Decoded([0] * (1 + sum(kept)), "length", kept, 0.1, 1.0) for kept in accepted]
     natively = speed(asked, [{"plain": decoded, "accelerated": decoded}])
-    assert found.acceleration_rate == natively.acceleration_rate == 2.0, "18 tokens in 9 steps"
+    assert found.acceleration_rate == natively.acceleration_rate == 18 / 9
     assert found.standard_error == natively.standard_error
-    # Two conversations of 13 tokens in 5 steps and 5 in 4.
-    draws = [13 / 5, 18 / 9, 18 / 9, 5 / 4]
-    assert found.standard_error == pytest.approx(math.sqrt(2) * statistics.pstdev(draws), rel=0.1)
+    assert found.standard_error == error_of([13 / 5, 18 / 9, 18 / 9, 5 / 4])
+    with pytest.raises(ConfigError, match="no step to measure"):
+        check([[1], [3]], [[1], [3]], accepted=[[], []])
 
 
 @given(st.lists(st.lists(st.integers(1, 4)), min_size=1).filter(any))
@@ -121,11 +127,6 @@ def test_shares_per_position_and_one_sum_to_the_rate(accepted):
     assert shares == sorted(shares, reverse=True)
 
 
-def test_answers_of_one_token_are_refused_as_natively(check):
-    with pytest.raises(ConfigError, match="no step to measure"):
-        check([[1], [3]], [[1], [3]], accepted=[[], []])
-
-
 def test_the_chain_s_expected_rate_is_of_held_out_and_of_the_same_text():
     held_out = ChainLength(
         draft_tokens=2,
@@ -134,16 +135,120 @@ def test_the_chain_s_expected_rate_is_of_held_out_and_of_the_same_text():
         new=NewAnswers(answers=9, expected_acceleration_rate=1.7),
     )
     same_text = ChainRate(draft_tokens=2, acceleration_rate=1.9, standard_error=0.15)
-    plain = VllmFigures(
-        acceleration_rate=1.85,
-        greedy_match=GreedyMatch(2, 2, 0),
-        new=NewAnswers(answers=8, acceleration_rate=1.6),
-    )
-    found = with_expectations(plain, same_text, held_out)
-    assert found.same_text_acceleration_rate == 1.9
-    assert (found.expected_acceleration_rate, found.expected_standard_error) == (1.8, 0.2)
-    new = NewAnswers(answers=8, acceleration_rate=1.6, expected_acceleration_rate=1.7)
-    assert found.new == new
-    found = with_expectations(plain, same_text, None)
-    assert found == replace(plain, same_text_acceleration_rate=1.9)
+    new = NewAnswers(answers=8, acceleration_rate=1.6)
+    plain = VllmFigures(acceleration_rate=1.85, greedy_match=GreedyMatch(2, 2, 0), new=new)
+    on_same_text = replace(plain, same_text_acceleration_rate=1.9)
     assert with_expectations(plain, None, None) == plain
+    assert with_expectations(plain, same_text, None) == on_same_text
+    assert with_expectations(plain, same_text, held_out) == replace(
+        on_same_text,
+        expected_acceleration_rate=1.8,
+        expected_standard_error=0.2,
+        new=replace(new, expected_acceleration_rate=1.7),
+    )
+
+
+def measured(requests=1, seconds=2.0, num_tokens=100, ttft=(0.1,), tpot=(0.01,), rate=None):
+    times = {"ttft": list(ttft), "tpot": list(tpot), "acceleration_rate": rate}
+    return {"requests": requests, "seconds": seconds, "num_tokens": num_tokens} | times
+
+
+def test_a_row_has_both_servers_speeds_and_their_waiting_times():
+    hundred = [number / 1000 for number in range(101)]  # percentile and value in ms are the same
+    plain = measured(8, seconds=4.0, num_tokens=100, ttft=hundred, tpot=[None, *hundred])
+    with_heads = measured(8, seconds=2.0, num_tokens=100, rate=3.1)
+    assert load_rows([plain], [with_heads], LatencyLimits()) == [
+        LoadRow(
+            requests=8,
+            speedup=2.0,
+            acceleration_rate=3.1,
+            tokens_per_second=50,
+            ttft_ms=Percentiles(p50=100, p90=100, p99=100),
+            tpot_ms=Percentiles(p50=10, p90=10, p99=10),
+            baseline_tokens_per_second=25,
+            baseline_ttft_ms=Percentiles(p50=50, p90=90, p99=99),
+            baseline_tpot_ms=Percentiles(p50=50, p90=90, p99=99),
+        )
+    ]
+
+
+@pytest.mark.parametrize(
+    ("limits", "share"),
+    [
+        ({"ttft_ms": 100}, 0.75),
+        ({"tpot_ms": 20}, 0.75),
+        ({"ttft_ms": 100, "tpot_ms": 20}, 0.5),
+        ({"ttft_ms": 1}, 0.0),
+    ],
+)
+def test_a_request_keeps_the_limits_if_neither_is_broken(limits, share):
+    """The last is an answer of one token."""
+    after = measured(ttft=(0.05, 0.05, 0.2, 0.05), tpot=(0.01, 0.03, 0.01, None))
+    (row,) = load_rows([measured()], [after], LatencyLimits(**limits))
+    assert row.within_slo == share
+
+
+def rows_of(speedups) -> list[LoadRow]:
+    pairs = zip(LEVELS, speedups, strict=False)
+    return [LoadRow(requests=level, speedup=speedup) for level, speedup in pairs]
+
+
+@given(st.lists(st.floats(0.1, 3), min_size=1, max_size=7))
+def test_heads_stop_paying_at_the_first_load_that_is_slower(speedups):
+    rows = rows_of(speedups)
+    slower = [row.requests for row in rows if row.speedup < 1]
+    assert stops_paying_at(rows) == min(slower, default=None)
+    named = [int(number) for number in re.findall("[0-9]+", in_words(rows))]
+    assert set(slower) <= set(named)
+
+
+@pytest.mark.parametrize(
+    ("speedups", "words"),
+    [
+        ((1.3, 1.2, 1.1), "pay up to 4 requests at once, the most that were tried."),
+        ((1.3, 1.1, 0.9, 0.8), "pay up to 2 requests at once; they are slower at 4 and 8."),
+        (
+            (1.3, 1.2, 0.9, 0.9, 0.8, 1.1),
+            "up to 2 requests at once; they are slower at 4, 8 and 16, and faster again at 32.",
+        ),
+        (
+            (0.9, 1.1, 1.2, 0.8),
+            "the heads pay at 2 and 4 requests at once alone; they are slower at 1 and 8.",
+        ),
+        (
+            (1.2, None, 1.1),
+            "pay up to 1 requests at once; they are slower at 2, and faster again at 4.",
+        ),
+        ((0.9, 0.8), "the heads do not pay; they are slower at 1 and 2."),
+    ],
+)
+def test_every_load_at_which_heads_lose_is_named(speedups, words):
+    assert in_words(rows_of(speedups)).endswith(words)
+
+
+def test_both_servers_are_asked_alike_and_the_study_is_reported(tiny_target, monkeypatch):
+    def serve_under_load(tasks, told):
+        asked.extend(tasks)
+        plain = [measured(level, seconds=1.0, num_tokens=100) for level in tasks[0].levels]
+        slower = [each | {"num_tokens": 100 if each["requests"] < 8 else 50} for each in plain]
+        return plain, slower
+
+    asked: list[LoadTask] = []
+    monkeypatch.setattr(served, "serve_under_load", serve_under_load)
+    settings = CheckConfig(max_new_tokens=9, studies=["load"], slo={"ttft_ms": 200})
+    config = {"method": "medusa", "model": "export", "num_speculative_tokens": 3}
+    target = TargetSpec(str(tiny_target))
+    request = CheckRequest(target, "export", PROMPTS, settings, speculative_config=config)
+    found = load_study(request)
+    task = LoadTask(target, [[0, 5], [0, 6]], 9, LEVELS, repeats=settings.repeats, gpus=0)
+    assert asked == [task, replace(task, engine_args={"speculative_config": config})]
+    assert [row.requests for row in found.rows] == [1, 2, 4, 8, 16, 32, 64]
+    study = {"studies": Studies(load=found.rows), "under_load": found.under_load}
+    vllm = VllmFigures(acceleration_rate=1.0, greedy_match=GreedyMatch(1, 1, 0), **study)
+    check = CheckFigures(vllm=vllm, passed=True, failures=[])
+    texts = report_texts(Report(check=check), Extras())
+    said = ("Study: load", "slower at 8,", "100 / 100 / 100", "within limits")
+    for name, text in texts.items():
+        assert name.endswith(".json") or all(words in text for words in said), name
+    with pytest.raises(ValueError, match="load needs vllm"):
+        CheckConfig(studies=["load"], engines=["native"])

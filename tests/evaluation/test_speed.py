@@ -1,4 +1,4 @@
-"""Figures of decodings whose figures are known by hand."""
+"""Figures of decodings whose figures are known by hand, and transformers' own decoding."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import math
 import statistics
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
-from pipeline.artifacts.check_result import Category
-from pipeline.artifacts.json_form import to_json
-from pipeline.decoding.decoder import Decoded
+from pipeline.artifacts.check_result import Baseline, Category, Speed
+from pipeline.decoding.decoder import Decoded, plain_decoder
 from pipeline.evaluation.prompts import Prompt
 from pipeline.evaluation.speed import (
+    CannotDecode,
+    baseline,
     baseline_figures,
     by_category,
     speed,
@@ -19,6 +22,10 @@ from pipeline.evaluation.speed import (
     take_turns,
 )
 from pipeline.execution.progress import ProgressReporter
+from pipeline.targets.spec import TargetSpec
+
+EOS = (1, *range(100, 108))
+RANDOM = torch.randint(3, 300, (6, 24), generator=torch.Generator().manual_seed(1)).tolist()
 
 
 def decoded(accepted: list[int], seconds: float, first: float = 0.1) -> Decoded:
@@ -27,130 +34,145 @@ def decoded(accepted: list[int], seconds: float, first: float = 0.1) -> Decoded:
 
 PROMPTS = [Prompt("a", [1]), Prompt("b", [1])]
 PLAIN = [decoded([1] * 8, 0.8), decoded([1] * 4, 0.4)]  # 12 steps of 0.1 s
-MEDUSA = [
-    decoded([3, 1, 4], 0.6, first=0.2),
-    decoded([2, 2], 0.4, first=0.3),
-]  # 12 tokens in 5 steps of 0.2 s
+# 12 tokens in 5 steps of 0.2 s
+MEDUSA = [decoded([3, 1, 4], 0.6, first=0.2), decoded([2, 2], 0.4, first=0.3)]
 SLOW = [decoded([3, 1, 4], 5.0, first=0.2), decoded([2, 2], 9.0, first=0.7)]
 
 
-def test_rates_are_pooled_over_sequences_and_seconds_are_medians_over_repetitions():
-    found = speed(
-        PROMPTS,
-        [{"plain": PLAIN, "accelerated": MEDUSA}, {"plain": PLAIN, "accelerated": SLOW}] * 2,
-    )
-    assert found.acceleration_rate == pytest.approx(12 / 5)
-    assert found.baseline_tokens_per_second == pytest.approx(10.0)
-    found = speed(
-        PROMPTS, [{"plain": PLAIN, "accelerated": side} for side in (MEDUSA, SLOW, MEDUSA)]
-    )
-    # Of two answers, bootstrapped: 8/3, 4/2 or both, in 1, 1 and 2 of 4 draws, and widened by the
-    # square root of 2.
+def test_rates_are_pooled_over_sequences_and_seconds_are_medians():
+    passes = [{"plain": PLAIN, "accelerated": side} for side in (MEDUSA, SLOW, MEDUSA)]
+    # Two answers, bootstrapped: 8/3, 4/2 or both, in 1, 1 and 2 of 4 draws, widened by sqrt(2).
     draws = [8 / 3, 12 / 5, 12 / 5, 2.0]
-    assert to_json(found) == {
-        "acceleration_rate": pytest.approx(12 / 5),
-        "standard_error": pytest.approx(math.sqrt(2) * statistics.pstdev(draws), rel=0.1),
-        "overhead": pytest.approx(0.2 / 0.1),
-        "speedup": pytest.approx(1.2),
-        "tokens_per_second": pytest.approx(12.0),
-        "baseline_tokens_per_second": pytest.approx(10.0),
-        "time_to_first_token": pytest.approx(0.25),  # of 0.2, 0.2, 0.2, 0.3, 0.3, 0.7
-        "baseline_time_to_first_token": pytest.approx(0.1),
-        "time_per_output_token": pytest.approx(0.1),  # of 0.6/8 and 0.4/4, twice each, 5/8 and 9/4
-        "baseline_time_per_output_token": pytest.approx(0.1),
-    }
+    assert speed(PROMPTS, passes) == Speed(
+        acceleration_rate=pytest.approx(12 / 5),
+        standard_error=pytest.approx(math.sqrt(2) * statistics.pstdev(draws), rel=0.1),
+        overhead=pytest.approx(0.2 / 0.1),
+        speedup=pytest.approx(1.2),
+        tokens_per_second=pytest.approx(12.0),
+        baseline_tokens_per_second=pytest.approx(10.0),
+        time_to_first_token=pytest.approx(0.25),  # of 0.2, 0.2, 0.2, 0.3, 0.3, 0.7
+        baseline_time_to_first_token=pytest.approx(0.1),
+        time_per_output_token=pytest.approx(0.1),  # of 0.6/8 and 0.4/4, twice each, 5/8 and 9/4
+        baseline_time_per_output_token=pytest.approx(0.1),
+    )
 
 
 def test_a_category_has_the_figures_of_its_own_prompts():
-    prompts = [
-        Prompt("a", [1], "math"),
-        Prompt("b", [1], "writing"),
-        Prompt("c", [1], "math"),
-        Prompt("d", [1]),
+    names = ("math", "writing", "math", "empty", None)
+    prompts = [Prompt(str(number), [1], name) for number, name in enumerate(names)]
+    plain = [([1] * 8, 0.8), ([1] * 4, 0.8), ([1] * 2, 0.2), ([], 0.0), ([1], 9.0)]
+    with_heads = [([4, 4], 0.4), ([2, 2], 0.4), ([2], 0.1), ([], 0.0), ([1], 9.0)]
+    sides = {"plain": plain, "accelerated": with_heads}
+    one = {name: [decoded(*each) for each in side] for name, side in sides.items()}
+    assert by_category(prompts, [one, one]) == [
+        Category(
+            category="math",
+            prompts=2,
+            acceleration_rate=pytest.approx(10 / 3, abs=1e-4),
+            speedup=pytest.approx(2.0, abs=1e-3),
+            tokens_per_second=pytest.approx(20.0),
+            baseline_tokens_per_second=pytest.approx(10.0),
+        ),
+        Category(
+            category="writing",
+            prompts=1,
+            acceleration_rate=pytest.approx(2.0),
+            speedup=pytest.approx(2.0),
+            tokens_per_second=pytest.approx(10.0),
+            baseline_tokens_per_second=pytest.approx(5.0),
+        ),
+        Category(category="empty", prompts=1),
     ]
-    one = {
-        "plain": [
-            decoded([1] * 8, 0.8),
-            decoded([1] * 4, 0.8),
-            decoded([1] * 2, 0.2),
-            decoded([1], 9.0),
-        ],
-        "accelerated": [
-            decoded([4, 4], 0.4),
-            decoded([2, 2], 0.4),
-            decoded([2], 0.1),
-            decoded([1], 9.0),
-        ],
-    }
-    assert [to_json(row) for row in by_category(prompts, [one, one])] == [
-        {
-            "category": "math",
-            "prompts": 2,
-            "acceleration_rate": pytest.approx(10 / 3, abs=1e-4),
-            "speedup": pytest.approx(2.0, abs=1e-3),
-            "tokens_per_second": pytest.approx(20.0),
-            "baseline_tokens_per_second": pytest.approx(10.0),
-            "baselines": {},
-        },
-        {
-            "category": "writing",
-            "prompts": 1,
-            "acceleration_rate": pytest.approx(2.0),
-            "speedup": pytest.approx(2.0),
-            "tokens_per_second": pytest.approx(10.0),
-            "baseline_tokens_per_second": pytest.approx(5.0),
-            "baselines": {},
-        },
-    ]
-
-
-def test_a_category_whose_answers_take_no_step_has_no_figures():
-    prompts = [Prompt("a", [1], "math"), Prompt("b", [1], "empty")]
-    one = {"plain": [PLAIN[0], decoded([], 0.0)], "accelerated": [MEDUSA[0], decoded([], 0.0)]}
-    rows = by_category(prompts, [one])
-    assert rows[0].speedup > 0 and rows[1] == Category(category="empty", prompts=1)
 
 
 def test_another_method_is_measured_against_plain_decoding():
     other = [decoded([2] * 4, 0.4), decoded([1] * 4, 0.2)]  # 12 tokens in 8 steps and 0.6 s
-    found = baseline_figures(
-        [{"plain": PLAIN, "accelerated": MEDUSA, "generate": other}], "generate"
+    found = baseline_figures([{"plain": PLAIN, "generate": other}], "generate")
+    assert found == Baseline(
+        name="generate",
+        acceleration_rate=pytest.approx(12 / 8),
+        speedup=pytest.approx(2.0),
+        tokens_per_second=pytest.approx(20.0),
+        time_to_first_token=pytest.approx(0.1),
+        time_per_output_token=pytest.approx(0.05),
     )
-    assert found.acceleration_rate == pytest.approx(12 / 8)
-    assert found.tokens_per_second == pytest.approx(20.0)
-    assert found.speedup == pytest.approx(2.0)
 
 
-def test_methods_take_turns_and_each_prompt_has_its_seed():
-    asked = []
+def test_methods_take_turns_and_each_prompt_is_counted_once():
+    asked, reports = [], []
 
     def asks(name):
-        return lambda ids, seed: asked.append((name, ids, seed)) or decoded([1], 0.1)
+        def decode(ids, seed):
+            asked.append((name, ids, seed, reports[-1].done))
+            return decoded([1, 2], 0.1)
 
-    found = take_turns({"a": asks("a"), "b": asks("b")}, [Prompt("x", [7]), Prompt("y", [8])])
-    assert asked == [("a", [7], 0), ("b", [7], 0), ("a", [8], 1), ("b", [8], 1)]
+        return decode
+
+    progress = ProgressReporter(show=reports.append)
+    progress.begin("native", 2)
+    prompts = [Prompt("x", [7]), Prompt("y", [8])]
+    found = take_turns({"a": asks("a"), "b": asks("b")}, prompts, progress=progress)
+    assert asked == [("a", [7], 0, 0), ("b", [7], 0, 0), ("a", [8], 1, 1), ("b", [8], 1, 1)]
     assert {name: len(answers) for name, answers in found.items()} == {"a": 2, "b": 2}
+    assert reports[-1].done == 2 and reports[-1].note.startswith("16 tokens, ")
 
 
 def test_accepted_lengths_count_the_guesses_beside_the_target_s_own_token():
     assert steps_by_accepted_length(MEDUSA) == [1, 2, 1, 1]  # steps of 1; 2 and 2; 3; 4 tokens
+    assert steps_by_accepted_length([]) == [0]
 
 
-def test_every_prompt_is_counted_once_whatever_the_number_of_methods():
-    reports = []
-    progress = ProgressReporter(show=reports.append)
-    progress.begin("native", 3)
-    seen = []
+@pytest.fixture
+def model(tiny_target):
+    return AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32).eval()
 
-    def decode(ids, seed):
-        seen.append(reports[-1].done)
-        return decoded([1, 2], 0.1)
 
-    take_turns(
-        {"plain": decode, "accelerated": decode},
-        [Prompt(str(n), [n]) for n in range(3)],
-        progress=progress,
+@pytest.mark.parametrize("name", ["generate", "prompt-lookup", "assistant"])
+def test_a_baseline_s_greedy_text_and_steps_are_the_target_s(model, tiny_target, name):
+    forwards = []
+    model.register_forward_hook(lambda *_: forwards.append(1))
+    assistant = TargetSpec(str(tiny_target)) if name == "assistant" else None
+    decode = baseline(name, model, EOS, 20, assistant)
+    plain = plain_decoder(model, eos_token_ids=EOS)
+    ended = 0
+    for ids in RANDOM:
+        expected = plain.generate(ids, 20)
+        before = len(forwards)
+        found = decode(ids, 0)
+        assert (found.token_ids, found.finished) == (expected.token_ids, expected.finished)
+        assert len(forwards) - before == 1 + found.num_steps, "the prefill and the steps"
+        assert sum(found.accepted) < len(found.token_ids) and min(found.accepted, default=1) >= 1
+        assert found.seconds_prefill > 0 and found.seconds >= 0
+        ended += found.finished == "stop"
+        if name == "generate":
+            assert found.accepted == [1] * (len(found.token_ids) - 1)
+    assert 0 < ended < len(RANDOM)
+
+
+def test_text_that_repeats_is_looked_up(model):
+    plain, ids = plain_decoder(model, eos_token_ids=()), RANDOM[0]
+    for _ in range(3):  # let the target write on until its text repeats
+        ids = ids + plain.generate(ids, 40).token_ids
+    found = baseline("prompt-lookup", model, (), 30)(ids, 0)
+    assert found.token_ids == plain.generate(ids, 30).token_ids
+    assert len(found.token_ids) == 30 and max(found.accepted) > 1
+
+
+def test_the_target_s_own_generation_settings_do_not_apply(model):
+    model.generation_config.update(
+        repetition_penalty=50.0, min_new_tokens=15, do_sample=True, temperature=9.0
     )
-    assert seen == [0, 0, 1, 1, 2, 2] and reports[-1].done == 3
-    tokens = 3 * 2 * len(decoded([1, 2], 0.1).token_ids)
-    assert reports[-1].note.startswith(f"{tokens} tokens, ")
+    found = baseline("generate", model, EOS, 20)(RANDOM[1], 0)
+    plain = plain_decoder(model, eos_token_ids=EOS)
+    assert found.token_ids == plain.generate(RANDOM[1], 20).token_ids
+
+
+def test_a_baseline_that_cannot_decode_says_so_in_one_line(model, monkeypatch):
+    def broken(*arguments, **more):
+        raise ValueError("not with this cache\nmore")
+
+    decode = baseline("generate", model, EOS, 4)
+    assert decode(RANDOM[0], 0).token_ids
+    monkeypatch.setattr(model, "generate", broken)
+    with pytest.raises(CannotDecode, match=r"^not with this cache$"):
+        decode(RANDOM[0], 0)

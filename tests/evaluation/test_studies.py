@@ -1,6 +1,4 @@
-"""The studies' rows: what each row decodes with, and what must hold between rows whatever a
-machine's speed.
-"""
+"""The studies' rows: each row's decoding, and relations that hold on any machine."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from pipeline.artifacts.json_form import to_json
+from pipeline.artifacts.check_result import CheckFigures, GreedyMatch, NativeFigures, Studies
 from pipeline.artifacts.tree_file import Calibration, read_calibration
 from pipeline.config import CheckConfig
 from pipeline.decoding.acceptance import TypicalAcceptance, greedy_acceptance
@@ -23,14 +21,25 @@ from pipeline.evaluation import studies
 from pipeline.evaluation.answer_states import answer_states, guess_ranks
 from pipeline.evaluation.overhead import with_tree
 from pipeline.evaluation.prompts import Prompt, held_out_prompts
-from pipeline.evaluation.studies import Side, chain_rate, searched_tree
+from pipeline.evaluation.studies import Side, chain_rate, run_studies, searched_tree
 from pipeline.export.directory import read_heads
 from pipeline.report.documents import report_texts
+from pipeline.report.report import Extras, Report
 from tests.decoding.test_cuda_graphs import Tape
 from tests.flows.tiny import token_rows
 
-SETTINGS = CheckConfig(max_new_tokens=10, engines=("native",))
 TREE = [(0,), (1,), (0, 0), (0, 1), (0, 0, 0)]
+
+
+def report_of(found: Studies) -> Report:
+    match = GreedyMatch(1, 1, 0)
+    native = NativeFigures(acceleration_rate=1.0, greedy_match=match, studies=found)
+    return Report(check=CheckFigures(native=native, passed=True, failures=[]))
+
+
+def settings(*names: str, **changes) -> CheckConfig:
+    usual = {"max_new_tokens": 10, "engines": ("native",), "studies": names}
+    return CheckConfig(**usual | changes)
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +64,13 @@ def medusa(model, finished_run) -> Decoder:
 
 
 @pytest.fixture(scope="module")
+def exact(model, finished_run):
+    """The target and its heads in float64, where no near-tie blurs a comparison."""
+    model = copy.deepcopy(model).double()
+    return model, read_heads(finished_run.path / "latest/export", model).double()
+
+
+@pytest.fixture(scope="module")
 def prompts(finished_run) -> list[Prompt]:
     return held_out_prompts(token_rows(finished_run.latest("generate")), 3, 100).kept
 
@@ -62,12 +78,6 @@ def prompts(finished_run) -> list[Prompt]:
 @pytest.fixture(scope="module")
 def texts(plain, prompts) -> list[list[int]]:
     return [plain.generate(prompt.ids, 10).token_ids for prompt in prompts]
-
-
-def run_studies(names, plain, accelerated, prompts, settings, calibration, answers):
-    asked = settings.model_copy(update={"studies": names})
-    found = studies.run_studies(asked, plain, accelerated, prompts, answers, calibration)
-    return {} if found is None else to_json(found)
 
 
 @pytest.fixture(autouse=True)
@@ -78,11 +88,15 @@ def smaller(monkeypatch):
     monkeypatch.setattr(studies, "BATCH_SIZES", (1, 4))
 
 
-def test_the_ladder_of_trees_goes_from_plain_decoding_to_the_export_s_tree(
+def rate_of(decoder: Decoder, prompts, num_tokens: int = 10) -> float:
+    return acceleration_rate([decoder.generate(prompt.ids, num_tokens) for prompt in prompts])
+
+
+def test_the_ladder_goes_from_plain_decoding_to_the_export_s_tree(
     plain, medusa, prompts, texts, calibration
 ):
-    (rows,) = run_studies(("trees",), plain, medusa, prompts, SETTINGS, calibration, texts).values()
-    assert [(row["tree"], row["nodes"]) for row in rows] == [
+    rows = run_studies(settings("trees"), plain, medusa, prompts, texts, calibration).trees
+    assert [(row.tree, row.nodes) for row in rows] == [
         ("plain", 0),
         ("top-1 chain", 3),
         ("Cartesian 4x2x2", 4 + 4 * 2 + 4 * 2 * 2),
@@ -91,20 +105,17 @@ def test_the_ladder_of_trees_goes_from_plain_decoding_to_the_export_s_tree(
         ("dynamic, the export's size", 5),
         ("the export's", 5),
     ]
-    assert rows[0]["acceleration_rate"] == rows[0]["overhead"] == rows[0]["speedup"] == 1.0
+    assert rows[0].acceleration_rate == rows[0].overhead == rows[0].speedup == 1.0
     for row in rows:
-        assert row["speedup"] == pytest.approx(row["acceleration_rate"] / row["overhead"], rel=1e-3)
+        assert row.speedup == pytest.approx(row.acceleration_rate / row.overhead, rel=1e-3)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_tokens", [1, 2, 3, 10, 24])
 @pytest.mark.parametrize("eos", [(), tuple(range(300))[::7]], ids=["cut", "ended"])
-def test_a_walk_through_plain_text_finds_the_very_rate_that_decoding_with_the_tree_has(
-    model, finished_run, num_tokens, eos
-):
-    """Of every tree, cuts and ends included; in float64, where no near-tie can blur it."""
-    model = copy.deepcopy(model).double()
-    heads = read_heads(finished_run.path / "latest/export", model).double()
+def test_a_replay_of_plain_text_finds_the_rate_of_decoding(exact, finished_run, num_tokens, eos):
+    """Of every tree, cuts and ends included."""
+    model, heads = exact
     asked = held_out_prompts(token_rows(finished_run.latest("generate")), 8, 100).kept
     plain = plain_decoder(model, eos_token_ids=eos)
     texts = [plain.generate(prompt.ids, num_tokens).token_ids for prompt in asked]
@@ -113,47 +124,34 @@ def test_a_walk_through_plain_text_finds_the_very_rate_that_decoding_with_the_tr
         decoder = Decoder(model, heads, choices, eos_token_ids=eos)
         decoded = [decoder.generate(prompt.ids, num_tokens) for prompt in asked]
         assert [one.token_ids for one in decoded] == texts
-        assert simulated_acceleration_rate(ranks, choices) == pytest.approx(
-            acceleration_rate(decoded), nan_ok=True
-        )
+        expected = pytest.approx(acceleration_rate(decoded), nan_ok=True)
+        assert simulated_acceleration_rate(ranks, choices) == expected
 
 
-def test_the_chain_s_rate_on_the_answers_is_that_of_decoding_with_it(plain, medusa, prompts):
+@pytest.mark.parametrize("num_tokens", [1, 3])
+def test_the_chain_s_rate_is_that_of_decoding_with_it(plain, medusa, prompts, num_tokens):
     texts = [plain.generate(prompt.ids, 12).token_ids for prompt in prompts]
-    for num_tokens in (1, 3):
-        decoder = with_tree(medusa, cartesian_tree([1] * num_tokens))
-        decoded = [
-            decoder.generate(prompt.ids, len(text))
-            for prompt, text in zip(prompts, texts, strict=True)
-        ]
-        figures = chain_rate(medusa, prompts, texts, num_tokens)
-        assert figures.acceleration_rate == pytest.approx(acceleration_rate(decoded), abs=1e-4)
-        assert figures.draft_tokens == num_tokens
+    decoder = with_tree(medusa, cartesian_tree([1] * num_tokens))
+    decoded = []
+    for prompt, text in zip(prompts, texts, strict=True):
+        decoded.append(decoder.generate(prompt.ids, len(text)))
+    found = chain_rate(medusa, prompts, texts, num_tokens)
+    assert found.acceleration_rate == pytest.approx(acceleration_rate(decoded), abs=1e-4)
+    assert found.draft_tokens == num_tokens
 
 
-def test_the_tree_of_the_stock_s_size_is_the_search_s_own_or_the_product_of_accuracies():
-    own = Calibration(
-        choices=(),
-        node_shares=[],
-        accuracies=[[0.5, 0.1], [0.4, 0.2]],
-        expected_acceleration_rate=1.0,
-        num_speculative_tokens=2,
-        chain=[],
-    )
-    searched = replace(own, searched=((0,), (0, 0), (1,)))
-    assert searched_tree(searched) == ((0,), (0, 0), (1,))
+def test_the_tree_of_the_stock_size_is_searched_or_of_accuracies(calibration):
+    own = replace(calibration, accuracies=[[0.5, 0.1], [0.4, 0.2]], searched=None)
     assert searched_tree(own) == ((0,), (0, 0), (1,), (0, 1), (1, 0), (1, 1))
-
-
-def test_calibration_keeps_its_search_up_to_the_stock_size_whatever_the_tree_s(calibration):
+    assert searched_tree(replace(own, searched=((0,), (1,)))) == ((0,), (1,))
     assert len(calibration.choices) == 8 and len(calibration.searched) == 63
     assert calibration.searched[:8] == calibration.choices
 
 
-def test_sampling_exactly_writes_the_text_of_plain_sampling(plain, medusa, prompts):
+def test_exact_sampling_writes_the_text_of_plain_sampling(plain, medusa, prompts):
     """Greedily and by rejection: so the target finds either side's text equally likely."""
-    (rows,) = run_studies(("typical",), plain, medusa, prompts, SETTINGS, None, []).values()
-    found = {(row["temperature"], row["rule"], row.get("eps")): row for row in rows}
+    rows = run_studies(settings("typical"), plain, medusa, prompts, []).typical
+    found = {(row.temperature, row.rule, row.eps): row for row in rows}
     assert found.keys() == {
         (0.0, "plain", None),
         (0.0, "greedy", None),
@@ -162,18 +160,18 @@ def test_sampling_exactly_writes_the_text_of_plain_sampling(plain, medusa, promp
         (0.8, "typical", 0.04),
         (0.8, "typical", 0.25),
     }
-    for temperature, exact in ((0.0, "greedy"), (0.8, "rejection")):
-        plainly, tree = found[temperature, "plain", None], found[temperature, exact, None]
-        assert plainly["log_likelihood"] == pytest.approx(tree["log_likelihood"], abs=1e-4)
-        assert plainly["acceleration_rate"] == 1.0 <= tree["acceleration_rate"]
-    assert found[0.8, "plain", None]["log_likelihood"] < found[0.0, "plain", None]["log_likelihood"]
+    for temperature, rule in ((0.0, "greedy"), (0.8, "rejection")):
+        before, tree = found[temperature, "plain", None], found[temperature, rule, None]
+        assert before.log_likelihood == pytest.approx(tree.log_likelihood, abs=1e-4)
+        assert before.acceleration_rate == 1.0 <= tree.acceleration_rate
+    greedy, sampled = found[0.0, "plain", None], found[0.8, "plain", None]
+    assert sampled.log_likelihood < greedy.log_likelihood
 
 
 def test_delta_is_the_root_of_eps_in_every_typical_row(plain, medusa, prompts, monkeypatch):
     sides: list[Side] = []
     monkeypatch.setattr(studies, "_rows_of_rules", lambda given, *_: sides.extend(given) or [])
-    settings = SETTINGS.model_copy(update={"first_token": "sampled"})
-    run_studies(("typical",), plain, medusa, prompts, settings, None, [])
+    run_studies(settings("typical", first_token="sampled"), plain, medusa, prompts, [])
     rules = [(side.eps, side.rule) for side in sides if side.name == "typical"]
     assert rules == [
         (0.04, TypicalAcceptance(0.8, eps=0.04, delta=0.2, samples=True)),
@@ -181,143 +179,118 @@ def test_delta_is_the_root_of_eps_in_every_typical_row(plain, medusa, prompts, m
     ]
 
 
-def test_heads_are_used_up_to_each_depth_of_the_tree(model, finished_run, prompts):
-    """And each depth has the rate that decoding has with it; in float64, where no near-tie can blur
-    it.
-    """
-    model = copy.deepcopy(model).double()
-    heads = read_heads(finished_run.path / "latest/export", model).double()
-    plain = plain_decoder(model, eos_token_ids=(1,))
-    medusa = Decoder(model, heads, TREE, eos_token_ids=(1,))
+def test_heads_are_used_up_to_each_depth_of_the_tree(exact, prompts):
+    plain = plain_decoder(exact[0], eos_token_ids=(1,))
+    medusa = Decoder(*exact, TREE, eos_token_ids=(1,))
     texts = [plain.generate(prompt.ids, 10).token_ids for prompt in prompts]
-    (rows,) = run_studies(("heads",), plain, medusa, prompts, SETTINGS, None, texts).values()
-    assert [(row["heads"], row["nodes"]) for row in rows] == [(1, 2), (2, 4), (3, 5)]
+    rows = run_studies(settings("heads"), plain, medusa, prompts, texts).heads
+    assert [(row.heads, row.nodes) for row in rows] == [(1, 2), (2, 4), (3, 5)]
     for row in rows:
-        tree = [path for path in TREE if len(path) <= row["heads"]]
-        decoder = Decoder(model, heads, tree, eos_token_ids=(1,))
-        decoded = [decoder.generate(prompt.ids, 10) for prompt in prompts]
-        assert row["acceleration_rate"] == pytest.approx(acceleration_rate(decoded), abs=1e-4)
+        tree = [path for path in TREE if len(path) <= row.heads]
+        rate = rate_of(Decoder(*exact, tree, eos_token_ids=(1,)), prompts)
+        assert row.acceleration_rate == pytest.approx(rate, abs=1e-4)
 
 
 @pytest.mark.slow
-def test_a_dynamic_tree_stands_beside_the_static_one_of_its_size_and_is_cut_at_each_depth(
-    model, finished_run, prompts, calibration
-):
-    """With the rates that decoding has with it; in float64, where no near-tie can blur it."""
-    model = copy.deepcopy(model).double()
-    heads = read_heads(finished_run.path / "latest/export", model).double()
-    plain = plain_decoder(model, eos_token_ids=(1,))
+def test_a_dynamic_tree_is_beside_a_static_one_and_cut_at_each_depth(exact, prompts, calibration):
+    plain = plain_decoder(exact[0], eos_token_ids=(1,))
     tree = DynamicTree(8, 3, 4)
-    grown = Decoder(model, heads, tree, eos_token_ids=(1,))
+    grown = Decoder(*exact, tree, eos_token_ids=(1,))
     texts = [plain.generate(prompt.ids, 10).token_ids for prompt in prompts]
-    found = run_studies(("trees", "heads"), plain, grown, prompts, SETTINGS, calibration, texts)
-    assert [(row["tree"], row["nodes"]) for row in found["trees"][-2:]] == [
+    asked = settings("trees", "heads")
+    found = run_studies(asked, plain, grown, prompts, texts, calibration)
+    assert [(row.tree, row.nodes) for row in found.trees[-2:]] == [
         ("searched, the export's size", 8),
         ("the export's, dynamic", 8),
     ]
-    assert [(row["heads"], row["nodes"]) for row in found["heads"]] == [(1, 4), (2, 8), (3, 8)]
-    assert found["heads"][-1]["acceleration_rate"] == found["trees"][-1]["acceleration_rate"]
-    for row in found["heads"]:
-        decoder = Decoder(model, heads, tree.resized(8, row["heads"]), eos_token_ids=(1,))
-        decoded = [decoder.generate(prompt.ids, 10) for prompt in prompts]
-        assert row["acceleration_rate"] == pytest.approx(acceleration_rate(decoded), abs=1e-4)
-    assert report_texts({"check": {"native": {"studies": found}}}, {})
-
-
-@pytest.fixture
-def asked_of(monkeypatch):
-    """What a decoder is asked for in batches from now on: (texts, tokens)."""
-
-    def listen(decoder: Decoder) -> list[tuple[list[list[int]], int]]:
-        asked, generate = [], decoder.generate_batch
-
-        def generate_batch(ids, num_tokens):
-            asked.append((ids, num_tokens))
-            return generate(ids, num_tokens)
-
-        monkeypatch.setattr(decoder, "generate_batch", generate_batch)
-        return asked
-
-    return listen
+    assert [(row.heads, row.nodes) for row in found.heads] == [(1, 4), (2, 8), (3, 8)]
+    assert found.heads[-1].acceleration_rate == found.trees[-1].acceleration_rate
+    for row in found.heads:
+        cut = Decoder(*exact, tree.resized(8, row.heads), eos_token_ids=(1,))
+        assert row.acceleration_rate == pytest.approx(rate_of(cut, prompts), abs=1e-4)
+    assert report_texts(report_of(found), Extras())
 
 
 @pytest.mark.parametrize("repeats", [1, 2])
-def test_every_batch_size_decodes_the_same_prompts(
-    plain, medusa, prompts, asked_of, monkeypatch, repeats
-):
-    """Whose rates differ far more than batches of them do. Where they are too few for a batch they
-    repeat.
-    """
+def test_every_batch_size_decodes_the_same_prompts(plain, medusa, prompts, monkeypatch, repeats):
+    """A power of two of them, repeated where they are too few for a batch."""
     monkeypatch.setattr(studies, "NUM_PROMPTS", 3)
     monkeypatch.setattr(studies, "BATCH_SIZES", (1, 2, 4))
-    both = asked_of(plain), asked_of(medusa)
-    settings = SETTINGS.model_copy(update={"repeats": repeats})
-    (rows,) = run_studies(("batch",), plain, medusa, prompts, settings, None, []).values()
+    asked: dict[Decoder, list] = {plain: [], medusa: []}
+    generate = Decoder.generate_batch
+
+    def generate_batch(decoder, ids, num_tokens):
+        if num_tokens == 10:  # not the warm-up
+            asked[decoder].append(ids)
+        return generate(decoder, ids, num_tokens)
+
+    monkeypatch.setattr(Decoder, "generate_batch", generate_batch)
+    rows = run_studies(settings("batch", repeats=repeats), plain, medusa, prompts, []).batch
     one, other, _ = (prompt.ids for prompt in prompts)
-    for asked in both:
-        timed = [texts for texts, num_tokens in asked if num_tokens == 10]
-        assert timed == [
-            *[[one], [other]] * repeats,
-            *[[one, other]] * repeats,
-            *[[one, other] * 2] * repeats,
-        ]
-    assert [row["batch_size"] for row in rows] == [1, 2, 4]
-    for row in rows:
-        assert row["speedup"] == pytest.approx(
-            row["tokens_per_second"] / row["baseline_tokens_per_second"], rel=1e-2
-        )
-
-
-def test_answers_without_a_step_have_no_figures_and_the_report_is_written(
-    tmp_path, plain, medusa, prompts, texts
-):
-    settings = SETTINGS.model_copy(update={"max_new_tokens": 1})
-    found = run_studies(
-        ("trees", "heads"), plain, medusa, prompts, settings, None, [text[:1] for text in texts]
-    )
-    assert not any("speedup" in row for rows in found.values() for row in rows)
-    assert report_texts({"check": {"native": {"studies": found}}}, {})
-
-
-def test_only_what_is_asked_for_is_studied(plain, medusa, prompts):
-    assert run_studies((), plain, medusa, prompts, SETTINGS, None, []) == {}
-
-
-def test_steps_are_captured_before_they_are_timed(model, medusa, prompts, monkeypatch):
-    """On a GPU a capture takes seconds; here operators are recorded in its place."""
-    tape, events, generate = Tape(), [], Decoder.generate
-    capture = tape.capture
-    monkeypatch.setattr(tape, "capture", lambda step: (events.append("capture"), capture(step))[1])
-    monkeypatch.setattr(
-        Decoder, "generate", lambda *words: (events.append("decode"), generate(*words))[1]
-    )
-    plain = Decoder(model, None, (), eos_token_ids=(1,), graph_capture=tape)
-    with_tree = Decoder(
-        model, medusa.heads, medusa.tree.choices, eos_token_ids=(1,), graph_capture=tape
-    )
-    sides = [
-        Side(name, None, decoder, greedy_acceptance)
-        for name, decoder in (("plain", plain), ("tree", with_tree))
+    batches = [
+        *[[one], [other]] * repeats,
+        *[[one, other]] * repeats,
+        *[[one, other] * 2] * repeats,
     ]
+    assert asked[plain] == asked[medusa] == batches
+    assert [row.batch_size for row in rows] == [1, 2, 4]
+    for row in rows:
+        speedup = row.tokens_per_second / row.baseline_tokens_per_second
+        assert row.speedup == pytest.approx(speedup, rel=1e-2)
+
+
+def test_answers_without_a_step_have_no_figures(plain, medusa, prompts, texts):
+    first = [text[:1] for text in texts]
+    asked = settings("trees", "heads", max_new_tokens=1)
+    found = run_studies(asked, plain, medusa, prompts, first)
+    assert {row.speedup for row in (*found.trees, *found.heads)} == {None}
+    assert found == Studies(trees=found.trees, heads=found.heads)
+    assert report_texts(report_of(found), Extras())
+    assert run_studies(settings(), plain, medusa, prompts, []) is None
+
+
+@pytest.fixture
+def events(monkeypatch):
+    """Captures, decodings and readings of the clock, in their order."""
+    seen: list[str] = []
+
+    def listen(owner, name: str, event: str) -> None:
+        function = getattr(owner, name)
+
+        def heard(*arguments):
+            seen.append(event)
+            return function(*arguments)
+
+        monkeypatch.setattr(owner, name, heard)
+
     monkeypatch.setattr("pipeline.decoding.cache._GRANULE", 8)  # a text outgrows several
+    listen(Tape, "capture", "capture")
+    listen(Decoder, "generate", "decode")
+    listen(studies, "perf_counter", "clock")
+    return seen
+
+
+def captured(model, heads, ends=(1,)) -> tuple[Decoder, Decoder]:
+    """Decoders whose steps are recorded, as CUDA graphs are on a GPU."""
+    tape = Tape()
+    plain = Decoder(model, None, (), eos_token_ids=ends, graph_capture=tape)
+    return plain, Decoder(model, heads, TREE, eos_token_ids=ends, graph_capture=tape)
+
+
+def test_steps_are_captured_before_they_are_timed(model, medusa, prompts, events):
+    plain, tree = captured(model, medusa.heads)
+    sides = [Side("plain", None, plain, greedy_acceptance)]
+    sides.append(Side("tree", None, tree, greedy_acceptance))
     studies._rows_of_rules(sides, 0.0, prompts, 40)
     decoded = [place for place, event in enumerate(events) if event == "decode"]
     first_timed = decoded[len(sides) * len(prompts)]
     assert "capture" in events[:first_timed] and "capture" not in events[first_timed:]
 
 
-def test_batches_are_captured_before_they_are_timed(model, medusa, prompts, monkeypatch):
+def test_batches_are_captured_before_they_are_timed(model, medusa, prompts, events, monkeypatch):
     """Also of the few texts that are left when others have ended."""
-    tape, events = Tape(), []
-    capture, clock = tape.capture, studies.perf_counter
-    monkeypatch.setattr(tape, "capture", lambda step: (events.append("capture"), capture(step))[1])
-    monkeypatch.setattr(studies, "perf_counter", lambda: (events.append("clock"), clock())[1])
     monkeypatch.setattr(studies, "BATCH_SIZES", (4,))
-    monkeypatch.setattr(studies, "NUM_PROMPTS", 3)
-    ends = tuple(range(300))[::7]
-    plain = Decoder(model, None, (), eos_token_ids=ends, graph_capture=tape)
-    with_tree = Decoder(model, medusa.heads, TREE, eos_token_ids=ends, graph_capture=tape)
-    monkeypatch.setattr("pipeline.decoding.cache._GRANULE", 8)
-    studies.batch_sizes(plain, with_tree, prompts, 40, 2)
+    plain, tree = captured(model, medusa.heads, tuple(range(300))[::7])
+    studies.batch_sizes(plain, tree, prompts, 40, 2)
     first_timed = events.index("clock")
     assert "capture" in events[:first_timed] and "capture" not in events[first_timed:]

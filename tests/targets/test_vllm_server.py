@@ -1,154 +1,21 @@
-"""At which load heads stop paying: the study's rows from what the server's client measured, and
-what is asked of it.
-"""
+"""vLLM as a server: its flags, its start and end, and loads in turn."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import math
-import re
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from pipeline.artifacts.check_result import LoadRow, Percentiles
-from pipeline.artifacts.json_form import to_json
-from pipeline.config import CheckConfig, LatencyLimits
 from pipeline.errors import EnvironmentFault
-from pipeline.evaluation import served as module
-from pipeline.evaluation.prompts import CheckRequest, Prompt
-from pipeline.evaluation.served import LEVELS, in_words, load_rows, load_study, stops_paying_at
-from pipeline.report.documents import report_texts
 from pipeline.targets import vllm_server
 from pipeline.targets.spec import TargetSpec
 from pipeline.targets.vllm_server import LoadTask, flags, serving
-
-
-def measured(requests=1, seconds=2.0, num_tokens=100, ttft=(0.1,), tpot=(0.01,), rate=None):
-    times = {"ttft": list(ttft), "tpot": list(tpot), "acceleration_rate": rate}
-    return {"requests": requests, "seconds": seconds, "num_tokens": num_tokens} | times
-
-
-def test_a_row_has_both_servers_speeds_and_their_waiting_times():
-    hundred = [
-        number / 1000 for number in range(101)
-    ]  # 0 to 100 ms: percentile and value are the same
-    (row,) = load_rows(
-        [measured(8, seconds=4.0, num_tokens=100, ttft=hundred, tpot=[None, *hundred])],
-        [measured(8, seconds=2.0, num_tokens=100, rate=3.1)],
-        LatencyLimits(),
-    )
-    assert (row.requests, row.speedup, row.acceleration_rate) == (8, 2.0, 3.1)
-    assert (row.baseline_tokens_per_second, row.tokens_per_second) == (25, 50)
-    assert row.baseline_ttft_ms == row.baseline_tpot_ms == Percentiles(p50=50, p90=90, p99=99)
-    assert row.within_slo is None, "there are no limits"
-
-
-def test_a_request_keeps_the_limits_if_neither_is_broken():
-    ttft, tpot = (
-        (0.05, 0.05, 0.2, 0.05),
-        (0.01, 0.03, 0.01, None),
-    )  # the last is an answer of one token
-    for limits, share in (
-        (LatencyLimits(ttft_ms=100), 0.75),
-        (LatencyLimits(tpot_ms=20), 0.75),
-        (LatencyLimits(ttft_ms=100, tpot_ms=20), 0.5),
-        (LatencyLimits(ttft_ms=1), 0.0),
-    ):
-        (row,) = load_rows([measured()], [measured(ttft=ttft, tpot=tpot)], limits)
-        assert row.within_slo == share
-
-
-@given(st.lists(st.floats(0.1, 3), min_size=1, max_size=7))
-def test_heads_stop_paying_at_the_first_load_at_which_the_server_is_slower_with_them(speedups):
-    rows = [
-        LoadRow(requests=level, speedup=speedup)
-        for level, speedup in zip(LEVELS, speedups, strict=False)
-    ]
-    stops, slower = stops_paying_at(rows), [row.requests for row in rows if row.speedup < 1]
-    assert stops == min(slower, default=None)
-    assert all(row.speedup >= 1 for row in rows if stops is None or row.requests < stops)
-    named = [int(number) for number in re.findall("[0-9]+", in_words(rows))]
-    assert set(slower) <= set(named), "each load at which they lose is named"
-
-
-@pytest.mark.parametrize(
-    ("speedups", "words"),
-    [
-        ((1.3, 1.2, 1.1), "pay up to 4 requests at once, the most that were tried."),
-        ((1.3, 1.2, 1.1, 0.9, 0.8), "pay up to 4 requests at once; they are slower at 8 and 16."),
-        (
-            (1.3, 1.2, 0.9, 0.9, 0.8, 1.1),
-            "up to 2 requests at once; they are slower at 4, 8 and 16, and faster again at 32.",
-        ),
-        (
-            (0.9, 1.1, 1.2, 0.8),
-            "the heads pay at 2 and 4 requests at once alone; they are slower at 1 and 8.",
-        ),
-        (
-            (1.2, math.nan, 1.1),
-            "pay up to 1 requests at once; they are slower at 2, and faster again at 4.",
-        ),
-        ((0.9, 0.8), "the heads do not pay; they are slower at 1 and 2."),
-    ],
-)
-def test_a_single_faster_load_is_no_promise_for_those_below_it(speedups, words):
-    rows = [
-        LoadRow(requests=level, speedup=speedup)
-        for level, speedup in zip(LEVELS, speedups, strict=False)
-    ]
-    assert in_words(rows).endswith(words)
-
-
-def test_what_is_asked_of_the_servers_and_where_it_is_told(tiny_target, monkeypatch):
-    def serve_under_load(tasks, told):
-        asked.extend(tasks)
-        return [
-            [
-                measured(level, seconds=1.0, num_tokens=100 - (level > 4) * 50 * with_heads)
-                for level in tasks[0].levels
-            ]
-            for with_heads in (False, True)
-        ]
-
-    asked: list[LoadTask] = []
-    monkeypatch.setattr(module, "serve_under_load", serve_under_load)
-    prompts = [Prompt("a", [1, 2]), Prompt("b", [3])]
-    settings = CheckConfig(max_new_tokens=9, studies=["load"], slo={"ttft_ms": 200})
-    config = {"method": "medusa", "model": "export", "num_speculative_tokens": 3}
-    target = TargetSpec(str(tiny_target))
-    found = load_study(CheckRequest(target, "export", prompts, settings, speculative_config=config))
-    plain = LoadTask(target, [[1, 2], [3]], 9, LEVELS, repeats=settings.repeats)
-    assert asked == [plain, replace(plain, engine_args={"speculative_config": config})]
-    words = (
-        "Served by vLLM, the heads pay up to 4 requests at once; they are slower at 8, 16, 32"
-        " and 64."
-    )
-    assert [row.requests for row in found.rows] == [1, 2, 4, 8, 16, 32, 64]
-    assert found.under_load == words
-    texts = report_texts(
-        {
-            "check": {
-                "vllm": {
-                    "studies": {"load": [to_json(row) for row in found.rows]},
-                    "under_load": words,
-                }
-            }
-        },
-        {},
-    )
-    said = ("Study: load", "slower at 8,", "100 / 100 / 100", "within limits")
-    for name, text in texts.items():
-        assert name.endswith(".json") or all(words in text for words in said), name
-    assert any("study-load" in text for text in texts.values()), "the page has the plot"
 
 
 def test_loads_take_turns_and_the_pass_of_median_length_counts(tiny_target, monkeypatch):
@@ -173,11 +40,6 @@ def test_loads_take_turns_and_the_pass_of_median_length_counts(tiny_target, monk
     assert asked == [(1, 2), (4, 8)] * 3
     assert rows == [{"requests": 1, "seconds": 3.0}, {"requests": 4, "seconds": 6.0}]
     assert told == [(None, None), *((done, 6) for done in range(6))]
-
-
-def test_load_needs_the_engine_that_serves():
-    with pytest.raises(ValueError, match="load needs vllm"):
-        CheckConfig(studies=["load"], engines=["native"])
 
 
 def test_engine_arguments_are_flags_of_the_server():

@@ -1,0 +1,94 @@
+"""The text of sampled ids as it is completed, loops, and how varied a text is."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from pipeline.conversations.requests import TextStream, degenerate_loop, distinct_n
+from tests.flows.tiny import SPECIAL
+
+
+@pytest.fixture(scope="module")
+def bytewise(tiny_target):
+    return AutoTokenizer.from_pretrained(tiny_target)
+
+
+def pieces(tokenizer, ids: list[int]) -> list[str]:
+    stream = TextStream(tokenizer)
+    return [*map(stream.push, ids), stream.flush()]
+
+
+texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\ufffd"))
+
+
+@given(texts.filter(lambda text: not any(token in text for token in SPECIAL)))
+def test_pieces_join_to_the_text_without_half_characters(bytewise, text):
+    shown = pieces(bytewise, bytewise(text)["input_ids"])
+    assert "".join(shown) == text and not any("\ufffd" in piece for piece in shown)
+
+
+def test_a_character_comes_with_the_token_that_completes_it(bytewise):
+    ids = bytewise("月")["input_ids"]  # one byte each
+    assert pieces(bytewise, ids) == ["", "", "月", ""]
+    ids = bytewise("dog月")["input_ids"][:-1]
+    assert "".join(pieces(bytewise, ids)) == bytewise.decode(ids)
+
+
+def test_special_tokens_have_no_text(bytewise):
+    ids = [*bytewise("the moon")["input_ids"], bytewise.eos_token_id]
+    assert "".join(pieces(bytewise, ids)) == "the moon"
+
+
+def test_spaces_between_words_stay():
+    """Where a tokenizer drops the space before a text."""
+    backend = Tokenizer(models.WordLevel({"▁the": 0, "▁moon": 1, "s": 2}, unk_token="s"))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    assert pieces(tokenizer, [0, 1, 2, 1]) == ["the", " moon", "s", " moon", ""]
+
+
+@given(
+    st.lists(st.integers(0, 9), min_size=1, max_size=20),
+    st.lists(st.integers(0, 9), max_size=50),
+    st.integers(0, 19),
+)
+def test_any_ngram_repeated_often_enough_is_a_loop(ngram, before, broken_off):
+    repeats = max(4, -(-32 // len(ngram)))
+    assert degenerate_loop(before + ngram * repeats + ngram[: broken_off % len(ngram)])
+
+
+@given(st.lists(st.integers(0, 3), max_size=90))
+def test_a_loop_is_a_tail_of_32_tokens_in_four_parts_or_more(ids):
+    def repeats(period):
+        length = max(32, 4 * period)
+        tail = range(len(ids) - length + period, len(ids))
+        return length <= len(ids) and all(ids[at] == ids[at - period] for at in tail)
+
+    assert degenerate_loop(ids) == any(repeats(period) for period in range(1, len(ids) // 4 + 1))
+
+
+PROSE = list(range(1000, 1200))
+ORDINARY = {
+    "nothing": [],
+    "one": [7],
+    "prose": PROSE,
+    "dashes": PROSE + [7] * 31,
+    "refrain": PROSE + PROSE[:40] * 3,
+    "ended": [7] * 200 + PROSE[:1],
+}
+
+
+@pytest.mark.parametrize("ids", ORDINARY.values(), ids=ORDINARY)
+def test_ordinary_repetition_is_no_loop(ids):
+    assert not degenerate_loop(ids)
+
+
+def test_distinct_n_is_the_share_of_different_ngrams():
+    assert distinct_n([1, 2, 1, 2, 1], n=2) == 2 / 4
+    assert distinct_n([5] * 13, n=4) == 1 / 10
+    for ids in ([], [1], [1, 2, 3, 4], [1, 2, 3, 4, 5]):
+        assert distinct_n(ids) == 1.0
