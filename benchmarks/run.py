@@ -30,7 +30,6 @@ BENCHMARKS = {
     "overlap": "the features stage between a card and a disk",
     "train": "training from the cache",
     "head_loss": "a head's loss with a large vocabulary",
-    "recurrent": "recurrent heads beside Medusa heads",
     "serving": (
         "both kinds in vLLM beside plain vLLM: `python -m benchmarks.run serving`, after both demos"
     ),

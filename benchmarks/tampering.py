@@ -284,9 +284,9 @@ def command(name: str, given: Path, *words: str) -> tuple[int | None, str]:
 def _obey(words: list[str]) -> None:
     from pipeline.cli.app import app
     from pipeline.cli.ending import ends_well
-    from pipeline.report import html
+    from pipeline.report import plots
 
-    html.drawings = lambda *_: {}  # type: ignore[assignment]  # plots take a third of a tiny run's time
+    plots.drawings = lambda *_: {}  # type: ignore[assignment]  # plots take a third of a tiny run's time
     code = ends_well(lambda: app(words, standalone_mode=False))
     sys.stdout.flush()
     sys.stderr.flush()

@@ -9,15 +9,17 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from pipeline.artifacts.json_form import from_json
+from pipeline.formatting import ratio, times
 from pipeline.report.facts import (
+    engines,
     expected_rate,
     has_seen_answers,
     measured_rate,
     on_new_answers,
-    pick,
 )
+from pipeline.report.report import STOCK_TREE, Report
 
 PAGE = Path(__file__).parent.parent / "README.md"
 BEGIN, END = "<!-- demo -->\n", "\n<!-- /demo -->"
@@ -31,14 +33,16 @@ class Row:
     on_new: str = ""
 
 
-def rows_of(report: dict[str, Any]) -> list[Row]:
+def rows_of(report: Report) -> list[Row]:
     """The figures, each with what it is."""
-    native, vllm, tree = report["check"]["native"], report["check"]["vllm"], report["tree"]
-    trees = {row["tree"]: row for row in native["studies"]["trees"]}
-    stock = next(row for name, row in trees.items() if name.startswith("stock"))
-    plain = native["baseline_tokens_per_second"]
-    matched = native["greedy_match"]
-    num_guesses = vllm["num_speculative_tokens"]
+    native, vllm = engines(report)
+    tree = report.tree
+    assert native is not None and vllm is not None and tree is not None
+    assert native.studies is not None and native.baseline_tokens_per_second is not None
+    (stock,) = [row for row in native.studies.trees or [] if row.tree == STOCK_TREE]
+    plain = native.baseline_tokens_per_second
+    matched = native.greedy_match
+    num_guesses = vllm.num_speculative_tokens
     return [
         Row(
             "Acceleration rate",
@@ -51,29 +55,29 @@ def rows_of(report: dict[str, Any]) -> list[Row]:
             expected_rate(tree),
             "the same, predicted from the heads' accuracy on held-out text before anything was"
             " decoded, with its standard error",
-            on_new_answers(tree),
+            expected_rate(tree.new),
         ),
         Row(
             "with the authors' tree",
-            f"{stock['acceleration_rate']:.2f}",
-            f"the same heads with the {stock['nodes']} guesses that Medusa's authors chose for"
-            f" Vicuna-7B; the run's own tree, searched for these heads, has {tree['nodes']}",
+            ratio(stock.acceleration_rate),
+            f"the same heads with the {stock.nodes} guesses that Medusa's authors chose for"
+            f" Vicuna-7B; the run's own tree, searched for these heads, has {tree.nodes}",
         ),
         Row(
             "Overhead",
-            f"{native['overhead']:.2f}x",
+            times(native.overhead),
             "time of a step with the tree over a plain step; large for this target, whose plain"
             f" step takes {1000 / plain:.1f} ms",
         ),
-        Row("Speedup", f"{native['speedup']:.2f}x", "acceleration rate over overhead"),
+        Row("Speedup", times(native.speedup), "acceleration rate over overhead"),
         Row(
             "Tokens per second",
-            f"{plain:,.0f} → {native['tokens_per_second']:,.0f}",
+            f"{plain:,.0f} → {native.tokens_per_second:,.0f}",
             "the model alone, and with its heads, one prompt at a time",
         ),
         Row(
             "Greedy text identical",
-            f"{matched['identical']} of {matched['sequences']}",
+            f"{matched.identical} of {matched.sequences}",
             "held-out prompts, compared token for token with plain decoding",
         ),
         Row(
@@ -86,14 +90,15 @@ def rows_of(report: dict[str, Any]) -> list[Row]:
     ]
 
 
-def table(report: dict[str, Any]) -> str:
+def table(report: Report) -> str:
     """The rows as Markdown; without the column of new answers where all are new."""
     rows = rows_of(report)
     if not has_seen_answers(report):
         lines = ["| figure | measured | what it is |", "|---|---|---|"]
         lines += [f"| {row.figure} | {row.measured} | {row.meaning} |" for row in rows]
         return "\n".join(lines)
-    share = pick(report, "check", "native", "seen_share")
+    native, _ = engines(report)
+    share = native.seen_share if native is not None and native.seen_share is not None else 0
     lines = [
         f"| figure | measured | on new answers ({1 - share:.0%}) | what it is |",
         "|---|---|---|---|",
@@ -103,7 +108,8 @@ def table(report: dict[str, Any]) -> str:
 
 
 def main(run: str) -> None:
-    report = json.loads(Path(run, "report.json").read_text(encoding="utf-8"))
+    found = json.loads(Path(run, "report.json").read_text(encoding="utf-8"))
+    report = from_json(Report, found)
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     PAGE.write_text(before + BEGIN + table(report) + END + rest.partition(END)[2], encoding="utf-8")
 

@@ -14,7 +14,6 @@ import pytest
 from pipeline.flow import statuses_of
 from pipeline.storage import atomic
 from pipeline.storage.run_directory import RunDirectory
-from pipeline.storage.shards import read_rows
 from tests.flows.tiny import (
     CONTEXT,
     SHARDED,
@@ -23,6 +22,7 @@ from tests.flows.tiny import (
     save_seeds,
     save_target,
     stages_run,
+    stored,
 )
 
 pytest_plugins = ["tests.flows.failing"]
@@ -91,9 +91,6 @@ def test_a_seed_file_that_is_no_conversation_data(intact, run_fails, tmp_path):
 def test_a_conversation_longer_than_the_context_is_quarantined_and_the_run_goes_on(
     tmp_path, make_config, tiny_seeds
 ):
-    from rich.console import Console
-
-    from pipeline.flow import run_flow
 
     long = {
         "conversations": [
@@ -103,12 +100,12 @@ def test_a_conversation_longer_than_the_context_is_quarantined_and_the_run_goes_
     }
     (tmp_path / "seeds.jsonl").write_text(json.dumps(long) + "\n" + tiny_seeds.read_text())
     config = make_config(tmp_path, seeds__sources=[{"path": str(tmp_path / "seeds.jsonl")}])
-    run = run_flow(config, executor="inline", console=Console(quiet=True))
+    run = run_again(config)
     stage = run.latest("generate")
     refused = [json.loads(line) for line in stage.quarantine_path(0).read_text().splitlines()]
     assert ("seeds:0", "too-long") in [(row["id"], row["reason"]) for row in refused]
     assert stage.summary["reasons"]["too-long"] == 1 and run.latest("check").summary["passed"]
-    rows = [row for path in stage.shards() for row in read_rows(path)]
+    rows = stored(stage)
     assert max(len(row["input_ids"]) for row in rows) <= CONTEXT
 
 

@@ -14,12 +14,11 @@ from safetensors.torch import load_file, save_file
 
 from pipeline.errors import DataError, EnvironmentFault
 from pipeline.run import context as run_context
-from pipeline.run.reporting import assemble
+from pipeline.run.reporting import drawing_data
 from pipeline.stages import features, seeds
 from pipeline.storage import fingerprint as file_facts
 from pipeline.storage.fingerprint import sha256_of
 from pipeline.storage.receipts import Receipt, read_receipt
-from pipeline.storage.run_directory import RunDirectory
 from pipeline.storage.shards import ShardTask
 from tests.flows.tiny import (
     SHARDED,
@@ -177,10 +176,9 @@ def test_damaged_answers_are_decoded_again(copied_run, make_config, tmp_path, da
 
 def test_no_curve_is_drawn_of_a_damaged_log(copied_run):
     log = latest(copied_run, "train").path / "metrics.jsonl"
-    assert assemble(*RunDirectory.open(copied_run.path))[1]["losses"]
+    assert drawing_data(copied_run).losses
     log.write_text(log.read_text().replace('"loss": ', '"losr": ', 1))
-    _, extras = assemble(*RunDirectory.open(copied_run.path))
-    assert "losses" not in extras and "held_out" not in extras
+    assert drawing_data(copied_run).losses == drawing_data(copied_run).held_out == []
 
 
 def test_what_a_killed_writer_left_behind_is_swept_and_never_taken_for_a_shard(

@@ -6,6 +6,7 @@ import hashlib
 import json
 import shutil
 import signal
+from dataclasses import replace
 
 import pytest
 import yaml
@@ -228,8 +229,7 @@ def test_a_cache_that_was_deleted_to_make_room_is_not_missed(copied_run, hub):
 
 def test_a_name_that_is_no_text_makes_a_card_all_the_same(copied_run, hub, monkeypatch):
     def odd(run, config):
-        report, extras = assemble(run, config)
-        return report | {"hardware": report["hardware"] | {"cpu": "a \ud800 of mine"}}, extras
+        return replace(assemble(run, config), hardware={"cpu": "a \ud800 of mine"})
 
     monkeypatch.setattr("pipeline.stages.push.assemble", odd)
     push_run(copied_run.path, repo_id="me/heads", base_model="owner/target", dataset="me/said")

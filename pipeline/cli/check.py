@@ -103,17 +103,17 @@ def _publish(found: MeasuredHeads, answers: AnswerLines, out: Path | None) -> No
     from pipeline.errors import CheckFailed
     from pipeline.formatting import visible
     from pipeline.report.check_tables import categories_table, check_table
-    from pipeline.report.documents import section
-    from pipeline.report.terminal import print_tables
+    from pipeline.report.documents import print_tables, section
+    from pipeline.report.report import Report
     from pipeline.storage.atomic import write_json, write_text
 
-    report, console = to_json(found), Console()
+    report, console = Report(check=found.check), Console()
     tables = [table for table in (check_table(report), categories_table(report)) if table.rows]
     about = f"{found.heads}: {found.read_as}; target {found.target}"
     console.print(visible(about), style="bold", highlight=False, markup=False, soft_wrap=True)
     print_tables(tables, console)
     if out:
-        write_json(out / "check.json", report)
+        write_json(out / "check.json", to_json(found))
         write_text(out / "check.md", "\n\n".join([f"# {about}", *map(section, tables)]) + "\n")
         write_answers(out, answers)
     failures = found.check.failures

@@ -74,9 +74,8 @@ def compared(path: Path) -> ComparedRun:
     open_stages = [
         name for name, state in wanted.items() if state.status != "skipped" and name not in ended
     ]
-    report, _ = assemble(
-        run, config, without=open_stages
-    )  # what a link still leads to may be of another recipe
+    # What a link still leads to may be of another recipe.
+    report = assemble(run, config, without=open_stages)
     done = {
         name: state.directory.done
         for name, state in wanted.items()

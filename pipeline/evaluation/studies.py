@@ -49,7 +49,7 @@ from pipeline.evaluation.overhead import overheads, step_seconds, with_tree
 from pipeline.evaluation.prompts import SILENT, Prompt
 from pipeline.evaluation.speed import decode_by
 from pipeline.execution.progress import ProgressReporter
-from pipeline.report.facts import (
+from pipeline.report.report import (
     DYNAMIC_TREE,
     SEARCHED_TREE,
     STATIC_TREE,

@@ -1,64 +1,152 @@
 """The cards of heads, of a tuned backbone, and of the conversations that the target wrote.
 
-The templates `card_*.md` are rendered with the facts of `card_facts.py`; a value that is missing at
-any depth renders as nothing. Above the text stands YAML that the Hub reads. Whether its identifiers
-exist the Hub decides when a card is pushed.
+The templates `card_*.md` show the report's own tables. A value that is missing at any depth renders
+as nothing. Local paths and file names are private and never stated: a local model has no name, a
+local source of seeds is a number. The Hub checks the YAML above the text.
 """
 
 from __future__ import annotations
 
 import functools
+import json
+import os
+import posixpath
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import DatasetCardData, ModelCardData
+import yaml
+from huggingface_hub import DatasetCardData, ModelCard, ModelCardData, hf_hub_download
+from huggingface_hub.errors import HTTPError
 from jinja2 import ChainableUndefined, ChoiceLoader, DictLoader, Environment, FileSystemLoader
 
-from pipeline.export.card_facts import Published, expected, facts, measured, number
-from pipeline.formatting import escaped, pairs
+from pipeline.config import Config, SeedSource
+from pipeline.conversations.sources import name_sources
+from pipeline.export.layout import CARD_FILE
+from pipeline.formatting import pairs
 from pipeline.heads.kind import Heads
+from pipeline.heads.kinds import head_kind
+from pipeline.report.check_tables import (
+    categories_table,
+    check_table,
+    exact_match_table,
+    served_model_table,
+)
+from pipeline.report.documents import grid
+from pipeline.report.facts import disturbed, engines, expected_rate, measured_rate
+from pipeline.report.report import STAGES, Report
+from pipeline.report.tables import drift_table, heads_table
 
+HUB = "https://huggingface.co"
+RECIPE_SECTIONS = {
+    "target",
+    "seeds",
+    "generate",
+    "features",
+    "train",
+    "calibrate",
+    "export",
+    "check",
+}
+CACHES = ("features", "tuned-features")  # stages without figures, which may be deleted
 SIZES = {1_000: "n<1K", 10_000: "1K<n<10K", 100_000: "10K<n<100K", 1_000_000: "100K<n<1M"}
 
 
-def model_card(published: Published) -> str:
-    """The card of heads: an adapter of their base model, with the tags that their engines' users
-    search for.
+@dataclass(frozen=True)
+class Licence:
+    """A licence as a card states it: the Hub's identifier, and for `other` a name and a link."""
+
+    id: str
+    name: str | None = None
+    link: str | None = None
+
+
+def licence_of(model: str, revision: str | None, *, online: bool) -> Licence | None:
+    """The licence on a model's own card; None if there is none or the card cannot be read.
+
+    Args:
+        model: A local directory or a Hub id; without `online` only the Hub's cache is read.
     """
-    kind, known = published.kind, facts(published)
+    is_directory = Path(model).is_dir()
+    try:
+        file = str(Path(model, CARD_FILE))
+        if not is_directory:
+            file = hf_hub_download(model, CARD_FILE, revision=revision, local_files_only=not online)
+        data = ModelCard.load(file, ignore_metadata_errors=True).data
+    except (HTTPError, OSError, ValueError, yaml.YAMLError):
+        return None
+    if not isinstance(data.license, str):
+        return None
+    link = data.license_link
+    if link and "://" not in link:  # a file beside the card
+        commit = revision or "main"
+        link = None if is_directory else posixpath.join(f"{HUB}/{model}/blob/{commit}", link)
+    return Licence(data.license, data.license_name, link)
+
+
+@dataclass(frozen=True)
+class Published:
+    """A run as its cards describe it.
+
+    Attributes:
+        report: Possibly partial.
+        config: The configuration that the heads were made by.
+        repo_id: The repository that the card belongs to; None where it is not known.
+        base_model: The heads' target or tuned backbone, or the model that a backbone was tuned from
+            or that wrote the answers. For None or a local path the card says "a local model".
+        tuned: Whether the heads belong to a backbone that was trained with them.
+        licence: The declared licence; None declares nothing.
+        data_set: Hub id of the conversations, where they are published.
+        heads_repo_id: The heads' repository, for a backbone's card.
+    """
+
+    report: Report
+    config: Config
+    repo_id: str | None = None
+    base_model: str | None = None
+    tuned: bool = False
+    licence: Licence | None = None
+    data_set: str | None = None
+    heads_repo_id: str | None = None
+
+    @property
+    def kind(self) -> type[Heads]:
+        return head_kind(self.config.train.heads)
+
+
+Facts = dict[str, Any]  # the variables of a template
+
+
+def model_card(published: Published) -> str:
+    """The card of heads: an adapter of their base model, tagged for the users of their engines."""
+    kind, facts = published.kind, _facts(published)
     tags = [kind.vllm_method or kind.Shape.kind, "speculative-decoding", "self-distillation"]
     library = "medusa-distill"
-    if known["served"]:
+    if facts["served"]:
         tags += ["vllm", "speculators"]
         library = "vllm"
     if kind.Shape.kind not in tags:
         tags.append(kind.Shape.kind)
-    return _rendered(
-        "card_heads.md", kind, known, _metadata(published, known, "adapter", library, tags)
-    )
+    metadata = _metadata(published, facts, "adapter", library, tags)
+    return _rendered("card_heads.md", facts, metadata)
 
 
 def backbone_card(published: Published) -> str:
     """The card of a tuned backbone: an ordinary model, fine-tuned from its original."""
-    known = facts(published)
-    metadata = _metadata(published, known, "finetune", "transformers", ["self-distillation"])
-    return _rendered("card_backbone.md", published.kind, known, metadata)
+    facts = _facts(published)
+    metadata = _metadata(published, facts, "finetune", "transformers", ["self-distillation"])
+    return _rendered("card_backbone.md", facts, metadata)
 
 
 def data_set_card(published: Published, rows: Mapping[str, int]) -> str:
-    """The card of the conversations that the target wrote: where prompts and answers are from,
-    terms, columns.
-
-    Args:
-        rows: The number of rows of each split that has any.
-    """
-    known = facts(published)
-    name, num_rows = known["here"].rpartition("/")[2], sum(rows.values())
+    """The card of the conversations that the target wrote; `rows` is the size of each split."""
+    facts = _facts(published)
+    name, num_rows = facts["here"].rpartition("/")[2], sum(rows.values())
     size = "n>1M"
-    for most, name_of_size in SIZES.items():
-        if num_rows < most:
+    for limit, name_of_size in SIZES.items():
+        if num_rows < limit:
             size = name_of_size
             break
     files = [{"split": split, "path": f"data/{split}-*"} for split in rows]
@@ -67,51 +155,44 @@ def data_set_card(published: Published, rows: Mapping[str, int]) -> str:
         license_name="terms-of-prompts-and-model",
         pretty_name=name,
         size_categories=[size],
-        source_datasets=known["data_sets"] or ["original"],
+        source_datasets=facts["data_sets"] or ["original"],
         task_categories=["text-generation"],
         tags=["self-distillation", "synthetic", "speculative-decoding"],
         configs=[{"config_name": "default", "data_files": files}],
     )
-    known.update(title=name, rows=rows)
-    return _rendered("card_data_set.md", published.kind, known, metadata)
+    facts["title"] = name
+    facts["rows"] = rows
+    return _rendered("card_data_set.md", facts, metadata)
 
 
 def _metadata(
-    published: Published, known: Mapping[str, Any], relation: str, library: str, tags: list[str]
+    published: Published, facts: Facts, relation: str, library: str, tags: list[str]
 ) -> ModelCardData:
     data = ModelCardData(
-        base_model=known["base"],
-        datasets=known["data_sets"] or None,
+        base_model=facts["base"],
+        datasets=facts["data_sets"] or None,
         library_name=library,
         pipeline_tag="text-generation",
         tags=tags,
     )
-    if licence := published.licence:
-        data.license = licence.id
-        data.license_name = licence.name
-        data.license_link = licence.link
-    if known["base"]:
+    if published.licence is not None:
+        data.license = published.licence.id
+        data.license_name = published.licence.name
+        data.license_link = published.licence.link
+    if facts["base"]:
         data["base_model_relation"] = relation
     return data
 
 
-def _rendered(
-    template: str,
-    kind: type[Heads],
-    known: Mapping[str, Any],
-    metadata: ModelCardData | DatasetCardData,
-) -> str:
-    text = (
-        _environment(kind)
-        .get_template(template)
-        .render(known, kind=kind, front_matter=metadata.to_yaml())
-    )
+def _rendered(template: str, facts: Facts, metadata: ModelCardData | DatasetCardData) -> str:
+    environment = _environment(facts["kind"])
+    text = environment.get_template(template).render(facts, front_matter=metadata.to_yaml())
     return re.sub(r"\n{3,}", "\n\n", text).rstrip() + "\n"
 
 
 @functools.cache
 def _environment(kind: type[Heads]) -> Environment:
-    """The templates, among them what the kind says about its heads and their engines."""
+    """The templates, with the kind's text on its heads and their engines."""
     of_kind = {"about": kind.card_about, "engines": kind.card_engines}
     environment = Environment(
         loader=ChoiceLoader([DictLoader(of_kind), FileSystemLoader(Path(__file__).parent)]),
@@ -121,11 +202,133 @@ def _environment(kind: type[Heads]) -> Environment:
         autoescape=False,
     )
     environment.filters.update(
-        number=number, measured=measured, expected=expected, escaped=escaped, words=_words
+        number=_number, measured=measured_rate, expected=expected_rate, grid=grid, words=_words
     )
     return environment
+
+
+def _number(value: Any, spec: str = ",.0f") -> str:
+    """A number in a format; empty for an unknown one."""
+    return format(value, spec) if isinstance(value, int | float) else ""
 
 
 def _words(value: Any) -> str:
     """A setting as the text of a table's cell."""
     return " ".join(pairs(value).replace("|", "\\|").split())
+
+
+def _facts(published: Published) -> Facts:
+    """The variables that all templates read."""
+    report, config, kind = published.report, published.config, published.kind
+    here = published.repo_id or "PATH_TO_THIS_DIRECTORY"
+    num_heads = report.num_heads or config.train.num_heads
+    num_tokens = num_heads if report.tree is None else report.tree.num_speculative_tokens
+    is_served = kind.vllm_method is not None
+    if report.export is not None:
+        is_served = report.export.vllm
+    data_sets = [source.hub for source in config.seeds.sources if source.hub]
+    if published.data_set:
+        data_sets.insert(0, published.data_set)
+    stated = _stated(report, public_names(config.seeds.sources))
+    is_disturbed = any(engine is not None and disturbed(engine) for engine in engines(report))
+    fingerprints = report.run.fingerprints if report.run is not None else {}
+    return {
+        **vars(published),
+        "kind": kind,
+        "base": public(published.base_model),
+        "original": public(config.target.model),
+        "here": here,
+        "served": is_served,
+        "speculative_config": json.dumps(kind.speculative_config(here, num_tokens)),
+        "num_heads": num_heads,
+        "shared": config.export.formats[0] == "shared",  # of the export's root
+        "train": _trained_with(report, config),
+        "generate": config.generate,
+        "data_sets": data_sets,
+        "disturbed": is_disturbed,
+        "tables": {
+            "check": check_table(stated),
+            "categories": categories_table(stated),
+            "exact_match": exact_match_table(report),
+            "served_model": served_model_table(report),
+            "heads": heads_table(report),
+            "drift": drift_table(report),
+        },
+        "fingerprints": {
+            name: fingerprints[name]
+            for name in STAGES
+            if name in fingerprints and name not in CACHES
+        },
+        "recipe_yaml": recipe_yaml(config, report.target_revision),
+    }
+
+
+def _stated(report: Report, names: Mapping[str, str]) -> Report:
+    """The report without speedups that other load made, and with public names of categories."""
+    native, vllm = engines(report)
+    if report.check is None:
+        return report
+    if native is not None:
+        categories = []
+        for row in native.categories or []:
+            categories.append(replace(row, category=names.get(row.category, row.category)))
+        native = replace(native, categories=categories)
+        if disturbed(native):
+            native = replace(native, overhead=None, speedup=None)
+    if vllm is not None and disturbed(vllm):
+        vllm = replace(vllm, speedup=None)
+    return replace(report, check=replace(report.check, native=native, vllm=vllm))
+
+
+def public(model: str | None) -> str | None:
+    """A Hub id; None for a local path, which is private."""
+    if model is None or os.path.isabs(model):
+        return None
+    return model
+
+
+def public_names(sources: Sequence[SeedSource]) -> dict[str, str]:
+    """The public name of each source, by its name in ids and categories."""
+    found = {}
+    names = name_sources(sources)
+    for number, (name, source) in enumerate(zip(names, sources, strict=True), start=1):
+        found[name] = source.hub or f"local-{number}"
+    return found
+
+
+def recipe_yaml(config: Config, revision: str | None) -> str:
+    """The settings that are no default, as YAML; a local path stands as `PATH_TO_…`.
+
+    Args:
+        revision: The commit of a Hub target that was read.
+    """
+    chosen = config.model_dump(
+        mode="json", include=RECIPE_SECTIONS, exclude_defaults=True, exclude_none=True
+    )
+    if revision:
+        chosen["target"]["revision"] = revision
+    recipe = {"run": {"name": "reproduction", "seed": config.run.seed}, **_without_paths(chosen)}
+    return yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True, width=100)
+
+
+def _without_paths(value: Any, key: str = "") -> Any:
+    if isinstance(value, dict):
+        return {name: _without_paths(item, name) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_without_paths(item, key) for item in value]
+    if isinstance(value, str) and os.path.isabs(value):
+        return f"PATH_TO_{key.upper()}"
+    return value
+
+
+def _trained_with(report: Report, config: Config) -> Facts:
+    """The settings of `train` with the chosen values in the place of `auto`."""
+    train = config.train.model_dump(mode="json")
+    chosen = {}
+    if report.train is not None:
+        chosen = report.train.hyperparameters or {}
+    for section in (train, train["backbone"]):
+        for key, value in section.items():
+            if value == "auto":
+                section[key] = chosen.get(key, value)
+    return train

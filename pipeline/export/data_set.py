@@ -18,8 +18,7 @@ from huggingface_hub import CommitOperationAdd
 
 from pipeline.artifacts.generated_rows import open_rows
 from pipeline.artifacts.seed_rows import SPLITS
-from pipeline.export.card import data_set_card
-from pipeline.export.card_facts import Published, public, public_names
+from pipeline.export.card import Published, data_set_card, public, public_names
 from pipeline.export.hub import Upload, local_paths, require_allowed
 from pipeline.export.layout import CARD_FILE
 

@@ -20,8 +20,7 @@ from huggingface_hub.errors import RepositoryNotFoundError
 from pipeline.config import PushConfig
 from pipeline.errors import CheckFailed, ConfigError, DataError, EnvironmentFault
 from pipeline.export.backbone import BACKBONE_FILE
-from pipeline.export.card import backbone_card, model_card
-from pipeline.export.card_facts import Published
+from pipeline.export.card import Published, backbone_card, model_card
 from pipeline.export.layout import (
     CARD_FILE,
     CONFIG_FILE,
@@ -302,12 +301,12 @@ def require_allowed(published: Published, where: str) -> str:
         CheckFailed: The check did not pass.
         ConfigError: The id has no owner or no name.
     """
-    check = published.report.get("check")
-    if not check:
+    check = published.report.check
+    if check is None:
         fix = "Run the check stage, then push."
         raise CheckFailed("These heads have not been checked.", "report.json", fix)
-    if not check["passed"]:
-        reasons = "; ".join(reason.rstrip(".") for reason in check["failures"])
+    if not check.passed:
+        reasons = "; ".join(reason.rstrip(".") for reason in check.failures)
         what = f"The check of these heads failed: {reasons}."
         raise CheckFailed(what, "report.json", "Nothing was pushed; the report says more.")
     repo_id = published.repo_id or ""

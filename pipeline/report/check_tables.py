@@ -1,14 +1,23 @@
-"""The tables of the check: one column per engine, one row per decoding method, categories and
-studies.
+"""The tables of the check: one column per engine, one row per decoding method, and studies.
 
-A cell that is not known is `-`; a table without rows was not run.
+An unknown cell is `-`; a table without rows was not run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
+from pipeline.artifacts.check_result import (
+    BaselineSpeed,
+    BatchRow,
+    Category,
+    EngineFigures,
+    LoadRow,
+    NativeFigures,
+    Percentiles,
+    TreeRow,
+    TypicalRow,
+    VllmFigures,
+)
+from pipeline.artifacts.tree_file import TreeFigures
 from pipeline.formatting import (
     UNKNOWN,
     count,
@@ -21,353 +30,375 @@ from pipeline.formatting import (
     times,
 )
 from pipeline.report.facts import (
-    Table,
+    engines,
     expected_rate,
     has_seen_answers,
     identical,
     measured_rate,
     on_new_answers,
-    pick,
+)
+from pipeline.report.report import Report
+from pipeline.report.tables import Table
+
+CHECK_ROWS = (
+    "acceleration rate",
+    "expected",
+    "answers seen in training",
+    "acceleration rate on new answers",
+    "expected on new answers",
+    "the same chain on the same text, natively",
+    "overhead",
+    "speedup",
+    "greedy identical",
+    "greedy ties",
+    "tokens/s",
+    "tokens/s, plain",
+    "time to first token",
+    "accepted per position",
+    "log-likelihood, nats per token",
+    "vLLM's model runner",
+    "vLLM is started with",
+    "acceptance",
+    "prompts",
+    "prompts skipped",
 )
 
-RATES = (
-    "Acceleration rates are tokens kept over forwards of the target, without the prefill and its"
-    " token, in either engine. Accepted per position: the share of vLLM's steps that keep at least"
-    " 1, 2, … drafted tokens."
-)
-NOTE = (
-    "Tokens per forward of the target and per second, time to the first token and per further one."
-    " Speedups are over plain decoding with the same engine; generate, prompt lookup and assistant"
-    " are transformers' own; vLLM decodes all prompts at once, and with the heads' top-1 chain, not"
-    " the tree"
-)
 
-Column = tuple[str, str, Callable[[Any], str]]  # heading, key, format
-
-
-def _identical(match: Any) -> str:
-    return identical(match)[0]
-
-
-_SPEED: tuple[Column, ...] = (
-    ("acceleration rate", "acceleration_rate", ratio),
-    ("overhead", "overhead", times),
-    ("speedup", "speedup", times),
-)
-
-
-def _percentiles(times: Any) -> str:
-    return (
-        " / ".join(show(times.get(name), ".3g") for name in ("p50", "p90", "p99"))
-        if times
-        else UNKNOWN
-    )
-
-
-_BOTH_RATES: tuple[Column, ...] = (
-    ("tokens/s, plain", "baseline_tokens_per_second", rate),
-    ("tokens/s, with heads", "tokens_per_second", rate),
-    ("speedup", "speedup", times),
-)
-_METHODS: tuple[Column, ...] = (
-    ("method", "name", str),
-    ("per step", "acceleration_rate", ratio),
-    ("tokens/s", "tokens_per_second", rate),
-    ("speedup", "speedup", times),
-    ("to first", "time_to_first_token", duration),
-    ("per token", "time_per_output_token", duration),
-    ("identical", "greedy_match", _identical),
-)
-STUDIES: dict[
-    str, tuple[str, str, tuple[Column, ...], int]
-] = {  # title, note, columns, number of text columns
-    "trees": (
-        "Study: trees",
-        (
-            "One ladder of trees on all the check's prompts, from plain decoding to the"
-            " export's own."
-        ),
-        (("tree", "tree", str), ("nodes", "nodes", count), *_SPEED),
-        1,
-    ),
-    "typical": (
-        "Study: typical acceptance",
-        (
-            "delta is sqrt(eps); the speedup is over plain decoding at the same temperature,"
-            " the log-likelihood in nats per token under the target at temperature 1."
-        ),
-        (
-            ("temperature", "temperature", lambda value: show(value, ".1f")),
-            ("rule", "rule", str),
-            ("eps", "eps", ratio),
-            ("acceleration rate", "acceleration_rate", ratio),
-            ("speedup", "speedup", times),
-            ("log-likelihood", "log_likelihood", ratio),
-        ),
-        2,
-    ),
-    "heads": (
-        "Study: heads used",
-        "The export's tree, cut at each depth.",
-        (("heads", "heads", count), ("nodes", "nodes", count), *_SPEED),
-        1,
-    ),
-    "batch": (
-        "Study: batch size",
-        "The same prompts, decoded 1 to 16 at a time; prefill included.",
-        (("sequences", "batch_size", count), *_BOTH_RATES),
-        1,
-    ),
-    "load": (
-        "Study: load",
-        (
-            "vLLM as a server, with so many requests at once; time to the first token and per"
-            " further one in ms, p50 / p90 / p99 of the requests. Client and server share the"
-            " machine. Per step: the answers' tokens without the first of each, over the drafts"
-            " that the server counts; the check counts the forwards of each request instead."
-        ),
-        (
-            ("requests", "requests", count),
-            ("per step", "acceleration_rate", ratio),
-            *_BOTH_RATES,
-            ("to first, plain", "baseline_ttft_ms", _percentiles),
-            ("to first, with heads", "ttft_ms", _percentiles),
-            ("per token, plain", "baseline_tpot_ms", _percentiles),
-            ("per token, with heads", "tpot_ms", _percentiles),
-            ("within limits, plain", "baseline_within_slo", percent),
-            ("within limits, with heads", "within_slo", percent),
-        ),
-        1,
-    ),
-}
-
-
-def study_tables(report: dict) -> dict[str, Table]:
-    """`study_…` for each study that was run."""
-    engines = [pick(report, "check", name) or {} for name in ("native", "vllm")]
-    studies = {
-        name: rows for engine in engines for name, rows in (pick(engine, "studies") or {}).items()
-    }
-    in_words = {"load": pick(engines[1], "under_load")}
-    found = {}
-    for name, (title, note, columns, num_words) in STUDIES.items():
-        if rows := studies.get(name):
-            shown = tuple(
-                column for column in columns if column[1] in rows[0]
-            )  # limits may not be set
-            note = " ".join(filter(None, (note, in_words.get(name))))
-            found[f"study_{name}"] = filled(title, note, shown, rows, words=tuple(range(num_words)))
-    return found
-
-
-def check_table(report: dict) -> Table:
+def check_table(report: Report) -> Table:
     """One column per engine; rows that no engine has are left out."""
-    check = pick(report, "check") or {}
-    engines = {name: part for name, part in check.items() if isinstance(part, dict)}
-    promises = [
-        pick(report, "tree") if name == "native" else part for name, part in engines.items()
-    ]
-    facts: tuple[tuple[str, str, Any], ...] = (
-        ("the same chain on the same text, natively", "same_text_acceleration_rate", ratio),
-        ("overhead", "overhead", times),
-        ("speedup", "speedup", times),
-        ("greedy identical", "greedy_match", _identical),
-        ("tokens/s", "tokens_per_second", rate),
-        ("tokens/s, plain", "baseline_tokens_per_second", rate),
-        ("time to first token", "time_to_first_token", duration),
-        ("accepted per position", "accepted_per_position", _per_position),
-        ("log-likelihood, nats per token", "log_likelihood", _by_name),
-        ("vLLM's model runner", "model_runners", _runners),
-        ("vLLM is started with", "export_alone", _started),
-        ("prompts", "prompts", count),
-        ("prompts skipped", "skipped_prompts", count),
-    )
-    rows = [
-        ("acceleration rate", *map(measured_rate, engines.values())),
-        ("expected", *map(expected_rate, promises)),
-    ]
-    if has_seen_answers(report):
-        new_promises = [pick(promise, "new") for promise in promises]
-        rows += [
-            (
-                "answers seen in training",
-                *(percent(part.get("seen_share")) for part in engines.values()),
-            ),
-            ("acceleration rate on new answers", *map(on_new_answers, engines.values())),
-            ("expected on new answers", *map(expected_rate, new_promises)),
-        ]
-    for label, key, word in facts:
-        rows.append((label, *(word(part.get(key)) for part in engines.values())))
-        if key == "greedy_match":
-            rows.append(("greedy ties", *map(_ties, engines.values())))
-        if key == "export_alone":
-            rows.append(("acceptance", *map(_rule, engines.values())))
-    known = tuple(row for row in rows if any(cell != UNKNOWN for cell in row[1:]))
-    labels = {"native": "native", "vllm": "vLLM"}
-    note = RATES if "vllm" in engines else ""
-    return Table("Check", ("", *(labels.get(name, name) for name in engines)), known, note)
-
-
-def served_model_table(report: dict) -> Table:
-    """The heads on the copy that will be served beside those on their target; one row per
-    engine.
-    """
-    copy = pick(report, "served_model") or {}
-    labels = {"native": "native", "vllm": "vLLM"}
-    rows = []
-    for name in (name for name in labels if name in copy):
-        found, on_target = copy[name], pick(report, "check", name)
-        rates = [measured_rate(each) for each in (on_target, found)]
-        rest = (
-            times(pick(found, "speedup")),
-            rate(pick(found, "tokens_per_second")),
-            _identical(found["greedy_match"]),
+    table = Table("Check", [""])
+    native, vllm = engines(report)
+    with_new = has_seen_answers(report)
+    columns = []
+    if native is not None:
+        table.columns.append("native")
+        columns.append(_native_cells(native, report.tree, with_new))
+    if vllm is not None:
+        table.columns.append("vLLM")
+        columns.append(_vllm_cells(vllm, with_new))
+        table.note = (
+            "Acceleration rates are tokens kept over forwards of the target, without the prefill"
+            " and its token, in either engine. Accepted per position: the share of vLLM's steps"
+            " that keep at least 1, 2, … drafted tokens."
         )
-        rows.append((labels[name], *rates, *rest))
-    note = (
-        f"{copy.get('model')}, {copy.get('format')}; its greedy text against itself alone."
-        if rows
-        else ""
-    )
-    columns = (
-        "",
-        "rate on the target",
-        "rate on the copy",
-        "speedup",
-        "tokens/s",
-        "greedy identical",
-    )
-    return Table("Served model", columns, tuple(rows), note)
+    for label in CHECK_ROWS:
+        table.add_known(label, *(column.get(label, UNKNOWN) for column in columns))
+    return table
 
 
-def _runners(by_side: Any) -> str:
-    """Both sides' where they differ: then a part of a difference in speed, or in rounding, is the
-    runners'.
-    """
-    runners = set((by_side or {}).values())
-    return runners.pop() if len(runners) == 1 else pairs(by_side) or UNKNOWN
+def _native_cells(
+    native: NativeFigures, tree: TreeFigures | None, with_new: bool
+) -> dict[str, str]:
+    cells = _engine_cells(native, tree, with_new)
+    cells["overhead"] = times(native.overhead)
+    cells["time to first token"] = duration(native.time_to_first_token)
+    if native.log_likelihood:
+        values = [f"{name} {ratio(value)}" for name, value in native.log_likelihood.items()]
+        cells["log-likelihood, nats per token"] = ", ".join(values)
+    cells["acceptance"] = _acceptance(native)
+    cells["prompts"] = count(native.prompts)
+    cells["prompts skipped"] = count(native.skipped_prompts)
+    return cells
 
 
-def _started(export_alone: bool | None) -> str:
-    return {True: "the export alone", False: "target and export"}.get(export_alone, UNKNOWN)  # type: ignore[arg-type]
+def _vllm_cells(vllm: VllmFigures, with_new: bool) -> dict[str, str]:
+    cells = _engine_cells(vllm, vllm, with_new)
+    cells["the same chain on the same text, natively"] = ratio(vllm.same_text_acceleration_rate)
+    if vllm.accepted_per_position:
+        cells["accepted per position"] = " ".join(map(percent, vllm.accepted_per_position))
+    if vllm.model_runners:
+        # Where the runners differ, a part of a difference in speed or rounding is theirs.
+        runners = set(vllm.model_runners.values())
+        same = len(runners) == 1
+        cells["vLLM's model runner"] = runners.pop() if same else pairs(vllm.model_runners)
+    if vllm.export_alone is not None:
+        alone = "the export alone" if vllm.export_alone else "target and export"
+        cells["vLLM is started with"] = alone
+    return cells
 
 
-def _ties(engine: dict) -> str:
-    """How many sequences first differ at a tie, and the top-2 gap that defines one."""
-    ties, tolerance = count(pick(engine, "greedy_match", "ties")), pick(engine, "tie_tolerance")
-    return ties if tolerance is None else f"{ties}; a top-2 gap under {tolerance:g} is one"
-
-
-def _rule(engine: dict) -> str:
-    """The acceptance rule with its parameters, and how many sampled texts equal those of plain
-    sampling.
-    """
-    rule = engine.get("acceptance")
-    numbers = [
-        f"{name} {engine[name]:g}"
-        for name in ("temperature", "eps", "delta", "top_p")
-        if name in engine
-    ]
-    first = [f"first token {engine['first_token']}"] if "first_token" in engine else []
-    same = (
-        [f"as plain sampling {engine['sampled_identical']}"]
-        if "sampled_identical" in engine
-        else []
-    )
-    return UNKNOWN if rule is None else ", ".join([rule, *numbers, *first, *same])
-
-
-def _by_name(values: Any) -> str:
-    return (
-        ", ".join(f"{name} {ratio(value)}" for name, value in values.items()) if values else UNKNOWN
-    )
-
-
-def _per_position(values: Any) -> str:
-    if not isinstance(values, list) or not values:
-        return UNKNOWN
-    shares = all(isinstance(value, (int, float)) and value <= 1 for value in values)
-    return " ".join(percent(value) if shares else count(value) for value in values)
-
-
-def methods_table(report: dict) -> Table:
-    """One row per decoding method: tokens per forward and per second, and latencies."""
-    native, vllm = pick(report, "check", "native"), pick(report, "check", "vllm")
-    rows, failed = _both_sides(native, ""), []
-    for other in pick(native, "baselines") or []:
-        name = str(other.get("name")).replace("-", " ")
-        if reason := other.get("failed"):
-            failed.append(f"{name} failed: {reason}")
-            other = {"acceleration_rate": "failed"}
-        rows.append(other | {"name": name})
-    rows += _both_sides(vllm, "vLLM ")
-    repeats = pick(native, "repeats") or 1
-    medians = [f"Times are medians of {count(repeats)} repetitions"] if repeats > 1 else []
-    threads = pick(native, "threads")
-    if threads:
-        medians.append(f"Native steps are timed on {threads} CPU thread{'s' * (threads != 1)}")
-    return filled("Methods", ". ".join([NOTE, *medians, *failed]).rstrip(".") + ".", _METHODS, rows)
-
-
-def _both_sides(engine: dict | None, prefix: str) -> list[dict[str, Any]]:
-    """An engine's figures of plain decoding and with heads; none where it was not run."""
-    if not engine:
-        return []
-    plain = {
-        key.removeprefix("baseline_"): value
-        for key, value in engine.items()
-        if key.startswith("baseline_")
+def _engine_cells(
+    engine: EngineFigures, prediction: TreeFigures | VllmFigures | None, with_new: bool
+) -> dict[str, str]:
+    ties = count(engine.greedy_match.ties)
+    if engine.tie_tolerance is not None:
+        ties += f"; a top-2 gap under {engine.tie_tolerance:g} is one"
+    cells = {
+        "acceleration rate": measured_rate(engine),
+        "expected": expected_rate(prediction),
+        "speedup": times(engine.speedup),
+        "greedy identical": identical(engine.greedy_match),
+        "greedy ties": ties,
+        "tokens/s": rate(engine.tokens_per_second),
+        "tokens/s, plain": rate(engine.baseline_tokens_per_second),
     }
-    plain = {"acceleration_rate": 1.0, "speedup": 1.0} | plain | {"name": f"{prefix}plain"}
-    return [plain, engine | {"name": f"{prefix}with heads"}]
+    if with_new:
+        cells["answers seen in training"] = percent(engine.seen_share)
+        cells["acceleration rate on new answers"] = on_new_answers(engine)
+        new = prediction.new if prediction is not None else None
+        cells["expected on new answers"] = expected_rate(new)
+    return cells
 
 
-def categories_table(report: dict) -> Table:
-    """Speed by category of question; empty for a single category, which would repeat the check."""
-    columns: tuple[Column, ...] = (
-        ("category", "category", str),
-        ("prompts", "prompts", count),
-        ("per step", "acceleration_rate", ratio),
-        *_BOTH_RATES,
+def _acceptance(native: NativeFigures) -> str:
+    """The acceptance rule, its parameters, and how many sampled texts equal plain sampling's."""
+    if native.acceptance is None:
+        return UNKNOWN
+    parts = [native.acceptance]
+    if native.temperature is not None:
+        parts.append(f"temperature {native.temperature:g}")
+    if native.eps is not None:
+        parts.append(f"eps {native.eps:g}")
+    if native.delta is not None:
+        parts.append(f"delta {native.delta:g}")
+    if native.top_p is not None:
+        parts.append(f"top_p {native.top_p:g}")
+    if native.first_token is not None:
+        parts.append(f"first token {native.first_token}")
+    if native.sampled_identical is not None:
+        parts.append(f"as plain sampling {native.sampled_identical}")
+    return ", ".join(parts)
+
+
+def served_model_table(report: Report) -> Table:
+    """The heads on the copy that will be served beside those on their target, by engine."""
+    columns = ["", "rate on the target", "rate on the copy", "speedup", "tokens/s"]
+    table = Table("Served model", [*columns, "greedy identical"])
+    copy = report.served_model
+    if copy is None:
+        return table
+    table.note = f"{copy.model}, {copy.format}; its greedy text against itself alone."
+    native, vllm = engines(report)
+    for name, on_target, on_copy in (
+        ("native", native, copy.native),
+        ("vLLM", vllm, copy.vllm),
+    ):
+        if on_copy is not None:
+            table.add(
+                name,
+                measured_rate(on_target) if on_target is not None else UNKNOWN,
+                measured_rate(on_copy),
+                times(on_copy.speedup),
+                rate(on_copy.tokens_per_second),
+                identical(on_copy.greedy_match),
+            )
+    return table
+
+
+def methods_table(report: Report) -> Table:
+    """One row per decoding method: tokens per forward and per second, and latencies."""
+    columns = ["method", "per step", "tokens/s", "speedup", "to first", "per token", "identical"]
+    table = Table("Methods", columns)
+    notes = [
+        "Tokens per forward of the target and per second, time to the first token and per further"
+        " one. Speedups are over plain decoding with the same engine; generate, prompt lookup and"
+        " assistant are transformers' own; vLLM decodes all prompts at once, and with the heads'"
+        " top-1 chain, not the tree"
+    ]
+    native, vllm = engines(report)
+    if native is not None:
+        if native.repeats is not None and native.repeats > 1:
+            notes.append(f"Times are medians of {count(native.repeats)} repetitions")
+        if native.threads is not None:
+            threads = "thread" if native.threads == 1 else "threads"
+            notes.append(f"Native steps are timed on {native.threads} CPU {threads}")
+        notes += _add_native_methods(table, native)
+    if vllm is not None:
+        plain, with_heads = rate(vllm.baseline_tokens_per_second), rate(vllm.tokens_per_second)
+        table.add("vLLM plain", ratio(1.0), plain, times(1.0), UNKNOWN, UNKNOWN, UNKNOWN)
+        table.add(
+            "vLLM with heads",
+            ratio(vllm.acceleration_rate),
+            with_heads,
+            times(vllm.speedup),
+            UNKNOWN,
+            UNKNOWN,
+            identical(vllm.greedy_match),
+        )
+    table.note = ". ".join(notes).rstrip(".") + "."
+    return table
+
+
+def _add_native_methods(table: Table, native: NativeFigures) -> list[str]:
+    """Add plain decoding, the heads and transformers' methods; return why any failed."""
+    table.add(
+        "plain",
+        ratio(1.0),
+        rate(native.baseline_tokens_per_second),
+        times(1.0),
+        duration(native.baseline_time_to_first_token),
+        duration(native.baseline_time_per_output_token),
+        UNKNOWN,
     )
-    rows = pick(report, "check", "native", "categories") or []
-    names = dict.fromkeys(name for row in rows for name in row.get("baselines") or {})
-    beside: tuple[Column, ...] = tuple((name.replace("-", " "), name, str) for name in names)
-    rows = [row | {name: _beside(pick(row, "baselines", name)) for name in names} for row in rows]
-    note = (
+    table.add(
+        "with heads",
+        ratio(native.acceleration_rate),
+        rate(native.tokens_per_second),
+        times(native.speedup),
+        duration(native.time_to_first_token),
+        duration(native.time_per_output_token),
+        identical(native.greedy_match),
+    )
+    failed = []
+    for other in native.baselines or []:
+        name = other.name.replace("-", " ")
+        if other.failed:
+            failed.append(f"{name} failed: {other.failed}")
+        table.add(
+            name,
+            "failed" if other.failed else ratio(other.acceleration_rate),
+            rate(other.tokens_per_second),
+            times(other.speedup),
+            duration(other.time_to_first_token),
+            duration(other.time_per_output_token),
+            identical(other.greedy_match) if other.greedy_match is not None else UNKNOWN,
+        )
+    return failed
+
+
+def categories_table(report: Report) -> Table:
+    """Speed by category of question; empty for a single category, which repeats the check."""
+    columns = ["category", "prompts", "per step", "tokens/s, plain", "tokens/s, with heads"]
+    table = Table("Categories", [*columns, "speedup"])
+    table.note = (
         "Tokens per forward of the target, and per second; of transformers' baselines the rate and"
         " the speedup."
     )
-    return filled("Categories", note, (*columns, *beside), rows if len(rows) > 1 else [])
+    native, _ = engines(report)
+    rows = native.categories if native is not None else None
+    if rows is None or len(rows) == 1:
+        return table
+    names: list[str] = []
+    for row in rows:
+        names += [name for name in row.baselines if name not in names]
+    table.columns += [name.replace("-", " ") for name in names]
+    for row in rows:
+        cells = [ratio(row.acceleration_rate), *_both_rates(row)]
+        for name in names:
+            speed = row.baselines.get(name, BaselineSpeed())
+            cells.append(f"{ratio(speed.acceleration_rate)}, {times(speed.speedup)}")
+        table.add(row.category, count(row.prompts), *cells)
+    return table
 
 
-def _beside(figures: Any) -> str:
-    return f"{ratio(pick(figures, 'acceleration_rate'))}, {times(pick(figures, 'speedup'))}"
+def _both_rates(row: Category | BatchRow | LoadRow) -> tuple[str, str, str]:
+    """Tokens per second, plain and with heads, and the speedup."""
+    plain, with_heads = rate(row.baseline_tokens_per_second), rate(row.tokens_per_second)
+    return plain, with_heads, times(row.speedup)
 
 
-def exact_match_table(report: dict) -> Table:
-    """The share of answers that are their reference, by category of question; empty without
-    references.
-    """
-    rows = pick(report, "check", "exact_match") or []
-    methods = dict.fromkeys(
-        key for row in rows for key in row if key not in ("category", "answers")
-    )
-    columns: tuple[Column, ...] = (
-        ("category", "category", str),
-        ("answers", "answers", count),
-        *((method, method, percent) for method in methods),
-    )
-    note = (
+def exact_match_table(report: Report) -> Table:
+    """The share of answers equal to their reference, by category; empty without references."""
+    table = Table("Exact match", ["category", "answers"])
+    table.note = (
         "Answers that are their reference, but for case, punctuation and articles; of a number the"
         " last one counts."
     )
-    return filled("Exact match", note, columns, rows)
+    rows = report.check.exact_match if report.check is not None else None
+    methods: list[str] = []
+    for row in rows or []:
+        methods += [name for name in row if name not in ("category", "answers", *methods)]
+    table.columns += methods
+    for row in rows or []:
+        shares = [percent(row.get(method)) for method in methods]
+        table.add(str(row["category"]), count(row["answers"]), *shares)
+    return table
 
 
-def filled(
-    title: str, note: str, columns: tuple[Column, ...], rows: list[dict], **settings: Any
-) -> Table:
-    """A table with a row for each dictionary; `settings` are further fields of `Table`."""
-    cells = tuple(tuple(word(row.get(key)) for _, key, word in columns) for row in rows)
-    return Table(title, tuple(heading for heading, *_ in columns), cells, note, **settings)
+def study_tables(report: Report) -> dict[str, Table]:
+    """`study_…` for each study that was run."""
+    native, vllm = engines(report)
+    found = {}
+    if native is not None and native.studies is not None:
+        studies = native.studies
+        found["study_trees"] = _trees_study(studies.trees or [])
+        found["study_typical"] = _typical_study(studies.typical or [])
+        found["study_heads"] = _heads_study(studies.heads or [])
+        found["study_batch"] = _batch_study(studies.batch or [])
+    if vllm is not None and vllm.studies is not None:
+        found["study_load"] = _load_study(vllm.studies.load or [], vllm.under_load)
+    return found
+
+
+def _trees_study(rows: list[TreeRow]) -> Table:
+    note = (
+        "One ladder of trees on all the check's prompts, from plain decoding to the export's own."
+    )
+    columns = ["tree", "nodes", "acceleration rate", "overhead", "speedup"]
+    table = Table("Study: trees", columns, note)
+    for row in rows:
+        table.add(row.tree or UNKNOWN, count(row.nodes), *_speed(row))
+    return table
+
+
+def _heads_study(rows: list[TreeRow]) -> Table:
+    columns = ["heads", "nodes", "acceleration rate", "overhead", "speedup"]
+    table = Table("Study: heads used", columns, "The export's tree, cut at each depth.")
+    for row in rows:
+        table.add(count(row.heads), count(row.nodes), *_speed(row))
+    return table
+
+
+def _speed(row: TreeRow) -> tuple[str, str, str]:
+    return ratio(row.acceleration_rate), times(row.overhead), times(row.speedup)
+
+
+def _typical_study(rows: list[TypicalRow]) -> Table:
+    columns = ["temperature", "rule", "eps", "acceleration rate", "speedup", "log-likelihood"]
+    table = Table("Study: typical acceptance", columns, words=(0, 1))
+    table.note = (
+        "delta is sqrt(eps); the speedup is over plain decoding at the same temperature, the"
+        " log-likelihood in nats per token under the target at temperature 1."
+    )
+    for row in rows:
+        table.add(
+            show(row.temperature, ".1f"),
+            row.rule,
+            ratio(row.eps),
+            ratio(row.acceleration_rate),
+            times(row.speedup),
+            ratio(row.log_likelihood),
+        )
+    return table
+
+
+def _batch_study(rows: list[BatchRow]) -> Table:
+    columns = ["sequences", "tokens/s, plain", "tokens/s, with heads", "speedup"]
+    note = "The same prompts, decoded 1 to 16 at a time; prefill included."
+    table = Table("Study: batch size", columns, note)
+    for row in rows:
+        table.add(count(row.batch_size), *_both_rates(row))
+    return table
+
+
+def _load_study(rows: list[LoadRow], in_words: str | None) -> Table:
+    table = Table(
+        "Study: load", ["requests", "per step", "tokens/s, plain", "tokens/s, with heads"]
+    )
+    table.columns += ["speedup", "to first, plain", "to first, with heads"]
+    table.columns += ["per token, plain", "per token, with heads"]
+    with_limits = bool(rows) and rows[0].within_slo is not None
+    if with_limits:
+        table.columns += ["within limits, plain", "within limits, with heads"]
+    table.note = (
+        "vLLM as a server, with so many requests at once; time to the first token and per further"
+        " one in ms, p50 / p90 / p99 of the requests. Client and server share the machine. Per"
+        " step: the answers' tokens without the first of each, over the drafts that the server"
+        " counts; the check counts the forwards of each request instead."
+    )
+    if in_words:
+        table.note += f" {in_words}"
+    for row in rows:
+        cells = [ratio(row.acceleration_rate), *_both_rates(row)]
+        for waited in (row.baseline_ttft_ms, row.ttft_ms, row.baseline_tpot_ms, row.tpot_ms):
+            cells.append(_percentiles(waited))
+        if with_limits:
+            cells += [percent(row.baseline_within_slo), percent(row.within_slo)]
+        table.add(count(row.requests), *cells)
+    return table
+
+
+def _percentiles(times: Percentiles | None) -> str:
+    if times is None:
+        return UNKNOWN
+    return " / ".join(show(time, ".3g") for time in (times.p50, times.p90, times.p99))

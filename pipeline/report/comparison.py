@@ -1,38 +1,38 @@
-"""Runs side by side: the settings in which they differ, and what came of them. Is handed data,
-opens nothing.
-"""
+"""Runs side by side: the settings in which they differ, and their results. Opens no file."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pipeline.artifacts.check_result import EngineFigures
 from pipeline.formatting import UNKNOWN, duration, percent, rate, times
 from pipeline.report.facts import (
-    Table,
     check_outcome,
     disturbed,
+    engines,
     expected_rate,
     measured_rate,
     on_new_answers,
-    pick,
 )
+from pipeline.report.report import Report
+from pipeline.report.tables import Table
 
-NO_RECIPE = {"run", "placement", "limits", "push"}  # sections that no result depends on
+NO_RECIPE = ("run", "placement", "limits", "push")  # sections that no result depends on
 LONGEST = 40  # characters of a setting
-Report = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """One run: its name, its report as far as it goes, and its resolved configuration as plain
-    data.
+    """A run, possibly unfinished.
 
-    `unfinished` names the stages that are still to be made, `heads_bytes` is the size of the
-    trained heads, `questions` stands for the prompts of its check: equal where these are equal,
-    None where there was no check.
+    Attributes:
+        recipe: Its resolved configuration as plain data.
+        unfinished: The stages that have not run.
+        heads_bytes: The size of the trained heads.
+        questions: A text that is equal for checks with the same prompts; None without a check.
     """
 
     name: str
@@ -43,42 +43,41 @@ class ComparedRun:
     questions: str | None = None
 
 
-def comparison(runs: Sequence[ComparedRun]) -> tuple[Table, tuple[str, ...]]:
-    """The table, a column for each run, and what a reader should know before comparing the
-    columns.
-    """
-    recipes = [dict(_settings(run)) for run in runs]
-    keys = [
-        key
-        for key in dict.fromkeys(key for recipe in recipes for key in recipe)
-        if _differs(key, recipes)
-    ]
-    rows = [(key, *(recipe.get(key, UNKNOWN) for recipe in recipes)) for key in keys]
-    found = [(label, *(cell(run) for run in runs)) for label, cell in FIGURES.items()]
-    rows += [row for row in found if any(cell != UNKNOWN for cell in row[1:])]
-    columns = ("", *(run.name for run in runs))
-    return Table("Runs", columns, tuple(rows), words=(0, *range(1, len(columns)))), tuple(
-        _notes(runs)
-    )
+def comparison(runs: Sequence[ComparedRun]) -> tuple[Table, list[str]]:
+    """The table, a column for each run, and notes on which columns do not compare."""
+    columns = ["", *(run.name for run in runs)]
+    table = Table("Runs", columns, words=tuple(range(len(columns))))
+    settings = [dict(_settings(run)) for run in runs]
+    keys: dict[str, None] = {}
+    for one in settings:
+        keys.update(dict.fromkeys(one))
+    for key in keys:
+        values = [one.get(key, UNKNOWN) for one in settings]
+        if len(set(values)) > 1:
+            table.add(key, *values)
+    results = [_results(run) for run in runs]
+    for label in results[0]:
+        table.add_known(label, *(one[label] for one in results))
+    return table, _notes(runs)
 
 
 def _settings(run: ComparedRun) -> Iterator[tuple[str, str]]:
-    """A run's settings by dotted key; what `auto` has chosen stands beside it."""
-    chosen = pick(run.report, "train", "hyperparameters") or {}
+    """Yield a run's settings by dotted key, with the chosen value beside `auto`."""
+    train = run.report.train
+    chosen = (train.hyperparameters if train is not None else None) or {}
     for section, value in run.recipe.items():
-        for key, setting in _flat(value, section) if section not in NO_RECIPE else ():
+        if section in NO_RECIPE:
+            continue
+        for key, setting in _flat(value, section):
+            text = setting
+            if not isinstance(setting, str):
+                text = json.dumps(setting, default=str, ensure_ascii=False)
+            if len(text) > LONGEST:
+                text = f"{text[:LONGEST]}…"
             name = key.removeprefix("train.")
-            beside = (
-                f" ({chosen[name]:g})"
-                if setting == "auto" and key != name and name in chosen
-                else ""
-            )
-            text = (
-                setting
-                if isinstance(setting, str)
-                else json.dumps(setting, default=str, ensure_ascii=False)
-            )
-            yield key, f"{text[:LONGEST]}{'…' if len(text) > LONGEST else ''}{beside}"
+            if setting == "auto" and section == "train" and name in chosen:
+                text += f" ({chosen[name]:g})"
+            yield key, text
 
 
 def _flat(value: Any, key: str) -> Iterator[tuple[str, Any]]:
@@ -89,91 +88,71 @@ def _flat(value: Any, key: str) -> Iterator[tuple[str, Any]]:
         yield key, value
 
 
-def _differs(key: str, recipes: Sequence[Mapping[str, str]]) -> bool:
-    return len({recipe.get(key) for recipe in recipes}) > 1
+def _results(run: ComparedRun) -> dict[str, str]:
+    """What came of a run, by label; the labels are the same for every run."""
+    report = run.report
+    native, vllm = engines(report)
+    plain = with_heads = overhead = UNKNOWN
+    if native is not None:
+        plain, with_heads = rate(native.baseline_tokens_per_second), rate(native.tokens_per_second)
+        overhead = UNKNOWN if disturbed(native) else times(native.overhead)
+    heads = UNKNOWN
+    if run.heads_bytes is not None:
+        heads = f"{run.heads_bytes / 1e6:,.1f} MB"
+    return {
+        "check": check_outcome(report).text.removeprefix("check "),
+        "head 0's first guess right": percent(report.heads[0].top1) if report.heads else UNKNOWN,
+        "expected acceleration rate": expected_rate(report.tree),
+        "acceleration rate, native": measured_rate(native) if native is not None else UNKNOWN,
+        "on new answers, native": _on_new_answers(native),
+        "overhead, native": overhead,
+        "speedup, native": _speedup(native),
+        "tokens/s with heads, native": with_heads,
+        "tokens/s plain, native": plain,
+        "acceleration rate, vLLM": measured_rate(vllm) if vllm is not None else UNKNOWN,
+        "on new answers, vLLM": _on_new_answers(vllm),
+        "speedup, vLLM": _speedup(vllm),
+        "heads": heads,
+        "training": duration(report.seconds_by_stage.get("train")),
+    }
 
 
-def _reached(engine: str) -> Callable[[ComparedRun], str]:
-    def cell(run: ComparedRun) -> str:
-        figures = pick(run.report, "check", engine)
-        return measured_rate(figures) if figures else UNKNOWN
-
-    return cell
-
-
-def _on_new_answers(engine: str) -> Callable[[ComparedRun], str]:
+def _on_new_answers(engine: EngineFigures | None) -> str:
     """The rate on new answers; unknown where no answer of the run is seen."""
-
-    def cell(run: ComparedRun) -> str:
-        figures = pick(run.report, "check", engine)
-        return on_new_answers(figures) if pick(figures, "seen_share") else UNKNOWN
-
-    return cell
+    if engine is None or not engine.seen_share:
+        return UNKNOWN
+    return on_new_answers(engine)
 
 
-def _of_time(engine: str, key: str) -> Callable[[ComparedRun], str]:
-    """Overhead or speedup; unknown where other load was measured along."""
-
-    def cell(run: ComparedRun) -> str:
-        figures = pick(run.report, "check", engine)
-        return UNKNOWN if disturbed(figures) else times(pick(figures, key))
-
-    return cell
+def _speedup(engine: EngineFigures | None) -> str:
+    """The speedup; unknown where other load was measured with it."""
+    if engine is None or disturbed(engine):
+        return UNKNOWN
+    return times(engine.speedup)
 
 
-def _heads(run: ComparedRun) -> str:
-    return UNKNOWN if run.heads_bytes is None else f"{run.heads_bytes / 1e6:,.1f} MB"
-
-
-def _first_head(run: ComparedRun) -> str:
-    heads = pick(run.report, "heads") or [{}]
-    return percent(heads[0].get("top1"))
-
-
-FIGURES: dict[str, Callable[[ComparedRun], str]] = {
-    "check": lambda run: check_outcome(dict(run.report)).text.removeprefix("check "),
-    "head 0's first guess right": _first_head,
-    "expected acceleration rate": lambda run: expected_rate(pick(run.report, "tree")),
-    "acceleration rate, native": _reached("native"),
-    "on new answers, native": _on_new_answers("native"),
-    "overhead, native": _of_time("native", "overhead"),
-    "speedup, native": _of_time("native", "speedup"),
-    "tokens/s with heads, native": lambda run: rate(
-        pick(run.report, "check", "native", "tokens_per_second")
-    ),
-    "tokens/s plain, native": lambda run: rate(
-        pick(run.report, "check", "native", "baseline_tokens_per_second")
-    ),
-    "acceleration rate, vLLM": _reached("vllm"),
-    "on new answers, vLLM": _on_new_answers("vllm"),
-    "speedup, vLLM": _of_time("vllm", "speedup"),
-    "heads": _heads,
-    "training": lambda run: duration(pick(run.report, "seconds_by_stage", "train")),
-}
-
-
-def _notes(runs: Sequence[ComparedRun]) -> Iterator[str]:
-    """Unfinished runs, missing checks, and what makes figures of two runs no comparison."""
+def _notes(runs: Sequence[ComparedRun]) -> list[str]:
+    """Unfinished runs, missing checks, and differences that forbid a comparison."""
+    notes = []
+    questions, machines = set(), set()
     for run in runs:
+        native, _ = engines(run.report)
         if run.unfinished:
-            yield f"{run.name} is unfinished: {', '.join(run.unfinished)}."
-        elif not pick(run.report, "check"):
-            yield f"{run.name} was not checked: its rates are expected ones."
-        elif disturbed(pick(run.report, "check", "native")):
-            yield (
+            notes.append(f"{run.name} is unfinished: {', '.join(run.unfinished)}.")
+        elif run.report.check is None:
+            notes.append(f"{run.name} was not checked: its rates are expected ones.")
+        elif native is not None and disturbed(native):
+            notes.append(
                 f"{run.name}: other load made a step with heads faster than a plain one; its"
                 " speedup is left out."
             )
-    checked = [run for run in runs if pick(run.report, "check")]
-    questions = (
-        ("checked on different questions", [run.questions for run in checked]),
-        (
-            "checked on different machines",
-            [json.dumps(run.report.get("hardware"), sort_keys=True) for run in checked],
-        ),
-        ("of different targets", [run.report.get("target") for run in runs]),
-    )
-    for said, values in questions:
-        if len(set(values)) > 1:
-            apart = "speeds" if "machines" in said else "rates"
-            yield f"These runs were {said}: their {apart} do not compare."
+        if run.report.check is not None:
+            questions.add(run.questions)
+            machines.add(json.dumps(run.report.hardware, sort_keys=True))
+    if len(questions) > 1:
+        notes.append("These runs were checked on different questions: their rates do not compare.")
+    if len(machines) > 1:
+        notes.append("These runs were checked on different machines: their speeds do not compare.")
+    if len({run.report.target for run in runs}) > 1:
+        notes.append("These runs were of different targets: their rates do not compare.")
+    return notes

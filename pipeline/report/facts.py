@@ -1,16 +1,19 @@
-"""A report's title, outcome and headline figures, shared by the terminal, Markdown and HTML.
-
-Every form shows the same `Figure`s and `Table`s. Every part of a report is optional, since a run
-may be unfinished; missing parts read "not run".
-"""
+"""Title, outcome, headline figures and warnings of a report, the same in every form."""
 
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass
-from typing import Any
 
+from pipeline.artifacts.check_result import (
+    EngineFigures,
+    GreedyMatch,
+    NativeFigures,
+    TreeRow,
+    VllmFigures,
+)
+from pipeline.artifacts.seen_answers import NewAnswers
+from pipeline.artifacts.tree_file import Expected, TreeFigures
 from pipeline.formatting import (
     NOT_RUN,
     UNKNOWN,
@@ -22,43 +25,30 @@ from pipeline.formatting import (
     times,
     with_error,
 )
+from pipeline.report.report import (
+    SEARCHED_TREE,
+    STOCK_TREE,
+    USED_DYNAMIC_TREE,
+    USED_TREE,
+    Report,
+    TrainFigures,
+)
 
-STAGES = ("seeds", "generate", "features", "train", "calibrate", "export", "check", "push")
+SAME_TEXT_GAP = 0.1  # of the gain over plain decoding
+NOTABLE_GAP = 3  # standard errors between the expected acceleration rate and the measured one
+ENOUGH_COVERAGE = 0.9  # of held-out text by the draft vocabulary
+EQUAL = "sequences equal to plain decoding"
 
-# Names in the study of trees.
-STOCK_TREE, SEARCHED_TREE, USED_TREE = "stock (Vicuna-7B's)", "searched, stock size", "the export's"
-DYNAMIC_TREE, STATIC_TREE = (
-    "dynamic, the export's size",
-    "searched, the export's size",
-)  # beside the other kind
-USED_DYNAMIC_TREE = "the export's, dynamic"
-
-_ORDER = (
-    "run", "target", "method", "num_heads", "drafter", *STAGES[:4], "heads", "tree", "check",
-    "target_text", "quarantine", "hardware", "versions", "seconds_by_stage",
-)  # fmt: skip
+Prediction = Expected | TreeFigures | VllmFigures | NewAnswers
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One headline figure: its name, its value as text, and what it means in a few words."""
+    """A headline figure: its name, its value as text, and its meaning in a few words."""
 
     label: str
     value: str
     note: str
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table of text; `empty` is shown where it has no rows."""
-
-    title: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    note: str = ""
-    empty: str = NOT_RUN
-    words: tuple[int, ...] = (0,)  # text columns; the others are numbers, aligned to the right
-    shares: tuple[float, ...] = ()  # per row, a bar's share of the largest
 
 
 @dataclass(frozen=True)
@@ -70,229 +60,290 @@ class CheckOutcome:
     failures: tuple[str, ...] = ()
 
 
-def finite(value: Any) -> Any:
-    """`value` as JSON allows it: non-finite numbers become None, arrays lists, other objects their
-    text.
-    """
-    if value is None or isinstance(value, bool):
-        return value
-    if isinstance(value, str):
-        return str(value)  # a StrEnum too
-    if hasattr(value, "tolist"):  # numpy's arrays and scalars
-        return finite(value.tolist())
-    if isinstance(value, int):
-        return int(value)
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {str(key): finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [finite(item) for item in value]
-    return os.fspath(value) if isinstance(value, os.PathLike) else str(value)
+def title(report: Report) -> str:
+    return f"Heads for {report.target or 'an unnamed target'}"
 
 
-def in_order(report: dict) -> dict:
-    """The report with its parts in reading order; unknown parts come last, by name."""
-    known = [key for key in _ORDER if key in report]
-    return {key: report[key] for key in [*known, *sorted(report.keys() - set(known))]}
-
-
-def pick(report: Any, *path: str) -> Any:
-    """The value at a path of keys, None where any of them is missing."""
-    for key in path:
-        report = report.get(key) if isinstance(report, dict) else None
-    return report
-
-
-def expected_rate(promise: Any) -> str:
-    """The expected acceleration rate with its standard error: `4.03 ± 0.32`."""
-    return with_error(
-        pick(promise, "expected_acceleration_rate"), pick(promise, "expected_standard_error")
-    )
-
-
-def measured_rate(engine: Any) -> str:
-    """The measured acceleration rate with its standard error."""
-    return with_error(pick(engine, "acceleration_rate"), pick(engine, "standard_error"))
-
-
-def on_new_answers(part: Any) -> str:
-    """The rate on answers that the target has not written in training rows, of an engine or of the
-    tree's promise.
-    """
-    new = pick(part, "new")
-    if new is None:
-        return UNKNOWN
-    if "expected_acceleration_rate" in new and "acceleration_rate" not in new:
-        return expected_rate(new)
-    if "acceleration_rate" in new:
-        return measured_rate(new)
-    return f"only {count(new['answers'])} new answers"
-
-
-def has_seen_answers(report: dict) -> bool:
-    """Whether any held-out answer is one that the target has also written in a training row."""
-    parts = (pick(report, "tree"), pick(report, "check", "native"), pick(report, "check", "vllm"))
-    return any(pick(part, "seen_share") for part in parts)
-
-
-def title(report: dict) -> str:
-    """The title line."""
-    return f"Heads for {pick(report, 'target') or 'an unnamed target'}"
-
-
-def subtitle(report: dict) -> str:
+def subtitle(report: Report) -> str:
     """Method, heads, run and date, as far as known."""
-    name, date = pick(report, "run", "name"), pick(report, "run", "date")
-    method = ", ".join(filter(None, (pick(report, "method"), pick(report, "train", "recipe"))))
-    parts = [method, pick(report, "drafter"), name and f"run {name}", date]
-    return ", ".join(str(part) for part in parts if part)
+    parts = [report.method]
+    if report.train is not None:
+        parts.append(report.train.recipe)
+    parts.append(report.drafter)
+    if report.run is not None:
+        parts += [f"run {report.run.name}", report.run.date]
+    return ", ".join(part for part in parts if part)
 
 
-def check_outcome(report: dict) -> CheckOutcome:
+def check_outcome(report: Report) -> CheckOutcome:
     """Whether the check passed, and its failures as sentences."""
-    passed = pick(report, "check", "passed")
-    failures = tuple(str(failure) for failure in pick(report, "check", "failures") or ())
-    if passed is None and not failures:
+    if report.check is None:
         return CheckOutcome(None, "check not run")
-    if failures or not passed:
-        return CheckOutcome(False, "check failed", failures)
+    if not report.check.passed:
+        return CheckOutcome(False, "check failed", tuple(report.check.failures))
     return CheckOutcome(True, "check passed")
 
 
-def disturbed(engine: Any) -> bool:
-    """Whether a step with heads was measured as faster than a plain one, though it does more: no
-    speedup follows.
+def engines(report: Report) -> tuple[NativeFigures | None, VllmFigures | None]:
+    """The figures of native decoding and of vLLM."""
+    if report.check is None:
+        return None, None
+    return report.check.native, report.check.vllm
+
+
+def expected_rate(prediction: Prediction | None) -> str:
+    """The expected acceleration rate with its standard error: `4.03 ± 0.32`."""
+    if prediction is None:
+        return UNKNOWN
+    error = prediction.expected_standard_error
+    return with_error(prediction.expected_acceleration_rate, error)
+
+
+def measured_rate(engine: EngineFigures | NewAnswers) -> str:
+    """The measured acceleration rate with its standard error."""
+    return with_error(engine.acceleration_rate, engine.standard_error)
+
+
+def on_new_answers(engine: EngineFigures) -> str:
+    """The rate on answers that the target has not written in training rows."""
+    if engine.new is None:
+        return UNKNOWN
+    if engine.new.acceleration_rate is None:
+        return f"only {count(engine.new.answers)} new answers"
+    return measured_rate(engine.new)
+
+
+def has_seen_answers(report: Report) -> bool:
+    """Whether the target has written any held-out answer in a training row too."""
+    parts = (report.tree, *engines(report))
+    return any(part is not None and part.seen_share for part in parts)
+
+
+def disturbed(engine: EngineFigures) -> bool:
+    """Whether a step with heads was measured as faster than a plain one, which does less.
+
+    Other load has then slowed the plain steps, and no speedup follows.
     """
-    overhead, speedup, reached = (
-        pick(engine, key) for key in ("overhead", "speedup", "acceleration_rate")
-    )
-    return (
-        overhead < 1
-        if overhead is not None
-        else None not in (speedup, reached) and speedup > reached
-    )
+    if isinstance(engine, NativeFigures) and engine.overhead is not None:
+        return engine.overhead < 1
+    return engine.speedup is not None and engine.speedup > engine.acceleration_rate
 
 
-def headline(report: dict) -> list[Figure]:
+def identical(match: GreedyMatch) -> str:
+    """How many greedy sequences equal plain decoding, as `31/32`."""
+    return f"{count(match.identical)}/{count(match.sequences)}"
+
+
+def headline(report: Report) -> list[Figure]:
     """The headline figures, in the paper's terms (section 3 and appendix B)."""
-    native, vllm, text = (
-        pick(report, "check", "native"),
-        pick(report, "check", "vllm"),
-        pick(report, "target_text"),
-    )
-    matched, matched_note = identical(pick(native, "greedy_match"))
-    expected = f"; {expected_rate(pick(report, 'tree'))} expected" if pick(report, "tree") else ""
-    entropy = f"distinct-4; mean entropy {ratio(pick(text, 'mean_entropy_nats'))} nats"
-    untrue = disturbed(native)
-    overhead, speedup = (
-        UNKNOWN if untrue else times(pick(native, key)) for key in ("overhead", "speedup")
-    )
-    doubt = "; measured beside other load, see the warning" if untrue else ""
-    figures: tuple[tuple[Any, str, str, str], ...] = (
-        (
-            native,
-            "Acceleration rate",
-            measured_rate(native),
-            f"tokens per target forward, with the tree{expected}",
-        ),
-        (native, "Overhead", overhead, f"seconds of a step with heads over a plain one{doubt}"),
-        (native, "Speedup", speedup, f"acceleration rate over overhead{doubt}"),
-        (native, "Greedy identical", matched, matched_note),
-        (
-            vllm,
-            "vLLM acceleration rate",
-            measured_rate(vllm),
-            _vllm_note(vllm),
-        ),
-        (
-            text,
-            "Target's own text",
-            ratio(pick(text, "distinct_4")),
-            entropy if text else "distinct-4, mean entropy",
-        ),
-        (
-            native,
-            "Tokens/s, plain",
-            rate(pick(native, "baseline_tokens_per_second")),
-            "the target alone, same prompts",
-        ),
-        (
-            native,
-            "Tokens/s, with heads",
-            rate(pick(native, "tokens_per_second")),
-            "the target with its heads",
-        ),
-    )
-    found = [
-        Figure(label, value if part else NOT_RUN, note) for part, label, value, note in figures
-    ]
-    return found[:1] + _on_new_answers(report) + _searched_over_stock(native) + found[1:]
-
-
-def _on_new_answers(report: dict) -> list[Figure]:
-    """Each engine's rate on new answers alone; nothing where no answer is seen."""
-    figures = []
-    promises = {"native": pick(report, "tree"), "vllm": pick(report, "check", "vllm")}
-    for name, label in (("native", "On new answers"), ("vllm", "On new answers, vLLM")):
-        engine = pick(report, "check", name)
-        if not pick(engine, "seen_share"):
-            continue
-        expected = expected_rate(pick(promises[name], "new"))
-        note = f"{percent(engine['seen_share'])} of the answers are in the training text as well"
-        if expected != UNKNOWN:
-            note += f"; {expected} expected"
-        figures.append(Figure(label, on_new_answers(engine), note))
+    native, vllm = engines(report)
+    note = "tokens per target forward, with the tree"
+    if report.tree is not None:
+        note += f"; {expected_rate(report.tree)} expected"
+    rate_reached = NOT_RUN if native is None else measured_rate(native)
+    figures = [Figure("Acceleration rate", rate_reached, note)]
+    if native is not None and native.seen_share:
+        figures.append(_on_new_answers("On new answers", native, report.tree))
+    if vllm is not None and vllm.seen_share:
+        figures.append(_on_new_answers("On new answers, vLLM", vllm, vllm))
+    if native is not None and native.studies is not None:
+        figures += _search_over_stock(native.studies.trees or [])
+    figures += _costs(native)
+    figures.append(_in_vllm(vllm))
+    text = report.target_text
+    if text is None:
+        figures.append(Figure("Target's own text", NOT_RUN, "distinct-4, mean entropy"))
+    else:
+        note = f"distinct-4; mean entropy {ratio(text.mean_entropy_nats)} nats"
+        figures.append(Figure("Target's own text", ratio(text.distinct_4), note))
+    plain = with_heads = NOT_RUN
+    if native is not None:
+        plain = rate(native.baseline_tokens_per_second)
+        with_heads = rate(native.tokens_per_second)
+    figures.append(Figure("Tokens/s, plain", plain, "the target alone, same prompts"))
+    figures.append(Figure("Tokens/s, with heads", with_heads, "the target with its heads"))
     return figures
 
 
-def _searched_over_stock(native: Any) -> list[Figure]:
-    """The gain of the searched tree over the tree of the authors' code, where the study of trees
-    was run.
-    """
-    rows = pick(native, "studies", "trees") or []
-    rates = {row.get("tree"): row.get("acceleration_rate") for row in rows}
+def _costs(native: NativeFigures | None) -> list[Figure]:
+    """Overhead, speedup, and the greedy sequences that are equal."""
+    overhead = speedup = matched = NOT_RUN
+    match_note, doubt = EQUAL, ""
+    if native is not None:
+        overhead = times(native.overhead)
+        speedup = times(native.speedup)
+        if disturbed(native):
+            overhead = speedup = UNKNOWN
+            doubt = "; measured beside other load, see the warning"
+        match = native.greedy_match
+        matched = identical(match)
+        notes = []
+        if match.ties:
+            notes.append(f"{match.ties} more equal up to a tie")
+        if match.differing:
+            notes.append(f"{match.differing} not equal")
+        match_note = ", ".join(notes) or EQUAL
+    return [
+        Figure("Overhead", overhead, f"seconds of a step with heads over a plain one{doubt}"),
+        Figure("Speedup", speedup, f"acceleration rate over overhead{doubt}"),
+        Figure("Greedy identical", matched, match_note),
+    ]
+
+
+def _in_vllm(vllm: VllmFigures | None) -> Figure:
+    label = "vLLM acceleration rate"
+    if vllm is None:
+        return Figure(label, NOT_RUN, "top-1 chain, no tree")
+    length = f" of {vllm.num_speculative_tokens}" if vllm.num_speculative_tokens else ""
+    note = f"top-1 chain{length}, no tree"
+    if vllm.expected_acceleration_rate is not None:
+        note += f"; {expected_rate(vllm)} expected"
+    note += f"; greedy identical {identical(vllm.greedy_match)}"
+    return Figure(label, measured_rate(vllm), note)
+
+
+def _on_new_answers(
+    label: str, engine: EngineFigures, prediction: TreeFigures | VllmFigures | None
+) -> Figure:
+    note = f"{percent(engine.seen_share)} of the answers are in the training text as well"
+    if prediction is not None and prediction.new is not None:
+        if prediction.new.expected_acceleration_rate is not None:
+            note += f"; {expected_rate(prediction.new)} expected"
+    return Figure(label, on_new_answers(engine), note)
+
+
+def _search_over_stock(rows: list[TreeRow]) -> list[Figure]:
+    """The gain of the searched tree over the authors' tree; empty where both were not measured."""
+    rates = {row.tree: row.acceleration_rate for row in rows}
     stock, searched = rates.get(STOCK_TREE), rates.get(SEARCHED_TREE)
     used = rates.get(USED_TREE, rates.get(USED_DYNAMIC_TREE))
     if not stock or not searched:
         return []
     note = (
-        f"stock tree {ratio(stock)}, searched tree of the same size {ratio(searched)}, used tree"
-        f" {ratio(used)}"
+        f"acceleration rate: stock tree {ratio(stock)}, searched tree of the same size"
+        f" {ratio(searched)}, used tree {ratio(used)}"
     )
-    return [
-        Figure(
-            "Search over stock tree",
-            signed_percent(searched / stock - 1),
-            f"acceleration rate: {note}",
+    return [Figure("Search over stock tree", signed_percent(searched / stock - 1), note)]
+
+
+def warnings(report: Report) -> list[str]:
+    """Problems that do not fail the check."""
+    native, vllm = engines(report)
+    found: list[str] = []
+    if report.seeds is not None:
+        found += report.seeds.warnings or []
+    if report.train is not None:
+        found += _training_warnings(report.train)
+    if report.check is not None and report.check.contaminated_rows:
+        found.append(
+            f"{count(report.check.contaminated_rows)} training rows hold a question of the check,"
+            " so its rates may be too high: with seeds.decontaminate, and this file of questions"
+            " from the start, they are left out."
         )
-    ]
+    if native is not None and disturbed(native):
+        found.append(_other_load(native))
+    if vllm is not None and disturbed(vllm):
+        found.append(f"vLLM: {_other_load(vllm)}")
+    if report.train is not None and report.train.draft_coverage is not None:
+        if report.train.draft_coverage < ENOUGH_COVERAGE:
+            found.append(
+                f"Only {percent(report.train.draft_coverage)} of held-out text is in the draft"
+                " vocabulary, and any other token ends what can be accepted: raise"
+                " train.draft_vocab."
+            )
+    found += _speedup_warnings(report.tree, native)
+    if native is not None and report.tree is not None:
+        if native.acceptance in (None, "greedy"):  # calibration expects greedy decoding
+            found += _gap("The measured acceleration rate", native, report.tree)
+    if vllm is not None:
+        found += _gap("vLLM's acceleration rate", vllm, vllm)
+        same_text, reached = vllm.same_text_acceleration_rate, vllm.acceleration_rate
+        if same_text is not None and same_text - reached > SAME_TEXT_GAP * (same_text - 1):
+            found.append(
+                f"vLLM's acceleration rate is {ratio(reached)}, and the same chain reaches"
+                f" {ratio(same_text)} natively on the same text: vLLM may compute the heads in"
+                " another precision or not as they were trained, or draft nothing near the end of"
+                " the context."
+            )
+    return found
 
 
-def identical(match: Any) -> tuple[str, str]:
-    """How many greedy sequences equal plain decoding, as `31/32`, and a note on those that differ
-    at a tie.
-    """
-    sequences, equal, ties = (pick(match, key) for key in ("sequences", "identical", "ties"))
-    if sequences is None:
-        return UNKNOWN, "sequences equal to plain decoding"
-    others = sequences - (equal or 0) - (ties or 0)
-    notes = [
-        f"{ties} more equal up to a tie" if ties else "",
-        f"{others} not equal" if others else "",
-    ]
+def _training_warnings(train: TrainFigures) -> list[str]:
+    found = list(train.warnings or [])
+    if train.best_step == 0:
+        found.append(
+            f"None of {count(train.steps)} steps lowered the held-out loss: the result is the state"
+            " that training began with, of a second stage the first one's heads and the target as"
+            " it was. Lower train.lr, or give more seeds."
+        )
+    return found
+
+
+def _other_load(engine: EngineFigures) -> str:
     return (
-        f"{count(equal)}/{count(sequences)}",
-        ", ".join(filter(None, notes)) or "sequences equal to plain decoding",
+        "A step with heads was measured as faster than a plain one, although it does more: other"
+        f" load probably slowed the plain steps, and the speedup of {times(engine.speedup)} at an"
+        f" acceleration rate of {ratio(engine.acceleration_rate)} is too high; `--fresh check`"
+        " measures again."
     )
 
 
-def _vllm_note(vllm: Any) -> str:
-    drafted, (matched, _) = (
-        pick(vllm, "num_speculative_tokens"),
-        identical(pick(vllm, "greedy_match")),
-    )
-    parts = [f"top-1 chain{f' of {drafted}' if drafted else ''}, no tree"]
-    if pick(vllm, "expected_acceleration_rate") is not None:
-        parts.append(f"{expected_rate(vllm)} expected")
-    return "; ".join([*parts, *([] if matched == UNKNOWN else [f"greedy identical {matched}"])])
+def _speedup_warnings(tree: TreeFigures | None, native: NativeFigures | None) -> list[str]:
+    """Whether the heads pay off on this device, as expected and as measured."""
+    expected = []
+    for size in (tree.sizes if tree is not None else None) or []:
+        if size.expected_speedup is not None:
+            expected.append(size.expected_speedup)
+    speedup = native.speedup if native is not None else None
+    best = max(expected, default=None)
+    is_slower = speedup is not None and speedup < 1
+    if best is None or best >= 1:
+        if not is_slower:
+            return []
+        return [
+            "Decoding is slower with the heads than without them: the measured speedup is"
+            f" {times(speedup)}."
+        ]
+    if speedup is None or is_slower:
+        return [
+            "The tree does not pay off on this device: no expected speedup is above 1, the best"
+            f" {times(best)}."
+        ]
+    return [
+        f"Calibration expected no speedup above 1, the best {times(best)}, and the check measured"
+        f" {times(speedup)}: other load probably disturbed one of them, and the tree's size may be"
+        " wrong; `--fresh calibrate` measures again."
+    ]
+
+
+def _gap(name: str, engine: EngineFigures, prediction: TreeFigures | VllmFigures) -> list[str]:
+    """A warning of a rate beyond `NOTABLE_GAP` standard errors of measured and expected together.
+
+    Rates on new answers are compared where both are known: the share of seen answers may differ.
+    """
+    found = _both_rates(engine, prediction)
+    if engine.new is not None and prediction.new is not None:
+        found = _both_rates(engine.new, prediction.new) or found
+    if found is None:
+        return []
+    measured, expected, error = found
+    if abs(measured - expected) <= NOTABLE_GAP * error:
+        return []
+    side = "above" if measured > expected else "below"
+    errors = f", {abs(measured - expected) / error:.1f} standard errors" if error else ""
+    return [
+        f"{name} is {abs(measured / expected - 1):.0%} {side} the expected one{errors}: the check's"
+        " prompts may differ in kind from the text that it was expected of."
+    ]
+
+
+def _both_rates(
+    measured: EngineFigures | NewAnswers, expected: Prediction
+) -> tuple[float, float, float] | None:
+    """The measured rate, the expected rate, and their joint standard error; None if unknown."""
+    if measured.acceleration_rate is None or measured.standard_error is None:
+        return None
+    if expected.expected_acceleration_rate is None or expected.expected_standard_error is None:
+        return None
+    error = math.hypot(measured.standard_error, expected.expected_standard_error)
+    return measured.acceleration_rate, expected.expected_acceleration_rate, error

@@ -1,266 +1,445 @@
-"""Plots of the heads, their training and their tree (paper, section 2.3.3); all text in them is
-ours and ASCII.
+"""Plots as SVG elements inside report.html; all text in them is ours and ASCII.
+
+Drawn by matplotlib through its object-oriented API. The same data gives the same bytes: no date, a
+fixed salt for ids, the user's matplotlibrc ignored. Colours are CSS variables, so that one drawing
+serves the light and the dark scheme; text stays text, in the page's font.
+
+Letters: K heads, N points of a curve, R ranks.
 """
 
 from __future__ import annotations
 
+import io
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
+import matplotlib.style
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.patches import PathPatch
 from matplotlib.path import Path as Curve
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from pipeline.report.svg import ACCENT, CARD, INK, MUTED, SERIES, legend_above, svg
+from pipeline.artifacts.check_result import BatchRow, LoadRow, TreeRow, TypicalRow
+from pipeline.artifacts.tree_file import Accuracy, TimedSize
+from pipeline.decoding.tree import TreePath
+from pipeline.report.facts import engines
+from pipeline.report.report import CurvePoint, Extras, Report
+from pipeline.report.tables import top
 
-Path = tuple[int, ...]
 Place = tuple[int, int]
+Drawn = tuple[Figure, str]  # with its label
+Figures = dict[str, Drawn]  # by name
 
-_MAX_POINTS = 120  # per curve: keeps curves readable and the page small
+STEP, PER_STEP = "optimizer step", "tokens per step"
+
+# Placeholder colours, replaced by CSS variables in `_svg`.
+INK, MUTED, LINE, CARD, ACCENT = (f"#0000{i:02x}" for i in range(1, 6))
+SERIES = tuple(f"#0001{i:02x}" for i in range(6))
+VARIABLES = {INK: "ink", MUTED: "muted", LINE: "line", CARD: "card", ACCENT: "accent"}
+VARIABLES.update({colour: f"s{i}" for i, colour in enumerate(SERIES)})
+SETTINGS: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "report",
+    "font.size": 10,
+    "text.color": INK,
+    "axes.labelcolor": MUTED,
+    "axes.edgecolor": LINE,
+    "axes.facecolor": "none",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid.axis": "y",
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.unicode_minus": False,
+    "grid.color": LINE,
+    "xtick.color": LINE,
+    "ytick.color": LINE,
+    "xtick.labelcolor": MUTED,
+    "ytick.labelcolor": MUTED,
+    "figure.facecolor": "none",
+    "savefig.facecolor": "none",
+    "legend.frameon": False,
+    "legend.fontsize": 9,
+    "legend.handlelength": 1.6,
+    "legend.columnspacing": 1.2,
+    "lines.linewidth": 1.6,
+    "lines.markersize": 4,
+    "patch.linewidth": 0,
+    "xtick.major.size": 0,
+}
+WIDTH = 5.0  # inches: text of 10 units is 9 pixels high on a phone and 14 on a desktop
+MAX_POINTS = 120  # per curve: keeps curves readable and the page small
 
 
-def head_accuracy(heads: Sequence[dict]) -> str:
-    """For each head, the share of held-out positions whose token is among its first k guesses, one
-    band per k.
+def drawings(report: Report, extras: Extras) -> dict[str, str]:
+    """The plots for which there is data, by name, as `<svg>` elements."""
+    found = {}
+    with matplotlib.style.context(["default", SETTINGS]):
+        figures = {**_run_figures(report, extras), **_check_figures(report)}
+        for name, (figure, label) in figures.items():
+            found[name] = _svg(figure, name.replace("_", "-"), label)
+    return found
+
+
+def _run_figures(report: Report, extras: Extras) -> Figures:
+    """The plots of heads, tree and training."""
+    found = {}
+    calibration, losses, held_out = extras.calibration, extras.losses, extras.held_out
+    if any(head.top1 is not None for head in report.heads):
+        found["heads"] = head_accuracy(report.heads)
+    if calibration is not None and calibration.dynamic is None:
+        found["tree"] = tree(calibration.choices, calibration.node_shares)
+    if report.tree is not None and report.tree.sizes:
+        found["sizes"] = tree_sizes(report.tree.sizes, report.tree.nodes)
+    if losses:
+        found["losses"] = head_losses(losses, held_out)
+    if any(point.head_top1 for point in held_out):
+        found["accuracy"] = held_out_accuracy(held_out)
+    if any(point.backbone_loss is not None for point in losses):
+        found["drift"] = drift(losses, held_out)
+    return found
+
+
+def _check_figures(report: Report) -> Figures:
+    """The plots of decoding and of the studies."""
+    found = {}
+    native, vllm = engines(report)
+    if native is not None and native.accepted_lengths:
+        found["accepted"] = accepted_lengths(native.accepted_lengths)
+    if native is not None and native.studies is not None:
+        studies = native.studies
+        if studies.typical:
+            found["study_typical"] = typical(studies.typical, "rejection")
+            found["study_typical_likelihood"] = typical(studies.typical, "plain")
+        if studies.heads and len(studies.heads) > 1:
+            found["study_heads"] = heads_used(studies.heads)
+        if studies.batch:
+            found["study_batch"] = batch_sizes(studies.batch)
+    if vllm is not None and vllm.studies is not None and vllm.studies.load:
+        found["study_load"] = load(vllm.studies.load)
+    return found
+
+
+def _new_figure(height: float) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(WIDTH, height), layout="constrained")
+    return figure, figure.add_subplot()
+
+
+def _svg(figure: Figure, name: str, label: str) -> str:
+    """The figure as an `<svg>` element without style sheet; its ids begin with `name`."""
+    buffer = io.StringIO()
+    nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+    figure.savefig(buffer, format="svg", metadata=nothing)
+    text = buffer.getvalue()
+    text = text[text.index("<svg") :]
+    view_box = re.search(r'viewBox="[^"]*"', text)
+    assert view_box
+    opening = f'<svg role="img" aria-label="{label}" {view_box[0]}>'
+    text = re.sub(r"<svg[^>]*>", opening, text, count=1)
+    # A hundredth of a unit is less than a pixel.
+    text = re.sub(r"<[^>]*>", lambda tag: re.sub(r"(\.\d\d)\d+", r"\1", tag[0]), text)
+    text = re.sub(r"<style.*?</style>|<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    text = re.sub(r"font-family: [^;\"]*;? ?", "", text)
+    text = re.sub(r'(\bid="|href="#|url\(#)', rf"\1{name}-", text)
+    for colour, variable in VARIABLES.items():
+        text = text.replace(colour, f"var(--{variable})")
+    return text.strip()
+
+
+# --- curves
+
+
+@dataclass(frozen=True)
+class Line:
+    """A curve; unknown values are left out. `style` is matplotlib's."""
+
+    x: Sequence[float | None]
+    y: Sequence[float | None]
+    label: str | None
+    colour: str
+    style: str = "-o"
+
+
+def _lines(
+    lines: Sequence[Line],
+    labels: tuple[str, str],
+    *,
+    from_zero: bool = True,
+    in_percent: bool = False,
+) -> tuple[Figure, Axes]:
+    """A figure of curves; `labels` are those of the two axes.
+
+    A curve of more than `MAX_POINTS` points shows means of neighbouring ones.
     """
-    ranks = [
-        rank for rank in range(1, 6) if any(head.get(f"top{rank}") is not None for head in heads)
+    figure, axes = _new_figure(2.8)
+    for line in lines:
+        points_N2 = np.array([line.x, line.y], dtype=float).T
+        points_N2 = points_N2[np.isfinite(points_N2).all(axis=1)]
+        if len(points_N2) > MAX_POINTS:
+            parts = np.array_split(points_N2, MAX_POINTS)
+            points_N2 = np.stack([part.mean(axis=0) for part in parts])
+        axes.plot(*points_N2.T, line.style, color=line.colour, label=line.label)
+    axes.set_xlabel(labels[0])
+    axes.set_ylabel(labels[1])
+    if from_zero:
+        axes.set_ylim(bottom=0)
+    if in_percent:
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    num_names = sum(line.label is not None for line in lines)
+    _legend_above(axes, num_names if num_names < 6 else 3)
+    return figure, axes
+
+
+def _legend_above(axes: Axes, num_columns: int) -> None:
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=num_columns)
+
+
+def head_losses(steps: Sequence[CurvePoint], held_out: Sequence[CurvePoint]) -> Drawn:
+    """Cross-entropy of every head over the training steps, held-out losses dashed."""
+    lines = []
+    for k in range(len(steps[-1].head_losses)):
+        for points, style, label in ((steps, "-", f"head {k}"), (held_out, "--o", None)):
+            losses = [point.head_losses[k] for point in points]
+            x = [point.step for point in points]
+            lines.append(Line(x, losses, label, SERIES[k % len(SERIES)], style))
+    if held_out:
+        lines.append(Line([], [], "held-out", MUTED, "--o"))
+    figure, _ = _lines(lines, (STEP, "cross-entropy (nats)"), from_zero=False)
+    return figure, "Loss of every head over the training steps"
+
+
+def held_out_accuracy(held_out: Sequence[CurvePoint]) -> Drawn:
+    """Held-out top-1 accuracy of every head over the training steps."""
+    lines = []
+    x = [point.step for point in held_out]
+    for k in range(len(held_out[0].head_top1)):
+        top1 = [point.head_top1[k] for point in held_out]
+        lines.append(Line(x, top1, f"head {k}", SERIES[k % len(SERIES)]))
+    figure, _ = _lines(lines, (STEP, "held-out top-1"), in_percent=True)
+    return figure, "Held-out top-1 accuracy of every head over the training steps"
+
+
+def drift(steps: Sequence[CurvePoint], held_out: Sequence[CurvePoint]) -> Drawn:
+    """Medusa-2's loss of the backbone in training, and its KL to the original on held-out text."""
+    losses, kls = [point.backbone_loss for point in steps], [point.kl for point in held_out]
+    x = [point.step for point in steps]
+    lines = [Line(x, losses, "backbone's loss in training", SERIES[1], "-")]
+    if any(kl is not None for kl in kls):
+        x = [point.step for point in held_out]
+        lines.append(Line(x, kls, "held-out KL to the original", INK, "--o"))
+    figure, _ = _lines(lines, (STEP, "nats per position"))
+    return figure, "How far the backbone moves over the training steps"
+
+
+def tree_sizes(sizes: Sequence[TimedSize], chosen: int) -> Drawn:
+    """Overhead, expected rate and speedup by number of nodes; a line at the chosen size."""
+    nodes = [size.nodes for size in sizes]
+    lines = [
+        Line(nodes, [size.expected_acceleration_rate for size in sizes], PER_STEP, SERIES[1]),
+        Line(nodes, [size.overhead for size in sizes], "overhead", SERIES[2]),
+        Line(nodes, [size.expected_speedup for size in sizes], "speedup", ACCENT),
     ]
-    top_RK = np.array(
-        [[head.get(f"top{rank}") for head in heads] for rank in ranks], dtype=float
-    )  # R ranks, K heads
-
-    def draw(axes: Axes) -> None:
-        x = np.arange(len(heads))
-        below = np.zeros(len(heads))
-        for rank, top_K in zip(ranks, top_RK, strict=True):
-            top_K = np.fmax(top_K, below)  # an unknown top-k adds nothing
-            alpha = 1.0 if rank == ranks[0] else 0.55 * 0.72 ** (rank - 2)
-            axes.bar(
-                x,
-                top_K - below,
-                0.62,
-                bottom=below,
-                color=ACCENT,
-                alpha=alpha,
-                label=f"top-{rank}",
-                linewidth=0,
-            )
-            below = top_K
-        for i, (first, last) in enumerate(zip(top_RK[0], below, strict=True)):
-            if np.isfinite(first) and first > 0.08:
-                axes.text(
-                    i,
-                    first / 2,
-                    f"{first:.0%}",
-                    ha="center",
-                    va="center",
-                    color=CARD,
-                    weight="bold",
-                )
-            axes.text(i, last + 0.015, f"{last:.0%}", ha="center", va="bottom", color=INK)
-        axes.set_xticks(x, [f"head {i}\nt+{i + 2}" for i in x])
-        axes.tick_params(axis="x", length=0)
-        axes.set_ylim(0, 1.08)
-        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-        legend_above(axes, len(ranks))
-
-    return svg("heads", "Accuracy of every head, top-1 to top-5", 3.4, draw)
+    figure, axes = _lines(lines, ("nodes", ""))
+    axes.axhline(1, color=MUTED, linewidth=1, linestyle="--")
+    _powers_of_two(axes, nodes)
+    axes.axvline(chosen, color=INK, linewidth=1, linestyle=":", label="")
+    side = "right" if chosen > max(nodes) / 4 else "left"
+    top = axes.get_xaxis_transform()
+    axes.text(chosen, 1, f" {chosen} used ", transform=top, ha=side, va="top", color=INK, size=9)
+    return figure, "Overhead, expected acceleration rate and speedup by tree size"
 
 
-def losses(steps: Sequence[dict], held_out: Sequence[dict] = ()) -> str:
-    """Cross-entropy of every head over the training steps, held-out losses dashed.
+def _powers_of_two(axes: Axes, ticks: Sequence[float]) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.minorticks_off()
 
-    Each row is `{"step", "loss", "head_losses"}`; long runs are averaged down to a few hundred
-    points.
+
+def heads_used(rows: Sequence[TreeRow]) -> Drawn:
+    """Acceleration rate, overhead and speedup by how many heads are used."""
+    heads = [row.heads for row in rows]
+    lines = [
+        Line(heads, [row.acceleration_rate for row in rows], PER_STEP, SERIES[1]),
+        Line(heads, [row.overhead for row in rows], "overhead", SERIES[2]),
+        Line(heads, [row.speedup for row in rows], "speedup", ACCENT),
+    ]
+    figure, axes = _lines(lines, ("heads used", ""))
+    axes.axhline(1, color=MUTED, linewidth=1, linestyle="--")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    return figure, "Acceleration rate, overhead and speedup by heads used"
+
+
+def batch_sizes(rows: Sequence[BatchRow]) -> Drawn:
+    """Tokens per second, plain and with heads, and the speedup, by sequences at once."""
+    figure = _speeds([row.batch_size for row in rows], rows, "sequences at once")
+    return figure, "Tokens per second by batch size"
+
+
+def load(rows: Sequence[LoadRow]) -> Drawn:
+    """Tokens per second of the server, plain and with heads, and the speedup, by requests."""
+    figure = _speeds([row.requests for row in rows], rows, "requests at once")
+    return figure, "Tokens per second of the server by requests at once"
+
+
+def _speeds(x: Sequence[int], rows: Sequence[BatchRow | LoadRow], label: str) -> Figure:
+    plain = [row.baseline_tokens_per_second for row in rows]
+    with_heads = [row.tokens_per_second for row in rows]
+    lines = [Line(x, plain, "plain", MUTED), Line(x, with_heads, "with heads", ACCENT)]
+    figure, axes = _lines(lines, (label, "tokens/s"))
+    _powers_of_two(axes, x)
+    axes.margins(y=0.15)
+    for place, row in zip(x, rows, strict=True):
+        height = max(row.baseline_tokens_per_second or 0, row.tokens_per_second or 0)
+        if row.speedup is not None:
+            _note(axes, f"{row.speedup:.2f}x", (place, height), (0, 5), ha="center", size=9)
+    return figure
+
+
+def typical(rows: Sequence[TypicalRow], exact: str) -> Drawn:
+    """Typical acceptance over eps, one colour per temperature, beside exact sampling (dashed).
+
+    Against `rejection` sampling it is the acceleration rate, against `plain` sampling the
+    log-likelihood. Temperature 0 is greedy decoding.
     """
-    num_heads = max((len(row.get("head_losses") or ()) for row in [*steps, *held_out]), default=0)
-
-    def draw(axes: Axes) -> None:
-        for rows, style, width in ((steps, "-", 1.3), (held_out, "--o", 1.6)):
-            if not rows:
+    label = PER_STEP if exact == "rejection" else "log-likelihood"
+    lines, levels = [], []
+    temperatures = sorted({row.temperature for row in rows})
+    for number, temperature in enumerate(temperatures):
+        name = f"T = {temperature:g}" if temperature else "greedy"
+        colour = SERIES[number % len(SERIES)]
+        eps: list[float | None] = []
+        swept: list[float | None] = []
+        for row in rows:
+            if row.temperature != temperature:
                 continue
-            step_N, loss_N, head_losses_NK = _curves(rows, num_heads)
-            for k in range(num_heads):
-                label = f"head {k}" if style == "-" else None
-                colour = SERIES[k % len(SERIES)]
-                axes.plot(
-                    step_N,
-                    head_losses_NK[:, k],
-                    style,
-                    color=colour,
-                    linewidth=width,
-                    label=label,
-                    ms=3,
-                )
-            if not num_heads:
-                label = "loss" if style == "-" else "held-out loss"
-                axes.plot(step_N, loss_N, style[:2], color=ACCENT, label=label)
-        num_names = num_heads + bool(held_out)
-        if num_heads and held_out:
-            axes.plot([], [], "--o", color=MUTED, ms=3, label="held-out")
-        _over_steps(axes, "cross-entropy (nats)", num_names if num_names < 6 else 3)
-
-    return svg("losses", "Loss of every head over the training steps", 3.0, draw)
+            value = row.acceleration_rate if exact == "rejection" else row.log_likelihood
+            if row.rule == "typical":
+                eps.append(row.eps)
+                swept.append(value)
+            elif row.rule in (exact, "greedy") and value is not None:
+                levels.append((value, colour))
+        lines.append(Line(eps, swept, name, colour))
+    lines.append(Line([], [], f"{exact} sampling", MUTED, "--"))
+    figure, axes = _lines(lines, ("eps, delta = sqrt(eps)", label), from_zero=False)
+    for level, colour in levels:
+        axes.axhline(level, color=colour, linewidth=1.2, linestyle="--")
+    return figure, f"Typical acceptance: {label} by eps"
 
 
-def held_out_accuracy(held_out: Sequence[dict]) -> str:
-    """Held-out top-1 accuracy of every head over the training steps; rows of `{"step",
-    "head_top1"}`.
+# --- bars
+
+
+def head_accuracy(heads: Sequence[Accuracy]) -> Drawn:
+    """For each head, the share of held-out tokens among its first k guesses, one band per k."""
+    figure, axes = _new_figure(3.4)
+    x_K = np.arange(len(heads))
+    below_K = np.zeros(len(heads))
+    for rank in range(1, 6):
+        top_K = np.array([top(head, rank) for head in heads], dtype=float)
+        if np.isnan(top_K).all():
+            continue
+        band_K = np.fmax(top_K - below_K, 0)  # an unknown top-k adds nothing
+        alpha = 1.0 if rank == 1 else 0.55 * 0.72 ** (rank - 2)
+        axes.bar(x_K, band_K, 0.62, below_K, color=ACCENT, alpha=alpha, label=f"top-{rank}")
+        below_K += band_K
+    for k, head in enumerate(heads):
+        if head.top1 is not None and head.top1 > 0.08:
+            place = (k, head.top1 / 2)
+            axes.text(*place, f"{head.top1:.0%}", ha="center", va="center", color=CARD)
+        last = float(below_K[k])
+        axes.text(k, last + 0.015, f"{last:.0%}", ha="center", color=INK)
+    axes.set_xticks(x_K, [f"head {k}\nt+{k + 2}" for k in x_K])
+    axes.set_ylim(0, 1.08)
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    _legend_above(axes, 5)
+    return figure, "Accuracy of every head, top-1 to top-5"
+
+
+def accepted_lengths(num_steps: Sequence[int]) -> Drawn:
+    """The share of decoding steps by accepted length; entry i counts steps with i guesses kept."""
+    figure, axes = _new_figure(3.0)
+    total = max(sum(num_steps), 1)
+    shares = [number / total for number in num_steps]
+    bars = axes.bar(range(len(shares)), shares, 0.68, color=ACCENT)
+    axes.bar_label(bars, [f"{share:.0%}" for share in shares], padding=2, color=INK)
+    axes.set_xticks(range(len(shares)))
+    axes.margins(y=0.15)
+    axes.set_xlabel("guessed tokens kept in a step")
+    axes.set_ylabel("share of steps")
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    return figure, "Share of decoding steps by accepted length"
+
+
+# --- the tree (paper, section 2.3.3)
+
+
+def layout(choices: Sequence[TreePath]) -> dict[TreePath, Place]:
+    """Every node's place as (depth, line), the root included.
+
+    A first child stays on its parent's line, further ones take new lines: the path of first guesses
+    is the top line.
     """
-
-    def draw(axes: Axes) -> None:
-        step_N = np.array([row["step"] for row in held_out], dtype=float)
-        top1_NK = np.array([row["head_top1"] for row in held_out], dtype=float)
-        for k, top1_N in enumerate(top1_NK.T):
-            axes.plot(step_N, top1_N, "-o", ms=4, color=SERIES[k % len(SERIES)], label=f"head {k}")
-        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-        axes.set_ylim(bottom=0)
-        _over_steps(axes, "held-out top-1", 5)
-
-    return svg(
-        "accuracy", "Held-out top-1 accuracy of every head over the training steps", 2.6, draw
-    )
-
-
-def drift(steps: Sequence[dict], held_out: Sequence[dict] = ()) -> str:
-    """The backbone's drift in Medusa-2: its loss in training, and KL to the original on held-out
-    text (dashed).
-
-    Rows of `{"step", "backbone_loss"}` and of `{"step", "kl"}`.
-    """
-
-    def draw(axes: Axes) -> None:
-        step_N, loss_N, _ = _curves(
-            [row | {"loss": row.get("backbone_loss"), "head_losses": ()} for row in steps], 0
-        )
-        axes.plot(
-            step_N, loss_N, color=SERIES[1], linewidth=1.3, label="backbone's loss in training"
-        )
-        known = [row for row in held_out if row.get("kl") is not None]
-        if known:
-            label = "held-out KL to the original"
-            axes.plot(
-                [row["step"] for row in known],
-                [row["kl"] for row in known],
-                "--o",
-                ms=3,
-                color=INK,
-                label=label,
-            )
-        axes.set_ylim(bottom=0)
-        _over_steps(axes, "nats per position", 2)
-
-    return svg("drift", "How far the backbone moves over the training steps", 2.6, draw)
-
-
-def _over_steps(axes: Axes, label: str, num_columns: int) -> None:
-    axes.set_xlabel("optimizer step")
-    axes.set_ylabel(label)
-    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-    legend_above(axes, num_columns)
-
-
-def _curves(rows: Sequence[dict], num_heads: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Steps [N], losses [N] and head losses [N, K] of at most `_MAX_POINTS` points, each the mean
-    of its neighbours.
-    """
-    rows = [row for row in rows if row.get("step") is not None]
-    table = np.full((len(rows), 2 + num_heads), np.nan)
-    for i, row in enumerate(rows):
-        values = [row["step"], row.get("loss"), *(row.get("head_losses") or ())]
-        table[i, : len(values)] = np.array(values, dtype=float)
-    table = table[np.isfinite(table[:, 1:]).any(axis=1)]
-    if len(table) > _MAX_POINTS:
-        table = np.stack(
-            [
-                np.ma.masked_invalid(part).mean(0).filled(np.nan)
-                for part in np.array_split(table, _MAX_POINTS)
-            ]
-        )
-    return table[:, 0], table[:, 1], table[:, 2:]
-
-
-def layout(choices: Sequence[Sequence[int]]) -> dict[Path, Place]:
-    """Every node's place as (depth, line): a first child stays on its parent's line, further ones
-    take new lines.
-
-    The path of first guesses is thus the top line. The root and prefixes missing from `choices` are
-    included.
-    """
-    places: dict[Path, Place] = {}
+    places: dict[TreePath, Place] = {(): (0, 0)}
     line, parents = 0, set()
-    for node in sorted({tuple(path[:depth]) for path in choices for depth in range(len(path) + 1)}):
-        if node:  # lexicographic order: a parent comes right before its first child
-            line += node[:-1] in parents
-            parents.add(node[:-1])
+    for node in sorted(choices):  # a parent comes right before its first child
+        line += node[:-1] in parents
+        parents.add(node[:-1])
         places[node] = (len(node), line)
     return places
 
 
-def tree(choices: Sequence[Sequence[int]], node_shares: Sequence[float | None] = ()) -> str:
-    """The tree from left to right, one column per head; a node's area and colour show the share of
-    steps that add it.
+def tree(choices: Sequence[TreePath], node_shares: Sequence[float]) -> Drawn:
+    """The tree from left to right, one column per head.
 
-    Above each column is the share of steps that add any of its nodes: 1 and their sum are the
-    expected rate.
+    A node's area and colour show the share of steps that add it. Above each column is the share of
+    steps that add any of its nodes: 1 and their sum are the expected rate.
     """
     places = layout(choices)
-    known = (
-        {tuple(path): p or 0.0 for path, p in zip(choices, node_shares, strict=True)}
-        if node_shares
-        else {}
-    )
-    shares = {node: known.get(node, 0.0 if known and node else 1.0) for node in places}
-    depth = max(map(len, places))
-    columns = [
-        sum(share for node, share in known.items() if len(node) == k + 1) for k in range(depth)
-    ]
-    names = [f"head {k}" + (f"\n{column:.0%}" if known else "") for k, column in enumerate(columns)]
+    shares = {(): 1.0, **dict(zip(choices, node_shares, strict=True))}
+    depth = max(map(len, choices))
+    names = ["token"]
+    for k in range(depth):
+        column = sum(share for node, share in shares.items() if len(node) == k + 1)
+        names.append(f"head {k}\n{column:.0%}")
     num_lines = 1 + max(line for _, line in places.values())
-    height = 0.7 + min(0.15 * max(num_lines, 6), 12)  # inches; large trees have closer lines
-
-    def draw(axes: Axes) -> None:
-        for node, place in places.items():
-            if node:
-                _edge(axes, places[node[:-1]], place, shares[node])
-        _nodes(axes, places, shares)
-        axes.set_xlim(-0.15, depth + 0.4)
-        axes.set_ylim(num_lines - 0.3, -1)
-        axes.set_xticks(range(depth + 1), ["token", *names])
-        axes.xaxis.tick_top()
-        axes.tick_params(axis="both", length=0)
-        axes.set_yticks([])
-        axes.grid(False)
-        axes.spines[:].set_visible(False)
-
-    return svg("tree", f"Tree of {len(choices)} nodes and depth {depth}", height, draw)
-
-
-def _edge(axes: Axes, start: Place, end: Place, share: float) -> None:
-    (x0, y0), (x1, y1) = start, end
-    curve = Curve(
-        [(x0, y0), (x0 + 0.5, y0), (x0 + 0.4, y1), (x1, y1)], [Curve.MOVETO, *[Curve.CURVE4] * 3]
-    )
-    alpha = 0.2 + 0.5 * share**0.5
-    axes.add_patch(
-        PathPatch(curve, facecolor="none", edgecolor=ACCENT, alpha=alpha, linewidth=0.9 + 5 * share)
-    )
-
-
-def _nodes(axes: Axes, places: dict[Path, Place], shares: dict[Path, float]) -> None:
+    # Large trees have closer lines.
+    figure, axes = _new_figure(0.7 + min(0.15 * max(num_lines, 6), 12))
+    for node, place in places.items():
+        if node:
+            _draw_edge(axes, places[node[:-1]], place, shares[node])
     x_N, y_N = np.array(list(places.values()), dtype=float).T
-    share_N = np.array(list(shares.values()))
+    share_N = np.array([shares[node] for node in places])
     area_N = 20 + 200 * share_N
-    axes.scatter(
-        x_N, y_N, area_N, color=CARD, zorder=3, linewidth=0
-    )  # hides the edges behind a translucent node
+    axes.scatter(x_N, y_N, area_N, color=CARD, zorder=3, linewidth=0)  # hides edges behind nodes
     dots = axes.scatter(x_N, y_N, area_N, color=ACCENT, zorder=4, linewidth=0)
     dots.set_alpha(0.3 + 0.7 * np.sqrt(share_N))
-    for node, x, y, share in zip(places, x_N, y_N, share_N, strict=True):
+    for node, place in places.items():
+        share = shares[node]
         if node and share >= 0.02:
-            offset = (0.5 * np.sqrt(20 + 200 * share) + 2, 4)
-            axes.annotate(
-                f"{share:.0%}", (x, y), offset, textcoords="offset points", color=INK, size=8
-            )
+            _note(axes, f"{share:.0%}", place, (0.5 * np.sqrt(20 + 200 * share) + 2, 4), size=8)
+    axes.set_xlim(-0.15, depth + 0.4)
+    axes.set_ylim(num_lines - 0.3, -1)
+    axes.set_xticks(range(depth + 1), names)
+    axes.xaxis.tick_top()
+    axes.tick_params(axis="both", length=0)
+    axes.set_yticks([])
+    axes.grid(False)
+    axes.spines[:].set_visible(False)
+    return figure, f"Tree of {len(choices)} nodes and depth {depth}"
+
+
+def _draw_edge(axes: Axes, start: Place, end: Place, share: float) -> None:
+    (x0, y0), (x1, y1) = start, end
+    points = [(x0, y0), (x0 + 0.5, y0), (x0 + 0.4, y1), (x1, y1)]
+    curve = Curve(points, [Curve.MOVETO, Curve.CURVE4, Curve.CURVE4, Curve.CURVE4])
+    style = {"edgecolor": ACCENT, "alpha": 0.2 + 0.5 * share**0.5, "linewidth": 0.9 + 5 * share}
+    axes.add_patch(PathPatch(curve, facecolor="none", **style))
+
+
+def _note(axes: Axes, text: str, place: Any, offset: tuple[float, float], **style: Any) -> None:
+    """Write text beside a point, `offset` in points of the font."""
+    axes.annotate(text, place, offset, textcoords="offset points", color=INK, **style)

@@ -1,13 +1,13 @@
-"""All tables of a report, the same in every form, and those of the run: heads, tree, stages,
-quarantine, provenance.
+"""All tables of a report, the same in every form, and those of the run itself.
 
-A table without rows stands for something that was not run. A cell that is not known is `-`.
+A table without rows stands for something that was not run. An unknown cell is `-`.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass, field
 
+from pipeline.artifacts.tree_file import Accuracy, Calibration, ChainLength, Expected, TreeFigures
 from pipeline.formatting import (
     NOT_RUN,
     UNKNOWN,
@@ -21,319 +21,286 @@ from pipeline.formatting import (
     signed_percent,
     times,
 )
-from pipeline.report.check_tables import (
-    Column,
-    categories_table,
-    check_table,
-    exact_match_table,
-    filled,
-    methods_table,
-    served_model_table,
-    study_tables,
-)
-from pipeline.report.facts import STAGES, Table, expected_rate, pick
-
-_PROMISED: tuple[Column, ...] = (
-    ("overhead", "overhead", times),
-    ("expected rate", "rate", str),
-    ("expected speedup", "expected_speedup", times),
-)
+from pipeline.report.facts import engines, expected_rate
+from pipeline.report.report import STAGES, Report, StageFigures
 
 
-def tables(report: dict, extras: dict) -> dict[str, Table]:
-    """All tables by name, in reading order: results first, then how they were made."""
-    optional = {
-        "categories": categories_table(report),
-        "exact_match": exact_match_table(report),
-        "served_model": served_model_table(report),
-        "drift": drift_table(report),
-        "skipped": skipped_files_table(report),
-    }
-    return {
-        "check": check_table(report),
-        "methods": methods_table(report),
-        "heads": heads_table(report),
-        "tree": tree_table(report, extras),
-        "sizes": sizes_table(report),
-        "chain": chain_table(report),
-        **{name: table for name, table in optional.items() if table.rows},
-        **study_tables(report),
-        "stages": stages_table(report),
-        "quarantine": quarantine_table(report),
-        "provenance": provenance_table(report),
-    }
+@dataclass
+class Table:
+    """A table of text, filled row by row; `empty` is shown where it has no rows."""
+
+    title: str
+    columns: list[str]
+    note: str = ""
+    empty: str = NOT_RUN
+    words: tuple[int, ...] = (0,)  # text columns; the others are numbers, aligned to the right
+    rows: list[tuple[str, ...]] = field(default_factory=list)
+    shares: list[float] = field(default_factory=list)  # per row, a bar's share of the largest
+
+    def add(self, *cells: str) -> None:
+        self.rows.append(cells)
+
+    def add_known(self, label: str, *cells: str) -> None:
+        """Add a row unless all its cells are unknown."""
+        if any(cell != UNKNOWN for cell in cells):
+            self.rows.append((label, *cells))
 
 
-def heads_table(report: dict) -> Table:
+def heads_table(report: Report) -> Table:
     """Top-k accuracy of every head on held-out rows; head k predicts the token at t+2+k."""
-    heads = pick(report, "heads") or []
-    ranks = sorted(
-        {int(key[3:]) for head in heads for key in head if key[:3] == "top" and key[3:].isdecimal()}
-    )
-    columns = ["head", "predicts", *(f"top-{rank}" for rank in ranks)]
-    on_new = bool(pick(report, "tree", "seen_share"))
-    if on_new:
-        columns += ["top-1, new answers", "top-5, new answers"]
-    rows = []
-    for k, head in enumerate(heads):
-        row = [str(k), f"t+{k + 2}", *(percent(head.get(f"top{rank}")) for rank in ranks)]
+    tree = report.tree
+    ranks = [
+        rank for rank in range(1, 6) if any(top(head, rank) is not None for head in report.heads)
+    ]
+    table = Table("Heads", ["head", "predicts"], words=(0, 1))
+    table.columns += [f"top-{rank}" for rank in ranks]
+    table.note = f"Accuracy on {tree.text if tree is not None else 'held-out rows'}."
+    on_new = tree is not None and tree.seen_share > 0
+    if tree is not None and on_new:
+        table.columns += ["top-1, new answers", "top-5, new answers"]
+        table.note += (
+            f" {percent(tree.seen_share)} of the answers are in the training text as well; the new"
+            " ones stand apart."
+        )
+    for k, head in enumerate(report.heads):
+        cells = [percent(top(head, rank)) for rank in ranks]
         if on_new:
-            row += [percent(pick(head, "new", "top1")), percent(pick(head, "new", "top5"))]
-        rows.append(tuple(row))
-    note = f"Accuracy on {pick(report, 'tree', 'text') or 'held-out rows'}."
-    if on_new:
-        seen = percent(pick(report, "tree", "seen_share"))
-        note += (
-            f" {seen} of the answers are in the training text as well; the new ones stand apart."
+            new = head.new or Accuracy(labels=0)
+            cells += [percent(new.top1), percent(new.top5)]
+        table.add(str(k), f"t+{k + 2}", *cells)
+    return table
+
+
+def top(head: Accuracy, rank: int) -> float | None:
+    """The share of tokens among the head's first guesses, up to the 1-based `rank`."""
+    return (head.top1, head.top2, head.top3, head.top4, head.top5)[rank - 1]
+
+
+def tree_table(report: Report, calibration: Calibration | None) -> Table:
+    """The tree by depth, and the tokens that each depth adds to a step: their sum is the rate."""
+    table = Table("Tree", ["depth", "nodes", "ranks used", "tokens per step"])
+    tree = report.tree
+    if tree is None:
+        return table
+    own = "the target's own token"
+    if tree.dynamic is not None:
+        static = ratio((tree.searches or {}).get(tree.source))
+        table.note = (
+            f"Native decoding grows a dynamic tree: in every step the {count(tree.nodes)} nodes"
+            f" that the heads hold most probable, expected acceleration rate {expected_rate(tree)}."
+            f" A static tree of the same size, by the {tree.source} search, reaches {static} on"
+            " text not used for the search; it is in the export for engines that read paths."
         )
-    return Table("Heads", tuple(columns), tuple(rows), note, words=(0, 1))
+        table.add("0", own, UNKNOWN, ratio(1.0))
+        for depth, tokens in enumerate(tree.tokens_by_depth, start=1):
+            table.add(str(depth), UNKNOWN, UNKNOWN, ratio(tokens))
+        return table
+    table.note = f"{count(tree.nodes)} nodes, expected acceleration rate {expected_rate(tree)}."
+    if tree.searches:
+        reached = [f"the {name} search reaches {ratio(r)}" for name, r in tree.searches.items()]
+        table.note += f" On text not used for the search, {', '.join(reached)}."
+    if calibration is None:
+        table.add("all", count(tree.nodes), UNKNOWN, UNKNOWN)
+        return table
+    table.add("0", own, UNKNOWN, ratio(1.0))
+    for depth in range(1, 1 + max(map(len, calibration.choices))):
+        ranks = []
+        tokens = 0.0
+        for path, share in zip(calibration.choices, calibration.node_shares, strict=True):
+            if len(path) == depth:
+                ranks.append(path[-1])
+                tokens += share
+        table.add(str(depth), count(len(ranks)), str(1 + max(ranks)), ratio(tokens))
+    return table
 
 
-def tree_table(report: dict, extras: dict) -> Table:
-    """The tree by depth: its nodes, and the tokens that each depth adds to a step; they sum to the
-    expected rate.
-    """
-    if pick(report, "tree", "dynamic"):
-        return _dynamic_tree_table(report)
-    choices = pick(extras, "tree", "choices") or []
-    shares = pick(extras, "tree", "node_shares") or [None] * len(choices)
-    nodes, expected = pick(report, "tree", "nodes"), expected_rate(pick(report, "tree"))
-    note = (
-        f"{count(nodes)} nodes, expected acceleration rate {expected}."
-        if pick(report, "tree")
-        else ""
-    )
-    if searches := pick(report, "tree", "searches"):
-        note += " On text not used for the search, " + ", ".join(
-            f"the {name} search reaches {ratio(found)}" for name, found in searches.items()
-        )
-        note += "."
-    by_depth: dict[int, list[tuple[int, Any]]] = {}
-    for path, share in zip(choices, shares, strict=True):
-        by_depth.setdefault(len(path), []).append((path[-1], share))
-    rows = [("0", "the target's own token", UNKNOWN, ratio(1.0))] if by_depth else []
-    for depth, entries in sorted(by_depth.items()):
-        known = [share for _, share in entries if share is not None]
-        num_ranks = 1 + max(rank for rank, _ in entries)
-        rows.append(
-            (str(depth), count(len(entries)), str(num_ranks), ratio(sum(known) if known else None))
-        )
-    if not rows and note:
-        rows = [("all", count(nodes), UNKNOWN, UNKNOWN)]
-    return Table("Tree", ("depth", "nodes", "ranks used", "tokens per step"), tuple(rows), note)
-
-
-def _dynamic_tree_table(report: dict) -> Table:
-    """A dynamic tree has other nodes in every step, so only what each depth adds is known."""
-    nodes, source = count(pick(report, "tree", "nodes")), pick(report, "tree", "source")
-    static = ratio(pick(report, "tree", "searches", source))
-    note = (
-        f"Native decoding grows a dynamic tree: in every step the {nodes} nodes that the heads hold"
-        f" most probable, expected acceleration rate {expected_rate(pick(report, 'tree'))}. A"
-        f" static tree of the same size, by the {source} search, reaches {static} on text not used"
-        " for the search; it is in the export for engines that read paths."
-    )
-    added = [1.0, *(pick(report, "tree", "tokens_by_depth") or [])]
-    what = ["the target's own token", *[UNKNOWN] * (len(added) - 1)]
-    rows = [(str(depth), what[depth], UNKNOWN, ratio(tokens)) for depth, tokens in enumerate(added)]
-    return Table("Tree", ("depth", "nodes", "ranks used", "tokens per step"), tuple(rows), note)
-
-
-def sizes_table(report: dict) -> Table:
+def sizes_table(tree: TreeFigures | None) -> Table:
     """The cost and the expected speedup of trees of several sizes on the device."""
-    source, nodes = pick(report, "tree", "source"), count(pick(report, "tree", "nodes"))
-    which = "Dynamic trees" if pick(report, "tree", "dynamic") else f"The {source} search"
-    note = f"{which}; {nodes} nodes are used, the fastest up to 5 %."
-    rows = [row | {"rate": expected_rate(row)} for row in pick(report, "tree", "sizes") or []]
-    return filled(
-        "Tree sizes",
-        note,
-        (("nodes", "nodes", count), *_PROMISED),
-        rows,
-        empty="not measured",
-        words=(),
-    )
+    columns = ["nodes", "overhead", "expected rate", "expected speedup"]
+    table = Table("Tree sizes", columns, empty="not measured", words=())
+    if tree is None:
+        return table
+    which = "Dynamic trees" if tree.dynamic is not None else f"The {tree.source} search"
+    table.note = f"{which}; {count(tree.nodes)} nodes are used, the fastest up to 5 %."
+    for size in tree.sizes or []:
+        table.add(count(size.nodes), *_expected_cells(size))
+    return table
 
 
-def chain_table(report: dict) -> Table:
+def _expected_cells(expected: Expected) -> tuple[str, str, str]:
+    return times(expected.overhead), expected_rate(expected), times(expected.expected_speedup)
+
+
+def chain_table(tree: TreeFigures | None) -> Table:
     """The chain that vLLM drafts, by its number of tokens."""
-    drafted = count(pick(report, "tree", "num_speculative_tokens"))
-    rows = [row | {"rate": expected_rate(row)} for row in pick(report, "tree", "chain") or []]
-    timed = any(row.get("overhead") for row in rows)
-    rates = {
-        row["draft_tokens"]: row.get("expected_acceleration_rate") or 0
-        for row in rows
-        if row.get("draft_tokens")
-    }
-    note = f"What vLLM drafts: first guesses alone. {drafted} tokens are drafted"
-    if timed:
-        accepts_most = max(rates, key=lambda number: rates[number])
-        note += (
-            f", the fastest up to 5 % by native overheads; {count(accepts_most)} would accept most"
+    table = Table("Chain", ["tokens", "expected rate"], words=())
+    if tree is None:
+        return table
+    is_timed = any(length.overhead for length in tree.chain)
+    drafted = count(tree.num_speculative_tokens)
+    table.note = f"What vLLM drafts: first guesses alone. {drafted} tokens are drafted"
+    if is_timed:
+        longest = max(tree.chain, key=_expected_tokens)
+        table.columns = ["tokens", "overhead", "expected rate", "expected speedup"]
+        table.note += (
+            ", the fastest up to 5 % by native overheads;"
+            f" {count(longest.draft_tokens)} would accept most"
         )
-    note += "."
-    columns = _PROMISED if timed else tuple(column for column in _PROMISED if column[1] == "rate")
-    return filled("Chain", note, (("tokens", "draft_tokens", count), *columns), rows, words=())
+    table.note += "."
+    for length in tree.chain:
+        cells = _expected_cells(length) if is_timed else (expected_rate(length),)
+        table.add(count(length.draft_tokens), *cells)
+    return table
 
 
-def drift_table(report: dict) -> Table:
-    """How far Medusa-2 moved the target from the original, on held-out text that the original
-    wrote.
-    """
-    drift = pick(report, "train", "drift") or {}
-    facts = (
-        ("KL to the original, nats per position", show(pick(drift, "kl"), ".4f")),
-        ("perplexity, original", show(pick(drift, "perplexity", "original"), ".3f")),
-        ("perplexity, tuned", show(pick(drift, "perplexity", "tuned"), ".3f")),
-        ("perplexity, change", signed_percent(pick(drift, "perplexity_change"))),
-        ("same greedy token", percent(pick(drift, "greedy_agreement"))),
-        ("positions", count(pick(drift, "positions"))),
-    )
-    copy = (
-        f" in {bits}, in which it was trained"
-        if (bits := pick(report, "train", "quantization"))
-        else ""
-    )
-    sides = f"The tuned target against the original{copy}"
-    if pick(report, "train", "adapter_drift"):
+def _expected_tokens(length: ChainLength) -> float:
+    return length.expected_acceleration_rate or 0
+
+
+def drift_table(report: Report) -> Table:
+    """How far Medusa-2 moved the target from the original, on held-out text of the original."""
+    table = Table("Drift", ["", "value"])
+    train = report.train
+    if train is None or train.drift is None:
+        return table
+    sides = "The tuned target against the original"
+    if train.quantization:
+        sides += f" in {train.quantization}, in which it was trained"
+    if train.adapter_drift is not None:
         sides = "The published weights against the original"
-    note = f"{sides}, at the target-written positions of held-out rows."
-    return Table("Drift", ("", "value"), facts if drift else (), note)
+    table.note = f"{sides}, at the target-written positions of held-out rows."
+    drift = train.drift
+    perplexity = drift.perplexity or {}
+    table.add("KL to the original, nats per position", show(drift.kl, ".4f"))
+    table.add("perplexity, original", show(perplexity.get("original"), ".3f"))
+    table.add("perplexity, tuned", show(perplexity.get("tuned"), ".3f"))
+    table.add("perplexity, change", signed_percent(drift.perplexity_change))
+    table.add("same greedy token", percent(drift.greedy_agreement))
+    table.add("positions", count(drift.positions))
+    return table
 
 
-def stages_table(report: dict) -> Table:
+def stages_table(report: Report) -> Table:
     """Each stage with its rows, quarantined rows, time and output."""
-    seconds = pick(report, "seconds_by_stage") or {}
-    rows = []
+    columns = ["stage", "rows", "quarantined", "time", "made"]
+    table = Table("Stages", columns, words=(0, 4))
+    seconds = report.seconds_by_stage
+    figures: dict[str, StageFigures | None] = {
+        "seeds": report.seeds,
+        "generate": report.generate,
+        "features": report.features,
+        "train": report.train,
+    }
+    native, _ = engines(report)
     for name in _stages_in_order(seconds):
-        part = pick(report, name)
-        if name not in seconds and not part:
-            rows.append((name, *[NOT_RUN] * 3, pick(report, "skipped", name) or ""))
+        part = figures.get(name)
+        if name not in seconds and part is None:
+            table.add(name, NOT_RUN, NOT_RUN, NOT_RUN, (report.skipped or {}).get(name, ""))
             continue
-        quarantined = pick(part, "quarantined")
-        if quarantined is None and (reasons := pick(report, "quarantine", name)) is not None:
-            quarantined = sum(reasons.values())
-        num_rows = pick(part, "rows") if name != "check" else pick(part, "native", "prompts")
-        rows.append(
-            (
-                name,
-                count(num_rows),
-                count(quarantined),
-                duration(seconds.get(name)),
-                _made(report, name),
-            )
-        )
-    shares = _shares([seconds.get(row[0]) for row in rows])
-    return Table(
-        "Stages",
-        ("stage", "rows", "quarantined", "time", "made"),
-        tuple(rows),
-        words=(0, 4),
-        shares=shares,
-    )
+        num_rows = quarantined = None
+        if part is not None:
+            num_rows, quarantined = part.rows, part.quarantined
+        if name == "check" and native is not None:
+            num_rows = native.prompts
+        if quarantined is None and report.quarantine and name in report.quarantine:
+            quarantined = sum(report.quarantine[name].values())
+        time = duration(seconds.get(name))
+        table.add(name, count(num_rows), count(quarantined), time, _made(report, name, part))
+    table.shares = _shares([seconds.get(name, 0) for name, *_ in table.rows])
+    return table
 
 
-def _stages_in_order(seconds: dict) -> list[str]:
-    """The usual stages in order, with further ones where they were run."""
-    names, before = list(STAGES), None
+def _stages_in_order(seconds: dict[str, float]) -> list[str]:
+    """The usual stages in order; a further one stands where it was run."""
+    names = list(STAGES)
+    place = 0
     for name in seconds:
         if name not in names:
-            names.insert(names.index(before) + 1 if before else 0, name)
-        before = name
+            names.insert(place, name)
+        place = names.index(name) + 1
     return names
 
 
-def _made(report: dict, stage: str) -> str:
-    def fact(key: str, word: Any, phrase: str) -> str:
-        value = pick(report, "tree" if stage == "calibrate" else stage, *key.split("."))
-        return "" if value is None else phrase.format(word(value))
-
-    facts = {
-        "seeds": (("tool_rows", count, "{} rows call functions"),),
-        "generate": (
-            ("tokens", count, "{} tokens"),
-            ("tokens_per_second", rate, "{} tokens/s per busy worker"),
-            ("special_token_rows", count, "{} rows with special tokens in the seed's text"),
-            ("cut_at_tools", count, "{} rows cut before functions that the template cannot render"),
-        ),
-        "features": (
-            ("positions", count, "{} positions"),
-            ("bytes_per_position", rate, "{} bytes each"),
-            ("tokens_per_second", rate, "{} tokens/s per busy worker"),
-        ),
-        "train": (
-            ("tokens", count, "{} tokens"),
-            ("tokens_per_second", rate, "{} tokens/s"),
-            ("final_loss", ratio, "loss {}"),
-        ),
-        "calibrate": (
-            ("nodes", count, "{} nodes"),
-            (
-                "expected_acceleration_rate",
-                lambda _: expected_rate(pick(report, "tree")),
-                "expects {} tokens per step",
-            ),
-        ),
-        "check": (("native.skipped_prompts", count, "{} prompts skipped"),),
-    }
-    return ", ".join(filter(None, (fact(*entry) for entry in facts.get(stage, ()))))
+def _made(report: Report, stage: str, part: StageFigures | None) -> str:
+    """The output of a stage in a few words."""
+    facts = []
+    if stage == "calibrate" and report.tree is not None:
+        facts.append(f"{count(report.tree.nodes)} nodes")
+        facts.append(f"expects {expected_rate(report.tree)} tokens per step")
+    native, _ = engines(report)
+    if stage == "check" and native is not None and native.skipped_prompts is not None:
+        facts.append(f"{count(native.skipped_prompts)} prompts skipped")
+    if part is None:
+        return ", ".join(facts)
+    if part.tool_rows is not None:
+        facts.append(f"{count(part.tool_rows)} rows call functions")
+    if stage == "features":
+        facts.append(f"{count(part.positions)} positions")
+        facts.append(f"{rate(part.bytes_per_position)} bytes each")
+    elif part.tokens is not None:
+        facts.append(f"{count(part.tokens)} tokens")
+    if part.tokens_per_second is not None:
+        worker = "" if stage == "train" else " per busy worker"
+        facts.append(f"{rate(part.tokens_per_second)} tokens/s{worker}")
+    if part.special_token_rows is not None:
+        facts.append(
+            f"{count(part.special_token_rows)} rows with special tokens in the seed's text"
+        )
+    if part.cut_at_tools is not None:
+        facts.append(
+            f"{count(part.cut_at_tools)} rows cut before functions that the template cannot render"
+        )
+    if stage == "train" and report.train is not None and report.train.final_loss is not None:
+        facts.append(f"loss {ratio(report.train.final_loss)}")
+    return ", ".join(facts)
 
 
-def quarantine_table(report: dict) -> Table:
+def quarantine_table(report: Report) -> Table:
     """Quarantined rows by stage and reason, most frequent first."""
-    by_stage = pick(report, "quarantine") or {}
-    entries = [
-        (stage, reason, num)
-        for stage, part in by_stage.items()
-        for reason, num in (part or {}).items()
-        if num
-    ]
-    entries.sort(key=lambda entry: (-entry[2], entry[0], entry[1]))
-    rows = tuple((stage, reason, count(num)) for stage, reason, num in entries)
-    empty = NOT_RUN if pick(report, "quarantine") is None else "nothing quarantined"
-    return Table(
-        "Quarantine",
-        ("stage", "reason", "rows"),
-        rows,
-        "",
-        empty,
-        (0, 1),
-        _shares([num for _, _, num in entries]),
-    )
+    table = Table("Quarantine", ["stage", "reason", "rows"], words=(0, 1))
+    if report.quarantine is None:
+        return table
+    table.empty = "nothing quarantined"
+    entries = []
+    for stage, reasons in report.quarantine.items():
+        entries += [(num_rows, stage, reason) for reason, num_rows in reasons.items() if num_rows]
+    entries.sort(key=lambda entry: (-entry[0], *entry[1:]))
+    for num_rows, stage, reason in entries:
+        table.add(stage, reason, count(num_rows))
+    table.shares = _shares([num_rows for num_rows, *_ in entries])
+    return table
 
 
-def skipped_files_table(report: dict) -> Table:
+def _shares(values: list[float]) -> list[float]:
+    largest = max(values, default=0) or 1
+    return [value / largest for value in values]
+
+
+def skipped_files_table(report: Report) -> Table:
     """The files of the seeds' directories that were not read, and why."""
-    sources = pick(report, "seeds", "sources") or []
-    rows = tuple((file["name"], file["why"]) for source in sources for file in source["skipped"])
-    read = sum(len(source["read"]) for source in sources)
-    return Table(
-        "Skipped files",
-        ("file", "why"),
-        rows,
-        f"{count(read)} files of seeds were read.",
-        words=(0, 1),
-    )
+    table = Table("Skipped files", ["file", "why"], words=(0, 1))
+    sources = report.seeds.sources if report.seeds is not None else None
+    num_read = 0
+    for source in sources or []:
+        num_read += len(source.read)
+        for file in source.skipped:
+            table.add(file.name, file.why)
+    table.note = f"{count(num_read)} files of seeds were read."
+    return table
 
 
-def provenance_table(report: dict) -> Table:
+def provenance_table(report: Report) -> Table:
     """The hardware, versions and inputs of the figures."""
-    places = {
-        "target": ("target",),
-        "method": ("method",),
-        "heads": ("drafter",),
-        "run": ("run", "name"),
-        "date": ("run", "date"),
-        "hardware": ("hardware",),
-        "versions": ("versions",),
-        "fingerprints": ("run", "fingerprints"),
-    }
-    rows = tuple(
-        (name, text) for name, place in places.items() if (text := pairs(pick(report, *place)))
-    )
-    return Table("Provenance", ("", ""), rows, words=(0, 1))
-
-
-def _shares(values: list[Any]) -> tuple[float, ...]:
-    largest = max((value for value in values if value), default=1)
-    return tuple((value or 0) / largest for value in values)
+    table = Table("Provenance", ["", ""], words=(0, 1))
+    facts = {"target": report.target, "method": report.method, "heads": report.drafter}
+    if report.run is not None:
+        facts["run"] = report.run.name
+        facts["date"] = report.run.date
+    facts["hardware"] = pairs(report.hardware)
+    facts["versions"] = pairs(report.versions)
+    if report.run is not None:
+        facts["fingerprints"] = pairs(report.run.fingerprints)
+    for name, text in facts.items():
+        if text:
+            table.add(name, text)
+    return table

@@ -12,7 +12,7 @@ from rich.console import Console
 from pipeline.artifacts.check_result import CheckResult, Limits
 from pipeline.artifacts.json_form import from_json
 from pipeline.errors import DataError, MedusaDistillError
-from pipeline.export.card_facts import CACHES
+from pipeline.export.card import CACHES
 from pipeline.run.context import Context, Stage
 from pipeline.run.resolved import ResolvedRun
 from pipeline.storage.receipts import Identity, StageTotals, Summary

@@ -13,10 +13,10 @@ from pipeline.artifacts.trained_heads import HEADS_FILE, read_trained_heads
 from pipeline.artifacts.tree_file import read_calibration
 from pipeline.decoding.tree import check_choices
 from pipeline.export.backbone import link_backbone
-from pipeline.export.card import model_card
-from pipeline.export.card_facts import Published
+from pipeline.export.card import Published, model_card
 from pipeline.export.directory import write_export
 from pipeline.export.layout import BACKBONE_DIRECTORY, CARD_FILE, ExportLayout, check_vocabulary
+from pipeline.report.report import Report
 from pipeline.run.context import Context, Stage, StageFiles, reads
 from pipeline.storage.receipts import Identity, Summary
 from pipeline.storage.stage_directory import StageDirectory
@@ -66,7 +66,7 @@ def run(context: Context, stage: StageDirectory) -> Summary:
         tokenizer=load_tokenizer(spec),
         choices=check_choices(calibration.choices, heads.shape.max_depth, heads.shape.vocab_size),
         further=settings.formats[1:],
-        card=model_card(Published({}, context.config, base_model=base, tuned=tunes)),
+        card=model_card(Published(Report(), context.config, base_model=base, tuned=tunes)),
     )
     return {
         "files": [path.relative_to(stage.path).as_posix() for path in files],

@@ -15,11 +15,10 @@ from typing import Any
 from rich.console import Console
 
 from pipeline.config import Config
-from pipeline.export.card_facts import Published
+from pipeline.export.card import Licence, Published, licence_of
 from pipeline.export.data_set import data_set_upload
 from pipeline.export.hub import Upload, backbone_upload, heads_upload, repositories, send_all
 from pipeline.export.layout import BACKBONE_DIRECTORY
-from pipeline.export.licence import Licence, licence_of
 from pipeline.formatting import visible
 from pipeline.heads.kinds import head_kind
 from pipeline.run.context import Context, Stage
@@ -81,11 +80,11 @@ def push(context: Context, *, dry_run: bool = False, work_in: Path | None = None
     settings, target = config.push, config.target.model
     tuned = method_of(config.train).tunes_backbone
     to = repositories(settings, head_kind(config.train.heads), target, tuned=tuned)
-    report, _ = assemble(context.run, config)
+    report = assemble(context.run, config)
     if settings.license:
         licence: Licence | None = Licence(settings.license)
     else:
-        licence = licence_of(target, report.get("target_revision"), online=not dry_run)
+        licence = licence_of(target, report.target_revision, online=not dry_run)
     original = settings.base_model or (None if is_local(target) else target)
     published = Published(
         report,

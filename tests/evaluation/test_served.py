@@ -16,13 +16,14 @@ from transformers import AutoModelForCausalLM
 
 from pipeline.artifacts.check_result import (
     ChainRate,
+    CheckFigures,
     CheckResult,
     GreedyMatch,
     LoadRow,
     Percentiles,
+    Studies,
     VllmFigures,
 )
-from pipeline.artifacts.json_form import to_json
 from pipeline.artifacts.seen_answers import NewAnswers
 from pipeline.artifacts.tree_file import ChainLength
 from pipeline.config import CheckConfig, LatencyLimits
@@ -43,6 +44,7 @@ from pipeline.evaluation.speed import speed
 from pipeline.export.layout import ExportLayout
 from pipeline.heads.shapes import MedusaShape
 from pipeline.report.documents import report_texts
+from pipeline.report.report import Extras, Report
 from pipeline.targets.spec import TargetSpec
 from pipeline.targets.vllm_decode import VLLMTexts
 from pipeline.targets.vllm_server import LoadTask
@@ -241,8 +243,10 @@ def test_both_servers_are_asked_alike_and_the_study_is_reported(tiny_target, mon
     task = LoadTask(target, [[0, 5], [0, 6]], 9, LEVELS, repeats=settings.repeats, gpus=0)
     assert asked == [task, replace(task, engine_args={"speculative_config": config})]
     assert [row.requests for row in found.rows] == [1, 2, 4, 8, 16, 32, 64]
-    vllm = {"studies": {"load": [to_json(row) for row in found.rows]}}
-    texts = report_texts({"check": {"vllm": vllm | {"under_load": found.under_load}}}, {})
+    study = {"studies": Studies(load=found.rows), "under_load": found.under_load}
+    vllm = VllmFigures(acceleration_rate=1.0, greedy_match=GreedyMatch(1, 1, 0), **study)
+    check = CheckFigures(vllm=vllm, passed=True, failures=[])
+    texts = report_texts(Report(check=check), Extras())
     said = ("Study: load", "slower at 8,", "100 / 100 / 100", "within limits")
     for name, text in texts.items():
         assert name.endswith(".json") or all(words in text for words in said), name

@@ -9,8 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from pipeline.artifacts.check_result import Studies
-from pipeline.artifacts.json_form import to_json
+from pipeline.artifacts.check_result import CheckFigures, GreedyMatch, NativeFigures, Studies
 from pipeline.artifacts.tree_file import Calibration, read_calibration
 from pipeline.config import CheckConfig
 from pipeline.decoding.acceptance import TypicalAcceptance, greedy_acceptance
@@ -25,10 +24,17 @@ from pipeline.evaluation.prompts import Prompt, held_out_prompts
 from pipeline.evaluation.studies import Side, chain_rate, run_studies, searched_tree
 from pipeline.export.directory import read_heads
 from pipeline.report.documents import report_texts
+from pipeline.report.report import Extras, Report
 from tests.decoding.test_cuda_graphs import Tape
 from tests.flows.tiny import token_rows
 
 TREE = [(0,), (1,), (0, 0), (0, 1), (0, 0, 0)]
+
+
+def report_of(found: Studies) -> Report:
+    match = GreedyMatch(1, 1, 0)
+    native = NativeFigures(acceleration_rate=1.0, greedy_match=match, studies=found)
+    return Report(check=CheckFigures(native=native, passed=True, failures=[]))
 
 
 def settings(*names: str, **changes) -> CheckConfig:
@@ -202,7 +208,7 @@ def test_a_dynamic_tree_is_beside_a_static_one_and_cut_at_each_depth(exact, prom
     for row in found.heads:
         cut = Decoder(*exact, tree.resized(8, row.heads), eos_token_ids=(1,))
         assert row.acceleration_rate == pytest.approx(rate_of(cut, prompts), abs=1e-4)
-    assert report_texts({"check": {"native": {"studies": to_json(found)}}}, {})
+    assert report_texts(report_of(found), Extras())
 
 
 @pytest.mark.parametrize("repeats", [1, 2])
@@ -239,7 +245,7 @@ def test_answers_without_a_step_have_no_figures(plain, medusa, prompts, texts):
     found = run_studies(asked, plain, medusa, prompts, first)
     assert {row.speedup for row in (*found.trees, *found.heads)} == {None}
     assert found == Studies(trees=found.trees, heads=found.heads)
-    assert report_texts({"check": {"native": {"studies": to_json(found)}}}, {})
+    assert report_texts(report_of(found), Extras())
     assert run_studies(settings(), plain, medusa, prompts, []) is None
 
 

@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 
+from pipeline.artifacts.json_form import from_json
 from pipeline.config import Config
 from pipeline.config.load import validate
-from pipeline.export.card_facts import Published
+from pipeline.export.card import Published
 from pipeline.export.data_set import data_set_upload
 from pipeline.export.hub import Upload, backbone_upload, heads_upload, send_all
 from pipeline.heads.medusa import MedusaHeads
+from pipeline.report.report import Report
 from pipeline.storage.stage_directory import StageDirectory
 from tests.export.exports import TokenizerStub, config_of, write
 
@@ -79,6 +81,7 @@ def backbone_to(directory: Path) -> Path:
 
 
 def published(report: dict = PASSED, config: Config | None = None, **changes: Any) -> Published:
+    report = from_json(Report, report)
     return Published(report, config or run_config(), **{"repo_id": "me/pushed", **changes})
 
 

@@ -10,14 +10,15 @@ import pytest
 import yaml
 from huggingface_hub import ModelCard
 
+from pipeline.artifacts.json_form import from_json
 from pipeline.config import Config
 from pipeline.config.load import load_config, validate
-from pipeline.export.card import backbone_card, model_card
-from pipeline.export.card_facts import Published, fingerprints
-from pipeline.export.licence import Licence, licence_of
+from pipeline.export.card import Licence, Published, backbone_card, licence_of, model_card
 from pipeline.flow import STAGES
+from pipeline.report.report import Report
 from tests.export.hub_stand_in import Repository
 from tests.export.pushes import run_config
+from tests.report.conftest import TREE
 
 SECRET = "/home/me/models/secret"
 DRIFT = {
@@ -44,12 +45,12 @@ REPORT = {
     "generate": {"rows": 390, "tokens": 123456},
     "train": {"tokens": 240000, "final_loss": 3.14159},
     "heads": [
-        {"top1": 0.512, "top5": 0.789},
-        {"top1": 0.3, "top5": 0.59},
-        {"top1": 0.2, "top5": float("nan")},
+        {"labels": 9, "top1": 0.512, "top5": 0.789},
+        {"labels": 9, "top1": 0.3, "top5": 0.59},
+        {"labels": 9, "top1": 0.2},
     ],
-    "tree": {"nodes": 63, "expected_acceleration_rate": 2.4},
-    "check": {"passed": True, "native": NATIVE, "vllm": VLLM},
+    "tree": TREE | {"nodes": 63, "expected_acceleration_rate": 2.4},
+    "check": {"passed": True, "failures": [], "native": NATIVE, "vllm": VLLM},
     "hardware": {"cpu": "2 cores"},
     "versions": {"torch": "2.13.0"},
 }
@@ -67,6 +68,7 @@ def config_of(**sections) -> Config:
 
 def card_of(report=REPORT, config=None, **changes) -> str:
     usual = {"base_model": "owner/target", "repo_id": "me/heads"}
+    report = from_json(Report, report)
     return model_card(Published(report, config or config_of(), **{**usual, **changes}))
 
 
@@ -88,8 +90,8 @@ def table_under(card: str, heading: str) -> list[list[str]]:
 
 def test_fingerprints_stand_in_the_order_of_stages_without_caches():
     found = {"train": "1", "features": "2", "tuned-features": "3", "seeds": "4", "check": "5"}
-    stated = fingerprints({"run": {"fingerprints": found}})
-    assert list(stated.items()) == [("seeds", "4"), ("train", "1"), ("check", "5")]
+    run = {"name": "x", "date": "2026-01-01", "fingerprints": found}
+    assert "Fingerprints of the stages: seeds 4, train 1, check 5." in card_of({"run": run})
 
 
 def test_the_front_matter_names_model_data_and_licence():
@@ -157,13 +159,18 @@ def test_engines_stand_side_by_side_with_predictions_and_errors():
         "expected_standard_error": 0.1,
     }
     report = with_check(native={**NATIVE, "standard_error": 0.05}, vllm={**VLLM, **vllm})
-    report["tree"] = {**REPORT["tree"], "expected_standard_error": 0.2}
+    report["tree"] = {
+        **TREE,
+        "nodes": 63,
+        "expected_acceleration_rate": 2.4,
+        "expected_standard_error": 0.2,
+    }
     rows = {row[0].split(" (")[0]: row[1:] for row in table_under(card_of(report), "Results")}
-    assert rows[""] == ["native, tree", "vLLM, top-1 chain"]
+    assert rows[""] == ["native", "vLLM"]
     assert rows["acceleration rate"] == ["2.31 ± 0.05", "1.80 ± 0.04"]
-    assert rows["predicted on held-out text"] == ["2.40 ± 0.20", "2.00 ± 0.10"]
-    assert rows["overhead"] == ["1.20", "-"] and rows["tokens/s"] == ["1,234", "-"]
-    assert rows["greedy sequences identical"] == ["31 of 32, 1 parted at a tie", "32 of 32"]
+    assert rows["expected"] == ["2.40 ± 0.20", "2.00 ± 0.10"]
+    assert rows["overhead"] == ["1.20x", "-"] and rows["tokens/s"] == ["1,234", "-"]
+    assert rows["greedy identical"] == ["31/32", "32/32"]
 
 
 def test_a_speedup_that_other_load_made_is_left_out():
@@ -179,7 +186,9 @@ def test_categories_have_public_names():
         {"category": "private", "prompts": 20, "acceleration_rate": 2.1, "speedup": 1.75},
     ]
     rows = table_under(card_of(with_check(native={**NATIVE, "categories": categories})), "Results")
-    assert rows[-2:] == [["owner/chats", "12", "2.50", "2.00"], ["local-2", "20", "2.10", "1.75"]]
+    chats, private = (row[:3] + row[-1:] for row in rows[-2:])
+    assert chats == ["owner/chats", "12", "2.50", "2.00x"]
+    assert private == ["local-2", "20", "2.10", "1.75x"]
 
 
 def test_draft_lengths_are_predicted_and_served():
@@ -189,13 +198,16 @@ def test_draft_lengths_are_predicted_and_served():
             "expected_acceleration_rate": 1 + length / 2,
             "expected_standard_error": length / 50,
         }
-        chain.append({"draft_tokens": length, **predicted})
+        chain.append({"draft_tokens": length, "new": {"answers": 9}, **predicted})
     served = {
         "standard_error": 0.04,
         "num_speculative_tokens": 2,
         "accepted_per_position": [0.7, 0.5],
     }
-    report = {**with_check(vllm={**VLLM, **served}), "tree": {**REPORT["tree"], "chain": chain}}
+    report = {
+        **with_check(vllm={**VLLM, **served}),
+        "tree": {**REPORT["tree"], "chain": chain},
+    }
     assert table_under(card_of(report), "Results")[-3:] == [
         ["1", "1.50 ± 0.02", "-", "70%"],
         ["2", "2.00 ± 0.04", "1.80 ± 0.04", "50%"],
@@ -208,8 +220,8 @@ def test_answers_that_are_their_reference_are_counted_by_category():
         {"category": "math", "answers": 12, "plain": 0.25, "medusa": 0.25},
         {"category": "a_b\n<i>", "answers": 8, "plain": 0.5},
     ]
-    *_, head, rule, math, odd = table_under(card_of(with_check(exact_match=answers)), "Results")
-    assert (head, rule) == (["category", "answers", "plain", "medusa"], ["---"] * 4)
+    *_, head, _, math, odd = table_under(card_of(with_check(exact_match=answers)), "Results")
+    assert head == ["category", "answers", "plain", "medusa"]
     assert (math, odd) == (["math", "12", "25.0%", "25.0%"], ["a\\_b \\<i\\>", "8", "50.0%", "-"])
     assert table_under(card_of(with_check(exact_match=[])), "Results") == table_under(
         card_of(), "Results"
@@ -218,7 +230,7 @@ def test_answers_that_are_their_reference_are_counted_by_category():
 
 def test_every_head_has_its_row_of_accuracies():
     rows = table_under(card_of(), "Accuracy of the heads")
-    assert rows[0] == ["head", "guesses", "top-1", "top-5"]
+    assert rows[0] == ["head", "predicts", "top-1", "top-5"]
     assert rows[2:] == [
         ["0", "t+2", "51.2%", "78.9%"],
         ["1", "t+3", "30.0%", "59.0%"],
@@ -230,22 +242,35 @@ def test_rates_and_accuracies_on_new_answers_have_rows():
     new = {"answers": 24, "acceleration_rate": 1.71, "standard_error": 0.05}
     promise = {"answers": 30, "expected_acceleration_rate": 1.83, "expected_standard_error": 0.06}
     report = with_check(native={**NATIVE, "seen_share": 0.25, "new": new})
-    report["heads"] = [{**head, "new": {"top1": 0.444, "top5": 0.666}} for head in REPORT["heads"]]
-    report["tree"] = {**REPORT["tree"], "seen_share": 0.2, "new": promise}
+    report["heads"] = [
+        {**head, "new": {"labels": 9, "top1": 0.444, "top5": 0.666}} for head in REPORT["heads"]
+    ]
+    report["tree"] = {
+        **TREE,
+        "nodes": 63,
+        "expected_acceleration_rate": 2.4,
+        "seen_share": 0.2,
+        "new": promise,
+    }
     card = card_of(report)
     results = {row[0]: row[1] for row in table_under(card, "Results")}
-    assert results["answers that are in the training text as well"] == "25%"
-    assert results["acceleration rate on the other answers"] == "1.71 ± 0.05"
-    assert results["predicted on other held-out answers"] == "1.83 ± 0.06"
+    assert results["answers seen in training"] == "25.0%"
+    assert results["acceleration rate on new answers"] == "1.71 ± 0.05"
+    assert results["expected on new answers"] == "1.83 ± 0.06"
     rows = table_under(card, "Accuracy of the heads")
     assert [row[-2:] for row in rows[2:]] == [["44.4%", "66.6%"]] * 3 and len(
         {len(row) for row in rows}
     ) == 1
-    assert "44.4%" not in card_of() and "new |" not in card_of()
+    assert "44.4%" not in card_of() and "new answers |" not in card_of()
 
 
 def test_tokens_by_depth_are_a_sum():
-    tree = {**REPORT["tree"], "tokens_by_depth": [0.71, 0.4, 0.2]}
+    tree = {
+        **TREE,
+        "nodes": 63,
+        "expected_acceleration_rate": 2.4,
+        "tokens_by_depth": [0.71, 0.4, 0.2],
+    }
     assert "by depth, 0.71 + 0.40 + 0.20." in card_of({**REPORT, "tree": tree})
 
 
@@ -255,14 +280,19 @@ def test_cards_of_backbone_and_heads_state_its_drift():
         update={"train": config_of(train={"heads": "medusa", "method": "medusa-2"}).train}
     )
     of_original = Published(
-        report, config, "me/tuned", "owner/original", tuned=True, heads_repo_id="me/heads"
+        from_json(Report, report),
+        config,
+        "me/tuned",
+        "owner/original",
+        tuned=True,
+        heads_repo_id="me/heads",
     )
     tuned, heads = (
         backbone_card(of_original),
         card_of(report, config, base_model="me/tuned", tuned=True),
     )
     for card in (tuned, heads):
-        for figure in ("0.0123", "2.100 → 2.142", "+2.00%", "98.76%", "4,321", "owner/original"):
+        for figure in ("0.0123", "2.100", "2.142", "+2.0%", "98.8%", "4,321", "owner/original"):
             assert figure in card
         assert "vllm serve me/heads\n" in card
     assert "| backbone.lora_rank |" in heads and "backbone.lora_rank" not in card_of()
@@ -359,7 +389,12 @@ def test_whatever_is_missing_leaves_no_hole(gone):
 @pytest.mark.parametrize("base_model", [SECRET, None])
 def test_a_local_target_is_never_named(base_model):
     of_backbone = Published(
-        REPORT, config_of(), "me/tuned", base_model, tuned=True, heads_repo_id="me/heads"
+        from_json(Report, REPORT),
+        config_of(),
+        "me/tuned",
+        base_model,
+        tuned=True,
+        heads_repo_id="me/heads",
     )
     for card in (card_of(base_model=base_model), backbone_card(of_backbone)):
         assert not any(private in card for private in ("/home", "secret", "private"))

@@ -1,18 +1,20 @@
-"""One whole report, and the texts that an unfriendly data set would put into it."""
+"""One whole report as report.json has it, and the data of its drawings."""
 
 from __future__ import annotations
 
 import copy
-from pathlib import Path
+import io
 from typing import Any
 
 import pytest
+from rich.console import Console
 
-from pipeline.report.documents import report_texts
-from pipeline.storage.atomic import write_text
+from pipeline.artifacts.json_form import from_json
+from pipeline.report.documents import page, print_report, report_texts
+from pipeline.report.report import Extras, Report
 
 HEADS = [
-    {f"top{k + 1}": p for k, p in enumerate(row)}
+    {"labels": 99} | {f"top{k + 1}": p for k, p in enumerate(row)}
     for row in ((0.62, 0.74, 0.8, 0.82, 0.84), (0.4, 0.5, 0.6, 0.61, 0.66))
 ]
 CHOICES = [[0], [1], [0, 0], [0, 1], [1, 0]]
@@ -47,6 +49,20 @@ STUDIES: dict[str, Any] = {
     ],
 }
 
+TREE: dict[str, Any] = {
+    "nodes": 5,
+    "depth": 2,
+    "source": "joint",
+    "text": "held-out rows",
+    "tokens_by_depth": [0.74, 0.358],
+    "expected_acceleration_rate": 2.098,
+    "answers": 40,
+    "seen_share": 0.0,
+    "new": {"answers": 40},
+    "num_speculative_tokens": 3,
+    "chain": [],
+}
+
 REPORT: dict[str, Any] = {
     "versions": {"torch": "2.13.0", "vllm": "0.32.0"},
     "target": "someone/chat-7b",
@@ -70,7 +86,7 @@ REPORT: dict[str, Any] = {
         },
     },
     "heads": HEADS,
-    "tree": {"nodes": 5, "expected_acceleration_rate": 2.098},
+    "tree": TREE,
     "check": {
         "passed": True,
         "failures": [],
@@ -124,7 +140,14 @@ REPORT: dict[str, Any] = {
 }
 
 EXTRAS: dict[str, Any] = {
-    "tree": {"choices": CHOICES, "node_shares": NODE_SHARES},
+    "calibration": {
+        "choices": CHOICES,
+        "node_shares": NODE_SHARES,
+        "accuracies": [],
+        "expected_acceleration_rate": 2.098,
+        "num_speculative_tokens": 3,
+        "chain": [],
+    },
     "losses": [
         {"step": s, "loss": 5.0 - s / 100, "head_losses": [2.5, 3.5 - s / 100], "lr": 1e-3}
         for s in range(50)
@@ -143,10 +166,24 @@ EXTRAS: dict[str, Any] = {
 }
 
 
-def write_report(directory: Path, report: dict, extras: dict) -> None:
-    """The report's files, as a run writes them."""
-    for name, text in report_texts(report, extras).items():
-        write_text(directory / name, text)
+def typed(report: dict) -> Report:
+    return from_json(Report, report)
+
+
+def texts(report: dict, extras: dict) -> dict[str, str]:
+    """report.json, report.md and report.html."""
+    return report_texts(typed(report), from_json(Extras, extras))
+
+
+def html(report: dict, extras: dict) -> str:
+    return page(typed(report), from_json(Extras, extras))
+
+
+def printed(report: dict, extras: dict, **options: Any) -> str:
+    """The report in a terminal."""
+    buffer = io.StringIO()
+    print_report(typed(report), Console(file=buffer, **options), from_json(Extras, extras))
+    return buffer.getvalue()
 
 
 @pytest.fixture

@@ -1,32 +1,25 @@
-"""report.json and report.md: what is written is what was handed over."""
+"""report.json, report.md, report.html and the terminal: each has the report's figures, safely."""
 
 from __future__ import annotations
 
 import json
 import re
-from enum import StrEnum
+from html.parser import HTMLParser
 from itertools import pairwise
-from pathlib import Path
 
 import markdown_it
-import numpy as np
 import pytest
 
-from tests.report.conftest import write_report
+from pipeline.artifacts.json_form import from_json
+from pipeline.report.plots import drawings
+from pipeline.report.report import Extras, Report
+from tests.report.conftest import html, printed, texts, typed
 
-pytestmark = pytest.mark.usefixtures("unrendered_plots")  # tests/report/test_plots.py looks at them
-
-
-def _read_json(directory: Path) -> dict:
-    def refuse(constant: str) -> None:
-        raise AssertionError(f"{constant} is not JSON")
-
-    return json.loads(
-        (directory / "report.json").read_text(encoding="utf-8"), parse_constant=refuse
-    )
+VOID = {"meta", "br", "img", "link", "input", "hr"}
+LOADING = {"src", "href", "xlink:href", "srcset", "action", "data", "poster"}
 
 
-def _cells(text: str) -> dict[str, list[list[str]]]:
+def cells_of(text: str) -> dict[str, list[list[str]]]:
     """The tables of a Markdown document by heading, read by an independent parser."""
     tables: dict[str, list[list[str]]] = {}
     tokens = markdown_it.MarkdownIt("commonmark").enable("table").parse(text)
@@ -42,68 +35,52 @@ def _cells(text: str) -> dict[str, list[list[str]]]:
     return tables
 
 
-def test_report_json_reads_back_as_it_was_handed_over(tmp_path, report, extras):
-    write_report(tmp_path, report, extras)
-    assert _read_json(tmp_path) == report
+class Reader(HTMLParser):
+    """The tags, attributes and text of a page; fails on a tag that is not closed in its turn."""
+
+    def __init__(self, text: str):
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str]] = []
+        self.text = ""
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open[-1:] != ["style"]:
+            self.text += data
 
 
-def test_report_json_has_the_run_first_and_unknown_parts_last(tmp_path, report):
-    write_report(tmp_path, {"zebra": 1, "apple": 2, **report}, {})
-    keys = list(_read_json(tmp_path))
-    assert keys[:3] == ["run", "target", "method"]
-    assert keys[-2:] == ["apple", "zebra"]
+# --- report.json and report.md
 
 
-def test_numbers_that_are_not_finite_become_null(tmp_path, report, extras):
-    report["train"]["final_loss"] = float("nan")
-    report["check"]["native"]["speedup"] = np.float32("inf")
-    report["heads"][1]["top1"] = float("-inf")
-    extras["losses"][3]["loss"] = extras["losses"][3]["head_losses"][0] = float("nan")
-    extras["tree"]["node_shares"][-1] = float("nan")
-    write_report(tmp_path, report, extras)
-    written = _read_json(tmp_path)
-    assert (
-        written["train"]["final_loss"]
-        is written["check"]["native"]["speedup"]
-        is written["heads"][1]["top1"]
-        is None
-    )
-    stages = {row[0]: row for row in _cells((tmp_path / "report.md").read_text())["Stages"]}
-    assert stages["train"][-1] == "600,246 tokens, 12,000 tokens/s"
+@pytest.mark.usefixtures("unrendered_plots")
+def test_report_json_reads_back_and_begins_with_the_run(report, extras):
+    written = json.loads(texts(report, extras)["report.json"])
+    assert from_json(Report, written) == typed(report)
+    assert written.items() >= {key: written[key] for key in report}.items()
+    assert list(written)[:3] == ["run", "target", "method"]
 
 
-def test_numpy_paths_enums_and_tuples_are_written_as_plain_json(tmp_path):
-    Reason = StrEnum("Reason", {"EMPTY": "empty"})
-    report = {
-        "target": Path("models/chat"),
-        "seeds": {"rows": np.int64(7)},
-        "check": {
-            "passed": np.bool_(True),
-            "native": {"acceleration_rate": np.float64(1.5), "accepted_lengths": (1, 2)},
-        },
-        "quarantine": {"seeds": {Reason.EMPTY: np.int32(3)}},
-        "heads": [{"top1": np.array(0.5)}],
-    }
-    write_report(tmp_path, report, {})
-    assert _read_json(tmp_path) == {
-        "target": "models/chat",
-        "seeds": {"rows": 7},
-        "check": {"passed": True, "native": {"acceleration_rate": 1.5, "accepted_lengths": [1, 2]}},
-        "quarantine": {"seeds": {"empty": 3}},
-        "heads": [{"top1": 0.5}],
-    }
-
-
-def test_half_a_surrogate_pair_in_a_text_loses_no_report(tmp_path, report, extras):
-    report["target"] = "chat-\udc80"
-    extras["samples"][0]["tokens"][0]["text"] = "\ud83d"
-    write_report(tmp_path, report, extras)
-    assert _read_json(tmp_path)["target"] == "chat-\udc80"
-
-
-def test_markdown_has_the_numbers_of_the_report(tmp_path, report, extras):
-    write_report(tmp_path, report, extras)
-    tables = _cells((tmp_path / "report.md").read_text(encoding="utf-8"))
+@pytest.mark.usefixtures("unrendered_plots")
+def test_markdown_has_the_numbers_of_the_report(report, extras):
+    tables = cells_of(texts(report, extras)["report.md"])
     headline = {row[0]: row[1] for row in tables["Headline"]}
     assert headline == {
         "figure": "value",
@@ -120,121 +97,196 @@ def test_markdown_has_the_numbers_of_the_report(tmp_path, report, extras):
     stages = {row[0]: row[1:] for row in tables["Stages"]}
     assert stages["target"] == ["-", "-", "1 min 20 s", ""]
     assert stages["seeds"] == ["1,200", "17", "1.2 s", ""]
-    assert stages["generate"] == [
-        "1,180",
-        "20",
-        "1 min 01 s",
-        "345,678 tokens, 2,410 tokens/s per busy worker",
-    ]
+    made = "345,678 tokens, 2,410 tokens/s per busy worker"
+    assert stages["generate"] == ["1,180", "20", "1 min 01 s", made]
     assert stages["train"][2:] == ["2 h 01 min", "600,246 tokens, 12,000 tokens/s, loss 4.21"]
     assert stages["check"] == ["32", "-", "250 ms", "2 prompts skipped"]
     assert stages["push"][0] == "not run"
-    assert tables["Quarantine"][1:] == [
-        ["generate", "degenerate-loop", "20"],
-        ["seeds", "duplicate", "12"],
-        ["seeds", "empty", "5"],
-    ]
+    quarantined = [["degenerate-loop", "20"], ["duplicate", "12"], ["empty", "5"]]
+    assert [row[1:] for row in tables["Quarantine"][1:]] == quarantined
     check = {row[0]: row[1:] for row in tables["Check"]}
     assert check["time to first token"] == ["34 ms", "-"]
     assert check["accepted per position"] == ["-", "50.0% 21.3%"]
     assert check["greedy identical"] == ["31/32", "32/32"]
     assert tables["Categories"][1] == ["math", "10", "2.50", "250", "510", "2.04x"]
     assert dict(tables["Drift"][1:])["perplexity, change"] == "+1.2%"
-    assert tables["Study: trees"][1:] == [
-        ["plain", "0", "1.90", "1.20x", "1.58x"],
-        ["top-1 chain", "4", "1.90", "1.20x", "1.58x"],
-    ]
-    assert tables["Study: typical acceptance"][3] == [
-        "0.7",
-        "typical",
-        "0.04",
-        "1.90",
-        "1.58x",
-        "-1.21",
-    ]
+    assert tables["Study: trees"][2] == ["top-1 chain", "4", "1.90", "1.20x", "1.58x"]
+    typical = ["0.7", "typical", "0.04", "1.90", "1.58x", "-1.21"]
+    assert tables["Study: typical acceptance"][3] == typical
     assert tables["Study: heads used"][2] == ["2", "5", "1.90", "1.20x", "1.58x"]
     assert tables["Study: batch size"][1] == ["2", "507", "812", "1.60x"]
 
 
-def test_drift_says_from_which_copy_it_is(tmp_path, report, extras):
-    note = (
-        "The tuned target against the original{}, at the target-written positions of held-out rows."
-    )
-    write_report(tmp_path, report, extras)
-    assert note.format("") in (tmp_path / "report.md").read_text(encoding="utf-8")
-    report["train"]["quantization"] = "4bit"
-    write_report(tmp_path, report, extras)
-    assert note.format(" in 4bit, in which it was trained") in (tmp_path / "report.md").read_text(
-        encoding="utf-8"
-    )
-
-
-def test_tree_depths_add_up_to_the_expected_acceleration_rate(tmp_path, report, extras):
-    report["tree"] |= {"expected_acceleration_rate": 2.098, "expected_standard_error": 0.131}
-    write_report(tmp_path, report, extras)
-    rows = _cells((tmp_path / "report.md").read_text(encoding="utf-8"))["Tree"][1:]
-    assert [row[:3] for row in rows] == [
-        ["0", "the target's own token", "-"],
-        ["1", "2", "2"],
-        ["2", "3", "2"],
-    ]
-    assert sum(float(row[3]) for row in rows) == pytest.approx(
-        1 + sum(extras["tree"]["node_shares"]), abs=0.01
-    )
+@pytest.mark.usefixtures("unrendered_plots")
+def test_tree_depths_add_up_to_the_expected_rate(report, extras):
+    rows = cells_of(texts(report, extras)["report.md"])["Tree"][1:]
+    own = ["0", "the target's own token", "-"]
+    assert [row[:3] for row in rows] == [own, ["1", "2", "2"], ["2", "3", "2"]]
     assert sum(float(row[3]) for row in rows) == pytest.approx(2.098, abs=0.01)
-    assert "expected acceleration rate 2.10 ± 0.13" in (tmp_path / "report.md").read_text()
 
 
-def test_markdown_shows_hostile_names_as_text(tmp_path, report):
+@pytest.mark.usefixtures("unrendered_plots")
+def test_markdown_shows_hostile_names_as_text(report):
     name = "a|b <script>alert(1)</script> **c** `d` [e](f)\n# g"
-    report["target"] = name
-    write_report(tmp_path, report, {})
-    text = (tmp_path / "report.md").read_text(encoding="utf-8")
-    shown = dict(row for row in _cells(text)["Provenance"] if len(row) == 2)["target"]
+    text = texts(report | {"target": name}, {})["report.md"]
+    shown = dict(row for row in cells_of(text)["Provenance"] if len(row) == 2)["target"]
     assert shown == " ".join(name.split())
     rendered = markdown_it.MarkdownIt("commonmark").enable("table").render(text)
     assert not re.search(r"<script|<code>|<a |<strong>c", rendered)
 
 
-def test_a_failed_check_says_why(tmp_path, report):
-    report["check"] |= {"passed": False, "failures": ["vLLM accepted nothing.", "Row 3 differs."]}
-    write_report(tmp_path, report, {})
-    for name in ("report.md", "report.html"):
-        text = (tmp_path / name).read_text(encoding="utf-8")
-        assert (
-            "heck failed" in text and "vLLM accepted nothing." in text and "Row 3 differs." in text
-        )
-
-
+@pytest.mark.usefixtures("unrendered_plots")
 @pytest.mark.parametrize(
-    "missing",
-    ["run", "target", "seeds", "heads", "tree", "check", "quarantine", "seconds_by_stage"],
+    "gone",
+    ["run", "target", "seeds", "train", "heads", "tree", "check", "quarantine", "seconds_by_stage"],
 )
-def test_any_part_may_be_missing(tmp_path, report, extras, missing):
-    del report[missing]
-    write_report(tmp_path, report, extras)
-    report[missing] = None
-    write_report(tmp_path, report, extras)
-    assert _read_json(tmp_path) == report
+def test_any_part_may_be_missing(report, extras, gone):
+    del report[gone]
+    Reader(texts(report, extras)["report.html"])
+    assert printed(report, extras, width=80)
 
 
-def test_an_empty_report_says_not_run(tmp_path):
-    write_report(tmp_path, {}, {})
-    tables = _cells((tmp_path / "report.md").read_text())
+@pytest.mark.usefixtures("unrendered_plots")
+@pytest.mark.parametrize("gone", ["calibration", "losses", "held_out", "samples"])
+def test_any_extra_may_be_missing(report, extras, gone):
+    del extras[gone]
+    Reader(html(report, extras))
+
+
+@pytest.mark.usefixtures("unrendered_plots")
+def test_what_has_not_run_is_called_so():
+    found = texts({}, {})
+    tables = cells_of(found["report.md"])
     assert {row[1] for row in tables["Headline"][1:]} == {"not run"}
-    assert "not run" in (tmp_path / "report.html").read_text()
+    assert "not run" in found["report.html"]
+    assert "check not run" in printed({}, {}) and "Heads: not run" in printed({}, {})
+    nothing = {"quarantine": {"seeds": {}, "generate": {"empty": 0}}}
+    assert "Nothing quarantined." in texts(nothing, {})["report.md"]
 
 
-def test_nothing_quarantined_differs_from_not_run(tmp_path, report):
-    report["quarantine"] = {"seeds": {}, "generate": {"empty": 0}}
-    write_report(tmp_path, report, {})
-    assert "Nothing quarantined." in (tmp_path / "report.md").read_text()
+@pytest.mark.usefixtures("unrendered_plots")
+def test_every_form_states_the_reasons_of_a_failed_check(report, extras):
+    failures = ["vLLM accepted nothing.", "Row 3 differs."]
+    report["check"] |= {"passed": False, "failures": failures}
+    found = texts(report, extras)
+    for text in (found["report.md"], found["report.html"], printed(report, extras, width=100)):
+        assert "heck failed" in text and all(failure in text for failure in failures)
 
 
-def test_a_report_that_cannot_be_made_leaves_the_old_one(tmp_path, report, extras):
-    write_report(tmp_path, report, extras)
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    extras["tree"]["node_shares"].pop()  # not one per node: a mistake of ours
-    with pytest.raises(ValueError):
-        write_report(tmp_path, report, extras)
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+# --- report.html
+
+
+def test_page_is_whole_and_loads_and_runs_nothing(report, extras):
+    text = html(report, extras)
+    seen = Reader(text)
+    drawn = drawings(typed(report), from_json(Extras, extras))
+    assert seen.tags.count("svg") == len(drawn) == 9
+    figures = ("1.99", "1.23x", "1.61x", "31/32", "1.71", "256", "412", "62.0%", "多个词元")
+    assert all(figure in seen.text for figure in figures)
+    forbidden = {"script", "link", "iframe", "img", "object", "embed", "base", "form"}
+    assert not forbidden & set(seen.tags)
+    loads = [value for name, value in seen.attributes if name in LOADING]
+    assert all(value.startswith("#") for value in loads)
+    assert not [name for name, _ in seen.attributes if name.startswith("on")]
+    assert "http:" not in text and "https:" not in text and "@import" not in text
+    assert "default-src 'none'" in text
+    ids = [value for name, value in seen.attributes if name == "id"]
+    assert len(ids) == len(set(ids))
+    assert {value[1:] for name, value in seen.attributes if name == "xlink:href"} <= set(ids)
+    used = {part.split(")")[0] for part in text.split("var(--")[1:]}
+    style = text[text.index("<style>") : text.index("</style>")]
+    light, dark = style.split("prefers-color-scheme: dark")
+    assert used and all(f"--{name}:" in light and f"--{name}:" in dark for name in used)
+    assert html(report, extras) == text
+
+
+@pytest.mark.usefixtures("unrendered_plots")
+def test_texts_from_data_are_escaped(report, extras):
+    attack = "\"><script>alert(1)</script><img src=x onerror=alert(1)>'{{ 7*7 }}"
+    report["target"] = report["method"] = attack
+    report["hardware"] = {attack: attack}
+    report["run"] = {"name": attack, "date": attack, "fingerprints": {attack: attack}}
+    report["check"] |= {"passed": False, "failures": [attack]}
+    report["quarantine"] = {attack: {attack: 3}}
+    report["seconds_by_stage"][attack] = 1.0
+    native = report["check"]["native"]
+    native["categories"][0]["category"] = attack
+    native["studies"]["trees"][0]["tree"] = attack
+    native["baselines"] = [{"name": "x", "failed": attack}]
+    extras["samples"][0] = {"prompt": attack, "tokens": [{"text": attack, "step": 0}]}
+    seen = Reader(html(report, extras))
+    assert not {"script", "img"} & set(seen.tags)
+    assert not [name for name, _ in seen.attributes if name.startswith("on")]
+    assert seen.text.count(attack) >= 10
+
+
+@pytest.mark.usefixtures("unrendered_plots")
+def test_a_step_has_one_colour_and_its_neighbours_others(report, extras):
+    steps = enumerate([0, 1, 1, 1, 2, 3, 3])
+    extras["samples"][0]["tokens"] = [{"text": f"<{i}>", "step": step} for i, step in steps]
+    text = html(report, extras)
+    answer = text[text.index('<p class="answer">') :]
+    answer = answer[: answer.index("</p>")]
+    spans = [span.split(">", 1) for span in answer.split("<span ")[1:]]
+    bodies = [body.removesuffix("</span>") for _, body in spans]
+    together = ["&lt;0&gt;", "&lt;1&gt;&lt;2&gt;&lt;3&gt;", "&lt;4&gt;", "&lt;5&gt;&lt;6&gt;"]
+    assert bodies == together
+    hues = [attributes.split('"')[1] for attributes, _ in spans]
+    assert all(a != b for a, b in pairwise(hues))
+    assert "7 tokens in 4 steps: 1.75 a step" in text
+
+
+@pytest.mark.usefixtures("unrendered_plots")
+def test_bars_have_the_scale_of_the_largest_speedup(report):
+    native = report["check"]["native"]
+    native["categories"][0]["speedup"], native["categories"][1]["speedup"] = 2.5, 0.5
+    del native["studies"]
+    text = html(report, {})
+    assert 'style="width:100.0%"' in text and '<i class="slower" style="width:20.0%"' in text
+    assert text.count('<u style="left:40.0%">') == 2
+
+
+# --- terminal
+
+
+def test_the_main_figures_are_printed(report, extras):
+    lines = [" ".join(line.split()) for line in printed(report, extras, width=100).splitlines()]
+    for start in (
+        "Heads for someone/chat-7b",
+        "check passed",
+        "Acceleration rate 1.99",
+        "vLLM acceleration rate 1.71",
+        "Target's own text 0.93 distinct-4; mean entropy 1.07 nats",
+        "seeds 1,200 17 1.2 s",
+        "1 t+3 40.0% 50.0% 60.0% 61.0% 66.0%",
+        "Tree 5 nodes, expected acceleration rate 2.10.",
+        "writing 22 1.10 258 230 0.89x",
+        "perplexity, tuned 3.250",
+        "generate degenerate-loop 20",
+    ):
+        assert any(line.startswith(start) for line in lines), start
+
+
+def test_in_80_columns_every_method_stays_on_its_line(report, extras):
+    report["check"]["native"]["baselines"] = [{"name": "prompt-lookup"}]
+    lines = printed(report, extras, width=80).splitlines()
+    firsts = {line.split("  ")[0] for line in lines}
+    assert {"plain", "with heads", "prompt lookup", "vLLM plain", "vLLM with heads"} <= firsts
+
+
+@pytest.mark.parametrize("width", [60, 100, 240])
+def test_output_is_plain_and_fits_off_a_terminal(report, extras, width):
+    report["target"] = "/some/where/" + "very-long-name-" * 20
+    report["check"] |= {"passed": False, "failures": ["A sentence. " * 30]}
+    lines = printed(report, extras, width=width).splitlines()
+    assert max(map(len, lines)) <= min(width, 100)
+    assert "\x1b" not in "".join(lines)
+    assert "\x1b[" in printed(report, extras, force_terminal=True, color_system="standard")
+
+
+def test_no_text_is_taken_for_markup_or_a_control_sequence(report, extras):
+    report["target"] = "[red]x[/red] [link=a]\x1b[31mred\x07"
+    report["quarantine"] = {"[bold]": {"[/nope]": 3}}
+    text = printed(report, extras, width=100)
+    assert all(part in text for part in ("[red]x[/red] [link=a]", "[bold]", "[/nope]"))
+    assert "\x1b" not in text and "\x07" not in text

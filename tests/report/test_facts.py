@@ -1,13 +1,22 @@
-"""Headline figures and tables say what the report holds, and nothing that it does not."""
+"""Headline figures, warnings and tables say what the report holds, and nothing else."""
 
 from __future__ import annotations
 
 import pytest
 
-from pipeline.report.check_tables import check_table
-from pipeline.report.facts import headline
-from pipeline.report.tables import chain_table, heads_table, sizes_table, tree_table
-from pipeline.report.warnings import warnings
+from pipeline.report.check_tables import check_table, methods_table
+from pipeline.report.facts import headline, warnings
+from pipeline.report.tables import chain_table, drift_table, heads_table, sizes_table, tree_table
+from tests.report.conftest import TREE, typed
+
+
+def figures_of(report: dict) -> dict:
+    return {figure.label: figure for figure in headline(typed(report))}
+
+
+def rows_of(report: dict) -> dict[str, tuple[str, ...]]:
+    """The rows of the check's table by label."""
+    return {row[0]: row[1:] for row in check_table(typed(report)).rows}
 
 
 @pytest.mark.parametrize(
@@ -18,39 +27,33 @@ from pipeline.report.warnings import warnings
         (3.6, 0.4, ("80% above the expected one, 3.2 standard errors",)),
         (0.4, 0.4, ("80% below the expected one, 3.2 standard errors",)),
         (3.6, None, ()),
-        (None, None, ()),
     ],
 )
-def test_an_expectation_that_missed_by_more_than_both_errors_explain_is_flagged(
-    report, measured, error, says
-):
+def test_a_rate_beyond_both_errors_of_the_expected_is_warned_of(report, measured, error, says):
     report["tree"] |= {"expected_acceleration_rate": 2.0, "expected_standard_error": 0.3}
-    report["check"]["native"] |= {"acceleration_rate": measured, "standard_error": error}
-    found = warnings(report)
+    native = report["check"]["native"]
+    native |= {"acceleration_rate": measured, "standard_error": error}
+    del native["speedup"]
+    found = warnings(typed(report))
     assert len(found) == len(says) and all(words in found[i] for i, words in enumerate(says))
-    assert headline(report)[0].note.endswith("; 2.00 ± 0.30 expected")
-    report["check"]["native"]["acceptance"] = "typical"  # of which a greedy walk foretells nothing
-    assert not warnings(report)
+    assert figures_of(report)["Acceleration rate"].note.endswith("; 2.00 ± 0.30 expected")
+    native["acceptance"] = "typical"  # a greedy walk predicts nothing of it
+    assert not warnings(typed(report))
 
 
 def test_vllm_s_rate_is_held_against_the_chain_s(report):
-    chain = {
-        "expected_acceleration_rate": 2.5,
-        "expected_standard_error": 0.1,
-        "standard_error": 0.1,
-    }
-    report["check"]["vllm"] |= chain | {"num_speculative_tokens": 2}
-    (found,) = warnings(report)  # measured 1.713
-    assert found.startswith(
-        "vLLM's acceleration rate is 31% below the expected one, 5.6 standard errors"
-    )
-    (figure,) = [figure for figure in headline(report) if figure.label == "vLLM acceleration rate"]
+    expected = {"expected_acceleration_rate": 2.5, "expected_standard_error": 0.1}
+    vllm = report["check"]["vllm"]
+    vllm |= expected | {"standard_error": 0.1, "num_speculative_tokens": 2}
+    (found,) = warnings(typed(report))  # measured 1.713
+    assert "vLLM" in found and "31% below the expected one, 5.6 standard errors" in found
+    figure = figures_of(report)["vLLM acceleration rate"]
     assert figure.value == "1.71 ± 0.10"
     assert figure.note == "top-1 chain of 2, no tree; 2.50 ± 0.10 expected; greedy identical 32/32"
 
 
 @pytest.mark.parametrize(
-    ("promised", "measured", "says"),
+    ("expected", "measured", "says"),
     [
         ([0.8, 1.2], 1.1, None),
         ([0.8, 0.94], 0.9, "no expected speedup is above 1, the best 0.94x"),
@@ -60,13 +63,11 @@ def test_vllm_s_rate_is_held_against_the_chain_s(report):
         ([], 0.7, "the measured speedup is 0.70x"),
     ],
 )
-def test_a_tree_that_does_not_pay_is_warned_of(report, promised, measured, says):
-    report["tree"] = {
-        "nodes": 5,
-        "sizes": [{"nodes": 4, "expected_speedup": speedup} for speedup in promised],
-    }
+def test_a_tree_that_does_not_pay_is_warned_of(report, expected, measured, says):
+    sizes = [{"nodes": 4, "expected_speedup": speedup} for speedup in expected]
+    report["tree"]["sizes"] = sizes
     report["check"]["native"]["speedup"] = measured
-    found = warnings(report)
+    found = warnings(typed(report))
     assert not found if says is None else says in found[0]
 
 
@@ -77,160 +78,183 @@ def test_a_tree_that_does_not_pay_is_warned_of(report, promised, measured, says)
         ("vllm", {"speedup": 1.9, "acceleration_rate": 1.8}),
     ],
 )
-def test_a_step_with_heads_that_is_faster_than_a_plain_one_is_a_warning_and_no_headline(
-    report, engine, figures
-):
-    assert not any("slowed the plain steps" in said for said in warnings(report))
+def test_a_step_with_heads_faster_than_a_plain_one_is_doubted(report, engine, figures):
+    assert not warnings(typed(report))
     report["check"][engine] |= figures
-    (said,) = [said for said in warnings(report) if "slowed the plain steps" in said]
-    assert (
-        f"the speedup of {figures['speedup']:.2f}x at an acceleration rate of"
-        f" {figures['acceleration_rate']}" in said
-    )
-    shown = {figure.label: figure for figure in headline(report)}
-    if engine == "native":
-        assert (
-            shown["Overhead"].value == shown["Speedup"].value == "-"
-            and "see the warning" in shown["Speedup"].note
-        )
-    else:
-        assert shown["Speedup"].value != "-"
+    (said,) = warnings(typed(report))
+    speedup, reached = figures["speedup"], figures["acceleration_rate"]
+    assert f"the speedup of {speedup:.2f}x at an acceleration rate of {reached}" in said
+    shown = figures_of(report)
+    is_native = engine == "native"
+    assert (shown["Overhead"].value == shown["Speedup"].value == "-") is is_native
+    assert ("see the warning" in shown["Speedup"].note) is is_native
 
 
-def test_a_draft_vocabulary_that_much_text_is_outside_of_is_warned_of(report):
-    report["train"]["draft_coverage"] = 0.95
-    assert not warnings(report)
-    report["train"]["draft_coverage"] = 0.85
-    assert warnings(report)[0].startswith("Only 85.0% of held-out text is in the draft vocabulary")
+@pytest.mark.parametrize(
+    ("part", "harmless", "harmful", "says"),
+    [
+        ("train", {"draft_coverage": 0.95}, {"draft_coverage": 0.85}, "Only 85.0% of held-out"),
+        ("train", {"steps": 9, "best_step": 9}, {"steps": 9, "best_step": 0}, "None of 9 steps"),
+        ("seeds", {"warnings": None}, {"warnings": ["Too alike."]}, "Too alike."),
+        ("train", {"warnings": []}, {"warnings": ["Too few."]}, "Too few."),
+        ("check", {"contaminated_rows": 0}, {"contaminated_rows": 3}, "3 training rows hold"),
+    ],
+)
+def test_harmful_findings_of_stages_are_warnings(report, part, harmless, harmful, says):
+    report[part] |= harmless
+    assert not warnings(typed(report))
+    report[part] |= harmful
+    (found,) = warnings(typed(report))
+    assert says in found
 
 
-def test_a_chain_that_vllm_accepts_less_of_than_native_decoding_on_the_same_text_is_flagged(report):
-    report["check"]["vllm"] |= {"acceleration_rate": 1.9, "same_text_acceleration_rate": 1.95}
-    assert not warnings(report)
-    report["check"]["vllm"]["same_text_acceleration_rate"] = 2.1
-    assert "1.90, and the same chain reaches 2.10 natively on the same text" in warnings(report)[0]
+def test_a_chain_that_vllm_accepts_less_of_is_warned_of(report):
+    vllm = report["check"]["vllm"]
+    vllm |= {"acceleration_rate": 1.9, "same_text_acceleration_rate": 1.95}
+    assert not warnings(typed(report))
+    vllm["same_text_acceleration_rate"] = 2.1
+    assert "1.90, and the same chain reaches 2.10 natively" in warnings(typed(report))[0]
 
 
-def test_both_searches_are_reported_whichever_was_better(report, extras):
-    report["tree"]["searches"] = {"product": 2.353, "joint": 2.334}
-    note = tree_table(report, extras).note
-    assert note.endswith(
-        "On text not used for the search, the product search reaches 2.35, the joint search reaches"
-        " 2.33."
-    )
+@pytest.mark.parametrize(
+    ("equal", "ties", "note"),
+    [
+        (32, 0, "sequences equal to plain decoding"),
+        (30, 2, "2 more equal up to a tie"),
+        (29, 1, "1 more equal up to a tie, 2 not equal"),
+    ],
+)
+def test_differing_sequences_are_counted_beside_the_ties(report, equal, ties, note):
+    match = {"sequences": 32, "identical": equal, "ties": ties}
+    report["check"]["native"]["greedy_match"] = match
+    figure = figures_of(report)["Greedy identical"]
+    assert (figure.value, figure.note) == (f"{equal}/32", note)
 
 
-def test_the_sizes_that_were_measured_are_shown_with_what_they_promise(report):
-    sizes = [
-        {"nodes": 4, "overhead": 1.25, "expected_acceleration_rate": 2.5, "expected_speedup": 2.0}
-    ]
-    report["tree"] = {"nodes": 4, "source": "joint", "sizes": sizes}
-    table = sizes_table(report)
-    assert (
-        table.rows == (("4", "1.25x", "2.50", "2.00x"),)
-        and table.note == "The joint search; 4 nodes are used, the fastest up to 5 %."
-    )
-    assert sizes_table({"tree": {"nodes": 4}}).rows == ()
-
-
-def test_the_chain_is_shown_by_its_number_of_tokens_with_overheads_where_they_were_timed(report):
-    rows = [{"draft_tokens": 1, "expected_acceleration_rate": 1.5, "expected_standard_error": 0.1}]
-    report["tree"] |= {"num_speculative_tokens": 1, "chain": rows}
-    table = chain_table(report)
-    assert table.columns == ("tokens", "expected rate") and table.rows == (("1", "1.50 ± 0.10"),)
-    rows[0] |= {"overhead": 1.2, "expected_speedup": 1.25}
-    table = chain_table(report)
-    assert table.rows == (("1", "1.20x", "1.50 ± 0.10", "1.25x"),)
-    assert table.note.endswith(
-        "1 tokens are drafted, the fastest up to 5 % by native overheads; 1 would accept most."
-    )
-    assert chain_table({"tree": {"nodes": 4}}).rows == ()
-
-
-def test_a_training_that_gained_nothing_is_warned_of(report):
-    report["train"] |= {"steps": 450, "best_step": 0}
-    assert any(
-        said.startswith("None of 450 steps lowered the held-out loss") for said in warnings(report)
-    )
-    report["train"]["best_step"] = 450
-    assert not any("held-out loss" in said for said in warnings(report))
-
-
-def test_the_headline_says_what_the_search_gained_over_the_stock_tree(report):
-    def ladder(**rates: float) -> list[dict]:
-        return [
-            {"tree": tree, "nodes": 63, "acceleration_rate": rate} for tree, rate in rates.items()
-        ]
-
-    assert "Search over stock tree" not in [figure.label for figure in headline(report)], (
-        "nothing is known of it"
-    )
+def test_the_headline_has_the_search_s_gain_over_the_stock_tree(report):
+    assert "Search over stock tree" not in figures_of(report)
     names = {"stock (Vicuna-7B's)": 2.0, "searched, stock size": 2.25, "the export's": 1.9}
-    report["check"]["native"]["studies"]["trees"] = ladder(**names)
-    (figure,) = [figure for figure in headline(report) if figure.label == "Search over stock tree"]
+    trees = [{"tree": name, "nodes": 63, "acceleration_rate": r} for name, r in names.items()]
+    report["check"]["native"]["studies"]["trees"] = trees
+    figure = figures_of(report)["Search over stock tree"]
     assert figure.value == "+12.5%"
-    assert figure.note.endswith(
-        "stock tree 2.00, searched tree of the same size 2.25, used tree 1.90"
-    )
+    assert figure.note.endswith("2.00, searched tree of the same size 2.25, used tree 1.90")
 
 
-def with_seen_answers(report, num_new: int) -> None:
-    """32 answers of the check, of which so many are new, and 40 of calibration, of which ten are
-    seen.
-    """
-    report["tree"] |= {
-        "expected_acceleration_rate": 4.0,
-        "expected_standard_error": 0.2,
-        "seen_share": 0.25,
-    }
-    report["tree"]["new"] = {
-        "answers": 30,
-        "expected_acceleration_rate": 2.0,
-        "expected_standard_error": 0.1,
-    }
+# --- tables
+
+
+def test_both_searches_are_reported_whichever_was_better(report):
+    report["tree"]["searches"] = {"product": 2.353, "joint": 2.334}
+    note = tree_table(typed(report), None).note
+    assert "the product search reaches 2.35, the joint search reaches 2.33." in note
+
+
+def test_sizes_are_shown_with_their_expected_speedups(report):
+    size = {"nodes": 4, "overhead": 1.25, "expected_acceleration_rate": 2.5}
+    assert sizes_table(typed(report).tree).rows == []
+    report["tree"]["sizes"] = [size | {"expected_speedup": 2.0}]
+    table = sizes_table(typed(report).tree)
+    assert table.rows == [("4", "1.25x", "2.50", "2.00x")]
+    assert table.note == "The joint search; 5 nodes are used, the fastest up to 5 %."
+
+
+def test_the_chain_has_overheads_where_they_were_timed(report):
+    assert chain_table(typed(report).tree).rows == []
+    row = {"draft_tokens": 1, "expected_acceleration_rate": 1.5, "new": {"answers": 9}}
+    row["expected_standard_error"] = 0.1
+    report["tree"]["chain"] = [row]
+    table = chain_table(typed(report).tree)
+    assert (table.columns, table.rows) == (["tokens", "expected rate"], [("1", "1.50 ± 0.10")])
+    row |= {"overhead": 1.2, "expected_speedup": 1.25}
+    table = chain_table(typed(report).tree)
+    assert table.rows == [("1", "1.20x", "1.50 ± 0.10", "1.25x")]
+    assert "the fastest up to 5 % by native overheads; 1 would accept most" in table.note
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({}, "The tuned target against the original,"),
+        ({"quantization": "4bit"}, "against the original in 4bit, in which it was trained,"),
+        ({"adapter_drift": {}}, "The published weights against the original,"),
+    ],
+)
+def test_drift_names_the_copies_that_it_compares(report, changes, says):
+    report["train"] |= changes
+    assert says in drift_table(typed(report)).note
+
+
+def with_seen_answers(report: dict, num_new: int) -> None:
+    """32 answers of the check, `num_new` of them new, and 40 of calibration, ten of them seen."""
+    expected = {"expected_acceleration_rate": 4.0, "expected_standard_error": 0.2}
+    new = {"answers": 30, "expected_acceleration_rate": 2.0, "expected_standard_error": 0.1}
+    report["tree"] = TREE | expected | {"seen_share": 0.25, "new": new}
     new = {"answers": num_new}
     if num_new >= 8:
         new |= {"acceleration_rate": 2.1, "standard_error": 0.1}
-    native = {
-        "acceleration_rate": 2.3,
-        "standard_error": 0.1,
-        "seen_share": 1 - num_new / 32,
-        "new": new,
-    }
-    report["check"]["native"] |= native
+    native = {"acceleration_rate": 2.3, "standard_error": 0.1, "new": new}
+    report["check"]["native"] |= native | {"seen_share": 1 - num_new / 32}
 
 
 def test_the_rate_on_new_answers_stands_beside_the_rate_on_all(report):
-    assert [figure.label for figure in headline(report)].count("On new answers") == 0
+    assert "On new answers" not in figures_of(report)
+    assert len(heads_table(typed(report)).columns) == 2 + 5
     with_seen_answers(report, 24)
-    first, second = headline(report)[:2]
-    assert first.value == "2.30 ± 0.10"
-    assert (second.label, second.value) == ("On new answers", "2.10 ± 0.10")
-    assert "25" in second.note and "2.00 ± 0.10" in second.note
-    rows = {row[0]: row[1] for row in check_table(report).rows}
-    assert rows["acceleration rate on new answers"] == "2.10 ± 0.10"
-    assert rows["expected on new answers"] == "2.00 ± 0.10"
+    figure = figures_of(report)["On new answers"]
+    assert figures_of(report)["Acceleration rate"].value == "2.30 ± 0.10"
+    assert figure.value == "2.10 ± 0.10" and "25" in figure.note and "2.00 ± 0.10" in figure.note
+    assert rows_of(report)["acceleration rate on new answers"][0] == "2.10 ± 0.10"
+    assert rows_of(report)["expected on new answers"][0] == "2.00 ± 0.10"
+    for head in report["heads"]:
+        head["new"] = {"labels": 9, "top1": 0.125, "top5": 0.375}
+    assert all(row[-2:] == ("12.5%", "37.5%") for row in heads_table(typed(report)).rows)
+    with_seen_answers(report, 7)
+    assert figures_of(report)["On new answers"].value == "only 7 new answers"
 
 
 def test_expected_and_measured_are_compared_on_new_answers(report):
-    """On all answers they are 1.7 apart, since more of calibration's are seen; on new ones they
-    agree.
-    """
+    """On all answers they are 1.7 apart: calibration has more seen ones. On new ones they agree."""
     with_seen_answers(report, 24)
-    assert not warnings(report)
+    assert not warnings(typed(report))
     report["check"]["native"]["new"]["acceleration_rate"] = 3.0
-    assert len(warnings(report)) == 1
+    assert len(warnings(typed(report))) == 1
 
 
-def test_too_few_new_answers_have_no_rate(report):
-    with_seen_answers(report, 7)
-    assert headline(report)[1].value == "only 7 new answers"
+def test_every_method_has_a_row_and_plain_decoding_is_the_measure(report):
+    native, vllm = report["check"]["native"], report["check"]["vllm"]
+    native |= {"repeats": 3, "time_per_output_token": 0.0024}
+    native["baseline_time_to_first_token"] = 0.031
+    native["baseline_time_per_output_token"] = 0.0039
+    generate = {"name": "generate", "acceleration_rate": 1.0, "speedup": 0.93}
+    generate |= {"tokens_per_second": 238.0, "time_to_first_token": 0.036}
+    generate |= {"time_per_output_token": 0.0042}
+    generate["greedy_match"] = {"sequences": 32, "identical": 30, "ties": 2}
+    native["baselines"] = [generate, {"name": "prompt-lookup", "failed": "its cache."}]
+    vllm |= {"tokens_per_second": 900.0, "baseline_tokens_per_second": 1000.0, "speedup": 0.9}
+    table = methods_table(typed(report))
+    assert table.rows == [
+        ("plain", "1.00", "256", "1.00x", "31 ms", "3.9 ms", "-"),
+        ("with heads", "1.99", "412", "1.61x", "34 ms", "2.4 ms", "31/32"),
+        ("generate", "1.00", "238", "0.93x", "36 ms", "4.2 ms", "30/32"),
+        ("prompt lookup", "failed", "-", "-", "-", "-", "-"),
+        ("vLLM plain", "1.00", "1,000", "1.00x", "-", "-", "-"),
+        ("vLLM with heads", "1.71", "900", "0.90x", "-", "-", "32/32"),
+    ]
+    assert "3 repetitions" in table.note and table.note.endswith("failed: its cache.")
+    del report["check"]
+    assert methods_table(typed(report)).rows == []
 
 
-def test_accuracies_on_new_answers_have_columns_of_their_own(report):
-    assert len(heads_table(report).columns) == 2 + 5
-    with_seen_answers(report, 24)
-    for head in report["heads"]:
-        head["new"] = {"top1": 0.125, "top5": 0.375}
-    table = heads_table(report)
-    assert all(row[-2:] == ("12.5%", "37.5%") for row in table.rows)
+def test_the_check_s_table_has_rule_likelihood_ties_and_runners(report):
+    sampled = {"acceptance": "typical", "temperature": 0.7, "eps": 0.09, "delta": 0.3}
+    report["check"]["native"] |= sampled | {"first_token": "sampled", "tie_tolerance": 0.001}
+    report["check"]["native"]["log_likelihood"] = {"greedy": -0.412, "typical": -0.5}
+    rule = "typical, temperature 0.7, eps 0.09, delta 0.3, first token sampled"
+    assert rows_of(report)["acceptance"] == (rule, "-")
+    assert rows_of(report)["greedy ties"][0].endswith("; a top-2 gap under 0.001 is one")
+    likelihoods = ("greedy -0.41, typical -0.50", "-")
+    assert rows_of(report)["log-likelihood, nats per token"] == likelihoods
+    for with_heads, said in (("V2", "V2"), ("V1", "plain V2, with heads V1")):
+        report["check"]["vllm"]["model_runners"] = {"plain": "V2", "with heads": with_heads}
+        assert rows_of(report)["vLLM's model runner"] == ("-", said)

@@ -22,23 +22,23 @@ def test_the_check_keeps_what_it_ran_on(finished_run):
 
 def test_the_report_s_hardware_is_the_worker_s_that_decoded(copied_run, make_config, tmp_path):
     edit_summary(copied_run, "check", hardware=NODE)
-    assert assemble(copied_run, make_config(tmp_path))[0]["hardware"] == NODE
+    assert assemble(copied_run, make_config(tmp_path)).hardware == NODE
 
 
 def test_a_check_that_does_not_say_where_it_ran_leaves_this_machine(
     copied_run, make_config, tmp_path
 ):
     edit_summary(copied_run, "check", hardware=None)
-    assert assemble(copied_run, make_config(tmp_path))[0]["hardware"] == hardware()
+    assert assemble(copied_run, make_config(tmp_path)).hardware == hardware()
 
 
 def test_versions_are_those_of_the_check_and_not_of_who_reports_later(
     copied_run, make_config, tmp_path, monkeypatch
 ):
-    before = assemble(copied_run, make_config(tmp_path))[0]["versions"]
+    before = assemble(copied_run, make_config(tmp_path)).versions
     assert before["torch"] == version("torch")
     monkeypatch.setattr("pipeline.run.reporting.versions", lambda: {"torch": "99"})
-    assert assemble(copied_run, make_config(tmp_path))[0]["versions"] == before
+    assert assemble(copied_run, make_config(tmp_path)).versions == before
 
 
 @pytest.mark.parametrize("commit", ["0123abc", None])

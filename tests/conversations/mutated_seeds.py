@@ -1,4 +1,4 @@
-"""Damaged seed files of every kind: what `fuzz_seeds` reads.
+"""Damaged seed files of every kind.
 
 Rows of every form are mutated (keys that are gone, values of other types, deep nesting, huge
 numbers, lone surrogates, NULs), written as JSONL, JSON arrays, text, CSV, TSV, Parquet or Arrow,

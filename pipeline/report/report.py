@@ -1,0 +1,139 @@
+"""The content of report.json, and the data of the drawings beside it.
+
+Field names are the keys of report.json, which leaves out None: a part is None until its stage has
+run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipeline.artifacts.check_result import (
+    CheckFigures,
+    Sample,
+    ServedModel,
+    TargetText,
+    TunedDrift,
+)
+from pipeline.artifacts.tree_file import Accuracy, Calibration, TreeFigures
+
+STAGES = ("seeds", "generate", "features", "train", "calibrate", "export", "check", "push")
+
+# Names in the study of trees.
+STOCK_TREE, SEARCHED_TREE, USED_TREE = "stock (Vicuna-7B's)", "searched, stock size", "the export's"
+DYNAMIC_TREE, STATIC_TREE = "dynamic, the export's size", "searched, the export's size"
+USED_DYNAMIC_TREE = "the export's, dynamic"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    name: str
+    date: str
+    fingerprints: dict[str, str]  # by stage, the first eight digits
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadFile:
+    name: str
+    rows: int | None = None
+    conversations: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SkippedFile:
+    name: str
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceFiles:
+    """The files of a source of seeds."""
+
+    source: str
+    read: list[ReadFile]
+    skipped: list[SkippedFile]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageFigures:
+    """The figures of a stage of rows; which ones depends on the stage."""
+
+    rows: int | None = None
+    quarantined: int | None = None
+    sources: list[SourceFiles] | None = None
+    tool_rows: int | None = None
+    tokens: int | None = None
+    positions: int | None = None
+    tokens_per_second: float | None = None
+    bytes_per_position: float | None = None
+    special_token_rows: int | None = None
+    cut_at_tools: int | None = None
+    warnings: list[str] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainFigures(StageFigures):
+    """The figures of training; the last four are Medusa-2's."""
+
+    steps: int | None = None
+    best_step: int | None = None
+    final_loss: float | None = None
+    hyperparameters: dict[str, Any] | None = None
+    draft_coverage: float | None = None  # of held-out text by the draft vocabulary
+    recipe: str | None = None
+    quantization: str | None = None
+    drift: TunedDrift | None = None
+    adapter_drift: TunedDrift | None = None  # before the adapter was merged, if drift is of after
+
+
+@dataclass(frozen=True)
+class ExportFigures:
+    vllm: bool  # whether vLLM serves these heads
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    run: RunFacts | None = None
+    target: str | None = None
+    method: str | None = None
+    num_heads: int | None = None
+    drafter: str | None = None
+    seeds: StageFigures | None = None
+    generate: StageFigures | None = None
+    features: StageFigures | None = None
+    train: TrainFigures | None = None
+    heads: list[Accuracy] = field(default_factory=list)
+    tree: TreeFigures | None = None
+    check: CheckFigures | None = None
+    target_text: TargetText | None = None
+    quarantine: dict[str, dict[str, int]] | None = None  # rows by stage and reason
+    hardware: dict[str, Any] | None = None
+    versions: dict[str, str] | None = None
+    seconds_by_stage: dict[str, float] = field(default_factory=dict)
+    export: ExportFigures | None = None
+    served_model: ServedModel | None = None
+    skipped: dict[str, str] | None = None  # stages that the method does not need, and why
+    target_revision: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CurvePoint:
+    """A line of metrics.jsonl, of a training step or of an evaluation."""
+
+    step: int
+    loss: float | None = None
+    head_losses: list[float | None] = field(default_factory=list)
+    backbone_loss: float | None = None
+    head_top1: list[float | None] = field(default_factory=list)
+    kl: float | None = None  # to the original
+
+
+@dataclass(frozen=True, kw_only=True)
+class Extras:
+    """Data of drawings alone."""
+
+    calibration: Calibration | None = None
+    losses: list[CurvePoint] = field(default_factory=list)
+    held_out: list[CurvePoint] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
