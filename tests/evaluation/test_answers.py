@@ -1,4 +1,4 @@
-"""The answers file, read as Spec-Bench's own evaluation reads it."""
+"""Greedy answers compared, and the answers file as Spec-Bench's own evaluation reads it."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from pipeline.targets.spec import TargetSpec
 
 
 def spec_bench(path: Path, category: str | None = None) -> tuple[float, float]:
-    """What Spec-Bench's evaluation/speed.py makes of a method's file: mean tokens per second over
-    the questions, and mean accepted tokens over all steps. Its categories are those of the file;
-    None takes all."""
+    """The figures of Spec-Bench's evaluation/speed.py: mean tokens per second over the questions,
+    and mean accepted tokens over all steps.
+    """
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     choices = [line["choices"][0] for line in lines if category in (None, line["category"])]
     speeds = [sum(choice["new_tokens"]) / sum(choice["wall_time"]) for choice in choices]
@@ -36,51 +36,29 @@ def tokenizer(tiny_target):
     return AutoTokenizer.from_pretrained(tiny_target)
 
 
-def answer(
-    tokenizer, letters: str, accepted: list[int], first: float, seconds: float, *end: str
-) -> Decoded:
-    """An answer with a token for each letter."""
-    ids = tokenizer.convert_tokens_to_ids([*letters, *end])
-    assert len(ids) == 1 + sum(accepted)
-    return Decoded(ids, "stop" if end else "length", accepted, first, seconds)
+def test_a_question_is_one_line_that_spec_bench_reads(tokenizer, tmp_path):
+    def answer(letters: str, accepted: list[int], first: float, seconds: float, *end: str):
+        ids = tokenizer.convert_tokens_to_ids([*letters, *end])
+        assert len(ids) == 1 + sum(accepted)
+        return Decoded(ids, "stop" if end else "length", accepted, first, seconds)
 
-
-@pytest.fixture
-def lines(tokenizer):
     prompts = [
         Prompt("q:0/0", [5], "writing", 81, 0),
         Prompt("q:0/1", [5, 6], "writing", 81, 1),
-        Prompt("q:1/0", [7], "math", 82, 0),
+        Prompt("seeds:7", [7], "math"),
     ]
     fast = [
-        answer(tokenizer, "green", [3, 1], 0.1, 0.4),
-        answer(tokenizer, "no", [1], 0.1, 0.4),
-        answer(tokenizer, "why", [3], 0.2, 0.3, "</s>"),
+        answer("green", [3, 1], 0.1, 0.4),
+        answer("no", [1], 0.1, 0.4),
+        answer("why", [3], 0.2, 0.3, "</s>"),
     ]
     slow = [Decoded(one.token_ids, one.finished, one.accepted, 9.0, 9.0) for one in fast]
-    return answer_lines("chat-medusa", tokenizer, prompts, [fast, slow, fast])
-
-
-def test_spec_bench_s_own_figures_come_out_of_the_file(lines, tmp_path):
-    path = tmp_path / "medusa.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    assert spec_bench(path) == (
-        pytest.approx((7 / 1.0 + 4 / 0.5) / 2),
-        pytest.approx((3 + 1 + 1 + 3) / 4),
-    )
-    assert spec_bench(path, "math") == (pytest.approx(4 / 0.5), pytest.approx(3.0))
-
-
-def test_a_question_is_one_line_with_its_turns_in_order(lines):
-    assert [set(line) for line in lines] == [
-        {"question_id", "category", "answer_id", "model_id", "choices", "tstamp"},
-    ] * 2
+    lines = answer_lines("chat-medusa", tokenizer, prompts, [fast, slow, fast])
+    keys = {"question_id", "category", "answer_id", "model_id", "choices", "tstamp"}
+    assert [set(line) for line in lines] == [keys] * 2
     first, second = lines
-    assert (first["question_id"], first["category"], first["model_id"]) == (
-        81,
-        "writing",
-        "chat-medusa",
-    )
+    named = (first["question_id"], first["category"], first["model_id"])
+    assert named == (81, "writing", "chat-medusa")
     assert first["choices"] == [
         {
             "index": 0,
@@ -91,20 +69,16 @@ def test_a_question_is_one_line_with_its_turns_in_order(lines):
             "accept_lengths": [3, 1, 1],
         }
     ]
-    assert second["choices"][0]["turns"] == ["why"], (
-        "no end token in the text, as the field's files have it"
-    )
-    assert first["answer_id"] != second["answer_id"]
+    assert second["question_id"] == "seeds:7" and first["answer_id"] != second["answer_id"]
+    assert second["choices"][0]["turns"] == ["why"], "no end token in the text"
+    path = tmp_path / "medusa.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    speed, length = (7 / 1.0 + 4 / 0.5) / 2, (3 + 1 + 1 + 3) / 4
+    assert spec_bench(path) == (pytest.approx(speed), pytest.approx(length))
+    assert spec_bench(path, "math") == (pytest.approx(4 / 0.5), pytest.approx(3.0))
 
 
-def test_prompts_of_no_question_are_named_by_their_row(tokenizer):
-    (line,) = answer_lines(
-        "m", tokenizer, [Prompt("seeds:7", [5])], [[answer(tokenizer, "no", [1], 0.1, 0.1)]]
-    )
-    assert (line["question_id"], line["category"]) == ("seeds:7", "")
-
-
-def test_a_sample_shows_each_token_once_with_the_step_that_gave_it(tokenizer):
+def test_a_sample_shows_each_token_once_with_its_step(tokenizer):
     text = "the moon 月 sings"
     ids = tokenizer(text)["input_ids"]
     given = Decoded(ids, "length", [2, len(ids) - 3], 0.1, 0.1)
@@ -114,34 +88,28 @@ def test_a_sample_shows_each_token_once_with_the_step_that_gave_it(tokenizer):
     assert [token.step for token in sample.tokens] == [0, 1, 1, *[2] * (len(ids) - 3)]
 
 
-def compared(plain: list[int], other: list[int], gap: float, tolerance: float = 1e-4):
+@pytest.mark.parametrize(
+    ("plain", "other", "gap", "ties"),
+    [
+        ([1, 2, 3, 4, 9], [1, 2, 5, 4, 1], 0.0, 1),
+        ([1, 2, 3, 4, 9], [1, 2, 5, 4, 1], 1e-4, 1),
+        ([1, 2, 3, 4, 9], [1, 2, 5, 4, 1], 1.01e-4, 0),
+        ([1, 2], [1, 2, 3], 3.0, 0),
+        ([1, 2, 3], [1, 2], 3.0, 0),
+    ],
+)
+def test_a_tie_is_judged_before_the_first_difference(plain, other, gap, ties):
     asked: list[list[int]] = []
 
     def gap_at(prefix: list[int]) -> float:
         asked.append(prefix)
         return gap
 
-    return compare([Prompt("row", [7, 8])], [plain], [other], gap_at, tolerance), asked
-
-
-def test_equal_texts_ask_the_target_nothing():
-    match, asked = compared([1, 2, 3], [1, 2, 3], 0.0)
-    assert match.match == GreedyMatch(1, 1, 0) and asked == []
-
-
-@pytest.mark.parametrize(("gap", "ties"), [(0.0, 1), (1e-4, 1), (1.01e-4, 0), (3.0, 0)])
-def test_texts_that_differ_are_ties_by_the_gap_before_their_first_difference(gap, ties):
-    match, asked = compared([1, 2, 3, 4, 9], [1, 2, 5, 4, 1], gap)
-    assert asked == [[7, 8, 1, 2]]
-    assert match.match == GreedyMatch(1, 0, ties)
-    expected = [Difference("row", 2, gap, [3, 4, 9], [5, 4, 1])]
-    assert match.differing == ([] if ties else expected)
-
-
-@pytest.mark.parametrize(("plain", "other"), [([1, 2], [1, 2, 3]), ([1, 2, 3], [1, 2])])
-def test_a_text_that_ends_earlier_differs_where_it_ends(plain, other):
-    match, asked = compared(plain, other, 1.0)
-    assert asked == [[7, 8, 1, 2]] and match.differing[0].at == 2
+    found = compare([Prompt("row", [7, 8])], [plain], [other], gap_at, 1e-4)
+    assert asked == [[7, 8, 1, 2]] and found.match == GreedyMatch(1, 0, ties)
+    differing = Difference("row", 2, gap, plain[2:][:4], other[2:][:4])
+    assert found.differing == ([] if ties else [differing])
+    assert found.largest_gap == (None if ties else pytest.approx(gap, rel=1e-2))
 
 
 TEXTS = st.lists(st.tuples(*[st.lists(st.integers(0, 2), max_size=5)] * 2), max_size=8)
@@ -154,54 +122,40 @@ def test_every_sequence_is_identical_a_tie_or_named(texts, gaps):
     each = iter(gaps)
     found = compare(prompts, plain, other, lambda prefix: next(each), 0.5)
     assert found.match.identical == sum(a == b for a, b in texts)
-    assert found.match.differing == len(found.differing) and found.match.sequences == len(texts)
+    assert found.match.differing == len(found.differing)
+    assert found.match.sequences == len(texts)
 
 
 def test_the_gap_is_that_of_the_target_s_next_token(tiny_target):
     model = AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32).eval()
     for prefix in ([0, 5, 9], [3, 200, 17, 41, 2]):
         with torch.inference_mode():
-            logits = sorted(
-                model(torch.tensor([[*prefix, 0, 0]])).logits[0, len(prefix) - 1].tolist()
-            )
-        assert top_2_gap(model, prefix) == pytest.approx(logits[-1] - logits[-2], abs=1e-5)
+            logits_TV = model(torch.tensor([[*prefix, 0, 0]])).logits[0]
+        *_, second, best = sorted(logits_TV[len(prefix) - 1].tolist())
+        assert top_2_gap(model, prefix) == pytest.approx(best - second, abs=1e-5)
 
 
-def test_the_tolerance_is_the_dtype_s_unless_it_is_set():
-    usual = CheckConfig()
-    dtypes = ("float32", "float16", "bfloat16")
-    tolerances = [
-        tie_tolerance(TargetSpec("x", dtype=dtype), usual, on_gpu=False) for dtype in dtypes
-    ]
-    assert tolerances[0] == 1e-4 and tolerances == sorted(tolerances)
-    for spec in (TargetSpec("x", dtype="bfloat16"), TargetSpec("x", quantization="8bit")):
-        assert tie_tolerance(spec, CheckConfig(tie_tolerance=0), on_gpu=False) == 0
+@pytest.mark.parametrize(
+    ("spec", "on_gpu", "tolerance"),
+    [
+        ({"dtype": "float32"}, False, 1e-4),
+        ({"dtype": "float16"}, False, 0.0625),
+        ({"dtype": "bfloat16"}, False, 0.5),
+        # A GPU multiplies bitsandbytes' 4-bit layers in the dtype of the states.
+        ({"dtype": "float16", "quantization": "4bit"}, False, 0.5),
+        ({"dtype": "float16", "quantization": "4bit"}, True, 0.0625),
+        ({"dtype": "float16", "rounding": "4bit"}, True, 0.0625),
+        ({"dtype": "float16", "quantization": "8bit"}, True, 0.5),
+        ({"dtype": "float16", "rounding": "8bit"}, True, 0.5),
+    ],
+)
+def test_the_tolerance_is_the_coarsest_rounding_s_unless_set(spec, on_gpu, tolerance):
+    target = TargetSpec("x", **spec)
+    assert tie_tolerance(target, CheckConfig(), on_gpu=on_gpu) == tolerance
+    assert tie_tolerance(target, CheckConfig(tie_tolerance=0), on_gpu=on_gpu) == 0
 
 
-@pytest.mark.parametrize("named", ["quantization", "rounding"])
-def test_4_bit_layers_are_as_coarse_as_bfloat16_on_a_cpu_alone_and_8_bit_ones_anywhere(named):
-    """A GPU multiplies bitsandbytes' 4-bit layers in the dtype of the states; 8-bit ones round
-    these to 127 steps.
-    """
-    found = {
-        (bits, on_gpu): tie_tolerance(
-            TargetSpec("x", dtype="float16", **{named: bits}), CheckConfig(), on_gpu=on_gpu
-        )
-        for bits in ("4bit", "8bit")
-        for on_gpu in (False, True)
-    }
-    of_float16, of_bfloat16 = 0.0625, 0.5
-    assert found == {
-        ("4bit", False): of_bfloat16,
-        ("4bit", True): of_float16,
-        ("8bit", False): of_bfloat16,
-        ("8bit", True): of_bfloat16,
-    }
-
-
-def test_the_tolerance_of_bitsandbytes_covers_what_its_rounding_makes_of_one_forward_and_many(
-    tiny_target,
-):
+def test_the_tolerance_covers_the_rounding_of_bitsandbytes(tiny_target):
     """The same positions at once, and one after another from the cache; in float32 they are equal
     up to 1e-4.
 

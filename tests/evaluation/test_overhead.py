@@ -1,18 +1,20 @@
-"""What trees cost is measured in room that the steps need, and not on trees that could never
-pay.
-"""
+"""The cost of trees: a step's seconds over a plain step's."""
 
 from __future__ import annotations
 
 import itertools
+import math
 
+import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from pipeline.decoding.cache import TreeCache
 from pipeline.decoding.decoder import Decoder, plain_decoder
+from pipeline.decoding.held_out import HeldOutRanks
 from pipeline.evaluation import overhead
+from pipeline.evaluation.choosing import chosen_chain
 from pipeline.evaluation.overhead import (
     NUM_STEPS,
     fastest_threads,
@@ -30,30 +32,37 @@ TREES = {1: CHAIN[:1], 2: CHAIN, 4: (*CHAIN, (1,), (1, 0))}
 @pytest.fixture(scope="module")
 def pair():
     torch.manual_seed(0)
-    shape = {
-        "hidden_size": 32,
-        "intermediate_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-    }
-    model = LlamaForCausalLM(
-        LlamaConfig(**shape, vocab_size=50, max_position_embeddings=131_072)
-    ).eval()
-    return model, MedusaHeads(MedusaShape(32, 50, 2, 1)).eval()
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        vocab_size=50,
+        max_position_embeddings=131_072,
+    )
+    return LlamaForCausalLM(config).eval(), MedusaHeads(MedusaShape(32, 50, 2, 1)).eval()
+
+
+@pytest.fixture(scope="module")
+def plain(pair) -> Decoder:
+    return plain_decoder(pair[0], eos_token_ids=(), max_length=12)
 
 
 def test_a_long_context_costs_no_more_cache_than_the_steps_need(pair, monkeypatch):
     asked: list[int] = []
     begin = TreeCache.begin
-    monkeypatch.setattr(
-        TreeCache, "begin", lambda self, slots, *n: (asked.append(slots), begin(self, slots, *n))[1]
-    )
+
+    def counted(cache, slots, *arguments):
+        asked.append(slots)
+        return begin(cache, slots, *arguments)
+
+    monkeypatch.setattr(TreeCache, "begin", counted)
     curve = overhead_curve(*pair, TREES, [[5] * 20, [7] * 9], 131_072)
     assert curve.keys() == TREES.keys() and all(cost > 0 for cost in curve.values())
     assert max(asked) <= 20 + 1 + NUM_STEPS * 3 + 1 + 4
 
 
-def test_overheads_are_ratios_of_steps_and_what_cannot_pay_is_left_out(pair, monkeypatch):
+def test_trees_that_cannot_pay_are_left_out(pair, monkeypatch):
     cost = {0: 1.0, 1: 1.5, 2: 2.0, 4: 3.5}  # at most 3 tokens per step
     monkeypatch.setattr(
         overhead, "step_seconds", lambda decoder, _: [0.01 * cost[decoder.tree.num_nodes]] * 8
@@ -63,55 +72,69 @@ def test_overheads_are_ratios_of_steps_and_what_cannot_pay_is_left_out(pair, mon
     assert overhead_curve(*pair, TREES, [[5]], 99).keys() >= {1}, "one is always measured"
 
 
-def test_steps_that_other_work_interrupts_do_not_count(pair, monkeypatch):
+def test_interrupted_steps_do_not_count(pair, plain, monkeypatch):
     """Half of them, of any decoder, by any amount."""
-    cost, delays = (
-        {0: 0.01, 1: 0.015, 2: 0.02, 4: 0.025},
-        itertools.cycle([0.0, 0.3, 0.0, 0.07, 1.0, 0.0]),
-    )
+    cost = {0: 0.01, 1: 0.015, 2: 0.02, 4: 0.025}
+    delays = itertools.cycle([0.0, 0.3, 0.0, 0.07, 1.0, 0.0])
 
-    def step_seconds(decoder, _):
+    def seconds(decoder, _):
         return [cost[decoder.tree.num_nodes] + next(delays) for _ in range(8)]
 
-    monkeypatch.setattr(overhead, "step_seconds", step_seconds)
+    monkeypatch.setattr(overhead, "step_seconds", seconds)
     decoders = {size: Decoder(*pair, tree, eos_token_ids=()) for size, tree in TREES.items()}
-    found = overheads(plain_decoder(pair[0], eos_token_ids=()), decoders, [[5]] * 3)
+    found = overheads(plain, decoders, [[5]] * 3)
     assert found == {1: pytest.approx(1.5), 2: pytest.approx(2.0), 4: pytest.approx(2.5)}
 
 
-def test_every_step_is_timed_and_the_prefill_is_not(pair, monkeypatch):
+def test_every_step_is_timed_and_the_prefill_is_not(plain, monkeypatch):
     clock = itertools.count()
     monkeypatch.setattr(overhead, "perf_counter", lambda: float(next(clock)))
-    plain = plain_decoder(pair[0], eos_token_ids=(), max_length=12)
     assert step_seconds(plain, [5]) == [1.0] * NUM_STEPS
-    assert step_seconds(plain, [5] * 9) == [1.0] * 2, (
-        "the prefill gives one of the three for which there is room"
-    )
+    assert step_seconds(plain, [5] * 9) == [1.0] * 2, "three tokens fit, one is the prefill's"
 
 
-def test_plain_steps_choose_the_number_of_threads_for_as_long_as_they_are_measured(
-    pair, monkeypatch
-):
-    before, cost = torch.get_num_threads(), {1: 0.03, 2: 0.01, 4: 0.02}
-    monkeypatch.setattr(overhead, "step_seconds", lambda *_: [cost[torch.get_num_threads()]])
+@pytest.mark.parametrize(
+    ("cost", "best", "tried"),
+    [({1: 0.03, 2: 0.01, 4: 0.02}, 2, {1, 2, 4}), ({4: 0.5}, 4, {4})],
+    ids=["short steps", "long steps"],
+)
+def test_the_fastest_number_of_threads_is_set_for_a_while(plain, monkeypatch, cost, best, tried):
+    """A target whose steps are long gets all threads, and nothing is tried."""
+    before, asked = torch.get_num_threads(), set()
+
+    def seconds(*_):
+        asked.add(torch.get_num_threads())
+        return [cost[torch.get_num_threads()]]
+
+    monkeypatch.setattr(overhead, "step_seconds", seconds)
     try:
         torch.set_num_threads(4)
-        with fastest_threads(plain_decoder(pair[0], eos_token_ids=()), [5]) as threads:
-            assert threads == torch.get_num_threads() == 2
-        assert torch.get_num_threads() == 4
+        with fastest_threads(plain, [5]) as threads:
+            assert threads == torch.get_num_threads() == best
+        assert torch.get_num_threads() == 4 and asked == tried
     finally:
         torch.set_num_threads(before)
 
 
-def test_a_target_whose_steps_are_long_gets_all_threads_and_nothing_is_tried(pair, monkeypatch):
-    before, asked = torch.get_num_threads(), []
-    monkeypatch.setattr(
-        overhead, "step_seconds", lambda *_: asked.append(torch.get_num_threads()) or [0.5]
-    )
-    try:
-        torch.set_num_threads(4)
-        with fastest_threads(plain_decoder(pair[0], eos_token_ids=()), [5]) as threads:
-            assert threads == torch.get_num_threads() == 4
-        assert asked == [4]
-    finally:
-        torch.set_num_threads(before)
+@pytest.mark.parametrize(
+    ("costs", "drafted"),
+    [
+        ({1: 1.0, 2: 1.2}, 2),  # 2 tokens a step, or 3 in 1.2 times the time
+        ({1: 1.0, 2: 2.0}, 1),
+        ({1: 1.5, 2: math.nan}, 1),
+        ({}, 5),
+    ],
+)
+def test_the_chain_is_as_long_as_is_fastest(costs, drafted):
+    """Two conversations of 60 positions, at which the first guesses of both heads are right."""
+    starts, conversations = np.array([0, 60]), np.array([0, 1])
+    ranks = HeldOutRanks(np.zeros((2, 120), np.uint8), starts, conversations, np.zeros(2, bool))
+    num_tokens, rows = chosen_chain(ranks, 2, 5, costs)
+    assert num_tokens == drafted
+    for row in rows:
+        rate, cost = row.expected_acceleration_rate, costs.get(row.draft_tokens, math.nan)
+        assert rate == pytest.approx(1 + row.draft_tokens, rel=0.05)
+        if math.isfinite(cost):
+            assert row.expected_speedup == pytest.approx(rate / cost, rel=1e-3)
+        else:
+            assert row.expected_speedup is None is row.overhead

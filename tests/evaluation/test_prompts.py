@@ -42,9 +42,7 @@ def generated(finished_run):
     return list(read_token_rows(stage.shards(), stage.fingerprint))
 
 
-def test_a_held_out_row_is_asked_for_one_of_its_answers_and_later_turns_come_up_too(
-    generated, rows
-):
+def test_a_held_out_row_is_asked_for_one_of_its_answers(generated, rows):
     found = held_out_prompts(generated, 100, ROOM)
     assert [prompt.id for prompt in found.kept] == list(rows) and found.skipped == 0
     for prompt in found.kept:
@@ -53,19 +51,11 @@ def test_a_held_out_row_is_asked_for_one_of_its_answers_and_later_turns_come_up_
         assert prompt.category == "seeds"
     turns = [prompt.turn for prompt in found.kept if len(rows[prompt.id]["spans"]) > 1]
     assert 0 < sum(turns) < len(turns), "first and second turns, by the rows' ids"
+    assert held_out_prompts(generated, 2, ROOM).kept == found.kept[:2]
+    assert held_out_prompts(generated[::-1], 100, ROOM).kept == found.kept[::-1]
 
 
-def test_which_answer_depends_on_the_row_alone(generated):
-    found = held_out_prompts(generated, 100, ROOM).kept
-    assert held_out_prompts(generated, 2, ROOM).kept == found[:2]
-    assert sorted(held_out_prompts(generated[::-1], 100, ROOM).kept, key=lambda p: p.id) == sorted(
-        found, key=lambda p: p.id
-    )
-
-
-def test_an_earlier_turn_is_asked_where_the_later_one_does_not_fit_and_rows_without_any_are_counted(
-    generated, rows
-):
+def test_an_earlier_turn_is_asked_where_no_later_one_fits(generated, rows):
     starts = {name: [span["start"] for span in row["spans"]] for name, row in rows.items()}
     room = sorted(first for first, *_ in starts.values())[3]
     found = held_out_prompts(generated, 100, room)
@@ -92,18 +82,18 @@ def ask(tiny_target):
     return run
 
 
-@pytest.mark.parametrize("acceptance", ["greedy", "typical"], ids=["greedy", "first-token-greedy"])
-def test_the_second_turn_s_prompt_holds_the_target_s_own_answer_to_the_first(
-    ask, tmp_path, tiny_target, acceptance
-):
-    questions = [
-        {"question_id": 80 + n, "category": f"c{n % 2}", "turns": [f"why {n}?", "how?"]}
-        for n in range(6)
-    ]
-    rule = {"acceptance": acceptance} | ({"temperature": 0.7} if acceptance == "typical" else {})
+@pytest.mark.parametrize("rule", [{}, {"acceptance": "typical", "temperature": 0.7}])
+def test_a_second_turn_s_prompt_holds_the_target_s_own_answer(ask, tmp_path, tiny_target, rule):
+    """Also by typical acceptance with a greedy first token, which is deterministic."""
+    questions = []
+    for n in range(6):
+        questions.append(
+            {"question_id": n, "category": f"c{n % 2}", "turns": [f"why {n}?", "how?"]}
+        )
     found = ask(write(tmp_path / "mt.jsonl", *questions), max_new_tokens=16, **rule)
     model = AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(tiny_target)
+    settings = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": EOS, "pad_token_id": 1}
 
     def ids(text: str) -> list[int]:
         return tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -111,29 +101,21 @@ def test_the_second_turn_s_prompt_holds_the_target_s_own_answer_to_the_first(
     expected, ended_early = [], 0
     for question in questions:
         first = ids(f"<|user|>{question['turns'][0]}</s><|assistant|>")
-        answer = model.generate(
-            torch.tensor([first]),
-            max_new_tokens=16,
-            do_sample=False,
-            eos_token_id=EOS,
-            pad_token_id=1,
-        )[0, len(first) :].tolist()
-        ended_early += answer[-1] in EOS
-        end = [] if answer[-1] in EOS else [1]
-        second = [*first, *answer, *end, *ids("<|user|>how?</s><|assistant|>")]
-        expected += [(question, 0, first), (question, 1, second)]
+        written = model.generate(torch.tensor([first]), **settings)[0].tolist()
+        ended = written[-1] in EOS
+        ended_early += ended
+        end = [] if ended else [1]
+        second = [*written, *end, *ids("<|user|>how?</s><|assistant|>")]
+        named = question["question_id"], question["category"]
+        expected += [(*named, 0, first), (*named, 1, second)]
     assert 0 < ended_early < 6, "both kinds of answers: those that end, and those that are cut"
-    assert [(p.question_id, p.category, p.turn, p.ids) for p in found.kept] == [
-        (question["question_id"], question["category"], turn, prompt)
-        for question, turn, prompt in expected
-    ]
-    assert len({prompt.id for prompt in found.kept}) == 12 and found.skipped == 0
+    kept = [(p.question_id, p.category, p.turn, p.ids) for p in found.kept]
+    assert kept == expected and found.skipped == 0
+    assert len({prompt.id for prompt in found.kept}) == 12
 
 
 @pytest.mark.parametrize("flaw", [True, False], ids=["a-loop", "no-text"])
-def test_an_answer_that_nobody_would_learn_from_is_no_reason_to_ask_no_further(
-    ask, tmp_path, monkeypatch, flaw
-):
+def test_a_flawed_answer_does_not_end_the_questions(ask, tmp_path, monkeypatch, flaw):
     from pipeline.conversations import dialogue
 
     monkeypatch.setattr(dialogue, "degenerate_loop", lambda ids: flaw)
@@ -161,7 +143,7 @@ def test_turns_that_do_not_fit_are_counted(ask, tmp_path):
     ("of_target", "of_check", "context"),
     [(None, None, 192), (64, None, 192), (64, 100, 100), (None, 100, 100), (64, 10_000, 192)],
 )
-def test_a_prompt_may_fill_the_model_s_own_context_unless_the_check_says_less(
+def test_a_prompt_may_fill_the_context_unless_the_check_says_less(
     tiny_target, of_target, of_check, context
 ):
     spec = TargetSpec(str(tiny_target), max_tokens=of_target)
@@ -174,61 +156,46 @@ def test_a_model_that_does_not_say_its_context_has_the_target_s_limit(monkeypatc
     assert context_length(with_room(spec, CheckConfig())) == 64
 
 
-def test_engines_are_given_the_context_that_the_questions_need_and_no_more(
-    ask, tmp_path, monkeypatch
-):
-    given = []
-    make = prompts.make_generation_engine
-    monkeypatch.setattr(
-        prompts,
-        "make_generation_engine",
-        lambda name, spec, *rest: (given.append(spec), make(name, spec, *rest))[1],
-    )
-    found = ask(
-        write(tmp_path / "q.jsonl", {"turns": ["why?"]}, {"turns": ["why?", "how?"]}),
-        max_new_tokens=16,
-    )
-    assert len(found.kept) == 3 and found.skipped == 0
-    longest = max(len(prompt.ids) for prompt in found.kept)
-    assert longest + 16 <= given[0].max_tokens < 192
-    assert with_room_for(given[0], found.kept, 18, 3).max_tokens == longest + 18 + 2 * 3
-    ask(write(tmp_path / "q.jsonl", {"turns": ["moon " * 400, "how?"]}), max_new_tokens=16)
-    assert given[1].max_tokens == 192
+@pytest.fixture
+def engines(monkeypatch):
+    """The targets that engines are made for, and the prompts that they are asked."""
+    made, asked, make = [], [], prompts.make_generation_engine
 
-
-def test_nobody_answers_a_last_question_and_no_engine_starts_for_questions_of_one_turn(
-    ask, tmp_path, monkeypatch
-):
-    asked, make = [], prompts.make_generation_engine
-
-    def counted(*arguments):
-        engine = make(*arguments)
+    def counted(name, spec, *arguments):
+        made.append(spec)
+        engine = make(name, spec, *arguments)
         add = engine.add
         engine.add = lambda request: (asked.append(request.prompt_ids), add(request))[1]
         return engine
 
     monkeypatch.setattr(prompts, "make_generation_engine", counted)
-    found = ask(
-        write(tmp_path / "q.jsonl", {"turns": ["why?"]}, {"turns": ["why?", "how?", "what?"]})
-    )
-    assert asked == [prompt.ids for prompt in found.kept[1:3]] and len(found.kept) == 4
-    monkeypatch.setattr(prompts, "make_generation_engine", None)
+    return made, asked
+
+
+def test_engines_are_given_the_context_that_the_questions_need(ask, tmp_path, engines):
+    file = write(tmp_path / "q.jsonl", {"turns": ["why?"]}, {"turns": ["why?", "how?", "what?"]})
+    found = ask(file, max_new_tokens=16)
+    made, asked = engines
+    assert asked == [prompt.ids for prompt in found.kept[1:3]], "nobody answers a last question"
+    assert len(found.kept) == 4 and found.skipped == 0
+    longest = max(len(prompt.ids) for prompt in found.kept)
+    assert longest + 16 <= made[0].max_tokens < 192
+    assert with_room_for(made[0], found.kept, 18, 3).max_tokens == longest + 18 + 2 * 3
+    ask(write(tmp_path / "q.jsonl", {"turns": ["moon " * 400, "how?"]}), max_new_tokens=16)
+    assert made[1].max_tokens == 192
     alone = ask(write(tmp_path / "q.jsonl", {"turns": ["why?"]}, {"turns": ["how?"]}))
-    assert [prompt.ids for prompt in alone.kept][:1] == [found.kept[0].ids] and len(alone.kept) == 2
+    assert alone.kept[0].ids == found.kept[0].ids and len(alone.kept) == 2
+    assert len(made) == 2, "no engine starts for questions of one turn"
 
 
-def test_sampled_rules_ask_on_with_sampled_answers(ask, tmp_path):
+def test_sampled_rules_ask_on_with_answers_of_their_nucleus(ask, tmp_path):
     path = write(tmp_path / "q.jsonl", *({"turns": [f"why {n}?", "how?"]} for n in range(4)))
-    rejection = {"acceptance": "rejection", "temperature": 1.0, "max_new_tokens": 16}
-    greedy, drawn, again = (
-        ask(path, max_new_tokens=16),
-        ask(path, **rejection),
-        ask(path, **rejection),
-    )
-    assert drawn == again != greedy
-    assert [p.ids for p in drawn.kept[::2]] == [p.ids for p in greedy.kept[::2]], (
-        "first turns are the questions alone"
-    )
+    rule = {"acceptance": "rejection", "temperature": 1.0, "max_new_tokens": 16}
+    greedy, drawn = ask(path, max_new_tokens=16), ask(path, **rule)
+    assert drawn == ask(path, **rule) != greedy
+    first_turns = [[prompt.ids for prompt in each.kept[::2]] for each in (drawn, greedy)]
+    assert first_turns[0] == first_turns[1]
+    assert ask(path, **rule, top_p=1e-6) == greedy, "a nucleus of one token is greedy decoding"
 
 
 def test_question_ids_are_the_file_s_own_unless_it_has_none_or_repeats_them():
@@ -237,10 +204,3 @@ def test_question_ids_are_the_file_s_own_unless_it_has_none_or_repeats_them():
 
     ids = question_ids([question(n, name) for n, name in enumerate(["81", "a", None, "b", "b"])])
     assert ids == [81, "a", "q:2", "q:3", "q:4"]
-
-
-def test_earlier_answers_are_drawn_from_the_rule_s_nucleus(ask, tmp_path):
-    """A nucleus of one token is greedy decoding."""
-    path = write(tmp_path / "q.jsonl", *({"turns": [f"why {n}?", "how?"]} for n in range(4)))
-    narrow = ask(path, acceptance="rejection", temperature=1.0, top_p=1e-6, max_new_tokens=16)
-    assert narrow == ask(path, max_new_tokens=16)
