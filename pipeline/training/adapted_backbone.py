@@ -1,8 +1,7 @@
-"""The target with LoRA on it, and itself without: what trains, and what it is held to; and their
-merging in the end.
+"""The backbone that trains: the target with LoRA; its sharding, its adapter on disk, its merging.
 
-The original is the same weights with the adapter off. The lm_head never runs as a layer: what reads
-the states holds its logits in chunks (`pipeline.training.backbone_losses`).
+The original is the same weights with the adapter off. The lm_head never runs as a layer, because
+the losses compute its logits in chunks (`pipeline.training.backbone_losses`).
 
 Letters: B sequences, T tokens, N learned positions, D hidden size, V vocabulary, R rank.
 """
@@ -10,7 +9,7 @@ Letters: B sequences, T tokens, N learned positions, D hidden size, V vocabulary
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,29 +30,24 @@ from pipeline.training.backbone_losses import TunedHead
 from pipeline.training.task import Workers
 from pipeline.training.text_batches import TextBatch
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-NAME = "default"  # peft's, of an adapter
-LESS_ON_EACH = (
+NAME = "default"  # of an adapter in peft
+SAVES_MEMORY = (
     "Set train.backbone.shard: true with several workers, or train.backbone.quantization: 4bit."
 )
 
 
 class Backbone(nn.Module):
-    """A target whose adapter trains; its own dropouts, if it has any, stay off.
+    """A target whose adapter trains; its own dropouts stay off.
 
     Args:
-        spec: The target; its adapter starts as the identity, drawn from torch's generator.
-        settings: LoRA's rank, alpha and dropout, and whether to recompute activations.
-        device: Where it goes.
-        dtype: In what matrix products run; where it is another than fp32, under autocast.
-        workers: `settings.shard` splits the frozen layers over them, where they are several.
+        spec: The target. The adapter starts as the identity, drawn from torch's generator.
+        dtype: Of matrix products; other than fp32 they run under autocast.
+        workers: With `settings.shard`, several share the frozen layers.
 
     Raises:
-        ConfigError: LoRA does not find its layers, its lm_head reads something else than its last
-            states, or packed conversations see each other in it.
-        EnvironmentFault: It does not fit.
+        ConfigError: LoRA does not find the target's layers, its lm_head does not read the last
+            states, or packed conversations see each other.
+        EnvironmentFault: It does not fit on the device.
     """
 
     def __init__(
@@ -67,9 +61,9 @@ class Backbone(nn.Module):
         super().__init__()
         workers = workers or Workers()
         sharded = settings.shard and workers.world_size > 1
-        target = load_causal_lm(spec, "cpu" if sharded else device, too_large=LESS_ON_EACH)
+        target: Any = load_causal_lm(spec, "cpu" if sharded else device, too_large=SAVES_MEMORY)
         _keep_differentiable(target)
-        self.tuned = add_lora(
+        self.tuned: Any = add_lora(
             target,
             rank=settings.lora_rank,
             alpha=settings.lora_alpha,
@@ -77,13 +71,13 @@ class Backbone(nn.Module):
         )
         if sharded:
             shard_layers(target, device, workers)
-        with cast(Any, self.tuned).disable_adapter():
+        with self.tuned.disable_adapter():
             verify_tap(target)
             verify_packing(target)
-        for module in cast(Any, self.tuned).modules():
+        layers: Any = target.modules()
+        for module in layers:
             if hasattr(module, "cast_input_dtype_enabled"):
-                # Autocast casts once, to bf16; peft would first make an fp32 copy of what each
-                # layer reads.
+                # Autocast casts once, to bf16; peft would first copy each layer's input to fp32.
                 module.cast_input_dtype_enabled = dtype == torch.float32
         if settings.gradient_checkpointing:
             target.gradient_checkpointing_enable({"use_reentrant": False})
@@ -99,28 +93,25 @@ class Backbone(nn.Module):
     @torch.no_grad()
     def original_states(self, batch: TextBatch) -> Tensor:
         """The original's states [N, D] at the same positions."""
-        with cast(Any, self.tuned).disable_adapter():
+        with self.tuned.disable_adapter():
             return self.states(batch)
 
     def low(self, hidden_ND: Tensor) -> Tensor:
-        """What the inner half of lm_head's LoRA makes of the states, dropout and scale included:
-        [N, R].
-        """
+        """The inner half of lm_head's LoRA on the states, with dropout and scale, [N, R]."""
         layer = self._lm_head
         inner = layer.lora_A[NAME]
-        return (
-            inner(layer.lora_dropout[NAME](hidden_ND.to(inner.weight.dtype))) * layer.scaling[NAME]
-        )
+        dropped_ND = layer.lora_dropout[NAME](hidden_ND.to(inner.weight.dtype))
+        return inner(dropped_ND) * layer.scaling[NAME]
 
     @property
     def head(self) -> TunedHead:
-        """What turns states and `low` into the tuned logits."""
+        """The weights that turn states and `low` into the tuned logits."""
         own = self._lm_head.get_base_layer()
         return TunedHead(own.weight, own.bias, self._lm_head.lora_B[NAME].weight)
 
     @torch.no_grad()
     def matrices(self) -> TargetWeights:
-        """The lm_head with what was learned, and the embedding, which is not tuned; in fp32."""
+        """The tuned lm_head and the embedding, which is not tuned; in fp32."""
         weight_VD, _, lora_VR = self.head
         unit_DD = torch.eye(weight_VD.shape[1], device=weight_VD.device)
         embedding_VD = self._target.get_input_embeddings().weight.detach()
@@ -129,56 +120,49 @@ class Backbone(nn.Module):
 
     @property
     def _target(self) -> Any:
-        return cast(Any, self.tuned).get_base_model()
+        return self.tuned.get_base_model()
 
     @property
     def _lm_head(self) -> Any:
         return self._target.get_output_embeddings()
 
     def train(self, mode: bool = True) -> Backbone:
-        """Turn LoRA's dropout on or off, and with it, where it is asked for, recomputation; nothing
-        else.
-        """
+        """Switch LoRA's dropout and the recomputation of activations, nothing else."""
         super().train(False)
         _keep_differentiable(self)
         if mode:
             from transformers.modeling_layers import GradientCheckpointingLayer
 
             for module in self.modules():
-                if isinstance(dropout := getattr(module, "lora_dropout", None), nn.Module):
+                dropout = getattr(module, "lora_dropout", None)
+                if isinstance(dropout, nn.Module):
                     dropout.train()
                 if isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing:
-                    module.training = True  # it alone: the layers inside it may have dropout
+                    module.training = True  # without the layers inside it, which may have dropout
         return self
 
 
 def _keep_differentiable(module: nn.Module) -> None:
-    """Tell 4-bit layers that they train: else bitsandbytes, on a CPU, takes a kernel that has no
-    backward.
-    """
+    """Put 4-bit layers into training mode: on a CPU bitsandbytes' other kernel has no backward."""
     for layer in module.modules():
         if type(layer).__module__.startswith("bitsandbytes"):
             layer.training = True
 
 
-def shard_layers(target: PreTrainedModel, device: torch.device, workers: Workers) -> None:
-    """Split each layer's frozen weights over the workers (FSDP2), in place; bring `target`, from
-    the CPU, to `device`.
+def shard_layers(target: Any, device: torch.device, workers: Workers) -> None:
+    """Shard each decoder layer's frozen weights over the workers (FSDP2), in place, and move
+    `target` from the CPU to `device`.
 
-    A worker keeps its part of every decoder layer, gathers a layer whole where it is run, forward,
-    again in backward, and frees it. What trains is left out: LoRA stays whole on every worker, and
-    with it gradients, optimizer and checkpoints. So do embeddings, the last norm and lm_head, which
-    is read in chunks rather than run. Every worker has to run the same layers equally often, also
-    the one that has no text left: a gather waits for all of them.
-
-    One layer at a time is whole on the device; later, as the next is gathered while one runs, two
-    are. Parameters that train are not split.
+    A worker keeps its part of every layer, gathers a whole layer to run it, forward and again in
+    backward, and frees it; at most two are whole at a time. LoRA stays whole on every worker, and
+    with it gradients, optimizer and checkpoints; so do embeddings, the last norm and lm_head. Every
+    worker has to run the layers equally often, also without text: a gather waits for all workers.
 
     Raises:
-        ConfigError: The target has no layers of the kind that can be split.
+        ConfigError: The target has no layers that can be sharded.
     """
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard  # a second, which only this costs
+    from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor
 
     mesh = init_device_mesh(device.type, (workers.world_size,))
@@ -186,20 +170,15 @@ def shard_layers(target: PreTrainedModel, device: torch.device, workers: Workers
     for layer in decoder_layers(target):
         fully_shard(layer, mesh=mesh, ignored_params=trained)
     whole = [parameter for parameter in target.parameters() if not isinstance(parameter, DTensor)]
-    # Of no parameters; it has the layers know each other, so that one is gathered while another
-    # runs.
-    fully_shard(cast(Any, target).base_model, mesh=mesh, ignored_params=set(whole))
+    # Without parameters of its own; it lets a layer be gathered while another runs.
+    fully_shard(target.base_model, mesh=mesh, ignored_params=set(whole))
     for tensor in (*whole, *target.buffers()):
         tensor.data = tensor.data.to(device)
 
 
 @torch.no_grad()
 def verify_packing(model: Any) -> None:
-    """Check that conversations packed into one sequence do not see each other in this model.
-
-    Raises:
-        ConfigError: They do.
-    """
+    """Raise ConfigError if conversations packed into one sequence see each other in this model."""
     device = input_device(model)
     lengths = (5, 8)
     rows = [torch.arange(length, device=device)[None] for length in lengths]
@@ -209,9 +188,8 @@ def verify_packing(model: Any) -> None:
         input_ids=ids_BT, position_ids=ids_BT, use_cache=False
     ).last_hidden_state
     expected = torch.cat(alone, 1).float()
-    if (
-        packed.float() - expected
-    ).norm() > 0.1 * expected.norm():  # other kernels in bf16 differ by some percent
+    difference = (packed.float() - expected).norm()
+    if difference > 0.1 * expected.norm():  # other kernels in bf16 differ by some percent
         what = "In the target, conversations that are packed into one sequence see each other."
         raise ConfigError(what, files.WHERE, HEADS_ALONE)
 
@@ -227,10 +205,8 @@ def write_adapter(directory: Path, backbone: Backbone, spec: TargetSpec) -> None
 
 
 def merge_backbone(target: TargetSpec, directory: str) -> None:
-    """Write `backbone/` from the target and `adapter/` in a train stage's directory, unless it is
-    there already.
-
-    On the CPU; see `load_tuned` for what it takes of memory.
+    """Write `backbone/` from the target and `adapter/` in a train stage's directory, on the CPU;
+    keep it if it is up to date.
 
     Raises:
         ConfigError, DataError: As `load_tuned` does.
@@ -245,21 +221,14 @@ def merge_backbone(target: TargetSpec, directory: str) -> None:
     }
     if is_made_of(backbone, made_of):
         return
+    copied = []  # settings and code are copied unchanged
+    settings = find_file(target.model, target.revision, GENERATION_FILE)
+    if settings:
+        copied.append(settings)
+    if target.trust_remote_code and is_local(target.model):
+        copied += sorted(Path(target.model).glob("*.py"))
     tokenizer = load_tokenizer(target)
     tokenizer.chat_template = target.chat_template or tokenizer.chat_template
     with disk_errors(backbone):
         model = load_tuned(target, adapter)
-        write_backbone(backbone, model, tokenizer, as_they_are=_own_files(target), made_of=made_of)
-
-
-def _own_files(target: TargetSpec) -> list[Path]:
-    """What of a target is copied as it is: its generation settings, and code that lies beside local
-    weights.
-    """
-    settings = find_file(target.model, target.revision, GENERATION_FILE)
-    code = (
-        sorted(Path(target.model).glob("*.py"))
-        if target.trust_remote_code and is_local(target.model)
-        else []
-    )
-    return [*([settings] if settings else []), *code]
+        write_backbone(backbone, model, tokenizer, as_they_are=copied, made_of=made_of)

@@ -16,7 +16,6 @@ import json
 import logging
 import os
 import uuid
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,21 +128,20 @@ class TrackedRun:
     reported: int
 
 
-class Tracker(ABC):
+class Tracker:
     """One tracker. An exception ends only its own part."""
 
     package: ClassVar[str]
 
-    def require_login(self) -> None:  # noqa: B027  (not every tracker has one)
+    def require_login(self) -> None:
         """Raise EnvironmentFault if points would be refused later."""
 
-    @abstractmethod
-    def begin(self, run: TrackedRun) -> None: ...
+    def begin(self, run: TrackedRun) -> None:
+        """Start or continue the run."""
 
-    @abstractmethod
-    def log(self, step: int, numbers: Mapping[str, float]) -> None: ...
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Report one step."""
 
-    @abstractmethod
     def finish(self, result: Mapping[str, Any] | None) -> None:
         """Report the final figures, None if training was interrupted, and close."""
 
@@ -211,12 +209,10 @@ class Trackio(Tracker):
         self.run.log(dict(numbers), step=step)
 
     def finish(self, result: Mapping[str, Any] | None) -> None:
-        import trackio
-
         with contextlib.redirect_stdout(None):
             if result is not None:
                 self.run.log(dict(scalars(result, "final")))
-            trackio.finish()
+            self.run.finish()
 
 
 class WeightsAndBiases(Tracker):

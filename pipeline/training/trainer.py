@@ -71,27 +71,27 @@ def train(
     if result is not None:
         return result
     workers, progress = workers or Workers(), progress or ProgressReporter()
-    later = [learner.recipe_of(spec.of_phase(name)) for name, learner in spec.phases[1:]]
     steps_done, heads_from = 0, None
-    results = []
     for number, (name, learner) in enumerate(spec.phases):
         of_phase = spec.of_phase(name)
-        of_phase.path.mkdir(exist_ok=True)
         result = _read_result(of_phase)
         if result is None:
+            steps_left = 0
+            for later, its_learner in spec.phases[number + 1 :]:
+                steps_left += its_learner.recipe_of(spec.of_phase(later)).total_steps
+            of_phase.path.mkdir(exist_ok=True)
             device = choose_device(spec)
             devices = [device] if device.type == "cuda" else []
             with gpu_errors(spec, learner.saves_memory), torch.random.fork_rng(devices):
                 torch.manual_seed(spec.seed)  # equal on every worker
                 trainer = Trainer(learner(of_phase, workers, device, heads_from))
-                steps_after = sum(recipe.total_steps for recipe in later[number:])
-                result = trainer.run(progress, steps_done, steps_after)
+                result = trainer.run(progress, steps_done, steps_left)
             del trainer
             gc.collect()  # the next phase needs the memory of weights and moments
             workers.wait()  # for the first worker to write the heads
         steps_done, heads_from = steps_done + result.steps, of_phase.heads_path
-        results.append(result)
-    return _joined(spec, results)
+    assert result is not None, "there is a phase"
+    return with_earlier_phases(spec, result)
 
 
 def finished(spec: TrainSpec) -> TrainResult | None:
@@ -100,21 +100,18 @@ def finished(spec: TrainSpec) -> TrainResult | None:
     Raises:
         DataError: The directory holds heads of another shape.
     """
-    results = []
-    for name, _ in spec.phases:
-        result = _read_result(spec.of_phase(name))
-        if result is None:
-            return None
-        results.append(result)
-    return _joined(spec, results)
+    result = _read_result(spec)
+    return None if result is None else with_earlier_phases(spec, result)
 
 
-def _joined(spec: TrainSpec, results: Sequence[TrainResult]) -> TrainResult:
-    """The last phase's result, with the earlier ones in it."""
+def with_earlier_phases(spec: TrainSpec, result: TrainResult) -> TrainResult:
+    """Add the results of earlier phases to that of the last."""
     earlier = {}
-    for (name, _), result in zip(spec.phases[:-1], results[:-1], strict=True):
-        earlier[name.replace("-", "_")] = result
-    return replace(results[-1], earlier=earlier)
+    for name, _ in spec.phases[:-1]:
+        found = _read_result(spec.of_phase(name))
+        if found is not None:
+            earlier[name.replace("-", "_")] = found
+    return replace(result, earlier=earlier)
 
 
 def _read_result(spec: TrainSpec) -> TrainResult | None:

@@ -23,6 +23,7 @@ from pipeline.storage.shards import ShardWriter
 from pipeline.targets.spec import TargetSpec
 from pipeline.training.methods import method_of
 from pipeline.training.task import TrainSpec
+from pipeline.training.text_batches import Text, read_texts
 
 V, D, FINGERPRINT, TEXTS_FINGERPRINT = 40, 32, "f" * 64, "9" * 64
 STATES = torch.from_numpy(
@@ -79,18 +80,26 @@ def write_shard(path: Path, groups: list[list[dict[str, Any]]], **footer: str) -
     return path
 
 
-def write_shards(directory: Path, dtype: torch.dtype) -> tuple[str, ...]:
-    """Two shards of three row groups of five rows; every fifth row is held out."""
-    rng, name = np.random.default_rng(0), str(dtype).removeprefix("torch.")
-    paths = []
+def rows_of_shards(seed: int, dtype: torch.dtype = torch.float32) -> list[list[dict[str, Any]]]:
+    """The rows of two shards, fifteen each; every fifth row is held out."""
+    rng, shards = np.random.default_rng(seed), []
     for index in range(2):
-        rows = [
-            feature_row(f"s:{index}-{i}", "calibrate" if i % 5 == 4 else "train", rng, dtype)
-            for i in range(15)
-        ]
+        rows = []
+        for i in range(15):
+            split = "calibrate" if i % 5 == 4 else "train"
+            rows.append(feature_row(f"s:{index}-{i}", split, rng, dtype))
+        shards.append(rows)
+    return shards
+
+
+def write_shards(directory: Path, dtype: torch.dtype) -> tuple[str, ...]:
+    """Shards of features, of three row groups of five rows each."""
+    paths = []
+    for index, rows in enumerate(rows_of_shards(0, dtype)):
         groups = [rows[i : i + 5] for i in range(0, 15, 5)]
-        paths.append(write_shard(directory / f"{index:05d}.parquet", groups, dtype=name))
-    return tuple(map(str, paths))
+        path, name = directory / f"{index:05d}.parquet", str(dtype).removeprefix("torch.")
+        paths.append(str(write_shard(path, groups, dtype=name)))
+    return tuple(paths)
 
 
 @pytest.fixture(scope="session")
@@ -106,28 +115,32 @@ def half_shards(tmp_path_factory) -> tuple[str, ...]:
 
 @pytest.fixture(scope="session")
 def texts(tmp_path_factory) -> tuple[str, ...]:
-    """Generated conversations: two shards of fifteen, every fifth held out."""
-    directory, rng = tmp_path_factory.mktemp("texts"), np.random.default_rng(3)
-    paths = []
-    for index in range(2):
+    """Two shards of generated conversations."""
+    directory, paths = tmp_path_factory.mktemp("texts"), []
+    for index, rows in enumerate(rows_of_shards(3)):
         path = directory / f"{index:05d}.parquet"
-        rows = [
-            feature_row(f"s:{index}-{i}", "calibrate" if i % 5 == 4 else "train", rng)
-            for i in range(15)
-        ]
-        kept = ("id", "parent_id", "split", "input_ids", "spans")
+        written = []
+        for row in rows:
+            kept = {name: row[name] for name in ("id", "parent_id", "split", "input_ids", "spans")}
+            written.append({**kept, "finish": [], "messages": []})
         with ShardWriter(
             path, path.with_suffix(".q"), GENERATED, index=0, fingerprint=TEXTS_FINGERPRINT
         ) as writer:
-            writer.write(
-                [
-                    {name: row[name] for name in kept} | {"finish": [], "messages": []}
-                    for row in rows
-                ]
-            )
+            writer.write(written)
             writer.commit("generate", None)
         paths.append(str(path))
     return tuple(paths)
+
+
+def opened(texts: tuple[str, ...], **changes: Any) -> dict[str, list[Text]]:
+    """The conversations of `texts` by split."""
+    settings = {
+        "fingerprint": TEXTS_FINGERPRINT,
+        "vocab_size": V,
+        "roles": ("assistant",),
+        "sequence_length": 64,
+    }
+    return read_texts(texts, **{**settings, **changes})
 
 
 def nested(settings: dict[str, Any]) -> dict[str, Any]:

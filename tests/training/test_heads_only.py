@@ -47,18 +47,6 @@ def all_positions(spec: TrainSpec, split: str = "train") -> Batch:
     )
 
 
-def test_training_starts_at_the_targets_own_prediction(make_spec):
-    spec = make_spec(epochs=1, batch_tokens=10_000, warmup_steps=0)
-    train(spec)
-    batch = all_positions(spec)
-    logits_NV = batch.hidden_ND @ read_lm_head(spec.target).T
-    losses = [float(cross_entropy(logits_NV, labels_N)) for labels_N in batch.labels_KN]
-    first = next(line for line in read_metrics(spec.path) if line["step"] == 1)
-    expected = sum(0.8 ** (k + 1) * loss for k, loss in enumerate(losses))
-    assert first["loss"] == pytest.approx(expected, rel=1e-5)
-    assert first["head_losses"] == pytest.approx(losses, rel=1e-5)
-
-
 FORMS = [("untied", 1), ("untied", 2), ("shared", 1), ("tied", 1), ("tied", 2)]
 
 
@@ -73,14 +61,9 @@ def test_heads_learn_what_can_be_learned(make_spec, lm_head, num_layers):
     for start, end in zip(before, after, strict=True):
         assert end["loss"] < 0.5 * start["loss"] and end["top1"] > 0.5
     assert before[0]["top1"] < 0.1, "the target's own guess is t+1"
-
-
-def test_tied_heads_never_train_the_lm_head(make_spec):
-    spec = make_spec(lm_head="tied")
-    train(spec)
-    heads = read_trained_heads(spec.heads_path)
-    assert heads.shape.lm_head == "tied" and torch.equal(heads.lm_head, read_lm_head(spec.target))
-    assert heads.block_weight.any()
+    if lm_head == "tied":
+        lm_head_VD = read_trained_heads(spec.heads_path).lm_head
+        assert torch.equal(lm_head_VD, read_lm_head(spec.target))
 
 
 @pytest.mark.parametrize("lm_head", ["untied", "shared", "tied"])
@@ -169,14 +152,6 @@ def test_divergence_stops_training_and_spoils_no_checkpoint(make_spec, monkeypat
         assert not tensor.is_floating_point() or tensor.isfinite().all(), name
 
 
-def test_bf16_products_stay_close_to_fp32_and_weights_stay_fp32(make_spec):
-    full, half = make_spec("full"), make_spec("half", precision="bf16")
-    expected, found = train(full), train(half)
-    assert found.final_loss == pytest.approx(expected.final_loss, rel=0.03)
-    assert found.final_loss != expected.final_loss
-    assert {tensor.dtype for tensor in load_file(half.heads_path).values()} == {torch.float32}
-
-
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_states_in_half_precision_train_fp32_heads(make_spec, half_shards, precision):
     spec = make_spec(shards=half_shards, precision=precision)
@@ -223,12 +198,6 @@ def test_the_same_states_get_the_same_noise_on_any_workers(cuts):
     edges = [0, *sorted(cuts), NUM_NOISED]
     parts = [noisy(NOISED[start:stop], 0.1, (5,), start) for start, stop in pairwise(edges)]
     assert torch.equal(torch.cat(parts), noisy(NOISED, 0.1, (5,)))
-
-
-def test_noise_depends_on_the_seed_and_keeps_the_dtype():
-    assert not torch.equal(noisy(NOISED, 0.1, (5, 0)), noisy(NOISED, 0.1, (5, 1)))
-    assert noisy(NOISED, 0.0, (5,)) is NOISED
-    assert noisy(NOISED.bfloat16(), 0.1, (5,)).dtype == torch.bfloat16
 
 
 def test_epochs_draw_other_noise_and_keep_labels_and_teachers(make_spec):

@@ -1,5 +1,5 @@
-"""Frozen layers and heads split over two workers, this process and another: the training is that of
-whole ones, to the bit, also where micro-batches accumulate."""
+"""Frozen layers sharded over two workers, this process and another: training equals that of whole
+layers bit for bit."""
 
 from __future__ import annotations
 
@@ -23,48 +23,40 @@ from tests.training.two_workers import train_as_two
 
 @pytest.fixture(scope="module")
 def layered(tmp_path_factory) -> TargetSpec:
-    """A target of several layers, whose lm_head is its embedding; its matrices do not halve
-    evenly.
-    """
+    """A target of several layers with a tied lm_head; its matrices do not halve evenly."""
     torch.manual_seed(4)
     sizes = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 45, "num_hidden_layers": 3}
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=1, tie_word_embeddings=True))
-    model.save_pretrained(directory := tmp_path_factory.mktemp("layered"))
+    directory = tmp_path_factory.mktemp("layered")
+    model.save_pretrained(directory)
     return TargetSpec(str(directory))
 
 
 @pytest.fixture
 def make(make_tuning, layered):
     """In most steps, and of the held-out text, this worker has one sequence, and the other two."""
-    usual = {
-        "lora_dropout": 0.3,
-        "epochs": 2,
-        "sequence_length": 40,
-        "batch_sequences": 3,
-        "max_grad_norm": 0.5,
-    }
+    usual = {"lora_dropout": 0.3, "epochs": 2, "sequence_length": 40, "batch_sequences": 3}
+    usual["max_grad_norm"] = 0.5
     return lambda name, **settings: replace(
         make_tuning(name, **{**usual, **settings}), target=layered
     )
 
 
 def train_and_count(specs: tuple[TrainSpec, ...], workers: Workers) -> None:
-    """Train each, and write down how many frozen elements of the layers this worker then holds,
-    before and in steps.
+    """Train each, and write down the frozen elements that this worker holds, before and after a
+    step.
     """
     for spec in specs:
         train(spec, workers)
     trainer = trainer_of(specs[-1], workers)
-    counts = [held(trainer.learner.backbone)]
+    counts = [num_held(trainer.learner.backbone)]
     trainer.step(0, next(trainer.learner.steps(0)))
-    counts.append(held(trainer.learner.backbone))
+    counts.append(num_held(trainer.learner.backbone))
     (specs[-1].path / f"held-{workers.rank}.json").write_text(json.dumps(counts))
 
 
 def train_and_interrupt(specs: tuple[TrainSpec, ...], workers: Workers) -> None:
-    """Train the first, and the second with a break; both workers stop in the same step, as Ray
-    Train ends a group.
-    """
+    """Train the first, and the second with a break in the same step on both workers."""
     whole, broken = specs
     train(whole, workers)
     with pytest.raises(Stopped):
@@ -73,57 +65,44 @@ def train_and_interrupt(specs: tuple[TrainSpec, ...], workers: Workers) -> None:
     train(broken, workers)
 
 
-def held(backbone: nn.Module) -> int:
-    frozen = [
-        weight
-        for layer in decoder_layers(backbone)
-        for weight in layer.parameters()
-        if not weight.requires_grad
-    ]
-    return sum(
-        (weight.to_local() if isinstance(weight, DTensor) else weight).numel() for weight in frozen
-    )
+def num_held(model: nn.Module) -> int:
+    """The elements of the layers' frozen weights on this worker."""
+    total = 0
+    for layer in decoder_layers(model):
+        for weight in layer.parameters():
+            if isinstance(weight, DTensor):
+                total += weight.to_local().numel()
+            elif not weight.requires_grad:
+                total += weight.numel()
+    return total
 
 
 @pytest.mark.slow
-def test_the_weights_are_those_of_whole_layers_and_each_worker_holds_half_of_them(
-    make, tmp_path, layered
-):
+def test_sharded_layers_train_as_whole_ones_in_half_the_memory(make, tmp_path, layered):
     whole, split = make("whole"), make("split", shard=True)
     train_as_two(train_and_count, (whole, split), tmp_path)
-    assert same_weights(whole, split)
-    assert same_curve(whole.path, split.path)
-    model = LlamaForCausalLM.from_pretrained(layered.model)
-    half = (
-        sum(weight.numel() for layer in decoder_layers(model) for weight in layer.parameters()) / 2
-    )
+    assert same_weights(whole, split) and same_curve(whole.path, split.path)
+    half = num_held(LlamaForCausalLM.from_pretrained(layered.model).requires_grad_(False)) / 2
     for rank in range(2):
         before, after = json.loads((split.path / f"held-{rank}.json").read_text())
-        assert (
-            before == after == pytest.approx(half, rel=0.03)
-        )  # one row more or less of what is odd
+        assert before == after == pytest.approx(half, rel=0.03)  # an odd row more or less
 
 
 @pytest.mark.slow
-def test_an_interrupted_training_of_split_layers_ends_with_the_weights_of_whole_ones(
-    make, tmp_path
-):
+def test_an_interrupted_sharded_training_ends_as_a_whole_one(make, tmp_path):
     settings = {"gradient_checkpointing": True, "micro_batch": 2, "precision": "bf16"}
     whole, broken = make("whole", **settings), make("broken", shard=True, **settings)
-    whole, broken = (
-        replace(spec, target=replace(spec.target, dtype="bfloat16")) for spec in (whole, broken)
-    )
+    half = replace(whole.target, dtype="bfloat16")
+    whole, broken = replace(whole, target=half), replace(broken, target=half)
     train_as_two(train_and_interrupt, (whole, broken), tmp_path)
     assert same_weights(whole, broken)
 
 
 @pytest.mark.parametrize("micro_batch", [1, 2])
-def test_workers_run_equally_many_batches_of_which_some_hold_nothing(make, micro_batch):
+def test_workers_run_equally_many_batches_some_of_them_empty(make, micro_batch):
     """A worker that ran fewer would leave the others waiting for its part of a layer."""
-    learners = [
-        trainer_of(make("any", micro_batch=micro_batch), Workers(rank, 2)).learner
-        for rank in range(2)
-    ]
+    spec = make("any", micro_batch=micro_batch)
+    learners = [trainer_of(spec, Workers(rank, 2)).learner for rank in range(2)]
     numbers = set()
     for step in range(learners[0].recipe.steps_per_epoch):
         shares = [list(learner.batches(step)) for learner in learners]
@@ -133,13 +112,13 @@ def test_workers_run_equally_many_batches_of_which_some_hold_nothing(make, micro
 
 
 @pytest.mark.slow
-def test_one_worker_has_nothing_to_split(make):
+def test_one_worker_has_nothing_to_shard(make):
     whole, alone = make("whole", epochs=1), make("alone", epochs=1, shard=True)
-    for spec in (whole, alone):
-        train(spec)
+    train(whole)
+    train(alone)
     assert same_weights(whole, alone)
 
 
-def test_a_target_without_layers_to_split_is_refused():
-    with pytest.raises(ConfigError, match=r"no decoder layers.*train\.backbone\.shard"):
+def test_a_target_without_layers_to_shard_is_refused():
+    with pytest.raises(ConfigError, match=r"train\.backbone\.shard"):
         decoder_layers(nn.Sequential(nn.Linear(2, 2)))

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import product
 
 import numpy as np
 import pytest
@@ -11,7 +12,8 @@ from hypothesis import strategies as st
 from pipeline.conversations.spans import IGNORED, Span
 from pipeline.errors import DataError
 from pipeline.storage.shards import read_rows
-from pipeline.training.text_batches import Text, TextPlan, assemble_texts, pack, read_texts
+from pipeline.training.text_batches import Text, TextPlan, assemble_texts, pack
+from tests.training.conftest import opened
 
 K = 3
 lengths_of_texts = st.lists(st.integers(0, 40), max_size=60)
@@ -23,29 +25,19 @@ def text(length: int, *spans: tuple[int, int], num_read: int | None = None, firs
     return Text(ids, tuple(Span(start, end, "assistant") for start, end in spans), num_read)
 
 
-def opened(texts, **more):
-    settings = {
-        "fingerprint": "9" * 64,
-        "vocab_size": 40,
-        "roles": ("assistant",),
-        "sequence_length": 64,
-    }
-    return read_texts(texts, **{**settings, **more})
+def plan_of(lengths, batch_sequences: int, seed: int = 0) -> TextPlan:
+    texts = [text(length + 2, (1, length + 2), num_read=length) for length in lengths]
+    return TextPlan(texts, sequence_length=40, batch_sequences=batch_sequences, seed=seed)
 
 
 @given(lengths=lengths_of_texts)
-def test_packing_places_every_text_once_and_no_sequence_is_too_long(lengths):
+def test_packing_places_every_text_once_and_densely(lengths):
+    """No two sequences would fit into one, so more than half of all is filled."""
     groups = pack(lengths, 40)
-    assert Counter(index for group in groups for index in group) == Counter(
-        i for i, length in enumerate(lengths) if length
-    )
-    assert all(0 < sum(lengths[index] for index in group) <= 40 for group in groups)
-
-
-@given(lengths=lengths_of_texts)
-def test_packing_is_dense(lengths):
-    """No two sequences would fit into one, so that more than half of all is filled."""
-    fills = sorted(sum(lengths[index] for index in group) for group in pack(lengths, 40))
+    placed = sorted(index for group in groups for index in group)
+    assert placed == [index for index, length in enumerate(lengths) if length]
+    fills = sorted(sum(lengths[index] for index in group) for group in groups)
+    assert all(0 < fill <= 40 for fill in fills)
     assert len(fills) < 2 or fills[0] + fills[1] > 40
 
 
@@ -55,9 +47,7 @@ def test_packing_is_dense(lengths):
     world_size=st.integers(1, 5),
     epoch=st.integers(0, 2),
 )
-def test_every_sequence_comes_once_per_epoch_whoever_shares_the_steps(
-    lengths, budget, world_size, epoch
-):
+def test_every_sequence_comes_once_per_epoch_on_any_workers(lengths, budget, world_size, epoch):
     plan = plan_of(lengths, budget)
     seen: Counter[tuple[int, ...]] = Counter()
     for step in range(plan.steps_per_epoch):
@@ -65,29 +55,22 @@ def test_every_sequence_comes_once_per_epoch_whoever_shares_the_steps(
         whole = [sequence for share in shares for sequence in share]
         assert whole == plan.sequences(epoch, step) and len(whole) <= budget
         assert [number for number, _ in whole] == list(range(len(whole)))
-        assert max(map(len, shares)) - min(map(len, shares)) <= 1
-        assert plan.largest_share(step, world_size) == max(map(len, shares))
+        sizes = [len(share) for share in shares]
+        assert max(sizes) - min(sizes) <= 1 and plan.largest_share(step, world_size) == max(sizes)
         seen.update(tuple(group) for _, group in whole)
     assert seen == Counter(tuple(group) for group in plan.groups)
 
 
-def plan_of(lengths, batch_sequences: int, seed: int = 0) -> TextPlan:
-    texts = [text(length + 2, (1, length + 2), num_read=length) for length in lengths]
-    return TextPlan(texts, sequence_length=40, batch_sequences=batch_sequences, seed=seed)
-
-
 def test_epochs_and_seeds_have_orders_of_their_own():
-    orders = [
-        str(plan_of([30] * 50, 50, seed).sequences(epoch, 0))
-        for seed in range(2)
-        for epoch in range(2)
-    ]
-    assert len(set(orders)) == 4
+    orders = set()
+    for seed, epoch in product(range(2), range(2)):
+        orders.add(str(plan_of([30] * 50, 50, seed).sequences(epoch, 0)))
+    assert len(orders) == 4
 
 
 def test_labels_are_the_tokens_that_follow_within_the_span():
-    """Two texts in one sequence and one in another, every position by hand; tokens say where they
-    are from.
+    """Two texts in one sequence and one in another, every position by hand; a text's ids start at
+    0, 20 or 10.
     """
     first, second = text(9, (2, 4), (6, 9)), text(6, (3, 6), first=20)
     third = text(8, (1, 8), num_read=4, first=10)  # cut: labels may lie beyond what is read
@@ -118,39 +101,23 @@ def test_labels_are_the_tokens_that_follow_within_the_span():
 
 @pytest.mark.parametrize("roles", [("assistant",), ("user",), ("assistant", "user")])
 @pytest.mark.parametrize("limit", [12, 64])
-def test_only_what_the_target_wrote_in_the_chosen_roles_is_learned(texts, roles, limit):
+def test_target_written_text_of_the_roles_is_learned_or_counted(texts, roles, limit):
     """Against the rows themselves, position by position."""
-    found = opened(texts, roles=roles, sequence_length=limit)
-    for split in ("train", "calibrate"):
-        rows = [row for path in texts for row in read_rows(path) if row["split"] == split]
-        expected = []
-        for row in rows:
-            spans = [span for span in row["spans"] if span["role"] in roles]
-            expected += [
-                (row["input_ids"][position], row["input_ids"][position + 1])
-                for span in spans
-                for position in range(span["start"] - 1, span["end"] - 1)
-                if position < limit
-            ]
-        batch = assemble_texts([[each] for each in found[split] if each.num_read], K)
-        read = batch.ids_BT.flatten()[batch.learned_N].tolist()
-        assert list(zip(read, batch.next_N.tolist(), strict=True)) == expected
-        assert sum(each.num_learned for each in found[split]) == len(expected)
-        assert batch.ids_BT.shape[1] <= limit
-
-
-def test_what_lies_beyond_the_sequence_is_counted(texts):
-    whole, cut = (
-        opened(texts, roles=("user",), sequence_length=length)["train"] for length in (64, 12)
-    )
-    assert not sum(each.num_cut for each in whole)
-    assert any(each.num_read == 0 for each in cut) and all(
-        each.num_learned for each in cut if each.num_read
-    )
-    learned, left_out = (
-        sum(getattr(each, name) for each in cut) for name in ("num_learned", "num_cut")
-    )
-    assert left_out > 0 and learned + left_out == sum(each.num_learned for each in whole)
+    found = opened(texts, roles=roles, sequence_length=limit)["train"]
+    expected, num_cut = [], 0
+    for row in (row for path in texts for row in read_rows(path)):
+        ids = row["input_ids"]
+        for span in row["spans"]:
+            if row["split"] == "train" and span["role"] in roles:
+                positions = range(span["start"] - 1, span["end"] - 1)
+                expected += [(ids[place], ids[place + 1]) for place in positions if place < limit]
+                num_cut += sum(place >= limit for place in positions)
+    batch = assemble_texts([[each] for each in found if each.num_read], K)
+    read = batch.ids_BT.flatten()[batch.learned_N].tolist()
+    assert list(zip(read, batch.next_N.tolist(), strict=True)) == expected
+    assert sum(each.num_learned for each in found) == len(expected)
+    assert sum(each.num_cut for each in found) == num_cut and (num_cut > 0) == (limit == 12)
+    assert batch.ids_BT.shape[1] <= limit
 
 
 def test_a_shard_of_another_run_or_target_is_refused(texts):
@@ -158,8 +125,3 @@ def test_a_shard_of_another_run_or_target_is_refused(texts):
         opened(texts, fingerprint="8" * 64)
     with pytest.raises(DataError, match="vocabulary of 39"):
         opened(texts, vocab_size=39)
-
-
-def test_batches_travel_whole():
-    batch = assemble_texts([[text(5, (2, 5))]], K).to(torch.device("cpu"))
-    assert batch.next_N.tolist() == [2, 3, 4]
