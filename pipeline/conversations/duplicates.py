@@ -126,15 +126,12 @@ class CheckQuestions:
     """
 
     def __init__(self, questions: Iterable[Conversation]):
-        self._whole: dict[Words, str] = {}
-        self._within: defaultdict[Words, list[tuple[Words, str]]] = defaultdict(list)
+        self._by_anchor: defaultdict[Words, list[tuple[Words, str]]] = defaultdict(list)
         for question in questions:
             for message in question.messages:
                 words = words_of(message.content)
                 if message.role == "user" and words:
-                    self._whole.setdefault(words, question.id)
-                    if len(words) >= FEWEST_WORDS:
-                        self._within[words[:ANCHOR_WORDS]].append((words, question.id))
+                    self._by_anchor[words[:ANCHOR_WORDS]].append((words, question.id))
 
     def check(self, conversation: Conversation) -> Conversation | RejectedRow:
         """The conversation where it holds none, otherwise a `RejectedRow` that names the
@@ -150,11 +147,10 @@ class CheckQuestions:
     def held_by(self, message: Message) -> str | None:
         """The id of a question that a message holds."""
         words = words_of(message.content)
-        if words in self._whole:
-            return self._whole[words]
-        for start in range(len(words) - FEWEST_WORDS + 1):
-            for question, id in self._within.get(words[start : start + ANCHOR_WORDS], ()):
-                if words[start : start + len(question)] == question:
+        for start in range(len(words)):
+            for question, id in self._by_anchor.get(words[start : start + ANCHOR_WORDS], ()):
+                enough = question == words or len(question) >= FEWEST_WORDS
+                if enough and words[start : start + len(question)] == question:
                     return id
         return None
 

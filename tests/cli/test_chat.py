@@ -44,24 +44,28 @@ def piped(command, export, monkeypatch):
     return call
 
 
-def test_from_a_pipe_every_line_is_a_question_and_the_heads_change_no_text(piped):
+def test_every_line_of_a_pipe_is_a_question(piped):
+    """And the heads change no text, greedy or sampled."""
     medusa, plain = piped("why moon\n\nhow\n"), piped("why moon\n\nhow\n", "--plain")
     assert medusa.code == plain.code == 0, medusa.err
     assert medusa.out == plain.out and medusa.out.strip() and "\x1b" not in medusa.out
-    paces = [line for line in plain.err.splitlines() if "per step" in line]
-    assert len(paces) == 2 and all("1.00 per step" in line for line in paces)
+    assert plain.err.count("per step") == plain.err.count("1.00 per step") == 2
+    words = ("--temperature", 1, "--seed")
+    sampled = piped("why\n", *words, 5).out
+    assert sampled == piped("why\n", *words, 5, "--plain").out
+    assert sampled != piped("why\n", *words, 6).out
 
 
-def test_answers_are_written_on_as_many_threads_as_make_plain_steps_fastest(piped, monkeypatch):
-    before, seen = torch.get_num_threads(), []
-    cost = {1: 3.0, 2: 1.0, 4: 2.0}
-    monkeypatch.setattr(overhead, "step_seconds", lambda *_: [0.01 * cost[torch.get_num_threads()]])
-    stream = Decoder.stream
-    monkeypatch.setattr(
-        Decoder,
-        "stream",
-        lambda *arguments: (seen.append(torch.get_num_threads()), stream(*arguments))[1],
-    )
+def test_answers_use_the_fastest_number_of_threads(piped, monkeypatch):
+    before, seen, stream = torch.get_num_threads(), [], Decoder.stream
+    seconds = {1: 0.03, 2: 0.01, 4: 0.02}
+
+    def counted(*arguments):
+        seen.append(torch.get_num_threads())
+        return stream(*arguments)
+
+    monkeypatch.setattr(overhead, "step_seconds", lambda *_: [seconds[torch.get_num_threads()]])
+    monkeypatch.setattr(Decoder, "stream", counted)
     try:
         torch.set_num_threads(4)
         assert piped("why\nhow\n").code == 0
@@ -71,94 +75,74 @@ def test_answers_are_written_on_as_many_threads_as_make_plain_steps_fastest(pipe
 
 
 def test_a_template_and_its_variables_are_given_as_in_a_run(piped, tmp_path):
-    template = (
-        "{% for message in messages %}[{{ message['role'] }}] {{ message['content'] }} {% endfor %}"
-    )
     (tmp_path / "chat.jinja").write_text(
-        template + "{% if add_generation_prompt %}{{ begins }}{% endif %}"
+        "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }} {% endfor %}"
+        "{% if add_generation_prompt %}{{ begins }}{% endif %}"
     )
-    given = f"target.chat_template={tmp_path / 'chat.jinja'}"
-    answers = [
-        piped("why\n", given, f"target.template_arguments.begins={begins}")
-        for begins in ("moon", "stone")
-    ]
-    assert [ended.code for ended in answers] == [0, 0], answers[0].err
-    assert answers[0].out != answers[1].out
+    given, answers = f"target.chat_template={tmp_path / 'chat.jinja'}", set()
+    for begins in ("moon", "stone"):
+        ended = piped("why\n", given, f"target.template_arguments.begins={begins}")
+        assert ended.code == 0, ended.err
+        answers.add(ended.out)
+    assert len(answers) == 2
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("words", "key"),
     [
-        ("target.dtyp=float32", "did you mean 'target.dtype'"),
-        ("target.dtype=float31", "'target.dtype'"),
-        ("train.lr=1e-3", "Only settings of the target"),
-        ("target.model=elsewhere", "Only settings of the target"),
-        ("fast", "not an override"),
+        (("target.dtyp=float32",), "target.dtype"),
+        (("target.dtype=float31",), "target.dtype"),
+        (("train.lr=1e-3",), "train.lr"),
+        (("target.model=elsewhere",), "target.model"),
+        (("fast",), "fast"),
+        (("--system", "be \udcff"), "--system"),  # as Python reads such a byte
     ],
 )
-def test_a_setting_that_is_none_of_the_target_s_is_one_paragraph(piped, words, says):
-    ended = piped("why\n", words)
-    assert ended.code == 2 and says in one_paragraph(ended.err)
-
-
-def test_a_system_message_that_is_not_utf8_is_refused(piped):
-    ended = piped("why\n", "--system", "be \udcff")  # as Python reads such a byte of a command line
-    assert ended.code == 2 and "--system" in one_paragraph(ended.err)
-
-
-def test_a_seed_samples_one_text_with_the_heads_and_without(piped):
-    words = ("--temperature", 1, "--seed", 5)
-    sampled = piped("why\n", *words).out
-    assert sampled == piped("why\n", *words, "--plain").out
-    assert sampled != piped("why\n", "--temperature", 1, "--seed", 6).out
+def test_a_wrong_setting_is_refused(piped, words, key):
+    ended = piped("why\n", *words)
+    assert ended.code == 2 and key in one_paragraph(ended.err)
 
 
 def test_a_question_that_does_not_fit_is_refused_and_the_chat_goes_on(piped):
     ended = piped(f"{'stone ' * 400}\nwhy\n")
-    assert (
-        ended.code == 0
-        and "cannot be asked" in ended.err
-        and ended.err.count("the first after") == 1
-    )
+    assert ended.code == 0 and "cannot be asked" in ended.err
+    assert ended.err.count("the first after") == 1
+
+
+def damaged(export: Path, damage: str) -> None:
+    if damage == "absent":
+        shutil.rmtree(export)
+    elif damage == "target":
+        rename_target(export, "/gone")
+    else:
+        (export / "medusa_choices.json").write_text(damage)
 
 
 @pytest.mark.parametrize(
-    ("damage", "code", "says"),
+    ("damage", "code", "key"),
     [
-        (lambda path: shutil.rmtree(path), 3, "no config.json"),
-        (
-            lambda path: (path / "medusa_choices.json").write_text("[[0, 0"),
-            3,
-            "tree cannot be read",
-        ),
-        (
-            lambda path: (path / "medusa_choices.json").write_text("[[0, 0]]"),
-            2,
-            "its parent is missing",
-        ),
-        (lambda path: rename_target(path, "/gone"), 2, "--base-model"),
+        ("absent", 3, "config.json"),
+        ("[[0, 0", 3, "medusa_choices.json"),
+        ("[[0, 0]]", 2, "[0, 0]"),
+        ("target", 2, "--base-model"),
     ],
 )
-def test_an_export_that_cannot_be_talked_to_is_told_in_one_paragraph(
-    command, export, tmp_path, damage, code, says
-):
+def test_a_damaged_export_is_refused(command, export, tmp_path, damage, code, key):
     copy = shutil.copytree(export, tmp_path / "export")
-    damage(copy)
+    damaged(copy, damage)
     ended = command("chat", copy)
-    assert ended.code == code and says in one_paragraph(ended.err)
+    assert ended.code == code and key in one_paragraph(ended.err)
 
 
-def test_a_copied_export_finds_its_target_where_it_is_told(piped, tiny_target):
-    assert piped("why\n", "--base-model", tiny_target).out == piped("why\n").out
-
-
-def test_a_moved_export_with_a_tuned_backbone_finds_it_beside_its_heads(
+def test_a_moved_export_finds_its_target(
     piped, command, export, tiny_target, tmp_path, monkeypatch
 ):
+    """By --base-model, or a tuned backbone beside its heads."""
+    expected = piped("why\n").out
+    assert piped("why\n", "--base-model", tiny_target).out == expected
     copy = shutil.copytree(export, tmp_path / "moved")
     rename_target(copy, "/gone/backbone")
     (copy / "backbone").symlink_to(tiny_target)
-    expected = piped("why\n").out
     monkeypatch.setattr("sys.stdin", io.StringIO("why\n"))
     assert command("chat", copy, "--max-new-tokens", 24).out == expected
 
@@ -187,29 +171,22 @@ def test_ctrl_c_ends_the_answer_and_ctrl_d_the_chat(command, export, monkeypatch
     monkeypatch.setattr(ChatModel, "stream", stream)
     ended = command("chat", export)
     assert ended.code == 0 and next(asked, None) is None
-    assert (ended.out + ended.err).count("3 tokens, 2.00 per step") == 2
-    assert (ended.out + ended.err).count(
-        "(stopped)"
-    ) == 2 and "Ctrl-D ends the chat" in ended.out + ended.err
+    said = ended.out + ended.err
+    assert said.count("3 tokens, 2.00 per step") == said.count("(stopped)") == 2
+    assert "Ctrl-D ends the chat" in said
 
 
-def test_tokens_beyond_the_first_of_a_step_are_coloured_and_control_characters_shown(tiny_target):
+def test_accepted_tokens_are_coloured_and_control_characters_shown(tiny_target):
     tokenizer = AutoTokenizer.from_pretrained(tiny_target)
-    ids = {word: tokenizer.convert_tokens_to_ids(word) for word in "abcd"} | {
-        "\x1b": tokenizer("\x1b")["input_ids"][0]
-    }
-    file = io.StringIO()
-    console = Console(file=file, force_terminal=True, color_system="standard")
-    steps = [[ids["a"]], [ids["b"], ids["c"]], [ids["d"], ids["\x1b"]]]
-    written, speed = write(
-        (new_ids for new_ids in steps), TextStream(tokenizer), console, lambda: False
-    )
-    assert written == [token for step in steps for token in step] and speed.num_steps == 2
+    a, b, c, d = tokenizer.convert_tokens_to_ids(list("abcd"))
+    (escape,) = tokenizer("\x1b")["input_ids"]
+    console = Console(file=io.StringIO(), force_terminal=True, color_system="standard")
+    steps = (step for step in ([a], [b, c], [d, escape]))
+    written, speed = write(steps, TextStream(tokenizer), console, lambda: False)
+    assert written == [a, b, c, d, escape] and speed.num_steps == 2
     green, off = "\x1b[32m", "\x1b[0m"
-    assert (
-        ACCEPTED == "green"
-        and file.getvalue() == f"ab{green}c{off}d{green}\N{SYMBOL FOR ESCAPE}{off}\n"
-    )
+    shown = f"ab{green}c{off}d{green}\N{SYMBOL FOR ESCAPE}{off}\n"
+    assert ACCEPTED == "green" and console.file.getvalue() == shown
 
 
 def test_the_prefill_and_its_token_are_no_part_of_the_pace():

@@ -1,17 +1,14 @@
 """`Tensor.backward` on fake devices, where torch's own engine asks for a real accelerator.
 
-Walks the graph as the engine does: later operations first, gradients of leaves as soon as they are
-there. What forward saved for an operation is freed once its backward has run. Hooks on tensors and
-nodes are not called.
+Runs the graph in the engine's order: later operations first. Saved tensors of an operation are
+freed once its backward has run. Hooks on tensors and nodes are not called.
 """
 
 from __future__ import annotations
 
-import heapq
-import itertools
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import compress
 from typing import Any
 
 import torch
@@ -30,7 +27,7 @@ _read: list[_Saved] = []  # by the node that runs
 
 @contextmanager
 def saved_tensors_freed() -> Iterator[None]:
-    """Forwards within it save their tensors so that `walk_backward` can free them."""
+    """Context manager: forwards save their tensors so that `run_backward` can free them."""
 
     def unpack(saved: _Saved) -> Tensor:
         assert saved.tensor is not None, "backward runs a second time"
@@ -42,79 +39,40 @@ def saved_tensors_freed() -> Iterator[None]:
 
 
 @torch.no_grad()
-def walk_backward(loss: Tensor, gradient: Tensor | None = None) -> None:
+def run_backward(loss: Tensor, gradient: Tensor | None = None) -> None:
     """`loss.backward(gradient)`."""
-    root = loss.grad_fn
-    waiting = _num_uses(root)
-    grads: dict[Any, list[Tensor | None]] = {
-        root: [torch.ones_like(loss) if gradient is None else gradient]
-    }
-    order = itertools.count()
-    ready = [(0, next(order), root)]
-    while ready:
-        *_, node = heapq.heappop(ready)
-        found = _run(node, grads.pop(node))
-        for (into, number), grad in zip(_edges(node), found, strict=True):
-            if grad is not None:
-                _add(
-                    grads.setdefault(into, []), number, _fitted(grad, into._input_metadata[number])
-                )
-            waiting[into] -= 1
-            if not waiting[into] and into in grads:
-                is_leaf = hasattr(into, "variable")
-                heapq.heappush(
-                    ready, (-(1 << 62) if is_leaf else -into._sequence_nr(), next(order), into)
-                )
+    if gradient is None:
+        gradient = torch.ones_like(loss)
+    waiting: dict[Any, dict[int, Tensor]] = {loss.grad_fn: {0: gradient}}  # by output
+    while waiting:
+        node = max(waiting, key=lambda node: node._sequence_nr())
+        for (into, number), grad in _gradients(node, waiting.pop(node)):
+            output = into._input_metadata[number]
+            assert grad.device == output.device
+            grad = grad.sum_to_size(output.shape).to(output.dtype)  # of a broadcast output
+            if not hasattr(into, "variable"):
+                grads = waiting.setdefault(into, {})
+                grads[number] = grads[number] + grad if number in grads else grad
+            elif into.variable.grad is None:
+                into.variable.grad = grad
+            else:
+                into.variable.grad.add_(grad)
 
 
-def _num_uses(root: Any) -> Counter[Any]:
-    uses: Counter[Any] = Counter()
-    seen, open_nodes = {root}, [root]
-    while open_nodes:
-        for into, _ in _edges(open_nodes.pop()):
-            uses[into] += 1
-            if into not in seen:
-                seen.add(into)
-                open_nodes.append(into)
-    return uses
-
-
-def _edges(node: Any) -> list[tuple[Any, int]]:
-    return [(into, number) for into, number in node.next_functions if into is not None]
-
-
-def _run(node: Any, grads: list[Tensor | None]) -> list[Tensor | None]:
-    """The gradients for the node's edges."""
-    if hasattr(node, "variable"):
-        (grad,) = grads
-        node.variable.grad = grad if node.variable.grad is None else node.variable.grad.add_(grad)
-        return []
+def _gradients(node: Any, grads: dict[int, Tensor]) -> list[tuple[tuple[Any, int], Tensor]]:
+    """The edges of a node that require a gradient, and their gradients."""
     _read.clear()
-    is_custom = hasattr(node, "needs_input_grad")
-    found = node.apply(*grads) if is_custom else node(*grads)
-    found = found if isinstance(found, tuple) else (found,)
+    edges = node.next_functions
+    given = [grads.get(number) for number in range(len(node._input_metadata))]
+    if hasattr(node, "needs_input_grad"):  # a custom function
+        found, wanted = node.apply(*given), node.needs_input_grad
+    else:
+        found, wanted = node(*given), [into is not None for into, _ in edges]
+    if not isinstance(found, tuple):
+        found = (found,)
     for saved in _read:
         saved.tensor = None
     _read.clear()
-    kept = (
-        node.needs_input_grad
-        if is_custom
-        else [into is not None for into, _ in node.next_functions]
-    )
-    return list(itertools.compress(found, kept))
-
-
-def _fitted(grad: Tensor, output: Any) -> Tensor:
-    """The gradient as the forward's output was; one of an output that was broadcast is summed, as
-    the engine does.
-    """
-    assert grad.device == output.device, (
-        f"a gradient on {grad.device} of a tensor on {output.device}"
-    )
-    return grad.sum_to_size(output.shape).to(output.dtype)
-
-
-def _add(grads: list[Tensor | None], number: int, grad: Tensor) -> None:
-    grads.extend([None] * (number + 1 - len(grads)))
-    old = grads[number]
-    grads[number] = grad if old is None else old + grad
+    edges = [edge for edge in edges if edge[0] is not None]
+    pairs = zip(edges, compress(found, wanted), strict=True)
+    return [(edge, grad) for edge, grad in pairs if grad is not None]

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from tests.fake_cuda.backward import saved_tensors_freed, walk_backward
+from tests.fake_cuda.backward import run_backward, saved_tensors_freed
 from tests.fake_cuda.observer import Observer
 
 
@@ -62,28 +62,22 @@ def fake_cuda() -> Iterator[Observer]:
     """
     load_guard()
     observer = Observer()
-    with ExitStack() as stack:
-        patch = lambda *args: stack.enter_context(mock.patch.object(*args))  # noqa: E731
-        patch(FakeTensor, "tolist", lambda tensor: observer.fetched(tensor))
-        patch(Tensor, "backward", walk_backward)
-        patch(nn.Module, "_apply", _apply)
+    patches = [
+        mock.patch.object(FakeTensor, "tolist", lambda tensor: observer.fetched(tensor)),
+        mock.patch.object(Tensor, "backward", run_backward),
+        mock.patch.object(nn.Module, "_apply", _apply),
+        mock.patch.object(torch, "Generator", FakeGenerator),
+        mock.patch.multiple(torch.cuda, **_stubs(observer)),
+        mock.patch("torch.cuda.amp.common.amp_definitely_not_available", lambda: False),
+        mock.patch("pipeline.decoding.decoder.graph_capture_for", lambda model: None),
         # Else transformers believes that it is traced: it would pass a full mask, and expand keys
         # and values.
-        stack.enter_context(
-            mock.patch("transformers.utils.import_utils.is_fake_tensor", lambda tensor: False)
-        )
-        patch(torch, "Generator", FakeGenerator)
-        stack.enter_context(
-            mock.patch("pipeline.decoding.decoder.graph_capture_for", lambda model: None)
-        )
-        stack.enter_context(
-            mock.patch("torch.cuda.amp.common.amp_definitely_not_available", lambda: False)
-        )
-        for name, stub in _stubs(observer).items():
-            patch(torch.cuda, name, stub)
-        stack.enter_context(saved_tensors_freed())
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        stack.enter_context(observer)
+        mock.patch("transformers.utils.import_utils.is_fake_tensor", lambda tensor: False),
+    ]
+    modes = [saved_tensors_freed(), FakeTensorMode(allow_non_fake_inputs=True), observer]
+    with ExitStack() as stack:
+        for each in (*patches, *modes):
+            stack.enter_context(each)
         yield observer
 
 
@@ -110,7 +104,7 @@ class FakeGraphs:
 
     def __init__(self, observer: Observer):
         self._observer = observer
-        self.num_captured = self.num_replayed = 0
+        self.num_captured = 0
 
     def run(self, function: Callable[[], None]) -> None:
         function()
@@ -120,40 +114,19 @@ class FakeGraphs:
             function()
 
     def capture(self, function: Callable[[], None]) -> Callable[[], None]:
-        with self._observer.recording():
-            function()
+        self.rehearse(function)
         self.num_captured += 1
-        return self._replay
-
-    def _replay(self) -> None:
-        self.num_replayed += 1
+        return lambda: None
 
 
 def _stubs(observer: Observer) -> dict[str, Any]:
-    """What the program calls of `torch.cuda`."""
-
-    class Event:
-        def __init__(self, *args: Any, **kwargs: Any):
-            pass
-
-        def record(self, stream: Any = None) -> None:
-            pass
-
-        def wait(self, stream: Any = None) -> None:
-            pass
-
-        def query(self) -> bool:
-            return True
-
-        def synchronize(self) -> None:
-            observer.wait("event")
-
-    stream = SimpleNamespace(
-        wait_stream=lambda other: None, synchronize=lambda: observer.wait("stream")
+    """The functions of `torch.cuda` that the program calls."""
+    event = SimpleNamespace(
+        record=lambda stream=None: None, synchronize=lambda: observer.wait("event")
     )
     return {
-        "Event": Event,
-        "current_stream": lambda device=None: stream,
+        "Event": lambda **_: event,
+        "current_stream": lambda device=None: None,
         "is_bf16_supported": lambda including_emulation=True: True,
         "synchronize": lambda device=None: observer.wait("synchronize"),
     }
@@ -162,17 +135,15 @@ def _stubs(observer: Observer) -> dict[str, Any]:
 def _apply(
     module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True
 ) -> nn.Module:
-    """`Module._apply`, which swaps parameters in place and cannot where somebody holds a weak
-    reference to them.
+    """`Module._apply`, which swaps parameters in place and cannot where a weak reference to them
+    exists.
     """
     for child in module.children() if recurse else ():
         child._apply(function)
     for name, parameter in module._parameters.items():
         if parameter is not None:
-            with torch.no_grad():
-                module._parameters[name] = nn.Parameter(
-                    function(parameter), parameter.requires_grad
-                )
+            moved = function(parameter.detach())
+            module._parameters[name] = nn.Parameter(moved, parameter.requires_grad)
     for name, buffer in module._buffers.items():
         if buffer is not None:
             module._buffers[name] = function(buffer)

@@ -1,14 +1,14 @@
-"""What a program on fake devices makes the host wait for, and what it copies between devices.
+"""A record of what a program on fake devices makes the host wait for, and of its copies between
+devices.
 
 Integers and booleans that no floating-point number decides (labels, positions, counts) are known:
-they are computed beside, on the CPU, so that code whose shapes depend on them runs. Of anything
-else the host reads zeros, or what `Observer.answer` makes up, tensors are equal, and a shape that
-depends on it raises DataDependentOutputException.
+they are also computed on the CPU, so that code whose shapes depend on them runs. Of anything else
+the host reads zeros, or the numbers that `Observer.answer` makes up, tensors are equal, and a shape
+that depends on it raises DataDependentOutputException.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -30,23 +30,18 @@ WAITS = {
     aten.bincount,
     aten._unique2,
 }
-COMPOSITE = {
-    aten.to,
-    aten.item,
-    aten.is_nonzero,
-    aten.type_as,
-}  # in inference mode they are called under these names
+# in inference mode they are called under these names
+COMPOSITE = {aten.to, aten.item, aten.is_nonzero, aten.type_as}
 COPIES = {aten._to_copy, aten.copy_}
 MOST_KNOWN = 1 << 22  # elements of a tensor whose integers are computed
 
 
 class Observer(TorchDispatchMode):
-    """Notes, in order:
+    """Records, in order:
 
-    `waits`: for what the host waited: "tolist", an operator, an event.
+    `waits`: "tolist", an operator or an event that the host waits for.
     `uploads`, `downloads`: copies between the host and a device that block the host, as "cpu ->
-    cuda:0". `transfers`: all copies between two devices, those included. `calls`: how often each
-    operator ran.
+    cuda:0". `transfers`: all copies between two devices, those included.
     """
 
     def __init__(self) -> None:
@@ -55,13 +50,15 @@ class Observer(TorchDispatchMode):
         self.uploads: list[str] = []
         self.downloads: list[str] = []
         self.transfers: list[str] = []
-        self.calls: Counter[str] = Counter()
         self.answer: Callable[[Tensor], Any] = _zeros
         self._is_recording = False
-        self._known: Any = WeakIdKeyDictionary()  # fake tensor: its integers
-        self._lost: Any = (
-            WeakIdKeyDictionary()
-        )  # storages of integers that something unknown was written into
+        self._known: Any = WeakIdKeyDictionary()  # the integers of a fake tensor
+        self._lost: Any = WeakIdKeyDictionary()  # storages that something unknown was written into
+
+    def clear(self) -> None:
+        """Forget waits and copies."""
+        for noted in (self.waits, self.uploads, self.downloads, self.transfers):
+            noted.clear()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -69,7 +66,9 @@ class Observer(TorchDispatchMode):
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """As a CUDA graph is captured: what it cannot hold raises RuntimeError."""
+        """Context manager: as a CUDA graph is captured, raise RuntimeError for what it cannot
+        hold.
+        """
         self._is_recording = True
         try:
             yield
@@ -98,67 +97,56 @@ class Observer(TorchDispatchMode):
         if packet in COMPOSITE:
             with self:
                 return operator.decompose(*args, **kwargs)
-        self.calls[packet.__name__] += 1
         inputs = _tensors((args, kwargs))
         waits = packet in WAITS
         if waits and any(tensor.is_cuda for tensor in inputs):
             self.wait(packet.__name__)
-        decides = all(self._values(tensor) is not None for tensor in inputs)
-        if waits and decides:
+        is_known = all(self._values(tensor) is not None for tensor in inputs)
+        known = None
+        if waits and is_known:
+            device = inputs[0].device
             known = self._compute(operator, args, kwargs)
-            made = tree_map_only(
-                Tensor, lambda one: torch.empty_like(one, device=inputs[0].device), known
-            )
+            made = tree_map_only(Tensor, lambda one: torch.empty_like(one, device=device), known)
         elif packet is aten.equal:
-            known = made = True
+            made = True
         else:
             made = operator(*args, **kwargs)
             outputs = _tensors(made)
-            decides &= bool(outputs) and all(
-                _is_integer(one) and one.numel() <= MOST_KNOWN for one in outputs
-            )
-            known = self._compute(operator, args, kwargs) if decides else None
-        if known is None:
-            self._forget_written(operator, args, kwargs)
-        else:
+            small = all(_is_integer(one) and one.numel() <= MOST_KNOWN for one in outputs)
+            if is_known and outputs and small:
+                known = self._compute(operator, args, kwargs)
+        if known is not None:
             self._known.update(zip(_tensors(made), _tensors(known), strict=True))
-        self._note_copies(operator, args, kwargs, inputs, _tensors(made))
+        elif operator._schema.is_mutable:
+            self._lose(args[:1], kwargs.get("out"))
+        self._note_copy(operator, args, kwargs, inputs, _tensors(made))
         return made
 
     def _values(self, tensor: Tensor) -> Tensor | None:
-        """The tensor's integers, on the CPU; None where nobody knows them."""
+        """The tensor's integers, on the CPU; None where they are not known."""
         if not isinstance(tensor, FakeTensor):
             return tensor if _is_integer(tensor) else None
         values = self._known.get(tensor)
         return None if values is None or values.untyped_storage() in self._lost else values
 
     def _compute(self, operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """What the operator makes of known integers."""
+        """The operator's result for known integers."""
+        kwargs = dict(kwargs)
         if "device" in kwargs:
-            kwargs = kwargs | {"device": torch.device("cpu")}
-        if "pin_memory" in kwargs:
-            kwargs = kwargs | {"pin_memory": False}
+            kwargs["device"] = torch.device("cpu")
+        kwargs.pop("pin_memory", None)
+        args, kwargs = tree_map_only(Tensor, self._values, (args, kwargs))
         with _disable_current_modes():
-            return operator(
-                *tree_map_only(Tensor, self._values, args),
-                **tree_map_only(Tensor, self._values, kwargs),
-            )
+            return operator(*args, **kwargs)
 
-    def _forget_written(self, operator: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    def _lose(self, *written: Any) -> None:
         """Something unknown was written into these, and so into all their views."""
-        for argument, value in zip(operator._schema.arguments, args, strict=False):
-            if argument.alias_info and argument.alias_info.is_write:
-                self._lose(value)
-        for argument in operator._schema.arguments[len(args) :]:
-            if argument.alias_info and argument.alias_info.is_write:
-                self._lose(kwargs.get(argument.name))
-
-    def _lose(self, written: Any) -> None:
         for tensor in _tensors(written):
-            if (values := self._known.get(tensor)) is not None:
+            values = self._known.get(tensor)
+            if values is not None:
                 self._lost[values.untyped_storage()] = True
 
-    def _note_copies(
+    def _note_copy(
         self,
         operator: Any,
         args: Any,
@@ -166,29 +154,28 @@ class Observer(TorchDispatchMode):
         inputs: list[Tensor],
         outputs: list[Tensor],
     ) -> None:
-        is_copy = operator.overloadpacket in COPIES
-        # A kernel takes a number of the host's as an argument; a copy of one is a copy.
-        devices = {
-            tensor.device: None for tensor in inputs if is_copy or tensor.dim() or tensor.is_cuda
-        }
-        if self._is_recording and any(device.type == "cpu" for device in devices):
-            raise RuntimeError(
-                f"{operator} reads a tensor of the host: a graph would read it where it was"
-            )
-        devices |= {tensor.device: None for tensor in outputs}
-        if len(devices) < 2:
+        if operator.overloadpacket not in COPIES:
+            # a kernel takes a number of the host's as an argument
+            inputs = [tensor for tensor in inputs if tensor.dim() or tensor.is_cuda]
+        if self._is_recording and not all(tensor.is_cuda for tensor in inputs):
+            raise RuntimeError(f"{operator} reads a tensor of the host in a recorded step")
+        if not outputs:
             return
         into = outputs[0].device
-        (source, *_) = (device for device in devices if device != into)
+        sources = [tensor.device for tensor in inputs if tensor.device != into]
+        if not sources:
+            return
         if self._is_recording:
-            raise RuntimeError(f"{operator} copies from {source} to {into} in a recorded step")
-        copy = f"{source} -> {into}"
+            raise RuntimeError(f"{operator} copies from {sources[0]} to {into} in a recorded step")
+        copy = f"{sources[0]} -> {into}"
         self.transfers.append(copy)
-        non_blocking = kwargs.get(
-            "non_blocking", operator is aten.copy_.default and len(args) > 2 and args[2]
-        )
-        if "cpu" in (source.type, into.type) and not non_blocking:
-            (self.uploads if into.type == "cuda" else self.downloads).append(copy)
+        is_flagged = operator is aten.copy_.default and len(args) > 2 and args[2]
+        if kwargs.get("non_blocking", is_flagged) or "cpu" not in (sources[0].type, into.type):
+            return
+        if into.type == "cuda":
+            self.uploads.append(copy)
+        else:
+            self.downloads.append(copy)
 
 
 def _tensors(tree: Any) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""The fake devices themselves: what they notice, and that nobody else notices them."""
+"""The fake devices themselves: what they notice, and peaks that can be worked out by hand."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from torch._subclasses.fake_tensor import (
 )
 
 from tests.fake_cuda.device import FakeGraphs, fake_cuda
+from tests.fake_cuda.ledger import peak_bytes
+
+GIB = 1 << 30
 
 
 def test_waits_copies_and_mismatches_are_noticed(on_fake_cuda):
@@ -20,7 +23,7 @@ def test_waits_copies_and_mismatches_are_noticed(on_fake_cuda):
     assert int(known.sum()) == 7 and (known > 3).tolist() == [False, False, True]
 
     unknown = torch.randn(3, 5, device="cuda").argmax(1)
-    seen.waits.clear()
+    seen.clear()
     assert unknown.tolist() == [0, 0, 0] and seen.waits == ["tolist"]
     for read in (unknown[0].item, unknown.nonzero, lambda: bool((unknown == 1).any())):
         with pytest.raises((DataDependentOutputException, RuntimeError)):
@@ -28,7 +31,7 @@ def test_waits_copies_and_mismatches_are_noticed(on_fake_cuda):
     known.copy_(unknown)
     assert known.tolist() == [0, 0, 0], "an integer that was overwritten is not known any more"
 
-    seen.transfers.clear()
+    seen.clear()
     unknown.cpu(), unknown.to("cpu", non_blocking=True), unknown.to("cuda:1")
     assert seen.transfers == ["cuda:0 -> cpu", "cuda:0 -> cpu", "cuda:0 -> cuda:1"]
     assert seen.downloads == ["cuda:0 -> cpu"]
@@ -53,18 +56,6 @@ def test_a_recorded_step_holds_no_wait_and_no_copy(on_fake_cuda):
     assert graphs.num_captured == 1
 
 
-def test_backward_has_the_gradients_of_torch_and_frees_what_it_has_used(on_fake_cuda):
-    net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3)).to(
-        "cuda"
-    )
-    states = torch.randn(5, 4, device="cuda", requires_grad=True)
-    (net(states) * states[:, :1]).mean().backward()
-    assert states.grad.shape == (5, 4) and states.grad.is_cuda
-    assert all(
-        weight.grad.shape == weight.shape and weight.grad.is_cuda for weight in net.parameters()
-    )
-
-
 def test_real_tensors_do_not_notice():
     with fake_cuda():
         pass
@@ -72,3 +63,35 @@ def test_real_tensors_do_not_notice():
     weight.square().sum().backward()
     assert torch.equal(weight.grad, 2 * weight.detach())
     assert not torch.cuda.is_available() and torch.zeros(2).tolist() == [0.0, 0.0]
+
+
+def test_the_peak_is_of_the_worst_moment(on_fake_cuda):
+    held = torch.empty(GIB // 2, dtype=torch.bfloat16, device="cuda")
+
+    def program():
+        first = torch.empty(GIB, dtype=torch.float32, device="cuda")  # 4 GiB
+        view = first[1:].view(torch.int32)
+        del first
+        twice = view + view  # 4 more
+        del view
+        return twice * 2  # 4 more, when the first are gone
+
+    assert peak_bytes(program, [held, held[1:]])["cuda:0"] == (1 + 8) * GIB - 4
+
+
+def test_backward_has_gradients_and_frees_saved_tensors(on_fake_cuda):
+    """Ten products in a row: each saves its input, and their gradients come when those are freed
+    one by one.
+    """
+    size = 1024
+    weights = [torch.empty(size, size, device="cuda", requires_grad=True) for _ in range(10)]
+
+    def step():
+        state = torch.empty(size, size, device="cuda", requires_grad=True)
+        for weight in weights:
+            state = state @ weight
+        state.sum().backward()
+
+    matrix = 4 * size * size
+    assert 20 * matrix < peak_bytes(step, weights)["cuda:0"] <= 25 * matrix
+    assert {weight.grad.device for weight in weights} == {torch.device("cuda", 0)}

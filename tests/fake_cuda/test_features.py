@@ -20,13 +20,12 @@ def test_states_come_to_pinned_memory_while_the_next_batch_runs(on_fake_cuda):
         lambda _, inputs: shapes.append(inputs[0].shape)
     )
     engine = TransformersFeatureEngine(target, tokens_per_batch=80)
-    on_fake_cuda.uploads.clear()
+    on_fake_cuda.clear()
     states = dict(engine.stream([[3] * length for length in LENGTHS]))
-    assert [tuple(states[index].shape) for index in range(len(LENGTHS))] == [
-        (length, D) for length in LENGTHS
-    ]
-    assert {(one.device.type, one.dtype) for one in states.values()} == {("cpu", torch.bfloat16)}
+    for index, length in enumerate(LENGTHS):
+        assert states[index].shape == (length, D) and states[index].dtype == torch.bfloat16
+        assert states[index].device.type == "cpu"
     assert all(length % 8 == 0 and rows * length <= 80 for rows, length in shapes)
-    # transformers itself looks whether positions are packed, once a batch.
+    # transformers itself checks whether positions are packed, once a batch
     assert Counter(on_fake_cuda.waits) == {"event": len(shapes), "_local_scalar_dense": len(shapes)}
     assert not on_fake_cuda.uploads and not on_fake_cuda.downloads

@@ -25,6 +25,7 @@ from pipeline.artifacts.generated_rows import TokenRow, read_token_rows
 from pipeline.config import Config
 from pipeline.config.load import validate
 from pipeline.storage.run_directory import RunDirectory
+from pipeline.storage.shards import read_rows
 from pipeline.storage.stage_directory import StageDirectory
 
 if TYPE_CHECKING:
@@ -281,6 +282,18 @@ def run_again(config: Config, **options: object) -> RunDirectory:
     from pipeline.flow import run_flow
 
     return run_flow(config, executor="inline", console=Console(quiet=True), **options)
+
+
+def stored(stage: StageDirectory | None) -> list[dict[str, Any]]:
+    """Every row of a stage, in order."""
+    assert stage is not None
+    return [row for path in stage.shards() for row in read_rows(path)]
+
+
+def quarantined(stage: StageDirectory) -> list[dict[str, Any]]:
+    """Every quarantined row of a stage, in order."""
+    files = sorted((stage.path / "quarantine").iterdir())
+    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
 
 
 def edit_summary(run: RunDirectory, name: str, **changes: object) -> None:

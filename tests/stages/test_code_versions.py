@@ -12,18 +12,15 @@ import json
 
 import pytest
 import torch
-from rich.console import Console
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from pipeline.config import FeaturesConfig, GenerateConfig
-from pipeline.flow import run_flow
 from pipeline.stages import features, generate, seeds
-from pipeline.storage.shards import read_rows
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.spec import TargetSpec
-from tests.flows.tiny import SPECIAL, TEMPLATE, WORDS
+from tests.flows.tiny import SPECIAL, TEMPLATE, WORDS, run_again, stored
 
 GOLDEN = {
     "seeds": (5, "7646f1e7116780cf"),
@@ -58,11 +55,7 @@ def made(tmp_path_factory, make_config) -> dict[str, StageDirectory]:
     tokenizer.save_pretrained(spec.model)
     LlamaConfig(max_position_embeddings=64, eos_token_id=1).save_pretrained(spec.model)
 
-    stages = {
-        "seeds": run_flow(
-            make_config(root), until="seeds", executor="inline", console=Console(quiet=True)
-        )
-    }
+    stages = {"seeds": run_again(make_config(root), until="seeds")}
     found = {"seeds": stages["seeds"].latest("seeds")}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(features, "make_feature_engine", lambda *arguments: Echo())
@@ -78,7 +71,7 @@ def made(tmp_path_factory, make_config) -> dict[str, StageDirectory]:
 
 
 def digest(stage: StageDirectory) -> str:
-    rows = [row for path in stage.shards() for row in read_rows(path)]
+    rows = stored(stage)
     assert len(rows) == 40
     return hashlib.sha256(json.dumps(rows, sort_keys=True, default=bytes.hex).encode()).hexdigest()[
         :16

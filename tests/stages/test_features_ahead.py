@@ -62,26 +62,18 @@ def card(monkeypatch):
 @pytest.fixture
 def tasks(tmp_path):
     """Two shards of five rows, numbered through in their first token."""
-    upstream, stage = (
-        StageDirectory(tmp_path, name, name[0] * 64) for name in ("generate", "features")
-    )
+    upstream = StageDirectory(tmp_path, "generate", "g" * 64)
     span = {"start": 1, "end": 4, "role": "assistant"}
+    usual = {"parent_id": "", "split": "train", "spans": [span], "finish": ["stop"], "messages": []}
     for index in range(2):
         paths = (upstream.shard_path(index), upstream.quarantine_path(index))
         with ShardWriter(
             *paths, GENERATED, index=index, fingerprint=upstream.fingerprint
         ) as writer:
             numbers = range(5 * index, 5 * index + 5)
-            same = {
-                "parent_id": "",
-                "split": "train",
-                "spans": [span],
-                "finish": ["stop"],
-                "messages": [],
-            }
-            writer.write([{"id": f"s:{n}", "input_ids": [n, 7, 8, 9], **same} for n in numbers])
+            writer.write([{"id": f"s:{n}", "input_ids": [n, 7, 8, 9], **usual} for n in numbers])
             writer.commit("generate", [f"s:{n}" for n in numbers])
-    return stage.tasks(upstream)
+    return StageDirectory(tmp_path, "features", "f" * 64).tasks(upstream)
 
 
 def worker() -> features.Worker:
@@ -145,23 +137,12 @@ def test_an_error_is_raised_for_the_shard_that_it_is_of(
     assert not list(tmp_path.rglob("*.tmp")), "what was begun leaves nothing"
 
 
-def test_a_shard_that_was_begun_and_is_not_asked_for_leaves_nothing(
-    card, tasks, tmp_path, monkeypatch
-):
-    work, real = worker(), ShardWriter.commit
-    slow = lambda self, *arguments: (card.all_of_two.wait(10), real(self, *arguments))[1]  # noqa: E731
-    monkeypatch.setattr(ShardWriter, "commit", slow)
-    expecting(work, tasks[0], tasks[1])
-    assert len(list(tmp_path.rglob("*.tmp"))) == 1
-    work.close()
-    assert not list(tmp_path.rglob("*.tmp"))
-
-
-def test_a_shard_that_is_given_up_ends_its_stream_at_once(card, tasks):
-    """An engine would go on with its rows among those of the next stream."""
+def test_a_shard_that_was_begun_and_is_not_asked_for_leaves_nothing(card, tasks, tmp_path):
+    """Its stream ends at once: an engine would go on with its rows among those of the next."""
     work = worker()
     shard = work._begin(tasks[0], work._rows(tasks[0]))
     assert shard.advance() and card.under_way == 1
+    assert len(list(tmp_path.rglob("*.tmp"))) == 1
     shard.close()
-    assert not card.under_way, "whoever holds the shard still, such as an error's traceback"
     work.close()
+    assert not card.under_way and not list(tmp_path.rglob("*.tmp"))
