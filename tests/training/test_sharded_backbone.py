@@ -111,14 +111,6 @@ def test_workers_run_equally_many_batches_some_of_them_empty(make, micro_batch):
     assert (0 in numbers) is (micro_batch == 1)
 
 
-@pytest.mark.slow
-def test_one_worker_has_nothing_to_shard(make):
-    whole, alone = make("whole", epochs=1), make("alone", epochs=1, shard=True)
-    train(whole)
-    train(alone)
-    assert same_weights(whole, alone)
-
-
 def test_a_target_without_layers_to_shard_is_refused():
     with pytest.raises(ConfigError, match=r"train\.backbone\.shard"):
         decoder_layers(nn.Sequential(nn.Linear(2, 2)))
