@@ -17,7 +17,7 @@ from pipeline.targets.lora import decoder_layers
 from pipeline.targets.spec import TargetSpec
 from pipeline.training.task import TrainSpec, Workers
 from pipeline.training.trainer import train
-from tests.training.trainings import Stopped, same_curve, same_weights, stop_at, trainer_of
+from tests.training.trainings import Stopped, same_curve, same_weights, stop_at, team, trainer_of
 from tests.training.two_workers import train_as_two
 
 
@@ -102,7 +102,7 @@ def test_an_interrupted_sharded_training_ends_as_a_whole_one(make, tmp_path):
 def test_workers_run_equally_many_batches_some_of_them_empty(make, micro_batch):
     """A worker that ran fewer would leave the others waiting for its part of a layer."""
     spec = make("any", micro_batch=micro_batch)
-    learners = [trainer_of(spec, Workers(rank, 2)).learner for rank in range(2)]
+    learners = [trainer_of(spec, workers).learner for workers in team(2)]
     numbers = set()
     for step in range(learners[0].recipe.steps_per_epoch):
         shares = [list(learner.batches(step)) for learner in learners]
