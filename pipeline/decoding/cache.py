@@ -46,7 +46,9 @@ class _TreeCacheLayer(CacheLayerMixin):
             self.keys, self.values = key_states, value_states
             return key_states, value_states
         assert self.keys is not None and self.values is not None
-        return self.cache.write(self.keys, key_states), self.cache.write(self.values, value_states)
+        keys = self.cache.write(self.keys, key_states)
+        values = self.cache.write(self.values, value_states)
+        return keys, values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.cache.length + query_length, 0
@@ -142,7 +144,8 @@ class TreeCache(Cache):
         which avoids a copy.
         """
         longest = max(map(len, rows))
-        if any(list(path) != list(range(len(path))) for path in rows):
+        in_place = list(range(longest))
+        if any(list(path) != in_place[: len(path)] for path in rows):
             self.move(rows_BT[:, :longest])
         self.advance(rows)
 

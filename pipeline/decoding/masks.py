@@ -66,8 +66,9 @@ class TreeMasks:
         hidden = torch.finfo(self._dtype).min
         rows_NN = torch.zeros_like(tree.ancestors, dtype=self._dtype)
         rows_NN.masked_fill_(~tree.ancestors, hidden)
-        mask_BNS = rows_NN.new_zeros(len(length_B), num_rows, num_columns)
-        mask_BNS.masked_fill_((column_BS >= num_rows)[:, None], hidden)
+        unused_BS = torch.zeros_like(column_BS, dtype=self._dtype)
+        unused_BS.masked_fill_(column_BS >= num_rows, hidden)
+        mask_BNS = unused_BS[:, None].repeat(1, num_rows, 1)
         slots_BNN = own_BN[:, None].expand(-1, num_rows, -1)
         mask_BNS.scatter_(2, slots_BNN, rows_NN.expand_as(slots_BNN))
 

@@ -208,8 +208,13 @@ class Tree(TreeRows):
             parents.append(row_of[path[:-1]])
             rows_to.append([*rows_to[parents[-1]], row])
         depths = [len(rows) - 1 for rows in rows_to]
-        padded = [rows + [0] * (max(depths) + 1 - len(rows)) for rows in rows_to]
-        super().__init__(*(torch.tensor(each, device=device) for each in (parents, depths, padded)))
+        for rows in rows_to:
+            rows += [0] * (max(depths) + 1 - len(rows))
+        super().__init__(
+            parent=torch.tensor(parents, device=device),
+            depth=torch.tensor(depths, device=device),
+            retrieve_indices=torch.tensor(rows_to, device=device),
+        )
         guesses = [(len(path) - 1) * self.top + path[-1] for path in self.choices]
         self.guess = torch.tensor(guesses, dtype=torch.int64, device=device)
         self.levels, self.order = self._levels(device)
@@ -232,9 +237,14 @@ class Tree(TreeRows):
             top = 1 + max(path[-1] for path in level)
             parent = [inner.index(path[:-1]) for path in level]
             guess = [place * top + path[-1] for place, path in zip(parent, level, strict=True)]
-            level_inner = [above.index(path) for path in inner]
-            tensors = [torch.tensor(each, device=device) for each in (level_inner, parent, guess)]
-            levels.append(Level(tensors[0], tensors[1], tensors[2], top))
+            places = [above.index(path) for path in inner]
+            one = Level(
+                inner=torch.tensor(places, device=device),
+                parent=torch.tensor(parent, device=device),
+                guess=torch.tensor(guess, device=device),
+                top=top,
+            )
+            levels.append(one)
             nodes += level
             above = level
         order = [nodes.index(path) for path in self.choices]

@@ -17,7 +17,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.decoding.held_out import Estimate, HeldOutRanks, Walk, walk
+from pipeline.decoding.held_out import HeldOutRanks, Walk, walk
 from pipeline.decoding.tree import TreePath, greedy_tree
 from pipeline.heads.accuracy import NO_LABEL
 
@@ -92,19 +92,15 @@ class CrossFit:
         """The steps in each half with the other half's tree of this size."""
         if (search, size) not in self._walks:
             first, second = self._halves
-            self._walks[search, size] = walk(second, self.judged(0, search, size)) + walk(
-                first, self.judged(1, search, size)
-            )
+            through_second = walk(second, self.judged(0, search, size))
+            through_first = walk(first, self.judged(1, search, size))
+            self._walks[search, size] = through_second + through_first
         return self._walks[search, size]
 
     def judged(self, half: int, search: str, size: int) -> tuple[TreePath, ...]:
         """The tree found on a half, 0 or 1, for the other half to judge."""
         depth = max(map(len, self.whole[search][:size]))
         return tuple(path for path in self._searched[half][search][:size] if len(path) <= depth)
-
-    def estimate(self, search: str, size: int) -> Estimate:
-        """The acceleration rate to expect of this search's tree."""
-        return self.walk(search, size).estimate()
 
     def node_shares(self, search: str, size: int) -> list[float]:
         """The share of steps that add each node of the tree; 1 + their sum is the expected rate.

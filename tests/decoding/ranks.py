@@ -11,27 +11,22 @@ from pipeline.heads.accuracy import MISS, NO_LABEL
 
 @st.composite
 def held_out(draw, num_heads: int = 3, top: int = 3, least: int = 1) -> HeldOutRanks:
-    """`least` to 6 spans of 1 to 9 positions; a head has no label where its token would lie beyond
-    the span.
-    """
+    """`least` to 6 spans of 1 to 9 positions; no labels beyond a span's end."""
     lengths = draw(st.lists(st.integers(1, 9), min_size=least, max_size=6))
+    guess = st.sampled_from([*range(top), MISS])
     columns = []
     for length in lengths:
         for place in range(length):
-            ranks = draw(
-                st.lists(
-                    st.sampled_from([*range(top), MISS]), min_size=num_heads, max_size=num_heads
-                )
-            )
-            columns.append(
-                [rank if place + head < length else NO_LABEL for head, rank in enumerate(ranks)]
-            )
-    starts = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int64)
-    conversations = np.sort(
-        draw(st.lists(st.integers(0, 3), min_size=len(lengths), max_size=len(lengths)))
+            ranks = draw(st.lists(guess, min_size=num_heads, max_size=num_heads))
+            num_labels = min(num_heads, length - place)
+            columns.append(ranks[:num_labels] + [NO_LABEL] * (num_heads - num_labels))
+    starts = np.cumsum([0, *lengths[:-1]])
+    spans = st.tuples(st.integers(0, 3), st.booleans())
+    drawn = draw(st.lists(spans, min_size=len(lengths), max_size=len(lengths)))
+    conversations, seen = zip(*drawn, strict=True)
+    return HeldOutRanks(
+        np.array(columns, np.uint8).T, starts, np.sort(conversations), np.array(seen)
     )
-    seen = np.array(draw(st.lists(st.booleans(), min_size=len(lengths), max_size=len(lengths))))
-    return HeldOutRanks(np.array(columns, np.uint8).T, starts, conversations, seen)
 
 
 def of(ranks_KN: np.ndarray, starts: np.ndarray) -> HeldOutRanks:

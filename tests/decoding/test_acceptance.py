@@ -1,107 +1,34 @@
+"""Rules against their definitions; draws follow their laws, by chi-square tests."""
+
 from __future__ import annotations
 
-import math
+from collections import Counter
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import TopPLogitsWarper
 
 from pipeline.decoding.acceptance import (
+    Noise,
     RejectionSampling,
     TypicalAcceptance,
     acceptance_rule,
+    draw,
     greedy_acceptance,
+    nucleus,
 )
-from pipeline.decoding.tree import Tree, cartesian_tree, greedy_tree
-from tests.decoding.steps import VOCAB, candidates, gumbel, random_step, random_trees
-
-EPS, DELTA = 0.09, 0.3
-
-situations = st.tuples(
-    st.integers(0, 2**31),
-    st.sampled_from(
-        [
-            (),
-            ((0,),),
-            cartesian_tree((2, 2)),
-            cartesian_tree((3, 2, 1)),
-            greedy_tree([[0.5, 0.4]] * 4, 9),
-        ]
-    )
-    | random_trees(),
-    st.sampled_from([0.3, 1.0, 4.0]),
+from pipeline.decoding.tree import Tree, cartesian_tree
+from tests.decoding.steps import (
+    VOCAB,
+    candidates,
+    chi_square_p,
+    gumbel,
+    random_step,
+    random_trees,
+    typical_length,
 )
-
-
-@settings(deadline=None, max_examples=150)
-@given(situations)
-def test_greedy_keeps_what_the_target_would_have_written(situation):
-    seed, choices, _ = situation
-    tree, logits, tokens = random_step(seed, choices)
-    row, next_token = greedy_acceptance.accept(logits, tokens, tree)
-
-    best = logits.argmax(-1).tolist()
-    row_after = {
-        (parent, token): row for path in candidates(tree, tokens) for row, parent, token in path
-    }
-    expected = 0
-    while (expected, best[expected]) in row_after:
-        expected = row_after[expected, best[expected]]
-    assert (row, next_token) == (expected, best[expected])
-
-
-@settings(deadline=None, max_examples=150)
-@given(situations)
-def test_typical_is_the_papers_formula_over_every_candidate(situation):
-    seed, choices, temperature = situation
-    tree, logits, tokens = random_step(seed, choices)
-
-    def passes(p: list[float], token: int) -> bool:
-        entropy = -sum(each * math.log(each) for each in p)
-        return p[token] > min(EPS, DELTA * math.exp(-entropy))
-
-    row = longest_candidate(tree, logits, tokens, temperature, passes)
-    accepted = TypicalAcceptance(temperature, EPS, DELTA).accept(logits, tokens, tree)
-    assert (accepted.row, accepted.next_token) == (row, logits[row].argmax())
-
-    noise = gumbel((tree.max_depth + 1, VOCAB), seed)
-    sampled = TypicalAcceptance(temperature, EPS, DELTA, samples=True).accept(
-        logits, tokens, tree, noise
-    )
-    assert (sampled.row, sampled.next_token) == (
-        row,
-        (logits[row] / temperature + noise[tree.depth[row]]).argmax(),
-    )
-
-
-def longest_candidate(tree, logits, tokens, temperature, passes) -> int:
-    """The last row of the longest candidate whose tokens all pass; of several, of the likeliest."""
-    best = (0, 0.0, 0)  # length, log likelihood, row
-    for path in candidates(tree, tokens):
-        length, likelihood, last = 0, 0.0, 0
-        for row, parent, token in path:
-            p = softmax(logits[parent].tolist(), temperature)
-            if not passes(p, token):
-                break
-            length, likelihood, last = length + 1, likelihood + math.log(p[token]), row
-        if (length, likelihood) > best[:2]:
-            best = (length, likelihood, last)
-    return best[2]
-
-
-def softmax(logits: list[float], temperature: float) -> list[float]:
-    exponentials = [math.exp(value / temperature) for value in logits]
-    return [value / sum(exponentials) for value in exponentials]
-
-
-def chain_step(best: list[int], tokens: list[int]) -> tuple[Tree, torch.Tensor, torch.Tensor]:
-    """A chain of guesses under a target that is sure of `best`."""
-    tree = Tree([(0,) * depth for depth in range(1, len(tokens))])
-    logits = torch.full((len(best), VOCAB), -20.0)
-    logits[torch.arange(len(best)), torch.tensor(best)] = 20.0
-    return tree, logits, torch.tensor(tokens)
-
 
 RULES = [
     greedy_acceptance,
@@ -110,115 +37,262 @@ RULES = [
     RejectionSampling(0.7),
     RejectionSampling(0.7, 0.9),
 ]
+TREES = {
+    "none": (),
+    "chain": ((0,), (0, 0), (0, 0, 0)),
+    "full": cartesian_tree((3, 2)),
+    "every-token": tuple((rank,) for rank in range(VOCAB)),
+    "ragged": ((0,), (1,), (3,), (0, 2), (1, 0), (1, 0, 1)),
+}
+NUM_SAMPLES, DOUBT = 20_000, 1e-3
+trees = st.sampled_from(list(TREES.values())) | random_trees()
 
 
-def accept(rule, step: tuple[Tree, torch.Tensor, torch.Tensor]) -> tuple[int, int]:
-    tree, logits, tokens = step
+@settings(deadline=None, max_examples=150)
+@given(st.integers(0, 2**31), trees)
+def test_greedy_keeps_what_the_target_would_have_written(seed, choices):
+    tree, logits, tokens = random_step(seed, choices)
+    best = logits.argmax(-1).tolist()
+    row_after = {}
+    for path in candidates(tree, tokens):
+        row_after |= {(parent, token): row for row, parent, token in path}
+    expected = 0
+    while (expected, best[expected]) in row_after:
+        expected = row_after[expected, best[expected]]
+    assert greedy_acceptance.accept(logits, tokens, tree) == (expected, best[expected])
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.integers(0, 2**31), trees, st.sampled_from([0.3, 1.0, 4.0]))
+def test_typical_is_the_papers_formula_over_every_candidate(seed, choices, temperature):
+    tree, logits, tokens = random_step(seed, choices)
+    best, row = (0, 0.0), 0
+    for path in candidates(tree, tokens):
+        _, parents, path_tokens = zip(*path, strict=True) if path else ((), (), ())
+        found = typical_length(logits[list(parents)], path_tokens, temperature)
+        if found > best:
+            best, row = found, path[found[0] - 1][0]
+    accepted = TypicalAcceptance(temperature).accept(logits, tokens, tree)
+    assert accepted == (row, logits[row].argmax())
+
+    noise = gumbel((tree.max_depth + 1, VOCAB), seed)
+    drawn = (logits[row] / temperature + noise[tree.depth[row]]).argmax()
+    sampling = TypicalAcceptance(temperature, samples=True)
+    assert sampling.accept(logits, tokens, tree, noise) == (row, drawn)
+
+
+def accept(rule, tree: Tree, best: list[int], tokens: list[int]) -> tuple[int, int]:
+    """What the rule keeps under a target that is certain of one token after each row."""
+    logits = torch.full((len(best), VOCAB), -20.0)
+    logits[torch.arange(len(best)), torch.tensor(best)] = 20.0
     noise = gumbel((tree.max_depth + 1, VOCAB), 0)  # far below the 40 between right and wrong
-    accepted = rule.accept(logits, tokens, tree, noise if rule.samples else None)
+    accepted = rule.accept(logits, torch.tensor(tokens), tree, noise if rule.samples else None)
     return int(accepted.row), int(accepted.next_token)
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_token_id_zero_is_a_token_like_any_other(rule):
-    assert accept(rule, chain_step([0, 0, 3], [2, 0, 0])) == (2, 3)
+@pytest.mark.parametrize(
+    ("best", "tokens", "expected"),
+    [
+        pytest.param([0, 0, 3], [2, 0, 0], (2, 3), id="token id 0 is a token"),
+        pytest.param([0, 2], [0, 3], (0, 0), id="a root is not its own child"),
+        pytest.param([1, 2, 3], [0, 4, 2], (0, 1), id="a right guess below a wrong one"),
+        pytest.param([1, 2, 3], [4, 1, 2], (2, 3), id="the root's token is not judged"),
+    ],
+)
+def test_what_is_kept_of_a_chain(rule, best, tokens, expected):
+    chain = Tree([(0,) * depth for depth in range(1, len(tokens))])
+    assert accept(rule, chain, best, tokens) == expected
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_rows_past_a_short_path_are_never_accepted(rule):
-    """The reference pads short candidates with token 0 and accepts the padding when the target says
-    0.
-    """
+    """The reference pads short candidates with token 0, which the target writes here."""
     tree = Tree([(0,), (1,), (1, 0), (1, 0, 0)])
-    tokens = torch.tensor([4, 1, 2, 3, 3])
-    logits = torch.full((5, VOCAB), -20.0)
-    logits[0, 1] = logits[1, 0] = 20.0  # (0,) is right, and after it the target says 0
-    logits[2:, 0] = 20.0
-    assert accept(rule, (tree, logits, tokens)) == (1, 0)
+    assert accept(rule, tree, [1, 0, 0, 0, 0], [4, 1, 2, 3, 3]) == (1, 0)
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_a_root_that_repeats_the_next_token_is_not_its_own_child(rule):
-    assert accept(rule, chain_step([0, 2], [0, 3])) == (0, 0)
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_a_right_guess_below_a_wrong_one_is_not_accepted(rule):
-    assert accept(rule, chain_step([1, 2, 3], [0, 4, 2])) == (0, 1)
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_the_roots_own_token_is_always_accepted(rule):
-    for token in range(VOCAB):
-        assert accept(rule, chain_step([1, 2, 3], [token, 1, 2])) == (2, 3)
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_batches_are_judged_row_by_row(rule):
-    tree = Tree(cartesian_tree((2, 2)))
-    logits, tokens = torch.randn(2, 30, 7, VOCAB), torch.randint(VOCAB, (2, 30, 7))
-    noise = gumbel((2, 30, 3, VOCAB), 1)
-    together = rule.accept(logits, tokens, tree, noise if rule.samples else None)
-    assert together.row.unique().numel() > 2
-    for i in range(30):
-        alone = rule.accept(logits[1, i], tokens[1, i], tree, noise[1, i] if rule.samples else None)
-        assert (alone.row, alone.next_token) == (together.row[1, i], together.next_token[1, i])
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_without_a_tree_a_rule_chooses_as_it_does_at_a_root_without_children(rule):
+def test_without_a_tree_a_rule_chooses_as_at_the_root(rule):
     logits, noise = torch.randn(200, VOCAB) * 2, gumbel((200, VOCAB), 2)
+    roots, noises = torch.zeros(200, 1, dtype=int), noise[:, None]
     chosen = rule.choose(logits, noise if rule.samples else None)
-    at_root = rule.accept(
-        logits[:, None],
-        torch.zeros(200, 1, dtype=torch.int64),
-        Tree(()),
-        noise[:, None] if rule.samples else None,
-    )
-    assert at_root.row.eq(0).all() and at_root.next_token.equal(chosen)
+    found = rule.accept(logits[:, None], roots, Tree(()), noises if rule.samples else None)
+    assert found.row.eq(0).all() and found.next_token.equal(chosen)
     assert chosen.ne(logits.argmax(-1)).any() == rule.samples
 
 
 def test_likelier_of_two_equally_long_candidates_wins():
-    tree = Tree([(0,), (1,)])
     logits = torch.log(torch.tensor([[0.1, 0.35, 0.45, 0.05, 0.05]] * 3))
-    assert int(TypicalAcceptance(1.0).accept(logits, torch.tensor([0, 1, 2]), tree).row) == 2
+    rule, tokens = TypicalAcceptance(1.0), torch.tensor([0, 1, 2])
+    assert rule.accept(logits, tokens, Tree([(0,), (1,)])).row == 2
 
 
-def test_temperature_zero_is_greedy_acceptance():
-    for name in ("typical", "rejection"):
-        assert (
-            acceptance_rule(name, 0.0, top_p=0.9)
-            is acceptance_rule("greedy", 0.7)
-            is greedy_acceptance
-        )
+def test_impossible_tokens_keep_the_entropy_finite():
+    logits = torch.tensor([[0.0, 0.0, -torch.inf], [5.0, 0.0, -torch.inf]])
+    assert TypicalAcceptance(1.0).accept(logits, torch.tensor([2, 1]), Tree([(0,)])).row == 1
 
 
 def test_a_rule_is_made_by_its_name():
+    assert acceptance_rule("greedy", 0.7) is greedy_acceptance
+    for name in ("typical", "rejection"):
+        assert acceptance_rule(name, 0.0, top_p=0.9) is greedy_acceptance
+    sampling = acceptance_rule("typical", 0.7, first_token="sampled")
+    assert sampling == TypicalAcceptance(0.7, 0.09, 0.3, samples=True)
     assert acceptance_rule("typical", 0.7, 0.1, 0.2) == TypicalAcceptance(0.7, 0.1, 0.2)
-    assert acceptance_rule("typical", 0.7, first_token="sampled") == TypicalAcceptance(
-        0.7, 0.09, 0.3, samples=True
-    )
     assert acceptance_rule("rejection", 0.7, top_p=0.9) == RejectionSampling(0.7, 0.9)
-    assert acceptance_rule("rejection", 0.7) == RejectionSampling(0.7, 1.0)
 
 
-@pytest.mark.parametrize("make", [TypicalAcceptance, RejectionSampling])
-def test_a_rule_of_chance_needs_a_temperature(make):
-    with pytest.raises(ValueError, match="temperature"):
-        make(0.0)
+@pytest.mark.parametrize(
+    ("make", "settings"),
+    [
+        (TypicalAcceptance, (0.0,)),
+        (RejectionSampling, (0.0,)),
+        (RejectionSampling, (0.7, 0.0)),
+        (RejectionSampling, (0.7, 1.1)),
+    ],
+)
+def test_numbers_out_of_range_are_refused(make, settings):
+    with pytest.raises(ValueError, match=r"temperature|top_p"):
+        make(*settings)
 
 
-@pytest.mark.parametrize("top_p", [0.0, 1.1])
-def test_top_p_is_a_probability(top_p):
-    with pytest.raises(ValueError, match="top_p"):
-        RejectionSampling(0.7, top_p)
+def law_of_rejection(tree, p, tokens) -> dict[tuple[int, int], float]:
+    """The probability of each (row, next token) when children are tried one after another."""
+    law: Counter[tuple[int, int]] = Counter()
+
+    def visit(row: int, reached: float) -> None:
+        left = list(p[row])
+        for child in range(1, tree.num_nodes + 1):
+            if tree.parent[child] == row:
+                token = int(tokens[child])
+                accepted = left[token] / sum(left) if sum(left) > 0 else 0.0
+                visit(child, reached * accepted)
+                reached *= 1 - accepted
+                left[token] = 0.0
+        for token, mass in enumerate(left):
+            if mass > 0:
+                law[row, token] += reached * mass / sum(left)
+
+    visit(0, 1.0)
+    return law
 
 
-def test_impossible_tokens_do_not_turn_the_entropy_into_nan():
-    tree, logits, tokens = (
-        Tree([(0,)]),
-        torch.tensor([[0.0, 0.0, -torch.inf], [5.0, 0.0, -torch.inf]]),
-        [2, 1],
+def truncated(logits, temperature: float, top_p: float) -> list[list[float]]:
+    """The target's distributions by transformers' own nucleus."""
+    scores = logits / temperature
+    if top_p < 1:
+        scores = TopPLogitsWarper(top_p)(None, scores)
+    return scores.softmax(-1).tolist()
+
+
+def p_of_law(rule, step, law: dict) -> float:
+    """The p-value of `NUM_SAMPLES` draws of a rule under a law."""
+    tree, logits, tokens = step
+    noise = gumbel((NUM_SAMPLES, tree.max_depth + 1, VOCAB), 5)
+    logits, tokens = logits.expand(NUM_SAMPLES, -1, -1), tokens.expand(NUM_SAMPLES, -1)
+    found = rule.accept(logits, tokens, tree, noise)
+    counts = Counter(zip(found.row.tolist(), found.next_token.tolist(), strict=True))
+    support = sorted(counts.keys() | law.keys())
+    return chi_square_p(
+        [counts[each] for each in support], [law.get(each, 0.0) for each in support]
     )
-    assert int(TypicalAcceptance(1.0).accept(logits, torch.tensor(tokens), tree).row) == 1
+
+
+@pytest.mark.parametrize("name", TREES)
+@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.5, 1.0), (1.5, 0.8)])
+def test_rejection_has_the_law_of_trying_children_in_turn(name, temperature, top_p):
+    tree, logits, tokens = step = random_step(11, TREES[name], spread=1.0)
+    p = truncated(logits, temperature, top_p)
+    law = law_of_rejection(tree, p, tokens)
+    first = Counter()  # by that law the first token has the target's own probability
+    for (row, token), probability in law.items():
+        first[int(tokens[tree.retrieve_indices[row, 1]]) if row else token] += probability
+    assert [first[token] for token in range(VOCAB)] == pytest.approx(p[0])
+    assert p_of_law(RejectionSampling(temperature, top_p), step, law) > DOUBT
+
+
+class KeepsRejectedChildren(RejectionSampling):
+    """Wrong: after a rejection it draws from the whole distribution."""
+
+    def accept(self, logits_NV, tokens_N, tree, noise_TV=None):
+        found = super().accept(logits_NV, tokens_N, tree, noise_TV)
+        last_logits_V = logits_NV[torch.arange(NUM_SAMPLES), found.row]
+        again = self.choose(last_logits_V, gumbel((NUM_SAMPLES, VOCAB), 9))
+        return found._replace(next_token=again)
+
+
+class ForgetsTheTemperature(RejectionSampling):
+    def choose(self, logits_V, noise_V=None):
+        return super().choose(logits_V * 1.15, noise_V)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [KeepsRejectedChildren(1.0), ForgetsTheTemperature(1.0), TypicalAcceptance(1.0, samples=True)],
+)
+def test_the_test_sees_what_changes_the_distribution(wrong):
+    tree, logits, tokens = step = random_step(11, TREES["ragged"], spread=1.0)
+    law = law_of_rejection(tree, truncated(logits, 1.0, 1.0), tokens)
+    assert p_of_law(wrong, step, law) < 1e-9
+
+
+def test_rejection_draws_the_same_text_whatever_the_tree():
+    """With the same logits for equal texts only the number of tokens per step differs."""
+    rule, noise = RejectionSampling(1.0), gumbel((300, 3, VOCAB), 3)
+    logits_by_depth = gumbel((3, VOCAB), 1)
+    plain = rule.choose(logits_by_depth, noise).tolist()
+    for choices in TREES.values():
+        tree, _, tokens = random_step(2, [path for path in choices if len(path) < 3])
+        logits = logits_by_depth[tree.depth]
+        for sample, expected in enumerate(plain):
+            row, token = rule.accept(logits, tokens, tree, noise[sample])
+            path = tree.retrieve_indices[row, 1 : tree.depth[row] + 1]
+            written = [*tokens[path].tolist(), int(token)]
+            assert written == expected[: len(written)]
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.integers(0, 2**31), st.sampled_from([0.01, 0.3, 0.5, 0.9, 0.999]), st.integers(1, 40))
+def test_the_nucleus_is_that_of_transformers(seed, top_p, vocab):
+    logits = 3 * gumbel((3, vocab), seed)
+    assert nucleus(logits, top_p).equal(TopPLogitsWarper(top_p)(None, logits).isfinite())
+
+
+def test_ties_in_the_nucleus_go_to_the_lower_ids():
+    assert nucleus(torch.zeros(8), 0.5).tolist() == [True] * 4 + [False] * 4
+
+
+def test_half_precision_logits_are_drawn_in_full_precision():
+    """64 / 0.7 and 64.5 / 0.7 are 0.714 apart; numbers of bfloat16 there are 0.5 apart."""
+    logits = torch.tensor([64.0, 64.5], dtype=torch.bfloat16)
+    assert draw(logits, torch.tensor([0.6, 0.0]), 0.7) == 1
+    assert draw(logits, torch.tensor([0.8, 0.0]), 0.7) == 0
+
+
+def test_drawn_tokens_have_the_targets_probabilities():
+    """With the noise of decoding, position after position of one generator."""
+    logits = torch.tensor([2.0, 1.0, 0.0, -1.0, -4.0, -torch.inf])
+    noise, counts = Noise(torch.Generator().manual_seed(4)), Counter()
+    for _ in range(5_000):
+        counts[tuple(draw(logits, noise.ahead(2, logits[None]), 1.0).tolist())] += 1
+        noise.advance(2)
+    p = logits.softmax(-1)
+    pairs = torch.cartesian_prod(torch.arange(6), torch.arange(6)).tolist()
+    assert (
+        chi_square_p([counts[tuple(pair)] for pair in pairs], torch.outer(p, p).flatten()) > DOUBT
+    )
+
+
+def test_noise_belongs_to_positions_however_they_are_read():
+    logits = torch.zeros(1, 7)
+    one_by_one, in_steps = (Noise(torch.Generator().manual_seed(8)) for _ in range(2))
+    expected = []
+    for _ in range(9):
+        expected.append(one_by_one.ahead(1, logits)[0])
+        one_by_one.advance(1)
+    position = 0
+    for kept in (1, 3, 1, 2):
+        assert in_steps.ahead(3, logits).equal(torch.stack(expected[position : position + 3]))
+        in_steps.advance(kept)
+        position += kept

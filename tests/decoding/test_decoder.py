@@ -1,51 +1,57 @@
+"""Decoding alone and in batches, in float64, where rounding cannot tell texts apart."""
+
 from __future__ import annotations
 
 import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
-from pipeline.decoding.acceptance import TypicalAcceptance
+from pipeline.decoding.acceptance import RejectionSampling, TypicalAcceptance, greedy_acceptance
 from pipeline.decoding.decoder import Decoder, acceleration_rate, plain_decoder
-from pipeline.decoding.tree import cartesian_tree, check_choices
+from pipeline.decoding.steps import last_positions
+from pipeline.decoding.tree import cartesian_tree
 from pipeline.errors import ConfigError
 from pipeline.heads.medusa import MedusaHeads
 from pipeline.heads.shapes import MedusaShape
-from tests.decoding.conftest import FAMILIES
+from tests.decoding.conftest import CHAIN, CONTEXT, FAMILIES, PROMPT, PROMPTS, SPARSE, seeded
+from tests.decoding.steps import typical_length
+from tests.decoding.test_acceptance import RULES
 
-CHAIN = ((0,), (0, 0), (0, 0, 0))
-SPARSE = ((0,), (1,), (3,), (0, 0), (0, 2), (1, 0), (0, 0, 0), (1, 0, 1))
 TREES = {
     "chain": CHAIN,
     "sparse": SPARSE,
     "wide": tuple((rank,) for rank in range(24)),
     "full": cartesian_tree((3, 2, 2)),
 }
-PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
-
-
-def with_a_wrong_best_guess(heads: MedusaHeads, text: list[int]) -> MedusaHeads:
-    """Makes a token that the text lacks every head's best guess, so that the accepted rows are
-    never the first.
-    """
-    wrong = next(token for token in range(heads.shape.vocab_size) if token not in text)
-    heads.lm_head.data[:, wrong] = 4 * heads.lm_head.data.sum(1)  # one-hot logits sum to about 1
-    return heads
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_tree_decoding_writes_what_transformers_writes(
-    family, target_of, continuation, fitted_heads
-):
-    model = target_of(family)
-    expected = continuation(model, PROMPT, 40)
-    heads = fitted_heads(model, PROMPT + expected, 3, known=0.7)
-    decoded = Decoder(model, heads, SPARSE, eos_token_ids=()).generate(PROMPT, 40)
-    plain = plain_decoder(model, eos_token_ids=()).generate(PROMPT, 40)
-    assert decoded.token_ids == plain.token_ids == expected
-    assert {1, 3} <= set(decoded.accepted), "the case must see guesses accepted and refused"
-    assert plain.accepted == [1] * 39
+def test_texts_are_what_transformers_writes(family, pair, continuation):
+    model, heads = pair(family)
+    expected = [continuation(model, prompt, 24) for prompt in PROMPTS]
+    decoder = Decoder(model, heads, SPARSE, eos_token_ids=())
+    plain = plain_decoder(model, eos_token_ids=())
+    together = decoder.generate_batch(PROMPTS, 24)
+    assert [one.token_ids for one in together] == expected
+    alone, text = decoder.generate(PROMPT, 40), continuation(model, PROMPT, 40)
+    assert alone.token_ids == plain.generate(PROMPT, 40).token_ids == text
+    assert {1, 3} <= set(alone.accepted), "guesses must be accepted and refused"
+    for one, text in zip(plain.generate_batch(PROMPTS, 24), expected, strict=True):
+        assert (one.token_ids, one.accepted) == (text, [1] * 23)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("tree", [(), SPARSE, TREES["full"]], ids=["plain", "sparse", "full"])
+def test_a_batch_is_judged_as_each_text_is(rule, tree, pair):
+    model, heads = pair("mistral-window")
+    decoder = Decoder(model, heads, tree, eos_token_ids=())
+    together = decoder.generate_batch(PROMPTS, 16, rule, list(map(seeded, range(5))))
+    for number, one in enumerate(together):
+        alone = decoder.generate(PROMPTS[number], 16, rule, seeded(number))
+        assert (one.token_ids, one.accepted) == (alone.token_ids, alone.accepted)
 
 
 @pytest.mark.parametrize("name", TREES)
@@ -61,192 +67,156 @@ def test_no_tree_and_no_heads_change_the_text(name, known, target_of, continuati
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral-window", "gemma2-both-windows"])
-def test_cache_after_compaction_is_that_of_the_accepted_tokens_alone(
-    family, target_of, continuation, fitted_heads
-):
+def test_the_cache_holds_the_accepted_tokens_alone(family, target_of, continuation, fitted_heads):
+    """A wrong token is every head's best guess, so that accepted rows are never the first."""
     model = target_of(family)
     text = continuation(model, PROMPT, 40)
-    heads = with_a_wrong_best_guess(fitted_heads(model, PROMPT + text, 3), text)
+    heads = fitted_heads(model, PROMPT + text, 3)
+    wrong = min(set(range(24)) - set(text))
+    heads.lm_head.data[:, wrong] = 4 * heads.lm_head.data.sum(1)  # one-hot logits sum to about 1
     decoder = Decoder(model, heads, cartesian_tree((2, 2, 2)), eos_token_ids=())
-    ids = list(PROMPT)
-    for new_ids in decoder.stream(PROMPT, 40):
-        ids += new_ids
-        cache = decoder._cache
-        assert cache.length == len(ids) - 1
-        if len(ids) < len(PROMPT) + 12:
-            continue
-        plain = DynamicCache()
-        with torch.no_grad():
-            model(input_ids=torch.tensor([ids[:-1]]), past_key_values=plain)
-        for layer, expected in zip(cache.layers, plain.layers, strict=True):
-            torch.testing.assert_close(
-                layer.keys[:, :, : cache.length], expected.keys, atol=1e-5, rtol=1e-5
-            )
-            torch.testing.assert_close(
-                layer.values[:, :, : cache.length], expected.values, atol=1e-5, rtol=1e-5
-            )
-        break
+    decoded = decoder.generate(PROMPT, 40)
+    assert (decoded.token_ids, decoded.accepted) == (text, [4] * 9 + [3])
+    steps = decoder.stream(PROMPT, 40)
+    ids = PROMPT + [token for _ in range(4) for token in next(steps)]
+    cache, plain = decoder._cache, DynamicCache()
+    assert cache.length == len(ids) - 1
+    with torch.no_grad():
+        model(input_ids=torch.tensor([ids[:-1]]), past_key_values=plain)
+    for layer, expected in zip(cache.layers, plain.layers, strict=True):
+        torch.testing.assert_close(layer.keys[:, :, : cache.length], expected.keys)
+        torch.testing.assert_close(layer.values[:, :, : cache.length], expected.values)
 
 
-def test_paths_that_do_not_lie_in_order_are_moved(target_of, continuation, fitted_heads):
-    model = target_of("llama")
-    expected = continuation(model, PROMPT, 40)
-    heads = with_a_wrong_best_guess(fitted_heads(model, PROMPT + expected, 3), expected)
-    decoded = Decoder(model, heads, cartesian_tree((2, 2, 2)), eos_token_ids=()).generate(
-        PROMPT, 40
-    )
-    assert decoded.token_ids == expected
-    assert decoded.accepted == [4] * 9 + [3]
+class Fetches(TorchDispatchMode):
+    """Counts the numbers that the host reads out of tensors."""
+
+    count = 0
+    WAITS = ("item", "_local_scalar_dense", "nonzero", "equal")
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        self.count += operator.overloadpacket.__name__ in self.WAITS
+        return operator(*args, **(kwargs or {}))
 
 
-def test_target_runs_once_per_step_and_once_for_the_prompt(target_of, continuation, fitted_heads):
-    model = target_of("llama")
-    heads = fitted_heads(model, PROMPT + continuation(model, PROMPT, 40), 3, known=0.7)
-    rows = []
+@pytest.mark.parametrize("tree", [(), SPARSE], ids=["plain", "tree"])
+@pytest.mark.parametrize("rule", RULES)
+def test_a_step_is_one_forward_and_one_fetch(rule, tree, pair, monkeypatch):
+    model, heads = pair("llama")
+    decoder = Decoder(model, heads, tree, eos_token_ids=())
+    rows, lists, fetch_list = [], [], torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda it: lists.append(it) or fetch_list(it))
     hook = model.register_forward_pre_hook(
         lambda _, args, kwargs: rows.append(kwargs["input_ids"].shape[1]), with_kwargs=True
     )
-    decoded = Decoder(model, heads, SPARSE, eos_token_ids=()).generate(PROMPT, 30)
+    with Fetches() as fetches:
+        decoded = decoder.generate(PROMPT, 20, rule, seeded(0))
     hook.remove()
-    assert rows == [len(PROMPT)] + [1 + len(SPARSE)] * decoded.num_steps
+    assert rows == [len(PROMPT)] + [1 + len(tree)] * decoded.num_steps
+    assert fetches.count + len(lists) == 1 + decoded.num_steps
     assert sum(decoded.accepted) == len(decoded.token_ids) - 1
 
 
+@pytest.mark.parametrize("rule", [greedy_acceptance, RejectionSampling(0.7)])
 @pytest.mark.parametrize("position", [1, 4, 5, 6, 11])
-def test_an_end_token_inside_an_accepted_path_ends_the_text_there(
-    position, target_of, continuation, fitted_heads
-):
+def test_an_end_token_inside_a_path_ends_the_text(position, rule, target_of, fitted_heads):
     model = target_of("qwen3-head-dim")
-    text = continuation(model, PROMPT, 40)[:24]
-    heads = fitted_heads(model, PROMPT + text, 3)
-    ends = [text[position], 23]
-    decoded = Decoder(model, heads, CHAIN, eos_token_ids=ends).generate(PROMPT, 24)
-    assert (
-        decoded.token_ids
-        == continuation(model, PROMPT, 24, ends)
-        == text[: text.index(text[position]) + 1]
-    )
+    text = plain_decoder(model, eos_token_ids=()).generate(PROMPT, 24, rule, seeded(3)).token_ids
+    heads, ends = fitted_heads(model, PROMPT + text, 3), [text[position], 23]
+    decoded = Decoder(model, heads, CHAIN, eos_token_ids=ends).generate(PROMPT, 24, rule, seeded(3))
+    assert decoded.token_ids == text[: text.index(text[position]) + 1]
     assert decoded.finished == "stop"
-    assert (
-        plain_decoder(model, eos_token_ids=ends).generate(PROMPT, 24).token_ids == decoded.token_ids
-    )
+    plain = plain_decoder(model, eos_token_ids=ends).generate(PROMPT, 24, rule, seeded(3))
+    assert plain.token_ids == decoded.token_ids
     assert sum(decoded.accepted) == len(decoded.token_ids) - 1
 
 
 @pytest.mark.parametrize("num_tokens", range(1, 10))
-def test_length_cuts_inside_an_accepted_path(num_tokens, target_of, continuation, fitted_heads):
-    model = target_of("llama")
-    text = continuation(model, PROMPT, 40)[:20]
+def test_length_cuts_inside_a_path(num_tokens, target_of, continuation, fitted_heads):
+    """An end token behind the cut, mostly within the last step's path, does not count."""
+    model = target_of("mistral-window")
+    text = continuation(model, PROMPT, 40)
     heads = fitted_heads(model, PROMPT + text, 3)
-    decoded = Decoder(model, heads, CHAIN, eos_token_ids=()).generate(PROMPT, num_tokens)
+    behind = {text[num_tokens]} - set(text[:num_tokens])
+    decoded = Decoder(model, heads, CHAIN, eos_token_ids=behind).generate(PROMPT, num_tokens)
     assert (decoded.token_ids, decoded.finished) == (text[:num_tokens], "length")
     assert sum(decoded.accepted) == num_tokens - 1
 
 
-def test_an_end_token_behind_the_length_cut_does_not_count(target_of, continuation, fitted_heads):
-    model = target_of("mistral-window")
-    text = continuation(model, PROMPT, 40)
-    heads = fitted_heads(model, PROMPT + text, 3)
-    for num_tokens in range(1, 6):
-        ends = [text[num_tokens]]  # in most cases within the last step's path
-        if ends[0] not in text[:num_tokens]:
-            decoded = Decoder(model, heads, CHAIN, eos_token_ids=ends).generate(PROMPT, num_tokens)
-            assert (decoded.token_ids, decoded.finished) == (text[:num_tokens], "length")
-
-
-def test_text_ends_with_the_context_even_where_positions_are_a_table(
-    target_of, continuation, fitted_heads
-):
-    model = target_of("gpt2-positions")
-    prompt = [token % 24 for token in range(86)]
-    text = continuation(model, prompt, 10)
-    heads = fitted_heads(model, prompt + text, 3)
-    decoded = Decoder(model, heads, CHAIN, eos_token_ids=()).generate(prompt, 50)
-    assert decoded.token_ids == text and decoded.finished == "length"
-
-
-@pytest.mark.parametrize("prompt", [[], list(range(20)) * 5])
-def test_a_prompt_without_room_is_refused(prompt, target_of):
-    with pytest.raises(ValueError, match="no room"):
-        plain_decoder(target_of("llama"), eos_token_ids=()).generate(prompt, 4)
-
-
-def test_a_decoder_forgets_the_last_prompt(target_of, continuation, fitted_heads):
-    model = target_of("mistral-window")
-    heads = fitted_heads(model, PROMPT + continuation(model, PROMPT, 40)[:20], 3)
-    decoder, plain = (
-        Decoder(model, heads, SPARSE, eos_token_ids=()),
-        plain_decoder(model, eos_token_ids=()),
+def test_a_text_that_has_ended_leaves_the_batch(pair, continuation):
+    model, heads = pair("qwen2")
+    texts = [continuation(model, prompt, 24) for prompt in PROMPTS]
+    ends = [texts[1][5], texts[3][9]]
+    batches: list[int] = []
+    hook = model.register_forward_pre_hook(
+        lambda _, args, kwargs: batches.append(len(kwargs["input_ids"])), with_kwargs=True
     )
-    for prompt in (PROMPT, [2], [5, 6] * 20, PROMPT[::-1], PROMPT):
-        expected = continuation(model, prompt, 12)
-        assert (
-            decoder.generate(prompt, 12).token_ids
-            == plain.generate(prompt, 12).token_ids
-            == expected
-        )
+    decoded = Decoder(model, heads, SPARSE, eos_token_ids=ends).generate_batch(PROMPTS, 24)
+    hook.remove()
+    expected = [continuation(model, prompt, 24, ends) for prompt in PROMPTS]
+    assert [one.token_ids for one in decoded] == expected
+    longest = max(one.num_steps for one in decoded)
+    open_texts = [sum(one.num_steps > step for one in decoded) for step in range(longest)]
+    assert batches[len(PROMPTS) :] == open_texts and len(set(open_texts)) > 2
 
 
-def test_cache_grows_for_a_longer_sequence(target_of, continuation, monkeypatch):
-    monkeypatch.setattr("pipeline.decoding.cache._GRANULE", 1)
-    model = target_of("llama")
+def test_texts_end_at_the_context_of_a_position_table(pair, continuation):
+    model, heads = pair("gpt2-positions")
+    prompts = [PROMPT * 11, PROMPT * 5, [2] * (CONTEXT - 1)]
+    decoder = Decoder(model, heads, SPARSE, eos_token_ids=())
+    alone = [decoder.generate(prompt, 30) for prompt in prompts]
+    for prompt, one, same in zip(prompts, alone, decoder.generate_batch(prompts, 30), strict=True):
+        text = continuation(model, prompt, min(30, CONTEXT - len(prompt)))
+        assert one.token_ids == same.token_ids == text and one.finished == "length"
+
+
+@pytest.mark.parametrize("granule", [1, 256])
+def test_batches_follow_one_another_in_one_cache(granule, pair, continuation, monkeypatch):
+    monkeypatch.setattr("pipeline.decoding.cache._GRANULE", granule)
+    model, heads = pair("mistral-window")
+    decoder = Decoder(model, heads, SPARSE, eos_token_ids=())
     plain = plain_decoder(model, eos_token_ids=())
-    for prompt in ([2], PROMPT * 3, PROMPT):
-        assert plain.generate(prompt, 12).token_ids == continuation(model, prompt, 12)
-    assert plain._cache.num_slots == len(PROMPT) * 3 + 12 + 1
+    for prompts in (PROMPTS[1:2], PROMPTS[:2], PROMPTS[4:], PROMPTS, PROMPTS[:1]):
+        texts = [continuation(model, prompt, 12) for prompt in prompts]
+        for one in (decoder, plain):
+            assert [each.token_ids for each in one.generate_batch(prompts, 12)] == texts
+    longest = max(map(len, PROMPTS)) + 12 + 1
+    assert plain._cache.num_slots == -(-longest // granule) * granule
 
 
-def test_acceleration_rate_is_pooled_over_sequences_without_the_prefills_token(
-    target_of, continuation, fitted_heads
-):
-    model = target_of("llama")
-    heads = fitted_heads(model, PROMPT + continuation(model, PROMPT, 40), 3)
+def test_acceleration_rate_is_pooled_without_the_prefills_token(pair):
+    model, heads = pair("llama")
     decoder = Decoder(model, heads, CHAIN, eos_token_ids=())
-    decoded = [
-        decoder.generate(PROMPT, 21),
-        decoder.generate([5, 6], 8),
-        decoder.generate(PROMPT, 1),
-    ]
+    sizes = ((PROMPT, 21), ([5, 6], 8), (PROMPT, 1))
+    decoded = [decoder.generate(prompt, num_tokens) for prompt, num_tokens in sizes]
     steps = sum(one.num_steps for one in decoded)
     assert acceleration_rate(decoded) == pytest.approx((20 + 7 + 0) / steps)
     assert acceleration_rate([plain_decoder(model, eos_token_ids=()).generate(PROMPT, 9)]) == 1.0
     assert math.isnan(acceleration_rate(decoded[2:]))
 
 
-def written_by_the_papers_words(
-    model, heads, choices, prompt, num_tokens, temperature, eps, delta
-) -> list[int]:
+@torch.no_grad()
+def written_by_the_papers_words(model, heads, choices, num_tokens, temperature) -> list[int]:
     """Typical acceptance without a cache, a mask or a tree: one full forward per candidate."""
+    text: list[int] = []
 
-    @torch.no_grad()
-    def read(ids):
-        seen = []
-        hook = model.get_output_embeddings().register_forward_pre_hook(
-            lambda _, inputs: seen.append(inputs[0])
-        )
-        logits = model(input_ids=torch.tensor([ids])).logits[0]
-        hook.remove()
-        return seen[0][0], logits
+    def read(tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        ids = PROMPT + text + tokens
+        return last_positions(model, ids, len(ids))
 
-    hidden, logits = read(prompt)
-    text = [int(logits[-1].argmax())]
+    hidden, logits = read([])
+    text.append(int(logits[-1].argmax()))
     while len(text) < num_tokens:
         guesses = heads(hidden[-1:])[:, 0].topk(8).indices
         best, kept = (0, 0.0), []
         for path in choices:
             tokens = [int(guesses[depth, rank]) for depth, rank in enumerate(path)]
-            _, logits = read(prompt + text + tokens)
-            length, likelihood = 0, 0.0
-            for token, row in zip(tokens, logits[-1 - len(tokens) : -1], strict=True):
-                p = torch.softmax(row / temperature, 0)
-                entropy = -sum(each * math.log(each) for each in p.tolist() if each > 0)
-                if not p[token] > min(eps, delta * math.exp(-entropy)):
-                    break
-                length, likelihood = length + 1, likelihood + math.log(p[token])
-            if (length, likelihood) > best:
-                best, kept = (length, likelihood), tokens[:length]
+            _, logits = read(tokens)
+            found = typical_length(logits[-1 - len(tokens) : -1], tokens, temperature)
+            if found > best:
+                best, kept = found, tokens[: found[0]]
         text += kept
-        hidden, logits = read(prompt + text)
+        hidden, logits = read([])
         text.append(int(logits[-1].argmax()))
     return text[:num_tokens]
 
@@ -258,33 +228,35 @@ def test_typical_decoding_follows_the_paper_step_by_step(
     model = target_of("qwen2")
     heads = fitted_heads(model, PROMPT + continuation(model, PROMPT, 40), 3, known=0.1)
     choices = (*cartesian_tree((6, 3)), (0, 0, 0), (1, 0, 0))
-    expected = written_by_the_papers_words(
-        model, heads, choices, PROMPT, 10, temperature, 0.09, 0.3
-    )
+    expected = written_by_the_papers_words(model, heads, choices, 10, temperature)
     decoder = Decoder(model, heads, choices, eos_token_ids=())
     assert decoder.generate(PROMPT, 10, TypicalAcceptance(temperature)).token_ids == expected
-    assert decoder.generate(PROMPT, 10).token_ids != expected, (
-        "the case must see more accepted than greedily"
-    )
+    assert decoder.generate(PROMPT, 10).token_ids != expected, "more is accepted than greedily"
 
 
-def test_heads_of_another_vocabulary_or_size_are_refused(target_of):
-    for config in (MedusaShape(48, 25, 3), MedusaShape(40, 24, 3)):
-        with pytest.raises(ConfigError, match="heads have"):
-            Decoder(target_of("llama"), MedusaHeads(config), CHAIN, eos_token_ids=())
-
-
-def test_an_attention_that_takes_no_tree_mask_is_refused(target_of, monkeypatch):
+def test_heads_of_another_target_are_refused(target_of, monkeypatch):
     model = target_of("llama")
+    for size, vocab in ((48, 25), (40, 24)):
+        with pytest.raises(ConfigError):
+            Decoder(model, MedusaHeads(MedusaShape(size, vocab, 3)), CHAIN, eos_token_ids=())
+    with pytest.raises(ValueError, match="deeper than these heads"):
+        Decoder(model, MedusaHeads(MedusaShape(48, 24, 2)), CHAIN, eos_token_ids=())
     monkeypatch.setattr(model.config, "_attn_implementation_internal", "flash_attention_2")
-    with pytest.raises(ConfigError, match="flash_attention_2"):
+    with pytest.raises(ConfigError):
         Decoder(model, MedusaHeads(MedusaShape(48, 24, 3)), CHAIN, eos_token_ids=())
 
 
-def test_a_tree_deeper_than_the_heads_is_a_programmers_error(target_of):
-    heads = MedusaHeads(MedusaShape(48, 24, 2))
-    with pytest.raises(ValueError, match="deeper than these heads"):
-        Decoder(target_of("llama"), heads, check_choices(CHAIN, 3, 1), eos_token_ids=())
+def test_a_decoder_refuses_what_it_cannot_decode(target_of, monkeypatch):
+    model = target_of("llama")
+    decoder = plain_decoder(model, eos_token_ids=())
+    for prompt in ([], list(range(20)) * 5):
+        with pytest.raises(ValueError, match="no room"):
+            decoder.generate(prompt, 4)
+    with pytest.raises(ValueError, match="generator"):
+        decoder.generate(PROMPT, 4, RejectionSampling(0.7, 0.9))
+    monkeypatch.setattr(model, "training", True)
+    with pytest.raises(ValueError, match="eval"):
+        plain_decoder(model, eos_token_ids=())
 
 
 def test_decoding_leaves_the_model_as_it_was(target_of):
@@ -293,13 +265,3 @@ def test_decoding_leaves_the_model_as_it_was(target_of):
     next(stream)
     stream.close()
     assert not model.get_output_embeddings()._forward_pre_hooks
-
-
-def test_a_model_in_training_mode_is_refused(target_of):
-    model = target_of("llama")
-    model.train()
-    try:
-        with pytest.raises(ValueError, match="eval"):
-            plain_decoder(model, eos_token_ids=())
-    finally:
-        model.eval()

@@ -17,13 +17,12 @@ from pipeline.conversations.spans import IGNORED
 from pipeline.decoding.acceptance import RejectionSampling
 from pipeline.decoding.decoder import Decoder, plain_decoder
 from pipeline.decoding.dynamic_tree import NEVER, PREFER_PARENT, DynamicTree, check_tree
-from pipeline.decoding.held_out import HeldOutPlaces
-from pipeline.decoding.tree import Tree, TreeRows
+from pipeline.decoding.tree import TreeRows
 from pipeline.errors import ConfigError
 from pipeline.heads.medusa import MedusaHeads
 from pipeline.heads.shapes import MedusaShape
-from tests.decoding.conftest import PROMPT, PROMPTS, held_out_answers, seeded
-from tests.decoding.steps import gumbel, random_step, random_trees
+from tests.decoding.conftest import PROMPT, PROMPTS, seeded
+from tests.decoding.steps import gumbel
 from tests.decoding.test_acceptance import RULES
 from tests.heads.test_recurrent import SIZE, VOCAB, random_cell
 
@@ -83,40 +82,20 @@ def test_the_most_probable_nodes_are_chosen_and_form_a_tree(tree: DynamicTree, s
 
 
 @pytest.mark.parametrize("rule", RULES)
-@given(st.lists(random_trees(), min_size=2, max_size=2), st.integers(0, 99))
+@given(dynamic_trees(), st.integers(0, 99))
 @settings(max_examples=25, deadline=None)
-def test_rules_judge_each_text_by_its_own_tree(rule, choices, seed):
-    """The smaller tree is filled up with children of the root whose token is impossible."""
-    steps = [random_step(seed + text, each) for text, each in enumerate(choices)]
-    num_rows = max(len(tokens) for *_, tokens in steps)
-    num_positions = max(tree.max_depth for tree, *_ in steps) + 1
-    columns = [filled_up(*step, num_rows, num_positions) for step in steps]
-    parent, depth, retrieve, logits, tokens = map(torch.stack, zip(*columns, strict=True))
-    noise = gumbel((2, num_positions, logits.shape[-1]), seed) if rule.samples else [None, None]
-    together_noise = noise if rule.samples else None
-    together = rule.accept(logits, tokens, TreeRows(parent, depth, retrieve), together_noise)
-    for text, (tree, *_) in enumerate(steps):
-        own_logits, own_tokens = logits[text, : len(tree.depth)], tokens[text, : len(tree.depth)]
-        alone = rule.accept(own_logits, own_tokens, tree, noise[text])
-        assert together.row[text] == alone.row
-        assert together.next_token[text] == alone.next_token
-
-
-def filled_up(tree: Tree, logits, tokens, num_rows: int, num_positions: int):
-    """Parents, depths, paths, logits (with an impossible token more) and tokens of a step."""
-    num_own, num_tokens = len(tokens), logits.shape[1]
-    parent, depth = torch.zeros(num_rows, dtype=int), torch.ones(num_rows, dtype=int)
-    parent[:num_own], depth[:num_own] = tree.parent, tree.depth
-    retrieve = torch.zeros(num_rows, num_positions, dtype=int)
-    retrieve[:num_own, : tree.max_depth + 1] = tree.retrieve_indices
-    if num_positions > 1:
-        retrieve[num_own:, 1] = torch.arange(num_own, num_rows)
-    filled_logits = torch.zeros(num_rows, num_tokens + 1, dtype=logits.dtype)
-    filled_logits[:num_own, :-1] = logits
-    filled_logits[:, -1] = -1e9
-    filled_tokens = torch.full((num_rows,), num_tokens)
-    filled_tokens[:num_own] = tokens
-    return parent, depth, retrieve, filled_logits, filled_tokens
+def test_rules_judge_each_text_by_its_own_tree(rule, tree, seed):
+    hidden = 3 * gumbel((3, SIZE), seed)
+    grown, tokens = tree.grow(random_cell(seed), hidden, ROOTS)
+    logits = 2 * gumbel((*tokens.shape, VOCAB), seed)
+    logits.scatter_add_(2, tokens.roll(-1, 1)[..., None], torch.full_like(logits[..., :1], 9.0))
+    noise = gumbel((3, tree.max_depth + 1, VOCAB), seed) if rule.samples else None
+    together = rule.accept(logits, tokens, grown, noise)
+    for text in range(3):
+        rows = TreeRows(grown.parent[text], grown.depth[text], grown.retrieve_indices[text])
+        own_noise = None if noise is None else noise[text]
+        alone = rule.accept(logits[text], tokens[text], rows, own_noise)
+        assert alone == (together.row[text], together.next_token[text])
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral-window", "gemma2-both-windows"])
@@ -179,29 +158,6 @@ def test_a_parent_comes_before_an_equally_probable_child(num_nodes):
     tree, _ = DynamicTree(num_nodes, 6, 3).grow(heads, torch.ones(2, SIZE), torch.tensor([4, 9]))
     assert tree.depth.tolist() == [list(range(num_nodes + 1))] * 2
     assert tree.parent.tolist() == [[0, *range(num_nodes)]] * 2
-
-
-@pytest.mark.slow
-def test_the_walk_by_places_takes_the_decoder_s_steps(target_of, continuation, fitted_heads):
-    model = target_of("llama")
-    texts = [continuation(model, prompt, 40) for prompt in PROMPTS]
-    heads = fitted_heads(model, PROMPT + texts[0], 3, known=0.7)
-    heads.lm_head.data *= 8  # as sure as trained heads are, so that trees differ between steps
-    parts = []
-    for roots, labels in held_out_answers(model, PROMPTS, texts, 3):
-        parts.append(DynamicTree(1, 3, 4).places(heads, *roots, labels).numpy())
-    starts = np.arange(len(PROMPTS)) * 39
-    seen = np.zeros(len(PROMPTS), bool)
-    places = HeldOutPlaces(np.concatenate(parts, axis=1), starts, np.arange(len(PROMPTS)), seen)
-    rates = []
-    for num_nodes in (1, 3, 9, 36):
-        decoder = Decoder(model, heads, DynamicTree(num_nodes, 3, 4), eos_token_ids=())
-        decoded = [decoder.generate(prompt, 40) for prompt in PROMPTS]
-        assert [one.token_ids for one in decoded] == texts
-        walked = places.walk(num_nodes)
-        assert (walked.kept_S + 1).tolist() == [kept for one in decoded for kept in one.accepted]
-        rates.append(walked.acceleration_rate)
-    assert rates == sorted(rates) and rates[-1] > rates[0] > 1.05, "guesses must be accepted"
 
 
 def test_a_tree_that_cannot_be_filled_is_refused():

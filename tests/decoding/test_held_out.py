@@ -1,155 +1,164 @@
-"""The walk takes decoding's own steps, and what each depth and each node adds sums to its rate."""
+"""The walk takes decoding's own steps; standard errors are those of the bootstrap."""
 
 from __future__ import annotations
 
 import itertools
+import math
+import statistics
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.conversations.spans import IGNORED
 from pipeline.decoding.decoder import Decoder, acceleration_rate
-from pipeline.decoding.held_out import accepted_lengths, simulated_acceleration_rate, walk
+from pipeline.decoding.dynamic_tree import DynamicTree
+from pipeline.decoding.held_out import (
+    NUM_RESAMPLES,
+    HeldOutPlaces,
+    accepted_lengths,
+    estimated_rate,
+    simulated_acceleration_rate,
+    walk,
+)
 from pipeline.decoding.tree_search import joint_tree
 from pipeline.heads.accuracy import NO_LABEL, label_ranks
+from tests.decoding.conftest import PROMPT, PROMPTS, held_out_answers
 from tests.decoding.ranks import held_out, of
 
-
-@settings(max_examples=60, deadline=None)
-@given(ranks=held_out(), num_nodes=st.integers(1, 12), data=st.data())
-def test_accepted_lengths_are_those_of_the_longest_right_path(ranks, num_nodes, data):
-    choices, _ = joint_tree(ranks, num_nodes)
-    place = data.draw(st.integers(0, len(ranks) - 1))
-    truth = tuple(ranks.ranks_KN[:, place].tolist())
-    longest = max((len(path) for path in choices if truth[: len(path)] == path), default=0)
-    assert accepted_lengths(ranks, choices)[place] == longest
+CHAIN = ((0,), (0, 0))
+conversations = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 20)), min_size=2, max_size=12)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(ranks=held_out(), num_nodes=st.integers(0, 12))
-def test_the_walk_keeps_every_token_once_and_takes_decoding_s_steps(ranks, num_nodes):
+def test_the_walk_takes_decoding_s_steps_in_each_span(ranks, num_nodes):
     choices, _ = joint_tree(ranks, num_nodes)
-    kept = []
-    for start, stop in itertools.pairwise([*ranks.starts.tolist(), len(ranks)]):
+    guessed = []
+    for truth in ranks.ranks_KN.T.tolist():
+        right = [len(path) for path in choices if tuple(truth[: len(path)]) == path]
+        guessed.append(max(right, default=0))
+    assert accepted_lengths(ranks, choices).tolist() == guessed
+    kept, new = [], []
+    bounds = itertools.pairwise([*ranks.starts.tolist(), len(ranks)])
+    for (start, stop), seen in zip(bounds, ranks.seen, strict=True):
         while start < stop:  # the state at `start` is the root's
-            guessed = next(
-                depth
-                for depth in range(3, -1, -1)
-                if depth == 0 or tuple(ranks.ranks_KN[:depth, start].tolist()) in choices
-            )
-            kept.append(min(guessed + 1, stop - start))
-            start += guessed + 1
-    assert sum(kept) == len(ranks)
-    assert simulated_acceleration_rate(ranks, choices) == pytest.approx(sum(kept) / len(kept))
+            kept.append(min(guessed[start], stop - start - 1))
+            new += kept[-1:] * (not seen)
+            start += guessed[start] + 1
+    walked = walk(ranks, choices)
+    assert walked.kept_S.tolist() == kept and walked.new().kept_S.tolist() == new
+    assert sum(kept) + len(kept) == len(ranks), "every token is kept once"
+    assert simulated_acceleration_rate(ranks, choices) == pytest.approx(len(ranks) / len(kept))
+    assert len(ranks.new()) == sum(np.diff(ranks.starts, append=len(ranks))[~ranks.seen])
 
 
 @settings(max_examples=100, deadline=None)
 @given(ranks=held_out(), num_nodes=st.integers(1, 12))
-def test_what_depths_and_nodes_add_to_a_step_sums_to_the_rate(ranks, num_nodes):
+def test_what_depths_and_nodes_add_sums_to_the_rate(ranks, num_nodes):
     choices, _ = joint_tree(ranks, num_nodes)
     walked = walk(ranks, choices)
     by_depth, by_node = walked.depth_shares(), walked.node_shares(ranks, choices)
-    assert (
-        1 + sum(by_depth)
-        == pytest.approx(walked.acceleration_rate)
-        == pytest.approx(1 + sum(by_node))
-    )
+    assert 1 + sum(by_depth) == pytest.approx(walked.acceleration_rate)
     for depth, share in enumerate(by_depth, start=1):
         peers = [added for path, added in zip(choices, by_node, strict=True) if len(path) == depth]
         assert sum(peers) == pytest.approx(share)
     assert walked.estimate().rate == pytest.approx(walked.acceleration_rate)
 
 
-def test_a_guess_that_ends_the_text_is_the_step_s_own_token_and_a_node_is_counted_where_it_is_kept():  # noqa: E501
-    """Six positions, both heads always right: steps of 3, and of 3 of which nothing is cut; then
-    one position less.
-    """
+def test_a_node_is_counted_where_it_is_kept():
+    """Six positions, both heads always right: two steps of 3 tokens; then one position less."""
     ranks = of(np.array([[0, 0, 1, 0, 0, 0], [0, 1, 0, 0, 0, NO_LABEL]], np.uint8), np.array([0]))
-    chain = ((0,), (0, 0))
-    walked = walk(ranks, chain)
+    walked = walk(ranks, CHAIN)
     assert (walked.places_S.tolist(), walked.kept_S.tolist()) == ([0, 3], [2, 2])
-    assert walked.node_shares(ranks, chain) == [1.0, 1.0]
+    assert walked.node_shares(ranks, CHAIN) == [1.0, 1.0]
     shorter = of(ranks.ranks_KN[:, :5].copy(), np.array([0]))
     shorter.ranks_KN[1, 4] = NO_LABEL
-    walked = walk(shorter, chain)
-    assert walked.kept_S.tolist() == [2, 1] and walked.node_shares(shorter, chain) == [1.0, 0.5]
+    walked = walk(shorter, CHAIN)
+    assert walked.kept_S.tolist() == [2, 1] and walked.node_shares(shorter, CHAIN) == [1.0, 0.5]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(ranks=held_out(least=2))
-def test_walks_through_halves_together_are_one_through_all(ranks):
-    one, other = ranks.halves()
-    chain = ((0,), (0, 0))
-    together, whole = walk(one, chain) + walk(other, chain), walk(ranks, chain)
+def test_halves_share_the_conversations_out(ranks):
+    spans = np.split(ranks.ranks_KN, ranks.starts[1:], axis=1)
+    numbers = list(dict.fromkeys(ranks.conversations.tolist()))
+    halves = ranks.halves()
+    for odd, half in enumerate(halves):
+        expected = []
+        for span, owner in zip(spans, ranks.conversations.tolist(), strict=True):
+            if numbers.index(owner) % 2 == odd:
+                expected += span.T.tolist()
+        assert half.ranks_KN.T.tolist() == expected
+        assert len(half.conversations) == len(half.starts)
+    together, whole = walk(halves[0], CHAIN) + walk(halves[1], CHAIN), walk(ranks, CHAIN)
     assert sorted(together.kept_S) == sorted(whole.kept_S)
     assert sorted(together.conversations_S) == sorted(whole.conversations_S)
-    assert together.acceleration_rate == pytest.approx(whole.acceleration_rate)
 
 
-def test_without_a_tree_the_rate_is_one_and_without_text_there_is_none():
+def test_without_a_tree_the_rate_is_one_and_without_text_nan():
     ranks = of(np.zeros((2, 5), np.uint8), np.array([0, 3]))
     assert simulated_acceleration_rate(ranks, ()) == 1.0
     nothing = of(np.zeros((2, 0), np.uint8), np.empty(0, np.int64))
     assert np.isnan(simulated_acceleration_rate(nothing, ((0,),)))
 
 
-@settings(max_examples=40, deadline=None)
-@given(ranks=held_out())
-def test_halves_share_the_conversations_out(ranks):
-    one, other = ranks.halves()
-    spans = [part.tolist() for part in np.split(ranks.ranks_KN, ranks.starts[1:], axis=1)]
-    numbers = list(dict.fromkeys(ranks.conversations.tolist()))
-    for odd, half in enumerate((one, other)):
-        found = (
-            [part.tolist() for part in np.split(half.ranks_KN, half.starts[1:], axis=1)]
-            if len(half)
-            else []
-        )
-        owners = ranks.conversations.tolist()
-        assert found == [
-            span for span, of in zip(spans, owners, strict=True) if numbers.index(of) % 2 == odd
-        ]
-        assert len(half.conversations) == len(half.starts)
+@pytest.mark.parametrize("num_nodes", [1, pytest.param(9, marks=pytest.mark.slow), 36])
+def test_walks_take_the_decoder_s_steps(num_nodes, target_of, continuation, fitted_heads):
+    """On the target's own greedy text, with a static and with a dynamic tree."""
+    model = target_of("llama")
+    texts = [continuation(model, prompt, 40) for prompt in PROMPTS]
+    heads = fitted_heads(model, PROMPT + texts[0], 3, known=0.7)
+    heads.lm_head.data *= 8  # as sure as trained heads, so that dynamic trees differ
+    dynamic, ranks, places = DynamicTree(num_nodes, 3, 4), [], []
+    for roots, labels in held_out_answers(model, PROMPTS, texts, 3):
+        ranks.append(label_ranks(heads, *roots, labels, 4).numpy())
+        places.append(dynamic.places(heads, *roots, labels).numpy())
+    text = of(np.concatenate(ranks, axis=1), np.arange(len(PROMPTS)) * 39)
+    spans = text.starts, text.conversations, text.seen
+    choices, _ = joint_tree(text, num_nodes)
+    grown = HeldOutPlaces(np.concatenate(places, axis=1), *spans).walk(num_nodes)
+    for tree, walked in ((choices, walk(text, choices)), (dynamic, grown)):
+        decoder = Decoder(model, heads, tree, eos_token_ids=())
+        decoded = [decoder.generate(prompt, 40) for prompt in PROMPTS]
+        assert [one.token_ids for one in decoded] == texts
+        assert (walked.kept_S + 1).tolist() == [kept for one in decoded for kept in one.accepted]
+        assert walked.acceleration_rate == pytest.approx(acceleration_rate(decoded))
+        assert walked.acceleration_rate > 1.05, "guesses must be accepted"
 
 
-def test_the_walk_foretells_what_the_decoder_does(target_of, continuation, fitted_heads):
-    """On the target's own greedy text, decoded with a tree, the rate is the walk's exactly."""
-    model, prompts = target_of("llama"), ([3, 1, 4, 1, 5], [11, 2], [6, 6, 9, 4])
-    texts = [continuation(model, prompt, 40) for prompt in prompts]
-    heads = fitted_heads(model, [*prompts[0], *texts[0]], 3, known=0.7)
-    parts = []
-    for prompt, text in zip(prompts, texts, strict=True):
-        with torch.no_grad():
-            hidden_TD = model.base_model(torch.tensor([prompt + text])).last_hidden_state[0]
-        labels = [
-            [text[t + 1 + k] if t + 1 + k < 40 else IGNORED for t in range(39)] for k in range(3)
-        ]
-        next_N, labels_KN = torch.tensor(text[:39]), torch.tensor(labels)
-        parts.append(
-            label_ranks(heads, hidden_TD[len(prompt) - 1 :][:39], next_N, labels_KN, 4).numpy()
-        )
-    ranks = of(np.concatenate(parts, axis=1), np.array([0, 39, 78]))
-    choices, _ = joint_tree(ranks, 10)
-    decoder = Decoder(model, heads, choices, eos_token_ids=())
-    decoded = [decoder.generate(prompt, 40) for prompt in prompts]
-    assert [one.token_ids for one in decoded] == texts
-    assert simulated_acceleration_rate(ranks, choices) == pytest.approx(acceleration_rate(decoded))
-    assert acceleration_rate(decoded) > 1.2, "the case must see guesses accepted"
+@settings(max_examples=15, deadline=None)
+@given(found=conversations)
+def test_the_standard_error_is_the_bootstrap_s_over_conversations(found):
+    """Drawn one by one, with other random numbers."""
+    rng, rates = np.random.default_rng(1), []
+    for _ in range(4 * NUM_RESAMPLES):
+        drawn = [found[i] for i in rng.integers(len(found), size=len(found))]
+        rates.append(sum(tokens for tokens, _ in drawn) / sum(steps for _, steps in drawn))
+    tokens, steps = zip(*found, strict=True)
+    estimate = estimated_rate(tokens, steps)
+    assert estimate.rate == pytest.approx(sum(tokens) / sum(steps))
+    expected = math.sqrt(len(found) / (len(found) - 1)) * statistics.pstdev(rates)
+    assert estimate.standard_error == pytest.approx(expected, rel=0.25, abs=1e-9)
+    assert estimate == estimated_rate([*tokens, 0], [*steps, 0]), "none without a step counts"
 
 
-@settings(max_examples=60, deadline=None)
-@given(ranks=held_out(), num_nodes=st.integers(1, 12))
-def test_the_steps_in_new_answers_are_a_walk_through_these_alone(ranks, num_nodes):
-    choices, _ = joint_tree(ranks, num_nodes)
-    steps = walk(ranks, choices).new()
-    lengths = np.diff(ranks.starts, append=len(ranks))
-    kept = []
-    for start, length, seen in zip(ranks.starts, lengths, ranks.seen, strict=True):
-        if not seen:
-            alone = of(ranks.ranks_KN[:, start : start + length], np.array([0]))
-            kept += walk(alone, choices).kept_S.tolist()
-    assert steps.kept_S.tolist() == kept
-    assert len(ranks.new()) == sum(lengths[~ranks.seen])
+@pytest.mark.parametrize("num_conversations", [12, 100])
+def test_it_is_as_large_as_rates_really_scatter(num_conversations):
+    rng, rates, errors = np.random.default_rng(0), [], []
+    for number in range(300):
+        steps_C = rng.integers(10, 60, num_conversations)
+        ease_C = rng.gamma(4, 0.5, num_conversations)  # conversations differ, their steps less so
+        tokens_C = steps_C + rng.poisson(ease_C * steps_C)
+        rates.append(tokens_C.sum() / steps_C.sum())
+        if number < 60:
+            errors.append(estimated_rate(tokens_C, steps_C).standard_error)
+    assert statistics.mean(errors) == pytest.approx(statistics.stdev(rates), rel=0.15)
+
+
+def test_one_conversation_has_no_known_error():
+    alone, nothing = estimated_rate([6], [2]), estimated_rate([], [])
+    assert alone.rate == 3 and math.isnan(alone.standard_error)
+    assert math.isnan(nothing.rate) and math.isnan(nothing.standard_error)
+    steps = [10, 9, 11]
+    assert estimated_rate([3 * n for n in steps], steps).standard_error == pytest.approx(0)

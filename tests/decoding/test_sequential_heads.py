@@ -12,9 +12,9 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from pipeline.conversations.spans import IGNORED
-from pipeline.decoding.acceptance import RejectionSampling
-from pipeline.decoding.decoder import Decoder, plain_decoder
+from pipeline.decoding.decoder import Decoded, Decoder
 from pipeline.decoding.dynamic_tree import DynamicTree
+from pipeline.decoding.steps import last_positions
 from pipeline.decoding.tree import cartesian_tree
 from pipeline.heads.kind import TargetWeights
 from pipeline.heads.recurrent import RecurrentHeads
@@ -27,24 +27,21 @@ TREES = [cartesian_tree((3, 2, 1)), ((0,), (0, 0), (0, 0, 0), (0, 0, 0, 0)), Dyn
 IDS = ["cartesian", "chain beyond training", "dynamic"]
 
 
+@pytest.fixture(autouse=True)
+def narrow(monkeypatch):
+    """Widths of 16 slots, so that texts outgrow several."""
+    monkeypatch.setattr("pipeline.decoding.cache._GRANULE", 16)
+
+
 def trained_cell(model: PreTrainedModel, ids: list[int]) -> RecurrentHeads:
     """A cell of three steps that has learned one text well enough to be right often."""
-    seen: list[torch.Tensor] = []
-    hook = model.get_output_embeddings().register_forward_pre_hook(
-        lambda _, inputs: seen.append(inputs[0])
-    )
-    with torch.no_grad():
-        model(input_ids=torch.tensor([ids]))
-    hook.remove()
-    lm_head, embedding = (
-        model.get_output_embeddings().weight.detach(),
-        model.get_input_embeddings().weight.detach(),
-    )
+    states_ND, _ = last_positions(model, ids, len(ids))
+    hidden, following = states_ND[:-2].clone(), torch.tensor(ids[1:-1])
+    lm_head = model.get_output_embeddings().weight.detach()
+    embedding = model.get_input_embeddings().weight.detach()
     torch.manual_seed(0)
-    heads = RecurrentHeads.initial(
-        RecurrentShape(SIZE, VOCAB, 3, 64), TargetWeights(lambda: lm_head, lambda: embedding)
-    )
-    hidden, following = seen[0][0, :-2], torch.tensor(ids[1:-1])
+    target = TargetWeights(lambda: lm_head, lambda: embedding)
+    heads = RecurrentHeads.initial(RecurrentShape(SIZE, VOCAB, 3, 64), target)
     labels = torch.full((3, len(following)), IGNORED)
     for step in range(3):
         labels[step, : len(ids) - 2 - step] = torch.tensor(ids[2 + step :])
@@ -73,59 +70,36 @@ def cell_pair(target_of, continuation):
     return get
 
 
+def require_same_captured(model, heads, tree, prompts: list[list[int]]) -> list[Decoded]:
+    """Decode with and without captured steps; returns what both write."""
+    expected = Decoder(model, heads, tree, eos_token_ids=()).generate_batch(prompts, 40)
+    tape = Tape()
+    captured = Decoder(model, heads, tree, eos_token_ids=(), graph_capture=tape)
+    for _ in range(2):
+        for one, same in zip(captured.generate_batch(prompts, 40), expected, strict=True):
+            assert (one.token_ids, one.accepted) == (same.token_ids, same.accepted)
+    assert tape.replayed > 5
+    return expected
+
+
 @pytest.mark.parametrize("tree", TREES, ids=IDS)
 @pytest.mark.parametrize("family", ["llama", "qwen2-tied-mixed-windows", "gemma2-both-windows"])
-def test_greedy_text_is_what_transformers_writes(family, tree, cell_pair, continuation):
+def test_text_is_what_transformers_writes(family, tree, cell_pair, continuation):
     model, heads = cell_pair(family)
-    decoded = Decoder(model, heads, tree, eos_token_ids=()).generate(PROMPT, 40)
-    assert decoded.token_ids == continuation(model, PROMPT, 40)
-    assert max(decoded.accepted) >= 4, "three guesses in a row, at least once"
-
-
-@pytest.mark.parametrize("tree", TREES, ids=IDS)
-def test_sampled_text_is_what_plain_sampling_draws(tree, cell_pair):
-    model, heads = cell_pair("llama")
-    rule, plain = RejectionSampling(0.8), plain_decoder(model, eos_token_ids=())
-    decoder = Decoder(model, heads, tree, eos_token_ids=())
-    for seed in range(5):
-        ours, theirs = (torch.Generator().manual_seed(seed) for _ in range(2))
-        expected = plain.generate(PROMPT, 30, rule, theirs).token_ids
-        assert decoder.generate(PROMPT, 30, rule, ours).token_ids == expected
-
-
-@pytest.mark.parametrize("tree", TREES, ids=IDS)
-def test_a_captured_step_writes_the_same(tree, cell_pair, monkeypatch):
-    monkeypatch.setattr("pipeline.decoding.cache._GRANULE", 16)
-    model, heads = cell_pair("llama")
-    expected = Decoder(model, heads, tree, eos_token_ids=()).generate_batch(
-        [PROMPT, PROMPT[:3]], 30
-    )
-    tape = Tape()
-    decoder = Decoder(model, heads, tree, eos_token_ids=(), graph_capture=tape)
-    for _ in range(2):
-        found = decoder.generate_batch([PROMPT, PROMPT[:3]], 30)
-        assert [(one.token_ids, one.accepted) for one in found] == [
-            (one.token_ids, one.accepted) for one in expected
-        ]
-    assert tape.replayed > 5
+    prompts = [PROMPT, PROMPT[:3]]
+    decoded = require_same_captured(model, heads, tree, prompts)
+    expected = [continuation(model, prompt, 40) for prompt in prompts]
+    assert [one.token_ids for one in decoded] == expected
+    assert max(decoded[0].accepted) >= 4, "three guesses in a row, at least once"
 
 
 @pytest.mark.parametrize("kind", ["medusa", "recurrent"])
-def test_with_a_draft_vocabulary_the_text_stays_the_same_also_captured(
-    kind, pair, cell_pair, continuation, monkeypatch
-):
-    """Also captured. Two tokens of the text are never proposed."""
-    monkeypatch.setattr("pipeline.decoding.cache._GRANULE", 16)
+def test_a_draft_vocabulary_keeps_the_text(kind, pair, cell_pair, continuation):
+    """Two tokens of the text are never proposed."""
     model, heads = {"medusa": pair, "recurrent": cell_pair}[kind]("llama")
     expected = continuation(model, PROMPT, 40)
     outside = {token for token, _ in Counter(expected).most_common()[-2:]}
     drafting = pruned(heads, set(range(VOCAB)) - outside)
     for tree in (cartesian_tree((3, 2, 1)), DynamicTree(12, 3, 3)):
-        decoded = Decoder(model, drafting, tree, eos_token_ids=()).generate(PROMPT, 40)
+        (decoded,) = require_same_captured(model, drafting, tree, [PROMPT])
         assert decoded.token_ids == expected and max(decoded.accepted) >= 3
-        tape = Tape()
-        captured = Decoder(model, drafting, tree, eos_token_ids=(), graph_capture=tape)
-        for _ in range(2):
-            found = captured.generate(PROMPT, 40)
-            assert (found.token_ids, found.accepted) == (expected, decoded.accepted)
-        assert tape.replayed > 5

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import itertools
 import math
 
 import numpy as np
@@ -18,43 +17,43 @@ NUM_HEADS, NUM_ROWS, SIZE, VOCAB = 3, 29, 8, 13
 NEXT = torch.zeros(NUM_ROWS, dtype=torch.int64)  # which these heads do not read
 
 
-def case(lm_head: str) -> tuple[MedusaHeads, torch.Tensor, torch.Tensor]:
+def case(lm_head: str = "untied") -> tuple[MedusaHeads, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Heads, and the states, next tokens and labels that they are scored on."""
     generator = torch.Generator().manual_seed(2)
     heads = MedusaHeads(MedusaShape(SIZE, VOCAB, NUM_HEADS, 1, lm_head))
     for parameter in heads.parameters():
         parameter.data = torch.randn(parameter.shape, generator=generator)
     labels = torch.randint(VOCAB, (NUM_HEADS, NUM_ROWS), generator=generator)
     labels[torch.rand(labels.shape, generator=generator) < 0.4] = IGNORED
-    return heads, torch.randn(NUM_ROWS, SIZE, generator=generator), labels
+    return heads, torch.randn(NUM_ROWS, SIZE, generator=generator), NEXT, labels
 
 
 @pytest.mark.parametrize("lm_head", ["untied", "shared", "tied"])
 @pytest.mark.parametrize("chunk_bytes", [1, 4 * VOCAB * 4, 1 << 20])
-def test_hits_count_labels_above_which_fewer_than_r_tokens_stand(lm_head: str, chunk_bytes: int):
-    heads, hidden, labels = case(lm_head)
-    _, hits, counts, *_ = score(heads, hidden, NEXT, labels, 5, chunk_bytes=chunk_bytes)
-    logits = heads(hidden)
-    for k in range(NUM_HEADS):
-        rows = [n for n in range(NUM_ROWS) if labels[k, n] != IGNORED]
-        ranks = [int((logits[k, n] > logits[k, n, labels[k, n]]).sum()) for n in rows]
-        assert counts[k] == len(rows)
-        assert hits[k].tolist() == [sum(rank <= r for rank in ranks) for r in range(5)]
+def test_ranks_hits_and_losses_follow_from_the_logits(lm_head: str, chunk_bytes: int):
+    heads, hidden, _, labels = text = case(lm_head)
+    ranks_KN = label_ranks(*text, 5, chunk_bytes=chunk_bytes)
+    found = score(*text, 5, chunk_bytes=chunk_bytes)
+    logits_KNV = heads(hidden)
+    for k, n in np.ndindex(*labels.shape):
+        expected = NO_LABEL
+        if labels[k, n] != IGNORED:
+            rank = int((logits_KNV[k, n] > logits_KNV[k, n, labels[k, n]]).sum())
+            expected = rank if rank < 5 else MISS
+        assert ranks_KN[k, n] == expected
+    spans = np.array([0]), np.array([0]), np.array([False])
+    hits_KR, counts_K = HeldOutRanks(ranks_KN.numpy(), *spans).hits(5)
+    assert found.hits_KR.tolist() == hits_KR.cumsum(1).tolist()
+    assert found.counts_K.tolist() == counts_K.tolist()
+    losses = plain_summed_cross_entropy(heads.hidden(hidden), heads.lm_head, labels)
+    torch.testing.assert_close(found.losses_K.float(), losses.detach())
 
 
-@pytest.mark.parametrize("lm_head", ["untied", "shared", "tied"])
-@pytest.mark.parametrize("chunk_bytes", [1, 4 * VOCAB * 4, 1 << 20])
-def test_losses_are_the_summed_cross_entropy(lm_head: str, chunk_bytes: int):
-    heads, hidden, labels = case(lm_head)
-    losses, *_ = score(heads, hidden, NEXT, labels, 5, chunk_bytes=chunk_bytes)
-    expected = plain_summed_cross_entropy(heads.hidden(hidden), heads.lm_head, labels)
-    torch.testing.assert_close(losses.float(), expected.detach())
-
-
-def test_under_autocast_losses_stay_within_the_rounding_of_its_dtype():
-    heads, hidden, labels = case("untied")
+def test_under_autocast_losses_stay_within_its_rounding():
+    text = case()
     with torch.autocast("cpu", torch.bfloat16):
-        found = score(heads, hidden, NEXT, labels, 5)
-    exact = score(heads, hidden, NEXT, labels, 5)
+        found = score(*text, 5)
+    exact = score(*text, 5)
     torch.testing.assert_close(found.losses_K, exact.losses_K, rtol=2e-2, atol=0)
     assert not torch.equal(found.losses_K, exact.losses_K)
 
@@ -67,39 +66,15 @@ def test_losses_of_heads_in_half_precision_are_in_fp32():
     assert found.losses_K.tolist() == pytest.approx([math.log(VOCAB)] * NUM_HEADS, rel=1e-6)
 
 
-def test_ranks_say_of_every_label_where_it_stands_and_give_the_hits_that_the_score_counts():
-    heads, hidden, labels = case("untied")
-    ranks_KN = label_ranks(heads, hidden, NEXT, labels, 5).numpy()
-    logits_KNV = heads(hidden)
-    for k, n in itertools.product(*map(range, labels.shape)):
-        if labels[k, n] == IGNORED:
-            assert ranks_KN[k, n] == NO_LABEL
-            continue
-        rank = int((logits_KNV[k, n] > logits_KNV[k, n, labels[k, n]]).sum())
-        assert ranks_KN[k, n] == (rank if rank < 5 else MISS)
-    alone_KR, counts_K = HeldOutRanks(
-        ranks_KN, np.array([0]), np.array([0]), np.array([False])
-    ).hits(5)
-    found = score(heads, hidden, NEXT, labels, 5)
-    assert (
-        alone_KR.cumsum(1).tolist() == found.hits_KR.tolist()
-        and counts_K.tolist() == found.counts_K.tolist()
-    )
-
-
 def test_every_label_is_hit_when_all_tokens_are_guessed():
-    heads, hidden, labels = case("untied")
-    _, hits, counts, *_ = score(heads, hidden, NEXT, labels, VOCAB + 2)
-    assert hits[:, VOCAB - 1].tolist() == counts.tolist() == hits[:, -1].tolist()
+    found = score(*case(), VOCAB + 2)
+    assert found.hits_KR[:, VOCAB - 1].tolist() == found.counts_K.tolist()
+    assert found.hits_KR[:, -1].tolist() == found.counts_K.tolist()
 
 
 def test_batches_add_up():
-    heads, hidden, labels = case("untied")
-    parts = [
-        score(heads, hidden[rows], NEXT[rows], labels[:, rows], 4)
-        for rows in (slice(0, 9), slice(9, None))
-    ]
-    for whole, *sums in zip(score(heads, hidden, NEXT, labels, 4), *parts, strict=True):
-        torch.testing.assert_close(
-            sum(sums), whole, rtol=1e-6, atol=1e-6
-        )  # sums in float64 of losses in float32
+    heads, hidden, following, labels = text = case()
+    first = score(heads, hidden[:9], following[:9], labels[:, :9], 4)
+    second = score(heads, hidden[9:], following[9:], labels[:, 9:], 4)
+    for whole, *parts in zip(score(*text, 4), first, second, strict=True):
+        torch.testing.assert_close(sum(parts), whole, rtol=1e-6, atol=1e-6)

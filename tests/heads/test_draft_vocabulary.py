@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.nn.functional import cross_entropy
 
 from pipeline.artifacts.trained_heads import read_summary, read_trained_heads, write_heads
 from pipeline.conversations.spans import IGNORED
@@ -68,36 +69,25 @@ def masked_logits(whole: Heads, hidden, following, labels) -> torch.Tensor:
     return logits.index_fill(2, torch.tensor(OUTSIDE), -torch.inf)
 
 
-@given(st.lists(st.integers(0, 9), max_size=30), st.integers(1, 10))
-def test_the_most_frequent_tokens_of_equals_the_lower_in_any_order_of_the_text(
-    tokens: list[int], number: int
-):
-    counts = Counter(tokens)
-    expected = sorted(sorted(range(10), key=lambda token: (-counts[token], token))[:number])
-    assert (
-        most_frequent(np.array([counts[token] for token in range(10)]), number).tolist() == expected
-    )
-
-
-def test_ties_go_to_the_lower_token_in_a_large_vocabulary():
-    """numpy's usual sort does not keep the order of equals."""
-    assert most_frequent(np.arange(1000) % 7, 3).tolist() == [6, 13, 20]
+@given(st.lists(st.integers(0, 999), max_size=200), st.integers(1, 300))
+def test_ties_among_the_most_frequent_go_to_the_lower_token(tokens: list[int], number: int):
+    """In a vocabulary of a size at which numpy's usual sort does not keep the order of ties."""
+    counts = np.bincount(tokens, minlength=1000)
+    expected = sorted(range(1000), key=lambda token: (-counts[token], token))[:number]
+    assert most_frequent(counts, number).tolist() == sorted(expected)
 
 
 @every_kind
 @pytest.mark.parametrize("share", [None, 0.4])
-def test_losses_and_gradients_are_those_of_the_other_tokens_logits_left_out(
-    kind: str, share: float | None
-):
-    """And of the target's distribution over the draft vocabulary, made to sum to one again."""
+def test_losses_and_gradients_leave_the_other_tokens_out(kind: str, share: float | None):
+    """With the target's distribution over the draft vocabulary, normalized."""
     (whole, drafting), (hidden, following, labels) = heads_of(kind), text()
     generator = torch.Generator().manual_seed(2)
-    head = TargetHead(
-        torch.randn(W, D, generator=generator).double(),
-        torch.randn(W, generator=generator).double(),
-    )
+    weights = torch.randn(W + M, D, generator=generator).double()
+    bias = torch.randn(W, generator=generator).double()
+    head = TargetHead(weights[:W], bias)
     rows = torch.randint(-1, M, (K, N), generator=generator)
-    teacher = share and Teacher(head, torch.randn(M, D, generator=generator).double(), rows, share)
+    teacher = share and Teacher(head, weights[W:], rows, share)
     found = drafting.summed_losses(hidden, following, labels, teacher, WEIGHTS)
 
     log_q = masked_logits(whole, hidden, following, labels).log_softmax(2)
@@ -120,82 +110,68 @@ def test_losses_and_gradients_are_those_of_the_other_tokens_logits_left_out(
 
 
 @every_kind
-def test_a_token_outside_is_a_miss_in_ranks_hits_and_guessing_by_frequency(kind: str):
+def test_a_token_outside_is_a_miss_everywhere(kind: str):
     (whole, drafting), (hidden, following, labels) = heads_of(kind), text()
     ranks = label_ranks(drafting, hidden, following, labels, 4, chunk_bytes=400)
     logits = masked_logits(whole, hidden, following, labels)
     for k, n in np.ndindex(K, N):
-        label = int(labels[k, n])
-        rank = int((logits[k, n] > logits[k, n, max(label, 0)]).sum())
-        expected = NO_LABEL if label == IGNORED else MISS if label in OUTSIDE or rank >= 4 else rank
+        label, expected = int(labels[k, n]), NO_LABEL
+        if label != IGNORED:
+            rank = int((logits[k, n] > logits[k, n, label]).sum())
+            expected = rank if label in TOKENS and rank < 4 else MISS
         assert ranks[k, n] == expected
 
     found = score(drafting, hidden, following, labels, 4, chunk_bytes=400)
     assert found.counts_K.tolist() == (labels != IGNORED).sum(1).tolist()
-    assert found.hits_KR.tolist() == [
-        [int((ranks[k] <= r).sum()) for r in range(4)] for k in range(K)
-    ]
+    assert found.hits_KR.T.tolist() == [(ranks <= r).sum(1).tolist() for r in range(4)]
     figures = evaluation_of(found)
-    counts = Counter(labels[0][labels[0] != IGNORED].tolist())
-    within = sorted((counts[token] for token in TOKENS), reverse=True)
-    assert figures.frequency["top2"] == sum(within[:2]) / counts.total()
-    assert figures.draft_coverage == sum(within) / counts.total() < 1
-    log_q = logits[0].log_softmax(1)
-    losses = [
-        -float(log_q[n, label].detach())
-        for n, label in enumerate(labels[0].tolist())
-        if label in TOKENS
-    ]
-    assert figures.held_out[0]["loss"] == pytest.approx(sum(losses) / len(losses))
+    within_N = torch.isin(labels[0], torch.tensor(TOKENS))
+    counts = sorted(Counter(labels[0][within_N].tolist()).values(), reverse=True)
+    num_labels = int((labels[0] != IGNORED).sum())
+    assert figures.frequency["top2"] == sum(counts[:2]) / num_labels
+    assert figures.draft_coverage == sum(counts) / num_labels < 1
+    loss = cross_entropy(logits[0][within_N], labels[0][within_N])
+    assert figures.held_out[0]["loss"] == pytest.approx(float(loss.detach()))
 
 
 @every_kind
-def test_proposed_is_what_would_be_if_the_other_tokens_never_were(kind: str):
+def test_proposed_is_as_if_the_other_tokens_never_were(kind: str):
     """Also where a guess leads to another one: cells read the token that is meant."""
-    (whole, drafting), (hidden, following, _) = heads_of(kind), text()
+    (whole, drafting), (hidden, following, labels) = heads_of(kind), text()
     tree = Tree(cartesian_tree((3, 2, 2)))
     proposed = drafting.propose(hidden, following, tree)
     for number, path in enumerate(tree.choices):
         state, token = hidden[:, None], following[:, None]
         for depth, rank in enumerate(path):
             state, logits = whole.expand(state, token, depth)
-            token = logits.index_fill(2, torch.tensor(OUTSIDE), -torch.inf).argsort(
-                2, descending=True
-            )[..., rank]
+            masked = logits.index_fill(2, torch.tensor(OUTSIDE), -torch.inf)
+            token = masked.argsort(2, descending=True)[..., rank]
         assert torch.equal(proposed[:, number], token[:, 0])
 
     grown = DynamicTree(20, 3, 4)
     tokens, scores, *_ = grown.propose(drafting, hidden, following)
     assert torch.isin(tokens, torch.tensor(TOKENS)).all()
-    probabilities = masked_logits(whole, hidden, following, text()[2])[0].softmax(1)
-    torch.testing.assert_close(
-        scores[:, :4].exp(), probabilities.gather(1, tokens[:, :4]).float(), rtol=2e-3, atol=0
-    )
-    labels = tokens[:, :1].T.contiguous()
-    assert grown.places(drafting, hidden, following, labels)[0].max() < NEVER
-    assert (
-        grown.places(drafting, hidden, following, torch.full_like(labels, OUTSIDE[0]))[0].min()
-        == NEVER
-    )
+    p = masked_logits(whole, hidden, following, labels)[0].softmax(1)
+    expected = p.gather(1, tokens[:, :4]).float()
+    torch.testing.assert_close(scores[:, :4].exp(), expected, rtol=2e-3, atol=0)
+    inside = tokens[:, :1].T.contiguous()
+    assert grown.places(drafting, hidden, following, inside)[0].max() < NEVER
+    outside = torch.full_like(inside, OUTSIDE[0])
+    assert grown.places(drafting, hidden, following, outside)[0].min() == NEVER
 
 
 @every_kind
 def test_the_tokens_are_part_of_the_trained_heads_file(tmp_path, monkeypatch, kind: str):
     monkeypatch.setitem(KINDS, "linear", LinearHeads)
-    _, drafting = heads_of(kind)
-    write_heads(tmp_path / "heads.safetensors", drafting, {"steps": 7})
-    found = read_trained_heads(tmp_path / "heads.safetensors")
-    assert found.shape == drafting.shape and read_summary(
-        tmp_path / "heads.safetensors", drafting.shape
-    )
+    path, (_, drafting) = tmp_path / "heads.safetensors", heads_of(kind)
+    write_heads(path, drafting, {"steps": 7})
+    found = read_trained_heads(path)
+    assert found.shape == drafting.shape and read_summary(path, drafting.shape)
     assert found.vocabulary.token_map.tolist() == TOKENS
-    hidden, following, labels = text()
-    assert torch.equal(
-        found.summed_losses(hidden, following, labels),
-        drafting.summed_losses(hidden, following, labels),
-    )
-    with pytest.raises(DataError, match=r"vocabulary of 7 of the target's 19.* of 19"):
-        read_summary(tmp_path / "heads.safetensors", drafting.shape.drafting(W))
+    losses = [each.summed_losses(*text()) for each in (found, drafting)]
+    assert torch.equal(*losses)
+    with pytest.raises(DataError):
+        read_summary(path, drafting.shape.drafting(W))
 
 
 @pytest.mark.parametrize(
@@ -204,7 +180,5 @@ def test_the_tokens_are_part_of_the_trained_heads_file(tmp_path, monkeypatch, ki
 def test_a_damaged_token_map_is_named(wrong: list[int]):
     _, drafting = heads_of("untied")
     tensors = drafting.stored_tensors() | {TOKEN_MAP: torch.tensor(wrong)}
-    with pytest.raises(
-        DataError, match="draft vocabulary is not 7 of the target's 19 tokens in order"
-    ):
+    with pytest.raises(DataError, match="draft vocabulary"):
         MedusaHeads.from_named_tensors(drafting.shape, tensors)

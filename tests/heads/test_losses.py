@@ -1,130 +1,158 @@
+"""The chunked loss, with and without soft labels: equal to its definition, and never more than a
+chunk of logits held.
+"""
+
 from __future__ import annotations
+
+import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.conversations.spans import IGNORED
-from pipeline.heads.losses import summed_cross_entropy
+from pipeline.heads.losses import TargetHead, Teacher, summed_cross_entropy
 from pipeline.heads.medusa import MedusaHeads
 from pipeline.heads.shapes import MedusaShape
 from tests.fake_cuda.ledger import Ledger
 from tests.heads.plain_loss import plain_summed_cross_entropy
 
-NUM_HEADS, NUM_ROWS, SIZE, VOCAB = 3, 37, 8, 19
-ONE_ROW, SEVEN_ROWS = 1, 7 * VOCAB * 8  # chunk sizes in bytes, for fp64
+K, N, M, D, V = 3, 23, 26, 8, 19
+WEIGHTS = torch.tensor([0.8, 0.0, 0.3], dtype=torch.float64)
+ROW_BYTES = V * 8 * 2  # of logits in fp64, with the target's
+LM_HEADS = ("untied", "tied", "shared")  # tied: one, frozen; shared: one that trains
+every_lm_head = pytest.mark.parametrize("lm_heads", LM_HEADS)
 
 
-def case(*, tied: bool, ignored: float = 0.3, dtype: torch.dtype = torch.float64, seed: int = 0):
+def case(lm_heads: str, share: float | None = None, dtype: torch.dtype = torch.float64):
+    """Hidden states, lm_heads, labels, and a teacher where there is a share."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    hidden = draw(K, N, D).requires_grad_()
+    lm_head = draw(K, V, D) if lm_heads == "untied" else draw(V, D)
+    labels = torch.randint(V, (K, N), generator=generator)
+    labels[torch.rand(K, N, generator=generator) < 0.3] = IGNORED
+    teacher = None
+    if share is not None:
+        rows = torch.stack([torch.randperm(M, generator=generator)[:N] for _ in range(K)])
+        rows[torch.rand(K, N, generator=generator) < 0.2] = -1
+        teacher = Teacher(TargetHead(draw(V, D)), draw(M, D), rows, share)
+    return hidden, lm_head.requires_grad_(lm_heads != "tied"), labels, teacher
+
+
+def summed(compute, hidden, lm_head, labels, teacher, **settings) -> list[torch.Tensor]:
+    """The sums and the gradients of what trains, in new tensors."""
+    hidden = hidden.detach().clone().requires_grad_()
+    lm_head = lm_head.detach().clone().requires_grad_(lm_head.requires_grad)
+    sums = compute(hidden, lm_head, labels, teacher, **settings)
+    (WEIGHTS * sums).sum().backward()
+    return [sums.detach(), *(each.grad for each in (hidden, lm_head) if each.requires_grad)]
+
+
+@every_lm_head
+@pytest.mark.parametrize("num_rows", [1, 7, 1000])
+@pytest.mark.parametrize("share", [None, 0.3, 1.0])
+def test_values_and_gradients_equal_the_definition(lm_heads, num_rows, share):
+    settings = {"weights_K": WEIGHTS, "chunk_bytes": num_rows * ROW_BYTES}
+    found = summed(summed_cross_entropy, *case(lm_heads, share), **settings)
+    expected = summed(plain_summed_cross_entropy, *case(lm_heads, share))
+    assert len(found) == (2 if lm_heads == "tied" else 3)
+    torch.testing.assert_close(found, expected)
+
+
+@given(st.sampled_from(LM_HEADS), st.sampled_from([None, 0.5]), st.integers(0, 99), st.data())
+@settings(deadline=None, max_examples=40)
+def test_any_labels_and_any_states_of_the_teacher(lm_heads, share, seed, data):
+    """Also where no position has a teacher, or no head a label."""
+    hidden, lm_head, _, teacher = case(lm_heads, share)
     generator = torch.Generator().manual_seed(seed)
-    hidden = torch.randn(NUM_HEADS, NUM_ROWS, SIZE, generator=generator, dtype=torch.float64)
-    lm_head = torch.randn(
-        *(() if tied else (NUM_HEADS,)), VOCAB, SIZE, generator=generator, dtype=torch.float64
-    )
-    labels = torch.randint(VOCAB, (NUM_HEADS, NUM_ROWS), generator=generator)
-    labels[torch.rand(labels.shape, generator=generator) < ignored] = IGNORED
-    return hidden.to(dtype).requires_grad_(), lm_head.to(dtype).requires_grad_(not tied), labels
+
+    def drawn(high: int, missing: int) -> torch.Tensor:
+        present = data.draw(st.sampled_from([0.0, 0.1, 0.7, 1.0]))
+        kept = torch.rand(K, N, generator=generator) < present
+        return torch.randint(high, (K, N), generator=generator).where(kept, missing)
+
+    labels = drawn(V, IGNORED)
+    teacher = teacher and teacher._replace(rows_KN=drawn(M, -1))
+    told = {"weights_K": WEIGHTS, "chunk_bytes": 5 * ROW_BYTES}
+    found = summed(summed_cross_entropy, hidden, lm_head, labels, teacher, **told)
+    expected = summed(plain_summed_cross_entropy, hidden, lm_head, labels, teacher)
+    torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("chunk_bytes", [ONE_ROW, SEVEN_ROWS, None])
-@pytest.mark.parametrize("ignored", [0.0, 0.3, 0.95])
-def test_values_and_gradients_equal_the_definition(
-    tied: bool, chunk_bytes: int | None, ignored: float
-):
-    weights = torch.tensor([0.8, 0.0, 0.3], dtype=torch.float64)
-    gradients, values = [], []
-    for compute in (plain_summed_cross_entropy, summed_cross_entropy):
-        hidden, lm_head, labels = case(tied=tied, ignored=ignored)
-        settings = {} if compute is plain_summed_cross_entropy else {"chunk_bytes": chunk_bytes}
-        sums = compute(hidden, lm_head, labels, **settings)
-        (weights * sums).sum().backward()
-        values.append(sums.detach())
-        gradients.append([hidden.grad] if tied else [hidden.grad, lm_head.grad])
-        assert tied is (lm_head.grad is None)
-    torch.testing.assert_close(values[1], values[0])
-    torch.testing.assert_close(gradients[1], gradients[0])
+def test_without_a_state_of_the_target_labels_alone_are_learned():
+    hidden, lm_head, labels, teacher = case("untied", share=0.5)
+    teacher = teacher._replace(rows_KN=torch.full_like(teacher.rows_KN, -1))
+    found = summed(summed_cross_entropy, hidden, lm_head, labels, teacher)
+    assert all(map(torch.equal, found, summed(summed_cross_entropy, hidden, lm_head, labels, None)))
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_gradients_equal_finite_differences(tied: bool):
-    hidden, lm_head, labels = case(tied=tied)
-    inputs = (hidden[:, :4].detach().requires_grad_(), lm_head)
-
-    def loss(hidden, lm_head):
-        return summed_cross_entropy(hidden, lm_head, labels[:, :4], chunk_bytes=SEVEN_ROWS).sum()
-
-    loss(*inputs).backward()
-    step = 1e-6
-    for tensor in (each for each in inputs if each.requires_grad):
-        index = tuple(size // 2 for size in tensor.shape)
-        moved = [[each.detach().clone() for each in inputs] for _ in range(2)]
-        which = next(i for i, each in enumerate(inputs) if each is tensor)
-        moved[0][which][index] += step
-        moved[1][which][index] -= step
-        slope = (loss(*moved[0]) - loss(*moved[1])) / (2 * step)
-        torch.testing.assert_close(tensor.grad[index], slope, rtol=1e-5, atol=1e-7)
+def test_a_head_that_predicts_as_the_target_has_its_entropy_and_no_gradient():
+    hidden, lm_head, labels, teacher = case("tied", share=1.0)
+    same = hidden[:1].detach().expand(K, N, D)
+    rows = torch.arange(N).expand(K, N)
+    teacher = Teacher(TargetHead(lm_head), same[0], rows, 1.0)
+    sums, gradient = summed(summed_cross_entropy, same, lm_head, labels.fill_(1), teacher)
+    entropy = torch.distributions.Categorical(logits=same[0] @ lm_head.T).entropy().sum()
+    torch.testing.assert_close(sums, entropy.expand(K))
+    torch.testing.assert_close(gradient, torch.zeros_like(gradient))
 
 
-def test_a_head_without_labels_has_a_loss_and_gradients_of_zero():
-    hidden, lm_head, labels = case(tied=False)
-    labels[2] = IGNORED
-    sums = summed_cross_entropy(hidden, lm_head, labels)
-    sums.sum().backward()
-    assert sums[2] == 0 and sums.isfinite().all()
-    assert lm_head.grad[2].eq(0).all() and lm_head.grad[1].ne(0).any()
+def test_logits_are_scaled_together_with_their_bias_and_then_capped():
+    """Bias 1 on a product of 2, scaled by 3: 9, of which a cap of 10 leaves 10 tanh 0.9."""
+    head = TargetHead(torch.full((1, 2), 0.5), torch.ones(1), scale=3.0, softcap=10.0)
+    assert head.logits(torch.tensor([[1.0, 3.0]])).item() == pytest.approx(10 * math.tanh(0.9))
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_no_labels_at_all_is_a_loss_of_zero(tied: bool):
-    hidden, lm_head, labels = case(tied=tied, ignored=1.0)
-    sums = summed_cross_entropy(hidden, lm_head, labels)
-    sums.sum().backward()
-    assert sums.tolist() == [0.0] * NUM_HEADS and hidden.grad.eq(0).all()
-
-
-def test_a_confident_head_in_bfloat16_still_learns():
-    """p = 1 - 2^-10 rounds to 1 in bfloat16; its gradient p - 1 must not."""
-    hidden = torch.zeros(1, 1, 2, dtype=torch.bfloat16)
-    hidden[..., 0] = 1.0
-    lm_head = torch.zeros(1, 2, 2, dtype=torch.bfloat16)
-    lm_head[0, 0, 0] = 6.9375
-    lm_head.requires_grad_()
-    summed_cross_entropy(hidden, lm_head, torch.zeros(1, 1, dtype=torch.int64)).sum().backward()
-    p = torch.softmax(torch.tensor([6.9375, 0.0]), 0)
-    torch.testing.assert_close(lm_head.grad[0, 0, 0].float(), p[0] - 1, rtol=1e-2, atol=0)
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_bfloat16_stays_within_its_rounding_of_the_exact_gradients(tied: bool):
-    hidden, lm_head, labels = case(tied=tied, dtype=torch.bfloat16)
-    sums = summed_cross_entropy(hidden, lm_head, labels)
-    sums.sum().backward()
-    exact_hidden = hidden.detach().double().requires_grad_()
-    exact_lm_head = lm_head.detach().double().requires_grad_(not tied)
-    exact = plain_summed_cross_entropy(exact_hidden, exact_lm_head, labels)
-    exact.sum().backward()
+@every_lm_head
+@pytest.mark.parametrize("share", [None, 0.5])
+def test_bfloat16_stays_within_its_rounding(lm_heads, share):
+    hidden, lm_head, labels, teacher = half = case(lm_heads, share, torch.bfloat16)
+    sums, *gradients = summed(summed_cross_entropy, *half, weights_K=WEIGHTS)
     assert sums.dtype == torch.float32
-    torch.testing.assert_close(sums.double(), exact, rtol=4e-3, atol=0)
-    torch.testing.assert_close(hidden.grad.double(), exact_hidden.grad, rtol=2e-2, atol=4e-2)
-    if not tied:
-        torch.testing.assert_close(lm_head.grad.double(), exact_lm_head.grad, rtol=2e-2, atol=1e-1)
+    if teacher:
+        head = TargetHead(teacher.head.weight_VD.double())
+        teacher = teacher._replace(head=head, states_MD=teacher.states_MD.double())
+    exact = summed(plain_summed_cross_entropy, hidden.double(), lm_head.double(), labels, teacher)
+    torch.testing.assert_close(sums.double(), exact[0], rtol=1e-2, atol=0)
+    for found, right in zip(gradients, exact[1:], strict=False):
+        torch.testing.assert_close(found.double(), right, rtol=3e-2, atol=1e-1)
+
+
+@pytest.mark.parametrize("share", [None, 0.5])
+def test_a_confident_head_in_bfloat16_still_learns(share):
+    """Head and target give the label 1 - 2^-10 and 1 - 2^-14, which both round to 1."""
+    states = torch.tensor([[1.0, 0.0]], dtype=torch.bfloat16)
+    lm_head, own = torch.zeros(2, 2, dtype=torch.bfloat16), torch.zeros(2, 2, dtype=torch.bfloat16)
+    lm_head[0, 0], own[0, 0] = 6.9375, 9.6875
+    label = torch.zeros(1, 1, dtype=torch.int64)
+    teacher = Teacher(TargetHead(own), states, label, share) if share else None
+    lm_head.requires_grad_()
+    summed_cross_entropy(states[None], lm_head, label, teacher).sum().backward()
+    q, p = (torch.sigmoid(torch.tensor(logit)) for logit in (6.9375, 9.6875))
+    expected = q - 0.5 - 0.5 * p if share else q - 1
+    torch.testing.assert_close(lm_head.grad[0, 0].float(), expected, rtol=1e-2, atol=0)
 
 
 def test_fp32_master_weights_take_gradients_of_bfloat16_products():
-    hidden, lm_head, labels = case(tied=False, dtype=torch.bfloat16)
+    hidden, lm_head, *labels = case("untied", dtype=torch.bfloat16)
+    *_, own = summed(summed_cross_entropy, hidden, lm_head, *labels)
     master = lm_head.detach().float().requires_grad_()
-    summed_cross_entropy(hidden, lm_head, labels).sum().backward()
-    summed_cross_entropy(hidden, master, labels, chunk_bytes=SEVEN_ROWS).sum().backward()
-    assert master.grad.dtype == torch.float32
-    torch.testing.assert_close(master.grad, lm_head.grad.float(), rtol=2e-2, atol=5e-2)
+    *_, found = summed(summed_cross_entropy, hidden, master, *labels, chunk_bytes=7 * ROW_BYTES)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, own.float(), rtol=2e-2, atol=5e-2)
 
 
-def test_under_autocast_hidden_states_stay_in_its_dtype_and_gradients_in_the_weights_own():
-    _, lm_head, labels = case(tied=False, dtype=torch.float32)
-    heads = MedusaHeads(MedusaShape(SIZE, VOCAB, NUM_HEADS))
+def test_under_autocast_gradients_stay_in_the_weights_dtype():
+    _, lm_head, labels, _ = case("untied", dtype=torch.float32)
+    heads = MedusaHeads(MedusaShape(D, V, K))
     torch.nn.init.normal_(heads.block_weight)
-    hidden = torch.randn(NUM_ROWS, SIZE)
+    hidden = torch.randn(N, D)
     exact = summed_cross_entropy(heads.hidden(hidden), lm_head, labels)
     with torch.autocast("cpu", torch.bfloat16):
         hidden_in_half = heads.hidden(hidden)
@@ -135,70 +163,42 @@ def test_under_autocast_hidden_states_stay_in_its_dtype_and_gradients_in_the_wei
     torch.testing.assert_close(sums, exact, rtol=2e-2, atol=0)
 
 
-def test_gradients_are_handed_out_once():
-    hidden, lm_head, labels = case(tied=False)
-    loss = summed_cross_entropy(hidden, lm_head, labels).sum()
+def test_gradients_are_used_once_and_with_the_weights_given():
+    loss = summed_cross_entropy(*case("untied")).sum()
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="consumed"):
         loss.backward()
-
-
-def test_a_shared_lm_head_that_trains_takes_its_gradient_from_the_weighted_sum():
-    gradients, weights = [], torch.tensor([0.8, 0.0, 0.3], dtype=torch.float64)
-    for compute in (plain_summed_cross_entropy, summed_cross_entropy):
-        hidden, lm_head, labels = case(tied=True)
-        lm_head.requires_grad_()
-        told = (
-            {}
-            if compute is plain_summed_cross_entropy
-            else {"weights_K": weights, "chunk_bytes": SEVEN_ROWS}
-        )
-        (weights * compute(hidden, lm_head, labels, **told)).sum().backward()
-        gradients.append([hidden.grad, lm_head.grad])
-    torch.testing.assert_close(gradients[1], gradients[0])
-
-
-def test_a_shared_lm_head_that_trains_refuses_other_weights_than_it_was_told():
-    hidden, lm_head, labels = case(tied=True)
-    sums = summed_cross_entropy(hidden, lm_head.requires_grad_(), labels)
     with pytest.raises(RuntimeError, match="weigh the sums"):
-        (2 * sums).sum().backward()
+        (2 * summed_cross_entropy(*case("shared"))).sum().backward()
 
 
-def test_never_holds_the_logits_of_all_rows():
-    """Watches every matrix over the vocabulary that comes up, the [D, V] view of the weights
-    included.
-    """
-    largest = 0
+def test_logits_of_all_rows_are_never_held_and_the_target_s_computed_once():
+    """Watches every matrix over the vocabulary, the [D, V] view of the weights included."""
+    largest, num_taught = 0, 0
 
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            nonlocal largest
+            nonlocal largest, num_taught
             result = func(*args, **(kwargs or {}))
-            if isinstance(result, torch.Tensor) and result.dim() == 2 and result.shape[1] == VOCAB:
+            if isinstance(result, torch.Tensor) and result.dim() == 2 and result.shape[1] == V:
                 largest = max(largest, len(result))
+                num_taught += len(result) * func.name().startswith("aten::softmax")
             return result
 
-    hidden, lm_head, labels = case(tied=False, ignored=0.0)
+    inputs = case("untied", share=0.5)
     with Watch():
-        summed_cross_entropy(hidden, lm_head, labels, chunk_bytes=SEVEN_ROWS).sum().backward()
-    assert 7 <= largest <= SIZE < NUM_ROWS
+        summed_cross_entropy(*inputs, chunk_bytes=7 * ROW_BYTES).sum().backward()
+    assert 7 <= largest <= D < N and num_taught == M
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_no_room_is_taken_for_more_rows_than_an_lm_head_reads(tied: bool):
-    """Logits in fp64 and their softmax; all else that lives meanwhile is smaller than one head's
-    logits.
-    """
-    hidden, lm_head = (
-        torch.randn(3, 64, 2, dtype=torch.float64),
-        torch.randn(300, 2, dtype=torch.float64),
-    )
-    lm_head = lm_head if tied else lm_head.expand(3, -1, -1).contiguous().requires_grad_()
+    """Logits in fp64 and their softmax; all else is smaller than one head's logits."""
+    hidden, lm_head = torch.randn(3, 64, 2).double(), torch.randn(300, 2).double()
+    if not tied:
+        lm_head = lm_head.expand(3, -1, -1).contiguous().requires_grad_()
+    labels = torch.zeros(3, 64, dtype=torch.int64)
     with Ledger() as ledger:
-        summed_cross_entropy(
-            hidden, lm_head, torch.zeros(3, 64, dtype=torch.int64), chunk_bytes=1 << 30
-        )
-    of_one_head = 64 * 300 * 8
-    read_by_one = 3 if tied else 1
+        summed_cross_entropy(hidden, lm_head, labels, chunk_bytes=1 << 30)
+    of_one_head, read_by_one = 64 * 300 * 8, 3 if tied else 1
     assert 2 * read_by_one <= ledger.peak["cpu"] / of_one_head < 2 * read_by_one + 1

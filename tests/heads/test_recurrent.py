@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.nn.functional import linear, silu
+from torch.nn.functional import linear
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
@@ -20,10 +20,11 @@ from pipeline.artifacts.trained_heads import read_trained_heads, write_heads
 from pipeline.conversations.spans import IGNORED
 from pipeline.decoding.tree import Tree
 from pipeline.errors import DataError
-from pipeline.heads.kind import TargetWeights
+from pipeline.heads.kind import Heads, TargetWeights
 from pipeline.heads.medusa import MedusaHeads
-from pipeline.heads.recurrent import ATTENTION, RecurrentHeads
+from pipeline.heads.recurrent import ATTENTION, OUTPUT, RecurrentHeads
 from pipeline.heads.shapes import EXPANDED, ExportFormat, MedusaShape, RecurrentShape
+from tests.decoding.steps import gumbel, random_trees
 
 SIZE, INNER, VOCAB = 16, 24, 11
 SHAPE = RecurrentShape(SIZE, VOCAB, num_heads=3, intermediate_size=INNER)
@@ -39,134 +40,72 @@ def random_cell(seed: int = 0, shape: RecurrentShape = SHAPE) -> RecurrentHeads:
 
 @pytest.mark.parametrize("epsilon", [1e-6, 0.5])
 def test_a_step_is_the_layer_that_vllm_runs(epsilon):
-    """An EAGLE-1 layer: no input norm, attention whose output projection is zero, then norm, MLP
-    and residual.
-    """
-    heads = random_cell(shape=replace(SHAPE, norm_eps=epsilon))
-    tensors, exported = (
-        heads.named_tensors(EXPANDED),
-        heads.engine_config(heads.shape, EXPANDED, {}),
-    )
-    sizes = {
-        "hidden_size": SIZE,
-        "intermediate_size": INNER,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 1,
-    }
-    config = LlamaConfig(**sizes, head_dim=64, rms_norm_eps=epsilon, attn_implementation="eager")
+    """An EAGLE-1 layer: no input norm, attention that adds nothing, then norm, MLP and residual."""
+    own = random_cell().named_tensors()
+    heads = RecurrentHeads.from_named_tensors(replace(SHAPE, norm_eps=epsilon), own)
+    tensors = heads.named_tensors(EXPANDED)
+    exported = heads.engine_config(heads.shape, EXPANDED, {})
+    names = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    sizes = {name: exported[name] for name in (*names, "rms_norm_eps")}
+    assert exported["rms_norm_eps"] == epsilon
+    config = LlamaConfig(hidden_size=SIZE, **sizes, attn_implementation="eager")
     layer = LlamaDecoderLayer(config, 0).double()
-    prefix = "layers.0."
-    weights = {
-        name.removeprefix(prefix): value
-        for name, value in tensors.items()
-        if name.startswith(prefix)
-    }
-    layer.load_state_dict(
-        weights | {"input_layernorm.weight": torch.ones(SIZE, dtype=torch.float64)}
-    )
-    layer.self_attn.q_proj.weight.data.normal_()  # whatever attention sees, it adds nothing
     layer.input_layernorm = nn.Identity()
+    weights = {name: value for name, value in tensors.items() if name.startswith("layers.0.")}
+    layer.load_state_dict({name.removeprefix("layers.0."): v for name, v in weights.items()})
+    layer.self_attn.q_proj.weight.data.normal_()  # whatever attention sees, it adds nothing
 
     hidden, tokens = torch.randn(1, 5, SIZE, dtype=torch.float64), torch.randint(VOCAB, (1, 5))
     read = linear(torch.cat((heads.embedding[tokens], hidden), -1), tensors["fc.weight"])
-    rotary = tuple(torch.randn(2, 1, 5, 64, dtype=torch.float64))
+    rotary = tuple(torch.randn(2, 1, 5, exported["head_dim"], dtype=torch.float64))
     expected = layer(read, position_embeddings=rotary)
-    expected = expected[0] if isinstance(expected, tuple) else expected
-    torch.testing.assert_close(
-        heads.step(hidden, tokens), expected, rtol=1e-5, atol=1e-5
-    )  # its norm is in fp32
-    assert exported["rms_norm_eps"] == epsilon
+    # Its norm is in fp32.
+    torch.testing.assert_close(heads.step(hidden, tokens), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_a_cell_of_another_trainer_keeps_its_own_norm_epsilon():
-    """Of states near zero the epsilon decides what the norm makes."""
-    shape, tensors = replace(SHAPE, norm_eps=1e-2), random_cell().named_tensors()
-    heads = RecurrentHeads.from_named_tensors(shape, tensors)
-    norm = nn.RMSNorm(SIZE, eps=1e-2, dtype=torch.float64)
-    norm.load_state_dict({"weight": heads.norm})
-    hidden, tokens = 0.01 * torch.randn(5, SIZE, dtype=torch.float64), torch.randint(VOCAB, (5,))
-    heads.embedding.data *= 0.01
-    z = linear(torch.cat((heads.embedding[tokens], hidden), -1), heads.fc)
-    x = norm(z)
-    expected = z + linear(silu(linear(x, heads.gate)) * linear(x, heads.up), heads.down)
-    torch.testing.assert_close(heads.step(hidden, tokens), expected)
-
-
-def test_the_first_prediction_is_the_target_s():
-    weights = TargetWeights(lambda: torch.randn(VOCAB, SIZE), lambda: torch.randn(VOCAB, SIZE))
-    heads, hidden = RecurrentHeads.initial(SHAPE, weights), torch.randn(4, SIZE)
-    states = heads.states(hidden, torch.randint(VOCAB, (4,)), torch.randint(VOCAB, (3, 4)))
-    torch.testing.assert_close(states, hidden.expand(3, -1, -1))
-
-
-def test_target_matrices_are_shared_and_frozen():
+def test_a_cell_starts_as_the_target_and_borrows_its_matrices():
     embedding, lm_head = torch.randn(VOCAB, SIZE), torch.randn(VOCAB, SIZE)
     heads = RecurrentHeads.initial(SHAPE, TargetWeights(lambda: lm_head, lambda: embedding))
-    assert (
-        heads.lm_head.data_ptr() == lm_head.data_ptr()
-        and heads.embedding.data_ptr() == embedding.data_ptr()
-    )
+    hidden = torch.randn(4, SIZE)
+    states = heads.states(hidden, torch.randint(VOCAB, (4,)), torch.randint(VOCAB, (3, 4)))
+    torch.testing.assert_close(states, hidden.expand(3, -1, -1))
+    assert heads.lm_head.data_ptr() == lm_head.data_ptr()
+    assert heads.embedding.data_ptr() == embedding.data_ptr()
     trained = {name for name, parameter in heads.named_parameters() if parameter.requires_grad}
     assert trained == {"fc", "norm", "gate", "up", "down"}
 
 
-def test_the_one_matrix_of_a_target_with_tied_embeddings_is_held_once_also_in_what_is_read(
-    tmp_path,
-):
-    """Although it is read twice, as training does; but for a draft vocabulary, which has other
-    rows.
-    """
+def test_tied_embeddings_are_held_once(tmp_path):
+    """Although read twice, as in training; a draft vocabulary has other rows."""
     matrix, path = torch.randn(VOCAB, SIZE), tmp_path / "heads.safetensors"
     target = TargetWeights(matrix.clone, matrix.clone)
     heads = RecurrentHeads.initial(SHAPE, target)
     write_heads(path, heads, {})
     for each in (heads.to(torch.bfloat16), read_trained_heads(path)):
-        assert (
-            each.lm_head.data_ptr() == each.embedding.data_ptr() and not each.lm_head.requires_grad
-        )
-    drafting = RecurrentHeads.initial(SHAPE.drafting(3), target.drafting(torch.tensor([1, 4, 9])))
-    assert torch.equal(drafting.lm_head, matrix[[1, 4, 9]]) and torch.equal(
-        drafting.embedding, matrix
-    )
+        assert each.lm_head.data_ptr() == each.embedding.data_ptr()
+        assert not each.lm_head.requires_grad
+    kept = torch.tensor([1, 4, 9])
+    drafting = RecurrentHeads.initial(SHAPE.drafting(3), target.drafting(kept))
+    assert torch.equal(drafting.lm_head, matrix[kept])
+    assert torch.equal(drafting.embedding, matrix)
 
 
 def test_states_follow_the_true_tokens_and_read_nothing_past_a_span():
-    heads, hidden, following = (
-        random_cell(),
-        torch.randn(2, SIZE, dtype=torch.float64),
-        torch.tensor([1, 2]),
-    )
-    labels = torch.tensor([[3, 4], [5, IGNORED], [6, IGNORED]])
-    states = heads.states(hidden, following, labels)
+    heads, hidden = random_cell(), torch.randn(2, SIZE, dtype=torch.float64)
+    following = torch.tensor([1, 2])
+    states = heads.states(hidden, following, torch.tensor([[3, 4], [5, IGNORED], [6, IGNORED]]))
     one = heads.step(hidden[:1], following[:1])
     two = heads.step(one, torch.tensor([3]))
-    torch.testing.assert_close(
-        states[:, 0], torch.cat((one, two, heads.step(two, torch.tensor([5]))))
-    )
-    labels_of_other = torch.tensor([[3, 4], [5, 7], [6, 8]])
-    torch.testing.assert_close(
-        heads.states(hidden, following, labels_of_other)[:2, 1], states[:2, 1]
-    )
+    three = heads.step(two, torch.tensor([5]))
+    torch.testing.assert_close(states[:, 0], torch.cat((one, two, three)))
+    longer = heads.states(hidden, following, torch.tensor([[3, 4], [5, 7], [6, 8]]))
+    torch.testing.assert_close(longer[:2, 1], states[:2, 1])
     states[:, 0].sum().backward()
-    assert all(
-        p.grad is not None and p.grad.isfinite().all()
-        for p in heads.parameters()
-        if p.requires_grad
-    )
+    for parameter in heads.parameters():
+        assert not parameter.requires_grad or parameter.grad.isfinite().all()
 
 
-@st.composite
-def trees(draw: st.DrawFn) -> list[tuple[int, ...]]:
-    paths = {()}
-    for _ in range(draw(st.integers(1, 12))):
-        above = draw(st.sampled_from(sorted(path for path in paths if len(path) < 5)))
-        paths.add((*above, draw(st.integers(0, 3))))
-    return sorted(paths - {()})
-
-
-def walked(
-    heads: RecurrentHeads | MedusaHeads, hidden_D: Tensor, token: int, path: tuple[int, ...]
-) -> int:
+def walked(heads: Heads, hidden_D: Tensor, token: int, path: tuple[int, ...]) -> int:
     """The token at the end of one path, alone."""
     hidden, token_11 = hidden_D[None, None], torch.tensor([[token]])
     for depth, rank in enumerate(path):
@@ -175,39 +114,28 @@ def walked(
     return int(token_11)
 
 
-@given(trees(), st.integers(0, 99))
-@settings(max_examples=60)
-def test_every_node_holds_what_its_path_alone_leads_to(choices: list[tuple[int, ...]], seed: int):
+@pytest.mark.parametrize("kind", ["recurrent", "medusa"])
+@given(random_trees().filter(len), st.integers(0, 99))
+@settings(max_examples=40, deadline=None)
+def test_every_node_holds_what_its_path_alone_leads_to(kind, choices, seed: int):
     heads, tree = random_cell(seed), Tree(choices)
+    if kind == "medusa":
+        heads = MedusaHeads(MedusaShape(SIZE, VOCAB, 5, 2), dtype=torch.float64)
+        for parameter in heads.parameters():
+            parameter.data = gumbel(parameter.shape, seed)
     hidden, tokens = torch.randn(2, SIZE, dtype=torch.float64), [4, 9]
     proposed = heads.propose(hidden, torch.tensor(tokens), tree)
     for text, token in enumerate(tokens):
-        assert proposed[text].tolist() == [
-            walked(heads, hidden[text], token, path) for path in tree.choices
-        ]
-
-
-@given(trees(), st.integers(0, 99))
-@settings(max_examples=20)
-def test_medusa_heads_propose_at_once_what_they_expand_one_by_one(
-    choices: list[tuple[int, ...]], seed: int
-):
-    generator = torch.Generator().manual_seed(seed)
-    heads, tree = MedusaHeads(MedusaShape(SIZE, VOCAB, 5, 2), dtype=torch.float64), Tree(choices)
-    for parameter in heads.parameters():
-        parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-    hidden = torch.randn(1, SIZE, dtype=torch.float64)
-    proposed = heads.propose(hidden, torch.tensor([3]), tree)
-    assert proposed[0].tolist() == [walked(heads, hidden[0], 3, path) for path in tree.choices]
+        alone = [walked(heads, hidden[text], token, path) for path in tree.choices]
+        assert proposed[text].tolist() == alone
 
 
 @pytest.mark.parametrize("format", [None, EXPANDED])
 def test_the_cell_survives_a_safetensors_file(tmp_path, format: ExportFormat | None):
     heads = random_cell()
     save_file(heads.named_tensors(format), tmp_path / "heads.safetensors")
-    read = RecurrentHeads.from_named_tensors(
-        SHAPE, load_file(tmp_path / "heads.safetensors"), format
-    )
+    stored = load_file(tmp_path / "heads.safetensors")
+    read = RecurrentHeads.from_named_tensors(SHAPE, stored, format)
     if format:
         assert not read.lm_head.any() and not read.embedding.any(), "an export leaves them out"
         read.take_from(TargetWeights(lambda: heads.lm_head, lambda: heads.embedding))
@@ -216,23 +144,13 @@ def test_the_cell_survives_a_safetensors_file(tmp_path, format: ExportFormat | N
         assert read.get_parameter(name).requires_grad == parameter.requires_grad
 
 
-def test_a_cell_with_attention_is_refused():
+def test_exported_attention_is_four_zeros():
     tensors = random_cell().named_tensors(EXPANDED)
-    tensors[f"{ATTENTION}.o_proj.weight"][0, 0] = 1
+    attention = [tensor for name, tensor in tensors.items() if name.startswith(ATTENTION)]
+    assert len(attention) == 4 and not any(tensor.any() for tensor in attention)
+    tensors[OUTPUT][0, 0] = 1
     with pytest.raises(DataError):
         RecurrentHeads.from_named_tensors(SHAPE, tensors, EXPANDED, where="export")
-
-
-def test_exported_attention_adds_nothing_and_is_small():
-    tensors = random_cell().named_tensors(EXPANDED)
-    attention = {name: tensor for name, tensor in tensors.items() if name.startswith(ATTENTION)}
-    assert len(attention) == 4 and not any(tensor.any() for tensor in attention.values())
-    config = RecurrentHeads.engine_config(SHAPE, EXPANDED, {})
-    queries, keys = (
-        config[key] * config["head_dim"] for key in ("num_attention_heads", "num_key_value_heads")
-    )
-    assert tensors[f"{ATTENTION}.q_proj.weight"].shape == (queries, SIZE)
-    assert tensors[f"{ATTENTION}.v_proj.weight"].shape == (keys, SIZE)
 
 
 @pytest.mark.parametrize(
