@@ -137,7 +137,11 @@ class Dialogue:
         """The next text to be written, or None when the conversation is over."""
         request = self._request()
         while request is not None and self._settings.mode == "passthrough":
-            self.receive(self._recite(request))
+            # The seed's own answer, as if the target had written it.
+            assert self._pending is not None and self._seed_answer is not None
+            ids = self._template.recite(self._pending.messages, self._seed_answer)
+            finish: Finish = "stop" if len(ids) <= request.max_new_tokens else "length"
+            self.receive(Completion(request.id, ids[: request.max_new_tokens], finish))
             request = self._request()
         return request
 
@@ -295,10 +299,3 @@ class Dialogue:
             self._rows.clear()
         detail = f"The {writer}'s text was cut after {len(ids)} tokens."
         return RowRejected(Reason.TRUNCATED, detail)
-
-    def _recite(self, request: Request) -> Completion:
-        """The seed's own answer, as if the target had written it."""
-        assert self._pending is not None and self._seed_answer is not None
-        ids = self._template.recite(self._pending.messages, self._seed_answer)
-        finish: Finish = "stop" if len(ids) <= request.max_new_tokens else "length"
-        return Completion(request.id, ids[: request.max_new_tokens], finish)

@@ -28,11 +28,6 @@ class GeneratedRow:
     finish: list[Finish]
     messages: tuple[Message, ...]
 
-    @property
-    def num_generated(self) -> int:
-        """The number of tokens that the target wrote."""
-        return sum(map(len, self.spans))
-
 
 @dataclass(frozen=True)
 class RowBuilder:

@@ -84,15 +84,14 @@ def name_sources(sources: Sequence[SeedSource]) -> list[str]:
     """
     names: list[str] = []
     for source in sources:
-        last = (source.hub or str(Path(source.path or "").resolve())).rstrip("/").split("/")[-1]
-        suffix = plain_suffix(last) if source.path else ""
+        last = Path(source.hub or source.path or "").name
+        suffix = plain_suffix(last)
         if suffix:
             last = last[: last.lower().rindex(suffix)]
         stem = re.sub(r"[^A-Za-z0-9._-]+", "-", last).strip("-.") or "source"
-        name = stem
-        for number in itertools.count(2):
-            if name not in names:
-                break
+        name, number = stem, 1
+        while name in names:
+            number += 1
             name = f"{stem}-{number}"
         names.append(name)
     return names
@@ -294,9 +293,9 @@ def read_questions(path: Path) -> list[Conversation]:
 
 
 def mixed(
-    readers: Sequence[SourceReader], check: Callable[[Conversation], Row] = lambda row: row
+    readers: Sequence[SourceReader], check: Callable[[Row], Row] = lambda row: row
 ) -> Iterator[Row]:
-    """The rows of all sources, each conversation as `check` leaves it.
+    """The rows of all sources, as `check` leaves them.
 
     Without weights the sources are read whole, one after another. With weights conversations are
     taken in proportion to them (d'Hondt's method: next is the source with the fewest kept ones for
@@ -304,7 +303,7 @@ def mixed(
     are sources. It ends with the first source that has no more. Rejected rows are passed on and do
     not count.
     """
-    streams = [_checked(reader, check) for reader in readers]
+    streams = [map(check, reader) for reader in readers]
     weights = [reader.source.weight for reader in readers if reader.source.weight is not None]
     if not weights:
         yield from itertools.chain.from_iterable(streams)
@@ -320,8 +319,3 @@ def mixed(
                 break
         else:
             return
-
-
-def _checked(reader: SourceReader, check: Callable[[Conversation], Row]) -> Iterator[Row]:
-    for row in reader:
-        yield check(row) if isinstance(row, Conversation) else row

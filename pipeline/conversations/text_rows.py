@@ -35,7 +35,7 @@ MAX_OBJECT_LINES = 10_000  # of one object that is the whole file
 BLANK = "\ufeff \t\r\n"
 GZIP_MAGIC = b"\x1f\x8b"
 OUTSIDE = re.compile(rb'([^\[\]{},"]*+)([\[\]{},"]?)')  # of a JSON string: up to the next mark
-IN_STRING = re.compile(rb'((?:[^"\\]|\\.)*+)("?)', re.DOTALL)  # up to its end
+IN_STRING = re.compile(rb'([^"\\]*+(?:\\.[^"\\]*+)*+)("?)', re.DOTALL)  # up to its end
 
 codecs.register_error("mark", lambda error: (UNDECODABLE_MARK, cast(UnicodeDecodeError, error).end))
 

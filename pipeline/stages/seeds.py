@@ -215,9 +215,10 @@ def _read(context: Context, readers: Sequence[SourceReader]) -> Iterator[Row]:
     )
     check = CheckQuestions(read_questions(questions) if questions else ())
 
-    def checked(row: Conversation) -> Row:
-        found = check.check(row)
-        return deduplicator.check(found) if isinstance(found, Conversation) else found
+    def checked(row: Row) -> Row:
+        if isinstance(row, Conversation):
+            row = check.check(row)
+        return deduplicator.check(row) if isinstance(row, Conversation) else row
 
     return mixed(readers, checked)
 

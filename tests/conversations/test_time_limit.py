@@ -11,24 +11,24 @@ from pipeline.conversations.template import time_limit
 LONG = 3600.0  # seconds: no test waits for it
 
 
-def run_forever(ended: list[str]) -> None:
+def run_forever(ended: list[threading.Thread]) -> None:
     try:
         with time_limit(0.05):
             while True:
                 pass
     except TimeoutError:
-        ended.append(threading.current_thread().name)
+        ended.append(threading.current_thread())
 
 
 @pytest.mark.timeout(120)
 def test_endless_code_is_ended_in_its_own_thread_alone():
-    ended: list[str] = []
-    thread = threading.Thread(target=run_forever, args=(ended,), name="other")
+    ended: list[threading.Thread] = []
+    thread = threading.Thread(target=run_forever, args=(ended,))
     with time_limit(LONG):  # which goes on
         thread.start()
         thread.join()
         run_forever(ended)
-    assert ended == ["other", "MainThread"]
+    assert ended == [thread, threading.current_thread()]
 
 
 def test_code_that_ends_in_time_leaves_no_timer_and_its_own_error():

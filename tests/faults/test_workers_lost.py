@@ -1,0 +1,135 @@
+"""A worker is killed, hangs, loses its node, or meets a row that kills it: another continues, and
+the result is the same. In training: tests/test_flow_ray.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+
+import pytest
+from rich.console import Console
+
+from pipeline.flow import run_flow
+from pipeline.stages import features, generate
+from pipeline.storage.shards import read_rows
+from tests.faults.unfinished import assert_as_uninterrupted, cut_before, files_of, quarantined
+from tests.faults.workers import (
+    MIDDLE,
+    CopyingKilledOnce,
+    KilledOnce,
+    LosesItsNode,
+    Poisoned,
+    diary_of,
+    first_time,
+)
+from tests.flows.tiny import last_events, latest, run_again, shards_made, stages_run
+
+pytestmark = [pytest.mark.fault, pytest.mark.slow]
+
+HUNG = MIDDLE + 1  # the shard that hangs once
+DEADLINE = 8  # seconds: a worker that does not hang needs a tenth of one
+SMALL = {"object_store_memory": 80 * 1024**2}
+DEATHS = 2  # of a shard before its rows are searched, and of a single row before it is given up
+
+
+@pytest.fixture
+def before(finished_run, copied_run, tmp_path):
+    """The generate stage whose rows the workers copy; it is taken out of the copied run."""
+    stage = latest(finished_run, "generate")
+    (tmp_path / "finished.txt").write_text(str(stage.path))
+    cut_before(copied_run, "generate")
+    return stage
+
+
+class HangsOnceAndIsKilledOnce(CopyingKilledOnce):
+    def before(self, task):
+        super().before(task)
+        if task.index == HUNG and first_time(diary_of(task, "hung"), "hung"):
+            wait_for_an_answer_that_never_comes()
+
+
+def wait_for_an_answer_that_never_comes() -> None:
+    time.sleep(3600)
+
+
+def generated(config):
+    return run_flow(config, until="generate", console=Console(quiet=True))
+
+
+def deaths_in(run, stage: str) -> list[dict]:
+    events = [event for event in last_events(run) if event["event"] == "worker-died"]
+    return [event for event in events if event["stage"] == stage]
+
+
+def test_a_killed_or_hanging_worker_costs_one_attempt(
+    ray_cluster, before, finished_run, make_config, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(generate, "Worker", HangsOnceAndIsKilledOnce)
+    monkeypatch.setattr(features, "Worker", functools.partial(KilledOnce, features.NAME))
+    run = generated(make_config(tmp_path, limits__max_hours_per_shard=DEADLINE / 3600))
+    killed, hung = deaths_in(run, "generate")
+    assert (killed["shard"], hung["shard"]) == (MIDDLE, HUNG) and killed["error"]
+    assert "It hung" in hung["error"] and "wait_for_an_answer_that_never_comes" in hung["error"]
+    begun, done = (line.split()[1] for line in (tmp_path / "hung.txt").read_text().splitlines())
+    assert begun != done, "another worker did it"
+    assert sorted(shards_made(run)) == [("generate", index) for index in range(4)]
+    run = run_flow(make_config(tmp_path), until="features", console=Console(quiet=True))
+    (killed,) = deaths_in(run, "features")
+    assert killed["shard"] == MIDDLE and killed["error"]
+    assert sorted(shards_made(run)) == [("features", index) for index in range(4)]
+    monkeypatch.undo()
+    assert stages_run(run_again(make_config(tmp_path))) == ["train", "calibrate", "export", "check"]
+    assert_as_uninterrupted(run, finished_run)
+
+
+def rows_of(stage) -> list[dict]:
+    return [row for path in stage.shards() for row in read_rows(path)]
+
+
+def test_a_deadly_row_alone_is_quarantined(ray_cluster, before, make_config, tmp_path, monkeypatch):
+    poison = [row["id"] for row in rows_of(before) if row["split"] == "train"][-3]
+    (tmp_path / "poison.txt").write_text(poison)
+    monkeypatch.setattr(generate, "Worker", Poisoned)
+    config = make_config(tmp_path, limits__max_consecutive_failures=DEATHS)
+    run = generated(config)
+    stage = latest(run, "generate")
+    (refused,) = [row for row in quarantined(stage) if row not in quarantined(before)]
+    assert (refused["id"], refused["row"]["id"]) == (poison, poison)
+    assert refused["reason"] == "killed-worker" and f"{DEATHS} times" in refused["detail"]
+    assert rows_of(stage) == [row for row in rows_of(before) if row["id"] != poison]
+    deaths = [event["shard"] for event in deaths_in(run, "generate")]
+    assert len(deaths) == DEATHS and len(set(deaths)) == 1
+    assert not (stage.path / "isolation").exists()
+    monkeypatch.undo()
+    run_again(config, until="features")
+    assert poison not in {row["id"] for row in rows_of(latest(run, "features"))}
+    assert stage.verify() == latest(run, "features").verify() == []
+
+
+@pytest.fixture
+def cluster(monkeypatch):
+    """A head without cores and two nodes of one each, at RAY_ADDRESS."""
+    from ray.cluster_utils import Cluster
+
+    head = {"num_cpus": 0, "include_dashboard": False, **SMALL}
+    nodes = Cluster(initialize_head=True, connect=False, head_node_args=head)
+    for _ in range(2):
+        nodes.add_node(wait=False, num_cpus=1, **SMALL)
+    nodes.wait_for_nodes()
+    monkeypatch.setenv("RAY_ADDRESS", nodes.address)
+    yield nodes
+    nodes.shutdown()
+
+
+def test_a_lost_node_costs_one_attempt(before, make_config, tmp_path, monkeypatch, cluster):
+    monkeypatch.setattr(generate, "Worker", functools.partial(LosesItsNode, generate.NAME))
+    run = generated(make_config(tmp_path, placement__generate={"workers": 2, "cpus_per_worker": 1}))
+    raylets = [node.all_processes["raylet"][0].process for node in cluster.list_all_nodes()]
+    assert [raylet.poll() is None for raylet in raylets].count(False) == 1
+    (death,) = deaths_in(run, "generate")
+    assert death["shard"] == MIDDLE and death["error"]
+    assert sorted(shards_made(run)[-4:]) == [("generate", index) for index in range(4)]
+    made = files_of(latest(run, "generate"))
+    assert {name: made[name] for name in made if not name.endswith(".tmp")} == files_of(before)
+    assert latest(run, "generate").verify() == []
