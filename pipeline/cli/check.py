@@ -11,7 +11,8 @@ import typer
 from rich.console import Console
 
 if TYPE_CHECKING:
-    from pipeline.evaluation.measuring import AnswerLines, MeasuredHeads
+    from pipeline.evaluation.answers import AnswerLines
+    from pipeline.evaluation.measuring import MeasuredHeads
 
 
 class Engine(StrEnum):
@@ -34,7 +35,9 @@ def check(
     prompts: Annotated[
         Path | None,
         typer.Option(
-            help="A file of questions (MT-Bench, any form of seeds). Default: bundled ones."
+            exists=True,
+            dir_okay=False,
+            help="A file of questions (MT-Bench, any form of seeds). Default: bundled ones.",
         ),
     ] = None,
     number: Annotated[int, typer.Option(min=1, help="How many of them to ask.")] = 32,

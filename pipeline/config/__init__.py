@@ -26,8 +26,16 @@ from pipeline.config.outcome import (
     PushConfig,
     StudyName,
 )
-from pipeline.config.running import LimitsConfig, PlacementConfig, PlacementOf, RunConfig
-from pipeline.config.section import DTYPES, Dtype, Precision, Section
+from pipeline.config.running import (
+    DTYPES,
+    Dtype,
+    LimitsConfig,
+    PlacementConfig,
+    PlacementOf,
+    Precision,
+    RunConfig,
+    Section,
+)
 from pipeline.config.training import BackboneConfig, MedusaConfig, TrainConfig
 
 __all__ = [

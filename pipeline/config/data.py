@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, PositiveInt, field_validator, model_validator
 
-from pipeline.config.section import Dtype, Precision, Section
+from pipeline.config.running import Dtype, Precision, Section
 
 TEMPLATE_GIVEN = {
     "messages",

@@ -8,22 +8,25 @@ exists.
 
 from __future__ import annotations
 
+import datetime
+import difflib
+import json
+import types
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Union, get_args, get_origin
 
 import yaml
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from pipeline.config import Config, TargetConfig
 from pipeline.config.outcome import StockTree
-from pipeline.config.problems import problems
 from pipeline.errors import ConfigError
 from pipeline.redact import redacted
 
 RUN_FILE = "run.yaml"  # a run directory's own configuration
-RUN_MARKS = ("lock", "events.jsonl", "latest")  # beside it, once somebody has run it
+RUN_MARKS = ("lock", "events.jsonl", "latest")  # beside it, once it was run
 
 PATH_KEYS = {
     ("run", "root"),
@@ -38,6 +41,24 @@ PATH_OR_NAME_KEYS = {
     ("check", "assistant_model"),
     ("check", "served_model"),
 }
+GONE_KEYS = {
+    "train.shard_heads": (
+        "use train.medusa.lm_head: shared, train.optimizer: adamw-8bit or train.heads: recurrent"
+    ),
+}
+KINDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "string": "text",
+    "path": "a path",
+    "date": "a date",
+    "tuple": "a list",
+    "list": "a list",
+    "dict": "a section with keys",
+    "model": "a section with keys",
+}
+"""pydantic's names of types in words."""
 
 
 def load_config(file: str | Path, overrides: Iterable[str] = ()) -> Config:
@@ -50,32 +71,26 @@ def load_config(file: str | Path, overrides: Iterable[str] = ()) -> Config:
     try:
         settings = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError(
-            "There is no such configuration file.",
-            str(file),
-            "Name a YAML file, such as one of configs/.",
-        ) from None
+        fix = "Name a YAML file, such as one of configs/."
+        raise ConfigError("There is no such configuration file.", str(file), fix) from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(
-            f"The configuration cannot be read: {error}",
-            str(file),
-            "It must be a YAML file of sections.",
-        ) from None
+        what = f"The configuration cannot be read: {error}"
+        raise ConfigError(what, str(file), "It must be a YAML file of sections.") from None
     if not isinstance(settings, dict):
-        raise ConfigError(
-            "The configuration is not a mapping of sections.",
-            str(file),
-            "See configs/demo.yaml for one.",
-        )
-    beside = (
-        path.parent.resolve()
-    )  # of a link too: a run's own file means this run, wherever its text lies
+        what = "The configuration is not a mapping of sections."
+        raise ConfigError(what, str(file), "See configs/demo.yaml for one.")
+    # Of a link too: a run's own file means this run, wherever its text lies.
+    beside = path.parent.resolve()
     is_own = path.name == RUN_FILE and any((beside / mark).exists() for mark in RUN_MARKS)
-    settings = _resolve(settings, beside if is_own else path.resolve().parent)
+    base = beside if is_own else path.resolve().parent
+    for section, keys in settings.items():
+        if isinstance(keys, dict):
+            for key, value in keys.items():
+                keys[key] = _resolved((section, key), value, base)
     if is_own:
         _place_in(settings, beside)
     for word in overrides:
-        _override(settings, word, Path.cwd())
+        _override(settings, word)
     return validate(settings, str(file))
 
 
@@ -88,46 +103,20 @@ def target_settings(words: Iterable[str]) -> dict[str, Any]:
     """
     settings: dict[str, Any] = {"target": {}}
     for word in words:
-        _override(settings, word, Path.cwd())
+        _override(settings, word)
         if len(settings) > 1 or "model" in settings["target"]:
-            fix = (
-                "The model itself has an option of its own (see --help); write target.key=value for"
-                " its settings."
-            )
-            raise ConfigError(
-                f"Only settings of the target are read here, and not '{word}'.", "command line", fix
-            )
+            what = f"Only settings of the target are read here, and not '{word}'."
+            fix = "The model itself has an option of its own (see --help)."
+            raise ConfigError(what, "command line", fix)
     found: dict[str, Any] = settings["target"]
     try:
         TargetConfig.model_validate({"model": "any"} | found)
     except ValidationError as error:
         wrong = problems([{**each, "loc": ("target", *each["loc"])} for each in error.errors()])
         fix = "docs/configuration.md lists the keys of target."
-        raise ConfigError(
-            f"The settings are wrong: {'; '.join(wrong)}.", "command line", fix
-        ) from None
+        what = f"The settings are wrong: {'; '.join(wrong)}."
+        raise ConfigError(what, "command line", fix) from None
     return found
-
-
-def _place_in(settings: dict[str, Any], run: Path) -> None:
-    """Make a run directory's own file mean that directory, also one that was copied, and the store
-    that it links to.
-    """
-    place = settings.setdefault("run", {})
-    if isinstance(place, dict):
-        store = linked_store(run)
-        place |= {"root": str(run.parent), "name": run.name}
-        if store is not None:
-            place["store"] = str(store) if store != run else None
-
-
-def linked_store(run: Path) -> Path | None:
-    """Where most of the stages lie that a run directory links to; None where it links to none."""
-    stores: Counter[Path] = Counter()
-    for link in sorted((run / "latest").glob("[!.]*")):
-        if link.is_symlink() and link.is_dir():
-            stores[link.resolve().parent] += 1
-    return stores.most_common(1)[0][0] if stores else None
 
 
 def validate(settings: dict[str, Any], where: str) -> Config:
@@ -135,108 +124,95 @@ def validate(settings: dict[str, Any], where: str) -> Config:
     try:
         config = Config.model_validate(settings)
     except ValidationError as error:
-        fix = "docs/configuration.md lists every key."
-        raise ConfigError(
-            f"The configuration is wrong: {'; '.join(problems(error.errors()))}.", where, fix
-        ) from None
-    if key := _secret(config.model_dump(mode="json")):
-        what = f"{key} holds a token or a password, and every setting is written to run.yaml."
-        raise ConfigError(
-            what,
-            where,
-            "Keep it in the environment, as HF_TOKEN, or in what `hf auth login` stores.",
-        )
+        what = f"The configuration is wrong: {'; '.join(problems(error.errors()))}."
+        raise ConfigError(what, where, "docs/configuration.md lists every key.") from None
+    for key, text in _texts(config.model_dump(mode="json")):
+        if redacted(text) != text:
+            what = f"{key} holds a token or a password, and every setting is written to run.yaml."
+            fix = "Keep it in the environment, as HF_TOKEN, or in what `hf auth login` stores."
+            raise ConfigError(what, where, fix)
     return config
 
 
-def _secret(settings: Any, key: str = "") -> str | None:
-    """The first key whose text holds a secret."""
+def _texts(settings: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Every text in nested settings with its key."""
     if isinstance(settings, dict):
-        return next(
-            (
-                found
-                for name, value in settings.items()
-                if (found := _secret(value, f"{key}.{name}"))
-            ),
-            None,
-        )
-    if isinstance(settings, list):
-        return next((found for value in settings if (found := _secret(value, key))), None)
-    return key.lstrip(".") if isinstance(settings, str) and redacted(settings) != settings else None
+        for name, value in settings.items():
+            yield from _texts(value, f"{key}.{name}".lstrip("."))
+    elif isinstance(settings, list):
+        for value in settings:
+            yield from _texts(value, key)
+    elif isinstance(settings, str):
+        yield key, settings
 
 
 def dump_config(config: Config) -> str:
-    """The resolved configuration as YAML that gives the same run again, from any working
-    directory.
-    """
+    """The configuration as YAML that gives the same run again, from any working directory."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
-def _override(settings: dict[str, Any], word: str, base: Path) -> None:
+def _place_in(settings: dict[str, Any], run: Path) -> None:
+    """Make a run directory's own file mean that directory, and the store that it links to."""
+    place = settings.setdefault("run", {})
+    if isinstance(place, dict):
+        place.update(root=str(run.parent), name=run.name)
+        store = linked_store(run)
+        if store is not None:
+            place["store"] = None if store == run else str(store)
+
+
+def linked_store(run: Path) -> Path | None:
+    """The directory of most stages that a run links to; None where it links to none."""
+    stores: Counter[Path] = Counter()
+    for link in sorted((run / "latest").glob("[!.]*")):
+        if link.is_symlink() and link.is_dir():
+            stores[link.resolve().parent] += 1
+    return stores.most_common(1)[0][0] if stores else None
+
+
+def _override(settings: dict[str, Any], word: str) -> None:
     key, equals, text = word.partition("=")
-    names = tuple(key.split("."))
+    names, where = tuple(key.split(".")), "command line"
     if not equals or len(names) < 2 or not all(names):
-        raise ConfigError(
-            f"'{word}' is not an override.",
-            "command line",
-            "Write section.key=value, such as train.lr=1e-3.",
-        )
+        fix = "Write section.key=value, such as train.lr=1e-3."
+        raise ConfigError(f"'{word}' is not an override.", where, fix)
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ConfigError(
-            f"The value of {key} is not YAML: {error}.", "command line", "Quote it."
-        ) from None
-    value = _resolve_value(names, value, base)
+        raise ConfigError(f"The value of {key} is not YAML: {error}.", where, "Quote it.") from None
     node = settings
     for name in names[:-1]:
         if node.get(name) is None:
             node[name] = {}
         node = node[name]
         if not isinstance(node, dict):
-            raise ConfigError(
-                f"{key} reaches into a value that has no keys.",
-                "command line",
-                "Set the whole section's key instead.",
-            )
-    node[names[-1]] = value
+            fix = "Set the whole section's key instead."
+            raise ConfigError(f"{key} reaches into a value that has no keys.", where, fix)
+    node[names[-1]] = _resolved(names, value, Path.cwd())
 
 
-def _resolve(settings: dict[str, Any], base: Path) -> dict[str, Any]:
-    """Make every path absolute (against `base`) and read a chat template named by its path."""
-    return {
-        section: (
-            {key: _resolve_value((section, key), value, base) for key, value in keys.items()}
-            if isinstance(keys, dict)
-            else keys
-        )
-        for section, keys in settings.items()
-    }
-
-
-def _resolve_value(key: tuple[str, ...], value: Any, base: Path) -> Any:
+def _resolved(key: tuple[str, ...], value: Any, base: Path) -> Any:
+    """The value with its paths made absolute, and a chat template that is named by its path."""
     if key == ("seeds", "sources"):
         sources = [value] if isinstance(value, str) else value
-        return (
-            [_resolve_source(each, base) for each in sources]
-            if isinstance(sources, list)
-            else value
-        )
+        if isinstance(sources, list):
+            return [_resolved_source(source, base) for source in sources]
     if not isinstance(value, str):
         return value
     if key == ("calibrate", "choices") and value in get_args(StockTree):
         return value
     if key in PATH_KEYS or (key in PATH_OR_NAME_KEYS and _is_path(value, base)):
         value = _absolute(value, base)
-    return (
-        _read_template(value) if key == ("target", "chat_template") and "{" not in value else value
-    )
+    if key == ("target", "chat_template") and "{" not in value:
+        return _read_template(value)
+    return value
 
 
-def _resolve_source(source: Any, base: Path) -> Any:
-    source = {"path": source} if isinstance(source, str) else source
+def _resolved_source(source: Any, base: Path) -> Any:
+    if isinstance(source, str):
+        source = {"path": source}
     if isinstance(source, dict) and isinstance(source.get("path"), str):
-        return source | {"path": _absolute(source["path"], base)}
+        return {**source, "path": _absolute(source["path"], base)}
     return source
 
 
@@ -244,11 +220,9 @@ def _read_template(path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"The chat template cannot be read: {error}.",
-            "target.chat_template",
-            "Give a Jinja file or the template's text.",
-        ) from None
+        what = f"The chat template cannot be read: {error}."
+        fix = "Give a Jinja file or the template's text."
+        raise ConfigError(what, "target.chat_template", fix) from None
 
 
 def _absolute(value: str, base: Path) -> str:
@@ -259,3 +233,117 @@ def _is_path(value: str, base: Path) -> bool:
     if value.startswith((".", "/", "~")):
         return True
     return len(value) < 4096 and "\n" not in value and (base / value).exists()
+
+
+def problems(errors: Sequence[Any]) -> list[str]:
+    """Each wrong key once, from `ValidationError.errors()`.
+
+    A key that may be one thing or another (a number or `auto`) is one problem: what it may be, and
+    what it is.
+    """
+    by_key: dict[str, list[Any]] = {}
+    for error in errors:
+        # Behind a key that may be a number or a word, pydantic names the alternative, such as
+        # `constrained-int`.
+        parts = []
+        for part in map(str, error["loc"]):
+            if part not in (*KINDS, "[key]") and not part.startswith(("constrained-", "literal[")):
+                parts.append(part)
+        by_key.setdefault(".".join(parts), []).append(error)
+    return [_problem(key, found) for key, found in by_key.items()]
+
+
+def _problem(key: str, errors: list[Any]) -> str:
+    first = errors[0]
+    if first["type"] == "extra_forbidden":
+        if key in GONE_KEYS:
+            return f"'{key}' is gone: {GONE_KEYS[key]}"
+        near = nearest_key(first["loc"])
+        hint = f"; did you mean '{near}'?" if near else ""
+        return f"there is no key '{key}'{hint}"
+    if first["type"] == "missing":
+        return f"'{key}' is needed"
+    wanted, *others = dict.fromkeys(map(_wanted, errors))
+    for other in others:
+        wanted += f" or {other.removeprefix('it must be ')}"
+    value = first["input"]
+    if first["type"] == "value_error" and isinstance(value, dict):  # keys that do not go together
+        return f"'{key}': {wanted}"
+    text = repr(value)
+    if not isinstance(value, str):
+        text = json.dumps(value, ensure_ascii=False, default=str)
+    if isinstance(value, datetime.date):
+        text = value.isoformat()
+    if len(text) > 80:
+        text = f"{text[:76]} ..."
+    return f"'{key}': {wanted}, not {text}"
+
+
+def _wanted(error: Any) -> str:
+    """The value that would be right; of a value error of ours its own words."""
+    kind, _, finding = error["type"].partition("_")
+    is_type = finding in ("type", "parsing", "from_float", "attributes_type", "from_date_parsing")
+    if is_type and kind in KINDS:
+        return f"it must be {KINDS[kind]}"
+    if error["type"] == "literal_error":
+        return f"it must be {error['ctx']['expected']}"
+    message = error["msg"].removeprefix("Value error, ").replace("Input should", "it must")
+    return f"{message[0].lower()}{message[1:]}"
+
+
+def nearest_key(location: tuple[str | int, ...]) -> str | None:
+    """The existing key that is nearest to a wrong one, such as ('train', 'lora_rank').
+
+    First a key beside it of nearly the same name; then one that has moved, with the same last name
+    or all the words of the wrong one; last one of a similar name beside it or in its section.
+    """
+    parts = [part for part in location if isinstance(part, str)]
+    section, name, wrong = parts[0], parts[-1], ".".join(parts)
+    if len(parts) == 1:
+        near = difflib.get_close_matches(name, Config.model_fields, n=1)
+        return near[0] if near else None
+    beside, within, moved = {}, {}, []
+    for key in _leaves(Config):
+        if list(key[:-1]) == parts[:-1]:
+            beside[key[-1]] = ".".join(map(str, (*location[:-1], key[-1])))
+        if key[0] == section:
+            within[key[-1]] = ".".join(key)
+        if key[-1] == name or _words(parts) <= _words(key):
+            moved.append(".".join(key))
+    near = difflib.get_close_matches(name, beside, n=1, cutoff=0.85)
+    if near:
+        return beside[near[0]]
+    if moved:
+        here = [key for key in moved if key.startswith(f"{section}.")]
+        return difflib.get_close_matches(wrong, here or moved, n=1, cutoff=0)[0]
+    for keys in (beside, within):
+        near = difflib.get_close_matches(name, keys, n=1)
+        if near:
+            return keys[near[0]]
+    return None
+
+
+def _words(key: Iterable[str]) -> set[str]:
+    return set("_".join(key).split("_"))
+
+
+def _leaves(model: type[BaseModel], parents: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Every key as the names that lead to it."""
+    for name, field in model.model_fields.items():
+        inner = _model_in(field.annotation)
+        if inner is None:
+            yield (*parents, name)
+        else:
+            yield from _leaves(inner, (*parents, name))
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    """The settings class inside an annotation such as `tuple[SeedSource, ...]`."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    if get_origin(annotation) in (tuple, list, Union, types.UnionType):
+        for argument in get_args(annotation):
+            found = _model_in(argument)
+            if found:
+                return found
+    return None

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
-from pipeline.config.section import Dtype, Section
+from pipeline.config.running import Dtype, Section
 
 FormatName = Literal["expanded", "shared", "reference", "sglang"]
 BaselineName = Literal["generate", "prompt-lookup", "assistant"]

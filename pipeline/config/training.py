@@ -9,7 +9,7 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from pipeline.config.section import Section
+from pipeline.config.running import Section
 
 Bits = Literal["4bit", "8bit"]
 LmHead = Literal["untied", "shared", "tied"]

@@ -31,7 +31,7 @@ from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.decoding.held_out import HeldOutPlaces, HeldOutRanks
 from pipeline.decoding.steps import last_positions
 from pipeline.errors import DataError
-from pipeline.evaluation.prompts import SILENT, Prompt, answer_all, conversations_of
+from pipeline.evaluation.prompts import SILENT, Prompt, answer_all
 from pipeline.execution.progress import ProgressReporter
 from pipeline.heads.accuracy import label_ranks
 from pipeline.heads.kind import Heads
@@ -77,9 +77,7 @@ def answer_states(
         trained: The answers in training rows; None counts no answer as seen.
     """
     num_heads, device = heads.shape.max_depth, heads.device
-    for prompt, answer, conversation in zip(
-        prompts, answers, conversations_of(prompts), strict=True
-    ):
+    for prompt, answer in zip(prompts, answers, strict=True):
         if len(answer) == 1:
             continue
         later_N = torch.tensor(answer[1:])
@@ -88,7 +86,7 @@ def answer_states(
             labels_KN[head, : len(later_N) - head] = later_N[head:]
         states_TD, _ = last_positions(model, prompt.ids + answer[:-1], len(answer))
         yield AnswerStates(
-            conversation,
+            prompt.conversation,
             trained is not None and answer in trained,
             states_TD[:-1].to(device),
             torch.tensor(answer[:-1], device=device),

@@ -43,6 +43,8 @@ from pipeline.targets.spec import TargetSpec
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+AnswerLines = dict[str, list[Line]]  # by method
+
 NUM_SAMPLES = 2  # decoded answers in the report
 NUM_SHOWN = 4  # tokens of a difference
 
@@ -164,7 +166,7 @@ def answer_lines(
     """
     lines: dict[int | str, Line] = {}
     for index, prompt in enumerate(prompts):
-        name = prompt.id if prompt.question_id is None else prompt.question_id
+        name = prompt.conversation
         if name not in lines:
             lines[name] = model_answer(name, model_id, [])
             lines[name]["category"] = prompt.category or ""

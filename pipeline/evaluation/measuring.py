@@ -18,12 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import pipeline
-from pipeline.artifacts.check_result import CheckFigures, CheckResult, Limits, Line
+from pipeline.artifacts.check_result import CheckFigures, CheckResult, Limits
 from pipeline.config import CheckConfig
 from pipeline.conversations.sources import read_questions
 from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.decoding.tree import Choices, stock_tree
 from pipeline.errors import ConfigError, DataError
+from pipeline.evaluation.answers import AnswerLines
 from pipeline.evaluation.native import check_native
 from pipeline.evaluation.prompts import (
     SILENT,
@@ -40,7 +41,7 @@ from pipeline.execution.progress import ProgressReporter
 from pipeline.export.directory import read_tree, write_export
 from pipeline.export.layout import CONFIG_FILE, ExportLayout, read_layout
 from pipeline.export.weights import DirectoryTensors
-from pipeline.heads.kind import Heads, TargetWeights
+from pipeline.heads.kind import TargetWeights
 from pipeline.heads.kinds import Sizes, foreign_heads
 from pipeline.storage.atomic import read_object
 from pipeline.targets.engines import EngineName
@@ -50,8 +51,6 @@ from pipeline.targets.vllm_engine import in_vllm
 
 BUNDLED = Path(pipeline.__file__).parents[1] / "data" / "seeds.sharegpt.jsonl"
 DRAFT_TOKENS = 5  # of a cell whose directory does not say
-
-AnswerLines = dict[str, list[Line]]  # by method
 
 
 def measure(
@@ -93,18 +92,18 @@ class MeasuredHeads:
 
 @dataclass(frozen=True)
 class Candidate:
-    """Heads to be measured: a directory in an export's layout, and how vLLM drafts with them.
+    """Heads to be measured: a directory, its tree, and how vLLM drafts with it.
 
     Attributes:
-        export: None where native decoding cannot have them.
+        export: In an export's layout, but for heads that vLLM alone can have.
         speculative_config: None where vLLM reads `export`.
     """
 
     described: str
-    export: Path | None
-    speculative_config: dict[str, Any] | None
+    export: Path
     max_depth: int
-    why_not: str = ""
+    speculative_config: dict[str, Any] | None
+    tree: Choices | DynamicTree = ()
 
 
 def measure_heads(
@@ -132,17 +131,15 @@ def measure_heads(
         require_readable(target, engine, on_gpu=gpus > 0, where="--target")
     answers: AnswerLines = {}
     native = vllm = None
-    with _candidate(directory, target, draft_tokens) as found:
-        _require_engines(found, directory, target, settings)
+    with _candidate(directory, target, settings, draft_tokens) as found:
         target = with_room(target, settings)
         prompts = _prompts(target, settings, gpus, num_prompts, progress)
-        tree: Choices | DynamicTree = read_tree(found.export) if found.export else ()
         request = CheckRequest(
             with_room_for(target, prompts, settings.max_new_tokens, found.max_depth),
-            str(found.export or directory),
+            str(found.export),
             prompts,
             settings,
-            tree=tree,
+            tree=found.tree,
             gpus=gpus,
             name=Path(target.model).name,
             speculative_config=found.speculative_config,
@@ -154,12 +151,7 @@ def measure_heads(
     result = joined(native, vllm)
     if result.vllm is not None and result.native is not None:
         result = replace(result, vllm=with_expectations(result.vllm, result.native.chain, None))
-    limits = Limits(
-        settings.min_acceleration_rate,
-        settings.max_tie_share,
-        require_learning=False,
-        max_kl=math.inf,
-    )
+    limits = Limits(settings.min_acceleration_rate, settings.max_tie_share, False, math.inf)
     measured = MeasuredHeads(
         heads=str(directory),
         target=target.model,
@@ -172,13 +164,15 @@ def measure_heads(
 
 @contextmanager
 def _candidate(
-    directory: Path, target: TargetSpec, draft_tokens: int | None
+    directory: Path, target: TargetSpec, settings: CheckConfig, draft_tokens: int | None
 ) -> Iterator[Candidate]:
-    text = model_config(target).get_text_config()
+    """The heads; refused are those that an engine of `settings` cannot have."""
+    text, config = model_config(target).get_text_config(), read_object(directory / CONFIG_FILE)
     sizes = Sizes(text.hidden_size, text.vocab_size)
-    config = read_object(directory / CONFIG_FILE)
     if "heads" in config:  # of this project
-        yield _own_heads(directory, sizes, draft_tokens)
+        layout = read_layout(directory)
+        _require_fit(layout, target, sizes, settings, directory)
+        yield _own_heads(directory, layout, draft_tokens)
         return
     num_tokens = draft_tokens or proposed_tokens(config) or DRAFT_TOKENS
     model = functools.cache(lambda: load_causal_lm(target))  # where the heads borrow a matrix
@@ -186,26 +180,47 @@ def _candidate(
         lambda: lm_head_weight(model()), lambda: model().get_input_embeddings().weight.detach()
     )
     found = foreign_heads(DirectoryTensors(directory), weights, sizes, num_tokens)
-    original = {
-        "method": found.vllm_method,
-        "model": str(directory.resolve()),
-        "num_speculative_tokens": num_tokens,
-    }
-    speculative_config = original if found.as_they_are else None
+    original = None
+    if found.as_they_are:
+        original = {
+            "method": found.vllm_method,
+            "model": str(directory.resolve()),
+            "num_speculative_tokens": num_tokens,
+        }
     if found.heads is None:
-        yield Candidate(found.described, None, speculative_config, num_tokens, found.why_not)
+        if "native" in settings.engines:
+            fix = "vLLM alone can measure it: --engine vllm."
+            raise DataError(f"{found.why_not}.", str(directory), fix)
+        yield Candidate(found.described, directory, num_tokens, original)
         return
-    depth = found.heads.shape.max_depth
+    shape = found.heads.shape
+    layout = ExportLayout(
+        target.model,
+        shape,
+        dtype=str(next(found.heads.parameters()).dtype).removeprefix("torch."),
+        num_speculative_tokens=min(draft_tokens or shape.num_heads, shape.max_depth),
+    )
+    _require_fit(layout, target, sizes, settings, directory)
+    tree = stock_tree(shape.max_depth)
     with tempfile.TemporaryDirectory(prefix="medusa-distill-check-") as temporary:
         copy = Path(temporary, "export")
-        _write_copy(found.heads, target, copy, draft_tokens)
-        yield Candidate(found.described, copy, speculative_config, depth, found.why_not)
+        write_export(
+            copy,
+            found.heads,
+            layout,
+            target=model_config(target).to_dict(),
+            tokenizer=load_tokenizer(target),
+            choices=tree,
+            card="",
+        )
+        yield Candidate(found.described, copy, shape.max_depth, original, tree)
 
 
-def _own_heads(directory: Path, sizes: Sizes, draft_tokens: int | None) -> Candidate:
-    """An export, started by vLLM as it says, or with `draft_tokens`."""
-    layout = read_layout(directory)
-    shape, depth = layout.shape, layout.shape.max_depth
+def _require_fit(
+    layout: ExportLayout, target: TargetSpec, sizes: Sizes, settings: CheckConfig, directory: Path
+) -> None:
+    """Refuse heads of another target, or that vLLM does not serve, before anything is decoded."""
+    shape = layout.shape
     if (shape.hidden_size, shape.target_vocab_size) != (sizes.hidden_size, sizes.vocab_size):
         raise DataError(
             f"These are heads of a target with states of {shape.hidden_size} numbers and a"
@@ -214,50 +229,22 @@ def _own_heads(directory: Path, sizes: Sizes, draft_tokens: int | None) -> Candi
             str(directory),
             "Give --target the model that these heads were trained on.",
         )
-    if draft_tokens is None:
-        return Candidate(shape.described(), directory, None, depth)
-    if draft_tokens > depth:
-        what = f"These heads propose {depth} tokens ahead, and {draft_tokens} are to be drafted."
-        raise ConfigError(what, "--draft-tokens", f"Give at most {depth}.")
-    config = layout.kind.speculative_config(str(directory.resolve()), draft_tokens)
-    return Candidate(shape.described(), directory, config, depth)
-
-
-def _write_copy(
-    heads: Heads, target: TargetSpec, directory: Path, draft_tokens: int | None
-) -> None:
-    """Write the heads as an export, with a stock tree."""
-    shape = heads.shape
-    layout = ExportLayout(
-        target.model,
-        shape,
-        dtype=str(next(heads.parameters()).dtype).removeprefix("torch."),
-        num_speculative_tokens=min(draft_tokens or shape.num_heads, shape.max_depth),
-    )
-    write_export(
-        directory,
-        heads,
-        layout,
-        target=model_config(target).to_dict(),
-        tokenizer=load_tokenizer(target),
-        choices=stock_tree(shape.max_depth),
-        card="",
-    )
-
-
-def _require_engines(
-    found: Candidate, directory: Path, target: TargetSpec, settings: CheckConfig
-) -> None:
-    """Refuse engines that cannot have these heads, before anything is decoded."""
-    if found.export is None:
-        if "native" in settings.engines:
-            fix = "vLLM alone can measure it: --engine vllm."
-            raise DataError(f"{found.why_not}.", str(directory), fix)
-    elif "vllm" in settings.engines:
-        layout = read_layout(found.export)
-        reason = layout.kind.not_served(layout.shape, model_config(target).to_dict())
+    if "vllm" in settings.engines:
+        reason = layout.kind.not_served(shape, model_config(target).to_dict())
         if reason:
             raise ConfigError(reason, "--engine vllm", "Measure them natively: --engine native.")
+
+
+def _own_heads(directory: Path, layout: ExportLayout, draft_tokens: int | None) -> Candidate:
+    """An export, started by vLLM as it says, or with `draft_tokens`."""
+    depth, config = layout.shape.max_depth, None
+    if draft_tokens is not None:
+        if draft_tokens > depth:
+            what = f"These heads propose {depth} tokens ahead, not {draft_tokens}."
+            raise ConfigError(what, "--draft-tokens", f"Give at most {depth}.")
+        config = layout.kind.speculative_config(str(directory.resolve()), draft_tokens)
+    described = layout.shape.described()
+    return Candidate(described, directory, depth, config, read_tree(directory))
 
 
 def _prompts(
@@ -267,15 +254,11 @@ def _prompts(
     number: int,
     progress: ProgressReporter,
 ) -> list[Prompt]:
-    path = Path(str(settings.prompts))
-    if not path.is_file():
-        what = f"There is no file of questions {path}."
-        raise ConfigError(what, "--prompts", "Name one with --prompts FILE.")
     engine: EngineName = "transformers" if "native" in settings.engines else "vllm"
-    questions = read_questions(path)[:number]
+    questions = read_questions(Path(str(settings.prompts)))[:number]
     found = question_prompts(target, questions, settings, engine, gpus, progress)
     fix = "Shorten --max-new-tokens, or name other questions with --prompts."
-    require_prompts(found, "question", settings, str(path), fix)
+    require_prompts(found, "question", settings, str(settings.prompts), fix)
     return found.kept
 
 

@@ -56,13 +56,10 @@ class Prompt:
     question_id: int | str | None = None
     turn: int = 0
 
-
-def conversations_of(prompts: Sequence[Prompt]) -> list[int | str]:
-    """An id of each prompt's conversation: the turns of one question share it."""
-    found: list[int | str] = []
-    for number, prompt in enumerate(prompts):
-        found.append(f"prompt {number}" if prompt.question_id is None else prompt.question_id)
-    return found
+    @property
+    def conversation(self) -> int | str:
+        """The id that all turns of a question share."""
+        return self.id if self.question_id is None else self.question_id
 
 
 @dataclass(frozen=True)

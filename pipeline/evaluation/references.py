@@ -9,16 +9,15 @@ Limit: free texts, such as a model essay, match nothing; their tasks are left to
 
 from __future__ import annotations
 
-import contextlib
-import json
 import re
 import string
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pipeline.artifacts.check_result import Line
 from pipeline.conversations.forms import ID_KEYS
+from pipeline.conversations.text_rows import json_rows, opened
 
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -29,30 +28,19 @@ FINAL = "####"
 def read_references(path: Path) -> dict[str, list[str]]:
     """The references of each question, by the file's own id.
 
-    Questions without an id or a reference are left out, and so are lines that are no JSON.
+    Questions without an id or a reference are left out, and so are rows that are no JSON.
     """
-    found = {}
-    for row in _rows(path):
-        if not isinstance(row, dict):
-            continue
-        references = _references(row)
-        name = next((row[key] for key in ID_KEYS if key in row), None)
-        if name is not None and references:
-            found[str(name)] = references
+    found: dict[str, list[str]] = {}
+    with opened(path) as file:
+        for row in json_rows(file, path):
+            if not isinstance(row, dict):
+                continue
+            references = _references(row)
+            for key in ID_KEYS:
+                if key in row and references:
+                    found.setdefault(str(row[key]), references)
+                    break
     return found
-
-
-def _rows(path: Path) -> Iterator[Any]:
-    text = ""
-    with contextlib.suppress(OSError, ValueError):
-        text = path.read_text(encoding="utf-8-sig")
-    if text.lstrip().startswith("["):
-        with contextlib.suppress(ValueError, RecursionError):
-            yield from json.loads(text)
-        return
-    for line in text.split("\n"):  # `splitlines` also cuts at U+2028, which a text may hold
-        with contextlib.suppress(ValueError, RecursionError):
-            yield json.loads(line)
 
 
 def _references(row: Mapping[str, Any]) -> list[str]:
@@ -85,25 +73,21 @@ def exact_match(
         be compared.
     """
     categories: dict[str, str] = {}
-    for lines in answers.values():
-        for line in lines:
-            if line.get("category"):
-                categories[str(line["question_id"])] = line["category"]
     found: dict[str, dict[str, list[bool]]] = {}
     for method, lines in answers.items():
         for line in lines:
             name = str(line["question_id"])
+            category = categories.setdefault(name, line.get("category") or "")
             compared = _compared(line["choices"][0]["turns"], references.get(name, ()))
-            by_method = found.setdefault(categories.get(name, ""), {})
-            by_method.setdefault(method, []).extend(compared)
+            found.setdefault(category, {}).setdefault(method, []).extend(compared)
     rows = []
     for category, by_method in found.items():
-        most = max(len(compared) for compared in by_method.values())
-        row: dict[str, str | int | float] = {"category": category, "answers": most}
+        row: dict[str, str | int | float] = {"category": category, "answers": 0}
         for method, compared in by_method.items():
             if compared:
+                row["answers"] = max(len(compared), int(row["answers"]))
                 row[method] = round(sum(compared) / len(compared), 4)
-        if most:
+        if row["answers"]:
             rows.append(row)
     return rows
 

@@ -32,10 +32,9 @@ from pipeline.artifacts.json_form import rounded
 from pipeline.artifacts.seen_answers import NewAnswers
 from pipeline.artifacts.tree_file import ChainLength
 from pipeline.config import LatencyLimits
-from pipeline.decoding.held_out import rate_of_answers
 from pipeline.evaluation.answers import compare, tie_tolerance, top_2_gap
-from pipeline.evaluation.prompts import SILENT, CheckRequest, conversations_of
-from pipeline.evaluation.speed import rate_on_new_answers, require_steps
+from pipeline.evaluation.prompts import SILENT, CheckRequest
+from pipeline.evaluation.speed import rate, require_steps, with_new_answers
 from pipeline.execution.progress import ProgressReporter
 from pipeline.export.layout import read_layout
 from pipeline.targets.loading import load_causal_lm
@@ -81,7 +80,7 @@ def check_served(request: CheckRequest, progress: ProgressReporter = SILENT) -> 
 
     tolerance = tie_tolerance(request.target, settings, on_gpu=gpus > 0)
     comparison = compare(prompts, plain.token_ids, answers, gap_at, tolerance)
-    measured = rate_of_answers(accepted, conversations_of(prompts))
+    measured = rate(prompts, accepted)
     figures = VllmFigures(
         num_speculative_tokens=num_tokens,
         export_alone="model" in with_heads,
@@ -97,10 +96,7 @@ def check_served(request: CheckRequest, progress: ProgressReporter = SILENT) -> 
         tie_tolerance=tolerance,
         dtype=request.target.dtype,
     )
-    if request.trained is not None:
-        seen = request.trained.answers()
-        seen_share, new = rate_on_new_answers(prompts, answers, accepted, seen)
-        figures = replace(figures, seen_share=seen_share, new=new)
+    figures = with_new_answers(figures, request, answers, accepted)
     return CheckResult(vllm=figures, differing=comparison.differing)
 
 
@@ -235,39 +231,18 @@ def _within(limits: LatencyLimits, measured: Mapping[str, Any]) -> float | None:
     return round(within / len(measured["ttft"]), 4)
 
 
-def stops_paying_at(rows: Sequence[LoadRow]) -> int | None:
-    """The least measured number of requests at which the server is slower with the heads."""
-    for row in rows:
-        if not _pays(row):
-            return row.requests
-    return None
-
-
-def _pays(row: LoadRow) -> bool:
-    return row.speedup is not None and row.speedup >= 1
-
-
 def in_words(rows: Sequence[LoadRow]) -> str:
-    """Up to how many requests the heads pay, and at which loads they do not, in a sentence."""
-    stops = stops_paying_at(rows)
-    if stops is None:
-        return (
-            f"Served by vLLM, the heads pay up to {rows[-1].requests} requests at once, the most"
-            " that were tried."
-        )
-    slower = [row.requests for row in rows if not _pays(row)]
-    before = [row.requests for row in rows if row.requests < stops]
-    again = [row.requests for row in rows if row.requests > stops and _pays(row)]
-    beyond = f"they are slower at {_listed(slower)}"
-    if before and again:
-        beyond += f", and faster again at {_listed(again)}"
-    if before:
-        return f"Served by vLLM, the heads pay up to {before[-1]} requests at once; {beyond}."
-    if again:
-        return (
-            f"Served by vLLM, the heads pay at {_listed(again)} requests at once alone; {beyond}."
-        )
-    return f"Served by vLLM, the heads do not pay; {beyond}."
+    """The loads at which the heads pay, and those at which they do not, in a sentence."""
+    paid = [row.requests for row in rows if row.speedup is not None and row.speedup >= 1]
+    slower = [row.requests for row in rows if row.requests not in paid]
+    if not slower:
+        return f"Served by vLLM, the heads pay at all loads of up to {paid[-1]} requests at once."
+    if not paid:
+        return f"Served by vLLM, the heads do not pay; they are slower at {_listed(slower)}."
+    return (
+        f"Served by vLLM, the heads pay at {_listed(paid)} requests at once; they are slower at"
+        f" {_listed(slower)}."
+    )
 
 
 def _listed(levels: Sequence[int]) -> str:

@@ -21,23 +21,29 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
-from pipeline.artifacts.check_result import Baseline, BaselineSpeed, Category, Speed
+from pipeline.artifacts.check_result import (
+    Baseline,
+    BaselineSpeed,
+    Category,
+    EngineFigures,
+    Speed,
+)
 from pipeline.artifacts.json_form import rounded
-from pipeline.artifacts.seen_answers import ENOUGH_NEW, NewAnswers, SeenAnswers
+from pipeline.artifacts.seen_answers import ENOUGH_NEW, NewAnswers
 from pipeline.config import BaselineName
 from pipeline.decoding.acceptance import AcceptanceRule
 from pipeline.decoding.decoder import Decoded, Decoder, acceleration_rate
-from pipeline.decoding.held_out import rate_of_answers
+from pipeline.decoding.held_out import Estimate, rate_of_answers
 from pipeline.errors import ConfigError
-from pipeline.evaluation.prompts import SILENT, Prompt, conversations_of
+from pipeline.evaluation.prompts import SILENT, CheckRequest, Prompt
 from pipeline.execution.progress import ProgressReporter
 from pipeline.targets.loading import input_device, load_causal_lm
 from pipeline.targets.spec import TargetSpec
@@ -45,6 +51,7 @@ from pipeline.targets.spec import TargetSpec
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+Figures = TypeVar("Figures", bound=EngineFigures)
 Decode = Callable[[list[int], int], Decoded]  # (prompt, sampling seed)
 Pass = Mapping[str, Sequence[Decoded]]  # one repetition: each method's answers, by prompt
 
@@ -205,7 +212,7 @@ def speed(prompts: Sequence[Prompt], passes: Sequence[Pass]) -> Speed:
     accepted = [one.accepted for one in passes[0][ACCELERATED]]
     return Speed(
         acceleration_rate=rounded(accelerated.acceleration_rate),
-        standard_error=rounded(rate_of_answers(accepted, conversations_of(prompts)).standard_error),
+        standard_error=rounded(rate(prompts, accepted).standard_error),
         overhead=rounded(overhead),
         speedup=rounded(_ratio(accelerated.acceleration_rate, overhead)),
         **_timed(accelerated),
@@ -221,26 +228,36 @@ def _timed(pace: Pace, prefix: str = "") -> dict[str, float | None]:
     }
 
 
-def rate_on_new_answers(
-    prompts: Sequence[Prompt],
+def rate(prompts: Sequence[Prompt], accepted: Sequence[Sequence[int]]) -> Estimate:
+    """The acceleration rate of answers and its standard error; `accepted` as in `Decoded`."""
+    return rate_of_answers(accepted, [prompt.conversation for prompt in prompts])
+
+
+def with_new_answers(
+    figures: Figures,
+    request: CheckRequest,
     answers: Sequence[Sequence[int]],
     accepted: Sequence[Sequence[int]],
-    trained: SeenAnswers,
-) -> tuple[float, NewAnswers]:
-    """The share of answers that are also in training rows, and the rate of the others.
-
-    Args:
-        answers: Token ids.
-        accepted: Per answer, the tokens that each step kept.
+) -> Figures:
+    """The figures with the share of answers that are also in training rows, and the rate of the
+    others.
     """
-    conversations = conversations_of(prompts)
-    new = [index for index, answer in enumerate(answers) if list(answer) not in trained]
-    seen_share = round(1 - len(new) / len(answers), 4)
-    if len(new) < ENOUGH_NEW:
-        return seen_share, NewAnswers(answers=len(new))
-    found = rate_of_answers([accepted[i] for i in new], [conversations[i] for i in new])
-    rate, error = rounded(found.rate), rounded(found.standard_error)
-    return seen_share, NewAnswers(answers=len(new), acceleration_rate=rate, standard_error=error)
+    if request.trained is None:
+        return figures
+    seen, prompts, new_accepted = request.trained.answers(), [], []
+    for prompt, answer, kept in zip(request.prompts, answers, accepted, strict=True):
+        if list(answer) not in seen:
+            prompts.append(prompt)
+            new_accepted.append(kept)
+    new = NewAnswers(answers=len(prompts))
+    if len(prompts) >= ENOUGH_NEW:
+        found = rate(prompts, new_accepted)
+        new = replace(
+            new,
+            acceleration_rate=rounded(found.rate),
+            standard_error=rounded(found.standard_error),
+        )
+    return replace(figures, seen_share=round(1 - len(prompts) / len(answers), 4), new=new)
 
 
 def baseline_figures(passes: Sequence[Pass], method: str) -> Baseline:

@@ -175,7 +175,7 @@ def _metadata(
         pipeline_tag="text-generation",
         tags=tags,
     )
-    if published.licence is not None:
+    if published.licence:
         data.license = published.licence.id
         data.license_name = published.licence.name
         data.license_link = published.licence.link
@@ -222,16 +222,16 @@ def _facts(published: Published) -> Facts:
     report, config, kind = published.report, published.config, published.kind
     here = published.repo_id or "PATH_TO_THIS_DIRECTORY"
     num_heads = report.num_heads or config.train.num_heads
-    num_tokens = num_heads if report.tree is None else report.tree.num_speculative_tokens
+    num_tokens = num_heads if not report.tree else report.tree.num_speculative_tokens
     is_served = kind.vllm_method is not None
-    if report.export is not None:
+    if report.export:
         is_served = report.export.vllm
     data_sets = [source.hub for source in config.seeds.sources if source.hub]
     if published.data_set:
         data_sets.insert(0, published.data_set)
     stated = _stated(report, public_names(config.seeds.sources))
-    is_disturbed = any(engine is not None and disturbed(engine) for engine in engines(report))
-    fingerprints = report.run.fingerprints if report.run is not None else {}
+    is_disturbed = any(engine and disturbed(engine) for engine in engines(report))
+    fingerprints = report.run.fingerprints if report.run else {}
     return {
         **vars(published),
         "kind": kind,
@@ -266,16 +266,16 @@ def _facts(published: Published) -> Facts:
 def _stated(report: Report, names: Mapping[str, str]) -> Report:
     """The report without speedups that other load made, and with public names of categories."""
     native, vllm = engines(report)
-    if report.check is None:
+    if not report.check:
         return report
-    if native is not None:
+    if native:
         categories = []
         for row in native.categories or []:
             categories.append(replace(row, category=names.get(row.category, row.category)))
         native = replace(native, categories=categories)
         if disturbed(native):
             native = replace(native, overhead=None, speedup=None)
-    if vllm is not None and disturbed(vllm):
+    if vllm and disturbed(vllm):
         vllm = replace(vllm, speedup=None)
     return replace(report, check=replace(report.check, native=native, vllm=vllm))
 
@@ -325,7 +325,7 @@ def _trained_with(report: Report, config: Config) -> Facts:
     """The settings of `train` with the chosen values in the place of `auto`."""
     train = config.train.model_dump(mode="json")
     chosen = {}
-    if report.train is not None:
+    if report.train:
         chosen = report.train.hyperparameters or {}
     for section in (train, train["backbone"]):
         for key, value in section.items():

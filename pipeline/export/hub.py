@@ -302,7 +302,7 @@ def require_allowed(published: Published, where: str) -> str:
         ConfigError: The id has no owner or no name.
     """
     check = published.report.check
-    if check is None:
+    if not check:
         fix = "Run the check stage, then push."
         raise CheckFailed("These heads have not been checked.", "report.json", fix)
     if not check.passed:

@@ -71,7 +71,7 @@ class ExportLayout:
     def to_json(self, target: Mapping[str, Any]) -> dict[str, Any]:
         """The content of `config.json`, for a target with this config.json."""
         heads = {"format": self.format, "num_speculative_tokens": self.num_speculative_tokens}
-        if self.dynamic_tree is not None:
+        if self.dynamic_tree:
             heads["dynamic_tree"] = self.dynamic_tree.to_json()
         content: dict[str, Any] = {
             **self.kind.engine_config(self.shape, self.stored, target),

@@ -13,6 +13,7 @@ from pipeline.artifacts.check_result import (
     LoadRow,
     NativeFigures,
     Percentiles,
+    Studies,
     TreeRow,
     TypicalRow,
     VllmFigures,
@@ -40,6 +41,8 @@ from pipeline.report.facts import (
 from pipeline.report.report import Report
 from pipeline.report.tables import Table
 
+COSTS = ("acceleration rate", "overhead", "speedup")
+SPEEDS = ("tokens/s, plain", "tokens/s, with heads", "speedup")
 CHECK_ROWS = (
     "acceleration rate",
     "expected",
@@ -70,10 +73,10 @@ def check_table(report: Report) -> Table:
     native, vllm = engines(report)
     with_new = has_seen_answers(report)
     columns = []
-    if native is not None:
+    if native:
         table.columns.append("native")
         columns.append(_native_cells(native, report.tree, with_new))
-    if vllm is not None:
+    if vllm:
         table.columns.append("vLLM")
         columns.append(_vllm_cells(vllm, with_new))
         table.note = (
@@ -135,7 +138,7 @@ def _engine_cells(
     if with_new:
         cells["answers seen in training"] = percent(engine.seen_share)
         cells["acceleration rate on new answers"] = on_new_answers(engine)
-        new = prediction.new if prediction is not None else None
+        new = prediction.new if prediction else None
         cells["expected on new answers"] = expected_rate(new)
     return cells
 
@@ -165,7 +168,7 @@ def served_model_table(report: Report) -> Table:
     columns = ["", "rate on the target", "rate on the copy", "speedup", "tokens/s"]
     table = Table("Served model", [*columns, "greedy identical"])
     copy = report.served_model
-    if copy is None:
+    if not copy:
         return table
     table.note = f"{copy.model}, {copy.format}; its greedy text against itself alone."
     native, vllm = engines(report)
@@ -173,10 +176,10 @@ def served_model_table(report: Report) -> Table:
         ("native", native, copy.native),
         ("vLLM", vllm, copy.vllm),
     ):
-        if on_copy is not None:
+        if on_copy:
             table.add(
                 name,
-                measured_rate(on_target) if on_target is not None else UNKNOWN,
+                measured_rate(on_target) if on_target else UNKNOWN,
                 measured_rate(on_copy),
                 times(on_copy.speedup),
                 rate(on_copy.tokens_per_second),
@@ -196,14 +199,14 @@ def methods_table(report: Report) -> Table:
         " top-1 chain, not the tree"
     ]
     native, vllm = engines(report)
-    if native is not None:
+    if native:
         if native.repeats is not None and native.repeats > 1:
             notes.append(f"Times are medians of {count(native.repeats)} repetitions")
         if native.threads is not None:
             threads = "thread" if native.threads == 1 else "threads"
             notes.append(f"Native steps are timed on {native.threads} CPU {threads}")
         notes += _add_native_methods(table, native)
-    if vllm is not None:
+    if vllm:
         plain, with_heads = rate(vllm.baseline_tokens_per_second), rate(vllm.tokens_per_second)
         table.add("vLLM plain", ratio(1.0), plain, times(1.0), UNKNOWN, UNKNOWN, UNKNOWN)
         table.add(
@@ -251,21 +254,20 @@ def _add_native_methods(table: Table, native: NativeFigures) -> list[str]:
             times(other.speedup),
             duration(other.time_to_first_token),
             duration(other.time_per_output_token),
-            identical(other.greedy_match) if other.greedy_match is not None else UNKNOWN,
+            identical(other.greedy_match) if other.greedy_match else UNKNOWN,
         )
     return failed
 
 
 def categories_table(report: Report) -> Table:
     """Speed by category of question; empty for a single category, which repeats the check."""
-    columns = ["category", "prompts", "per step", "tokens/s, plain", "tokens/s, with heads"]
-    table = Table("Categories", [*columns, "speedup"])
+    table = Table("Categories", ["category", "prompts", "per step", *SPEEDS])
     table.note = (
         "Tokens per forward of the target, and per second; of transformers' baselines the rate and"
         " the speedup."
     )
     native, _ = engines(report)
-    rows = native.categories if native is not None else None
+    rows = native.categories if native else None
     if rows is None or len(rows) == 1:
         return table
     names: list[str] = []
@@ -273,7 +275,7 @@ def categories_table(report: Report) -> Table:
         names += [name for name in row.baselines if name not in names]
     table.columns += [name.replace("-", " ") for name in names]
     for row in rows:
-        cells = [ratio(row.acceleration_rate), *_both_rates(row)]
+        cells = [ratio(row.acceleration_rate), *_speeds(row)]
         for name in names:
             speed = row.baselines.get(name, BaselineSpeed())
             cells.append(f"{ratio(speed.acceleration_rate)}, {times(speed.speedup)}")
@@ -281,10 +283,10 @@ def categories_table(report: Report) -> Table:
     return table
 
 
-def _both_rates(row: Category | BatchRow | LoadRow) -> tuple[str, str, str]:
+def _speeds(row: Category | BatchRow | LoadRow) -> tuple[str, str, str]:
     """Tokens per second, plain and with heads, and the speedup."""
-    plain, with_heads = rate(row.baseline_tokens_per_second), rate(row.tokens_per_second)
-    return plain, with_heads, times(row.speedup)
+    plain = rate(row.baseline_tokens_per_second)
+    return plain, rate(row.tokens_per_second), times(row.speedup)
 
 
 def exact_match_table(report: Report) -> Table:
@@ -294,7 +296,7 @@ def exact_match_table(report: Report) -> Table:
         "Answers that are their reference, but for case, punctuation and articles; of a number the"
         " last one counts."
     )
-    rows = report.check.exact_match if report.check is not None else None
+    rows = report.check.exact_match if report.check else None
     methods: list[str] = []
     for row in rows or []:
         methods += [name for name in row if name not in ("category", "answers", *methods)]
@@ -306,40 +308,34 @@ def exact_match_table(report: Report) -> Table:
 
 
 def study_tables(report: Report) -> dict[str, Table]:
-    """`study_…` for each study that was run."""
+    """`study_…` for each study; without rows where it was not run."""
     native, vllm = engines(report)
-    found = {}
-    if native is not None and native.studies is not None:
-        studies = native.studies
-        found["study_trees"] = _trees_study(studies.trees or [])
-        found["study_typical"] = _typical_study(studies.typical or [])
-        found["study_heads"] = _heads_study(studies.heads or [])
-        found["study_batch"] = _batch_study(studies.batch or [])
-    if vllm is not None and vllm.studies is not None:
-        found["study_load"] = _load_study(vllm.studies.load or [], vllm.under_load)
-    return found
-
-
-def _trees_study(rows: list[TreeRow]) -> Table:
-    note = (
+    studies = native.studies if native and native.studies else Studies()
+    trees = Table("Study: trees", ["tree", "nodes", *COSTS])
+    trees.note = (
         "One ladder of trees on all the check's prompts, from plain decoding to the export's own."
     )
-    columns = ["tree", "nodes", "acceleration rate", "overhead", "speedup"]
-    table = Table("Study: trees", columns, note)
-    for row in rows:
-        table.add(row.tree or UNKNOWN, count(row.nodes), *_speed(row))
-    return table
+    for row in studies.trees or []:
+        trees.add(str(row.tree), count(row.nodes), *_costs(row))
+    heads = Table("Study: heads used", ["heads", "nodes", *COSTS])
+    heads.note = "The export's tree, cut at each depth."
+    for row in studies.heads or []:
+        heads.add(count(row.heads), count(row.nodes), *_costs(row))
+    batch = Table("Study: batch size", ["sequences", *SPEEDS])
+    batch.note = "The same prompts, decoded 1 to 16 at a time; prefill included."
+    for size in studies.batch or []:
+        batch.add(count(size.batch_size), *_speeds(size))
+    load = vllm.studies.load if vllm and vllm.studies else None
+    return {
+        "study_trees": trees,
+        "study_typical": _typical_study(studies.typical or []),
+        "study_heads": heads,
+        "study_batch": batch,
+        "study_load": _load_study(load or [], vllm.under_load if vllm else None),
+    }
 
 
-def _heads_study(rows: list[TreeRow]) -> Table:
-    columns = ["heads", "nodes", "acceleration rate", "overhead", "speedup"]
-    table = Table("Study: heads used", columns, "The export's tree, cut at each depth.")
-    for row in rows:
-        table.add(count(row.heads), count(row.nodes), *_speed(row))
-    return table
-
-
-def _speed(row: TreeRow) -> tuple[str, str, str]:
+def _costs(row: TreeRow) -> tuple[str, str, str]:
     return ratio(row.acceleration_rate), times(row.overhead), times(row.speedup)
 
 
@@ -351,31 +347,14 @@ def _typical_study(rows: list[TypicalRow]) -> Table:
         " log-likelihood in nats per token under the target at temperature 1."
     )
     for row in rows:
-        table.add(
-            show(row.temperature, ".1f"),
-            row.rule,
-            ratio(row.eps),
-            ratio(row.acceleration_rate),
-            times(row.speedup),
-            ratio(row.log_likelihood),
-        )
-    return table
-
-
-def _batch_study(rows: list[BatchRow]) -> Table:
-    columns = ["sequences", "tokens/s, plain", "tokens/s, with heads", "speedup"]
-    note = "The same prompts, decoded 1 to 16 at a time; prefill included."
-    table = Table("Study: batch size", columns, note)
-    for row in rows:
-        table.add(count(row.batch_size), *_both_rates(row))
+        cells = [ratio(row.acceleration_rate), times(row.speedup), ratio(row.log_likelihood)]
+        table.add(show(row.temperature, ".1f"), row.rule, ratio(row.eps), *cells)
     return table
 
 
 def _load_study(rows: list[LoadRow], in_words: str | None) -> Table:
-    table = Table(
-        "Study: load", ["requests", "per step", "tokens/s, plain", "tokens/s, with heads"]
-    )
-    table.columns += ["speedup", "to first, plain", "to first, with heads"]
+    table = Table("Study: load", ["requests", "per step", *SPEEDS])
+    table.columns += ["to first, plain", "to first, with heads"]
     table.columns += ["per token, plain", "per token, with heads"]
     with_limits = bool(rows) and rows[0].within_slo is not None
     if with_limits:
@@ -389,7 +368,7 @@ def _load_study(rows: list[LoadRow], in_words: str | None) -> Table:
     if in_words:
         table.note += f" {in_words}"
     for row in rows:
-        cells = [ratio(row.acceleration_rate), *_both_rates(row)]
+        cells = [ratio(row.acceleration_rate), *_speeds(row)]
         for waited in (row.baseline_ttft_ms, row.ttft_ms, row.baseline_tpot_ms, row.tpot_ms):
             cells.append(_percentiles(waited))
         if with_limits:

@@ -64,7 +64,7 @@ def comparison(runs: Sequence[ComparedRun]) -> tuple[Table, list[str]]:
 def _settings(run: ComparedRun) -> Iterator[tuple[str, str]]:
     """Yield a run's settings by dotted key, with the chosen value beside `auto`."""
     train = run.report.train
-    chosen = (train.hyperparameters if train is not None else None) or {}
+    chosen = (train.hyperparameters if train else None) or {}
     for section, value in run.recipe.items():
         if section in NO_RECIPE:
             continue
@@ -93,7 +93,7 @@ def _results(run: ComparedRun) -> dict[str, str]:
     report = run.report
     native, vllm = engines(report)
     plain = with_heads = overhead = UNKNOWN
-    if native is not None:
+    if native:
         plain, with_heads = rate(native.baseline_tokens_per_second), rate(native.tokens_per_second)
         overhead = UNKNOWN if disturbed(native) else times(native.overhead)
     heads = UNKNOWN
@@ -103,13 +103,13 @@ def _results(run: ComparedRun) -> dict[str, str]:
         "check": check_outcome(report).text.removeprefix("check "),
         "head 0's first guess right": percent(report.heads[0].top1) if report.heads else UNKNOWN,
         "expected acceleration rate": expected_rate(report.tree),
-        "acceleration rate, native": measured_rate(native) if native is not None else UNKNOWN,
+        "acceleration rate, native": measured_rate(native) if native else UNKNOWN,
         "on new answers, native": _on_new_answers(native),
         "overhead, native": overhead,
         "speedup, native": _speedup(native),
         "tokens/s with heads, native": with_heads,
         "tokens/s plain, native": plain,
-        "acceleration rate, vLLM": measured_rate(vllm) if vllm is not None else UNKNOWN,
+        "acceleration rate, vLLM": measured_rate(vllm) if vllm else UNKNOWN,
         "on new answers, vLLM": _on_new_answers(vllm),
         "speedup, vLLM": _speedup(vllm),
         "heads": heads,
@@ -119,14 +119,14 @@ def _results(run: ComparedRun) -> dict[str, str]:
 
 def _on_new_answers(engine: EngineFigures | None) -> str:
     """The rate on new answers; unknown where no answer of the run is seen."""
-    if engine is None or not engine.seen_share:
+    if not engine or not engine.seen_share:
         return UNKNOWN
     return on_new_answers(engine)
 
 
 def _speedup(engine: EngineFigures | None) -> str:
     """The speedup; unknown where other load was measured with it."""
-    if engine is None or disturbed(engine):
+    if not engine or disturbed(engine):
         return UNKNOWN
     return times(engine.speedup)
 
@@ -139,14 +139,14 @@ def _notes(runs: Sequence[ComparedRun]) -> list[str]:
         native, _ = engines(run.report)
         if run.unfinished:
             notes.append(f"{run.name} is unfinished: {', '.join(run.unfinished)}.")
-        elif run.report.check is None:
+        elif not run.report.check:
             notes.append(f"{run.name} was not checked: its rates are expected ones.")
-        elif native is not None and disturbed(native):
+        elif native and disturbed(native):
             notes.append(
                 f"{run.name}: other load made a step with heads faster than a plain one; its"
                 " speedup is left out."
             )
-        if run.report.check is not None:
+        if run.report.check:
             questions.add(run.questions)
             machines.add(json.dumps(run.report.hardware, sort_keys=True))
     if len(questions) > 1:

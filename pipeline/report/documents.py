@@ -11,8 +11,6 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import Literal
 
@@ -23,7 +21,6 @@ from rich.console import Console
 from rich.table import Table as Grid
 from rich.text import Text
 
-from pipeline.artifacts.check_result import Sample, SampleToken
 from pipeline.artifacts.json_form import to_json
 from pipeline.formatting import count, escaped, rate, ratio, times
 from pipeline.report.check_tables import (
@@ -50,7 +47,6 @@ from pipeline.report.tables import (
 )
 
 TEMPLATES = Path(__file__).parent
-NUM_HUES = 5  # of a coloured answer; adjacent steps differ
 WIDTH = 100  # columns of a terminal
 SHORT_NAME = 24  # characters of a first column that is never broken
 COLOURS = {True: "green", False: "red", None: "yellow"}
@@ -136,55 +132,21 @@ def _line(cells: Iterable[str]) -> str:
 # --- HTML
 
 
-@dataclass(frozen=True)
-class Bar:
-    """A bar of a chart; `share` of the longest."""
-
-    name: str
-    text: str
-    share: float
-    is_slower: bool = False
-
-
-@dataclass(frozen=True)
-class Speedups:
-    """Bars of speedups, and the place of plain decoding among them."""
-
-    plain: float
-    bars: list[Bar]
-
-
-@dataclass(frozen=True)
-class ColouredStep:
-    """The text of one decoding step."""
-
-    text: str
-    hue: int
-    title: str
-
-
-@dataclass(frozen=True)
-class ColouredAnswer:
-    prompt: str
-    steps: list[ColouredStep]
-    caption: str
-
-
 def page(report: Report, extras: Extras) -> str:
     """report.html; the same report gives the same bytes."""
     from pipeline.report.plots import drawings  # imports matplotlib, which is slow
 
+    native, _ = engines(report)
     return _template().render(
+        native=native,
         title=title(report),
         subtitle=subtitle(report),
         outcome=check_outcome(report),
         warnings=warnings(report),
         figures=headline(report),
-        pace=_pace(report),
-        speedups=_speedups(report),
         tables=all_tables(report, extras),
         plots={name: Markup(drawing) for name, drawing in drawings(report, extras).items()},
-        samples=[_coloured(sample) for sample in extras.samples if sample.tokens],
+        samples=[sample for sample in extras.samples if sample.tokens],
         css=Markup((TEMPLATES / "page.css").read_text(encoding="utf-8")),
     )
 
@@ -198,59 +160,8 @@ def _template() -> jinja2.Template:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters.update(rate=rate, times=times, ratio=ratio, count_of=count)
     return environment.get_template("page.html")
-
-
-def _pace(report: Report) -> list[Bar]:
-    """Tokens per second of plain decoding and with heads."""
-    native, _ = engines(report)
-    if native is None:
-        return []
-    plain, with_heads = native.baseline_tokens_per_second, native.tokens_per_second
-    if not plain or not with_heads:
-        return []
-    fastest = max(plain, with_heads)
-    return [
-        Bar("plain", rate(plain), plain / fastest),
-        Bar("heads", rate(with_heads), with_heads / fastest),
-    ]
-
-
-def _speedups(report: Report) -> dict[str, Speedups]:
-    """The speedup bars of categories and of the study of trees."""
-    native, _ = engines(report)
-    found = {}
-    if native is not None and native.categories:
-        found["categories"] = _bars([(row.category, row.speedup) for row in native.categories])
-    if native is not None and native.studies is not None and native.studies.trees:
-        found["study_trees"] = _bars([(row.tree, row.speedup) for row in native.studies.trees])
-    return found
-
-
-def _bars(rows: list[tuple[str | None, float | None]]) -> Speedups:
-    known = [(str(name), speedup) for name, speedup in rows if speedup is not None]
-    longest = max([1.0, *(speedup for _, speedup in known)])
-    bars = []
-    for name, speedup in known:
-        bars.append(Bar(name, times(speedup), speedup / longest, is_slower=speedup <= 1))
-    return Speedups(1 / longest, bars)
-
-
-def _coloured(sample: Sample) -> ColouredAnswer:
-    steps: list[ColouredStep] = []
-    for step, group in groupby(sample.tokens, key=_step):
-        texts = [token.text for token in group]
-        tokens = "token" if len(texts) == 1 else "tokens"
-        hue = len(steps) % NUM_HUES
-        steps.append(ColouredStep("".join(texts), hue, f"step {step}: {len(texts)} {tokens}"))
-    num_tokens, num_steps = len(sample.tokens), len(steps)
-    per_step = ratio(num_tokens / num_steps)
-    caption = f"{count(num_tokens)} tokens in {count(num_steps)} steps: {per_step} a step"
-    return ColouredAnswer(sample.prompt, steps, caption)
-
-
-def _step(token: SampleToken) -> int:
-    return token.step
 
 
 # --- terminal

@@ -67,17 +67,17 @@ def title(report: Report) -> str:
 def subtitle(report: Report) -> str:
     """Method, heads, run and date, as far as known."""
     parts = [report.method]
-    if report.train is not None:
+    if report.train:
         parts.append(report.train.recipe)
     parts.append(report.drafter)
-    if report.run is not None:
+    if report.run:
         parts += [f"run {report.run.name}", report.run.date]
     return ", ".join(part for part in parts if part)
 
 
 def check_outcome(report: Report) -> CheckOutcome:
     """Whether the check passed, and its failures as sentences."""
-    if report.check is None:
+    if not report.check:
         return CheckOutcome(None, "check not run")
     if not report.check.passed:
         return CheckOutcome(False, "check failed", tuple(report.check.failures))
@@ -86,14 +86,14 @@ def check_outcome(report: Report) -> CheckOutcome:
 
 def engines(report: Report) -> tuple[NativeFigures | None, VllmFigures | None]:
     """The figures of native decoding and of vLLM."""
-    if report.check is None:
+    if not report.check:
         return None, None
     return report.check.native, report.check.vllm
 
 
 def expected_rate(prediction: Prediction | None) -> str:
     """The expected acceleration rate with its standard error: `4.03 ± 0.32`."""
-    if prediction is None:
+    if not prediction:
         return UNKNOWN
     error = prediction.expected_standard_error
     return with_error(prediction.expected_acceleration_rate, error)
@@ -106,7 +106,7 @@ def measured_rate(engine: EngineFigures | NewAnswers) -> str:
 
 def on_new_answers(engine: EngineFigures) -> str:
     """The rate on answers that the target has not written in training rows."""
-    if engine.new is None:
+    if not engine.new:
         return UNKNOWN
     if engine.new.acceleration_rate is None:
         return f"only {count(engine.new.answers)} new answers"
@@ -116,7 +116,7 @@ def on_new_answers(engine: EngineFigures) -> str:
 def has_seen_answers(report: Report) -> bool:
     """Whether the target has written any held-out answer in a training row too."""
     parts = (report.tree, *engines(report))
-    return any(part is not None and part.seen_share for part in parts)
+    return any(part and part.seen_share for part in parts)
 
 
 def disturbed(engine: EngineFigures) -> bool:
@@ -138,26 +138,26 @@ def headline(report: Report) -> list[Figure]:
     """The headline figures, in the paper's terms (section 3 and appendix B)."""
     native, vllm = engines(report)
     note = "tokens per target forward, with the tree"
-    if report.tree is not None:
+    if report.tree:
         note += f"; {expected_rate(report.tree)} expected"
-    rate_reached = NOT_RUN if native is None else measured_rate(native)
+    rate_reached = NOT_RUN if not native else measured_rate(native)
     figures = [Figure("Acceleration rate", rate_reached, note)]
-    if native is not None and native.seen_share:
+    if native and native.seen_share:
         figures.append(_on_new_answers("On new answers", native, report.tree))
-    if vllm is not None and vllm.seen_share:
+    if vllm and vllm.seen_share:
         figures.append(_on_new_answers("On new answers, vLLM", vllm, vllm))
-    if native is not None and native.studies is not None:
+    if native and native.studies:
         figures += _search_over_stock(native.studies.trees or [])
     figures += _costs(native)
     figures.append(_in_vllm(vllm))
     text = report.target_text
-    if text is None:
+    if not text:
         figures.append(Figure("Target's own text", NOT_RUN, "distinct-4, mean entropy"))
     else:
         note = f"distinct-4; mean entropy {ratio(text.mean_entropy_nats)} nats"
         figures.append(Figure("Target's own text", ratio(text.distinct_4), note))
     plain = with_heads = NOT_RUN
-    if native is not None:
+    if native:
         plain = rate(native.baseline_tokens_per_second)
         with_heads = rate(native.tokens_per_second)
     figures.append(Figure("Tokens/s, plain", plain, "the target alone, same prompts"))
@@ -169,7 +169,7 @@ def _costs(native: NativeFigures | None) -> list[Figure]:
     """Overhead, speedup, and the greedy sequences that are equal."""
     overhead = speedup = matched = NOT_RUN
     match_note, doubt = EQUAL, ""
-    if native is not None:
+    if native:
         overhead = times(native.overhead)
         speedup = times(native.speedup)
         if disturbed(native):
@@ -192,7 +192,7 @@ def _costs(native: NativeFigures | None) -> list[Figure]:
 
 def _in_vllm(vllm: VllmFigures | None) -> Figure:
     label = "vLLM acceleration rate"
-    if vllm is None:
+    if not vllm:
         return Figure(label, NOT_RUN, "top-1 chain, no tree")
     length = f" of {vllm.num_speculative_tokens}" if vllm.num_speculative_tokens else ""
     note = f"top-1 chain{length}, no tree"
@@ -206,7 +206,7 @@ def _on_new_answers(
     label: str, engine: EngineFigures, prediction: TreeFigures | VllmFigures | None
 ) -> Figure:
     note = f"{percent(engine.seen_share)} of the answers are in the training text as well"
-    if prediction is not None and prediction.new is not None:
+    if prediction and prediction.new:
         if prediction.new.expected_acceleration_rate is not None:
             note += f"; {expected_rate(prediction.new)} expected"
     return Figure(label, on_new_answers(engine), note)
@@ -230,21 +230,21 @@ def warnings(report: Report) -> list[str]:
     """Problems that do not fail the check."""
     native, vllm = engines(report)
     found: list[str] = []
-    if report.seeds is not None:
+    if report.seeds:
         found += report.seeds.warnings or []
-    if report.train is not None:
+    if report.train:
         found += _training_warnings(report.train)
-    if report.check is not None and report.check.contaminated_rows:
+    if report.check and report.check.contaminated_rows:
         found.append(
             f"{count(report.check.contaminated_rows)} training rows hold a question of the check,"
             " so its rates may be too high: with seeds.decontaminate, and this file of questions"
             " from the start, they are left out."
         )
-    if native is not None and disturbed(native):
+    if native and disturbed(native):
         found.append(_other_load(native))
-    if vllm is not None and disturbed(vllm):
+    if vllm and disturbed(vllm):
         found.append(f"vLLM: {_other_load(vllm)}")
-    if report.train is not None and report.train.draft_coverage is not None:
+    if report.train and report.train.draft_coverage is not None:
         if report.train.draft_coverage < ENOUGH_COVERAGE:
             found.append(
                 f"Only {percent(report.train.draft_coverage)} of held-out text is in the draft"
@@ -252,10 +252,10 @@ def warnings(report: Report) -> list[str]:
                 " train.draft_vocab."
             )
     found += _speedup_warnings(report.tree, native)
-    if native is not None and report.tree is not None:
+    if native and report.tree:
         if native.acceptance in (None, "greedy"):  # calibration expects greedy decoding
             found += _gap("The measured acceleration rate", native, report.tree)
-    if vllm is not None:
+    if vllm:
         found += _gap("vLLM's acceleration rate", vllm, vllm)
         same_text, reached = vllm.same_text_acceleration_rate, vllm.acceleration_rate
         if same_text is not None and same_text - reached > SAME_TEXT_GAP * (same_text - 1):
@@ -291,10 +291,10 @@ def _other_load(engine: EngineFigures) -> str:
 def _speedup_warnings(tree: TreeFigures | None, native: NativeFigures | None) -> list[str]:
     """Whether the heads pay off on this device, as expected and as measured."""
     expected = []
-    for size in (tree.sizes if tree is not None else None) or []:
+    for size in (tree.sizes if tree else None) or []:
         if size.expected_speedup is not None:
             expected.append(size.expected_speedup)
-    speedup = native.speedup if native is not None else None
+    speedup = native.speedup if native else None
     best = max(expected, default=None)
     is_slower = speedup is not None and speedup < 1
     if best is None or best >= 1:
@@ -322,7 +322,7 @@ def _gap(name: str, engine: EngineFigures, prediction: TreeFigures | VllmFigures
     Rates on new answers are compared where both are known: the share of seen answers may differ.
     """
     found = _both_rates(engine, prediction)
-    if engine.new is not None and prediction.new is not None:
+    if engine.new and prediction.new:
         found = _both_rates(engine.new, prediction.new) or found
     if found is None:
         return []

@@ -19,8 +19,6 @@ import matplotlib.style
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import PathPatch
-from matplotlib.path import Path as Curve
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from pipeline.artifacts.check_result import BatchRow, LoadRow, TreeRow, TypicalRow
@@ -30,6 +28,7 @@ from pipeline.report.facts import engines
 from pipeline.report.report import CurvePoint, Extras, Report
 from pipeline.report.tables import top
 
+Numbers = Sequence[float | None]
 Place = tuple[int, int]
 Drawn = tuple[Figure, str]  # with its label
 Figures = dict[str, Drawn]  # by name
@@ -91,9 +90,9 @@ def _run_figures(report: Report, extras: Extras) -> Figures:
     calibration, losses, held_out = extras.calibration, extras.losses, extras.held_out
     if any(head.top1 is not None for head in report.heads):
         found["heads"] = head_accuracy(report.heads)
-    if calibration is not None and calibration.dynamic is None:
+    if calibration and not calibration.dynamic:
         found["tree"] = tree(calibration.choices, calibration.node_shares)
-    if report.tree is not None and report.tree.sizes:
+    if report.tree and report.tree.sizes:
         found["sizes"] = tree_sizes(report.tree.sizes, report.tree.nodes)
     if losses:
         found["losses"] = head_losses(losses, held_out)
@@ -108,9 +107,9 @@ def _check_figures(report: Report) -> Figures:
     """The plots of decoding and of the studies."""
     found = {}
     native, vllm = engines(report)
-    if native is not None and native.accepted_lengths:
+    if native and native.accepted_lengths:
         found["accepted"] = accepted_lengths(native.accepted_lengths)
-    if native is not None and native.studies is not None:
+    if native and native.studies:
         studies = native.studies
         if studies.typical:
             found["study_typical"] = typical(studies.typical, "rejection")
@@ -118,9 +117,11 @@ def _check_figures(report: Report) -> Figures:
         if studies.heads and len(studies.heads) > 1:
             found["study_heads"] = heads_used(studies.heads)
         if studies.batch:
-            found["study_batch"] = batch_sizes(studies.batch)
-    if vllm is not None and vllm.studies is not None and vllm.studies.load:
-        found["study_load"] = load(vllm.studies.load)
+            sizes = [row.batch_size for row in studies.batch]
+            found["study_batch"] = speeds(sizes, studies.batch, "sequences at once")
+    if vllm and vllm.studies and vllm.studies.load:
+        requests = [row.requests for row in vllm.studies.load]
+        found["study_load"] = speeds(requests, vllm.studies.load, "requests at once")
     return found
 
 
@@ -157,8 +158,8 @@ def _svg(figure: Figure, name: str, label: str) -> str:
 class Line:
     """A curve; unknown values are left out. `style` is matplotlib's."""
 
-    x: Sequence[float | None]
-    y: Sequence[float | None]
+    x: Numbers
+    y: Numbers
     label: str | None
     colour: str
     style: str = "-o"
@@ -238,54 +239,48 @@ def drift(steps: Sequence[CurvePoint], held_out: Sequence[CurvePoint]) -> Drawn:
 def tree_sizes(sizes: Sequence[TimedSize], chosen: int) -> Drawn:
     """Overhead, expected rate and speedup by number of nodes; a line at the chosen size."""
     nodes = [size.nodes for size in sizes]
-    lines = [
-        Line(nodes, [size.expected_acceleration_rate for size in sizes], PER_STEP, SERIES[1]),
-        Line(nodes, [size.overhead for size in sizes], "overhead", SERIES[2]),
-        Line(nodes, [size.expected_speedup for size in sizes], "speedup", ACCENT),
-    ]
-    figure, axes = _lines(lines, ("nodes", ""))
-    axes.axhline(1, color=MUTED, linewidth=1, linestyle="--")
+    figure, axes = _costs(
+        ("nodes", nodes),
+        [size.expected_acceleration_rate for size in sizes],
+        [size.overhead for size in sizes],
+        [size.expected_speedup for size in sizes],
+    )
     _powers_of_two(axes, nodes)
-    axes.axvline(chosen, color=INK, linewidth=1, linestyle=":", label="")
+    axes.axvline(chosen, color=INK, linewidth=1, linestyle=":")
     side = "right" if chosen > max(nodes) / 4 else "left"
-    top = axes.get_xaxis_transform()
-    axes.text(chosen, 1, f" {chosen} used ", transform=top, ha=side, va="top", color=INK, size=9)
+    above = axes.get_xaxis_transform()
+    axes.text(chosen, 1, f" {chosen} used ", transform=above, ha=side, va="top", color=INK)
     return figure, "Overhead, expected acceleration rate and speedup by tree size"
-
-
-def _powers_of_two(axes: Axes, ticks: Sequence[float]) -> None:
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-    axes.minorticks_off()
 
 
 def heads_used(rows: Sequence[TreeRow]) -> Drawn:
     """Acceleration rate, overhead and speedup by how many heads are used."""
-    heads = [row.heads for row in rows]
-    lines = [
-        Line(heads, [row.acceleration_rate for row in rows], PER_STEP, SERIES[1]),
-        Line(heads, [row.overhead for row in rows], "overhead", SERIES[2]),
-        Line(heads, [row.speedup for row in rows], "speedup", ACCENT),
-    ]
-    figure, axes = _lines(lines, ("heads used", ""))
-    axes.axhline(1, color=MUTED, linewidth=1, linestyle="--")
+    figure, axes = _costs(
+        ("heads used", [row.heads for row in rows]),
+        [row.acceleration_rate for row in rows],
+        [row.overhead for row in rows],
+        [row.speedup for row in rows],
+    )
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     return figure, "Acceleration rate, overhead and speedup by heads used"
 
 
-def batch_sizes(rows: Sequence[BatchRow]) -> Drawn:
-    """Tokens per second, plain and with heads, and the speedup, by sequences at once."""
-    figure = _speeds([row.batch_size for row in rows], rows, "sequences at once")
-    return figure, "Tokens per second by batch size"
+def _costs(
+    x: tuple[str, Numbers], rates: Numbers, overheads: Numbers, speedups: Numbers
+) -> tuple[Figure, Axes]:
+    label, places = x
+    lines = [
+        Line(places, rates, PER_STEP, SERIES[1]),
+        Line(places, overheads, "overhead", SERIES[2]),
+        Line(places, speedups, "speedup", ACCENT),
+    ]
+    figure, axes = _lines(lines, (label, ""))
+    axes.axhline(1, color=MUTED, linewidth=1, linestyle="--")
+    return figure, axes
 
 
-def load(rows: Sequence[LoadRow]) -> Drawn:
-    """Tokens per second of the server, plain and with heads, and the speedup, by requests."""
-    figure = _speeds([row.requests for row in rows], rows, "requests at once")
-    return figure, "Tokens per second of the server by requests at once"
-
-
-def _speeds(x: Sequence[int], rows: Sequence[BatchRow | LoadRow], label: str) -> Figure:
+def speeds(x: Sequence[int], rows: Sequence[BatchRow | LoadRow], label: str) -> Drawn:
+    """Tokens per second, plain and with heads, and the speedup, by what decodes at once."""
     plain = [row.baseline_tokens_per_second for row in rows]
     with_heads = [row.tokens_per_second for row in rows]
     lines = [Line(x, plain, "plain", MUTED), Line(x, with_heads, "with heads", ACCENT)]
@@ -294,9 +289,15 @@ def _speeds(x: Sequence[int], rows: Sequence[BatchRow | LoadRow], label: str) ->
     axes.margins(y=0.15)
     for place, row in zip(x, rows, strict=True):
         height = max(row.baseline_tokens_per_second or 0, row.tokens_per_second or 0)
-        if row.speedup is not None:
-            _note(axes, f"{row.speedup:.2f}x", (place, height), (0, 5), ha="center", size=9)
-    return figure
+        if row.speedup:
+            axes.text(place, height, f"{row.speedup:.2f}x\n", ha="center", color=INK, size=9)
+    return figure, f"Tokens per second by {label}"
+
+
+def _powers_of_two(axes: Axes, ticks: Sequence[int]) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, [str(tick) for tick in ticks])
+    axes.minorticks_off()
 
 
 def typical(rows: Sequence[TypicalRow], exact: str) -> Drawn:
@@ -311,22 +312,20 @@ def typical(rows: Sequence[TypicalRow], exact: str) -> Drawn:
     for number, temperature in enumerate(temperatures):
         name = f"T = {temperature:g}" if temperature else "greedy"
         colour = SERIES[number % len(SERIES)]
-        eps: list[float | None] = []
-        swept: list[float | None] = []
+        eps, swept = [], []
         for row in rows:
-            if row.temperature != temperature:
-                continue
             value = row.acceleration_rate if exact == "rejection" else row.log_likelihood
-            if row.rule == "typical":
+            if row.temperature == temperature and row.rule == "typical":
                 eps.append(row.eps)
                 swept.append(value)
-            elif row.rule in (exact, "greedy") and value is not None:
+            elif row.temperature == temperature and row.rule in (exact, "greedy"):
                 levels.append((value, colour))
         lines.append(Line(eps, swept, name, colour))
     lines.append(Line([], [], f"{exact} sampling", MUTED, "--"))
     figure, axes = _lines(lines, ("eps, delta = sqrt(eps)", label), from_zero=False)
     for level, colour in levels:
-        axes.axhline(level, color=colour, linewidth=1.2, linestyle="--")
+        if level is not None:
+            axes.axhline(level, color=colour, linewidth=1.2, linestyle="--")
     return figure, f"Typical acceptance: {label} by eps"
 
 
@@ -408,19 +407,24 @@ def tree(choices: Sequence[TreePath], node_shares: Sequence[float]) -> Drawn:
     num_lines = 1 + max(line for _, line in places.values())
     # Large trees have closer lines.
     figure, axes = _new_figure(0.7 + min(0.15 * max(num_lines, 6), 12))
-    for node, place in places.items():
+    for node, (depth_reached, line) in places.items():
         if node:
-            _draw_edge(axes, places[node[:-1]], place, shares[node])
+            start = places[node[:-1]]
+            x, y = (start[0], depth_reached), (start[1], line)
+            style = {"alpha": 0.2 + 0.5 * shares[node] ** 0.5, "linewidth": 1 + 5 * shares[node]}
+            axes.plot(x, y, color=ACCENT, zorder=1, **style)
     x_N, y_N = np.array(list(places.values()), dtype=float).T
     share_N = np.array([shares[node] for node in places])
     area_N = 20 + 200 * share_N
     axes.scatter(x_N, y_N, area_N, color=CARD, zorder=3, linewidth=0)  # hides edges behind nodes
-    dots = axes.scatter(x_N, y_N, area_N, color=ACCENT, zorder=4, linewidth=0)
-    dots.set_alpha(0.3 + 0.7 * np.sqrt(share_N))
+    alpha_N = 0.3 + 0.7 * np.sqrt(share_N)
+    axes.scatter(x_N, y_N, area_N, color=ACCENT, zorder=4, linewidth=0, alpha=alpha_N)
     for node, place in places.items():
         share = shares[node]
         if node and share >= 0.02:
-            _note(axes, f"{share:.0%}", place, (0.5 * np.sqrt(20 + 200 * share) + 2, 4), size=8)
+            offset = (0.5 * np.sqrt(20 + 200 * share) + 2, 4)
+            text = f"{share:.0%}"
+            axes.annotate(text, place, offset, textcoords="offset points", color=INK, size=8)
     axes.set_xlim(-0.15, depth + 0.4)
     axes.set_ylim(num_lines - 0.3, -1)
     axes.set_xticks(range(depth + 1), names)
@@ -430,16 +434,3 @@ def tree(choices: Sequence[TreePath], node_shares: Sequence[float]) -> Drawn:
     axes.grid(False)
     axes.spines[:].set_visible(False)
     return figure, f"Tree of {len(choices)} nodes and depth {depth}"
-
-
-def _draw_edge(axes: Axes, start: Place, end: Place, share: float) -> None:
-    (x0, y0), (x1, y1) = start, end
-    points = [(x0, y0), (x0 + 0.5, y0), (x0 + 0.4, y1), (x1, y1)]
-    curve = Curve(points, [Curve.MOVETO, Curve.CURVE4, Curve.CURVE4, Curve.CURVE4])
-    style = {"edgecolor": ACCENT, "alpha": 0.2 + 0.5 * share**0.5, "linewidth": 0.9 + 5 * share}
-    axes.add_patch(PathPatch(curve, facecolor="none", **style))
-
-
-def _note(axes: Axes, text: str, place: Any, offset: tuple[float, float], **style: Any) -> None:
-    """Write text beside a point, `offset` in points of the font."""
-    axes.annotate(text, place, offset, textcoords="offset points", color=INK, **style)

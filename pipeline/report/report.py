@@ -1,6 +1,6 @@
 """The content of report.json, and the data of the drawings beside it.
 
-Field names are the keys of report.json, which leaves out None: a part is None until its stage has
+Field names are the keys of report.json, which leaves out None: a not part until its stage has
 run.
 """
 

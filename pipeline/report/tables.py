@@ -54,9 +54,9 @@ def heads_table(report: Report) -> Table:
     ]
     table = Table("Heads", ["head", "predicts"], words=(0, 1))
     table.columns += [f"top-{rank}" for rank in ranks]
-    table.note = f"Accuracy on {tree.text if tree is not None else 'held-out rows'}."
-    on_new = tree is not None and tree.seen_share > 0
-    if tree is not None and on_new:
+    table.note = f"Accuracy on {tree.text if tree else 'held-out rows'}."
+    on_new = tree and tree.seen_share > 0
+    if tree and on_new:
         table.columns += ["top-1, new answers", "top-5, new answers"]
         table.note += (
             f" {percent(tree.seen_share)} of the answers are in the training text as well; the new"
@@ -80,10 +80,10 @@ def tree_table(report: Report, calibration: Calibration | None) -> Table:
     """The tree by depth, and the tokens that each depth adds to a step: their sum is the rate."""
     table = Table("Tree", ["depth", "nodes", "ranks used", "tokens per step"])
     tree = report.tree
-    if tree is None:
+    if not tree:
         return table
     own = "the target's own token"
-    if tree.dynamic is not None:
+    if tree.dynamic:
         static = ratio((tree.searches or {}).get(tree.source))
         table.note = (
             f"Native decoding grows a dynamic tree: in every step the {count(tree.nodes)} nodes"
@@ -99,7 +99,7 @@ def tree_table(report: Report, calibration: Calibration | None) -> Table:
     if tree.searches:
         reached = [f"the {name} search reaches {ratio(r)}" for name, r in tree.searches.items()]
         table.note += f" On text not used for the search, {', '.join(reached)}."
-    if calibration is None:
+    if not calibration:
         table.add("all", count(tree.nodes), UNKNOWN, UNKNOWN)
         return table
     table.add("0", own, UNKNOWN, ratio(1.0))
@@ -118,9 +118,9 @@ def sizes_table(tree: TreeFigures | None) -> Table:
     """The cost and the expected speedup of trees of several sizes on the device."""
     columns = ["nodes", "overhead", "expected rate", "expected speedup"]
     table = Table("Tree sizes", columns, empty="not measured", words=())
-    if tree is None:
+    if not tree:
         return table
-    which = "Dynamic trees" if tree.dynamic is not None else f"The {tree.source} search"
+    which = "Dynamic trees" if tree.dynamic else f"The {tree.source} search"
     table.note = f"{which}; {count(tree.nodes)} nodes are used, the fastest up to 5 %."
     for size in tree.sizes or []:
         table.add(count(size.nodes), *_expected_cells(size))
@@ -134,7 +134,7 @@ def _expected_cells(expected: Expected) -> tuple[str, str, str]:
 def chain_table(tree: TreeFigures | None) -> Table:
     """The chain that vLLM drafts, by its number of tokens."""
     table = Table("Chain", ["tokens", "expected rate"], words=())
-    if tree is None:
+    if not tree:
         return table
     is_timed = any(length.overhead for length in tree.chain)
     drafted = count(tree.num_speculative_tokens)
@@ -161,12 +161,12 @@ def drift_table(report: Report) -> Table:
     """How far Medusa-2 moved the target from the original, on held-out text of the original."""
     table = Table("Drift", ["", "value"])
     train = report.train
-    if train is None or train.drift is None:
+    if not train or not train.drift:
         return table
     sides = "The tuned target against the original"
     if train.quantization:
         sides += f" in {train.quantization}, in which it was trained"
-    if train.adapter_drift is not None:
+    if train.adapter_drift:
         sides = "The published weights against the original"
     table.note = f"{sides}, at the target-written positions of held-out rows."
     drift = train.drift
@@ -194,13 +194,13 @@ def stages_table(report: Report) -> Table:
     native, _ = engines(report)
     for name in _stages_in_order(seconds):
         part = figures.get(name)
-        if name not in seconds and part is None:
+        if name not in seconds and not part:
             table.add(name, NOT_RUN, NOT_RUN, NOT_RUN, (report.skipped or {}).get(name, ""))
             continue
         num_rows = quarantined = None
-        if part is not None:
+        if part:
             num_rows, quarantined = part.rows, part.quarantined
-        if name == "check" and native is not None:
+        if name == "check" and native:
             num_rows = native.prompts
         if quarantined is None and report.quarantine and name in report.quarantine:
             quarantined = sum(report.quarantine[name].values())
@@ -224,13 +224,13 @@ def _stages_in_order(seconds: dict[str, float]) -> list[str]:
 def _made(report: Report, stage: str, part: StageFigures | None) -> str:
     """The output of a stage in a few words."""
     facts = []
-    if stage == "calibrate" and report.tree is not None:
+    if stage == "calibrate" and report.tree:
         facts.append(f"{count(report.tree.nodes)} nodes")
         facts.append(f"expects {expected_rate(report.tree)} tokens per step")
     native, _ = engines(report)
-    if stage == "check" and native is not None and native.skipped_prompts is not None:
+    if stage == "check" and native and native.skipped_prompts is not None:
         facts.append(f"{count(native.skipped_prompts)} prompts skipped")
-    if part is None:
+    if not part:
         return ", ".join(facts)
     if part.tool_rows is not None:
         facts.append(f"{count(part.tool_rows)} rows call functions")
@@ -250,7 +250,7 @@ def _made(report: Report, stage: str, part: StageFigures | None) -> str:
         facts.append(
             f"{count(part.cut_at_tools)} rows cut before functions that the template cannot render"
         )
-    if stage == "train" and report.train is not None and report.train.final_loss is not None:
+    if stage == "train" and report.train and report.train.final_loss is not None:
         facts.append(f"loss {ratio(report.train.final_loss)}")
     return ", ".join(facts)
 
@@ -279,7 +279,7 @@ def _shares(values: list[float]) -> list[float]:
 def skipped_files_table(report: Report) -> Table:
     """The files of the seeds' directories that were not read, and why."""
     table = Table("Skipped files", ["file", "why"], words=(0, 1))
-    sources = report.seeds.sources if report.seeds is not None else None
+    sources = report.seeds.sources if report.seeds else None
     num_read = 0
     for source in sources or []:
         num_read += len(source.read)
@@ -293,12 +293,12 @@ def provenance_table(report: Report) -> Table:
     """The hardware, versions and inputs of the figures."""
     table = Table("Provenance", ["", ""], words=(0, 1))
     facts = {"target": report.target, "method": report.method, "heads": report.drafter}
-    if report.run is not None:
+    if report.run:
         facts["run"] = report.run.name
         facts["date"] = report.run.date
     facts["hardware"] = pairs(report.hardware)
     facts["versions"] = pairs(report.versions)
-    if report.run is not None:
+    if report.run:
         facts["fingerprints"] = pairs(report.run.fingerprints)
     for name, text in facts.items():
         if text:

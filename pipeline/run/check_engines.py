@@ -26,8 +26,8 @@ from pipeline.artifacts.json_form import from_json, to_json
 from pipeline.artifacts.seen_answers import training_text
 from pipeline.artifacts.tree_file import read_calibration
 from pipeline.conversations.sources import read_questions
-from pipeline.evaluation.answers import model_answers
-from pipeline.evaluation.measuring import AnswerLines, measure
+from pipeline.evaluation.answers import AnswerLines, model_answers
+from pipeline.evaluation.measuring import measure
 from pipeline.evaluation.original import OriginalRequest, beside_the_original
 from pipeline.evaluation.prompts import (
     CheckRequest,

@@ -37,22 +37,15 @@ def export(run):
 
 
 def test_importing_the_package_loads_neither_torch_nor_an_engine():
-    heavy = (
-        "import sys, pipeline; print(sorted({'torch', 'ray', 'vllm', 'transformers'} &"
-        " set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", heavy], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    heavy = "{'torch', 'ray', 'vllm', 'transformers'} & sys.modules.keys()"
+    code = f"import sys, pipeline; print(sorted({heavy}))"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "[]\n"
 
 
-@pytest.mark.parametrize("name", pipeline.__all__)
-def test_every_public_name_is_there_and_says_what_it_is(name):
-    found = getattr(pipeline, name)
-    assert inspect.getdoc(found) and name in dir(pipeline)
-
-
-def test_an_unknown_name_is_an_attribute_error():
-    with pytest.raises(AttributeError, match="no attribute 'load_everything'"):
+def test_every_public_name_is_documented():
+    for name in pipeline.__all__:
+        assert inspect.getdoc(getattr(pipeline, name)) and name in dir(pipeline), name
+    with pytest.raises(AttributeError, match="load_everything"):
         pipeline.load_everything  # noqa: B018
 
 
@@ -86,22 +79,18 @@ def test_what_a_loaded_target_would_have_to_be_loaded_with_is_refused(export, la
 
 
 def test_the_export_decodes_what_the_target_alone_decodes(export):
-    prompt = export.target.prompt("why cat runs")
+    prompt = export.target.prompt([{"role": "user", "content": "why cat runs"}])
     plain = export.target.decoder().generate(prompt, 12)
     assert export.decoder.generate(prompt, 12).token_ids == plain.token_ids
     streamed = [token for new_ids in export.decoder.stream(prompt, 12) for token in new_ids]
     assert streamed == plain.token_ids
     batch = export.decoder.generate_batch([prompt, export.target.prompt("how moon")], 12)
     assert batch[0].token_ids == plain.token_ids and acceleration_rate([plain]) == 1.0
-
-
-def test_streamed_text_is_the_text(export):
-    prompt = export.target.prompt([{"role": "user", "content": "why cat runs"}])
     text = "".join(export.target.stream_text(export.decoder.stream(prompt, 12)))
-    assert text.strip() == export.target.text(export.decoder.generate(prompt, 12).token_ids)
+    assert text.strip() == export.target.text(plain.token_ids)
 
 
-def test_a_tree_is_a_list_of_paths_in_memory_in_a_file_or_in_a_run(tmp_path, export, run):
+def test_a_tree_is_a_list_a_file_or_a_run_s(tmp_path, export, run):
     paths = [[0], [0, 0], [1]]
     (tmp_path / "tree.json").write_text(json.dumps(paths))
     target, heads = export.target, load_heads(run.export, export.target)
@@ -109,13 +98,6 @@ def test_a_tree_is_a_list_of_paths_in_memory_in_a_file_or_in_a_run(tmp_path, exp
     direct = Decoder(target.model, heads, paths, eos_token_ids=())
     assert trees[0] == trees[1] == direct.tree.choices == ((0,), (0, 0), (1,))
     assert load_tree(run.path / "latest/calibrate/tree.json") == run.tree()
-
-
-@pytest.mark.parametrize("content", ["{}", "[1, 2]", "no JSON"])
-def test_a_file_without_paths_is_refused(tmp_path, content):
-    (tmp_path / "tree.json").write_text(content)
-    with pytest.raises(DataError, match="Give a JSON list of paths"):
-        load_tree(tmp_path / "tree.json")
 
 
 def test_a_tree_that_asks_for_more_heads_than_there_are_is_refused(export, run):

@@ -47,51 +47,40 @@ class Repository:
     def shas(self) -> list[str]:
         """The commits' names, oldest first."""
         shas = []
-        for number, files in enumerate(self.commits, 1):
-            content = [
-                (name, hashlib.sha256(data).hexdigest()) for name, data in sorted(files.items())
-            ]
-            shas.append(hashlib.sha1(json.dumps([number, content]).encode()).hexdigest())
+        for number, files in enumerate(self.commits):
+            content = f"{number} {sorted(files.items())}"
+            shas.append(hashlib.sha1(content.encode()).hexdigest())
         return shas
 
 
 class HubStandIn:
-    """Use as a context manager; `endpoint` is its address."""
+    """Use as a context manager; `endpoint` is its address.
+
+    Attributes:
+        failures: A part of "METHOD /path" -> the status that it is answered with.
+        stalls_before, stalls_after: A part of "METHOD /path" that is not carried out, or not
+            answered; `stalled` is set while a client waits, until `gone` is set.
+    """
 
     def __init__(self) -> None:
         self.repositories: dict[str, Repository] = {}
         self.lfs: dict[str, bytes] = {}
         self.requests: list[str] = []
         self.bytes_uploaded = 0
-        self.failures: dict[
-            str, int
-        ] = {}  # part of a "METHOD /path" -> status that it is answered with
-        self.stalls_before = self.stalls_after = (
-            ""  # part of a "METHOD /path" that is not carried out, or not answered
-        )
-        self.stalled, self.gone = (
-            threading.Event(),
-            threading.Event(),
-        )  # a client waits; it waits no longer
+        self.failures: dict[str, int] = {}
+        self.stalls_before = self.stalls_after = ""
+        self.stalled, self.gone = threading.Event(), threading.Event()
 
     def __enter__(self) -> HubStandIn:
-        hub = self
-
-        class Handler(_Handler):
-            stand_in = hub
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
-        )
-        self._thread.start()
+        handler = type("Handler", (_Handler,), {"hub": self})
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
         self.endpoint = f"http://127.0.0.1:{self._server.server_address[1]}"
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._server.shutdown()
         self._server.server_close()
-        self._thread.join()
 
 
 def hub_on_loopback(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubStandIn]:
@@ -126,20 +115,8 @@ def push_to(endpoint: str, config: Path) -> None:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    stand_in: HubStandIn
+    hub: HubStandIn
     protocol_version = "HTTP/1.1"
-
-    def do_GET(self) -> None:
-        self._answer()
-
-    def do_HEAD(self) -> None:
-        self._answer()
-
-    def do_POST(self) -> None:
-        self._answer()
-
-    def do_PUT(self) -> None:
-        self._answer()
 
     def log_message(self, *_: object) -> None:
         pass
@@ -147,15 +124,12 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self) -> None:
         body, path = self._body(), urlsplit(self.path).path
         request = f"{self.command} {path}"
-        self.stand_in.requests.append(request)
-        failing = next(
-            (status for part, status in self.stand_in.failures.items() if part in request), None
-        )
-        if failing:
-            # a careless server quotes the token
-            said = f"cannot, {self.headers.get('Authorization', 'anonymous')}"
-            return self._send(failing, {"error": said})
-        if self.stand_in.stalls_before and self.stand_in.stalls_before in request:
+        self.hub.requests.append(request)
+        for part, status in self.hub.failures.items():
+            if part in request:  # a careless server quotes the token
+                token = self.headers.get("Authorization", "anonymous")
+                return self._send(status, {"error": f"cannot, {token}"})
+        if self.hub.stalls_before and self.hub.stalls_before in request:
             return self._keep_waiting()
         if path.startswith("/lfs/"):
             return self._store(path.removeprefix("/lfs/"), body)
@@ -166,7 +140,7 @@ class _Handler(BaseHTTPRequestHandler):
         if path == "/api/repos/create":
             return self._create(json.loads(body))
         if path.endswith(".git/info/lfs/objects/batch"):
-            return self._batch(json.loads(body))
+            return self._batch(json.loads(body)["objects"])
         if not path.startswith("/api/"):
             return self._resolve(unquote(path).strip("/"))
         if not path.startswith(("/api/models/", "/api/datasets/")):
@@ -175,134 +149,93 @@ class _Handler(BaseHTTPRequestHandler):
         place = {"models": "", "datasets": "datasets/"}[kind]
         return self._repository(f"{place}{owner}/{name}", action, body)
 
+    do_GET = do_HEAD = do_POST = do_PUT = _answer
+
     def _body(self) -> bytes:
         if self.headers.get("Transfer-Encoding") != "chunked":
             return self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        chunks = []
+        body = b""
         while size := int(self.rfile.readline(), 16):
-            chunks.append(self.rfile.read(size))
+            body += self.rfile.read(size)
             self.rfile.readline()
         self.rfile.readline()
-        return b"".join(chunks)
+        return body
 
     def _create(self, asked: dict) -> None:
-        repo_id = f"{'datasets/' if asked.get('type') == 'dataset' else ''}{asked['organization']}/{asked['name']}"  # noqa: E501
-        url = {"url": f"{self.stand_in.endpoint}/{repo_id}"}
-        if repo_id in self.stand_in.repositories:
+        place = "datasets/" if asked.get("type") == "dataset" else ""
+        repo_id = f"{place}{asked['organization']}/{asked['name']}"
+        url = {"url": f"{self.hub.endpoint}/{repo_id}"}
+        if repo_id in self.hub.repositories:
             return self._send(409, url | {"error": "You already created this model repo"})
-        self.stand_in.repositories[repo_id] = Repository(
-            private=asked.get("visibility") == "private"
-        )
+        self.hub.repositories[repo_id] = Repository(asked.get("visibility") == "private")
         return self._send(200, url)
 
     def _repository(self, repo_id: str, action: list[str], body: bytes) -> None:
-        repository = self.stand_in.repositories.get(repo_id)
+        repository = self.hub.repositories.get(repo_id)
         if repository is None:
-            return self._send(
-                404, {"error": "Repository not found"}, {"X-Error-Code": "RepoNotFound"}
-            )
+            return self._missing("RepoNotFound")
         what = action[0] if action else ""
         if what == "preupload":
             asked = json.loads(body)["files"]
-            return self._send(
-                200, {"files": [self._upload_mode(file["path"], repository) for file in asked]}
-            )
+            modes = [_upload_mode(file["path"], repository) for file in asked]
+            return self._send(200, {"files": modes})
         if what == "commit":
-            return self._commit(
-                repo_id, repository, [json.loads(line) for line in body.splitlines()]
-            )
+            lines = [json.loads(line) for line in body.splitlines()]
+            return self._commit(repo_id, repository, lines)
         if what == "tree":
             return self._tree(repository, "/".join(action[2:]))
-        siblings = [{"rfilename": name} for name in repository.files]
-        of_a_data_set = {
-            "author": repo_id.split("/")[-2],
-            "tags": [],
-            "downloads": 0,
-            "likes": 0,
-            "gated": False,
-        }
         known = {
             "id": repo_id.removeprefix("datasets/"),
             "private": repository.private,
             "sha": repository.sha,
+            "siblings": [{"rfilename": name} for name in repository.files],
         }
-        return self._send(200, {**known, "siblings": siblings, "disabled": False, **of_a_data_set})
+        unread = {"author": "", "tags": [], "downloads": 0, "likes": 0, "gated": False}
+        return self._send(200, known | unread | {"disabled": False})
 
     def _tree(self, repository: Repository, folder: str) -> None:
-        """The files below a folder; 404 where there is none, as the Hub has it."""
-        inside = {
-            name: data
-            for name, data in repository.files.items()
-            if name.startswith(f"{folder}/" if folder else "")
-        }
-        if folder and not inside:
-            return self._send(404, {"error": "not found"}, {"X-Error-Code": "EntryNotFound"})
-        files = [
-            {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
-            for name, data in inside.items()
-        ]
-        folders = {name.rpartition("/")[0] for name in inside} - {folder, ""}
-        below = [
-            {"type": "directory", "path": name, "size": 0, "oid": "0" * 40}
-            for name in sorted(folders)
-        ]
-        return self._send(200, files + below)
+        """The files and folders below a folder; 404 where there is none."""
+        prefix = f"{folder}/" if folder else ""
+        entries, folders = [], set()
+        for name, data in repository.files.items():
+            if name.startswith(prefix):
+                oid = hashlib.sha1(data).hexdigest()
+                entries.append({"type": "file", "path": name, "size": len(data), "oid": oid})
+                folders.add(name.rpartition("/")[0])
+        if folder and not entries:
+            return self._missing("EntryNotFound")
+        for name in sorted(folders - {folder, ""}):
+            entries.append({"type": "directory", "path": name, "size": 0, "oid": "0" * 40})
+        return self._send(200, entries)
 
     def _resolve(self, path: str) -> None:
-        """A file's bytes: `OWNER/NAME/resolve/REVISION/FILE`, behind `datasets/` for a data
-        set's.
-        """
+        """A file's bytes: `OWNER/NAME/resolve/REVISION/FILE`, of a data set with `datasets/`."""
         repo_id, _, rest = path.partition("/resolve/")
-        repository, (revision, _, name) = (
-            self.stand_in.repositories.get(repo_id),
-            rest.partition("/"),
-        )
+        revision, _, name = rest.partition("/")
+        repository = self.hub.repositories.get(repo_id)
         if repository is None:
-            return self._send(
-                404, {"error": "Repository not found"}, {"X-Error-Code": "RepoNotFound"}
-            )
+            return self._missing("RepoNotFound")
         commit = repository.sha if revision == "main" else revision
         if commit not in repository.shas:
-            return self._send(
-                404, {"error": "Revision not found"}, {"X-Error-Code": "RevisionNotFound"}
-            )
-        files, sha = repository.commits[repository.shas.index(commit)], {"X-Repo-Commit": commit}
-        if name not in files:
-            return self._send(
-                404, {"error": "Entry not found"}, {"X-Error-Code": "EntryNotFound", **sha}
-            )
-        data = files[name]
-        return self._send(200, data, {"ETag": f'"{hashlib.sha256(data).hexdigest()}"', **sha})
+            return self._missing("RevisionNotFound")
+        data = repository.commits[repository.shas.index(commit)].get(name)
+        if data is None:
+            return self._missing("EntryNotFound", commit)
+        tag = f'"{hashlib.sha256(data).hexdigest()}"'
+        return self._send(200, data, {"ETag": tag, "X-Repo-Commit": commit})
 
-    def _upload_mode(self, path: str, repository: Repository) -> dict:
-        mode, content = (
-            "lfs" if path.endswith((".safetensors", ".parquet")) else "regular",
-            repository.files.get(path),
-        )
-        oid = None
-        if content is not None:
-            blob = b"blob %d\0" % len(content) + content
-            oid = (
-                hashlib.sha256(content).hexdigest()
-                if mode == "lfs"
-                else hashlib.sha1(blob).hexdigest()
-            )
-        return {"path": path, "uploadMode": mode, "shouldIgnore": False, "oid": oid}
-
-    def _batch(self, asked: dict) -> None:
-        objects = [dict(item) for item in asked["objects"]]
+    def _batch(self, objects: list[dict]) -> None:
         for item in objects:
-            if item["oid"] not in self.stand_in.lfs:
-                item["actions"] = {
-                    "upload": {"href": f"{self.stand_in.endpoint}/lfs/{item['oid']}"}
-                }
+            if item["oid"] not in self.hub.lfs:
+                href = f"{self.hub.endpoint}/lfs/{item['oid']}"
+                item["actions"] = {"upload": {"href": href}}
         self._send(200, {"transfer": "basic", "objects": objects})
 
     def _store(self, oid: str, body: bytes) -> None:
         if hashlib.sha256(body).hexdigest() != oid:
             return self._send(400, {"error": "sha256 mismatch"})
-        self.stand_in.lfs[oid] = body
-        self.stand_in.bytes_uploaded += len(body)
+        self.hub.lfs[oid] = body
+        self.hub.bytes_uploaded += len(body)
         return self._send(200, {})
 
     def _commit(self, repo_id: str, repository: Repository, lines: list[dict]) -> None:
@@ -312,48 +245,51 @@ class _Handler(BaseHTTPRequestHandler):
             if line["key"] == "file":
                 files[value["path"]] = base64.b64decode(value["content"])
             elif line["key"] == "lfsFile":
-                if value["oid"] not in self.stand_in.lfs:
+                if value["oid"] not in self.hub.lfs:
                     return self._send(400, {"error": f"{value['path']} was never uploaded"})
-                files[value["path"]] = self.stand_in.lfs[value["oid"]]
+                files[value["path"]] = self.hub.lfs[value["oid"]]
             elif line["key"] == "deletedFile":
                 del files[value["path"]]
-            elif line["key"] != "header":
-                return self._send(400, {"error": f"unexpected {line['key']}"})
-        if (said := _wrong_with_the_card(repo_id, files.get("README.md"))) is not None:
-            return self._send(400, {"error": said})
+        kind = DatasetCard if repo_id.startswith("datasets/") else ModelCard
+        try:
+            kind(files.get("README.md", b"").decode())
+        except ValueError as error:
+            return self._send(400, {"error": str(error)})
         repository.commits.append(files)
-        url = f"{self.stand_in.endpoint}/{repo_id}/commit/{repository.sha}"
+        url = f"{self.hub.endpoint}/{repo_id}/commit/{repository.sha}"
         return self._send(200, {"commitUrl": url, "commitOid": repository.sha})
 
     def _keep_waiting(self) -> None:
-        self.stand_in.stalled.set()
-        self.stand_in.gone.wait(120)
+        self.hub.stalled.set()
+        self.hub.gone.wait(120)
         self.close_connection = True
 
+    def _missing(self, what: str, commit: str = "") -> None:
+        headers = {"X-Error-Code": what, "X-Repo-Commit": commit}
+        self._send(404, {"error": what}, headers)
+
     def _send(self, status: int, content: dict | list | bytes, headers: dict | None = None) -> None:
-        if (
-            self.stand_in.stalls_after
-            and self.stand_in.stalls_after in f"{self.command} {self.path}"
-        ):
+        stalls = self.hub.stalls_after
+        if stalls and stalls in f"{self.command} {self.path}":
             return self._keep_waiting()
         data = content if isinstance(content, bytes) else json.dumps(content).encode()
         self.send_response(status)
-        for name, value in {
-            "Content-Type": "application/json",
-            "Content-Length": str(len(data)),
-            **(headers or {}),
-        }.items():
+        self.send_header("Content-Length", str(len(data)))
+        for name, value in (headers or {}).items():
             self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(data)
+        return None
 
 
-def _wrong_with_the_card(repo_id: str, card: bytes | None) -> str | None:
-    """What huggingface_hub finds wrong with a card's metadata."""
-    kind = DatasetCard if repo_id.startswith("datasets/") else ModelCard
-    try:
-        kind((card or b"").decode())
-    except ValueError as error:
-        return str(error)
-    return None
+def _upload_mode(path: str, repository: Repository) -> dict:
+    content = repository.files.get(path)
+    is_lfs = path.endswith((".safetensors", ".parquet"))
+    oid = None
+    if content is not None and is_lfs:
+        oid = hashlib.sha256(content).hexdigest()
+    elif content is not None:
+        oid = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+    mode = "lfs" if is_lfs else "regular"
+    return {"path": path, "uploadMode": mode, "shouldIgnore": False, "oid": oid}

@@ -43,11 +43,6 @@ def test_a_head_count_that_vllm_cannot_draft_is_a_configuration_error(num_heads)
     assert caught.value.exit_code == 2
 
 
-@pytest.mark.parametrize("num_heads", [1, 128])
-def test_head_counts_up_to_the_limit_are_carried(num_heads):
-    check_num_heads(num_heads)
-
-
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -125,20 +120,6 @@ class DyingTokenizer:
     def save_pretrained(self, directory: str) -> None:
         Path(directory, "tokenizer.json").write_text("{")
         raise self.error
-
-
-def test_an_interrupted_export_leaves_nothing(tmp_path):
-    with pytest.raises(KeyboardInterrupt):
-        write(tmp_path / "export", config_of(), tokenizer=DyingTokenizer(KeyboardInterrupt()))
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_what_a_killed_export_left_does_not_get_into_the_next_one(tmp_path):
-    (tmp_path / ".export.partial").mkdir()
-    (tmp_path / ".export.partial" / "stale.safetensors").write_bytes(b"half")
-    directory = write(tmp_path / "export", config_of())
-    assert [path.name for path in tmp_path.iterdir()] == ["export"]
-    assert "stale.safetensors" not in {path.name for path in directory.iterdir()}
 
 
 def test_a_full_disk_is_an_environment_fault_and_leaves_the_old_export_whole(tmp_path):

@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from pipeline.decoding.dynamic_tree import DynamicTree
@@ -133,26 +132,6 @@ def test_the_export_alone_starts_vllm_where_it_names_the_target_that_is_there(tm
     assert started_with("owner/target", str(tmp_path / "target")) == {"speculative_config": apart}
 
 
-def test_the_directory_has_tokenizer_tree_and_card(tmp_path):
-    directory = write(tmp_path / "export", config_of(), card="# A card")
-    names = {
-        "config.json",
-        "medusa_lm_head.safetensors",
-        "medusa_choices.json",
-        "tokenizer.json",
-        "README.md",
-    }
-    assert {path.name for path in directory.iterdir()} == names
-    assert json.loads((directory / "medusa_choices.json").read_text()) == TREE
-    assert (directory / "README.md").read_text() == "# A card"
-
-
-def test_whoever_can_read_the_configuration_can_read_the_weights(tmp_path):
-    directory = write(tmp_path / "export", config_of())
-    modes = {path.stat().st_mode for path in directory.iterdir()}
-    assert len(modes) == 1
-
-
 @settings(max_examples=25, deadline=None)
 @given(
     num_heads=st.integers(1, 4),
@@ -207,13 +186,6 @@ def test_one_lm_head_expands_on_disk_and_not_in_memory(tmp_path, lm_head, dtype)
 def test_one_lm_head_is_read_as_one_and_frozen_where_it_is_the_target_s(tmp_path, lm_head, format):
     heads = read(write(tmp_path / "export", config_of(lm_head=lm_head, format=format)))
     assert heads.lm_head.shape == (6, 4) and heads.lm_head.requires_grad is (lm_head == "shared")
-
-
-def test_transformers_loaders_find_the_format_in_the_file(tmp_path):
-    with safe_open(
-        write(tmp_path / "export", config_of()) / "medusa_lm_head.safetensors", "pt"
-    ) as file:
-        assert file.metadata() == {"format": "pt"}
 
 
 def test_an_existing_directory_keeps_what_its_owner_put_there(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.artifacts.check_result import BatchRow, LoadRow, TypicalRow
+from pipeline.artifacts.check_result import LoadRow, TypicalRow
 from pipeline.artifacts.json_form import from_json
 from pipeline.artifacts.tree_file import Accuracy, TimedSize
 from pipeline.report import plots
@@ -109,12 +109,9 @@ def test_typical_acceptance_has_a_curve_per_temperature_beside_sampling():
 
 def test_speeds_are_drawn_plain_and_with_heads():
     speed = {"baseline_tokens_per_second": 10.0, "tokens_per_second": 15.0, "speedup": 1.5}
-    for figure, _ in (
-        plots.load([LoadRow(requests=1, **speed), LoadRow(requests=2)]),
-        plots.batch_sizes([BatchRow(batch_size=1, **speed)]),
-    ):
-        assert curves_in(figure) == {"plain": [[1, 10]], "with heads": [[1, 15]]}
-        assert texts_in(figure) == ["1.50x"]
+    figure, _ = plots.speeds([1, 2], [LoadRow(requests=1, **speed), LoadRow(requests=2)], "x")
+    assert curves_in(figure) == {"plain": [[1, 10]], "with heads": [[1, 15]]}
+    assert texts_in(figure) == ["1.50x\n"]
 
 
 def test_the_backbone_s_drift_is_drawn_where_it_was_measured():
