@@ -108,7 +108,7 @@ class BatchState(NamedTuple):
 
 
 class Accepted(NamedTuple):
-    """What a step keeps.
+    """The outcome of a step.
 
     Attributes:
         state: The new state.

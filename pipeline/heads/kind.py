@@ -62,7 +62,7 @@ class Level(NamedTuple):
 
 
 class ProposalTree(Protocol):
-    """What `Heads.propose` reads of a tree."""
+    """The parts of a tree that `Heads.propose` reads."""
 
     max_depth: int
     top: int  # guesses per head

@@ -50,9 +50,17 @@ FC_BIAS = "fc.bias"
 
 # Targets whose vLLM class has the `model.embed_tokens` and `lm_head` that the draft model borrows.
 SERVED = (
-    "LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM", "Qwen2ForCausalLM", "Qwen2MoeForCausalLM",  # noqa: E501
-    "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Phi3ForCausalLM", "GemmaForCausalLM", "Gemma3ForCausalLM",  # noqa: E501
-)  # fmt: skip
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "MixtralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen2MoeForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "Phi3ForCausalLM",
+    "GemmaForCausalLM",
+    "Gemma3ForCausalLM",
+)
 
 
 class RecurrentHeads(Heads):
@@ -194,7 +202,7 @@ model, with an attention that adds nothing; embedding and lm_head are the target
         }
 
     def named_tensors(self, format: ExportFormat | None = None) -> dict[str, Tensor]:
-        """What trains, by vLLM's names; in `heads.safetensors` with the target's two matrices.
+        """Trained parameters by vLLM's names; `heads.safetensors` has the target's matrices too.
 
         An export has vLLM's attention instead, of zeros.
         """

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -99,10 +100,9 @@ def held_out_ranks(
     data.
     """
     rows = _HeldOutRows(text, device)
-    parts_KN = [np.empty((rows.heads.shape.max_depth, 0), np.uint8)]
     for hidden_ND, next_N, labels_KN in rows.read(MAX_POSITIONS, progress):
-        parts_KN.append(label_ranks(rows.heads, hidden_ND, next_N, labels_KN, top).cpu().numpy())
-    return HeldOutRanks(np.concatenate(parts_KN, axis=1), *rows.spans())
+        rows.measured.append(label_ranks(rows.heads, hidden_ND, next_N, labels_KN, top))
+    return HeldOutRanks(rows.joined(), *rows.spans())
 
 
 def held_out_places(
@@ -113,16 +113,18 @@ def held_out_places(
     As `held_out_ranks`, for about `GROWN_POSITIONS` positions.
     """
     rows = _HeldOutRows(text, device)
-    parts_KN = [np.empty((tree.max_depth, 0), np.int16)]
     for hidden_ND, next_N, labels_KN in rows.read(GROWN_POSITIONS, progress):
-        parts_KN.append(tree.places(rows.heads, hidden_ND, next_N, labels_KN).cpu().numpy())
-    return HeldOutPlaces(np.concatenate(parts_KN, axis=1), *rows.spans())
+        rows.measured.append(tree.places(rows.heads, hidden_ND, next_N, labels_KN))
+    return HeldOutPlaces(rows.joined(), *rows.spans())
 
 
 class _HeldOutRows:
+    """The rows of a held-out text, and what is measured at their positions."""
+
     def __init__(self, text: HeldOutText, device: str):
         self.text, self.device = text, device
         self.heads = read_trained_heads(Path(text.heads)).to(device)
+        self.measured: list[Tensor] = []  # [K, N] of each row
         self.answers: list[npt.NDArray[np.int32]] = []
         self.conversations: list[int] = []  # of each answer
 
@@ -159,6 +161,11 @@ class _HeldOutRows:
             next_N = torch.from_numpy(row.next_N).to(self.device, torch.int64)
             yield hidden_ND, next_N, labels_KN
             progress.advance(tokens=len(row.learnable))
+
+    def joined(self) -> npt.NDArray[Any]:
+        """All measured values, [K, N]."""
+        nothing = torch.empty(self.heads.shape.max_depth, 0, dtype=torch.uint8)
+        return torch.cat([nothing, *(each.cpu() for each in self.measured)], 1).numpy()
 
     def spans(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
         """Each answer's first position, its conversation, and whether training saw it."""

@@ -76,9 +76,11 @@ class BackboneLearner(Learner):
         heads_from: Path | None = None,
     ):
         super().__init__(spec, workers, device, heads_from)
-        self.settings, self.dtype = spec.settings.backbone, product_dtype(spec, device)
+        self.settings = spec.settings.backbone
+        self.dtype = product_dtype(spec, device)
         texts = open_texts(spec)
-        self.texts, self.held_out = texts["train"], texts.get(SPLIT, [])
+        self.texts = texts["train"]
+        self.held_out = texts.get(SPLIT, [])
         self.recipe = recipe_of(spec, self.texts)
         assert self.recipe.batch_sequences is not None
         self.plan = TextPlan(
@@ -178,7 +180,8 @@ class BackboneLearner(Learner):
         chosen = sample([text.num_learned for text in self.held_out], MAX_POSITIONS)
         texts = [self.held_out[index] for index in chosen]
         groups = pack([text.num_read for text in texts], self.settings.sequence_length)
-        drift, total = Drift.zero(self.device), Score.zero(self.heads.shape, TOP, self.device)
+        drift = Drift.zero(self.device)
+        total = Score.zero(self.heads.shape, TOP, self.device)
         self.backbone.eval()
         world_size = self.workers.world_size
         first, last = part(0, len(groups), self.workers.rank, world_size)

@@ -53,7 +53,8 @@ class HeadsLearner(Learner):
         evaluated = min(num_positions(self.rows, SPLIT), MAX_POSITIONS)
         self.held_out_share = evaluated / num_positions(self.rows)
         self.heads = initial_heads(spec, heads_from).to(device)
-        self.modules, self.peak_lrs = {"heads": self.heads}, {"heads": self.recipe.lr}
+        self.modules = {"heads": self.heads}
+        self.peak_lrs = {"heads": self.recipe.lr}
         self.target_head: TargetHead | None = None
         if spec.settings.soft_labels:
             self.target_head = read_target_head(spec, device)

@@ -16,7 +16,7 @@ from pipeline.training import recipe
 
 if TYPE_CHECKING:
     from pipeline.targets.spec import TargetSpec
-    from pipeline.training.task import Learner
+    from pipeline.training.task import Phases
 
 BOOKKEEPING = {"checkpoint_minutes", "checkpoint_every", "keep_checkpoints", "report_to"}
 
@@ -79,7 +79,7 @@ class Method(ABC):
         return []
 
     @abstractmethod
-    def phases(self, train: TrainConfig) -> tuple[tuple[str, type[Learner]], ...]:
+    def phases(self, train: TrainConfig) -> Phases:
         """The trainings in order, each with the name of its directory; the last has no name."""
 
 
@@ -91,7 +91,7 @@ class HeadsOnly(Method):
     def reads(self, train: TrainConfig) -> tuple[str, ...]:
         return ("features",)
 
-    def phases(self, train: TrainConfig) -> tuple[tuple[str, type[Learner]], ...]:
+    def phases(self, train: TrainConfig) -> Phases:
         from pipeline.training.heads_only import HeadsLearner
 
         return (("", HeadsLearner),)
@@ -159,7 +159,7 @@ class HeadsAndBackbone(Method):
             needed.append(Package("bitsandbytes", key, fix))
         return needed
 
-    def phases(self, train: TrainConfig) -> tuple[tuple[str, type[Learner]], ...]:
+    def phases(self, train: TrainConfig) -> Phases:
         from pipeline.training.heads_and_backbone import BackboneLearner
         from pipeline.training.heads_only import HeadsLearner
 

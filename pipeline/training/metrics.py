@@ -19,7 +19,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from pipeline.errors import EnvironmentFault
 from pipeline.storage.atomic import read_object, write_json, write_text
@@ -128,26 +128,11 @@ class TrackedRun:
     reported: int
 
 
-class Tracker:
-    """One tracker. An exception ends only its own part."""
-
-    package: ClassVar[str]
+class TensorBoard:
+    package = "tensorboard"
 
     def require_login(self) -> None:
-        """Raise EnvironmentFault if points would be refused later."""
-
-    def begin(self, run: TrackedRun) -> None:
-        """Start or continue the run."""
-
-    def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Report one step."""
-
-    def finish(self, result: Mapping[str, Any] | None) -> None:
-        """Report the final figures, None if training was interrupted, and close."""
-
-
-class TensorBoard(Tracker):
-    package = "tensorboard"
+        """It has no login."""
 
     def begin(self, run: TrackedRun) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -175,7 +160,7 @@ class TensorBoard(Tracker):
         self.writer.add_text(name, code, self.step)
 
 
-class Trackio(Tracker):
+class Trackio:
     package = "trackio"
 
     def require_login(self) -> None:
@@ -209,13 +194,15 @@ class Trackio(Tracker):
         self.run.log(dict(numbers), step=step)
 
     def finish(self, result: Mapping[str, Any] | None) -> None:
+        import trackio
+
         with contextlib.redirect_stdout(None):
             if result is not None:
                 self.run.log(dict(scalars(result, "final")))
-            self.run.finish()
+            trackio.finish()
 
 
-class WeightsAndBiases(Tracker):
+class WeightsAndBiases:
     package = "wandb"
 
     def require_login(self) -> None:
@@ -256,6 +243,7 @@ class WeightsAndBiases(Tracker):
         self.run.finish(exit_code=1 if result is None else 0)
 
 
+Tracker = TensorBoard | Trackio | WeightsAndBiases
 TRACKERS: dict[str, type[Tracker]] = {
     "tensorboard": TensorBoard,
     "trackio": Trackio,

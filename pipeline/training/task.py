@@ -38,7 +38,7 @@ class TrainSpec:
     fingerprint: str  # of the features stage
     settings: TrainConfig
     kind: type[Heads]
-    phases: tuple[tuple[str, type[Learner]], ...]  # see `Method.phases`
+    phases: Phases
     target: TargetSpec
     hidden_size: int
     vocab_size: int
@@ -238,6 +238,10 @@ class Learner(ABC):
     def autocast(self) -> torch.autocast:
         dtype = product_dtype(self.spec, self.device)
         return torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32)
+
+
+Phases = tuple[tuple[str, type[Learner]], ...]
+"""The trainings of a method in order, each with the name of its directory; the last has no name."""
 
 
 def choose_device(spec: TrainSpec) -> torch.device:

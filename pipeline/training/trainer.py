@@ -180,7 +180,8 @@ class Trainer:
     """The training of one phase: a learner, its optimizer, and one step after another."""
 
     def __init__(self, learner: Learner):
-        self.learner, self.settings = learner, learner.spec.settings
+        self.learner = learner
+        self.settings = learner.spec.settings
         self.optimizer = make_optimizer(learner.modules, learner.peak_lrs, self.settings)
         self.modules = nn.ModuleDict(learner.modules)
         self.trained = trained(self.modules)
@@ -310,9 +311,8 @@ class Trainer:
         if state.best_step != state.step:
             for name, tensor in self.best.items():
                 tensors[f"best/{name}"] = tensor
-        plain = to_json(state)
-        saved = Checkpoint(tensors, {"train_state": plain, "optimizer": numbers})
-        checkpoints.save(state.step, saved)
+        state_json = {"train_state": to_json(state), "optimizer": numbers}
+        checkpoints.save(state.step, Checkpoint(tensors, state_json))
 
     def resume(self, checkpoints: Checkpoints) -> TrainState:
         """Restore the newest undamaged checkpoint, the same on every worker; else a new state."""

@@ -1,6 +1,4 @@
-"""Hidden states that are no numbers: their rows are quarantined with the reason, and too many of
-them stop the run.
-"""
+"""Rows with non-finite hidden states are quarantined, and too many of them stop the run."""
 
 from __future__ import annotations
 
@@ -39,47 +37,33 @@ def broken_target(tmp_path, tiny_target):
     return make
 
 
-def refused_by(stage) -> dict[str, str]:
-    files = sorted((stage.path / "quarantine").iterdir())
-    rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
-    return {row["id"]: row["reason"] for row in rows}
-
-
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_rows_of_states_that_are_no_numbers_stop_the_run_by_their_fraction_and_go_on_when_it_is_allowed(  # noqa: E501
+def test_rows_with_non_finite_states_stop_the_run_unless_allowed(
     broken_target, run_fails, tmp_path, value
 ):
-    """The seeds' own answers, so that it is the real engine's states that tell."""
+    """On the seeds' own answers, whose states the real engine computes."""
     target, token = broken_target(value)
     words = [f"target.model={target}", "generate.mode=passthrough"]
-    said = run_fails(3, *words)
+    printed = run_fails(3, *words)
     run = RunDirectory(tmp_path / "run")
-    features, seen = latest(run, "features"), list(read_rows_of(latest(run, "generate")))
-    bad = {row["id"] for row in seen if token in row["input_ids"][: row["spans"][-1]["end"] - 1]}
-    assert 0.2 < len(bad) / len(seen) < 0.9 and refused_by(features) == dict.fromkeys(
-        bad, "non-finite"
-    )
-    assert (
-        f"features refused {len(bad)} of {len(seen)} rows" in said
-        and f"top reasons: non-finite {len(bad)}" in said
-    )
-    assert "limits.max_quarantine_fraction = 0.2" in said and str(features.path) in said
-    assert features.done is None and run.latest("train") is None, "nothing goes on by itself"
+    rows, bad = [], set()
+    for path in latest(run, "generate").shards():
+        rows += read_rows(path)
+    for row in rows:
+        if token in row["input_ids"][: row["spans"][-1]["end"] - 1]:
+            bad.add(row["id"])
+    assert 0.2 < len(bad) / len(rows) < 0.9
+    features, refused = latest(run, "features"), {}
+    for file in (features.path / "quarantine").iterdir():
+        for line in map(json.loads, file.read_text().splitlines()):
+            refused[line["id"]] = line["reason"]
+    assert refused == dict.fromkeys(bad, "non-finite")
+    assert f"features refused {len(bad)} of {len(rows)} rows" in printed
+    assert "limits.max_quarantine_fraction" in printed and str(features.path) in printed
+    assert features.done is None and run.latest("train") is None, "no stage goes on"
 
-    line = [
-        "run",
-        str(tmp_path / "bad.yaml"),
-        *words,
-        "limits.max_quarantine_fraction=0.9",
-        "--until",
-        "features",
-    ]
-    assert ends_well(lambda: app([*line, "--executor", "inline"], standalone_mode=False)) == 0
-    assert shards_made(run) == [] and latest(run, "features").summary["reasons"] == {
-        "non-finite": len(bad)
-    }
-
-
-def read_rows_of(stage):
-    for path in stage.shards():
-        yield from read_rows(path)
+    config, allowed = str(tmp_path / "bad.yaml"), "limits.max_quarantine_fraction=0.9"
+    line = ["run", config, *words, allowed, "--until", "features", "--executor", "inline"]
+    assert ends_well(lambda: app(line, standalone_mode=False)) == 0
+    assert shards_made(run) == []
+    assert latest(run, "features").summary["reasons"] == {"non-finite": len(bad)}

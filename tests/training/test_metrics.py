@@ -19,7 +19,6 @@ from pipeline.training.metrics import (
     TRACKERS,
     TRACKING_FILE,
     MetricsLog,
-    Tracker,
     read_curves,
     read_metrics,
     require_trackers,
@@ -183,7 +182,7 @@ def test_a_failing_tracker_stops_neither_training_nor_the_others(
 ):
     calls = []
 
-    class Broken(Tracker):
+    class Broken:
         package = "broken"
         begin = log = finish = lambda self, *arguments: None
 
