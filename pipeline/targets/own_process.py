@@ -14,22 +14,19 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pipeline
 from pipeline.errors import EnvironmentFault, MedusaDistillError
 from pipeline.storage.progress_file import SECONDS_BETWEEN_REPORTS, ProgressFile
 
 Tell = Callable[..., None]  # reports progress: part, done, total, unit, note
-Task = TypeVar("Task")
-Result = TypeVar("Result")
-
 CALL, RESULT, PROGRESS = "call.pickle", "result.pickle", "progress.json"
 
 
 def in_own_process(
-    function: Callable[[Task, Tell], Result], task: Task, told: Tell | None = None
-) -> Result:
+    function: Callable[[Any, Tell], Any], task: object, told: Tell | None = None
+) -> Any:
     """Return `function(task, tell)`, called in a new interpreter.
 
     Args:
@@ -59,8 +56,7 @@ def in_own_process(
         outcome = pickle.loads(result.read_bytes())
     if isinstance(outcome, MedusaDistillError):
         raise outcome
-    found: Result = outcome
-    return found
+    return outcome
 
 
 def _wait(process: subprocess.Popen[str], file: ProgressFile, told: Tell | None) -> str:

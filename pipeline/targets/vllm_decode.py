@@ -1,8 +1,8 @@
 """Greedy decoding in vLLM, plain or with exported heads.
 
-Engines run outside of this process, so that nothing of vLLM stays behind in the caller; with GPUs
-in a process each, because only a process's end frees their memory for certain. vLLM proposes the
-heads' top-1 chain, never a tree, so its acceleration rate is below the tree's.
+Each engine runs in a process of its own, so that nothing of vLLM stays behind in the caller, and
+because only a process's end frees a GPU's memory for certain. vLLM proposes the heads' top-1 chain,
+never a tree, so its acceleration rate is below the tree's.
 
 A request's steps are counted by what it returns. Its first output is the prefill's token, and each
 later one holds the tokens that one forward of the target has added, cut where the text ends. vLLM's
@@ -87,20 +87,11 @@ def decode_in_vllm(tasks: Sequence[DecodeTask], told: Tell | None = None) -> lis
         ConfigError, EnvironmentFault: As VLLMGenerationEngine does, and EnvironmentFault where an
         engine dies.
     """
-    if not any(task.gpus for task in tasks):
-        return in_own_process(decode_all, tasks, told)
-    texts = []
-    for task in tasks:
-        texts += in_own_process(decode_all, [task], told)
-    return texts
+    return [in_own_process(decode, task, told) for task in tasks]
 
 
-def decode_all(tasks: Sequence[DecodeTask], tell: Tell) -> list[VLLMTexts]:
-    """Decode with one engine after the other in this process."""
-    return [_decode(task, tell) for task in tasks]
-
-
-def _decode(task: DecodeTask, tell: Tell) -> VLLMTexts:
+def decode(task: DecodeTask, tell: Tell) -> VLLMTexts:
+    """Decode in this process."""
     side = "vLLM with the heads" if task.engine_args else "plain vLLM"
     tell(part=f"{side} starts")
     arguments: dict[str, Any] = {"enable_prefix_caching": False}

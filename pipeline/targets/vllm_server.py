@@ -81,12 +81,7 @@ def serve_under_load(
     Raises:
         EnvironmentFault: The server cannot start, or requests fail.
     """
-    return in_own_process(measure_all, tasks, told)
-
-
-def measure_all(tasks: Sequence[LoadTask], tell: Tell) -> list[list[dict[str, Any]]]:
-    """Measure one server after the other."""
-    return [measure(task, tell) for task in tasks]
+    return [in_own_process(measure, task, told) for task in tasks]
 
 
 def measure(task: LoadTask, tell: Tell) -> list[dict[str, Any]]:
@@ -178,7 +173,9 @@ def serving(spec: TargetSpec, engine_args: Mapping[str, Any], gpus: int) -> Iter
         EnvironmentFault: It cannot start, or not within an hour, or GPUs are missing.
     """
     require_gpus(gpus)
-    port = free_port()
+    with socket.socket() as found:
+        found.bind((HOST, 0))
+        port = found.getsockname()[1]  # that nobody listens on now
     arguments = {
         **engine_arguments(spec, engine_args, gpus),
         "served_model_name": NAME,
@@ -237,13 +234,6 @@ def answers(address: str) -> bool:
             return bool(response.status == 200)
     except OSError:
         return False
-
-
-def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as found:
-        found.bind((HOST, 0))
-        return int(found.getsockname()[1])
 
 
 def flags(arguments: Mapping[str, Any]) -> list[str]:
