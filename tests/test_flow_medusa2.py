@@ -14,7 +14,6 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
-from pipeline import open_run
 from pipeline.cli.app import app
 from pipeline.cli.chat_model import load_chat_model
 from pipeline.conversations.conversation import Message
@@ -160,13 +159,6 @@ def greedy(directory: Path, prompt: list[int], num_tokens: int) -> list[int]:
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, do_sample=False
     )
     return written[0, len(prompt) :].tolist()
-
-
-def test_from_python_another_tree_is_scored_on_the_tuned_backbone_s_states(joint_run):
-    run = open_run(joint_run.path)
-    assert (
-        run.simulated_acceleration_rate(run.tree()) >= run.simulated_acceleration_rate([[0]]) >= 1
-    )
 
 
 def test_the_check_decodes_with_the_tuned_backbone(joint_run, tiny_target):

@@ -8,7 +8,7 @@ import re
 import unicodedata
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 from pipeline.conversations.conversation import Conversation, Message, Mode, Reason, RejectedRow
@@ -26,6 +26,7 @@ WORDS = re.compile(
 )
 
 
+@dataclass
 class Deduplicator:
     """Rejects conversations of which generation reads the same as of an earlier one, across
     sources.
@@ -38,26 +39,21 @@ class Deduplicator:
         similarity: The lowest Jaccard similarity, as MinHash estimates it, of similar texts.
     """
 
-    def __init__(
-        self,
-        mode: Mode,
-        rounds: int | None = None,
-        *,
-        near: Nearness = "keep",
-        similarity: float = 0.8,
-    ):
-        self._mode: Mode = mode
-        self._rounds = rounds
-        self._near = near
+    mode: Mode
+    rounds: int | None = None
+    near: Nearness = "keep"
+    similarity: float = 0.8
+
+    def __post_init__(self) -> None:
         self._first_seen: dict[bytes, str] = {}
-        self._similar = SimilarTexts(similarity) if near == "minhash" else None
+        self._similar = SimilarTexts(self.similarity) if self.near == "minhash" else None
 
     def check(self, conversation: Conversation) -> Conversation | RejectedRow:
         """The conversation if it is new, otherwise a `RejectedRow` that names the earlier one."""
-        read = conversation.read_by(self._mode, self._rounds)
+        read = conversation.read_by(self.mode, self.rounds)
         texts = []
         for message in read:
-            content = message.content if self._near == "keep" else plain(message.content)
+            content = message.content if self.near == "keep" else plain(message.content)
             texts.append((message.role, content, message.tool_calls))
         digest = hashlib.sha256(json.dumps([texts, conversation.tools]).encode()).digest()
         first = self._first_seen.setdefault(digest, conversation.id)

@@ -71,10 +71,8 @@ FORM_KEYS = {
     "prompts": "prompt",
 }
 ID_KEYS = ("id", "question_id", "conversation_id", "prompt_id")
-SYSTEM_KEYS = ("system", "system_prompt")
-ANSWER_KEYS = ("response", "completion")
 KNOWN_KEYS = (
-    *(*FORM_KEYS.values(), *ID_KEYS, *SYSTEM_KEYS, *ANSWER_KEYS),
+    *(*FORM_KEYS.values(), *ID_KEYS, "system", "system_prompt", "response", "completion"),
     *("input", "output", "history", "tools", "functions", "category"),
 )
 EXPECTED = (
@@ -103,42 +101,74 @@ def read_row(row: Any, id: str, settings: RowSettings) -> Conversation | Rejecte
 
 
 def _conversation(row: Any, id: str, settings: RowSettings) -> Conversation:
-    fields = {"prompt": row} if isinstance(row, str) else row
-    if not isinstance(fields, dict):
+    if isinstance(row, str):
+        row = {"prompt": row}
+    if not isinstance(row, dict):
         raise RowRejected(Reason.UNKNOWN_FORMAT, f"The row is {describe(row)}.")
+    found = DumpObject(row)
     if settings.columns:
-        fields = _renamed(fields, settings.columns)
-    form = _detected(fields) if settings.form == "auto" else settings.form
-    turns = _turns_of(fields, form)
+        found = found.renamed(settings.columns)
+    turns = _turns_of(found, settings.form)
     if not any(turn.role == "system" and turn.content for turn in turns):
-        prompt = _first(fields, SYSTEM_KEYS)
+        prompt = found.first("system", "system_prompt")
         if isinstance(prompt, str):
             turns.insert(0, Message("system", clean_text(prompt)))
     messages = repair(turns, settings.max_characters, settings.tools)
     tools = None
     if settings.tools == "context":
-        tools = definitions_json(fields.get("tools") or fields.get("functions"))
-    names = (_name(fields.get(key), key) for key in ID_KEYS)
-    source_id = next((name for name in names if name is not None), None)
-    return Conversation(id, messages, source_id, _name(fields.get("category"), "category"), tools)
+        tools = definitions_json(found.fields.get("tools") or found.fields.get("functions"))
+    return Conversation(id, messages, found.name(*ID_KEYS), found.name("category"), tools)
 
 
-def _renamed(fields: dict[str, Any], columns: Mapping[Any, str]) -> dict[str, Any]:
-    """A row of other column names under the keys that the forms know."""
-    renamed = {}
-    for key, column in columns.items():
-        if column not in fields:
-            detail = f"There is no column `{column[:40]}`; the row is {describe(fields)}."
+@dataclass(frozen=True)
+class DumpObject:
+    """An object of a dump: a row, or one of its turns."""
+
+    fields: dict[str, Any]
+
+    def __str__(self) -> str:
+        return describe(self.fields)
+
+    def renamed(self, columns: Mapping[Any, str]) -> DumpObject:
+        """The columns of other names under the keys that the forms know."""
+        renamed = {}
+        for key, column in columns.items():
+            if column not in self.fields:
+                detail = f"There is no column `{column[:40]}`; the row is {self}."
+                raise RowRejected(Reason.UNKNOWN_FORMAT, detail)
+            renamed[key] = self.fields[column]
+        return DumpObject(renamed)
+
+    def first(self, *keys: str) -> Any:
+        """The value of the first of these keys that has one."""
+        for key in keys:
+            if self.fields.get(key) is not None:
+                return self.fields[key]
+        return None
+
+    def name(self, *keys: str) -> str | None:
+        """The first id or category under these keys, as a string."""
+        for key in keys:
+            value = self.fields.get(key)
+            if isinstance(value, str | int) and not isinstance(value, bool) and value != "":
+                return utf8_text(str(value), f"`{key}`")
+        return None
+
+    def items(self, key: str) -> list[Any]:
+        """The list under a key; a table's cell may hold it as JSON, or as one list for each key of
+        its items.
+        """
+        value = self.fields.get(key)
+        if isinstance(value, str) and value.lstrip().startswith("["):
+            value = parsed_json(value, f"`{key}`")
+        if isinstance(value, dict) and value and all(isinstance(of, list) for of in value.values()):
+            columns = zip(*value.values(), strict=False)
+            value = [dict(zip(value, items, strict=True)) for items in columns]
+        if not isinstance(value, list):
+            found = describe(value) if key in self.fields else self
+            detail = f"Expected a list under `{key}`, found {found}."
             raise RowRejected(Reason.UNKNOWN_FORMAT, detail)
-        renamed[key] = fields[column]
-    return renamed
-
-
-def _detected(fields: dict[str, Any]) -> str:
-    for form, key in FORM_KEYS.items():
-        if fields.get(key) is not None:
-            return form
-    raise RowRejected(Reason.UNKNOWN_FORMAT, f"The row is {describe(fields)}.")
+        return value
 
 
 def describe(value: Any) -> str:
@@ -151,31 +181,35 @@ def describe(value: Any) -> str:
     return names.get(kind, f"a {kind}")
 
 
-def _turns_of(fields: dict[str, Any], form: str) -> list[Message]:
-    """The turns of a row of this form, as clean texts."""
+def _turns_of(row: DumpObject, form: str) -> list[Message]:
+    """The turns of a row, as clean texts."""
+    if form == "auto":
+        for known, key in FORM_KEYS.items():
+            if row.first(key) is not None:
+                form = known
+                break
     if form == "sharegpt":
-        return [_turn(turn) for turn in _list(fields, "conversations")]
-    if form == "messages" or (form == "ultrachat" and fields.get("data") is None):
-        return _messages(fields)
+        return [_turn(turn) for turn in row.items("conversations")]
+    if form == "messages" or (form == "ultrachat" and row.first("data") is None):
+        return _messages(row)
     if form == "ultrachat":
-        return _alternating(_list(fields, "data"))
+        return _alternating(row.items("data"))
     if form == "turns":
-        return [Message("user", clean_text(text)) for text in _list(fields, "turns")]
+        return [Message("user", clean_text(text)) for text in row.items("turns")]
     if form == "alpaca":
-        return _alpaca(fields)
-    if "prompt" not in fields:
-        detail = f"Expected a string or `prompt`; the row is {describe(fields)}."
-        raise RowRejected(Reason.UNKNOWN_FORMAT, detail)
-    answer = _first(fields, ANSWER_KEYS)
-    return _said("user", fields["prompt"]) + _said("assistant", answer)
+        return _alpaca(row)
+    prompt = row.first("prompt")
+    if prompt is None:
+        raise RowRejected(Reason.UNKNOWN_FORMAT, f"The row is {row}.")
+    return _said("user", prompt) + _said("assistant", row.first("response", "completion"))
 
 
-def _messages(fields: dict[str, Any]) -> list[Message]:
+def _messages(row: DumpObject) -> list[Message]:
     """OpenAI messages; the first question may be missing there and stand under `prompt`."""
-    turns = [_turn(turn) for turn in _list(fields, "messages")]
+    turns = [_turn(turn) for turn in row.items("messages")]
     first = 1 if turns and turns[0].role == "system" else 0
     has_question = len(turns) > first and turns[first].role == "user"
-    prompt = fields.get("prompt")
+    prompt = row.first("prompt")
     if isinstance(prompt, str) and not has_question:
         turns.insert(first, Message("user", clean_text(prompt)))
     return turns
@@ -189,21 +223,17 @@ def _alternating(texts: list[Any]) -> list[Message]:
     return turns
 
 
-def _alpaca(fields: dict[str, Any]) -> list[Message]:
-    instruction = fields.get("instruction")
-    if not isinstance(instruction, str):
-        detail = f"Expected a text under `instruction`; the row is {describe(fields)}."
-        raise RowRejected(Reason.UNKNOWN_FORMAT, detail)
+def _alpaca(row: DumpObject) -> list[Message]:
     turns = []
-    for pair in _list(fields, "history") if fields.get("history") else ():
+    for pair in row.items("history") if row.first("history") else ():
         if not isinstance(pair, list) or len(pair) != 2:
             detail = "Expected pairs of a question and an answer under `history`."
             raise RowRejected(Reason.UNKNOWN_FORMAT, detail)
         turns += _alternating(pair)
-    question = clean_text(instruction)
-    if fields.get("input") not in (None, ""):
-        question = f"{question}\n\n{clean_text(fields['input'])}"
-    return [*turns, Message("user", question), *_said("assistant", fields.get("output"))]
+    question = clean_text(row.first("instruction"))
+    if row.first("input") not in (None, ""):
+        question = f"{question}\n\n{clean_text(row.first('input'))}"
+    return [*turns, Message("user", question), *_said("assistant", row.first("output"))]
 
 
 def _said(role: Role, value: Any) -> list[Message]:
@@ -215,55 +245,25 @@ def _said(role: Role, value: Any) -> list[Message]:
     return [Message(role, clean_text(value))]
 
 
-def _turn(turn: Any) -> Message:
+def _turn(value: Any) -> Message:
     """A turn's role, clean text and calls; mixed dumps have both keys of a pair, one of them
     null.
     """
-    if not isinstance(turn, dict):
-        detail = f"A turn is {describe(turn)}; expected an object with a role and a text."
+    if not isinstance(value, dict):
+        detail = f"A turn is {describe(value)}; expected an object with a role and a text."
         raise RowRejected(Reason.UNKNOWN_FORMAT, detail)
-    name = str(_first(turn, ("from", "role"))).strip().lower()
+    turn = DumpObject(value)
+    name = str(turn.first("from", "role")).strip().lower()
     if name not in ROLES:
         detail = f"A turn's role is {name[:40]!r}; known are {', '.join(ROLES)}."
         raise RowRejected(Reason.UNKNOWN_FORMAT, detail)
     role = ROLES[name]
-    content = _first(turn, ("value", "content"))
+    content = turn.first("value", "content")
     if isinstance(content, list):
         content = joined_parts(content)
-    calls = turn.get("tool_calls") or turn.get("function_call")
+    calls = value.get("tool_calls") or value.get("function_call")
     if name in CALLING_ROLES:
         calls, content = parsed_json(content, "A function call"), None
     if role == "assistant" and calls:
         return Message(role, clean_text(content or ""), calls_json(calls))
     return Message(role, clean_text(content))
-
-
-def _list(fields: dict[str, Any], key: str) -> list[Any]:
-    """The list under a key; a table's cell may hold it as JSON, or as one list for each key of its
-    items.
-    """
-    value = fields.get(key)
-    if isinstance(value, str) and value.lstrip().startswith("["):
-        value = parsed_json(value, f"`{key}`")
-    if isinstance(value, dict) and value and all(isinstance(of, list) for of in value.values()):
-        columns = zip(*value.values(), strict=False)
-        value = [dict(zip(value, items, strict=True)) for items in columns]
-    if not isinstance(value, list):
-        found = describe(value if key in fields else fields)
-        raise RowRejected(Reason.UNKNOWN_FORMAT, f"Expected a list under `{key}`, found {found}.")
-    return value
-
-
-def _first(fields: dict[str, Any], keys: tuple[str, ...]) -> Any:
-    """The value of the first of these keys that has one."""
-    for key in keys:
-        if fields.get(key) is not None:
-            return fields[key]
-    return None
-
-
-def _name(value: Any, key: str) -> str | None:
-    """An id or a category as a string, if it is one."""
-    if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
-        return None
-    return utf8_text(str(value), f"`{key}`")

@@ -84,15 +84,14 @@ def name_sources(sources: Sequence[SeedSource]) -> list[str]:
     """
     names: list[str] = []
     for source in sources:
-        last = (source.hub or str(Path(source.path or "").resolve())).rstrip("/").split("/")[-1]
-        suffix = plain_suffix(last) if source.path else ""
+        last = Path(source.hub or source.path or "").name
+        suffix = plain_suffix(last)
         if suffix:
             last = last[: last.lower().rindex(suffix)]
         stem = re.sub(r"[^A-Za-z0-9._-]+", "-", last).strip("-.") or "source"
-        name = stem
-        for number in itertools.count(2):
-            if name not in names:
-                break
+        name, number = stem, 1
+        while name in names:
+            number += 1
             name = f"{stem}-{number}"
         names.append(name)
     return names

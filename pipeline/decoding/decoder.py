@@ -138,7 +138,8 @@ class Decoder:
         if model.training:
             raise ValueError("call model.eval() first: dropout would make decoding random")
         config = model.config.get_text_config(decoder=True)
-        self.model, self.heads = model, heads
+        self.model = model
+        self.heads = heads
         self.device = model.get_input_embeddings().weight.device
         self.tree = choices if isinstance(choices, DynamicTree) else Tree(choices, self.device)
         self.eos_token_ids = frozenset(eos_token_ids)
@@ -191,23 +192,21 @@ class Decoder:
         prefills; `seconds` counts from the last prefill. A finished text leaves the batch.
         """
         written: list[list[list[int]]] = [[] for _ in prompts]
-        first, last = [0.0] * len(prompts), [0.0] * len(prompts)
+        times: list[list[float]] = [[] for _ in prompts]
         start = perf_counter()
         for step in self.stream_batch(prompts, max_new_tokens, rule, generators):
             now = perf_counter()
             for number, new_ids in step:
                 written[number].append(new_ids)
-                last[number] = now
-                if len(written[number]) == 1:
-                    first[number] = now
+                times[number].append(now)
         decoded = []
-        for number, steps in enumerate(written):
+        for steps, own_times in zip(written, times, strict=True):
             one = Decoded(
                 token_ids=[token for new_ids in steps for token in new_ids],
                 finished="stop" if steps[-1][-1] in self.eos_token_ids else "length",
                 accepted=[len(new_ids) for new_ids in steps[1:]],
-                seconds_prefill=first[number] - start,
-                seconds=max(0.0, last[number] - first[-1]),
+                seconds_prefill=own_times[0] - start,
+                seconds=max(0.0, own_times[-1] - times[-1][0]),
             )
             decoded.append(one)
         return decoded
@@ -238,7 +237,8 @@ class Decoder:
         """
         texts = self._begin(prompts, max_new_tokens, rule, generators)
         with reading(self.model) as forward:
-            hidden, tokens = [], []
+            hidden = []
+            tokens = []
             for prompt, text in zip(prompts, texts, strict=True):
                 hidden_1D, logits_1V = self._prefill(forward, prompt)
                 token_1 = rule.choose(logits_1V, text.noise.ahead(1, logits_1V))

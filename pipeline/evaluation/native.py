@@ -49,7 +49,7 @@ from pipeline.evaluation.speed import (
     take_turns,
     with_new_answers,
 )
-from pipeline.evaluation.studies import chain_rate, run_studies
+from pipeline.evaluation.studies import Decoding, chain_rate, run_studies
 from pipeline.execution.progress import ProgressReporter
 from pipeline.export.directory import read_heads
 from pipeline.export.layout import read_layout
@@ -121,10 +121,9 @@ def check_native(
     with fastest_threads(endless, prompts[0].ids) as threads:
         measured = measure(request, plain, accelerated, baselines, progress)
         greedy = measured.greedy(PLAIN)
-        chain = chain_rate(accelerated, prompts, greedy, layout.num_speculative_tokens)
-        studies = run_studies(
-            settings, plain, accelerated, prompts, greedy, request.calibration, progress
-        )
+        decoding = Decoding(plain, accelerated, prompts, greedy)
+        chain = chain_rate(decoding, layout.num_speculative_tokens)
+        studies = run_studies(decoding, settings, request.calibration, progress)
     comparison = measured.comparison(ACCELERATED)
     figures = replace(native_figures(measured, comparison), chain=chain, studies=studies)
     if not request.gpus:

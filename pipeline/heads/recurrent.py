@@ -50,9 +50,17 @@ FC_BIAS = "fc.bias"
 
 # Targets whose vLLM class has the `model.embed_tokens` and `lm_head` that the draft model borrows.
 SERVED = (
-    "LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM", "Qwen2ForCausalLM", "Qwen2MoeForCausalLM",  # noqa: E501
-    "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Phi3ForCausalLM", "GemmaForCausalLM", "Gemma3ForCausalLM",  # noqa: E501
-)  # fmt: skip
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "MixtralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen2MoeForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "Phi3ForCausalLM",
+    "GemmaForCausalLM",
+    "Gemma3ForCausalLM",
+)
 
 
 class RecurrentHeads(Heads):
@@ -87,14 +95,18 @@ model, with an attention that adds nothing; embedding and lm_head are the target
         device: torch.device | None = None,
     ):
         super().__init__(shape)
-        size, inner = shape.hidden_size, shape.intermediate_size
+        size = shape.hidden_size
+        inner = shape.intermediate_size
 
         def zeros(*sizes: int, trains: bool = True) -> nn.Parameter:
             tensor = torch.zeros(*sizes, dtype=dtype, device=device)
             return nn.Parameter(tensor, requires_grad=trains)
 
-        self.fc, self.norm = zeros(size, 2 * size), zeros(size)
-        self.gate, self.up, self.down = zeros(inner, size), zeros(inner, size), zeros(size, inner)
+        self.fc = zeros(size, 2 * size)
+        self.norm = zeros(size)
+        self.gate = zeros(inner, size)
+        self.up = zeros(inner, size)
+        self.down = zeros(size, inner)
         self.embedding = zeros(shape.target_vocab_size, size, trains=False)
         self.lm_head: nn.Parameter = zeros(shape.vocab_size, size, trains=False)
 
@@ -129,7 +141,8 @@ model, with an attention that adds nothing; embedding and lm_head are the target
 
     def step(self, hidden: Tensor, tokens: Tensor) -> Tensor:
         """The states [..., D] after one more token [...] each, in autocast's dtype if on."""
-        dtype, device = self.fc.dtype, hidden.device.type
+        dtype = self.fc.dtype
+        device = hidden.device.type
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
         embedded = embedding(tokens, self.embedding).to(dtype)
@@ -138,7 +151,8 @@ model, with an attention that adds nothing; embedding and lm_head are the target
         return z + linear(silu(linear(x, self.gate)) * linear(x, self.up), self.down)
 
     def states(self, hidden_ND: Tensor, next_N: Tensor, labels_KN: Tensor) -> Tensor:
-        states, tokens_N = [], next_N
+        states = []
+        tokens_N = next_N
         for labels_N in labels_KN:
             hidden_ND = self.step(hidden_ND, tokens_N)
             states.append(hidden_ND)
@@ -194,7 +208,7 @@ model, with an attention that adds nothing; embedding and lm_head are the target
         }
 
     def named_tensors(self, format: ExportFormat | None = None) -> dict[str, Tensor]:
-        """What trains, by vLLM's names; in `heads.safetensors` with the target's two matrices.
+        """Trained parameters by vLLM's names; `heads.safetensors` has the target's matrices too.
 
         An export has vLLM's attention instead, of zeros.
         """
@@ -209,7 +223,8 @@ model, with an attention that adds nothing; embedding and lm_head are the target
             named["embed_tokens.weight"] = self.embedding
             named["lm_head.weight"] = self.lm_head
         else:
-            size, queries = self.shape.hidden_size, QUERY_HEADS * HEAD_SIZE
+            size = self.shape.hidden_size
+            queries = QUERY_HEADS * HEAD_SIZE
             named[f"{ATTENTION}.q_proj.weight"] = self.fc.new_zeros(queries, size)
             named[f"{ATTENTION}.k_proj.weight"] = self.fc.new_zeros(HEAD_SIZE, size)
             named[f"{ATTENTION}.v_proj.weight"] = self.fc.new_zeros(HEAD_SIZE, size)

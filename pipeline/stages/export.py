@@ -20,8 +20,7 @@ from pipeline.report.report import Report
 from pipeline.run.context import Context, Stage, StageFiles, reads
 from pipeline.storage.receipts import Identity, Summary
 from pipeline.storage.stage_directory import StageDirectory
-from pipeline.targets.spec import load_tokenizer, model_config
-from pipeline.training.methods import method_of
+from pipeline.targets.spec import load_tokenizer
 
 NAME = "export"
 VERSION = 5
@@ -31,7 +30,7 @@ def identity(context: Context) -> Identity:
     """The format, the dtype, and what the export calls its target; a tuned backbone is wherever the
     export is.
     """
-    tuned = method_of(context.config.train).tunes_backbone
+    tuned = context.resolved.method.tunes_backbone
     return {
         "settings": context.config.export.model_dump(mode="json"),
         "base_model": BACKBONE_DIRECTORY if tuned else context.target.model,
@@ -40,52 +39,54 @@ def identity(context: Context) -> Identity:
 
 
 def run(context: Context, stage: StageDirectory) -> Summary:
-    settings, spec = context.config.export, context.target
-    train, backbone = context.upstream["train"].path, stage.path.resolve() / BACKBONE_DIRECTORY
-    tunes = method_of(context.config.train).tunes_backbone
-    trained = context.upstream["train"].files_below(BACKBONE_DIRECTORY)
-    tuned = link_backbone(train / BACKBONE_DIRECTORY, backbone, trained) if tunes else []
-    heads = read_trained_heads(train / HEADS_FILE)
-    target = model_config(spec)
-    check_vocabulary(heads.shape, target.get_text_config().vocab_size)
+    settings, spec, trained = context.config.export, context.target, context.upstream["train"]
+    target, tunes = context.resolved.target_config.to_dict(), context.resolved.method.tunes_backbone
+    base, backbone, tuned = spec.model, stage.path.resolve() / BACKBONE_DIRECTORY, []
+    if tunes:
+        learned = trained.files_below(BACKBONE_DIRECTORY)
+        tuned = link_backbone(trained.path / BACKBONE_DIRECTORY, backbone, learned)
+        base = str(backbone)
+    heads = read_trained_heads(trained.path / HEADS_FILE)
+    check_vocabulary(heads.shape, context.resolved.shape.vocab_size)
     calibration = read_calibration(context.upstream["calibrate"].path)
     layout = ExportLayout(
-        base_model_name_or_path=str(backbone) if tuned else spec.model,
+        base_model_name_or_path=base,
         shape=heads.shape,
         format=settings.formats[0],
         dtype=spec.dtype if settings.dtype == "auto" else settings.dtype,
         num_speculative_tokens=calibration.num_speculative_tokens,
         dynamic_tree=calibration.dynamic,
     )
-    base = None if tuned else spec.model
+    published = None if tunes else base
+    card = Published(Report(), context.config, base_model=published, tuned=tunes)
     files = write_export(
         stage.path,
         heads,
         layout,
-        target=target.to_dict(),
+        target=target,
         tokenizer=load_tokenizer(spec),
         choices=check_choices(calibration.choices, heads.shape.max_depth, heads.shape.vocab_size),
         further=settings.formats[1:],
-        card=model_card(Published(Report(), context.config, base_model=base, tuned=tunes)),
+        card=model_card(card),
     )
-    return {
+    summary = {
         "files": [path.relative_to(stage.path).as_posix() for path in files],
         "bytes": sum(path.stat().st_size for path in files),
         "dtype": layout.dtype,
         "formats": list(settings.formats),
-        "vllm": layout.kind.not_served(layout.shape, target.to_dict()) is None,
-        **({"backbone_bytes": sum(path.stat().st_size for path in tuned)} if tuned else {}),
+        "vllm": layout.kind.not_served(layout.shape, target) is None,
     }
+    if tuned:
+        summary["backbone_bytes"] = sum(path.stat().st_size for path in tuned)
+    return summary
 
 
 def one_line(summary: Summary) -> str:
-    tuned = (
-        f"; the tuned backbone, {summary['backbone_bytes'] / 1e6:,.1f} MB"
-        if "backbone_bytes" in summary
-        else ""
-    )
-    heads = f"{len(summary['files'])} files, {summary['bytes'] / 1e6:,.1f} MB, {summary['dtype']}"
-    return f"{heads}, read back and compared{tuned}"
+    line = f"{len(summary['files'])} files, {summary['bytes'] / 1e6:,.1f} MB, {summary['dtype']}"
+    line += ", read back and compared"
+    if "backbone_bytes" in summary:
+        line += f"; the tuned backbone, {summary['backbone_bytes'] / 1e6:,.1f} MB"
+    return line
 
 
 STAGE = Stage(

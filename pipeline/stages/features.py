@@ -68,7 +68,7 @@ class Worker:
         self._ahead: ShardUnderWay | None = None
 
     def expect(self, upcoming: ShardTask | None) -> None:
-        """Told before a shard: which one comes after it."""
+        """Remember the shard that comes after the next call's."""
         self._upcoming = upcoming
 
     def __call__(self, task: ShardTask) -> Receipt:
@@ -156,7 +156,7 @@ class ShardUnderWay(contextlib.AbstractContextManager["ShardUnderWay"]):
         return False
 
     def commit(self, started: float) -> Future[Receipt]:
-        """Commit it once all is written. A worker has been busy with it since `started`."""
+        """Commit the shard once all is written; `started` is when its worker began."""
         tokens = sum(len(row.input_ids) for row in self._rows)
         ids_in = [*self.task.poison, *(row.id for row in self._rows)]
         return self._writer.commit(NAME, ids_in, {"tokens": float(tokens)}, started)
@@ -170,7 +170,7 @@ class ShardUnderWay(contextlib.AbstractContextManager["ShardUnderWay"]):
 
 
 def engine_identity(settings: FeaturesConfig) -> Identity:
-    """What of the settings the states depend on; the batch size only moves rounding noise."""
+    """The settings that the states depend on; the batch size only moves rounding noise."""
     stored = {"codec": settings.codec, "precision": settings.precision}
     return {
         "engine": settings.engine,
@@ -195,7 +195,9 @@ def run(context: Context, stage: StageDirectory, *, tuned: bool = False) -> Summ
     """Cache every pending shard's states: the target's of all rows, or those of the tuned backbone
     of held-out rows.
     """
-    target, split = (context.backbone("train"), SPLIT) if tuned else (context.target, None)
+    target, split = context.target, None
+    if tuned:
+        target, split = context.backbone("train"), SPLIT
     placement = context.placement(NAME)
     arguments = {
         "target": target,
@@ -214,14 +216,11 @@ def run(context: Context, stage: StageDirectory, *, tuned: bool = False) -> Summ
 
 
 def one_line(summary: Summary) -> str:
-    speed = (
-        f", {summary['tokens_per_second']:,.0f} tokens/s" if "tokens_per_second" in summary else ""
-    )
-    positions = (
-        f"{summary.get('positions', 0):,.0f} positions of {summary['bytes_per_position']:,.0f}"
-        " bytes"
-    )
-    return f"{positions}{speed}, {summary['quarantined']} quarantined"
+    line = f"{summary.get('positions', 0):,.0f} positions"
+    line += f" of {summary['bytes_per_position']:,.0f} bytes"
+    if "tokens_per_second" in summary:
+        line += f", {summary['tokens_per_second']:,.0f} tokens/s"
+    return f"{line}, {summary['quarantined']} quarantined"
 
 
 def wanted(config: Config) -> str | None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import time
+from collections import Counter
 
 from pipeline.artifacts.generated_rows import GENERATED, counts_of, stored_row
 from pipeline.artifacts.seed_rows import SPLITS, SeedRow
@@ -77,10 +78,8 @@ def require_enough(summary: Summary, stage: StageDirectory) -> None:
     fewest = min(SPLITS, key=lambda split: summary[f"{split}_rows"])
     if summary[f"{fewest}_rows"] < MIN_ROWS:
         counts = ", ".join(f"{split} {summary[f'{split}_rows']:.0f}" for split in SPLITS)
-        reasons = (
-            ", ".join(f"{reason} {count}" for reason, count in summary["reasons"].items()) or "none"
-        )
-        what = f"Too few rows are left to {fewest}: {counts}; quarantined: {reasons}."
+        reasons = ", ".join(f"{reason} {count}" for reason, count in summary["reasons"].items())
+        what = f"Too few rows are left to {fewest}: {counts}; quarantined: {reasons or 'none'}."
         fix = (
             "Read the quarantine files there: correct the seeds, name more of them, or"
             f" {other_holdout(fewest)}."
@@ -89,13 +88,13 @@ def require_enough(summary: Summary, stage: StageDirectory) -> None:
 
 
 def one_line(summary: Summary) -> str:
-    speed = (
-        f", {summary['tokens_per_second']:,.0f} tokens/s" if "tokens_per_second" in summary else ""
-    )
-    written = f"{summary['rows']:,} rows, {summary.get('tokens', 0):,.0f} tokens written"
-    special = summary.get("special_token_rows")
-    noted = f", {special:,.0f} with special tokens in the seed's text" if special else ""
-    return f"{written}{speed}, {summary['quarantined']} quarantined{noted}"
+    line = f"{summary['rows']:,} rows, {summary.get('tokens', 0):,.0f} tokens written"
+    if "tokens_per_second" in summary:
+        line += f", {summary['tokens_per_second']:,.0f} tokens/s"
+    line += f", {summary['quarantined']} quarantined"
+    if summary.get("special_token_rows"):
+        line += f", {summary['special_token_rows']:,.0f} with special tokens in the seed's text"
+    return line
 
 
 class Worker:
@@ -127,7 +126,7 @@ class Worker:
         self._upcoming: ShardTask | None = None
 
     def expect(self, upcoming: ShardTask | None) -> None:
-        """Told before a shard: which one comes after it."""
+        """Remember the shard that comes after the next call's."""
         self._upcoming = upcoming
 
     def __call__(self, task: ShardTask) -> Receipt:
@@ -198,13 +197,13 @@ def _counts_of_seeds(dialogues: list[Dialogue]) -> dict[str, float]:
     """The conversations with special tokens in the seed's text, and those that end before functions
     are called.
     """
-    special = sum(bool(dialogue.special_tokens()) for dialogue in dialogues)
-    cut = sum(dialogue.cut_at_tools for dialogue in dialogues)
-    return {
-        name: float(rows)
-        for name, rows in (("special_token_rows", special), ("cut_at_tools", cut))
-        if rows
-    }
+    counts: Counter[str] = Counter()
+    for dialogue in dialogues:
+        if dialogue.special_tokens():
+            counts["special_token_rows"] += 1
+        if dialogue.cut_at_tools:
+            counts["cut_at_tools"] += 1
+    return {name: float(rows) for name, rows in counts.items()}
 
 
 STAGE = Stage(

@@ -7,7 +7,7 @@ to `push.repo_id`, and its heads to the same name with `-speculator.METHOD` behi
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,17 +17,16 @@ from rich.console import Console
 from pipeline.config import Config
 from pipeline.export.card import Licence, Published, licence_of
 from pipeline.export.data_set import data_set_upload
-from pipeline.export.hub import Upload, backbone_upload, heads_upload, repositories, send_all
+from pipeline.export.hub import backbone_upload, heads_upload, repositories, send_all
 from pipeline.export.layout import BACKBONE_DIRECTORY
 from pipeline.formatting import visible
-from pipeline.heads.kinds import head_kind
 from pipeline.run.context import Context, Stage
 from pipeline.run.reporting import assemble
 from pipeline.storage.atomic import write_json
+from pipeline.storage.fingerprint import FileFacts
 from pipeline.storage.receipts import Identity, Summary
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.files import is_local
-from pipeline.training.methods import method_of
 
 NAME = "push"
 VERSION = 3
@@ -56,17 +55,14 @@ def run(context: Context, stage: StageDirectory) -> Summary:
 
 
 def _summary(receipt: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "repo": receipt["repo"],
-        "commit": receipt["commit"],
-        "files": len(receipt["files"]),
-        "unchanged": receipt["unchanged"],
-    }
+    found = {key: receipt[key] for key in ("repo", "commit", "unchanged")}
+    return {**found, "files": len(receipt["files"])}
 
 
 def push(context: Context, *, dry_run: bool = False, work_in: Path | None = None) -> dict[str, Any]:
-    """Send what is asked for with fresh cards, made of the stages' records and not of report.json
-    or of the Hub as they are now; a dry run touches no network and returns what would go.
+    """Send what is asked for, with fresh cards; a dry run touches no network.
+
+    Cards are made of the stages' records, not of report.json or of the Hub as they are now.
 
     Args:
         work_in: Where the data set's files are written before they go, and deleted; the system's
@@ -76,16 +72,17 @@ def push(context: Context, *, dry_run: bool = False, work_in: Path | None = None
         The heads' receipt, with the data set's under `data_set` and a tuned backbone's under
         `backbone`.
     """
-    config = context.config
-    settings, target = config.push, config.target.model
-    tuned = method_of(config.train).tunes_backbone
-    to = repositories(settings, head_kind(config.train.heads), target, tuned=tuned)
+    config, resolved = context.config, context.resolved
+    settings, target, tuned = config.push, config.target.model, resolved.method.tunes_backbone
+    to = repositories(settings, resolved.kind, target, tuned=tuned)
     report = assemble(context.run, config)
     if settings.license:
         licence: Licence | None = Licence(settings.license)
     else:
         licence = licence_of(target, report.target_revision, online=not dry_run)
-    original = settings.base_model or (None if is_local(target) else target)
+    original = settings.base_model
+    if original is None and not is_local(target):
+        original = target
     published = Published(
         report,
         config,
@@ -95,24 +92,29 @@ def push(context: Context, *, dry_run: bool = False, work_in: Path | None = None
         data_set=to.data_set,
         heads_repo_id=to.heads,
     )
+    exported, uploads = context.upstream["export"], {}
     with tempfile.TemporaryDirectory(dir=work_in, prefix=".data-set-") as directory:
-        uploads = {}
         if to.data_set:
-            generated, conversations = (
-                context.upstream["generate"],
-                replace(published, repo_id=to.data_set),
-            )
-            shards, fingerprint = generated.shards(), generated.fingerprint
+            generated = context.upstream["generate"]
             uploads["data_set"] = data_set_upload(
-                shards, fingerprint, conversations, Path(directory)
+                generated.shards(),
+                generated.fingerprint,
+                replace(published, repo_id=to.data_set),
+                Path(directory),
             )
         if to.backbone:
-            uploads["backbone"] = _backbone(context, replace(published, repo_id=to.backbone))
+            checked = _sha256(exported.files_below(BACKBONE_DIRECTORY))
+            card = replace(published, repo_id=to.backbone)
+            path = exported.path / BACKBONE_DIRECTORY
+            uploads["backbone"] = backbone_upload(path, card, checked)
         if to.heads:
             base = to.backbone or settings.base_model
-            uploads["heads"] = _heads(
-                context, replace(published, repo_id=to.heads, base_model=base)
-            )
+            card = replace(published, repo_id=to.heads, base_model=base)
+            assert exported.done, "only a finished export is pushed"
+            written = _sha256(exported.done.files)
+            names = exported.done.summary["files"]
+            checked = {name: written[name] for name in names if name in written}
+            uploads["heads"] = heads_upload(exported.path, card, checked)
         if dry_run:
             receipts = {name: upload.dry_run(settings.private) for name, upload in uploads.items()}
         else:
@@ -120,20 +122,8 @@ def push(context: Context, *, dry_run: bool = False, work_in: Path | None = None
     return {**receipts.pop("heads", {}), **receipts}
 
 
-def _heads(context: Context, published: Published) -> Upload:
-    exported = context.upstream["export"]
-    assert exported.done, "only a finished export is pushed"
-    files = exported.done.files
-    checked = {name: files[name].sha256 for name in exported.done.summary["files"] if name in files}
-    return heads_upload(exported.path, published, checked)
-
-
-def _backbone(context: Context, published: Published) -> Upload:
-    exported = context.upstream["export"]
-    checked = {
-        name: facts.sha256 for name, facts in exported.files_below(BACKBONE_DIRECTORY).items()
-    }
-    return backbone_upload(exported.path / BACKBONE_DIRECTORY, published, checked)
+def _sha256(files: Mapping[str, FileFacts]) -> dict[str, str]:
+    return {name: facts.sha256 for name, facts in files.items()}
 
 
 def print_dry_run(console: Console, receipt: dict[str, Any]) -> None:
@@ -165,7 +155,7 @@ def one_line(summary: Summary) -> str:
 
 
 def _parts(summary: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """What went to each repository, of a receipt or a summary."""
+    """The parts of a receipt or a summary, one per repository."""
     for name in BESIDE:
         if name in summary:
             yield summary[name]

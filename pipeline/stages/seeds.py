@@ -57,161 +57,143 @@ LONGEST_QUESTION = 200  # characters of a question that a message repeats
 
 def identity(context: Context) -> Identity:
     """The sources' content and the settings that shape rows."""
-    settings = context.config.seeds
+    settings, readers = context.config.seeds, source_readers(context.config.seeds)
     rows: Identity = {
-        "sources": [_source_identity(context, reader) for reader in source_readers(settings)],
-        "names": [reader.name for reader in source_readers(settings)],
+        "sources": [_source_identity(context, reader) for reader in readers],
+        "names": [reader.name for reader in readers],
         "max_characters": settings.max_characters,
         "tools": settings.tools,
     }
-    return {
+    found = {
         **rows,
         "rows_per_shard": settings.rows_per_shard,
         "holdout": settings.holdout,
         "near_duplicates": settings.near_duplicates,
-        **({"similarity": settings.similarity} if settings.near_duplicates == "minhash" else {}),
-        "questions": _contaminated(context, rows),
+        "questions": _contaminated(context, readers, rows),
         "read_by": _what_is_read(context.config.generate),
     }
+    if settings.near_duplicates == "minhash":
+        found["similarity"] = settings.similarity
+    return found
 
 
 def _what_is_read(generate: GenerateConfig) -> Identity:
-    """What of a conversation generation reads, and so what makes two of them the same."""
-    return {
-        "mode": generate.mode,
-        **({"rounds": generate.rounds} if generate.mode == "replay" else {}),
-    }
+    """The part of a conversation that generation reads: rows with equal parts are duplicates."""
+    if generate.mode == "replay":
+        return {"mode": generate.mode, "rounds": generate.rounds}
+    return {"mode": generate.mode}
 
 
-def _contaminated(context: Context, rows: Identity) -> str | None:
-    """What the check's questions take out of these rows, as a digest; None where that is nothing.
+def _contaminated(context: Context, readers: Sequence[SourceReader], rows: Identity) -> str | None:
+    """The digest of the rows that hold a question of the check; None where there is no such row.
 
-    Only the run reads a data set of the Hub: with one of them it is the digest of the questions'
-    file.
+    A data set of the Hub is read by the run alone: it has the digest of the questions' file.
     """
-    readers = source_readers(context.config.seeds)
-    if not (questions := _questions(context)):
+    questions = _questions(context)
+    if questions is None:
         return None
     content = context.digests.of(questions)
     if any(reader.source.hub for reader in readers):
         return content
 
-    def found() -> str:
-        check = CheckQuestions(read_questions(questions))
-        each = (
-            check.check(row)
-            for reader in readers
-            for row in reader
-            if isinstance(row, Conversation)
-        )
-        return ids_digest(f"{row.id}: {row.detail}" for row in each if isinstance(row, RejectedRow))
+    def digest() -> str:
+        check, rejected = CheckQuestions(read_questions(questions)), []
+        for reader in readers:
+            for row in reader:
+                found = check.check(row) if isinstance(row, Conversation) else None
+                if isinstance(found, RejectedRow):
+                    rejected.append(f"{found.id}: {found.detail}")
+        return ids_digest(rejected)
 
-    known = context.digests.derived(
-        fingerprint({"contaminated": VERSION, "questions": content, **rows}), found
-    )
+    key = fingerprint({"contaminated": VERSION, "questions": content, **rows})
+    known = context.digests.derived(key, digest)
     return None if known == ids_digest(()) else known
 
 
 def _source_identity(context: Context, reader: SourceReader) -> Identity:
     source = reader.source
-    described: Identity = {
-        "format": source.format,
-        "limit": source.limit,
-        "columns": source.columns,
-    }
-    described["weight"] = source.weight
+    found = source.model_dump(include={"format", "limit", "columns", "weight"})
     if source.hub:
-        return described | {"hub": source.hub, "split": source.split}
-    return described | {
-        "files": [[file.name, context.digests.of(file)] for file in reader.survey().files]
-    }
+        return {**found, "hub": source.hub, "split": source.split}
+    files = [[file.name, context.digests.of(file)] for file in reader.survey().files]
+    return {**found, "files": files}
 
 
 def run(context: Context, stage: StageDirectory) -> Summary:
     settings = context.config.seeds
     receipts: dict[int, Receipt] = {}
-    readers = source_readers(settings)
-    openings = Openings()
+    readers, openings = source_readers(settings), Openings()
     with Meter(context.console, NAME) as meter:
         rows = split_rows(_counted(_read(context, readers), meter, openings), settings.holdout)
         for index, chunk in enumerate(in_shards(rows, settings.rows_per_shard)):
-            made = receipts[index] = _write_shard(stage, index, chunk)
-            counts = {"rows": made.num_rows, "quarantined": made.num_quarantined}
+            receipt = _write_shard(stage, index, chunk)
+            receipts[index] = receipt
+            counts = {"rows": receipt.num_rows, "quarantined": receipt.num_quarantined}
             context.run.event("shard", stage=NAME, shard=index, **counts)
     stage.drop_shards_but(receipts)
-    totals = StageTotals(receipts.values())
-    totals.check_quarantine(
-        NAME, str(stage.path), context.config.limits.max_quarantine_fraction, final=True
-    )
-    summary = totals.summary() | {"sources": _sources(readers)}
-    _say(context, summary)
-    if too_alike := require_enough(summary, str(stage.path), settings.holdout, openings):
+    totals, where = StageTotals(receipts.values()), str(stage.path)
+    totals.check_quarantine(NAME, where, context.config.limits.max_quarantine_fraction, final=True)
+    summary = {**totals.summary(), "sources": [_read_of(reader) for reader in readers]}
+    _print_sources(context, summary)
+    too_alike = require_enough(summary, where, settings.holdout, openings)
+    if too_alike:
         summary["warnings"] = [too_alike]
-        _print(context, f"{NAME}: {too_alike}")
+        _print(context, too_alike)
     return summary
 
 
-def _sources(readers: Iterable[SourceReader]) -> list[dict[str, Any]]:
-    """What was read of each source and what was not, file by file."""
-    return [
-        {
-            "source": reader.name,
-            **({"weight": reader.source.weight} if reader.source.weight else {}),
-            "read": [asdict(count) | {"name": encodable(count.name)} for count in reader.read],
-            "skipped": [
-                {"name": encodable(file.name), "why": encodable(file.why)}
-                for file in reader.skipped
-            ],
-        }
-        for reader in readers
-    ]
+def _read_of(reader: SourceReader) -> dict[str, Any]:
+    """The files of a source with their rows, and the skipped ones."""
+    found: dict[str, Any] = {"source": reader.name, "read": [], "skipped": []}
+    if reader.source.weight:
+        found["weight"] = reader.source.weight
+    for count in reader.read:
+        found["read"].append({**asdict(count), "name": encodable(count.name)})
+    for file in reader.skipped:
+        found["skipped"].append({"name": encodable(file.name), "why": encodable(file.why)})
+    return found
 
 
-def _say(context: Context, summary: Summary) -> None:
-    """Name the skipped files, and the files of directories; say how many rows the check's questions
-    took out.
-    """
+def _print_sources(context: Context, summary: Summary) -> None:
+    """Print the files of directories, skipped files and contaminated rows."""
     for source in summary["sources"]:
-        told = [
-            f"read {file['name']}: {file['rows']:,} row{'s' * (file['rows'] != 1)}"
-            for file in source["read"]
-        ]
-        told = told if len(told) > 1 or source["skipped"] else []
-        told = [
-            *_first(told),
-            *_first([f"skipped {file['name']}: {file['why']}" for file in source["skipped"]]),
-        ]
-        for line in told:
-            _print(context, f"{NAME}: {line}")
-    if number := summary.get("reasons", {}).get(Reason.CONTAMINATED):
-        line = (
-            f"{NAME}: {number:,} conversations hold a question of check.prompts and are left out; "
+        read, skipped = source["read"], source["skipped"]
+        if len(read) > 1 or skipped:
+            _print_first(context, [f"read {file['name']}: {file['rows']:,} rows" for file in read])
+        _print_first(context, [f"skipped {file['name']}: {file['why']}" for file in skipped])
+    number = summary["reasons"].get(Reason.CONTAMINATED)
+    if number:
+        _print(
+            context,
+            f"{number:,} conversations hold a question of check.prompts and are left out;"
+            " seeds.decontaminate=false keeps them.",
         )
-        line += "seeds.decontaminate=false keeps them."
+
+
+def _print_first(context: Context, lines: Sequence[str]) -> None:
+    for line in lines[:MOST_LINES]:
         _print(context, line)
+    if len(lines) > MOST_LINES:
+        _print(context, f"and {len(lines) - MOST_LINES} more, which the report names")
 
 
 def _print(context: Context, line: str) -> None:
-    context.console.print(visible(line), markup=False, highlight=False, soft_wrap=True)
-
-
-def _first(lines: list[str]) -> list[str]:
-    more = len(lines) - MOST_LINES
-    return lines if more <= 0 else [*lines[:MOST_LINES], f"and {more} more, which the report names"]
+    context.console.print(visible(f"{NAME}: {line}"), markup=False, highlight=False, soft_wrap=True)
 
 
 def one_line(summary: Summary) -> str:
-    held_out = (
-        f"{summary['calibrate_rows']:,.0f} to calibrate, {summary['check_rows']:,.0f} to check"
-    )
-    return f"{summary['rows']:,} conversations ({held_out}), {summary['quarantined']} quarantined"
+    rows = f"{summary['rows']:,} conversations"
+    calibrate, check = summary["calibrate_rows"], summary["check_rows"]
+    held_out = f"({calibrate:,.0f} to calibrate, {check:,.0f} to check)"
+    return f"{rows} {held_out}, {summary['quarantined']} quarantined"
 
 
 def _read(context: Context, readers: Sequence[SourceReader]) -> Iterator[Row]:
     settings, questions = context.config.seeds, _questions(context)
-    read_by = _what_is_read(context.config.generate)
     deduplicator = Deduplicator(
-        **read_by, near=settings.near_duplicates, similarity=settings.similarity
+        **_what_is_read(context.config.generate),
+        near=settings.near_duplicates,
+        similarity=settings.similarity,
     )
     check = CheckQuestions(read_questions(questions) if questions else ())
 
@@ -224,7 +206,7 @@ def _read(context: Context, readers: Sequence[SourceReader]) -> Iterator[Row]:
 
 
 def _questions(context: Context) -> Path | None:
-    """The file of the check's questions, where seeds are to hold none of them."""
+    """The file of the check's questions, where seeds must not hold any of them."""
     prompts = context.config.check.prompts
     if not context.config.seeds.decontaminate or not isinstance(prompts, Path):
         return None
@@ -242,25 +224,21 @@ def _counted(rows: Iterable[Row], meter: Meter, openings: Openings) -> Iterator[
         yield row
 
 
-def _write_shard(stage: StageDirectory, index: int, chunk: list[Split]) -> Receipt:
-    with ShardWriter(
-        stage.shard_path(index),
-        stage.quarantine_path(index),
-        SEEDS,
-        index=index,
-        fingerprint=stage.fingerprint,
-    ) as writer:
-        kept = [SeedRow(row, split) for row, split in chunk if isinstance(row, Conversation)]
-        writer.write([row.stored() for row in kept])
-        for row, _ in chunk:
+def _write_shard(stage: StageDirectory, index: int, chunk: Sequence[Split]) -> Receipt:
+    paths = stage.shard_path(index), stage.quarantine_path(index)
+    with ShardWriter(*paths, SEEDS, index=index, fingerprint=stage.fingerprint) as writer:
+        kept, tool_rows = [], 0.0
+        counts = {f"{split}_rows": 0.0 for split in SPLITS}
+        for row, split in chunk:
             if isinstance(row, RejectedRow):
                 writer.reject(row)
-        splits = [row.split for row in kept]
-        counts = {f"{split}_rows": float(splits.count(split)) for split in SPLITS}
-        if calling := sum(
-            any(message.uses_tools for message in row.conversation.messages) for row in kept
-        ):
-            counts["tool_rows"] = float(calling)
+                continue
+            kept.append(SeedRow(row, split).stored())
+            counts[f"{split}_rows"] += 1
+            tool_rows += any(message.uses_tools for message in row.messages)
+        writer.write(kept)
+        if tool_rows:
+            counts["tool_rows"] = tool_rows
         return writer.commit(NAME, [row.id for row, _ in chunk], counts)
 
 

@@ -16,11 +16,9 @@ from pipeline.config import Config
 from pipeline.execution.placement import Placement
 from pipeline.execution.progress import ProgressReporter, print_stage
 from pipeline.export.layout import BACKBONE_DIRECTORY
-from pipeline.heads.kinds import head_kind
 from pipeline.run.context import Context, Stage, StageFiles
 from pipeline.storage.receipts import Identity, Summary
 from pipeline.storage.stage_directory import StageDirectory
-from pipeline.targets.spec import model_config
 from pipeline.training.adapted_backbone import merge_backbone
 from pipeline.training.methods import method_of
 from pipeline.training.metrics import TRACKING_FILE
@@ -50,10 +48,10 @@ def identity(context: Context) -> Identity:
     The version of the kind's code is in it: a kind that changes is trained, calibrated, exported
     and checked again.
     """
-    train = context.config.train
+    resolved, quantization = context.resolved, context.target.quantization
     return {
-        "settings": method_of(train).settings(train, context.target.quantization),
-        "heads_version": head_kind(train.heads).version,
+        "settings": resolved.method.settings(context.config.train, quantization),
+        "heads_version": resolved.kind.version,
         "seed": context.config.run.seed,
         "target": context.target_identity,
     }
@@ -61,33 +59,32 @@ def identity(context: Context) -> Identity:
 
 def run(context: Context, stage: StageDirectory) -> Summary:
     """Train until heads.safetensors is there."""
-    placement = context.placement(NAME)
-    method = method_of(context.config.train)
-    text_config = model_config(context.target).get_text_config()
-    read = {name: context.upstream[name] for name in upstream(context.config)}
-    shards = {name: tuple(map(str, made.shards())) for name, made in read.items()}
+    placement, resolved = context.placement(NAME), context.resolved
+    method = resolved.method
+    shards: dict[str, tuple[str, ...]] = {"features": (), "generate": ()}
+    fingerprints = {"features": "", "generate": ""}
+    for name in upstream(context.config):
+        shards[name] = tuple(map(str, context.upstream[name].shards()))
+        fingerprints[name] = context.upstream[name].fingerprint
     spec = TrainSpec(
-        shards=shards.get("features", ()),
-        fingerprint=read["features"].fingerprint if "features" in read else "",
-        texts=shards.get("generate", ()),
-        texts_fingerprint=read["generate"].fingerprint if "generate" in read else "",
+        shards=shards["features"],
+        fingerprint=fingerprints["features"],
+        texts=shards["generate"],
+        texts_fingerprint=fingerprints["generate"],
         settings=context.config.train,
-        kind=head_kind(context.config.train.heads),
+        kind=resolved.kind,
         phases=method.phases(context.config.train),
         target=context.target,
-        hidden_size=text_config.hidden_size,
-        vocab_size=text_config.vocab_size,
+        hidden_size=resolved.shape.hidden_size,
+        vocab_size=resolved.shape.vocab_size,
         seed=context.config.run.seed,
         directory=str(stage.path),
         device="cuda" if placement.gpus else "cpu",
         run_name=context.config.run.name,
         configuration=context.config.model_dump(mode="json"),
     )
-    if (
-        method.tunes_backbone
-        and spec.trained_target.quantization
-        and spec.settings.backbone.loss == "kl"
-    ):
+    has_teacher = method.tunes_backbone and spec.settings.backbone.loss == "kl"
+    if has_teacher and spec.trained_target.quantization:
         print_stage(context.console, "[yellow]![/]", NAME, QUANTIZED_TEACHER)
     recipes = recipes_of(spec)
     for recipe in recipes:
@@ -125,12 +122,13 @@ def _train(
 
 
 def one_line(summary: Summary) -> str:
-    steps = f"{summary['steps']:,} steps, loss {summary['final_loss']:.3f}"
-    drift = (
-        f"; KL {summary['drift']['kl']:.4f} nats from the target" if summary.get("drift") else ""
-    )
-    drift += f" in {summary['quantization']}" if summary.get("quantization") else ""
-    return f"{steps}, {summary['tokens_per_second']:,.0f} positions/s{drift}"
+    line = f"{summary['steps']:,} steps, loss {summary['final_loss']:.3f}"
+    line += f", {summary['tokens_per_second']:,.0f} positions/s"
+    if summary.get("drift"):
+        line += f"; KL {summary['drift']['kl']:.4f} nats from the target"
+    if summary.get("quantization"):
+        line += f" in {summary['quantization']}"
+    return line
 
 
 STAGE = Stage(

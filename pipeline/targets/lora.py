@@ -24,7 +24,7 @@ from pipeline.targets.spec import TargetSpec, model_config, one_line, quantizati
 
 if TYPE_CHECKING:
     from peft import PeftModel
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
 HEADS_ALONE = "Train the heads alone (train.method: medusa-1), or choose another target."
 # applied after lm_head by some families
@@ -86,7 +86,7 @@ def require_tunable(spec: TargetSpec, rank: int, *, sharded: bool = False) -> No
     from transformers import AutoModelForCausalLM
 
     config = model_config(spec)
-    hidden_size = config.get_text_config().hidden_size
+    text = config.get_text_config()
     if quantization_of(config):
         what = "A tuned backbone cannot be merged into weights that are quantized."
         fix = (
@@ -94,30 +94,21 @@ def require_tunable(spec: TargetSpec, rank: int, *, sharded: bool = False) -> No
             " quantized copy of them."
         )
         raise ConfigError(what, files.WHERE, fix)
-    if rank > hidden_size:
-        what = f"A rank of {rank} is more than the hidden size, {hidden_size}."
+    if rank > text.hidden_size:
+        what = f"A rank of {rank} is more than the hidden size, {text.hidden_size}."
         raise ConfigError(what, "train.backbone.lora_rank", "Lower it: 32 is usual.")
-    changed = changed_logits(config)
-    if changed:
-        what = (
-            f"The target changes its logits after lm_head ({changed}), which the backbone's loss"
-            " does not include."
-        )
-        raise ConfigError(what, files.WHERE, HEADS_ALONE)
+    for key in LOGIT_CHANGES:
+        if getattr(text, key, None) not in (None, 1):
+            what = (
+                f"The target changes its logits after lm_head ({key}), which the backbone's loss"
+                " does not include."
+            )
+            raise ConfigError(what, files.WHERE, HEADS_ALONE)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=spec.trust_remote_code)
     linear_layers(model)
     if sharded:
         decoder_layers(model)
-
-
-def changed_logits(config: PretrainedConfig) -> str | None:
-    """The setting by which the model scales or caps its logits after lm_head, if any."""
-    text = config.get_text_config()
-    for key in LOGIT_CHANGES:
-        if getattr(text, key, None) not in (None, 1):
-            return key
-    return None
 
 
 def add_lora(model: PreTrainedModel, *, rank: int, alpha: int, dropout: float) -> PeftModel:

@@ -3,7 +3,7 @@ end-of-sequence ids and files.
 
 What must be equal in every engine is decided here: `resolve` pins a Hub target to a commit and
 "auto" to a dtype, and `eos_token_ids` is the set that ends a text. A spec is plain data that can be
-pickled and written as JSON.
+pickled.
 """
 
 from __future__ import annotations

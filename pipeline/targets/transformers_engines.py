@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
 
 from pipeline.conversations.requests import Completion, Finish, Request
@@ -144,17 +145,14 @@ class TransformersGenerationEngine:
 
     @torch.inference_mode()
     def _prefill(self, joining: list[_Row]) -> list[Completion]:
-        width = max(len(row.request.prompt_ids) for row in joining)
-        ids_BT = torch.zeros(len(joining), width, dtype=torch.long)
-        mask_BT = torch.zeros_like(ids_BT)
-        for row, ids_T, mask_T in zip(joining, ids_BT, mask_BT, strict=True):
-            prompt_T = torch.as_tensor(row.request.prompt_ids)
-            ids_T[-len(prompt_T) :] = prompt_T
-            mask_T[-len(prompt_T) :] = 1
-        mask_BT = mask_BT.to(self._device)
-        cache = DynamicCache()
         running = len(self._rows)
         self._rows = self._rows + joining  # also if the forward exceeds the memory
+        prompts = [torch.tensor(row.request.prompt_ids) for row in joining]
+        ids_BT = pad_sequence(prompts, batch_first=True, padding_side="left")
+        is_prompt = [torch.ones_like(prompt_T) for prompt_T in prompts]
+        mask_BT = pad_sequence(is_prompt, batch_first=True, padding_side="left")
+        mask_BT = mask_BT.to(self._device)
+        cache = DynamicCache()
         logits_BV = self._forward(ids_BT.to(self._device), mask_BT, cache)
         if running:
             self._append(cache, mask_BT)
@@ -163,15 +161,12 @@ class TransformersGenerationEngine:
         return self._accept(joining, logits_BV)
 
     def _append(self, cache: DynamicCache, mask_BT: torch.Tensor) -> None:
-        """Append rows to the batch, left-padding all to the longest."""
-        width = max(self._mask_BT.shape[1], mask_BT.shape[1])
-        above = width - self._mask_BT.shape[1]
-        below = width - mask_BT.shape[1]
-        self._mask_BT = torch.cat([pad(self._mask_BT, (above, 0)), pad(mask_BT, (below, 0))])
-        before, after = (0, 0, above, 0), (0, 0, below, 0)
+        """Append rows to the batch."""
+        above, below = self._mask_BT[:, None, :, None], mask_BT[:, None, :, None]
+        self._mask_BT = _stack(above, below)[:, 0, :, 0]
         for layer, added in zip(self._cache.layers, cache.layers, strict=True):
-            layer.keys = torch.cat([pad(layer.keys, before), pad(added.keys, after)])
-            layer.values = torch.cat([pad(layer.values, before), pad(added.values, after)])
+            layer.keys = _stack(layer.keys, added.keys)
+            layer.values = _stack(layer.values, added.values)
 
     @torch.inference_mode()
     def _decode(self) -> list[Completion]:
@@ -233,6 +228,13 @@ class TransformersGenerationEngine:
             rows_B = kept_B.to(layer.keys.device)
             layer.keys = layer.keys[rows_B, :, start:]
             layer.values = layer.values[rows_B, :, start:]
+
+
+def _stack(above: torch.Tensor, below: torch.Tensor) -> torch.Tensor:
+    """Concatenate rows [B, heads, T, size], left-padding T to the longer one's."""
+    width = max(above.shape[2], below.shape[2])
+    parts = [pad(part, (0, 0, width - part.shape[2], 0)) for part in (above, below)]
+    return torch.cat(parts)
 
 
 def sample_tokens(

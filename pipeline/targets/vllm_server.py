@@ -34,7 +34,7 @@ from typing import IO, Any
 
 from pipeline.errors import EnvironmentFault
 from pipeline.targets.loading import require_gpus
-from pipeline.targets.own_process import Tell, environment, in_own_process, last_line
+from pipeline.targets.own_process import Report, environment, in_own_process, last_line
 from pipeline.targets.spec import TargetSpec, context_length, eos_token_ids
 from pipeline.targets.vllm_engine import engine_arguments, import_vllm
 
@@ -68,7 +68,7 @@ class LoadTask:
 
 
 def serve_under_load(
-    tasks: Sequence[LoadTask], told: Tell | None = None
+    tasks: Sequence[LoadTask], on_report: Report | None = None
 ) -> list[list[dict[str, Any]]]:
     """The figures of one server per task. Prefixes are not cached; texts are greedy and end as the
     target's own.
@@ -81,19 +81,14 @@ def serve_under_load(
     Raises:
         EnvironmentFault: The server cannot start, or requests fail.
     """
-    return in_own_process(measure_all, tasks, told)
+    return [in_own_process(measure, task, on_report) for task in tasks]
 
 
-def measure_all(tasks: Sequence[LoadTask], tell: Tell) -> list[list[dict[str, Any]]]:
-    """Measure one server after the other."""
-    return [measure(task, tell) for task in tasks]
-
-
-def measure(task: LoadTask, tell: Tell) -> list[dict[str, Any]]:
+def measure(task: LoadTask, report: Report) -> list[dict[str, Any]]:
     """One server's rows."""
     import_vllm()
     side = "vLLM's server with the heads" if task.engine_args else "vLLM's server"
-    tell(part=f"{side} starts")
+    report(part=f"{side} starts")
     context = context_length(task.spec)
     eos = eos_token_ids(task.spec)
     questions = []
@@ -105,7 +100,7 @@ def measure(task: LoadTask, tell: Tell) -> list[dict[str, Any]]:
     with serving(task.spec, arguments, task.gpus) as address:
         for turn, level in enumerate(loads):
             note = f"{level} requests at once"
-            tell(part=side, done=turn, total=len(loads), unit="loads", note=note)
+            report(part=side, done=turn, total=len(loads), unit="loads", note=note)
             num_requests = max(len(questions), ROUNDS * level)
             requests = list(islice(cycle(questions), num_requests))
             passes[level].append(asyncio.run(_benchmark(address, requests, level, eos)))
@@ -178,7 +173,9 @@ def serving(spec: TargetSpec, engine_args: Mapping[str, Any], gpus: int) -> Iter
         EnvironmentFault: It cannot start, or not within an hour, or GPUs are missing.
     """
     require_gpus(gpus)
-    port = free_port()
+    with socket.socket() as found:
+        found.bind((HOST, 0))
+        port = found.getsockname()[1]  # that nobody listens on now
     arguments = {
         **engine_arguments(spec, engine_args, gpus),
         "served_model_name": NAME,
@@ -237,13 +234,6 @@ def answers(address: str) -> bool:
             return bool(response.status == 200)
     except OSError:
         return False
-
-
-def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as found:
-        found.bind((HOST, 0))
-        return int(found.getsockname()[1])
 
 
 def flags(arguments: Mapping[str, Any]) -> list[str]:

@@ -138,12 +138,6 @@ def test_lengths_read_from_the_spans_alone_count_the_labels(tmp_path_factory, dr
     ]
 
 
-def test_a_shard_of_another_run_is_refused_by_name(shards):
-    with pytest.raises(DataError, match="another run") as error:
-        open_rows(*shards, fingerprint="e" * 64)
-    assert error.value.where == shards[0] and error.value.exit_code == 3
-
-
 def test_a_token_outside_the_vocabulary_is_refused_with_both_numbers(shards):
     rows = open_rows(*shards, vocab_size=20)
     with pytest.raises(DataError, match=r"Token \d+ .* vocabulary of 20"):
@@ -151,23 +145,3 @@ def test_a_token_outside_the_vocabulary_is_refused_with_both_numbers(shards):
             opened = rows.read_group(group)
             for index in lengths.nonzero()[0]:
                 opened[index]
-
-
-def test_a_flipped_bit_is_found_by_its_page_checksum(tmp_path):
-    path = write(tmp_path / "a.parquet", [[row("a", [Span(1, 400, "assistant")])]])
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-    rows = open_rows(path)
-    with pytest.raises(DataError, match="cannot be read") as error:
-        rows.read_group(0)
-    assert error.value.where == str(path)
-
-
-@pytest.mark.parametrize("content", [None, b"", b"PAR1 and nothing else"])
-def test_a_missing_or_half_written_shard_is_a_data_error(tmp_path, content):
-    path = tmp_path / "a.parquet"
-    if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(DataError, match="cannot be read"):
-        open_rows(path)

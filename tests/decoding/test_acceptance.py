@@ -122,12 +122,6 @@ def test_without_a_tree_a_rule_chooses_as_at_the_root(rule):
     assert chosen.ne(logits.argmax(-1)).any() == rule.samples
 
 
-def test_likelier_of_two_equally_long_candidates_wins():
-    logits = torch.log(torch.tensor([[0.1, 0.35, 0.45, 0.05, 0.05]] * 3))
-    rule, tokens = TypicalAcceptance(1.0), torch.tensor([0, 1, 2])
-    assert rule.accept(logits, tokens, Tree([(0,), (1,)])).row == 2
-
-
 def test_impossible_tokens_keep_the_entropy_finite():
     logits = torch.tensor([[0.0, 0.0, -torch.inf], [5.0, 0.0, -torch.inf]])
     assert TypicalAcceptance(1.0).accept(logits, torch.tensor([2, 1]), Tree([(0,)])).row == 1
@@ -237,21 +231,6 @@ def test_the_test_sees_what_changes_the_distribution(wrong):
     assert p_of_law(wrong, step, law) < 1e-9
 
 
-def test_rejection_draws_the_same_text_whatever_the_tree():
-    """With the same logits for equal texts only the number of tokens per step differs."""
-    rule, noise = RejectionSampling(1.0), gumbel((300, 3, VOCAB), 3)
-    logits_by_depth = gumbel((3, VOCAB), 1)
-    plain = rule.choose(logits_by_depth, noise).tolist()
-    for choices in TREES.values():
-        tree, _, tokens = random_step(2, [path for path in choices if len(path) < 3])
-        logits = logits_by_depth[tree.depth]
-        for sample, expected in enumerate(plain):
-            row, token = rule.accept(logits, tokens, tree, noise[sample])
-            path = tree.retrieve_indices[row, 1 : tree.depth[row] + 1]
-            written = [*tokens[path].tolist(), int(token)]
-            assert written == expected[: len(written)]
-
-
 @settings(deadline=None, max_examples=200)
 @given(st.integers(0, 2**31), st.sampled_from([0.01, 0.3, 0.5, 0.9, 0.999]), st.integers(1, 40))
 def test_the_nucleus_is_that_of_transformers(seed, top_p, vocab):
@@ -282,17 +261,3 @@ def test_drawn_tokens_have_the_targets_probabilities():
     assert (
         chi_square_p([counts[tuple(pair)] for pair in pairs], torch.outer(p, p).flatten()) > DOUBT
     )
-
-
-def test_noise_belongs_to_positions_however_they_are_read():
-    logits = torch.zeros(1, 7)
-    one_by_one, in_steps = (Noise(torch.Generator().manual_seed(8)) for _ in range(2))
-    expected = []
-    for _ in range(9):
-        expected.append(one_by_one.ahead(1, logits)[0])
-        one_by_one.advance(1)
-    position = 0
-    for kept in (1, 3, 1, 2):
-        assert in_steps.ahead(3, logits).equal(torch.stack(expected[position : position + 3]))
-        in_steps.advance(kept)
-        position += kept

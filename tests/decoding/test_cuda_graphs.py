@@ -19,7 +19,7 @@ from pipeline.decoding.cuda_graphs import graph_capture_for
 from pipeline.decoding.decoder import Decoder
 from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.decoding.tree import cartesian_tree
-from tests.decoding.conftest import CONTEXT, FAMILIES, PROMPT, PROMPTS, SPARSE
+from tests.decoding.conftest import CONTEXT, FAMILIES, PROMPT, PROMPTS, SPARSE, seeded
 from tests.decoding.test_acceptance import RULES
 
 TREES = {
@@ -109,29 +109,19 @@ def test_captured_text_ends_at_the_context_of_a_position_table(pair, continuatio
     assert decoder.generate(prompt, 30).token_ids == continuation(model, prompt, room)
 
 
-def require_equal_batches(model, heads, tree, rule, graph_capture, device: str) -> None:
-    """A batch that shrinks is decoded twice as it is without captures."""
-
-    def decoded(capture) -> list:
-        decoder = Decoder(model, heads, tree, eos_token_ids=(7,), graph_capture=capture)
-        found = []
-        for _ in range(2):
-            noise = [torch.Generator(device).manual_seed(seed) for seed in range(len(PROMPTS))]
-            for one in decoder.generate_batch(PROMPTS, 30, rule, noise):
-                found.append((one.token_ids, one.accepted))
-        assert decoder.captures == (capture is not None or device == "cuda")
-        return found
-
-    assert decoded(graph_capture) == decoded(None)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("tree", TREES)
 def test_every_rule_and_a_batch_that_shrinks(rule, tree, pair):
-    tape = Tape()
-    require_equal_batches(*pair("mistral-window"), TREES[tree], rule, tape, "cpu")
-    assert tape.replayed > 10
+    tape, found = Tape(), []
+    for capture in (None, tape):
+        decoder = Decoder(
+            *pair("mistral-window"), TREES[tree], eos_token_ids=(7,), graph_capture=capture
+        )
+        for _ in range(2):
+            decoded = decoder.generate_batch(PROMPTS, 30, rule, list(map(seeded, range(5))))
+            found.append([(one.token_ids, one.accepted) for one in decoded])
+    assert all(one == found[0] for one in found) and tape.replayed > 10
 
 
 def test_a_reallocated_cache_invalidates_captures(pair, continuation):
@@ -190,24 +180,18 @@ def test_a_target_that_cannot_be_captured_is_decoded_anyway(
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+@pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_cuda_graphs_write_what_transformers_writes(family, pair, continuation, caplog):
+def test_cuda_graphs_write_what_transformers_writes(family, tree, pair, continuation, caplog):
+    """In a batch that shrinks."""
     model, heads = pair(family)
-    expected = continuation(model, PROMPT, 60)
+    expected = [continuation(model, prompt, 40, (7,)) for prompt in PROMPTS]
     model, heads = copy.deepcopy(model).cuda(), copy.deepcopy(heads).cuda()
-    for tree in (SPARSE, ()):
-        graphs = graph_capture_for(model)
-        decoder = Decoder(model, heads, tree, eos_token_ids=(), graph_capture=graphs)
-        for _ in range(2):
-            assert decoder.generate(PROMPT, 60).token_ids == expected
-        assert decoder.captures and not caplog.records
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
-@pytest.mark.parametrize("rule", RULES)
-def test_cuda_graphs_in_a_batch_that_shrinks(rule, pair):
-    model, heads = (copy.deepcopy(one).cuda() for one in pair("mistral-window"))
-    require_equal_batches(model, heads, SPARSE, rule, graph_capture_for(model), "cuda")
+    decoder = Decoder(model, heads, TREES[tree], eos_token_ids=(7,))
+    for _ in range(3):
+        found = decoder.generate_batch(PROMPTS, 40)
+        assert [one.token_ids for one in found] == expected
+    assert decoder.captures and not caplog.records
 
 
 def test_nothing_is_captured_on_a_cpu(pair):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from pipeline.decoding.held_out import (
     walk,
 )
 from pipeline.decoding.tree_search import joint_tree
-from pipeline.heads.accuracy import NO_LABEL, label_ranks
+from pipeline.heads.accuracy import label_ranks
 from tests.decoding.conftest import PROMPT, PROMPTS, held_out_answers
 from tests.decoding.ranks import held_out, of
 
@@ -33,49 +34,32 @@ conversations = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 20)), min_
 @settings(max_examples=100, deadline=None)
 @given(ranks=held_out(), num_nodes=st.integers(0, 12))
 def test_the_walk_takes_decoding_s_steps_in_each_span(ranks, num_nodes):
-    choices, _ = joint_tree(ranks, num_nodes)
+    choices = joint_tree(ranks, num_nodes)
+    truths = [tuple(column) for column in ranks.ranks_KN.T.tolist()]
     guessed = []
-    for truth in ranks.ranks_KN.T.tolist():
-        right = [len(path) for path in choices if tuple(truth[: len(path)]) == path]
+    for truth in truths:
+        right = [len(path) for path in choices if truth[: len(path)] == path]
         guessed.append(max(right, default=0))
     assert accepted_lengths(ranks, choices).tolist() == guessed
-    kept, new = [], []
+    kept, new, nodes = [], [], Counter()
     bounds = itertools.pairwise([*ranks.starts.tolist(), len(ranks)])
     for (start, stop), seen in zip(bounds, ranks.seen, strict=True):
         while start < stop:  # the state at `start` is the root's
             kept.append(min(guessed[start], stop - start - 1))
+            nodes.update(truths[start][:depth] for depth in range(1, kept[-1] + 1))
             new += kept[-1:] * (not seen)
             start += guessed[start] + 1
     walked = walk(ranks, choices)
     assert walked.kept_S.tolist() == kept and walked.new().kept_S.tolist() == new
     assert sum(kept) + len(kept) == len(ranks), "every token is kept once"
-    assert simulated_acceleration_rate(ranks, choices) == pytest.approx(len(ranks) / len(kept))
+    by_node = [nodes[path] / len(kept) for path in choices]
+    assert walked.node_shares(ranks, choices) == pytest.approx(by_node)
+    by_depth = [sum(one >= depth for one in kept) / len(kept) for depth in (1, 2, 3)]
+    assert walked.depth_shares() == pytest.approx(by_depth[: max(kept)])
+    rate = pytest.approx(len(ranks) / len(kept))
+    assert simulated_acceleration_rate(ranks, choices) == rate
+    assert walked.estimate().rate == rate
     assert len(ranks.new()) == sum(np.diff(ranks.starts, append=len(ranks))[~ranks.seen])
-
-
-@settings(max_examples=100, deadline=None)
-@given(ranks=held_out(), num_nodes=st.integers(1, 12))
-def test_what_depths_and_nodes_add_sums_to_the_rate(ranks, num_nodes):
-    choices, _ = joint_tree(ranks, num_nodes)
-    walked = walk(ranks, choices)
-    by_depth, by_node = walked.depth_shares(), walked.node_shares(ranks, choices)
-    assert 1 + sum(by_depth) == pytest.approx(walked.acceleration_rate)
-    for depth, share in enumerate(by_depth, start=1):
-        peers = [added for path, added in zip(choices, by_node, strict=True) if len(path) == depth]
-        assert sum(peers) == pytest.approx(share)
-    assert walked.estimate().rate == pytest.approx(walked.acceleration_rate)
-
-
-def test_a_node_is_counted_where_it_is_kept():
-    """Six positions, both heads always right: two steps of 3 tokens; then one position less."""
-    ranks = of(np.array([[0, 0, 1, 0, 0, 0], [0, 1, 0, 0, 0, NO_LABEL]], np.uint8), np.array([0]))
-    walked = walk(ranks, CHAIN)
-    assert (walked.places_S.tolist(), walked.kept_S.tolist()) == ([0, 3], [2, 2])
-    assert walked.node_shares(ranks, CHAIN) == [1.0, 1.0]
-    shorter = of(ranks.ranks_KN[:, :5].copy(), np.array([0]))
-    shorter.ranks_KN[1, 4] = NO_LABEL
-    walked = walk(shorter, CHAIN)
-    assert walked.kept_S.tolist() == [2, 1] and walked.node_shares(shorter, CHAIN) == [1.0, 0.5]
 
 
 @settings(max_examples=40, deadline=None)
@@ -116,7 +100,7 @@ def test_walks_take_the_decoder_s_steps(num_nodes, target_of, continuation, fitt
         places.append(dynamic.places(heads, *roots, labels).numpy())
     text = of(np.concatenate(ranks, axis=1), np.arange(len(PROMPTS)) * 39)
     spans = text.starts, text.conversations, text.seen
-    choices, _ = joint_tree(text, num_nodes)
+    choices = joint_tree(text, num_nodes)
     grown = HeldOutPlaces(np.concatenate(places, axis=1), *spans).walk(num_nodes)
     for tree, walked in ((choices, walk(text, choices)), (dynamic, grown)):
         decoder = Decoder(model, heads, tree, eos_token_ids=())

@@ -11,12 +11,7 @@ import pytest
 from pipeline.errors import EnvironmentFault
 from pipeline.execution import ray_cluster
 from pipeline.execution.executor import make_executor
-from pipeline.execution.ray_cluster import SECONDS_BETWEEN_TESTS, ClusterWatch, refusal
-
-
-def test_a_port_where_somebody_listens_is_no_refusal():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        assert refusal(f"127.0.0.1:{server.getsockname()[1]}") is None
+from pipeline.execution.ray_cluster import SECONDS_BETWEEN_TESTS, ClusterWatch
 
 
 @pytest.mark.parametrize(

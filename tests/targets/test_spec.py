@@ -3,7 +3,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import pickle
 from pathlib import Path
 
 import httpx
@@ -111,11 +110,6 @@ def test_a_chat_template_is_text_or_a_file(random_target, tmp_path):
         assert resolved(random_target.model, chat_template=template).chat_template == text
     with pytest.raises(ConfigError, match=r"target\.chat_template"):
         resolved(random_target.model, chat_template=str(tmp_path / "missing.jinja"))
-
-
-def test_a_spec_pickles_and_goes_into_json(random_target):
-    assert pickle.loads(pickle.dumps(random_target)) == random_target
-    assert TargetSpec(**json.loads(json.dumps(dataclasses.asdict(random_target)))) == random_target
 
 
 def test_a_relative_directory_becomes_absolute(random_target, monkeypatch):

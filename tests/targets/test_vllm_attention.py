@@ -1,10 +1,12 @@
-"""An EAGLE-1 model whose guesses come from its attention, measured by the check in real vLLM."""
+"""An EAGLE-1 model whose guesses come from its attention, measured by the check in real vLLM.
+
+Letters: D hidden size, H size of an attention head.
+"""
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,15 +17,13 @@ from pipeline.config import CheckConfig
 from pipeline.errors import DataError
 from pipeline.evaluation.measuring import measure_heads
 from pipeline.targets import vllm_decode
-from pipeline.targets.spec import TargetSpec, model_config
+from pipeline.targets.spec import model_config
 from tests.cluster import work_here
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("vllm_here")]
 
-# D hidden size, H size of an attention head
 
-
-def with_attention(target: TargetSpec, directory: Path) -> Path:
+def with_attention(target, directory):
     """A draft model that is right on the counting target because of its attention alone.
 
     Its state z is the embedding e of the token just read, with the sign of the first H numbers
@@ -31,42 +31,34 @@ def with_attention(target: TargetSpec, directory: Path) -> Path:
     of z, and the attention adds -2 of the first H numbers of z: z + attention(z) = e, which is what
     the target's lm_head reads. Without it, half of e is wrong.
     """
-    config = model_config(target)
-    size_D, size_H = config.hidden_size, config.head_dim
-    assert (config.num_attention_heads, config.num_key_value_heads) == (
-        2,
-        1,
-    ) and size_D == 2 * size_H
+    config, size_D, size_H = model_config(target), 128, 64
     first_HD = torch.eye(size_H, size_D)
-    turned_DD = torch.diag(torch.cat([-torch.ones(size_H), torch.ones(size_H)]))
-    from_first_query_DD = torch.zeros(size_D, size_D)
-    from_first_query_DD[:size_H, :size_H] = -2 * torch.eye(size_H)
+    turned_D, from_first_query_D = torch.ones(size_D), torch.zeros(size_D)
+    turned_D[:size_H], from_first_query_D[:size_H] = -1, -2
     tensors = {
-        "fc.weight": torch.cat([turned_DD, torch.zeros(size_D, size_D)], dim=1),
+        "fc.weight": torch.cat([turned_D.diag(), torch.zeros(size_D, size_D)], dim=1),
         "layers.0.self_attn.q_proj.weight": 2 * first_HD.repeat(2, 1),
         "layers.0.self_attn.k_proj.weight": 2 * first_HD,
         "layers.0.self_attn.v_proj.weight": first_HD.clone(),
-        "layers.0.self_attn.o_proj.weight": from_first_query_DD,
+        "layers.0.self_attn.o_proj.weight": from_first_query_D.diag(),
         "layers.0.mlp.gate_proj.weight": torch.zeros(64, size_D),
         "layers.0.mlp.up_proj.weight": torch.zeros(64, size_D),
         "layers.0.mlp.down_proj.weight": torch.zeros(size_D, 64),
         "layers.0.post_attention_layernorm.weight": torch.ones(size_D),
     }
     own = {"num_hidden_layers": 1, "intermediate_size": 64, "architectures": ["LlamaForCausalLM"]}
-    (directory / "config.json").write_text(json.dumps(config.to_dict() | own))
+    (directory / "config.json").write_text(json.dumps({**config.to_dict(), **own}))
     save_file(tensors, directory / "model.safetensors")
     return directory
 
 
-def test_eagle_1_with_attention_is_measured_in_vllm_and_refused_natively(
-    counting_target, tmp_path, monkeypatch
-):
+def test_eagle_1_is_measured_in_vllm_and_refused_natively(counting_target, tmp_path, monkeypatch):
     work_here(monkeypatch, vllm_decode)
     heads = with_attention(counting_target, tmp_path)
     template = "{% for message in messages %}{{ message.content }}w3{% endfor %}"
-    target = dataclasses.replace(counting_target, chat_template=template)
+    target = replace(counting_target, chat_template=template)
     questions = tmp_path / "questions.jsonl"
-    questions.write_text("".join(json.dumps({"prompt": word}) + "\n" for word in ("w9", "w70")))
+    questions.write_text('{"prompt": "w9"}\n{"prompt": "w70"}\n')
     settings = CheckConfig(
         prompts=questions, engines=("vllm",), max_new_tokens=33, repeats=1, baselines=()
     )
