@@ -141,24 +141,21 @@ def test_a_file_is_on_the_disk_before_its_name(tmp_path, disk_acts):
     assert disk_acts == [("fsync", file), ("rename", file), ("fsync", directory)]
 
 
-def test_a_new_directory_is_on_the_disk_before_its_name(tmp_path, disk_acts):
-    with atomic_directory(tmp_path / "new") as unfinished:
+@pytest.mark.parametrize("exists", [False, True])
+def test_a_directory_is_on_the_disk_before_its_names(tmp_path, disk_acts, exists):
+    directory = tmp_path / "new"
+    if exists:
+        directory.mkdir()
+    with atomic_directory(directory) as unfinished:
         (unfinished / "inner").mkdir()
         (unfinished / "inner" / "file").write_text("content")
-    parts = {inode(tmp_path / name) for name in ("new/inner/file", "new/inner", "new")}
-    *flushed, renamed, last = disk_acts
-    assert sorted(flushed) == [("fsync", part) for part in sorted(parts)]
-    assert renamed == ("rename", inode(tmp_path / "new")) and last == ("fsync", inode(tmp_path))
-
-
-def test_replaced_files_are_on_the_disk_before_their_names(tmp_path, disk_acts):
-    with atomic_directory(tmp_path) as unfinished:
-        (unfinished / "inner").mkdir()
-        (unfinished / "inner" / "file").write_text("content")
-    file, folder = inode(tmp_path / "inner" / "file"), inode(tmp_path / "inner")
-    assert disk_acts.index(("fsync", file)) < disk_acts.index(("rename", file))
-    after = disk_acts[disk_acts.index(("rename", file)) :]
-    assert ("fsync", folder) in after and ("fsync", inode(tmp_path)) in after
+    file, folder = directory / "inner" / "file", directory / "inner"
+    written, named, folders = [file, folder, directory], [directory], [tmp_path]
+    if exists:
+        written, named, folders = [file], [file], [folder, directory, tmp_path]
+    place = disk_acts.index(("rename", inode(named[0])))
+    assert {("fsync", inode(path)) for path in written} == set(disk_acts[:place])
+    assert {("fsync", inode(path)) for path in folders} == set(disk_acts[place + 1 :])
 
 
 @pytest.mark.parametrize(
