@@ -13,7 +13,6 @@ from pathlib import Path
 from pipeline.artifacts.json_form import from_json
 from pipeline.formatting import ratio, times
 from pipeline.report.facts import (
-    engines,
     expected_rate,
     has_seen_answers,
     measured_rate,
@@ -35,7 +34,7 @@ class Row:
 
 def rows_of(report: Report) -> list[Row]:
     """The figures, each with what it is."""
-    native, vllm = engines(report)
+    native, vllm = report.native, report.vllm
     tree = report.tree
     assert native is not None and vllm is not None and tree is not None
     assert native.studies is not None and native.baseline_tokens_per_second is not None
@@ -97,8 +96,7 @@ def table(report: Report) -> str:
         lines = ["| figure | measured | what it is |", "|---|---|---|"]
         lines += [f"| {row.figure} | {row.measured} | {row.meaning} |" for row in rows]
         return "\n".join(lines)
-    native, _ = engines(report)
-    share = native.seen_share if native is not None and native.seen_share is not None else 0
+    share = report.native.seen_share if report.native and report.native.seen_share else 0
     lines = [
         f"| figure | measured | on new answers ({1 - share:.0%}) | what it is |",
         "|---|---|---|---|",

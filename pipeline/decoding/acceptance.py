@@ -57,7 +57,8 @@ class Noise:
         """
         if self._generator is None:
             return None
-        size, device = logits_NV.shape[-1:], self._generator.device
+        size = logits_NV.shape[-1:]
+        device = self._generator.device
         dtype = torch.promote_types(logits_NV.dtype, torch.float32)
         while len(self._waiting) < num_positions:
             uniform_V = torch.rand(
@@ -209,7 +210,8 @@ class RejectionSampling:
     ) -> Acceptance:
         assert noise_TV is not None
         row = torch.zeros_like(tokens_N[..., 0])
-        token, is_open = row, torch.ones_like(row, dtype=torch.bool)
+        token = row
+        is_open = torch.ones_like(row, dtype=torch.bool)
         for depth in range(tree.max_depth + 1):  # samples only on the path, not for all N rows
             drawn = self.choose(_row_of(logits_NV, row), noise_TV[..., depth, :])
             token = torch.where(is_open, drawn, token)

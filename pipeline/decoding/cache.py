@@ -43,7 +43,8 @@ class _TreeCacheLayer(CacheLayerMixin):
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         if self.cache.num_slots == 0:
-            self.keys, self.values = key_states, value_states
+            self.keys = key_states
+            self.values = value_states
             return key_states, value_states
         assert self.keys is not None and self.values is not None
         keys = self.cache.write(self.keys, key_states)
@@ -92,10 +93,14 @@ class TreeCache(Cache):
 
     def begin(self, num_slots: int, num_sequences: int = 1) -> None:
         """Start a new batch whose longest sequence, tree included, needs `num_slots`."""
-        self.lengths, self._rows, self._opening = [], {}, False
+        self.lengths = []
+        self._rows = {}
+        self._opening = False
         self._wanted = (num_slots, num_sequences)
         if num_slots > self.num_slots or num_sequences > self._num_places:
-            self.num_slots, self._num_places, self._stores = 0, 0, []
+            self.num_slots = 0
+            self._num_places = 0
+            self._stores = []
             for layer in self.layers:
                 layer.keys = layer.values = None
 
@@ -135,7 +140,8 @@ class TreeCache(Cache):
         try:
             yield
         finally:
-            self._rows, self._fixed_width = {}, None
+            self._rows = {}
+            self._fixed_width = None
 
     def keep(self, rows: Sequence[Sequence[int]], rows_BT: Tensor) -> None:
         """Keep these rows of the last forward: each sequence's root and accepted nodes, ascending.

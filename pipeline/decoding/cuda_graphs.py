@@ -46,7 +46,8 @@ class CudaGraphs:
     """
 
     def __init__(self, device: torch.device):
-        self._device, self._stream = device, _side_stream(device)
+        self._device = device
+        self._stream = _side_stream(device)
         self._pool = torch.cuda.graph_pool_handle()
 
     def run(self, function: Callable[[], None]) -> None:
@@ -123,7 +124,8 @@ class CapturedSteps:
 
     def __init__(self, steps: TreeSteps, graph_capture: CudaGraphs):
         self.captures = True
-        self._steps, self._cache = steps, steps.cache
+        self._steps = steps
+        self._cache = steps.cache
         self._graph_capture = graph_capture
         self._buffers: dict[int, _Buffers] = {}
         self._taken: Counter[_Kind] = Counter()
@@ -192,7 +194,8 @@ class CapturedSteps:
 
     def _step(self, buffers: _Buffers, width: int, forward: Forward, rule: AcceptanceRule) -> None:
         """The device's part of a step."""
-        steps, length_B = self._steps, buffers.length_B
+        steps = self._steps
+        length_B = buffers.length_B
         tree, tokens_BN = steps.propose()
         positions_BN = (length_B[:, None] + tree.depth).clamp_(max=steps.max_length - 1)
         mask = steps.masks.within(length_B, width, tree)

@@ -138,7 +138,8 @@ class Decoder:
         if model.training:
             raise ValueError("call model.eval() first: dropout would make decoding random")
         config = model.config.get_text_config(decoder=True)
-        self.model, self.heads = model, heads
+        self.model = model
+        self.heads = heads
         self.device = model.get_input_embeddings().weight.device
         self.tree = choices if isinstance(choices, DynamicTree) else Tree(choices, self.device)
         self.eos_token_ids = frozenset(eos_token_ids)
@@ -236,7 +237,8 @@ class Decoder:
         """
         texts = self._begin(prompts, max_new_tokens, rule, generators)
         with reading(self.model) as forward:
-            hidden, tokens = [], []
+            hidden = []
+            tokens = []
             for prompt, text in zip(prompts, texts, strict=True):
                 hidden_1D, logits_1V = self._prefill(forward, prompt)
                 token_1 = rule.choose(logits_1V, text.noise.ahead(1, logits_1V))

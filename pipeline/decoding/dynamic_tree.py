@@ -84,7 +84,8 @@ class DynamicTree:
 
     def propose(self, heads: Heads, hidden_BD: Tensor, token_B: Tensor) -> Proposed:
         """Propose nodes below the roots `token_B`, which the target chose from `hidden_BD`."""
-        hidden_BPD, tokens_BP = hidden_BD[:, None], token_B[:, None]
+        hidden_BPD = hidden_BD[:, None]
+        tokens_BP = token_B[:, None]
         scores_BP = torch.zeros_like(tokens_BP, dtype=torch.float32)
         places_BP = torch.full_like(tokens_BP, -1)
         levels: list[Proposed] = []
@@ -95,10 +96,12 @@ class DynamicTree:
             tokens_BM = heads.vocabulary.tokens(rows_BPR).flatten(1)
             scores_BPR = scores_BP[..., None] + log_p_BPR.clamp(min=LEAST) - PREFER_PARENT
             parents_BM = places_BP[..., None].expand_as(scores_BPR).flatten(1)
-            scores_BM, depth_BM = scores_BPR.flatten(1), torch.full_like(tokens_BM, depth + 1)
+            scores_BM = scores_BPR.flatten(1)
+            depth_BM = torch.full_like(tokens_BM, depth + 1)
             levels.append(Proposed(tokens_BM, scores_BM, parents_BM, depth_BM))
             best_BP = scores_BM.topk(self.top).indices  # expanded next
-            tokens_BP, scores_BP = tokens_BM.gather(1, best_BP), scores_BM.gather(1, best_BP)
+            tokens_BP = tokens_BM.gather(1, best_BP)
+            scores_BP = scores_BM.gather(1, best_BP)
             places_BP = best_BP + num_proposed
             hidden_BPD = hidden_BPD.take_along_dim((best_BP // self.top)[..., None], 1)
             num_proposed += tokens_BM.shape[1]

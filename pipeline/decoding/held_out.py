@@ -65,8 +65,10 @@ def estimated_rate(tokens_C: npt.ArrayLike, steps_C: npt.ArrayLike, seed: int = 
     The resamples' deviation is too small by sqrt((C-1)/C), which is corrected. Conversations
     without a step are ignored. The same seed gives the same figure.
     """
-    tokens_C, steps_C = np.asarray(tokens_C, np.float64), np.asarray(steps_C, np.float64)
-    tokens_C, steps_C = tokens_C[steps_C > 0], steps_C[steps_C > 0]
+    tokens_C = np.asarray(tokens_C, np.float64)
+    steps_C = np.asarray(steps_C, np.float64)
+    tokens_C = tokens_C[steps_C > 0]
+    steps_C = steps_C[steps_C > 0]
     num = len(steps_C)
     if num == 0:
         return Estimate(math.nan, math.nan)

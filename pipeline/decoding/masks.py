@@ -46,7 +46,8 @@ class TreeMasks:
     """The masks of trees for a model with these windows."""
 
     def __init__(self, windows: dict[str, int | None], dtype: torch.dtype):
-        self._windows, self._dtype = windows, dtype
+        self._windows = windows
+        self._dtype = dtype
 
     def after(self, lengths: Sequence[int], tree: TreeRows) -> Masks:
         """The mask [B, 1, N, longest + N] after prefixes of these lengths.

@@ -37,7 +37,9 @@ class Forward:
     """A model's forward that also returns what its lm_head reads; see `reading`."""
 
     def __init__(self, model: PreTrainedModel, attention: GroupedRows, seen: list[Tensor]):
-        self._model, self._attention, self._seen = model, attention, seen
+        self._model = model
+        self._attention = attention
+        self._seen = seen
 
     def __call__(
         self,
@@ -135,8 +137,11 @@ class TreeSteps:
         cache: TreeCache,
         max_length: int,
     ):
-        self.tree, self.heads, self.masks = tree, heads, masks
-        self.cache, self.max_length = cache, max_length
+        self.tree = tree
+        self.heads = heads
+        self.masks = masks
+        self.cache = cache
+        self.max_length = max_length
 
     def start(self, state: BatchState) -> None:
         """Set the state; the prompts are in the cache already."""
@@ -199,7 +204,8 @@ class TreeSteps:
         rows_BT = tree.path_to(row_B)
         chosen_B11 = row_B[:, None, None].to(hidden_BND.device)
         hidden_BD = hidden_BND.take_along_dim(chosen_B11, 1)[:, 0]
-        depth_B, path_BT = tree.depth_of(row_B), tokens_BN.gather(1, rows_BT)
+        depth_B = tree.depth_of(row_B)
+        path_BT = tokens_BN.gather(1, rows_BT)
         found = torch.cat((depth_B[:, None], rows_BT, path_BT, token_B[:, None]), 1)
         return Accepted(BatchState(hidden_BD, token_B), rows_BT, found)
 
@@ -209,7 +215,8 @@ class TreeSteps:
         This is a step's only transfer from the device.
         """
         length = self.tree.max_depth + 1
-        rows, written = [], []
+        rows = []
+        written = []
         for depth, *fields in found.tolist():
             rows.append(fields[: depth + 1])
             written.append([*fields[length + 1 : length + 1 + depth], fields[-1]])

@@ -165,7 +165,9 @@ class TreeRows:
     """
 
     def __init__(self, parent: Tensor, depth: Tensor, retrieve_indices: Tensor):
-        self.parent, self.depth, self.retrieve_indices = parent, depth, retrieve_indices
+        self.parent = parent
+        self.depth = depth
+        self.retrieve_indices = retrieve_indices
         self.max_depth = retrieve_indices.shape[-1] - 1
         num_rows = depth.shape[-1]
         itself = torch.eye(num_rows, dtype=torch.bool, device=depth.device)

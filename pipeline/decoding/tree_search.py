@@ -36,8 +36,8 @@ def rank_accuracies(
 
 def joint_tree(
     ranks: HeldOutRanks, num_nodes: int, max_depth: int | None = None
-) -> tuple[tuple[TreePath, ...], list[float]]:
-    """The tree of at most `num_nodes` nodes whose paths were right most often, and how often.
+) -> tuple[TreePath, ...]:
+    """The tree of at most `num_nodes` nodes whose paths were right most often.
 
     The heads' errors are correlated, so the product of accuracies underrates paths that follow a
     right first guess. A path is right no more often than its parent, so adding the most frequent
@@ -46,21 +46,19 @@ def joint_tree(
     """
     depth_limit = min(len(ranks.ranks_KN), max_depth or len(ranks.ranks_KN))
     chosen: list[TreePath] = []
-    frequencies: list[float] = []
     everywhere = np.arange(len(ranks))
     frontier: list[tuple[int, int, TreePath, npt.NDArray[np.int64]]] = []
     heapq.heappush(frontier, (-len(ranks), 0, (), everywhere))
     while frontier and len(chosen) <= num_nodes:
-        negative, depth, path, places = heapq.heappop(frontier)
+        _, depth, path, places = heapq.heappop(frontier)
         chosen.append(path)
-        frequencies.append(-negative / max(1, len(ranks)))
         if depth < depth_limit:
             ranks_N = ranks.ranks_KN[depth, places]
             counts = np.bincount(ranks_N, minlength=256)[:NO_LABEL]
             for rank in np.flatnonzero(counts).tolist():
                 entry = (-int(counts[rank]), depth + 1, (*path, rank), places[ranks_N == rank])
                 heapq.heappush(frontier, entry)
-    return tuple(chosen[1:]), frequencies[1:]  # without the root
+    return tuple(chosen[1:])  # without the root
 
 
 def search_trees(ranks: HeldOutRanks, num_nodes: int, max_depth: int | None, top: int) -> Trees:
@@ -69,7 +67,7 @@ def search_trees(ranks: HeldOutRanks, num_nodes: int, max_depth: int | None, top
     Each has at least one node; its first n nodes are its best tree of n.
     """
     product = greedy_tree(rank_accuracies(*ranks.hits(top)), num_nodes, max_depth)
-    joint, _ = joint_tree(ranks, num_nodes, max_depth)
+    joint = joint_tree(ranks, num_nodes, max_depth)
     return {"product": product or ((0,),), "joint": joint or ((0,),)}
 
 
@@ -111,7 +109,8 @@ class CrossFit:
         choices = self.whole[search][:size]
         own = walk(self.ranks, choices).node_shares(self.ranks, choices)
         depths = [len(path) for path in choices]
-        sums, counts = np.bincount(depths, own), np.bincount(depths)
+        sums = np.bincount(depths, own)
+        counts = np.bincount(depths)
         expected = self.walk(search, size).depth_shares()
         expected += [0.0] * (max(depths) - len(expected))
         shares = []

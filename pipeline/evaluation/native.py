@@ -49,7 +49,7 @@ from pipeline.evaluation.speed import (
     take_turns,
     with_new_answers,
 )
-from pipeline.evaluation.studies import chain_rate, run_studies
+from pipeline.evaluation.studies import Decoding, chain_rate, run_studies
 from pipeline.execution.progress import ProgressReporter
 from pipeline.export.directory import read_heads
 from pipeline.export.layout import read_layout
@@ -121,10 +121,9 @@ def check_native(
     with fastest_threads(endless, prompts[0].ids) as threads:
         measured = measure(request, plain, accelerated, baselines, progress)
         greedy = measured.greedy(PLAIN)
-        chain = chain_rate(accelerated, prompts, greedy, layout.num_speculative_tokens)
-        studies = run_studies(
-            settings, plain, accelerated, prompts, greedy, request.calibration, progress
-        )
+        decoding = Decoding(plain, accelerated, prompts, greedy)
+        chain = chain_rate(decoding, layout.num_speculative_tokens)
+        studies = run_studies(decoding, settings, request.calibration, progress)
     comparison = measured.comparison(ACCELERATED)
     figures = replace(native_figures(measured, comparison), chain=chain, studies=studies)
     if not request.gpus:
@@ -170,9 +169,9 @@ def measure(
     by_rule, greedily = both_sides(rule), both_sides(greedy_acceptance)
     take_turns({**by_rule, **baselines}, prompts[:NUM_WARM_UPS], failed)
     if plain.captures or accelerated.captures:
-        take_turns(by_rule, prompts)  # captures the graphs of every length, untimed
+        take_turns(by_rule, prompts, failed)  # captures the graphs of every length, untimed
         if rule is not greedy_acceptance:
-            take_turns(greedily, prompts)
+            take_turns(greedily, prompts, failed)
     greedily.update(baselines)
     if rule is greedy_acceptance:
         by_rule = greedily
@@ -239,7 +238,7 @@ def _log_likelihoods(measured: Measurement) -> dict[str, float]:
     if not rule_of(settings).samples:  # typical acceptance with a greedy first token
         rule = RejectionSampling(settings.temperature)
         sampling = decode_by(measured.plain, rule, settings.max_new_tokens)
-        sampled = take_turns({PLAIN: sampling}, prompts)[PLAIN]
+        sampled = take_turns({PLAIN: sampling}, prompts, {})[PLAIN]
     written = {
         "greedy": measured.greedy(PLAIN),
         "sampling": _texts(sampled),

@@ -26,7 +26,7 @@ each other, not with the check's own.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from math import nan, sqrt
@@ -43,12 +43,13 @@ from pipeline.decoding.decoder import Decoded, Decoder, acceleration_rate, plain
 from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.decoding.held_out import simulated_acceleration_rate, walk
 from pipeline.decoding.tree import STOCK_NODES, TreePath, cartesian_tree, greedy_tree, stock_tree
-from pipeline.evaluation.answer_states import answer_states, guess_places, guess_ranks
+from pipeline.evaluation.answer_states import AnswerStates, answer_states, guess_places, guess_ranks
 from pipeline.evaluation.answers import mean_log_likelihood
 from pipeline.evaluation.overhead import overheads, step_seconds, with_tree
 from pipeline.evaluation.prompts import SILENT, Prompt
 from pipeline.evaluation.speed import decode_by
 from pipeline.execution.progress import ProgressReporter
+from pipeline.heads.kind import Heads
 from pipeline.report.report import (
     DYNAMIC_TREE,
     SEARCHED_TREE,
@@ -70,72 +71,77 @@ GUESSES = 10  # per node of a dynamic tree beside a static one
 AnyTree = Sequence[TreePath] | DynamicTree
 
 
+@dataclass(frozen=True)
+class Decoding:
+    """What the studies are made of: the check's decoders, prompts and plain greedy answers."""
+
+    plain: Decoder
+    accelerated: Decoder
+    prompts: Sequence[Prompt]
+    answers: Sequence[list[int]]
+
+    @property
+    def heads(self) -> Heads:
+        assert self.accelerated.heads is not None
+        return self.accelerated.heads
+
+    def states(self) -> Iterator[AnswerStates]:
+        return answer_states(self.plain.model, self.heads, self.prompts, self.answers)
+
+
 def run_studies(
+    decoding: Decoding,
     settings: CheckConfig,
-    plain: Decoder,
-    accelerated: Decoder,
-    prompts: Sequence[Prompt],
-    answers: Sequence[list[int]],
     calibration: Calibration | None = None,
     progress: ProgressReporter = SILENT,
 ) -> Studies | None:
     """The rows of the native studies that `settings` name; None where there is none.
 
     Args:
-        plain, accelerated: The check's decoders; the studies use their target, heads, tree and
-            limits.
-        answers: Plain greedy decoding's answer to each prompt.
         calibration: For the searched tree of the stock tree's size; None leaves its row out.
     """
     asked = [name for name in ("trees", "typical", "heads", "batch") if name in settings.studies]
-    num_tokens, few = min(settings.max_new_tokens, MAX_NEW_TOKENS), prompts[:NUM_PROMPTS]
+    few = replace(decoding, prompts=decoding.prompts[:NUM_PROMPTS])
+    num_tokens = min(settings.max_new_tokens, MAX_NEW_TOKENS)
     rows: dict[str, Any] = {}
     for name in asked:
         progress.begin("native", len(asked), done=len(rows), unit="studies")
         if name == "trees":
-            rows[name] = tree_ladder(plain, accelerated, prompts, answers, calibration)
+            rows[name] = tree_ladder(decoding, calibration)
         elif name == "typical":
-            first = settings.first_token
-            rows[name] = typical_sweep(plain, accelerated, few, num_tokens, first)
+            rows[name] = typical_sweep(few, num_tokens, settings.first_token)
         elif name == "heads":
-            rows[name] = heads_used(plain, accelerated, prompts, answers)
+            rows[name] = heads_used(decoding)
         else:
-            rows[name] = batch_sizes(plain, accelerated, few, num_tokens, settings.repeats)
+            rows[name] = batch_sizes(few, num_tokens, settings.repeats)
     return Studies(**rows) if asked else None
 
 
-def tree_ladder(
-    plain: Decoder,
-    accelerated: Decoder,
-    prompts: Sequence[Prompt],
-    answers: Sequence[list[int]],
-    calibration: Calibration | None,
-) -> list[TreeRow]:
+def tree_ladder(decoding: Decoding, calibration: Calibration | None) -> list[TreeRow]:
     """Acceleration rate, overhead and speedup of each kind of tree, from none to the export's own.
 
     Beside a static tree is a dynamic one of its size, beside a dynamic one the static tree of the
-    export. Arguments are as in `run_studies`.
+    export.
     """
-    assert accelerated.heads is not None
-    num_heads, used = accelerated.heads.shape.num_heads, accelerated.tree
-    widths, stock = CARTESIAN[:num_heads], stock_tree(num_heads)
+    shape, used = decoding.heads.shape, decoding.accelerated.tree
+    widths, stock = CARTESIAN[: shape.num_heads], stock_tree(shape.num_heads)
     trees: dict[str, AnyTree] = {
         "plain": (),
-        "top-1 chain": cartesian_tree([1] * num_heads),
+        "top-1 chain": cartesian_tree([1] * shape.num_heads),
         f"Cartesian {'x'.join(map(str, widths))}": cartesian_tree(widths),
         STOCK_TREE: stock,
     }
     if calibration is not None:
         trees[SEARCHED_TREE] = searched_tree(calibration)[: len(stock)]
     if not isinstance(used, DynamicTree):
-        top = min(GUESSES, accelerated.heads.shape.vocab_size)
-        trees[DYNAMIC_TREE] = DynamicTree(1, num_heads, top).resized(used.num_nodes)
+        smallest = DynamicTree(1, shape.num_heads, min(GUESSES, shape.vocab_size))
+        trees[DYNAMIC_TREE] = smallest.resized(used.num_nodes)
         trees[USED_TREE] = used.choices
     else:
         if calibration is not None:
             trees[STATIC_TREE] = calibration.choices
         trees[USED_DYNAMIC_TREE] = used
-    rows = tree_rows(plain, accelerated, prompts, answers, list(trees.values()))
+    rows = tree_rows(decoding, list(trees.values()))
     return [replace(row, tree=name) for name, row in zip(trees, rows, strict=True)]
 
 
@@ -146,45 +152,45 @@ def searched_tree(calibration: Calibration) -> tuple[TreePath, ...]:
     return calibration.searched[:STOCK_NODES]
 
 
-def heads_used(
-    plain: Decoder, accelerated: Decoder, prompts: Sequence[Prompt], answers: Sequence[list[int]]
-) -> list[TreeRow]:
+def heads_used(decoding: Decoding) -> list[TreeRow]:
     """The export's tree cut at each depth: gain and cost of the deeper heads."""
-    used = accelerated.tree
+    used = decoding.accelerated.tree
     trees: list[AnyTree] = []
     for depth in range(1, used.max_depth + 1):
         if isinstance(used, DynamicTree):
             trees.append(used.resized(used.num_nodes, depth))
         else:
             trees.append([path for path in used.choices if len(path) <= depth])
-    rows = tree_rows(plain, accelerated, prompts, answers, trees)
+    rows = tree_rows(decoding, trees)
     return [replace(row, heads=depth) for depth, row in enumerate(rows, start=1)]
 
 
-def tree_rows(
-    plain: Decoder,
-    accelerated: Decoder,
-    prompts: Sequence[Prompt],
-    answers: Sequence[list[int]],
-    trees: Sequence[AnyTree],
-) -> list[TreeRow]:
+def tree_rows(decoding: Decoding, trees: Sequence[AnyTree]) -> list[TreeRow]:
     """Every tree's acceleration rate, overhead and speedup; None where no answer takes a step."""
-    rates = _rates(trees, accelerated, prompts, answers)
+    plain, states, top = decoding.plain, list(decoding.states()), 1
     endless = plain_decoder(plain.model, eos_token_ids=(), max_length=plain.max_length)
     decoders = {}
     for number, tree in enumerate(trees):
         if tree:
-            decoders[number] = with_tree(accelerated, tree)
-    timed = [prompt.ids for prompt in prompts[:NUM_TIMED]]
+            decoders[number] = with_tree(decoding.accelerated, tree)
+        if not isinstance(tree, DynamicTree):
+            top = max([top, *(rank + 1 for path in tree for rank in path)])
+    timed = [prompt.ids for prompt in decoding.prompts[:NUM_TIMED]]
     for decoder in (endless, *decoders.values()):  # warm-up
         step_seconds(decoder, timed[0])
     costs = overheads(endless, decoders, timed)
+    ranks = guess_ranks(decoding.heads, states, top)
     rows = []
-    for number, (tree, rate) in enumerate(zip(trees, rates, strict=True)):
+    for number, tree in enumerate(trees):
+        if isinstance(tree, DynamicTree):
+            nodes = tree.num_nodes
+            rate = guess_places(decoding.heads, states, tree).walk(nodes).acceleration_rate
+        else:
+            nodes, rate = len(tree), simulated_acceleration_rate(ranks, tree)
         cost = costs.get(number, 1.0)  # plain decoding is not among them
         rows.append(
             TreeRow(
-                nodes=tree.num_nodes if isinstance(tree, DynamicTree) else len(tree),
+                nodes=nodes,
                 acceleration_rate=rounded(rate),
                 overhead=rounded(cost),
                 speedup=rounded(rate / cost),
@@ -193,38 +199,9 @@ def tree_rows(
     return rows
 
 
-def _rates(
-    trees: Sequence[AnyTree],
-    accelerated: Decoder,
-    prompts: Sequence[Prompt],
-    answers: Sequence[list[int]],
-) -> list[float]:
-    """Every tree's acceleration rate on these answers."""
-    heads = accelerated.heads
-    assert heads is not None
-    states = list(answer_states(accelerated.model, heads, prompts, answers))
-    top = 1
-    for tree in trees:
-        if not isinstance(tree, DynamicTree):
-            top = max(top, 1 + max((rank for path in tree for rank in path), default=0))
-    ranks = guess_ranks(heads, states, top)
-    rates = []
-    for tree in trees:
-        if isinstance(tree, DynamicTree):
-            replayed = guess_places(heads, states, tree).walk(tree.num_nodes)
-            rates.append(replayed.acceleration_rate)
-        else:
-            rates.append(simulated_acceleration_rate(ranks, tree))
-    return rates
-
-
-def chain_rate(
-    accelerated: Decoder, prompts: Sequence[Prompt], answers: Sequence[list[int]], num_tokens: int
-) -> ChainRate:
+def chain_rate(decoding: Decoding, num_tokens: int) -> ChainRate:
     """The rate of a chain of first guesses on plain greedy answers, as an engine that drafts it."""
-    heads = accelerated.heads
-    assert heads is not None
-    ranks = guess_ranks(heads, answer_states(accelerated.model, heads, prompts, answers), 1)
+    ranks = guess_ranks(decoding.heads, decoding.states(), 1)
     found = walk(ranks, cartesian_tree([1] * num_tokens)).estimate()
     return ChainRate(
         draft_tokens=num_tokens,
@@ -244,17 +221,14 @@ class Side:
 
 
 def typical_sweep(
-    plain: Decoder,
-    accelerated: Decoder,
-    prompts: Sequence[Prompt],
-    num_tokens: int,
-    first_token: Literal["greedy", "sampled"],
+    decoding: Decoding, num_tokens: int, first_token: Literal["greedy", "sampled"]
 ) -> list[TypicalRow]:
     """Typical acceptance over eps and temperature, with greedy decoding, plain sampling and
     rejection (2.3.1).
 
     Each speedup is over plain decoding at the same temperature.
     """
+    plain, accelerated, prompts = decoding.plain, decoding.accelerated, decoding.prompts
     greedy = acceptance_rule("rejection", 0.0)  # at 0 it is greedy
     sides = [Side("plain", None, plain, greedy), Side("greedy", None, accelerated, greedy)]
     rows = _rows_of_rules(sides, 0.0, prompts, num_tokens)
@@ -314,15 +288,14 @@ def _overhead(decoded: Sequence[Decoded], plain: Sequence[Decoded]) -> float:
     return statistics.median(ratios or [nan])
 
 
-def batch_sizes(
-    plain: Decoder, accelerated: Decoder, prompts: Sequence[Prompt], num_tokens: int, repeats: int
-) -> list[BatchRow]:
+def batch_sizes(decoding: Decoding, num_tokens: int, repeats: int) -> list[BatchRow]:
     """Tokens per second of the same prompts in batches of 1 to 16, prefill included; medians of
     `repeats`.
 
     A power of two of the prompts is used, so that they fill every batch; they repeat where there
     are too few.
     """
+    plain, accelerated, prompts = decoding.plain, decoding.accelerated, decoding.prompts
     asked = [prompt.ids for prompt in prompts[: 1 << (len(prompts).bit_length() - 1)]]
     rows = []
     for size in BATCH_SIZES:

@@ -35,7 +35,7 @@ from pipeline.report.check_tables import (
     served_model_table,
 )
 from pipeline.report.documents import grid
-from pipeline.report.facts import disturbed, engines, expected_rate, measured_rate
+from pipeline.report.facts import disturbed, expected_rate, measured_rate
 from pipeline.report.report import STAGES, Report
 from pipeline.report.tables import drift_table, heads_table
 
@@ -230,7 +230,7 @@ def _facts(published: Published) -> Facts:
     if published.data_set:
         data_sets.insert(0, published.data_set)
     stated = _stated(report, public_names(config.seeds.sources))
-    is_disturbed = any(engine and disturbed(engine) for engine in engines(report))
+    is_disturbed = any(engine and disturbed(engine) for engine in (report.native, report.vllm))
     fingerprints = report.run.fingerprints if report.run else {}
     return {
         **vars(published),
@@ -265,7 +265,7 @@ def _facts(published: Published) -> Facts:
 
 def _stated(report: Report, names: Mapping[str, str]) -> Report:
     """The report without speedups that other load made, and with public names of categories."""
-    native, vllm = engines(report)
+    native, vllm = report.native, report.vllm
     if not report.check:
         return report
     if native:

@@ -85,7 +85,8 @@ class DraftVocabulary(nn.Module):
     def __init__(self, shape: HeadsShape):
         super().__init__()
         self.target_size = shape.target_vocab_size
-        token_map, rows_W = None, None
+        token_map = None
+        rows_W = None
         if shape.is_pruned:
             token_map = torch.zeros(shape.vocab_size, dtype=torch.int64)
             rows_W = torch.full((self.target_size,), IGNORED)
@@ -95,7 +96,8 @@ class DraftVocabulary(nn.Module):
     def fill(self, tokens_V: Tensor, where: str | None = None) -> None:
         """Set the tokens; DataError unless they are V of the target's in ascending order."""
         assert self.token_map is not None and self.rows_W is not None, "not pruned"
-        size, tokens_V = len(self.token_map), tokens_V.long()
+        size = len(self.token_map)
+        tokens_V = tokens_V.long()
         is_ascending = tokens_V.shape == (size,) and (tokens_V.diff() > 0).all()
         if not is_ascending or tokens_V[0] < 0 or tokens_V[-1] >= self.target_size:
             raise DataError(
@@ -219,7 +221,8 @@ class Heads(nn.Module, ABC):
         The first three arguments are those of `states`. Labels outside the draft vocabulary add
         nothing. Under autocast products run in its dtype.
         """
-        states_KND, device = self.states(hidden_ND, next_N, labels_KN), hidden_ND.device.type
+        states_KND = self.states(hidden_ND, next_N, labels_KN)
+        device = hidden_ND.device.type
         if torch.is_autocast_enabled(device):
             states_KND = states_KND.to(torch.get_autocast_dtype(device))
         labels_KN = self.vocabulary.rows(labels_KN)
@@ -246,7 +249,8 @@ class Heads(nn.Module, ABC):
 
         `hidden_BD` are the states that the target chose the roots `token_B` from.
         """
-        hidden_BMD, tokens_BM = hidden_BD[:, None], token_B.to(hidden_BD.device)[:, None]
+        hidden_BMD = hidden_BD[:, None]
+        tokens_BM = token_B.to(hidden_BD.device)[:, None]
         proposed = []
         for depth, level in enumerate(tree.levels):
             inner, parent, guess = (places.to(hidden_BD.device) for places in level[:3])

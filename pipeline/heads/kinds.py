@@ -143,7 +143,8 @@ def _medusa_heads(tensors: NamedTensors, target: TargetWeights, sizes: Sizes) ->
             f"There are {len(blocks)} tensors of {num_heads} heads with {num_layers} blocks each."
         )
         raise tensors.refuse(what, "Fetch the files again: some are missing.")
-    if first := blocks.get((0, 0, "weight")):
+    first = blocks.get((0, 0, "weight"))
+    if first is not None:
         _require_hidden_size(tensors, first, sizes)
     for name in lm_heads.values():
         size = tensors.shape(name)
@@ -202,7 +203,8 @@ def _medusa_names(
 def _eagle_heads(
     tensors: NamedTensors, target: TargetWeights, sizes: Sizes, num_tokens: int
 ) -> ForeignHeads:
-    names, size = tensors.names, tensors.shape("fc.weight")
+    names = tensors.names
+    size = tensors.shape("fc.weight")
     if len(size) != 2 or size[1] != 2 * size[0]:
         what = f"Its fc.weight is {list(size)}, and EAGLE-1's reads an embedding and a state"
         raise tensors.refuse(f"{what}: [D, 2D].")

@@ -185,13 +185,16 @@ class _Loss:
         chunk_bytes: int,
     ):
         self.hidden_KND = hidden_KND.contiguous()
-        self.lm_head, self.labels_KN = lm_head, labels_KN
-        self.teacher, self.weights_K = teacher, weights_K
+        self.lm_head = lm_head
+        self.labels_KN = labels_KN
+        self.teacher = teacher
+        self.weights_K = weights_K
         self.is_shared = lm_head.dim() == 2
         self.grad_hidden_KND: Tensor | None = None  # zeros, where it is wanted
         self.grad_lm_head: Tensor | None = None
 
-        dtype, vocab_size = hidden_KND.dtype, lm_head.shape[-2]
+        dtype = hidden_KND.dtype
+        vocab_size = lm_head.shape[-2]
         exact = torch.float64 if dtype == torch.float64 else torch.float32
         bytes_per_logit = dtype.itemsize
         num_exact = 1  # numbers that a slice holds per logit: log q, and with a teacher p
@@ -222,7 +225,8 @@ class _Loss:
         """
         rows = (self.labels_KN.flatten() != IGNORED).nonzero()[:, 0]
         states = torch.full_like(rows, -1)
-        num_blocks, num_lm_heads = 1, 1
+        num_blocks = 1
+        num_lm_heads = 1
         if self.teacher is not None:
             states = self.teacher.rows_KN.flatten()[rows]
             num_blocks = max(1, -(-len(self.teacher.states_MD) // self.chunk_rows))
@@ -244,7 +248,8 @@ class _Loss:
 
     def add(self, chunk: _Chunk) -> None:
         """Compute the chunk's losses and add its gradients (passes 2 to 5)."""
-        rows_C, dtype = chunk.rows_C, self.hidden_KND.dtype
+        rows_C = chunk.rows_C
+        dtype = self.hidden_KND.dtype
         hidden_CD = self.hidden_KND.flatten(0, 1)[rows_C]
         labels_C1 = self.labels_KN.flatten()[rows_C, None]
         weight_VD = self.lm_head if chunk.head is None else self.lm_head[chunk.head]

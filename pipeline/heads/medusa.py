@@ -100,7 +100,8 @@ least {{ report.tree.nodes | number or "the tree's nodes" }}; the content of `{{
         device: torch.device | None = None,
     ):
         super().__init__(shape)
-        size, zeros = shape.hidden_size, partial(torch.zeros, dtype=dtype, device=device)
+        size = shape.hidden_size
+        zeros = partial(torch.zeros, dtype=dtype, device=device)
         blocks = (shape.num_layers, shape.num_heads)
         self.block_weight = nn.Parameter(zeros(*blocks, size, size))
         self.block_bias = nn.Parameter(zeros(*blocks, size))
@@ -139,12 +140,14 @@ least {{ report.tree.nodes | number or "the tree's nodes" }}; the content of `{{
     def hidden(self, hidden_ND: Tensor, num_heads: int | None = None) -> Tensor:
         """The input of the lm_heads: [N, D] to [K, N, D], K of all or the first `num_heads`."""
         num_heads = num_heads or self.shape.num_heads
-        device, dtype = hidden_ND.device.type, self.block_weight.dtype
+        device = hidden_ND.device.type
+        dtype = self.block_weight.dtype
         if torch.is_autocast_enabled(device):  # sums are then in its dtype, as products are
             dtype = torch.get_autocast_dtype(device)
         hidden_KND = hidden_ND.to(dtype).expand(num_heads, *hidden_ND.shape)
         for weight_KDD, bias_KD in zip(self.block_weight, self.block_bias, strict=True):
-            weight_KDD, bias_K1D = weight_KDD[:num_heads], bias_KD[:num_heads, None]
+            weight_KDD = weight_KDD[:num_heads]
+            bias_K1D = bias_KD[:num_heads, None]
             hidden_KND = hidden_KND + silu(torch.baddbmm(bias_K1D, hidden_KND, weight_KDD.mT))
         return hidden_KND
 
@@ -162,8 +165,10 @@ least {{ report.tree.nodes | number or "the tree's nodes" }}; the content of `{{
 
     def expand(self, hidden_BPD: Tensor, tokens_BP: Tensor, depth: int) -> tuple[Tensor, Tensor]:
         """Expand the root's state: a head's guesses are the same below every node of a depth."""
-        root_B1D, num_nodes = hidden_BPD[:, :1], hidden_BPD.shape[1]
-        weights_DD, biases_D = self.block_weight[:, depth], self.block_bias[:, depth]
+        root_B1D = hidden_BPD[:, :1]
+        num_nodes = hidden_BPD.shape[1]
+        weights_DD = self.block_weight[:, depth]
+        biases_D = self.block_bias[:, depth]
         read_B1D = root_B1D.to(weights_DD.dtype)
         for weight_DD, bias_D in zip(weights_DD, biases_D, strict=True):
             read_B1D = read_B1D + silu(linear(read_B1D, weight_DD, bias_D))
@@ -212,7 +217,8 @@ least {{ report.tree.nodes | number or "the tree's nodes" }}; the content of `{{
 
         An export's lm_heads have a row for each of the target's tokens.
         """
-        shape, lm_head = self.shape, self.lm_head
+        shape = self.shape
+        lm_head = self.lm_head
         num_lm_heads = shape.num_heads
         if format is not None:
             lm_head = self.vocabulary.over_all_tokens(lm_head)

@@ -95,14 +95,18 @@ model, with an attention that adds nothing; embedding and lm_head are the target
         device: torch.device | None = None,
     ):
         super().__init__(shape)
-        size, inner = shape.hidden_size, shape.intermediate_size
+        size = shape.hidden_size
+        inner = shape.intermediate_size
 
         def zeros(*sizes: int, trains: bool = True) -> nn.Parameter:
             tensor = torch.zeros(*sizes, dtype=dtype, device=device)
             return nn.Parameter(tensor, requires_grad=trains)
 
-        self.fc, self.norm = zeros(size, 2 * size), zeros(size)
-        self.gate, self.up, self.down = zeros(inner, size), zeros(inner, size), zeros(size, inner)
+        self.fc = zeros(size, 2 * size)
+        self.norm = zeros(size)
+        self.gate = zeros(inner, size)
+        self.up = zeros(inner, size)
+        self.down = zeros(size, inner)
         self.embedding = zeros(shape.target_vocab_size, size, trains=False)
         self.lm_head: nn.Parameter = zeros(shape.vocab_size, size, trains=False)
 
@@ -137,7 +141,8 @@ model, with an attention that adds nothing; embedding and lm_head are the target
 
     def step(self, hidden: Tensor, tokens: Tensor) -> Tensor:
         """The states [..., D] after one more token [...] each, in autocast's dtype if on."""
-        dtype, device = self.fc.dtype, hidden.device.type
+        dtype = self.fc.dtype
+        device = hidden.device.type
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
         embedded = embedding(tokens, self.embedding).to(dtype)
@@ -146,7 +151,8 @@ model, with an attention that adds nothing; embedding and lm_head are the target
         return z + linear(silu(linear(x, self.gate)) * linear(x, self.up), self.down)
 
     def states(self, hidden_ND: Tensor, next_N: Tensor, labels_KN: Tensor) -> Tensor:
-        states, tokens_N = [], next_N
+        states = []
+        tokens_N = next_N
         for labels_N in labels_KN:
             hidden_ND = self.step(hidden_ND, tokens_N)
             states.append(hidden_ND)
@@ -217,7 +223,8 @@ model, with an attention that adds nothing; embedding and lm_head are the target
             named["embed_tokens.weight"] = self.embedding
             named["lm_head.weight"] = self.lm_head
         else:
-            size, queries = self.shape.hidden_size, QUERY_HEADS * HEAD_SIZE
+            size = self.shape.hidden_size
+            queries = QUERY_HEADS * HEAD_SIZE
             named[f"{ATTENTION}.q_proj.weight"] = self.fc.new_zeros(queries, size)
             named[f"{ATTENTION}.k_proj.weight"] = self.fc.new_zeros(HEAD_SIZE, size)
             named[f"{ATTENTION}.v_proj.weight"] = self.fc.new_zeros(HEAD_SIZE, size)

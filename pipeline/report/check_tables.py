@@ -6,14 +6,13 @@ An unknown cell is `-`; a table without rows was not run.
 from __future__ import annotations
 
 from pipeline.artifacts.check_result import (
-    BaselineSpeed,
+    Baseline,
     BatchRow,
     Category,
     EngineFigures,
     LoadRow,
     NativeFigures,
     Percentiles,
-    Studies,
     TreeRow,
     TypicalRow,
     VllmFigures,
@@ -31,7 +30,6 @@ from pipeline.formatting import (
     times,
 )
 from pipeline.report.facts import (
-    engines,
     expected_rate,
     has_seen_answers,
     identical,
@@ -70,7 +68,7 @@ CHECK_ROWS = (
 def check_table(report: Report) -> Table:
     """One column per engine; rows that no engine has are left out."""
     table = Table("Check", [""])
-    native, vllm = engines(report)
+    native, vllm = report.native, report.vllm
     with_new = has_seen_answers(report)
     columns = []
     if native:
@@ -171,7 +169,7 @@ def served_model_table(report: Report) -> Table:
     if not copy:
         return table
     table.note = f"{copy.model}, {copy.format}; its greedy text against itself alone."
-    native, vllm = engines(report)
+    native, vllm = report.native, report.vllm
     for name, on_target, on_copy in (
         ("native", native, copy.native),
         ("vLLM", vllm, copy.vllm),
@@ -179,7 +177,7 @@ def served_model_table(report: Report) -> Table:
         if on_copy:
             table.add(
                 name,
-                measured_rate(on_target) if on_target else UNKNOWN,
+                measured_rate(on_target),
                 measured_rate(on_copy),
                 times(on_copy.speedup),
                 rate(on_copy.tokens_per_second),
@@ -198,7 +196,7 @@ def methods_table(report: Report) -> Table:
         " assistant are transformers' own; vLLM decodes all prompts at once, and with the heads'"
         " top-1 chain, not the tree"
     ]
-    native, vllm = engines(report)
+    native, vllm = report.native, report.vllm
     if native:
         if native.repeats is not None and native.repeats > 1:
             notes.append(f"Times are medians of {count(native.repeats)} repetitions")
@@ -254,7 +252,7 @@ def _add_native_methods(table: Table, native: NativeFigures) -> list[str]:
             times(other.speedup),
             duration(other.time_to_first_token),
             duration(other.time_per_output_token),
-            identical(other.greedy_match) if other.greedy_match else UNKNOWN,
+            identical(other.greedy_match),
         )
     return failed
 
@@ -266,9 +264,10 @@ def categories_table(report: Report) -> Table:
         "Tokens per forward of the target, and per second; of transformers' baselines the rate and"
         " the speedup."
     )
-    native, _ = engines(report)
-    rows = native.categories if native else None
-    if rows is None or len(rows) == 1:
+    rows = []
+    if report.native:
+        rows = report.native.categories or []
+    if len(rows) == 1:
         return table
     names: list[str] = []
     for row in rows:
@@ -277,7 +276,7 @@ def categories_table(report: Report) -> Table:
     for row in rows:
         cells = [ratio(row.acceleration_rate), *_speeds(row)]
         for name in names:
-            speed = row.baselines.get(name, BaselineSpeed())
+            speed = row.baselines.get(name, Baseline(name=name))
             cells.append(f"{ratio(speed.acceleration_rate)}, {times(speed.speedup)}")
         table.add(row.category, count(row.prompts), *cells)
     return table
@@ -296,12 +295,14 @@ def exact_match_table(report: Report) -> Table:
         "Answers that are their reference, but for case, punctuation and articles; of a number the"
         " last one counts."
     )
-    rows = report.check.exact_match if report.check else None
+    rows = []
+    if report.check:
+        rows = report.check.exact_match or []
     methods: list[str] = []
-    for row in rows or []:
+    for row in rows:
         methods += [name for name in row if name not in ("category", "answers", *methods)]
     table.columns += methods
-    for row in rows or []:
+    for row in rows:
         shares = [percent(row.get(method)) for method in methods]
         table.add(str(row["category"]), count(row["answers"]), *shares)
     return table
@@ -309,8 +310,7 @@ def exact_match_table(report: Report) -> Table:
 
 def study_tables(report: Report) -> dict[str, Table]:
     """`study_…` for each study; without rows where it was not run."""
-    native, vllm = engines(report)
-    studies = native.studies if native and native.studies else Studies()
+    studies = report.studies
     trees = Table("Study: trees", ["tree", "nodes", *COSTS])
     trees.note = (
         "One ladder of trees on all the check's prompts, from plain decoding to the export's own."
@@ -325,13 +325,12 @@ def study_tables(report: Report) -> dict[str, Table]:
     batch.note = "The same prompts, decoded 1 to 16 at a time; prefill included."
     for size in studies.batch or []:
         batch.add(count(size.batch_size), *_speeds(size))
-    load = vllm.studies.load if vllm and vllm.studies else None
     return {
         "study_trees": trees,
         "study_typical": _typical_study(studies.typical or []),
         "study_heads": heads,
         "study_batch": batch,
-        "study_load": _load_study(load or [], vllm.under_load if vllm else None),
+        "study_load": _load_study(report),
     }
 
 
@@ -352,10 +351,11 @@ def _typical_study(rows: list[TypicalRow]) -> Table:
     return table
 
 
-def _load_study(rows: list[LoadRow], in_words: str | None) -> Table:
+def _load_study(report: Report) -> Table:
     table = Table("Study: load", ["requests", "per step", *SPEEDS])
     table.columns += ["to first, plain", "to first, with heads"]
     table.columns += ["per token, plain", "per token, with heads"]
+    rows = report.studies.load or []
     with_limits = bool(rows) and rows[0].within_slo is not None
     if with_limits:
         table.columns += ["within limits, plain", "within limits, with heads"]
@@ -365,8 +365,8 @@ def _load_study(rows: list[LoadRow], in_words: str | None) -> Table:
         " step: the answers' tokens without the first of each, over the drafts that the server"
         " counts; the check counts the forwards of each request instead."
     )
-    if in_words:
-        table.note += f" {in_words}"
+    if report.vllm and report.vllm.under_load:
+        table.note += f" {report.vllm.under_load}"
     for row in rows:
         cells = [ratio(row.acceleration_rate), *_speeds(row)]
         for waited in (row.baseline_ttft_ms, row.ttft_ms, row.baseline_tpot_ms, row.tpot_ms):

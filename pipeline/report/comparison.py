@@ -12,7 +12,6 @@ from pipeline.formatting import UNKNOWN, duration, percent, rate, times
 from pipeline.report.facts import (
     check_outcome,
     disturbed,
-    engines,
     expected_rate,
     measured_rate,
     on_new_answers,
@@ -91,7 +90,7 @@ def _flat(value: Any, key: str) -> Iterator[tuple[str, Any]]:
 def _results(run: ComparedRun) -> dict[str, str]:
     """What came of a run, by label; the labels are the same for every run."""
     report = run.report
-    native, vllm = engines(report)
+    native, vllm = report.native, report.vllm
     plain = with_heads = overhead = UNKNOWN
     if native:
         plain, with_heads = rate(native.baseline_tokens_per_second), rate(native.tokens_per_second)
@@ -103,13 +102,13 @@ def _results(run: ComparedRun) -> dict[str, str]:
         "check": check_outcome(report).text.removeprefix("check "),
         "head 0's first guess right": percent(report.heads[0].top1) if report.heads else UNKNOWN,
         "expected acceleration rate": expected_rate(report.tree),
-        "acceleration rate, native": measured_rate(native) if native else UNKNOWN,
+        "acceleration rate, native": measured_rate(native),
         "on new answers, native": _on_new_answers(native),
         "overhead, native": overhead,
         "speedup, native": _speedup(native),
         "tokens/s with heads, native": with_heads,
         "tokens/s plain, native": plain,
-        "acceleration rate, vLLM": measured_rate(vllm) if vllm else UNKNOWN,
+        "acceleration rate, vLLM": measured_rate(vllm),
         "on new answers, vLLM": _on_new_answers(vllm),
         "speedup, vLLM": _speedup(vllm),
         "heads": heads,
@@ -136,7 +135,7 @@ def _notes(runs: Sequence[ComparedRun]) -> list[str]:
     notes = []
     questions, machines = set(), set()
     for run in runs:
-        native, _ = engines(run.report)
+        native = run.report.native
         if run.unfinished:
             notes.append(f"{run.name} is unfinished: {', '.join(run.unfinished)}.")
         elif not run.report.check:

@@ -31,7 +31,7 @@ from pipeline.report.check_tables import (
     served_model_table,
     study_tables,
 )
-from pipeline.report.facts import check_outcome, engines, headline, subtitle, title, warnings
+from pipeline.report.facts import check_outcome, headline, subtitle, title, warnings
 from pipeline.report.report import Extras, Report
 from pipeline.report.tables import (
     Table,
@@ -136,9 +136,8 @@ def page(report: Report, extras: Extras) -> str:
     """report.html; the same report gives the same bytes."""
     from pipeline.report.plots import drawings  # imports matplotlib, which is slow
 
-    native, _ = engines(report)
     return _template().render(
-        native=native,
+        native=report.native,
         title=title(report),
         subtitle=subtitle(report),
         outcome=check_outcome(report),

@@ -84,13 +84,6 @@ def check_outcome(report: Report) -> CheckOutcome:
     return CheckOutcome(True, "check passed")
 
 
-def engines(report: Report) -> tuple[NativeFigures | None, VllmFigures | None]:
-    """The figures of native decoding and of vLLM."""
-    if not report.check:
-        return None, None
-    return report.check.native, report.check.vllm
-
-
 def expected_rate(prediction: Prediction | None) -> str:
     """The expected acceleration rate with its standard error: `4.03 ± 0.32`."""
     if not prediction:
@@ -99,8 +92,10 @@ def expected_rate(prediction: Prediction | None) -> str:
     return with_error(prediction.expected_acceleration_rate, error)
 
 
-def measured_rate(engine: EngineFigures | NewAnswers) -> str:
+def measured_rate(engine: EngineFigures | NewAnswers | None) -> str:
     """The measured acceleration rate with its standard error."""
+    if not engine:
+        return UNKNOWN
     return with_error(engine.acceleration_rate, engine.standard_error)
 
 
@@ -115,7 +110,7 @@ def on_new_answers(engine: EngineFigures) -> str:
 
 def has_seen_answers(report: Report) -> bool:
     """Whether the target has written any held-out answer in a training row too."""
-    parts = (report.tree, *engines(report))
+    parts = (report.tree, report.native, report.vllm)
     return any(part and part.seen_share for part in parts)
 
 
@@ -129,14 +124,16 @@ def disturbed(engine: EngineFigures) -> bool:
     return engine.speedup is not None and engine.speedup > engine.acceleration_rate
 
 
-def identical(match: GreedyMatch) -> str:
+def identical(match: GreedyMatch | None) -> str:
     """How many greedy sequences equal plain decoding, as `31/32`."""
+    if not match:
+        return UNKNOWN
     return f"{count(match.identical)}/{count(match.sequences)}"
 
 
 def headline(report: Report) -> list[Figure]:
     """The headline figures, in the paper's terms (section 3 and appendix B)."""
-    native, vllm = engines(report)
+    native, vllm = report.native, report.vllm
     note = "tokens per target forward, with the tree"
     if report.tree:
         note += f"; {expected_rate(report.tree)} expected"
@@ -146,8 +143,7 @@ def headline(report: Report) -> list[Figure]:
         figures.append(_on_new_answers("On new answers", native, report.tree))
     if vllm and vllm.seen_share:
         figures.append(_on_new_answers("On new answers, vLLM", vllm, vllm))
-    if native and native.studies:
-        figures += _search_over_stock(native.studies.trees or [])
+    figures += _search_over_stock(report.studies.trees or [])
     figures += _costs(native)
     figures.append(_in_vllm(vllm))
     text = report.target_text
@@ -228,7 +224,7 @@ def _search_over_stock(rows: list[TreeRow]) -> list[Figure]:
 
 def warnings(report: Report) -> list[str]:
     """Problems that do not fail the check."""
-    native, vllm = engines(report)
+    native, vllm = report.native, report.vllm
     found: list[str] = []
     if report.seeds:
         found += report.seeds.warnings or []

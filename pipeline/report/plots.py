@@ -24,7 +24,6 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from pipeline.artifacts.check_result import BatchRow, LoadRow, TreeRow, TypicalRow
 from pipeline.artifacts.tree_file import Accuracy, TimedSize
 from pipeline.decoding.tree import TreePath
-from pipeline.report.facts import engines
 from pipeline.report.report import CurvePoint, Extras, Report
 from pipeline.report.tables import top
 
@@ -106,22 +105,20 @@ def _run_figures(report: Report, extras: Extras) -> Figures:
 def _check_figures(report: Report) -> Figures:
     """The plots of decoding and of the studies."""
     found = {}
-    native, vllm = engines(report)
-    if native and native.accepted_lengths:
-        found["accepted"] = accepted_lengths(native.accepted_lengths)
-    if native and native.studies:
-        studies = native.studies
-        if studies.typical:
-            found["study_typical"] = typical(studies.typical, "rejection")
-            found["study_typical_likelihood"] = typical(studies.typical, "plain")
-        if studies.heads and len(studies.heads) > 1:
-            found["study_heads"] = heads_used(studies.heads)
-        if studies.batch:
-            sizes = [row.batch_size for row in studies.batch]
-            found["study_batch"] = speeds(sizes, studies.batch, "sequences at once")
-    if vllm and vllm.studies and vllm.studies.load:
-        requests = [row.requests for row in vllm.studies.load]
-        found["study_load"] = speeds(requests, vllm.studies.load, "requests at once")
+    if report.native and report.native.accepted_lengths:
+        found["accepted"] = accepted_lengths(report.native.accepted_lengths)
+    studies = report.studies
+    if studies.typical:
+        found["study_typical"] = typical(studies.typical, "rejection")
+        found["study_typical_likelihood"] = typical(studies.typical, "plain")
+    if studies.heads and len(studies.heads) > 1:
+        found["study_heads"] = heads_used(studies.heads)
+    if studies.batch:
+        sizes = [row.batch_size for row in studies.batch]
+        found["study_batch"] = speeds(sizes, studies.batch, "sequences at once")
+    if studies.load:
+        requests = [row.requests for row in studies.load]
+        found["study_load"] = speeds(requests, studies.load, "requests at once")
     return found
 
 

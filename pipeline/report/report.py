@@ -6,15 +6,18 @@ run.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pipeline.artifacts.check_result import (
     CheckFigures,
+    NativeFigures,
     Sample,
     ServedModel,
+    Studies,
     TargetText,
     TunedDrift,
+    VllmFigures,
 )
 from pipeline.artifacts.tree_file import Accuracy, Calibration, TreeFigures
 
@@ -115,6 +118,24 @@ class Report:
     served_model: ServedModel | None = None
     skipped: dict[str, str] | None = None  # stages that the method does not need, and why
     target_revision: str | None = None
+
+    @property
+    def native(self) -> NativeFigures | None:
+        return self.check.native if self.check else None
+
+    @property
+    def vllm(self) -> VllmFigures | None:
+        return self.check.vllm if self.check else None
+
+    @property
+    def studies(self) -> Studies:
+        """The studies of both engines."""
+        found = Studies()
+        if self.native and self.native.studies:
+            found = self.native.studies
+        if self.vllm and self.vllm.studies:
+            found = replace(found, load=self.vllm.studies.load)
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)

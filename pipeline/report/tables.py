@@ -21,7 +21,7 @@ from pipeline.formatting import (
     signed_percent,
     times,
 )
-from pipeline.report.facts import engines, expected_rate
+from pipeline.report.facts import expected_rate
 from pipeline.report.report import STAGES, Report, StageFigures
 
 
@@ -191,7 +191,7 @@ def stages_table(report: Report) -> Table:
         "features": report.features,
         "train": report.train,
     }
-    native, _ = engines(report)
+    native = report.native
     for name in _stages_in_order(seconds):
         part = figures.get(name)
         if name not in seconds and not part:
@@ -227,7 +227,7 @@ def _made(report: Report, stage: str, part: StageFigures | None) -> str:
     if stage == "calibrate" and report.tree:
         facts.append(f"{count(report.tree.nodes)} nodes")
         facts.append(f"expects {expected_rate(report.tree)} tokens per step")
-    native, _ = engines(report)
+    native = report.native
     if stage == "check" and native and native.skipped_prompts is not None:
         facts.append(f"{count(native.skipped_prompts)} prompts skipped")
     if not part:

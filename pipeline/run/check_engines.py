@@ -6,13 +6,12 @@ interruption does not cost it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from pipeline.artifacts.check_result import (
-    ChainRate,
     CheckResult,
     Difference,
     ServedModel,
@@ -27,7 +26,7 @@ from pipeline.artifacts.seen_answers import training_text
 from pipeline.artifacts.tree_file import read_calibration
 from pipeline.conversations.sources import read_questions
 from pipeline.evaluation.answers import AnswerLines, model_answers
-from pipeline.evaluation.measuring import measure
+from pipeline.evaluation.measuring import joined, measure
 from pipeline.evaluation.original import OriginalRequest, beside_the_original
 from pipeline.evaluation.prompts import (
     CheckRequest,
@@ -48,9 +47,8 @@ from pipeline.storage.atomic import read_json, write_json
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.spec import TargetSpec, context_length, format_of, model_config
 
-PARTS = NATIVE, VLLM, LOAD = "native", "vllm", "load"
-
-Part = TypeVar("Part")
+LOAD = "load"
+PARTS = ("native", "vllm", LOAD)
 
 
 def check_request(context: Context, progress: ProgressReporter) -> tuple[CheckRequest, int]:
@@ -109,62 +107,54 @@ def in_engine(
     return context.executor.call(measure, arguments, placement, progress)
 
 
-def natively(
-    context: Context, stage: StageDirectory, request: CheckRequest, progress: ProgressReporter
+def engine_part(
+    context: Context,
+    stage: StageDirectory,
+    request: CheckRequest,
+    engine: str,
+    progress: ProgressReporter,
 ) -> CheckResult:
-    """The native part; its answers are left in the stage."""
-
-    def decode() -> CheckResult:
-        found, answers = in_engine(context, request, "native", progress)
+    """One engine's part as its file has it, decoded where there is none; native answers are left in
+    the stage.
+    """
+    file = stage.path / f"{engine}.json"
+    if read_json(file) is None:
+        found, answers = in_engine(context, request, engine, progress)
         write_answers(stage.path, answers)
         if isinstance(request.settings.prompts, Path):
             for lines in answers.values():
                 write_model_answers(stage.path, model_answers(lines))
-        return found
+        write_json(file, to_json(found))
+    return from_json(CheckResult, read_json(file))
 
-    return kept_part(stage, NATIVE, CheckResult, decode)
 
-
-def in_vllm(
+def with_vllm(
     context: Context,
     stage: StageDirectory,
     request: CheckRequest,
-    chain: ChainRate | None,
+    native: CheckResult | None,
     progress: ProgressReporter,
 ) -> CheckResult:
-    """The vLLM part with what its chain is expected to reach; `chain` is native decoding's of the
-    same text.
+    """Both engines' parts, with the rate that vLLM's chain is expected to reach, and the study of
+    load.
     """
-
-    def decode() -> CheckResult:
-        found, _ = in_engine(context, request, "vllm", progress)
-        return found
-
-    def under_load() -> LoadStudy:
-        placement = context.placement(ENGINE_SECTIONS["vllm"])
-        arguments = {"request": replace(request, gpus=placement.gpus)}
-        found: LoadStudy = context.executor.call(load_study, arguments, placement, progress)
-        return found
-
-    result = kept_part(stage, VLLM, CheckResult, decode)
-    figures, calibration = result.vllm, request.calibration
+    result = joined(native, engine_part(context, stage, request, "vllm", progress))
+    figures, calibration, held_out = result.vllm, request.calibration, None
     assert figures is not None and calibration is not None
-    held_out = None
     if not isinstance(request.settings.prompts, Path) and context.config.calibrate.data is None:
         held_out = calibration.chain[calibration.num_speculative_tokens - 1]
+    chain = None if result.native is None else result.native.chain
     figures = with_expectations(figures, chain, held_out)
     if "load" in request.settings.studies:
-        load = kept_part(stage, LOAD, LoadStudy, under_load)
+        file = stage.path / f"{LOAD}.json"
+        if read_json(file) is None:
+            placement = context.placement(ENGINE_SECTIONS["vllm"])
+            arguments = {"request": replace(request, gpus=placement.gpus)}
+            study = context.executor.call(load_study, arguments, placement, progress)
+            write_json(file, to_json(study))
+        load = from_json(LoadStudy, read_json(file))
         figures = replace(figures, studies=Studies(load=load.rows), under_load=load.under_load)
     return replace(result, vllm=figures)
-
-
-def kept_part(stage: StageDirectory, part: str, kind: type[Part], make: Callable[[], Part]) -> Part:
-    """A part's result as its file has it, made where there is none."""
-    file = stage.path / f"{part}.json"
-    if read_json(file) is None:
-        write_json(file, to_json(make()))
-    return from_json(kind, read_json(file))
 
 
 def forget_parts(stage: StageDirectory) -> None:

@@ -29,17 +29,16 @@ from pipeline.config import Config
 from pipeline.config.load import validate
 from pipeline.conversations.duplicates import CheckQuestions
 from pipeline.conversations.sources import read_questions
-from pipeline.evaluation.measuring import joined
 from pipeline.evaluation.references import exact_match, read_references
 from pipeline.execution.progress import ProgressReporter
 from pipeline.formatting import with_error
 from pipeline.run.check_engines import (
     check_request,
     drift_of_published,
+    engine_part,
     forget_parts,
-    in_vllm,
-    natively,
     on_served_model,
+    with_vllm,
 )
 from pipeline.run.checks import check_files
 from pipeline.run.context import Context, Stage
@@ -103,15 +102,15 @@ def _decode(context: Context, stage: StageDirectory, progress: ProgressReporter)
     """The figures of every engine, on the target and on the copy that will be served."""
     engines = context.config.check.engines
     request, skipped = check_request(context, progress)
-    native = vllm = chain = None
+    result = None
     if "native" in engines:
-        native = natively(context, stage, request, progress)
-        assert native.native is not None
-        chain = native.native.chain
-        native = replace(native, native=replace(native.native, skipped_prompts=skipped))
+        result = engine_part(context, stage, request, "native", progress)
+        assert result.native is not None
+        result = replace(result, native=replace(result.native, skipped_prompts=skipped))
     if "vllm" in engines:
-        vllm = in_vllm(context, stage, request, chain, progress)
-    result = replace(joined(native, vllm), skipped_prompts=skipped)
+        result = with_vllm(context, stage, request, result, progress)
+    assert result is not None
+    result = replace(result, skipped_prompts=skipped)
     copies = context.resolved.served_copies
     if not copies:
         return result

@@ -34,7 +34,7 @@ conversations = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 20)), min_
 @settings(max_examples=100, deadline=None)
 @given(ranks=held_out(), num_nodes=st.integers(0, 12))
 def test_the_walk_takes_decoding_s_steps_in_each_span(ranks, num_nodes):
-    choices, _ = joint_tree(ranks, num_nodes)
+    choices = joint_tree(ranks, num_nodes)
     truths = [tuple(column) for column in ranks.ranks_KN.T.tolist()]
     guessed = []
     for truth in truths:
@@ -100,7 +100,7 @@ def test_walks_take_the_decoder_s_steps(num_nodes, target_of, continuation, fitt
         places.append(dynamic.places(heads, *roots, labels).numpy())
     text = of(np.concatenate(ranks, axis=1), np.arange(len(PROMPTS)) * 39)
     spans = text.starts, text.conversations, text.seen
-    choices, _ = joint_tree(text, num_nodes)
+    choices = joint_tree(text, num_nodes)
     grown = HeldOutPlaces(np.concatenate(places, axis=1), *spans).walk(num_nodes)
     for tree, walked in ((choices, walk(text, choices)), (dynamic, grown)):
         decoder = Decoder(model, heads, tree, eos_token_ids=())

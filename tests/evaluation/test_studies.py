@@ -21,7 +21,7 @@ from pipeline.evaluation import studies
 from pipeline.evaluation.answer_states import answer_states, guess_ranks
 from pipeline.evaluation.overhead import with_tree
 from pipeline.evaluation.prompts import Prompt, held_out_prompts
-from pipeline.evaluation.studies import Side, chain_rate, run_studies, searched_tree
+from pipeline.evaluation.studies import Decoding, Side, chain_rate, run_studies, searched_tree
 from pipeline.export.directory import read_heads
 from pipeline.report.documents import report_texts
 from pipeline.report.report import Extras, Report
@@ -88,6 +88,10 @@ def smaller(monkeypatch):
     monkeypatch.setattr(studies, "BATCH_SIZES", (1, 4))
 
 
+def studied(asked, plain, accelerated, prompts, answers, calibration=None):
+    return run_studies(Decoding(plain, accelerated, prompts, answers), asked, calibration)
+
+
 def rate_of(decoder: Decoder, prompts, num_tokens: int = 10) -> float:
     return acceleration_rate([decoder.generate(prompt.ids, num_tokens) for prompt in prompts])
 
@@ -95,7 +99,7 @@ def rate_of(decoder: Decoder, prompts, num_tokens: int = 10) -> float:
 def test_the_ladder_goes_from_plain_decoding_to_the_export_s_tree(
     plain, medusa, prompts, texts, calibration
 ):
-    rows = run_studies(settings("trees"), plain, medusa, prompts, texts, calibration).trees
+    rows = studied(settings("trees"), plain, medusa, prompts, texts, calibration).trees
     assert [(row.tree, row.nodes) for row in rows] == [
         ("plain", 0),
         ("top-1 chain", 3),
@@ -135,7 +139,7 @@ def test_the_chain_s_rate_is_that_of_decoding_with_it(plain, medusa, prompts, nu
     decoded = []
     for prompt, text in zip(prompts, texts, strict=True):
         decoded.append(decoder.generate(prompt.ids, len(text)))
-    found = chain_rate(medusa, prompts, texts, num_tokens)
+    found = chain_rate(Decoding(plain, medusa, prompts, texts), num_tokens)
     assert found.acceleration_rate == pytest.approx(acceleration_rate(decoded), abs=1e-4)
     assert found.draft_tokens == num_tokens
 
@@ -150,7 +154,7 @@ def test_the_tree_of_the_stock_size_is_searched_or_of_accuracies(calibration):
 
 def test_exact_sampling_writes_the_text_of_plain_sampling(plain, medusa, prompts):
     """Greedily and by rejection: so the target finds either side's text equally likely."""
-    rows = run_studies(settings("typical"), plain, medusa, prompts, []).typical
+    rows = studied(settings("typical"), plain, medusa, prompts, []).typical
     found = {(row.temperature, row.rule, row.eps): row for row in rows}
     assert found.keys() == {
         (0.0, "plain", None),
@@ -171,7 +175,7 @@ def test_exact_sampling_writes_the_text_of_plain_sampling(plain, medusa, prompts
 def test_delta_is_the_root_of_eps_in_every_typical_row(plain, medusa, prompts, monkeypatch):
     sides: list[Side] = []
     monkeypatch.setattr(studies, "_rows_of_rules", lambda given, *_: sides.extend(given) or [])
-    run_studies(settings("typical", first_token="sampled"), plain, medusa, prompts, [])
+    studied(settings("typical", first_token="sampled"), plain, medusa, prompts, [])
     rules = [(side.eps, side.rule) for side in sides if side.name == "typical"]
     assert rules == [
         (0.04, TypicalAcceptance(0.8, eps=0.04, delta=0.2, samples=True)),
@@ -183,7 +187,7 @@ def test_heads_are_used_up_to_each_depth_of_the_tree(exact, prompts):
     plain = plain_decoder(exact[0], eos_token_ids=(1,))
     medusa = Decoder(*exact, TREE, eos_token_ids=(1,))
     texts = [plain.generate(prompt.ids, 10).token_ids for prompt in prompts]
-    rows = run_studies(settings("heads"), plain, medusa, prompts, texts).heads
+    rows = studied(settings("heads"), plain, medusa, prompts, texts).heads
     assert [(row.heads, row.nodes) for row in rows] == [(1, 2), (2, 4), (3, 5)]
     for row in rows:
         tree = [path for path in TREE if len(path) <= row.heads]
@@ -198,7 +202,7 @@ def test_a_dynamic_tree_is_beside_a_static_one_and_cut_at_each_depth(exact, prom
     grown = Decoder(*exact, tree, eos_token_ids=(1,))
     texts = [plain.generate(prompt.ids, 10).token_ids for prompt in prompts]
     asked = settings("trees", "heads")
-    found = run_studies(asked, plain, grown, prompts, texts, calibration)
+    found = studied(asked, plain, grown, prompts, texts, calibration)
     assert [(row.tree, row.nodes) for row in found.trees[-2:]] == [
         ("searched, the export's size", 8),
         ("the export's, dynamic", 8),
@@ -225,7 +229,7 @@ def test_every_batch_size_decodes_the_same_prompts(plain, medusa, prompts, monke
         return generate(decoder, ids, num_tokens)
 
     monkeypatch.setattr(Decoder, "generate_batch", generate_batch)
-    rows = run_studies(settings("batch", repeats=repeats), plain, medusa, prompts, []).batch
+    rows = studied(settings("batch", repeats=repeats), plain, medusa, prompts, []).batch
     one, other, _ = (prompt.ids for prompt in prompts)
     batches = [
         *[[one], [other]] * repeats,
@@ -242,11 +246,11 @@ def test_every_batch_size_decodes_the_same_prompts(plain, medusa, prompts, monke
 def test_answers_without_a_step_have_no_figures(plain, medusa, prompts, texts):
     first = [text[:1] for text in texts]
     asked = settings("trees", "heads", max_new_tokens=1)
-    found = run_studies(asked, plain, medusa, prompts, first)
+    found = studied(asked, plain, medusa, prompts, first)
     assert {row.speedup for row in (*found.trees, *found.heads)} == {None}
     assert found == Studies(trees=found.trees, heads=found.heads)
     assert report_texts(report_of(found), Extras())
-    assert run_studies(settings(), plain, medusa, prompts, []) is None
+    assert studied(settings(), plain, medusa, prompts, []) is None
 
 
 @pytest.fixture
@@ -291,6 +295,6 @@ def test_batches_are_captured_before_they_are_timed(model, medusa, prompts, even
     """Also of the few texts that are left when others have ended."""
     monkeypatch.setattr(studies, "BATCH_SIZES", (4,))
     plain, tree = captured(model, medusa.heads, tuple(range(300))[::7])
-    studies.batch_sizes(plain, tree, prompts, 40, 2)
+    studies.batch_sizes(Decoding(plain, tree, prompts, []), 40, 2)
     first_timed = events.index("clock")
     assert "capture" in events[:first_timed] and "capture" not in events[first_timed:]

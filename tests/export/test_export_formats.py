@@ -19,7 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 
 from pipeline.config.outcome import FormatName
 from pipeline.errors import ConfigError, DataError
-from pipeline.export.directory import read_heads, write_export
+from pipeline.export.directory import write_export
 from pipeline.export.layout import ExportLayout, check_formats, read_layout
 from pipeline.heads.medusa import MedusaHeads
 from pipeline.heads.recurrent import RecurrentHeads
@@ -70,24 +70,21 @@ def test_the_reference_implementation_loads_its_file_without_running_code(tmp_pa
         def forward(self, x):
             return x + nn.functional.silu(self.linear(x))
 
-    theirs = nn.ModuleList(
-        [nn.Sequential(ResBlock(), nn.Linear(4, 6, bias=False)) for _ in range(3)]
-    )
+    def head() -> nn.Module:
+        return nn.Sequential(ResBlock(), nn.Linear(4, 6, bias=False))
+
+    theirs = nn.ModuleList([head(), head(), head()])
     theirs.load_state_dict(
         torch.load(directory / "medusa_lm_head.pt", weights_only=True), strict=True
     )
     hidden_ND = torch.randn(5, 4)
     torch.testing.assert_close(torch.stack([head(hidden_ND) for head in theirs]), heads(hidden_ND))
     config = json.loads((directory / "config.json").read_text())
-    wanted = {
-        "medusa_num_heads": 3,
-        "medusa_num_layers": 1,
-        "base_model_name_or_path": "owner/target",
-    }
+    wanted = {"medusa_num_heads": 3, "medusa_num_layers": 1}
     assert config.items() >= wanted.items() and "speculators_config" not in config
 
 
-def test_sglang_s_model_computes_what_the_cell_does_and_lacks_no_tensor(tmp_path):
+def test_sglang_s_model_computes_what_the_cell_does(tmp_path):
     """SGLang's llama_eagle.py, of transformers' parts: fc with a bias, one Llama layer without its
     first norm.
     """
@@ -158,43 +155,41 @@ class Harmful:
         return open, (self.path, "w")
 
 
+@pytest.fixture
+def pickled(tmp_path) -> Path:
+    """The pickle of an export in the reference's format."""
+    directory = write(tmp_path / "export", config_of(), heads_of(config_of()), "reference")
+    return directory / "reference" / "medusa_lm_head.pt"
+
+
 @pytest.mark.parametrize("how", ["torch", "pickle"])
-def test_a_pickle_of_anything_else_is_refused_and_none_of_its_code_runs(tmp_path, how):
-    directory = (
-        write(tmp_path / "export", config_of(), heads_of(config_of()), "reference") / "reference"
-    )
-    weights, harm = directory / "medusa_lm_head.pt", Harmful(str(tmp_path / "harm"))
+def test_a_pickle_of_code_is_refused_and_none_of_it_runs(tmp_path, pickled, how):
+    harm = Harmful(str(tmp_path / "harm"))
     if how == "torch":
-        torch.save({"0.0.linear.weight": harm}, weights)
+        torch.save({"0.0.linear.weight": harm}, pickled)
     else:
-        weights.write_bytes(pickle.dumps(harm))
+        pickled.write_bytes(pickle.dumps(harm))
     with pytest.raises(DataError, match="no file of tensors"):
-        read(directory)
+        read(pickled.parent)
     assert not (tmp_path / "harm").exists()
 
 
 @pytest.mark.parametrize("content", [[torch.ones(1)], {"a": 1}, {1: torch.ones(1)}, torch.ones(2)])
-def test_a_pickle_of_other_plain_data_is_no_file_of_named_tensors(tmp_path, content):
-    directory = (
-        write(tmp_path / "export", config_of(), heads_of(config_of()), "reference") / "reference"
-    )
-    torch.save(content, directory / "medusa_lm_head.pt")
+def test_a_pickle_of_other_plain_data_is_refused(pickled, content):
+    torch.save(content, pickled)
     with pytest.raises(DataError, match="no file of named tensors"):
-        read(directory)
+        read(pickled.parent)
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"not a pickle at all"])
-def test_a_damaged_pickle_is_one_paragraph(tmp_path, content):
-    directory = (
-        write(tmp_path / "export", config_of(), heads_of(config_of()), "reference") / "reference"
-    )
-    (directory / "medusa_lm_head.pt").write_bytes(content)
+def test_a_damaged_pickle_is_one_paragraph(pickled, content):
+    pickled.write_bytes(content)
     with pytest.raises(DataError) as caught:
-        read_heads(directory, None)
+        read(pickled.parent)
     assert "\n" not in str(caught.value)
 
 
-def test_a_push_sends_every_format_with_the_hub_s_name_of_the_target(tmp_path, hub):
+def test_a_push_sends_every_format(tmp_path, hub):
     local = str(tmp_path / "my-model")
     export = export_to(tmp_path / "export", local)
     write(export, read_layout(export), MedusaHeads(read_layout(export).shape), "reference")

@@ -16,8 +16,9 @@ from pipeline.errors import DataError
 from pipeline.export.weights import DirectoryTensors
 from pipeline.heads.kind import TargetWeights
 from pipeline.heads.kinds import ForeignHeads, Sizes, foreign_heads
+from pipeline.heads.medusa import MedusaHeads
 from pipeline.heads.recurrent import RecurrentHeads
-from pipeline.heads.shapes import MedusaShape, RecurrentShape
+from pipeline.heads.shapes import RecurrentShape
 from tests.export.exports import config_of, heads_of, tensors_of
 
 SIZES, ONE = Sizes(4, 6), torch.tensor(1.0)
@@ -31,20 +32,8 @@ def read(directory: Path, sizes: Sizes = SIZES, num_tokens: int = 3) -> ForeignH
     return foreign_heads(DirectoryTensors(directory), TARGET, sizes, num_tokens)
 
 
-def as_vllm_names_them(tensors: dict[str, Tensor], num_layers: int) -> dict[str, Tensor]:
-    names = {}
-    for name, tensor in tensors.items():
-        k, place, *rest = name.split(".")
-        block = f"blocks.{k}.layers.{place}.{rest[-1]}"
-        names[block if int(place) < num_layers else f"lm_heads.{k}.weight"] = tensor.clone()
-    return names
-
-
-def authors(tensors: dict[str, Tensor], directory: Path) -> None:
-    save_file(
-        {name: tensor.clone() for name, tensor in tensors.items()},
-        directory / "medusa_lm_head.safetensors",
-    )
+def save(tensors: dict[str, Tensor], directory: Path, name: str = "model.safetensors") -> None:
+    save_file({key: tensor.clone() for key, tensor in tensors.items()}, directory / name)
 
 
 def pickled(tensors: dict[str, Tensor], directory: Path) -> None:
@@ -52,69 +41,56 @@ def pickled(tensors: dict[str, Tensor], directory: Path) -> None:
 
 
 def inside_of_a_model(tensors: dict[str, Tensor], directory: Path) -> None:
-    inside = {f"medusa_head.{name}": tensor.clone() for name, tensor in tensors.items()}
-    some, others = dict(list(inside.items())[:3]), dict(list(inside.items())[3:])
-    save_file(
-        some | {"model.embed_tokens.weight": torch.ones(6, 4)},
-        directory / "model-00001-of-00002.safetensors",
-    )
-    save_file(
-        others | {"lm_head.weight": torch.ones(6, 4)},
-        directory / "model-00002-of-00002.safetensors",
-    )
+    inside = [(f"medusa_head.{name}", tensor) for name, tensor in tensors.items()]
+    own = {"model.embed_tokens.weight": torch.ones(6, 4)}
+    save(own | dict(inside[:3]), directory, "model-00001-of-00002.safetensors")
+    save(dict(inside[3:]), directory, "model-00002-of-00002.safetensors")
 
 
-def vllm_s_own(tensors: dict[str, Tensor], directory: Path) -> None:
-    save_file(as_vllm_names_them(tensors, 2), directory / "model.safetensors")
+def as_vllm_names_them(tensors: dict[str, Tensor], directory: Path) -> None:
+    named = {}
+    for name, tensor in tensors.items():
+        k, place, *rest = name.split(".")
+        block = f"blocks.{k}.layers.{place}.{rest[-1]}"
+        named[block if int(place) < 2 else f"lm_heads.{k}.weight"] = tensor
+    save(named, directory)
 
 
-def told(directory: Path, **config: object) -> None:
-    eagle(directory)
-    (directory / "config.json").write_text(json.dumps(config))
+def assert_guesses(directory: Path, heads: MedusaHeads) -> None:
+    found, hidden_ND = read(directory).heads, torch.randn(7, 4)
+    assert found and found.shape.num_heads == 3
+    torch.testing.assert_close(found(hidden_ND), heads(hidden_ND))
 
 
-@pytest.mark.parametrize("write", [authors, pickled, inside_of_a_model, vllm_s_own])
+@pytest.mark.parametrize("write", [save, pickled, inside_of_a_model, as_vllm_names_them])
 def test_medusa_heads_guess_the_same_from_every_layout(tmp_path, write):
     heads = heads_of(config_of(num_layers=2))
     write(tensors_of(heads), tmp_path)
-    found, hidden_ND = read(tmp_path), torch.randn(7, 4)
-    assert found.heads and found.heads.shape == MedusaShape(4, 6, 3, 2)
-    assert torch.equal(found.heads(hidden_ND), heads(hidden_ND))
+    assert_guesses(tmp_path, heads)
 
 
 def test_a_pickle_beside_safetensors_is_not_read(tmp_path):
-    heads, others = heads_of(config_of()), heads_of(config_of(), seed=1)
-    authors(tensors_of(heads), tmp_path)
-    torch.save(tensors_of(others), tmp_path / "pytorch_model.bin")
-    found, hidden_ND = read(tmp_path), torch.randn(7, 4)
-    assert found.heads and torch.equal(found.heads(hidden_ND), heads(hidden_ND))
+    heads = heads_of(config_of())
+    save(tensors_of(heads), tmp_path)
+    pickled(tensors_of(heads_of(config_of(), seed=1)), tmp_path)
+    assert_guesses(tmp_path, heads)
 
 
-def test_heads_without_an_lm_head_read_the_target_s_and_those_without_biases_have_none(tmp_path):
+def test_a_missing_lm_head_is_the_target_s(tmp_path):
     heads = heads_of(config_of(lm_head="tied"))
     heads.block_bias.data.zero_()
-    tensors = {
-        name: tensor for name, tensor in tensors_of(heads).items() if name.endswith("linear.weight")
-    }
-    authors(tensors, tmp_path)
     heads.lm_head.data.copy_(TARGET.lm_head())
-    found, hidden_ND = read(tmp_path), torch.randn(7, 4)
-    assert found.heads and torch.allclose(found.heads(hidden_ND), heads(hidden_ND))
+    named = tensors_of(heads)
+    save({name: named[name] for name in named if name.endswith("linear.weight")}, tmp_path)
+    assert_guesses(tmp_path, heads)
 
 
 def test_one_lm_head_in_the_file_is_for_all_heads(tmp_path):
     heads = heads_of(config_of(lm_head="shared"))
     named = tensors_of(heads)
-    authors(
-        {
-            name: tensor
-            for name, tensor in named.items()
-            if name not in ("1.1.weight", "2.1.weight")
-        },
-        tmp_path,
-    )
-    found, hidden_ND = read(tmp_path), torch.randn(7, 4)
-    assert found.heads and torch.equal(found.heads(hidden_ND), heads(hidden_ND))
+    del named["1.1.weight"], named["2.1.weight"]
+    save(named, tmp_path)
+    assert_guesses(tmp_path, heads)
 
 
 def eagle(directory: Path, epsilon: float = 1e-5, **changed: Tensor | None) -> dict[str, Tensor]:
@@ -131,11 +107,7 @@ def eagle(directory: Path, epsilon: float = 1e-5, **changed: Tensor | None) -> d
     }
     tensors = {name: tensor for name, tensor in (tensors | changed).items() if tensor is not None}
     save_file(tensors, directory / "model.safetensors")
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "num_hidden_layers": 1,
-        "rms_norm_eps": epsilon,
-    }
+    config = {"architectures": ["LlamaForCausalLM"], "rms_norm_eps": epsilon}
     (directory / "config.json").write_text(json.dumps(config))
     return tensors
 
@@ -158,7 +130,7 @@ def test_an_eagle_container_without_attention_is_a_recurrent_cell(tmp_path):
     assert torch.equal(found.heads.lm_head, TARGET.lm_head()), "it is the target's"
 
 
-def test_a_container_may_repeat_the_target_s_matrices_and_bring_a_bias_of_zeros(tmp_path):
+def test_a_container_may_repeat_the_target_s_matrices(tmp_path):
     repeated = {"embed_tokens.weight": TARGET.embedding().clone(), "fc.bias": torch.zeros(4)}
     eagle(tmp_path, **repeated)
     assert isinstance(read(tmp_path).heads, RecurrentHeads)
@@ -174,9 +146,7 @@ def test_a_container_may_repeat_the_target_s_matrices_and_bring_a_bias_of_zeros(
         ({"fc.bias": torch.ones(4)}, "fc adds a bias"),
     ],
 )
-def test_a_draft_model_that_native_decoding_cannot_have_is_left_to_vllm_with_the_reason(
-    tmp_path, changed, says
-):
+def test_a_draft_model_with_attention_is_left_to_vllm(tmp_path, changed, says):
     eagle(tmp_path, **changed)
     found = read(tmp_path)
     assert (
@@ -187,99 +157,75 @@ def test_a_draft_model_that_native_decoding_cannot_have_is_left_to_vllm_with_the
     )
 
 
+def medusa(directory: Path, **changed: Tensor) -> None:
+    save(tensors_of(heads_of(config_of())) | changed, directory)
+
+
+def without_epsilon(directory: Path) -> None:
+    eagle(directory)
+    (directory / "config.json").write_text('{"rms_norm_eps": null}')
+
+
 @pytest.mark.parametrize(
     ("write", "sizes", "says"),
     [
-        (
-            lambda path: authors(tensors_of(heads_of(config_of())), path),
-            Sizes(8, 6),
-            "states of 4 numbers.*have 8",
-        ),
-        (
-            lambda path: authors(tensors_of(heads_of(config_of())), path),
-            Sizes(4, 7),
-            "vocabulary of 6.*lm_head has 7",
-        ),
+        (medusa, Sizes(8, 6), "states of 4 numbers.*have 8"),
+        (medusa, Sizes(4, 7), "vocabulary of 6.*lm_head has 7"),
         (eagle, Sizes(8, 6), "states of 4 numbers.*have 8"),
+        (without_epsilon, SIZES, "rms_norm_eps is no number but None"),
         (lambda path: None, SIZES, "no weights"),
-        (
-            lambda path: save_file({"a.b": torch.ones(2)}, path / "model.safetensors"),
-            SIZES,
-            "neither.*there is a.b",
-        ),
-        (
-            lambda path: torch.save({"0.0.linear.weight": 3}, path / "x.pt"),
-            SIZES,
-            "no file of named tensors",
-        ),
-        (
-            lambda path: (path / "x.pt").write_bytes(b"cos\nsystem\n."),
-            SIZES,
-            "no file of tensors|cannot be read",
-        ),
-        (
-            lambda path: eagle(path, **{"layers.0.mlp.up_proj.weight": None}),
-            SIZES,
-            "up_proj.weight is missing",
-        ),
-        (
-            lambda path: eagle(path, **{"layers.1.mlp.up_proj.weight": torch.ones(5, 4)}),
-            SIZES,
-            "unknown",
-        ),
-        (
-            lambda path: eagle(path, **{"fc.weight": torch.ones(4, 12)}),
-            SIZES,
-            r"\[4, 12\].*\[D, 2D\]",
-        ),
-        (
-            lambda path: authors({"0.0.linear.weight": torch.full((4, 4), torch.nan)}, path),
-            SIZES,
-            "not finite",
-        ),
-        (
-            lambda path: authors({"999999999.0.linear.weight": torch.ones(4, 4)}, path),
-            SIZES,
-            "of 1000000000 heads",
-        ),
-        (
-            lambda path: authors({"0.0.linear.weight": torch.ones(4, 4), "0.1.weight": ONE}, path),
-            SIZES,
-            "0.1.weight",
-        ),
-        (
-            lambda path: eagle(path, **{"layers.0.mlp.gate_proj.weight": ONE}),
-            SIZES,
-            "gate_proj.weight",
-        ),
-        (
-            lambda path: eagle(path, **{"fc.weight": torch.ones(4, 8).double()}),
-            SIZES,
-            "fc.weight is float64",
-        ),
-        (lambda path: told(path, rms_norm_eps=None), SIZES, "rms_norm_eps is no number but None"),
+        (lambda path: (path / "x.pt").write_bytes(b"cos\nsystem\n."), SIZES, "no file|cannot be"),
     ],
 )
-def test_what_is_no_heads_of_this_target_is_refused_in_a_paragraph(tmp_path, write, sizes, says):
+def test_other_files_and_heads_of_other_targets_are_refused(tmp_path, write, sizes, says):
     write(tmp_path)
     with pytest.raises(DataError, match=says) as caught:
         read(tmp_path, sizes)
     assert caught.value.exit_code == 3 and "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("tensors", "says"),
+    [
+        ({"a.b": torch.ones(2)}, "neither.*there is a.b"),
+        ({"0.0.linear.weight": torch.full((4, 4), torch.nan)}, "not finite"),
+        ({"999999999.0.linear.weight": torch.ones(4, 4)}, "of 1000000000 heads"),
+        ({"0.0.linear.weight": torch.ones(4, 4), "0.1.weight": ONE}, "0.1.weight"),
+        (
+            {f"{k}.0.linear.weight": torch.ones(4, 4) for k in (0, 2)},
+            "2 tensors of 3 heads",
+        ),
+    ],
+)
+def test_tensors_that_are_no_medusa_heads_are_refused(tmp_path, tensors, says):
+    save(tensors, tmp_path)
+    with pytest.raises(DataError, match=says):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "says"),
+    [
+        ("layers.0.mlp.up_proj.weight", None, "up_proj.weight is missing"),
+        ("layers.1.mlp.up_proj.weight", torch.ones(5, 4), "unknown"),
+        ("layers.0.mlp.gate_proj.weight", ONE, "gate_proj.weight"),
+        ("fc.weight", torch.ones(4, 12), r"\[4, 12\].*\[D, 2D\]"),
+        ("fc.weight", torch.ones(4, 8).double(), "fc.weight is float64"),
+    ],
+)
+def test_tensors_that_are_no_cell_are_refused(tmp_path, name, tensor, says):
+    eagle(tmp_path, **{name: tensor})
+    with pytest.raises(DataError, match=says):
+        read(tmp_path)
+
+
 def test_what_files_leave_out_does_not_widen_what_they_hold(tmp_path):
-    """Zeros of a cell's attention and of biases: in float32 heads of 16 bits would be slower than
-    they are.
-    """
+    """Zeros of a cell's attention and of biases: float32 heads would be slower than 16-bit ones."""
     eagle(tmp_path, **{name: tensor.bfloat16() for name, tensor in eagle(tmp_path).items()})
     cell = read(tmp_path).heads
     assert isinstance(cell, RecurrentHeads) and cell.fc.dtype == torch.bfloat16
     (tmp_path / "medusa").mkdir()
-    named = {
-        name: tensor.bfloat16()
-        for name, tensor in tensors_of(heads_of(config_of())).items()
-        if "bias" not in name
-    }
-    authors(named, tmp_path / "medusa")
+    named = tensors_of(heads_of(config_of()).bfloat16())
+    save({name: named[name] for name in named if "bias" not in name}, tmp_path / "medusa")
     found = read(tmp_path / "medusa").heads
     assert found and {parameter.dtype for parameter in found.parameters()} == {torch.bfloat16}
