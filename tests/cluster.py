@@ -45,11 +45,11 @@ def work_here(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> None:
     """`module` works in this process, with pickled tasks and results, instead of its own."""
 
     def here(
-        function: Callable[..., Any], task: Any, told: Callable[..., None] | None = None
+        function: Callable[..., Any], task: Any, on_report: Callable[..., None] | None = None
     ) -> Any:
-        tell = told or (lambda **progress: None)
+        report = on_report or (lambda **progress: None)
         called, copied = pickle.loads(pickle.dumps((function, task)))
-        return pickle.loads(pickle.dumps(called(copied, tell)))
+        return pickle.loads(pickle.dumps(called(copied, report)))
 
     monkeypatch.setattr(module, "in_own_process", here)
 

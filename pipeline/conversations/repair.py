@@ -82,8 +82,7 @@ def calls_json(calls: Any) -> str:
         RowRejected: One has no name, or is not JSON.
     """
     found = []
-    for call in calls if isinstance(calls, list) else [calls]:
-        function = _function(call)
+    for function in _functions(calls):
         arguments = function.get("arguments", function.get("parameters"))
         if isinstance(arguments, str):
             arguments = parsed_json(arguments, "A function call")
@@ -101,18 +100,20 @@ def definitions_json(tools: Any) -> str | None:
         tools = parsed_json(tools, "`tools`") if tools.strip() else None
     if not tools:
         return None
-    functions = [_function(tool) for tool in (tools if isinstance(tools, list) else [tools])]
-    return _tool_json([{"type": "function", "function": function} for function in functions])
+    offered = [{"type": "function", "function": function} for function in _functions(tools)]
+    return _tool_json(offered)
 
 
-def _function(value: Any) -> dict[str, Any]:
-    """The object with a function's name, bare or under `function`."""
-    function = value.get("function", value) if isinstance(value, dict) else None
-    if isinstance(function, dict):
-        name = function.get("name")
-        if isinstance(name, str) and name:
-            return function
-    raise RowRejected(Reason.NOT_TEXT, "A function call or definition has no name.")
+def _functions(value: Any) -> list[dict[str, Any]]:
+    """The objects with a function's name, bare or under `function`; one may stand alone."""
+    functions = []
+    for item in value if isinstance(value, list) else [value]:
+        function = item.get("function", item) if isinstance(item, dict) else {}
+        name = function.get("name") if isinstance(function, dict) else None
+        if not isinstance(name, str) or not name:
+            raise RowRejected(Reason.NOT_TEXT, "A function call or definition has no name.")
+        functions.append(function)
+    return functions
 
 
 def _tool_json(value: list[dict[str, Any]]) -> str:
@@ -141,8 +142,11 @@ def repair(
     if not any(turn.content for turn in turns):
         raise RowRejected(Reason.EMPTY, "There is no text in it.")
     messages = _joined(_trimmed(turns))
-    if any(message.uses_tools for message in messages):
-        messages = _with_tools(messages, tools)
+    uses_tools = [message.uses_tools for message in messages]
+    if any(uses_tools) and tools == "quarantine":
+        raise RowRejected(Reason.TOOLS, "It calls functions; seeds.tools is quarantine.")
+    if any(uses_tools) and tools == "cut":
+        messages = messages[: uses_tools.index(True)]
     num_characters = sum(len(message.text) for message in messages)
     if num_characters > max_characters:
         detail = f"{num_characters:,} characters; seeds.max_characters is {max_characters:,}."
@@ -165,15 +169,6 @@ def _trimmed(turns: Sequence[Message]) -> list[Message]:
     if not all(turn.text for turn in kept):
         raise RowRejected(Reason.EMPTY, "A turn in the middle, or a function's result, is empty.")
     return kept
-
-
-def _with_tools(messages: list[Message], policy: ToolPolicy) -> list[Message]:
-    if policy == "quarantine":
-        raise RowRejected(Reason.TOOLS, "It calls functions; seeds.tools is quarantine.")
-    if policy == "context":
-        return messages
-    first = [message.uses_tools for message in messages].index(True)
-    return messages[:first]
 
 
 def _joined(turns: Sequence[Message]) -> list[Message]:

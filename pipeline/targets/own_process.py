@@ -20,18 +20,18 @@ import pipeline
 from pipeline.errors import EnvironmentFault, MedusaDistillError
 from pipeline.storage.progress_file import SECONDS_BETWEEN_REPORTS, ProgressFile
 
-Tell = Callable[..., None]  # reports progress: part, done, total, unit, note
+Report = Callable[..., None]  # reports progress: part, done, total, unit, note
 CALL, RESULT, PROGRESS = "call.pickle", "result.pickle", "progress.json"
 
 
 def in_own_process(
-    function: Callable[[Any, Tell], Any], task: object, told: Tell | None = None
+    function: Callable[[Any, Report], Any], task: object, on_report: Report | None = None
 ) -> Any:
-    """Return `function(task, tell)`, called in a new interpreter.
+    """Return `function(task, report)`, called in a new interpreter.
 
     Args:
         function: One of a module, since it is pickled.
-        told: Called with the progress that the function tells, as keywords.
+        on_report: Called with the progress that the function reports, as keywords.
 
     Raises:
         MedusaDistillError: What the function raised, and EnvironmentFault where its process ended
@@ -47,7 +47,7 @@ def in_own_process(
             text=True,
             errors="replace",
         )
-        output = _wait(process, ProgressFile(Path(directory, PROGRESS)), told)
+        output = _wait(process, ProgressFile(Path(directory, PROGRESS)), on_report)
         result = Path(directory, RESULT)
         if not result.is_file():
             what = f"vLLM ended with status {process.returncode}: {last_line(output)}"
@@ -59,7 +59,7 @@ def in_own_process(
     return outcome
 
 
-def _wait(process: subprocess.Popen[str], file: ProgressFile, told: Tell | None) -> str:
+def _wait(process: subprocess.Popen[str], file: ProgressFile, on_report: Report | None) -> str:
     """The process's standard error, when it has ended; it does not outlive this call."""
     with process:
         try:
@@ -68,8 +68,8 @@ def _wait(process: subprocess.Popen[str], file: ProgressFile, told: Tell | None)
                     _, output = process.communicate(timeout=SECONDS_BETWEEN_REPORTS)
                     return output
                 progress = file.read()
-                if told and progress:
-                    told(**progress)
+                if on_report and progress:
+                    on_report(**progress)
         except BaseException:
             process.kill()
             raise
@@ -80,14 +80,14 @@ def main(directory: str) -> None:
     file = ProgressFile(Path(directory, PROGRESS))
     part: str | None = None
 
-    def tell(**progress: Any) -> None:
+    def report(**progress: Any) -> None:
         nonlocal part
         file.write(progress, at_once=progress.get("part") != part)
         part = progress.get("part")
 
     function, task = pickle.loads(Path(directory, CALL).read_bytes())
     try:
-        outcome = function(task, tell)
+        outcome = function(task, report)
     except MedusaDistillError as error:
         outcome = error
     Path(directory, RESULT).write_bytes(pickle.dumps(outcome))

@@ -26,7 +26,7 @@ from itertools import chain
 from typing import Any
 
 from pipeline.conversations.requests import Request
-from pipeline.targets.own_process import Tell, in_own_process
+from pipeline.targets.own_process import Report, in_own_process
 from pipeline.targets.spec import TargetSpec, context_length, eos_token_ids
 from pipeline.targets.vllm_engine import RunningEngine, sampling_params, token_prompt
 
@@ -77,23 +77,23 @@ class DecodeTask:
     at_once: int | None = None
 
 
-def decode_in_vllm(tasks: Sequence[DecodeTask], told: Tell | None = None) -> list[VLLMTexts]:
+def decode_in_vllm(tasks: Sequence[DecodeTask], on_report: Report | None = None) -> list[VLLMTexts]:
     """The greedy texts of one engine per task, after a warm-up, without a prefix cache.
 
     Args:
-        told: Called with the progress, as `in_own_process` does.
+        on_report: Called with the progress, as `in_own_process` does.
 
     Raises:
         ConfigError, EnvironmentFault: As VLLMGenerationEngine does, and EnvironmentFault where an
         engine dies.
     """
-    return [in_own_process(decode, task, told) for task in tasks]
+    return [in_own_process(decode, task, on_report) for task in tasks]
 
 
-def decode(task: DecodeTask, tell: Tell) -> VLLMTexts:
+def decode(task: DecodeTask, report: Report) -> VLLMTexts:
     """Decode in this process."""
     side = "vLLM with the heads" if task.engine_args else "plain vLLM"
-    tell(part=f"{side} starts")
+    report(part=f"{side} starts")
     arguments: dict[str, Any] = {"enable_prefix_caching": False}
     if task.at_once:
         arguments["max_num_seqs"] = task.at_once
@@ -106,16 +106,16 @@ def decode(task: DecodeTask, tell: Tell) -> VLLMTexts:
         requests.append(Request(str(row), list(ids), limit))
     total = task.repeats * len(requests)
 
-    def report(turn: int, num_finished: int, num_tokens: int) -> None:
+    def report_step(turn: int, num_finished: int, num_tokens: int) -> None:
         done = turn * len(requests) + num_finished
-        tell(part=side, done=done, total=total, unit="prompts", note=f"{num_tokens:,} tokens")
+        report(part=side, done=done, total=total, unit="prompts", note=f"{num_tokens:,} tokens")
 
     _generate(running, requests[:NUM_WARM_UPS], eos)
     answers: list[list[list[int]]] = []
     seconds = []
     for turn in range(task.repeats):
         started = time.perf_counter()
-        answers = _generate(running, requests, eos, functools.partial(report, turn))
+        answers = _generate(running, requests, eos, functools.partial(report_step, turn))
         seconds.append(time.perf_counter() - started)
     is_v2 = running.llm.llm_engine.vllm_config.use_v2_model_runner
     running.close()
@@ -131,7 +131,7 @@ def _generate(
     running: RunningEngine,
     requests: list[Request],
     eos: tuple[int, ...],
-    report: Callable[[int, int], None] | None = None,
+    report_step: Callable[[int, int], None] | None = None,
 ) -> list[list[list[int]]]:
     """Each request's tokens by step, the prefill's first; all requests are under way at once.
 
@@ -140,7 +140,7 @@ def _generate(
     request that was preempted is computed again, and the forward that continues its text is a step.
 
     Args:
-        report: Called after each step with the finished requests and the tokens so far.
+        report_step: Called after each step with the finished requests and the tokens so far.
     """
     from vllm.sampling_params import RequestOutputKind
 
@@ -158,6 +158,6 @@ def _generate(
                 steps[output.request_id].append(new_ids)
             num_finished += output.finished
             num_tokens += len(new_ids)
-        if report is not None:
-            report(num_finished, num_tokens)
+        if report_step is not None:
+            report_step(num_finished, num_tokens)
     return list(steps.values())

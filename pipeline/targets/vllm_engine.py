@@ -321,7 +321,7 @@ def _start_error(
     spec: TargetSpec, engine_args: Mapping[str, Any], error: Exception
 ) -> MedusaDistillError:
     """Blame an argument that vLLM names, else the machine: its GPU, memory or kernels."""
-    reason = one_line(error)
+    reason = one_line(error).partition(" [type=")[0]  # which pydantic appends
     is_refusal = isinstance(error, TypeError | ValidationError)
     if is_refusal and any(name in reason for name in engine_args):
         what = f"vLLM rejects an argument: {reason}."

@@ -34,7 +34,7 @@ from typing import IO, Any
 
 from pipeline.errors import EnvironmentFault
 from pipeline.targets.loading import require_gpus
-from pipeline.targets.own_process import Tell, environment, in_own_process, last_line
+from pipeline.targets.own_process import Report, environment, in_own_process, last_line
 from pipeline.targets.spec import TargetSpec, context_length, eos_token_ids
 from pipeline.targets.vllm_engine import engine_arguments, import_vllm
 
@@ -68,7 +68,7 @@ class LoadTask:
 
 
 def serve_under_load(
-    tasks: Sequence[LoadTask], told: Tell | None = None
+    tasks: Sequence[LoadTask], on_report: Report | None = None
 ) -> list[list[dict[str, Any]]]:
     """The figures of one server per task. Prefixes are not cached; texts are greedy and end as the
     target's own.
@@ -81,14 +81,14 @@ def serve_under_load(
     Raises:
         EnvironmentFault: The server cannot start, or requests fail.
     """
-    return [in_own_process(measure, task, told) for task in tasks]
+    return [in_own_process(measure, task, on_report) for task in tasks]
 
 
-def measure(task: LoadTask, tell: Tell) -> list[dict[str, Any]]:
+def measure(task: LoadTask, report: Report) -> list[dict[str, Any]]:
     """One server's rows."""
     import_vllm()
     side = "vLLM's server with the heads" if task.engine_args else "vLLM's server"
-    tell(part=f"{side} starts")
+    report(part=f"{side} starts")
     context = context_length(task.spec)
     eos = eos_token_ids(task.spec)
     questions = []
@@ -100,7 +100,7 @@ def measure(task: LoadTask, tell: Tell) -> list[dict[str, Any]]:
     with serving(task.spec, arguments, task.gpus) as address:
         for turn, level in enumerate(loads):
             note = f"{level} requests at once"
-            tell(part=side, done=turn, total=len(loads), unit="loads", note=note)
+            report(part=side, done=turn, total=len(loads), unit="loads", note=note)
             num_requests = max(len(questions), ROUNDS * level)
             requests = list(islice(cycle(questions), num_requests))
             passes[level].append(asyncio.run(_benchmark(address, requests, level, eos)))

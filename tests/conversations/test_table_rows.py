@@ -15,10 +15,10 @@ import pytest
 
 from pipeline.config import SeedSource
 from pipeline.conversations import text_rows
-from pipeline.conversations.conversation import Conversation, Message, Reason
+from pipeline.conversations.conversation import Conversation, Message
 from pipeline.conversations.sources import SourceReader
 from pipeline.errors import ConfigError, DataError
-from tests.conversations.test_sources import read, reasons
+from tests.conversations.test_sources import outcomes, read
 
 CHATS = [
     [{"role": "user", "content": f"问题 {n}?"}, {"role": "assistant", "content": "So."}]
@@ -45,8 +45,8 @@ def test_a_table_s_rows_come_out_in_order(name, tmp_path):
     """Also from a name that is not UTF-8, or that another kind of file has."""
     write_table(TABLE, tmp_path / name)
     rows = read((tmp_path / name).rename(tmp_path / f"\udcff{name}"))
-    assert [(row.id, row.source_id) for row in rows] == [(f"s:{n}", str(n)) for n in range(200)]
-    assert [row.messages[0].content for row in rows] == [f"问题 {n}?" for n in range(200)]
+    assert outcomes(rows) == " | ".join(f"问题 {n}?" for n in range(200))
+    assert [row.source_id for row in rows] == [str(n) for n in range(200)]
 
 
 def broken_texts(*texts: bytes) -> pa.Array:
@@ -60,8 +60,8 @@ def test_a_row_that_cannot_be_read_costs_itself_alone(name, tmp_path, monkeypatc
     prompts = broken_texts(b"why?", b"\xff\xfe", b"x" * 200_000, b"and?", b"who?")
     times = pa.array([0, 0, 0, 2**62, 0], pa.timestamp("ms"))
     write_table(pa.table({"prompt": prompts, "category": times}), tmp_path / name)
-    expected = [None, Reason.UNDECODABLE, Reason.TOO_LONG, Reason.UNDECODABLE, None]
-    assert reasons(read(tmp_path / name)) == expected
+    expected = "why? | undecodable | too-long | undecodable | who?"
+    assert outcomes(read(tmp_path / name)) == expected
 
 
 @every_table
@@ -128,39 +128,28 @@ def test_a_table_without_a_known_column_says_which_it_has(tmp_path):
         read(tmp_path / "a.parquet")
 
 
-CSV = 'id,prompt,note\n1,why?,\n2,"and so\n""they"" say?",x\n3,one,too,many\n\n4,who?,\r\n'
-
-
 @pytest.mark.parametrize(
-    ("name", "delimiter"),
-    [("a.csv", ","), ("a.csv", ";"), ("a.CSV", "\t"), ("a.tsv", "\t"), ("a.csv", "|")],
+    ("name", "data", "expected"),
+    [
+        ("a.csv", b"\xef\xbb\xbfid,prompt\n1,a?\n\n2,b?\r\n", "a? | b?"),
+        ("a.CSV", b"id;prompt\n1;a,b?", "a,b?"),
+        ("a.csv", b"id\tprompt\n1\ta,b?", "a,b?"),
+        ("a.csv", b"id|prompt\n1|a,b?", "a,b?"),
+        ("a.tsv", b"prompt\tid,x,y\na?\t1", "a?"),
+        ("a.csv", b'prompt,id\n"a, so\n""they"" say?",1', 'a, so\n"they" say?'),
+        ("a.csv", b"prompt,id\na?,1\none,too,many\none\nb?,2", "a? | broken-row | broken-row | b?"),
+        ("a.csv", b"prompt\na?\nho\rw?\nb?", "a? | broken-row | b?"),
+        ("a.csv", b"prompt\na?\n\xff\xfe\nb?", "a? | undecodable | b?"),
+        ("a.csv", b"prompt\na?\n%s\nb?" % (b"x" * 2000), "a? | too-long | b?"),
+        ("a.csv", b'prompt\na?\n"%s"\nb?' % (b"x" * 2000), "a? | too-long | b?"),
+        ("a.csv", b'prompt\na?\n"%s' % (b"never closed\n" * 78), "a? | too-long | never closed"),
+        ("a.csv", b'turns\n"[""a?""]"\n[broken', "a? | broken-json"),
+    ],
 )
-def test_a_csv_record_of_another_length_is_rejected_alone(name, delimiter, tmp_path):
-    (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + CSV.replace(",", delimiter).encode())
-    rows = read(tmp_path / name)
-    assert reasons(rows) == [None, None, Reason.BROKEN_ROW, None]
-    assert rows[1].messages[0].content == 'and so\n"they" say?' and rows[3].source_id == "4"
-
-
-BAD_RECORDS = {
-    b"\xff\xfe": Reason.UNDECODABLE,
-    b"x" * 2000: Reason.TOO_LONG,
-    b'"' + b"y" * 2000 + b'"': Reason.TOO_LONG,
-    b"ho\rw?": Reason.BROKEN_ROW,
-}
-
-
-@pytest.mark.parametrize(("record", "reason"), BAD_RECORDS.items(), ids=range(4))
-def test_a_bad_record_costs_itself_alone(record, reason, tmp_path, monkeypatch):
+def test_a_bad_record_costs_itself_alone(name, data, expected, tmp_path, monkeypatch):
     monkeypatch.setattr(text_rows, "MAX_ROW_BYTES", 1000)
-    (tmp_path / "a.csv").write_bytes(b"prompt\nwhy?\n" + record + b"\nand?\n")
-    assert reasons(read(tmp_path / "a.csv")) == [None, reason, None]
-
-
-def test_a_field_without_an_end_is_too_long(tmp_path, monkeypatch):
-    monkeypatch.setattr(text_rows, "MAX_ROW_BYTES", 1000)
-    (tmp_path / "b.csv").write_text('prompt\nwhy?\n"' + "never closed,\n" * 500)
-    assert reasons(read(tmp_path / "b.csv"))[:2] == [None, Reason.TOO_LONG]
+    (tmp_path / name).write_bytes(data)
+    assert outcomes(read(tmp_path / name)) == expected
 
 
 @pytest.mark.parametrize(
@@ -174,13 +163,6 @@ def test_a_csv_without_a_header_is_refused_by_name(data, found, tmp_path):
     (tmp_path / "a.csv").write_text(data, newline="")
     with pytest.raises(DataError, match=found):
         read(tmp_path / "a.csv")
-
-
-def test_a_list_of_turns_in_a_cell_is_read_as_json(tmp_path):
-    with (tmp_path / "a.csv").open("w") as file:
-        csv.writer(file).writerows([["messages"], [json.dumps(CHATS[0])], ["[broken"]])
-    rows = read(tmp_path / "a.csv")
-    assert rows[0].messages[0].content == "问题 0?" and rows[1].reason is Reason.BROKEN_JSON
 
 
 # Columns of other names.

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import ConfigError, EnvironmentFault
-from pipeline.targets.own_process import Tell, in_own_process
+from pipeline.targets.own_process import Report, in_own_process
 
 
-def work(number: int, tell: Tell) -> int:
-    tell(part="counting", done=1, total=3)
-    tell(part="counting", done=2, total=3)  # too soon after the first
+def work(number: int, report: Report) -> int:
+    report(part="counting", done=1, total=3)
+    report(part="counting", done=2, total=3)  # too soon after the first
     if number == 13:
         raise ConfigError("Not this one.", "number", "Take another.")
     if number == 14:
@@ -26,9 +26,9 @@ def work(number: int, tell: Tell) -> int:
     return os.getpid() if number == 15 else number
 
 
-def write_id_and_sleep(file: str, tell: Tell) -> None:
+def write_id_and_sleep(file: str, report: Report) -> None:
     Path(file).write_text(str(os.getpid()))
-    tell(part="sleeping")
+    report(part="sleeping")
     time.sleep(60)
 
 

@@ -101,7 +101,9 @@ def test_a_text_ends_at_a_stop_token_or_the_context(written):
     assert len(long.token_ids) == 3 or long.finished == "stop"
 
 
-def test_a_closed_engine_leaves_the_process_as_it_was(written):
+def test_a_closed_engine_leaves_the_process_as_it_was(written, random_target):
+    with pytest.raises(EnvironmentFault, match="Available memory"):
+        VLLMGenerationEngine(random_target, engine_args={"kv_cache_memory_bytes": 1 << 50})
     assert "vllm" not in torch.set_num_threads.__module__
     for name in ("LD_PRELOAD", "LOCAL_WORLD_SIZE"):
         assert os.environ.get(name) == written.before.get(name)
@@ -254,13 +256,13 @@ def alone(counting_target, tmp_path):
 
 def test_vllm_accepts_everything_of_right_heads(counting_target, alone, monkeypatch):
     work_here(monkeypatch, vllm_decode)
-    prompts, told = [*PROMPTS, [500]], []
+    prompts, reports = [*PROMPTS, [500]], []
     task = DecodeTask(counting_target, prompts, 33, repeats=2)
     plain, accelerated = decode_in_vllm(
-        [task, replace(task, engine_args=alone)], lambda **progress: told.append(progress)
+        [task, replace(task, engine_args=alone)], lambda **progress: reports.append(progress)
     )
-    assert {each["part"] for each in told} >= {"plain vLLM starts", "vLLM with the heads starts"}
-    assert all(each["total"] == 8 for each in told if "total" in each)
+    assert {each["part"] for each in reports} >= {"plain vLLM starts", "vLLM with the heads starts"}
+    assert all(each["total"] == 8 for each in reports if "total" in each)
     assert plain.token_ids == accelerated.token_ids == [counted(ids) for ids in prompts]
     assert plain.num_tokens == 3 * 33 + 14
     assert plain.model_runner == accelerated.model_runner == "V1", "the CPU build has no other"
@@ -346,11 +348,6 @@ def test_a_server_with_right_heads_answers_in_fewer_steps(counting_target, alone
 def test_an_argument_that_vllm_refuses_is_a_configuration_error(random_target, arguments):
     with pytest.raises(ConfigError, match=f"rejects an argument: .*{next(iter(arguments))}"):
         VLLMGenerationEngine(random_target, engine_args=arguments)
-
-
-def test_an_engine_that_cannot_start_says_why(random_target):
-    with pytest.raises(EnvironmentFault, match="Available memory"):
-        VLLMGenerationEngine(random_target, engine_args={"kv_cache_memory_bytes": 1 << 50})
 
 
 def test_a_gpu_that_is_too_old_is_an_environment_fault(tiny_target, tmp_path, monkeypatch):

@@ -1,19 +1,16 @@
-"""What is asked of vLLM, and what it leaves behind in a process, without vLLM."""
+"""The arguments of vLLM, without vLLM."""
 
 from __future__ import annotations
 
-import os
 import sys
 from dataclasses import replace
-from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
 from pipeline.errors import ConfigError, EnvironmentFault
-from pipeline.targets import vllm_engine
 from pipeline.targets.spec import TargetSpec
-from pipeline.targets.vllm_engine import RunningEngine, VLLMGenerationEngine, engine_arguments
+from pipeline.targets.vllm_engine import VLLMGenerationEngine, engine_arguments
 from tests.targets.conftest import CONTEXT, edit
 
 
@@ -55,42 +52,3 @@ def test_packed_weights_run_in_16_bits_on_a_cpu(copied, settings, on_cpu):
     spec = TargetSpec(str(copied))
     assert engine_arguments(spec, {}, gpus=0)["dtype"] == on_cpu
     assert engine_arguments(spec, {}, gpus=1)["dtype"] == "float32"
-
-
-@pytest.mark.parametrize("fails", [None, "start", "shutdown"])
-def test_an_engine_leaves_the_process_as_it_was(monkeypatch, fails):
-    """vLLM's CPU worker makes torch's way to set threads a no-op."""
-
-    def shutdown():
-        assert fails is None, "the engine core is gone"
-
-    def start(**_):
-        torch.set_num_threads = lambda number: None
-        os.environ["LOCAL_WORLD_SIZE"] = "1"
-        os.environ["LD_PRELOAD"] = "libiomp5.so"
-        assert fails != "start", "no memory"
-        core = SimpleNamespace(shutdown=shutdown)
-        return SimpleNamespace(llm_engine=SimpleNamespace(engine_core=core))
-
-    monkeypatch.setenv("LD_PRELOAD", "before.so")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "")
-    monkeypatch.delenv("LOCAL_WORLD_SIZE")
-    monkeypatch.setattr(torch, "set_num_threads", torch.set_num_threads)
-    monkeypatch.setattr(vllm_engine, "require_lm_head", lambda _: None)
-    monkeypatch.setattr(vllm_engine, "engine_arguments", lambda *_: {})
-    monkeypatch.setattr(vllm_engine, "import_vllm", lambda: SimpleNamespace(LLM=start))
-    state = ModuleType("vllm.distributed.parallel_state")
-    state.cleanup_dist_env_and_memory = lambda: None
-    monkeypatch.setitem(sys.modules, state.__name__, state)
-    own = torch.set_num_threads
-    if fails == "start":
-        with pytest.raises(EnvironmentFault, match="no memory"):
-            RunningEngine(TargetSpec("nowhere"), {}, 0)
-    else:
-        engine = RunningEngine(TargetSpec("nowhere"), {}, 0)
-        try:
-            engine.close()
-        except AssertionError:
-            assert fails == "shutdown"
-    assert torch.set_num_threads is own
-    assert os.environ["LD_PRELOAD"] == "before.so" and "LOCAL_WORLD_SIZE" not in os.environ

@@ -19,7 +19,7 @@ from pipeline.targets.vllm_server import LoadTask, flags, serving
 
 def test_loads_take_turns_and_the_median_pass_counts(random_target, monkeypatch):
     """Other work disturbs one turn: here all loads of the second, none of which counts."""
-    asked, told = [], []
+    asked, reports = [], []
 
     async def benchmark(address, requests, level, eos):
         asked.append((level, len(requests)))
@@ -30,10 +30,12 @@ def test_loads_take_turns_and_the_median_pass_counts(random_target, monkeypatch)
     monkeypatch.setattr(vllm_server, "serving", lambda *_: contextlib.nullcontext("http://nowhere"))
     monkeypatch.setattr(vllm_server, "_benchmark", benchmark)
     task = LoadTask(random_target, [[1, 2], [3]], 9, [1, 4], repeats=3)
-    rows = vllm_server.measure(task, lambda **progress: told.append(progress))
+    rows = vllm_server.measure(task, lambda **progress: reports.append(progress))
     assert asked == [(1, 2), (4, 8)] * 3
     assert rows == [{"requests": 1, "seconds": 3.0}, {"requests": 4, "seconds": 6.0}]
-    assert [(each["done"], each["total"]) for each in told[1:]] == [(done, 6) for done in range(6)]
+    assert [(each["done"], each["total"]) for each in reports[1:]] == [
+        (done, 6) for done in range(6)
+    ]
 
 
 def test_engine_arguments_are_flags_of_the_server():
