@@ -37,28 +37,58 @@ def rejected(dialogue: Dialogue) -> Reason:
 
 
 def chatml_text(*turns: str) -> str:
-    """The seed's system prompt, then these turns, in ChatML, without the last line break."""
-    text = f"<|im_start|>system\nBe brief.{END}\n"
+    """The seed's system prompt, then these turns, in ChatML; a last turn with '…' is not ended."""
+    text = f"<|im_start|>system\nBe brief.{END}"
     for number, turn in enumerate(turns):
-        text += f"<|im_start|>{('user', 'assistant')[number % 2]}\n{turn}{END}\n"
-    return text[:-1]
+        role = ("user", "assistant")[number % 2]
+        text += f"\n<|im_start|>{role}\n{turn.removesuffix('…')}{END}"
+    return text.removesuffix(END) if turns[-1].endswith("…") else text
 
 
-# Replay.
+SELF_TALK = {"mode": "self-talk", "rounds": 2}
+LATE = {"on_truncated": "drop-turn"}
+STRICT = {"on_truncated": "quarantine"}
 
 
-def test_replay_asks_the_seed_s_questions_and_ignores_its_answers(chatml, tokenizer):
-    dialogue = seed_dialogue(chatml)
-    requests = hold(dialogue, tokenizer, "One.", "Two.", "Three.", "Four.")
+@pytest.mark.parametrize(
+    ("changes", "said", "expected"),
+    [
+        ({}, "One.|Two.|Three.", "Hello?|One.|And you?|Two.|Bye!|Three."),
+        ({}, "One…|Two.|Three.", "Hello?|One…|And you?|Two.|Bye!|Three."),
+        ({"rounds": 2}, "Yes.|Yes…", "Hello?|Yes.|And you?|Yes…"),
+        (LATE, "One.|Two…", "Hello?|One."),
+        (LATE, "One…", Reason.TRUNCATED),
+        (STRICT, "One.|Two…", Reason.TRUNCATED),
+        ({}, f"One.|{LOOP}…", "Hello?|One."),
+        ({}, f"{LOOP}…", Reason.DEGENERATE_LOOP),
+        ({}, "One.|", "Hello?|One."),
+        ({}, "", Reason.NOTHING_GENERATED),
+        ({}, " \n", Reason.NOTHING_GENERATED),
+        (SELF_TALK, "One.|A question?|Two.", "Hello?|One.|A question?|Two."),
+        (SELF_TALK, "One…|A question…|Two.", "Hello?|One…|A question…|Two."),
+        (SELF_TALK, "One.|", "Hello?|One."),
+        (SELF_TALK, f"One.|{LOOP}…", "Hello?|One."),
+    ],
+)
+def test_a_row_ends_with_the_last_usable_answer(changes, said, expected, chatml, tokenizer):
+    dialogue = seed_dialogue(chatml, **changes)
+    requests = hold(dialogue, tokenizer, *said.split("|"), "Never asked.")
+    assert len({request.id for request in requests}) == len(requests) == said.count("|") + 1
+    if isinstance(expected, Reason):
+        assert rejected(dialogue) is expected
+        return
+    turns = expected.split("|")
+    texts = turns[1:] if changes is SELF_TALK else turns[1::2]
     row = only_row(dialogue)
-    said = ["Hello?", "One.", "And you?", "Two.", "Bye!", "Three."]
-    assert [message.content for message in row.messages] == ["Be brief.", *said]
-    assert (row.id, row.parent_id, row.finish) == ("seeds:7", "seeds:7", ["stop"] * 3)
-    assert tokenizer.decode(row.input_ids) == chatml_text(*said)
-    assert written(row, tokenizer) == [f"One.{END}", f"Two.{END}", f"Three.{END}"]
+    assert tokenizer.decode(row.input_ids) == chatml_text(*turns)
+    assert [message.content for message in row.messages[1:]] == expected.replace("…", "").split("|")
+    assert row.finish == ["length" if text.endswith("…") else "stop" for text in texts]
+    assert written(row, tokenizer) == [f"{text}{END}".replace(f"…{END}", "") for text in texts]
+    said_by_target = row.messages[2:] if changes is SELF_TALK else row.messages[2::2]
+    assert [span.role for span in row.spans] == [message.role for message in said_by_target]
+    assert row.id == row.parent_id == "seeds:7"
     prompts = [request.prompt_ids for request in requests]
-    assert len({request.id for request in requests}) == len(requests) == 3
-    for shorter, longer in itertools.pairwise([*prompts, row.input_ids]):
+    for shorter, longer in itertools.pairwise([*prompts[: len(row.spans)], row.input_ids]):
         assert longer[: len(shorter)] == shorter
 
 
@@ -81,38 +111,6 @@ def test_a_stop_token_that_the_template_does_not_use_ends_an_answer(chatml, toke
     assert set(request.stop_token_ids) == {stop, *ids_of(END, tokenizer)}
     dialogue.receive(Completion(request.id, [*ids_of("One.", tokenizer), stop], "stop"))
     assert answers(only_row(dialogue)) == ["One."]
-
-
-def test_rounds_bound_the_answers(chatml, tokenizer):
-    dialogue = seed_dialogue(chatml, rounds=2)
-    assert len(hold(dialogue, tokenizer, *["Yes."] * 9)) == 2
-    assert answers(only_row(dialogue)) == ["Yes.", "Yes."]
-
-
-def test_a_truncated_answer_is_kept_without_its_end_of_turn(chatml, tokenizer):
-    dialogue = seed_dialogue(chatml)
-    hold(dialogue, tokenizer, "One…", "Two.", "Three.")
-    row = only_row(dialogue)
-    assert row.finish == ["length", "stop", "stop"]
-    assert written(row, tokenizer) == ["One", f"Two.{END}", f"Three.{END}"]
-    assert tokenizer.decode(row.input_ids).startswith(chatml_text("Hello?", "One", "And you?"))
-
-
-def test_dropping_a_truncated_turn_keeps_the_turns_before_it(chatml, tokenizer):
-    dialogue = seed_dialogue(chatml, on_truncated="drop-turn")
-    assert len(hold(dialogue, tokenizer, "One.", "Two…", "Three.")) == 2
-    row = only_row(dialogue)
-    assert (answers(row), row.finish) == (["One."], ["stop"])
-    assert tokenizer.decode(row.input_ids) == chatml_text("Hello?", "One.")
-
-
-@pytest.mark.parametrize(
-    ("policy", "texts"), [("drop-turn", ["One…"]), ("quarantine", ["One.", "Two…"])]
-)
-def test_a_truncated_answer_can_reject_the_conversation(policy, texts, chatml, tokenizer):
-    dialogue = seed_dialogue(chatml, on_truncated=policy)
-    hold(dialogue, tokenizer, *texts, "Never asked.")
-    assert rejected(dialogue) is Reason.TRUNCATED
 
 
 def test_a_prompt_is_asked_only_with_room_for_a_token(chatml):
@@ -157,23 +155,6 @@ def test_no_row_exceeds_the_context_and_spans_are_the_sampled_texts(
     assert len(row.finish) == len(row.spans) == len(answers(row))
 
 
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        (LOOP + "…", Reason.DEGENERATE_LOOP),
-        ("", Reason.NOTHING_GENERATED),
-        (" \n", Reason.NOTHING_GENERATED),
-    ],
-)
-def test_a_useless_answer_ends_the_conversation(text, reason, chatml, tokenizer):
-    later = seed_dialogue(chatml)
-    assert len(hold(later, tokenizer, "One.", text, "Never asked.")) == 2
-    assert answers(only_row(later)) == ["One."]
-    at_once = seed_dialogue(chatml)
-    assert len(hold(at_once, tokenizer, text, "Never asked.")) == 1
-    assert rejected(at_once) is reason
-
-
 def test_a_seed_that_the_template_refuses_is_rejected_unasked(templates, tokenizer):
     template = ChatTemplate(tokenizer, templates["without-system"])
     assert rejected(seed_dialogue(template)) is Reason.TEMPLATE_REFUSED
@@ -208,32 +189,6 @@ def test_a_seed_fits_the_engines_signed_64_bits(run_seed, row, turn):
 
 
 # Self-talk.
-
-
-def test_self_talk_writes_both_roles_from_the_first_prompt(chatml, tokenizer):
-    dialogue = seed_dialogue(chatml, mode="self-talk", rounds=2)
-    requests = hold(dialogue, tokenizer, "One.", "A question?", "Two.", "Never asked.")
-    row = only_row(dialogue)
-    assert len({request.id for request in requests}) == len(requests) == 3
-    assert [span.role for span in row.spans] == ["assistant", "user", "assistant"]
-    assert written(row, tokenizer) == [f"One.{END}", f"A question?{END}", f"Two.{END}"]
-    assert tokenizer.decode(row.input_ids) == chatml_text("Hello?", "One.", "A question?", "Two.")
-
-
-def test_self_talk_supplies_the_end_of_truncated_texts(chatml, tokenizer):
-    dialogue = seed_dialogue(chatml, mode="self-talk", rounds=2)
-    hold(dialogue, tokenizer, "One…", "A question…", "Two.")
-    row = only_row(dialogue)
-    assert tokenizer.decode(row.input_ids) == chatml_text("Hello?", "One", "A question", "Two.")
-    assert written(row, tokenizer) == ["One", "A question", f"Two.{END}"]
-
-
-@pytest.mark.parametrize("text", ["", LOOP + "…"], ids=["empty", "loop"])
-def test_self_talk_ends_with_its_last_answer(text, chatml, tokenizer):
-    dialogue = seed_dialogue(chatml, mode="self-talk")
-    assert len(hold(dialogue, tokenizer, "One.", text, "Never asked.")) == 2
-    row = only_row(dialogue)
-    assert [span.role for span in row.spans] == ["assistant"] and answers(row) == ["One."]
 
 
 def test_self_talk_without_rounds_ends_with_the_context(chatml, tokenizer):
