@@ -105,9 +105,7 @@ class Target:
         return self.template.decode(token_ids)
 
     def stream_text(self, steps: Iterable[Sequence[int]]) -> Iterator[str]:
-        """What each step of `Decoder.stream` adds, as text; half a character waits for its other
-        half.
-        """
+        """The text that each step of `Decoder.stream` adds; half a character waits for its rest."""
         stream = TextStream(self.tokenizer)
         for new_ids in steps:
             yield "".join(map(stream.push, new_ids))

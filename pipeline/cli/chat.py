@@ -99,14 +99,14 @@ def chat(
     )
     chosen = acceptance_rule(rule.value, temperature)
     console = Console(highlight=False, soft_wrap=True)
-    notes = (
-        console if console.is_terminal else Console(stderr=True, highlight=False, soft_wrap=True)
-    )
+    notes = console
+    if not console.is_terminal:
+        notes = Console(stderr=True, highlight=False, soft_wrap=True)
     if sys.stdin.isatty():
         notes.print(model.described, style="dim", markup=False)
-        notes.print(
-            "" if plain else f"{LEGEND} ", "Ctrl-C ends an answer, Ctrl-D the chat.", sep=""
-        )
+        if not plain:
+            notes.print(LEGEND)
+        notes.print("Ctrl-C ends an answer, Ctrl-D the chat.")
     with model.at_full_speed():
         how = Answering(max_new_tokens, chosen, seed)
         chat_loop(model, model.new_chat(system, max_new_tokens), how, console, notes)
@@ -136,8 +136,12 @@ def chat_loop(
             ids, speed = write(steps, model.text_stream(), console, stopped)
         ended = bool(ids) and ids[-1] in model.decoder.eos_token_ids
         conversation.answered(ids, ended=ended)
-        why = "" if ended else " (stopped)" if stopped() else f" (cut after {len(ids)} tokens)"
-        notes.print(f"{speed}{why}", style="dim", markup=False)
+        line = str(speed)
+        if stopped() and not ended:
+            line += " (stopped)"
+        elif not ended:
+            line += f" (cut after {len(ids)} tokens)"
+        notes.print(line, style="dim", markup=False)
 
 
 def questions(notes: Console, is_person: bool) -> Iterator[str]:
@@ -200,12 +204,8 @@ def write(
         for new_ids in steps:
             speed.step(len(new_ids))
             for place, token in enumerate(new_ids):
-                console.out(
-                    visible(text.push(token)),
-                    style=ACCEPTED if place else None,
-                    end="",
-                    highlight=False,
-                )
+                style = ACCEPTED if place else None
+                console.out(visible(text.push(token)), style=style, end="", highlight=False)
             ids += new_ids
             if stopped():
                 break
@@ -215,9 +215,7 @@ def write(
 
 @contextmanager
 def stop_on_interrupt(is_person: bool) -> Iterator[Callable[[], bool]]:
-    """Whether Ctrl-C was pressed, which ends an answer and not the command; with piped input it
-    ends the command.
-    """
+    """Yield whether Ctrl-C was pressed: it ends an answer, and with piped input the command."""
     pressed: list[int] = []
     if not is_person:
         yield lambda: False

@@ -53,7 +53,7 @@ def compare(
 
 
 def compared(path: Path) -> ComparedRun:
-    """What is known of one run, from what its stages have recorded.
+    """The figures of one run, from the records of its stages.
 
     Raises:
         ConfigError: This is no run directory.
@@ -64,33 +64,26 @@ def compared(path: Path) -> ComparedRun:
     from pipeline.run.reporting import assemble
 
     run, config = RunDirectory.open(path)
-    wanted = statuses_of(run, config)
-    linked = run.stages()  # what a report is made of; a stage may be whole, and its link gone
-    ended = {
-        name
-        for name, state in wanted.items()
-        if state.status in ("done", "failed") and name in linked
-    }
-    open_stages = [
-        name for name, state in wanted.items() if state.status != "skipped" and name not in ended
-    ]
-    # What a link still leads to may be of another recipe.
-    report = assemble(run, config, without=open_stages)
-    done = {
-        name: state.directory.done
-        for name, state in wanted.items()
-        if state.directory and name not in open_stages
-    }
+    linked = run.stages()  # a stage may be whole, and its link gone
+    open_stages, done = [], {}
+    for name, state in statuses_of(run, config).items():
+        if state.directory and state.status in ("done", "failed") and name in linked:
+            done[name] = state.directory.done
+        elif state.status != "skipped":
+            open_stages.append(name)
+    heads_size, questions = None, None
     trained, checked = done.get("train"), done.get("check")
-    asked = config.check.model_dump(mode="json", include=set(ASKED))
-    questions = (
-        json.dumps([asked, checked.upstream.get("generate")], sort_keys=True) if checked else None
-    )
+    if trained and HEADS_FILE in trained.files:
+        heads_size = trained.files[HEADS_FILE].size
+    if checked:
+        asked = config.check.model_dump(mode="json", include=set(ASKED))
+        questions = json.dumps([asked, checked.upstream.get("generate")], sort_keys=True)
     return ComparedRun(
         path.name or str(path),
-        report,
+        # A link of an open stage may lead to a result of another recipe.
+        assemble(run, config, without=open_stages),
         config.model_dump(mode="json"),
         tuple(open_stages),
-        trained.files[HEADS_FILE].size if trained and HEADS_FILE in trained.files else None,
+        heads_size,
         questions,
     )

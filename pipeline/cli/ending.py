@@ -1,8 +1,8 @@
-"""How a command ends: its errors are one paragraph on stderr and an exit code, its signals 128 and
-their number.
+"""The end of a command: an error is one paragraph on stderr and an exit code, a signal 128 plus its
+number.
 
-Exit codes: those of `pipeline.errors`, and `UNEXPECTED` for what no code foresaw, whose traceback
-is kept in a file.
+Exit codes are those of `pipeline.errors`, and `UNEXPECTED` for a defect, whose traceback is kept in
+a file.
 """
 
 from __future__ import annotations
@@ -37,17 +37,13 @@ def ends_well(story: Callable[[], Any]) -> int:
 
     def stop(signum: int, frame: FrameType | None) -> None:
         signal.signal(signum, signal.SIG_DFL)  # a second signal ends the process at once
-        stops.append(
-            Interrupted(
-                signum, "Stopped.", "What was committed is kept; the same command continues."
-            )
-        )
+        fix = "What was committed is kept; the same command continues."
+        stops.append(Interrupted(signum, "Stopped.", fix))
         raise KeyboardInterrupt  # while Ray waits it lets no other exception through
 
     for signum in STOPS:
-        if (
-            signum != signal.SIGHUP or signal.getsignal(signum) is not signal.SIG_IGN
-        ):  # which is nohup's wish
+        is_nohup = signum == signal.SIGHUP and signal.getsignal(signum) is signal.SIG_IGN
+        if not is_nohup:
             signal.signal(signum, stop)
     try:
         with _output():
@@ -61,47 +57,45 @@ def ends_well(story: Callable[[], Any]) -> int:
 
 def _print_error(error: BaseException) -> int:
     """Print an error as one paragraph and return its exit code."""
-    console = Console(stderr=True, soft_wrap=True, highlight=False, emoji=False)
+    fault = disk_fault(error)
     if isinstance(error, typer.TyperException):
-        said, code = f"{error.format_message().rstrip('.')}. See --help.", error.exit_code
+        text, code = f"{error.format_message().rstrip('.')}. See --help.", error.exit_code
         if not error.format_message():  # no command was given; the help was printed
             return code
     elif isinstance(error, MedusaDistillError):
-        said, code = str(error), error.exit_code
-    elif fault := disk_fault(error):
-        said, code = str(fault), fault.exit_code
+        text, code = str(error), error.exit_code
+    elif fault:
+        text, code = str(fault), fault.exit_code
     else:
-        said, code = _unexpected(error), UNEXPECTED
-    if code == 128 + signal.SIGPIPE:  # as with `| head`: whoever stopped reading knows
+        text, code = _unexpected(error), UNEXPECTED
+    if code == 128 + signal.SIGPIPE:  # as with `| head`: the reader has gone
         return code
+    mark = "[yellow]stopped:[/]" if isinstance(error, Interrupted) else "[red]error:[/]"
+    console = Console(stderr=True, soft_wrap=True, highlight=False, emoji=False)
     with contextlib.suppress(OSError):  # stderr may be gone as well
-        console.print(
-            "[yellow]stopped:[/] " if isinstance(error, Interrupted) else "[red]error:[/] ", end=""
-        )
-        console.print(
-            visible(" ".join(redacted(said).split())), markup=False
-        )  # one paragraph, whatever it quotes
+        console.print(mark, end=" ")
+        console.print(visible(" ".join(redacted(text).split())), markup=False)
         if os.environ.get("MEDUSA_DISTILL_TRACEBACK"):
             console.print(visible(_traceback(error)), markup=False)
     return code
 
 
 def _unexpected(error: BaseException) -> str:
-    """What to say of a defect; its traceback goes to a file of its own."""
-    where = traceback.extract_tb(error.__traceback__)[-1:]
-    at = f" at {os.path.basename(where[0].filename)}:{where[0].lineno}" if where else ""
+    """The message of a defect; its traceback goes to a file of its own."""
+    message = str(error).strip().split("\n")[0][:300]
+    what = f"{type(error).__name__}: {message}" if message else type(error).__name__
+    where = traceback.extract_tb(error.__traceback__)
+    if where:
+        what += f" at {os.path.basename(where[-1].filename)}:{where[-1].lineno}"
     kept = "set MEDUSA_DISTILL_TRACEBACK=1 to see its traceback"
     with contextlib.suppress(OSError):
         handle, path = tempfile.mkstemp(prefix="medusa-distill-", suffix=".traceback.txt")
         with os.fdopen(handle, "w", encoding="utf-8", errors="replace") as file:
             file.write(_traceback(error))
         kept = f"its traceback is in {path}"
-    what = ": ".join(
-        [type(error).__name__, *(line[:300] for line in str(error).strip().splitlines()[:1])]
-    )
     return (
-        f"{what}{at}. Nothing here foresaw this: it is a defect of medusa-distill, or of a library"
-        f" that it uses; {kept}. What was committed is kept; the same command continues."
+        f"{what}. This is a defect of medusa-distill, or of a library that it uses; {kept}. What"
+        " was committed is kept; the same command continues."
     )
 
 
@@ -111,15 +105,11 @@ def _traceback(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def _output() -> Iterator[None]:
-    """Standard output in any encoding, whose failures are its own and not those of what is being
-    written elsewhere.
-    """
+    """Standard output in any encoding, with errors of its own."""
     plain = sys.stdout
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(
-                errors="replace"
-            )  # a mark that the terminal has no character for becomes `?`
+            stream.reconfigure(errors="replace")  # an unknown character becomes `?`
     sys.stdout = cast(TextIO, _Output(plain))
     try:
         yield
@@ -129,7 +119,7 @@ def _output() -> Iterator[None]:
 
 
 class _Output:
-    """A stream whose failing writes are errors for a person."""
+    """A stream whose failing writes are errors for the user."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream
@@ -150,15 +140,10 @@ class _Output:
         try:
             yield
         except OSError as error:
-            with contextlib.suppress(
-                OSError, ValueError
-            ):  # what is still buffered goes nowhere, and fails no more
+            with contextlib.suppress(OSError, ValueError):  # drop the rest of the buffer
                 os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
             if isinstance(error, BrokenPipeError):
-                raise Interrupted(signal.SIGPIPE, "Nobody reads the output any more.") from None
-            fix = (
-                "What was committed is kept; send the output elsewhere and run the same command"
-                " again."
-            )
+                raise Interrupted(signal.SIGPIPE, "The reader of the output has gone.") from None
+            fix = "Send the output elsewhere and run the same command again."
             what = f"Standard output cannot be written: {error.strerror or error}."
             raise EnvironmentFault(what, "standard output", fix) from error

@@ -33,47 +33,43 @@ def inspect(
 ) -> None:
     """Show a row with what the target wrote in colour (assistant green, user cyan)."""
     run, config = RunDirectory.open(run_dir)
-    directory = run.latest(stage)
+    directory, console = run.latest(stage), Console(highlight=False)
     if directory is None:
-        from pipeline.flow import STAGES
+        from pipeline.flow import STAGES  # imports torch, and --help does not wait for it
 
-        if stage not in STAGES:
-            raise ConfigError(
-                f"There is no stage '{stage}'.", "inspect", f"The stages are {', '.join(STAGES)}."
-            )
-        raise ConfigError(
-            f"This run has not reached {stage} yet.", str(run.path), "See `medusa-distill status`."
-        )
-    console = Console(highlight=False)
+        if stage in STAGES:
+            what, fix = f"This run has not reached {stage} yet.", "See `medusa-distill status`."
+        else:
+            what, fix = f"There is no stage '{stage}'.", f"The stages are {', '.join(STAGES)}."
+        raise ConfigError(what, str(run.path), fix)
     shards = directory.shards()
-    if not shards:
-        if directory.done is None:
-            what = (
-                f"There is no summary of {stage}: it is not finished, or its DONE.json cannot be"
-                " read."
-            )
-            raise DataError(what, str(directory.path), "The same `run` finishes or makes it anew.")
+    if shards:
+        _print_row(console, _find(shards, row), shards[0], run, config)
+    elif directory.done:
         console.print_json(data=directory.summary)
-        return
-    found = _find(shards, row)
-    where = visible(f"  split {found.get('split')}  {directory.path.name}")
-    console.print(Text.assemble((visible(found["id"]), "bold"), where))
-    if "input_ids" not in found:
-        for message in SeedRow.of(found).conversation.messages:
-            console.print(
-                Text.assemble((f"{message.role}:", "bold"), " ", visible(message.content))
-            )
+    else:
+        what = f"{stage} is not finished, or its DONE.json cannot be read."
+        raise DataError(what, str(directory.path), "The same `run` finishes or makes it anew.")
+
+
+def _print_row(console: Console, row: Row, shard: Path, run: RunDirectory, config: Config) -> None:
+    about = visible(f"  split {row.get('split')}  {shard.parent.parent.name}")
+    console.print(Text.assemble((visible(row["id"]), "bold"), about))
+    if "input_ids" not in row:
+        for message in SeedRow.of(row).conversation.messages:
+            role = (f"{message.role}:", "bold")
+            console.print(Text.assemble(role, " ", visible(message.content)))
             if message.tool_calls:
                 console.print(Text(visible(message.tool_calls), style="dim"))
         return
-    console.print(coloured(TokenRow.of(found), _tokenizer(run, config)))
-    if "positions" in found:
-        footer = read_footer(shards[0])
-        stored = "" if footer["precision"] == "native" else f" in {footer['precision']}"
-        size = f"{footer['hidden_size']} × {footer['dtype']}{stored}"
-        console.print(
-            f"{len(found['positions'])} positions of {size}, {footer['tap']}", style="dim"
-        )
+    console.print(coloured(TokenRow.of(row), _tokenizer(run, config)))
+    if "positions" in row:
+        footer = read_footer(shard)
+        size = f"{footer['hidden_size']} × {footer['dtype']}"
+        if footer["precision"] != "native":
+            size += f" in {footer['precision']}"
+        words = f"{len(row['positions'])} positions of {size}, {footer['tap']}"
+        console.print(words, style="dim")
 
 
 def coloured(row: TokenRow, tokenizer: Any) -> Text:
@@ -90,28 +86,25 @@ def coloured(row: TokenRow, tokenizer: Any) -> Text:
 
 
 def _tokenizer(run: RunDirectory, config: Config) -> Any:
-    """The target's; the export's copy where the run was moved away from its target."""
+    """The target's tokenizer; the export's copy where the target is gone."""
     from pipeline.targets.spec import TargetSpec, load_tokenizer, resolve
 
     try:
         return load_tokenizer(resolve(config.target))
     except MedusaDistillError:
-        if (export := run.latest("export")) is None or not export.done:
+        export = run.latest("export")
+        if export is None or not export.done:
             raise
         return load_tokenizer(TargetSpec(str(export.path)))
 
 
-def _find(shards: Sequence[Path], row: str | None) -> Row:
-    wanted = row or "0"
+def _find(shards: Sequence[Path], wanted: str | None) -> Row:
+    """The row of an id or a number; by default the first."""
     number = 0
     for path in shards:
-        for candidate in read_rows(path):
-            if candidate["id"] == wanted or (wanted.isdecimal() and number == int(wanted)):
-                return candidate
+        for row in read_rows(path):
+            if wanted in (None, row["id"], str(number)):
+                return row
             number += 1
-    where = str(shards[0].parent.parent)
-    raise ConfigError(
-        f"There is no row '{wanted}' among the {number} rows.",
-        where,
-        "Give an id or a number from 0.",
-    )
+    what = f"There is no row '{wanted}' among the {number} rows."
+    raise ConfigError(what, str(shards[0].parent.parent), "Give an id or a number from 0.")

@@ -31,13 +31,13 @@ def reference(section: str | None = None) -> str:
         ConfigError: There is no such section.
     """
     if section is not None and section not in Config.model_fields:
-        raise ConfigError(
-            f"There is no section '{section}'.",
-            "keys",
-            f"They are {', '.join(Config.model_fields)}.",
-        )
-    rows = [row for name, row in _rows(Config) if section is None or name.split(".")[0] == section]
-    return "\n".join(["| key | values | default | meaning |", "|---|---|---|---|", *rows])
+        fix = f"They are {', '.join(Config.model_fields)}."
+        raise ConfigError(f"There is no section '{section}'.", "keys", fix)
+    lines = ["| key | values | default | meaning |", "|---|---|---|---|"]
+    for key, row in _rows(Config):
+        if section in (None, key.split(".")[0]):
+            lines.append(row)
+    return "\n".join(lines)
 
 
 def _rows(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -46,13 +46,11 @@ def _rows(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str]]
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             yield from _rows(field.annotation, f"{key}.")
             continue
-        yield (
-            key,
-            f"| `{key}` | {_values(field.annotation)} | {_default(field)} | {field.description} |",
-        )
-        element = next((arg for arg in get_args(field.annotation) if isinstance(arg, type)), None)
-        if element is not None and issubclass(element, BaseModel):
-            yield from _rows(element, f"{key}[].")
+        cells = [f"`{key}`", _values(field.annotation), _default(field), field.description or ""]
+        yield key, f"| {' | '.join(cells)} |"
+        for element in get_args(field.annotation):
+            if isinstance(element, type) and issubclass(element, BaseModel):
+                yield from _rows(element, f"{key}[].")
 
 
 def _values(annotation: Any) -> str:
@@ -63,9 +61,7 @@ def _values(annotation: Any) -> str:
     if origin is Annotated:
         return _values(arguments[0])
     if origin in (Union, types.UnionType):
-        return " or ".join(
-            _values(argument) for argument in arguments if argument is not type(None)
-        )
+        return " or ".join(_values(each) for each in arguments if each is not type(None))
     if origin is tuple:
         return f"list of {_values(arguments[0])}"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
@@ -85,8 +81,8 @@ def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "needed"
     value = field.get_default(call_default_factory=True, validated_data={})
-    return (
-        "–"
-        if value is None
-        else f"`{value if isinstance(value, str | Path | date) else json.dumps(value)}`"
-    )
+    if value is None:
+        return "–"
+    if not isinstance(value, str | Path | date):
+        value = json.dumps(value)
+    return f"`{value}`"

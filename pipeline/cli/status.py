@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -13,8 +13,17 @@ from rich.text import Text
 from pipeline.formatting import visible
 from pipeline.storage.run_directory import RunDirectory
 
-if TYPE_CHECKING:
-    from pipeline.run.stage_status import StageStatus
+COLUMNS = (
+    "stage",
+    "state",
+    "shards",
+    "rows",
+    "quarantined",
+    "seconds",
+    "tokens/s",
+    "directory",
+    "why",
+)
 
 
 def status(
@@ -26,38 +35,19 @@ def status(
     from pipeline.flow import statuses_of  # imports torch, and --help does not wait for it
 
     run, config = RunDirectory.open(run_dir)
-    headers = (
-        "stage",
-        "state",
-        "shards",
-        "rows",
-        "quarantined",
-        "seconds",
-        "tokens/s",
-        "directory",
-        "why",
-    )
-    table = Table(*headers, box=None, header_style="bold")
+    table = Table(*COLUMNS, box=None, header_style="bold")
     for name, state in statuses_of(run, config).items():
-        summary = state.summary
-        cells = [
-            summary.get(key) for key in ("rows", "quarantined", "seconds", "tokens_per_second")
-        ]
-        table.add_row(
-            name,
-            state.status,
-            shards_in_words(state),
-            *(
-                "" if cell is None else f"{cell:,.0f}" if isinstance(cell, int) else f"{cell:,.1f}"
-                for cell in cells
-            ),
-            Text(visible(state.directory.path.name) if state.directory else ""),
-            Text("" if state.status == "not run" else visible(state.why)),
-        )
+        shards = f"{state.made}/{'?' if state.expected is None else state.expected}"
+        if state.directory is None or not (state.made or state.expected):
+            shards = ""
+        cells = []
+        for key in ("rows", "quarantined", "seconds", "tokens_per_second"):
+            cell = state.summary.get(key, "")
+            if isinstance(cell, float):
+                cell = f"{cell:,.1f}"
+            cells.append(f"{cell:,}" if isinstance(cell, int) else cell)
+        directory = state.directory.path.name if state.directory else ""
+        why = "" if state.status == "not run" else state.why
+        row = [name, state.status, shards, *cells, visible(directory), visible(why)]
+        table.add_row(*map(Text, row))
     Console(width=None if Console().is_terminal else 160).print(table)
-
-
-def shards_in_words(state: StageStatus) -> str:
-    if state.directory is None or not (state.made or state.expected):
-        return ""
-    return f"{state.made}/{'?' if state.expected is None else state.expected}"

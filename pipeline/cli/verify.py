@@ -26,45 +26,40 @@ def verify(
     from pipeline.flow import STAGES  # torch and transformers: --help does not wait for them
 
     run, _ = RunDirectory.open(run_dir)
-    console = Console(highlight=False)
+    console, found = Console(highlight=False), run.stages()
+    links = [link for link in run.links() if link.name in STAGES]
+    if not links:
+        what = "This run has no stage: there is nothing to verify."
+        fix = "The same `run` links again the stages that lie there, and makes the others."
+        raise ConfigError(what, str(run.path / "latest"), fix)
     damaged: list[str] = []
-    found = run.stages()
-    if not any(link.name in STAGES for link in run.links()):
-        fix = (
-            "See `medusa-distill status`. The same `run` links again what lies there, and makes"
-            " what does not."
-        )
-        raise ConfigError(
-            "This run has no stage: there is nothing to verify.", str(run.path / "latest"), fix
-        )
-    for link in run.links():
-        if link.name in STAGES and link.name not in found:
+    for link in links:
+        if link.name not in found:
             damaged.append(f"{link.name}: {link.readlink().name} is missing")
             print_stage(console, "[red]damaged[/]", link.name, "no directory")
     for name, stage in found.items():
         problems = stage.verify()
         damaged += [f"{name}: {problem}" for problem in problems]
-        state = (
-            f"{len(stage.done.files)} files"
-            if stage.done
-            else f"{len(stage.shards())} shards, unfinished"
-        )
+        state = f"{len(stage.shards())} shards, unfinished"
+        if stage.done:
+            state = f"{len(stage.done.files)} files"
         print_stage(console, "[red]damaged[/]" if problems else "[green]ok[/]     ", name, state)
     if damaged:
-        raise CheckFailed(
-            "Damaged: " + "; ".join(damaged) + ".",
-            str(run.path),
+        fix = (
             "Delete these files and run the same configuration again: they are made anew, a log by"
-            " --fresh STAGE.",
+            " --fresh STAGE."
         )
+        raise CheckFailed(f"Damaged: {'; '.join(damaged)}.", str(run.path), fix)
     seeds = found.get("seeds")
     if seeds is None or not seeds.done:
         return
-    if shared := questions_in_two_splits(seeds.shards()):
-        raise CheckFailed(
-            f'{len(shared)} questions open conversations of two splits, "{shorten(shared[0], 100)}"'
-            " among them: held-out prompts are not new.",
-            str(seeds.path),
-            "Run the same configuration again: the seeds are split by their first question.",
+    shared = questions_in_two_splits(seeds.shards())
+    if shared:
+        question = shorten(shared[0], 100)
+        what = (
+            f'{len(shared)} questions open conversations of two splits, "{question}" among them:'
+            " held-out prompts are not new."
         )
+        fix = "Run the same configuration again: the seeds are split by their first question."
+        raise CheckFailed(what, str(seeds.path), fix)
     print_stage(console, "[green]ok[/]     ", "splits", "no question opens conversations of two")

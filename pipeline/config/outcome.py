@@ -1,4 +1,4 @@
-"""What becomes of trained heads: their tree, their export, its check, and where it is published."""
+"""Settings after training: the tree, the export, its check, and publication."""
 
 from __future__ import annotations
 

@@ -115,14 +115,10 @@ class BackboneConfig(Section):
         return heads_lr / 4 if self.lr is None else self.lr
 
     def quantization_beside(self, target: Bits | None) -> Bits | None:
-        """What the copy that trains is held in, where target.quantization is `target`."""
-        return (
-            target
-            if self.quantization is None
-            else None
-            if self.quantization == "none"
-            else self.quantization
-        )
+        """The quantization of the copy that trains, where target.quantization is `target`."""
+        if self.quantization is None:
+            return target
+        return None if self.quantization == "none" else self.quantization
 
 
 class TrainConfig(Section):

@@ -1,4 +1,4 @@
-"""What a stage declares, and what it is given: the resolved run, its directories, an executor."""
+"""The declaration of a stage, and its context: the resolved run, directories, an executor."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ class Context:
 
 @dataclass(frozen=True)
 class StageFiles:
-    """What lies in a stage's directory."""
+    """The contents of a stage's directory."""
 
     sharded: bool = False  # the result is shards
     scratch: tuple[str, ...] = ()  # files and folders that do not count once the stage is done

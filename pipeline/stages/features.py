@@ -170,7 +170,7 @@ class ShardUnderWay(contextlib.AbstractContextManager["ShardUnderWay"]):
 
 
 def engine_identity(settings: FeaturesConfig) -> Identity:
-    """What of the settings the states depend on; the batch size only moves rounding noise."""
+    """The settings that the states depend on; the batch size only moves rounding noise."""
     stored = {"codec": settings.codec, "precision": settings.precision}
     return {
         "engine": settings.engine,

@@ -155,7 +155,7 @@ def one_line(summary: Summary) -> str:
 
 
 def _parts(summary: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """What went to each repository, of a receipt or a summary."""
+    """The parts of a receipt or a summary, one per repository."""
     for name in BESIDE:
         if name in summary:
             yield summary[name]

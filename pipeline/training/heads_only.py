@@ -71,7 +71,7 @@ class HeadsLearner(Learner):
             steps = range(first % self.recipe.steps_per_epoch, self.recipe.steps_per_epoch)
             batches = self._load(plan, steps, soft_labels=soft_labels)
             for step, batch in zip(steps, batches, strict=True):
-                place = plan.first(step, self.workers.rank, self.workers.world_size)
+                place, _ = plan.share(step, self.workers)
                 hidden_ND = noisy(batch.hidden_ND, self.spec.settings.noise, (seed, first), place)
                 yield [replace(batch, hidden_ND=hidden_ND)]
                 first += 1
@@ -115,8 +115,7 @@ class HeadsLearner(Learner):
             self.rows,
             plan,
             steps,
-            rank=self.workers.rank,
-            world_size=self.workers.world_size,
+            workers=self.workers,
             device=self.device,
             soft_labels=soft_labels,
         )

@@ -67,8 +67,7 @@ class MetricsLog:
             write_json(directory / TRACKING_FILE, {"id": run_id})
             run = TrackedRun(run_id, run_name, directory, configuration or {}, self._reported)
             for name in report_to:
-                self._trackers[name] = TRACKERS[name]()
-            for name, tracker in self._active():
+                tracker = self._trackers[name] = TRACKERS[name]()
                 with self._dropping(name):
                     tracker.begin(run)
 

@@ -23,7 +23,8 @@ from torch import Tensor
 from pipeline.artifacts.generated_rows import read_token_rows
 from pipeline.conversations.conversation import Role
 from pipeline.conversations.spans import IGNORED, Span, feature_positions, head_labels
-from pipeline.training.feature_batches import part
+from pipeline.training.feature_batches import ALONE, part
+from pipeline.training.task import Workers
 
 
 @dataclass(frozen=True)
@@ -112,14 +113,14 @@ class TextPlan:
         self._seed = seed
 
     def sequences(
-        self, epoch: int, step: int, rank: int = 0, world_size: int = 1
+        self, epoch: int, step: int, workers: Workers = ALONE
     ) -> list[tuple[int, list[int]]]:
         """One worker's share of a step, maybe empty: each sequence's number in the step and its
         texts.
         """
         order = np.random.default_rng([self._seed, epoch]).permutation(len(self.groups))
         start, stop = part(0, len(order), step, self.steps_per_epoch)
-        first, last = part(start, stop, rank, world_size)
+        first, last = part(start, stop, workers.rank, workers.world_size)
         return [(place - start, self.groups[order[place]]) for place in range(first, last)]
 
     def largest_share(self, step: int, world_size: int) -> int:
