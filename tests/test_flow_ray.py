@@ -219,8 +219,6 @@ def test_a_ray_run_that_is_stopped_and_loses_a_worker_in_training_ends_with_what
     monkeypatch.delattr(
         ray_entry, "TorchTrainer"
     )  # a finished training called again starts nothing
-    assert (
-        train_on_ray(**call.arguments)["final_loss"] == latest(run, "train").summary["final_loss"]
-    )
+    assert train_on_ray(**call.arguments).final_loss == latest(run, "train").summary["final_loss"]
     assert not (latest(run, "train").path / "ray").exists()
     assert_trained_as_in_one_process(run, finished_run, make_config)

@@ -73,17 +73,13 @@ class ChainRate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BaselineSpeed:
-    acceleration_rate: float | None = None
-    speedup: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Baseline(BaselineSpeed):
+class Baseline:
     """transformers' own decoding of the same prompts; `failed` says why there are no figures."""
 
     name: str
     failed: str | None = None
+    acceleration_rate: float | None = None
+    speedup: float | None = None
     tokens_per_second: float | None = None
     time_to_first_token: float | None = None
     time_per_output_token: float | None = None
@@ -91,16 +87,28 @@ class Baseline(BaselineSpeed):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Category:
+class Speed:
+    """The speed with heads and plain decoding's (`baseline_…`); times are in seconds."""
+
+    acceleration_rate: float | None = None
+    standard_error: float | None = None
+    overhead: float | None = None
+    speedup: float | None = None
+    tokens_per_second: float | None = None
+    baseline_tokens_per_second: float | None = None
+    time_to_first_token: float | None = None
+    baseline_time_to_first_token: float | None = None
+    time_per_output_token: float | None = None
+    baseline_time_per_output_token: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Category(Speed):
     """The figures of the prompts of one category."""
 
     category: str
     prompts: int
-    acceleration_rate: float | None = None
-    speedup: float | None = None
-    tokens_per_second: float | None = None
-    baseline_tokens_per_second: float | None = None
-    baselines: dict[str, BaselineSpeed] = field(default_factory=dict)
+    baselines: dict[str, Baseline] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,22 +179,6 @@ class Studies:
     heads: list[TreeRow] | None = None
     batch: list[BatchRow] | None = None
     load: list[LoadRow] | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Speed:
-    """The speed with heads and plain decoding's (`baseline_…`); times are in seconds."""
-
-    acceleration_rate: float | None = None
-    standard_error: float | None = None
-    overhead: float | None = None
-    speedup: float | None = None
-    tokens_per_second: float | None = None
-    baseline_tokens_per_second: float | None = None
-    time_to_first_token: float | None = None
-    baseline_time_to_first_token: float | None = None
-    time_per_output_token: float | None = None
-    baseline_time_per_output_token: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

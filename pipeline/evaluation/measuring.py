@@ -29,7 +29,6 @@ from pipeline.evaluation.native import check_native
 from pipeline.evaluation.prompts import (
     SILENT,
     CheckRequest,
-    Prompt,
     question_prompts,
     require_prompts,
     with_room,
@@ -127,17 +126,21 @@ def measure_heads(
         ConfigError: No answer took a step, or an engine cannot have these heads or this target.
         DataError: The directory holds no known heads, or those of another target; no question fits.
     """
-    for engine in settings.engines:
-        require_readable(target, engine, on_gpu=gpus > 0, where="--target")
+    for each in settings.engines:
+        require_readable(target, each, on_gpu=gpus > 0, where="--target")
     answers: AnswerLines = {}
     native = vllm = None
     with _candidate(directory, target, settings, draft_tokens) as found:
         target = with_room(target, settings)
-        prompts = _prompts(target, settings, gpus, num_prompts, progress)
+        engine: EngineName = "transformers" if "native" in settings.engines else "vllm"
+        questions = read_questions(Path(str(settings.prompts)))[:num_prompts]
+        prompts = question_prompts(target, questions, settings, engine, gpus, progress)
+        fix = "Shorten --max-new-tokens, or name other questions with --prompts."
+        require_prompts(prompts, "question", settings, str(settings.prompts), fix)
         request = CheckRequest(
-            with_room_for(target, prompts, settings.max_new_tokens, found.max_depth),
+            with_room_for(target, prompts.kept, settings.max_new_tokens, found.max_depth),
             str(found.export),
-            prompts,
+            prompts.kept,
             settings,
             tree=found.tree,
             gpus=gpus,
@@ -245,21 +248,6 @@ def _own_heads(directory: Path, layout: ExportLayout, draft_tokens: int | None) 
         config = layout.kind.speculative_config(str(directory.resolve()), draft_tokens)
     described = layout.shape.described()
     return Candidate(described, directory, depth, config, read_tree(directory))
-
-
-def _prompts(
-    target: TargetSpec,
-    settings: CheckConfig,
-    gpus: int,
-    number: int,
-    progress: ProgressReporter,
-) -> list[Prompt]:
-    engine: EngineName = "transformers" if "native" in settings.engines else "vllm"
-    questions = read_questions(Path(str(settings.prompts)))[:number]
-    found = question_prompts(target, questions, settings, engine, gpus, progress)
-    fix = "Shorten --max-new-tokens, or name other questions with --prompts."
-    require_prompts(found, "question", settings, str(settings.prompts), fix)
-    return found.kept
 
 
 def proposed_tokens(config: Mapping[str, Any]) -> int | None:

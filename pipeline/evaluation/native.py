@@ -169,9 +169,9 @@ def measure(
     by_rule, greedily = both_sides(rule), both_sides(greedy_acceptance)
     take_turns({**by_rule, **baselines}, prompts[:NUM_WARM_UPS], failed)
     if plain.captures or accelerated.captures:
-        take_turns(by_rule, prompts)  # captures the graphs of every length, untimed
+        take_turns(by_rule, prompts, failed)  # captures the graphs of every length, untimed
         if rule is not greedy_acceptance:
-            take_turns(greedily, prompts)
+            take_turns(greedily, prompts, failed)
     greedily.update(baselines)
     if rule is greedy_acceptance:
         by_rule = greedily
@@ -238,7 +238,7 @@ def _log_likelihoods(measured: Measurement) -> dict[str, float]:
     if not rule_of(settings).samples:  # typical acceptance with a greedy first token
         rule = RejectionSampling(settings.temperature)
         sampling = decode_by(measured.plain, rule, settings.max_new_tokens)
-        sampled = take_turns({PLAIN: sampling}, prompts)[PLAIN]
+        sampled = take_turns({PLAIN: sampling}, prompts, {})[PLAIN]
     written = {
         "greedy": measured.greedy(PLAIN),
         "sampling": _texts(sampled),

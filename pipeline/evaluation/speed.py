@@ -31,7 +31,6 @@ from transformers.generation.streamers import BaseStreamer
 
 from pipeline.artifacts.check_result import (
     Baseline,
-    BaselineSpeed,
     Category,
     EngineFigures,
     Speed,
@@ -141,7 +140,7 @@ def baseline(
 def take_turns(
     methods: Mapping[str, Decode],
     prompts: Sequence[Prompt],
-    failed: dict[str, str] | None = None,
+    failed: dict[str, str],
     progress: ProgressReporter = SILENT,
 ) -> Pass:
     """Decode all prompts once, the methods in turn for each prompt, so that a drifting machine
@@ -150,7 +149,6 @@ def take_turns(
     A prompt's index is its seed. A method that fails on a prompt is skipped from there on and left
     out of the result; `failed` receives the reason, and methods already in it are skipped.
     """
-    failed = {} if failed is None else failed
     written: dict[str, list[Decoded]] = {name: [] for name in methods}
     for seed, prompt in enumerate(prompts):
         num_tokens = 0
@@ -293,22 +291,9 @@ def by_category(
     for category, indices in members.items():
         found = speed([prompts[i] for i in indices], _part(passes, indices))
         greedy = _part(greedy_passes, indices)
-        beside = {}
-        for name in baselines:
-            other = baseline_figures(greedy, name)
-            beside[name] = BaselineSpeed(
-                acceleration_rate=other.acceleration_rate, speedup=other.speedup
-            )
+        beside = {name: baseline_figures(greedy, name) for name in baselines}
         rows.append(
-            Category(
-                category=category,
-                prompts=len(indices),
-                acceleration_rate=found.acceleration_rate,
-                speedup=found.speedup,
-                tokens_per_second=found.tokens_per_second,
-                baseline_tokens_per_second=found.baseline_tokens_per_second,
-                baselines=beside,
-            )
+            Category(category=category, prompts=len(indices), baselines=beside, **vars(found))
         )
     return rows
 

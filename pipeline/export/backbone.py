@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.export.layout import CONFIG_FILE
 from pipeline.storage.atomic import atomic_directory, files_in, read_json, remove, write_json
+from pipeline.storage.receipts import Identity
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -30,7 +31,7 @@ def write_backbone(
     tokenizer: Any,
     *,
     as_they_are: Iterable[Path],
-    made_of: dict[str, Any],
+    made_of: Identity,
 ) -> None:
     """Replace `directory` atomically.
 
@@ -53,7 +54,7 @@ def write_backbone(
         write_json(partial / BACKBONE_FILE, made_of)
 
 
-def is_made_of(directory: Path, made_of: dict[str, Any]) -> bool:
+def is_made_of(directory: Path, made_of: Identity) -> bool:
     """Whether a complete backbone of these inputs exists."""
     return bool(read_json(directory / BACKBONE_FILE) == made_of)
 

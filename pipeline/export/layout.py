@@ -23,6 +23,7 @@ from pipeline.targets.files import check_repo_id
 
 CONFIG_FILE = "config.json"
 CARD_FILE = "README.md"
+Content = dict[str, Any]  # of a config.json, or vLLM's arguments
 BACKBONE_DIRECTORY = "backbone"  # the tuned backbone, beside its heads
 
 # vLLM's rejection sampler asserts at most 128 draft tokens (MAX_SPEC_LEN), one per head.
@@ -68,12 +69,12 @@ class ExportLayout:
     def kind(self) -> type[Heads]:
         return head_kind(self.shape.kind)
 
-    def to_json(self, target: Mapping[str, Any]) -> dict[str, Any]:
+    def to_json(self, target: Mapping[str, Any]) -> Content:
         """The content of `config.json`, for a target with this config.json."""
         heads = {"format": self.format, "num_speculative_tokens": self.num_speculative_tokens}
         if self.dynamic_tree:
             heads["dynamic_tree"] = self.dynamic_tree.to_json()
-        content: dict[str, Any] = {
+        content: Content = {
             **self.kind.engine_config(self.shape, self.stored, target),
             "hidden_size": self.shape.hidden_size,
             "vocab_size": self.shape.target_vocab_size,
@@ -94,7 +95,7 @@ class ExportLayout:
             }
         return with_base_model(content, self.base_model_name_or_path)
 
-    def engine_args(self, directory: str | os.PathLike[str], target: str) -> dict[str, Any]:
+    def engine_args(self, directory: str | os.PathLike[str], target: str) -> Content:
         """The arguments that start vLLM with this target and the heads of `directory`.
 
         If the export names this target, its directory is enough. Otherwise vLLM gets both: target
@@ -111,7 +112,7 @@ class ExportLayout:
         return {"speculative_config": config}
 
 
-def with_base_model(content: Mapping[str, Any], base_model: str) -> dict[str, Any]:
+def with_base_model(content: Mapping[str, Any], base_model: str) -> Content:
     """The content of a `config.json` with another target."""
     replaced = {**content, "base_model_name_or_path": base_model}
     speculators = content.get("speculators_config")  # only of heads that vLLM serves
@@ -121,7 +122,7 @@ def with_base_model(content: Mapping[str, Any], base_model: str) -> dict[str, An
     return replaced
 
 
-def read_json_config(directory: str | os.PathLike[str]) -> tuple[dict[str, Any], ExportLayout]:
+def read_json_config(directory: str | os.PathLike[str]) -> tuple[Content, ExportLayout]:
     """The content of an export's `config.json`, and its parsed form.
 
     Raises:

@@ -6,7 +6,7 @@ An unknown cell is `-`; a table without rows was not run.
 from __future__ import annotations
 
 from pipeline.artifacts.check_result import (
-    BaselineSpeed,
+    Baseline,
     BatchRow,
     Category,
     EngineFigures,
@@ -276,7 +276,7 @@ def categories_table(report: Report) -> Table:
     for row in rows:
         cells = [ratio(row.acceleration_rate), *_speeds(row)]
         for name in names:
-            speed = row.baselines.get(name, BaselineSpeed())
+            speed = row.baselines.get(name, Baseline(name=name))
             cells.append(f"{ratio(speed.acceleration_rate)}, {times(speed.speedup)}")
         table.add(row.category, count(row.prompts), *cells)
     return table

@@ -23,8 +23,14 @@ from pipeline.errors import EnvironmentFault, MedusaDistillError
 
 FULL_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # the last one of `ulimit -f` and of FAT32
 FAILED_ERRORS = {errno.EIO, errno.ESTALE}  # ESTALE: a network file system has lost the file
-ACCESS_ERRORS = {errno.EACCES, errno.EPERM, errno.EROFS}
-KIND_ERRORS = {errno.EISDIR, errno.ENOTDIR, errno.EEXIST}
+REFUSED_ERRORS = {
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.EISDIR,
+    errno.ENOTDIR,
+    errno.EEXIST,
+}
 UMASK = os.umask(0)  # which can only be read by setting it
 os.umask(UMASK)
 RUST_NUMBER = re.compile(r"\(os error (\d+)\)")  # safetensors and tokenizers give no other
@@ -149,12 +155,11 @@ def disk_fault(error: BaseException, path: Path | None = None) -> EnvironmentFau
     if number in FAILED_ERRORS:
         fix = f"Repair the disk or its connection (see `dmesg`) and {AGAIN}"
         return EnvironmentFault(f"The file system fails: {error}.", where, fix)
-    if number in ACCESS_ERRORS:
-        fix = f"Give this user access to it, or set run.root to another place, and {AGAIN}"
+    if number in REFUSED_ERRORS:
+        fix = (
+            f"Check what stands there and who may write, or set run.root to another place; {AGAIN}"
+        )
         return EnvironmentFault(f"A file cannot be opened or written: {error}.", where, fix)
-    if number in KIND_ERRORS:
-        what = f"A directory stands where a file belongs, or the other way round: {error}."
-        return EnvironmentFault(what, where, f"Remove it and {AGAIN}")
     return None
 
 

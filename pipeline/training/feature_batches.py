@@ -34,12 +34,14 @@ import torch
 from torch import Tensor
 
 from pipeline.artifacts.feature_rows import FeatureRows, RowGroup
+from pipeline.training.task import Workers
 
 LANES = 16
 NUM_READERS = min(8, max(1, len(os.sched_getaffinity(0)) // 2))  # the other cores compute
 BATCHES_AHEAD = 2  # assembled batches that wait for the loop
 STEPS_AHEAD = 4  # steps whose row groups are being read
 CPU = torch.device("cpu")
+ALONE = Workers()
 
 
 @dataclass(frozen=True)
@@ -91,23 +93,21 @@ class EpochPlan:
         num_lanes = min(LANES, self.num_positions // max(1, self.num_steps))
         self._lanes = [part(0, self.num_positions, lane, num_lanes) for lane in range(num_lanes)]
 
-    def first(self, step: int, rank: int = 0, world_size: int = 1) -> int:
-        """The place of a worker's first position among all of the step."""
+    def share(self, step: int, workers: Workers) -> tuple[int, int]:
+        """The range of places that a worker reads among the positions of a step."""
         num_positions = sum(stop - start for start, stop in self._ranges(step))
-        return part(0, num_positions, rank, world_size)[0]
+        return part(0, num_positions, workers.rank, workers.world_size)
 
-    def pieces(self, step: int, rank: int = 0, world_size: int = 1) -> list[Piece]:
+    def pieces(self, step: int, workers: Workers = ALONE) -> list[Piece]:
         """One worker's positions of one step, in the line's order; maybe none if they are few.
 
         Raises:
             ValueError: The epoch has no such step.
         """
-        ranges = self._ranges(step)
-        num_positions = sum(stop - start for start, stop in ranges)
-        first, last = part(0, num_positions, rank, world_size)
+        first, last = self.share(step, workers)
         found = []
         offset = 0  # of a range within the step
-        for low, high in ranges:
+        for low, high in self._ranges(step):
             start = low + max(first - offset, 0)
             stop = min(low + last - offset, high)
             if start < stop:
@@ -126,8 +126,10 @@ class EpochPlan:
         first, last = np.searchsorted(self._edges, [start, stop - 1], side="right") - 1
         found = []
         for i in range(first, last + 1):
-            edge, end = int(self._edges[i]), int(self._edges[i + 1])
-            group, row = int(self._groups[i]), int(self._rows[i])
+            edge = int(self._edges[i])
+            end = int(self._edges[i + 1])
+            group = int(self._groups[i])
+            row = int(self._rows[i])
             found.append(Piece(group, row, max(start, edge) - edge, min(stop, end) - edge))
         return found
 
@@ -165,8 +167,7 @@ def load_batches(
     plan: EpochPlan,
     steps: Sequence[int],
     *,
-    rank: int = 0,
-    world_size: int = 1,
+    workers: Workers = ALONE,
     device: torch.device = CPU,
     soft_labels: bool = False,
 ) -> Iterator[Batch]:
@@ -185,7 +186,7 @@ def load_batches(
         try:
             for number in range(len(steps) + STEPS_AHEAD + BATCHES_AHEAD):
                 if number < len(steps):
-                    pieces = plan.pieces(steps[number], rank, world_size)
+                    pieces = plan.pieces(steps[number], workers)
                     ahead.append(pieces)
                     for piece in pieces:
                         if piece.group not in groups:
@@ -218,9 +219,11 @@ def _assemble(
     labels_KN = torch.empty(rows.num_heads, num_positions, dtype=torch.int64)
     states = [hidden_ND[:0]]
     rows_of_labels = [np.empty((rows.num_heads, 0), np.int64)]
-    start, num_states = 0, 0
+    start = 0
+    num_states = 0
     for piece in pieces:
-        row, stop = groups[piece.group].result()[piece.row], start + len(piece)
+        row = groups[piece.group].result()[piece.row]
+        stop = start + len(piece)
         chosen = row.learnable[piece.start : piece.stop]
         torch.index_select(row.hidden_ND, 0, chosen, out=hidden_ND[start:stop])
         next_N[start:stop] = torch.from_numpy(row.next_N[piece.start : piece.stop])

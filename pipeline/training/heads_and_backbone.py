@@ -109,9 +109,9 @@ class BackboneLearner(Learner):
         empty.
         """
         epoch, of_epoch = divmod(step, self.recipe.steps_per_epoch)
-        world_size, size = self.workers.world_size, self.settings.micro_batch
-        share = self.plan.sequences(epoch, of_epoch, self.workers.rank, world_size)
-        for start in range(0, self.plan.largest_share(of_epoch, world_size), size):
+        size = self.settings.micro_batch
+        share = self.plan.sequences(epoch, of_epoch, self.workers)
+        for start in range(0, self.plan.largest_share(of_epoch, self.workers.world_size), size):
             chosen = share[start : start + size]
             sequences = [[self.texts[index] for index in group] for _, group in chosen]
             number = chosen[0][0] if chosen else 0  # of the first sequence within the step
@@ -136,8 +136,10 @@ class BackboneLearner(Learner):
 
     def summed_losses(self, batch: MicroBatch, weights_C: Tensor) -> Tensor:
         torch.manual_seed(batch.seed)
-        texts, share = batch.texts.to(self.device), self.spec.settings.soft_labels
-        truth, teacher = texts.next_N, None
+        texts = batch.texts.to(self.device)
+        share = self.spec.settings.soft_labels
+        truth = texts.next_N
+        teacher = None
         with self.autocast():
             # The original first, while no activations of the tuned model are held.
             if share or self.settings.loss == "kl":

@@ -44,7 +44,7 @@ class TrainSpec:
     vocab_size: int
     seed: int
     directory: str  # of the train stage, on storage that every worker sees
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Literal["cpu", "cuda"] = "cpu"
     texts: tuple[str, ...] = ()  # the generate stage's shards, in order
     texts_fingerprint: str = ""
     run_name: str = "run"  # in trackers
@@ -175,7 +175,9 @@ class Learner(ABC):
         device: torch.device,
         heads_from: Path | None = None,
     ):
-        self.spec, self.workers, self.device = spec, workers, device
+        self.spec = spec
+        self.workers = workers
+        self.device = device
 
     @classmethod
     @abstractmethod
@@ -250,17 +252,16 @@ def choose_device(spec: TrainSpec) -> torch.device:
     Raises:
         EnvironmentFault: A GPU is required and none is visible.
     """
-    has_gpu = torch.cuda.is_available()
-    if spec.device == "cuda" and not has_gpu:
+    if spec.device == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
         raise EnvironmentFault(
             "Training needs a GPU, and none is visible.",
             "placement.train",
             "Install torch with CUDA and check nvidia-smi, or set"
             " placement.train.gpus_per_worker: 0.",
         )
-    if has_gpu and spec.device != "cpu":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 @contextlib.contextmanager

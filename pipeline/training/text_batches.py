@@ -23,7 +23,8 @@ from torch import Tensor
 from pipeline.artifacts.generated_rows import read_token_rows
 from pipeline.conversations.conversation import Role
 from pipeline.conversations.spans import IGNORED, Span, feature_positions, head_labels
-from pipeline.training.feature_batches import part
+from pipeline.training.feature_batches import ALONE, part
+from pipeline.training.task import Workers
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """
     groups: list[list[int]] = []
     free: list[tuple[int, int]] = []  # (tokens that still fit, group), sorted
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         length = lengths[index]
         if length == 0:
             break
@@ -94,7 +95,8 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
         if place < len(free):
             space, group = free.pop(place)
         else:
-            space, group = capacity, len(groups)
+            space = capacity
+            group = len(groups)
             groups.append([])
         groups[group].append(index)
         bisect.insort(free, (space - length, group))
@@ -112,14 +114,14 @@ class TextPlan:
         self._seed = seed
 
     def sequences(
-        self, epoch: int, step: int, rank: int = 0, world_size: int = 1
+        self, epoch: int, step: int, workers: Workers = ALONE
     ) -> list[tuple[int, list[int]]]:
         """One worker's share of a step, maybe empty: each sequence's number in the step and its
         texts.
         """
         order = np.random.default_rng([self._seed, epoch]).permutation(len(self.groups))
         start, stop = part(0, len(order), step, self.steps_per_epoch)
-        first, last = part(start, stop, rank, world_size)
+        first, last = part(start, stop, workers.rank, workers.world_size)
         return [(place - start, self.groups[order[place]]) for place in range(first, last)]
 
     def largest_share(self, step: int, world_size: int) -> int:
@@ -154,7 +156,10 @@ def assemble_texts(sequences: Sequence[Sequence[Text]], num_heads: int) -> TextB
     longest = max(sum(text.num_read for text in texts) for texts in sequences)
     ids_BT = np.zeros((len(sequences), longest), np.int64)
     positions_BT = np.zeros_like(ids_BT)
-    learned, following, labels, teachers = [], [], [], []
+    learned = []
+    following = []
+    labels = []
+    teachers = []
     num_before = 0
     for row, texts in enumerate(sequences):
         start = 0
@@ -176,7 +181,8 @@ def assemble_texts(sequences: Sequence[Sequence[Text]], num_heads: int) -> TextB
             following.append(text.ids[positions_N + 1])
             labels.append(labels_KN)
             teachers.append(np.where(has_teacher_KN, teacher_KN + num_before, -1))
-            start, num_before = stop, num_before + len(number_N)
+            start = stop
+            num_before += len(number_N)
     arrays = (
         ids_BT,
         positions_BT,

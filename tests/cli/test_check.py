@@ -209,4 +209,4 @@ def test_a_place_that_results_cannot_go_to_is_refused_before_anything_is_measure
 ):
     (tmp_path / "file").write_text("somebody's")
     ended = checked(tmp_path, "--out", tmp_path / "file")
-    assert ended.code == 4 and "stands where a file belongs" in one_paragraph(ended.err)
+    assert ended.code == 4 and "cannot be opened or written" in one_paragraph(ended.err)

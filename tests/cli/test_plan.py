@@ -17,9 +17,8 @@ from huggingface_hub import constants
 from pipeline.cli.app import main
 from pipeline.formatting import duration
 from pipeline.targets.spec import TargetSpec, weight_files
-from tests.cli.hub_to_read import REPOSITORY, HubToRead, serve
 from tests.cli.tables import STAGES, line_of, one_paragraph, states
-from tests.export.hub_stand_in import take_for_the_hub
+from tests.export.hub_stand_in import HubStandIn, Repository, take_for_the_hub
 from tests.flows.tiny import stored
 from tests.forks import in_a_fork
 
@@ -225,9 +224,14 @@ def test_a_hub_that_does_not_answer_is_asked_once(command, config_file, monkeypa
     assert command("plan", config_file).code == 0 and len(asked) == 1, "a directory"
 
 
+REPOSITORY = "owner/model"
+
+
 @pytest.fixture
-def hub(tiny_target: Path) -> Iterator[HubToRead]:
-    with serve(tiny_target) as served:
+def hub(tiny_target: Path) -> Iterator[HubStandIn]:
+    files = {file.name: file.read_bytes() for file in tiny_target.iterdir()}
+    with HubStandIn() as served:
+        served.repositories[REPOSITORY] = Repository(private=False, commits=[files])
         yield served
 
 
@@ -252,7 +256,7 @@ def test_plan_downloads_no_weights(config_file, hub):
         "its configuration says how large a state is"
     )
 
-    hub.fetched.clear()
+    hub.requests.clear()
     code, known = in_a_fork(plan_elsewhere, hub.endpoint, config_file, True)
     assert code == 0 and "never run" in line_of("generate", known), "now its content is known"
     assert "model.safetensors" in hub.fetched and len(hub.fetched) == len({*hub.fetched}), (

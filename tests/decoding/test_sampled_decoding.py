@@ -1,6 +1,4 @@
-"""Sampling with a tree: the target's distribution over whole texts, and the text that plain
-sampling writes.
-"""
+"""Sampling with a tree writes what plain sampling writes: noise belongs to positions."""
 
 from __future__ import annotations
 
@@ -20,64 +18,6 @@ from tests.decoding.conftest import PROMPT, SPARSE, seeded
 from tests.decoding.steps import chi_square_p
 
 FAMILIES = ("llama", "mistral-window", "qwen2-tied-mixed-windows", "gemma2-both-windows")
-TINY_VOCAB, NUM_TOKENS, AT_ONCE = 4, 3, 50
-
-
-@pytest.fixture(scope="module")
-def tiny() -> tuple[LlamaForCausalLM, MedusaHeads]:
-    """A target of four tokens, and heads that guess at random."""
-    torch.manual_seed(1)
-    config = LlamaConfig(
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        vocab_size=TINY_VOCAB,
-        max_position_embeddings=16,
-        initializer_range=0.6,
-    )
-    heads = MedusaHeads(MedusaShape(16, TINY_VOCAB, 2), dtype=torch.float64)
-    torch.nn.init.normal_(heads.lm_head)
-    return LlamaForCausalLM(config).double().eval(), heads
-
-
-@torch.no_grad()
-def law_of_texts(model, prompt: list[int], temperature: float) -> dict[tuple[int, ...], float]:
-    """The exact probability of every text: the product of the target's own."""
-    texts = list(product(range(TINY_VOCAB), repeat=NUM_TOKENS))
-    ids = torch.tensor([[*prompt, *text] for text in texts])
-    logits = model(input_ids=ids).logits[:, len(prompt) - 1 : -1] / temperature
-    chosen = logits.log_softmax(-1).gather(-1, ids[:, len(prompt) :, None]).sum((1, 2))
-    return dict(zip(texts, chosen.exp().tolist(), strict=True))
-
-
-def p_of_texts(
-    model, heads, rule, temperature: float, num_texts: int
-) -> tuple[float, Counter[int]]:
-    """The chi-square test over all texts, and how many tokens the steps kept."""
-    decoder = Decoder(model, heads, ((0,), (1,), (0, 0), (1, 1)), eos_token_ids=())
-    counts, kept = Counter(), Counter()
-    for first in range(0, num_texts, AT_ONCE):
-        generators = [seeded(seed) for seed in range(first, first + AT_ONCE)]
-        for decoded in decoder.generate_batch([[1, 2]] * AT_ONCE, NUM_TOKENS, rule, generators):
-            counts[tuple(decoded.token_ids)] += 1
-            kept.update(decoded.accepted)
-    law = law_of_texts(model, [1, 2], temperature)
-    return chi_square_p([counts[text] for text in law], list(law.values())), kept
-
-
-@pytest.mark.slow
-def test_texts_have_the_targets_own_distribution(tiny):
-    p, kept = p_of_texts(*tiny, RejectionSampling(0.8), 0.8, 1_000)
-    assert p > 1e-3
-    assert kept[2] > 200, "guesses must have been accepted"
-
-
-@pytest.mark.slow
-def test_typical_acceptance_changes_the_distribution(tiny):
-    """Shows that the test above can fail."""
-    p, _ = p_of_texts(*tiny, TypicalAcceptance(0.8, samples=True), 0.8, 400)
-    assert p < 1e-9
 
 
 @pytest.mark.slow
@@ -92,13 +32,43 @@ def test_rejection_sampling_writes_what_plain_sampling_writes(
         expected = plain.generate(PROMPT, 24, rule, seeded(seed)).token_ids
         heads = fitted_heads(model, PROMPT + expected, 3, known=0.7)
         for tree in (SPARSE, cartesian_tree((4, 2))):
-            decoded = Decoder(model, heads, tree, eos_token_ids=()).generate(
-                PROMPT, 24, rule, seeded(seed)
-            )
+            decoder = Decoder(model, heads, tree, eos_token_ids=())
+            decoded = decoder.generate(PROMPT, 24, rule, seeded(seed))
             assert decoded.token_ids == expected
             kept.update(decoded.accepted)
         texts.add(tuple(expected))
     assert len(texts) == 8 and {1, 2, 3} <= kept.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("rule", "num_texts", "bounds"),
+    [
+        (RejectionSampling(0.8), 1_000, (1e-3, 1.0)),
+        (TypicalAcceptance(0.8, samples=True), 400, (0.0, 1e-9)),  # another distribution
+    ],
+)
+def test_texts_have_the_targets_own_distribution(rule, num_texts, bounds):
+    """All texts of three of four tokens, by the product of the target's probabilities."""
+    torch.manual_seed(1)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "vocab_size": 4, "initializer_range": 0.6}
+    layers = {"num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 16}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **layers)).double().eval()
+    heads = MedusaHeads(MedusaShape(16, 4, 2), dtype=torch.float64)
+    torch.nn.init.normal_(heads.lm_head)
+    texts = torch.tensor(list(product(range(4), repeat=3)))
+    ids = torch.cat((torch.tensor([[1, 2]]).expand(64, -1), texts), 1)
+    with torch.no_grad():
+        log_p = (model(input_ids=ids).logits[:, 1:-1] / 0.8).log_softmax(-1)
+    law = log_p.gather(-1, texts[..., None]).sum((1, 2)).exp()
+
+    decoder = Decoder(model, heads, ((0,), (1,), (0, 0), (1, 1)), eos_token_ids=())
+    generators = list(map(seeded, range(num_texts)))
+    decoded = decoder.generate_batch([[1, 2]] * num_texts, 3, rule, generators)
+    counts = Counter(tuple(one.token_ids) for one in decoded)
+    assert sum(2 in one.accepted for one in decoded) > num_texts / 5, "guesses must be accepted"
+    p = chi_square_p([counts[tuple(text)] for text in texts.tolist()], law.tolist())
+    assert bounds[0] <= p <= bounds[1]
 
 
 def test_typical_with_a_greedy_first_token_starts_greedily(target_of, continuation):

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.artifacts.seed_rows import SEEDS
 from pipeline.errors import EnvironmentFault
 from pipeline.execution.shard_worker import Outcome, find_crashing_rows
-from pipeline.storage.shards import ShardTask, ShardWriter
+from pipeline.storage.shards import ShardTask
 from pipeline.storage.stage_directory import StageDirectory
+from tests.storage.rows import seed_row, write_shard
 
 
 class Graveyard:
@@ -39,19 +39,11 @@ def search(tmp_path_factory):
         number: int, executor: Graveyard, max_deaths: int = 2, poison: dict[str, str] | None = None
     ) -> set[str]:
         root = tmp_path_factory.mktemp("isolation")
-        with ShardWriter(
-            root / "in.parquet", root / "in.jsonl", SEEDS, index=0, fingerprint="f"
-        ) as writer:
-            empty = {"source_id": None, "category": None, "split": "train", "messages": []}
-            writer.write([{"id": str(i), **empty} for i in range(number)])
-            writer.commit("seeds", None)
+        write_shard(root / "in" / "0", [seed_row(str(row)) for row in range(number)])
         stage = StageDirectory(root, "generate", "a" * 64)
-        task = ShardTask(
-            0, str(root / "in.parquet"), "", str(stage.shard_path(0)), "", "f", poison or {}
-        )
-        found = find_crashing_rows(
-            executor.map, Outcome(task, death="Killed.\nMore."), stage, max_deaths
-        )
+        source, shard = str(root / "in" / "0"), str(stage.shard_path(0))
+        died = Outcome(ShardTask(0, source, "", shard, "", "f", poison or {}), death="Killed.\nIt.")
+        found = find_crashing_rows(executor.map, died, stage, max_deaths)
         assert not (stage.path / "isolation").exists()
         return set(found)
 

@@ -71,6 +71,12 @@ class HubStandIn:
         self.stalls_before = self.stalls_after = ""
         self.stalled, self.gone = threading.Event(), threading.Event()
 
+    @property
+    def fetched(self) -> list[str]:
+        """The names of the files whose bytes were asked for."""
+        gets = [request for request in self.requests if request.startswith("GET /")]
+        return [request.rpartition("/")[2] for request in gets if "/resolve/" in request]
+
     def __enter__(self) -> HubStandIn:
         handler = type("Handler", (_Handler,), {"hub": self})
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)

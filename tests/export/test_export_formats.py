@@ -84,7 +84,7 @@ def test_the_reference_implementation_loads_its_file_without_running_code(tmp_pa
     assert config.items() >= wanted.items() and "speculators_config" not in config
 
 
-def test_sglang_s_model_computes_what_the_cell_does_and_lacks_no_tensor(tmp_path):
+def test_sglang_s_model_computes_what_the_cell_does(tmp_path):
     """SGLang's llama_eagle.py, of transformers' parts: fc with a bias, one Llama layer without its
     first norm.
     """
@@ -175,7 +175,7 @@ def test_a_pickle_of_code_is_refused_and_none_of_it_runs(tmp_path, pickled, how)
 
 
 @pytest.mark.parametrize("content", [[torch.ones(1)], {"a": 1}, {1: torch.ones(1)}, torch.ones(2)])
-def test_a_pickle_of_other_plain_data_is_no_file_of_named_tensors(pickled, content):
+def test_a_pickle_of_other_plain_data_is_refused(pickled, content):
     torch.save(content, pickled)
     with pytest.raises(DataError, match="no file of named tensors"):
         read(pickled.parent)
@@ -189,7 +189,7 @@ def test_a_damaged_pickle_is_one_paragraph(pickled, content):
     assert "\n" not in str(caught.value)
 
 
-def test_a_push_sends_every_format_with_the_hub_s_name_of_the_target(tmp_path, hub):
+def test_a_push_sends_every_format(tmp_path, hub):
     local = str(tmp_path / "my-model")
     export = export_to(tmp_path / "export", local)
     write(export, read_layout(export), MedusaHeads(read_layout(export).shape), "reference")

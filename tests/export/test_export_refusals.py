@@ -58,9 +58,7 @@ def test_settings_that_no_engine_can_read_are_configuration_errors(changes, said
 
 
 @pytest.mark.parametrize("bit", [0x01, 0x80])  # 0x80: only the sign of a zero
-def test_a_tensor_that_reaches_the_disk_otherwise_than_it_was_trained_is_named_and_nothing_is_left(
-    tmp_path, monkeypatch, bit
-):
+def test_a_damaged_tensor_is_named_and_nothing_is_left(tmp_path, monkeypatch, bit):
     serialise = weights.serialize_file
 
     def damaging(specs, path, metadata):

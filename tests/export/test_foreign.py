@@ -76,7 +76,7 @@ def test_a_pickle_beside_safetensors_is_not_read(tmp_path):
     assert_guesses(tmp_path, heads)
 
 
-def test_a_missing_lm_head_is_the_target_s_and_missing_biases_are_none(tmp_path):
+def test_a_missing_lm_head_is_the_target_s(tmp_path):
     heads = heads_of(config_of(lm_head="tied"))
     heads.block_bias.data.zero_()
     heads.lm_head.data.copy_(TARGET.lm_head())
@@ -130,7 +130,7 @@ def test_an_eagle_container_without_attention_is_a_recurrent_cell(tmp_path):
     assert torch.equal(found.heads.lm_head, TARGET.lm_head()), "it is the target's"
 
 
-def test_a_container_may_repeat_the_target_s_matrices_and_bring_a_bias_of_zeros(tmp_path):
+def test_a_container_may_repeat_the_target_s_matrices(tmp_path):
     repeated = {"embed_tokens.weight": TARGET.embedding().clone(), "fc.bias": torch.zeros(4)}
     eagle(tmp_path, **repeated)
     assert isinstance(read(tmp_path).heads, RecurrentHeads)
@@ -146,9 +146,7 @@ def test_a_container_may_repeat_the_target_s_matrices_and_bring_a_bias_of_zeros(
         ({"fc.bias": torch.ones(4)}, "fc adds a bias"),
     ],
 )
-def test_a_draft_model_that_native_decoding_cannot_have_is_left_to_vllm_with_the_reason(
-    tmp_path, changed, says
-):
+def test_a_draft_model_with_attention_is_left_to_vllm(tmp_path, changed, says):
     eagle(tmp_path, **changed)
     found = read(tmp_path)
     assert (

@@ -75,9 +75,7 @@ def test_engines_without_a_draft_vocabulary_guess_the_same_first(tmp_path, lm_he
 
 
 @pytest.mark.parametrize(("lm_head", "format"), LM_HEAD_AND_FORMAT)
-def test_config_json_says_what_each_engine_reads_and_nothing_that_misleads_it(
-    tmp_path, lm_head, format
-):
+def test_config_json_misleads_no_engine(tmp_path, lm_head, format):
     directory = write(
         tmp_path / "export",
         config_of(lm_head=lm_head, format=format, num_layers=2, dtype="bfloat16"),
@@ -105,7 +103,7 @@ def test_config_json_says_what_each_engine_reads_and_nothing_that_misleads_it(
     assert not {"num_hidden_layers", "num_attention_heads", "num_key_value_heads"} & config.keys()
 
 
-def test_config_json_alone_tells_vllm_which_target_to_serve_and_how(tmp_path):
+def test_config_json_names_the_target_for_vllm(tmp_path):
     config = json.loads((write(tmp_path / "export", config_of()) / "config.json").read_text())
     assert config["speculators_model_type"] == "medusa" and config["transformer_layer_config"] == {}
     assert config["speculators_config"] == {
@@ -116,7 +114,7 @@ def test_config_json_alone_tells_vllm_which_target_to_serve_and_how(tmp_path):
     }
 
 
-def test_the_export_alone_starts_vllm_where_it_names_the_target_that_is_there(tmp_path):
+def test_the_export_alone_starts_vllm_with_its_target(tmp_path):
     def started_with(named: str, target: str) -> dict:
         return config_of(named).engine_args(tmp_path / "export", target)
 
@@ -158,7 +156,7 @@ def test_another_dtype_rounds_as_torch_does(tmp_path, dtype):
     )
 
 
-def test_heads_that_are_views_of_one_stacked_parameter_are_saved_apart(tmp_path):
+def test_views_of_one_stacked_parameter_are_saved_apart(tmp_path):
     config = config_of()
     heads = heads_of(config)
     heads.lm_head.data = torch.randn(3, 4, 6).transpose(1, 2)  # not contiguous either
@@ -183,7 +181,7 @@ def test_one_lm_head_expands_on_disk_and_not_in_memory(tmp_path, lm_head, dtype)
 
 @pytest.mark.parametrize("lm_head", ["shared", "tied"])
 @pytest.mark.parametrize("format", ["expanded", "shared"])
-def test_one_lm_head_is_read_as_one_and_frozen_where_it_is_the_target_s(tmp_path, lm_head, format):
+def test_one_lm_head_is_read_as_one(tmp_path, lm_head, format):
     heads = read(write(tmp_path / "export", config_of(lm_head=lm_head, format=format)))
     assert heads.lm_head.shape == (6, 4) and heads.lm_head.requires_grad is (lm_head == "shared")
 
@@ -199,7 +197,7 @@ def test_an_existing_directory_keeps_what_its_owner_put_there(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["export"]
 
 
-def test_a_dynamic_tree_comes_back_and_the_choices_file_stays_a_list_of_paths(tmp_path):
+def test_a_dynamic_tree_comes_back(tmp_path):
     config = replace(config_of(), dynamic_tree=DynamicTree(4, 3, 2))
     directory = write(tmp_path / "export", config)
     assert read_layout(directory) == config and read_tree(directory) == DynamicTree(4, 3, 2)

@@ -1,7 +1,8 @@
-"""How much memory a program needs on each device, at any size, without allocating it.
+"""Count the memory that a program needs on each device, at any size, without allocating it.
 
-    with fake_cuda():
-        peak = peak_bytes(lambda: training_step())["cuda:0"] / 2**30
+    with fake_cuda(), Ledger() as ledger:
+        training_step()
+    gib = ledger.peak["cuda:0"] / 2**30
 
 counts the storages that are alive at the worst moment, to the byte. A real allocator adds what it
 rounds up and what lies idle in its pools (some percent), CUDA its context (about half a GiB) and
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
@@ -47,7 +48,8 @@ class Ledger(TorchDispatchMode):
 
     def _enter(self, tensor: Tensor, counts: bool = True) -> None:
         storage, device = tensor.untyped_storage(), str(tensor.device)
-        if (key := storage._cdata) in self._storages:
+        key = storage._cdata
+        if key in self._storages:
             return
         num_bytes = storage.nbytes() if counts else 0
 
@@ -58,13 +60,3 @@ class Ledger(TorchDispatchMode):
         self._storages[key] = weakref.ref(storage, leave)
         self.live[device] += num_bytes
         self.peak[device] = max(self.peak[device], self.live[device])
-
-
-def peak_bytes(program: Callable[[], object], held: Iterable[Tensor] = ()) -> dict[str, int]:
-    """The most bytes on each device while `program` runs, which is called within `fake_cuda()`.
-
-    `held` are tensors that are there before and count, such as a model's weights.
-    """
-    with Ledger(held) as ledger:
-        program()
-    return dict(ledger.peak)

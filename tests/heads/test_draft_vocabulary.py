@@ -32,15 +32,11 @@ TOKENS = [0, 2, 3, 7, 11, 12, 18]
 OUTSIDE = [token for token in range(W) if token not in TOKENS]
 WEIGHTS = torch.tensor([0.8, 0.5, 0.3], dtype=torch.float64)
 OF_KIND = {
-    "untied": lambda: MedusaHeads(MedusaShape(D, W, K), dtype=torch.float64),
-    "shared": lambda: MedusaHeads(MedusaShape(D, W, K, lm_head="shared"), dtype=torch.float64),
-    "tied": lambda: MedusaHeads(MedusaShape(D, W, K, lm_head="tied"), dtype=torch.float64),
-    "recurrent": lambda: RecurrentHeads(
-        RecurrentShape(D, W, K, intermediate_size=5), dtype=torch.float64
-    ),
-    "a kind that knows nothing of it": lambda: LinearHeads(
-        LinearShape(D, W, K), dtype=torch.float64
-    ),
+    "untied": (MedusaHeads, MedusaShape(D, W, K)),
+    "shared": (MedusaHeads, MedusaShape(D, W, K, lm_head="shared")),
+    "tied": (MedusaHeads, MedusaShape(D, W, K, lm_head="tied")),
+    "recurrent": (RecurrentHeads, RecurrentShape(D, W, K, intermediate_size=5)),
+    "linear": (LinearHeads, LinearShape(D, W, K)),  # knows nothing of draft vocabularies
 }
 every_kind = pytest.mark.parametrize("kind", OF_KIND)
 
@@ -48,7 +44,8 @@ every_kind = pytest.mark.parametrize("kind", OF_KIND)
 def heads_of(kind: str) -> tuple[Heads, Heads]:
     """Random heads, and the same with a draft vocabulary."""
     generator = torch.Generator().manual_seed(0)
-    heads = OF_KIND[kind]()
+    heads_class, shape = OF_KIND[kind]
+    heads = heads_class(shape, dtype=torch.float64)
     for parameter in heads.parameters():
         parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) / 2
     return heads, pruned(heads, TOKENS)

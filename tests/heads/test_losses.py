@@ -85,13 +85,6 @@ def test_any_labels_and_any_states_of_the_teacher(lm_heads, share, seed, data):
     torch.testing.assert_close(found, expected)
 
 
-def test_without_a_state_of_the_target_labels_alone_are_learned():
-    hidden, lm_head, labels, teacher = case("untied", share=0.5)
-    teacher = teacher._replace(rows_KN=torch.full_like(teacher.rows_KN, -1))
-    found = summed(summed_cross_entropy, hidden, lm_head, labels, teacher)
-    assert all(map(torch.equal, found, summed(summed_cross_entropy, hidden, lm_head, labels, None)))
-
-
 def test_a_head_that_predicts_as_the_target_has_its_entropy_and_no_gradient():
     hidden, lm_head, labels, teacher = case("tied", share=1.0)
     same = hidden[:1].detach().expand(K, N, D)

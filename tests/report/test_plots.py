@@ -129,7 +129,7 @@ def test_drawings_are_of_what_there_is(report, extras):
     assert set(plots.drawings(typed(report), from_json(Extras, extras))) == {"tree", "accepted"}
 
 
-def test_drawings_ignore_the_user_s_settings_and_have_no_style_of_their_own(report):
+def test_drawings_ignore_settings_and_have_no_style(report):
     plain = plots.drawings(typed(report), Extras())
     with matplotlib.rc_context({"font.size": 30, "axes.facecolor": "red", "svg.fonttype": "path"}):
         assert plots.drawings(typed(report), Extras()) == plain

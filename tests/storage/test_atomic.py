@@ -65,7 +65,7 @@ WRITERS: dict[str, Callable[[Path], object]] = {
         (errno.EIO, "fails"),
         (errno.ESTALE, "fails"),
         (errno.EACCES, "cannot be opened or written"),
-        (errno.EISDIR, "stands where a file belongs"),
+        (errno.EISDIR, "cannot be opened or written"),
         (errno.EROFS, "cannot be opened or written"),
     ],
 )
@@ -90,22 +90,14 @@ def test_a_file_size_limit_is_a_full_disk_to_every_library(writer, tmp_path):
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
-def test_a_full_disk_without_an_errno_is_recognised(code, tmp_path):
-    from_rust = SafetensorError(
-        f"Error while serializing: I/O error: {os.strerror(code)} (os error {code})"
-    )
-    from_cpp = RuntimeError(f"write(): fd 3 failed with {os.strerror(code)}")
-    for error in (from_rust, from_cpp, OSError(str(from_rust))):
+def test_a_full_disk_is_recognised_without_an_errno_and_as_a_cause(code, tmp_path):
+    text = f"Error while serializing: I/O error: {os.strerror(code)} (os error {code})"
+    behind = RuntimeError("The data set cannot be made.")
+    behind.__cause__ = OSError(code, os.strerror(code))
+    errors = [SafetensorError(text), RuntimeError(f"fd 3 failed with {os.strerror(code)}")]
+    for error in (*errors, OSError(text), behind):
         with pytest.raises(EnvironmentFault, match="disk is full"), disk_errors(tmp_path):
             raise error
-
-
-def test_a_full_disk_behind_another_error_is_recognised(tmp_path):
-    with pytest.raises(EnvironmentFault, match="disk is full"), disk_errors(tmp_path):
-        try:
-            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
-        except OSError as error:
-            raise RuntimeError("The data set cannot be made.") from error
 
 
 def test_other_errors_pass_as_they_are(tmp_path):
@@ -149,24 +141,21 @@ def test_a_file_is_on_the_disk_before_its_name(tmp_path, disk_acts):
     assert disk_acts == [("fsync", file), ("rename", file), ("fsync", directory)]
 
 
-def test_a_new_directory_is_on_the_disk_before_its_name(tmp_path, disk_acts):
-    with atomic_directory(tmp_path / "new") as unfinished:
+@pytest.mark.parametrize("exists", [False, True])
+def test_a_directory_is_on_the_disk_before_its_names(tmp_path, disk_acts, exists):
+    directory = tmp_path / "new"
+    if exists:
+        directory.mkdir()
+    with atomic_directory(directory) as unfinished:
         (unfinished / "inner").mkdir()
         (unfinished / "inner" / "file").write_text("content")
-    parts = {inode(tmp_path / name) for name in ("new/inner/file", "new/inner", "new")}
-    *flushed, renamed, last = disk_acts
-    assert sorted(flushed) == [("fsync", part) for part in sorted(parts)]
-    assert renamed == ("rename", inode(tmp_path / "new")) and last == ("fsync", inode(tmp_path))
-
-
-def test_replaced_files_are_on_the_disk_before_their_names(tmp_path, disk_acts):
-    with atomic_directory(tmp_path) as unfinished:
-        (unfinished / "inner").mkdir()
-        (unfinished / "inner" / "file").write_text("content")
-    file, folder = inode(tmp_path / "inner" / "file"), inode(tmp_path / "inner")
-    assert disk_acts.index(("fsync", file)) < disk_acts.index(("rename", file))
-    after = disk_acts[disk_acts.index(("rename", file)) :]
-    assert ("fsync", folder) in after and ("fsync", inode(tmp_path)) in after
+    file, folder = directory / "inner" / "file", directory / "inner"
+    written, named, folders = [file, folder, directory], [directory], [tmp_path]
+    if exists:
+        written, named, folders = [file], [file], [folder, directory, tmp_path]
+    place = disk_acts.index(("rename", inode(named[0])))
+    assert {("fsync", inode(path)) for path in written} == set(disk_acts[:place])
+    assert {("fsync", inode(path)) for path in folders} == set(disk_acts[place + 1 :])
 
 
 @pytest.mark.parametrize(
@@ -224,10 +213,8 @@ def test_weights_are_as_readable_as_the_umask_allows_and_not_their_owner_s_alone
     assert len({path.stat().st_mode for path in files}) == 1
 
 
-@pytest.mark.parametrize(
-    "kind", ["file", "directory", "link to a directory", "dangling link", "nothing"]
-)
-def test_whatever_stands_there_is_removed_and_what_a_link_leads_to_is_left(tmp_path, kind):
+@pytest.mark.parametrize("kind", ["file", "directory", "link", "dangling link", "nothing"])
+def test_remove_takes_a_link_and_leaves_its_target(tmp_path, kind):
     there, elsewhere = tmp_path / "there", tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "kept").write_text("kept")
@@ -236,6 +223,6 @@ def test_whatever_stands_there_is_removed_and_what_a_link_leads_to_is_left(tmp_p
     elif kind == "directory":
         (there / "of" / "folders").mkdir(parents=True)
     elif kind != "nothing":
-        there.symlink_to(elsewhere if kind == "link to a directory" else tmp_path / "gone")
+        there.symlink_to(elsewhere if kind == "link" else tmp_path / "gone")
     remove(there)
     assert not os.path.lexists(there) and (elsewhere / "kept").read_text() == "kept"

@@ -7,46 +7,25 @@ import shutil
 
 import pytest
 
-from pipeline.artifacts.seed_rows import SEEDS
 from pipeline.errors import DataError, EnvironmentFault
 from pipeline.storage.atomic import atomic_path, sweep_temporary, write_json
 from pipeline.storage.fingerprint import FileDigests, fingerprint, ids_digest
 from pipeline.storage.locks import Lock
 from pipeline.storage.receipts import read_receipt
-from pipeline.storage.shards import ShardWriter
 from pipeline.storage.stage_directory import StageDirectory
+from tests.storage.rows import seed_row, write_shard
 
 
 def fill(stage: StageDirectory, indices, *, text="hello", upstream=""):
     for index in indices:
-        with ShardWriter(
-            stage.shard_path(index),
-            stage.quarantine_path(index),
-            SEEDS,
-            index=index,
-            fingerprint=stage.fingerprint,
-            upstream=upstream,
-        ) as writer:
-            writer.write(
-                [
-                    {
-                        "id": f"s:{index}",
-                        "source_id": None,
-                        "category": None,
-                        "split": "train",
-                        "messages": [{"role": "user", "content": text}],
-                    }
-                ]
-            )
-            writer.commit(stage.stage, None)
+        options = {"index": index, "fingerprint": stage.fingerprint, "upstream": upstream}
+        write_shard(stage.shard_path(index), [seed_row(f"s:{index}", text)], **options)
 
 
 @pytest.fixture
 def pair(tmp_path):
-    up, down = (
-        StageDirectory(tmp_path, "seeds", "a" * 64),
-        StageDirectory(tmp_path, "generate", "b" * 64),
-    )
+    up = StageDirectory(tmp_path, "seeds", "a" * 64)
+    down = StageDirectory(tmp_path, "generate", "b" * 64)
     up.create({})
     fill(up, range(3))
     up.finish({}, {})

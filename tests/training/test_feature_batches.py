@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from itertools import chain, product
+from itertools import accumulate, chain, product
 
 import numpy as np
 import pytest
@@ -15,6 +15,7 @@ from pipeline.artifacts.feature_rows import FeatureRows
 from pipeline.errors import DataError
 from pipeline.training.feature_batches import LANES, Batch, EpochPlan, Piece, load_batches
 from tests.training.conftest import FINGERPRINT, STATES, D, V
+from tests.training.trainings import team
 
 lengths_of_groups = st.lists(st.lists(st.integers(0, 40), max_size=6), max_size=8)
 settings = {
@@ -63,12 +64,12 @@ def test_every_position_comes_once_per_epoch_in_even_batches(lengths, budget, se
 def test_any_workers_share_the_same_batches_equally(lengths, budget, seed, epoch, world_size):
     plan, again = (plan_of(lengths, budget, seed, epoch) for _ in range(2))
     for step in reversed(range(plan.num_steps)):
-        shares = [positions(plan.pieces(step, rank, world_size)) for rank in range(world_size)]
+        shares = [positions(plan.pieces(step, workers)) for workers in team(world_size)]
         assert list(chain(*shares)) == positions(again.pieces(step))
         sizes = [len(share) for share in shares]
         assert max(sizes) - min(sizes) <= 1
-        firsts = [plan.first(step, rank, world_size) for rank in range(world_size)]
-        assert firsts == [sum(sizes[:rank]) for rank in range(world_size)]
+        stops = [plan.share(step, workers)[1] for workers in team(world_size)]
+        assert stops == list(accumulate(sizes))
 
 
 def test_epochs_and_seeds_have_orders_of_their_own():
@@ -133,10 +134,10 @@ def test_a_batch_holds_the_plans_positions_without_padding(rows, plan):
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_soft_labels_come_with_the_state_that_predicts_them(rows, plan, world_size):
     """Also where a row is cut between batches or workers."""
-    for rank in range(world_size):
-        shares = {"rank": rank, "world_size": world_size}
-        plain = load_batches(rows, plan, range(plan.num_steps), **shares)
-        for batch in load_batches(rows, plan, range(plan.num_steps), **shares, soft_labels=True):
+    for workers in team(world_size):
+        steps = range(plan.num_steps)
+        plain = load_batches(rows, plan, steps, workers=workers)
+        for batch in load_batches(rows, plan, steps, workers=workers, soft_labels=True):
             labelled = batch.labels_KN >= 0
             assert torch.equal(batch.teacher_KN >= 0, labelled)
             states = batch.teacher_MD[batch.teacher_KN[labelled]]

@@ -17,7 +17,7 @@ from pipeline.targets.lora import decoder_layers
 from pipeline.targets.spec import TargetSpec
 from pipeline.training.task import TrainSpec, Workers
 from pipeline.training.trainer import train
-from tests.training.trainings import Stopped, same_curve, same_weights, stop_at, trainer_of
+from tests.training.trainings import Stopped, same_curve, same_weights, stop_at, team, trainer_of
 from tests.training.two_workers import train_as_two
 
 
@@ -102,21 +102,13 @@ def test_an_interrupted_sharded_training_ends_as_a_whole_one(make, tmp_path):
 def test_workers_run_equally_many_batches_some_of_them_empty(make, micro_batch):
     """A worker that ran fewer would leave the others waiting for its part of a layer."""
     spec = make("any", micro_batch=micro_batch)
-    learners = [trainer_of(spec, Workers(rank, 2)).learner for rank in range(2)]
+    learners = [trainer_of(spec, workers).learner for workers in team(2)]
     numbers = set()
     for step in range(learners[0].recipe.steps_per_epoch):
         shares = [list(learner.batches(step)) for learner in learners]
         assert len(shares[0]) == len(shares[1]) > 0
         numbers |= {len(batch.texts.next_N) for share in shares for batch in share}
     assert (0 in numbers) is (micro_batch == 1)
-
-
-@pytest.mark.slow
-def test_one_worker_has_nothing_to_shard(make):
-    whole, alone = make("whole", epochs=1), make("alone", epochs=1, shard=True)
-    train(whole)
-    train(alone)
-    assert same_weights(whole, alone)
 
 
 def test_a_target_without_layers_to_shard_is_refused():

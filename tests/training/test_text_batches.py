@@ -14,6 +14,7 @@ from pipeline.errors import DataError
 from pipeline.storage.shards import read_rows
 from pipeline.training.text_batches import Text, TextPlan, assemble_texts, pack
 from tests.training.conftest import opened
+from tests.training.trainings import team
 
 K = 3
 lengths_of_texts = st.lists(st.integers(0, 40), max_size=60)
@@ -51,7 +52,7 @@ def test_every_sequence_comes_once_per_epoch_on_any_workers(lengths, budget, wor
     plan = plan_of(lengths, budget)
     seen: Counter[tuple[int, ...]] = Counter()
     for step in range(plan.steps_per_epoch):
-        shares = [plan.sequences(epoch, step, rank, world_size) for rank in range(world_size)]
+        shares = [plan.sequences(epoch, step, workers) for workers in team(world_size)]
         whole = [sequence for share in shares for sequence in share]
         assert whole == plan.sequences(epoch, step) and len(whole) <= budget
         assert [number for number, _ in whole] == list(range(len(whole)))

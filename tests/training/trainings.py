@@ -25,6 +25,11 @@ def stop_at(step: int) -> ProgressReporter:
     return ProgressReporter(show=show)
 
 
+def team(world_size: int) -> list[Workers]:
+    """All workers of a training."""
+    return [Workers(rank, world_size) for rank in range(world_size)]
+
+
 def trainer_of(spec: TrainSpec, workers: Workers | None = None) -> Trainer:
     """The trainer of a spec's last phase, before its first step, on a CPU."""
     name, learner = spec.phases[-1]

@@ -1,0 +1,46 @@
+"""Shards of seed rows for the tests of storage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pipeline.artifacts.seed_rows import SEEDS
+from pipeline.conversations.conversation import RejectedRow
+from pipeline.storage.receipts import Receipt
+from pipeline.storage.shards import ShardWriter
+
+
+def seed_row(row_id: str, text: str = "hello") -> dict[str, Any]:
+    return {
+        "id": row_id,
+        "source_id": None,
+        "category": None,
+        "split": "train",
+        "messages": [{"role": "user", "content": text, "tool_calls": None}],
+        "tools": None,
+    }
+
+
+def write_shard(
+    path: Path,
+    rows: Sequence[dict[str, Any]],
+    refused: Sequence[RejectedRow] = (),
+    *,
+    ids_in: Sequence[str] | None = None,
+    group_size: int = 100,
+    index: int = 0,
+    fingerprint: str = "f" * 64,
+    upstream: str = "",
+) -> Receipt:
+    """Write a shard and its quarantine file as in a stage directory."""
+    quarantine = path.parent.with_name("quarantine") / f"{path.stem}.jsonl"
+    with ShardWriter(
+        path, quarantine, SEEDS, index=index, fingerprint=fingerprint, upstream=upstream
+    ) as writer:
+        for start in range(0, len(rows), group_size):
+            writer.write(rows[start : start + group_size])
+        for row in refused:
+            writer.reject(row)
+        return writer.commit("seeds", ids_in)
