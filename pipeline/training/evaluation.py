@@ -165,9 +165,10 @@ class _HeldOutRows:
             progress.advance(tokens=len(row.learnable))
 
     def joined(self) -> npt.NDArray[Any]:
-        """All measured values, [K, N]."""
-        nothing = torch.empty(self.heads.shape.max_depth, 0, dtype=torch.uint8)
-        return torch.cat([nothing, *(each.cpu() for each in self.measured)], 1).numpy()
+        """All measured values, [K, N]; K is the depth of the tree that measured."""
+        if not self.measured:
+            return np.empty((self.heads.shape.max_depth, 0), np.uint8)
+        return torch.cat([each.cpu() for each in self.measured], 1).numpy()
 
     def spans(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
         """Each answer's first position, its conversation, and whether training saw it."""
