@@ -53,7 +53,9 @@ class Deduplicator:
         read = conversation.read_by(self.mode, self.rounds)
         texts = []
         for message in read:
-            content = message.content if self.near == "keep" else plain(message.content)
+            content = message.content
+            if self.near != "keep":
+                content = plain(content)
             texts.append((message.role, content, message.tool_calls))
         digest = hashlib.sha256(json.dumps([texts, conversation.tools]).encode()).digest()
         first = self._first_seen.setdefault(digest, conversation.id)

@@ -55,8 +55,8 @@ def joined_parts(parts: list[Any]) -> str:
         if isinstance(text, dict):
             text = text.get("value")
         if not isinstance(text, str):
-            kind = str(part.get("type") if isinstance(part, dict) else part)[:40]
-            raise RowRejected(Reason.NOT_TEXT, f"A turn has a part that is not text: {kind}.")
+            detail = f"A turn has a part that is not text: {str(part)[:60]}."
+            raise RowRejected(Reason.NOT_TEXT, detail)
         texts.append(text)
     return "".join(texts)
 
@@ -108,9 +108,11 @@ def _functions(value: Any) -> list[dict[str, Any]]:
     """The objects with a function's name, bare or under `function`; one may stand alone."""
     functions = []
     for item in value if isinstance(value, list) else [value]:
-        function = item.get("function", item) if isinstance(item, dict) else {}
+        function = item
+        if isinstance(item, dict):
+            function = item.get("function", item)
         name = function.get("name") if isinstance(function, dict) else None
-        if not isinstance(name, str) or not name:
+        if not name or not isinstance(name, str):
             raise RowRejected(Reason.NOT_TEXT, "A function call or definition has no name.")
         functions.append(function)
     return functions

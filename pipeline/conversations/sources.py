@@ -257,7 +257,7 @@ def _walk(root: Path, below: str, seen: dict[str, str]) -> Iterator[tuple[str, s
     seen[real] = below or "the directory itself"
     entries = sorted(os.scandir(root / below), key=lambda entry: (entry.is_symlink(), entry.name))
     for entry in entries:
-        name = f"{below}/{entry.name}" if below else entry.name
+        name = os.path.join(below, entry.name)
         if entry.name.startswith("."):
             yield name, "it is hidden"
         elif entry.is_dir():

@@ -83,8 +83,8 @@ class ChatTemplate:
     Args:
         tokenizer: The target's tokenizer.
         chat_template: Jinja text that replaces the tokenizer's own template.
-        today: What a template that asks for the date (`strftime_now`) is told; by default the day
-            of the call.
+        today: The date for templates that ask for it (`strftime_now`); by default the day of the
+            call.
         arguments: Further variables of the template, such as Qwen3's `enable_thinking`.
 
     Attributes:
@@ -243,7 +243,7 @@ class ChatTemplate:
                 results.
         """
         tail = self._tokenize_after(self._after(messages, "assistant", *asked))
-        return _without_end(tail, self.end_of_turn_ids) if answer_ended else tail
+        return _without_end(tail, self.end_of_turn_ids, answer_ended)
 
     def role_header(self, messages: Sequence[Message], answer_ended: bool) -> list[int]:
         """Ids between a sampled answer and a user's text to be sampled next; see `separator`."""
@@ -252,12 +252,12 @@ class ChatTemplate:
         # A space before a text belongs to the text's first token, as after the generation prompt
         # "ASSISTANT:".
         ids = self._tokenize_after(text.partition(next_user)[0].rstrip(" "))
-        return _without_end(ids, self.end_of_turn_ids) if answer_ended else ids
+        return _without_end(ids, self.end_of_turn_ids, answer_ended)
 
     def role_footer(self, messages: Sequence[Message], user_ended: bool) -> list[int]:
         """Ids between a sampled user's text, which follows `messages`, and its answer."""
         ids = self._tokenize_after(self._after(messages, "user"))
-        return _without_end(ids, self.end_of_user_ids) if user_ended else ids
+        return _without_end(ids, self.end_of_user_ids, user_ended)
 
     def recite(self, messages: Sequence[Message], answer: str) -> list[int]:
         """Ids of a given answer to `messages`, its end of turn included, as if the target had
@@ -345,10 +345,10 @@ class ChatTemplate:
         return self._tokenize(text)
 
 
-def _without_end(ids: list[int], end_ids: tuple[int, ...]) -> list[int]:
-    """The ids after the first end-of-turn token, or all ids where there is none."""
+def _without_end(ids: list[int], end_ids: tuple[int, ...], ended: bool) -> list[int]:
+    """The ids after the first end-of-turn token where the text before them has `ended` with it."""
     for index, id in enumerate(ids):
-        if id in end_ids:
+        if ended and id in end_ids:
             return ids[index + 1 :]
     return ids
 

@@ -93,9 +93,8 @@ def decoded(data: bytes) -> str:
 def lines(file: io.BufferedReader) -> Iterator[str | RejectedRow]:
     """The non-blank lines."""
     for line in raw_lines(file):
-        if line is None:
-            yield TOO_LONG
-        elif text := decoded(line).strip(BLANK):
+        text = TOO_LONG if line is None else decoded(line).strip(BLANK)
+        if text:
             yield text
 
 

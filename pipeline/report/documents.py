@@ -145,7 +145,7 @@ def page(report: Report, extras: Extras) -> str:
         figures=headline(report),
         tables=all_tables(report, extras),
         plots={name: Markup(drawing) for name, drawing in drawings(report, extras).items()},
-        samples=[sample for sample in extras.samples if sample.tokens],
+        samples=extras.samples,
         css=Markup((TEMPLATES / "page.css").read_text(encoding="utf-8")),
     )
 

@@ -196,14 +196,19 @@ def _legend_above(axes: Axes, num_columns: int) -> None:
     axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=num_columns)
 
 
+def _values(rows: Sequence[object], field: str) -> Numbers:
+    """A field of every row."""
+    return [getattr(row, field) for row in rows]
+
+
 def head_losses(steps: Sequence[CurvePoint], held_out: Sequence[CurvePoint]) -> Drawn:
     """Cross-entropy of every head over the training steps, held-out losses dashed."""
     lines = []
     for k in range(len(steps[-1].head_losses)):
         for points, style, label in ((steps, "-", f"head {k}"), (held_out, "--o", None)):
             losses = [point.head_losses[k] for point in points]
-            x = [point.step for point in points]
-            lines.append(Line(x, losses, label, SERIES[k % len(SERIES)], style))
+            colour = SERIES[k % len(SERIES)]
+            lines.append(Line(_values(points, "step"), losses, label, colour, style))
     if held_out:
         lines.append(Line([], [], "held-out", MUTED, "--o"))
     figure, _ = _lines(lines, (STEP, "cross-entropy (nats)"), from_zero=False)
@@ -213,9 +218,9 @@ def head_losses(steps: Sequence[CurvePoint], held_out: Sequence[CurvePoint]) -> 
 def held_out_accuracy(held_out: Sequence[CurvePoint]) -> Drawn:
     """Held-out top-1 accuracy of every head over the training steps."""
     lines = []
-    x = [point.step for point in held_out]
     for k in range(len(held_out[0].head_top1)):
         top1 = [point.head_top1[k] for point in held_out]
+        x = _values(held_out, "step")
         lines.append(Line(x, top1, f"head {k}", SERIES[k % len(SERIES)]))
     figure, _ = _lines(lines, (STEP, "held-out top-1"), in_percent=True)
     return figure, "Held-out top-1 accuracy of every head over the training steps"
@@ -223,11 +228,11 @@ def held_out_accuracy(held_out: Sequence[CurvePoint]) -> Drawn:
 
 def drift(steps: Sequence[CurvePoint], held_out: Sequence[CurvePoint]) -> Drawn:
     """Medusa-2's loss of the backbone in training, and its KL to the original on held-out text."""
-    losses, kls = [point.backbone_loss for point in steps], [point.kl for point in held_out]
-    x = [point.step for point in steps]
+    losses, kls = _values(steps, "backbone_loss"), _values(held_out, "kl")
+    x = _values(steps, "step")
     lines = [Line(x, losses, "backbone's loss in training", SERIES[1], "-")]
     if any(kl is not None for kl in kls):
-        x = [point.step for point in held_out]
+        x = _values(held_out, "step")
         lines.append(Line(x, kls, "held-out KL to the original", INK, "--o"))
     figure, _ = _lines(lines, (STEP, "nats per position"))
     return figure, "How far the backbone moves over the training steps"
@@ -235,13 +240,8 @@ def drift(steps: Sequence[CurvePoint], held_out: Sequence[CurvePoint]) -> Drawn:
 
 def tree_sizes(sizes: Sequence[TimedSize], chosen: int) -> Drawn:
     """Overhead, expected rate and speedup by number of nodes; a line at the chosen size."""
+    figure, axes = _costs(sizes, "nodes", "expected_")
     nodes = [size.nodes for size in sizes]
-    figure, axes = _costs(
-        ("nodes", nodes),
-        [size.expected_acceleration_rate for size in sizes],
-        [size.overhead for size in sizes],
-        [size.expected_speedup for size in sizes],
-    )
     _powers_of_two(axes, nodes)
     axes.axvline(chosen, color=INK, linewidth=1, linestyle=":")
     side = "right" if chosen > max(nodes) / 4 else "left"
@@ -252,34 +252,30 @@ def tree_sizes(sizes: Sequence[TimedSize], chosen: int) -> Drawn:
 
 def heads_used(rows: Sequence[TreeRow]) -> Drawn:
     """Acceleration rate, overhead and speedup by how many heads are used."""
-    figure, axes = _costs(
-        ("heads used", [row.heads for row in rows]),
-        [row.acceleration_rate for row in rows],
-        [row.overhead for row in rows],
-        [row.speedup for row in rows],
-    )
+    figure, axes = _costs(rows, "heads", "")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     return figure, "Acceleration rate, overhead and speedup by heads used"
 
 
-def _costs(
-    x: tuple[str, Numbers], rates: Numbers, overheads: Numbers, speedups: Numbers
-) -> tuple[Figure, Axes]:
-    label, places = x
+def _costs(rows: Sequence[object], x: str, prefix: str) -> tuple[Figure, Axes]:
+    """Rate, overhead and speedup over the field `x`; rate and speedup have the `prefix`."""
+    places = _values(rows, x)
     lines = [
-        Line(places, rates, PER_STEP, SERIES[1]),
-        Line(places, overheads, "overhead", SERIES[2]),
-        Line(places, speedups, "speedup", ACCENT),
+        Line(places, _values(rows, f"{prefix}acceleration_rate"), PER_STEP, SERIES[1]),
+        Line(places, _values(rows, "overhead"), "overhead", SERIES[2]),
+        Line(places, _values(rows, f"{prefix}speedup"), "speedup", ACCENT),
     ]
-    figure, axes = _lines(lines, (label, ""))
+    figure, axes = _lines(lines, (x, ""))
     axes.axhline(1, color=MUTED, linewidth=1, linestyle="--")
     return figure, axes
 
 
 def speeds(x: Sequence[int], rows: Sequence[BatchRow | LoadRow], label: str) -> Drawn:
     """Tokens per second, plain and with heads, and the speedup, by what decodes at once."""
-    plain = [row.baseline_tokens_per_second for row in rows]
-    with_heads = [row.tokens_per_second for row in rows]
+    plain, with_heads = (
+        _values(rows, "baseline_tokens_per_second"),
+        _values(rows, "tokens_per_second"),
+    )
     lines = [Line(x, plain, "plain", MUTED), Line(x, with_heads, "with heads", ACCENT)]
     figure, axes = _lines(lines, (label, "tokens/s"))
     _powers_of_two(axes, x)
@@ -293,7 +289,7 @@ def speeds(x: Sequence[int], rows: Sequence[BatchRow | LoadRow], label: str) -> 
 
 def _powers_of_two(axes: Axes, ticks: Sequence[int]) -> None:
     axes.set_xscale("log", base=2)
-    axes.set_xticks(ticks, [str(tick) for tick in ticks])
+    axes.set_xticks(ticks, list(map(str, ticks)))
     axes.minorticks_off()
 
 
@@ -303,22 +299,22 @@ def typical(rows: Sequence[TypicalRow], exact: str) -> Drawn:
     Against `rejection` sampling it is the acceleration rate, against `plain` sampling the
     log-likelihood. Temperature 0 is greedy decoding.
     """
-    label = PER_STEP if exact == "rejection" else "log-likelihood"
+    label, field = PER_STEP, "acceleration_rate"
+    if exact == "plain":
+        label = field = "log_likelihood"
     lines, levels = [], []
     temperatures = sorted({row.temperature for row in rows})
     for number, temperature in enumerate(temperatures):
+        here = [row for row in rows if row.temperature == temperature]
+        swept = [row for row in here if row.rule == "typical"]
         name = f"T = {temperature:g}" if temperature else "greedy"
         colour = SERIES[number % len(SERIES)]
-        eps, swept = [], []
-        for row in rows:
-            value = row.acceleration_rate if exact == "rejection" else row.log_likelihood
-            if row.temperature == temperature and row.rule == "typical":
-                eps.append(row.eps)
-                swept.append(value)
-            elif row.temperature == temperature and row.rule in (exact, "greedy"):
-                levels.append((value, colour))
-        lines.append(Line(eps, swept, name, colour))
+        lines.append(Line(_values(swept, "eps"), _values(swept, field), name, colour))
+        for row in here:
+            if row.rule in (exact, "greedy"):
+                levels.append((getattr(row, field), colour))
     lines.append(Line([], [], f"{exact} sampling", MUTED, "--"))
+    label = label.replace("_", "-")
     figure, axes = _lines(lines, ("eps, delta = sqrt(eps)", label), from_zero=False)
     for level, colour in levels:
         if level is not None:

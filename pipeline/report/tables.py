@@ -263,7 +263,9 @@ def quarantine_table(report: Report) -> Table:
     table.empty = "nothing quarantined"
     entries = []
     for stage, reasons in report.quarantine.items():
-        entries += [(num_rows, stage, reason) for reason, num_rows in reasons.items() if num_rows]
+        for reason, num_rows in reasons.items():
+            if num_rows:
+                entries.append((num_rows, stage, reason))
     entries.sort(key=lambda entry: (-entry[0], *entry[1:]))
     for num_rows, stage, reason in entries:
         table.add(stage, reason, count(num_rows))

@@ -197,7 +197,8 @@ def verify_packing(model: Any) -> None:
 def write_adapter(directory: Path, backbone: Backbone, spec: TargetSpec) -> None:
     """Write the adapter in peft's format, without a model card."""
     config = backbone.tuned.peft_config[NAME]
-    config.base_model_name_or_path, config.revision = spec.model, spec.revision
+    config.base_model_name_or_path = spec.model
+    config.revision = spec.revision
     config.target_modules = sorted(config.target_modules)  # a set has no fixed order
     # lm_head is adapted, so by default peft would add a copy of the embedding.
     backbone.tuned.save_pretrained(str(directory), save_embedding_layers=False)
@@ -212,7 +213,8 @@ def merge_backbone(target: TargetSpec, directory: str) -> None:
         ConfigError, DataError: As `load_tuned` does.
         EnvironmentFault: The disk is full.
     """
-    adapter, backbone = Path(directory, "adapter"), Path(directory, BACKBONE_DIRECTORY)
+    adapter = Path(directory, "adapter")
+    backbone = Path(directory, BACKBONE_DIRECTORY)
     made_of = {
         "base_model": None if is_local(target.model) else target.model,
         "revision": target.revision,

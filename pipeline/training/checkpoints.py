@@ -48,7 +48,8 @@ class Checkpoints:
     """
 
     def __init__(self, directory: Path, settings: TrainConfig):
-        self.directory, self.settings = directory, settings
+        self.directory = directory
+        self.settings = settings
         self._background = ThreadPoolExecutor(1)
         self._writing: Future[None] | None = None
         self._saved = time.monotonic()
@@ -107,7 +108,8 @@ class Checkpoints:
 
         The first worker finds and verifies it.
         """
-        step, found = 0, None
+        step = 0
+        found = None
         if workers.is_first:
             for step in self.saved():
                 found = read_checkpoint(self.path(step))
@@ -156,7 +158,8 @@ def optimizer_state(
     optimizer: torch.optim.Optimizer,
 ) -> tuple[dict[str, Tensor], dict[str, int | float]]:
     """The optimizer's state as tensors and numbers, each under `<parameter>.<path>`."""
-    tensors, numbers = {}, {}
+    tensors = {}
+    numbers = {}
     for name, value in _leaves(optimizer.state_dict()["state"]):
         if isinstance(value, Tensor):
             tensors[name] = value

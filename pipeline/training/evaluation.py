@@ -122,7 +122,8 @@ class _HeldOutRows:
     """The rows of a held-out text, and what is measured at their positions."""
 
     def __init__(self, text: HeldOutText, device: str):
-        self.text, self.device = text, device
+        self.text = text
+        self.device = device
         self.heads = read_trained_heads(Path(text.heads)).to(device)
         self.measured: list[Tensor] = []  # [K, N] of each row
         self.answers: list[npt.NDArray[np.int32]] = []
@@ -151,7 +152,8 @@ class _HeldOutRows:
         open_group = None
         for number, (group, index) in enumerate(sorted(places[i] for i in chosen), 1):
             if group != open_group:
-                opened, open_group = rows.read_group(group), group
+                opened = rows.read_group(group)
+                open_group = group
             row = opened[index]
             answers = row.answers()
             self.answers += answers
@@ -163,11 +165,10 @@ class _HeldOutRows:
             progress.advance(tokens=len(row.learnable))
 
     def joined(self) -> npt.NDArray[Any]:
-        """All measured values, [K, N]."""
-        measured = [each.cpu() for each in self.measured]
-        if not measured:
-            measured.append(torch.empty(self.heads.shape.max_depth, 0, dtype=torch.uint8))
-        return torch.cat(measured, 1).numpy()
+        """All measured values, [K, N]; K is the depth of the tree that measured."""
+        if not self.measured:
+            return np.empty((self.heads.shape.max_depth, 0), np.uint8)
+        return torch.cat([each.cpu() for each in self.measured], 1).numpy()
 
     def spans(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
         """Each answer's first position, its conversation, and whether training saw it."""

@@ -126,8 +126,10 @@ class EpochPlan:
         first, last = np.searchsorted(self._edges, [start, stop - 1], side="right") - 1
         found = []
         for i in range(first, last + 1):
-            edge, end = int(self._edges[i]), int(self._edges[i + 1])
-            group, row = int(self._groups[i]), int(self._rows[i])
+            edge = int(self._edges[i])
+            end = int(self._edges[i + 1])
+            group = int(self._groups[i])
+            row = int(self._rows[i])
             found.append(Piece(group, row, max(start, edge) - edge, min(stop, end) - edge))
         return found
 
@@ -217,9 +219,11 @@ def _assemble(
     labels_KN = torch.empty(rows.num_heads, num_positions, dtype=torch.int64)
     states = [hidden_ND[:0]]
     rows_of_labels = [np.empty((rows.num_heads, 0), np.int64)]
-    start, num_states = 0, 0
+    start = 0
+    num_states = 0
     for piece in pieces:
-        row, stop = groups[piece.group].result()[piece.row], start + len(piece)
+        row = groups[piece.group].result()[piece.row]
+        stop = start + len(piece)
         chosen = row.learnable[piece.start : piece.stop]
         torch.index_select(row.hidden_ND, 0, chosen, out=hidden_ND[start:stop])
         next_N[start:stop] = torch.from_numpy(row.next_N[piece.start : piece.stop])

@@ -136,8 +136,10 @@ class BackboneLearner(Learner):
 
     def summed_losses(self, batch: MicroBatch, weights_C: Tensor) -> Tensor:
         torch.manual_seed(batch.seed)
-        texts, share = batch.texts.to(self.device), self.spec.settings.soft_labels
-        truth, teacher = texts.next_N, None
+        texts = batch.texts.to(self.device)
+        share = self.spec.settings.soft_labels
+        truth = texts.next_N
+        teacher = None
         with self.autocast():
             # The original first, while no activations of the tuned model are held.
             if share or self.settings.loss == "kl":

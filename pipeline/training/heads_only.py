@@ -64,8 +64,10 @@ class HeadsLearner(Learner):
         return recipe_of(spec, open_features(spec))
 
     def steps(self, first: int) -> Iterator[Sequence[Batch]]:
-        seed, soft_labels = self.spec.seed, self.spec.settings.soft_labels > 0
-        lengths, size = self.rows.lengths("train"), self.recipe.batch_tokens
+        seed = self.spec.seed
+        soft_labels = self.spec.settings.soft_labels > 0
+        lengths = self.rows.lengths("train")
+        size = self.recipe.batch_tokens
         for epoch in range(first // self.recipe.steps_per_epoch, self.recipe.epochs):
             plan = EpochPlan(lengths, batch_tokens=size, seed=seed, epoch=epoch)
             steps = range(first % self.recipe.steps_per_epoch, self.recipe.steps_per_epoch)
@@ -98,7 +100,8 @@ class HeadsLearner(Learner):
 
     def evaluate(self) -> Evaluation:
         """Evaluate at most `MAX_POSITIONS` held-out positions, always the same ones."""
-        lengths, size = self.rows.lengths(SPLIT), self.recipe.batch_tokens
+        lengths = self.rows.lengths(SPLIT)
+        size = self.recipe.batch_tokens
         plan = EpochPlan(lengths, batch_tokens=size, seed=0, limit=MAX_POSITIONS)
         total = Score.zero(self.heads.shape, TOP, self.device)
         for batch in self._load(plan, range(plan.num_steps), soft_labels=False):
@@ -169,9 +172,11 @@ def initial_heads(spec: TrainSpec, heads_from: Path | None = None) -> Heads:
 
 def _count_written_tokens(spec: TrainSpec) -> npt.NDArray[np.int64]:
     """How often the target wrote each token in the train rows' learned roles, [V]."""
-    shards, fingerprint = spec.shards, spec.fingerprint
+    shards = spec.shards
+    fingerprint = spec.fingerprint
     if not shards:
-        shards, fingerprint = spec.texts, spec.texts_fingerprint
+        shards = spec.texts
+        fingerprint = spec.texts_fingerprint
     counts_V = np.zeros(spec.vocab_size, np.int64)
     for row in read_token_rows(shards, fingerprint, spec.vocab_size):
         for span in row.spans:
@@ -201,7 +206,8 @@ def noisy(states_ND: Tensor, noise: float, seed: tuple[int, ...], first: int = 0
     """
     if not noise or not len(states_ND):
         return states_ND
-    stop, skipped = first + len(states_ND), first % NOISE_BLOCK
+    stop = first + len(states_ND)
+    skipped = first % NOISE_BLOCK
     size = (NOISE_BLOCK, states_ND.shape[1])
     blocks = []
     for block in range(first // NOISE_BLOCK, -(-stop // NOISE_BLOCK)):

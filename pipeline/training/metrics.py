@@ -63,7 +63,8 @@ class MetricsLog:
         if report_to:
             run_id = read_object(directory / TRACKING_FILE).get("id")
             if not isinstance(run_id, str):
-                run_id, self._reported = uuid.uuid4().hex, -1
+                run_id = uuid.uuid4().hex
+                self._reported = -1
             write_json(directory / TRACKING_FILE, {"id": run_id})
             run = TrackedRun(run_id, run_name, directory, configuration or {}, self._reported)
             for name in report_to:
@@ -298,7 +299,8 @@ def read_curves(directory: Path) -> tuple[list[dict[str, Any]], list[dict[str, A
 
     Rows hold step, head_losses, head_top1 and, of Medusa-2, the `kl` to the original.
     """
-    trained, held_out = [], []
+    trained = []
+    held_out = []
     for line in read_metrics(directory):
         if "loss" in line:
             trained.append(line)

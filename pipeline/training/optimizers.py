@@ -35,7 +35,8 @@ def make_optimizer(
     """
     groups: list[dict[str, Any]] = []
     for module_name, module in modules.items():
-        weights, others = [], []
+        weights = []
+        others = []
         for name, parameter in trained(module).items():
             # A norm has one dimension; biases are stacked over the heads.
             if parameter.dim() > 1 and not name.endswith("bias"):

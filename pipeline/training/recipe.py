@@ -97,14 +97,15 @@ def make_recipe(
         lr_scale: See `Heads.lr_scale`.
         sequences: The number of packed sequences of heads and backbone; None for heads alone.
     """
-    items, given_batch, least, most = positions, train.batch_tokens, MIN_BATCH, PAPER_BATCH
+    items = positions
+    given_batch = train.batch_tokens
+    least = MIN_BATCH
+    most = PAPER_BATCH
     if sequences is not None:
-        items, given_batch, least, most = (
-            sequences,
-            train.backbone.batch_sequences,
-            1,
-            PAPER_SEQUENCES,
-        )
+        items = sequences
+        given_batch = train.backbone.batch_sequences
+        least = 1
+        most = PAPER_SEQUENCES
     if isinstance(train.epochs, str):
         epochs = max(PAPER_EPOCHS, min(MAX_EPOCHS, math.ceil(MANY_STEPS * most / items)))
     else:

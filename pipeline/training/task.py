@@ -175,7 +175,9 @@ class Learner(ABC):
         device: torch.device,
         heads_from: Path | None = None,
     ):
-        self.spec, self.workers, self.device = spec, workers, device
+        self.spec = spec
+        self.workers = workers
+        self.device = device
 
     @classmethod
     @abstractmethod

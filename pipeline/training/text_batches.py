@@ -87,7 +87,7 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """
     groups: list[list[int]] = []
     free: list[tuple[int, int]] = []  # (tokens that still fit, group), sorted
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         length = lengths[index]
         if length == 0:
             break
@@ -95,7 +95,8 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
         if place < len(free):
             space, group = free.pop(place)
         else:
-            space, group = capacity, len(groups)
+            space = capacity
+            group = len(groups)
             groups.append([])
         groups[group].append(index)
         bisect.insort(free, (space - length, group))
@@ -155,7 +156,10 @@ def assemble_texts(sequences: Sequence[Sequence[Text]], num_heads: int) -> TextB
     longest = max(sum(text.num_read for text in texts) for texts in sequences)
     ids_BT = np.zeros((len(sequences), longest), np.int64)
     positions_BT = np.zeros_like(ids_BT)
-    learned, following, labels, teachers = [], [], [], []
+    learned = []
+    following = []
+    labels = []
+    teachers = []
     num_before = 0
     for row, texts in enumerate(sequences):
         start = 0
@@ -177,7 +181,8 @@ def assemble_texts(sequences: Sequence[Sequence[Text]], num_heads: int) -> TextB
             following.append(text.ids[positions_N + 1])
             labels.append(labels_KN)
             teachers.append(np.where(has_teacher_KN, teacher_KN + num_before, -1))
-            start, num_before = stop, num_before + len(number_N)
+            start = stop
+            num_before += len(number_N)
     arrays = (
         ids_BT,
         positions_BT,

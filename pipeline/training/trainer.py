@@ -18,7 +18,7 @@ import gc
 import math
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -70,8 +70,10 @@ def train(
     result = finished(spec)
     if result is not None:
         return result
-    workers, progress = workers or Workers(), progress or ProgressReporter()
-    steps_done, heads_from = 0, None
+    workers = workers or Workers()
+    progress = progress or ProgressReporter()
+    steps_done = 0
+    heads_from = None
     for number, (name, learner) in enumerate(spec.phases):
         of_phase = spec.of_phase(name)
         result = _read_result(of_phase)
@@ -89,7 +91,8 @@ def train(
             del trainer
             gc.collect()  # the next phase needs the memory of weights and moments
             workers.wait()  # for the first worker to write the heads
-        steps_done, heads_from = steps_done + result.steps, of_phase.heads_path
+        steps_done += result.steps
+        heads_from = of_phase.heads_path
     assert result is not None, "there is a phase"
     return with_earlier_phases(spec, result)
 
@@ -142,10 +145,12 @@ class TrainState:
         if loss is not None and self.best_loss is not None and not loss < self.best_loss:
             self.stale += 1
             return False
-        self.evaluation, self.stale = evaluation, 0
+        self.evaluation = evaluation
+        self.stale = 0
         if loss is None:
             return False
-        self.best_loss, self.best_step = loss, self.step
+        self.best_loss = loss
+        self.best_step = self.step
         return True
 
     def advance(self, loss: float, positions: int, seconds: float) -> None:
@@ -194,7 +199,8 @@ class Trainer:
         Returns:
             The whole step's metrics: loss, the learner's, grad_norm, lr and positions.
         """
-        learner, workers = self.learner, self.learner.workers
+        learner = self.learner
+        workers = learner.workers
         # Every worker divides by the labels of the whole step.
         counts_C = workers.sum(learner.label_counts(batches)).clamp(min=1)
         weights_C = learner.loss_weights(step) / counts_C
@@ -244,22 +250,23 @@ class Trainer:
 
         `steps_before` and `steps_after` belong to other phases; progress counts them.
         """
-        learner, spec, recipe = self.learner, self.learner.spec, self.learner.recipe
+        learner = self.learner
+        spec = learner.spec
+        recipe = learner.recipe
         total = steps_before + recipe.total_steps + steps_after
+        checkpoints = Checkpoints(spec.path / "checkpoints", self.settings)
+        state = self.resume(checkpoints)
         log = None
-        with ExitStack() as stack:
-            checkpoints = stack.enter_context(Checkpoints(spec.path / "checkpoints", self.settings))
-            state = self.resume(checkpoints)
-            if learner.workers.is_first:
-                log = MetricsLog(
-                    spec.path,
-                    state.step,
-                    report_to=self.settings.report_to,
-                    run_name=spec.run_name,
-                    configuration=spec.configuration,
-                )
-                stack.enter_context(log)
-            progress.begin("", total, done=steps_before + state.step, unit="steps")
+        if learner.workers.is_first:
+            log = MetricsLog(
+                spec.path,
+                state.step,
+                report_to=self.settings.report_to,
+                run_name=spec.run_name,
+                configuration=spec.configuration,
+            )
+        progress.begin("", total, done=steps_before + state.step, unit="steps")
+        with checkpoints, log or nullcontext():
             if state.step == 0:
                 evaluation = self.evaluate(state)
                 if log:
