@@ -97,7 +97,9 @@ def print_plan(run: ResolvedRun) -> None:
     _print_size(console, run, size, statuses.get("features"), directory.store)
     if config.train.draft_vocab:
         words = f"Draft vocabulary: the {config.train.draft_vocab:,} most frequent tokens."
-        _print(console, f"{words} {not_served(run) or ''}".rstrip())
+        if not run.problems:
+            words += f" {not_served(run) or ''}"
+        _print(console, words.rstrip())
     _print_training(console, size)
     _print_workers(console, run)
     unfinished = [name for name, state in statuses.items() if state.status != "done"]
