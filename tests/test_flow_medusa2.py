@@ -71,7 +71,6 @@ def test_joint_runs_without_the_cache_and_says_so(joint_run, make_settings, tmp_
     assert {name: state.status for name, state in states.items()} == {
         **dict.fromkeys(STAGES, "done"),
         "features": "skipped",
-        "push": "not run",
     }
     (tmp_path / "joint.yaml").write_text(
         yaml.safe_dump(make_settings(joint_run.path.parent, **JOINT))

@@ -263,7 +263,7 @@ def resolve_run(config: Config, stages: Sequence[str], fresh: str | None = None)
 
 def _models_of(config: Config, stages: Sequence[str]) -> dict[str, TargetConfig]:
     """The models that a run of these stages reads, by the key that names them."""
-    if set(stages) == {"seeds"}:
+    if set(stages) <= {"seeds", "push"}:  # which read no model
         return {}
     wanted = {TARGET: config.target}
     if config.check.served_model:

@@ -76,7 +76,7 @@ def test_plan_counts_steps_and_warns_of_too_few(command, config_file, copied_run
 
 def test_plan_goes_on_without_the_target(command, config_file, copied_run):
     """States are assumed to be of 4,096 numbers of 2 bytes, and stages as the run links to them."""
-    ended = command("plan", config_file, "target.model=owner/absent")
+    ended = command("plan", config_file, "target.model=owner/absent", "train.draft_vocab=40")
     assert ended.code == 0 and states(ended.out)["generate"] == "kept"
     assert "owner/absent" in ended.out and "of 8,192 bytes each" in ended.out
     assert "taken to be unchanged" in line_of("generate", ended.out)

@@ -47,7 +47,7 @@ def assert_merged(backbone: Path, target: Path) -> None:
     torch.testing.assert_close(model(input_ids=IDS_BT).logits, expected, atol=1e-4, rtol=1e-5)
 
 
-def test_it_loads_as_any_model_and_computes_what_target_and_adapter_do(backbone, tiny_target):
+def test_it_computes_what_target_and_adapter_compute(backbone, tiny_target):
     spec, merged = TargetSpec(str(tiny_target)), TargetSpec(str(backbone))
     files = merge(spec, backbone)
     assert_merged(backbone, tiny_target)
