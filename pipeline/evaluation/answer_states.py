@@ -76,7 +76,8 @@ def answer_states(
     Args:
         trained: The answers in training rows; None counts no answer as seen.
     """
-    num_heads, device = heads.shape.max_depth, heads.device
+    num_heads = heads.shape.max_depth
+    device = heads.device
     for prompt, answer in zip(prompts, answers, strict=True):
         if len(answer) == 1:
             continue
@@ -201,7 +202,8 @@ def measured_on_answers(
     """
     model = load_causal_lm(target, "cuda" if gpus else "cpu", max(1, gpus))
     module = read_trained_heads(Path(heads)).to(input_device(model), model.dtype)
-    prompts, texts = [prompt for prompt, _ in answers], [text for _, text in answers]
+    prompts = [prompt for prompt, _ in answers]
+    texts = [text for _, text in answers]
     seen = trained.answers()
 
     def states(part: str) -> Iterator[AnswerStates]:

@@ -140,7 +140,8 @@ def chosen_chain(
     `default`.
     """
     timed = {num_tokens: cost for num_tokens, cost in overheads.items() if np.isfinite(cost)}
-    rates, figures = {}, []
+    rates = {}
+    figures = []
     for num_tokens, chain in chains(most).items():
         walked = walk(ranks, chain)
         row = ChainLength(

@@ -170,7 +170,8 @@ def _candidate(
     directory: Path, target: TargetSpec, settings: CheckConfig, draft_tokens: int | None
 ) -> Iterator[Candidate]:
     """The heads; refused are those that an engine of `settings` cannot have."""
-    text, config = model_config(target).get_text_config(), read_object(directory / CONFIG_FILE)
+    text = model_config(target).get_text_config()
+    config = read_object(directory / CONFIG_FILE)
     sizes = Sizes(text.hidden_size, text.vocab_size)
     if "heads" in config:  # of this project
         layout = read_layout(directory)
@@ -240,7 +241,8 @@ def _require_fit(
 
 def _own_heads(directory: Path, layout: ExportLayout, draft_tokens: int | None) -> Candidate:
     """An export, started by vLLM as it says, or with `draft_tokens`."""
-    depth, config = layout.shape.max_depth, None
+    depth = layout.shape.max_depth
+    config = None
     if draft_tokens is not None:
         if draft_tokens > depth:
             what = f"These heads propose {depth} tokens ahead, not {draft_tokens}."

@@ -57,11 +57,14 @@ def beside_the_original(
     request: OriginalRequest, progress: ProgressReporter = SILENT
 ) -> tuple[TunedDrift, list[Line]]:
     """The drift of the published weights, and the original's answers in FastChat's schema."""
-    original, settings, gpus = request.original, request.settings, request.gpus
+    original = request.original
+    settings = request.settings
+    gpus = request.gpus
     drift = published_drift(original, request.published, request.rows, gpus)
     lines: list[Line] = []
     if request.questions:
-        tokenizer, name = load_tokenizer(original), f"{request.name}-{ORIGINAL}"
+        tokenizer = load_tokenizer(original)
+        name = f"{request.name}-{ORIGINAL}"
         answered = answered_questions(
             original, request.questions, settings, "transformers", gpus, progress
         )
@@ -96,7 +99,8 @@ def first_positions(
     rows: Sequence[TokenRow], room: int = MAX_POSITIONS
 ) -> tuple[list[Prompt], list[list[int]]]:
     """The first `room` target-written tokens, span by span, and the text before each span."""
-    prompts, answers = [], []
+    prompts = []
+    answers = []
     for row in rows:
         for span in row.spans:
             if room:

@@ -255,9 +255,11 @@ class Counted:
     """A generation engine that reports each finished answer and its tokens as progress."""
 
     def __init__(self, engine: GenerationEngine, progress: ProgressReporter):
-        self._engine, self._progress = engine, progress
+        self._engine = engine
+        self._progress = progress
         self.capacity = engine.capacity
-        self.add, self.close = engine.add, engine.close
+        self.add = engine.add
+        self.close = engine.close
 
     def step(self) -> list[Completion]:
         completions = self._engine.step()
