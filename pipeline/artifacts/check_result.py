@@ -1,4 +1,4 @@
-"""What the check finds: the summary in its DONE.json, the verdict, and the answers beside it.
+"""The check's result: the summary in its DONE.json, the verdict, and the answers beside it.
 
 Field names are the keys of DONE.json and of report.json, which leave out None.
 """
@@ -333,7 +333,7 @@ class CheckResult:
         return found
 
     def figures(self, limits: Limits) -> CheckFigures:
-        """What report.json has of the check under these limits."""
+        """The figures for report.json, judged by these limits."""
         failures = self.failures(limits)
         return CheckFigures(
             native=self.native,

@@ -49,7 +49,7 @@ class ChosenTree:
         return self.dynamic.max_depth if self.dynamic else max(map(len, self.choices))
 
     def tokens_by_depth(self) -> list[float]:
-        """What each depth adds to a step; 1 and their sum are the expected rate."""
+        """The tokens that each depth adds to a step; with 1 they sum to the expected rate."""
         added = self.walked.depth_shares()
         return [round(tokens, 4) for tokens in added + [0.0] * (self.depth - len(added))]
 

@@ -70,7 +70,7 @@ def measure(
 
 
 def joined(native: CheckResult | None, vllm: CheckResult | None) -> CheckResult:
-    """Both engines' parts in one; the machine is that of native decoding where there is any."""
+    """Join both engines' parts; hardware and versions are native decoding's, if it was run."""
     if native is None:
         return vllm or CheckResult()
     if vllm is None:
@@ -169,7 +169,7 @@ def measure_heads(
 def _candidate(
     directory: Path, target: TargetSpec, settings: CheckConfig, draft_tokens: int | None
 ) -> Iterator[Candidate]:
-    """The heads; refused are those that an engine of `settings` cannot have."""
+    """Prepare the heads, and refuse those that an engine of `settings` cannot decode with."""
     text = model_config(target).get_text_config()
     config = read_object(directory / CONFIG_FILE)
     sizes = Sizes(text.hidden_size, text.vocab_size)

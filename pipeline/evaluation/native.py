@@ -172,7 +172,7 @@ def measure(
 
     rule = rule_of(request.settings)
     prompts = request.prompts
-    failed = dict[str, str]()
+    failed: dict[str, str] = {}
     by_rule = both_sides(rule)
     greedily = both_sides(greedy_acceptance)
     take_turns({**by_rule, **baselines}, prompts[:NUM_WARM_UPS], failed)

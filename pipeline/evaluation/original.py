@@ -33,7 +33,7 @@ ORIGINAL = "original"
 
 @dataclass(frozen=True)
 class OriginalRequest:
-    """What is compared; picklable, because it crosses to the process that decodes.
+    """Models and texts to compare; picklable, to be sent to the process that decodes.
 
     Attributes:
         original, published: The model that was tuned, and the merged one, both with room for the

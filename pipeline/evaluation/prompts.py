@@ -91,7 +91,7 @@ class CheckRequest:
         gpus: How many the engine spans; 0 is the CPU.
         name: The target's in the files of answers: `NAME-plain` and `NAME-KIND`.
         assistant: The model behind the baseline of that name.
-        calibration: What calibrate found, for the studies.
+        calibration: The calibrate stage's trees, for the studies.
         trained: The target's answers in training rows; None where they are not known.
         speculative_config: vLLM's, where it does not read `export`.
     """

@@ -73,7 +73,7 @@ AnyTree = Sequence[TreePath] | DynamicTree
 
 @dataclass(frozen=True)
 class Decoding:
-    """What the studies are made of: the check's decoders, prompts and plain greedy answers."""
+    """The check's decoders, prompts and plain greedy answers."""
 
     plain: Decoder
     accelerated: Decoder

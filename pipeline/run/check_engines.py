@@ -52,7 +52,7 @@ PARTS = ("native", "vllm", LOAD)
 
 
 def check_request(context: Context, progress: ProgressReporter) -> tuple[CheckRequest, int]:
-    """What is decoded, and how many prompts leave no room for it."""
+    """The request for a check, and the number of prompts that leave no room for an answer."""
     settings = context.config.check
     export = context.upstream["export"].path
     target = with_room(context.backbone("export"), settings)

@@ -67,7 +67,7 @@ def upstream(config: Config) -> tuple[str, ...]:
 
 
 def identity(context: Context) -> Identity:
-    """The budget, or the content of the user's tree, and what decides the chain."""
+    """The tree's budget or the user's tree, and the settings of the chain."""
     settings = context.config.calibrate
     chain = {"draft_tokens": settings.draft_tokens, "timed": context.resolved.times_chain}
     found: Identity = {

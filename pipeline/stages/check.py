@@ -122,7 +122,7 @@ def _decode(context: Context, stage: StageDirectory, progress: ProgressReporter)
 def _with_comparisons(
     context: Context, stage: StageDirectory, result: CheckResult, progress: ProgressReporter
 ) -> CheckResult:
-    """The result with what else is known of heads, backbone and questions."""
+    """Add the heads' accuracies, the backbone's drift and the matches with references."""
     trained = context.upstream["train"].summary
     prompts = context.config.check.prompts
     if trained["held_out"]:
