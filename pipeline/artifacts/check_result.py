@@ -39,7 +39,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class GreedyMatch:
-    """How many greedy answers equal plain decoding's, and how many first differ at a tie."""
+    """Counts of greedy answers that equal plain decoding's or first differ at a tie."""
 
     sequences: int
     identical: int
@@ -53,7 +53,7 @@ class GreedyMatch:
 
 @dataclass(frozen=True)
 class Difference:
-    """Where a greedy answer leaves plain decoding's, other than at a tie, and the tokens there."""
+    """The first difference of a greedy answer from plain decoding's that is no tie."""
 
     id: str
     at: int
@@ -265,7 +265,7 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True)
 class TunedDrift:
-    """How far a tuned backbone's predictions are from the original's; None without positions."""
+    """The drift of a tuned backbone's predictions from the original's; None without positions."""
 
     kl: float | None = None  # nats per position
     perplexity: dict[str, float] | None = None

@@ -46,8 +46,7 @@ Answers = list[tuple[Prompt, list[int]]]  # up to where each answer begins, and 
 
 
 class AnswerStates(NamedTuple):
-    """Where steps of an answer may begin: the states that the heads read, the next tokens, and
-    those after them.
+    """The positions of an answer at which a step may begin: states, next tokens, later tokens.
 
     The turns of one question are one `conversation`. `seen`: whether the answer is also in a
     training row.

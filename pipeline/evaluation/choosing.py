@@ -136,8 +136,9 @@ def chains(most: int) -> dict[int, tuple[TreePath, ...]]:
 def chosen_chain(
     ranks: HeldOutRanks, most: int, default: int, overheads: Overheads
 ) -> tuple[int, list[ChainLength]]:
-    """How many tokens to draft, and the figures of each number up to `most`; without overheads
-    `default`.
+    """Choose the number of tokens to draft; also return the figures of each number up to `most`.
+
+    Without overheads, the choice is `default`.
     """
     timed = {num_tokens: cost for num_tokens, cost in overheads.items() if np.isfinite(cost)}
     rates = {}

@@ -253,7 +253,7 @@ def _own_heads(directory: Path, layout: ExportLayout, draft_tokens: int | None) 
 
 
 def proposed_tokens(config: Mapping[str, Any]) -> int | None:
-    """How many tokens a speculators configuration says to draft."""
+    """The number of draft tokens in a speculators configuration; None if it has no valid one."""
     try:
         number = config["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
     except (LookupError, TypeError):  # none, or JSON of another form

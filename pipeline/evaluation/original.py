@@ -78,9 +78,7 @@ def beside_the_original(
 def published_drift(
     original: TargetSpec, published: TargetSpec, rows: Sequence[TokenRow], gpus: int = 0
 ) -> TunedDrift:
-    """How far the published model's predictions are from the original's where the original
-    wrote.
-    """
+    """Measure the published model's drift from the original, at tokens that the original wrote."""
     device = "cuda" if gpus else "cpu"
     prompts, answers = first_positions(rows)
     model = load_causal_lm(original, device, max(1, gpus))

@@ -196,8 +196,7 @@ class ResolvedRun:
 
     @property
     def dynamic_tree(self) -> DynamicTree | None:
-        """How the dynamic tree grows, with one node while their number is open; None of a static
-        tree.
+        """The dynamic tree, of one node while their number is open; None for a static tree.
 
         Raises:
             ConfigError: More nodes are asked for than are proposed.

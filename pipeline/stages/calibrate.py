@@ -256,7 +256,7 @@ def _on_held_out_rows(
 def _on_answers(
     context: Context, tree: DynamicTree | None, progress: ProgressReporter
 ) -> tuple[HeldOutRanks, HeldOutPlaces | None]:
-    """As `_on_held_out_rows`, of the target's answers to the questions of `calibrate.data`."""
+    """Like `_on_held_out_rows`, for the target's answers to the questions in `calibrate.data`."""
     settings = context.config.calibrate
     target = context.backbone("train")
     writes = context.placement("generate")

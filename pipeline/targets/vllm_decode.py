@@ -36,7 +36,7 @@ NUM_WARM_UPS = 2  # prompts, not counted
 
 @dataclass(frozen=True)
 class VLLMTexts:
-    """What one engine decoded.
+    """The texts that one engine decoded.
 
     Attributes:
         token_ids: Per prompt.
