@@ -161,7 +161,7 @@ def _alone(
     prompts: Sequence[list[int]],
     first: MedusaDistillError,
 ) -> str:
-    """State whether vLLM starts with this kind of heads alone; `first` is the error of all kinds."""
+    """State whether vLLM starts with one kind of heads alone; `first` is the error of all kinds."""
     try:
         decode_in_vllm([DecodeTask(target, prompts, NEW_TOKENS, engine_args)])
     except MedusaDistillError as error:

@@ -216,7 +216,7 @@ def format_of(config: PretrainedConfig) -> str | None:
 
 
 def rounding_of(config: PretrainedConfig) -> Rounding | None:
-    """The rounding of the layers' inputs in a quantized checkpoint; None if only weights are rounded.
+    """The rounding of layer inputs in a quantized checkpoint; None if only weights are rounded.
 
     "8bit" layers do so on every device, "4bit" layers on a CPU alone. bitsandbytes' 4-bit layers
     round to 8 bits where their checkpoint states that they multiply in bfloat16.
