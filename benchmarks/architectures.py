@@ -125,8 +125,9 @@ def _run(config: Config) -> Run:
 
 
 def _served(runs: Mapping[str, Run]) -> dict[str, str]:
-    """How many greedy texts vLLM writes alike with each kind of heads and without, or why it does
-    not.
+    """Count the greedy texts that vLLM writes alike with each kind of heads and without.
+
+    Where vLLM does not start, state why.
     """
     first = next(iter(runs.values()))
     target = resolve(first.config.target, on_gpu=False)
@@ -160,7 +161,7 @@ def _alone(
     prompts: Sequence[list[int]],
     first: MedusaDistillError,
 ) -> str:
-    """Of two kinds of heads one may be what vLLM does not start with."""
+    """State whether vLLM starts with one kind of heads alone; `first` is the error of all kinds."""
     try:
         decode_in_vllm([DecodeTask(target, prompts, NEW_TOKENS, engine_args)])
     except MedusaDistillError as error:

@@ -92,8 +92,9 @@ def measure_decoding(model: PreTrainedModel, size: Size, ends: Deadline) -> Resu
 def _warmed_up(
     decoders: dict[tuple[str, int], Decoder], prompt: list[int], new_tokens: int, ends: Deadline
 ) -> tuple[dict[tuple[str, int], Decoder], list[tuple[str, int]]]:
-    """Those that have decoded once, the plain one and a tree in any case; and the keys of those
-    that came too late.
+    """Warm decoders up until the deadline, at least the plain one and a tree.
+
+    Returns the warm decoders, and the keys of those that came too late.
     """
     ready: dict[tuple[str, int], Decoder] = {}
     for key, decoder in decoders.items():

@@ -107,7 +107,7 @@ def _writing_claim(
 
 
 class WritingAlone:
-    """What the stage does behind the forwards, on states computed before."""
+    """The stage's writing behind the forwards, on states computed before."""
 
     def __init__(self, worker: Worker, made: Sequence[rows.Row], path: Path):
         totals = accumulate(len(row["input_ids"]) for row in made)

@@ -1,4 +1,4 @@
-"""How much `benchmarks.gpu` measures: a Mistral-7B-shaped target, or a tiny one on a CPU."""
+"""Sizes of `benchmarks.gpu`: a Mistral-7B-shaped target, or a tiny one on a CPU."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MISTRAL_7B = {
 
 @dataclass(frozen=True)
 class Size:
-    """How much is measured, and where."""
+    """The amount that is measured, and the device."""
 
     device: torch.device
     shape: dict[str, int]

@@ -152,9 +152,7 @@ class Steps:
         return seconds
 
     def flops(self) -> float:
-        """What a step needs: the frozen backbone twice forward and once back, lm_head likewise, and
-        the heads.
-        """
+        """FLOPs of a step: frozen backbone and lm_head twice forward and once back, and heads."""
         backbone: Any = self.learner.backbone.tuned
         config = self.learner.heads.shape
         labels = sum(int((batch.labels_KN != IGNORED).sum()) for batch in self._batches)

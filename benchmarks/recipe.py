@@ -135,7 +135,7 @@ def cached(config: Config, executor: str) -> RunDirectory:
 def learned(
     run: RunDirectory, config: Config, kind: str, amount: int, recipe: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What heads come to that learn from the first so many positions by this recipe."""
+    """Train heads by this recipe on the first `amount` positions, and evaluate them."""
     features = run.latest("features")
     assert features is not None
     target = resolve(config.target, on_gpu=False)

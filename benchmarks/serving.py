@@ -51,7 +51,7 @@ def measure(*, tiny: bool = False) -> Result:
 def served(
     runs: Mapping[str, Run], at_once: Sequence[int], repeats: int, new_tokens: int = NEW_TOKENS
 ) -> Result:
-    """What each run's export is worth, by the number of requests at once."""
+    """Measure each run's export in vLLM, by the number of concurrent requests."""
     first = next(iter(runs.values()))
     target = resolve(first.config.target, on_gpu=False)
     found = held_out_prompts(

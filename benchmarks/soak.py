@@ -181,7 +181,7 @@ class Attempts:
 
 
 def _drive(config: str, executor: str, log: str) -> None:
-    """What `medusa-distill run --until features` does, in a process group of its own."""
+    """Do what `medusa-distill run --until features` does, in a process group of its own."""
     os.setsid()
     with open(log, "w") as file:
         os.dup2(file.fileno(), 1)
@@ -194,8 +194,9 @@ def _drive(config: str, executor: str, log: str) -> None:
 
 
 def _seconds_to_generate(run: RunDirectory) -> float:
-    """How long a run took to its first generated shard: seeds, which start over, were done, and
-    workers stood.
+    """Seconds from the start of a run to its first generated shard.
+
+    By then the seeds, which start over, are done, and the workers are up.
     """
     events = [json.loads(line) for line in (run.path / "events.jsonl").read_text().splitlines()]
     first = next(

@@ -93,7 +93,7 @@ class Case:
 
 @dataclass
 class Record:
-    """What was done and found so far."""
+    """The commands and findings so far."""
 
     seed: int
     commands: int = 0

@@ -15,8 +15,8 @@ class MedusaDistillError(Exception):
 
     Args:
         what: What happened, as a full sentence.
-        where: The file, key, row or stage that it happened in.
-        fix: What the user can do about it, as a full sentence.
+        where: The file, key, row or stage where it happened.
+        fix: The remedy, as a full sentence.
     """
 
     exit_code = 1
@@ -26,13 +26,12 @@ class MedusaDistillError(Exception):
         self.what, self.where, self.fix = what, where, fix
 
     def __str__(self) -> str:
-        where = f" ({self.where})" if self.where else ""
-        fix = f" {self.fix}" if self.fix else ""
-        return (
-            f"{self.what.rstrip()}{where}{fix}"
-            if not where
-            else f"{self.what.rstrip('. ')}{where}.{fix}"
-        )
+        parts = [self.what.rstrip()]
+        if self.where:
+            parts = [f"{self.what.rstrip('. ')} ({self.where})."]
+        if self.fix:
+            parts.append(self.fix)
+        return " ".join(parts)
 
 
 class CheckFailed(MedusaDistillError):

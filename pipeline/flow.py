@@ -252,7 +252,7 @@ def _finished(run: RunDirectory, config: Config, console: Console) -> Context:
         raise CheckFailed("The check has not seen these heads.", str(exported.path), fix)
     require_one_history(run)
     made_by = check.configuration(checked, config)
-    resolved = resolve_run(made_by, wanted_stages(made_by))
+    resolved = resolve_run(made_by, [push.STAGE.name])
     return Context(resolved, run, console, "inline", upstream=found)
 
 

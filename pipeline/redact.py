@@ -28,7 +28,7 @@ SHORTEST = 8  # characters of a variable's value; shorter ones may be ordinary w
 
 
 def redacted(text: str) -> str:
-    """The text with `***` for every secret in it."""
+    """Return the text with `***` for every secret in it."""
     for name, value in os.environ.items():
         if len(value) >= SHORTEST and VARIABLES.search(name):
             text = text.replace(value, "***")
@@ -38,8 +38,8 @@ def redacted(text: str) -> str:
 
 
 def redacted_values(data: Any) -> Any:
-    """JSON-like data with all texts redacted, keys excepted; encoded JSON could hide a secret by
-    escaping.
+    """Redact all texts of JSON-like data but its keys, before it is encoded: escapes could hide a
+    secret.
     """
     if isinstance(data, str):
         return redacted(data)
@@ -57,16 +57,14 @@ def keep_out_of_logs() -> None:
 
     def redacting(*arguments: object, **more: object) -> logging.LogRecord:
         record = make(*arguments, **more)
-        with contextlib.suppress(
-            TypeError, ValueError
-        ):  # a malformed record, which logging reports
+        with contextlib.suppress(TypeError, ValueError):  # malformed; logging reports it
             message = record.getMessage()
-            if (clean := redacted(message)) != message:
+            clean = redacted(message)
+            if clean != message:
                 record.msg, record.args = clean, None
         if isinstance(record.exc_info, tuple) and record.exc_info[0]:
-            record.exc_text = redacted(
-                "".join(traceback.format_exception(*record.exc_info)).rstrip()
-            )
+            trace = "".join(traceback.format_exception(*record.exc_info))
+            record.exc_text = redacted(trace.rstrip())
         return record
 
     logging.setLogRecordFactory(redacting)

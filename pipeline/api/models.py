@@ -59,14 +59,14 @@ def load_target(
         ConfigError: There is no such target, or it cannot verify a tree.
         EnvironmentFault: The Hub cannot be reached, or a GPU is missing or too small.
     """
-    gpus = min(1, torch.cuda.device_count()) if gpus is None else gpus
+    if gpus is None:
+        gpus = min(1, torch.cuda.device_count())
     wanted = TargetConfig(model=str(model), chat_template=chat_template, **settings)
     spec = resolve(wanted, on_gpu=gpus > 0)
     tokenizer = load_tokenizer(spec)
     template = load_chat_template(spec, tokenizer)
-    return Target(
-        spec, load_causal_lm(spec, "cuda" if gpus else "cpu", max(1, gpus)), tokenizer, template
-    )
+    model = load_causal_lm(spec, "cuda" if gpus else "cpu", max(1, gpus))
+    return Target(spec, model, tokenizer, template)
 
 
 @dataclass(frozen=True)
@@ -94,10 +94,11 @@ class Target:
         """
         if isinstance(messages, str):
             messages = [Message("user", messages)]
-        history = [
-            message if isinstance(message, Message) else Message(**message)  # type: ignore[arg-type]
-            for message in messages
-        ]
+        history = []
+        for message in messages:
+            if not isinstance(message, Message):
+                message = Message(**message)  # type: ignore[arg-type]
+            history.append(message)
         return self.template.opening(history)
 
     def text(self, token_ids: Sequence[int]) -> str:
@@ -145,7 +146,9 @@ def load_tree(source: GivenTree) -> tuple[TreePath, ...] | DynamicTree:
     """
     if isinstance(source, str | Path):
         return read_tree_file(Path(source))
-    return source if isinstance(source, DynamicTree) else tuple(map(tuple, source))
+    if isinstance(source, DynamicTree):
+        return source
+    return tuple(map(tuple, source))
 
 
 def load_export(
@@ -173,13 +176,14 @@ def load_export(
     """
     chosen = read_tree(export) if tree is None else load_tree(tree)
     asked = {"chat_template": chat_template, "gpus": gpus, **settings}
-    if not isinstance(target, Target):
+    if isinstance(target, Target):
+        late = [name for name, value in asked.items() if value is not None]
+        if late:
+            what = f"The target is loaded already, without {', '.join(late)}."
+            fix = "Give them to load_target, or give load_export the target's name."
+            raise ConfigError(what, "target", fix)
+    else:
         target = load_target(target or target_of(export), **asked)
-    elif late := [name for name, value in asked.items() if value is not None]:
-        fix = "Give them to load_target, or give load_export the target's name."
-        raise ConfigError(
-            f"The target is loaded already, without {', '.join(late)}.", "target", fix
-        )
     heads = load_heads(export, target)
     return Export(Path(export), target, heads, target.decoder(heads, chosen))
 

@@ -149,7 +149,7 @@ class Run:
         return simulated_acceleration_rate(held_out_ranks(text, top, "cpu"), chosen)
 
     def accuracies(self) -> list[list[float]]:
-        """How often each head's r-th guess is right on held-out rows, [heads][ranks]."""
+        """The share of held-out rows' labels that each head's r-th guess equals, [heads][ranks]."""
         return read_calibration(self._stage("calibrate").path).accuracies
 
     def _stage(self, name: str) -> Any:

@@ -1,4 +1,4 @@
-"""What the check finds: the summary in its DONE.json, the verdict, and the answers beside it.
+"""The check's result: the summary in its DONE.json, the verdict, and the answers beside it.
 
 Field names are the keys of DONE.json and of report.json, which leave out None.
 """
@@ -39,7 +39,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class GreedyMatch:
-    """How many greedy answers equal plain decoding's, and how many first differ at a tie."""
+    """Counts of greedy answers that equal plain decoding's or first differ at a tie."""
 
     sequences: int
     identical: int
@@ -53,7 +53,7 @@ class GreedyMatch:
 
 @dataclass(frozen=True)
 class Difference:
-    """Where a greedy answer leaves plain decoding's, other than at a tie, and the tokens there."""
+    """The first difference of a greedy answer from plain decoding's that is no tie."""
 
     id: str
     at: int
@@ -265,7 +265,7 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True)
 class TunedDrift:
-    """How far a tuned backbone's predictions are from the original's; None without positions."""
+    """The drift of a tuned backbone's predictions from the original's; None without positions."""
 
     kl: float | None = None  # nats per position
     perplexity: dict[str, float] | None = None
@@ -333,7 +333,7 @@ class CheckResult:
         return found
 
     def figures(self, limits: Limits) -> CheckFigures:
-        """What report.json has of the check under these limits."""
+        """The figures for report.json, judged by these limits."""
         failures = self.failures(limits)
         return CheckFigures(
             native=self.native,

@@ -47,7 +47,7 @@ READ = {"id", "input_ids", "spans", "hidden", "scales"}  # columns that batches 
 
 @dataclass(frozen=True)
 class StateFormat:
-    """How a shard's states are stored."""
+    """The storage format of a shard's states."""
 
     dtype: torch.dtype  # the target's, which readers get
     hidden_size: int

@@ -37,9 +37,7 @@ Tokens = Sequence[int] | npt.NDArray[np.integer]
 
 @dataclass(frozen=True)
 class TrainingText:
-    """Where the target's answers in training rows lie: the generate stage's shards and its
-    fingerprint.
-    """
+    """The generate stage's shards and fingerprint, to read the target's training answers from."""
 
     shards: tuple[str, ...]
     fingerprint: str

@@ -33,7 +33,7 @@ LEGEND = (
 
 
 class Rule(StrEnum):
-    """How tokens are chosen above temperature 0."""
+    """The acceptance rule above temperature 0."""
 
     REJECTION = "rejection"
     TYPICAL = "typical"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
@@ -96,7 +97,9 @@ def print_plan(run: ResolvedRun) -> None:
     _print_size(console, run, size, statuses.get("features"), directory.store)
     if config.train.draft_vocab:
         words = f"Draft vocabulary: the {config.train.draft_vocab:,} most frequent tokens."
-        _print(console, f"{words} {not_served(run) or ''}".rstrip())
+        if not run.problems:
+            words += f" {not_served(run) or ''}"
+        _print(console, words.rstrip())
     _print_training(console, size)
     _print_workers(console, run)
     unfinished = [name for name, state in statuses.items() if state.status != "done"]
@@ -136,20 +139,15 @@ def _print_size(
 ) -> None:
     """Print conversations, tokens and bytes on disk; note where the disk has less."""
     if size.conversations is None or size.tokens is None or size.disk_bytes is None:
-        work = (
-            "An unknown number of conversations: the Hub says it only while they are read, or give"
-            " a limit"
-        )
+        work = "An unknown number of conversations (data sets on the Hub have no limit)"
         need = f"{size.bytes_per_position:,} bytes for each token that the target will write"
     else:
         tokens = f"at most {size.tokens:,} tokens to write"
         if size.written:
             tokens = f"{size.tokens:,} tokens written"
         work = f"{size.conversations:,} conversations, {tokens}"
-        need = (
-            f"as many positions of {size.bytes_per_position:,} bytes each,"
-            f" {in_bytes(size.disk_bytes)}"
-        )
+        states = f"as many positions of {size.bytes_per_position:,} bytes each"
+        need = f"{states}, {decimal(size.disk_bytes)}"
     if not size.bytes_per_position:
         need = "no states to cache"
     if run.method.tunes_backbone:
@@ -157,24 +155,15 @@ def _print_size(
     cached = 0
     if features is not None and features.directory is not None and features.made:
         cached = sum(path.stat().st_size for path in features.directory.shards())
-        need += f", of which {in_bytes(cached)} are on the disk"
+        need += f", of which {decimal(cached)} are on the disk"
     parents = [path for path in (store, *store.parents) if path.exists()]
     free = shutil.disk_usage(parents[0]).free
-    _print(console, f"\n{work}, {need}; {in_bytes(free)} are free.")
+    _print(console, f"\n{work}, {need}; {decimal(free)} are free.")
     if "target.model" in run.problems:
         _print(console, "States are assumed to be of 4,096 numbers in 16 bits, as 7B models have.")
     is_cached = features is not None and features.status == "done"
     if not is_cached and (size.disk_bytes or 0) - cached > free:
         _note(console, "That does not fit on the disk: name a larger run.store, or set limits.")
-
-
-def in_bytes(num_bytes: float) -> str:
-    """Bytes with a unit: 279 kB, 1.5 GB, 650 GB."""
-    for unit, bytes_of in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if num_bytes >= bytes_of:
-            value = num_bytes / bytes_of
-            return f"{value:,.0f} {unit}" if value >= 100 else f"{value:,.1f} {unit}"
-    return f"{num_bytes:,.0f} bytes"
 
 
 def _print_training(console: Console, size: RunSize) -> None:
@@ -267,9 +256,9 @@ def _print_checkpoints(
     backbone.
     """
     trained = [stage for stage in memory if stage.stage == "train"]
-    heads = in_bytes(max(stage.heads for stage in trained))
-    checkpoint = in_bytes(max(stage.heads + stage.optimizer for stage in trained))
-    tuned = f", a tuned backbone of {in_bytes(tuned_bytes)}" if tuned_bytes else ""
+    heads = decimal(int(max(stage.heads for stage in trained)))
+    checkpoint = decimal(int(max(stage.heads + stage.optimizer for stage in trained)))
+    tuned = f", a tuned backbone of {decimal(int(tuned_bytes))}" if tuned_bytes else ""
     kept = run.config.train.keep_checkpoints
     _print(
         console,

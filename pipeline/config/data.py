@@ -60,7 +60,8 @@ class TargetConfig(Section):
     @field_validator("template_arguments")
     @classmethod
     def leaves_ours(cls, value: dict[str, Any]) -> dict[str, Any]:
-        if taken := sorted(value.keys() & TEMPLATE_GIVEN):
+        taken = sorted(value.keys() & TEMPLATE_GIVEN)
+        if taken:
             raise ValueError(f"{taken[0]} is given to every template already")
         return value
 

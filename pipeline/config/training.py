@@ -1,4 +1,4 @@
-"""How heads are trained, and the backbone with them.
+"""Settings of the training of heads and of the backbone with them.
 
 What only one kind of head or one method reads is a section of its own, named after it.
 """

@@ -95,7 +95,7 @@ class Conversation:
 
 
 class Reason(StrEnum):
-    """Why a row was quarantined, in any stage."""
+    """The reason that a row was quarantined, in any stage."""
 
     # In the seeds.
     UNDECODABLE = "undecodable"  # bytes that are not UTF-8, or half of a surrogate pair

@@ -47,7 +47,7 @@ from pipeline.errors import ConfigError
 
 @dataclass(frozen=True)
 class DialogueSettings:
-    """How a conversation is generated; `generate` in the configuration.
+    """Settings of the generation of a conversation; `generate` in the configuration.
 
     Attributes:
         max_tokens: The target's context, the limit of every row.

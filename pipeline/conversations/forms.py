@@ -84,7 +84,7 @@ EXPECTED = (
 
 @dataclass(frozen=True)
 class RowSettings:
-    """How rows are read: settings of `seeds` and of `seeds.sources[]`."""
+    """Settings of reading rows, from `seeds` and `seeds.sources[]`."""
 
     form: str = "auto"
     max_characters: int = 200_000

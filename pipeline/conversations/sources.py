@@ -228,7 +228,7 @@ class SourceReader:
                     raise too_large(path, self.max_file_bytes)
 
     def _reason_to_skip(self, file: Path) -> str | None:
-        """Why a directory's file has no conversation among its first rows; None if it has one."""
+        """Explain why a file's first rows hold no conversation; None if one does."""
         first = "it is empty"
         try:
             for row in itertools.islice(self._file_rows(file), PROBED_ROWS):

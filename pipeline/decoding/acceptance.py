@@ -96,7 +96,7 @@ class Acceptance(NamedTuple):
 
 
 class AcceptanceRule(Protocol):
-    """How a step keeps candidates. Only a rule with `samples` is given noise."""
+    """The rule by which a step keeps candidates. Only a rule with `samples` is given noise."""
 
     @property
     def samples(self) -> bool: ...

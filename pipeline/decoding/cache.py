@@ -134,7 +134,7 @@ class TreeCache(Cache):
 
     @contextmanager
     def fixed(self, length_B: Tensor, num_rows: int, width: int) -> Iterator[None]:
-        """Within this context lengths are read on the device and layers return `width` slots."""
+        """Context manager: read lengths on the device; layers return `width` slots."""
         self._rows = {length_B.device: _rows_after(length_B, num_rows)}
         self._fixed_width = width
         try:

@@ -121,7 +121,7 @@ class HeldOutRanks:
         return HeldOutRanks(ranks_KN, starts, self.conversations[chosen], self.seen[chosen])
 
     def hits(self, top: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """How often each head's r-th guess is right, [K, R], and the number of labels, [K]."""
+        """Count each head's right r-th guesses, [K, R], and its labels, [K]."""
         hits_KR = np.stack([np.bincount(ranks_N, minlength=256)[:top] for ranks_N in self.ranks_KN])
         return hits_KR, (self.ranks_KN != NO_LABEL).sum(1)
 
@@ -232,7 +232,7 @@ def simulated_acceleration_rate(ranks: HeldOutRanks, choices: Choices) -> float:
 
 
 def accepted_lengths(ranks: HeldOutRanks, choices: Choices) -> npt.NDArray[np.int64]:
-    """How many guesses greedy acceptance keeps at each position, [N]: the deepest right path."""
+    """The depth of the deepest right path at each position, [N]: what greedy acceptance keeps."""
     right: dict[TreePath, npt.NDArray[np.bool_]] = {(): np.ones(len(ranks), bool)}
     lengths_N = np.zeros(len(ranks), np.int64)
     for path in sorted(map(tuple, choices), key=len):

@@ -46,8 +46,7 @@ Answers = list[tuple[Prompt, list[int]]]  # up to where each answer begins, and 
 
 
 class AnswerStates(NamedTuple):
-    """Where steps of an answer may begin: the states that the heads read, the next tokens, and
-    those after them.
+    """The positions of an answer at which a step may begin: states, next tokens, later tokens.
 
     The turns of one question are one `conversation`. `seen`: whether the answer is also in a
     training row.
@@ -76,7 +75,8 @@ def answer_states(
     Args:
         trained: The answers in training rows; None counts no answer as seen.
     """
-    num_heads, device = heads.shape.max_depth, heads.device
+    num_heads = heads.shape.max_depth
+    device = heads.device
     for prompt, answer in zip(prompts, answers, strict=True):
         if len(answer) == 1:
             continue
@@ -201,7 +201,8 @@ def measured_on_answers(
     """
     model = load_causal_lm(target, "cuda" if gpus else "cpu", max(1, gpus))
     module = read_trained_heads(Path(heads)).to(input_device(model), model.dtype)
-    prompts, texts = [prompt for prompt, _ in answers], [text for _, text in answers]
+    prompts = [prompt for prompt, _ in answers]
+    texts = [text for _, text in answers]
     seen = trained.answers()
 
     def states(part: str) -> Iterator[AnswerStates]:

@@ -49,7 +49,7 @@ class ChosenTree:
         return self.dynamic.max_depth if self.dynamic else max(map(len, self.choices))
 
     def tokens_by_depth(self) -> list[float]:
-        """What each depth adds to a step; 1 and their sum are the expected rate."""
+        """The tokens that each depth adds to a step; with 1 they sum to the expected rate."""
         added = self.walked.depth_shares()
         return [round(tokens, 4) for tokens in added + [0.0] * (self.depth - len(added))]
 
@@ -136,11 +136,13 @@ def chains(most: int) -> dict[int, tuple[TreePath, ...]]:
 def chosen_chain(
     ranks: HeldOutRanks, most: int, default: int, overheads: Overheads
 ) -> tuple[int, list[ChainLength]]:
-    """How many tokens to draft, and the figures of each number up to `most`; without overheads
-    `default`.
+    """Choose the number of tokens to draft; also return the figures of each number up to `most`.
+
+    Without overheads, the choice is `default`.
     """
     timed = {num_tokens: cost for num_tokens, cost in overheads.items() if np.isfinite(cost)}
-    rates, figures = {}, []
+    rates = {}
+    figures = []
     for num_tokens, chain in chains(most).items():
         walked = walk(ranks, chain)
         row = ChainLength(

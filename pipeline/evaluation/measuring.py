@@ -70,7 +70,7 @@ def measure(
 
 
 def joined(native: CheckResult | None, vllm: CheckResult | None) -> CheckResult:
-    """Both engines' parts in one; the machine is that of native decoding where there is any."""
+    """Join both engines' parts; hardware and versions are native decoding's, if it was run."""
     if native is None:
         return vllm or CheckResult()
     if vllm is None:
@@ -169,8 +169,9 @@ def measure_heads(
 def _candidate(
     directory: Path, target: TargetSpec, settings: CheckConfig, draft_tokens: int | None
 ) -> Iterator[Candidate]:
-    """The heads; refused are those that an engine of `settings` cannot have."""
-    text, config = model_config(target).get_text_config(), read_object(directory / CONFIG_FILE)
+    """Prepare the heads, and refuse those that an engine of `settings` cannot decode with."""
+    text = model_config(target).get_text_config()
+    config = read_object(directory / CONFIG_FILE)
     sizes = Sizes(text.hidden_size, text.vocab_size)
     if "heads" in config:  # of this project
         layout = read_layout(directory)
@@ -240,7 +241,8 @@ def _require_fit(
 
 def _own_heads(directory: Path, layout: ExportLayout, draft_tokens: int | None) -> Candidate:
     """An export, started by vLLM as it says, or with `draft_tokens`."""
-    depth, config = layout.shape.max_depth, None
+    depth = layout.shape.max_depth
+    config = None
     if draft_tokens is not None:
         if draft_tokens > depth:
             what = f"These heads propose {depth} tokens ahead, not {draft_tokens}."
@@ -251,7 +253,7 @@ def _own_heads(directory: Path, layout: ExportLayout, draft_tokens: int | None) 
 
 
 def proposed_tokens(config: Mapping[str, Any]) -> int | None:
-    """How many tokens a speculators configuration says to draft."""
+    """The number of draft tokens in a speculators configuration; None if it has no valid one."""
     try:
         number = config["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
     except (LookupError, TypeError):  # none, or JSON of another form

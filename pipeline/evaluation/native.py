@@ -86,7 +86,8 @@ class Measurement:
 
     def comparison(self, method: str) -> Comparison:
         """A method's greedy answers against plain decoding's."""
-        gap_at, answers = partial(top_2_gap, self.plain.model), self.greedy(method)
+        gap_at = partial(top_2_gap, self.plain.model)
+        answers = self.greedy(method)
         return compare(self.request.prompts, self.greedy(PLAIN), answers, gap_at, self.tolerance)
 
 
@@ -101,15 +102,19 @@ def check_native(
     Raises:
         ConfigError: No answer took a step.
     """
-    target, settings, prompts = request.target, request.settings, request.prompts
+    target = request.target
+    settings = request.settings
+    prompts = request.prompts
     repetitions = settings.repeats
     if rule_of(settings) is not greedy_acceptance:
         repetitions += 1
     times = f", {repetitions} times each" if repetitions > 1 else ""
     progress.begin(f"native{times}", len(prompts) * repetitions)
     model = load_causal_lm(target, "cuda" if request.gpus else "cpu", max(1, request.gpus))
-    heads, layout = read_heads(request.export, model), read_layout(request.export)
-    eos, room = eos_token_ids(target), context_length(target)
+    heads = read_heads(request.export, model)
+    layout = read_layout(request.export)
+    eos = eos_token_ids(target)
+    room = context_length(target)
     plain = plain_decoder(model, eos_token_ids=eos, max_length=room)
     accelerated = Decoder(
         model, heads.to(input_device(model)), request.tree, eos_token_ids=eos, max_length=room
@@ -165,8 +170,11 @@ def measure(
             ACCELERATED: decode_by(accelerated, rule, num_tokens),
         }
 
-    rule, prompts, failed = rule_of(request.settings), request.prompts, dict[str, str]()
-    by_rule, greedily = both_sides(rule), both_sides(greedy_acceptance)
+    rule = rule_of(request.settings)
+    prompts = request.prompts
+    failed: dict[str, str] = {}
+    by_rule = both_sides(rule)
+    greedily = both_sides(greedy_acceptance)
     take_turns({**by_rule, **baselines}, prompts[:NUM_WARM_UPS], failed)
     if plain.captures or accelerated.captures:
         take_turns(by_rule, prompts, failed)  # captures the graphs of every length, untimed
@@ -187,9 +195,13 @@ def measure(
 
 def native_figures(measured: Measurement, comparison: Comparison) -> NativeFigures:
     """`check.native` of report.json, without the chain and the studies."""
-    request, passes = measured.request, measured.passes
-    settings, prompts, decoded = request.settings, request.prompts, passes[0][ACCELERATED]
-    baselines, failed = [], []
+    request = measured.request
+    passes = measured.passes
+    settings = request.settings
+    prompts = request.prompts
+    decoded = passes[0][ACCELERATED]
+    baselines = []
+    failed = []
     for name in settings.baselines:
         if name in measured.failed:
             failed.append(Baseline(name=name, failed=measured.failed[name]))
@@ -233,7 +245,8 @@ def native_figures(measured: Measurement, comparison: Comparison) -> NativeFigur
 
 def _log_likelihoods(measured: Measurement) -> dict[str, float]:
     """The target's log-likelihood of greedy text, of plain sampling and of the rule's text."""
-    settings, prompts = measured.request.settings, measured.request.prompts
+    settings = measured.request.settings
+    prompts = measured.request.prompts
     sampled = measured.passes[0][PLAIN]
     if not rule_of(settings).samples:  # typical acceptance with a greedy first token
         rule = RejectionSampling(settings.temperature)

@@ -33,7 +33,7 @@ ORIGINAL = "original"
 
 @dataclass(frozen=True)
 class OriginalRequest:
-    """What is compared; picklable, because it crosses to the process that decodes.
+    """Models and texts to compare; picklable, to be sent to the process that decodes.
 
     Attributes:
         original, published: The model that was tuned, and the merged one, both with room for the
@@ -57,11 +57,14 @@ def beside_the_original(
     request: OriginalRequest, progress: ProgressReporter = SILENT
 ) -> tuple[TunedDrift, list[Line]]:
     """The drift of the published weights, and the original's answers in FastChat's schema."""
-    original, settings, gpus = request.original, request.settings, request.gpus
+    original = request.original
+    settings = request.settings
+    gpus = request.gpus
     drift = published_drift(original, request.published, request.rows, gpus)
     lines: list[Line] = []
     if request.questions:
-        tokenizer, name = load_tokenizer(original), f"{request.name}-{ORIGINAL}"
+        tokenizer = load_tokenizer(original)
+        name = f"{request.name}-{ORIGINAL}"
         answered = answered_questions(
             original, request.questions, settings, "transformers", gpus, progress
         )
@@ -75,9 +78,7 @@ def beside_the_original(
 def published_drift(
     original: TargetSpec, published: TargetSpec, rows: Sequence[TokenRow], gpus: int = 0
 ) -> TunedDrift:
-    """How far the published model's predictions are from the original's where the original
-    wrote.
-    """
+    """Measure the published model's drift from the original, at tokens that the original wrote."""
     device = "cuda" if gpus else "cpu"
     prompts, answers = first_positions(rows)
     model = load_causal_lm(original, device, max(1, gpus))
@@ -96,7 +97,8 @@ def first_positions(
     rows: Sequence[TokenRow], room: int = MAX_POSITIONS
 ) -> tuple[list[Prompt], list[list[int]]]:
     """The first `room` target-written tokens, span by span, and the text before each span."""
-    prompts, answers = [], []
+    prompts = []
+    answers = []
     for row in rows:
         for span in row.spans:
             if room:

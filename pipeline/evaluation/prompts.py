@@ -91,7 +91,7 @@ class CheckRequest:
         gpus: How many the engine spans; 0 is the CPU.
         name: The target's in the files of answers: `NAME-plain` and `NAME-KIND`.
         assistant: The model behind the baseline of that name.
-        calibration: What calibrate found, for the studies.
+        calibration: The calibrate stage's trees, for the studies.
         trained: The target's answers in training rows; None where they are not known.
         speculative_config: vLLM's, where it does not read `export`.
     """
@@ -255,9 +255,11 @@ class Counted:
     """A generation engine that reports each finished answer and its tokens as progress."""
 
     def __init__(self, engine: GenerationEngine, progress: ProgressReporter):
-        self._engine, self._progress = engine, progress
+        self._engine = engine
+        self._progress = progress
         self.capacity = engine.capacity
-        self.add, self.close = engine.add, engine.close
+        self.add = engine.add
+        self.close = engine.close
 
     def step(self) -> list[Completion]:
         completions = self._engine.step()

@@ -56,7 +56,9 @@ def check_served(request: CheckRequest, progress: ProgressReporter = SILENT) -> 
     Raises:
         ConfigError: No answer took a step.
     """
-    settings, prompts, gpus = request.settings, request.prompts, request.gpus
+    settings = request.settings
+    prompts = request.prompts
+    gpus = request.gpus
     with_heads, num_tokens = drafting(request)
     progress.begin("vLLM starts", 0)
     task = DecodeTask(
@@ -68,7 +70,8 @@ def check_served(request: CheckRequest, progress: ProgressReporter = SILENT) -> 
     )
     tasks = [task, replace(task, engine_args=with_heads)]
     plain, accelerated = decode_in_vllm(tasks, progress.report)
-    answers, accepted = accelerated.token_ids, accelerated.accepted
+    answers = accelerated.token_ids
+    accepted = accelerated.accepted
     require_steps(accepted)
 
     @functools.cache
@@ -137,7 +140,8 @@ def with_expectations(
         found = replace(found, same_text_acceleration_rate=same_text.acceleration_rate)
     if held_out is None:
         return found
-    rate, error = held_out.expected_acceleration_rate, held_out.expected_standard_error
+    rate = held_out.expected_acceleration_rate
+    error = held_out.expected_standard_error
     new = replace(
         found.new or NewAnswers(answers=held_out.new.answers),
         expected_acceleration_rate=held_out.new.expected_acceleration_rate,

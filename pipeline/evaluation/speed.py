@@ -121,7 +121,8 @@ def baseline(
 
     def decode(prompt_ids: list[int], seed: int) -> Decoded:
         ids_1T = torch.tensor([prompt_ids], device=device)
-        mask_1T, recorder = torch.ones_like(ids_1T), ForwardRecorder()
+        mask_1T = torch.ones_like(ids_1T)
+        recorder = ForwardRecorder()
         start = perf_counter()
         try:
             model.generate(ids_1T, attention_mask=mask_1T, streamer=recorder, **arguments)
@@ -131,7 +132,8 @@ def baseline(
         token_ids = [token for new_ids in recorder.forwards for token in new_ids]
         finished: Literal["stop", "length"] = "stop" if token_ids[-1] in eos_token_ids else "length"
         accepted = [len(new_ids) for new_ids in recorder.forwards[1:]]
-        first, last = recorder.times[0], recorder.times[-1]
+        first = recorder.times[0]
+        last = recorder.times[-1]
         return Decoded(token_ids, finished, accepted, first - start, last - first)
 
     return decode
@@ -181,7 +183,8 @@ class Pace:
         """The speed of a method's answers in every repetition."""
         first = passes[0][method]
         every = [one for answers in passes for one in answers[method]]
-        seconds = statistics.median(sum(one.seconds for one in each[method]) for each in passes)
+        by_pass = [sum(one.seconds for one in each[method]) for each in passes]
+        seconds = statistics.median(by_pass)
         per_token = [one.seconds / sum(one.accepted) for one in every if one.accepted]
         return cls(
             acceleration_rate=acceleration_rate(first),
@@ -205,7 +208,8 @@ def require_steps(accepted: Iterable[Sequence[int]]) -> None:
 
 def speed(prompts: Sequence[Prompt], passes: Sequence[Pass]) -> Speed:
     """The figures with heads and those of plain decoding."""
-    plain, accelerated = Pace.of(passes, PLAIN), Pace.of(passes, ACCELERATED)
+    plain = Pace.of(passes, PLAIN)
+    accelerated = Pace.of(passes, ACCELERATED)
     overhead = _ratio(accelerated.seconds_per_step, plain.seconds_per_step)
     accepted = [one.accepted for one in passes[0][ACCELERATED]]
     return Speed(
@@ -242,7 +246,9 @@ def with_new_answers(
     """
     if request.trained is None:
         return figures
-    seen, prompts, new_accepted = request.trained.answers(), [], []
+    seen = request.trained.answers()
+    prompts = []
+    new_accepted = []
     for prompt, answer, kept in zip(request.prompts, answers, accepted, strict=True):
         if list(answer) not in seen:
             prompts.append(prompt)
@@ -260,7 +266,8 @@ def with_new_answers(
 
 def baseline_figures(passes: Sequence[Pass], method: str) -> Baseline:
     """A baseline's figures; the speedup is over plain decoding."""
-    plain, other = Pace.of(passes, PLAIN), Pace.of(passes, method)
+    plain = Pace.of(passes, PLAIN)
+    other = Pace.of(passes, method)
     return Baseline(
         name=method,
         acceleration_rate=rounded(other.acceleration_rate),

@@ -73,7 +73,7 @@ AnyTree = Sequence[TreePath] | DynamicTree
 
 @dataclass(frozen=True)
 class Decoding:
-    """What the studies are made of: the check's decoders, prompts and plain greedy answers."""
+    """The check's decoders, prompts and plain greedy answers."""
 
     plain: Decoder
     accelerated: Decoder
@@ -123,8 +123,10 @@ def tree_ladder(decoding: Decoding, calibration: Calibration | None) -> list[Tre
     Beside a static tree is a dynamic one of its size, beside a dynamic one the static tree of the
     export.
     """
-    shape, used = decoding.heads.shape, decoding.accelerated.tree
-    widths, stock = CARTESIAN[: shape.num_heads], stock_tree(shape.num_heads)
+    shape = decoding.heads.shape
+    used = decoding.accelerated.tree
+    widths = CARTESIAN[: shape.num_heads]
+    stock = stock_tree(shape.num_heads)
     trees: dict[str, AnyTree] = {
         "plain": (),
         "top-1 chain": cartesian_tree([1] * shape.num_heads),
@@ -167,7 +169,9 @@ def heads_used(decoding: Decoding) -> list[TreeRow]:
 
 def tree_rows(decoding: Decoding, trees: Sequence[AnyTree]) -> list[TreeRow]:
     """Every tree's acceleration rate, overhead and speedup; None where no answer takes a step."""
-    plain, states, top = decoding.plain, list(decoding.states()), 1
+    plain = decoding.plain
+    states = list(decoding.states())
+    top = 1
     endless = plain_decoder(plain.model, eos_token_ids=(), max_length=plain.max_length)
     decoders = {}
     for number, tree in enumerate(trees):
@@ -186,7 +190,8 @@ def tree_rows(decoding: Decoding, trees: Sequence[AnyTree]) -> list[TreeRow]:
             nodes = tree.num_nodes
             rate = guess_places(decoding.heads, states, tree).walk(nodes).acceleration_rate
         else:
-            nodes, rate = len(tree), simulated_acceleration_rate(ranks, tree)
+            nodes = len(tree)
+            rate = simulated_acceleration_rate(ranks, tree)
         cost = costs.get(number, 1.0)  # plain decoding is not among them
         rows.append(
             TreeRow(
@@ -228,7 +233,9 @@ def typical_sweep(
 
     Each speedup is over plain decoding at the same temperature.
     """
-    plain, accelerated, prompts = decoding.plain, decoding.accelerated, decoding.prompts
+    plain = decoding.plain
+    accelerated = decoding.accelerated
+    prompts = decoding.prompts
     greedy = acceptance_rule("rejection", 0.0)  # at 0 it is greedy
     sides = [Side("plain", None, plain, greedy), Side("greedy", None, accelerated, greedy)]
     rows = _rows_of_rules(sides, 0.0, prompts, num_tokens)
@@ -252,9 +259,11 @@ def _rows_of_rules(
     """
     for side in sides:  # warm-up: every length must be captured
         if side.decoder.captures:
-            warmed, length = prompts, num_tokens
+            warmed = prompts
+            length = num_tokens
         else:
-            warmed, length = prompts[:1], WARM_UP_TOKENS
+            warmed = prompts[:1]
+            length = WARM_UP_TOKENS
         for seed, prompt in enumerate(warmed):
             decode_by(side.decoder, side.rule, length)(prompt.ids, seed)
     answers: list[list[Decoded]] = [[] for _ in sides]
@@ -263,7 +272,8 @@ def _rows_of_rules(
             decoded.append(decode_by(side.decoder, side.rule, num_tokens)(prompt.ids, seed))
     rows = []
     for side, decoded in zip(sides, answers, strict=True):
-        rate, overhead = acceleration_rate(decoded), _overhead(decoded, answers[0])
+        rate = acceleration_rate(decoded)
+        overhead = _overhead(decoded, answers[0])
         texts = [one.token_ids for one in decoded]
         likelihood = mean_log_likelihood(side.decoder.model, prompts, texts)
         rows.append(
@@ -295,7 +305,9 @@ def batch_sizes(decoding: Decoding, num_tokens: int, repeats: int) -> list[Batch
     A power of two of the prompts is used, so that they fill every batch; they repeat where there
     are too few.
     """
-    plain, accelerated, prompts = decoding.plain, decoding.accelerated, decoding.prompts
+    plain = decoding.plain
+    accelerated = decoding.accelerated
+    prompts = decoding.prompts
     asked = [prompt.ids for prompt in prompts[: 1 << (len(prompts).bit_length() - 1)]]
     rows = []
     for size in BATCH_SIZES:
@@ -333,7 +345,8 @@ def _warm_up(decoder: Decoder, batches: Sequence[list[list[int]]], num_tokens: i
 def _tokens_per_second(
     decoder: Decoder, batches: Sequence[list[list[int]]], num_tokens: int
 ) -> float:
-    started, written = perf_counter(), 0
+    started = perf_counter()
+    written = 0
     for batch in batches:
         answers = decoder.generate_batch(batch, num_tokens)
         written += sum(len(answer.token_ids) for answer in answers)

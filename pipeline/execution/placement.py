@@ -1,4 +1,4 @@
-"""How many workers a stage gets, and the resources of each.
+"""The number of workers of a stage, and the resources of each.
 
 Ray would wait forever for resources that no node has, so a placement that the cluster can never
 schedule is refused here, with the sum spelled out in the error.

@@ -40,7 +40,7 @@ class Outcome:
 
 
 class ShardWorker(Protocol):
-    """What a stage maps over its shards.
+    """A callable that a stage maps over its shards.
 
     If it has `expect(task | None)`, that is called before each shard with the one that follows.
     """

@@ -121,7 +121,7 @@ class DraftVocabulary(nn.Module):
         return self.rows_W[labels.clamp(min=0)].where(labels != IGNORED, IGNORED)
 
     def num_learned(self, labels_KN: Tensor) -> Tensor:
-        """How many labels each head learns, [K]."""
+        """The number of labels that each head learns, [K]."""
         return (self.rows(labels_KN) != IGNORED).sum(1)
 
     def teacher(self, teacher: Teacher | None) -> Teacher | None:
@@ -289,7 +289,7 @@ class Heads(nn.Module, ABC):
 
     @classmethod
     def not_served(cls, shape: Any, target: Mapping[str, Any]) -> str | None:
-        """Why vLLM cannot serve such heads with a target of this config.json; None if it can."""
+        """Explain why vLLM cannot serve these heads with a target of this config.json, or None."""
         return None if cls.vllm_method else f"vLLM does not serve {cls.Shape.kind} heads."
 
     @classmethod

@@ -70,7 +70,7 @@ def shape_from_json(content: Mapping[str, Any]) -> HeadsShape:
 
 
 def max_depth(settings: TrainConfig) -> int:
-    """How many tokens ahead the configured heads can propose; ConfigError for an unknown kind."""
+    """The number of tokens ahead that heads can propose; ConfigError for an unknown kind."""
     any_size = 1
     return head_kind(settings.heads).shape_of(settings, any_size, any_size).max_depth
 

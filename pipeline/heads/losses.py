@@ -83,7 +83,7 @@ class Teacher(NamedTuple):
 
 
 def chunk_bytes_on(device: torch.device) -> int:
-    """How many bytes of logits to hold at a time."""
+    """The number of bytes of logits to hold at a time."""
     return CHUNK_BYTES.get(device.type, 1 << 30)
 
 

@@ -243,7 +243,7 @@ least {{ report.tree.nodes | number or "the tree's nodes" }}; the content of `{{
         *,
         where: str | None = None,
     ) -> Self:
-        """As `Heads` has it; a pruned export keeps the rows of its draft vocabulary only."""
+        """See `Heads`; a pruned export keeps only the rows of its draft vocabulary."""
         heads = super().from_named_tensors(shape, tensors, format, where=where)
         if format is not None and shape.is_pruned:  # its names are not views of the lm_head
             for k in range(shape.num_heads):

@@ -242,7 +242,7 @@ model, with an attention that adds nothing; embedding and lm_head are the target
         *,
         where: str | None = None,
     ) -> Self:
-        """As `Heads` has it; DataError also where attention or a bias would add something."""
+        """See `Heads`; also raises DataError where attention or a bias is not zero."""
         for name in (OUTPUT, FC_BIAS):
             if name in tensors and tensors[name].any():
                 raise DataError(

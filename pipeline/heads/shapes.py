@@ -56,7 +56,7 @@ class HeadsShape:
 
     @property
     def max_depth(self) -> int:
-        """How many tokens ahead the heads can propose, at least `num_heads`."""
+        """The number of tokens ahead that the heads can propose, at least `num_heads`."""
         return self.num_heads
 
     def described(self) -> str:

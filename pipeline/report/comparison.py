@@ -88,7 +88,7 @@ def _flat(value: Any, key: str) -> Iterator[tuple[str, Any]]:
 
 
 def _results(run: ComparedRun) -> dict[str, str]:
-    """What came of a run, by label; the labels are the same for every run."""
+    """The results of a run by label; every run has the same labels."""
     report = run.report
     native, vllm = report.native, report.vllm
     plain = with_heads = overhead = UNKNOWN

@@ -125,7 +125,7 @@ def disturbed(engine: EngineFigures) -> bool:
 
 
 def identical(match: GreedyMatch | None) -> str:
-    """How many greedy sequences equal plain decoding, as `31/32`."""
+    """The number of greedy sequences that equal plain decoding, as `31/32`."""
     if not match:
         return UNKNOWN
     return f"{count(match.identical)}/{count(match.sequences)}"

@@ -158,7 +158,7 @@ def _expected_tokens(length: ChainLength) -> float:
 
 
 def drift_table(report: Report) -> Table:
-    """How far Medusa-2 moved the target from the original, on held-out text of the original."""
+    """Tabulate Medusa-2's drift from the original, on held-out text of the original."""
     table = Table("Drift", ["", "value"])
     train = report.train
     if not train or not train.drift:

@@ -52,8 +52,9 @@ PARTS = ("native", "vllm", LOAD)
 
 
 def check_request(context: Context, progress: ProgressReporter) -> tuple[CheckRequest, int]:
-    """What is decoded, and how many prompts leave no room for it."""
-    settings, export = context.config.check, context.upstream["export"].path
+    """The request for a check, and the number of prompts that leave no room for an answer."""
+    settings = context.config.check
+    export = context.upstream["export"].path
     target = with_room(context.backbone("export"), settings)
     prompts = _prompts(context, target, progress)
     most = read_layout(export).shape.max_depth
@@ -72,9 +73,11 @@ def check_request(context: Context, progress: ProgressReporter) -> tuple[CheckRe
 
 
 def _prompts(context: Context, target: TargetSpec, progress: ProgressReporter) -> Prompts:
-    settings, generated = context.config.check, context.upstream["generate"]
+    settings = context.config.check
+    generated = context.upstream["generate"]
     if isinstance(settings.prompts, Path):
-        kind, where = "question", str(settings.prompts)
+        kind = "question"
+        where = str(settings.prompts)
         native = "native" in settings.engines
         placement = context.placement(ENGINE_SECTIONS["native" if native else "vllm"])
         arguments = {
@@ -86,7 +89,8 @@ def _prompts(context: Context, target: TargetSpec, progress: ProgressReporter) -
         }
         prompts = context.executor.call(question_prompts, arguments, placement, progress)
     else:
-        kind, where = "held-out prompt", "check.prompts"
+        kind = "held-out prompt"
+        where = "check.prompts"
         room = context_length(target) - settings.max_new_tokens
         rows = read_token_rows(generated.shards(), generated.fingerprint)
         prompts = held_out_prompts(rows, settings.prompts, room)
@@ -139,7 +143,9 @@ def with_vllm(
     load.
     """
     result = joined(native, engine_part(context, stage, request, "vllm", progress))
-    figures, calibration, held_out = result.vllm, request.calibration, None
+    figures = result.vllm
+    calibration = request.calibration
+    held_out = None
     assert figures is not None and calibration is not None
     if not isinstance(request.settings.prompts, Path) and context.config.calibrate.data is None:
         held_out = calibration.chain[calibration.num_speculative_tokens - 1]
@@ -197,7 +203,8 @@ def drift_of_published(
     context: Context, stage: StageDirectory, progress: ProgressReporter
 ) -> TunedDrift:
     """The drift of the published weights; leaves the original's answers to a file of questions."""
-    settings, placement = context.config.check, context.placement(ENGINE_SECTIONS["native"])
+    settings = context.config.check
+    placement = context.placement(ENGINE_SECTIONS["native"])
     generated = context.upstream["generate"]
     rows = read_token_rows(generated.shards(), generated.fingerprint)
     request = OriginalRequest(

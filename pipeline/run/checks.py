@@ -56,7 +56,7 @@ def unread_settings(run: ResolvedRun) -> list[str]:
 
 
 def not_served(run: ResolvedRun) -> str | None:
-    """Why vLLM cannot serve these heads with this target; None where it can."""
+    """Explain why vLLM cannot serve these heads with this target; None if it can."""
     if not run.kind.vllm_method:
         return run.kind.not_served(run.shape, {})
     target = run.target_config.to_dict()

@@ -165,7 +165,7 @@ class Stage:
     files: StageFiles = StageFiles()
 
     def skipped(self, config: Config) -> str | None:
-        """Why a run of this configuration leaves the stage out, as `wanted`."""
+        """The reason to skip the stage in a run of this configuration, as `wanted` returns it."""
         return None if self.wanted is None else self.wanted(config)
 
     def identity_of(self, context: Context) -> Identity:

@@ -1,4 +1,4 @@
-"""How large a run is, before it starts: tokens, disk, and the memory of each stage's worker.
+"""Estimate a run before it starts: tokens, disk, and the memory of each stage's worker.
 
 Tokens are upper bounds until `generate` has counted them. Memory is arithmetic on config.json and
 settings, good to about `TOLERANCE`: what allocators and vLLM hold beside tensors is not counted.

@@ -196,8 +196,7 @@ class ResolvedRun:
 
     @property
     def dynamic_tree(self) -> DynamicTree | None:
-        """How the dynamic tree grows, with one node while their number is open; None of a static
-        tree.
+        """The dynamic tree, of one node while their number is open; None for a static tree.
 
         Raises:
             ConfigError: More nodes are asked for than are proposed.
@@ -263,7 +262,7 @@ def resolve_run(config: Config, stages: Sequence[str], fresh: str | None = None)
 
 def _models_of(config: Config, stages: Sequence[str]) -> dict[str, TargetConfig]:
     """The models that a run of these stages reads, by the key that names them."""
-    if set(stages) == {"seeds"}:
+    if set(stages) <= {"seeds", "push"}:  # which read no model
         return {}
     wanted = {TARGET: config.target}
     if config.check.served_model:

@@ -140,7 +140,7 @@ def _num_kept(context: Context, wanted: StageDirectory, sources: Sequence[str]) 
 
 
 def _difference(before: Identity, now: Identity) -> str:
-    """Which settings made a stage stale, by name."""
+    """Name the settings that made a stage stale, or else its input or its code."""
     old = dict(_flat(before.get("settings", {})))
     new = dict(_flat(json.loads(json.dumps(now["settings"]))))
     missing = object()

@@ -38,7 +38,8 @@ def native_overheads(
     """
     if fits is None or not context.resolved.times_trees:
         return {}, {}
-    placement, room = context.placement(ENGINE_SECTIONS["native"]), context_length(context.target)
+    placement = context.placement(ENGINE_SECTIONS["native"])
+    room = context_length(context.target)
     rows = read_token_rows(features.shards(), features.fingerprint)
     prompts = held_out_prompts(rows, NUM_PROMPTS, room, SPLIT).kept
     longest = max(1, room - 1 - NUM_STEPS)  # longer prompts lose their beginning

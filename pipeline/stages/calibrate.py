@@ -67,7 +67,7 @@ def upstream(config: Config) -> tuple[str, ...]:
 
 
 def identity(context: Context) -> Identity:
-    """The budget, or the content of the user's tree, and what decides the chain."""
+    """The tree's budget or the user's tree, and the settings of the chain."""
     settings = context.config.calibrate
     chain = {"draft_tokens": settings.draft_tokens, "timed": context.resolved.times_chain}
     found: Identity = {
@@ -96,7 +96,9 @@ def run(context: Context, stage: StageDirectory) -> Summary:
 def _measure_and_choose(
     context: Context, stage: StageDirectory, progress: ProgressReporter
 ) -> CalibrateResult:
-    resolved, config, settings = context.resolved, context.config, context.config.calibrate
+    resolved = context.resolved
+    config = context.config
+    settings = context.config.calibrate
     features = context.upstream[upstream(config)[0]]
     if settings.data:
         ranks, places = _on_answers(context, resolved.dynamic_tree, progress)
@@ -165,7 +167,8 @@ def _accuracies(ranks: HeldOutRanks, top: int, num_heads: int) -> list[Accuracy]
 
     A kind may propose deeper than it trains heads.
     """
-    found, new = ranks.hits(top), None
+    found = ranks.hits(top)
+    new = None
     if len(ranks.new().starts) >= ENOUGH_NEW:
         new = ranks.new().hits(top)
     heads = []
@@ -231,7 +234,8 @@ def _on_held_out_rows(
     context: Context, tree: DynamicTree | None, progress: ProgressReporter
 ) -> tuple[HeldOutRanks, HeldOutPlaces | None]:
     """The ranks of held-out tokens among the heads' guesses, and their places in a dynamic tree."""
-    features, placement = context.upstream[upstream(context.config)[0]], context.placement("train")
+    features = context.upstream[upstream(context.config)[0]]
+    placement = context.placement("train")
     text = HeldOutText(
         tuple(map(str, features.shards())),
         features.fingerprint,
@@ -252,9 +256,11 @@ def _on_held_out_rows(
 def _on_answers(
     context: Context, tree: DynamicTree | None, progress: ProgressReporter
 ) -> tuple[HeldOutRanks, HeldOutPlaces | None]:
-    """As `_on_held_out_rows`, of the target's answers to the questions of `calibrate.data`."""
-    settings, target = context.config.calibrate, context.backbone("train")
-    writes, reads = context.placement("generate"), context.placement("features")
+    """Like `_on_held_out_rows`, for the target's answers to the questions in `calibrate.data`."""
+    settings = context.config.calibrate
+    target = context.backbone("train")
+    writes = context.placement("generate")
+    reads = context.placement("features")
     assert settings.data is not None
     arguments = {
         "target": target,
@@ -279,7 +285,8 @@ def _on_answers(
 def one_line(summary: Summary) -> str:
     """The heads' accuracies, and the tree with its expected rate."""
     result = from_json(CalibrateResult, summary)
-    tree, new = result.tree, result.tree.new
+    tree = result.tree
+    new = result.tree.new
     accuracies = " ".join(f"{head.top1 or 0:.0%}" for head in result.heads)
     rate = with_error(tree.expected_acceleration_rate, tree.expected_standard_error)
     words = "a dynamic tree" if tree.dynamic else "a tree"

@@ -61,7 +61,8 @@ def upstream(config: Config) -> tuple[str, ...]:
 def identity(context: Context) -> Identity:
     """The settings but for the limits, with the content of the questions and of the assistant."""
     check_files(context.resolved)
-    check, fetch = context.config.check, not context.read_only
+    check = context.config.check
+    fetch = not context.read_only
     unread = set(LIMITS)
     if "load" not in check.studies:
         unread.add("slo")
@@ -121,10 +122,12 @@ def _decode(context: Context, stage: StageDirectory, progress: ProgressReporter)
 def _with_comparisons(
     context: Context, stage: StageDirectory, result: CheckResult, progress: ProgressReporter
 ) -> CheckResult:
-    """The result with what else is known of heads, backbone and questions."""
-    trained, prompts = context.upstream["train"].summary, context.config.check.prompts
+    """Add the heads' accuracies, the backbone's drift and the matches with references."""
+    trained = context.upstream["train"].summary
+    prompts = context.config.check.prompts
     if trained["held_out"]:
-        head_0, frequency = trained["held_out"][0], trained["frequency"]
+        head_0 = trained["held_out"][0]
+        frequency = trained["frequency"]
         result = replace(result, head_0=head_0, frequency=frequency)
     if method_of(context.config.train).tunes_backbone:
         drift = drift_of_published(context, stage, progress)
@@ -132,7 +135,8 @@ def _with_comparisons(
             drift = from_json(TunedDrift, trained["drift"])
         result = replace(result, drift=drift)
     if isinstance(prompts, Path):
-        shards, questions = context.upstream["generate"].shards(), read_questions(prompts)
+        shards = context.upstream["generate"].shards()
+        questions = read_questions(prompts)
         result = replace(
             result,
             contaminated_rows=num_contaminated(shards, CheckQuestions(questions)),
@@ -159,7 +163,8 @@ def configuration(stage: StageDirectory, now: Config) -> Config:
 
 def one_line(summary: Summary) -> str:
     """The engines' rates, and how many greedy answers are identical."""
-    result, parts = from_json(CheckResult, summary), []
+    result = from_json(CheckResult, summary)
+    parts = []
     if result.native is not None:
         native = result.native
         line = (
@@ -173,7 +178,9 @@ def one_line(summary: Summary) -> str:
 
 
 def _shares(engine: EngineFigures) -> str:
-    text, new, match = "", engine.new, engine.greedy_match
+    text = ""
+    new = engine.new
+    match = engine.greedy_match
     if engine.seen_share and new is not None:
         if new.acceleration_rate is None:
             text = f", on new answers only {new.answers} new answers"

@@ -224,7 +224,7 @@ def one_line(summary: Summary) -> str:
 
 
 def wanted(config: Config) -> str | None:
-    """Why the method leaves the cache out."""
+    """Explain why the method skips the cache; None if it does not."""
     return method_of(config.train).skipped(config.train).get(NAME)
 
 

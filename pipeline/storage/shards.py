@@ -52,7 +52,7 @@ class ShardTask:
 
     @property
     def attempt_log(self) -> Path:
-        """Where a worker that hangs writes its stack."""
+        """The file to which a worker that hangs writes its stack."""
         return Path(self.shard).parent.with_name("attempts") / f"{self.index:05d}.txt"
 
 

@@ -156,7 +156,7 @@ class StageDirectory:
 
     @property
     def identity(self) -> Identity:
-        """What the result depends on; empty if stage.json is damaged."""
+        """Everything that the result depends on; empty if stage.json is damaged."""
         described = Description.read(self.path)
         return described.identity if described else {}
 

@@ -76,8 +76,9 @@ def require_lm_head(spec: TargetSpec) -> None:
 
 
 class LogitChanges(NamedTuple):
-    """What a target adds to its lm_head's product: `softcap · tanh(scale · (W x + bias_V) /
-    softcap)`.
+    """A target's changes to its lm_head's product W x.
+
+    The logits are `softcap · tanh(scale · (W x + bias_V) / softcap)`.
     """
 
     bias_V: Tensor | None

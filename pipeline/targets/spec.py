@@ -36,8 +36,9 @@ SLOT_BIASED_TYPES = {"bloom", "mpt"}
 
 @dataclass(frozen=True)
 class TargetSpec:
-    """What every engine and worker loads. `dtype` is resolved; `chat_template` is text, not a
-    path.
+    """The target as engines and workers load it.
+
+    `dtype` is resolved; `chat_template` is text, not a path.
     """
 
     model: str
@@ -215,8 +216,7 @@ def format_of(config: PretrainedConfig) -> str | None:
 
 
 def rounding_of(config: PretrainedConfig) -> Rounding | None:
-    """How coarsely the layers of a quantized checkpoint round their inputs; None where only weights
-    are rounded.
+    """The rounding of layer inputs in a quantized checkpoint; None if only weights are rounded.
 
     "8bit" layers do so on every device, "4bit" layers on a CPU alone. bitsandbytes' 4-bit layers
     round to 8 bits where their checkpoint states that they multiply in bfloat16.

@@ -1,7 +1,8 @@
 """Greedy decoding in vLLM, plain or with exported heads.
 
-Each engine runs in a process of its own, so that nothing of vLLM stays behind in the caller, and
-because only a process's end frees a GPU's memory for certain. vLLM proposes the heads' top-1 chain,
+Engines run in a process of their own, so that nothing of vLLM stays behind in the caller: one
+process for all on a CPU, which imports vLLM once, and one each on a GPU, whose memory is free for
+certain only when a process ends. vLLM proposes the heads' top-1 chain,
 never a tree, so its acceleration rate is below the tree's.
 
 A request's steps are counted by what it returns. Its first output is the prefill's token, and each
@@ -35,7 +36,7 @@ NUM_WARM_UPS = 2  # prompts, not counted
 
 @dataclass(frozen=True)
 class VLLMTexts:
-    """What one engine decoded.
+    """The texts that one engine decoded.
 
     Attributes:
         token_ids: Per prompt.
@@ -87,7 +88,15 @@ def decode_in_vllm(tasks: Sequence[DecodeTask], on_report: Report | None = None)
         ConfigError, EnvironmentFault: As VLLMGenerationEngine does, and EnvironmentFault where an
         engine dies.
     """
-    return [in_own_process(decode, task, on_report) for task in tasks]
+    if any(task.gpus for task in tasks):
+        return [in_own_process(decode, task, on_report) for task in tasks]
+    texts: list[VLLMTexts] = in_own_process(decode_in_turn, list(tasks), on_report)
+    return texts
+
+
+def decode_in_turn(tasks: Sequence[DecodeTask], report: Report) -> list[VLLMTexts]:
+    """Decode with one engine after another in this process."""
+    return [decode(task, report) for task in tasks]
 
 
 def decode(task: DecodeTask, report: Report) -> VLLMTexts:

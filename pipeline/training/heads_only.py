@@ -171,7 +171,7 @@ def initial_heads(spec: TrainSpec, heads_from: Path | None = None) -> Heads:
 
 
 def _count_written_tokens(spec: TrainSpec) -> npt.NDArray[np.int64]:
-    """How often the target wrote each token in the train rows' learned roles, [V]."""
+    """Count each token that the target wrote in the train rows' learned roles, [V]."""
     shards = spec.shards
     fingerprint = spec.fingerprint
     if not shards:

@@ -132,7 +132,7 @@ class TensorBoard:
     package = "tensorboard"
 
     def require_login(self) -> None:
-        """It has no login."""
+        """Do nothing: there is no login."""
 
     def begin(self, run: TrackedRun) -> None:
         from torch.utils.tensorboard import SummaryWriter

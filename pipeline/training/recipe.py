@@ -60,7 +60,7 @@ class Recipe:
         return self.steps_per_epoch * self.epochs
 
     def described(self) -> str:
-        """In words: `4 epochs of 146 steps, …`."""
+        """Describe the recipe in words: `4 epochs of 146 steps, …`."""
         epochs = (
             f"{self.epochs:,} epoch{'s' if self.epochs > 1 else ''} of {self.steps_per_epoch:,}"
             " steps"

@@ -145,7 +145,7 @@ class Workers:
 
 
 class Learner(ABC):
-    """What one phase trains: modules, batches, losses, evaluation and output.
+    """The training of one phase: modules, batches, losses, evaluation and output.
 
     A subclass's `__init__` reads the training data and sets the attributes below. Torch's generator
     is seeded before the call, equally on every worker.

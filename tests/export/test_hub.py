@@ -197,6 +197,7 @@ def test_a_file_with_a_local_path_is_refused(tmp_path, hub, which, named):
         ("heads", ["model.safetensors", "config.json"]),
         ("heads", ["pytorch_model.bin"]),
         ("heads", ["config.json"]),
+        ("heads", ["medusa_choices.json", "model.safetensors"]),
         ("backbone", ["model.safetensors", "config.json"]),
         ("backbone", ["config.json"]),
         ("backbone", [WEIGHTS, "config.json"]),

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.errors import ConfigError, DataError
@@ -28,83 +30,69 @@ from tests.export.exports import (
 )
 from tests.heads.pruning import pruned
 
+every_form = pytest.mark.parametrize(("lm_head", "format"), LM_HEAD_AND_FORMAT)
+
+
+def config_in(directory: Path) -> dict:
+    return json.loads((directory / "config.json").read_text())
+
 
 @pytest.mark.parametrize("num_layers", [1, 2])
-@pytest.mark.parametrize(("lm_head", "format"), LM_HEAD_AND_FORMAT)
+@every_form
 def test_the_file_holds_exactly_the_tensors_that_engines_look_for(
     tmp_path, lm_head, format, num_layers
 ):
     config = config_of(lm_head=lm_head, format=format, num_layers=num_layers)
-    found = {
-        name: list(tensor.shape)
-        for name, tensor in weights_of(write(tmp_path / "export", config)).items()
-    }
-    expected = {f"{k}.{i}.linear.weight": [4, 4] for k in range(3) for i in range(num_layers)}
-    expected |= {f"{k}.{i}.linear.bias": [4] for k in range(3) for i in range(num_layers)}
-    expected |= {
-        f"{k}.{num_layers}.weight": [6, 4] for k in ([0] if format == "shared" else range(3))
-    }
-    assert found == expected
+    directory = write(tmp_path / "export", config)
+    expected = {}
+    for k in range(3):
+        for layer in range(num_layers):
+            expected[f"{k}.{layer}.linear.weight"] = (4, 4)
+            expected[f"{k}.{layer}.linear.bias"] = (4,)
+        if k == 0 or format != "shared":
+            expected[f"{k}.{num_layers}.weight"] = (6, 4)
+    assert {name: tuple(each.shape) for name, each in weights_of(directory).items()} == expected
+    with safe_open(directory / "medusa_lm_head.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}  # for transformers' loaders
 
 
-@pytest.mark.parametrize(("lm_head", "format"), LM_HEAD_AND_FORMAT)
+@every_form
 def test_engines_without_a_draft_vocabulary_guess_the_same_first(tmp_path, lm_head, format):
     config, tokens = config_of(lm_head=lm_head, format=format, vocab_size=9), [1, 2, 5, 7]
     heads = pruned(heads_of(config), tokens)
     layout = replace(config, shape=heads.shape)
     directory = write(tmp_path / "export", layout, heads)
-    assert (
-        holds(directory, layout, heads) and read(directory).vocabulary.token_map.tolist() == tokens
-    )
-    assert json.loads((directory / "config.json").read_text())["vocab_size"] == 9
-    found, states = (
-        weights_of(directory),
-        torch.randn(50, 4, generator=torch.Generator().manual_seed(0)),
-    )
-    for k in [0] if format == "shared" else range(3):
-        logits = states @ found[f"{k}.1.weight"].T
-        assert torch.equal(
-            logits.argmax(1), torch.tensor(tokens)[(states @ heads.lm_head_of(k).T).argmax(1)]
-        )
-    other = load_file(directory / "medusa_lm_head.safetensors") | {
-        "token_map": torch.tensor([1, 2, 5, 9])
-    }
+    assert holds(directory, layout, heads) and config_in(directory)["vocab_size"] == 9
+    assert read(directory).vocabulary.token_map.tolist() == tokens
+    found, states_ND = weights_of(directory), torch.randn(50, 4)
+    for k in range(1 if format == "shared" else 3):
+        guessed = (states_ND @ found[f"{k}.1.weight"].T).argmax(1)
+        ours = (states_ND @ heads.lm_head_of(k).T).argmax(1)
+        assert torch.equal(guessed, torch.tensor(tokens)[ours])
+    other = found | {"token_map": torch.tensor([1, 2, 5, 9])}
     save_file(other, directory / "medusa_lm_head.safetensors")
     with pytest.raises(DataError, match="draft vocabulary is not 4 of the target's 9"):
         read(directory)
 
 
-@pytest.mark.parametrize(("lm_head", "format"), LM_HEAD_AND_FORMAT)
+@every_form
 def test_config_json_misleads_no_engine(tmp_path, lm_head, format):
-    directory = write(
-        tmp_path / "export",
-        config_of(lm_head=lm_head, format=format, num_layers=2, dtype="bfloat16"),
-    )
-    config = json.loads((directory / "config.json").read_text())
-    wanted = {
-        "model_type": "medusa",
-        "base_model_name_or_path": "owner/target",
-        "hidden_size": 4,
-        "vocab_size": 6,
-    }
-    wanted |= {
-        "medusa_num_heads": 3,
-        "medusa_num_layers": 2,
-        "medusa_fc_bias": True,
-        "dtype": "bfloat16",
-    }
-    assert config.items() >= wanted.items()
+    layout = config_of(lm_head=lm_head, format=format, num_layers=2, dtype="bfloat16")
+    config = config_in(write(tmp_path / "export", layout))
+    target = {"base_model_name_or_path": "owner/target", "hidden_size": 4, "vocab_size": 6}
+    medusa = {"medusa_num_heads": 3, "medusa_num_layers": 2, "medusa_fc_bias": True}
+    assert config.items() >= (target | medusa).items()
+    assert (config["model_type"], config["dtype"]) == ("medusa", "bfloat16")
     assert config.get("original_lm_head", False) is (format == "shared")
     assert "architectures" not in config  # TGI would switch Medusa off
-    # vLLM folds every key with "num" and "heads" (or "layers") into one number, in the order of the
-    # file
+    # vLLM folds every key with "num" and "heads" (or "layers") into one number, in file order.
     assert {value for key, value in config.items() if "num" in key and "heads" in key} == {3}
     assert {value for key, value in config.items() if "num" in key and "layers" in key} == {2}
     assert not {"num_hidden_layers", "num_attention_heads", "num_key_value_heads"} & config.keys()
 
 
 def test_config_json_names_the_target_for_vllm(tmp_path):
-    config = json.loads((write(tmp_path / "export", config_of()) / "config.json").read_text())
+    config = config_in(write(tmp_path / "export", config_of()))
     assert config["speculators_model_type"] == "medusa" and config["transformer_layer_config"] == {}
     assert config["speculators_config"] == {
         "algorithm": "medusa",
@@ -216,7 +204,7 @@ def test_a_dynamic_tree_comes_back(tmp_path):
 )
 def test_a_dynamic_tree_that_these_heads_cannot_fill_is_named(tmp_path, tree, error, says):
     directory = write(tmp_path / "export", config_of())
-    content = json.loads((directory / "config.json").read_text())
+    content = config_in(directory)
     content["heads"]["dynamic_tree"] = tree
     (directory / "config.json").write_text(json.dumps(content))
     with pytest.raises(error, match=says):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -62,73 +63,41 @@ class Copier:
 @pytest.fixture
 def upstream(tmp_path) -> StageDirectory:
     stage = StageDirectory(tmp_path / "run", "seeds", "a" * 64)
+    empty = {"source_id": None, "category": None, "split": "train", "messages": []}
     for index in range(3):
-        with ShardWriter(
-            stage.shard_path(index),
-            stage.quarantine_path(index),
-            SEEDS,
-            index=index,
-            fingerprint=stage.fingerprint,
-        ) as writer:
+        paths = stage.shard_path(index), stage.quarantine_path(index)
+        with ShardWriter(*paths, SEEDS, index=index, fingerprint=stage.fingerprint) as writer:
             names = [f"s:{index * ROWS + number}" for number in range(ROWS)]
-            empty = {"source_id": None, "category": None, "split": "train", "messages": []}
             writer.write([{"id": name, **empty} for name in names])
             writer.commit("seeds", names, {"calibrate_rows": 4.0})
     return stage
 
 
 @pytest.fixture
-def go(tmp_path, upstream, make_config):
+def go(tmp_path, upstream, make_config, monkeypatch):
+    """Run the stage; `go.said` has a line for every report."""
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
     CALLS.clear()
     stage = StageDirectory(tmp_path / "run", "copy", "b" * 64)
     stage.create({})
 
-    def run(limits: dict | None = None, **arguments):
-        config = make_config(
-            tmp_path, **{f"limits__{key}": value for key, value in (limits or {}).items()}
-        )
-        context = context_of(config, console=Console(file=run.said, width=200))
-        return run_sharded(
-            context, stage, upstream, Copier, arguments, Placement(1, 1, 0), unit="tokens"
-        )
+    def run(limits: dict | None = None, split: str | None = None, **arguments):
+        changes = {f"limits__{key}": value for key, value in (limits or {}).items()}
+        run.said = io.StringIO()
+        console = Console(file=run.said, width=200)
+        context, place = context_of(make_config(tmp_path, **changes), console=console), (1, 1, 0)
+        worker = (Copier, arguments, Placement(*place))
+        return run_sharded(context, stage, upstream, *worker, unit="tokens", split=split)
 
-    run.stage, run.said = stage, io.StringIO()
+    run.stage = stage
     return run
 
 
-def test_totals_add_up_over_shards_and_rates_are_per_busy_second(go):
+def test_totals_are_sums_and_rates_per_busy_second(go):
     totals = go(refuse=1)
-    assert totals == {
-        "rows": 27,
-        "quarantined": 3,
-        "reasons": {"empty": 3},
-        "tokens": 21.0,
-        "tokens_per_second": 14.0,
-    }
-
-
-def test_conversations_and_tokens_are_shown_while_a_shard_is_made_and_a_failed_attempt_is_taken_back(  # noqa: E501
-    go, monkeypatch
-):
-    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
-    monkeypatch.setattr("pipeline.run.sharded.time", clock := Clock())
-    go(failures={1: 1}, watch=clock.tick)
-    said = [line.partition(", ")[0::2] for line in go.said.getvalue().splitlines()]
-    done = [int(far.removeprefix("copy: ").split()[0]) for far, _ in said]
-    up, down = done[: done.index(20) + 1], done[done.index(20) + 1 :]
-    assert up == sorted(up) and set(range(21)) <= set(up), (
-        "every conversation of shards 0 and 1 as it is done"
-    )
-    assert down[0] == 10 and max(down) == 30 and down[-1] == 30, (
-        "shard 1 failed: its conversations are to do again"
-    )
-    assert all(far.endswith(" of 30 conversations") for far, _ in said)
-    notes = {far.split()[1]: note for far, note in said}
-    assert notes["25"].endswith("24 tokens, 1 tokens/s, 2 of 3 shards"), (
-        "two of 7 tokens, and 5 times 2 under way"
-    )
-    assert notes["30"].endswith("21 tokens, 1 tokens/s, 3 of 3 shards"), "what the receipts say"
-    assert not list(go.stage.path.rglob("*.tmp"))
+    counts = {"rows": 27, "quarantined": 3, "reasons": {"empty": 3}, "tokens": 21.0}
+    assert totals == {**counts, "tokens_per_second": 14.0}
+    assert go() == totals and CALLS == {0: 1, 1: 1, 2: 1}, "a second call does nothing"
 
 
 class Clock:
@@ -141,35 +110,37 @@ class Clock:
         self.now += 1
 
 
-def test_what_an_earlier_run_has_done_counts_and_its_tokens_are_not_in_the_rate(go, monkeypatch):
+def test_progress_counts_conversations_and_takes_back_a_failed_attempt(go, monkeypatch):
+    monkeypatch.setattr("pipeline.run.sharded.time", clock := Clock())
+    go(failures={1: 1}, watch=clock.tick)
+    done, notes = [], {}
+    for line in go.said.getvalue().splitlines():
+        number, note = re.fullmatch(r"copy: (\d+) of 30 conversations, (.*)", line).groups()
+        done.append(int(number))
+        notes[int(number)] = note
+    up, down = done[: done.index(20) + 1], done[done.index(20) + 1 :]
+    assert up == sorted(up) and set(range(21)) <= set(up), "of shards 0 and 1, as each is done"
+    assert down[0] == 10 and max(down) == down[-1] == 30, "shard 1 failed: its own are to do again"
+    under_way = "24 tokens, 1 tokens/s, 2 of 3 shards"  # two of 7 tokens, and 5 times 2
+    assert notes[25].endswith(under_way)
+    assert notes[30].endswith("21 tokens, 1 tokens/s, 3 of 3 shards"), "as in the receipts"
+    assert not list(go.stage.path.rglob("*.tmp"))
+
+
+def test_an_earlier_run_s_tokens_are_not_in_the_rate(go):
     with pytest.raises(EnvironmentFault):
         go(failures={2: 99})
-    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
     CALLS.clear()
-    go.said.truncate(0)
     go()
-    first, *_, last = go.said.getvalue().strip("\0").splitlines()
-    assert first.startswith("copy: 20 of 30 conversations, ") and first.endswith(
-        "14 tokens, 2 of 3 shards"
-    )
+    first, *_, last = go.said.getvalue().splitlines()
+    assert first.startswith("copy: 20 of 30 conversations, ")
+    assert first.endswith("14 tokens, 2 of 3 shards")
     assert last.startswith("copy: 30 of 30 conversations, ") and ", 21 tokens, " in last
 
 
-def test_of_a_split_only_its_conversations_count(go, upstream, tmp_path, make_config, monkeypatch):
-    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
-    said = io.StringIO()
-    context = context_of(make_config(tmp_path), console=Console(file=said, width=200))
-    run_sharded(
-        context, go.stage, upstream, Copier, {}, Placement(1, 1, 0), "tokens", split="calibrate"
-    )
-    assert " of 12 conversations, " in said.getvalue().splitlines()[0], (
-        "three shards of four such rows"
-    )
-
-
-def test_a_second_call_does_nothing_and_reports_the_same(go):
-    first = go()
-    assert go() == first and CALLS == {0: 1, 1: 1, 2: 1}
+def test_of_a_split_only_its_conversations_count(go):
+    go(split="calibrate")
+    assert " of 12 conversations, " in go.said.getvalue().splitlines()[0], "4 of each shard"
 
 
 def test_a_failing_shard_is_tried_again_after_the_others(go):
@@ -177,18 +148,15 @@ def test_a_failing_shard_is_tried_again_after_the_others(go):
     assert totals["rows"] == 30 and CALLS == {0: 1, 1: 3, 2: 1}
 
 
-def test_a_shard_that_fails_too_often_ends_the_stage_in_one_line_and_the_others_stay(go, tmp_path):
-    with pytest.raises(
-        EnvironmentFault, match="Shard 1 of copy failed 3 times, last with: "
-    ) as caught:
+def test_a_shard_that_fails_too_often_ends_the_stage(go, tmp_path):
+    """The other shards stay."""
+    with pytest.raises(EnvironmentFault, match="Shard 1 of copy failed 3 times") as caught:
         go(failures={1: 99})
     assert "\n" not in str(caught.value) and CALLS[1] == 3
     assert sorted(go.stage.receipts()) == [0, 2]
-    events = [
-        json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()
-    ]
-    failed = [event for event in events if event["event"] == "shard-failed"]
-    assert len(failed) == 3 and "Traceback" in failed[0]["error"]
+    events = map(json.loads, (tmp_path / "run/events.jsonl").read_text().splitlines())
+    failed = [event["error"] for event in events if event["event"] == "shard-failed"]
+    assert len(failed) == 3 and "Traceback" in failed[0]
     CALLS.clear()
     assert go()["rows"] == 30 and CALLS == {1: 1}
 
@@ -208,32 +176,27 @@ def test_shards_that_are_not_seen_from_here_end_the_stage(go, monkeypatch):
     assert CALLS == {0: 3, 1: 3, 2: 3}
 
 
-def test_an_error_for_the_user_ends_the_stage_at_once_as_it_is(go):
+def test_an_error_for_the_user_ends_the_stage_at_once(go):
     error = EnvironmentFault("No GPU.", "here", "Buy one.")
     with pytest.raises(MedusaDistillError) as caught:
         go(failures={0: 1}, error=error)
     assert caught.value is error and CALLS == {0: 1}
 
 
-def test_too_much_quarantine_ends_the_stage_names_the_reasons_and_keeps_the_shards(go):
-    with pytest.raises(DataError, match=r"copy refused 9 of 30 rows.*empty 9") as caught:
-        go(refuse=3)
-    assert caught.value.exit_code == 3
-    assert sorted(go.stage.receipts()) == [0, 1, 2]
-    with pytest.raises(DataError):
-        go(refuse=3)
-    assert go({"max_quarantine_fraction": 0.3}, refuse=3)["rows"] == 21 and CALLS == {
-        0: 1,
-        1: 1,
-        2: 1,
-    }
+def test_too_much_quarantine_ends_the_stage_and_keeps_the_shards(go):
+    for _ in range(2):
+        with pytest.raises(DataError, match=r"copy refused 9 of 30 rows.*empty 9") as caught:
+            go(refuse=3)
+    assert caught.value.exit_code == 3 and sorted(go.stage.receipts()) == [0, 1, 2]
+    assert go({"max_quarantine_fraction": 0.3}, refuse=3)["rows"] == 21
+    assert CALLS == {0: 1, 1: 1, 2: 1}
 
 
 def test_duplicates_do_not_count_as_refused(go):
     assert go(refuse=9, reason=Reason.DUPLICATE)["quarantined"] == 27
 
 
-def test_a_disk_that_is_nearly_full_ends_the_stage_and_keeps_the_shards(go):
+def test_a_nearly_full_disk_keeps_the_finished_shards(go):
     with pytest.raises(EnvironmentFault, match=r"limits\.min_free_disk_gb = 1000000000"):
         go({"min_free_disk_gb": 1e9})
     assert sorted(go.stage.receipts()) == [0]

@@ -17,6 +17,7 @@ from pipeline.artifacts.json_form import from_json
 from pipeline.artifacts.tree_file import CalibrateResult, read_calibration
 from pipeline.errors import ConfigError, DataError
 from pipeline.flow import run_flow
+from pipeline.stages import calibrate
 from pipeline.storage.shards import read_rows
 from pipeline.targets.loading import load_causal_lm
 from pipeline.targets.spec import TargetSpec
@@ -137,7 +138,7 @@ def test_each_half_is_walked_with_the_tree_of_the_other(finished_run):
     assert found.expected_standard_error > 0
 
 
-def test_the_tree_that_is_used_is_searched_on_all_held_out_text(finished_run):
+def test_the_used_tree_is_searched_on_all_held_out_text(finished_run):
     tree = read_calibration(finished_run.path / "latest/calibrate")
     source = result_of(finished_run).tree.source
     states = []
@@ -156,7 +157,7 @@ def test_the_tree_that_is_used_is_searched_on_all_held_out_text(finished_run):
     assert min(map(score, chosen)) >= max(map(score, children)) - 1e-12
 
 
-def test_the_chain_of_every_length_is_expected_from_held_out_text(finished_run):
+def test_chains_are_estimated_from_held_out_text(finished_run):
     result = result_of(finished_run)
     for tokens, row in enumerate(result.tree.chain, start=1):
         assert row.draft_tokens == tokens
@@ -212,7 +213,7 @@ def test_auto_takes_the_size_with_the_highest_expected_speedup(copied_run, run_a
     assert len(asked) > 1 and asked <= begun
 
 
-def test_a_tree_of_the_user_s_own_is_taken_as_it_is(copied_run, run_again, tmp_path):
+def test_the_user_s_own_tree_is_used_unchanged(copied_run, run_again, tmp_path):
     choices, file = [[0], [1], [0, 0], [0, 0, 2]], tmp_path / "choices.json"
     file.write_text(json.dumps(choices))
     run = run_again("check", calibrate__choices=str(file))
@@ -256,7 +257,7 @@ def test_a_named_tree_is_cut_where_the_heads_end(copied_run, run_again):
 
 
 @pytest.mark.slow
-def test_the_target_s_answers_to_a_file_judge_in_place_of_rows(
+def test_answers_to_a_file_of_questions_replace_held_out_rows(
     copied_run, run_again, tmp_path, tiny_target
 ):
     file, before = tmp_path / "questions.jsonl", result_of(copied_run)
@@ -296,6 +297,13 @@ def test_a_file_without_usable_rows_is_named(copied_run, run_again, tmp_path, te
     assert caught.value.exit_code == 3 and "\n" not in str(caught.value)
     with pytest.raises(ConfigError, match=r"calibrate\.data"):
         run_again(calibrate__data=str(tmp_path / "absent.jsonl"))
+
+
+@pytest.mark.parametrize("recipe", ["joint", "two-stage"])
+def test_heads_of_a_tuned_backbone_are_measured_on_its_states(make_config, tmp_path, recipe):
+    method = {"train__method": "medusa-2", "train__backbone__recipe": recipe}
+    read = calibrate.upstream(make_config(tmp_path, **method))
+    assert "tuned-features" in read and "features" not in read
 
 
 def test_answers_too_short_for_the_last_head_are_named(run_again, monkeypatch):

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -69,17 +68,6 @@ def test_held_out_figures_and_ranks_are_those_of_their_definition(learner, text)
         assert head["loss"] == pytest.approx(expected.loss, rel=1e-5)
         assert [head[f"top{r + 1}"] for r in range(5)] == pytest.approx(shares)
         assert alone_KR[k].cumsum().tolist() == expected.hits and counts_K[k] == expected.count
-
-
-def test_frequency_is_the_share_of_the_most_frequent_tokens(learner):
-    labels = Counter()
-    for group, lengths in enumerate(learner.rows.lengths("calibrate")):
-        for index in lengths.nonzero()[0]:
-            labels.update(learner.rows.read_group(group)[index].labels_KN[0].tolist())
-    hits = np.cumsum([hits for _, hits in labels.most_common(5)])
-    found = learner.evaluate().frequency
-    assert list(found.values()) == pytest.approx((hits / labels.total()).tolist())
-    assert list(found) == ["top1", "top2", "top3", "top4", "top5"]
 
 
 def test_spans_begin_where_the_target_began_to_write(text):

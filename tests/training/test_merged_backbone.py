@@ -25,7 +25,7 @@ IDS_BT = torch.arange(24).view(2, 12)
 
 @pytest.fixture
 def backbone(tiny_target, tmp_path) -> Path:
-    """Where the backbone is to be, in a train stage's directory as the trainer leaves it."""
+    """The path for the backbone in a train stage's directory, as the trainer leaves it."""
     save_adapter(tiny_target, tmp_path / "train" / "adapter")
     return tmp_path / "train" / "backbone"
 
@@ -47,7 +47,7 @@ def assert_merged(backbone: Path, target: Path) -> None:
     torch.testing.assert_close(model(input_ids=IDS_BT).logits, expected, atol=1e-4, rtol=1e-5)
 
 
-def test_it_loads_as_any_model_and_computes_what_target_and_adapter_do(backbone, tiny_target):
+def test_it_computes_what_target_and_adapter_compute(backbone, tiny_target):
     spec, merged = TargetSpec(str(tiny_target)), TargetSpec(str(backbone))
     files = merge(spec, backbone)
     assert_merged(backbone, tiny_target)

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.conversations.spans import IGNORED, Span
-from pipeline.errors import DataError
 from pipeline.storage.shards import read_rows
 from pipeline.training.text_batches import Text, TextPlan, assemble_texts, pack
 from tests.training.conftest import opened
@@ -119,10 +118,3 @@ def test_target_written_text_of_the_roles_is_learned_or_counted(texts, roles, li
     assert sum(each.num_learned for each in found) == len(expected)
     assert sum(each.num_cut for each in found) == num_cut and (num_cut > 0) == (limit == 12)
     assert batch.ids_BT.shape[1] <= limit
-
-
-def test_a_shard_of_another_run_or_target_is_refused(texts):
-    with pytest.raises(DataError, match="another run"):
-        opened(texts, fingerprint="8" * 64)
-    with pytest.raises(DataError, match="vocabulary of 39"):
-        opened(texts, vocab_size=39)
