@@ -1,4 +1,4 @@
-"""What every test shares: no network, no usage reports, quiet engines."""
+"""Common to all tests: no network, no usage reports, quiet engines."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """What a test or its fixtures draw does not depend on the tests before it.
+    """Seed torch, so that a test's draws do not depend on the tests before it.
 
-    And what stands before a file's tests, such as torch and thousands of tests, is nothing that a
-    collection of garbage looks through each time: it would take half a second.
+    Before each file, freeze all objects: torch and thousands of collected tests would cost every
+    garbage collection half a second.
     """
     torch.default_generator.manual_seed(0)
     if item.path not in SEEN:

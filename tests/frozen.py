@@ -1,6 +1,4 @@
-"""What the server of forks imports last: in a fork, no collection of garbage looks through what was
-imported before.
-"""
+"""The fork server's last import: exempts earlier imports from garbage collection in forks."""
 
 import gc
 

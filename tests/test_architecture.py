@@ -44,7 +44,7 @@ def modules() -> list[tuple[str, Path]]:
     ]
 
 
-def test_imports_point_down_and_rooms_on_one_floor_do_not_know_each_other():
+def test_imports_point_to_lower_levels_only():
     for room, file in modules():
         rooms = {name.split(".")[1] for name in imports(file) if name.startswith("pipeline.")}
         upward = {

@@ -43,9 +43,7 @@ def lines(rows: list) -> str:
     ],
     ids=["empty", "an empty list", "no conversations", "too long", "too few"],
 )
-def test_a_file_of_seeds_that_cannot_be_used_is_exit_code_3(
-    intact, run_fails, tmp_path, text, says
-):
+def test_an_unusable_file_of_seeds_is_exit_code_3(intact, run_fails, tmp_path, text, says):
     (tmp_path / "seeds.jsonl").write_text(text)
     assert says in run_fails(3, f"seeds.sources={tmp_path / 'seeds.jsonl'}")
 
@@ -81,9 +79,7 @@ def test_a_target_whose_layers_cannot_verify_a_tree(
 
 
 @pytest.mark.slow
-def test_a_conversation_longer_than_the_context_is_quarantined_and_the_run_goes_on(
-    tmp_path, make_config, tiny_seeds
-):
+def test_a_conversation_longer_than_the_context_is_quarantined(tmp_path, make_config, tiny_seeds):
 
     long = {
         "conversations": [
@@ -103,9 +99,7 @@ def test_a_conversation_longer_than_the_context_is_quarantined_and_the_run_goes_
 
 
 @pytest.mark.parametrize("size", [290, 310])
-def test_heads_of_another_vocabulary_than_the_target_s_are_made_anew(
-    copied_run, make_config, tmp_path, size
-):
+def test_heads_of_another_vocabulary_are_trained_again(copied_run, make_config, tmp_path, size):
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -189,7 +183,7 @@ def test_a_damaged_log_or_stage_json_ends_no_run(copied_run, make_config, tmp_pa
     assert stages_run(run) == ["calibrate"] and described.read_bytes() == whole
 
 
-def test_a_directory_that_cannot_be_synced_is_no_failure_and_a_file_is(tmp_path, monkeypatch):
+def test_only_files_must_be_synced_not_directories(tmp_path, monkeypatch):
     def fsync(handle: int) -> None:
         if os.path.isdir(f"/proc/self/fd/{handle}"):
             raise OSError(errno.EINVAL, "Invalid argument")

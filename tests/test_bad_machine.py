@@ -38,7 +38,7 @@ def test_a_gpu_that_is_not_there(intact, run_fails, monkeypatch, stage):
     assert "GPU" in said and f"placement.{stage}" in said
 
 
-def test_a_result_that_cannot_be_made_here_again_is_not_thrown_away(
+def test_a_result_that_needs_another_machine_is_kept(
     copied_run, make_config, tmp_path, monkeypatch
 ):
     import torch

@@ -46,7 +46,7 @@ def test_a_run_leaves_what_the_run_directory_promises(finished_run):
     assert not list(path.rglob("*.tmp"))
 
 
-def test_every_row_of_every_stage_is_kept_or_quarantined_with_a_reason(finished_run):
+def test_every_row_is_kept_or_quarantined_with_a_reason(finished_run):
     known: set[str] | None = None
     for name in SHARDED:
         stage = latest(finished_run, name)
@@ -96,7 +96,7 @@ def test_every_token_that_was_generated_has_one_cached_state(finished_run):
     assert report["features"]["bytes_per_position"] > 0
 
 
-def test_the_check_asked_held_out_prompts_and_every_answer_was_the_targets_own(finished_run):
+def test_held_out_prompts_get_the_target_s_own_answers(finished_run):
     native = latest(finished_run, "check").summary["native"]
     asked = [row for path in latest(finished_run, "generate").shards() for row in read_rows(path)]
     assert (
@@ -125,7 +125,7 @@ def test_the_same_command_again_keeps_everything_and_computes_nothing(
     assert {p: p.stat().st_mtime_ns for p in run.path.rglob("*.parquet")} == before
 
 
-def test_a_copied_run_s_own_run_yaml_means_the_copy_and_leaves_the_original_alone(
+def test_a_copied_run_yaml_leaves_the_original_alone(
     copied_run, finished_run, make_config, tmp_path
 ):
     def state(path: Path) -> dict[Path, int]:
@@ -194,7 +194,7 @@ def test_runs_that_name_one_store_share_the_feature_cache(copied_run, make_confi
     assert json.loads((run.path / "report.json").read_text())["run"]["name"] == "recipe"
 
 
-def test_until_stops_after_a_stage_and_the_next_run_goes_on_from_there(make_config, tmp_path):
+def test_until_stops_after_a_stage_and_runs_continue(make_config, tmp_path):
     run = run_again(make_config(tmp_path), until="generate")
     assert stages_run(run) == ["seeds", "generate"]
     assert run.latest("features") is None and not (run.path / "report.json").exists()
@@ -202,9 +202,7 @@ def test_until_stops_after_a_stage_and_the_next_run_goes_on_from_there(make_conf
     assert stages_run(run) == ["features"]
 
 
-def test_fresh_makes_a_stage_again_and_keeps_what_follows_when_it_is_the_same(
-    copied_run, make_config, tmp_path
-):
+def test_fresh_keeps_later_stages_if_the_result_is_equal(copied_run, make_config, tmp_path):
     before = contents(copied_run, *SHARDED)
     run = run_again(make_config(tmp_path), fresh="features")
     assert stages_run(run) == ["features"]
@@ -212,9 +210,7 @@ def test_fresh_makes_a_stage_again_and_keeps_what_follows_when_it_is_the_same(
     assert contents(run, *SHARDED) == before
 
 
-def test_fresh_does_not_throw_away_what_another_run_is_working_on(
-    copied_run, make_config, tmp_path
-):
+def test_fresh_refuses_a_stage_in_use(copied_run, make_config, tmp_path):
     features = latest(copied_run, "features")
     with features.lock as lock:
         lock.share()  # as a run does that trains from it
@@ -230,9 +226,7 @@ def test_a_stage_that_does_not_exist_is_named(make_config, tmp_path, option):
     assert not (tmp_path / "run").exists()
 
 
-def test_the_split_and_the_number_of_shards_do_not_change_what_the_target_wrote(
-    finished_run, make_config, tmp_path
-):
+def test_the_number_of_shards_does_not_change_generated_rows(finished_run, make_config, tmp_path):
     run = run_again(make_config(tmp_path, seeds__rows_per_shard=17), until="generate")
 
     def rows(of: RunDirectory) -> dict[str, dict]:
@@ -245,7 +239,7 @@ def test_the_split_and_the_number_of_shards_do_not_change_what_the_target_wrote(
 
 
 def change_weights(target: Path) -> None:
-    """As another fine-tune of the same architecture: the file keeps its size."""
+    """Replace the weights by those of another fine-tune: the file keeps its size."""
     from safetensors.torch import load_file, save_file
 
     tensors = load_file(target / "model.safetensors")
@@ -262,7 +256,7 @@ def change_sampling(target: Path) -> None:
 
 
 def change_a_word(seeds: Path) -> None:
-    """Within the file: its size and its inode stay."""
+    """Overwrite a word in place: the file keeps its size and its inode."""
     data = seeds.read_bytes()
     with seeds.open("r+b") as file:
         file.write(data.replace(b"moon", b"noon", 1))
@@ -278,7 +272,7 @@ def change_a_word(seeds: Path) -> None:
         ("times alone", []),
     ],
 )
-def test_what_changes_behind_the_same_path_is_noticed_also_when_its_time_is_set_back(
+def test_changed_content_is_noticed_despite_equal_path_and_time(
     copied_run, make_config, tmp_path, tiny_target, tiny_seeds, changed, redone
 ):
     target, seeds = tmp_path / "target", tmp_path / "seeds.jsonl"
@@ -304,9 +298,7 @@ def test_what_changes_behind_the_same_path_is_noticed_also_when_its_time_is_set_
     assert stages_run(run_again(config)) == []
 
 
-def test_workers_that_no_machine_has_room_for_are_refused_before_anything_is_made(
-    make_config, tmp_path
-):
+def test_workers_without_room_are_refused_at_once(make_config, tmp_path):
     """Training comes last, and is not found out after days of generating."""
     config = make_config(
         tmp_path, placement__train={"workers": 3, "gpus_per_worker": 7, "cpus_per_worker": 2}
@@ -319,16 +311,14 @@ def test_workers_that_no_machine_has_room_for_are_refused_before_anything_is_mad
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["lock", "run.yaml"]
 
 
-def test_workers_of_a_stage_that_is_kept_need_no_room_here(copied_run, make_config, tmp_path):
+def test_workers_of_a_kept_stage_need_no_room(copied_run, make_config, tmp_path):
     run = run_again(
         make_config(tmp_path, placement__generate={"gpus_per_worker": 64}, train__lr=2e-2)
     )
     assert stages_run(run) == STAGES[3:]
 
 
-def test_one_run_s_settings_never_reach_into_the_target_s_directory(
-    finished_run, tiny_target: Path
-):
+def test_a_run_writes_nothing_to_the_target_s_directory(finished_run, tiny_target: Path):
     names = {
         "config.json",
         "generation_config.json",

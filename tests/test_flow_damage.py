@@ -151,7 +151,7 @@ def test_no_curve_is_drawn_of_a_damaged_log(copied_run):
     assert drawing_data(copied_run).losses == drawing_data(copied_run).held_out == []
 
 
-def test_a_killed_writer_s_file_is_removed_and_never_a_shard(copied_run, make_config, tmp_path):
+def test_a_killed_writer_s_temporary_file_is_removed(copied_run, make_config, tmp_path):
     stage = latest(copied_run, "generate")
     orphan = stage.path / "shards" / "00001.parquet.0123456789ab.tmp"
     orphan.write_bytes(stage.shard_path(1).read_bytes()[:100])
@@ -222,7 +222,7 @@ def test_weights_that_are_swapped_during_a_run_leave_nothing(
 
 
 @pytest.mark.parametrize("silent", ["the Hub", "the disk"])
-def test_a_stage_is_kept_if_its_input_cannot_be_read_again(
+def test_a_stage_is_kept_if_its_input_becomes_unreadable(
     copied_run, make_config, tmp_path, monkeypatch, silent
 ):
     """At its end the Hub is not asked again; a disk that does not answer is not a change."""

@@ -28,7 +28,7 @@ CHANGES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", CHANGES)
-def test_the_expected_rate_is_decoding_s_own_and_the_export_says_how_the_tree_grows(
+def test_the_expected_rate_is_decoded_and_the_tree_exported(
     copied_run, make_config, tmp_path, kind
 ):
     changes, choices_file = CHANGES[kind]

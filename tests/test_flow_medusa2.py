@@ -89,16 +89,14 @@ def test_until_a_skipped_stage_is_until_the_one_before(make_config, tmp_path, st
     assert stages_run(run_again(make_config(tmp_path, **JOINT), until=stage)) == runs
 
 
-def test_a_run_that_had_a_cache_before_links_it_no_more_and_keeps_it(
-    copied_run, make_config, tmp_path
-):
+def test_an_unneeded_cache_is_unlinked_and_kept(copied_run, make_config, tmp_path):
     cache = latest(copied_run, "features").path
     run_again(make_config(tmp_path, **JOINT), until="generate")
     assert copied_run.latest("features") is None and cache.is_dir()
     assert stages_run(run_again(make_config(tmp_path))) == []
 
 
-def test_the_exported_backbone_is_target_and_adapter_and_the_heads_name_it(joint_run, tiny_target):
+def test_the_exported_backbone_is_merged_and_named_by_heads(joint_run, tiny_target):
     export = latest(joint_run, "export").path
     named = Path(read_layout(export).base_model_name_or_path)
     assert named.is_absolute() and named == export / "backbone" == backbone_of(joint_run)
@@ -129,9 +127,7 @@ def test_calibration_looks_at_held_out_rows_through_the_tuned_backbone(joint_run
         np.testing.assert_allclose(hidden_ND, expected_TD[row["positions"]], atol=2e-4)
 
 
-def test_another_tree_is_searched_on_the_very_states_that_the_first_one_was(
-    run, make_config, tmp_path, monkeypatch
-):
+def test_another_tree_is_searched_on_the_same_states(run, make_config, tmp_path, monkeypatch):
     states = latest(run, "tuned-features")
     with monkeypatch.context() as patched:
         patched.setattr("pipeline.stages.features.Worker", None)
@@ -212,7 +208,7 @@ def test_the_drift_is_that_of_the_published_weights(joint_run, tiny_target):
     )
 
 
-def test_the_original_answers_a_file_of_questions_beside_the_tuned_one(
+def test_original_and_tuned_target_answer_a_file_of_questions(
     run, make_config, tmp_path, tiny_target
 ):
     questions = tmp_path / "questions.jsonl"
@@ -249,9 +245,7 @@ def test_the_original_answers_a_file_of_questions_beside_the_tuned_one(
     assert matched.keys() == {"category", "answers", "plain", "medusa", "original"}
 
 
-def test_a_backbone_that_moved_too_far_fails_the_check_and_nothing_is_made_again(
-    run, make_config, tmp_path
-):
+def test_a_drift_beyond_the_limit_fails_without_new_work(run, make_config, tmp_path):
     run_again(make_config(tmp_path, **JOINT))
     kl = latest(run, "check").summary["drift"]["kl"]
     assert json.loads((run.path / "report.json").read_text())["train"]["drift"]["kl"] == kl
@@ -268,9 +262,7 @@ def test_a_backbone_that_moved_too_far_fails_the_check_and_nothing_is_made_again
 
 
 @pytest.mark.parametrize("move", [shutil.copytree, shutil.move], ids=["copied", "moved"])
-def test_a_run_that_lies_elsewhere_makes_nothing_again_and_uses_the_backbone_that_lies_there(
-    joint_run, make_config, tmp_path, move
-):
+def test_a_moved_run_uses_its_own_backbone_without_work(joint_run, make_config, tmp_path, move):
     first = shutil.copytree(joint_run.path, tmp_path / "first" / "run", symlinks=True)
     move(
         first,
@@ -294,7 +286,7 @@ def test_a_run_that_lies_elsewhere_makes_nothing_again_and_uses_the_backbone_tha
         ("tuned-features", "shards/00000.parquet", ["tuned-features"]),
     ],
 )
-def test_what_is_damaged_of_a_backbone_or_its_states_is_made_again_and_nothing_is_trained(
+def test_damaged_backbones_and_states_are_repaired_without_training(
     run, make_config, tmp_path, stage, file, remade
 ):
     config = make_config(tmp_path, **JOINT)
@@ -311,9 +303,7 @@ def test_what_is_damaged_of_a_backbone_or_its_states_is_made_again_and_nothing_i
         assert path.read_bytes() == whole
 
 
-def test_a_file_that_somebody_left_beside_what_was_trained_changes_no_later_stage(
-    run, make_config, tmp_path
-):
+def test_a_foreign_file_beside_the_heads_changes_no_later_stage(run, make_config, tmp_path):
     config = make_config(tmp_path, **JOINT)
     links = {link.name: link.readlink().name for link in run.links()}
     record = latest(run, "train").path / "DONE.json"
@@ -323,7 +313,7 @@ def test_a_file_that_somebody_left_beside_what_was_trained_changes_no_later_stag
     assert {link.name: link.readlink().name for link in again.links()} == links
 
 
-def test_two_stages_train_from_both_and_calibrate_with_the_tuned_backbone(make_config, tmp_path):
+def test_a_two_stage_training_calibrates_on_the_tuned_backbone(make_config, tmp_path):
     run = run_again(
         make_config(tmp_path, **JOINT, train__backbone__recipe="two-stage"), until="export"
     )
@@ -345,7 +335,7 @@ def hub(monkeypatch, tmp_path):
     yield from hub_on_loopback(monkeypatch, tmp_path)
 
 
-def test_backbone_and_heads_go_to_two_repositories_and_no_path_of_this_machine_with_them(
+def test_backbone_and_heads_are_pushed_without_local_paths(
     run, make_config, tmp_path, hub, tiny_target
 ):
     config = make_config(tmp_path, **JOINT, push__repo_id="me/small")
@@ -375,7 +365,7 @@ def test_backbone_and_heads_go_to_two_repositories_and_no_path_of_this_machine_w
 
 
 @pytest.mark.parametrize("damaged", ["medusa_lm_head.safetensors", "tokenizer.json"])
-def test_nothing_is_published_where_one_part_of_a_push_is_refused(run, hub, damaged):
+def test_one_refused_part_stops_the_whole_push(run, hub, damaged):
     """Neither the conversations nor the backbone, which go before the heads."""
     path = latest(run, "export").path / damaged
     data = path.read_bytes()
@@ -386,9 +376,7 @@ def test_nothing_is_published_where_one_part_of_a_push_is_refused(run, hub, dama
     assert not hub.repositories and not hub.bytes_uploaded
 
 
-def test_a_push_that_broke_off_between_the_two_goes_on_with_the_second(
-    run, make_config, tmp_path, hub
-):
+def test_a_push_interrupted_between_repositories_continues(run, make_config, tmp_path, hub):
     config = make_config(tmp_path, **JOINT, push__repo_id="me/small")
     hub.failures = {"POST /api/models/me/small-speculator.medusa/commit": 400}
     with pytest.raises(EnvironmentFault, match="400"):

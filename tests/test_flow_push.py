@@ -56,9 +56,7 @@ def push_again(run, **changes):
     return push_run(run.path, **{**usual, **changes}, console=Console(quiet=True))
 
 
-def test_a_passed_check_is_followed_by_one_commit_and_its_receipt(
-    copied_run, make_config, tmp_path, hub
-):
+def test_a_passed_check_gives_one_commit_and_a_receipt(copied_run, make_config, tmp_path, hub):
     run = run_again(make_config(tmp_path, **HUB_IDS))
     assert stages_run(run) == ["push"]
     repository = hub.repositories["me/heads"]
@@ -88,9 +86,7 @@ def test_a_failed_check_keeps_everything_at_home(copied_run, make_config, tmp_pa
     assert hub.requests == [] and copied_run.latest("push") is None
 
 
-def test_heads_that_have_learned_nothing_are_not_passed_and_not_pushed(
-    copied_run, make_config, tmp_path, hub
-):
+def test_untrained_heads_fail_the_check_and_are_not_pushed(copied_run, make_config, tmp_path, hub):
     """A few steps on a random target's text; on this limit alone the check is not run again."""
     config = make_config(tmp_path, check__require_learning=True, **HUB_IDS)
     with pytest.raises(
@@ -115,7 +111,7 @@ def test_heads_that_the_check_has_not_seen_are_not_pushed(copied_run, make_confi
     assert push_again(copied_run)["repo"] == "me/heads"
 
 
-def test_a_run_without_a_finished_check_is_told_what_to_do(make_config, tmp_path, hub):
+def test_a_push_without_a_finished_check_gives_advice(make_config, tmp_path, hub):
     run = run_again(make_config(tmp_path), until="export")
     with pytest.raises(ConfigError, match=r"no finished check stage.*medusa-distill run"):
         push_again(run)
@@ -130,7 +126,7 @@ def test_the_push_command_pushes_a_finished_run_once(copied_run, hub):
     assert hub.repositories["me/other"].private
 
 
-def test_the_card_is_made_of_the_stages_records_and_not_of_the_report(copied_run, hub):
+def test_the_card_is_made_from_the_stages_records(copied_run, hub):
     def card() -> bytes:
         push_again(copied_run)
         return hub.repositories["me/heads"].files["README.md"]
@@ -156,7 +152,7 @@ def test_the_card_is_made_of_the_stages_records_and_not_of_the_report(copied_run
         (lambda latest: (latest / "train").unlink(), "stage train is missing"),
     ],
 )
-def test_nothing_is_pushed_where_a_stage_of_the_card_is_gone(
+def test_a_missing_stage_of_the_card_stops_the_push(
     copied_run, make_config, tmp_path, hub, damage, found
 ):
     damage(copied_run.path / "latest")
@@ -177,9 +173,7 @@ def test_nothing_is_pushed_after_another_training_since_the_check(
     assert hub.requests == []
 
 
-def test_a_card_s_recipe_is_that_of_the_heads_whatever_run_yaml_has_become(
-    copied_run, make_config, tmp_path, hub
-):
+def test_a_card_has_the_recipe_of_its_heads(copied_run, make_config, tmp_path, hub):
     def card() -> str:
         push_again(copied_run)
         return hub.repositories["me/heads"].files["README.md"].decode()
@@ -199,10 +193,8 @@ def test_limits_are_those_of_run_yaml_as_it_is_now(copied_run, hub):
         push_again(copied_run)
 
 
-def test_the_commit_of_a_hub_target_is_that_of_the_check_and_a_dry_run_does_not_ask_for_todays(
-    copied_run, hub
-):
-    """As where a branch has moved since."""
+def test_the_card_has_the_target_s_commit_at_the_check(copied_run, hub):
+    """The branch may have moved since."""
     settings = latest(copied_run, "check").summary["configuration"]
     settings["target"] |= {"model": "owner/target", "revision": "main"}
     edit_summary(copied_run, "check", configuration=settings, target_revision="c0ffee")
@@ -212,7 +204,7 @@ def test_the_commit_of_a_hub_target_is_that_of_the_check_and_a_dry_run_does_not_
     assert "revision: c0ffee" in hub.repositories["me/heads"].files["README.md"].decode()
 
 
-def test_a_cache_that_was_deleted_to_make_room_is_not_missed(copied_run, hub):
+def test_a_push_needs_no_feature_cache(copied_run, hub):
     push_again(copied_run)
     card = hub.repositories["me/heads"].files["README.md"]
     shutil.rmtree(latest(copied_run, "features").path)
@@ -220,7 +212,7 @@ def test_a_cache_that_was_deleted_to_make_room_is_not_missed(copied_run, hub):
     assert hub.repositories["me/heads"].files["README.md"] == card
 
 
-def test_a_name_that_is_no_text_makes_a_card_all_the_same(copied_run, hub, monkeypatch):
+def test_a_card_is_made_despite_undecodable_names(copied_run, hub, monkeypatch):
     def odd(run, config):
         return replace(assemble(run, config), hardware={"cpu": "a \ud800 of mine"})
 
@@ -229,7 +221,7 @@ def test_a_name_that_is_no_text_makes_a_card_all_the_same(copied_run, hub, monke
     assert b"a ? of mine" in hub.repositories["me/heads"].files["README.md"]
 
 
-def test_a_user_alone_names_the_repositories_after_the_target_and_the_conversations_go_along(
+def test_a_user_alone_names_repositories_and_dataset_after_the_target(
     copied_run, make_config, tmp_path, hub
 ):
     wanted = {
@@ -312,7 +304,7 @@ def test_a_push_that_failed_is_made_by_the_same_command(
     ],
     ids=["while the weights go up", "before the commit", "after the commit, without its answer"],
 )
-def test_a_push_that_is_killed_is_one_whole_commit_when_it_was_run_again(
+def test_a_killed_push_that_is_repeated_is_one_commit(
     copied_run, make_settings, make_config, tmp_path, hub, moment, request_part
 ):
     (tmp_path / "push.yaml").write_text(yaml.safe_dump(make_settings(tmp_path, **HUB_IDS)))
@@ -347,7 +339,7 @@ def test_a_push_that_is_killed_is_one_whole_commit_when_it_was_run_again(
 @pytest.mark.parametrize(
     "how", ["a flipped byte", "numbers that are none", "the tree", "another file"]
 )
-def test_only_the_files_that_were_checked_go_and_only_as_they_were_checked(copied_run, hub, how):
+def test_only_checked_and_unchanged_files_are_pushed(copied_run, hub, how):
     export = copied_run.path / "latest/export"
     weights = export / "medusa_lm_head.safetensors"
     if how == "a flipped byte":

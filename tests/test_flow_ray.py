@@ -96,7 +96,7 @@ def curve_of(run: RunDirectory) -> list[tuple[int, float, float]]:
 
 
 class Training(NamedTuple):
-    """What the driver of a training sees of it."""
+    """A training as its driver sees it."""
 
     arguments: dict[str, Any]
     threads_before: set[threading.Thread]
@@ -149,7 +149,7 @@ def assert_trained_as_in_one_process(
 
 @pytest.mark.slow
 @pytest.mark.fault
-def test_a_ray_run_that_is_stopped_and_loses_a_worker_in_training_ends_with_what_the_inline_run_made(  # noqa: E501
+def test_an_interrupted_ray_run_equals_the_inline_run(
     ray_cluster, finished_run, make_settings, make_config, tmp_path, monkeypatch
 ):
     import ray

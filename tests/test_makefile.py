@@ -39,9 +39,7 @@ def make(tmp_path: Path) -> Make:
 
 
 @pytest.mark.parametrize(("installed", "asked"), [("cpu", "cuda"), ("cuda", "cpu")])
-def test_another_build_is_not_installed_over_the_one_that_is_there(
-    make, tmp_path, installed, asked
-):
+def test_another_build_is_not_installed_over_the_present_one(make, tmp_path, installed, asked):
     ended = make(installed, "install", f"ACCELERATOR={asked}")
     assert (
         ended.returncode == 2
@@ -91,7 +89,7 @@ def test_an_installation_that_fails_shows_what_pip_said(tmp_path):
     not Path(sys.prefix, ".installed-cpu").is_file(), reason="not the environment of `make install`"
 )
 def test_the_readme_says_how_large_the_installation_is():
-    """Within a tenth: what is compiled on first use is a part of it."""
+    """The tolerance is a tenth: files compiled on first use are a part of it."""
     said = re.search(
         r"The installation takes .* and ([0-9.]+) GB of disk", (ROOT / "README.md").read_text()
     )
@@ -115,5 +113,5 @@ def test_the_readme_says_how_large_the_installation_is():
         ),  # which there is none of, and is refused
     ],
 )
-def test_the_demo_is_of_the_kind_and_the_method_that_are_asked_for(make, words, demo):
+def test_the_demo_has_the_given_kind_and_method(make, words, demo):
     assert f'flows/demo.py "{demo}"' in make("cpu", "--dry-run", "demo", *words).stdout

@@ -43,7 +43,7 @@ ALLOWED = {
 
 
 def found_in(file: Path) -> set[str]:
-    """What of a module could run somebody's bytes."""
+    """Names in a module that could run somebody's bytes."""
     found = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
@@ -99,9 +99,7 @@ def coded(tmp_path, tiny_target) -> tuple[Path, Path]:
     return target, mark
 
 
-def test_a_target_s_own_code_runs_only_when_that_is_set(
-    coded, run_fails, make_config, tmp_path, monkeypatch
-):
+def test_a_target_s_own_code_needs_permission(coded, run_fails, make_config, tmp_path, monkeypatch):
     monkeypatch.setattr(
         "transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules")
     )
@@ -199,9 +197,7 @@ def test_what_is_no_secret_is_left_alone(text):
         {"generate__engine_args": {"download": {"header": f"Authorization: Bearer {SECRETS[1]}"}}},
     ],
 )
-def test_a_setting_that_holds_a_secret_is_refused_before_it_is_written_and_not_repeated(
-    make_config, tmp_path, changes
-):
+def test_a_secret_in_a_setting_is_refused_and_not_printed(make_config, tmp_path, changes):
     key = next(iter(changes)).replace("__", ".")
     with pytest.raises(ConfigError, match=key) as caught:
         make_config(tmp_path, **changes)
@@ -215,7 +211,7 @@ def everything_written(run: Path) -> bytes:
     return b"\n".join(path.read_bytes() for path in run.rglob("*") if path.is_file())
 
 
-def test_a_secret_in_a_worker_s_traceback_is_no_secret_in_the_events(copied_run, monkeypatch):
+def test_events_hold_no_secret_of_a_traceback(copied_run, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", SECRETS[2])
     copied_run.event(
         "shard-failed",
@@ -227,7 +223,7 @@ def test_a_secret_in_a_worker_s_traceback_is_no_secret_in_the_events(copied_run,
 
 
 def push_talkatively(endpoint: str, config: Path) -> None:
-    """As with HF_DEBUG=1, which huggingface_hub reads when it is imported."""
+    """Push with HF_DEBUG=1, which huggingface_hub otherwise reads when it is imported."""
     os.environ |= {"HF_ENDPOINT": endpoint, "MEDUSA_DISTILL_TRACEBACK": "1"}
     huggingface_hub.constants.HF_DEBUG = True
     huggingface_hub.logging.set_verbosity_debug()

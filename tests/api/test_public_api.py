@@ -73,7 +73,7 @@ def test_a_run_that_has_not_come_so_far_says_so(tmp_path, copied_run):
 @pytest.mark.parametrize(
     "late", [{"chat_template": "{{ messages }}"}, {"gpus": 0}, {"dtype": "bfloat16"}]
 )
-def test_what_a_loaded_target_would_have_to_be_loaded_with_is_refused(export, late):
+def test_settings_of_loading_are_refused_for_a_loaded_target(export, late):
     with pytest.raises(ConfigError, match=f"loaded already, without {next(iter(late))}"):
         load_export(export.path, target=export.target, **late)
 
@@ -90,7 +90,7 @@ def test_the_export_decodes_what_the_target_alone_decodes(export):
     assert text.strip() == export.target.text(plain.token_ids)
 
 
-def test_a_tree_is_a_list_a_file_or_a_run_s(tmp_path, export, run):
+def test_trees_come_from_lists_files_and_runs(tmp_path, export, run):
     paths = [[0], [0, 0], [1]]
     (tmp_path / "tree.json").write_text(json.dumps(paths))
     target, heads = export.target, load_heads(run.export, export.target)
@@ -100,14 +100,14 @@ def test_a_tree_is_a_list_a_file_or_a_run_s(tmp_path, export, run):
     assert load_tree(run.path / "latest/calibrate/tree.json") == run.tree()
 
 
-def test_a_tree_that_asks_for_more_heads_than_there_are_is_refused(export, run):
+def test_a_tree_deeper_than_the_heads_is_refused(export, run):
     with pytest.raises(ConfigError, match="deeper than the 3 heads"):
         export.target.decoder(export.heads, [[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]])
     with pytest.raises(ConfigError, match="its parent is missing"):
         run.simulated_acceleration_rate([[0, 0]])
 
 
-def test_the_walk_of_a_run_s_own_tree_is_close_to_what_it_was_chosen_for(run):
+def test_a_run_s_tree_is_no_worse_than_one_guess(run):
     rate = run.simulated_acceleration_rate(run.tree())
     assert rate >= 1.0 and rate >= run.simulated_acceleration_rate([[0]])
 
@@ -121,7 +121,7 @@ def test_a_target_loads_by_itself(tiny_target):
 
 
 def test_answers_also_end_at_the_template_s_end_of_turn(tiny_target, tmp_path):
-    """Whatever generation_config.json says: its set lacks the 1 of `</s>` here."""
+    """The eos_token_ids of generation_config.json lack the 1 of `</s>` here."""
     target = shutil.copytree(tiny_target, tmp_path / "target")
     (target / "generation_config.json").write_text(json.dumps({"eos_token_id": [100]}))
     assert load_target(target, gpus=0).decoder().eos_token_ids == {1, 100}

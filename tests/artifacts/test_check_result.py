@@ -31,7 +31,7 @@ def test_a_result_comes_back_as_it_was_written():
     assert written["native"] == {"acceleration_rate": 1.9, "greedy_match": match}
 
 
-def test_no_check_has_no_figures_and_an_engine_needs_its_match():
+def test_an_empty_result_is_valid_and_engines_need_a_match():
     assert from_json(CheckResult, {}) == CheckResult()
     with pytest.raises(ValidationError, match="greedy_match"):
         from_json(CheckResult, {"native": {"acceleration_rate": 1.9}})

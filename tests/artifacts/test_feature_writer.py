@@ -59,9 +59,7 @@ def shard(path, rows, order, backlog=None):
 
 @settings(max_examples=25, deadline=None)
 @given(data=st.data(), lengths=st.lists(st.integers(2, 30), max_size=12), limit=st.integers(1, 600))
-def test_states_in_any_order_make_the_same_shard_of_the_same_rows(
-    tmp_path_factory, data, lengths, limit
-):
+def test_the_order_of_states_does_not_change_a_shard(tmp_path_factory, data, lengths, limit):
     folder, rows = tmp_path_factory.mktemp("shard"), conversations(lengths)
     order = data.draw(st.permutations(range(len(rows))))
     with pytest.MonkeyPatch.context() as patch:
@@ -91,9 +89,7 @@ def test_states_in_any_order_make_the_same_shard_of_the_same_rows(
     limit=st.integers(1, 400),
     held_out=st.sets(st.integers(0, 19)),
 )
-def test_groups_hold_every_row_once_in_order_and_end_when_they_are_large_or_at_another_split(
-    lengths, limit, held_out
-):
+def test_row_groups_keep_order_and_end_at_size_or_split(lengths, limit, held_out):
     rows = conversations(lengths, held_out)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(feature_writer, "ROW_GROUP_BYTES", limit)
@@ -113,9 +109,7 @@ def small_groups(monkeypatch):
     return conversations([10] * 6)
 
 
-def test_computing_waits_when_as_many_bytes_wait_to_be_written_as_may(
-    small_groups, tmp_path, monkeypatch
-):
+def test_computing_waits_for_a_full_backlog(small_groups, tmp_path, monkeypatch):
     may_write, real = threading.Event(), ShardWriter.write_batch
 
     def slow(self, batch):
@@ -141,9 +135,7 @@ def test_computing_waits_when_as_many_bytes_wait_to_be_written_as_may(
     assert put == [0, 1, 2, 3, 4, 5] and len(list(read_rows(tmp_path / "a"))) == 6
 
 
-def test_a_disk_that_is_full_behind_the_computation_ends_the_shard_and_leaves_the_backlog_empty(
-    small_groups, tmp_path, monkeypatch
-):
+def test_a_full_disk_ends_the_shard_and_empties_the_backlog(small_groups, tmp_path, monkeypatch):
     def full(self, data):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -156,7 +148,7 @@ def test_a_disk_that_is_full_behind_the_computation_ends_the_shard_and_leaves_th
     backlog.add(72)  # would wait forever if a byte still counted
 
 
-def test_a_row_without_states_is_a_defect_and_not_a_shard(small_groups, tmp_path):
+def test_a_row_without_states_leaves_no_shard(small_groups, tmp_path):
     with pytest.raises(AssertionError, match="lack states"):
         shard(tmp_path / "0.parquet", small_groups, range(5))
     assert list(tmp_path.iterdir()) == []

@@ -31,7 +31,7 @@ UNIT_ROUNDOFF = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16
     precision=st.sampled_from(["fp8", "int8"]),
     exponent=st.integers(-30, 0),
 )
-def test_a_state_comes_back_within_half_a_step_of_its_format(values, dtype, precision, exponent):
+def test_quantized_states_are_within_half_a_step(values, dtype, precision, exponent):
     hidden_ND = (torch.tensor(values) * 2.0**exponent).to(dtype)
     memory = hidden_ND.flatten().view(torch.uint8).clone()  # the writer quantizes in place
     stored_ND = memory[: hidden_ND.numel()].view(stored_dtype(precision)).view(hidden_ND.shape)
@@ -56,7 +56,7 @@ def test_a_state_comes_back_within_half_a_step_of_its_format(values, dtype, prec
 
 
 @pytest.mark.parametrize("precision", ["native", "fp8", "int8"])
-def test_a_shard_of_8_bits_is_read_as_the_target_s_dtype_and_says_what_it_is(tmp_path, precision):
+def test_an_8_bit_shard_is_read_in_the_target_dtype(tmp_path, precision):
     states = StateFormat(torch.bfloat16, 64, precision)
     rows = [
         TokenRow(n, n, "train", np.arange(40, dtype=np.int32), [Span(1, 40, "assistant")])

@@ -39,7 +39,7 @@ def write(path: Path, schema, rows: list[dict]) -> Path:
     return path
 
 
-def test_seed_rows_come_back_and_only_those_of_a_split_are_read(tmp_path):
+def test_seed_rows_are_read_back_by_split(tmp_path):
     rows = [
         SeedRow(Conversation("s:1", TALK, "7", "riddles"), "train"),
         SeedRow(Conversation("s:2", TALK[:1]), "check"),
@@ -61,7 +61,7 @@ def test_token_rows_come_back(tmp_path):
     assert {key: stored[key] for key in found.stored()} == found.stored()
 
 
-def test_rows_of_another_run_or_another_vocabulary_and_damaged_ones_are_refused(tmp_path):
+def test_damaged_rows_and_rows_of_another_run_are_refused(tmp_path):
     path = write(tmp_path / "a.parquet", GENERATED, [stored_row(GENERATED_ROW, "check")])
     with pytest.raises(DataError, match=f"another run: its fingerprint is {FINGERPRINT}, not 0000"):
         next(read_token_rows([path], "0" * 64))
@@ -73,7 +73,7 @@ def test_rows_of_another_run_or_another_vocabulary_and_damaged_ones_are_refused(
         next(read_token_rows([path], FINGERPRINT))
 
 
-def test_training_rows_that_hold_a_question_of_the_check_are_counted(tmp_path):
+def test_training_rows_with_a_question_of_the_check_are_counted(tmp_path):
     question, answer = Message("user", "Why?"), Message("assistant", "Why?")
     other = (Message("user", "How?"), Message("assistant", "So."))
     talks = [

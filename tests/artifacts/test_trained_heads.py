@@ -39,14 +39,14 @@ def test_trained_heads_come_back_with_their_summary(tmp_path, lm_head):
         ({"lm_head": "tied"}, "3 heads with tied"),
     ],
 )
-def test_heads_of_another_shape_are_not_taken_for_this_training_s(tmp_path, other, said):
+def test_heads_of_another_shape_are_refused(tmp_path, other, said):
     heads = MedusaHeads(MedusaShape(8, 12, 3, 2))
     write_heads(tmp_path / "heads.safetensors", heads, {"steps": 7})
     with pytest.raises(DataError, match=said):
         read_summary(tmp_path / "heads.safetensors", replace(heads.shape, **other))
 
 
-def test_a_file_of_another_writer_is_not_taken_for_trained_heads(tmp_path):
+def test_a_file_of_another_writer_is_no_trained_heads(tmp_path):
     path = tmp_path / "heads.safetensors"
     save_file({"0.0.linear.weight": torch.zeros(8, 8)}, path)
     assert read_summary(path, MedusaShape(8, 12, 3)) is None
@@ -55,9 +55,7 @@ def test_a_file_of_another_writer_is_not_taken_for_trained_heads(tmp_path):
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
-def test_heads_with_a_number_that_is_not_finite_are_refused_wherever_heads_are_read(
-    tmp_path, number
-):
+def test_heads_with_a_non_finite_number_are_refused(tmp_path, number):
     """Trained ones, and an export's: `chat` decoded with them, one token per step, and said
     nothing.
     """

@@ -105,7 +105,7 @@ def test_a_served_rate_far_below_the_chain_s_fails_it(rate, promise, fails):
 
 
 @pytest.mark.parametrize(("kl", "fails"), [(0.19, 0), (0.2, 0), (0.21, 1), (None, 1)])
-def test_a_backbone_that_moved_too_far_or_by_an_unknown_distance_fails(kl, fails):
+def test_a_drift_that_is_too_large_or_unknown_fails(kl, fails):
     result = CheckResult(native=native(2.0), drift=TunedDrift(kl=kl))
     train = {"method": "medusa-2", "backbone": {"max_kl": 0.2}}
     found = result.failures(limits(train=train))

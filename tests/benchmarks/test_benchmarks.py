@@ -30,10 +30,9 @@ ON_RAY, ON_VLLM = "scheduling", ("generate", "serving")
 
 @pytest.fixture(scope="module")
 def tiny_result(tmp_path_factory):
-    """What a benchmark measures at a tiny size, each measured once; its processes come from the
-    tests' own server.
+    """A function that runs a benchmark at a tiny size, once, and returns its result.
 
-    It leaves nothing behind where temporary files are.
+    Its processes come from the tests' own server. It leaves no temporary files behind.
     """
     found: dict[str, Result] = {}
     serve_forks()
@@ -90,7 +89,7 @@ def test_training_from_the_cache_and_online_learn_the_same(tiny_result):
 
 
 @pytest.mark.slow
-def test_a_step_with_chunked_losses_and_one_with_full_logits_learn_the_same(tiny_result):
+def test_chunked_losses_and_full_logits_learn_the_same(tiny_result):
     (case,) = tiny_result("medusa2").facts["cases"]
     assert case["largest_loss_difference"] < 1e-5
 
@@ -113,7 +112,7 @@ def test_a_ratio_is_of_medians_and_its_spread_of_rounds():
     assert Claim("size", 1.03, aim=1.02, at_most=True).met is False
 
 
-def test_the_table_is_made_of_the_files_and_says_what_is_missing(tmp_path):
+def test_the_table_reads_the_files_and_names_missing_ones(tmp_path):
     claims = [
         Claim("a claim", 0.5, aim=0.85, sides={"a side, tokens/s": 1234.5}),
         Claim("a figure", 12.0, unit="MB/s"),
@@ -144,7 +143,7 @@ def test_a_benchmark_of_another_target_stands_below_its_own(tmp_path):
     assert rows == [[f" {name} ", f" claim of {name} "] for name in ("one", "one-chat", "two")]
 
 
-def test_the_ladder_of_another_target_keeps_what_is_asked_for_under_its_name(monkeypatch, capsys):
+def test_another_target_s_ladder_is_kept_under_the_given_name(monkeypatch, capsys):
     def compare(config, overrides, recipes):
         asked.append((config.name, list(overrides), list(recipes)))
         return Result([], {})

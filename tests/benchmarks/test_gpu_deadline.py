@@ -15,7 +15,7 @@ from pipeline.decoding.decoder import Decoder
 PARTS = ("features", "decoding", "batches", "training", "heads")
 
 
-def test_a_part_has_its_share_and_what_those_before_it_left():
+def test_a_part_inherits_the_time_left_by_earlier_ones():
     now = [0.0]
     first, second = deadlines({"first": 3, "second": 2}, lambda: now[0]).values()
     passed = []
@@ -36,7 +36,7 @@ def test_all_shares_together_are_ten_minutes():
     assert sum(gpu.FULL.seconds.values()) <= 600 and tuple(gpu.FULL.seconds) == PARTS
 
 
-def test_without_time_nothing_is_measured_and_all_of_it_is_said():
+def test_without_time_everything_is_reported_as_not_measured():
     ages = itertools.count(step=10_000).__next__
     result = gpu.measure(tiny=True, clock=lambda: float(ages()))
     assert not result.claims
@@ -51,7 +51,7 @@ def test_without_time_nothing_is_measured_and_all_of_it_is_said():
 
 
 @pytest.mark.slow
-def test_a_part_that_is_late_leaves_out_what_it_does_not_reach(monkeypatch):
+def test_a_late_part_skips_its_remaining_measurements(monkeypatch):
     """The clock stands until a text was decoded plainly and with one tree; then all time is
     over.
     """

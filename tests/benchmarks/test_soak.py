@@ -1,4 +1,4 @@
-"""What the soak would find: a lost row, a row that is there twice, other bytes, leftovers."""
+"""The soak test finds lost and repeated rows, other bytes, and leftovers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_run_like_the_other_has_no_differences(found):
     assert found() == []
 
 
-def test_rows_that_never_went_in_or_never_came_out_are_found(found, copied_run):
+def test_lost_and_made_up_rows_are_found(found, copied_run):
     assert found(NUM_SEEDS + 2) == ["seeds lost 2 rows, seeds:40 among them"]
     assert found(NUM_SEEDS - 1) == ["seeds made up 1 rows, seeds:39 among them"]
     shard(copied_run, "features", 1).unlink()

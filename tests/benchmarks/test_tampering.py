@@ -35,7 +35,7 @@ def found_where(finished_run, tmp_path, monkeypatch):
     return found
 
 
-def test_a_verify_that_finds_nothing_and_a_run_that_mends_nothing_are_found(found_where):
+def test_a_blind_verify_and_a_run_without_repair_are_found(found_where):
     found = found_where(lambda *_: (0, ""), Case(0, "moved", *HEADS, "truncate"))
     assert [problem.split(" of ")[0] for problem in found] == [
         "verify ends with 0, not with 1",
@@ -45,7 +45,7 @@ def test_a_verify_that_finds_nothing_and_a_run_that_mends_nothing_are_found(foun
     assert found[1].startswith("verify does not name") and "heads.safetensors" in found[1]
 
 
-def test_what_no_command_mends_is_no_finding_where_it_stays_named(found_where):
+def test_unrepaired_damage_that_verify_names_is_no_finding(found_where):
     def named(name: str, given: Path, *words: str) -> tuple[int, str]:
         return (
             (1, str(next(given.glob("train-*/heads.safetensors")))) if name == "verify" else (0, "")

@@ -16,7 +16,7 @@ from pipeline.cli.ending import ends_well
 
 @dataclass(frozen=True)
 class Ended:
-    """How a command ended."""
+    """The exit code and output of a command."""
 
     code: int
     out: str

@@ -20,6 +20,6 @@ def line_of(stage: str, out: str) -> str:
 
 
 def one_paragraph(text: str) -> str:
-    """What an error says, if that is one line and nothing else."""
+    """Return the message of an error; assert that it is the only line."""
     assert text.startswith("error: ") and text.count("\n") == 1 and "Traceback" not in text
     return text.removeprefix("error: ").strip()

@@ -74,7 +74,7 @@ def test_answers_use_the_fastest_number_of_threads(piped, monkeypatch):
         torch.set_num_threads(before)
 
 
-def test_a_template_and_its_variables_are_given_as_in_a_run(piped, tmp_path):
+def test_template_and_variables_are_given_as_in_a_run(piped, tmp_path):
     (tmp_path / "chat.jinja").write_text(
         "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }} {% endfor %}"
         "{% if add_generation_prompt %}{{ begins }}{% endif %}"
@@ -103,7 +103,7 @@ def test_a_wrong_setting_is_refused(piped, words, key):
     assert ended.code == 2 and key in one_paragraph(ended.err)
 
 
-def test_a_question_that_does_not_fit_is_refused_and_the_chat_goes_on(piped):
+def test_the_chat_continues_after_refusing_a_too_long_question(piped):
     ended = piped(f"{'stone ' * 400}\nwhy\n")
     assert ended.code == 0 and "cannot be asked" in ended.err
     assert ended.err.count("the first after") == 1
@@ -189,7 +189,7 @@ def test_accepted_tokens_are_coloured_and_control_characters_shown(tiny_target):
     assert ACCEPTED == "green" and console.file.getvalue() == shown
 
 
-def test_the_prefill_and_its_token_are_no_part_of_the_pace():
+def test_the_pace_excludes_the_prefill_and_its_token():
     speed = AnswerSpeed(started=0.0, first=0.1, last=1.1, num_tokens=6, num_steps=2)
     assert str(speed) == "6 tokens, 2.50 per step, 5.0 tokens/s, the first after 100 ms"
     prefill_alone = AnswerSpeed(started=0.0, first=2.0, last=2.0, num_tokens=1, num_steps=0)

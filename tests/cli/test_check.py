@@ -52,7 +52,7 @@ def test_an_export_and_its_pickle_alone_are_measured_alike(checked, finished_run
 
 
 def asked_of_vllm(monkeypatch, accepted: float = 0.5) -> list[dict]:
-    """What vLLM would be told of the heads, in its place.
+    """Replace vLLM, and return the list of the speculative configurations that it would get.
 
     It accepts the given share of the first draft tokens.
     """
@@ -145,7 +145,7 @@ def test_what_cannot_be_measured_is_one_paragraph(checked, tmp_path, change, cod
     assert ended.code == code and says in one_paragraph(ended.err)
 
 
-def test_attention_is_refused_natively_before_anything_is_decoded_and_vllm_gets_the_original(
+def test_heads_with_attention_are_served_by_vllm_only(
     checked, command, tiny_target, tmp_path, monkeypatch
 ):
     asked = asked_of_vllm(monkeypatch)
@@ -174,9 +174,7 @@ def test_attention_is_refused_natively_before_anything_is_decoded_and_vllm_gets_
     assert asked == [{"method": "eagle", "model": str(tmp_path), "num_speculative_tokens": 3}]
 
 
-def test_a_target_that_an_engine_cannot_read_is_refused_before_anything_is_loaded(
-    command, tmp_path, tiny_target
-):
+def test_an_unreadable_target_is_refused_before_loading(command, tmp_path, tiny_target):
     target = tmp_path / "target"
     shutil.copytree(tiny_target, target)
     config = json.loads((target / "config.json").read_text())
@@ -198,15 +196,13 @@ def test_a_target_that_an_engine_cannot_read_is_refused_before_anything_is_loade
         ({}, None),
     ],
 )
-def test_what_a_foreign_configuration_says_to_draft_is_read_whatever_it_holds(config, number):
+def test_draft_tokens_of_any_foreign_configuration_are_read(config, number):
     from pipeline.evaluation.measuring import proposed_tokens
 
     assert proposed_tokens(config) == number
 
 
-def test_a_place_that_results_cannot_go_to_is_refused_before_anything_is_measured(
-    checked, tmp_path
-):
+def test_an_unwritable_output_is_refused_before_measuring(checked, tmp_path):
     (tmp_path / "file").write_text("somebody's")
     ended = checked(tmp_path, "--out", tmp_path / "file")
     assert ended.code == 4 and "cannot be opened or written" in one_paragraph(ended.err)

@@ -26,7 +26,7 @@ INLINE = ("--executor", "inline")
 
 
 def test_a_signal_ends_a_command_with_its_own_exit_code(command, finished_run, monkeypatch):
-    """Which typer would take for its own."""
+    """Typer would handle the signal itself."""
     monkeypatch.setattr("pipeline.flow.statuses_of", lambda *_: signal.raise_signal(15))
     ended = command("status", finished_run.path)
     assert ended.code == 143 and ended.err.startswith("stopped: ")
@@ -332,7 +332,7 @@ def test_events_have_one_line_for_every_shard_and_attempt(make_config, tmp_path,
         assert json.loads(line)["time"] > 0
 
 
-def test_an_event_after_a_line_that_was_cut_off_is_a_line_of_its_own(copied_run):
+def test_an_event_after_a_torn_line_starts_a_new_line(copied_run):
     events = copied_run.path / "events.jsonl"
     whole, torn = events.read_bytes(), b'{"time": 1.0, "eve'
     events.write_bytes(whole + torn)
@@ -345,7 +345,7 @@ def test_an_event_after_a_line_that_was_cut_off_is_a_line_of_its_own(copied_run)
 
 @pytest.fixture
 def progress_of(make_config, tmp_path, monkeypatch):
-    """What a run prints while generate has work, and the rows refused up to each shard."""
+    """A function that runs generate: its output, and the rows quarantined up to each shard."""
     monkeypatch.setattr("pipeline.execution.progress.SECONDS_BETWEEN_LINES", 0)
 
     def run(**terminal) -> tuple[str, list[int]]:
@@ -360,7 +360,7 @@ def progress_of(make_config, tmp_path, monkeypatch):
 
 
 def test_progress_is_plain_lines_where_there_is_no_terminal(progress_of):
-    """With rate, refusals and time left."""
+    """The lines have rate, quarantined rows and time left."""
     said, committed = progress_of(force_terminal=False)
     assert "\x1b" not in said and "\r" not in said
     lines = [line for line in said.splitlines() if line.startswith("generate: ")]

@@ -28,7 +28,7 @@ def sweep(tmp_path, finished_run, make_config):
 
 
 def test_runs_stand_side_by_side(command, sweep, finished_run):
-    """With what differs and what does not compare."""
+    """The table has settings that differ, and figures that do not compare."""
     ended = command("compare", *sweep.values())
     assert ended.code == 0, ended.err
     rows = {}

@@ -98,7 +98,7 @@ def test_a_mark_that_the_terminal_lacks_ends_nothing(encoding, mark):
     assert (ended.returncode, ended.stdout.decode(), ended.stderr) == (0, f"{mark} done\n", b"")
 
 
-def test_output_that_cannot_be_written_is_an_error_unless_its_reader_has_gone():
+def test_unwritable_output_is_an_error_unless_the_reader_is_gone():
     command = [sys.executable, "-c", SAYS_A_MARK]
     with open("/dev/full", "wb") as full:
         ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
@@ -116,7 +116,7 @@ def test_output_that_cannot_be_written_is_an_error_unless_its_reader_has_gone():
 @pytest.mark.parametrize(
     "taken_for", ["what it is", "an error for the user", "a defect", "nothing"]
 )
-def test_a_signal_is_a_stop_whatever_a_library_takes_it_for(sent, code, taken_for, capsys):
+def test_a_signal_stops_even_if_a_library_catches_it(sent, code, taken_for, capsys):
     def story() -> None:
         try:
             with contextlib.suppress(Exception):  # as libraries do around what may fail

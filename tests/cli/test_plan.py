@@ -99,7 +99,7 @@ def test_plan_refuses_what_run_refuses(command, config_file, copied_run, wrong, 
 
 
 @pytest.mark.parametrize(("gpus", "width"), [(0, 4), (1, 2)])
-def test_plan_sizes_the_states_for_where_the_features_are_to_be_made(
+def test_plan_sizes_states_by_the_device_of_the_features(
     command, config_file, tiny_target, tmp_path, gpus, width
 ):
     """64 numbers each: the model's own 16 bits on a GPU, float32 on a CPU, whatever this machine
@@ -124,9 +124,7 @@ def test_plan_prints_the_workers_of_each_stage(command, config_file, monkeypatch
     assert "generate: workers 1, gpus_per_worker 4; the rest as the cluster has it" in out
 
 
-def test_plan_of_a_target_without_weights_says_gib_and_refuses_what_cannot_fit(
-    command, config_file, tmp_path
-):
+def test_plan_without_weights_prints_gib_and_refuses_misfits(command, config_file, tmp_path):
     """A Llama of 70B as a config.json alone. 80 columns, and plain where nobody looks."""
     sizes = {
         "hidden_size": 8192,
@@ -179,7 +177,7 @@ def test_plan_of_a_target_without_weights_says_gib_and_refuses_what_cannot_fit(
 
 
 @pytest.mark.slow
-def test_hours_are_at_the_rate_of_a_finished_stage_in_the_store(command, config_file, copied_run):
+def test_hours_are_estimated_from_finished_stages(command, config_file, copied_run):
     """At most 2 answers of 24 tokens of each of 40 conversations."""
     done = json.loads((copied_run.latest("generate").path / "DONE.json").read_text())
     seconds = 40 * 2 * 24 / done["summary"]["tokens_per_second"]

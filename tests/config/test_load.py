@@ -117,7 +117,7 @@ MOVED = {
 
 
 @pytest.mark.parametrize(("key", "meant"), MOVED.items())
-def test_a_wrong_key_is_answered_with_the_key_that_was_meant(file, key, meant):
+def test_an_unknown_key_suggests_the_nearest_one(file, key, meant):
     with pytest.raises(ConfigError) as caught:
         load_config(file, [f"{key}=1"])
     said = str(caught.value)

@@ -104,7 +104,7 @@ def test_sampled_ids_stand_in_the_row_as_they_were_sampled(chatml, tokenizer):
     assert row.spans == [Span(len(request.prompt_ids), len(row.input_ids), "assistant")]
 
 
-def test_a_stop_token_that_the_template_does_not_use_ends_an_answer(chatml, tokenizer):
+def test_a_stop_token_outside_the_template_ends_an_answer(chatml, tokenizer):
     stop = tokenizer.eos_token_id
     dialogue = seed_dialogue(chatml, sampling=Sampling(stop_token_ids=(stop,)), rounds=1)
     request = dialogue.next_request()
@@ -137,9 +137,7 @@ def test_replay_at_the_context_s_end_keeps_finished_turns(policy, chatml, tokeni
     st.integers(1, 120),
     st.lists(st.sampled_from(["Yes.", "A cat and the moon…", LOOP, "", "Hm…"]), max_size=4),
 )
-def test_no_row_exceeds_the_context_and_spans_are_the_sampled_texts(
-    chatml, tokenizer, max_tokens, texts
-):
+def test_rows_fit_the_context_and_spans_are_sampled_texts(chatml, tokenizer, max_tokens, texts):
     dialogue = seed_dialogue(chatml, max_tokens=max_tokens)
     requests = hold(dialogue, tokenizer, *texts, "Yes.", "Yes.", "Yes.")
     assert dialogue.next_request() is None
@@ -163,7 +161,7 @@ def test_a_seed_that_the_template_refuses_is_rejected_unasked(templates, tokeniz
 # Sampling.
 
 
-def test_a_sample_s_seed_depends_on_run_row_and_turn_alone(chatml, tokenizer):
+def test_a_seed_depends_only_on_run_row_and_turn(chatml, tokenizer):
     sampled = replace(SETTINGS, sampling=Sampling(temperature=0.7, top_p=0.9))
 
     def seeds(settings, seed=SEED, texts=("One.", "Two.")):

@@ -34,7 +34,7 @@ MANY = settings(
 
 
 def num_rows(file: SeedFile) -> int | None:
-    """How many rows a file has, as it was written or by its bytes; None where that is open."""
+    """The number of rows of a file, as written or by its bytes; None if unknown."""
     if not file.name.removesuffix(".gz").endswith((".jsonl", ".json", ".txt")):
         return file.num_rows
     data = file.data
@@ -81,7 +81,7 @@ def read_all(path: Path) -> tuple[list[Conversation | RejectedRow], DataError | 
 
 @MANY
 @given(st.binary(max_size=400), st.sampled_from([".json", ".jsonl", ".txt", ".jsonl.gz"]))
-def test_any_bytes_are_rows_or_a_refusal_that_names_the_file(tmp_path, data, suffix):
+def test_any_bytes_give_rows_or_name_the_refused_file(tmp_path, data, suffix):
     path = written(tmp_path / f"bytes{suffix}", data)
     rows, refusal = read_all(path)
     assert [row.id for row in rows] == [f"s:{number}" for number in range(len(rows))]

@@ -44,7 +44,7 @@ def test_special_tokens_have_no_text(bytewise):
 
 
 def test_spaces_between_words_stay():
-    """Where a tokenizer drops the space before a text."""
+    """This tokenizer drops the space before a text."""
     backend = Tokenizer(models.WordLevel({"▁the": 0, "▁moon": 1, "s": 2}, unk_token="s"))
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
@@ -62,7 +62,7 @@ def test_any_ngram_repeated_often_enough_is_a_loop(ngram, before, broken_off):
 
 
 @given(st.lists(st.integers(0, 3), max_size=90))
-def test_a_loop_is_a_tail_of_32_tokens_in_four_parts_or_more(ids):
+def test_a_loop_repeats_four_times_over_32_tokens(ids):
     def repeats(period):
         length = max(32, 4 * period)
         tail = range(len(ids) - length + period, len(ids))

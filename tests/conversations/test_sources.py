@@ -131,7 +131,7 @@ def test_a_huge_row_is_rejected_alone_and_never_in_memory(tmp_path, monkeypatch,
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl.gz", "rows.json.gz", "rows.txt", "rows.csv.gz"])
-def test_a_file_that_unpacks_to_more_than_the_limit_is_refused(tmp_path, name):
+def test_a_file_that_unpacks_beyond_the_limit_is_refused(tmp_path, name):
     data = b"prompt\n" + b"hello there?\n" * 20_000
     if ".json." in name:
         data = b"[" + b'"hello there?",' * 20_000
@@ -209,7 +209,7 @@ def test_a_missing_path_is_an_error_of_the_configuration(tmp_path):
 # Directories.
 
 
-def test_a_directory_is_its_files_in_order_with_rows_counted_through(tmp_path):
+def test_a_directory_s_rows_are_numbered_across_sorted_files(tmp_path):
     (tmp_path / "later").mkdir()
     written(tmp_path / "later" / "c.txt", "third")
     written(tmp_path / "b.jsonl", '"second"')
@@ -305,7 +305,7 @@ def test_a_hub_data_set_is_streamed(tmp_path):
         read_hub(tmp_path, split="validation")
 
 
-def test_a_hub_out_of_reach_is_a_fault_of_the_environment(monkeypatch):
+def test_an_unreachable_hub_is_an_environment_fault(monkeypatch):
     def unreachable(*_, **__):
         raise ConnectionError("Couldn't reach the Hub\nlong trace")
 

@@ -72,6 +72,6 @@ def test_positions_and_labels_are_32_bit_also_without_spans():
 
 
 @pytest.mark.parametrize(("start", "end"), [(0, 2), (3, 3), (4, 3)])
-def test_a_span_has_a_state_before_it_and_a_token_in_it(start, end):
+def test_a_span_needs_a_token_and_a_state_before(start, end):
     with pytest.raises(AssertionError):
         Span(start, end, "assistant")

@@ -91,7 +91,7 @@ def test_a_special_token_of_one_character_cannot_be_text(tokenizer, templates):
 
 
 def test_ordinary_added_tokens_stay_tokens(tokenizer, templates):
-    """As Qwen's `<think>`: engines read the same token whoever writes it."""
+    """Engines read `<think>`, of Qwen, as the same token whoever writes it."""
     thinking = copy.deepcopy(tokenizer)
     thinking.add_tokens([AddedToken("<think>", special=False)])
     template = ChatTemplate(thinking, templates["chatml"])

@@ -65,7 +65,7 @@ def test_a_row_that_cannot_be_read_costs_itself_alone(name, tmp_path, monkeypatc
 
 
 @every_table
-def test_a_damaged_table_is_rows_or_an_error_that_names_it(name, tmp_path):
+def test_a_damaged_table_gives_rows_or_a_named_error(name, tmp_path):
     path = tmp_path / name
     write_table(TABLE, path)
     whole, rng = path.read_bytes(), random.Random(0)

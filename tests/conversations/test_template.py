@@ -88,9 +88,7 @@ def test_a_truncated_answer_is_followed_by_the_end_of_turn(family, tokenizer, te
 
 @every_kind
 @pytest.mark.parametrize("family", ["zephyr", "chatml", "llama-3", "spaced"])
-def test_role_headers_and_footers_add_up_to_the_ids_of_transformers(
-    family, kind, tokenizers, templates
-):
+def test_headers_and_footers_give_the_ids_of_transformers(family, kind, tokenizers, templates):
     tokenizer = tokenizers[kind]
     template = ChatTemplate(tokenizer, templates[family])
     (end_id,) = template.end_of_turn_ids
@@ -105,7 +103,7 @@ def test_role_headers_and_footers_add_up_to_the_ids_of_transformers(
     assert tokenizer.decode(up_to(expected, len(ids), end_id)).strip().startswith("今天")
 
 
-def test_a_user_text_that_only_text_ends_has_no_end_token(tokenizer, templates):
+def test_user_turns_ended_by_text_have_no_end_token(tokenizer, templates):
     marked_later = templates["llama-2"].replace("' [/INST]'", "' [/INST]<|im_start|>'")
     for template in (templates["llama-2"], templates["vicuna"], marked_later):
         assert ChatTemplate(tokenizer, template).end_of_user_ids == ()
@@ -210,8 +208,8 @@ def test_the_argument_goes_before_the_tokenizer_s_own_template(tokenizer, templa
     assert tokenizer.convert_ids_to_tokens(own.end_of_turn_ids) == ["<|im_end|>"]
 
 
-def test_a_template_that_asks_for_the_date_gets_the_given_one(tokenizer, templates):
-    """As Llama 3's: `strftime_now` is transformers' own function of today."""
+def test_a_template_s_date_is_the_given_one(tokenizer, templates):
+    """Llama 3's template calls `strftime_now`, transformers' function of today's date."""
     dated = "{{ strftime_now('%d %b %Y') if strftime_now is defined }} " + templates["chatml"]
     text = ChatTemplate(tokenizer, dated, datetime.date(2024, 2, 29)).render(CHAT[:2], asks=True)
     assert text.startswith("29 Feb 2024 ")

@@ -31,7 +31,7 @@ def test_endless_code_is_ended_in_its_own_thread_alone():
     assert ended == [thread, threading.current_thread()]
 
 
-def test_code_that_ends_in_time_leaves_no_timer_and_its_own_error():
+def test_code_within_the_limit_leaves_no_timer_and_its_error():
     with pytest.raises(ZeroDivisionError), time_limit(LONG):
         _ = 1 // 0
     timers = [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]

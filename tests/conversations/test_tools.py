@@ -169,7 +169,7 @@ def test_a_template_without_functions_ends_the_conversation_before_them(chatml, 
 
 
 def test_a_template_of_one_call_ends_a_conversation_before_two(tokenizer):
-    """As Llama 3.1's."""
+    """Llama 3.1's template is one."""
     two_calls = "m.tool_calls and m.tool_calls | length > 1"
     picky = "{% if " + two_calls + " %}{{ raise_exception('one call at a time') }}{% endif %}"
     template = ChatTemplate(tokenizer, CALLING.replace("<|im_start|>{{", picky + "<|im_start|>{{"))
@@ -182,7 +182,7 @@ def test_a_template_of_one_call_ends_a_conversation_before_two(tokenizer):
         assert len(only_row(dialogue).spans) == num_answers
 
 
-def test_self_talk_and_passthrough_take_the_first_prompt_and_the_answers(calling, tokenizer):
+def test_self_talk_and_passthrough_skip_tool_calls(calling, tokenizer):
     talk = Dialogue(conversation(), calling, replace(SETTINGS, mode="self-talk", rounds=1))
     assert "<tool_call>" not in tokenizer.decode(talk.next_request().prompt_ids)
     row = only_row(Dialogue(conversation(), calling, replace(SETTINGS, mode="passthrough")))

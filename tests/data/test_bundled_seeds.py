@@ -89,7 +89,7 @@ def pieces(text: str) -> list[str]:
     return list(text) if HAN.search(text) else text.split()
 
 
-def test_a_tenth_is_chinese_throughout_and_the_rest_not_at_all(conversations):
+def test_a_tenth_of_the_seeds_is_entirely_chinese(conversations):
     chinese = [[HAN.search(text) is not None for text in each] for each in conversations]
     assert 0.08 <= sum(map(all, chinese)) / len(conversations) <= 0.2
     assert all(any(each) == all(each) for each in chinese)
@@ -150,7 +150,7 @@ def test_an_answer_repeats_only_words_that_were_asked(composer, name):
                 assert words_in(exchange["say"]) <= known, ask
 
 
-def test_the_example_of_each_form_is_read_to_its_last_row():
+def test_all_rows_of_each_form_s_example_are_read():
     folder = DATA / "forms"
     (reader,) = source_readers(SeedsConfig.model_validate({"sources": [{"path": folder}]}))
     found = list(reader)

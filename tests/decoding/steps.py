@@ -48,7 +48,7 @@ def candidates(tree: Tree, tokens: torch.Tensor) -> list[list[tuple[int, int, in
 def typical_length(
     logits_TV: torch.Tensor, tokens: Sequence[int], temperature: float
 ) -> tuple[int, float]:
-    """How many tokens typical acceptance keeps, and their log likelihood (paper 2.3.1)."""
+    """The number of tokens typical acceptance keeps, and their log likelihood (paper 2.3.1)."""
     length, likelihood = 0, 0.0
     for row, token in zip(logits_TV, tokens, strict=True):
         p = torch.softmax(row / temperature, 0).tolist()

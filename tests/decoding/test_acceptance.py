@@ -82,7 +82,7 @@ def test_typical_is_the_papers_formula_over_every_candidate(seed, choices, tempe
 
 
 def accept(rule, tree: Tree, best: list[int], tokens: list[int]) -> tuple[int, int]:
-    """What the rule keeps under a target that is certain of one token after each row."""
+    """Apply the rule to a target that is certain of one token after each row."""
     logits = torch.full((len(best), VOCAB), -20.0)
     logits[torch.arange(len(best)), torch.tensor(best)] = 20.0
     noise = gumbel((tree.max_depth + 1, VOCAB), 0)  # far below the 40 between right and wrong
@@ -250,7 +250,7 @@ def test_half_precision_logits_are_drawn_in_full_precision():
 
 
 def test_drawn_tokens_have_the_targets_probabilities():
-    """With the noise of decoding, position after position of one generator."""
+    """The noise is decoding's: position after position of one generator."""
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0, -4.0, -torch.inf])
     noise, counts = Noise(torch.Generator().manual_seed(4)), Counter()
     for _ in range(5_000):

@@ -183,7 +183,7 @@ def test_a_target_that_cannot_be_captured_is_decoded_anyway(
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_cuda_graphs_write_what_transformers_writes(family, tree, pair, continuation, caplog):
-    """In a batch that shrinks."""
+    """The batch shrinks."""
     model, heads = pair(family)
     expected = [continuation(model, prompt, 40, (7,)) for prompt in PROMPTS]
     model, heads = copy.deepcopy(model).cuda(), copy.deepcopy(heads).cuda()

@@ -26,7 +26,7 @@ TIE = 1e-4  # of the target's two best logits
 def test_fifty_prompts_are_answered_but_for_ties(
     dtype, family, target_of, fitted_heads, continuation
 ):
-    """In float64 token for token."""
+    """The answers in float64 are equal token for token."""
     exact, kept, generator = target_of(family), Counter(), seeded(len(family))
     model = copy.deepcopy(exact).to(dtype)
     plain = plain_decoder(model, eos_token_ids=())

@@ -80,7 +80,7 @@ def test_halves_share_the_conversations_out(ranks):
     assert sorted(together.conversations_S) == sorted(whole.conversations_S)
 
 
-def test_without_a_tree_the_rate_is_one_and_without_text_nan():
+def test_the_rate_is_one_without_tree_nan_without_text():
     ranks = of(np.zeros((2, 5), np.uint8), np.array([0, 3]))
     assert simulated_acceleration_rate(ranks, ()) == 1.0
     nothing = of(np.zeros((2, 0), np.uint8), np.empty(0, np.int64))

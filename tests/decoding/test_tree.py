@@ -50,9 +50,7 @@ def is_tree(paths) -> bool:
 
 @quick
 @given(accuracies(2), st.integers(1, 4), st.integers(1, 3))
-def test_no_connected_tree_within_the_limits_is_expected_to_be_faster(
-    accuracy, num_nodes, max_depth
-):
+def test_no_tree_within_the_limits_is_expected_to_be_faster(accuracy, num_nodes, max_depth):
     deepest = min(max_depth, len(accuracy))
     paths = [path for depth in range(1, deepest + 1) for path in product(range(2), repeat=depth)]
     rates = []

@@ -241,7 +241,7 @@ def test_nothing_cites_a_document_that_is_not_here():
     assert [path for path in cited if path != Path(__file__)] == []
 
 
-def test_the_readme_s_figures_have_the_form_that_the_script_writes():
+def test_the_readme_s_figures_match_the_script_s_format():
     table = runpy.run_path(str(ROOT / "scripts" / "write_demo.py"))["table"]
     matched = {"identical": 1, "sequences": 1, "ties": 0}
     trees = [{"tree": "stock (Vicuna-7B's)", "acceleration_rate": 1.0, "nodes": 1}]

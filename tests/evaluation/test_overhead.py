@@ -48,7 +48,7 @@ def plain(pair) -> Decoder:
     return plain_decoder(pair[0], eos_token_ids=(), max_length=12)
 
 
-def test_a_long_context_costs_no_more_cache_than_the_steps_need(pair, monkeypatch):
+def test_the_cache_is_sized_for_steps_not_context(pair, monkeypatch):
     asked: list[int] = []
     begin = TreeCache.begin
 

@@ -1,6 +1,4 @@
-"""What is asked: one answer of each held-out row, and every turn of a question behind the target's
-own answers.
-"""
+"""Prompts: one of each held-out row, and every turn of a question after the target's answers."""
 
 from __future__ import annotations
 
@@ -42,7 +40,7 @@ def generated(finished_run):
     return list(read_token_rows(stage.shards(), stage.fingerprint))
 
 
-def test_a_held_out_row_is_asked_for_one_of_its_answers(generated, rows):
+def test_a_held_out_row_gives_one_prompt(generated, rows):
     found = held_out_prompts(generated, 100, ROOM)
     assert [prompt.id for prompt in found.kept] == list(rows) and found.skipped == 0
     for prompt in found.kept:
@@ -83,7 +81,7 @@ def ask(tiny_target):
 
 
 @pytest.mark.parametrize("rule", [{}, {"acceptance": "typical", "temperature": 0.7}])
-def test_a_second_turn_s_prompt_holds_the_target_s_own_answer(ask, tmp_path, tiny_target, rule):
+def test_a_second_turn_follows_the_target_s_own_answer(ask, tmp_path, tiny_target, rule):
     """Also by typical acceptance with a greedy first token, which is deterministic."""
     questions = []
     for n in range(6):
@@ -143,14 +141,14 @@ def test_turns_that_do_not_fit_are_counted(ask, tmp_path):
     ("of_target", "of_check", "context"),
     [(None, None, 192), (64, None, 192), (64, 100, 100), (None, 100, 100), (64, 10_000, 192)],
 )
-def test_a_prompt_may_fill_the_context_unless_the_check_says_less(
+def test_prompts_may_fill_the_context_or_the_check_s_limit(
     tiny_target, of_target, of_check, context
 ):
     spec = TargetSpec(str(tiny_target), max_tokens=of_target)
     assert context_length(with_room(spec, CheckConfig(max_tokens=of_check))) == context
 
 
-def test_a_model_that_does_not_say_its_context_has_the_target_s_limit(monkeypatch, tiny_target):
+def test_a_model_without_context_has_the_target_s_limit(monkeypatch, tiny_target):
     monkeypatch.setattr("pipeline.targets.spec.model_config", lambda spec: PretrainedConfig())
     spec = TargetSpec(str(tiny_target), max_tokens=64)
     assert context_length(with_room(spec, CheckConfig())) == 64
@@ -198,7 +196,7 @@ def test_sampled_rules_ask_on_with_answers_of_their_nucleus(ask, tmp_path):
     assert ask(path, **rule, top_p=1e-6) == greedy, "a nucleus of one token is greedy decoding"
 
 
-def test_question_ids_are_the_file_s_own_unless_it_has_none_or_repeats_them():
+def test_missing_and_repeated_question_ids_are_replaced():
     def question(number: int, source_id: str | None) -> Conversation:
         return Conversation(f"q:{number}", (Message("user", "why?"),), source_id)
 

@@ -28,9 +28,7 @@ def test_case_articles_and_punctuation_do_not_count(answer, reference, same):
 
 
 def test_references_are_found_by_the_file_s_own_ids(tmp_path):
-    """In JSON and JSON lines, whatever a single line holds: a line separator within a text, a byte
-    order mark, no JSON, JSON that is nested too deep.
-    """
+    """Read JSON and JSON lines that hold a line separator, a byte order mark, and broken JSON."""
     rows = [
         {"question_id": 81, "turns": ["a", "b"], "reference": ["one", "two"]},
         {"id": "gsm-1", "turns": ["c"], "answer": "because.\u2028#### 4"},
@@ -49,7 +47,7 @@ def line(question: object, turns: list[str], category: str = "") -> dict:
     return {"question_id": question, "choices": [{"turns": turns}], "category": category}
 
 
-def test_shares_are_by_task_and_a_single_reference_is_of_the_last_turn():
+def test_shares_are_by_task_and_references_by_turn():
     answers = {
         "plain": [
             line(1, ["x", "4"], "math"),

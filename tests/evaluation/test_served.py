@@ -103,7 +103,7 @@ def test_where_sequences_differ_the_target_s_own_gap_decides(check, tiny_target)
     assert differing.gap == pytest.approx(best - second, abs=1e-5)
 
 
-def test_a_rate_is_that_of_native_decoding_with_the_same_steps(check):
+def test_equal_steps_give_vllm_the_native_rate(check):
     """Two turns of one question are one conversation; an answer of one token takes no step."""
     accepted = [[4, 1, 2], [3, 3], [], [1, 1, 1, 2]]
     asked = [Prompt("q/0", [5], question_id=7), Prompt("q/1", [6], question_id=7, turn=1)]
@@ -126,7 +126,7 @@ def test_shares_per_position_and_one_sum_to_the_rate(accepted):
     assert shares == sorted(shares, reverse=True)
 
 
-def test_the_chain_s_expected_rate_is_of_held_out_and_of_the_same_text():
+def test_the_chain_s_rate_is_expected_from_both_texts():
     held_out = ChainLength(
         draft_tokens=2,
         expected_acceleration_rate=1.8,

@@ -110,7 +110,7 @@ def test_methods_take_turns_and_each_prompt_is_counted_once():
     assert reports[-1].done == 2 and reports[-1].note.startswith("16 tokens, ")
 
 
-def test_accepted_lengths_count_the_guesses_beside_the_target_s_own_token():
+def test_accepted_lengths_exclude_the_target_s_own_token():
     assert steps_by_accepted_length(MEDUSA) == [1, 2, 1, 1]  # steps of 1; 2 and 2; 3; 4 tokens
     assert steps_by_accepted_length([]) == [0]
 
@@ -121,7 +121,7 @@ def model(tiny_target):
 
 
 @pytest.mark.parametrize("name", ["generate", "prompt-lookup", "assistant"])
-def test_a_baseline_s_greedy_text_and_steps_are_the_target_s(model, tiny_target, name):
+def test_a_baseline_writes_the_target_s_greedy_text(model, tiny_target, name):
     forwards = []
     model.register_forward_hook(lambda *_: forwards.append(1))
     assistant = TargetSpec(str(tiny_target)) if name == "assistant" else None

@@ -96,9 +96,7 @@ def rate_of(decoder: Decoder, prompts, num_tokens: int = 10) -> float:
     return acceleration_rate([decoder.generate(prompt.ids, num_tokens) for prompt in prompts])
 
 
-def test_the_ladder_goes_from_plain_decoding_to_the_export_s_tree(
-    plain, medusa, prompts, texts, calibration
-):
+def test_the_ladder_ends_with_the_export_s_tree(plain, medusa, prompts, texts, calibration):
     rows = studied(settings("trees"), plain, medusa, prompts, texts, calibration).trees
     assert [(row.tree, row.nodes) for row in rows] == [
         ("plain", 0),
@@ -118,7 +116,7 @@ def test_the_ladder_goes_from_plain_decoding_to_the_export_s_tree(
 @pytest.mark.parametrize("num_tokens", [1, 2, 3, 10, 24])
 @pytest.mark.parametrize("eos", [(), tuple(range(300))[::7]], ids=["cut", "ended"])
 def test_a_replay_of_plain_text_finds_the_rate_of_decoding(exact, finished_run, num_tokens, eos):
-    """Of every tree, cuts and ends included."""
+    """The rates agree for every tree, cuts and ends included."""
     model, heads = exact
     asked = held_out_prompts(token_rows(finished_run.latest("generate")), 8, 100).kept
     plain = plain_decoder(model, eos_token_ids=eos)
@@ -144,7 +142,7 @@ def test_the_chain_s_rate_is_that_of_decoding_with_it(plain, medusa, prompts, nu
     assert found.draft_tokens == num_tokens
 
 
-def test_the_tree_of_the_stock_size_is_searched_or_of_accuracies(calibration):
+def test_the_stock_size_tree_is_searched_or_from_accuracies(calibration):
     own = replace(calibration, accuracies=[[0.5, 0.1], [0.4, 0.2]], searched=None)
     assert searched_tree(own) == ((0,), (0, 0), (1,), (0, 1), (1, 0), (1, 1))
     assert searched_tree(replace(own, searched=((0,), (1,)))) == ((0,), (1,))
@@ -196,7 +194,7 @@ def test_heads_are_used_up_to_each_depth_of_the_tree(exact, prompts):
 
 
 @pytest.mark.slow
-def test_a_dynamic_tree_is_beside_a_static_one_and_cut_at_each_depth(exact, prompts, calibration):
+def test_a_dynamic_tree_is_compared_and_cut_by_depth(exact, prompts, calibration):
     plain = plain_decoder(exact[0], eos_token_ids=(1,))
     tree = DynamicTree(8, 3, 4)
     grown = Decoder(*exact, tree, eos_token_ids=(1,))

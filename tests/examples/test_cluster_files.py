@@ -40,7 +40,7 @@ def schema() -> jsonschema.Draft202012Validator:
     return jsonschema.Draft202012Validator(written)
 
 
-def test_the_rayjob_is_one_of_kuberay_s_and_its_workers_see_the_results(schema):
+def test_the_rayjob_is_valid_and_workers_share_the_results(schema):
     job = read("rayjob.yaml")
     schema.validate(job)
     assert yaml.safe_load(job["spec"]["runtimeEnvYAML"]).keys() <= set(
@@ -83,7 +83,7 @@ def test_what_kuberay_would_refuse_is_found(schema, place, value):
     assert not schema.is_valid(job)
 
 
-def test_the_job_s_command_names_a_flow_and_settings_that_exist():
+def test_the_job_s_flow_and_settings_exist():
     program, flow, *overrides = shlex.split(read("rayjob.yaml")["spec"]["entrypoint"])
     assert program == "python" and (ROOT / flow).is_file()
     config = load_config(ROOT / "configs" / "zephyr-7b.yaml", overrides)

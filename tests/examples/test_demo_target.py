@@ -63,7 +63,7 @@ def model(trained):
     return AutoModelForCausalLM.from_pretrained(trained[0])
 
 
-def test_transformers_loads_it_as_llama_with_a_long_context_and_heads_of_64(model, trained):
+def test_transformers_loads_a_llama_with_heads_of_64(model, trained):
     config = model.config
     assert config.architectures == ["LlamaForCausalLM"]
     assert (config.max_position_embeddings, config.head_dim) == (1024, 64)
@@ -71,7 +71,7 @@ def test_transformers_loads_it_as_llama_with_a_long_context_and_heads_of_64(mode
     assert trained[1]["parameters"] == model.num_parameters()
 
 
-def test_its_weights_are_safetensors_in_full_precision_and_nothing_is_pickled(model, trained):
+def test_its_weights_are_full_precision_safetensors(model, trained):
     suffixes = {path.suffix for path in trained[0].iterdir()}
     assert ".safetensors" in suffixes
     assert suffixes <= {".safetensors", ".json", ".jinja"}
@@ -102,7 +102,7 @@ def test_its_template_reads_like_zephyrs(tokenizer):
     )
 
 
-def test_roles_and_the_end_of_a_turn_are_one_token_each(tokenizer):
+def test_roles_and_turn_ends_are_single_tokens(tokenizer):
     for mark in ("<|system|>", "<|user|>", "<|assistant|>", "</s>"):
         assert len(tokenizer.encode(mark, add_special_tokens=False)) == 1
 
@@ -136,7 +136,7 @@ def test_training_learns_and_reports_each_step(trained):
     assert record["tokens"] > 0 and record["precision"] in ("bfloat16", "float32")
 
 
-def test_the_same_seed_gives_the_same_weights_and_leaves_the_global_generator_alone(tmp_path):
+def test_a_seed_fixes_weights_without_the_global_generator(tmp_path):
     torch.manual_seed(5)
     expected = torch.rand(3)
     for name, seed in [("first", 0), ("again", 0), ("other", 1)]:
@@ -174,7 +174,7 @@ def test_no_conversations_are_bad_data(tmp_path):
         demo.train_demo_target([], tmp_path / "demo")
 
 
-def test_every_conversation_is_learned_once_a_round_from_its_first_token():
+def test_each_round_learns_every_conversation_once_from_its_start():
     longest = demo_training.POOL_SIZE + 10  # more documents than a pool has
     documents = [torch.arange(1, length) + 100 * length for length in range(3, longest)]
     rows = []
@@ -226,7 +226,7 @@ def test_the_learning_rate_rises_stays_and_falls():
     assert all(0 < share <= 1 for share in shares)
 
 
-def test_the_clock_changes_the_learning_rate_only_where_it_is_the_nearer_end():
+def test_the_nearer_end_sets_the_learning_rate():
     for step in range(100):
         alone = demo_training.learning_rate_share(step / 100, 0.0)
         assert demo_training.learning_rate_share(step / 100, 0.9 * step / 100 + 0.03) == alone

@@ -1,4 +1,4 @@
-"""What this machine has of memory, and a driver that torch cannot use."""
+"""Memory of this machine, and a driver that torch cannot use."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ def test_a_container_s_limit_is_the_machine_s_memory(tmp_path):
     assert machine_memory((str(none),)) > GIB
 
 
-def test_a_driver_that_torch_cannot_use_is_named_and_one_that_is_hidden_is_not(
-    tmp_path, monkeypatch
-):
+def test_an_unusable_driver_is_named_unless_hidden(tmp_path, monkeypatch):
     driver = tmp_path / "version"
     driver.write_text(
         "NVRM version: NVIDIA UNIX x86_64 Kernel Module  470.57.02  Tue Jul 13\nGCC version: 9\n"

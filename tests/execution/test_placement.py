@@ -1,4 +1,4 @@
-"""What is placed fits, and what can never fit is refused with its sum."""
+"""A placement fits; one that can never fit is refused with its sum."""
 
 from __future__ import annotations
 

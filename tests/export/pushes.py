@@ -1,6 +1,4 @@
-"""What is pushed in these tests: heads, a tuned backbone and conversations, with a report that
-allows it.
-"""
+"""Exports to push: heads, a tuned backbone and conversations, with a report that allows it."""
 
 from __future__ import annotations
 

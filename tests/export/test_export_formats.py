@@ -163,7 +163,7 @@ def pickled(tmp_path) -> Path:
 
 
 @pytest.mark.parametrize("how", ["torch", "pickle"])
-def test_a_pickle_of_code_is_refused_and_none_of_it_runs(tmp_path, pickled, how):
+def test_a_pickle_of_code_is_refused_without_running(tmp_path, pickled, how):
     harm = Harmful(str(tmp_path / "harm"))
     if how == "torch":
         torch.save({"0.0.linear.weight": harm}, pickled)

@@ -37,7 +37,7 @@ def test_numbers_that_the_dtype_cannot_hold_are_refused(tmp_path, value, dtype):
 
 
 @pytest.mark.parametrize("num_heads", [0, -1, 129])
-def test_a_head_count_that_vllm_cannot_draft_is_a_configuration_error(num_heads):
+def test_too_many_heads_for_vllm_are_a_configuration_error(num_heads):
     with pytest.raises(ConfigError, match="128") as caught:
         check_num_heads(num_heads)
     assert caught.value.exit_code == 2
@@ -120,7 +120,7 @@ class DyingTokenizer:
         raise self.error
 
 
-def test_a_full_disk_is_an_environment_fault_and_leaves_the_old_export_whole(tmp_path):
+def test_a_full_disk_leaves_the_old_export_whole(tmp_path):
     directory = write(tmp_path / "export", config_of())
     full = DyingTokenizer(OSError(errno.ENOSPC, "No space left on device"))
     with pytest.raises(EnvironmentFault, match="No space left") as caught:

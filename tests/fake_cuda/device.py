@@ -56,9 +56,9 @@ def load_guard() -> None:
 
 @contextmanager
 def fake_cuda() -> Iterator[Observer]:
-    """Within it every new tensor is fake, on the CPU too, and tensors on CUDA devices can be made.
+    """Context manager: make every new tensor fake, on the CPU too, and allow CUDA devices.
 
-    Yields what notes the program's syncs and transfers.
+    Yields an observer that records the program's syncs and transfers.
     """
     load_guard()
     observer = Observer()
@@ -95,8 +95,7 @@ class FakeGenerator(torch.Generator):
 
 
 class FakeGraphs:
-    """In the place of `CudaGraphs`: a step is captured by running it, and a replay, which runs no
-    Python, does nothing.
+    """A stand-in for `CudaGraphs`: it captures a step by running it, and a replay does nothing.
 
     Raises RuntimeError where a CUDA graph could not hold the step: it waits, copies, or reads
     tensors of the host.

@@ -45,8 +45,9 @@ def target_on(device, context=CONTEXT, **changes):
 
 
 def over_two_cards(target):
-    """As accelerate places it: a module's inputs are brought to its weights; the model's output to
-    its input.
+    """Place the target on two cards as accelerate does.
+
+    A module's inputs move to its weights, the model's output to its input's device.
     """
     second = (target.model.layers[1], target.model.norm, target.lm_head)
     for part in second:
@@ -111,7 +112,7 @@ def test_every_rule_fetches_once_per_step(rule, check_decoding):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_heads_on_one_card_and_two(kind, on_fake_cuda, check_decoding):
-    """Of two cards the second has the last layers, and the heads are on either."""
+    """The second of two cards has the last layers; the heads are on either."""
     target, heads = target_on("cuda", num_key_value_heads=1), heads_on("cuda", kind)
     for tree in ("static", "dynamic"):
         check_decoding(target, heads, TREES[tree], RULES[0], 3, recorded=True)
@@ -127,9 +128,7 @@ def test_every_kind_of_heads_on_one_card_and_two(kind, on_fake_cuda, check_decod
 @pytest.mark.parametrize("is_recorded", [True, False], ids=["recorded", "not recorded"])
 @pytest.mark.parametrize("tree", TREES)
 def test_a_step_copies_no_key_of_the_cache(tree, is_recorded, on_fake_cuda, monkeypatch):
-    """Of grouped queries, with and without a tree: 4,096 slots that a step would otherwise expand
-    twofold.
-    """
+    """A step would expand 4,096 slots of grouped queries twofold, with and without a tree."""
     attention, masks = torch.nn.functional.scaled_dot_product_attention, []
 
     def noted(*tensors, attn_mask=None, **settings):

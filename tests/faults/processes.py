@@ -20,7 +20,7 @@ from tests.forks import FORKS, PATIENCE
 
 
 def die(*_: object) -> None:
-    """As `kill -9` ends a process: no handler, no `finally`, no flush."""
+    """End this process like `kill -9`: no handler, no `finally`, no flush."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -89,12 +89,12 @@ class Orphan:
         assert self._hears() == "open"
 
     def begin(self) -> None:
-        """It opens its temporary file, writes its rows into it, and stops."""
+        """Let it open its temporary file and write its rows, and stop it there."""
         self._line.send("go on")
         assert self._hears() == "write"
 
     def commit(self) -> int | None:
-        """It goes on to the end; returns how that went."""
+        """Let it go on to the end; return its exit code."""
         self._line.send("go on")
         self.process.join(PATIENCE)
         return self.process.exitcode
@@ -105,7 +105,7 @@ class Orphan:
 
 
 def _work_alone(config: Path, name: str, index: int, line: Any) -> None:
-    """What a worker of `name` does, less everything that its driver does."""
+    """Do the work of a worker of `name`, without its driver's."""
     from rich.console import Console
 
     from pipeline.config.load import load_config
@@ -166,7 +166,7 @@ class Waiting:
         os.kill(self.process.pid, signum)
 
     def end(self) -> tuple[int | None, str]:
-        """How it ended, and what it said on stderr."""
+        """Wait for its end; return its exit code and its stderr."""
         self.process.join(PATIENCE)
         return self.process.exitcode, self._said.read_text()
 

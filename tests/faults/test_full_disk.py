@@ -161,7 +161,7 @@ def run_with_a_limit(config: Path, stage: str, limit: int) -> None:
         *((stage, 1024) for stage in ("generate", "calibrate", "check")),
     ],
 )
-def test_a_file_size_limit_stops_a_stage_and_the_same_command_continues(
+def test_a_run_continues_after_a_file_size_limit(
     copied_run, finished_run, make_settings, tmp_path, stage, limit, signals_as_they_were
 ):
     cut_before(copied_run, stage)

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.fault
 @pytest.mark.parametrize(
     ("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)]
 )
-def test_a_signal_keeps_what_was_committed_and_the_same_command_continues(
+def test_a_signal_keeps_committed_work_and_the_run_continues(
     finished_run, copied_run, make_settings, make_config, tmp_path, stage, sent, code
 ):
     run, changes = cut_before(copied_run, stage), {"train__checkpoint_every": 1}
@@ -48,7 +48,7 @@ def test_a_signal_keeps_what_was_committed_and_the_same_command_continues(
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
-def test_a_second_signal_ends_a_run_that_is_slow_to_stop(copied_run, make_settings, tmp_path, sent):
+def test_a_second_signal_ends_a_slow_stop(copied_run, make_settings, tmp_path, sent):
     run = cut_before(copied_run, "generate")
     config = write_config(tmp_path / "run.yaml", make_settings(tmp_path))
     driver = Waiting(config, tmp_path / "said.txt", "generate", "end")

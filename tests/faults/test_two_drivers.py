@@ -23,7 +23,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 @pytest.mark.fault
-def test_the_second_driver_says_who_holds_the_run_and_takes_it_over_when_that_one_is_dead(
+def test_a_second_driver_takes_over_only_from_a_dead_one(
     finished_run, make_settings, tmp_path, capsys, signals_as_they_were
 ):
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(make_settings(tmp_path)))
@@ -67,9 +67,7 @@ def test_the_second_driver_says_who_holds_the_run_and_takes_it_over_when_that_on
     assert contents(run, "seeds", "generate") == contents(finished_run, "seeds", "generate")
 
 
-def test_the_name_of_a_dead_process_whose_number_lives_again_blocks_nobody(
-    copied_run, config_of_copied
-):
+def test_a_dead_process_whose_number_is_reused_blocks_nobody(copied_run, config_of_copied):
     """The kernel holds locks, not the text: here the text names a process that lives."""
     (copied_run.path / "lock").write_text(f"process {os.getppid()} on {socket.gethostname()}\n")
     assert ends_well(lambda: app(config_of_copied, standalone_mode=False)) == 0

@@ -134,8 +134,7 @@ class Poisoned(Copying):
 
 
 def killed_trainer(config: dict[str, Any]) -> Any:
-    """What a training worker runs; the last one is killed in its third step, the first time. Its
-    steps are written down."""
+    """Run a training worker and record its steps; kill the last one once, in its third step."""
     from ray.train import get_context
 
     from pipeline.training.ray_entry import run_worker

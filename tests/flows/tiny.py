@@ -312,7 +312,7 @@ def latest(run: RunDirectory, name: str) -> StageDirectory:
 
 
 def last_events(run: RunDirectory) -> list[dict[str, Any]]:
-    """What happened in the newest run of this directory."""
+    """The events of the newest run of this directory."""
     events = [json.loads(line) for line in (run.path / "events.jsonl").read_text().split("\n")[:-1]]
     newest = max(index for index, event in enumerate(events) if event["event"] == "run-started")
     return events[newest:]

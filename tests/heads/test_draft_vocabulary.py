@@ -68,7 +68,7 @@ def masked_logits(whole: Heads, hidden, following, labels) -> torch.Tensor:
 
 @given(st.lists(st.integers(0, 999), max_size=200), st.integers(1, 300))
 def test_ties_among_the_most_frequent_go_to_the_lower_token(tokens: list[int], number: int):
-    """In a vocabulary of a size at which numpy's usual sort does not keep the order of ties."""
+    """At this vocabulary size, numpy's default sort does not keep the order of ties."""
     counts = np.bincount(tokens, minlength=1000)
     expected = sorted(range(1000), key=lambda token: (-counts[token], token))[:number]
     assert most_frequent(counts, number).tolist() == sorted(expected)
@@ -77,7 +77,7 @@ def test_ties_among_the_most_frequent_go_to_the_lower_token(tokens: list[int], n
 @every_kind
 @pytest.mark.parametrize("share", [None, 0.4])
 def test_losses_and_gradients_leave_the_other_tokens_out(kind: str, share: float | None):
-    """With the target's distribution over the draft vocabulary, normalized."""
+    """The target's distribution is normalized over the draft vocabulary."""
     (whole, drafting), (hidden, following, labels) = heads_of(kind), text()
     generator = torch.Generator().manual_seed(2)
     weights = torch.randn(W + M, D, generator=generator).double()

@@ -85,7 +85,7 @@ def test_any_labels_and_any_states_of_the_teacher(lm_heads, share, seed, data):
     torch.testing.assert_close(found, expected)
 
 
-def test_a_head_that_predicts_as_the_target_has_its_entropy_and_no_gradient():
+def test_a_head_like_the_target_has_entropy_and_no_gradient():
     hidden, lm_head, labels, teacher = case("tied", share=1.0)
     same = hidden[:1].detach().expand(K, N, D)
     rows = torch.arange(N).expand(K, N)
@@ -165,7 +165,7 @@ def test_gradients_are_used_once_and_with_the_weights_given():
         (2 * summed_cross_entropy(*case("shared"))).sum().backward()
 
 
-def test_logits_of_all_rows_are_never_held_and_the_target_s_computed_once():
+def test_logits_are_chunked_and_the_target_s_computed_once():
     """Watches every matrix over the vocabulary, the [D, V] view of the weights included."""
     largest, num_taught = 0, 0
 
@@ -185,7 +185,7 @@ def test_logits_of_all_rows_are_never_held_and_the_target_s_computed_once():
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_no_room_is_taken_for_more_rows_than_an_lm_head_reads(tied: bool):
+def test_memory_is_bounded_by_the_rows_of_an_lm_head(tied: bool):
     """Logits in fp64 and their softmax; all else is smaller than one head's logits."""
     hidden, lm_head = torch.randn(3, 64, 2).double(), torch.randn(300, 2).double()
     if not tied:

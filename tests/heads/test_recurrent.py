@@ -90,7 +90,7 @@ def test_tied_embeddings_are_held_once(tmp_path):
     assert torch.equal(drafting.embedding, matrix)
 
 
-def test_states_follow_the_true_tokens_and_read_nothing_past_a_span():
+def test_states_follow_true_tokens_within_the_span():
     heads, hidden = random_cell(), torch.randn(2, SIZE, dtype=torch.float64)
     following = torch.tensor([1, 2])
     states = heads.states(hidden, following, torch.tensor([[3, 4], [5, IGNORED], [6, IGNORED]]))

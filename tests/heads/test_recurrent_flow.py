@@ -76,7 +76,7 @@ def test_the_whole_flow_changes_no_token(make_config, tmp_path):
 
 @pytest.mark.slow
 def test_a_tuned_backbone_lends_its_matrices_to_the_cell(make_config, tmp_path):
-    """With a draft vocabulary the rows of the tokens that the target writes most often."""
+    """A draft vocabulary takes the rows of the tokens that the target writes most often."""
     settings = {
         "train__heads": "recurrent",
         "train__method": "medusa-2",

@@ -50,7 +50,7 @@ def test_another_kind_runs_the_whole_flow_and_changes_no_token(make_config, tmp_
     assert native["acceleration_rate"] > 1
 
 
-def test_an_unknown_or_unserved_kind_is_refused_before_anything_is_made(make_config, tmp_path):
+def test_unknown_and_unserved_kinds_are_refused_at_once(make_config, tmp_path):
     unserved = {"train__heads": "linear", "check__engines": ["native", "vllm"]}
     for settings in ({"train__heads": "medsua"}, unserved):
         with pytest.raises(ConfigError, match=r"Did you mean medusa|check\.engines") as caught:
@@ -111,7 +111,7 @@ def test_what_an_export_leaves_out_is_taken_from_its_target(tmp_path, monkeypatc
     assert torch.equal(read_heads(tmp_path / "export", model).lm_head, heads.lm_head)
 
 
-def test_no_line_outside_a_kind_s_file_asks_which_kind_it_is():
+def test_only_a_kind_s_own_file_depends_on_it():
     """But for the configuration, which has a section per kind."""
     names = {"medusa", "recurrent"}
     modules = {f"pipeline.heads.{name}" for name in names}

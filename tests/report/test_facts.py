@@ -29,7 +29,7 @@ def rows_of(report: dict) -> dict[str, tuple[str, ...]]:
         (3.6, None, ()),
     ],
 )
-def test_a_rate_beyond_both_errors_of_the_expected_is_warned_of(report, measured, error, says):
+def test_a_rate_beyond_both_standard_errors_gives_a_warning(report, measured, error, says):
     report["tree"] |= {"expected_acceleration_rate": 2.0, "expected_standard_error": 0.3}
     native = report["check"]["native"]
     native |= {"acceleration_rate": measured, "standard_error": error}
@@ -78,7 +78,7 @@ def test_a_tree_that_does_not_pay_is_warned_of(report, expected, measured, says)
         ("vllm", {"speedup": 1.9, "acceleration_rate": 1.8}),
     ],
 )
-def test_a_step_with_heads_faster_than_a_plain_one_is_doubted(report, engine, figures):
+def test_steps_faster_with_heads_than_without_are_doubted(report, engine, figures):
     assert not warnings(typed(report))
     report["check"][engine] |= figures
     (said,) = warnings(typed(report))
@@ -131,7 +131,7 @@ def test_differing_sequences_are_counted_beside_the_ties(report, equal, ties, no
     assert (figure.value, figure.note) == (f"{equal}/32", note)
 
 
-def test_the_headline_has_the_search_s_gain_over_the_stock_tree(report):
+def test_the_headline_has_the_search_s_gain(report):
     assert "Search over stock tree" not in figures_of(report)
     names = {"stock (Vicuna-7B's)": 2.0, "searched, stock size": 2.25, "the export's": 1.9}
     trees = [{"tree": name, "nodes": 63, "acceleration_rate": r} for name, r in names.items()]
@@ -197,7 +197,7 @@ def with_seen_answers(report: dict, num_new: int) -> None:
     report["check"]["native"] |= native | {"seen_share": 1 - num_new / 32}
 
 
-def test_the_rate_on_new_answers_stands_beside_the_rate_on_all(report):
+def test_the_rate_on_new_answers_is_separate(report):
     assert "On new answers" not in figures_of(report)
     assert len(heads_table(typed(report)).columns) == 2 + 5
     with_seen_answers(report, 24)
@@ -221,7 +221,7 @@ def test_expected_and_measured_are_compared_on_new_answers(report):
     assert len(warnings(typed(report))) == 1
 
 
-def test_every_method_has_a_row_and_plain_decoding_is_the_measure(report):
+def test_every_method_is_measured_against_plain_decoding(report):
     native, vllm = report["check"]["native"], report["check"]["vllm"]
     native |= {"repeats": 3, "time_per_output_token": 0.0024}
     native["baseline_time_to_first_token"] = 0.031

@@ -210,7 +210,7 @@ def test_looking_for_a_package_does_not_import_it(make_settings, tmp_path):
     "changes",
     [HUB, {"check__assistant_model": "owner/model", "check__baselines": ["assistant"]}],
 )
-def test_a_model_that_cannot_be_fetched_is_noted_in_a_plan(make_config, tmp_path, changes):
+def test_an_unavailable_model_is_noted_in_a_plan(make_config, tmp_path, changes):
     run = resolved(make_config(tmp_path, **changes))
     assert "owner/model" in " ".join(check_plan(run))
     with pytest.raises(EnvironmentFault, match="owner/model"):

@@ -89,7 +89,7 @@ def test_a_conversation_caches_two_vectors_per_layer_and_head(plan_of):
 
 
 def test_several_gpus_share_the_weights_and_quantization_shrinks_them(plan_of):
-    """In 4 bit a quarter, but for embedding and lm_head, whether on loading or in the files."""
+    """4 bits take a quarter, except embedding and lm_head, quantized on loading or in the files."""
     whole = memory_of(plan_of("7B"), "features").weights
     by_two = plan_of("7B", placement__features={"gpus_per_worker": 2})
     assert memory_of(by_two, "features").weights == whole / 2
@@ -156,7 +156,7 @@ def test_what_misses_by_more_than_the_tolerance_is_refused(plan_of):
     require(plan_of("70B", **shared), "train")
 
 
-def test_a_run_refuses_before_it_writes_and_not_a_finished_stage(plan_of, tmp_path):
+def test_a_run_checks_memory_first_and_only_of_open_stages(plan_of, tmp_path):
     run = plan_of("7B", placement__gpu_memory_gb=2)
     assert run.open_stages == run.stages
     with pytest.raises(EnvironmentFault) as refused:

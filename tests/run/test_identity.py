@@ -1,6 +1,4 @@
-"""What a stage's directory depends on: its code, its settings, its input, the target's content; no
-paths.
-"""
+"""A stage's directory depends on code, settings, input and the target's content, not on paths."""
 
 from __future__ import annotations
 

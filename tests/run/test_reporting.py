@@ -25,16 +25,12 @@ def test_the_report_s_hardware_is_the_worker_s_that_decoded(copied_run, make_con
     assert assemble(copied_run, make_config(tmp_path)).hardware == NODE
 
 
-def test_a_check_that_does_not_say_where_it_ran_leaves_this_machine(
-    copied_run, make_config, tmp_path
-):
+def test_a_check_without_hardware_reports_this_machine(copied_run, make_config, tmp_path):
     edit_summary(copied_run, "check", hardware=None)
     assert assemble(copied_run, make_config(tmp_path)).hardware == hardware()
 
 
-def test_versions_are_those_of_the_check_and_not_of_who_reports_later(
-    copied_run, make_config, tmp_path, monkeypatch
-):
+def test_versions_are_those_of_the_check(copied_run, make_config, tmp_path, monkeypatch):
     before = assemble(copied_run, make_config(tmp_path)).versions
     assert before["torch"] == version("torch")
     monkeypatch.setattr("pipeline.run.reporting.versions", lambda: {"torch": "99"})
@@ -42,9 +38,7 @@ def test_versions_are_those_of_the_check_and_not_of_who_reports_later(
 
 
 @pytest.mark.parametrize("commit", ["0123abc", None])
-def test_the_report_has_the_commit_of_a_target_from_the_hub(
-    copied_run, make_config, tmp_path, commit
-):
+def test_the_report_has_a_hub_target_s_commit(copied_run, make_config, tmp_path, commit):
     edit_summary(copied_run, "check", target_revision=commit)
     context = context_of(make_config(tmp_path), copied_run)
     publish_report(context)

@@ -92,7 +92,7 @@ def go(tmp_path, upstream, make_config, monkeypatch):
     return run
 
 
-def test_totals_add_up_over_shards_and_rates_are_per_busy_second(go):
+def test_totals_are_sums_and_rates_per_busy_second(go):
     totals = go(refuse=1)
     counts = {"rows": 27, "quarantined": 3, "reasons": {"empty": 3}, "tokens": 21.0}
     assert totals == {**counts, "tokens_per_second": 14.0}
@@ -180,7 +180,7 @@ def test_duplicates_do_not_count_as_refused(go):
     assert go(refuse=9, reason=Reason.DUPLICATE)["quarantined"] == 27
 
 
-def test_a_disk_that_is_nearly_full_ends_the_stage_and_keeps_the_shards(go):
+def test_a_nearly_full_disk_keeps_the_finished_shards(go):
     with pytest.raises(EnvironmentFault, match=r"limits\.min_free_disk_gb = 1000000000"):
         go({"min_free_disk_gb": 1e9})
     assert sorted(go.stage.receipts()) == [0]

@@ -16,7 +16,7 @@ def test_every_stage_s_name_fits_into_the_terminal_s_column():
 
 
 @pytest.mark.parametrize("method", ["medusa-1", "medusa-2"])
-def test_a_stage_reads_only_stages_before_it_that_the_run_has(make_config, tmp_path, method):
+def test_a_stage_reads_only_earlier_stages_of_the_run(make_config, tmp_path, method):
     config = make_config(tmp_path, train__method=method)
     run = resolved(config)
     have = [name for name, stage in STAGES.items() if stage.skipped(config) is None]
@@ -26,7 +26,7 @@ def test_a_stage_reads_only_stages_before_it_that_the_run_has(make_config, tmp_p
     assert ("tuned-features" in have) == (method == "medusa-2")
 
 
-def test_a_run_lists_its_stages_in_the_order_in_which_they_read_each_other(tmp_path):
+def test_a_run_lists_its_stages_in_upstream_order(tmp_path):
     run = RunDirectory(tmp_path)
     upstream = {"check": ["a", "zeta"], "zeta": ["seeds"], "seeds": [], "a": ["zeta"]}
     for name, reads in upstream.items():

@@ -8,9 +8,7 @@ from pipeline.flow import statuses_of
 from tests.flows.tiny import latest
 
 
-def test_a_shard_that_was_made_from_something_else_is_not_counted(
-    copied_run, make_config, tmp_path
-):
+def test_a_shard_of_other_input_is_not_counted(copied_run, make_config, tmp_path):
     config, seeds = make_config(tmp_path), latest(copied_run, "seeds")
     (latest(copied_run, "generate").path / "DONE.json").unlink()
     found = statuses_of(copied_run, config)["generate"]

@@ -137,7 +137,7 @@ def test_each_half_is_walked_with_the_tree_of_the_other(finished_run):
     assert found.expected_standard_error > 0
 
 
-def test_the_tree_that_is_used_is_searched_on_all_held_out_text(finished_run):
+def test_the_used_tree_is_searched_on_all_held_out_text(finished_run):
     tree = read_calibration(finished_run.path / "latest/calibrate")
     source = result_of(finished_run).tree.source
     states = []
@@ -156,7 +156,7 @@ def test_the_tree_that_is_used_is_searched_on_all_held_out_text(finished_run):
     assert min(map(score, chosen)) >= max(map(score, children)) - 1e-12
 
 
-def test_the_chain_of_every_length_is_expected_from_held_out_text(finished_run):
+def test_chains_are_estimated_from_held_out_text(finished_run):
     result = result_of(finished_run)
     for tokens, row in enumerate(result.tree.chain, start=1):
         assert row.draft_tokens == tokens
@@ -212,7 +212,7 @@ def test_auto_takes_the_size_with_the_highest_expected_speedup(copied_run, run_a
     assert len(asked) > 1 and asked <= begun
 
 
-def test_a_tree_of_the_user_s_own_is_taken_as_it_is(copied_run, run_again, tmp_path):
+def test_the_user_s_own_tree_is_used_unchanged(copied_run, run_again, tmp_path):
     choices, file = [[0], [1], [0, 0], [0, 0, 2]], tmp_path / "choices.json"
     file.write_text(json.dumps(choices))
     run = run_again("check", calibrate__choices=str(file))
@@ -256,7 +256,7 @@ def test_a_named_tree_is_cut_where_the_heads_end(copied_run, run_again):
 
 
 @pytest.mark.slow
-def test_the_target_s_answers_to_a_file_judge_in_place_of_rows(
+def test_answers_to_a_file_of_questions_replace_held_out_rows(
     copied_run, run_again, tmp_path, tiny_target
 ):
     file, before = tmp_path / "questions.jsonl", result_of(copied_run)

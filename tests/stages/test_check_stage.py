@@ -76,7 +76,7 @@ def test_a_failed_check_is_reported_and_another_limit_decodes_nothing(copied_run
 
 
 @pytest.mark.slow
-def test_a_file_of_questions_is_asked_instead_of_held_out_rows(copied_run, run_again, tmp_path):
+def test_a_file_of_questions_replaces_held_out_rows(copied_run, run_again, tmp_path):
     questions = []
     for n in range(5):
         questions.append(

@@ -79,5 +79,5 @@ def digest(stage: StageDirectory) -> str:
 
 
 @pytest.mark.parametrize("stage", [seeds, generate, features], ids=lambda stage: stage.NAME)
-def test_what_a_stage_makes_of_the_same_input_changes_only_with_its_version(made, stage):
+def test_a_stage_s_output_changes_only_with_its_version(made, stage):
     assert (stage.VERSION, digest(made[stage.NAME])) == GOLDEN[stage.NAME]

@@ -85,9 +85,7 @@ def expecting(work: features.Worker, task, upcoming=None):
     return work(task)
 
 
-def test_the_next_shard_is_computed_while_one_is_committed_and_becomes_the_same(
-    card, tasks, monkeypatch
-):
+def test_the_next_shard_is_computed_during_a_commit(card, tasks, monkeypatch):
     work, real = worker(), ShardWriter.commit
 
     def slow(self, *arguments):
@@ -111,9 +109,7 @@ def test_the_next_shard_is_computed_while_one_is_committed_and_becomes_the_same(
 
 
 @pytest.mark.parametrize(("fails", "survives"), [("commit", 1), ("compute", 0)])
-def test_an_error_is_raised_for_the_shard_that_it_is_of(
-    card, tasks, tmp_path, monkeypatch, fails, survives
-):
+def test_an_error_is_raised_for_its_own_shard(card, tasks, tmp_path, monkeypatch, fails, survives):
     work, real, under_way = worker(), ShardWriter.commit, threading.Event()
 
     def commit(self, *arguments):
@@ -137,7 +133,7 @@ def test_an_error_is_raised_for_the_shard_that_it_is_of(
     assert not list(tmp_path.rglob("*.tmp")), "what was begun leaves nothing"
 
 
-def test_a_shard_that_was_begun_and_is_not_asked_for_leaves_nothing(card, tasks, tmp_path):
+def test_an_abandoned_shard_leaves_nothing(card, tasks, tmp_path):
     """Its stream ends at once: an engine would go on with its rows among those of the next."""
     work = worker()
     shard = work._begin(tasks[0], work._rows(tasks[0]))

@@ -37,7 +37,7 @@ def test_rows_keep_their_order_ids_and_tokens(finished_run, cached):
 
 @torch.inference_mode()
 def test_states_predict_exactly_the_tokens_of_greedy_rows(cached, model):
-    """Those of each row alone after the final norm, one before each target-written token."""
+    """States are of each row alone after the final norm, one before each target-written token."""
     for row in cached:
         targets = [at for span in row["spans"] for at in range(span["start"], span["end"])]
         assert row["positions"] == [at - 1 for at in targets]

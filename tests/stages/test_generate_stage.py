@@ -62,7 +62,7 @@ def test_self_talk_writes_both_roles(generated):
     assert longest == len(turns)
 
 
-def test_a_template_that_rewrites_its_history_gives_one_row_per_turn(generated):
+def test_a_history_rewriting_template_gives_a_row_per_turn(generated):
     """A mark stands before the last question alone."""
     forgetful = (
         "{% for m in messages %}{{ '<|' + m['role'] + '|>' }}{{ 'now ' if loop.last }}{{"
@@ -96,7 +96,7 @@ def test_a_split_that_is_all_quarantined_is_refused(make_config, generated, tmp_
 
 
 def test_the_date_of_a_chat_template_is_the_configuration_s(generated, tmp_path, tiny_target):
-    """It is part of the fingerprint where the template asks for it."""
+    """The date is part of the fingerprint where the template asks for it."""
     dated = Path(shutil.copytree(tiny_target, tmp_path / "dated"))
     template = dated / "chat_template.jinja"
     template.write_text("{{ strftime_now('%Y-%m-%d') }} " + template.read_text())

@@ -94,14 +94,14 @@ def test_no_question_opens_conversations_of_two_splits(openings, holdout, limit)
         assert set(found.values()) == {"train", "calibrate", "check"}
 
 
-def test_a_question_of_a_fifth_of_all_rows_leaves_the_counts_exact():
+def test_a_frequent_question_leaves_the_split_counts_exact():
     rows = [conversation(f"s:{i}", "hi" if i % 5 == 0 else None) for i in range(400)]
     assert Counter(splits(rows, 0.1).values()) == {"train": 360, "calibrate": 20, "check": 20}
 
 
 @given(number=st.integers(64, 300), holdout=st.floats(0.01, 0.9))
 def test_in_a_large_set_each_row_s_own_hash_decides(number, holdout):
-    """It is streamed; a set as large as the limit is counted out."""
+    """A large set is streamed; one up to the limit is counted."""
     taken = []
 
     def rows():
@@ -230,7 +230,7 @@ def test_too_few_rows_for_three_splits_are_refused(made, tmp_path):
         ((7, 8, 8), r"seeds\.sources\.$"),
     ],
 )
-def test_advice_on_the_held_out_share_points_to_the_smallest_split(rows, fix):
+def test_held_out_share_advice_points_to_the_smallest_split(rows, fix):
     names = ("train_rows", "calibrate_rows", "check_rows")
     openings = Openings()
     openings.add(conversation("s:0"))
@@ -292,7 +292,7 @@ def test_near_duplicates_are_kept_unless_they_are_to_be_quarantined(made, tmp_pa
 
 
 def test_the_files_of_a_directory_are_named(make_config, tmp_path):
-    """In the terminal, the record and the report."""
+    """The terminal, the record and the report name them."""
     folder = tmp_path / "mine"
     folder.mkdir()
     save_seeds(folder / "a.jsonl", 30)
@@ -313,7 +313,7 @@ def test_the_files_of_a_directory_are_named(make_config, tmp_path):
     assert [row[0] for row in table.rows] == skipped
 
 
-def test_rows_that_hold_a_question_of_the_check_are_left_out(made, tmp_path, monkeypatch):
+def test_rows_with_a_question_of_the_check_are_skipped(made, tmp_path, monkeypatch):
     """A file that finds no others changes nothing; on the Hub the file itself counts."""
     path, questions = save_seeds(tmp_path / "seeds.jsonl"), tmp_path / "bench.jsonl"
     asked = "Compose an engaging travel blog post about Hawaii"

@@ -1,6 +1,4 @@
-"""What of the settings a training depends on: no key that its method never reads, and none that
-says how it is run.
-"""
+"""A training depends on no key that its method never reads, and on none of its execution."""
 
 from __future__ import annotations
 

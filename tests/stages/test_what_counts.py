@@ -1,4 +1,4 @@
-"""What a stage declares of the files in its directory."""
+"""A stage's declarations of the files in its directory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What reaches the disk, and in which order."""
+"""A record of the writes that reach the disk, in order."""
 
 from __future__ import annotations
 

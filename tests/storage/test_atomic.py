@@ -1,4 +1,4 @@
-"""What the disk refuses is told as the user's to mend, whichever library met it."""
+"""Errors of the disk are faults of the environment, whichever library meets them."""
 
 from __future__ import annotations
 
@@ -84,13 +84,13 @@ def write_beyond_the_limit(writer: str, path: Path) -> None:
 
 @pytest.mark.fault
 @pytest.mark.parametrize("writer", WRITERS)
-def test_a_file_size_limit_is_a_full_disk_to_every_library(writer, tmp_path):
+def test_every_library_s_file_size_error_is_a_full_disk(writer, tmp_path):
     ended, said = in_a_fork(write_beyond_the_limit, writer, tmp_path / "file")
     assert ended == 0, said
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
-def test_a_full_disk_is_recognised_without_an_errno_and_as_a_cause(code, tmp_path):
+def test_a_full_disk_is_recognised_by_text_and_cause(code, tmp_path):
     text = f"Error while serializing: I/O error: {os.strerror(code)} (os error {code})"
     behind = RuntimeError("The data set cannot be made.")
     behind.__cause__ = OSError(code, os.strerror(code))
@@ -111,7 +111,7 @@ def test_other_errors_pass_as_they_are(tmp_path):
         assert error.value is other
 
 
-def test_a_record_that_the_disk_does_not_give_back_is_not_absent(tmp_path):
+def test_an_unreadable_record_is_not_absent(tmp_path):
     """Its stage would be made again; the address 0 of a process is what cannot be read without a
     broken disk.
     """
@@ -182,9 +182,7 @@ def test_content_that_does_not_reach_the_disk_is_an_error(
     assert (tmp_path / "file").read_text() == ("old" if fails and not of_a_directory else "new")
 
 
-def test_files_of_a_directory_that_exists_are_replaced_the_last_one_at_the_end(
-    tmp_path, monkeypatch
-):
+def test_files_of_an_existing_directory_are_replaced_in_order(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text("old")
     (tmp_path / "kept").write_text("kept")
     real, moved = os.replace, []
@@ -202,7 +200,7 @@ def test_files_of_a_directory_that_exists_are_replaced_the_last_one_at_the_end(
     }
 
 
-def test_weights_are_as_readable_as_the_umask_allows_and_not_their_owner_s_alone(tmp_path):
+def test_weights_are_as_readable_as_the_umask_allows(tmp_path):
     """safetensors makes its files 0600; a server often runs as somebody else."""
     (tmp_path / "plain").touch()
     with atomic_path(tmp_path / "heads.safetensors") as temporary:

@@ -1,4 +1,4 @@
-"""What a killed driver leaves in a run's directory harms no next one."""
+"""Leftovers of a killed driver in a run's directory do no harm to the next one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ else:
 """
 
 
-def test_an_event_after_a_line_that_was_cut_off_is_whole(tmp_path):
+def test_an_event_after_a_torn_line_is_whole(tmp_path):
     run, log = RunDirectory(tmp_path), tmp_path / "events.jsonl"
     run.event("first")
     log.write_text(log.read_text() + '{"time": 1.0, "ev')

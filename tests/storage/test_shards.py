@@ -33,9 +33,7 @@ def refused(row_id: str, text: str = "") -> RejectedRow:
 @given(
     texts=st.lists(TEXT, max_size=12), bad=st.lists(TEXT, max_size=4), group_size=st.integers(1, 13)
 )
-def test_what_was_written_is_read_back_and_every_row_is_accounted_for(
-    tmp_path_factory, texts, bad, group_size
-):
+def test_rows_are_read_back_and_all_accounted_for(tmp_path_factory, texts, bad, group_size):
     folder = tmp_path_factory.mktemp("shard")
     rows = [row(f"s:{i}", text) for i, text in enumerate(texts)]
     quarantined = [refused(f"q:{i}", text) for i, text in enumerate(bad)]
@@ -59,9 +57,7 @@ def test_what_was_written_is_read_back_and_every_row_is_accounted_for(
         (["a#0", "a#1"], ["b"], ["a", "b"], None),  # a split row counts for its parent
     ],
 )
-def test_a_lost_or_repeated_row_stops_the_commit_and_leaves_no_file(
-    tmp_path, rows, bad, ids_in, says
-):
+def test_a_lost_or_repeated_row_leaves_no_shard(tmp_path, rows, bad, ids_in, says):
     given = [row(i) for i in rows], [refused(i) for i in bad]
     if says is None:
         assert write(tmp_path, *given, ids_in=ids_in)[1].num_rows == len(rows)
@@ -109,7 +105,7 @@ def test_a_truncated_or_foreign_file_has_no_receipt(tmp_path):
     assert read_receipt(path) is None
 
 
-def test_a_note_that_the_disk_does_not_give_back_is_not_absent(tmp_path):
+def test_an_unreadable_note_is_not_absent(tmp_path):
     """Its shard would be called another run's; the address 0 of a process is what no disk gives
     back.
     """
@@ -120,7 +116,7 @@ def test_a_note_that_the_disk_does_not_give_back_is_not_absent(tmp_path):
         read_receipt(path)
 
 
-def test_a_flipped_bit_in_a_page_is_noticed_when_it_is_read(tmp_path):
+def test_a_flipped_bit_is_noticed_on_reading(tmp_path):
     path, _ = write(tmp_path, [row(f"a:{i}", "text " * 40) for i in range(200)])
     with open_shard(path) as shard:
         column = shard.metadata.row_group(0).column(5)

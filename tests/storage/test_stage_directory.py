@@ -54,7 +54,7 @@ def test_only_missing_damaged_foreign_and_outdated_shards_are_pending(pair):
     assert [task.index for task in down.pending(down.tasks(up))] == [2]
 
 
-def test_a_redone_upstream_shard_with_other_content_makes_its_own_dependant_pending_and_no_other(
+def test_a_changed_upstream_shard_makes_only_its_dependant_pending(
     pair,
 ):
     up, down = pair
@@ -65,7 +65,7 @@ def test_a_redone_upstream_shard_with_other_content_makes_its_own_dependant_pend
     assert down.pending(down.tasks(up)) == []
 
 
-def test_a_finished_stage_is_current_until_a_file_or_its_upstream_changes(pair):
+def test_a_stage_is_current_until_files_or_upstream_change(pair):
     up, down = pair
     do(down, up, range(3))
     upstream = {"seeds": up.content}
@@ -77,7 +77,7 @@ def test_a_finished_stage_is_current_until_a_file_or_its_upstream_changes(pair):
     assert "damaged" in down.verify()[0]
 
 
-def test_results_of_other_upstream_content_are_dropped_but_shards_are_kept(pair):
+def test_results_of_other_upstream_are_dropped_except_shards(pair):
     up, down = pair
     down.begin({"seeds": "one"})
     do(down, up, range(3))
@@ -106,7 +106,7 @@ def hold(path, ready, release):
         release.wait(60)
 
 
-def test_a_second_driver_is_told_who_holds_the_lock_and_a_dead_one_holds_nothing(tmp_path):
+def test_a_lock_names_its_holder_and_ends_with_it(tmp_path):
     context = multiprocessing.get_context("spawn")
     ready, release = context.Event(), context.Event()
     holder = context.Process(target=hold, args=(tmp_path, ready, release))
@@ -122,7 +122,7 @@ def test_a_second_driver_is_told_who_holds_the_lock_and_a_dead_one_holds_nothing
         lock.own()
 
 
-def test_a_failed_write_leaves_the_old_file_and_no_temporary_one(tmp_path):
+def test_a_failed_write_leaves_only_the_old_file(tmp_path):
     path = tmp_path / "x.json"
     write_json(path, {"old": True})
     with pytest.raises(RuntimeError), atomic_path(path) as temporary:
@@ -134,7 +134,7 @@ def test_a_failed_write_leaves_the_old_file_and_no_temporary_one(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["x.json"]
 
 
-def test_a_fingerprint_depends_on_content_and_not_on_the_order_of_keys():
+def test_a_fingerprint_ignores_the_order_of_keys():
     assert fingerprint({"a": 1, "b": [1, 2]}) == fingerprint({"b": [1, 2], "a": 1})
     assert len({fingerprint({"a": v}) for v in (1, 2, "1", [1], {"a": 1}, None)}) == 6
     assert ids_digest(["ab", "c"]) != ids_digest(["a", "bc"])
@@ -149,7 +149,7 @@ def test_a_digest_notices_a_file_that_changed_behind_its_path(tmp_path):
     assert FileDigests(cache).of(file) != before
 
 
-def test_a_digest_notices_new_content_of_the_old_size_and_time(tmp_path):
+def test_a_digest_notices_content_of_equal_size_and_time(tmp_path):
     file, cache = tmp_path / "w.bin", tmp_path / "digests.json"
     file.write_bytes(b"one")
     before, times = FileDigests(cache).of(file), file.stat()
@@ -160,7 +160,7 @@ def test_a_digest_notices_new_content_of_the_old_size_and_time(tmp_path):
     assert FileDigests(cache).of(file) != before
 
 
-def test_verify_of_files_that_another_user_keeps_is_an_environment_fault(pair, monkeypatch):
+def test_verify_of_unreadable_files_is_an_environment_fault(pair, monkeypatch):
     def refuse(path):
         raise PermissionError(13, "Permission denied", str(path))
 
@@ -170,7 +170,7 @@ def test_verify_of_files_that_another_user_keeps_is_an_environment_fault(pair, m
 
 
 def test_a_stage_directory_that_is_a_link_is_refused(tmp_path):
-    """As in a run that was copied with its links: writing would change the original."""
+    """A run copied with its links has one: writing would change the original."""
     stage = StageDirectory(tmp_path / "copy", "train", "ab" * 32)
     original = tmp_path / "original"
     original.mkdir()

@@ -10,7 +10,7 @@ from pipeline.storage.shards import ShardTask, read_rows, shard_writer, task_row
 from tests.storage.rows import seed_row, write_shard
 
 
-def test_a_part_of_the_rows_is_done_and_killers_are_quarantined(tmp_path):
+def test_tasks_take_a_row_range_and_quarantine_crashing_rows(tmp_path):
     source, shard, quarantine = (str(tmp_path / name) for name in ("a/up", "down", "down.jsonl"))
     write_shard(tmp_path / "a" / "up", [seed_row(name) for name in "abcd"])
     task = ShardTask(0, source, "", shard, quarantine, "f")

@@ -12,7 +12,7 @@ from pipeline.storage.receipts import Receipt, StageTotals
 
 
 def totals(rows: int, **reasons: int) -> StageTotals:
-    """Of one shard; `reasons` by the name of the reason."""
+    """The totals of one shard; `reasons` by the name of the reason."""
     counted = {str(Reason[name]): number for name, number in reasons.items()}
     return StageTotals([Receipt(0, "f", "", rows, sum(reasons.values()), "", "", counted)])
 
@@ -32,7 +32,7 @@ def test_repeated_rows_are_neither_refused_nor_among_the_rows_judged(repeated):
     assert refuses(found, 0.39, final=True) and not refuses(found, 0.4, final=True)
 
 
-def test_before_the_end_a_hundred_rows_are_judged_and_no_fewer():
+def test_fewer_than_a_hundred_rows_are_judged_at_the_end():
     assert refuses(totals(20, EMPTY=80), 0.5, final=False)
     assert not refuses(totals(20, EMPTY=79, DUPLICATE=900), 0.5, final=False)
     assert refuses(totals(20, EMPTY=79), 0.5, final=True)

@@ -120,7 +120,7 @@ def test_a_merged_weight_is_the_exact_sum_rounded_once(random_target, adapter, q
         assert (weight == expected).float().mean() > 0.999, name
 
 
-def test_a_tied_lm_head_is_adapted_and_the_embedding_is_not(tied_target, tmp_path):
+def test_a_tied_lm_head_is_adapted_without_the_embedding(tied_target, tmp_path):
     adapter = save_adapter(tied_target.model, tmp_path / "adapter")
     expected = logits_with_adapter_on(tied_target.model, adapter, IDS_BT)
     model = load_tuned(tied_target, adapter)

@@ -73,7 +73,7 @@ def test_a_sampled_text_does_not_depend_on_its_batch(engine, sampled, texts):
         assert run(engine, [request]) == {request.id: texts[request.id]}
 
 
-def test_a_stop_token_ends_a_text_and_is_its_last_id(texts):
+def test_a_stop_token_is_a_text_s_last_id(texts):
     assert {completion.finished for completion in texts.values()} == {"stop", "length"}
     for completion in texts.values():
         stops = [token in EOS for token in completion.token_ids]
@@ -99,7 +99,7 @@ def test_texts_end_at_stop_tokens_limits_and_the_context(counting, counting_targ
     assert len(run(short, [Request("short", [7] * 15, 50)])["short"].token_ids) == 5
 
 
-def test_a_prompt_without_room_or_a_running_id_is_an_error(counting):
+def test_prompts_without_room_and_running_ids_are_errors(counting):
     counting.add(Request("a", [1], 2))
     for id, ids in (("empty", []), ("long", [1] * CONTEXT), ("a", [1])):
         with pytest.raises(ValueError, match=id):

@@ -124,7 +124,7 @@ def test_packed_conversations_do_not_see_each_other(target, sequences, batch, re
     assert all(gradient.abs().sum() > 0 for gradient in ours)
 
 
-def test_a_model_in_which_packed_conversations_see_each_other_is_refused():
+def test_a_model_that_mixes_packed_conversations_is_refused():
     """OPT has learned positions and looks for no sequence's beginning in them."""
     sizes = {"vocab_size": 40, "hidden_size": 32, "ffn_dim": 32, "word_embed_proj_dim": 32}
     torch.manual_seed(0)
@@ -153,7 +153,7 @@ def test_recomputation_runs_layers_twice_with_the_same_dropout(target, batch):
     torch.testing.assert_close(plain, recomputed)
 
 
-def test_a_target_that_does_not_fit_names_the_settings_that_help(target, monkeypatch):
+def test_out_of_memory_errors_name_settings_that_help(target, monkeypatch):
     def full(*_, **__):
         raise torch.cuda.OutOfMemoryError("CUDA out of memory")
 

@@ -1,4 +1,4 @@
-"""How a training of heads and backbone ends: interrupted, on two workers, in micro-batches."""
+"""A training of heads and backbone, interrupted, on two workers, and in micro-batches."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_micro_batches_change_the_curve_by_rounding_alone(make_tuning):
 
 @pytest.mark.slow
 def test_two_workers_follow_the_curve_of_one_through_both_stages(make_tuning, tmp_path):
-    """In most steps the second worker has one sequence more."""
+    """The second worker has one sequence more in most steps."""
     settings = {"recipe": "two-stage", "lora_dropout": 0.3, "epochs": 2, "batch_sequences": 3}
     alone, together = make_tuning("alone", **settings), make_tuning("together", **settings)
     train(alone)

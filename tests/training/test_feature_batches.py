@@ -1,4 +1,4 @@
-"""Which positions each step reads, and how they are loaded ahead of it."""
+"""The positions that each step reads, and their loading ahead of it."""
 
 from __future__ import annotations
 

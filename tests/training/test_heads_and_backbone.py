@@ -140,7 +140,7 @@ def test_the_saved_adapter_and_heads_have_the_reported_figures(make_tuning):
     assert result.held_out[0]["top1"] == pytest.approx(hits / labels)
 
 
-def test_tied_heads_keep_the_lm_head_and_the_adapter_adapts_it(make_tuning):
+def test_tied_heads_keep_the_lm_head_beside_its_adapter(make_tuning):
     spec = make_tuning(lm_head="tied", epochs=2)
     train(spec)
     heads = read_trained_heads(spec.heads_path)
@@ -207,7 +207,7 @@ def test_two_stages_are_medusa1_and_then_both_together(make_tuning, monkeypatch)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_half_precision_target_trains_an_fp32_adapter_from_no_drift(make_tuning, precision):
+def test_a_half_precision_target_trains_an_fp32_adapter(make_tuning, precision):
     spec = make_tuning(precision=precision, lora_dropout=0.0)
     spec = replace(spec, target=replace(spec.target, dtype="bfloat16"))
     result = train(spec)
@@ -218,7 +218,7 @@ def test_a_half_precision_target_trains_an_fp32_adapter_from_no_drift(make_tunin
     assert {tensor.dtype for tensor in tensors} == {torch.float32}
 
 
-def test_without_text_to_learn_or_to_hold_out_nothing_is_trained(make_tuning, monkeypatch):
+def test_training_needs_text_to_learn_and_to_hold_out(make_tuning, monkeypatch):
     spec = make_tuning(epochs=1)
     with pytest.raises(DataError, match=r"train\.roles"):
         train(replace(spec, texts=()))

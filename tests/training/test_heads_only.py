@@ -187,7 +187,7 @@ def relative(noise_ND: torch.Tensor, states_ND: torch.Tensor) -> torch.Tensor:
     return noise_ND / states_ND.square().mean(1, keepdim=True).sqrt()
 
 
-def test_noise_is_uniform_up_to_a_share_of_each_states_rms():
+def test_noise_is_uniform_within_a_share_of_the_rms():
     share = relative(noisy(NOISED, 0.3, (1, 2)) - NOISED, NOISED)
     assert 0.295 < share.abs().max() <= 0.3001
     assert share.mean().abs() < 0.01 and share.std() == pytest.approx(0.6 / 12**0.5, rel=0.02)

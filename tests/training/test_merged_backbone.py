@@ -25,7 +25,7 @@ IDS_BT = torch.arange(24).view(2, 12)
 
 @pytest.fixture
 def backbone(tiny_target, tmp_path) -> Path:
-    """Where the backbone is to be, in a train stage's directory as the trainer leaves it."""
+    """The path for the backbone in a train stage's directory, as the trainer leaves it."""
     save_adapter(tiny_target, tmp_path / "train" / "adapter")
     return tmp_path / "train" / "backbone"
 

@@ -42,7 +42,7 @@ def optimizer_of(module: nn.Module, train: TrainConfig) -> torch.optim.Optimizer
     return make_optimizer({"heads": module}, {"heads": train.lr}, train)
 
 
-def test_eight_bit_moments_follow_adamw_in_a_quarter_of_the_memory():
+def test_eight_bit_moments_follow_adamw_in_a_quarter_memory():
     exact, small = Stacks(), Stacks()
     start = exact.lm_head.detach().clone()
     sizes = []
@@ -101,6 +101,6 @@ def test_cosine_with_warmup_is_that_of_transformers(total: int, warmup: int):
     [("sine", [0, 1 / 2, 3**0.5 / 2, 1]), ("linear", [0, 1 / 3, 2 / 3, 1]), ("constant", [1] * 4)],
 )
 def test_the_heads_weight_follows_its_schedule(schedule, shares):
-    """Of a quarter sine: half its height at T/3, half the root of 3 at 2T/3."""
+    """A quarter sine has half its height at T/3, and half the root of 3 at 2T/3."""
     found = [heads_weight(step, 300, 0.01, schedule) for step in (0, 100, 200, 300)]
     assert found == pytest.approx([0.01 * share for share in shares])

@@ -1,6 +1,4 @@
-"""What happens before the workers of a training start, and how their errors come out;
-tests/test_flow_ray.py trains.
-"""
+"""Start of a training's workers, and their errors; tests/test_flow_ray.py trains."""
 
 from __future__ import annotations
 

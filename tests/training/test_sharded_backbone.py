@@ -34,7 +34,7 @@ def layered(tmp_path_factory) -> TargetSpec:
 
 @pytest.fixture
 def make(make_tuning, layered):
-    """In most steps, and of the held-out text, this worker has one sequence, and the other two."""
+    """A maker of trainings; in most steps and held out, this worker has one of three sequences."""
     usual = {"lora_dropout": 0.3, "epochs": 2, "sequence_length": 40, "batch_sequences": 3}
     usual["max_grad_norm"] = 0.5
     return lambda name, **settings: replace(

@@ -1,4 +1,4 @@
-"""How a training ends: interrupted, killed, on two workers, a second time; its best state."""
+"""A training, interrupted, killed, on two workers, and a second time; its best state."""
 
 from __future__ import annotations
 
