@@ -97,7 +97,7 @@ def run_flow(
             context.resolved = resolved.on(context.machine())
             check_placements(context.resolved)
             for name, stage in STAGES.items():
-                # `medusa-distill push` links its stage also where the run does not ask for it.
+                # A push by command stays linked, although this run does not ask for it.
                 if stage is not push.STAGE and stage.skipped(config) is not None:
                     run.unlink_latest(name)
             run.event("run-started", stages=wanted, executor=executor)
@@ -106,6 +106,23 @@ def run_flow(
             context.close()
         run.event("run-finished")
     return run
+
+
+def check_memory(resolved: ResolvedRun) -> None:
+    """Raise EnvironmentFault for a run of which a stage cannot fit into memory.
+
+    The positions to train on are counted only where the largest batches would not fit.
+    """
+    target = target_sizes(resolved) if resolved.open_stages else None
+    if target is None:
+        return
+    memory = memory_of_stages(resolved, target)
+    if not all(stage.fits() for stage in memory):
+        place = resolved.config.run
+        statuses = statuses_of(RunDirectory(place.directory, place.store), resolved.config)
+        size = run_size(resolved, statuses["seeds"].finished, statuses["generate"].finished)
+        memory = memory_of_stages(resolved, target, size.positions)
+    require_memory(resolved, memory)
 
 
 def advance_all(context: Context, wanted: Sequence[str], fresh: str | None) -> None:
@@ -127,7 +144,8 @@ def advance_all(context: Context, wanted: Sequence[str], fresh: str | None) -> N
             discarded.add(shard)
             owners[0].discard([shard])
             _print_damage(context, owners[0], [shard])
-            position, fresh = wanted.index(owners[0].stage), None
+            position = wanted.index(owners[0].stage)
+            fresh = None  # what was thrown away once is not thrown away again
 
 
 def advance(context: Context, stage: Stage, *, fresh: bool = False) -> StageDirectory:
@@ -137,7 +155,8 @@ def advance(context: Context, stage: Stage, *, fresh: bool = False) -> StageDire
     context.run.link_latest(directory)
     upstream = stage.contents(context)
     if fresh or not directory.is_whole(upstream):
-        _print_damage(context, directory, directory.begin(upstream, fresh=fresh))
+        damaged = directory.begin(upstream, fresh=fresh)
+        _print_damage(context, directory, damaged)
         context.run.event("stage-started", stage=stage.name, fingerprint=directory.fingerprint)
         started = time.monotonic()
         summary = stage.run(context, directory)
@@ -203,19 +222,19 @@ def _print_damage(context: Context, stage: StageDirectory, damaged: Sequence[Pat
 
 
 def push_run(
-    path: Path, *, dry_run: bool = False, console: Console | None = None, **wanted: Any
+    path: Path, *, dry_run: bool = False, console: Console | None = None, **settings: Any
 ) -> Summary:
     """Push a finished run's export, as the push stage would; `dry_run` only prints what would go.
 
     Args:
-        wanted: Settings of `push` in the place of the run's; None and False keep the run's.
+        settings: Keys of `push` in the place of the run's; None and False keep the run's.
 
     Raises:
         CheckFailed: The check failed, or was of other heads.
         ConfigError: There is no export, or no repository is named.
     """
     run, config = RunDirectory.open(path)
-    chosen = {key: value for key, value in wanted.items() if value}
+    chosen = {key: value for key, value in settings.items() if value}
     config = config.model_copy(update={"push": config.push.model_copy(update=chosen)})
     console = console or Console()
     if not config.push.asks_for_something:
@@ -254,23 +273,6 @@ def _finished(run: RunDirectory, config: Config, console: Console) -> Context:
     made_by = check.configuration(checked, config)
     resolved = resolve_run(made_by, [push.STAGE.name])
     return Context(resolved, run, console, "inline", upstream=found)
-
-
-def check_memory(resolved: ResolvedRun) -> None:
-    """Raise EnvironmentFault for a run of which a stage cannot fit into memory.
-
-    The positions to train on are counted only where the largest batches would not fit.
-    """
-    target = target_sizes(resolved) if resolved.open_stages else None
-    if target is None:
-        return
-    memory = memory_of_stages(resolved, target)
-    if not all(stage.fits() for stage in memory):
-        place = resolved.config.run
-        statuses = statuses_of(RunDirectory(place.directory, place.store), resolved.config)
-        size = run_size(resolved, statuses["seeds"].finished, statuses["generate"].finished)
-        memory = memory_of_stages(resolved, target, size.positions)
-    require_memory(resolved, memory)
 
 
 def statuses_of(run: RunDirectory, config: Config) -> dict[str, StageStatus]:

@@ -26,8 +26,7 @@ def compare(
         list[Path], typer.Argument(help="Two or more run directories.", metavar="RUN_DIR...")
     ],
 ) -> None:
-    """Put runs side by side: the settings in which they differ, rates with errors, speed, size of
-    heads, training time.
+    """Compare runs: differing settings, rates with errors, speed, training time.
 
     Unfinished runs are shown as far as they are. Runs that were checked on other questions or
     machines are named.

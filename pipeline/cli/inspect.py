@@ -1,4 +1,4 @@
-"""`medusa-distill inspect`: a row as a person reads it."""
+"""`medusa-distill inspect`: print one row in readable form."""
 
 from __future__ import annotations
 

@@ -328,7 +328,7 @@ def _words(key: Iterable[str]) -> set[str]:
 
 
 def _leaves(model: type[BaseModel], parents: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Every key as the names that lead to it."""
+    """Yield the path of every leaf setting as a tuple of names."""
     for name, field in model.model_fields.items():
         inner = _model_in(field.annotation)
         if inner is None:

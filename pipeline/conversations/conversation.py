@@ -167,9 +167,7 @@ def utf8_text(text: str, what: str) -> str:
 
 
 def encodable(text: str) -> str:
-    """The text made valid UTF-8, for records: a lone surrogate as its escape, undecodable bytes as
-    U+FFFD.
-    """
+    """Make text valid UTF-8: escape lone surrogates, replace undecodable bytes."""
     return text.encode("utf-8", "backslashreplace").decode().replace(UNDECODABLE_MARK, "\ufffd")
 
 

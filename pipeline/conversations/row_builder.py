@@ -52,9 +52,7 @@ class RowBuilder:
         return self.finish[-1] == "stop"
 
     def asked(self, template: ChatTemplate, asked: Sequence[Message], turn: int = 0) -> RowBuilder:
-        """Append the next question; where the template rewrites history, begin a new row at this
-        `turn`.
-        """
+        """Append the next question; start a new row if the template rewrites history."""
         messages = (*self.messages, *asked)
         if template.rewrites_history(self.messages, asked):
             return RowBuilder.opening(template, messages, turn)

@@ -214,6 +214,6 @@ def _rounded_up(num_slots: int) -> int:
 
 
 def _rows_after(length_B: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Places [B, 1] and slots [B, N] of the rows after sequences of these lengths."""
+    """Batch indices [B, 1] and cache slots [B, N] of the rows after each sequence."""
     places_B1 = torch.arange(len(length_B), device=length_B.device)[:, None]
     return places_B1, length_B[:, None] + torch.arange(num_rows, device=length_B.device)

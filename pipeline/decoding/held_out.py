@@ -100,7 +100,7 @@ class HeldOutRanks:
         return self.ranks_KN.shape[1]
 
     def halves(self) -> tuple[HeldOutRanks, HeldOutRanks]:
-        """Every other conversation: each half judges the trees that were searched on the other.
+        """Split conversations alternately into two halves, to cross-validate a search.
 
         Not every other span: where each conversation has two, one half would hold first answers
         only.

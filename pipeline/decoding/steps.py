@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class Forward:
-    """A model's forward that also returns what its lm_head reads; see `reading`."""
+    """The model's forward: the states that its lm_head reads, and the logits."""
 
     def __init__(self, model: PreTrainedModel, attention: GroupedRows, seen: list[Tensor]):
         self._model = model

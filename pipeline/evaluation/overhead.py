@@ -132,9 +132,7 @@ def overheads(
 
 
 def step_seconds(decoder: Decoder, prompt_ids: Sequence[int]) -> list[float]:
-    """The seconds of each of the first steps after a prompt's prefill; fewer where there is no
-    room.
-    """
+    """Time the first decoding steps after prefill; fewer if the context is full."""
     steps = decoder.stream(prompt_ids, 1 + NUM_STEPS * (decoder.tree.max_depth + 1))
     next(steps)  # the prefill
     times = [perf_counter()]

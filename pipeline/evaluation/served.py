@@ -152,7 +152,7 @@ def with_expectations(
 
 @dataclass(frozen=True)
 class LoadStudy:
-    """The rows of the study of load, and in a sentence at which loads the heads pay."""
+    """Rows of the load study, and a sentence on the loads at which heads are faster."""
 
     rows: list[LoadRow]
     under_load: str

@@ -139,7 +139,7 @@ def find_crashing_rows(
             "If memory runs out, use smaller batches or shards. What was committed is kept; run it"
             " again.",
         )
-    return {**died.task.poison, **crashing}
+    return {**died.task.crashing, **crashing}
 
 
 def _trial(task: ShardTask, start: int, stop: int, num_rows: int, scratch: Path) -> ShardTask:

@@ -322,7 +322,7 @@ def _without_paths(value: Any, key: str = "") -> Any:
 
 
 def _trained_with(report: Report, config: Config) -> Facts:
-    """The settings of `train` with the chosen values in the place of `auto`."""
+    """The `train` settings with `auto` replaced by the chosen values."""
     train = config.train.model_dump(mode="json")
     chosen = {}
     if report.train:

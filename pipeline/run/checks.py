@@ -325,7 +325,7 @@ def check_packages(run: ResolvedRun) -> None:
 
 
 def _packages(run: ResolvedRun) -> Iterator[tuple[str, Package]]:
-    """Each stage with a package that it needs."""
+    """Yield (stage, package) for every package that the run needs."""
     config, install = run.config, "Install it with the right lock (`make install`), or set"
     if config.generate.engine == "vllm" and config.generate.mode != "passthrough":
         fix = f"{install} generate.engine to transformers."

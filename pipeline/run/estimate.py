@@ -181,7 +181,7 @@ class StageMemory:
         return self.weights + trained + self.activations + self.cache
 
     def fits(self, tolerance: float = TOLERANCE) -> bool:
-        """Whether it fits on a device that is larger by the tolerance."""
+        """Whether the stage fits in device memory, within the tolerance."""
         if self.device_bytes is None:
             return True
         return self.total * self.sharing <= (1 + tolerance) * self.device_bytes
@@ -242,7 +242,7 @@ def _decoding(
 
 @dataclass(frozen=True)
 class HeadsSizes:
-    """A set of heads in numbers, not bytes."""
+    """Element counts of a set of heads."""
 
     weights: int
     trained: int

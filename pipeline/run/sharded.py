@@ -199,13 +199,13 @@ class Failures:
         self._crashing[index] = found
 
     def left_over(self, tasks: Iterable[ShardTask], killers: Iterable[Outcome]) -> list[ShardTask]:
-        """The tasks that are still to do, without the rows that end their worker.
+        """Return the remaining tasks, without crashing rows.
 
         Raises:
             EnvironmentFault: Workers commit shards that cannot be seen from here.
         """
         searched = {killer.task.index for killer in killers}
-        left = [replace(task, poison=self._crashing.get(task.index, {})) for task in tasks]
+        left = [replace(task, crashing=self._crashing.get(task.index, {})) for task in tasks]
         unseen = [task.index for task in left if task.index not in searched]
         self._times.update(unseen)
         if any(self._times[index] >= self.limit for index in unseen):

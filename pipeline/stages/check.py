@@ -54,7 +54,7 @@ LIMITS = {"min_acceleration_rate", "require_learning", "max_tie_share"}  # see `
 
 
 def upstream(config: Config) -> tuple[str, ...]:
-    """The prompts' rows, the export, and training's figures on held-out text."""
+    """Names of the stages that the check reads."""
     return ("generate", "export", "train")
 
 

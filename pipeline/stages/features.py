@@ -158,7 +158,7 @@ class ShardUnderWay(contextlib.AbstractContextManager["ShardUnderWay"]):
     def commit(self, started: float) -> Future[Receipt]:
         """Commit the shard once all is written; `started` is when its worker began."""
         tokens = sum(len(row.input_ids) for row in self._rows)
-        ids_in = [*self.task.poison, *(row.id for row in self._rows)]
+        ids_in = [*self.task.crashing, *(row.id for row in self._rows)]
         return self._writer.commit(NAME, ids_in, {"tokens": float(tokens)}, started)
 
     def close(self) -> None:

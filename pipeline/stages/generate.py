@@ -146,7 +146,7 @@ class Worker:
                     continue
                 rows += [stored_row(row, seed.split) for row in generated]
             writer.write(rows)
-            ids_in = [*task.poison, *(seed.id for seed in seeds)]
+            ids_in = [*task.crashing, *(seed.id for seed in seeds)]
             counts = counts_of(rows) | _counts_of_seeds(group.dialogues)
             return writer.commit(NAME, ids_in, counts, time.monotonic() - started)
 

@@ -46,7 +46,7 @@ class ShardTask:
     shard: str
     quarantine: str
     fingerprint: str
-    poison: dict[str, str] = field(default_factory=dict)  # ids of rows that kill workers, and how
+    crashing: dict[str, str] = field(default_factory=dict)  # ids of rows that kill workers, and how
     rows: tuple[int, int] | None = None  # only rows [start, stop), in a search for such rows
     share: float = 1.0  # of all rows, and so of the time that the shard may take
 
@@ -61,7 +61,7 @@ def task_rows(task: ShardTask, columns: Sequence[str] | None = None) -> list[Row
     rows = list(read_rows(task.source, columns))
     if task.rows is not None:
         rows = rows[slice(*task.rows)]
-    return [row for row in rows if row["id"] not in task.poison]
+    return [row for row in rows if row["id"] not in task.crashing]
 
 
 @contextlib.contextmanager
@@ -69,7 +69,7 @@ def shard_writer(task: ShardTask, schema: pa.Schema, **more: Any) -> Iterator[Sh
     """Context manager: a writer of a task's shard, with the rows that kill their worker already
     quarantined.
 
-    `commit` it with the ids of `task_rows` and of `task.poison`.
+    `commit` it with the ids of `task_rows` and of `task.crashing`.
     """
     with ShardWriter(
         task.shard,
@@ -80,9 +80,9 @@ def shard_writer(task: ShardTask, schema: pa.Schema, **more: Any) -> Iterator[Sh
         upstream=task.upstream,
         **more,
     ) as writer:
-        if task.poison:
+        if task.crashing:
             for row in read_rows(task.source):
-                how = task.poison.get(row["id"])
+                how = task.crashing.get(row["id"])
                 if how is not None:
                     writer.reject(RejectedRow(row["id"], Reason.KILLED_WORKER, how, row))
         yield writer

@@ -20,7 +20,7 @@ Report = Callable[[int, int], None]
 
 
 def silent(conversations: int, tokens: int) -> None:
-    """Report nothing."""
+    """Report no progress of a dialogue pool."""
 
 
 @dataclass

@@ -353,6 +353,8 @@ def _why_not_verifiable(config: PretrainedConfig) -> str | None:
     if config.is_encoder_decoder:
         return "it is an encoder-decoder"
     causal = ("CausalLM", "LMHeadModel")
+    if not isinstance(config.architectures, list | None):
+        return f"its architectures are {config.architectures!r}, no list of names"
     architectures = [*(config.architectures or []), *(getattr(config, "auto_map", None) or {})]
     if config.architectures and not any(
         word in str(name) for name in architectures for word in causal

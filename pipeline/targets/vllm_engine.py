@@ -176,7 +176,7 @@ class VLLMFeatureEngine:
 
 
 def token_prompt(ids: Sequence[int]) -> Any:
-    """A prompt as vLLM's engine takes it."""
+    """Token ids in vLLM's prompt format."""
     return {"type": "token", "prompt_token_ids": list(ids)}
 
 

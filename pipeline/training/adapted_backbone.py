@@ -1,4 +1,4 @@
-"""The backbone that trains: the target with LoRA; its sharding, its adapter on disk, its merging.
+"""The trainable backbone: the target with LoRA, sharded, saved and merged.
 
 The original is the same weights with the adapter off. The lm_head never runs as a layer, because
 the losses compute its logits in chunks (`pipeline.training.backbone_losses`).

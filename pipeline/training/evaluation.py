@@ -165,7 +165,7 @@ class _HeldOutRows:
             progress.advance(tokens=len(row.learnable))
 
     def joined(self) -> npt.NDArray[Any]:
-        """All measured values, [K, N]; K is the depth of the tree that measured."""
+        """All measured values as one array [K, N]; K is the depth of the tree that measured."""
         if not self.measured:
             return np.empty((self.heads.shape.max_depth, 0), np.uint8)
         return torch.cat([each.cpu() for each in self.measured], 1).numpy()

@@ -36,13 +36,18 @@ def search(tmp_path_factory):
     """Makes an upstream shard of n rows, on which a worker died, and searches it."""
 
     def find(
-        number: int, executor: Graveyard, max_deaths: int = 2, poison: dict[str, str] | None = None
+        number: int,
+        executor: Graveyard,
+        max_deaths: int = 2,
+        crashing: dict[str, str] | None = None,
     ) -> set[str]:
         root = tmp_path_factory.mktemp("isolation")
         write_shard(root / "in" / "0", [seed_row(str(row)) for row in range(number)])
         stage = StageDirectory(root, "generate", "a" * 64)
         source, shard = str(root / "in" / "0"), str(stage.shard_path(0))
-        died = Outcome(ShardTask(0, source, "", shard, "", "f", poison or {}), death="Killed.\nIt.")
+        died = Outcome(
+            ShardTask(0, source, "", shard, "", "f", crashing or {}), death="Killed.\nIt."
+        )
         found = find_crashing_rows(executor.map, died, stage, max_deaths)
         assert not (stage.path / "isolation").exists()
         return set(found)
@@ -80,4 +85,4 @@ def test_a_row_whose_worker_died_by_chance_is_kept(search):
 
 
 def test_what_was_found_before_stays_found(search):
-    assert search(4, Graveyard(lambda rows: 2 in rows), poison={"0": "before"}) == {"0", "2"}
+    assert search(4, Graveyard(lambda rows: 2 in rows), crashing={"0": "before"}) == {"0", "2"}

@@ -88,22 +88,22 @@ def rows_of(stage) -> list[dict]:
 
 
 def test_a_deadly_row_alone_is_quarantined(ray_cluster, before, make_config, tmp_path, monkeypatch):
-    poison = [row["id"] for row in rows_of(before) if row["split"] == "train"][-3]
-    (tmp_path / "poison.txt").write_text(poison)
+    crashing = [row["id"] for row in rows_of(before) if row["split"] == "train"][-3]
+    (tmp_path / "crashing.txt").write_text(crashing)
     monkeypatch.setattr(generate, "Worker", Poisoned)
     config = make_config(tmp_path, limits__max_consecutive_failures=DEATHS)
     run = generated(config)
     stage = latest(run, "generate")
     (refused,) = [row for row in quarantined(stage) if row not in quarantined(before)]
-    assert (refused["id"], refused["row"]["id"]) == (poison, poison)
+    assert (refused["id"], refused["row"]["id"]) == (crashing, crashing)
     assert refused["reason"] == "killed-worker" and f"{DEATHS} times" in refused["detail"]
-    assert rows_of(stage) == [row for row in rows_of(before) if row["id"] != poison]
+    assert rows_of(stage) == [row for row in rows_of(before) if row["id"] != crashing]
     deaths = [event["shard"] for event in deaths_in(run, "generate")]
     assert len(deaths) == DEATHS and len(set(deaths)) == 1
     assert not (stage.path / "isolation").exists()
     monkeypatch.undo()
     run_again(config, until="features")
-    assert poison not in {row["id"] for row in rows_of(latest(run, "features"))}
+    assert crashing not in {row["id"] for row in rows_of(latest(run, "features"))}
     assert stage.verify() == latest(run, "features").verify() == []
 
 

@@ -91,7 +91,7 @@ class Copying(Stand):
             writer.write([row for row in rows if row["parent_id"] in ids])
             made = read_receipt(finished / "shards" / f"{task.index:05d}.parquet")
             assert made is not None
-            return writer.commit("generate", [*task.poison, *ids], made.stats, 0.1)
+            return writer.commit("generate", [*task.crashing, *ids], made.stats, 0.1)
 
 
 class KilledOnce(Stand):
@@ -126,10 +126,10 @@ class LosesItsNode(Copying):
 
 
 class Poisoned(Copying):
-    """A row ends its process wherever it is; its id is in `poison.txt` beside the run."""
+    """A row ends its process wherever it is; its id is in `crashing.txt` beside the run."""
 
     def before(self, task: ShardTask) -> None:
-        if diary_of(task, "poison").read_text() in {row["id"] for row in task_rows(task, ["id"])}:
+        if diary_of(task, "crashing").read_text() in {row["id"] for row in task_rows(task, ["id"])}:
             die()
 
 

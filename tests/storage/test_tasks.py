@@ -15,7 +15,7 @@ def test_tasks_take_a_row_range_and_quarantine_crashing_rows(tmp_path):
     write_shard(tmp_path / "a" / "up", [seed_row(name) for name in "abcd"])
     task = ShardTask(0, source, "", shard, quarantine, "f")
     assert [row["id"] for row in task_rows(task)] == ["a", "b", "c", "d"]
-    task = replace(task, poison={"b": "signal 9"})
+    task = replace(task, crashing={"b": "signal 9"})
     assert [row["id"] for row in task_rows(replace(task, rows=(1, 3)))] == ["c"]
     with shard_writer(task, SEEDS) as writer:
         writer.write(task_rows(task))
