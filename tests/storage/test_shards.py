@@ -105,6 +105,15 @@ def test_a_truncated_or_foreign_file_has_no_receipt(tmp_path):
     assert read_receipt(path) is None
 
 
+def test_the_note_of_another_writer_s_file_does_not_count(tmp_path):
+    """The shard's own writer was killed right after the rename."""
+    path, _ = write(tmp_path, [row("s:0")])
+    before = note_path(path).read_text()
+    write(tmp_path, [row("s:1")])
+    note_path(path).write_text(before)
+    assert read_receipt(path).note is None
+
+
 def test_an_unreadable_note_is_not_absent(tmp_path):
     """Its shard would be called another run's; the address 0 of a process is what no disk gives
     back.
