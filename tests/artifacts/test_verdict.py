@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 import pytest
@@ -46,6 +47,7 @@ def limits(least: float = 1.0, **more) -> Limits:
         ({"native": native(2.0)}, 1.0, []),
         ({"native": native(1.0)}, 1.0, []),
         ({"native": native(1.9)}, 2.0, ["native: .*1.90 is below check.min_acceleration_rate"]),
+        ({"native": native(math.nan)}, 1.0, ["native: acceleration rate nan is below"]),
         ({"native": native(2.0, 6, 2)}, 1.0, []),
         ({"native": native(2.0, 5, 3)}, 1.0, ["native: 3 of 8 .* differ at ties"]),
         ({"native": native(2.0, 1, 1, 2)}, 1.0, []),

@@ -65,3 +65,51 @@ def test_a_target_is_known_by_its_content_wherever_it_lies(
     settings = copied / "generation_config.json"
     settings.write_text(settings.read_text() + "\n")
     assert context_of(before).target_identity != context_of(after).target_identity
+
+
+def test_seeds_are_known_by_their_content_wherever_they_lie(
+    make_config, tmp_path, context_of, tiny_seeds
+):
+    moved = {"seeds__sources": [{"path": shutil.copy(tiny_seeds, tmp_path)}]}
+    before, after = context_of(make_config(tmp_path)), context_of(make_config(tmp_path, **moved))
+    assert STAGES["seeds"].locate(before).fingerprint == STAGES["seeds"].locate(after).fingerprint
+
+
+OTHER = {
+    "seeds": {
+        "seeds": {"holdout": 0.3, "tools": "cut", "max_characters": 999},
+        "generate": {"mode": "self-talk", "rounds": 3},
+    },
+    "generate": {
+        "generate": {"temperature": 0.9, "holdout_temperature": 0.9, "top_p": 0.9, "rounds": 3},
+        "seeds": {"special_tokens": "keep"},
+        "run": {"seed": 7},
+    },
+    "features": {"features": {"engine": "vllm", "precision": "int8", "codec": "zstd"}},
+    "train": {"run": {"seed": 7}},
+    "calibrate": {
+        "calibrate": {"tree": "dynamic", "nodes": 4, "depth": 2, "top": 5, "draft_tokens": 2}
+    },
+    "export": {"export": {"dtype": "bfloat16", "formats": ["shared"]}},
+    "check": {"check": {"max_new_tokens": 9, "prompts": 9, "acceptance": "typical"}},
+}
+SAME = {
+    "features": {"features": {"tokens_per_batch": 99}, "placement": {"features": {"workers": 3}}},
+    "check": {"check": {"min_acceleration_rate": 9.0, "max_tie_share": 0.9}},
+}
+NAMES = [
+    (stage, f"{section}__{key}", value, kept)
+    for kept, table in ((False, OTHER), (True, SAME))
+    for stage, sections in table.items()
+    for section, keys in sections.items()
+    for key, value in keys.items()
+]
+
+
+@pytest.mark.parametrize(("stage", "key", "value", "kept"), NAMES)
+def test_a_stage_is_named_by_the_settings_that_shape_it(
+    make_config, tmp_path, context_of, stage, key, value, kept
+):
+    configs = make_config(tmp_path), make_config(tmp_path, **{key: value})
+    before, after = (STAGES[stage].locate(context_of(config)).fingerprint for config in configs)
+    assert (before == after) == kept

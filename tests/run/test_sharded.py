@@ -6,6 +6,7 @@ import io
 import json
 import re
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -158,6 +159,21 @@ def test_a_shard_that_fails_too_often_ends_the_stage(go, tmp_path):
     assert len(failed) == 3 and "Traceback" in failed[0]
     CALLS.clear()
     assert go()["rows"] == 30 and CALLS == {1: 1}
+
+
+def test_shards_that_are_not_seen_from_here_end_the_stage(go, monkeypatch):
+    """Their workers wrote to the disk of another node."""
+    make = Copier.__call__
+
+    def elsewhere(self, task):
+        receipt = make(self, task)
+        Path(task.shard).unlink()
+        return receipt
+
+    monkeypatch.setattr(Copier, "__call__", elsewhere)
+    with pytest.raises(EnvironmentFault, match=r"not to be seen here, \[0, 1, 2\] among them"):
+        go()
+    assert CALLS == {0: 3, 1: 3, 2: 3}
 
 
 def test_an_error_for_the_user_ends_the_stage_at_once(go):

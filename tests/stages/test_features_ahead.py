@@ -13,7 +13,7 @@ from pipeline.artifacts.generated_rows import GENERATED
 from pipeline.config import FeaturesConfig
 from pipeline.errors import EnvironmentFault
 from pipeline.stages import features
-from pipeline.storage.shards import ShardWriter, read_rows
+from pipeline.storage.shards import ShardWriter, read_footer, read_rows
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.spec import TargetSpec
 
@@ -106,6 +106,16 @@ def test_the_next_shard_is_computed_during_a_commit(card, tasks, monkeypatch):
         alone = worker()
         assert alone(task).content_sha256 == receipt.content_sha256
         alone.close()
+
+
+def test_states_are_stored_in_the_target_s_own_dtype(card, tasks):
+    card.dtype = torch.bfloat16
+    work = worker()
+    work(tasks[0])
+    work.close()
+    assert read_footer(tasks[0].shard)["dtype"] == "bfloat16"
+    sizes = [len(row["hidden"]) for row in read_rows(tasks[0].shard)]
+    assert sizes == [3 * 2 * 2] * 5  # positions, numbers, bytes of each
 
 
 @pytest.mark.parametrize(("fails", "survives"), [("commit", 1), ("compute", 0)])

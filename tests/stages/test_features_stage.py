@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM
 from pipeline.artifacts import feature_writer
 from pipeline.stages import features as features_stage
 from pipeline.storage.shards import open_shard, read_footer
-from tests.flows.tiny import latest, quarantined, run_again, stored
+from pipeline.storage.stage_directory import StageDirectory
+from tests.flows.tiny import context_of, latest, quarantined, run_again, stored
 
 
 @pytest.fixture(scope="module")
@@ -96,3 +97,15 @@ def test_a_row_with_states_that_are_not_finite_is_quarantined(
     assert (stage.summary["quarantined"], stage.summary["positions"]) == (2, positions)
     with open_shard(stage.shards()[0]) as shard:
         assert shard.num_row_groups > 1
+
+
+def test_a_tuned_backbone_s_states_are_named_by_its_content(make_config, tmp_path):
+    context, names = context_of(make_config(tmp_path)), []
+    for content in ("old", "new"):  # of one size
+        train = StageDirectory(tmp_path / content, "train", "a" * 64)
+        (train.path / "backbone").mkdir(parents=True)
+        (train.path / "backbone" / "model.safetensors").write_text(content)
+        train.finish({}, {})
+        context.upstream["train"] = train
+        names.append(features_stage.tuned_identity(context))
+    assert names[0] != names[1]
