@@ -51,6 +51,7 @@ READ_DTYPES = [getattr(torch, name) for name in DTYPES]
 NOT_HERE = (
     "Give Medusa heads, an EAGLE-1 cell whose attention is zero, or an export of medusa-distill."
 )
+REPEATED = ("embed_tokens.weight", "lm_head.weight")  # matrices of the target itself
 OTHER_TARGET = "Give --target the model that these heads were trained on."
 
 
@@ -200,6 +201,14 @@ def _medusa_names(
     return blocks, lm_heads
 
 
+def _require_same_matrices(tensors: NamedTensors, target: TargetWeights) -> None:
+    """Refuse an embedding or lm_head that is not the target's."""
+    for name, matrix in zip(REPEATED, (target.embedding, target.lm_head), strict=True):
+        if name in tensors.names and not _is_rounded(tensors[name], matrix()):
+            what = f"Its {name} is not the target's, which engines draft with."
+            raise tensors.refuse(what, OTHER_TARGET)
+
+
 def _eagle_heads(
     tensors: NamedTensors, target: TargetWeights, sizes: Sizes, num_tokens: int
 ) -> ForeignHeads:
@@ -221,11 +230,7 @@ def _eagle_heads(
     activation = tensors.config.get("hidden_act", "silu")
     if activation != "silu":
         raise tensors.refuse(f"Its activation is {activation}, and the cell's is silu.")
-    repeated = {"embed_tokens.weight": target.embedding, "lm_head.weight": target.lm_head}
-    for name, matrix in repeated.items():
-        if name in names and not _is_rounded(tensors[name], matrix()):
-            what = f"Its {name} is not the target's, which engines draft with."
-            raise tensors.refuse(what, OTHER_TARGET)
+    _require_same_matrices(tensors, target)
     epsilon = tensors.config.get("rms_norm_eps", EPSILON)
     if not isinstance(epsilon, int | float):
         raise tensors.refuse(f"Its rms_norm_eps is no number but {epsilon!r}.")
@@ -236,7 +241,7 @@ def _eagle_heads(
     shape = RecurrentShape(sizes.hidden_size, sizes.vocab_size, num_tokens, inner, float(epsilon))
     named: dict[str, Tensor] = {}
     for name in names:
-        if name not in repeated and name != FC_BIAS and not name.startswith(ATTENTION):
+        if name not in REPEATED and name != FC_BIAS and not name.startswith(ATTENTION):
             named[name] = tensors[name]
     heads = _built(RecurrentHeads, shape, EXPANDED, tensors, named, ATTENTION)
     heads.take_from(target)

@@ -240,28 +240,27 @@ def warnings(report: Report) -> list[str]:
         found.append(_other_load(native))
     if vllm and disturbed(vllm):
         found.append(f"vLLM: {_other_load(vllm)}")
-    if report.train and report.train.draft_coverage is not None:
-        if report.train.draft_coverage < ENOUGH_COVERAGE:
-            found.append(
-                f"Only {percent(report.train.draft_coverage)} of held-out text is in the draft"
-                " vocabulary, and any other token ends what can be accepted: raise"
-                " train.draft_vocab."
-            )
+    if report.train:
+        found += _coverage_warnings(report.train)
     found += _speedup_warnings(report.tree, native)
     if native and report.tree:
         if native.acceptance in (None, "greedy"):  # calibration expects greedy decoding
             found += _gap("The measured acceleration rate", native, report.tree)
     if vllm:
-        found += _gap("vLLM's acceleration rate", vllm, vllm)
-        same_text, reached = vllm.same_text_acceleration_rate, vllm.acceleration_rate
-        if same_text is not None and same_text - reached > SAME_TEXT_GAP * (same_text - 1):
-            found.append(
-                f"vLLM's acceleration rate is {ratio(reached)}, and the same chain reaches"
-                f" {ratio(same_text)} natively on the same text: vLLM may compute the heads in"
-                " another precision or not as they were trained, or draft nothing near the end of"
-                " the context."
-            )
+        found += _gap("vLLM's acceleration rate", vllm, vllm)  # it has its own expected rate
+        found += _same_text_warnings(vllm)
     return found
+
+
+def _same_text_warnings(vllm: VllmFigures) -> list[str]:
+    same_text, reached = vllm.same_text_acceleration_rate, vllm.acceleration_rate
+    if same_text is None or same_text - reached <= SAME_TEXT_GAP * (same_text - 1):
+        return []
+    return [
+        f"vLLM's acceleration rate is {ratio(reached)}, and the same chain reaches"
+        f" {ratio(same_text)} natively on the same text: vLLM may compute the heads in another"
+        " precision or not as they were trained, or draft nothing near the end of the context."
+    ]
 
 
 def _training_warnings(train: TrainFigures) -> list[str]:
@@ -273,6 +272,15 @@ def _training_warnings(train: TrainFigures) -> list[str]:
             " it was. Lower train.lr, or give more seeds."
         )
     return found
+
+
+def _coverage_warnings(train: TrainFigures) -> list[str]:
+    if train.draft_coverage is None or train.draft_coverage >= ENOUGH_COVERAGE:
+        return []
+    return [
+        f"Only {percent(train.draft_coverage)} of held-out text is in the draft vocabulary, and any"
+        " other token ends what can be accepted: raise train.draft_vocab."
+    ]
 
 
 def _other_load(engine: EngineFigures) -> str:

@@ -223,15 +223,9 @@ def _stages_in_order(seconds: dict[str, float]) -> list[str]:
 
 def _made(report: Report, stage: str, part: StageFigures | None) -> str:
     """The output of a stage in a few words."""
+    if part is None:
+        return ", ".join(_decided(report, stage))
     facts = []
-    if stage == "calibrate" and report.tree:
-        facts.append(f"{count(report.tree.nodes)} nodes")
-        facts.append(f"expects {expected_rate(report.tree)} tokens per step")
-    native = report.native
-    if stage == "check" and native and native.skipped_prompts is not None:
-        facts.append(f"{count(native.skipped_prompts)} prompts skipped")
-    if not part:
-        return ", ".join(facts)
     if part.tool_rows is not None:
         facts.append(f"{count(part.tool_rows)} rows call functions")
     if stage == "features":
@@ -253,6 +247,17 @@ def _made(report: Report, stage: str, part: StageFigures | None) -> str:
     if stage == "train" and report.train and report.train.final_loss is not None:
         facts.append(f"loss {ratio(report.train.final_loss)}")
     return ", ".join(facts)
+
+
+def _decided(report: Report, stage: str) -> list[str]:
+    """The facts of a stage that makes no rows."""
+    native = report.native
+    if stage == "calibrate" and report.tree:
+        expected = expected_rate(report.tree)
+        return [f"{count(report.tree.nodes)} nodes", f"expects {expected} tokens per step"]
+    if stage == "check" and native and native.skipped_prompts is not None:
+        return [f"{count(native.skipped_prompts)} prompts skipped"]
+    return []
 
 
 def quarantine_table(report: Report) -> Table:

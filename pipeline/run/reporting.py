@@ -26,6 +26,7 @@ from pipeline.report.report import (
 )
 from pipeline.run.context import Context
 from pipeline.storage.atomic import write_text
+from pipeline.storage.receipts import Summary
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.training.methods import method_of
 from pipeline.training.metrics import FILE as METRICS_FILE
@@ -66,11 +67,7 @@ def assemble(run: RunDirectory, config: Config, without: Collection[str] = ()) -
     method = method_of(config.train)
     train = calibrated = export = None
     if "train" in summaries:
-        train = from_json(TrainFigures, summaries["train"])
-        train = replace(train, **method.reported(config.train))
-        if check.drift is not None and check.drift.positions:
-            # Training has measured the adapter, the check the published weights.
-            train = replace(train, drift=check.drift, adapter_drift=train.drift)
+        train = _train_figures(summaries["train"], check, config)
     if "calibrate" in summaries:
         calibrated = from_json(CalibrateResult, summaries["calibrate"])
     if "export" in summaries:
@@ -100,6 +97,15 @@ def assemble(run: RunDirectory, config: Config, without: Collection[str] = ()) -
         versions=check.versions or versions(),
         seconds_by_stage=seconds,
     )
+
+
+def _train_figures(summary: Summary, check: CheckResult, config: Config) -> TrainFigures:
+    train = from_json(TrainFigures, summary)
+    train = replace(train, **method_of(config.train).reported(config.train))
+    if check.drift is not None and check.drift.positions:
+        # Training has measured the adapter, the check the published weights.
+        train = replace(train, drift=check.drift, adapter_drift=train.drift)
+    return train
 
 
 def drawing_data(run: RunDirectory) -> Extras:

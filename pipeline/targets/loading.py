@@ -89,6 +89,18 @@ def require_readable(spec: TargetSpec, engine: str, *, on_gpu: bool, where: str)
         raise EnvironmentFault(what, where, fix) from error
 
 
+def _on_gpus(device: str | torch.device, num_gpus: int) -> dict[str, Any]:
+    """Arguments of `from_pretrained` that place a model on its GPUs."""
+    require_gpus(num_gpus)
+    # torch's first choice on Hopper and Blackwell builds a plan for every new shape, in up to half
+    # a second, and the shapes of batches and of growing texts are always new. vLLM has it off too.
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    if num_gpus == 1:
+        return {"device_map": {"": device}}
+    free = {gpu: torch.cuda.mem_get_info(gpu)[0] for gpu in range(num_gpus)}
+    return {"device_map": "auto", "max_memory": free}
+
+
 def load_causal_lm(
     spec: TargetSpec,
     device: str | torch.device = "cpu",
@@ -114,14 +126,7 @@ def load_causal_lm(
     on_gpu = torch.device(device).type == "cuda"
     settings: dict[str, Any] = {"device_map": {"": device}}
     if on_gpu:
-        require_gpus(num_gpus)
-        # torch's first choice on Hopper and Blackwell builds a plan for every new shape, in up to
-        # half a second, and the shapes of batches and of texts that grow are always new. vLLM has
-        # it off as well.
-        torch.backends.cuda.enable_cudnn_sdp(False)
-    if on_gpu and num_gpus > 1:
-        free = {gpu: torch.cuda.mem_get_info(gpu)[0] for gpu in range(num_gpus)}
-        settings = {"device_map": "auto", "max_memory": free}
+        settings = _on_gpus(device, num_gpus)
     if spec.quantization:  # None would take away the quantization of a checkpoint
         settings["quantization_config"] = _bitsandbytes(spec)
     what = f"The target {spec.model} does not fit."

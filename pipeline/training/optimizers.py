@@ -71,20 +71,12 @@ def _adamw_8bit(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
 
     class SlicedAdamW8bit(AdamW8bit):
         def __init__(self) -> None:
-            self._stacks: list[tuple[nn.Parameter, list[nn.Parameter]]] = []
-            sliced = []
-            for group in groups:
-                views: list[nn.Parameter] = []
-                for stack in group["params"]:
-                    matrices = [nn.Parameter(view) for view in _matrices(stack.detach())]
-                    self._stacks.append((stack, matrices))
-                    views += matrices
-                sliced.append({**group, "params": views})
-            super().__init__(sliced)
+            self._stacks = {stack: _slices(stack) for group in groups for stack in group["params"]}
+            super().__init__([_sliced(group, self._stacks) for group in groups])
 
         @torch.no_grad()
         def step(self, closure: Any = None) -> Any:
-            for stack, views in self._stacks:
+            for stack, views in self._stacks.items():
                 if stack.grad is not None:
                     for view, gradient in zip(views, _matrices(stack.grad), strict=True):
                         view.grad = gradient
@@ -92,10 +84,24 @@ def _adamw_8bit(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
 
         def zero_grad(self, set_to_none: bool = True) -> None:
             super().zero_grad(set_to_none)
-            for stack, _ in self._stacks:
+            for stack in self._stacks:
                 stack.grad = None
 
     return SlicedAdamW8bit()
+
+
+def _slices(stack: nn.Parameter) -> list[nn.Parameter]:
+    """A parameter for each matrix of a stack, on the stack's memory."""
+    return [nn.Parameter(view) for view in _matrices(stack.detach())]
+
+
+def _sliced(
+    group: dict[str, Any], stacks: dict[nn.Parameter, list[nn.Parameter]]
+) -> dict[str, Any]:
+    views: list[nn.Parameter] = []
+    for stack in group["params"]:
+        views += stacks[stack]
+    return {**group, "params": views}
 
 
 def _matrices(stack: Tensor) -> list[Tensor]:

@@ -256,15 +256,7 @@ class Trainer:
         total = steps_before + recipe.total_steps + steps_after
         checkpoints = Checkpoints(spec.path / "checkpoints", self.settings)
         state = self.resume(checkpoints)
-        log = None
-        if learner.workers.is_first:
-            log = MetricsLog(
-                spec.path,
-                state.step,
-                report_to=self.settings.report_to,
-                run_name=spec.run_name,
-                configuration=spec.configuration,
-            )
+        log = self.open_log(state.step)
         progress.begin("", total, done=steps_before + state.step, unit="steps")
         with checkpoints, log or nullcontext():
             if state.step == 0:
@@ -293,12 +285,29 @@ class Trainer:
             result = learner.complete(state.result(recipe))
             if log:
                 result = replace(result, warnings=log.finish(result.to_json()))
-        if self.best and state.best_step not in (None, state.step):
-            self.modules.load_state_dict(self.best, strict=False)  # it has no frozen weights
         if learner.workers.is_first:
-            learner.write()
-            write_heads(spec.heads_path, learner.heads, result.to_json())  # last: it ends training
+            self.write_best(state, result)
         return result
+
+    def open_log(self, step: int) -> MetricsLog | None:
+        """Open the metrics of the first worker, continued after `step`; others have none."""
+        spec = self.learner.spec
+        if not self.learner.workers.is_first:
+            return None
+        return MetricsLog(
+            spec.path,
+            step,
+            report_to=self.settings.report_to,
+            run_name=spec.run_name,
+            configuration=spec.configuration,
+        )
+
+    def write_best(self, state: TrainState, result: TrainResult) -> None:
+        """Restore the best weights and write the result; the heads come last, they end training."""
+        if self.best and state.best_step not in (None, state.step):
+            self.modules.load_state_dict(self.best, strict=False)  # frozen weights stay
+        self.learner.write()
+        write_heads(self.learner.spec.heads_path, self.learner.heads, result.to_json())
 
     def evaluate(self, state: TrainState) -> Evaluation:
         """Evaluate on held-out text; keep a copy of the weights if they are the best so far."""

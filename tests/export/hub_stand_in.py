@@ -141,6 +141,9 @@ class _Handler(BaseHTTPRequestHandler):
             return self._store(path.removeprefix("/lfs/"), body)
         if self.headers.get("Authorization") != f"Bearer {TOKEN}":
             return self._send(401, {"error": "Invalid user token."})
+        return self._serve(path, body)
+
+    def _serve(self, path: str, body: bytes) -> None:
         if path == "/api/validate-yaml":
             return self._send(200, {"errors": [], "warnings": []})
         if path == "/api/repos/create":
