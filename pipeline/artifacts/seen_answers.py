@@ -1,8 +1,8 @@
 """Held-out answers that the target has also written in a training row.
 
 A new prompt may have an old answer. Heads have then learned the answer by heart, and rates on it
-are too high to say anything of new text. An answer is *seen* where its tokens, or its first 32
-tokens, are those of an answer in the split `train`.
+are too high to say anything of new text. An answer is *seen* where its first 32 tokens, or
+all of a shorter one, are those of an answer in the split `train`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class TrainingText:
     fingerprint: str
 
     def answers(self) -> SeenAnswers:
-        """Read all answers of the split `train`; about 200 bytes of memory for each."""
+        """Read all answers of the split `train`; about 100 bytes of memory for each."""
         seen = SeenAnswers()
         for row in read_token_rows(self.shards, self.fingerprint):
             if row.split == "train":
@@ -58,21 +58,16 @@ def training_text(generated: StageDirectory) -> TrainingText:
 
 
 class SeenAnswers:
-    """A set of answers, found as a whole or by their first 32 tokens."""
+    """A set of answers, found by their first 32 tokens; a shorter answer as a whole."""
 
     def __init__(self) -> None:
-        self._whole: set[bytes] = set()
         self._beginnings: set[bytes] = set()
 
     def add(self, answer: Tokens) -> None:
-        self._whole.add(_digest(answer))
-        if len(answer) >= PREFIX:
-            self._beginnings.add(_digest(answer[:PREFIX]))
+        self._beginnings.add(_digest(answer[:PREFIX]))
 
     def __contains__(self, answer: Tokens) -> bool:
-        if _digest(answer) in self._whole:
-            return True
-        return len(answer) >= PREFIX and _digest(answer[:PREFIX]) in self._beginnings
+        return _digest(answer[:PREFIX]) in self._beginnings
 
 
 def _digest(tokens: Tokens) -> bytes:

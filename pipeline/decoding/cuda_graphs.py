@@ -128,7 +128,7 @@ class CapturedSteps:
         self._cache = steps.cache
         self._graph_capture = graph_capture
         self._buffers: dict[int, _Buffers] = {}
-        self._taken: Counter[_Kind] = Counter()
+        self._num_steps: Counter[_Kind] = Counter()
         self._captured: dict[_Kind, Callable[[], None]] = {}
         self._allocation = 0
 
@@ -137,7 +137,7 @@ class CapturedSteps:
         if self._allocation != self._cache.allocation:  # the cache was reallocated
             self._allocation = self._cache.allocation
             self._captured.clear()
-            self._taken.clear()
+            self._num_steps.clear()
         size = len(state.token_B)
         if size not in self._buffers:
             own = BatchState(state.hidden_BD.clone(), state.token_B.clone())
@@ -171,15 +171,15 @@ class CapturedSteps:
         return written
 
     def _run(self, kind: _Kind, step: Callable[[], None]) -> None:
-        self._taken[kind] += 1
+        self._num_steps[kind] += 1
         if kind in self._captured:
             self._captured[kind]()
             return
-        if not self.captures or self._taken[kind] < WARM_UP_STEPS:
+        if not self.captures or self._num_steps[kind] < WARM_UP_STEPS:
             self._graph_capture.run(step)
             return
         try:
-            if self._taken[kind] == WARM_UP_STEPS:
+            if self._num_steps[kind] == WARM_UP_STEPS:
                 self._graph_capture.rehearse(step)
             else:
                 self._captured[kind] = self._graph_capture.capture(step)

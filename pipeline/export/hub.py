@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -78,7 +79,7 @@ def _completed(repo_id: str | None, name: str) -> str | None:
 
 
 @dataclass(frozen=True)
-class Upload:
+class Upload(ABC):
     """The files of one commit.
 
     Attributes:
@@ -94,9 +95,9 @@ class Upload:
     local_paths: Collection[str]
     repo_type: ClassVar[Literal["model", "dataset"]] = "model"
 
+    @abstractmethod
     def conflicting(self, names: Collection[str]) -> list[str]:
         """Files in the repository that forbid an upload."""
-        raise NotImplementedError
 
     def outdated(self, names: Collection[str]) -> list[str]:
         """Files in the repository that the commit deletes."""

@@ -140,11 +140,11 @@ def chain_table(tree: TreeFigures | None) -> Table:
     drafted = count(tree.num_speculative_tokens)
     table.note = f"What vLLM drafts: first guesses alone. {drafted} tokens are drafted"
     if is_timed:
-        longest = max(tree.chain, key=_expected_tokens)
+        most_accepting = max(tree.chain, key=_expected_tokens)
         table.columns = ["tokens", "overhead", "expected rate", "expected speedup"]
         table.note += (
             ", the fastest up to 5 % by native overheads;"
-            f" {count(longest.draft_tokens)} would accept most"
+            f" {count(most_accepting.draft_tokens)} would accept most"
         )
     table.note += "."
     for length in tree.chain:

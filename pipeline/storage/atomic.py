@@ -198,8 +198,9 @@ def write_json(path: Path, data: Any) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write UTF-8 text durably; the file is whole or as it was. A lone surrogate becomes its escape
-    `\\udXXX`.
+    """Write UTF-8 text durably; the file is whole or as it was.
+
+    A lone surrogate becomes its escape, such as `\\ud83d`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_path(path) as temporary:
