@@ -122,7 +122,7 @@ def _decode(context: Context, stage: StageDirectory, progress: ProgressReporter)
 def _with_comparisons(
     context: Context, stage: StageDirectory, result: CheckResult, progress: ProgressReporter
 ) -> CheckResult:
-    """Add the heads' accuracies, the backbone's drift and the matches with references."""
+    """Add head 0's accuracy, the backbone's drift, exact matches and contaminated rows."""
     trained = context.upstream["train"].summary
     prompts = context.config.check.prompts
     if trained["held_out"]:
