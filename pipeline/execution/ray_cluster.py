@@ -184,7 +184,10 @@ class ClusterWatch:
 
 def start_error(error: Exception, address: str) -> EnvironmentFault:
     """Return the error for the user; `error` is Ray's."""
-    reason = str(error).rstrip(".")
+    reason = str(error).strip()
+    if "Traceback" in reason:
+        reason = reason.splitlines()[-1]  # the exception
+    reason = reason.rstrip(".")
     fix = "Check RAY_ADDRESS and `ray status`, or run with --executor inline."
     if "AF_UNIX path length" in reason:
         fix = (

@@ -11,7 +11,7 @@ import pytest
 from pipeline.errors import EnvironmentFault
 from pipeline.execution import ray_cluster
 from pipeline.execution.executor import make_executor
-from pipeline.execution.ray_cluster import SECONDS_BETWEEN_TESTS, ClusterWatch
+from pipeline.execution.ray_cluster import SECONDS_BETWEEN_TESTS, ClusterWatch, start_error
 
 
 @pytest.mark.parametrize(
@@ -45,6 +45,15 @@ def test_ray_address_auto_without_a_cluster_is_refused(monkeypatch):
     monkeypatch.setattr(ray_cluster, "canonicalize_bootstrap_address", find)
     with pytest.raises(EnvironmentFault, match="any running Ray instance"):
         make_executor("ray")
+
+
+def test_a_servers_traceback_is_told_by_its_last_line():
+    said = ConnectionError(
+        "Traceback (most recent call last):\n  File ...\nRuntimeError: Starting the server failed."
+    )
+    assert str(start_error(said, "ray://head:10001")).startswith(
+        "Ray did not start: RuntimeError: Starting the server failed."
+    )
 
 
 @pytest.mark.parametrize("name", ["TMPDIR", "RAY_TMPDIR"])

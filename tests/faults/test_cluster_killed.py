@@ -71,6 +71,7 @@ def driven(
 ) -> Iterator[tuple[Any, dict[str, int]]]:
     """A driver that waits, and the processes of its cluster."""
     for _ in range(attempts):
+        (root / "said.txt").unlink(missing_ok=True)
         line, theirs = FORKS.Pipe()
         process = FORKS.Process(target=drive, args=(root, theirs, address))
         process.start()
