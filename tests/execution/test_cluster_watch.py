@@ -49,10 +49,10 @@ def test_ray_address_auto_without_a_cluster_is_refused(monkeypatch):
 
 def test_a_servers_traceback_is_told_by_its_last_line():
     said = ConnectionError(
-        "Traceback (most recent call last):\n  File ...\nRuntimeError: Starting the server failed."
+        "Traceback (most recent call last):\n  File ...\nRuntimeError: Starting the server failed"
     )
     assert str(start_error(said, "ray://head:10001")).startswith(
-        "Ray did not start: RuntimeError: Starting the server failed."
+        "Ray did not start: RuntimeError: Starting the server failed"
     )
 
 
