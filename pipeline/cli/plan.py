@@ -21,7 +21,6 @@ from pipeline.formatting import duration
 from pipeline.formatting import rate as tokens_rate
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.storage.stage_directory import StageDirectory
-from pipeline.targets.files import has_weights, is_local, one_look_at_the_hub
 
 if TYPE_CHECKING:
     from pipeline.run.estimate import RunSize, StageMemory
@@ -62,9 +61,7 @@ def plan(
     from pipeline.run.resolved import resolve_run
 
     settings = load_config(config, overrides or ())
-    models = settings.target.model, settings.check.served_model, settings.check.assistant_model
-    with one_look_at_the_hub(*models):
-        print_plan(resolve_run(settings, wanted_stages(settings)))
+    print_plan(resolve_run(settings, wanted_stages(settings)))
 
 
 def print_plan(run: ResolvedRun) -> None:
@@ -81,11 +78,6 @@ def print_plan(run: ResolvedRun) -> None:
 
     config = run.config
     notes = [*check_plan(run), *unread_settings(run)]
-    if is_local(config.target.model) and not has_weights(config.target.model):
-        notes.append(
-            "The target's directory holds no weights: sizes are its config.json's, and a run would"
-            " refuse it."
-        )
     directory = RunDirectory(config.run.directory, config.run.store)
     statuses = stage_statuses(directory, run, STAGES)
     console = Console(width=None if Console().is_terminal else 120)

@@ -138,7 +138,7 @@ class UnderWay:
         now, unit = self.progress.total(), self._unit
         if self._started is None and self.progress.begun:
             self._started = time.monotonic()
-        made, parts = self._totals.stats[unit] + now.amount, []
+        made, parts = self._totals.stats[unit] + now["amount"], []
         if made:
             parts.append(f"{made:,.0f} {unit}")
         if self._started is not None and made > self._before:
@@ -147,7 +147,7 @@ class UnderWay:
         parts.append(f"{len(self._committed)} of {len(self._sizes)} shards")
         if self._totals.quarantined:
             parts.append(f"{self._totals.quarantined} quarantined")
-        done = sum(self._sizes[index] for index in self._committed) + now.conversations
+        done = sum(self._sizes[index] for index in self._committed) + now["conversations"]
         total = sum(self._sizes.values())
         self._meter.show(Progress("", done, total, "conversations", ", ".join(parts)))
 
