@@ -6,7 +6,6 @@ An unknown cell is `-`; a table without rows was not run.
 from __future__ import annotations
 
 from pipeline.artifacts.check_result import (
-    Baseline,
     BatchRow,
     Category,
     EngineFigures,
@@ -22,7 +21,6 @@ from pipeline.formatting import (
     UNKNOWN,
     count,
     duration,
-    pairs,
     percent,
     rate,
     ratio,
@@ -57,8 +55,6 @@ CHECK_ROWS = (
     "time to first token",
     "accepted per position",
     "log-likelihood, nats per token",
-    "vLLM's model runner",
-    "vLLM is started with",
     "acceptance",
     "prompts",
     "prompts skipped",
@@ -107,14 +103,6 @@ def _vllm_cells(vllm: VllmFigures, with_new: bool) -> dict[str, str]:
     cells["the same chain on the same text, natively"] = ratio(vllm.same_text_acceleration_rate)
     if vllm.accepted_per_position:
         cells["accepted per position"] = " ".join(map(percent, vllm.accepted_per_position))
-    if vllm.model_runners:
-        # Where the runners differ, a part of a difference in speed or rounding is theirs.
-        runners = set(vllm.model_runners.values())
-        same = len(runners) == 1
-        cells["vLLM's model runner"] = runners.pop() if same else pairs(vllm.model_runners)
-    if vllm.export_alone is not None:
-        alone = "the export alone" if vllm.export_alone else "target and export"
-        cells["vLLM is started with"] = alone
     return cells
 
 
@@ -142,7 +130,7 @@ def _engine_cells(
 
 
 def _acceptance(native: NativeFigures) -> str:
-    """The acceptance rule, its parameters, and how many sampled texts equal plain sampling's."""
+    """The acceptance rule and its parameters."""
     if native.acceptance is None:
         return UNKNOWN
     parts = [native.acceptance]
@@ -156,8 +144,6 @@ def _acceptance(native: NativeFigures) -> str:
         parts.append(f"top_p {native.top_p:g}")
     if native.first_token is not None:
         parts.append(f"first token {native.first_token}")
-    if native.sampled_identical is not None:
-        parts.append(f"as plain sampling {native.sampled_identical}")
     return ", ".join(parts)
 
 
@@ -260,25 +246,14 @@ def _add_native_methods(table: Table, native: NativeFigures) -> list[str]:
 def categories_table(report: Report) -> Table:
     """Speed by category of question; empty for a single category, which repeats the check."""
     table = Table("Categories", ["category", "prompts", "per step", *SPEEDS])
-    table.note = (
-        "Tokens per forward of the target, and per second; of transformers' baselines the rate and"
-        " the speedup."
-    )
+    table.note = "Tokens per forward of the target, and per second."
     rows = []
     if report.native:
         rows = report.native.categories or []
     if len(rows) == 1:
         return table
-    names: list[str] = []
     for row in rows:
-        names += [name for name in row.baselines if name not in names]
-    table.columns += [name.replace("-", " ") for name in names]
-    for row in rows:
-        cells = [ratio(row.acceleration_rate), *_speeds(row)]
-        for name in names:
-            speed = row.baselines.get(name, Baseline(name=name))
-            cells.append(f"{ratio(speed.acceleration_rate)}, {times(speed.speedup)}")
-        table.add(row.category, count(row.prompts), *cells)
+        table.add(row.category, count(row.prompts), ratio(row.acceleration_rate), *_speeds(row))
     return table
 
 

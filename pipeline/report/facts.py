@@ -146,12 +146,6 @@ def headline(report: Report) -> list[Figure]:
     figures += _search_over_stock(report.studies.trees or [])
     figures += _costs(native)
     figures.append(_in_vllm(vllm))
-    text = report.target_text
-    if not text:
-        figures.append(Figure("Target's own text", NOT_RUN, "distinct-4, mean entropy"))
-    else:
-        note = f"distinct-4; mean entropy {ratio(text.mean_entropy_nats)} nats"
-        figures.append(Figure("Target's own text", ratio(text.distinct_4), note))
     plain = with_heads = NOT_RUN
     if native:
         plain = rate(native.baseline_tokens_per_second)

@@ -25,9 +25,9 @@ from pipeline.artifacts.json_form import from_json, to_json
 from pipeline.artifacts.seen_answers import training_text
 from pipeline.artifacts.tree_file import read_calibration
 from pipeline.conversations.sources import read_questions
-from pipeline.evaluation.answers import AnswerLines, model_answers
+from pipeline.evaluation.answers import AnswerLines
 from pipeline.evaluation.measuring import joined, measure
-from pipeline.evaluation.original import OriginalRequest, beside_the_original
+from pipeline.evaluation.original import beside_the_original
 from pipeline.evaluation.prompts import (
     CheckRequest,
     Prompts,
@@ -37,7 +37,7 @@ from pipeline.evaluation.prompts import (
     with_room,
     with_room_for,
 )
-from pipeline.evaluation.served import LoadStudy, load_study, with_expectations
+from pipeline.evaluation.served import load_study, loads_in_words, with_expectations
 from pipeline.execution.progress import ProgressReporter
 from pipeline.export.directory import read_tree
 from pipeline.export.layout import read_layout
@@ -76,8 +76,6 @@ def _prompts(context: Context, target: TargetSpec, progress: ProgressReporter) -
     settings = context.config.check
     generated = context.upstream["generate"]
     if isinstance(settings.prompts, Path):
-        kind = "question"
-        where = str(settings.prompts)
         native = "native" in settings.engines
         placement = context.placement(ENGINE_SECTIONS["native" if native else "vllm"])
         arguments = {
@@ -89,16 +87,10 @@ def _prompts(context: Context, target: TargetSpec, progress: ProgressReporter) -
         }
         prompts = context.executor.call(question_prompts, arguments, placement, progress)
     else:
-        kind = "held-out prompt"
-        where = "check.prompts"
         room = context_length(target) - settings.max_new_tokens
         rows = read_token_rows(generated.shards(), generated.fingerprint)
         prompts = held_out_prompts(rows, settings.prompts, room)
-    fix = (
-        "Shorten check.max_new_tokens, raise check.max_tokens, or name other prompts in"
-        " check.prompts."
-    )
-    require_prompts(prompts, kind, settings, where, fix)
+    require_prompts(prompts, settings)
     return prompts
 
 
@@ -127,7 +119,7 @@ def engine_part(
         write_answers(stage.path, answers)
         if isinstance(request.settings.prompts, Path):
             for lines in answers.values():
-                write_model_answers(stage.path, model_answers(lines))
+                write_model_answers(stage.path, lines)
         write_json(file, to_json(found))
     return from_json(CheckResult, read_json(file))
 
@@ -158,8 +150,9 @@ def with_vllm(
             arguments = {"request": replace(request, gpus=placement.gpus)}
             study = context.executor.call(load_study, arguments, placement, progress)
             write_json(file, to_json(study))
-        load = from_json(LoadStudy, read_json(file))
-        figures = replace(figures, studies=Studies(load=load.rows), under_load=load.under_load)
+        load = from_json(Studies, read_json(file))
+        assert load.load is not None
+        figures = replace(figures, studies=load, under_load=loads_in_words(load.load))
     return replace(result, vllm=figures)
 
 
@@ -207,17 +200,17 @@ def drift_of_published(
     placement = context.placement(ENGINE_SECTIONS["native"])
     generated = context.upstream["generate"]
     rows = read_token_rows(generated.shards(), generated.fingerprint)
-    request = OriginalRequest(
-        with_room(context.target, settings),
-        with_room(context.backbone("export"), settings),
-        [row for row in rows if row.split == "calibrate"],
-        read_questions(settings.prompts) if isinstance(settings.prompts, Path) else [],
-        settings,
-        placement.gpus,
-        Path(context.config.target.model).name,
-    )
-    drift, lines = context.executor.call(
-        beside_the_original, {"request": request}, placement, progress
-    )
+    arguments = {
+        "original": with_room(context.target, settings),
+        "published": with_room(context.backbone("export"), settings),
+        "rows": [row for row in rows if row.split == "calibrate"],
+        "questions": [],
+        "settings": settings,
+        "gpus": placement.gpus,
+        "name": Path(context.config.target.model).name,
+    }
+    if isinstance(settings.prompts, Path):
+        arguments["questions"] = read_questions(settings.prompts)
+    drift, lines = context.executor.call(beside_the_original, arguments, placement, progress)
     write_model_answers(stage.path, lines)
     return drift

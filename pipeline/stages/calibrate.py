@@ -267,7 +267,6 @@ def _on_answers(
         "conversations": read_questions(settings.data),
         "settings": context.config.generate,
         "gpus": writes.gpus,
-        "where": f"calibrate.data = {settings.data}",
     }
     answers = context.executor.call(written_answers, arguments, writes, progress)
     arguments = {

@@ -49,7 +49,7 @@ from pipeline.targets.spec import weight_files
 from pipeline.training.methods import method_of
 
 NAME = "check"
-VERSION = 19
+VERSION = 20
 LIMITS = {"min_acceleration_rate", "require_learning", "max_tie_share"}  # see `Limits`
 
 
