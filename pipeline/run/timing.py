@@ -20,7 +20,7 @@ from pipeline.run.context import Context
 from pipeline.run.resolved import ENGINE_SECTIONS
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.spec import context_length
-from pipeline.training.evaluation import SPLIT
+from pipeline.training.held_out_accuracy import SPLIT
 
 MEASURED_SIZES = (1, 3, 7, 15, 31, 63, 127, 255)
 """With the root powers of two, which matrix products are fastest at."""

@@ -51,7 +51,7 @@ from pipeline.run.resolved import ResolvedRun
 from pipeline.run.timing import MEASURED_SIZES, native_overheads
 from pipeline.storage.receipts import Identity, Summary
 from pipeline.storage.stage_directory import StageDirectory
-from pipeline.training.evaluation import HeldOutText, held_out_places, held_out_ranks
+from pipeline.training.held_out_accuracy import HeldOutText, held_out_places, held_out_ranks
 from pipeline.training.methods import method_of
 
 NAME = "calibrate"
