@@ -50,7 +50,7 @@ def identity(context: Context) -> Identity:
     """
     resolved = context.resolved
     return {
-        "settings": resolved.method.settings(context.config.train),
+        "settings": resolved.method.settings(context.config.train, context.target.quantization),
         "heads_version": resolved.kind.version,
         "seed": context.config.run.seed,
         "target": context.target_identity,

@@ -49,7 +49,7 @@ class Method(ABC):
         """The method's entries in report.json."""
         return {}
 
-    def settings(self, train: TrainConfig) -> dict[str, Any]:
+    def settings(self, train: TrainConfig, target_quantization: Bits | None) -> dict[str, Any]:
         """The settings of `train` that the result depends on, as plain data."""
         unread = self.unread_sections(train)
         found = train.model_dump(mode="json", exclude=BOOKKEEPING | unread)
@@ -118,11 +118,13 @@ class HeadsAndBackbone(Method):
     def reported(self, train: TrainConfig) -> dict[str, Any]:
         return {"recipe": train.backbone.recipe}
 
-    def settings(self, train: TrainConfig) -> dict[str, Any]:
-        found = super().settings(train)
+    def settings(self, train: TrainConfig, target_quantization: Bits | None) -> dict[str, Any]:
+        found = super().settings(train, target_quantization)
         backbone = found["backbone"]
         for key in ("micro_batch", "gradient_checkpointing", "shard", "max_kl"):
             del backbone[key]
+        if train.backbone.quantization_beside(target_quantization) == target_quantization:
+            del backbone["quantization"]  # set or not, it is the target's own
         if train.backbone.recipe == "joint":
             del found["batch_tokens"]
         return found

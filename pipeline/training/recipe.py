@@ -60,8 +60,9 @@ class Recipe:
 
     def describe(self) -> str:
         """Describe the recipe in words, `4 epochs of 146 steps, …`."""
+        unit = "epoch" if self.epochs == 1 else "epochs"
         return (
-            f"{self.epochs:,} epochs of {self.steps_per_epoch:,} steps, {self.batch_tokens:,}"
+            f"{self.epochs:,} {unit} of {self.steps_per_epoch:,} steps, {self.batch_tokens:,}"
             f" positions each; peak learning rate {self.lr:.2g}"
         )
 

@@ -71,7 +71,7 @@ def test_evaluations_are_even_few_and_cheap(steps, epochs, share):
 
 
 @pytest.mark.parametrize(("steps", "warned"), [(FEW_STEPS - 1, True), (FEW_STEPS, False)])
-def test_too_too_few_steps_of_any_phase_are_warned_of(steps, warned):
+def test_too_few_steps_of_any_phase_are_warned_of(steps, warned):
     settings = TrainConfig(epochs=1, batch_tokens=128)
     said = too_few_steps([make_recipe(settings, 128 * many, 64) for many in (steps, 1000)])
     assert bool(said) == warned
@@ -82,4 +82,4 @@ def test_too_too_few_steps_of_any_phase_are_warned_of(steps, warned):
 def test_bookkeeping_changes_no_fingerprint():
     method = METHODS["medusa-1"]
     changed = TrainConfig(report_to=(), checkpoint_every=7, keep_checkpoints=9)
-    assert method.settings(changed) == method.settings(AUTO)
+    assert method.settings(changed, None) == method.settings(AUTO, None)
