@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from pipeline.config import Config, Section, TrainConfig
+from pipeline.config.training import Bits
 from pipeline.errors import ConfigError
 from pipeline.training import recipe
 
