@@ -184,7 +184,7 @@ def _candidate(
     )
     found = foreign_heads(DirectoryTensors(directory), weights, sizes, num_tokens)
     original = None
-    if found.as_they_are:
+    if found.vllm_method is not None:
         original = {
             "method": found.vllm_method,
             "model": str(directory.resolve()),
@@ -194,7 +194,7 @@ def _candidate(
         if "native" in settings.engines:
             fix = "vLLM alone can measure it: --engine vllm."
             raise DataError(f"{found.why_not}.", str(directory), fix)
-        yield Candidate(found.described, directory, num_tokens, original)
+        yield Candidate(found.description, directory, num_tokens, original)
         return
     shape = found.heads.shape
     layout = ExportLayout(
@@ -216,7 +216,7 @@ def _candidate(
             choices=tree,
             card="",
         )
-        yield Candidate(found.described, copy, shape.max_depth, original, tree)
+        yield Candidate(found.description, copy, shape.max_depth, original, tree)
 
 
 def _own_heads(
@@ -238,7 +238,7 @@ def _own_heads(
             what = f"These heads propose {shape.max_depth} tokens ahead, not {draft_tokens}."
             raise ConfigError(what, "--draft-tokens", f"Give at most {shape.max_depth}.")
         config = layout.kind.speculative_config(str(directory.resolve()), draft_tokens)
-    return Candidate(shape.described(), directory, shape.max_depth, config, read_tree(directory))
+    return Candidate(shape.description, directory, shape.max_depth, config, read_tree(directory))
 
 
 def _require_served(layout: ExportLayout, target: TargetSpec, settings: CheckConfig) -> None:

@@ -26,7 +26,6 @@ from pipeline.artifacts.check_result import (
     CheckResult,
     LoadRow,
     Percentiles,
-    Studies,
     VllmFigures,
 )
 from pipeline.artifacts.json_form import rounded
@@ -149,7 +148,7 @@ def with_expectations(
     return replace(found, expected_acceleration_rate=rate, expected_standard_error=error, new=new)
 
 
-def load_study(request: CheckRequest, progress: ProgressReporter = SILENT) -> Studies:
+def load_study(request: CheckRequest, progress: ProgressReporter = SILENT) -> list[LoadRow]:
     """Measure an export under load, `check.repeats` times."""
     progress.begin("vLLM's server starts", 0, unit="loads")
     settings = request.settings
@@ -164,7 +163,7 @@ def load_study(request: CheckRequest, progress: ProgressReporter = SILENT) -> St
     )
     tasks = [task, replace(task, engine_args=with_heads)]
     plain, accelerated = serve_under_load(tasks, progress.report)
-    return Studies(load=load_rows(plain, accelerated, settings.slo))
+    return load_rows(plain, accelerated, settings.slo)
 
 
 def load_rows(

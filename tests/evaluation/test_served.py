@@ -20,6 +20,7 @@ from pipeline.artifacts.check_result import (
     GreedyMatch,
     LoadRow,
     Percentiles,
+    Studies,
     VllmFigures,
 )
 from pipeline.artifacts.seen_answers import NewAnswers
@@ -194,9 +195,11 @@ def test_both_servers_are_asked_alike_and_the_study_is_reported(tiny_target, mon
     found = load_study(request)
     task = LoadTask(target, [[0, 5], [0, 6]], 9, LEVELS, repeats=settings.repeats, gpus=0)
     assert asked == [task, replace(task, engine_args={"speculative_config": config})]
-    assert [row.requests for row in found.load] == [1, 2, 4, 8, 16, 32, 64]
-    assert "pay at 1, 2, 4 of 1, 2, 4, 8, 16, 32, 64 requests" in loads_in_words(found.load)
-    vllm = VllmFigures(acceleration_rate=1.0, greedy_match=GreedyMatch(1, 1, 0), studies=found)
+    assert [row.requests for row in found] == [1, 2, 4, 8, 16, 32, 64]
+    assert "pay at 1, 2, 4 of 1, 2, 4, 8, 16, 32, 64 requests" in loads_in_words(found)
+    vllm = VllmFigures(
+        acceleration_rate=1.0, greedy_match=GreedyMatch(1, 1, 0), studies=Studies(load=found)
+    )
     check = CheckFigures(vllm=vllm, passed=True, failures=[])
     texts = report_texts(Report(check=check), Extras())
     for name, text in texts.items():
