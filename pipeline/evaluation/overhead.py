@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 Name = TypeVar("Name", bound=Hashable)
 NUM_STEPS, NUM_PROMPTS = 8, 6
+NUM_TRIALS = 3  # prompts, before a tree is skipped
 NUM_ROUNDS = 4  # per number of threads
 LONG_STEP = 0.03  # seconds
 
@@ -85,7 +86,7 @@ def overhead_curve(
         decoders: dict[int, Decoder] = {}
         for size, choices in sorted(trees.items()):
             decoder = Decoder(model, heads, choices, eos_token_ids=(), max_length=room)
-            if decoders and overheads(plain, {0: decoder}, prompts[:1])[0] > deepest + 1:
+            if decoders and overheads(plain, {0: decoder}, prompts[:NUM_TRIALS])[0] > deepest + 1:
                 break
             decoders[size] = decoder
         progress.begin(f"overheads of {len(decoders)} sizes", len(prompts))
