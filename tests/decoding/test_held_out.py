@@ -19,7 +19,6 @@ from pipeline.decoding.held_out import (
     HeldOutPlaces,
     accepted_lengths,
     estimated_rate,
-    simulated_acceleration_rate,
     walk,
 )
 from pipeline.decoding.tree_search import joint_tree
@@ -57,7 +56,7 @@ def test_the_walk_takes_decoding_s_steps_in_each_span(ranks, num_nodes):
     by_depth = [sum(one >= depth for one in kept) / len(kept) for depth in (1, 2, 3)]
     assert walked.depth_shares() == pytest.approx(by_depth[: max(kept)])
     rate = pytest.approx(len(ranks) / len(kept))
-    assert simulated_acceleration_rate(ranks, choices) == rate
+    assert walked.acceleration_rate == rate
     assert walked.estimate().rate == rate
     assert len(ranks.new()) == sum(np.diff(ranks.starts, append=len(ranks))[~ranks.seen])
 
@@ -82,9 +81,9 @@ def test_halves_share_the_conversations_out(ranks):
 
 def test_the_rate_is_one_without_tree_nan_without_text():
     ranks = of(np.zeros((2, 5), np.uint8), np.array([0, 3]))
-    assert simulated_acceleration_rate(ranks, ()) == 1.0
+    assert walk(ranks, ()).acceleration_rate == 1.0
     nothing = of(np.zeros((2, 0), np.uint8), np.empty(0, np.int64))
-    assert np.isnan(simulated_acceleration_rate(nothing, ((0,),)))
+    assert np.isnan(walk(nothing, ((0,),)).acceleration_rate)
 
 
 @pytest.mark.parametrize("num_nodes", [1, pytest.param(9, marks=pytest.mark.slow), 36])
