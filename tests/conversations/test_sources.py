@@ -75,7 +75,7 @@ def test_a_directory_s_rows_are_numbered_across_sorted_files(tmp_path):
     assert outcomes(rows) == "first | empty | second | third" and rows[3].id == "s:3"
 
 
-def test_a_directory_s_files_are_read_or_skipped_with_a_reason(tmp_path):
+def test_a_directory_s_files_are_read_or_named_as_skipped(tmp_path):
     (tmp_path / "part").mkdir()
     names = ["B.JSONL", "a.ndjson", "d.txt", "part/c.Jsonl"]
     for name in names:
