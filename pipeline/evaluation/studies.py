@@ -41,7 +41,7 @@ from pipeline.decoding.acceptance import AcceptanceRule, acceptance_rule
 from pipeline.decoding.cuda_graphs import WARM_UP_STEPS
 from pipeline.decoding.decoder import Decoder, plain_decoder
 from pipeline.decoding.dynamic_tree import DynamicTree
-from pipeline.decoding.held_out import simulated_acceleration_rate, walk
+from pipeline.decoding.held_out import walk
 from pipeline.decoding.tree import STOCK_NODES, TreePath, cartesian_tree, greedy_tree, stock_tree
 from pipeline.evaluation.answer_states import AnswerStates, answer_states, guess_places, guess_ranks
 from pipeline.evaluation.answers import mean_log_likelihood
@@ -193,7 +193,7 @@ def tree_rows(decoding: Decoding, trees: Sequence[AnyTree]) -> list[TreeRow]:
             rate = guess_places(decoding.heads, states, tree).walk(nodes).acceleration_rate
         else:
             nodes = len(tree)
-            rate = simulated_acceleration_rate(ranks, tree)
+            rate = walk(ranks, tree).acceleration_rate
         cost = costs.get(number, 1.0)  # plain decoding is not among them
         rows.append(
             TreeRow(
