@@ -68,9 +68,9 @@ def print_plan(run: ResolvedRun) -> None:
     from pipeline.flow import STAGES
     from pipeline.run.checks import check_plan, not_served, unread_settings
     from pipeline.run.estimate import (
+        check_memory,
         memory_of_stages,
         planned,
-        require_memory,
         run_size,
         target_sizes,
     )
@@ -98,11 +98,11 @@ def print_plan(run: ResolvedRun) -> None:
     _print_hours(console, run, size, directory.store, unfinished)
     target = target_sizes(elsewhere)
     if target is not None:
-        memory = memory_of_stages(elsewhere, target, size.positions)
+        memory = memory_of_stages(elsewhere, target)
         _print_memory(console, memory)
         tuned = target.weight_bytes() if run.method.tunes_backbone else 0
         _print_checkpoints(console, run, memory, tuned)
-        require_memory(elsewhere, memory)
+        check_memory(run)
 
 
 def _print_stages(console: Console, statuses: Mapping[str, StageStatus]) -> None:
@@ -159,13 +159,13 @@ def _print_size(
 
 
 def _print_training(console: Console, size: RunSize) -> None:
-    from pipeline.training.recipe import few_steps
+    from pipeline.training.recipe import too_few_steps
 
     bound = "about" if size.written else "at most"
     for recipe in size.recipes:
-        steps = f"{bound} {recipe.total_steps:,} steps: {recipe.described()}"
+        steps = f"{bound} {recipe.total_steps:,} steps: {recipe.describe()}"
         _print(console, f"Training: {steps}.")
-    too_few = few_steps(size.recipes) if size.recipes else None
+    too_few = too_few_steps(size.recipes) if size.recipes else None
     if too_few:
         _note(console, too_few)
 

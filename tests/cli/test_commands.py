@@ -365,7 +365,7 @@ def test_progress_is_plain_lines_where_there_is_no_terminal(progress_of):
     assert "\x1b" not in said and "\r" not in said
     lines = [line for line in said.splitlines() if line.startswith("generate: ")]
     pattern = (
-        r"generate: (\d+) of 40 conversations, "
+        r"generate: (\d+) of 40 conversations(?:, [\w. ]+ left)?"
         r"(?:, [\d,]+ tokens, [\d,]+ tokens/s)?, (\d) of 4 shards(?:, (\d+) quarantined)?"
     )
     counts = []
