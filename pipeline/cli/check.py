@@ -106,8 +106,8 @@ def _publish(found: MeasuredHeads, answers: AnswerLines, out: Path | None) -> No
     from pipeline.errors import CheckFailed
     from pipeline.formatting import visible
     from pipeline.report.check_tables import categories_table, check_table
-    from pipeline.report.documents import print_tables, section
     from pipeline.report.report import Report
+    from pipeline.report.text_table import print_tables, section
     from pipeline.storage.atomic import write_json, write_text
 
     report, console = Report(check=found.check), Console()
