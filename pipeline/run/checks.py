@@ -12,7 +12,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from pipeline.artifacts.quantized_states import stored_dtype
 from pipeline.conversations.sources import source_readers
 from pipeline.errors import ConfigError, EnvironmentFault
 from pipeline.evaluation.prompts import with_room
@@ -238,12 +237,6 @@ def check_method(run: ResolvedRun) -> None:
         run.method.check(run.config, run.target)
 
 
-def check_precision(run: ResolvedRun) -> None:
-    """Refuse a precision of states that torch lacks here."""
-    if run.config.features.precision != "native":
-        stored_dtype(run.config.features.precision)
-
-
 def check_files(run: ResolvedRun) -> None:
     """Refuse `check.prompts` or `calibrate.data` that names no file."""
     prompts, data = run.config.check.prompts, run.config.calibrate.data
@@ -364,7 +357,6 @@ CHECKS = (
     check_driver,
     check_readers,
     check_method,
-    check_precision,
     check_files,
     check_acceptance,
     check_push,

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from pipeline.artifacts.feature_rows import state_bytes
+from pipeline.artifacts.feature_rows import StateFormat
 from pipeline.config.training import Bits
 from pipeline.conversations.conversation import Conversation
 from pipeline.conversations.sources import mixed, source_readers
@@ -90,7 +90,7 @@ def run_size(run: ResolvedRun, seeds: Summary | None, generated: Summary | None)
         tokens = int(generated.get("tokens", 0))
     stored = 0
     if "features" not in run.method.skipped(train):
-        stored = state_bytes(hidden_size, dtype, run.config.features.precision)
+        stored = StateFormat(dtype, hidden_size, run.config.features.precision).stored_bytes
     positions, recipes = round((tokens or 0) * train_share), []
     for _, learner in run.method.phases(train) if positions else ():
         recipes.append(learner.expected_recipe(train, positions, hidden_size, run.kind.lr_scale))

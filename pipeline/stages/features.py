@@ -159,7 +159,7 @@ class ShardUnderWay(contextlib.AbstractContextManager["ShardUnderWay"]):
         """Commit the shard once all is written; `started` is when its worker began."""
         tokens = sum(len(row.input_ids) for row in self._rows)
         ids_in = [*self.task.crashing, *(row.id for row in self._rows)]
-        return self._writer.commit(NAME, ids_in, {"tokens": float(tokens)}, started)
+        return self._writer.commit(NAME, ids_in, tokens, started)
 
     def close(self) -> None:
         """Without a commit before it, leave nothing behind."""

@@ -64,7 +64,7 @@ def test_the_order_of_states_does_not_change_a_shard(tmp_path_factory, data, len
     order = data.draw(st.permutations(range(len(rows))))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(feature_writer, "ROW_GROUP_BYTES", limit)
-        receipt = shard(folder / "a.parquet", rows, order, Backlog(limit))
+        receipt = shard(folder / "a.parquet", rows, order, Backlog(1))
         assert (
             shard(folder / "b.parquet", rows, range(len(rows))).content_sha256
             == receipt.content_sha256
@@ -125,7 +125,7 @@ def test_computing_waits_for_a_full_backlog(small_groups, tmp_path, monkeypatch)
             put.append(number)
 
     thread = threading.Thread(
-        target=shard, args=(tmp_path / "a", small_groups, order(), Backlog(3 * 72))
+        target=shard, args=(tmp_path / "a", small_groups, order(), Backlog(3))
     )
     thread.start()
     thread.join(0.2)
@@ -140,12 +140,12 @@ def test_a_full_disk_ends_the_shard_and_empties_the_backlog(small_groups, tmp_pa
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("pipeline.storage.shards.HashedFile.write", full)
-    backlog = Backlog(72)
+    backlog = Backlog(1)
     with pytest.raises(EnvironmentFault, match="The disk is full"):
         shard(tmp_path / "a" / "0.parquet", small_groups, range(6), backlog)
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
     monkeypatch.undo()
-    backlog.add(72)  # would wait forever if a byte still counted
+    backlog.add()  # would wait forever if a group still counted
 
 
 def test_a_row_without_states_leaves_no_shard(small_groups, tmp_path):
