@@ -29,15 +29,9 @@ from pipeline.execution.progress import print_stage
 from pipeline.formatting import duration
 from pipeline.run.checks import check_placements, check_run, unread_settings
 from pipeline.run.context import Context, Stage
-from pipeline.run.estimate import (
-    memory_of_stages,
-    planned,
-    require_memory,
-    run_size,
-    target_sizes,
-)
+from pipeline.run.estimate import check_memory
 from pipeline.run.reporting import publish_report
-from pipeline.run.resolved import ResolvedRun, resolve_run
+from pipeline.run.resolved import resolve_run
 from pipeline.run.stage_status import StageStatus, require_one_history, stage_statuses
 from pipeline.stages import calibrate, check, export, features, generate, push, seeds, train
 from pipeline.storage.atomic import disk_errors
@@ -88,7 +82,7 @@ def run_flow(
     check_run(resolved)
     for warning in unread_settings(resolved):
         console.print(f"[yellow]![/] {warning}", highlight=False, soft_wrap=True)
-    check_memory(planned(resolved))
+    check_memory(resolved)
     run = RunDirectory.create(config)
     with disk_errors(run.path), run.locked():
         run.write_config(config)
@@ -106,23 +100,6 @@ def run_flow(
             context.close()
         run.event("run-finished")
     return run
-
-
-def check_memory(resolved: ResolvedRun) -> None:
-    """Raise EnvironmentFault for a run of which a stage cannot fit into memory.
-
-    The positions to train on are counted only where the largest batches would not fit.
-    """
-    target = target_sizes(resolved) if resolved.open_stages else None
-    if target is None:
-        return
-    memory = memory_of_stages(resolved, target)
-    if not all(stage.fits() for stage in memory):
-        place = resolved.config.run
-        statuses = statuses_of(RunDirectory(place.directory, place.store), resolved.config)
-        size = run_size(resolved, statuses["seeds"].finished, statuses["generate"].finished)
-        memory = memory_of_stages(resolved, target, size.positions)
-    require_memory(resolved, memory)
 
 
 def advance_all(context: Context, wanted: Sequence[str], fresh: str | None) -> None:

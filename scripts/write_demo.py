@@ -12,12 +12,7 @@ from pathlib import Path
 
 from pipeline.artifacts.json_form import from_json
 from pipeline.formatting import ratio, times
-from pipeline.report.facts import (
-    expected_rate,
-    has_seen_answers,
-    measured_rate,
-    on_new_answers,
-)
+from pipeline.report.facts import expected_rate, measured_rate, on_new_answers
 from pipeline.report.report import STOCK_TREE, Report
 
 PAGE = Path(__file__).parent.parent / "README.md"
@@ -92,11 +87,11 @@ def rows_of(report: Report) -> list[Row]:
 def table(report: Report) -> str:
     """The rows as Markdown; without the column of new answers where all are new."""
     rows = rows_of(report)
-    if not has_seen_answers(report):
+    share = report.native.seen_share if report.native else None
+    if not share:
         lines = ["| figure | measured | what it is |", "|---|---|---|"]
         lines += [f"| {row.figure} | {row.measured} | {row.meaning} |" for row in rows]
         return "\n".join(lines)
-    share = report.native.seen_share if report.native and report.native.seen_share else 0
     lines = [
         f"| figure | measured | on new answers ({1 - share:.0%}) | what it is |",
         "|---|---|---|---|",

@@ -3,8 +3,8 @@ order.
 
 A row's states are copied into the memory of its row group as they arrive. A thread checks a
 complete group, quantizes it to 8 bits if configured, encodes, checksums and writes it, straight
-from that memory. `Backlog` bounds the groups that wait for it, and so how far computing runs ahead
-of the disk.
+from that memory. The number of groups
+that wait is bounded, and so how far computing runs ahead of the disk.
 
 Letters: T tokens of a row, N positions of a group, D hidden size.
 """
@@ -35,34 +35,7 @@ from pipeline.storage.receipts import Receipt
 from pipeline.storage.shards import ShardWriter
 
 ROW_GROUP_BYTES = 64 * 1024**2  # of states; a reader holds one group at a time
-BACKLOG_GROUPS = 32  # 2 GiB, one window of an engine: the next is computed while it is written
-
-
-class Backlog:
-    """The row groups that wait to be written, at most `limit`, and memory for more."""
-
-    def __init__(self, limit: int = BACKLOG_GROUPS):
-        self._slots = threading.Semaphore(limit)
-        self._free: list[Tensor] = []
-
-    def memory(self, num_bytes: int) -> Tensor:
-        """Return at least so many bytes, if possible those of a group that has been written: the
-        pages of fresh memory take five times as long to fill.
-        """
-        if self._free:
-            memory = self._free.pop()
-            if len(memory) >= num_bytes:
-                return memory
-        return torch.empty(num_bytes, dtype=torch.uint8)
-
-    def add(self) -> None:
-        """Count a group that waits from now on; block until there is room for it."""
-        self._slots.acquire()
-
-    def remove(self, memory: Tensor) -> None:
-        """Stop counting a group; its memory may be used again."""
-        self._free.append(memory)
-        self._slots.release()
+MAX_WAITING_GROUPS = 32  # 2 GiB, one window of an engine: the next is computed while it is written
 
 
 class WaitingGroup:
@@ -176,21 +149,27 @@ class FeatureWriter:
     """Writes one shard of features behind its computation. Leave it before the shard's writer.
 
     Args:
-        writer: The shard's, open. Only this object uses it until `commit` is done.
+        writer: The shard's, open. Only this object uses it until `commit`.
         rows: The shard's rows, in order.
-        backlog: Shared with the shards before and after.
+        max_waiting: How many row groups may wait to be written.
     """
 
     def __init__(
-        self, writer: ShardWriter, rows: Sequence[TokenRow], states: StateFormat, backlog: Backlog
+        self,
+        writer: ShardWriter,
+        rows: Sequence[TokenRow],
+        states: StateFormat,
+        max_waiting: int = MAX_WAITING_GROUPS,
     ):
-        self._writer, self._states, self._backlog = writer, states, backlog
+        self._writer, self._states = writer, states
         self._rows = row_groups(rows, states)
         self._starts = [0, *itertools.accumulate(map(len, self._rows))]  # each group's first row
         self._groups: dict[int, WaitingGroup] = {}
         self._writing: list[Future[int]] = []
         self._thread = ThreadPoolExecutor(1)
         self._failed: BaseException | None = None
+        self._slots = threading.Semaphore(max_waiting)
+        self._free: list[Tensor] = []  # memory of groups that are written
 
     def __enter__(self) -> FeatureWriter:
         return self
@@ -201,7 +180,7 @@ class FeatureWriter:
         self._thread.shutdown()
 
     def put(self, index: int, hidden_TD: Tensor) -> None:
-        """Copy the states of one row, in any order; block while too many wait to be written.
+        """Copy the states of one row, in any order; block while too many groups wait to be written.
 
         Raises:
             EnvironmentFault: Writing has failed: the disk is full.
@@ -210,16 +189,26 @@ class FeatureWriter:
         if number not in self._groups:
             rows = self._rows[number]
             num_bytes = row_edges(rows)[-1] * self._states.computed_bytes
-            self._groups[number] = WaitingGroup(rows, self._states, self._backlog.memory(num_bytes))
+            self._groups[number] = WaitingGroup(rows, self._states, self._memory(num_bytes))
         self._groups[number].put(index - self._starts[number], hidden_TD)
         following = len(self._writing)
         while following in self._groups and not self._groups[following].missing:
             group = self._groups.pop(following)
-            self._backlog.add()
+            self._slots.acquire()
             self._writing.append(self._thread.submit(self._write, group))
             following += 1
         if self._failed:
             raise self._failed
+
+    def _memory(self, num_bytes: int) -> Tensor:
+        """Return at least so many bytes, if possible those of a group that has been written: the
+        pages of fresh memory take five times as long to fill.
+        """
+        if self._free:
+            memory = self._free.pop()
+            if len(memory) >= num_bytes:
+                return memory
+        return torch.empty(num_bytes, dtype=torch.uint8)
 
     def commit(
         self,
@@ -227,8 +216,8 @@ class FeatureWriter:
         ids_in: Sequence[str] | None,
         num_tokens: int = 0,
         started: float = 0.0,
-    ) -> Future[Receipt]:
-        """Commit the shard once all is written, see `ShardWriter.commit`.
+    ) -> Receipt:
+        """Wait until all is written, then commit the shard, see `ShardWriter.commit`.
 
         Args:
             num_tokens: The rows' tokens, as the receipt states them.
@@ -236,7 +225,9 @@ class FeatureWriter:
         """
         lacking = f"{len(self._groups)} row groups of {stage} lack states"
         assert len(self._writing) == len(self._rows), lacking
-        return self._thread.submit(self._commit, stage, ids_in, num_tokens, started)
+        positions = sum(writing.result() for writing in self._writing)
+        stats = {"positions": float(positions), "tokens": float(num_tokens)}
+        return self._writer.commit(stage, ids_in, stats, time.monotonic() - started)
 
     def _write(self, group: WaitingGroup) -> int:
         """Write a group, unless writing has failed before."""
@@ -246,11 +237,5 @@ class FeatureWriter:
             self._failed = error
             raise
         finally:
-            self._backlog.remove(group.memory)
-
-    def _commit(
-        self, stage: str, ids_in: Sequence[str] | None, num_tokens: int, started: float
-    ) -> Receipt:
-        positions = sum(writing.result() for writing in self._writing)
-        stats = {"positions": float(positions), "tokens": float(num_tokens)}
-        return self._writer.commit(stage, ids_in, stats, time.monotonic() - started)
+            self._free.append(group.memory)
+            self._slots.release()

@@ -58,7 +58,7 @@ def read_summary(path: Path, shape: HeadsShape) -> Summary | None:
     if found is None:
         return None
     if found != shape:
-        what = f"The heads here have {found.described()}; this training's have {shape.described()}."
+        what = f"The heads here have {found.description}; this training's have {shape.description}."
         raise DataError(what, str(path), "Move them elsewhere, or run again with --fresh train.")
     return read_json(path.with_name(SUMMARY_FILE))
 

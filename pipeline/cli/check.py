@@ -73,8 +73,8 @@ def check(
     from pipeline.execution.progress import Meter, ProgressReporter
     from pipeline.export.weights import heads_directory
     from pipeline.report.check_tables import categories_table, check_table
-    from pipeline.report.documents import print_tables, section
     from pipeline.report.report import Report
+    from pipeline.report.text_table import print_tables, section
     from pipeline.targets.spec import resolve
 
     decoded = CheckConfig(

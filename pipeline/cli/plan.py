@@ -68,9 +68,9 @@ def print_plan(run: ResolvedRun) -> None:
     from pipeline.flow import STAGES
     from pipeline.run.checks import check_plan, unread_settings
     from pipeline.run.estimate import (
+        check_memory,
         memory_of_stages,
         planned,
-        require_memory,
         run_size,
         target_sizes,
     )
@@ -92,7 +92,7 @@ def print_plan(run: ResolvedRun) -> None:
     _print_hours(console, run, size, directory.store, unfinished)
     target = target_sizes(elsewhere)
     if target is not None:
-        memory = memory_of_stages(elsewhere, target, size.positions)
+        memory = memory_of_stages(elsewhere, target)
         _print_memory(console, memory)
         trained = [stage for stage in memory if stage.stage == "train"]
         checkpoint = decimal(int(max(stage.heads + stage.optimizer for stage in trained)))
@@ -100,7 +100,7 @@ def print_plan(run: ResolvedRun) -> None:
         if run.method.tunes_backbone:
             line += f", a tuned backbone of {decimal(int(target.weight_bytes()))}"
         _print(console, f"{line}.")
-        require_memory(elsewhere, memory)
+        check_memory(run)
 
 
 def _print(console: Console, sentence: str) -> None:

@@ -185,7 +185,7 @@ def _candidate(
     )
     found = foreign_heads(DirectoryTensors(directory), weights, sizes, num_tokens)
     original = None
-    if found.as_they_are:
+    if found.vllm_method is not None:
         original = {
             "method": found.vllm_method,
             "model": str(directory.resolve()),
@@ -195,7 +195,7 @@ def _candidate(
         if "native" in settings.engines:
             fix = "vLLM alone can measure it: --engine vllm."
             raise DataError(f"{found.why_not}.", str(directory), fix)
-        yield Candidate(found.described, directory, num_tokens, original)
+        yield Candidate(found.description, directory, num_tokens, original)
         return
     shape = found.heads.shape
     layout = ExportLayout(
@@ -217,7 +217,7 @@ def _candidate(
             choices=tree,
             card="",
         )
-        yield Candidate(found.described, copy, shape.max_depth, original, tree)
+        yield Candidate(found.description, copy, shape.max_depth, original, tree)
 
 
 def _require_fit(
@@ -248,7 +248,7 @@ def _own_heads(directory: Path, layout: ExportLayout, draft_tokens: int | None) 
             what = f"These heads propose {depth} tokens ahead, not {draft_tokens}."
             raise ConfigError(what, "--draft-tokens", f"Give at most {depth}.")
         config = layout.kind.speculative_config(str(directory.resolve()), draft_tokens)
-    described = layout.shape.described()
+    described = layout.shape.description
     return Candidate(described, directory, depth, config, read_tree(directory))
 
 

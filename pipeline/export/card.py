@@ -34,10 +34,10 @@ from pipeline.report.check_tables import (
     exact_match_table,
     served_model_table,
 )
-from pipeline.report.documents import grid
 from pipeline.report.facts import disturbed, expected_rate, measured_rate
 from pipeline.report.report import STAGES, Report
 from pipeline.report.tables import drift_table, heads_table
+from pipeline.report.text_table import grid
 
 HUB = "https://huggingface.co"
 RECIPE_SECTIONS = {

@@ -18,7 +18,7 @@ from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.errors import ConfigError, DataError
 from pipeline.heads.kind import Heads
 from pipeline.heads.kinds import head_kind, shape_from_json
-from pipeline.heads.shapes import ExportFormat, HeadsShape, export_format
+from pipeline.heads.shapes import FORMATS, ExportFormat, HeadsShape
 from pipeline.targets.files import check_repo_id
 
 CONFIG_FILE = "config.json"
@@ -59,7 +59,7 @@ class ExportLayout:
 
     @property
     def stored(self) -> ExportFormat:
-        return export_format(self.format)
+        return FORMATS[self.format]
 
     @property
     def weights_file(self) -> str:
@@ -192,8 +192,8 @@ def check_formats(kind: type[Heads], shape: Any, names: Sequence[str]) -> None:
     The check decodes the first, which vLLM must be able to read too.
     """
     for name in names:
-        kind.check_format(shape, export_format(name))
-    if not export_format(names[0]).at_root:
+        kind.check_format(shape, FORMATS[name])
+    if not FORMATS[names[0]].at_root:
         what = f"The {names[0]} format is read by one engine alone, and the check decodes another."
         fix = f"Begin with another: [expanded, {', '.join(names)}]."
         raise ConfigError(what, "export.formats", fix)

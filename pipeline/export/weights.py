@@ -131,10 +131,6 @@ class DirectoryTensors:
         file, stored = self._files[name]
         return file.tensor(stored)
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        file, stored = self._files[name]
-        return file.shapes[stored]
-
     def refuse(self, what: str, fix: str = NOT_HERE) -> DataError:
         return DataError(what, str(self.directory), fix)
 

@@ -14,7 +14,6 @@ does not keep: only vLLM can measure it.
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -47,20 +46,17 @@ BLOCK = re.compile(r"(\d+)\.(\d+)\.linear\.(weight|bias)")
 LM_HEAD = re.compile(r"lm_heads\.(\d+)\.weight|(\d+)\.\d+\.weight")
 IN_A_MODEL = "medusa_head."  # prefix of the names where the heads are in a whole model's files
 GATE = f"{MLP}.gate_proj.weight"
-READ_DTYPES = [getattr(torch, name) for name in DTYPES]
 NOT_HERE = (
     "Give Medusa heads, an EAGLE-1 cell whose attention is zero, or an export of medusa-distill."
 )
 REPEATED = ("embed_tokens.weight", "lm_head.weight")  # matrices of the target itself
-OTHER_TARGET = "Give --target the model that these heads were trained on."
 
 
 def head_kind(name: str) -> type[Heads]:
-    """The kind of this name; ConfigError where there is none."""
+    """Return the class of a kind of heads; ConfigError for an unknown name."""
     if name not in KINDS:
-        near = difflib.get_close_matches(name, KINDS, n=1)
-        fix = f"Did you mean {near[0]}?" if near else f"Use one of {', '.join(KINDS)}."
-        raise ConfigError(f'There is no kind of heads called "{name}".', "train.heads", fix)
+        what = f'There is no kind of heads called "{name}".'
+        raise ConfigError(what, "train.heads", f"Use one of {', '.join(KINDS)}.")
     return KINDS[name]
 
 
@@ -77,7 +73,7 @@ def max_depth(settings: TrainConfig) -> int:
 
 
 class NamedTensors(Protocol):
-    """Tensors by name, read when they are asked for, and the configuration beside them."""
+    """Tensors by name, read on demand, and the configuration beside them."""
 
     directory: Path
     config: dict[str, Any]
@@ -86,8 +82,6 @@ class NamedTensors(Protocol):
     def names(self) -> Collection[str]: ...
 
     def __getitem__(self, name: str) -> Tensor: ...
-
-    def shape(self, name: str) -> tuple[int, ...]: ...
 
     def refuse(self, what: str, fix: str = NOT_HERE) -> DataError: ...
 
@@ -106,14 +100,13 @@ class ForeignHeads:
 
     Attributes:
         heads: None where native decoding cannot run them; `why_not` then says why.
-        described: The layout in which they were recognized.
-        as_they_are: Whether vLLM reads their directory unmodified, by `vllm_method`.
+        description: The layout in which they were recognized.
+        vllm_method: vLLM's method where vLLM reads their directory unmodified, otherwise None.
     """
 
     heads: Heads | None
-    described: str
-    vllm_method: str
-    as_they_are: bool
+    description: str
+    vllm_method: str | None
     why_not: str = ""
 
 
@@ -139,21 +132,6 @@ def _medusa_heads(tensors: NamedTensors, target: TargetWeights, sizes: Sizes) ->
     blocks, lm_heads = _medusa_names(tensors)
     num_heads = 1 + max(k for k, _, _ in blocks)
     num_layers = 1 + max(layer for _, layer, _ in blocks)
-    if max(num_heads, num_layers) > len(blocks):  # before a name alone makes heads of any size
-        what = (
-            f"There are {len(blocks)} tensors of {num_heads} heads with {num_layers} blocks each."
-        )
-        raise tensors.refuse(what, "Fetch the files again: some are missing.")
-    first = blocks.get((0, 0, "weight"))
-    if first is not None:
-        _require_hidden_size(tensors, first, sizes)
-    for name in lm_heads.values():
-        size = tensors.shape(name)
-        if size and size[0] != sizes.vocab_size:
-            what = f"The heads have a vocabulary of {size[0]} tokens"
-            what += f", and the target's lm_head has {sizes.vocab_size}."
-            raise tensors.refuse(what, OTHER_TARGET)
-
     lm_head: LmHead = "untied"
     if not lm_heads:
         lm_head = "tied"
@@ -171,8 +149,7 @@ def _medusa_heads(tensors: NamedTensors, target: TargetWeights, sizes: Sizes) ->
     shape = MedusaShape(sizes.hidden_size, sizes.vocab_size, num_heads, num_layers, lm_head)
     left_out = None if has_biases else ".bias"
     heads = _built(MedusaHeads, shape, format, tensors, named, left_out)
-    described = f"{num_heads} Medusa heads, {num_layers} block(s) each, with {lm_head} lm_heads"
-    return ForeignHeads(heads, described, "medusa", as_they_are=False)
+    return ForeignHeads(heads, f"{num_heads} Medusa heads", vllm_method=None)
 
 
 def _medusa_names(
@@ -201,63 +178,31 @@ def _medusa_names(
     return blocks, lm_heads
 
 
-def _require_same_matrices(tensors: NamedTensors, target: TargetWeights) -> None:
-    """Refuse an embedding or lm_head that is not the target's."""
-    for name, matrix in zip(REPEATED, (target.embedding, target.lm_head), strict=True):
-        if name in tensors.names and not _is_rounded(tensors[name], matrix()):
-            what = f"Its {name} is not the target's, which engines draft with."
-            raise tensors.refuse(what, OTHER_TARGET)
-
-
 def _eagle_heads(
     tensors: NamedTensors, target: TargetWeights, sizes: Sizes, num_tokens: int
 ) -> ForeignHeads:
     names = tensors.names
-    size = tensors.shape("fc.weight")
-    if len(size) != 2 or size[1] != 2 * size[0]:
-        what = f"Its fc.weight is {list(size)}, and EAGLE-1's reads an embedding and a state"
-        raise tensors.refuse(f"{what}: [D, 2D].")
-    _require_hidden_size(tensors, "fc.weight", sizes, parts=2)
-    if OUTPUT in names and tensors[OUTPUT].any():
-        return _served_only(
-            "an EAGLE-1 model with attention",
-            "This is an EAGLE-1 model with attention, which reads the states of all earlier"
-            " positions: native decoding has only recurrent cells",
-        )
-    if FC_BIAS in names and tensors[FC_BIAS].any():
-        why = "Its fc adds a bias, and native decoding's cell has none"
-        return _served_only("an EAGLE-1 cell with a bias", why)
-    activation = tensors.config.get("hidden_act", "silu")
-    if activation != "silu":
-        raise tensors.refuse(f"Its activation is {activation}, and the cell's is silu.")
-    _require_same_matrices(tensors, target)
-    epsilon = tensors.config.get("rms_norm_eps", EPSILON)
-    if not isinstance(epsilon, int | float):
-        raise tensors.refuse(f"Its rms_norm_eps is no number but {epsilon!r}.")
-
+    for name in (OUTPUT, FC_BIAS):
+        if name in names and tensors[name].any():
+            why = f"{name} is not zero, and native decoding's cell has neither attention nor bias"
+            return ForeignHeads(None, "an EAGLE-1 model with attention or bias", "eagle", why)
+    for name, matrix in zip(REPEATED, (target.embedding, target.lm_head), strict=True):
+        if name in names and not _is_rounded(tensors[name], matrix()):
+            what = f"Its {name} is not the target's, which engines draft with."
+            fix = "Give --target the model that these heads were trained on."
+            raise tensors.refuse(what, fix)
     inner = 1
-    if GATE in names and tensors.shape(GATE):
-        inner = tensors.shape(GATE)[0]
-    shape = RecurrentShape(sizes.hidden_size, sizes.vocab_size, num_tokens, inner, float(epsilon))
+    if GATE in names:
+        inner = max(1, tensors[GATE].numel() // sizes.hidden_size)
+    epsilon = float(tensors.config.get("rms_norm_eps", EPSILON))
+    shape = RecurrentShape(sizes.hidden_size, sizes.vocab_size, num_tokens, inner, epsilon)
     named: dict[str, Tensor] = {}
     for name in names:
         if name not in REPEATED and name != FC_BIAS and not name.startswith(ATTENTION):
             named[name] = tensors[name]
     heads = _built(RecurrentHeads, shape, EXPANDED, tensors, named, ATTENTION)
     heads.take_from(target)
-    return ForeignHeads(heads, "a recurrent cell in EAGLE-1's container", "eagle", as_they_are=True)
-
-
-def _served_only(described: str, why_not: str) -> ForeignHeads:
-    return ForeignHeads(None, described, "eagle", as_they_are=True, why_not=why_not)
-
-
-def _require_hidden_size(tensors: NamedTensors, name: str, sizes: Sizes, parts: int = 1) -> None:
-    """Refuse heads whose tensor does not read `parts` vectors of the target's hidden size."""
-    size = tensors.shape(name)
-    if size and size[-1] != parts * sizes.hidden_size:
-        what = f"The heads read states of {size[-1] // parts} numbers"
-        raise tensors.refuse(f"{what}, and the target's have {sizes.hidden_size}.", OTHER_TARGET)
+    return ForeignHeads(heads, "a recurrent cell in EAGLE-1's container", "eagle")
 
 
 def _is_rounded(found: Tensor, own: Tensor) -> bool:
@@ -278,8 +223,8 @@ def _built(
     """Build heads in the widest dtype of the tensors; names that contain `left_out` are zeros."""
     dtype = torch.bool  # narrower than any other
     for name, tensor in named.items():
-        if tensor.dtype not in READ_DTYPES:
-            found = str(tensor.dtype).removeprefix("torch.")
+        found = str(tensor.dtype).removeprefix("torch.")
+        if found not in DTYPES:
             raise tensors.refuse(f"{name} is {found}.", f"Store it in {' or '.join(DTYPES)}.")
         dtype = torch.promote_types(dtype, tensor.dtype)
     filled = {name: tensor.detach().to("cpu", dtype) for name, tensor in named.items()}

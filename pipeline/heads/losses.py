@@ -104,7 +104,7 @@ def summed_cross_entropy(
     Args:
         labels_KN: int64, -100 where a head has nothing to learn.
         teacher: The target's distributions; without it the loss comes from the labels only.
-        weights_K: The weights of the caller's sum over heads, exactly (else RuntimeError in
+        weights_K: The weights of the caller's sum over heads, exactly (asserted in
             backward); 1 by default. Needed for a shared lm_head that trains, whose gradient is one
             sum over all heads.
         chunk_bytes: Bounds the logits held at a time.
@@ -130,36 +130,27 @@ class _SummedCrossEntropy(torch.autograd.Function):
         weights_K: Tensor,
         chunk_bytes: int,
     ) -> Tensor:
-        wants_hidden, wants_lm_head, *_ = ctx.needs_input_grad
         with torch.autocast(hidden_KND.device.type, enabled=False):
             loss = _Loss(hidden_KND, lm_head, labels_KN, teacher, weights_K, chunk_bytes)
-            if wants_hidden:
-                loss.grad_hidden_KND = torch.zeros_like(loss.hidden_KND)
-            if wants_lm_head:
+            if ctx.needs_input_grad[1]:
                 loss.grad_lm_head = torch.zeros_like(lm_head)
             for chunk in loss.chunks():
                 loss.add(chunk)
-        ctx.grad_hidden_KND = loss.grad_hidden_KND
-        ctx.grad_lm_head = loss.grad_lm_head
+        ctx.gradients = loss.grad_hidden_KND, loss.grad_lm_head
         ctx.weights_K = weights_K
         return loss.losses_KN.sum(1)
 
     @staticmethod
     def backward(ctx: Any, grad_sums_K: Tensor):
-        gradients = ctx.grad_hidden_KND, ctx.grad_lm_head
-        ctx.grad_hidden_KND = ctx.grad_lm_head = None  # scaled in place: good for one backward
-        if all(gradient is None for gradient in gradients):
-            raise RuntimeError("the loss's gradients are consumed: run the forward pass again")
-        for gradient in gradients:
-            if gradient is not None and gradient.dim() == 3:
-                gradient.mul_(grad_sums_K[:, None, None])
-            elif gradient is not None and not torch.equal(
-                grad_sums_K, ctx.weights_K.to(grad_sums_K)
-            ):
-                raise RuntimeError(
-                    "with a shared lm_head that trains, weigh the sums by forward's weights_K"
-                )
-        return *gradients, None, None, None, None
+        grad_hidden_KND, grad_lm_head = ctx.gradients
+        ctx.gradients = None  # scaled in place: good for one backward
+        grad_hidden_KND.mul_(grad_sums_K[:, None, None])
+        if grad_lm_head is not None and grad_lm_head.dim() == 3:
+            grad_lm_head.mul_(grad_sums_K[:, None, None])
+        elif grad_lm_head is not None:
+            weights_K = ctx.weights_K.to(grad_sums_K)
+            assert torch.equal(grad_sums_K, weights_K), "weigh the sums by forward's weights_K"
+        return grad_hidden_KND, grad_lm_head, None, None, None, None
 
 
 @dataclass(frozen=True)
@@ -190,8 +181,8 @@ class _Loss:
         self.teacher = teacher
         self.weights_K = weights_K
         self.is_shared = lm_head.dim() == 2
-        self.grad_hidden_KND: Tensor | None = None  # zeros, where it is wanted
-        self.grad_lm_head: Tensor | None = None
+        self.grad_hidden_KND = torch.zeros_like(self.hidden_KND)
+        self.grad_lm_head: Tensor | None = None  # zeros where it is wanted
 
         dtype = hidden_KND.dtype
         vocab_size = lm_head.shape[-2]
@@ -267,8 +258,7 @@ class _Loss:
                 losses_S = self._soft_losses(logits_CV[part], labels_C1[part], states_S)
             self.losses_KN.view(-1)[rows_C[part]] = losses_S
 
-        if self.grad_hidden_KND is not None:
-            self.grad_hidden_KND.flatten(0, 1)[rows_C] = logits_CV @ weight_VD
+        self.grad_hidden_KND.flatten(0, 1)[rows_C] = logits_CV @ weight_VD
         del weight_VD  # a copy where dtypes differ; free it before the product below
         if self.grad_lm_head is None:
             return
@@ -292,10 +282,6 @@ class _Loss:
         torch.softmax(logits_MV, 1, dtype=p_MV.dtype, out=p_MV)
         self.block_in_buffer = first
 
-    @property
-    def _wants_gradient(self) -> bool:
-        return self.grad_hidden_KND is not None or self.grad_lm_head is not None
-
     def _log_softmax(self, logits_SV: Tensor) -> Tensor:
         out_SV = self.scratch[0, : len(logits_SV)]
         return torch.log_softmax(logits_SV, 1, dtype=self.scratch.dtype, out=out_SV)
@@ -307,9 +293,8 @@ class _Loss:
         """
         log_q_SV = self._log_softmax(logits_SV)
         label_log_q_S1 = log_q_SV.gather(1, labels_S1)
-        if self._wants_gradient:
-            at_label_S1 = torch.expm1(label_log_q_S1).to(logits_SV.dtype)
-            torch.exp(log_q_SV, out=logits_SV).scatter_(1, labels_S1, at_label_S1)
+        at_label_S1 = torch.expm1(label_log_q_S1).to(logits_SV.dtype)
+        torch.exp(log_q_SV, out=logits_SV).scatter_(1, labels_S1, at_label_S1)
         return -label_log_q_S1[:, 0]
 
     def _soft_losses(self, logits_SV: Tensor, labels_S1: Tensor, states_S: Tensor) -> Tensor:
@@ -323,10 +308,9 @@ class _Loss:
         label_log_q_S1 = log_q_SV.gather(1, labels_S1)
         p_SV = torch.index_select(self.p_buffer, 0, states_S, out=self.scratch[1, : len(logits_SV)])
         soft_losses_S = -torch.bmm(p_SV[:, None], log_q_SV[:, :, None])[:, 0, 0]
-        if self._wants_gradient:
-            at_label_S1 = torch.expm1(label_log_q_S1) + share * (1 - p_SV.gather(1, labels_S1))
-            gradient_SV = log_q_SV.exp_().sub_(p_SV, alpha=share)
-            logits_SV.copy_(gradient_SV.scatter_(1, labels_S1, at_label_S1))
+        at_label_S1 = torch.expm1(label_log_q_S1) + share * (1 - p_SV.gather(1, labels_S1))
+        gradient_SV = log_q_SV.exp_().sub_(p_SV, alpha=share)
+        logits_SV.copy_(gradient_SV.scatter_(1, labels_S1, at_label_S1))
         return torch.lerp(-label_log_q_S1[:, 0], soft_losses_S, share)
 
 

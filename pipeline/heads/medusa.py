@@ -125,11 +125,8 @@ least {{ report.tree.nodes | number or "the tree's nodes" }}; the content of `{{
     def from_lm_head(cls, shape: MedusaShape, lm_head_VD: Tensor) -> MedusaHeads:
         """Heads that start as the target's own prediction, in its lm_head's dtype (2.1.1).
 
-        Tied heads share the storage of `lm_head_VD`. Raises ValueError on another shape.
+        Tied heads share the storage of `lm_head_VD`.
         """
-        expected = (shape.vocab_size, shape.hidden_size)
-        if lm_head_VD.shape != expected:
-            raise ValueError(f"the lm_head is {tuple(lm_head_VD.shape)}, not {expected}")
         heads = cls(shape, dtype=lm_head_VD.dtype, device=lm_head_VD.device)
         if shape.lm_head == "tied":
             heads.lm_head = nn.Parameter(lm_head_VD.detach(), requires_grad=False)

@@ -33,7 +33,7 @@ from torch.nn.functional import embedding, linear, rms_norm, silu
 
 from pipeline.config.training import TrainConfig
 from pipeline.conversations.spans import IGNORED
-from pipeline.errors import ConfigError, DataError
+from pipeline.errors import ConfigError
 from pipeline.heads.kind import Heads, TargetWeights
 from pipeline.heads.shapes import EXPANDED, SGLANG, ExportFormat, RecurrentShape
 
@@ -242,14 +242,7 @@ model, with an attention that adds nothing; embedding and lm_head are the target
         *,
         where: str | None = None,
     ) -> Self:
-        """See `Heads`; also raises DataError where attention or a bias is not zero."""
-        for name in (OUTPUT, FC_BIAS):
-            if name in tensors and tensors[name].any():
-                raise DataError(
-                    f"{name} is not zero, so vLLM would not draft what native decoding does.",
-                    where,
-                    "Export again; EAGLE-1 models of other trainers are no recurrent heads.",
-                )
+        """See `Heads`; equal matrices are held once."""
         heads = super().from_named_tensors(shape, tensors, format, where=where)
         heads._share()
         return heads

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar, Self, get_args
 
 from pipeline.config.training import LmHead
-from pipeline.errors import ConfigError, DataError
+from pipeline.errors import DataError
 
 TensorShapes = Mapping[str, tuple[int, ...]]
 
@@ -59,15 +59,11 @@ class HeadsShape:
         """The number of tokens ahead that the heads can propose, at least `num_heads`."""
         return self.num_heads
 
-    def described(self) -> str:
-        """A phrase for errors: `3 linear heads, a hidden size of 64 and a vocabulary of 300`."""
-        vocabulary = f"a vocabulary of {self.vocab_size}"
-        if self.is_pruned:
-            vocabulary += f" of the target's {self.target_vocab_size}"
-        return f"{self._parts()}, a hidden size of {self.hidden_size} and {vocabulary}"
-
-    def _parts(self) -> str:
-        return f"{self.num_heads} {self.kind} heads"
+    @property
+    def description(self) -> str:
+        """The kind and every field, for errors: `linear heads (hidden_size 64, …)`."""
+        fields = ", ".join(f"{name} {value}" for name, value in asdict(self).items())
+        return f"{self.kind} heads ({fields})"
 
     def to_json(self) -> dict[str, Any]:
         """The kind and every field, as stored in file headers; see `kinds.shape_from_json`."""
@@ -91,10 +87,6 @@ class MedusaShape(HeadsShape):
         if self.lm_head not in get_args(LmHead):
             raise ValueError(f"lm_head is one of {get_args(LmHead)}, not {self.lm_head!r}")
 
-    def _parts(self) -> str:
-        blocks = f"{self.num_layers} block(s) each"
-        return f"{self.num_heads} heads with {self.lm_head} lm_heads, {blocks}"
-
 
 @dataclass(frozen=True)
 class RecurrentShape(HeadsShape):
@@ -111,10 +103,6 @@ class RecurrentShape(HeadsShape):
     def max_depth(self) -> int:
         return 2 * self.num_heads
 
-    def _parts(self) -> str:
-        inner = f"an inner size of {self.intermediate_size}"
-        return f"one recurrent cell of {self.num_heads} steps with {inner}"
-
 
 def require_shapes(
     shape: HeadsShape, expected: TensorShapes, found: TensorShapes, where: str | None
@@ -127,9 +115,7 @@ def require_shapes(
         elif sizes != expected[name]:
             problems.append(f"{name} has shape {list(sizes)} instead of {list(expected[name])}")
     if problems:
-        what = f"These are not {shape.described()}: {', '.join(problems[:3])}"
-        if len(problems) > 3:
-            what += f", and {len(problems) - 3} more"
+        what = f"These are not {shape.description}: {', '.join(problems[:3])}"
         fix = "Use the heads and the target that belong together, or export again."
         raise DataError(f"{what}.", where, fix)
 
@@ -161,11 +147,3 @@ REFERENCE = ExportFormat("reference", weights_file="medusa_lm_head.pt")
 SGLANG = ExportFormat("sglang", architecture="LlamaForCausalLMEagle", fc_bias=True)
 
 FORMATS = {format.name: format for format in (EXPANDED, SHARED, REFERENCE, SGLANG)}
-
-
-def export_format(name: str) -> ExportFormat:
-    """The format of this name; ConfigError where there is none."""
-    if name not in FORMATS:
-        fix = f"Use one of {', '.join(FORMATS)}."
-        raise ConfigError(f'There is no format called "{name}".', "export.formats", fix)
-    return FORMATS[name]

@@ -14,155 +14,86 @@ from pipeline.artifacts.check_result import (
     NativeFigures,
     Percentiles,
     TreeRow,
-    TypicalRow,
     VllmFigures,
 )
 from pipeline.artifacts.tree_file import TreeFigures
-from pipeline.formatting import (
-    UNKNOWN,
-    count,
-    duration,
-    pairs,
-    percent,
-    rate,
-    ratio,
-    show,
-    times,
-)
-from pipeline.report.facts import (
-    expected_rate,
-    has_seen_answers,
-    identical,
-    measured_rate,
-    on_new_answers,
-)
+from pipeline.formatting import UNKNOWN, count, duration, percent, rate, ratio, show, times
+from pipeline.report.facts import expected_rate, identical, measured_rate, on_new_answers
 from pipeline.report.report import Report
-from pipeline.report.tables import Table
+from pipeline.report.text_table import Table
 
 COSTS = ("acceleration rate", "overhead", "speedup")
 SPEEDS = ("tokens/s, plain", "tokens/s, with heads", "speedup")
-CHECK_ROWS = (
-    "acceleration rate",
-    "expected",
-    "answers seen in training",
-    "acceleration rate on new answers",
-    "expected on new answers",
-    "the same chain on the same text, natively",
-    "overhead",
-    "speedup",
-    "greedy identical",
-    "greedy ties",
-    "tokens/s",
-    "tokens/s, plain",
-    "time to first token",
-    "accepted per position",
-    "log-likelihood, nats per token",
-    "vLLM's model runner",
-    "vLLM is started with",
-    "acceptance",
-    "prompts",
-    "prompts skipped",
-)
 
 
 def check_table(report: Report) -> Table:
-    """One column per engine; rows that no engine has are left out."""
+    """Tabulate the check, one column per engine; rows that no engine has are left out."""
     table = Table("Check", [""])
-    native, vllm = report.native, report.vllm
-    with_new = has_seen_answers(report)
     columns = []
-    if native:
+    if report.native:
         table.columns.append("native")
-        columns.append(_native_cells(native, report.tree, with_new))
-    if vllm:
+        columns.append(_native_cells(report.native, report.tree))
+    if report.vllm:
         table.columns.append("vLLM")
-        columns.append(_vllm_cells(vllm, with_new))
+        columns.append(_vllm_cells(report.vllm))
         table.note = (
             "Acceleration rates are tokens kept over forwards of the target, without the prefill"
             " and its token, in either engine. Accepted per position: the share of vLLM's steps"
             " that keep at least 1, 2, … drafted tokens."
         )
-    for label in CHECK_ROWS:
+    labels: dict[str, str] = {}
+    for column in columns:
+        labels.update(column)
+    for label in labels:
         table.add_known(label, *(column.get(label, UNKNOWN) for column in columns))
     return table
 
 
-def _native_cells(
-    native: NativeFigures, tree: TreeFigures | None, with_new: bool
-) -> dict[str, str]:
-    cells = _engine_cells(native, tree, with_new)
+def _native_cells(native: NativeFigures, tree: TreeFigures | None) -> dict[str, str]:
+    cells = _engine_cells(native, tree)
     cells["overhead"] = times(native.overhead)
-    cells["time to first token"] = duration(native.time_to_first_token)
-    if native.log_likelihood:
-        values = [f"{name} {ratio(value)}" for name, value in native.log_likelihood.items()]
-        cells["log-likelihood, nats per token"] = ", ".join(values)
-    cells["acceptance"] = _acceptance(native)
+    cells["acceptance"] = native.acceptance or UNKNOWN
+    settings = {
+        "temperature": native.temperature,
+        "eps": native.eps,
+        "delta": native.delta,
+        "top_p": native.top_p,
+    }
+    for name, value in settings.items():
+        if value is not None:
+            cells["acceptance"] += f", {name} {value:g}"
+    for rule, value in (native.log_likelihood or {}).items():
+        cells[f"log-likelihood, {rule}"] = f"{ratio(value)} nats per token"
     cells["prompts"] = count(native.prompts)
     cells["prompts skipped"] = count(native.skipped_prompts)
     return cells
 
 
-def _vllm_cells(vllm: VllmFigures, with_new: bool) -> dict[str, str]:
-    cells = _engine_cells(vllm, vllm, with_new)
+def _vllm_cells(vllm: VllmFigures) -> dict[str, str]:
+    cells = _engine_cells(vllm, vllm)
     cells["the same chain on the same text, natively"] = ratio(vllm.same_text_acceleration_rate)
-    if vllm.accepted_per_position:
-        cells["accepted per position"] = " ".join(map(percent, vllm.accepted_per_position))
-    if vllm.model_runners:
-        # Where the runners differ, a part of a difference in speed or rounding is theirs.
-        runners = set(vllm.model_runners.values())
-        same = len(runners) == 1
-        cells["vLLM's model runner"] = runners.pop() if same else pairs(vllm.model_runners)
-    if vllm.export_alone is not None:
-        alone = "the export alone" if vllm.export_alone else "target and export"
-        cells["vLLM is started with"] = alone
+    cells["accepted per position"] = " ".join(map(percent, vllm.accepted_per_position or []))
     return cells
 
 
 def _engine_cells(
-    engine: EngineFigures, prediction: TreeFigures | VllmFigures | None, with_new: bool
+    engine: EngineFigures, prediction: TreeFigures | VllmFigures | None
 ) -> dict[str, str]:
-    ties = count(engine.greedy_match.ties)
-    if engine.tie_tolerance is not None:
-        ties += f"; a top-2 gap under {engine.tie_tolerance:g} is one"
-    cells = {
+    return {
         "acceleration rate": measured_rate(engine),
         "expected": expected_rate(prediction),
+        "answers seen in training": percent(engine.seen_share),
+        "acceleration rate on new answers": on_new_answers(engine),
         "speedup": times(engine.speedup),
         "greedy identical": identical(engine.greedy_match),
-        "greedy ties": ties,
+        "greedy ties": count(engine.greedy_match.ties),
         "tokens/s": rate(engine.tokens_per_second),
         "tokens/s, plain": rate(engine.baseline_tokens_per_second),
     }
-    if with_new:
-        cells["answers seen in training"] = percent(engine.seen_share)
-        cells["acceleration rate on new answers"] = on_new_answers(engine)
-        new = prediction.new if prediction else None
-        cells["expected on new answers"] = expected_rate(new)
-    return cells
-
-
-def _acceptance(native: NativeFigures) -> str:
-    """The acceptance rule, its parameters, and how many sampled texts equal plain sampling's."""
-    if native.acceptance is None:
-        return UNKNOWN
-    parts = [native.acceptance]
-    if native.temperature is not None:
-        parts.append(f"temperature {native.temperature:g}")
-    if native.eps is not None:
-        parts.append(f"eps {native.eps:g}")
-    if native.delta is not None:
-        parts.append(f"delta {native.delta:g}")
-    if native.top_p is not None:
-        parts.append(f"top_p {native.top_p:g}")
-    if native.first_token is not None:
-        parts.append(f"first token {native.first_token}")
-    if native.sampled_identical is not None:
-        parts.append(f"as plain sampling {native.sampled_identical}")
-    return ", ".join(parts)
 
 
 def served_model_table(report: Report) -> Table:
-    """The heads on the copy that will be served beside those on their target, by engine."""
+    """Tabulate the heads on the copy that will be served beside those on their target."""
     columns = ["", "rate on the target", "rate on the copy", "speedup", "tokens/s"]
     table = Table("Served model", [*columns, "greedy identical"])
     copy = report.served_model
@@ -170,10 +101,7 @@ def served_model_table(report: Report) -> Table:
         return table
     table.note = f"{copy.model}, {copy.format}; its greedy text against itself alone."
     native, vllm = report.native, report.vllm
-    for name, on_target, on_copy in (
-        ("native", native, copy.native),
-        ("vLLM", vllm, copy.vllm),
-    ):
+    for name, on_target, on_copy in (("native", native, copy.native), ("vLLM", vllm, copy.vllm)):
         if on_copy:
             table.add(
                 name,
@@ -187,78 +115,55 @@ def served_model_table(report: Report) -> Table:
 
 
 def methods_table(report: Report) -> Table:
-    """One row per decoding method: tokens per forward and per second, and latencies."""
+    """Tabulate decoding methods: tokens per forward and per second, and latencies."""
     columns = ["method", "per step", "tokens/s", "speedup", "to first", "per token", "identical"]
     table = Table("Methods", columns)
-    notes = [
+    table.note = (
         "Tokens per forward of the target and per second, time to the first token and per further"
-        " one. Speedups are over plain decoding with the same engine; generate, prompt lookup and"
-        " assistant are transformers' own; vLLM decodes all prompts at once, and with the heads'"
-        " top-1 chain, not the tree"
-    ]
-    native, vllm = report.native, report.vllm
-    if native:
-        if native.repeats is not None and native.repeats > 1:
-            notes.append(f"Times are medians of {count(native.repeats)} repetitions")
-        if native.threads is not None:
-            threads = "thread" if native.threads == 1 else "threads"
-            notes.append(f"Native steps are timed on {native.threads} CPU {threads}")
-        notes += _add_native_methods(table, native)
-    if vllm:
-        plain, with_heads = rate(vllm.baseline_tokens_per_second), rate(vllm.tokens_per_second)
-        table.add("vLLM plain", ratio(1.0), plain, times(1.0), UNKNOWN, UNKNOWN, UNKNOWN)
-        table.add(
-            "vLLM with heads",
-            ratio(vllm.acceleration_rate),
-            with_heads,
-            times(vllm.speedup),
-            UNKNOWN,
-            UNKNOWN,
-            identical(vllm.greedy_match),
-        )
-    table.note = ". ".join(notes).rstrip(".") + "."
+        " one, medians of the check's repetitions. Speedups are over plain decoding with the same"
+        " engine; generate, prompt lookup and assistant are transformers' own; vLLM decodes all"
+        " prompts at once, and with the heads' top-1 chain, not the tree."
+    )
+    if report.native:
+        _add_plain(table, "plain", report.native)
+        _add_method(table, "with heads", report.native)
+        for other in report.native.baselines or []:
+            name = other.name.replace("-", " ")
+            _add_method(table, name, other)
+            if other.failed:
+                table.note += f" {name} failed: {other.failed}"
+    if report.vllm:
+        _add_plain(table, "vLLM plain", report.vllm)
+        _add_method(table, "vLLM with heads", report.vllm)
     return table
 
 
-def _add_native_methods(table: Table, native: NativeFigures) -> list[str]:
-    """Add plain decoding, the heads and transformers' methods; return why any failed."""
+def _add_plain(table: Table, name: str, engine: EngineFigures) -> None:
     table.add(
-        "plain",
+        name,
         ratio(1.0),
-        rate(native.baseline_tokens_per_second),
+        rate(engine.baseline_tokens_per_second),
         times(1.0),
-        duration(native.baseline_time_to_first_token),
-        duration(native.baseline_time_per_output_token),
+        duration(engine.baseline_time_to_first_token),
+        duration(engine.baseline_time_per_output_token),
         UNKNOWN,
     )
+
+
+def _add_method(table: Table, name: str, method: EngineFigures | Baseline) -> None:
     table.add(
-        "with heads",
-        ratio(native.acceleration_rate),
-        rate(native.tokens_per_second),
-        times(native.speedup),
-        duration(native.time_to_first_token),
-        duration(native.time_per_output_token),
-        identical(native.greedy_match),
+        name,
+        ratio(method.acceleration_rate),
+        rate(method.tokens_per_second),
+        times(method.speedup),
+        duration(method.time_to_first_token),
+        duration(method.time_per_output_token),
+        identical(method.greedy_match),
     )
-    failed = []
-    for other in native.baselines or []:
-        name = other.name.replace("-", " ")
-        if other.failed:
-            failed.append(f"{name} failed: {other.failed}")
-        table.add(
-            name,
-            "failed" if other.failed else ratio(other.acceleration_rate),
-            rate(other.tokens_per_second),
-            times(other.speedup),
-            duration(other.time_to_first_token),
-            duration(other.time_per_output_token),
-            identical(other.greedy_match),
-        )
-    return failed
 
 
 def categories_table(report: Report) -> Table:
-    """Speed by category of question; empty for a single category, which repeats the check."""
+    """Tabulate speed by category of question; empty for a single one, which repeats the check."""
     table = Table("Categories", ["category", "prompts", "per step", *SPEEDS])
     table.note = (
         "Tokens per forward of the target, and per second; of transformers' baselines the rate and"
@@ -267,11 +172,9 @@ def categories_table(report: Report) -> Table:
     rows = []
     if report.native:
         rows = report.native.categories or []
-    if len(rows) == 1:
+    if len(rows) < 2:
         return table
-    names: list[str] = []
-    for row in rows:
-        names += [name for name in row.baselines if name not in names]
+    names = sorted({name for row in rows for name in row.baselines})
     table.columns += [name.replace("-", " ") for name in names]
     for row in rows:
         cells = [ratio(row.acceleration_rate), *_speeds(row)]
@@ -289,7 +192,7 @@ def _speeds(row: Category | BatchRow | LoadRow) -> tuple[str, str, str]:
 
 
 def exact_match_table(report: Report) -> Table:
-    """The share of answers equal to their reference, by category; empty without references."""
+    """Tabulate the share of answers equal to their reference; empty without references."""
     table = Table("Exact match", ["category", "answers"])
     table.note = (
         "Answers that are their reference, but for case, punctuation and articles; of a number the"
@@ -298,36 +201,45 @@ def exact_match_table(report: Report) -> Table:
     rows = []
     if report.check:
         rows = report.check.exact_match or []
-    methods: list[str] = []
+    methods: dict[str, object] = {}
     for row in rows:
-        methods += [name for name in row if name not in ("category", "answers", *methods)]
-    table.columns += methods
+        methods.update(row)
+    for name in methods:
+        if name not in table.columns:
+            table.columns.append(name)
     for row in rows:
-        shares = [percent(row.get(method)) for method in methods]
+        shares = [percent(row.get(method)) for method in table.columns[2:]]
         table.add(str(row["category"]), count(row["answers"]), *shares)
     return table
 
 
 def study_tables(report: Report) -> dict[str, Table]:
-    """`study_…` for each study; without rows where it was not run."""
+    """The table of each study by name, `study_…`; without rows where a study was not run."""
     studies = report.studies
     trees = Table("Study: trees", ["tree", "nodes", *COSTS])
-    trees.note = (
-        "One ladder of trees on all the check's prompts, from plain decoding to the export's own."
-    )
+    trees.note = "Trees from plain decoding to the export's own, on all the check's prompts."
     for row in studies.trees or []:
         trees.add(str(row.tree), count(row.nodes), *_costs(row))
     heads = Table("Study: heads used", ["heads", "nodes", *COSTS])
     heads.note = "The export's tree, cut at each depth."
     for row in studies.heads or []:
         heads.add(count(row.heads), count(row.nodes), *_costs(row))
+    columns = ["temperature", "rule", "eps", "acceleration rate", "speedup", "log-likelihood"]
+    typical = Table("Study: typical acceptance", columns, words=(0, 1))
+    typical.note = (
+        "delta is sqrt(eps); the speedup is over plain decoding at the same temperature, the"
+        " log-likelihood in nats per token under the target at temperature 1."
+    )
+    for rule in studies.typical or []:
+        cells = [ratio(rule.acceleration_rate), times(rule.speedup), ratio(rule.log_likelihood)]
+        typical.add(show(rule.temperature, ".1f"), rule.rule, ratio(rule.eps), *cells)
     batch = Table("Study: batch size", ["sequences", *SPEEDS])
     batch.note = "The same prompts, decoded 1 to 16 at a time; prefill included."
     for size in studies.batch or []:
         batch.add(count(size.batch_size), *_speeds(size))
     return {
         "study_trees": trees,
-        "study_typical": _typical_study(studies.typical or []),
+        "study_typical": typical,
         "study_heads": heads,
         "study_batch": batch,
         "study_load": _load_study(report),
@@ -338,27 +250,10 @@ def _costs(row: TreeRow) -> tuple[str, str, str]:
     return ratio(row.acceleration_rate), times(row.overhead), times(row.speedup)
 
 
-def _typical_study(rows: list[TypicalRow]) -> Table:
-    columns = ["temperature", "rule", "eps", "acceleration rate", "speedup", "log-likelihood"]
-    table = Table("Study: typical acceptance", columns, words=(0, 1))
-    table.note = (
-        "delta is sqrt(eps); the speedup is over plain decoding at the same temperature, the"
-        " log-likelihood in nats per token under the target at temperature 1."
-    )
-    for row in rows:
-        cells = [ratio(row.acceleration_rate), times(row.speedup), ratio(row.log_likelihood)]
-        table.add(show(row.temperature, ".1f"), row.rule, ratio(row.eps), *cells)
-    return table
-
-
 def _load_study(report: Report) -> Table:
     table = Table("Study: load", ["requests", "per step", *SPEEDS])
-    table.columns += ["to first, plain", "to first, with heads"]
-    table.columns += ["per token, plain", "per token, with heads"]
-    rows = report.studies.load or []
-    with_limits = bool(rows) and rows[0].within_slo is not None
-    if with_limits:
-        table.columns += ["within limits, plain", "within limits, with heads"]
+    for measure in ("to first", "per token", "within limits"):
+        table.columns += [f"{measure}, plain", f"{measure}, with heads"]
     table.note = (
         "vLLM as a server, with so many requests at once; time to the first token and per further"
         " one in ms, p50 / p90 / p99 of the requests. Client and server share the machine. Per"
@@ -367,12 +262,11 @@ def _load_study(report: Report) -> Table:
     )
     if report.vllm and report.vllm.under_load:
         table.note += f" {report.vllm.under_load}"
-    for row in rows:
+    for row in report.studies.load or []:
         cells = [ratio(row.acceleration_rate), *_speeds(row)]
         for waited in (row.baseline_ttft_ms, row.ttft_ms, row.baseline_tpot_ms, row.tpot_ms):
             cells.append(_percentiles(waited))
-        if with_limits:
-            cells += [percent(row.baseline_within_slo), percent(row.within_slo)]
+        cells += [percent(row.baseline_within_slo), percent(row.within_slo)]
         table.add(count(row.requests), *cells)
     return table
 

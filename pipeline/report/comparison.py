@@ -7,17 +7,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.artifacts.check_result import EngineFigures
-from pipeline.formatting import UNKNOWN, duration, percent, rate, times
+from pipeline.formatting import UNKNOWN, duration, percent, rate
 from pipeline.report.facts import (
     check_outcome,
     disturbed,
     expected_rate,
     measured_rate,
     on_new_answers,
+    overhead_of,
+    speedup_of,
 )
 from pipeline.report.report import Report
-from pipeline.report.tables import Table
+from pipeline.report.text_table import Table
 
 NO_RECIPE = ("run", "placement", "limits", "push")  # sections that no result depends on
 LONGEST = 40  # characters of a setting
@@ -91,11 +92,9 @@ def _results(run: ComparedRun) -> dict[str, str]:
     """The results of a run by label; every run has the same labels."""
     report = run.report
     native, vllm = report.native, report.vllm
-    plain = with_heads = overhead = UNKNOWN
+    plain = with_heads = heads = UNKNOWN
     if native:
         plain, with_heads = rate(native.baseline_tokens_per_second), rate(native.tokens_per_second)
-        overhead = UNKNOWN if disturbed(native) else times(native.overhead)
-    heads = UNKNOWN
     if run.heads_bytes is not None:
         heads = f"{run.heads_bytes / 1e6:,.1f} MB"
     return {
@@ -103,31 +102,17 @@ def _results(run: ComparedRun) -> dict[str, str]:
         "head 0's first guess right": percent(report.heads[0].top1) if report.heads else UNKNOWN,
         "expected acceleration rate": expected_rate(report.tree),
         "acceleration rate, native": measured_rate(native),
-        "on new answers, native": _on_new_answers(native),
-        "overhead, native": overhead,
-        "speedup, native": _speedup(native),
+        "on new answers, native": on_new_answers(native),
+        "overhead, native": overhead_of(native),
+        "speedup, native": speedup_of(native),
         "tokens/s with heads, native": with_heads,
         "tokens/s plain, native": plain,
         "acceleration rate, vLLM": measured_rate(vllm),
-        "on new answers, vLLM": _on_new_answers(vllm),
-        "speedup, vLLM": _speedup(vllm),
+        "on new answers, vLLM": on_new_answers(vllm),
+        "speedup, vLLM": speedup_of(vllm),
         "heads": heads,
         "training": duration(report.seconds_by_stage.get("train")),
     }
-
-
-def _on_new_answers(engine: EngineFigures | None) -> str:
-    """The rate on new answers; unknown where no answer of the run is seen."""
-    if not engine or not engine.seen_share:
-        return UNKNOWN
-    return on_new_answers(engine)
-
-
-def _speedup(engine: EngineFigures | None) -> str:
-    """The speedup; unknown where other load was measured with it."""
-    if not engine or disturbed(engine):
-        return UNKNOWN
-    return times(engine.speedup)
 
 
 def _notes(runs: Sequence[ComparedRun]) -> list[str]:

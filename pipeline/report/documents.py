@@ -2,27 +2,20 @@
 
 report.html is self-contained, for desktop and phone, light and dark: it loads nothing and runs no
 script, which its security policy forbids. The template escapes all text; only our own drawings and
-the style sheet are markup. In a terminal neither rich's markup nor control characters in texts from
-data have an effect.
+the style sheet are markup.
 """
 
 from __future__ import annotations
 
-import functools
 import json
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal
 
 import jinja2
 from markupsafe import Markup
-from rich import box
 from rich.console import Console
-from rich.table import Table as Grid
-from rich.text import Text
 
 from pipeline.artifacts.json_form import to_json
-from pipeline.formatting import count, escaped, rate, ratio, times
+from pipeline.formatting import escaped, ratio, times
 from pipeline.report.check_tables import (
     categories_table,
     check_table,
@@ -34,7 +27,6 @@ from pipeline.report.check_tables import (
 from pipeline.report.facts import check_outcome, headline, subtitle, title, warnings
 from pipeline.report.report import Extras, Report
 from pipeline.report.tables import (
-    Table,
     chain_table,
     drift_table,
     heads_table,
@@ -45,11 +37,10 @@ from pipeline.report.tables import (
     stages_table,
     tree_table,
 )
+from pipeline.report.text_table import Table, print_tables, print_text, section
 
 TEMPLATES = Path(__file__).parent
-WIDTH = 100  # columns of a terminal
-SHORT_NAME = 24  # characters of a first column that is never broken
-COLOURS = {True: "green", False: "red", None: "yellow"}
+COLOURS = {True: "bold green", False: "bold red", None: "bold yellow"}
 
 
 def report_texts(report: Report, extras: Extras) -> dict[str, str]:
@@ -80,78 +71,30 @@ def all_tables(report: Report, extras: Extras) -> dict[str, Table]:
         "skipped": skipped_files_table(report),
         **study_tables(report),
     }
-    for name, table in optional.items():
-        if table.rows:
-            tables[name] = table
+    tables.update({name: table for name, table in optional.items() if table.rows})
     tables["stages"] = stages_table(report)
     tables["quarantine"] = quarantine_table(report)
     tables["provenance"] = provenance_table(report)
     return tables
 
 
-# --- Markdown
-
-
 def markdown(report: Report, extras: Extras) -> str:
-    """report.md; text from data is escaped."""
+    """The contents of report.md; text from data is escaped."""
     outcome = check_outcome(report)
-    lines = [f"# {escaped(title(report))}", "", escaped(subtitle(report)), ""]
-    lines += [f"**{outcome.text.capitalize()}.**", ""]
-    for notes in (outcome.failures, warnings(report)):
-        if notes:
-            lines += [*(f"- {escaped(note)}" for note in notes), ""]
-    figures = Table("Headline", ["figure", "value", "meaning"], words=(0, 2))
-    for figure in headline(report):
-        figures.add(figure.label, figure.value, figure.note)
-    sections = [section(table) for table in (figures, *all_tables(report, extras).values())]
-    return "\n".join(lines) + "\n" + "\n\n".join(sections) + "\n"
-
-
-def section(table: Table) -> str:
-    """A table under its title, as Markdown."""
-    lines = [f"## {table.title}\n"]
-    if not table.rows:
-        lines.append(f"{table.empty.capitalize()}.")
-        return "\n".join(lines)
-    if table.note:
-        lines.append(f"{escaped(table.note)}\n")
-    return "\n".join([*lines, grid(table)])
-
-
-def grid(table: Table) -> str:
-    """A table alone, as Markdown."""
-    rule = ["---" if i in table.words else "---:" for i in range(len(table.columns))]
-    lines = [_line(table.columns), f"| {' | '.join(rule)} |", *map(_line, table.rows)]
-    return "\n".join(lines)
-
-
-def _line(cells: Iterable[str]) -> str:
-    return f"| {' | '.join(map(escaped, cells))} |"
-
-
-# --- HTML
+    parts = [f"# {escaped(title(report))}", escaped(subtitle(report))]
+    parts.append(f"**{outcome.text.capitalize()}.**")
+    notes = [*outcome.failures, *warnings(report)]
+    if notes:
+        parts.append("\n".join(f"- {escaped(note)}" for note in notes))
+    tables = all_tables(report, extras)
+    parts += [section(table) for table in (headline(report), *tables.values())]
+    return "\n\n".join(parts) + "\n"
 
 
 def page(report: Report, extras: Extras) -> str:
-    """report.html; the same report gives the same bytes."""
+    """The contents of report.html; the same report gives the same bytes."""
     from pipeline.report.plots import drawings  # imports matplotlib, which is slow
 
-    return _template().render(
-        native=report.native,
-        title=title(report),
-        subtitle=subtitle(report),
-        outcome=check_outcome(report),
-        warnings=warnings(report),
-        figures=headline(report),
-        tables=all_tables(report, extras),
-        plots={name: Markup(drawing) for name, drawing in drawings(report, extras).items()},
-        samples=extras.samples,
-        css=Markup((TEMPLATES / "page.css").read_text(encoding="utf-8")),
-    )
-
-
-@functools.cache
-def _template() -> jinja2.Template:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
         autoescape=True,
@@ -159,11 +102,19 @@ def _template() -> jinja2.Template:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(rate=rate, times=times, ratio=ratio, count_of=count)
-    return environment.get_template("page.html")
-
-
-# --- terminal
+    environment.filters.update(times=times, ratio=ratio)
+    return environment.get_template("page.html").render(
+        native=report.native,
+        title=title(report),
+        subtitle=subtitle(report),
+        outcome=check_outcome(report),
+        warnings=warnings(report),
+        headline=headline(report),
+        tables=all_tables(report, extras),
+        plots={name: Markup(drawing) for name, drawing in drawings(report, extras).items()},
+        samples=extras.samples,
+        css=Markup((TEMPLATES / "page.css").read_text(encoding="utf-8")),
+    )
 
 
 def print_report(report: Report, console: Console, extras: Extras) -> None:
@@ -172,50 +123,14 @@ def print_report(report: Report, console: Console, extras: Extras) -> None:
     At most 100 columns wide; plain text without escape codes where the output is no terminal.
     """
     outcome = check_outcome(report)
-    colour = COLOURS[outcome.passed]
-    lines = [_text(title(report), "bold"), _text(subtitle(report), "dim")]
-    lines.append(_text(outcome.text, f"bold {colour}"))
-    lines += [_text(f"- {failure}", "red") for failure in outcome.failures]
-    lines += [_text(f"- {warning}", "yellow") for warning in warnings(report)]
-    figures = Grid(box=box.SIMPLE, show_header=False, pad_edge=False, show_edge=False)
-    figures.add_column(style="bold")
-    figures.add_column(justify="right", style="bold cyan", no_wrap=True)
-    figures.add_column(style="dim")
-    for figure in headline(report):
-        figures.add_row(_text(figure.label), _text(figure.value), _text(figure.note))
-    for item in (*(line for line in lines if line), Text(), figures):
-        console.print(item, width=min(console.width, WIDTH), highlight=False)
+    print_text(title(report), console, "bold")
+    print_text(subtitle(report), console, "dim")
+    print_text(outcome.text, console, COLOURS[outcome.passed])
+    for failure in outcome.failures:
+        print_text(f"- {failure}", console, "red")
+    for warning in warnings(report):
+        print_text(f"- {warning}", console, "yellow")
     tables = all_tables(report, extras)
     stages, quarantine = tables.pop("stages"), tables.pop("quarantine")
     del tables["check"], tables["provenance"]
-    print_tables([stages, *tables.values(), quarantine], console)
-
-
-def print_tables(tables: Iterable[Table], console: Console) -> None:
-    """Print tables, each after an empty line."""
-    width = min(console.width, WIDTH)
-    for table in tables:
-        console.print()
-        if not table.rows:
-            empty = _text(f"{table.title}: {table.empty}", "bold")
-            console.print(empty, width=width, highlight=False)
-            continue
-        heading = _text(f"{table.title}  {table.note}".strip(), "bold")
-        console.print(heading, _rich_grid(table), sep="\n", width=width, highlight=False)
-
-
-def _rich_grid(table: Table) -> Grid:
-    rich_grid = Grid(box=box.SIMPLE, pad_edge=False, show_edge=False, collapse_padding=True)
-    longest = max(len(row[0]) for row in (table.columns, *table.rows))
-    for i, column in enumerate(table.columns):
-        justify: Literal["left", "right"] = "left" if i in table.words else "right"
-        no_wrap = i == 0 and longest <= SHORT_NAME
-        rich_grid.add_column(_text(column), justify=justify, overflow="fold", no_wrap=no_wrap)
-    for row in table.rows:
-        rich_grid.add_row(*map(_text, row))
-    return rich_grid
-
-
-def _text(text: str, style: str = "") -> Text:
-    shown = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
-    return Text(shown, style, overflow="fold")
+    print_tables([headline(report), stages, *tables.values(), quarantine], console)

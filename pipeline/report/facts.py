@@ -5,13 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from pipeline.artifacts.check_result import (
-    EngineFigures,
-    GreedyMatch,
-    NativeFigures,
-    TreeRow,
-    VllmFigures,
-)
+from pipeline.artifacts.check_result import EngineFigures, GreedyMatch, NativeFigures, VllmFigures
 from pipeline.artifacts.seen_answers import NewAnswers
 from pipeline.artifacts.tree_file import Expected, TreeFigures
 from pipeline.formatting import (
@@ -25,30 +19,22 @@ from pipeline.formatting import (
     times,
     with_error,
 )
-from pipeline.report.report import (
-    SEARCHED_TREE,
-    STOCK_TREE,
-    USED_DYNAMIC_TREE,
-    USED_TREE,
-    Report,
-    TrainFigures,
-)
+from pipeline.report.report import SEARCHED_TREE, STOCK_TREE, Report, TrainFigures
+from pipeline.report.text_table import Table
 
 SAME_TEXT_GAP = 0.1  # of the gain over plain decoding
 NOTABLE_GAP = 3  # standard errors between the expected acceleration rate and the measured one
 ENOUGH_COVERAGE = 0.9  # of held-out text by the draft vocabulary
-EQUAL = "sequences equal to plain decoding"
+NATIVE_FIGURES = (
+    "Acceleration rate",
+    "Overhead",
+    "Speedup",
+    "Greedy identical",
+    "Tokens/s, plain",
+    "Tokens/s, with heads",
+)
 
 Prediction = Expected | TreeFigures | VllmFigures | NewAnswers
-
-
-@dataclass(frozen=True)
-class Figure:
-    """A headline figure: its name, its value as text, and its meaning in a few words."""
-
-    label: str
-    value: str
-    note: str
 
 
 @dataclass(frozen=True)
@@ -61,6 +47,7 @@ class CheckOutcome:
 
 
 def title(report: Report) -> str:
+    """The title of a report."""
     return f"Heads for {report.target or 'an unnamed target'}"
 
 
@@ -99,19 +86,13 @@ def measured_rate(engine: EngineFigures | NewAnswers | None) -> str:
     return with_error(engine.acceleration_rate, engine.standard_error)
 
 
-def on_new_answers(engine: EngineFigures) -> str:
-    """The rate on answers that the target has not written in training rows."""
-    if not engine.new:
+def on_new_answers(engine: EngineFigures | None) -> str:
+    """The acceleration rate on answers that are not seen; unknown where no answer is seen."""
+    if not engine or not engine.seen_share or not engine.new:
         return UNKNOWN
     if engine.new.acceleration_rate is None:
         return f"only {count(engine.new.answers)} new answers"
     return measured_rate(engine.new)
-
-
-def has_seen_answers(report: Report) -> bool:
-    """Whether the target has written any held-out answer in a training row too."""
-    parts = (report.tree, report.native, report.vllm)
-    return any(part and part.seen_share for part in parts)
 
 
 def disturbed(engine: EngineFigures) -> bool:
@@ -124,6 +105,20 @@ def disturbed(engine: EngineFigures) -> bool:
     return engine.speedup is not None and engine.speedup > engine.acceleration_rate
 
 
+def speedup_of(engine: EngineFigures | None) -> str:
+    """The measured speedup; unknown where other load disturbed the measurement."""
+    if not engine or disturbed(engine):
+        return UNKNOWN
+    return times(engine.speedup)
+
+
+def overhead_of(native: NativeFigures | None) -> str:
+    """The measured overhead; unknown where other load disturbed the measurement."""
+    if not native or disturbed(native):
+        return UNKNOWN
+    return times(native.overhead)
+
+
 def identical(match: GreedyMatch | None) -> str:
     """The number of greedy sequences that equal plain decoding, as `31/32`."""
     if not match:
@@ -131,100 +126,61 @@ def identical(match: GreedyMatch | None) -> str:
     return f"{count(match.identical)}/{count(match.sequences)}"
 
 
-def headline(report: Report) -> list[Figure]:
-    """The headline figures, in the paper's terms (section 3 and appendix B)."""
-    native, vllm = report.native, report.vllm
-    note = "tokens per target forward, with the tree"
-    if report.tree:
-        note += f"; {expected_rate(report.tree)} expected"
-    rate_reached = NOT_RUN if not native else measured_rate(native)
-    figures = [Figure("Acceleration rate", rate_reached, note)]
-    if native and native.seen_share:
-        figures.append(_on_new_answers("On new answers", native, report.tree))
-    if vllm and vllm.seen_share:
-        figures.append(_on_new_answers("On new answers, vLLM", vllm, vllm))
-    figures += _search_over_stock(report.studies.trees or [])
-    figures += _costs(native)
-    figures.append(_in_vllm(vllm))
-    text = report.target_text
-    if not text:
-        figures.append(Figure("Target's own text", NOT_RUN, "distinct-4, mean entropy"))
+def headline(report: Report) -> Table:
+    """Tabulate the headline figures, in the paper's terms (section 3 and appendix B)."""
+    table = Table("Headline", ["figure", "value", "meaning"], words=(0, 2))
+    vllm, text = report.vllm, report.target_text
+    if report.native:
+        _add_native_figures(table, report.native, report)
     else:
+        for label in NATIVE_FIGURES:
+            table.add(label, NOT_RUN, "")
+    if vllm:
+        note = f"top-1 chain, no tree; {expected_rate(vllm)} expected"
+        note += f"; greedy identical {identical(vllm.greedy_match)}"
+        table.add("vLLM acceleration rate", measured_rate(vllm), note)
+        _add_new_answers(table, "On new answers, vLLM", vllm, vllm)
+    else:
+        table.add("vLLM acceleration rate", NOT_RUN, "")
+    if text:
         note = f"distinct-4; mean entropy {ratio(text.mean_entropy_nats)} nats"
-        figures.append(Figure("Target's own text", ratio(text.distinct_4), note))
-    plain = with_heads = NOT_RUN
-    if native:
-        plain = rate(native.baseline_tokens_per_second)
-        with_heads = rate(native.tokens_per_second)
-    figures.append(Figure("Tokens/s, plain", plain, "the target alone, same prompts"))
-    figures.append(Figure("Tokens/s, with heads", with_heads, "the target with its heads"))
-    return figures
+        table.add("Target's own text", ratio(text.distinct_4), note)
+    return table
 
 
-def _costs(native: NativeFigures | None) -> list[Figure]:
-    """Overhead, speedup, and the greedy sequences that are equal."""
-    overhead = speedup = matched = NOT_RUN
-    match_note, doubt = EQUAL, ""
-    if native:
-        overhead = times(native.overhead)
-        speedup = times(native.speedup)
-        if disturbed(native):
-            overhead = speedup = UNKNOWN
-            doubt = "; measured beside other load, see the warning"
-        match = native.greedy_match
-        matched = identical(match)
-        notes = []
-        if match.ties:
-            notes.append(f"{match.ties} more equal up to a tie")
-        if match.differing:
-            notes.append(f"{match.differing} not equal")
-        match_note = ", ".join(notes) or EQUAL
-    return [
-        Figure("Overhead", overhead, f"seconds of a step with heads over a plain one{doubt}"),
-        Figure("Speedup", speedup, f"acceleration rate over overhead{doubt}"),
-        Figure("Greedy identical", matched, match_note),
-    ]
-
-
-def _in_vllm(vllm: VllmFigures | None) -> Figure:
-    label = "vLLM acceleration rate"
-    if not vllm:
-        return Figure(label, NOT_RUN, "top-1 chain, no tree")
-    length = f" of {vllm.num_speculative_tokens}" if vllm.num_speculative_tokens else ""
-    note = f"top-1 chain{length}, no tree"
-    if vllm.expected_acceleration_rate is not None:
-        note += f"; {expected_rate(vllm)} expected"
-    note += f"; greedy identical {identical(vllm.greedy_match)}"
-    return Figure(label, measured_rate(vllm), note)
-
-
-def _on_new_answers(
-    label: str, engine: EngineFigures, prediction: TreeFigures | VllmFigures | None
-) -> Figure:
-    note = f"{percent(engine.seen_share)} of the answers are in the training text as well"
-    if prediction and prediction.new:
-        if prediction.new.expected_acceleration_rate is not None:
-            note += f"; {expected_rate(prediction.new)} expected"
-    return Figure(label, on_new_answers(engine), note)
-
-
-def _search_over_stock(rows: list[TreeRow]) -> list[Figure]:
-    """The gain of the searched tree over the authors' tree; empty where both were not measured."""
-    rates = {row.tree: row.acceleration_rate for row in rows}
+def _add_native_figures(table: Table, native: NativeFigures, report: Report) -> None:
+    tree, match = report.tree, native.greedy_match
+    note = f"tokens per target forward, with the tree; {expected_rate(tree)} expected"
+    table.add("Acceleration rate", measured_rate(native), note)
+    _add_new_answers(table, "On new answers", native, tree)
+    rates = {row.tree: row.acceleration_rate for row in report.studies.trees or []}
     stock, searched = rates.get(STOCK_TREE), rates.get(SEARCHED_TREE)
-    used = rates.get(USED_TREE, rates.get(USED_DYNAMIC_TREE))
-    if not stock or not searched:
-        return []
-    note = (
-        f"acceleration rate: stock tree {ratio(stock)}, searched tree of the same size"
-        f" {ratio(searched)}, used tree {ratio(used)}"
-    )
-    return [Figure("Search over stock tree", signed_percent(searched / stock - 1), note)]
+    if stock and searched:
+        note = f"acceleration rate: {ratio(searched)} over {ratio(stock)}, trees of the same size"
+        table.add("Search over stock tree", signed_percent(searched / stock - 1), note)
+    table.add("Overhead", overhead_of(native), "seconds of a step with heads over a plain one")
+    table.add("Speedup", speedup_of(native), "acceleration rate over overhead")
+    note = f"sequences equal to plain decoding; {match.ties} equal up to a tie"
+    table.add("Greedy identical", identical(match), f"{note}, {match.differing} not equal")
+    plain, with_heads = native.baseline_tokens_per_second, native.tokens_per_second
+    table.add("Tokens/s, plain", rate(plain), "the target alone, same prompts")
+    table.add("Tokens/s, with heads", rate(with_heads), "the target with its heads")
+
+
+def _add_new_answers(
+    table: Table, label: str, engine: EngineFigures, prediction: TreeFigures | VllmFigures | None
+) -> None:
+    if not engine.seen_share:
+        return
+    note = f"{percent(engine.seen_share)} of the answers are in the training text as well"
+    if prediction:
+        note += f"; {expected_rate(prediction.new)} expected"
+    table.add(label, on_new_answers(engine), note)
 
 
 def warnings(report: Report) -> list[str]:
     """Problems that do not fail the check."""
-    native, vllm = report.native, report.vllm
+    native, vllm, tree = report.native, report.vllm, report.tree
     found: list[str] = []
     if report.seeds:
         found += report.seeds.warnings or []
@@ -236,20 +192,42 @@ def warnings(report: Report) -> list[str]:
             " so its rates may be too high: with seeds.decontaminate, and this file of questions"
             " from the start, they are left out."
         )
-    if native and disturbed(native):
-        found.append(_other_load(native))
-    if vllm and disturbed(vllm):
-        found.append(f"vLLM: {_other_load(vllm)}")
-    if report.train:
-        found += _coverage_warnings(report.train)
-    found += _speedup_warnings(report.tree, native)
-    if native and report.tree:
-        if native.acceptance in (None, "greedy"):  # calibration expects greedy decoding
-            found += _gap("The measured acceleration rate", native, report.tree)
+    if native:
+        found += _disturbance("Native decoding", native)
+        if tree and native.acceptance in (None, "greedy"):  # calibration expects greedy decoding
+            found += _gap("The measured acceleration rate", native, tree)
     if vllm:
+        found += _disturbance("vLLM", vllm)
         found += _gap("vLLM's acceleration rate", vllm, vllm)  # it has its own expected rate
         found += _same_text_warnings(vllm)
+    return found + _speedup_warnings(tree, native)
+
+
+def _training_warnings(train: TrainFigures) -> list[str]:
+    found = list(train.warnings or [])
+    if train.best_step == 0:
+        found.append(
+            f"None of {count(train.steps)} steps lowered the held-out loss: the result is the state"
+            " that training began with. Lower train.lr, or give more seeds."
+        )
+    coverage = train.draft_coverage
+    if coverage is not None and coverage < ENOUGH_COVERAGE:
+        found.append(
+            f"Only {percent(coverage)} of held-out text is in the draft vocabulary, and any other"
+            " token ends what can be accepted: raise train.draft_vocab."
+        )
     return found
+
+
+def _disturbance(name: str, engine: EngineFigures) -> list[str]:
+    if not disturbed(engine):
+        return []
+    return [
+        f"{name}: a step with heads was measured as faster than a plain one, although it does more."
+        f" Other load probably slowed the plain steps, and the speedup of {times(engine.speedup)}"
+        f" at an acceleration rate of {ratio(engine.acceleration_rate)} is too high;"
+        " `--fresh check` measures again."
+    ]
 
 
 def _same_text_warnings(vllm: VllmFigures) -> list[str]:
@@ -263,60 +241,19 @@ def _same_text_warnings(vllm: VllmFigures) -> list[str]:
     ]
 
 
-def _training_warnings(train: TrainFigures) -> list[str]:
-    found = list(train.warnings or [])
-    if train.best_step == 0:
-        found.append(
-            f"None of {count(train.steps)} steps lowered the held-out loss: the result is the state"
-            " that training began with, of a second stage the first one's heads and the target as"
-            " it was. Lower train.lr, or give more seeds."
-        )
-    return found
-
-
-def _coverage_warnings(train: TrainFigures) -> list[str]:
-    if train.draft_coverage is None or train.draft_coverage >= ENOUGH_COVERAGE:
+def _speedup_warnings(tree: TreeFigures | None, native: NativeFigures | None) -> list[str]:
+    """Whether the heads pay off on this device, as measured, or as expected without a check."""
+    speedups = []
+    if native and native.speedup is not None:
+        speedups = [native.speedup]
+    elif tree:
+        speedups = [size.expected_speedup or 1 for size in tree.sizes or []]
+    best = max(speedups, default=1)
+    if best >= 1:
         return []
     return [
-        f"Only {percent(train.draft_coverage)} of held-out text is in the draft vocabulary, and any"
-        " other token ends what can be accepted: raise train.draft_vocab."
-    ]
-
-
-def _other_load(engine: EngineFigures) -> str:
-    return (
-        "A step with heads was measured as faster than a plain one, although it does more: other"
-        f" load probably slowed the plain steps, and the speedup of {times(engine.speedup)} at an"
-        f" acceleration rate of {ratio(engine.acceleration_rate)} is too high; `--fresh check`"
-        " measures again."
-    )
-
-
-def _speedup_warnings(tree: TreeFigures | None, native: NativeFigures | None) -> list[str]:
-    """Whether the heads pay off on this device, as expected and as measured."""
-    expected = []
-    for size in (tree.sizes if tree else None) or []:
-        if size.expected_speedup is not None:
-            expected.append(size.expected_speedup)
-    speedup = native.speedup if native else None
-    best = max(expected, default=None)
-    is_slower = speedup is not None and speedup < 1
-    if best is None or best >= 1:
-        if not is_slower:
-            return []
-        return [
-            "Decoding is slower with the heads than without them: the measured speedup is"
-            f" {times(speedup)}."
-        ]
-    if speedup is None or is_slower:
-        return [
-            "The tree does not pay off on this device: no expected speedup is above 1, the best"
-            f" {times(best)}."
-        ]
-    return [
-        f"Calibration expected no speedup above 1, the best {times(best)}, and the check measured"
-        f" {times(speedup)}: other load probably disturbed one of them, and the tree's size may be"
-        " wrong; `--fresh calibrate` measures again."
+        f"The heads do not pay off on this device: the best speedup is {times(best)}. Decoding is"
+        " slower with them than without."
     ]
 
 
@@ -333,11 +270,10 @@ def _gap(name: str, engine: EngineFigures, prediction: TreeFigures | VllmFigures
     measured, expected, error = found
     if abs(measured - expected) <= NOTABLE_GAP * error:
         return []
-    side = "above" if measured > expected else "below"
-    errors = f", {abs(measured - expected) / error:.1f} standard errors" if error else ""
     return [
-        f"{name} is {abs(measured / expected - 1):.0%} {side} the expected one{errors}: the check's"
-        " prompts may differ in kind from the text that it was expected of."
+        f"{name} is {ratio(measured)}, and {ratio(expected)} was expected, further apart than"
+        f" {NOTABLE_GAP} standard errors: the check's prompts may differ in kind from the text of"
+        " calibration."
     ]
 
 

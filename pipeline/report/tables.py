@@ -1,16 +1,13 @@
-"""All tables of a report, the same in every form, and those of the run itself.
+"""The tables of heads, tree and chain, and of a run's stages, data and machine.
 
 A table without rows stands for something that was not run. An unknown cell is `-`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
-from pipeline.artifacts.tree_file import Accuracy, Calibration, ChainLength, Expected, TreeFigures
+from pipeline.artifacts.tree_file import Accuracy, Calibration, Expected, TreeFigures
 from pipeline.formatting import (
     NOT_RUN,
-    UNKNOWN,
     count,
     duration,
     pairs,
@@ -22,139 +19,75 @@ from pipeline.formatting import (
     times,
 )
 from pipeline.report.facts import expected_rate
-from pipeline.report.report import STAGES, Report, StageFigures
+from pipeline.report.report import STAGES, Report, StageFigures, TrainFigures
+from pipeline.report.text_table import Table
 
-
-@dataclass
-class Table:
-    """A table of text, filled row by row; `empty` is shown where it has no rows."""
-
-    title: str
-    columns: list[str]
-    note: str = ""
-    empty: str = NOT_RUN
-    words: tuple[int, ...] = (0,)  # text columns; the others are numbers, aligned to the right
-    rows: list[tuple[str, ...]] = field(default_factory=list)
-    shares: list[float] = field(default_factory=list)  # per row, a bar's share of the largest
-
-    def add(self, *cells: str) -> None:
-        self.rows.append(cells)
-
-    def add_known(self, label: str, *cells: str) -> None:
-        """Add a row unless all its cells are unknown."""
-        if any(cell != UNKNOWN for cell in cells):
-            self.rows.append((label, *cells))
+RANKS = ("top-1", "top-2", "top-3", "top-4", "top-5")
+EXPECTED = ("overhead", "expected rate", "expected speedup")
 
 
 def heads_table(report: Report) -> Table:
     """Top-k accuracy of every head on held-out rows; head k predicts the token at t+2+k."""
+    table = Table("Heads", ["head", "predicts", *RANKS], words=(0, 1))
     tree = report.tree
-    ranks = [
-        rank for rank in range(1, 6) if any(top(head, rank) is not None for head in report.heads)
-    ]
-    table = Table("Heads", ["head", "predicts"], words=(0, 1))
-    table.columns += [f"top-{rank}" for rank in ranks]
-    table.note = f"Accuracy on {tree.text if tree else 'held-out rows'}."
-    on_new = tree and tree.seen_share > 0
-    if tree and on_new:
+    with_new = False
+    if tree:
+        table.note = f"Accuracy on {tree.text}."
+        with_new = tree.seen_share > 0
+    if with_new:
         table.columns += ["top-1, new answers", "top-5, new answers"]
-        table.note += (
-            f" {percent(tree.seen_share)} of the answers are in the training text as well; the new"
-            " ones stand apart."
-        )
     for k, head in enumerate(report.heads):
-        cells = [percent(top(head, rank)) for rank in ranks]
-        if on_new:
+        cells = [head.top1, head.top2, head.top3, head.top4, head.top5]
+        if with_new:
             new = head.new or Accuracy(labels=0)
-            cells += [percent(new.top1), percent(new.top5)]
-        table.add(str(k), f"t+{k + 2}", *cells)
+            cells += [new.top1, new.top5]
+        table.add(str(k), f"t+{k + 2}", *map(percent, cells))
     return table
-
-
-def top(head: Accuracy, rank: int) -> float | None:
-    """The share of tokens among the head's first guesses, up to the 1-based `rank`."""
-    return (head.top1, head.top2, head.top3, head.top4, head.top5)[rank - 1]
 
 
 def tree_table(report: Report, calibration: Calibration | None) -> Table:
     """The tree by depth, and the tokens that each depth adds to a step: their sum is the rate."""
-    table = Table("Tree", ["depth", "nodes", "ranks used", "tokens per step"])
+    table = Table("Tree", ["depth", "nodes", "tokens per step"])
     tree = report.tree
     if not tree:
         return table
-    own = "the target's own token"
+    kind = "nodes"
+    depths = [len(path) for path in calibration.choices] if calibration else []
     if tree.dynamic:
-        static = ratio((tree.searches or {}).get(tree.source))
-        table.note = (
-            f"Native decoding grows a dynamic tree: in every step the {count(tree.nodes)} nodes"
-            f" that the heads hold most probable, expected acceleration rate {expected_rate(tree)}."
-            f" A static tree of the same size, by the {tree.source} search, reaches {static} on"
-            " text not used for the search; it is in the export for engines that read paths."
-        )
-        table.add("0", own, UNKNOWN, ratio(1.0))
-        for depth, tokens in enumerate(tree.tokens_by_depth, start=1):
-            table.add(str(depth), UNKNOWN, UNKNOWN, ratio(tokens))
-        return table
-    table.note = f"{count(tree.nodes)} nodes, expected acceleration rate {expected_rate(tree)}."
-    if tree.searches:
-        reached = [f"the {name} search reaches {ratio(r)}" for name, r in tree.searches.items()]
-        table.note += f" On text not used for the search, {', '.join(reached)}."
-    if not calibration:
-        table.add("all", count(tree.nodes), UNKNOWN, UNKNOWN)
-        return table
-    table.add("0", own, UNKNOWN, ratio(1.0))
-    for depth in range(1, 1 + max(map(len, calibration.choices))):
-        ranks = []
-        tokens = 0.0
-        for path, share in zip(calibration.choices, calibration.node_shares, strict=True):
-            if len(path) == depth:
-                ranks.append(path[-1])
-                tokens += share
-        table.add(str(depth), count(len(ranks)), str(1 + max(ranks)), ratio(tokens))
+        depths = []
+        kind = "nodes, in every step those that the heads hold most probable: a dynamic tree"
+    table.note = f"{count(tree.nodes)} {kind}; expected acceleration rate {expected_rate(tree)}."
+    for name, reached in (tree.searches or {}).items():
+        table.note += f" On text not used for it, the {name} search reaches {ratio(reached)}."
+    table.add("0", "the target's own token", ratio(1.0))
+    for depth, tokens in enumerate(tree.tokens_by_depth, start=1):
+        table.add(str(depth), count(depths.count(depth) or None), ratio(tokens))
     return table
 
 
 def sizes_table(tree: TreeFigures | None) -> Table:
     """The cost and the expected speedup of trees of several sizes on the device."""
-    columns = ["nodes", "overhead", "expected rate", "expected speedup"]
-    table = Table("Tree sizes", columns, empty="not measured", words=())
-    if not tree:
-        return table
-    which = "Dynamic trees" if tree.dynamic else f"The {tree.source} search"
-    table.note = f"{which}; {count(tree.nodes)} nodes are used, the fastest up to 5 %."
-    for size in tree.sizes or []:
-        table.add(count(size.nodes), *_expected_cells(size))
+    table = Table("Tree sizes", ["nodes", *EXPECTED], empty="not measured", words=())
+    if tree:
+        table.note = f"{count(tree.nodes)} nodes are used, the fastest up to 5 %."
+        for size in tree.sizes or []:
+            table.add(count(size.nodes), *_expected_cells(size))
+    return table
+
+
+def chain_table(tree: TreeFigures | None) -> Table:
+    """The chain that vLLM drafts, by its number of tokens."""
+    table = Table("Chain", ["tokens", *EXPECTED], words=())
+    if tree:
+        drafted = count(tree.num_speculative_tokens)
+        table.note = f"vLLM drafts first guesses alone, {drafted} tokens in each step."
+        for length in tree.chain:
+            table.add(count(length.draft_tokens), *_expected_cells(length))
     return table
 
 
 def _expected_cells(expected: Expected) -> tuple[str, str, str]:
     return times(expected.overhead), expected_rate(expected), times(expected.expected_speedup)
-
-
-def chain_table(tree: TreeFigures | None) -> Table:
-    """The chain that vLLM drafts, by its number of tokens."""
-    table = Table("Chain", ["tokens", "expected rate"], words=())
-    if not tree:
-        return table
-    is_timed = any(length.overhead for length in tree.chain)
-    drafted = count(tree.num_speculative_tokens)
-    table.note = f"What vLLM drafts: first guesses alone. {drafted} tokens are drafted"
-    if is_timed:
-        most_accepting = max(tree.chain, key=_expected_tokens)
-        table.columns = ["tokens", "overhead", "expected rate", "expected speedup"]
-        table.note += (
-            ", the fastest up to 5 % by native overheads;"
-            f" {count(most_accepting.draft_tokens)} would accept most"
-        )
-    table.note += "."
-    for length in tree.chain:
-        cells = _expected_cells(length) if is_timed else (expected_rate(length),)
-        table.add(count(length.draft_tokens), *cells)
-    return table
-
-
-def _expected_tokens(length: ChainLength) -> float:
-    return length.expected_acceleration_rate or 0
 
 
 def drift_table(report: Report) -> Table:
@@ -165,7 +98,7 @@ def drift_table(report: Report) -> Table:
         return table
     sides = "The tuned target against the original"
     if train.quantization:
-        sides += f" in {train.quantization}, in which it was trained"
+        sides += f" in {train.quantization}"
     if train.adapter_drift:
         sides = "The published weights against the original"
     table.note = f"{sides}, at the target-written positions of held-out rows."
@@ -185,102 +118,55 @@ def stages_table(report: Report) -> Table:
     columns = ["stage", "rows", "quarantined", "time", "made"]
     table = Table("Stages", columns, words=(0, 4))
     seconds = report.seconds_by_stage
+    further = [name for name in seconds if name not in STAGES]
     figures: dict[str, StageFigures | None] = {
         "seeds": report.seeds,
         "generate": report.generate,
         "features": report.features,
         "train": report.train,
     }
-    native = report.native
-    for name in _stages_in_order(seconds):
+    for name in (*further, *STAGES):
         part = figures.get(name)
         if name not in seconds and not part:
             table.add(name, NOT_RUN, NOT_RUN, NOT_RUN, (report.skipped or {}).get(name, ""))
             continue
-        num_rows = quarantined = None
-        if part:
-            num_rows, quarantined = part.rows, part.quarantined
-        if name == "check" and native:
-            num_rows = native.prompts
-        if quarantined is None and report.quarantine and name in report.quarantine:
-            quarantined = sum(report.quarantine[name].values())
+        part = part or StageFigures()
         time = duration(seconds.get(name))
-        table.add(name, count(num_rows), count(quarantined), time, _made(report, name, part))
-    table.shares = _shares([seconds.get(name, 0) for name, *_ in table.rows])
+        table.add(name, count(part.rows), count(part.quarantined), time, _made(part))
     return table
 
 
-def _stages_in_order(seconds: dict[str, float]) -> list[str]:
-    """The usual stages in order; a further one stands where it was run."""
-    names = list(STAGES)
-    place = 0
-    for name in seconds:
-        if name not in names:
-            names.insert(place, name)
-        place = names.index(name) + 1
-    return names
-
-
-def _made(report: Report, stage: str, part: StageFigures | None) -> str:
+def _made(part: StageFigures) -> str:
     """The output of a stage in a few words."""
-    if part is None:
-        return ", ".join(_decided(report, stage))
     facts = []
     if part.tool_rows is not None:
         facts.append(f"{count(part.tool_rows)} rows call functions")
-    if stage == "features":
+    if part.positions is not None:
         facts.append(f"{count(part.positions)} positions")
+    if part.bytes_per_position is not None:
         facts.append(f"{rate(part.bytes_per_position)} bytes each")
-    elif part.tokens is not None:
+    if part.tokens is not None:
         facts.append(f"{count(part.tokens)} tokens")
     if part.tokens_per_second is not None:
-        worker = "" if stage == "train" else " per busy worker"
-        facts.append(f"{rate(part.tokens_per_second)} tokens/s{worker}")
-    if part.special_token_rows is not None:
-        facts.append(
-            f"{count(part.special_token_rows)} rows with special tokens in the seed's text"
-        )
+        facts.append(f"{rate(part.tokens_per_second)} tokens/s")
     if part.cut_at_tools is not None:
-        facts.append(
-            f"{count(part.cut_at_tools)} rows cut before functions that the template cannot render"
-        )
-    if stage == "train" and report.train and report.train.final_loss is not None:
-        facts.append(f"loss {ratio(report.train.final_loss)}")
+        facts.append(f"{count(part.cut_at_tools)} rows cut before functions")
+    if isinstance(part, TrainFigures) and part.final_loss is not None:
+        facts.append(f"loss {ratio(part.final_loss)}")
     return ", ".join(facts)
 
 
-def _decided(report: Report, stage: str) -> list[str]:
-    """The facts of a stage that makes no rows."""
-    native = report.native
-    if stage == "calibrate" and report.tree:
-        expected = expected_rate(report.tree)
-        return [f"{count(report.tree.nodes)} nodes", f"expects {expected} tokens per step"]
-    if stage == "check" and native and native.skipped_prompts is not None:
-        return [f"{count(native.skipped_prompts)} prompts skipped"]
-    return []
-
-
 def quarantine_table(report: Report) -> Table:
-    """Quarantined rows by stage and reason, most frequent first."""
+    """Quarantined rows by stage and reason."""
     table = Table("Quarantine", ["stage", "reason", "rows"], words=(0, 1))
     if report.quarantine is None:
         return table
     table.empty = "nothing quarantined"
-    entries = []
     for stage, reasons in report.quarantine.items():
         for reason, num_rows in reasons.items():
             if num_rows:
-                entries.append((num_rows, stage, reason))
-    entries.sort(key=lambda entry: (-entry[0], *entry[1:]))
-    for num_rows, stage, reason in entries:
-        table.add(stage, reason, count(num_rows))
-    table.shares = _shares([num_rows for num_rows, *_ in entries])
+                table.add(stage, reason, count(num_rows))
     return table
-
-
-def _shares(values: list[float]) -> list[float]:
-    largest = max(values, default=0) or 1
-    return [value / largest for value in values]
 
 
 def skipped_files_table(report: Report) -> Table:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 from pipeline.conversations.sources import source_readers
@@ -50,8 +49,7 @@ def unread_settings(run: ResolvedRun) -> list[str]:
     unread = run.method.unread(train)
     if not unread:
         return []
-    chosen = f"train.heads: {train.heads} and train.method: {train.method}"
-    return [f"Not read with {chosen}: {', '.join(unread)}."]
+    return [f"Not read by {train.heads} heads and {train.method}: {', '.join(unread)}."]
 
 
 def not_served(run: ResolvedRun) -> str | None:
@@ -76,41 +74,32 @@ def check_heads(run: ResolvedRun) -> None:
 
 def check_tree(run: ResolvedRun) -> None:
     """Refuse a tree or a chain that the heads cannot propose."""
-    train, settings, most = run.config.train, run.config.calibrate, run.shape.max_depth
-    if settings.depth is not None and settings.depth > most:
-        raise ConfigError(
-            f"{train.num_heads} {train.heads} heads propose at most {most} tokens ahead, and a"
-            f" tree of depth {settings.depth} is asked for.",
-            "calibrate.depth",
-            "Lower it or raise train.num_heads.",
-        )
+    settings, deepest = run.config.calibrate, run.shape.max_depth
+    fix = "Lower it or raise train.num_heads."
+    if settings.depth is not None and settings.depth > deepest:
+        what = f"These heads cannot propose a tree of depth {settings.depth}, only of {deepest}."
+        raise ConfigError(what, "calibrate.depth", fix)
     _ = run.dynamic_tree, run.choices  # which raise
     wanted, longest = settings.draft_tokens, run.max_draft_tokens
     if wanted != "auto" and wanted > longest:
-        fix = f"Lower it to at most {longest}, or raise train.num_heads."
-        raise ConfigError(
-            f"These heads cannot draft {wanted} tokens.", "calibrate.draft_tokens", fix
-        )
+        what = f"These heads cannot draft {wanted} tokens, only {longest}."
+        raise ConfigError(what, "calibrate.draft_tokens", fix)
 
 
 def check_quantization(run: ResolvedRun) -> None:
     """Refuse vLLM for a target that bitsandbytes quantizes on loading."""
     config = run.config
-    bits = config.target.quantization
-    if not bits:
-        return
     instead = []
-    generates = config.generate.mode != "passthrough" or config.calibrate.data
-    for name, settings in (("generate", config.generate), ("features", config.features)):
-        by_vllm = settings.engine == "vllm" and "quantization" not in settings.engine_args
-        if by_vllm and (name != "generate" or generates):
-            instead.append(f"{name}.engine=transformers")
+    if config.generate.engine == "vllm":
+        instead.append("generate.engine=transformers")
+    if config.features.engine == "vllm":
+        instead.append("features.engine=transformers")
     if "vllm" in config.check.engines:
         instead.append("check.engines=[native]")
-    if instead:
+    if config.target.quantization and instead:
         raise ConfigError(
-            f"vLLM cannot load a target in {bits}, which is bitsandbytes'.",
-            f"target.quantization = {bits}",
+            "vLLM cannot load a target that bitsandbytes quantizes.",
+            f"target.quantization = {config.target.quantization}",
             f"Set {' '.join(instead)}; or name a checkpoint that is quantized already (AWQ, GPTQ,"
             " FP8) as the target.",
         )
@@ -123,16 +112,11 @@ def check_labels(run: ResolvedRun) -> None:
     answer of n tokens has labels for n - 1 heads. Passed-through answers are as long as the seeds'.
     """
     num_heads, longest = run.config.train.num_heads, run.config.generate.max_new_tokens
-    if run.config.generate.mode == "passthrough" or num_heads < longest:
-        return
-    if "train" in run.stages:
-        fewer = f"Train at most {longest - 1} heads, or raise" if longest > 1 else "Raise"
-        raise ConfigError(
-            f"Answers of at most {longest} tokens have nothing that head {num_heads - 1} could"
-            " learn to guess.",
-            "train.num_heads",
-            f"{fewer} generate.max_new_tokens.",
-        )
+    is_written = run.config.generate.mode != "passthrough"
+    if is_written and num_heads >= longest and "train" in run.stages:
+        what = f"Answers of at most {longest} tokens have no labels for head {num_heads - 1}."
+        fix = "Train fewer heads or raise generate.max_new_tokens."
+        raise ConfigError(what, "train.num_heads", fix)
 
 
 def check_sources(run: ResolvedRun) -> None:
@@ -148,12 +132,8 @@ def check_target(run: ResolvedRun) -> None:
     vocab_size = run.model(TARGET).config.get_text_config().vocab_size
     drafted, top = config.train.draft_vocab, config.calibrate.top
     if drafted and drafted > vocab_size:
-        raise ConfigError(
-            f"A draft vocabulary of {drafted} tokens is asked for, and the target's has"
-            f" {vocab_size}.",
-            "train.draft_vocab",
-            f"Lower it, such as to {vocab_size // 4}, or leave it unset.",
-        )
+        what = f"A draft vocabulary of {drafted} tokens exceeds the target's of {vocab_size}."
+        raise ConfigError(what, "train.draft_vocab", "Lower it or leave it unset.")
     most = drafted or vocab_size
     # A static tree uses as many guesses as there are.
     if top > most and (drafted or config.calibrate.tree == "dynamic"):
@@ -164,13 +144,10 @@ def check_target(run: ResolvedRun) -> None:
         if reason:
             raise ConfigError(reason, "check.engines", "Set check.engines to [native].")
     context = context_length(with_room(run.target, config.check), run.target_config)
-    if "check" in run.stages and config.check.max_new_tokens >= context:
-        raise ConfigError(
-            f"{config.check.max_new_tokens} tokens after a prompt do not fit in the target's"
-            f" context of {context}.",
-            "check.max_new_tokens",
-            f"Lower it: a prompt needs some of the {context}, too.",
-        )
+    longest = config.check.max_new_tokens
+    if "check" in run.stages and longest >= context:
+        what = f"{longest} tokens after a prompt do not fit in the target's context of {context}."
+        raise ConfigError(what, "check.max_new_tokens", "Lower it.")
 
 
 def check_served_copy(run: ResolvedRun) -> None:
@@ -178,15 +155,10 @@ def check_served_copy(run: ResolvedRun) -> None:
     if SERVED not in run.models and SERVED not in run.problems:
         return
     copy, target = run.model(SERVED).config.get_text_config(), run.target_config.get_text_config()
-    for name, words in (("vocab_size", "vocabulary"), ("hidden_size", "hidden size")):
-        of_copy, of_target = getattr(copy, name), getattr(target, name)
-        if of_copy != of_target:
-            raise ConfigError(
-                f"{run.model(SERVED).spec.model} has a {words} of {of_copy}, and the target one of"
-                f" {of_target}: the heads do not fit it.",
-                SERVED,
-                "Name a copy of the target, such as a quantized one.",
-            )
+    if (copy.vocab_size, copy.hidden_size) != (target.vocab_size, target.hidden_size):
+        what = "The copy has another vocabulary or hidden size than the target."
+        fix = "Name a copy of the target, such as a quantized one."
+        raise ConfigError(what, f"{SERVED} = {run.config.check.served_model}", fix)
 
 
 def check_assistant(run: ResolvedRun) -> None:
@@ -217,17 +189,15 @@ def check_readers(run: ResolvedRun) -> None:
 
 def check_driver(run: ResolvedRun) -> None:
     """Refuse a GPU that torch cannot use, unless every stage is to do without GPUs."""
-    sections = run.config.placement.of_stages()
-    if set(run.stages) == {"seeds"} or all(
-        wanted.gpus_per_worker == 0 for wanted in sections.values()
-    ):
+    sections = run.config.placement.of_stages().values()
+    if set(run.stages) == {"seeds"} or all(wanted.gpus_per_worker == 0 for wanted in sections):
         return
     reason = unusable_driver()
     if reason:
-        keys = [f"placement.{name}.gpus_per_worker" for name in sections]
         fix = (
             "Update the driver or install torch for an older CUDA; to compute on the CPU all the"
-            f" same, set {', '.join(keys)} to 0."
+            " same, set placement.generate.gpus_per_worker,"
+            " placement.features.gpus_per_worker and placement.train.gpus_per_worker to 0."
         )
         raise EnvironmentFault(f"{reason}.", "nvidia driver", fix)
 
@@ -239,32 +209,31 @@ def check_method(run: ResolvedRun) -> None:
 
 def check_files(run: ResolvedRun) -> None:
     """Refuse `check.prompts` or `calibrate.data` that names no file."""
-    prompts, data = run.config.check.prompts, run.config.calibrate.data
-    if isinstance(prompts, Path) and not prompts.is_file():
-        fix = "Name a file of questions, or how many held-out rows to ask."
-        raise ConfigError(f"There is no file {prompts}.", "check.prompts", fix)
-    if data is not None and not data.is_file():
-        fix = "Name a file of conversations, or leave it unset for held-out rows."
-        raise ConfigError(f"There is no file {data}.", "calibrate.data", fix)
+    files = {"check.prompts": run.config.check.prompts, "calibrate.data": run.config.calibrate.data}
+    for key, path in files.items():
+        if isinstance(path, Path) and not path.is_file():
+            fix = "Name a file of conversations, or leave it unset for held-out rows."
+            raise ConfigError(f"There is no file {path}.", key, fix)
 
 
 def check_acceptance(run: ResolvedRun) -> None:
     """Refuse parameters that the acceptance rule does not use."""
     check = run.config.check
     rule = check.acceptance
+    key = None
     if rule != "greedy" and check.temperature == 0:
-        raise ConfigError(
-            f"At temperature 0 {rule} acceptance is greedy acceptance.",
-            "check.temperature",
-            "Raise it, or set check.acceptance to greedy.",
+        key = "check.temperature"
+    elif rule != "rejection" and check.top_p < 1:
+        key = "check.top_p"
+    elif rule != "typical" and check.first_token == "sampled":
+        key = "check.first_token"
+    if key is not None:
+        what = f"The value of {key} does not go with {rule} acceptance."
+        fix = (
+            "Greedy acceptance is at temperature 0, the others above; top_p is rejection's, and"
+            " first_token typical's."
         )
-    what = f"It is of no effect with {rule} acceptance."
-    if rule != "rejection" and check.top_p < 1:
-        fix = "Leave it at 1, or set check.acceptance to rejection."
-        raise ConfigError(what, "check.top_p", fix)
-    if rule != "typical" and check.first_token == "sampled":
-        fix = "Leave it unset, or set check.acceptance to typical."
-        raise ConfigError(what, "check.first_token", fix)
+        raise ConfigError(what, key, fix)
 
 
 def check_push(run: ResolvedRun) -> None:
@@ -278,26 +247,20 @@ def check_push(run: ResolvedRun) -> None:
     if push.base_model:
         check_repo_id(push.base_model, "push.base_model")
     elif push.repo_id and is_local(target) and not tuned:
+        what = "Nobody else can load heads for a target that is only here."
         fix = "Publish the target and name it there, or leave push.repo_id unset."
-        raise ConfigError(
-            "Nobody else can load heads for a target that is only here.", "push.base_model", fix
-        )
+        raise ConfigError(what, "push.base_model", fix)
 
 
 def check_root(run: ResolvedRun) -> None:
     """Refuse results inside the uploaded directory of a submitted job: it is deleted later."""
     if not os.environ.get(SUBMITTED_JOB):
         return
-    uploaded = Path.cwd().resolve()
     for key, path in (("run.root", run.config.run.root), ("run.store", run.config.run.store)):
-        if path is not None and path.resolve().is_relative_to(uploaded):
-            raise ConfigError(
-                "A submitted job runs in an uploaded copy of the directory, and results there would"
-                " vanish with it.",
-                f"{key} = {path}",
-                "Give an absolute path on storage that every node sees, such as"
-                " run.root=/mnt/runs.",
-            )
+        if path is not None and path.resolve().is_relative_to(Path.cwd().resolve()):
+            what = "A submitted job runs in an uploaded copy of the directory, which is deleted."
+            fix = "Give an absolute path on storage that every node sees, such as /mnt/runs."
+            raise ConfigError(what, f"{key} = {path}", fix)
 
 
 def check_packages(run: ResolvedRun) -> None:
@@ -310,34 +273,26 @@ def check_packages(run: ResolvedRun) -> None:
     for stage, package in _packages(run):
         installed = sys.modules.get(package.name) or importlib.util.find_spec(package.name)
         if stage in run.open_stages and not installed:
-            raise EnvironmentFault(
-                f"{package.name} is not installed here, and {stage} needs it.",
-                package.key,
-                package.fix,
-            )
+            what = f"{package.name} is not installed here, and {stage} needs it."
+            raise EnvironmentFault(what, package.key, package.fix)
 
 
-def _packages(run: ResolvedRun) -> Iterator[tuple[str, Package]]:
-    """Yield (stage, package) for every package that the run needs."""
-    config, install = run.config, "Install it with the right lock (`make install`), or set"
+def _packages(run: ResolvedRun) -> list[tuple[str, Package]]:
+    """Every package that a stage of the run needs."""
+    config, fix = run.config, "Install it with the right lock (`make install`), or change this key."
+    packages = [("train", package) for package in run.method.packages(config)]
     if config.generate.engine == "vllm" and config.generate.mode != "passthrough":
-        fix = f"{install} generate.engine to transformers."
-        yield "generate", Package("vllm", "generate.engine", fix)
+        packages.append(("generate", Package("vllm", "generate.engine", fix)))
     if config.features.engine == "vllm":
-        fix = f"{install} features.engine to transformers."
-        yield "features", Package("vllm", "features.engine", fix)
+        packages.append(("features", Package("vllm", "features.engine", fix)))
     if "vllm" in config.check.engines:
-        fix = f"{install} check.engines to [native]."
-        yield "check", Package("vllm", "check.engines", fix)
+        packages.append(("check", Package("vllm", "check.engines", fix)))
     if config.train.optimizer == "adamw-8bit":
-        fix = f"{install} train.optimizer to adamw."
-        yield "train", Package("bitsandbytes", "train.optimizer", fix)
-    for package in run.method.packages(config):
-        yield "train", package
+        packages.append(("train", Package("bitsandbytes", "train.optimizer", fix)))
     if config.target.quantization:
         stage = "tuned-features" if run.method.tunes_backbone else "features"
-        fix = "Install it, or leave target.quantization unset."
-        yield stage, Package("bitsandbytes", "target.quantization", fix)
+        packages.append((stage, Package("bitsandbytes", "target.quantization", fix)))
+    return packages
 
 
 def check_trackers(run: ResolvedRun) -> None:

@@ -2,15 +2,12 @@
 
 Tokens are upper bounds until `generate` has counted them. Memory is arithmetic on config.json and
 settings, good to about `TOLERANCE`: what allocators and vLLM hold beside tensors is not counted.
-
-Letters: N positions of a micro-batch on one worker, K heads, D hidden size, V vocabulary.
 """
 
 from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -33,11 +30,14 @@ from pipeline.training.task import Learner
 
 TOLERANCE = 0.2  # of an estimate of memory
 ASSUMED_HIDDEN_SIZE = 4096  # a 7B model's, while the target cannot be looked up
-MANY_POSITIONS = 10**8  # makes the largest batches of the recipe, while positions are not counted
-FORWARD_TOKENS = 4096  # of a conversation, and of a forward
-HELD_IN_FORWARD = 14  # numbers of a token in a Llama-like decoder layer, in multiples of D
-KEPT_FOR_BACKWARD = 36  # the same
+MANY_POSITIONS = 10**8  # makes the largest batches of a recipe
+CACHED_TOKENS = 4096  # of a conversation
+KEPT_FOR_BACKWARD = 36  # numbers of a token in a Llama-like decoder layer, over the hidden size
 KEPT_BY_MATRICES = 1.75  # numbers that heads keep of a position, times their matrices' size over D
+SMALLER_TARGET = (
+    "target.quantization: 4bit (without vLLM)",
+    "target.model: a copy in fewer bits",
+)
 FP32 = 4  # bytes
 MOMENTS = {"adamw": 2 * FP32, "adamw-8bit": 2}  # bytes of a parameter's two moments
 BITS: dict[Bits, int] = {"8bit": 8, "4bit": 4}
@@ -47,14 +47,13 @@ FOUR_BITS = ("'num_bits': 4", "'bits': 4", "'w_bit': 4", "'load_in_4bit': True")
 
 @dataclass(frozen=True)
 class RunSize:
-    """Upper bounds until generate has run: every answer is as long as it may be."""
+    """Conversations, tokens and optimizer steps of a run; upper bounds until generate has run."""
 
     conversations: int | None  # None where a data set on the Hub has no limit
     tokens: int | None  # to write, and to cache a state of each
     bytes_per_position: int  # 0 where no state is cached
     written: bool  # whether the tokens are there already, and counted
-    positions: int  # to train on; 0 while unknown
-    recipes: tuple[Recipe, ...]  # of training's phases; empty while positions are unknown
+    recipes: tuple[Recipe, ...]  # of training's phases; empty while tokens are unknown
 
     @property
     def disk_bytes(self) -> int | None:
@@ -69,9 +68,10 @@ def planned(run: ResolvedRun) -> ResolvedRun:
 
 
 def run_size(run: ResolvedRun, seeds: Summary | None, generated: Summary | None) -> RunSize:
-    """Tokens to write and to cache, and the bytes of each.
+    """Count conversations, tokens, bytes of a cached state, and optimizer steps.
 
-    States of a target that cannot be reached now are counted as a 7B model's.
+    Every answer is counted as long as it may be, and the states of a target that cannot be reached
+    now as a 7B model's.
 
     Args:
         seeds, generated: The summaries of these stages, where they are done.
@@ -82,25 +82,24 @@ def run_size(run: ResolvedRun, seeds: Summary | None, generated: Summary | None)
     if TARGET in run.models:
         hidden_size, dtype = run.shape.hidden_size, getattr(torch, run.target.dtype)
         longest = min(longest, run.context)
-    rows, train_share = _count_conversations(run, seeds), 1 - run.config.seeds.holdout
-    if seeds and rows:
-        train_share = seeds["train_rows"] / rows
+    rows = int(seeds["rows"]) if seeds else _count_conversations(run)
     tokens = None if rows is None else rows * longest
     if generated:
         tokens = int(generated.get("tokens", 0))
     stored = 0
     if "features" not in run.method.skipped(train):
         stored = StateFormat(dtype, hidden_size, run.config.features.precision).stored_bytes
-    positions, recipes = round((tokens or 0) * train_share), []
-    for _, learner in run.method.phases(train) if positions else ():
-        recipes.append(learner.expected_recipe(train, positions, hidden_size, run.kind.lr_scale))
-    return RunSize(rows, tokens, stored, bool(generated), positions, tuple(recipes))
+    recipes = []
+    if tokens:
+        positions = round(tokens * (1 - run.config.seeds.holdout))
+        for _, learner in run.method.phases(train):
+            scale = run.kind.lr_scale
+            recipes.append(learner.expected_recipe(train, positions, hidden_size, scale))
+    return RunSize(rows, tokens, stored, bool(generated), tuple(recipes))
 
 
-def _count_conversations(run: ResolvedRun, seeds: Summary | None) -> int | None:
+def _count_conversations(run: ResolvedRun) -> int | None:
     """The conversations in local files, and as many of the Hub's as their limits allow."""
-    if seeds:
-        return int(seeds["rows"])
     count, local = 0, []
     for reader in source_readers(run.config.seeds):
         if reader.source.path:
@@ -114,7 +113,7 @@ def _count_conversations(run: ResolvedRun, seeds: Summary | None) -> int | None:
 
 @dataclass(frozen=True)
 class TargetSizes:
-    """A target in numbers, not bytes."""
+    """Element counts of a target, and the bits of an element."""
 
     parameters: int  # tied ones once
     linear: int  # of the linear layers but lm_head: what quantization makes smaller
@@ -129,9 +128,7 @@ class TargetSizes:
 
 
 def target_sizes(run: ResolvedRun) -> TargetSizes | None:
-    """The sizes of the target in its workers' dtype; None where it cannot be reached now, and of a
-    model whose code needs its weights.
-    """
+    """Count the target's parameters; None where it cannot be reached or its code needs weights."""
     from transformers import AutoModelForCausalLM
 
     if TARGET not in run.models:
@@ -163,10 +160,9 @@ class StageMemory:
     """Bytes that one worker of a stage holds on one of its devices at its peak."""
 
     stage: str
-    device_bytes: float | None  # None where it is not known from here
+    name: str  # as `plan` prints it
+    device_bytes: float | None  # without GPUs a share of the machine; None: unknown
     on_gpu: bool
-    sharing: int  # workers on one device: without GPUs, all of the machine's
-    name: str = ""  # as `plan` prints it
     saves_memory: tuple[str, ...] = ()  # the settings that help most
     weights: float = 0  # the target's
     heads: float = 0  # with the adapter, where one trains
@@ -182,107 +178,75 @@ class StageMemory:
 
     def fits(self, tolerance: float = TOLERANCE) -> bool:
         """Whether the stage fits in device memory, within the tolerance."""
-        if self.device_bytes is None:
-            return True
-        return self.total * self.sharing <= (1 + tolerance) * self.device_bytes
+        return self.device_bytes is None or self.total <= (1 + tolerance) * self.device_bytes
 
 
-def memory_of_stages(
-    run: ResolvedRun, target: TargetSizes, positions: int = 0
-) -> list[StageMemory]:
-    """The memory of every stage that needs much.
-
-    Args:
-        positions: To train on; without them batches are the largest that the recipe makes.
-    """
-    found = []
-    if run.config.generate.mode != "passthrough":
-        found.append(_decoding(run, target, "generate", "generate", num_texts=1))
+def memory_of_stages(run: ResolvedRun, target: TargetSizes) -> list[StageMemory]:
+    """Estimate the memory of every stage that needs much, with the largest batches of a recipe."""
+    config, memory = run.config, []
+    if config.generate.mode != "passthrough":
+        memory.append(_decoding(run, target, "generate", "generate", num_texts=1))
     features = "features"
-    if features in run.method.skipped(run.config.train):
+    if features in run.method.skipped(config.train):
         features = "tuned-features"
-    found.append(_decoding(run, target, features, "features", num_texts=0))
-    heads = HeadsSizes.of(run)
-    for name, learner in run.method.phases(run.config.train):
-        phase = _training(run, target, heads, learner, positions or MANY_POSITIONS)
-        found.append(replace(phase, name=name or "train"))
-    for engine in run.config.check.engines:
+    memory.append(_decoding(run, target, features, "features", num_texts=0))
+    for name, learner in run.method.phases(config.train):
+        memory.append(_training(run, target, name or "train", learner))
+    heads = sum(weight.numel() for weight in _heads(run, run.shape.num_heads).parameters())
+    for engine in config.check.engines:
         check = _decoding(run, target, "check", ENGINE_SECTIONS[engine], num_texts=2)
-        heads_bytes = heads.weights * target.itemsize
-        found.append(replace(check, name=f"check, {engine}", sharing=1, heads=heads_bytes))
-    return found
+        memory.append(replace(check, name=f"check, {engine}", heads=heads * target.itemsize))
+    return memory
 
 
 def _on_device(run: ResolvedRun, stage: str, section: str) -> StageMemory:
     """A stage that holds nothing yet, on the devices that a section of `placement` gives it."""
     if run.gpus_of(section):
         gigabytes = run.config.placement.gpu_memory_gb
-        return StageMemory(stage, gigabytes * GIB if gigabytes else gpu_memory(), True, 1, stage)
-    memory = None if os.environ.get("RAY_ADDRESS") else machine_memory()
-    return StageMemory(stage, memory, False, run.workers_of(section), stage)
+        return StageMemory(stage, stage, gigabytes * GIB if gigabytes else gpu_memory(), True)
+    memory = machine_memory()
+    if memory is None or os.environ.get("RAY_ADDRESS"):
+        return StageMemory(stage, stage, None, False)
+    workers = 1 if stage == "check" else run.workers_of(section)
+    return StageMemory(stage, stage, memory / workers, False)
 
 
 def _decoding(
     run: ResolvedRun, target: TargetSizes, stage: str, section: str, num_texts: int
 ) -> StageMemory:
     """A stage that runs the target without gradients and caches so many conversations."""
-    gpus, text = max(1, run.gpus_of(section)), FORWARD_TOKENS * target.itemsize
+    gpus = max(1, run.gpus_of(section))
+    cached = num_texts * CACHED_TOKENS * cached_numbers(run.target_config)
     return replace(
         _on_device(run, stage, section),
-        saves_memory=(
-            f"placement.{section}.gpus_per_worker: {2 * gpus}",
-            "target.quantization: 4bit (without vLLM)",
-            "target.model: a copy in fewer bits",
-        ),
+        saves_memory=(f"placement.{section}.gpus_per_worker: {2 * gpus}", *SMALLER_TARGET),
         weights=target.weight_bytes(run.config.target.quantization) / gpus,
-        activations=HELD_IN_FORWARD * run.shape.hidden_size * text,
-        cache=num_texts * cached_numbers(run.target_config) * text / gpus,
+        cache=cached * target.itemsize / gpus,
     )
 
 
-@dataclass(frozen=True)
-class HeadsSizes:
-    """Element counts of a set of heads."""
-
-    weights: int
-    trained: int
-    lm_head: int  # of one head
-    kept: float  # of a position, for backward
-
-    @classmethod
-    def of(cls, run: ResolvedRun) -> HeadsSizes:
-        shape = run.shape.drafting(run.config.train.draft_vocab)
-        hidden_size, meta = shape.hidden_size, torch.device("meta")
-        heads, one_head = (
-            run.kind(sizes, device=meta) for sizes in (shape, replace(shape, num_heads=1))
-        )
-        matrices = _trained(one_head)
-        if heads.lm_head.requires_grad:
-            matrices -= one_head.lm_head.numel()
-        return cls(
-            weights=sum(weight.numel() for weight in heads.parameters()),
-            trained=_trained(heads),
-            lm_head=shape.vocab_size * hidden_size,
-            kept=shape.num_heads * (KEPT_BY_MATRICES * matrices / hidden_size + hidden_size),
-        )
+def _heads(run: ResolvedRun, num_heads: int) -> Heads:
+    """So many of the heads to train, on the meta device, where they take no memory."""
+    shape = run.shape.drafting(run.config.train.draft_vocab)
+    return run.kind(replace(shape, num_heads=num_heads), device=torch.device("meta"))
 
 
-def _trained(heads: Heads) -> int:
+def _num_trained(heads: Heads) -> int:
     return sum(weight.numel() for weight in heads.parameters() if weight.requires_grad)
 
 
 def _training(
-    run: ResolvedRun,
-    target: TargetSizes,
-    heads: HeadsSizes,
-    learner: type[Learner],
-    positions: int,
+    run: ResolvedRun, target: TargetSizes, name: str, learner: type[Learner]
 ) -> StageMemory:
     """A step of training, at its peak in the loss."""
     train, tuned = run.config.train, run.config.train.backbone
     stage = _on_device(run, "train", "train")
     hidden_size, vocab_size = run.shape.hidden_size, run.shape.vocab_size
-    workers, weights, adapter, gradients = run.workers_of("train"), 0.0, 0, heads.trained
+    heads, one_head = _heads(run, train.num_heads), _heads(run, 1)
+    num_trained, of_one_head = _num_trained(heads), _num_trained(one_head)
+    if one_head.lm_head.requires_grad:
+        of_one_head -= one_head.lm_head.numel()
+    workers, weights, adapter, gradients = run.workers_of("train"), 0.0, 0, num_trained
     width = FP32
     if train.precision == "bf16" or (train.precision == "auto" and stage.on_gpu):
         width = 2
@@ -298,48 +262,48 @@ def _training(
         activations = layers * hidden_size * num_positions * width
         adapter = tuned.lora_rank * target.adapted
         # The heads' gradients of a micro-batch lie beside the sum of the earlier ones.
-        gradients = adapter + 2 * heads.trained
+        gradients = adapter + 2 * num_trained
     else:
-        recipe = learner.expected_recipe(train, positions, hidden_size, run.kind.lr_scale)
+        recipe = learner.expected_recipe(train, MANY_POSITIONS, hidden_size, run.kind.lr_scale)
         num_positions = -(-recipe.batch_tokens // workers)
         activations = (BATCHES_AHEAD + 1) * num_positions * hidden_size * target.itemsize
         if train.soft_labels:
             activations *= 2
-    matrices = heads.lm_head
+    kept = train.num_heads * (KEPT_BY_MATRICES * of_one_head / hidden_size + hidden_size)
+    lm_heads = one_head.lm_head.numel()
     if train.soft_labels:
-        matrices += vocab_size * hidden_size
+        lm_heads += vocab_size * hidden_size
     chunk = chunk_bytes_on(torch.device("cuda" if stage.on_gpu else "cpu"))
     logits = min(chunk, num_positions * vocab_size * (width + FP32))
+    num_weights = sum(weight.numel() for weight in heads.parameters())
     return replace(
         stage,
+        name=name,
         saves_memory=(*run.kind.saves_memory, *learner.saves_memory)[:3],
         weights=weights,
-        heads=FP32 * (adapter + heads.weights),
+        heads=FP32 * (adapter + num_weights),
         gradients=FP32 * gradients,
-        optimizer=MOMENTS[train.optimizer] * (adapter + heads.trained),
-        activations=activations + width * (num_positions * heads.kept + matrices) + logits,
+        optimizer=MOMENTS[train.optimizer] * (adapter + num_trained),
+        activations=activations + width * (num_positions * kept + lm_heads) + logits,
     )
 
 
-def require_memory(run: ResolvedRun, found: Sequence[StageMemory]) -> None:
-    """Refuse open stages that need more than their device has by more than the tolerance.
-
-    Raises:
-        EnvironmentFault: The sums, spelled out.
-    """
-    missing = [each for each in found if each.stage in run.open_stages and not each.fits()]
-    if not missing:
+def check_memory(run: ResolvedRun) -> None:
+    """Raise EnvironmentFault for open stages beyond their device's memory and the tolerance."""
+    run = planned(run)
+    target = target_sizes(run) if run.open_stages else None
+    if target is None:
         return
-    sums: list[str] = []
-    settings: dict[str, None] = {}  # each once, in order
-    for each in missing:
-        needed, room = each.total / GIB, (each.device_bytes or 0) / GIB
-        workers = f" in each of {each.sharing} workers" if each.sharing > 1 else ""
-        device = "its GPU" if each.on_gpu else "this machine"
-        sums.append(f"{each.name} needs about {needed:.1f} GiB{workers}, {device} has {room:.1f}")
-        settings.update(dict.fromkeys(each.saves_memory))
-    fix = f"What helps most: {', '.join(settings)}."
-    if not missing[0].on_gpu:
-        fix += " To plan for GPUs that are elsewhere, give placement.gpu_memory_gb."
-    what = f"This does not fit into memory (an estimate, ±{TOLERANCE:.0%}): {'; '.join(sums)}."
-    raise EnvironmentFault(what, "placement", fix)
+    for stage in memory_of_stages(run, target):
+        if stage.stage in run.open_stages and not stage.fits():
+            room = (stage.device_bytes or 0) / GIB
+            what = (
+                f"{stage.name} does not fit into memory: a worker needs about"
+                f" {stage.total / GIB:.1f} GiB (an estimate, ±{TOLERANCE:.0%}), and there are"
+                f" {room:.1f}."
+            )
+            fix = (
+                f"What helps most: {', '.join(stage.saves_memory)}. To plan for GPUs that are"
+                " elsewhere, give placement.gpu_memory_gb."
+            )
+            raise EnvironmentFault(what, "placement", fix)

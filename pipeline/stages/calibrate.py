@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from pipeline.artifacts.generated_rows import read_token_rows
 from pipeline.artifacts.json_form import from_json, rounded, to_json
 from pipeline.artifacts.seen_answers import ENOUGH_NEW, training_text
 from pipeline.artifacts.trained_heads import HEADS_FILE
@@ -28,12 +29,11 @@ from pipeline.config import Config
 from pipeline.conversations.sources import read_questions
 from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.decoding.held_out import HeldOutPlaces, HeldOutRanks
-from pipeline.decoding.tree import STOCK_NODES
+from pipeline.decoding.tree import STOCK_NODES, Choices
 from pipeline.decoding.tree_search import CrossFit, rank_accuracies
 from pipeline.errors import DataError
 from pipeline.evaluation.answer_states import measured_on_answers, written_answers
 from pipeline.evaluation.choosing import (
-    ChosenTree,
     Overheads,
     best_dynamic_tree,
     best_tree,
@@ -43,19 +43,23 @@ from pipeline.evaluation.choosing import (
     expected_on_new,
     given_tree,
 )
+from pipeline.evaluation.overhead import NUM_PROMPTS, NUM_STEPS, measure_overheads
+from pipeline.evaluation.prompts import held_out_prompts
 from pipeline.execution.progress import ProgressReporter
 from pipeline.formatting import with_error
 from pipeline.run.checks import check_files
 from pipeline.run.context import Context, Stage
-from pipeline.run.resolved import ResolvedRun
-from pipeline.run.timing import MEASURED_SIZES, native_overheads
+from pipeline.run.resolved import ENGINE_SECTIONS
 from pipeline.storage.receipts import Identity, Summary
 from pipeline.storage.stage_directory import StageDirectory
-from pipeline.training.evaluation import HeldOutText, held_out_places, held_out_ranks
+from pipeline.targets.spec import context_length
+from pipeline.training.evaluation import SPLIT, HeldOutText, held_out_places, held_out_ranks
 from pipeline.training.methods import method_of
 
 NAME = "calibrate"
 VERSION = 13
+MEASURED_SIZES = (1, 3, 7, 15, 31, 63, 127, 255)
+"""With the root powers of two, which matrix products are fastest at."""
 
 
 def upstream(config: Config) -> tuple[str, ...]:
@@ -89,41 +93,37 @@ def identity(context: Context) -> Identity:
 
 def run(context: Context, stage: StageDirectory) -> Summary:
     """Measure the heads, search the tree, choose its size and the chain's."""
+    config, resolved = context.config, context.resolved
+    settings = config.calibrate
     with context.progress(stage) as progress:
-        return to_json(_measure_and_choose(context, stage, progress))
-
-
-def _measure_and_choose(
-    context: Context, stage: StageDirectory, progress: ProgressReporter
-) -> CalibrateResult:
-    resolved = context.resolved
-    config = context.config
-    settings = context.config.calibrate
-    features = context.upstream[upstream(config)[0]]
-    if settings.data:
-        ranks, places = _on_answers(context, resolved.dynamic_tree, progress)
+        measured = _on_answers if settings.data else _on_held_out_rows
+        ranks, places = measured(context, progress)
+        hits_KR, counts_K = ranks.hits(settings.top)
+        num_conversations = len(np.unique(ranks.conversations))
+        _require_labels(counts_K[: config.train.num_heads], num_conversations, stage)
+        num_nodes = MEASURED_SIZES[-1] if settings.nodes == "auto" else settings.nodes
+        fits = None
+        if not settings.choices:
+            most_nodes = max(num_nodes, STOCK_NODES)
+            fits = CrossFit(ranks, most_nodes, settings.depth, settings.top)
+        tree_overheads: Overheads = {}
+        chain_overheads: Overheads = {}
+        if fits is not None and resolved.times_trees:
+            tree_overheads, chain_overheads = _native_overheads(context, fits, progress)
+    judged: HeldOutRanks | HeldOutPlaces = ranks
+    if fits is None:
+        assert resolved.choices is not None
+        tree = given_tree(ranks, resolved.choices)
+    elif resolved.dynamic_tree is not None and places is not None:
+        tree = best_dynamic_tree(resolved.dynamic_tree, places, fits, tree_overheads)
+        judged = places
     else:
-        ranks, places = _on_held_out_rows(context, resolved.dynamic_tree, progress)
-    hits_KR, counts_K = ranks.hits(settings.top)
-    num_conversations = len(np.unique(ranks.conversations))
-    _require_labels(
-        counts_K[: config.train.num_heads], num_conversations, str(settings.data or features.path)
-    )
-    fits = _cross_fit(config, ranks)
-    most = resolved.max_draft_tokens
-    timed_chains = chains(most) if resolved.times_chain else {}
-    tree_overheads, chain_overheads = native_overheads(
-        context, features, fits, timed_chains, progress
-    )
-    tree = _chosen(resolved, ranks, places, fits, tree_overheads)
+        tree = best_tree(fits, num_nodes, tree_overheads)
     default = settings.draft_tokens
     if default == "auto":
         default = config.train.num_heads
-    num_tokens, chain = chosen_chain(ranks, most, default, chain_overheads)
+    num_tokens, chain = chosen_chain(ranks, resolved.max_draft_tokens, default, chain_overheads)
     estimate = tree.walked.estimate()
-    judged: HeldOutRanks | HeldOutPlaces = ranks
-    if tree.dynamic is not None and places is not None:
-        judged = places
     Calibration(
         choices=tree.choices,
         node_shares=tree.node_shares,
@@ -154,12 +154,13 @@ def _measure_and_choose(
         chain=chain,
         **expected(tree.walked),
     )
-    return CalibrateResult(
+    result = CalibrateResult(
         heads=_accuracies(ranks, settings.top, config.train.num_heads),
         tree=figures,
         positions=int(counts_K.max()),
         conversations=num_conversations,
     )
+    return to_json(result)
 
 
 def _accuracies(ranks: HeldOutRanks, top: int, num_heads: int) -> list[Accuracy]:
@@ -167,14 +168,15 @@ def _accuracies(ranks: HeldOutRanks, top: int, num_heads: int) -> list[Accuracy]
 
     A kind may propose deeper than it trains heads.
     """
-    found = ranks.hits(top)
-    new = None
-    if len(ranks.new().starts) >= ENOUGH_NEW:
-        new = ranks.new().hits(top)
+    hits_KR, counts_K = ranks.hits(top)
+    new = ranks.new()
+    new_hits_KR, new_counts_K = new.hits(top)
     heads = []
     for head in range(num_heads):
-        on_new = None if new is None else _accuracy(new[0][head], int(new[1][head]))
-        heads.append(_accuracy(found[0][head], int(found[1][head]), on_new))
+        on_new = None
+        if len(new.starts) >= ENOUGH_NEW:
+            on_new = _accuracy(new_hits_KR[head], int(new_counts_K[head]))
+        heads.append(_accuracy(hits_KR[head], int(counts_K[head]), on_new))
     return heads
 
 
@@ -187,55 +189,64 @@ def _accuracy(hits_R: np.ndarray, count: int, new: Accuracy | None = None) -> Ac
     return Accuracy(labels=count, top1=top1, top2=top2, top3=top3, top4=top4, top5=top5, new=new)
 
 
-def _require_labels(trained_K: np.ndarray, num_conversations: int, where: str) -> None:
+def _require_labels(counts_K: np.ndarray, num_conversations: int, stage: StageDirectory) -> None:
     """Raise DataError where a head has no labels, or there is one conversation alone."""
-    if int(trained_K.min()) == 0 or num_conversations < 2:
+    if int(counts_K.min()) == 0 or num_conversations < 2:
         raise DataError(
-            f"Head {int(trained_K.argmin())} has nothing to be measured on: the held-out answers"
+            f"Head {int(counts_K.argmin())} has nothing to be measured on: the held-out answers"
             " are too short for it.",
-            where,
+            str(stage.path),
             "Train fewer heads (train.num_heads), hold out more rows (seeds.holdout) or let answers"
             " be longer.",
         )
 
 
-def _num_nodes(config: Config) -> int:
-    """The number of nodes, or the most that are timed."""
-    nodes = config.calibrate.nodes
-    return MEASURED_SIZES[-1] if nodes == "auto" else nodes
+def _native_overheads(
+    context: Context, fits: CrossFit, progress: ProgressReporter
+) -> tuple[Overheads, Overheads]:
+    """The overheads of trees of several sizes and of chains, timed where the target decodes.
+
+    On held-out prompts, one request at a time.
+    """
+    features = context.upstream[upstream(context.config)[0]]
+    room = context_length(context.target)
+    rows = read_token_rows(features.shards(), features.fingerprint)
+    prompts = held_out_prompts(rows, NUM_PROMPTS, room, SPLIT).kept
+    longest = max(1, room - 1 - NUM_STEPS)  # longer prompts lose their beginning
+    resolved = context.resolved
+    placement = context.placement(ENGINE_SECTIONS["native"])
+    arguments = {
+        "target": context.backbone("train"),
+        "heads": str(context.upstream["train"].path / HEADS_FILE),
+        "trees": _timed_trees(fits, resolved.dynamic_tree),
+        "chains": chains(resolved.max_draft_tokens) if resolved.times_chain else {},
+        "prompts": [prompt.ids[-longest:] for prompt in prompts],
+        "gpus": placement.gpus,
+    }
+    return context.executor.call(measure_overheads, arguments, placement, progress)
 
 
-def _cross_fit(config: Config, ranks: HeldOutRanks) -> CrossFit | None:
-    """Trees of every size that is asked for; None where the user gives one."""
-    settings = config.calibrate
-    if settings.choices:
-        return None
-    return CrossFit(ranks, max(_num_nodes(config), STOCK_NODES), settings.depth, settings.top)
-
-
-def _chosen(
-    resolved: ResolvedRun,
-    ranks: HeldOutRanks,
-    places: HeldOutPlaces | None,
-    fits: CrossFit | None,
-    overheads: Overheads,
-) -> ChosenTree:
-    """The user's tree, a dynamic one, or the best that was searched."""
-    if fits is None:
-        assert resolved.choices is not None
-        return given_tree(ranks, resolved.choices)
-    dynamic = resolved.dynamic_tree
-    if dynamic is not None and places is not None:
-        return best_dynamic_tree(dynamic, places, fits, overheads)
-    return best_tree(fits, _num_nodes(resolved.config), overheads)
+def _timed_trees(fits: CrossFit, dynamic: DynamicTree | None) -> dict[int, Choices | DynamicTree]:
+    """Trees of the measured sizes, as far as there are any, and a static one of the largest."""
+    trees: dict[int, Choices | DynamicTree] = {}
+    if dynamic is not None:
+        for size in MEASURED_SIZES:
+            if size <= dynamic.num_proposed:
+                trees[size] = dynamic.resized(size)
+        return trees
+    largest = max(fits.whole.values(), key=len)
+    for size in (*MEASURED_SIZES, len(largest)):
+        if size <= len(largest):
+            trees[size] = largest[:size]
+    return trees
 
 
 def _on_held_out_rows(
-    context: Context, tree: DynamicTree | None, progress: ProgressReporter
+    context: Context, progress: ProgressReporter
 ) -> tuple[HeldOutRanks, HeldOutPlaces | None]:
     """The ranks of held-out tokens among the heads' guesses, and their places in a dynamic tree."""
     features = context.upstream[upstream(context.config)[0]]
-    placement = context.placement("train")
+    placement, tree = context.placement("train"), context.resolved.dynamic_tree
     text = HeldOutText(
         tuple(map(str, features.shards())),
         features.fingerprint,
@@ -254,46 +265,43 @@ def _on_held_out_rows(
 
 
 def _on_answers(
-    context: Context, tree: DynamicTree | None, progress: ProgressReporter
+    context: Context, progress: ProgressReporter
 ) -> tuple[HeldOutRanks, HeldOutPlaces | None]:
     """Like `_on_held_out_rows`, for the target's answers to the questions in `calibrate.data`."""
-    settings = context.config.calibrate
-    target = context.backbone("train")
-    writes = context.placement("generate")
-    reads = context.placement("features")
+    settings, target = context.config.calibrate, context.backbone("train")
     assert settings.data is not None
+    placement = context.placement("generate")
     arguments = {
         "target": target,
         "conversations": read_questions(settings.data),
         "settings": context.config.generate,
-        "gpus": writes.gpus,
+        "gpus": placement.gpus,
         "where": f"calibrate.data = {settings.data}",
     }
-    answers = context.executor.call(written_answers, arguments, writes, progress)
+    answers = context.executor.call(written_answers, arguments, placement, progress)
+    placement = context.placement("features")
     arguments = {
         "target": target,
         "heads": str(context.upstream["train"].path / HEADS_FILE),
         "answers": answers,
         "top": settings.top,
-        "tree": tree,
-        "gpus": reads.gpus,
+        "tree": context.resolved.dynamic_tree,
+        "gpus": placement.gpus,
         "trained": training_text(context.upstream["generate"]),
     }
-    return context.executor.call(measured_on_answers, arguments, reads, progress)
+    return context.executor.call(measured_on_answers, arguments, placement, progress)
 
 
 def one_line(summary: Summary) -> str:
     """The heads' accuracies, and the tree with its expected rate."""
     result = from_json(CalibrateResult, summary)
     tree = result.tree
-    new = result.tree.new
     accuracies = " ".join(f"{head.top1 or 0:.0%}" for head in result.heads)
     rate = with_error(tree.expected_acceleration_rate, tree.expected_standard_error)
-    words = "a dynamic tree" if tree.dynamic else "a tree"
-    line = f"top-1 {accuracies}; {words} of {tree.nodes} nodes, expected acceleration rate {rate}"
+    line = f"top-1 {accuracies}; {tree.nodes} nodes, expected acceleration rate {rate}"
     if tree.seen_share:
-        on_new = with_error(new.expected_acceleration_rate, new.expected_standard_error)
-        line += f", {on_new} on new answers"
+        new = with_error(tree.new.expected_acceleration_rate, tree.new.expected_standard_error)
+        line += f", {new} on new answers"
     return line
 
 

@@ -13,39 +13,63 @@ original's own beside a tuned backbone's.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from pipeline.artifacts.check_result import (
     CheckResult,
+    Difference,
     EngineFigures,
     Limits,
+    ServedModel,
+    Studies,
     TunedDrift,
     read_answers,
+    write_answers,
+    write_model_answers,
 )
-from pipeline.artifacts.generated_rows import num_contaminated
+from pipeline.artifacts.generated_rows import num_contaminated, read_token_rows
 from pipeline.artifacts.json_form import from_json, to_json
+from pipeline.artifacts.seen_answers import training_text
+from pipeline.artifacts.tree_file import read_calibration
 from pipeline.config import Config
 from pipeline.config.load import validate
 from pipeline.conversations.duplicates import CheckQuestions
 from pipeline.conversations.sources import read_questions
-from pipeline.evaluation.references import exact_match, read_references
-from pipeline.execution.progress import ProgressReporter
-from pipeline.formatting import with_error
-from pipeline.run.check_engines import (
-    check_request,
-    drift_of_published,
-    engine_part,
-    forget_parts,
-    on_served_model,
-    with_vllm,
+from pipeline.evaluation.answers import model_answers
+from pipeline.evaluation.measuring import joined, measure
+from pipeline.evaluation.original import OriginalRequest, beside_the_original
+from pipeline.evaluation.prompts import (
+    CheckRequest,
+    Prompts,
+    held_out_prompts,
+    question_prompts,
+    require_prompts,
+    with_room,
+    with_room_for,
 )
+from pipeline.evaluation.references import exact_match, read_references
+from pipeline.evaluation.served import load_study, with_expectations
+from pipeline.execution.progress import ProgressReporter
+from pipeline.export.directory import read_tree
+from pipeline.export.layout import read_layout
+from pipeline.formatting import with_error
 from pipeline.run.checks import check_files
 from pipeline.run.context import Context, Stage
+from pipeline.run.resolved import ENGINE_SECTIONS
+from pipeline.storage.atomic import read_json, write_json
 from pipeline.storage.receipts import Identity, Summary
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.files import is_local
-from pipeline.targets.spec import weight_files
+from pipeline.targets.spec import (
+    TargetSpec,
+    context_length,
+    format_of,
+    model_config,
+    weight_files,
+)
 from pipeline.training.methods import method_of
 
 NAME = "check"
@@ -83,64 +107,194 @@ def identity(context: Context) -> Identity:
     return {"settings": settings}
 
 
+@dataclass(frozen=True)
+class Decoding:
+    """Runs the parts of a check, each on the placement of its engine's workers.
+
+    Each engine's result is kept in a file until the check is done, so that a later failure or an
+    interruption does not cost it.
+    """
+
+    context: Context
+    stage: StageDirectory
+    progress: ProgressReporter
+
+    def call(self, function: Callable[..., Any], engine: str, /, **arguments: Any) -> Any:
+        placement = self.context.placement(ENGINE_SECTIONS[engine])
+        return self.context.executor.call(function, arguments, placement, self.progress)
+
+    def gpus(self, engine: str) -> int:
+        return self.context.placement(ENGINE_SECTIONS[engine]).gpus
+
+    def file(self, engine: str) -> Path:
+        return self.stage.path / f"{engine}.json"
+
+    def prompts(self, target: TargetSpec) -> Prompts:
+        """Held-out prompts, or those of a file of questions with answered earlier turns."""
+        settings = self.context.config.check
+        generated = self.context.upstream["generate"]
+        if isinstance(settings.prompts, Path):
+            kind, where = "question", str(settings.prompts)
+            native = "native" in settings.engines
+            engine = "native" if native else "vllm"
+            prompts = self.call(
+                question_prompts,
+                engine,
+                target=target,
+                questions=read_questions(settings.prompts),
+                settings=settings,
+                engine="transformers" if native else "vllm",
+                gpus=self.gpus(engine),
+            )
+        else:
+            kind, where = "held-out prompt", "check.prompts"
+            room = context_length(target) - settings.max_new_tokens
+            rows = read_token_rows(generated.shards(), generated.fingerprint)
+            prompts = held_out_prompts(rows, settings.prompts, room)
+        fix = (
+            "Shorten check.max_new_tokens, raise check.max_tokens, or name other prompts in"
+            " check.prompts."
+        )
+        require_prompts(prompts, kind, settings, where, fix)
+        return prompts
+
+    def request(self, target: TargetSpec, prompts: Prompts) -> CheckRequest:
+        context, settings = self.context, self.context.config.check
+        export = context.upstream["export"].path
+        most = read_layout(export).shape.max_depth
+        return CheckRequest(
+            with_room_for(target, prompts.kept, settings.max_new_tokens, most),
+            str(export),
+            prompts.kept,
+            settings,
+            tree=read_tree(export),
+            name=Path(context.config.target.model).name,
+            assistant=context.resolved.assistant,
+            calibration=read_calibration(context.upstream["calibrate"].path),
+            trained=training_text(context.upstream["generate"]),
+        )
+
+    def engine_result(self, request: CheckRequest, engine: str) -> CheckResult:
+        """One engine's figures from their file, decoded where there is none."""
+        file = self.file(engine)
+        if read_json(file) is None:
+            request = replace(request, gpus=self.gpus(engine))
+            result, answers = self.call(measure, engine, request=request, engine=engine)
+            write_answers(self.stage.path, answers)
+            if isinstance(request.settings.prompts, Path):
+                for lines in answers.values():
+                    write_model_answers(self.stage.path, model_answers(lines))
+            write_json(file, to_json(result))
+        return from_json(CheckResult, read_json(file))
+
+    def with_vllm(self, request: CheckRequest, native: CheckResult | None) -> CheckResult:
+        """Add vLLM's figures, the expected rate of its chain, and the study of load."""
+        result = joined(native, self.engine_result(request, "vllm"))
+        calibration, held_out, chain = request.calibration, None, None
+        assert result.vllm is not None and calibration is not None
+        if result.native is not None:
+            chain = result.native.chain
+        by_calibration = self.context.config.calibrate.data is None
+        if by_calibration and not isinstance(request.settings.prompts, Path):
+            held_out = calibration.chain[calibration.num_speculative_tokens - 1]
+        figures = with_expectations(result.vllm, chain, held_out)
+        if "load" in request.settings.studies:
+            load = self.call(load_study, "vllm", request=replace(request, gpus=self.gpus("vllm")))
+            studies = Studies(load=load.rows)
+            figures = replace(figures, studies=studies, under_load=load.under_load)
+        return replace(result, vllm=figures)
+
+    def on_served_model(self, request: CheckRequest) -> tuple[ServedModel, list[Difference]]:
+        """The heads on the copy that will be served, in every engine of the check.
+
+        Greedy text is compared with that copy alone, whose own text differs from the full target's.
+        Neither baselines nor studies are repeated.
+        """
+        plain: dict[str, Any] = {"baselines": (), "assistant_model": None, "studies": ()}
+        settings = request.settings.model_copy(update=plain)
+        native, vllm, differing = None, None, []
+        for engine, copy in self.context.resolved.served_copies.items():
+            target = replace(copy, max_tokens=request.target.max_tokens)
+            asked = replace(request, target=target, settings=settings, assistant=None)
+            asked = replace(asked, gpus=self.gpus(engine))
+            result, _ = self.call(measure, engine, request=asked, engine=engine)
+            native, vllm = result.native or native, result.vllm or vllm
+            differing += [replace(each, model=copy.model) for each in result.differing]
+        form = format_of(model_config(target)) or "not quantized"
+        return ServedModel(model=target.model, format=form, native=native, vllm=vllm), differing
+
+    def drift_of_published(self, questions: Path | None) -> TunedDrift:
+        """The drift of the published weights; write the original's answers to the questions."""
+        context = self.context
+        generated = context.upstream["generate"]
+        rows = read_token_rows(generated.shards(), generated.fingerprint)
+        request = OriginalRequest(
+            with_room(context.target, context.config.check),
+            with_room(context.backbone("export"), context.config.check),
+            [row for row in rows if row.split == "calibrate"],
+            [] if questions is None else read_questions(questions),
+            context.config.check,
+            self.gpus("native"),
+            Path(context.config.target.model).name,
+        )
+        drift, lines = self.call(beside_the_original, "native", request=request)
+        write_model_answers(self.stage.path, lines)
+        return drift
+
+
 def run(context: Context, stage: StageDirectory) -> Summary:
     """Decode with every engine that is asked for and compare the results."""
+    engines = context.config.check.engines
     with context.progress(stage) as progress:
-        result = _decode(context, stage, progress)
-        result = _with_comparisons(context, stage, result, progress)
-    forget_parts(stage)
-    target = context.target
+        decoding = Decoding(context, stage, progress)
+        target = with_room(context.backbone("export"), context.config.check)
+        prompts = decoding.prompts(target)
+        request = decoding.request(target, prompts)
+        result = None
+        if "native" in engines:
+            result = decoding.engine_result(request, "native")
+            assert result.native is not None
+            native = replace(result.native, skipped_prompts=prompts.skipped)
+            result = replace(result, native=native)
+        if "vllm" in engines:
+            result = decoding.with_vllm(request, result)
+        assert result is not None
+        result = replace(result, skipped_prompts=prompts.skipped)
+        if context.config.check.served_model:
+            copy, differing = decoding.on_served_model(request)
+            result = replace(result, served_model=copy, differing=result.differing + differing)
+        result = _with_comparisons(decoding, result)
+    for engine in engines:
+        decoding.file(engine).unlink(missing_ok=True)
+    revision = None if is_local(context.target.model) else context.target.revision
     result = replace(
         result,
         configuration=context.config.model_dump(mode="json"),
-        target_revision=None if is_local(target.model) else target.revision,
+        target_revision=revision,
         passed=not result.failures(Limits.of(context.config)),
     )
     return to_json(result)
 
 
-def _decode(context: Context, stage: StageDirectory, progress: ProgressReporter) -> CheckResult:
-    """The figures of every engine, on the target and on the copy that will be served."""
-    engines = context.config.check.engines
-    request, skipped = check_request(context, progress)
-    result = None
-    if "native" in engines:
-        result = engine_part(context, stage, request, "native", progress)
-        assert result.native is not None
-        result = replace(result, native=replace(result.native, skipped_prompts=skipped))
-    if "vllm" in engines:
-        result = with_vllm(context, stage, request, result, progress)
-    assert result is not None
-    result = replace(result, skipped_prompts=skipped)
-    copies = context.resolved.served_copies
-    if not copies:
-        return result
-    copy, differing = on_served_model(context, request, copies, progress)
-    return replace(result, served_model=copy, differing=result.differing + differing)
-
-
-def _with_comparisons(
-    context: Context, stage: StageDirectory, result: CheckResult, progress: ProgressReporter
-) -> CheckResult:
+def _with_comparisons(decoding: Decoding, result: CheckResult) -> CheckResult:
     """Add head 0's accuracy, the backbone's drift, exact matches and contaminated rows."""
+    context = decoding.context
     trained = context.upstream["train"].summary
     prompts = context.config.check.prompts
+    questions = prompts if isinstance(prompts, Path) else None
     if trained["held_out"]:
-        head_0 = trained["held_out"][0]
-        frequency = trained["frequency"]
-        result = replace(result, head_0=head_0, frequency=frequency)
+        result = replace(result, head_0=trained["held_out"][0], frequency=trained["frequency"])
     if method_of(context.config.train).tunes_backbone:
-        drift = drift_of_published(context, stage, progress)
+        drift = decoding.drift_of_published(questions)
         if drift.positions is None:
             drift = from_json(TunedDrift, trained["drift"])
         result = replace(result, drift=drift)
-    if isinstance(prompts, Path):
+    if questions is not None:
         shards = context.upstream["generate"].shards()
-        questions = read_questions(prompts)
         result = replace(
             result,
-            contaminated_rows=num_contaminated(shards, CheckQuestions(questions)),
-            exact_match=exact_match(read_answers(stage.path), read_references(prompts)),
+            contaminated_rows=num_contaminated(shards, CheckQuestions(read_questions(questions))),
+            exact_match=exact_match(read_answers(decoding.stage.path), read_references(questions)),
         )
     return result
 
@@ -166,28 +320,19 @@ def one_line(summary: Summary) -> str:
     result = from_json(CheckResult, summary)
     parts = []
     if result.native is not None:
-        native = result.native
-        line = (
-            f"native: acceleration rate {native.acceleration_rate:.2f}, speedup"
-            f" {native.speedup or 0:.2f}x"
-        )
-        parts.append(line + _shares(native))
+        speedup = result.native.speedup or 0
+        parts.append(f"native: {_rates(result.native)}, speedup {speedup:.2f}x")
     if result.vllm is not None:
-        parts.append(f"vLLM: {result.vllm.acceleration_rate:.2f}{_shares(result.vllm)}")
+        parts.append(f"vLLM: {_rates(result.vllm)}")
     return "; ".join(parts)
 
 
-def _shares(engine: EngineFigures) -> str:
-    text = ""
+def _rates(engine: EngineFigures) -> str:
+    text = f"acceleration rate {engine.acceleration_rate:.2f}"
     new = engine.new
-    match = engine.greedy_match
-    if engine.seen_share and new is not None:
-        if new.acceleration_rate is None:
-            text = f", on new answers only {new.answers} new answers"
-        else:
-            rate = with_error(new.acceleration_rate, new.standard_error)
-            text = f", on new answers {rate}"
-    return f"{text}, {match.identical}/{match.sequences} identical"
+    if engine.seen_share and new is not None and new.acceleration_rate is not None:
+        text += f", on new answers {with_error(new.acceleration_rate, new.standard_error)}"
+    return f"{text}, {engine.greedy_match.identical}/{engine.greedy_match.sequences} identical"
 
 
 STAGE = Stage(NAME, VERSION, upstream, identity, run, one_line)

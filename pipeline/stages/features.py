@@ -16,11 +16,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 
 from pipeline.artifacts.feature_rows import StateFormat
-from pipeline.artifacts.feature_writer import Backlog, FeatureWriter
+from pipeline.artifacts.feature_writer import FeatureWriter
 from pipeline.artifacts.generated_rows import TOKEN_COLUMNS, TokenRow
 from pipeline.config import Config, FeaturesConfig
 from pipeline.execution.progress import ShardProgress
@@ -29,9 +27,9 @@ from pipeline.run.context import Context, Stage, StageFiles, reads
 from pipeline.run.sharded import run_sharded
 from pipeline.storage.fingerprint import fingerprint
 from pipeline.storage.receipts import Identity, Receipt, Summary
-from pipeline.storage.shards import Codec, ShardTask, shard_writer, task_rows
+from pipeline.storage.shards import ShardTask, shard_writer, task_rows
 from pipeline.storage.stage_directory import StageDirectory
-from pipeline.targets.engines import FeatureEngine, make_feature_engine, semantic_arguments
+from pipeline.targets.engines import make_feature_engine, semantic_arguments
 from pipeline.targets.spec import TargetSpec
 from pipeline.training.evaluation import SPLIT
 from pipeline.training.methods import method_of
@@ -45,8 +43,7 @@ class Worker:
     """Holds a backbone; turns one shard of generated rows into one shard of features, of all its
     rows or of one split.
 
-    Rows are written behind the forwards. The next shard's rows are read meanwhile, and its states
-    are computed while the last rows of this one are written and committed.
+    Rows are written behind the forwards.
     """
 
     def __init__(
@@ -62,119 +59,39 @@ class Worker:
             settings.engine, target, settings.tokens_per_batch, settings.engine_args, gpus
         )
         self.states = StateFormat(self.engine.dtype, self.engine.hidden_size, settings.precision)
-        self.backlog = Backlog()
-        self._reader = ThreadPoolExecutor(1)
-        self._upcoming: ShardTask | None = None
-        self._ahead: ShardUnderWay | None = None
-
-    def expect(self, upcoming: ShardTask | None) -> None:
-        """Remember the shard that comes after the next call's."""
-        self._upcoming = upcoming
 
     def __call__(self, task: ShardTask) -> Receipt:
         started = time.monotonic()
-        with self._begun(task) or self._begin(task, self._rows(task)) as shard:
-            following = self._upcoming
-            rows = self._reader.submit(self._rows, following) if following else None
-            while shard.advance():
-                pass
-            committed = shard.commit(started)
-            if following and rows:
-                self._work_ahead(following, rows, committed)
-            return committed.result()
-
-    def close(self) -> None:
-        if self._ahead:
-            self._ahead.close()
-        self._reader.shutdown()
-        self.engine.close()
-
-    def _work_ahead(
-        self, task: ShardTask, rows: Future[list[TokenRow]], committed: Future[Receipt]
-    ) -> None:
-        """Compute the next shard's states until this one is committed. What fails here is begun
-        again in its turn.
-        """
-        with contextlib.suppress(Exception), contextlib.ExitStack() as undo:
-            ahead = undo.enter_context(self._begin(task, rows.result()))
-            while not committed.done() and ahead.advance():
-                pass
-            undo.pop_all()
-            self._ahead = ahead
-
-    def _begun(self, task: ShardTask) -> ShardUnderWay | None:
-        """The shard, if it was begun while the last one was committed."""
-        ahead, self._ahead = self._ahead, None
-        if ahead is None or ahead.task == task:
-            return ahead
-        ahead.close()
-        return None
-
-    def _begin(self, task: ShardTask, rows: list[TokenRow]) -> ShardUnderWay:
         self.progress.begin(task)
-        report = functools.partial(self.progress.add, task)
-        return ShardUnderWay(
-            task, rows, self.engine, self.states, self.settings.codec, self.backlog, report
-        )
-
-    def _rows(self, task: ShardTask) -> list[TokenRow]:
-        rows = map(TokenRow.of, task_rows(task, TOKEN_COLUMNS))
-        return [row for row in rows if self.split in (None, row.split)]
-
-
-class ShardUnderWay(contextlib.AbstractContextManager["ShardUnderWay"]):
-    """A shard whose states are computed row by row, and written behind that."""
-
-    def __init__(
-        self,
-        task: ShardTask,
-        rows: list[TokenRow],
-        engine: FeatureEngine,
-        states: StateFormat,
-        codec: Codec,
-        backlog: Backlog,
-        report: Callable[[int, int], None],
-    ):
-        self.task, self._rows, self._report = task, rows, report
-        self._computed = engine.stream(row.input_ids.tolist() for row in rows)
-        with contextlib.ExitStack() as opened:
-            writer = opened.enter_context(
-                shard_writer(task, states.schema, footer=states.footer, codec=codec)
-            )
-            self._writer = opened.enter_context(FeatureWriter(writer, rows, states, backlog))
-            opened.callback(
-                self._computed.close
-            )  # an engine would go on with rows that nobody takes
-            self._opened = opened.pop_all()
-
-    def advance(self) -> bool:
-        """Compute one more row, or wait until earlier ones are written; False after the last."""
-        for index, hidden_TD in self._computed:
-            self._writer.put(index, hidden_TD)
-            self._report(1, len(self._rows[index].input_ids))
-            return True
-        return False
-
-    def commit(self, started: float) -> Future[Receipt]:
-        """Commit the shard once all is written; `started` is when its worker began."""
-        tokens = sum(len(row.input_ids) for row in self._rows)
-        ids_in = [*self.task.crashing, *(row.id for row in self._rows)]
-        return self._writer.commit(NAME, ids_in, tokens, started)
+        rows = [TokenRow.of(row) for row in task_rows(task, TOKEN_COLUMNS)]
+        if self.split is not None:
+            rows = [row for row in rows if row.split == self.split]
+        schema, footer = self.states.schema, self.states.footer
+        with (
+            shard_writer(task, schema, footer=footer, codec=self.settings.codec) as writer,
+            FeatureWriter(writer, rows, self.states) as features,
+            # An engine would go on with rows that nobody takes.
+            contextlib.closing(
+                self.engine.stream(row.input_ids.tolist() for row in rows)
+            ) as states,
+        ):
+            for index, hidden_TD in states:
+                features.put(index, hidden_TD)
+                self.progress.add(task, 1, len(rows[index].input_ids))
+            tokens = sum(len(row.input_ids) for row in rows)
+            ids_in = [*task.crashing, *(row.id for row in rows)]
+            return features.commit(NAME, ids_in, tokens, started)
 
     def close(self) -> None:
-        """Without a commit before it, leave nothing behind."""
-        self._opened.close()
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        self.engine.close()
 
 
 def engine_identity(settings: FeaturesConfig) -> Identity:
     """The settings that the states depend on; the batch size only moves rounding noise."""
-    stored = {"codec": settings.codec, "precision": settings.precision}
     return {
         "engine": settings.engine,
-        **stored,
+        "codec": settings.codec,
+        "precision": settings.precision,
         "engine_args": semantic_arguments(settings.engine_args),
     }
 

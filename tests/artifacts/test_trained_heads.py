@@ -31,12 +31,12 @@ def test_trained_heads_come_back_with_their_summary(tmp_path, lm_head):
 @pytest.mark.parametrize(
     ("other", "said"),
     [
-        ({"num_heads": 2}, "2 heads with untied"),
-        ({"num_layers": 1}, "1 block"),
-        ({"hidden_size": 9}, "hidden size of 9"),
-        ({"vocab_size": 13, "target_vocab_size": 13}, "vocabulary of 13"),
-        ({"vocab_size": 11}, "vocabulary of 11 of the target's 12"),
-        ({"lm_head": "tied"}, "3 heads with tied"),
+        ({"num_heads": 2}, "num_heads 2"),
+        ({"num_layers": 1}, "num_layers 1"),
+        ({"hidden_size": 9}, "hidden_size 9"),
+        ({"vocab_size": 13, "target_vocab_size": 13}, "vocab_size 13"),
+        ({"vocab_size": 11}, "vocab_size 11, .* target_vocab_size 12"),
+        ({"lm_head": "tied"}, "lm_head tied"),
     ],
 )
 def test_heads_of_another_shape_are_refused(tmp_path, other, said):

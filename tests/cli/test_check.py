@@ -130,7 +130,7 @@ def test_an_eagle_container_made_by_hand_is_measured(checked, tiny_target, tmp_p
         (
             lambda export: (export / "config.json").unlink(),
             3,
-            "vocabulary of 301 tokens, and the target's lm_head",
+            "[301, 64] instead of [300, 64]",
         ),
         (lambda export: shutil.rmtree(export), 2, "There is no directory"),
         (lambda export: [path.unlink() for path in export.iterdir()], 3, "no weights here"),

@@ -142,37 +142,26 @@ def test_a_container_may_repeat_the_target_s_matrices(tmp_path):
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
-        ({"layers.0.self_attn.o_proj.weight": torch.ones(4, 4)}, "EAGLE-1 model with attention"),
-        ({"fc.bias": torch.ones(4)}, "fc adds a bias"),
+        ({"layers.0.self_attn.o_proj.weight": torch.ones(4, 4)}, "o_proj.weight is not zero"),
+        ({"fc.bias": torch.ones(4)}, "fc.bias is not zero"),
     ],
 )
 def test_a_draft_model_with_attention_is_left_to_vllm(tmp_path, changed, says):
     eagle(tmp_path, **changed)
     found = read(tmp_path)
-    assert (
-        found.heads is None
-        and found.as_they_are
-        and says in found.why_not
-        and found.vllm_method == "eagle"
-    )
+    assert found.heads is None and says in found.why_not and found.vllm_method == "eagle"
 
 
 def medusa(directory: Path, **changed: Tensor) -> None:
     save(tensors_of(heads_of(config_of())) | changed, directory)
 
 
-def without_epsilon(directory: Path) -> None:
-    eagle(directory)
-    (directory / "config.json").write_text('{"rms_norm_eps": null}')
-
-
 @pytest.mark.parametrize(
     ("write", "sizes", "says"),
     [
-        (medusa, Sizes(8, 6), "states of 4 numbers.*have 8"),
-        (medusa, Sizes(4, 7), "vocabulary of 6.*lm_head has 7"),
-        (eagle, Sizes(8, 6), "states of 4 numbers.*have 8"),
-        (without_epsilon, SIZES, "rms_norm_eps is no number but None"),
+        (medusa, Sizes(8, 6), r"\[4, 4\] instead of \[8, 8\]"),
+        (medusa, Sizes(4, 7), r"\[6, 4\] instead of \[7, 4\]"),
+        (eagle, Sizes(8, 6), r"\[4, 8\] instead of \[8, 16\]"),
         (lambda path: None, SIZES, "no weights"),
         (lambda path: (path / "x.pt").write_bytes(b"cos\nsystem\n."), SIZES, "no file|cannot be"),
     ],
@@ -189,12 +178,8 @@ def test_other_files_and_heads_of_other_targets_are_refused(tmp_path, write, siz
     [
         ({"a.b": torch.ones(2)}, "neither.*there is a.b"),
         ({"0.0.linear.weight": torch.full((4, 4), torch.nan)}, "not finite"),
-        ({"999999999.0.linear.weight": torch.ones(4, 4)}, "of 1000000000 heads"),
         ({"0.0.linear.weight": torch.ones(4, 4), "0.1.weight": ONE}, "0.1.weight"),
-        (
-            {f"{k}.0.linear.weight": torch.ones(4, 4) for k in (0, 2)},
-            "2 tensors of 3 heads",
-        ),
+        ({f"{k}.0.linear.weight": torch.ones(4, 4) for k in (0, 2)}, "1.0.*missing"),
     ],
 )
 def test_tensors_that_are_no_medusa_heads_are_refused(tmp_path, tensors, says):
@@ -209,7 +194,7 @@ def test_tensors_that_are_no_medusa_heads_are_refused(tmp_path, tensors, says):
         ("layers.0.mlp.up_proj.weight", None, "up_proj.weight is missing"),
         ("layers.1.mlp.up_proj.weight", torch.ones(5, 4), "unknown"),
         ("layers.0.mlp.gate_proj.weight", ONE, "gate_proj.weight"),
-        ("fc.weight", torch.ones(4, 12), r"\[4, 12\].*\[D, 2D\]"),
+        ("fc.weight", torch.ones(4, 12), "fc.weight has shape"),
         ("fc.weight", torch.ones(4, 8).double(), "fc.weight is float64"),
     ],
 )

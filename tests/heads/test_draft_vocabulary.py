@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import numpy as np
 import pytest
 import torch
@@ -18,13 +16,13 @@ from pipeline.decoding.tree import Tree, cartesian_tree
 from pipeline.errors import DataError
 from pipeline.heads.accuracy import MISS, NO_LABEL, label_ranks, score
 from pipeline.heads.kind import TOKEN_MAP, Heads, most_frequent
-from pipeline.heads.kinds import KINDS
 from pipeline.heads.losses import TargetHead, Teacher
 from pipeline.heads.medusa import MedusaHeads
 from pipeline.heads.recurrent import RecurrentHeads
 from pipeline.heads.shapes import MedusaShape, RecurrentShape
 from pipeline.training.evaluation import evaluation_of
 from tests.heads.linear_heads import LinearHeads, LinearShape
+from tests.heads.plain_loss import plain_summed_cross_entropy
 from tests.heads.pruning import pruned
 
 D, W, K, N, M = 8, 19, 3, 29, 31
@@ -87,15 +85,13 @@ def test_losses_and_gradients_leave_the_other_tokens_out(kind: str, share: float
     teacher = share and Teacher(head, weights[W:], rows, share)
     found = drafting.summed_losses(hidden, following, labels, teacher, WEIGHTS)
 
-    log_q = masked_logits(whole, hidden, following, labels).log_softmax(2)
-    learned = torch.isin(labels, torch.tensor(TOKENS))
-    losses = -log_q.gather(2, labels.clamp(min=0)[..., None])[..., 0].where(learned, 0)
+    states, lm_head = whole.states(hidden, following, labels), whole.lm_head[..., TOKENS, :]
+    row_of = torch.full((W + 1,), IGNORED)  # the last one is of -100
+    row_of[TOKENS] = torch.arange(len(TOKENS))
+    own = row_of[labels.where(labels != IGNORED, W)]
     if teacher:
-        p = (teacher.states_MD @ head.weight_VD.T + head.bias_V).softmax(1)[:, TOKENS]
-        p = p / p.sum(1, keepdim=True)
-        soft = -(p[rows.clamp(min=0)] * log_q[..., TOKENS]).sum(2)
-        losses = torch.where(learned & (rows >= 0), (1 - share) * losses + share * soft, losses)
-    expected = losses.sum(1)
+        teacher = teacher._replace(head=TargetHead(weights[:W][TOKENS], bias[TOKENS]))
+    expected = plain_summed_cross_entropy(states, lm_head, own, teacher)
     torch.testing.assert_close(found, expected)
 
     (WEIGHTS * found).sum().backward()
@@ -123,10 +119,8 @@ def test_a_token_outside_is_a_miss_everywhere(kind: str):
     assert found.hits_KR.T.tolist() == [(ranks <= r).sum(1).tolist() for r in range(4)]
     figures = evaluation_of(found)
     within_N = torch.isin(labels[0], torch.tensor(TOKENS))
-    counts = sorted(Counter(labels[0][within_N].tolist()).values(), reverse=True)
     num_labels = int((labels[0] != IGNORED).sum())
-    assert figures.frequency["top2"] == sum(counts[:2]) / num_labels
-    assert figures.draft_coverage == sum(counts) / num_labels < 1
+    assert figures.draft_coverage == int(within_N.sum()) / num_labels < 1
     loss = cross_entropy(logits[0][within_N], labels[0][within_N])
     assert figures.held_out[0]["loss"] == pytest.approx(float(loss.detach()))
 
@@ -134,7 +128,7 @@ def test_a_token_outside_is_a_miss_everywhere(kind: str):
 @every_kind
 def test_proposed_is_as_if_the_other_tokens_never_were(kind: str):
     """Also where a guess leads to another one: cells read the token that is meant."""
-    (whole, drafting), (hidden, following, labels) = heads_of(kind), text()
+    (whole, drafting), (hidden, following, _) = heads_of(kind), text()
     tree = Tree(cartesian_tree((3, 2, 2)))
     proposed = drafting.propose(hidden, following, tree)
     for number, path in enumerate(tree.choices):
@@ -146,20 +140,16 @@ def test_proposed_is_as_if_the_other_tokens_never_were(kind: str):
         assert torch.equal(proposed[:, number], token[:, 0])
 
     grown = DynamicTree(20, 3, 4)
-    tokens, scores, *_ = grown.propose(drafting, hidden, following)
+    tokens, *_ = grown.propose(drafting, hidden, following)
     assert torch.isin(tokens, torch.tensor(TOKENS)).all()
-    p = masked_logits(whole, hidden, following, labels)[0].softmax(1)
-    expected = p.gather(1, tokens[:, :4]).float()
-    torch.testing.assert_close(scores[:, :4].exp(), expected, rtol=2e-3, atol=0)
     inside = tokens[:, :1].T.contiguous()
     assert grown.places(drafting, hidden, following, inside)[0].max() < NEVER
     outside = torch.full_like(inside, OUTSIDE[0])
     assert grown.places(drafting, hidden, following, outside)[0].min() == NEVER
 
 
-@every_kind
-def test_the_tokens_are_part_of_the_trained_heads_file(tmp_path, monkeypatch, kind: str):
-    monkeypatch.setitem(KINDS, "linear", LinearHeads)
+@pytest.mark.parametrize("kind", ["untied", "recurrent"])
+def test_the_tokens_are_part_of_the_trained_heads_file(tmp_path, kind: str):
     path, (_, drafting) = tmp_path / "heads.safetensors", heads_of(kind)
     write_heads(path, drafting, {"steps": 7})
     found = read_trained_heads(path)
@@ -167,8 +157,6 @@ def test_the_tokens_are_part_of_the_trained_heads_file(tmp_path, monkeypatch, ki
     assert found.vocabulary.token_map.tolist() == TOKENS
     losses = [each.summed_losses(*text()) for each in (found, drafting)]
     assert torch.equal(*losses)
-    with pytest.raises(DataError):
-        read_summary(path, drafting.shape.drafting(W))
 
 
 @pytest.mark.parametrize(

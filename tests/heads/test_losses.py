@@ -54,46 +54,31 @@ def summed(compute, hidden, lm_head, labels, teacher, **settings) -> list[torch.
     return [sums.detach(), *(each.grad for each in (hidden, lm_head) if each.requires_grad)]
 
 
+PRESENT = st.sampled_from([0.0, 0.1, 0.7, 1.0])
+
+
 @every_lm_head
-@pytest.mark.parametrize("num_rows", [1, 7, 1000])
 @pytest.mark.parametrize("share", [None, 0.3, 1.0])
-def test_values_and_gradients_equal_the_definition(lm_heads, num_rows, share):
-    settings = {"weights_K": WEIGHTS, "chunk_bytes": num_rows * ROW_BYTES}
-    found = summed(summed_cross_entropy, *case(lm_heads, share), **settings)
-    expected = summed(plain_summed_cross_entropy, *case(lm_heads, share))
-    assert len(found) == (2 if lm_heads == "tied" else 3)
-    torch.testing.assert_close(found, expected)
-
-
-@given(st.sampled_from(LM_HEADS), st.sampled_from([None, 0.5]), st.integers(0, 99), st.data())
-@settings(deadline=None, max_examples=40)
-def test_any_labels_and_any_states_of_the_teacher(lm_heads, share, seed, data):
+@given(st.sampled_from([1, 5, 1000]), PRESENT, PRESENT, st.integers(0, 99))
+@settings(deadline=None, max_examples=20)
+def test_values_and_gradients_equal_the_definition(
+    lm_heads, share, num_rows, labelled, taught, seed
+):
     """Also where no position has a teacher, or no head a label."""
     hidden, lm_head, _, teacher = case(lm_heads, share)
     generator = torch.Generator().manual_seed(seed)
 
-    def drawn(high: int, missing: int) -> torch.Tensor:
-        present = data.draw(st.sampled_from([0.0, 0.1, 0.7, 1.0]))
+    def drawn(high: int, present: float, missing: int) -> torch.Tensor:
         kept = torch.rand(K, N, generator=generator) < present
         return torch.randint(high, (K, N), generator=generator).where(kept, missing)
 
-    labels = drawn(V, IGNORED)
-    teacher = teacher and teacher._replace(rows_KN=drawn(M, -1))
-    told = {"weights_K": WEIGHTS, "chunk_bytes": 5 * ROW_BYTES}
-    found = summed(summed_cross_entropy, hidden, lm_head, labels, teacher, **told)
+    labels = drawn(V, labelled, IGNORED)
+    teacher = teacher and teacher._replace(rows_KN=drawn(M, taught, -1))
+    settings = {"weights_K": WEIGHTS, "chunk_bytes": num_rows * ROW_BYTES}
+    found = summed(summed_cross_entropy, hidden, lm_head, labels, teacher, **settings)
     expected = summed(plain_summed_cross_entropy, hidden, lm_head, labels, teacher)
+    assert len(found) == (2 if lm_heads == "tied" else 3)
     torch.testing.assert_close(found, expected)
-
-
-def test_a_head_like_the_target_has_entropy_and_no_gradient():
-    hidden, lm_head, labels, teacher = case("tied", share=1.0)
-    same = hidden[:1].detach().expand(K, N, D)
-    rows = torch.arange(N).expand(K, N)
-    teacher = Teacher(TargetHead(lm_head), same[0], rows, 1.0)
-    sums, gradient = summed(summed_cross_entropy, same, lm_head, labels.fill_(1), teacher)
-    entropy = torch.distributions.Categorical(logits=same[0] @ lm_head.T).entropy().sum()
-    torch.testing.assert_close(sums, entropy.expand(K))
-    torch.testing.assert_close(gradient, torch.zeros_like(gradient))
 
 
 def test_logits_are_scaled_together_with_their_bias_and_then_capped():
@@ -132,36 +117,28 @@ def test_a_confident_head_in_bfloat16_still_learns(share):
     torch.testing.assert_close(lm_head.grad[0, 0].float(), expected, rtol=1e-2, atol=0)
 
 
-def test_fp32_master_weights_take_gradients_of_bfloat16_products():
-    hidden, lm_head, *labels = case("untied", dtype=torch.bfloat16)
-    *_, own = summed(summed_cross_entropy, hidden, lm_head, *labels)
-    master = lm_head.detach().float().requires_grad_()
-    *_, found = summed(summed_cross_entropy, hidden, master, *labels, chunk_bytes=7 * ROW_BYTES)
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(found, own.float(), rtol=2e-2, atol=5e-2)
-
-
 def test_under_autocast_gradients_stay_in_the_weights_dtype():
-    _, lm_head, labels, _ = case("untied", dtype=torch.float32)
+    hidden, lm_head, labels, _ = case("untied", dtype=torch.float32)
     heads = MedusaHeads(MedusaShape(D, V, K))
     torch.nn.init.normal_(heads.block_weight)
-    hidden = torch.randn(N, D)
-    exact = summed_cross_entropy(heads.hidden(hidden), lm_head, labels)
+    exact = plain_summed_cross_entropy(heads.hidden(hidden[0]), lm_head, labels)
+    (expected,) = torch.autograd.grad(exact.sum(), lm_head)
     with torch.autocast("cpu", torch.bfloat16):
-        hidden_in_half = heads.hidden(hidden)
-        sums = summed_cross_entropy(hidden_in_half, lm_head, labels)
+        in_half = heads.hidden(hidden[0])
+        sums = summed_cross_entropy(in_half, lm_head, labels, chunk_bytes=7 * ROW_BYTES)
     sums.sum().backward()
-    assert hidden_in_half.dtype == torch.bfloat16
+    assert in_half.dtype == torch.bfloat16
     assert lm_head.grad.dtype == heads.block_weight.grad.dtype == torch.float32
     torch.testing.assert_close(sums, exact, rtol=2e-2, atol=0)
+    torch.testing.assert_close(lm_head.grad, expected, rtol=2e-2, atol=0.3)
 
 
 def test_gradients_are_used_once_and_with_the_weights_given():
     loss = summed_cross_entropy(*case("untied")).sum()
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="consumed"):
+    with pytest.raises(TypeError):
         loss.backward()
-    with pytest.raises(RuntimeError, match="weigh the sums"):
+    with pytest.raises(AssertionError, match="weigh the sums"):
         (2 * summed_cross_entropy(*case("shared"))).sum().backward()
 
 

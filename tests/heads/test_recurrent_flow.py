@@ -40,15 +40,12 @@ def test_a_draft_vocabulary_through_the_whole_flow(make_config, tmp_path):
     run = run_again(make_config(tmp_path, **settings))
     trained = trained_tensors(run)
     assert trained["token_map"].tolist() == most_written(run, 40)
-    assert len(trained["0.1.weight"]) == 40
     export = latest(run, "export").path
     assert len(load_file(export / "medusa_lm_head.safetensors")["0.1.weight"]) == 300
-    assert json.loads((export / "config.json").read_text())["heads"]["vocab_size"] == 40
     report = json.loads((run.path / "report.json").read_text())
     assert report["check"]["native"]["greedy_match"]["identical"] == 8
     assert report["check"]["native"]["acceleration_rate"] > 1
     assert 0.25 < report["train"]["draft_coverage"] < 1
-    assert "They propose 40 tokens only" in (export / "README.md").read_text()
 
 
 def test_the_whole_flow_changes_no_token(make_config, tmp_path):
@@ -65,9 +62,6 @@ def test_the_whole_flow_changes_no_token(make_config, tmp_path):
     for name in exported.keys() & trained.keys():
         assert torch.equal(exported[name], trained[name])
     assert trained.keys() - exported.keys() == {"embed_tokens.weight", "lm_head.weight"}
-    config = json.loads((export / "config.json").read_text())
-    assert config["speculators_config"]["algorithm"] == "eagle"
-    assert config["intermediate_size"] == 32
     assert not load_file(export / "sglang/model.safetensors")["fc.bias"].any()
     native = json.loads((run.path / "report.json").read_text())["check"]["native"]
     assert native["greedy_match"] == {"sequences": 8, "identical": 8, "ties": 0}

@@ -105,16 +105,6 @@ def test_a_run_uses_the_same_checks_before_it_writes(make_config, tmp_path, monk
         {"placement__train": {"gpus_per_worker": 2}},
         {**SAMPLED, "check__acceptance": "typical", "check__first_token": "sampled"},
         {**SAMPLED, "check__top_p": 0.9},
-        {
-            "target__quantization": "8bit",
-            "generate__engine": "vllm",
-            "generate__engine_args": {"quantization": "fp8"},
-        },
-        {
-            "target__quantization": "8bit",
-            "generate__engine": "vllm",
-            "generate__mode": "passthrough",
-        },
     ],
 )
 def test_a_run_is_allowed(make_config, tmp_path, changes):
@@ -238,7 +228,7 @@ def test_a_target_that_ends_at_no_token_is_refused(make_config, tmp_path, tiny_t
 
 def test_a_served_model_of_another_vocabulary_is_refused(make_config, tmp_path):
     other = save_target(tmp_path / "other", vocab_size=320)
-    with pytest.raises(ConfigError, match=r"vocabulary of 320.*one of 300.*check\.served_model"):
+    with pytest.raises(ConfigError, match=r"check\.served_model"):
         check_run(resolved(make_config(tmp_path, check__served_model=str(other))))
 
 

@@ -16,7 +16,6 @@ from pipeline.artifacts.json_form import from_json
 from pipeline.errors import CheckFailed, ConfigError, DataError, EnvironmentFault
 from pipeline.evaluation.served import LoadStudy
 from pipeline.flow import push_run, run_flow
-from pipeline.run.check_engines import PARTS
 from pipeline.stages import check
 from pipeline.storage.shards import read_rows
 from tests.flows.tiny import NEW_TOKENS, context_of, last_events, stages_run
@@ -178,7 +177,9 @@ def test_native_answers_are_kept_when_vllm_fails(copied_run, run_again, monkeypa
     assert result.vllm.expected_acceleration_rate == chain["expected_acceleration_rate"]
     assert result.vllm.same_text_acceleration_rate == result.native.chain.acceleration_rate
     assert {file.name for file in (path / "answers").iterdir()} == {"plain.jsonl", "medusa.jsonl"}
-    assert not any((path / f"{part}.json").exists() for part in PARTS), "DONE.json has them"
+    assert not any((path / f"{part}.json").exists() for part in ("native", "vllm")), (
+        "DONE.json has them"
+    )
 
 
 def test_vllm_s_figures_are_kept_when_its_server_fails(copied_run, run_again, monkeypatch):
@@ -186,7 +187,7 @@ def test_vllm_s_figures_are_kept_when_its_server_fails(copied_run, run_again, mo
         raise EnvironmentFault("vLLM's server ended: no port.", "check.studies", "Try again.")
 
     asked = {"check__engines": ["vllm"], "check__studies": ["load"]}
-    load_study, served = "pipeline.run.check_engines.load_study", f"{MEASURING}.check_served"
+    load_study, served = "pipeline.stages.check.load_study", f"{MEASURING}.check_served"
     monkeypatch.setattr(served, lambda *_: CheckResult(vllm=SERVED))
     monkeypatch.setattr(load_study, no_server)
     with pytest.raises(EnvironmentFault, match="no port"):

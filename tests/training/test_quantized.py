@@ -13,7 +13,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from pipeline.artifacts.feature_rows import StateFormat
-from pipeline.artifacts.feature_writer import Backlog, FeatureWriter
+from pipeline.artifacts.feature_writer import FeatureWriter
 from pipeline.artifacts.generated_rows import TokenRow
 from pipeline.flow import run_flow
 from pipeline.stages.train import QUANTIZED_TEACHER
@@ -32,14 +32,14 @@ def requantized(shard: str, path: Path, precision) -> str:
     opened = {"index": 0, "fingerprint": FINGERPRINT, "footer": states.footer}
     with (
         ShardWriter(path, path.with_suffix(".q"), states.schema, **opened) as writer,
-        FeatureWriter(writer, rows, states, Backlog()) as features,
+        FeatureWriter(writer, rows, states) as features,
     ):
         for index, row in enumerate(stored):
             hidden_TD = torch.zeros(len(row["input_ids"]), D)
             known = np.frombuffer(row["hidden"], np.float32).reshape(-1, D)
             hidden_TD[row["positions"]] = torch.from_numpy(known.copy())
             features.put(index, hidden_TD)
-        features.commit("features", None).result()
+        features.commit("features", None)
     return str(path)
 
 

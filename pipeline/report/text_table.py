@@ -1,0 +1,96 @@
+"""A table of text, as Markdown and in a terminal.
+
+In a terminal neither rich's markup nor control characters in texts from data have an effect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from rich import box
+from rich.console import Console
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from pipeline.formatting import NOT_RUN, UNKNOWN, escaped
+
+MAX_WIDTH = 100  # columns of a terminal
+SHORT_NAME = 24  # characters of a first column that is never broken
+
+
+@dataclass
+class Table:
+    """A table of text, filled row by row; `empty` is shown where it has no rows."""
+
+    title: str
+    columns: list[str]
+    note: str = ""
+    empty: str = NOT_RUN
+    words: tuple[int, ...] = (0,)  # text columns; the others are numbers, aligned to the right
+    rows: list[tuple[str, ...]] = field(default_factory=list)
+
+    def add(self, *cells: str) -> None:
+        self.rows.append(cells)
+
+    def add_known(self, label: str, *cells: str) -> None:
+        """Add a row unless all its cells are unknown."""
+        if any(cell != UNKNOWN for cell in cells):
+            self.rows.append((label, *cells))
+
+
+def section(table: Table) -> str:
+    """A table under its title, as Markdown."""
+    heading = f"## {table.title}\n\n"
+    if not table.rows:
+        return f"{heading}{table.empty.capitalize()}."
+    if table.note:
+        heading += f"{escaped(table.note)}\n\n"
+    return heading + grid(table)
+
+
+def grid(table: Table) -> str:
+    """A table without title and note, as Markdown."""
+    rule = ["---" if i in table.words else "---:" for i in range(len(table.columns))]
+    lines = [_line(table.columns), f"| {' | '.join(rule)} |", *map(_line, table.rows)]
+    return "\n".join(lines)
+
+
+def _line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(map(escaped, cells))} |"
+
+
+def print_text(text: str, console: Console, style: str = "") -> None:
+    """Print a text that may come from data, at most 100 columns wide."""
+    shown = _rich_text(text, style)
+    console.print(shown, width=min(console.width, MAX_WIDTH), highlight=False)
+
+
+def print_tables(tables: Iterable[Table], console: Console) -> None:
+    """Print tables in a terminal, each after an empty line."""
+    for table in tables:
+        console.print()
+        if not table.rows:
+            print_text(f"{table.title}: {table.empty}", console, "bold")
+            continue
+        print_text(f"{table.title}  {table.note}".strip(), console, "bold")
+        width = min(console.width, MAX_WIDTH)
+        console.print(_rich_table(table), width=width, highlight=False)
+
+
+def _rich_table(table: Table) -> RichTable:
+    columns = RichTable(box=box.SIMPLE, pad_edge=False, show_edge=False, collapse_padding=True)
+    longest = max(len(row[0]) for row in (table.columns, *table.rows))
+    for i, name in enumerate(table.columns):
+        columns.add_column(_rich_text(name), overflow="fold", justify="right")
+        if i in table.words:
+            columns.columns[i].justify = "left"
+    columns.columns[0].no_wrap = longest <= SHORT_NAME
+    for row in table.rows:
+        columns.add_row(*map(_rich_text, row))
+    return columns
+
+
+def _rich_text(text: str, style: str = "") -> Text:
+    shown = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+    return Text(shown, style, overflow="fold")
