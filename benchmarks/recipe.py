@@ -40,8 +40,8 @@ from pipeline.flow import run_flow
 from pipeline.heads.kinds import head_kind
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.targets.spec import model_config, resolve
-from pipeline.training.evaluation import HeldOutText, held_out_ranks
 from pipeline.training.heads_only import HeadsLearner, num_positions, recipe_of
+from pipeline.training.held_out_accuracy import HeldOutText, held_out_ranks
 from pipeline.training.methods import METHODS
 from pipeline.training.task import TrainSpec, Workers
 from pipeline.training.trainer import Trainer

@@ -27,7 +27,7 @@ from pipeline.decoding.tree import TreePath
 from pipeline.errors import DataError
 from pipeline.heads.kinds import max_depth
 from pipeline.storage.run_directory import RunDirectory
-from pipeline.training.evaluation import HeldOutText, held_out_places, held_out_ranks
+from pipeline.training.held_out_accuracy import HeldOutText, held_out_places, held_out_ranks
 
 if TYPE_CHECKING:
     from pipeline.conversations.conversation import Conversation

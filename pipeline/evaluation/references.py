@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.artifacts.check_result import Line
+from pipeline.conversations.file_rows import json_rows, open_seed_file
 from pipeline.conversations.forms import ID_KEYS
-from pipeline.conversations.text_rows import json_rows, opened
 
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -31,7 +31,7 @@ def read_references(path: Path) -> dict[str, list[str]]:
     Questions without an id or a reference are left out, and so are rows that are no JSON.
     """
     found: dict[str, list[str]] = {}
-    with opened(path) as file:
+    with open_seed_file(path) as file:
         for row in json_rows(file, path):
             if not isinstance(row, dict):
                 continue

@@ -121,7 +121,7 @@ def check_labels(run: ResolvedRun) -> None:
 
 def check_sources(run: ResolvedRun) -> None:
     for reader in source_readers(run.config.seeds):
-        reader.survey()
+        reader.files()
 
 
 def check_target(run: ResolvedRun) -> None:
