@@ -31,7 +31,7 @@ HELP = (
 
 @dataclass(frozen=True)
 class Sampling:
-    """How each answer is decoded; answer n is sampled with seed `seed` + n."""
+    """The settings of decoding; answer n is sampled with seed `seed` + n."""
 
     max_new_tokens: int
     rule: AcceptanceRule
