@@ -91,7 +91,6 @@ def assemble(run: RunDirectory, config: Config, without: Collection[str] = ()) -
         export=export,
         check=check.figures(Limits.of(config)) if "check" in summaries else None,
         served_model=check.served_model,
-        target_text=check.target_text,
         quarantine=quarantine,
         hardware=check.hardware or hardware(),
         versions=check.versions or versions(),
