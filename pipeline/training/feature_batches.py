@@ -93,10 +93,13 @@ class EpochPlan:
         num_lanes = min(LANES, self.num_positions // max(1, self.num_steps))
         self._lanes = [part(0, self.num_positions, lane, num_lanes) for lane in range(num_lanes)]
 
+    def size(self, step: int) -> int:
+        """The number of positions of a step, over all workers."""
+        return sum(stop - start for start, stop in self._ranges(step))
+
     def share(self, step: int, workers: Workers) -> tuple[int, int]:
         """The range of places that a worker reads among the positions of a step."""
-        num_positions = sum(stop - start for start, stop in self._ranges(step))
-        return part(0, num_positions, workers.rank, workers.world_size)
+        return part(0, self.size(step), workers.rank, workers.world_size)
 
     def pieces(self, step: int, workers: Workers = ALONE) -> list[Piece]:
         """One worker's positions of one step, in the line's order; maybe none if they are few."""
