@@ -62,7 +62,7 @@ def test_greedy_text_is_that_of_the_transformers_engine(engine, random_target, p
     assert run(engine, requests) == run(TransformersGenerationEngine(random_target), requests)
 
 
-def test_a_seeded_text_is_its_own_and_ends_at_its_first_stop_token(engine, prompts):
+def test_a_seeded_text_ends_at_its_first_stop_token(engine, prompts):
     requests = []
     for row, ids in enumerate(prompts):
         sampling = {"seed": row, "temperature": 0.8, "top_p": 1 - row / 30}
