@@ -76,10 +76,10 @@ class Copying(Stand):
         self.before(task)
         finished = Path(diary_of(task, "finished").read_text())
         rows = [row for shard in sorted(finished.glob("shards/*")) for row in read_rows(shard)]
-        lines = [
-            line for file in finished.glob("quarantine/*") for line in file.read_text().splitlines()
-        ]
-        rejected = {line["id"]: line for line in map(json.loads, lines)}
+        rejected = {}
+        for file in finished.glob("quarantine/*"):
+            for line in map(json.loads, file.read_text().splitlines()):
+                rejected[line["id"]] = line
         seeds = task_rows(task, ["id"])
         with shard_writer(task, GENERATED) as writer:
             for seed in seeds:
