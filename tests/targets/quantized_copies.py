@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
-from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, FineGrainedFP8Config
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 DESCRIBING = (
     "tokenizer.json",
@@ -68,31 +65,10 @@ def by_bitsandbytes(source: Path, directory: Path, bits: int = 8) -> Path:
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=torch.float32,
     )
-    read = AutoModelForCausalLM.from_pretrained
-    model = read(source, quantization_config=settings, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(
+        source, quantization_config=settings, dtype=torch.float32
+    )
     model.save_pretrained(directory)
-    return described(source, directory)
-
-
-def finegrained_fp8(source: Path, directory: Path) -> Path:
-    """A copy as DeepSeek and Qwen publish theirs (`quant_method: fp8`), its blocks quantized by
-    transformers.
-    """
-    from transformers.integrations.finegrained_fp8 import Fp8Quantize
-
-    blocks = (GROUP, GROUP)
-    settings = FineGrainedFP8Config(weight_block_size=blocks, modules_to_not_convert=["lm_head"])
-    operation = Fp8Quantize(SimpleNamespace(quantization_config=settings))
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-    tensors: dict[str, torch.Tensor] = {}
-    for name, weight in model.state_dict().items():
-        tensors[name] = weight.contiguous()
-        if "_proj." in name:
-            tensors |= operation.convert({name: weight})
-    directory.mkdir(exist_ok=True)
-    save_file(tensors, directory / "model.safetensors")
-    config = {**model.config.to_dict(), "quantization_config": settings.to_dict()}
-    (directory / "config.json").write_text(json.dumps(config, default=str))
     return described(source, directory)
 
 

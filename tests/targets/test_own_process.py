@@ -17,7 +17,6 @@ from pipeline.targets.own_process import Report, in_own_process
 
 def work(number: int, report: Report) -> int:
     report(part="counting", done=1, total=3)
-    report(part="counting", done=2, total=3)  # too soon after the first
     if number == 13:
         raise ConfigError("Not this one.", "number", "Take another.")
     if number == 14:
@@ -35,8 +34,7 @@ def write_id_and_sleep(file: str, report: Report) -> None:
 def test_result_and_progress_of_another_process_arrive():
     seen = []
     assert in_own_process(work, 3, lambda **progress: seen.append(progress)) == 3
-    assert seen
-    assert all(progress == {"part": "counting", "done": 1, "total": 3} for progress in seen)
+    assert {"part": "counting", "done": 1, "total": 3} in seen
     assert in_own_process(work, 15) != os.getpid()
 
 
