@@ -6,8 +6,6 @@ import os
 import signal
 import time
 from collections import deque
-from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -23,13 +21,13 @@ pytestmark = [pytest.mark.fault, pytest.mark.slow]
 class Endless:
     """A worker that is never done."""
 
-    def __init__(self, progress: ShardProgress): ...
+    def __init__(self, progress): ...
 
-    def __call__(self, task: ShardTask) -> Any:
+    def __call__(self, task):
         time.sleep(PATIENCE)
 
 
-def drive(root: Path, line: Any) -> None:
+def drive(root, line):
     """A command that waits for a worker; then it sends the processes of its cluster, by name."""
     from pipeline.cli.ending import ends_well
     from pipeline.execution.ray_executor import RayExecutor
@@ -37,7 +35,7 @@ def drive(root: Path, line: Any) -> None:
     os.environ.pop("RAY_ADDRESS", None)
     os.dup2(os.open(root / "said.txt", os.O_WRONLY | os.O_CREAT), 2)
 
-    def story() -> None:
+    def story():
         executor = RayExecutor()
         children = psutil.Process().children(recursive=True)
         waiting = [{process.name(): process.pid for process in children}]

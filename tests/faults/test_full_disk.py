@@ -9,7 +9,6 @@ import errno
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -31,7 +30,7 @@ pytest_plugins = ["tests.flows.failing"]
 
 
 @pytest.fixture
-def small_disk(tmp_path) -> Iterator[Path]:
+def small_disk(tmp_path):
     """A file system of 3 MB; skips the test without the right to mount one."""
     directory = tmp_path / "disk"
     directory.mkdir()
@@ -43,13 +42,13 @@ def small_disk(tmp_path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", str(directory)], check=True)
 
 
-def fill_up(directory: Path) -> None:
+def fill_up(directory):
     with contextlib.suppress(OSError), (directory / "ballast").open("wb", buffering=0) as file:
         while True:
             file.write(bytes(4096))
 
 
-def fill_at(disk: Path, name: str, moment: str, monkeypatch) -> None:
+def fill_at(disk, name, moment, monkeypatch):
     """Fill the disk once when this stage starts, has committed its first shard, or ends."""
     event, finish = RunDirectory.event, StageDirectory.finish
 
@@ -101,7 +100,7 @@ def test_a_full_disk_loses_nothing_and_the_same_command_continues(
     assert_as_uninterrupted(run, finished_run)
 
 
-def continues(config: Path) -> bool:
+def continues(config):
     words = ["run", str(config), "--executor", "inline"]
     return ends_well(lambda: app(words, standalone_mode=False)) == 0
 

@@ -56,7 +56,7 @@ class HangsOnceAndIsKilledOnce(CopyingKilledOnce):
             wait_for_an_answer_that_never_comes()
 
 
-def wait_for_an_answer_that_never_comes() -> None:
+def wait_for_an_answer_that_never_comes():
     time.sleep(3600)
 
 
@@ -64,7 +64,7 @@ def generated(config):
     return run_flow(config, until="generate", console=Console(quiet=True))
 
 
-def deaths_in(run, stage: str) -> list[dict]:
+def deaths_in(run, stage):
     events = [event for event in last_events(run) if event["event"] == "worker-died"]
     return [event for event in events if event["stage"] == stage]
 

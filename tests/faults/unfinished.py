@@ -5,16 +5,13 @@ happened.
 from __future__ import annotations
 
 import shutil
-from pathlib import Path
 
 import yaml
 
-from pipeline.storage.run_directory import RunDirectory
-from pipeline.storage.stage_directory import StageDirectory
 from tests.flows.tiny import NUM_SEEDS, SHARDED, STAGES, contents, latest, quarantined, stored
 
 
-def cut_before(run: RunDirectory, stage: str) -> RunDirectory:
+def cut_before(run, stage):
     """Take this stage and all that follow it out of a finished run."""
     for name in STAGES[STAGES.index(stage) :]:
         shutil.rmtree(latest(run, name).path)
@@ -22,24 +19,22 @@ def cut_before(run: RunDirectory, stage: str) -> RunDirectory:
     return run
 
 
-def write_config(path: Path, settings: dict[str, object]) -> Path:
+def write_config(path, settings):
     path.write_text(yaml.safe_dump(settings))
     return path
 
 
-def files_of(stage: StageDirectory) -> dict[str, bytes]:
+def files_of(stage):
     """The bytes of its shards and quarantine files."""
     found = (*stage.path.glob("shards/*"), *stage.path.glob("quarantine/*"))
     return {str(path.relative_to(stage.path)): path.read_bytes() for path in found}
 
 
-def temporary_files(run: RunDirectory) -> list[Path]:
+def temporary_files(run):
     return list(run.path.rglob("*.tmp"))
 
 
-def assert_as_uninterrupted(
-    run: RunDirectory, reference: RunDirectory, stages: tuple[str, ...] = SHARDED
-) -> None:
+def assert_as_uninterrupted(run, reference, stages=SHARDED):
     """Every id once, every shard the same to the byte, nothing left over, nothing damaged."""
     given = [f"seeds:{row}" for row in range(NUM_SEEDS)]
     for name in stages:

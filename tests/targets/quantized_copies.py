@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
@@ -18,7 +17,7 @@ SCHEMES = {"int8": "W8A8", "fp8": "FP8_DYNAMIC", "packed": "W4A16"}  # compresse
 GROUP = 32  # weights that share a scale, of packed ones
 
 
-def compressed(source: Path, directory: Path, name: str) -> Path:
+def compressed(source, directory, name):
     """A copy as compressed-tensors stores it, with scales from the weights' extremes; the lm_head
     is not quantized.
     """
@@ -56,7 +55,7 @@ def compressed(source: Path, directory: Path, name: str) -> Path:
     return described(source, directory)
 
 
-def by_bitsandbytes(source: Path, directory: Path, bits: int = 8) -> Path:
+def by_bitsandbytes(source, directory, bits=8):
     """A copy in 8 or 4 bits (NF4, its scales quantized too) as bitsandbytes stores it."""
     settings = BitsAndBytesConfig(
         load_in_8bit=bits == 8,
@@ -72,7 +71,7 @@ def by_bitsandbytes(source: Path, directory: Path, bits: int = 8) -> Path:
     return described(source, directory)
 
 
-def described(source: Path, directory: Path) -> Path:
+def described(source, directory):
     for name in DESCRIBING:
         if (source / name).is_file():
             shutil.copy(source / name, directory / name)

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import ConfigError, EnvironmentFault
-from pipeline.targets.own_process import Report, in_own_process
+from pipeline.targets.own_process import in_own_process
 
 
-def work(number: int, report: Report) -> int:
+def work(number, report):
     report(part="counting", done=1, total=3)
     if number == 13:
         raise ConfigError("Not this one.", "number", "Take another.")
@@ -25,7 +25,7 @@ def work(number: int, report: Report) -> int:
     return os.getpid() if number == 15 else number
 
 
-def write_id_and_sleep(file: str, report: Report) -> None:
+def write_id_and_sleep(file, report):
     Path(file).write_text(str(os.getpid()))
     report(part="sleeping")
     time.sleep(60)
