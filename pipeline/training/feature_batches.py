@@ -22,7 +22,6 @@ Letters: N positions, D hidden size, K heads, M states that predict labels.
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -37,7 +36,7 @@ from pipeline.artifacts.feature_rows import FeatureRows, RowGroup
 from pipeline.training.task import Workers
 
 LANES = 16
-NUM_READERS = min(8, max(1, len(os.sched_getaffinity(0)) // 2))  # the other cores compute
+NUM_READERS = 4  # threads
 BATCHES_AHEAD = 2  # assembled batches that wait for the loop
 STEPS_AHEAD = 4  # steps whose row groups are being read
 CPU = torch.device("cpu")
@@ -163,9 +162,9 @@ def load_batches(
     rows: FeatureRows,
     plan: EpochPlan,
     steps: Sequence[int],
-    *,
     workers: Workers = ALONE,
     device: torch.device = CPU,
+    *,
     soft_labels: bool = False,
 ) -> Iterator[Batch]:
     """Yield one worker's batches of the plan's `steps`, in order, on `device`.

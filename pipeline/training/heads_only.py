@@ -69,7 +69,9 @@ class HeadsLearner(Learner):
         for epoch in range(first // self.recipe.steps_per_epoch, self.recipe.epochs):
             plan = EpochPlan(lengths, batch_tokens=self.recipe.batch_tokens, seed=seed, epoch=epoch)
             steps = range(first % self.recipe.steps_per_epoch, self.recipe.steps_per_epoch)
-            batches = self._load(plan, steps, soft_labels=soft_labels)
+            batches = load_batches(
+                self.rows, plan, steps, self.workers, self.device, soft_labels=soft_labels
+            )
             for step, batch in zip(steps, batches, strict=True):
                 place, _ = plan.share(step, self.workers)
                 size = plan.size(step)
@@ -103,22 +105,13 @@ class HeadsLearner(Learner):
         size = self.recipe.batch_tokens
         plan = EpochPlan(lengths, batch_tokens=size, seed=0, limit=MAX_POSITIONS)
         total = Score.zero(self.heads.shape, TOP, self.device)
-        for batch in self._load(plan, range(plan.num_steps), soft_labels=False):
+        steps = range(plan.num_steps)
+        for batch in load_batches(self.rows, plan, steps, self.workers, self.device):
             with self.autocast():
                 total.add(score(self.heads, batch.hidden_ND, batch.next_N, batch.labels_KN, TOP))
         for sums in total:
             self.workers.sum_in_place(sums)
         return evaluation_of(total)
-
-    def _load(self, plan: EpochPlan, steps: range, *, soft_labels: bool) -> Iterator[Batch]:
-        return load_batches(
-            self.rows,
-            plan,
-            steps,
-            workers=self.workers,
-            device=self.device,
-            soft_labels=soft_labels,
-        )
 
 
 def recipe_of(spec: TrainSpec, rows: FeatureRows) -> Recipe:

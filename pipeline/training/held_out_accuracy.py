@@ -67,9 +67,9 @@ def evaluation_of(score: Score, drift: TunedDrift | None = None) -> Evaluation:
     held_out = []
     for loss, shares_R in zip(losses_K.tolist(), shares_KR.tolist(), strict=True):
         held_out.append({"loss": loss, **dict(zip(names, shares_R, strict=True))})
-    most_frequent = score.tokens_V.topk(min(len(names), len(score.tokens_V))).values
-    frequent_R = (most_frequent.cumsum(0).double() / num_labels).tolist()
-    frequency = dict(zip(names, frequent_R, strict=False))
+    most_frequent_R = score.tokens_V.topk(len(names)).values
+    frequent_R = (most_frequent_R.cumsum(0).double() / num_labels).tolist()
+    frequency = dict(zip(names, frequent_R, strict=True))
     coverage = float(score.drafted_K[0]) / num_labels
     return Evaluation(held_out, frequency, coverage if coverage < 1 else None, drift)
 

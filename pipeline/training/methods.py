@@ -44,7 +44,9 @@ class Method(ABC):
 
     def skipped(self, train: TrainConfig) -> dict[str, str]:
         """The stages whose result nothing reads, and why."""
-        return {}
+        if "features" in self.reads(train):
+            return {}
+        return {"features": "not needed: joint Medusa-2 learns from the text"}
 
     def reported(self, train: TrainConfig) -> dict[str, Any]:
         """The method's entries in report.json."""
@@ -110,11 +112,6 @@ class HeadsAndBackbone(Method):
 
     def reads(self, train: TrainConfig) -> tuple[str, ...]:
         return ("generate",) if train.backbone.recipe == "joint" else ("features", "generate")
-
-    def skipped(self, train: TrainConfig) -> dict[str, str]:
-        if train.backbone.recipe == "joint":
-            return {"features": "not needed: joint Medusa-2 learns from the text"}
-        return {}
 
     def reported(self, train: TrainConfig) -> dict[str, Any]:
         return {"recipe": train.backbone.recipe}

@@ -269,11 +269,11 @@ class Trainer:
             if log:
                 result = replace(result, warnings=log.finish(result.to_json()))
         if learner.workers.is_first:
-            self.write_best(state, result)
+            self.write_best(result)
         return result
 
     def open_log(self, step: int) -> MetricsLog | None:
-        """Open the metrics of the first worker, continued after `step`; others have none."""
+        """Open metrics.jsonl after `step` on the first worker; None on the others."""
         spec = self.learner.spec
         if not self.learner.workers.is_first:
             return None
@@ -285,7 +285,7 @@ class Trainer:
             configuration=spec.configuration,
         )
 
-    def write_best(self, state: TrainState, result: TrainResult) -> None:
+    def write_best(self, result: TrainResult) -> None:
         """Restore the best weights and write the result; the heads come last, they end training."""
         if self.best:
             self.modules.load_state_dict(self.best, strict=False)  # frozen weights stay

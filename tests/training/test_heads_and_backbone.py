@@ -156,10 +156,6 @@ def test_heads_weight_and_learning_rates_follow_their_schedules(make_tuning):
     assert [line["heads_weight"] for line in lines] == pytest.approx(weights)
     assert [line["lr"] for line in lines[:3]] == pytest.approx([0, 2e-3, 4e-3])
     assert all(line["backbone_lr"] == pytest.approx(line["lr"] / 4) for line in lines)
-    other = make_tuning("other", backbone_lr=1e-5, warmup_steps=0, epochs=1)
-    train(other)
-    first = next(line for line in read_metrics(other.path) if line["step"] == 1)
-    assert first["backbone_lr"] == 1e-5
 
 
 @pytest.mark.slow
@@ -174,9 +170,8 @@ def test_two_stages_are_medusa1_and_then_both_together(make_tuning):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_half_precision_target_trains_an_fp32_adapter(make_tuning, precision):
-    spec = make_tuning(precision=precision, lora_dropout=0.0)
+def test_a_half_precision_target_trains_an_fp32_adapter(make_tuning):
+    spec = make_tuning(precision="bf16", lora_dropout=0.0)
     spec = replace(spec, target=replace(spec.target, dtype="bfloat16"))
     result = train(spec)
     lines = list(read_metrics(spec.path))
