@@ -71,9 +71,8 @@ class _SummedDivergence(torch.autograd.Function):
     ) -> Tensor:
         dtype = hidden_ND.dtype
         loss = torch.zeros((), dtype=_exact(dtype), device=hidden_ND.device)
-        ctx.gradients = []
-        if any(ctx.needs_input_grad):
-            ctx.gradients = [torch.zeros_like(each) for each in (hidden_ND, low_NR, lora_VR)]
+        ctx.gradients = [torch.zeros_like(each) for each in (hidden_ND, low_NR, lora_VR)]
+        grad_hidden_ND, grad_low_NR, grad_lora_VR = ctx.gradients
         head = head.to(dtype)
         with torch.autocast(hidden_ND.device.type, enabled=False):
             for rows in _chunks(hidden_ND, head, chunk_bytes):
@@ -85,12 +84,10 @@ class _SummedDivergence(torch.autograd.Function):
                     log_p_CV = _log_softmax(_logits(truth[rows].to(dtype), head))
                     chunk_loss, grad_CV = _divergence(log_q_CV, log_p_CV)
                 loss += chunk_loss
-                if ctx.gradients:
-                    grad_hidden_ND, grad_low_NR, grad_lora_VR = ctx.gradients
-                    grad_CV = grad_CV.to(dtype)
-                    grad_hidden_ND[rows] = grad_CV @ head.weight_VD
-                    grad_low_NR[rows] = (grad_CV @ head.lora_VR).to(low_NR.dtype)
-                    grad_lora_VR += grad_CV.t() @ low_CR
+                grad_CV = grad_CV.to(dtype)
+                grad_hidden_ND[rows] = grad_CV @ head.weight_VD
+                grad_low_NR[rows] = (grad_CV @ head.lora_VR).to(low_NR.dtype)
+                grad_lora_VR += grad_CV.t() @ low_CR
         return loss
 
     @staticmethod

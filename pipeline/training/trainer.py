@@ -322,9 +322,7 @@ class Trainer:
         for name, tensor in saved.tensors.items():
             part, _, rest = name.partition("/")
             parts[part][rest] = tensor
-        modules = parts["modules"]
-        assert modules.keys() == self.trained.keys(), "a checkpoint holds every trained parameter"
-        self.modules.load_state_dict(modules, strict=False)  # it has no frozen weights
+        self.modules.load_state_dict(parts["modules"], strict=False)  # without frozen weights
         moments = {name: tensor.to(learner.device) for name, tensor in parts["optimizer"].items()}
         load_optimizer(self.optimizer, moments, saved.state["optimizer"])
         if learner.workers.is_first:
