@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from pipeline.api.models import Target, load_export, load_target
-from pipeline.conversations.conversation import Message
 from pipeline.conversations.requests import TextStream
 from pipeline.conversations.row_builder import Chat
 from pipeline.decoding.acceptance import AcceptanceRule
@@ -19,7 +18,7 @@ from pipeline.decoding.decoder import Decoder, plain_decoder
 from pipeline.evaluation.overhead import fastest_threads
 from pipeline.export.layout import target_of
 
-GREETING = (Message("user", "Hello"),)
+GREETING = "Hello"
 NUM_WARM_UP_TOKENS = 8
 
 
