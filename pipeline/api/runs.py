@@ -23,13 +23,13 @@ from pipeline.artifacts.tree_file import read_calibration
 from pipeline.config import Config
 from pipeline.conversations.conversation import Conversation
 from pipeline.decoding.dynamic_tree import DynamicTree, check_tree
-from pipeline.decoding.held_out import simulated_acceleration_rate
+from pipeline.decoding.held_out import walk
 from pipeline.decoding.tree import TreePath
 from pipeline.errors import DataError
 from pipeline.heads.kind import Heads
 from pipeline.heads.kinds import max_depth
 from pipeline.storage.run_directory import RunDirectory
-from pipeline.training.evaluation import HeldOutText, held_out_places, held_out_ranks
+from pipeline.training.held_out_accuracy import HeldOutText, held_out_places, held_out_ranks
 
 
 def run_flow(
@@ -138,7 +138,7 @@ class Run:
         text = HeldOutText(shards, features.fingerprint, str(heads), settings.train.roles)
         if isinstance(chosen, DynamicTree):
             return held_out_places(text, chosen, "cpu").walk(chosen.num_nodes).acceleration_rate
-        return simulated_acceleration_rate(held_out_ranks(text, top, "cpu"), chosen)
+        return walk(held_out_ranks(text, top, "cpu"), chosen).acceleration_rate
 
     def accuracies(self) -> list[list[float]]:
         """The share of held-out rows' labels that each head's r-th guess equals, [heads][ranks]."""

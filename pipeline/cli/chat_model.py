@@ -77,7 +77,7 @@ def load_chat_model(
     else:
         loaded = load_export(export, target=base_model, gpus=gpus, **settings)
         target, decoder = loaded.target, loaded.decoder
-        how = f"{decoder.tree.max_depth} heads, {decoder.tree.described()}"
+        how = f"{decoder.tree.max_depth} heads, a tree of {decoder.tree.num_nodes} nodes"
     decoder.generate(target.prompt(GREETING), NUM_WARM_UP_TOKENS)
     return ChatModel(
         target, decoder, f"{target.spec.model}, {how}, {target.spec.dtype}, {decoder.device}"

@@ -167,13 +167,13 @@ def _print_size(
 
 
 def _print_training(console: Console, size: RunSize) -> None:
-    from pipeline.training.recipe import few_steps
+    from pipeline.training.recipe import too_few_steps
 
     bound = "about" if size.written else "at most"
     for recipe in size.recipes:
-        steps = f"{bound} {recipe.total_steps:,} steps: {recipe.described()}"
+        steps = f"{bound} {recipe.total_steps:,} steps: {recipe.describe()}"
         _print(console, f"Training: {steps}.")
-    too_few = few_steps(size.recipes) if size.recipes else None
+    too_few = too_few_steps(size.recipes) if size.recipes else None
     if too_few:
         _note(console, too_few)
 

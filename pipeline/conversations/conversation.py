@@ -15,9 +15,6 @@ Role = Literal["system", "user", "assistant", "tool"]
 Mode = Literal["replay", "self-talk", "passthrough"]  # of generation, see dialogue.py
 SpecialTokens = Literal["escape", "keep", "quarantine"]  # in a seed's text
 
-# Stands for bytes that are not UTF-8: a code point reserved for internal use.
-UNDECODABLE_MARK = "\ufdd0"
-
 
 @dataclass(frozen=True)
 class Message:
@@ -154,21 +151,21 @@ def utf8_text(text: str, what: str) -> str:
         what: The text's name in the detail: "a turn".
 
     Raises:
-        RowRejected: It has a lone surrogate, or bytes that are not UTF-8.
+        RowRejected: It has a lone surrogate, which may stand for bytes that are not UTF-8.
     """
-    if UNDECODABLE_MARK in text:
-        raise RowRejected(Reason.UNDECODABLE, f"There are bytes that are not UTF-8 in {what}.")
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        detail = f"Character {error.start + 1:,} of {what} is half of a surrogate pair."
+        detail = (
+            f"Character {error.start + 1:,} of {what} is not UTF-8, or half of a surrogate pair."
+        )
         raise RowRejected(Reason.UNDECODABLE, detail) from None
     return text
 
 
 def encodable(text: str) -> str:
-    """Make text valid UTF-8: escape lone surrogates, replace undecodable bytes."""
-    return text.encode("utf-8", "backslashreplace").decode().replace(UNDECODABLE_MARK, "\ufffd")
+    """Make text valid UTF-8: escape lone surrogates."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def storable(value: Any, depth: int = 32) -> Any:

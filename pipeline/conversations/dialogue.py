@@ -91,15 +91,11 @@ class Dialogue:
 
     Attributes:
         cut_at_tools: The template cannot render the functions that it calls.
-
-    Raises:
-        ConfigError: Self-talk with a template in which no token ends a user's text.
     """
 
     def __init__(
         self, conversation: Conversation, template: ChatTemplate, settings: DialogueSettings
     ):
-        require_both_sides(template, settings.mode)
         if settings.special_tokens == "keep":
             template = template.keeping_special_tokens()
         if conversation.tools:

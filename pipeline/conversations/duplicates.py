@@ -17,7 +17,7 @@ Nearness = Literal["keep", "quarantine", "minhash"]
 Words = tuple[str, ...]
 
 NUM_PERMUTATIONS = 128
-FOUND = 0.99  # the probability with which a pair that is just similar enough shares a band
+NUM_BANDS = 32  # a pair of similarity 0.6 shares one of them with a probability of 0.99
 SHINGLE_WORDS = 3
 ANCHOR_WORDS = 5  # by which a question is looked up
 FEWEST_WORDS = 8  # of a question within a longer text; a shorter one must be a whole message
@@ -84,7 +84,7 @@ class SimilarTexts:
 
         self._similarity = similarity
         self._index = RMinHashLSH(
-            threshold=similarity, num_perm=NUM_PERMUTATIONS, num_bands=num_bands(similarity)
+            threshold=similarity, num_perm=NUM_PERMUTATIONS, num_bands=NUM_BANDS
         )
         self._ids: list[str] = []
         self._hashes: list[object] = []
@@ -105,15 +105,6 @@ class SimilarTexts:
         self._ids.append(id)
         self._hashes.append(hashed)
         return None
-
-
-def num_bands(similarity: float) -> int:
-    """The fewest bands of which a pair of this similarity shares one with probability `FOUND`."""
-    for bands in (4, 8, 16, 32, 64):
-        shares_one_band = similarity ** (NUM_PERMUTATIONS // bands)
-        if 1 - (1 - shares_one_band) ** bands >= FOUND:
-            return bands
-    return NUM_PERMUTATIONS
 
 
 class CheckQuestions:

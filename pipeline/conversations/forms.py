@@ -150,23 +150,17 @@ class DumpObject:
         """The first id or category under these keys, as a string."""
         for key in keys:
             value = self.fields.get(key)
-            if isinstance(value, str | int) and not isinstance(value, bool) and value != "":
+            if isinstance(value, str | int) and value != "":
                 return utf8_text(str(value), f"`{key}`")
         return None
 
     def items(self, key: str) -> list[Any]:
-        """The list under a key; a table's cell may hold it as JSON, or as one list for each key of
-        its items.
-        """
+        """The list under a key; a table's cell may hold it as JSON."""
         value = self.fields.get(key)
         if isinstance(value, str) and value.lstrip().startswith("["):
             value = parsed_json(value, f"`{key}`")
-        if isinstance(value, dict) and value and all(isinstance(of, list) for of in value.values()):
-            columns = zip(*value.values(), strict=False)
-            value = [dict(zip(value, items, strict=True)) for items in columns]
         if not isinstance(value, list):
-            found = describe(value) if key in self.fields else self
-            detail = f"Expected a list under `{key}`, found {found}."
+            detail = f"Expected a list under `{key}`; the row is {self}."
             raise RowRejected(Reason.UNKNOWN_FORMAT, detail)
         return value
 
@@ -176,9 +170,7 @@ def describe(value: Any) -> str:
     if isinstance(value, dict) and value:
         keys = ", ".join(f"`{str(key)[:40]}`" for key in list(value)[:8])
         return encodable(f"an object with the keys {keys}")
-    names = {"NoneType": "null", "str": "a string", "int": "a number", "float": "a number"}
-    kind = type(value).__name__
-    return names.get(kind, f"a {kind}")
+    return f"a value of type {type(value).__name__}"
 
 
 def _turns_of(row: DumpObject, form: str) -> list[Message]:
@@ -190,10 +182,10 @@ def _turns_of(row: DumpObject, form: str) -> list[Message]:
                 break
     if form == "sharegpt":
         return [_turn(turn) for turn in row.items("conversations")]
-    if form == "messages" or (form == "ultrachat" and row.first("data") is None):
-        return _messages(row)
-    if form == "ultrachat":
+    if form == "ultrachat" and row.first("data") is not None:
         return _alternating(row.items("data"))
+    if form in ("messages", "ultrachat"):
+        return [_turn(turn) for turn in row.items("messages")]
     if form == "turns":
         return [Message("user", clean_text(text)) for text in row.items("turns")]
     if form == "alpaca":
@@ -202,17 +194,6 @@ def _turns_of(row: DumpObject, form: str) -> list[Message]:
     if prompt is None:
         raise RowRejected(Reason.UNKNOWN_FORMAT, f"The row is {row}.")
     return _said("user", prompt) + _said("assistant", row.first("response", "completion"))
-
-
-def _messages(row: DumpObject) -> list[Message]:
-    """OpenAI messages; the first question may be missing there and stand under `prompt`."""
-    turns = [_turn(turn) for turn in row.items("messages")]
-    first = 1 if turns and turns[0].role == "system" else 0
-    has_question = len(turns) > first and turns[first].role == "user"
-    prompt = row.first("prompt")
-    if isinstance(prompt, str) and not has_question:
-        turns.insert(first, Message("user", clean_text(prompt)))
-    return turns
 
 
 def _alternating(texts: list[Any]) -> list[Message]:
@@ -237,10 +218,10 @@ def _alpaca(row: DumpObject) -> list[Message]:
 
 
 def _said(role: Role, value: Any) -> list[Message]:
-    """A text as one turn, or the turns that stand in its place in data of preferences."""
+    """A text as one turn, or the turns that stand in its place in preference data."""
     if value is None or value == "":
         return []
-    if isinstance(value, list) and value and all(isinstance(turn, dict) for turn in value):
+    if isinstance(value, list):
         return [_turn(turn) for turn in value]
     return [Message(role, clean_text(value))]
 

@@ -40,20 +40,14 @@ def clean_text(text: Any) -> str:
 
 
 def joined_parts(parts: list[Any]) -> str:
-    """Join a content that is given in parts.
-
-    The text of a part is under `text`, `value`, or both, as OpenAI's assistants write it.
+    """Join a content that is given in parts, as OpenAI's.
 
     Raises:
         RowRejected: A part is not text.
     """
     texts = []
     for part in parts:
-        text = part
-        if isinstance(part, dict):
-            text = part.get("text") or part.get("value") or part.get("text")
-        if isinstance(text, dict):
-            text = text.get("value")
+        text = part.get("text") if isinstance(part, dict) else part
         if not isinstance(text, str):
             detail = f"A turn has a part that is not text: {str(part)[:60]}."
             raise RowRejected(Reason.NOT_TEXT, detail)

@@ -9,7 +9,6 @@ the reason.
 from __future__ import annotations
 
 import itertools
-import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,11 +16,17 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config import SeedsConfig, SeedSource
-from pipeline.conversations.conversation import Conversation, Reason, RejectedRow
+from pipeline.conversations.conversation import Conversation, RejectedRow
+from pipeline.conversations.file_rows import (
+    delimited_rows,
+    hub_rows,
+    json_rows,
+    open_seed_file,
+    table_rows,
+    text_lines,
+)
 from pipeline.conversations.forms import EXPECTED, RowSettings, read_row
 from pipeline.conversations.repair import ToolPolicy
-from pipeline.conversations.table_rows import delimited_rows, hub_rows, table_rows, too_large
-from pipeline.conversations.text_rows import json_rows, lines, opened
 from pipeline.errors import ConfigError, DataError
 
 Row = Conversation | RejectedRow
@@ -38,13 +43,6 @@ DESCRIPTIONS = re.compile(
     r"([._-].*)?\.txt(\.gz)?",
     re.IGNORECASE,
 )
-NOT_CONVERSATIONS = {
-    Reason.UNKNOWN_FORMAT,
-    Reason.NOT_TEXT,
-    Reason.BROKEN_JSON,
-    Reason.BROKEN_ROW,
-    Reason.UNDECODABLE,
-}
 
 
 @dataclass
@@ -62,14 +60,6 @@ class SkippedFile:
 
     name: str
     why: str
-
-
-@dataclass(frozen=True)
-class Survey:
-    """The files of a source, sorted by their paths in it, and what is skipped."""
-
-    files: list[Path]
-    skipped: list[SkippedFile]
 
 
 def plain_suffix(name: str) -> str:
@@ -121,9 +111,10 @@ class SourceReader:
         self._settings = RowSettings(source.format, self.max_characters, self.tools, source.columns)
         self._columns = tuple((source.columns or {}).values())
 
-    def survey(self) -> Survey:
-        """Find the files of a source: the path itself, or all below it, linked folders included. A
-        data set on the Hub has none.
+    def files(self) -> list[Path]:
+        """Find the files of a source: the path itself, or all below it that hold conversations.
+
+        The others are listed in `skipped`. A data set on the Hub has no files.
 
         Raises:
             ConfigError: There is nothing at the path.
@@ -131,26 +122,29 @@ class SourceReader:
         """
         path = self.source.path
         if path is None:
-            return Survey([], [])
+            return []
         if path.is_file():
-            return Survey([path], [])
+            return [path]
         if not path.is_dir():
             fix = "Correct the path in seeds.sources; {hub: OWNER/NAME} is a data set on the Hub."
             raise ConfigError("There is no such seed file or directory.", str(path), fix)
-        files, skipped = [], []
-        for name, why in sorted(_walk(path, "", {})):
-            reason = why or self._reason_to_skip(path / name)
+        files = []
+        self.skipped = []
+        for file in sorted(path.rglob("*"), key=str):
+            if file.is_dir() and not file.is_symlink():
+                continue
+            name = file.relative_to(path)
+            reason = _unsuited_name(file, name) or self._reason_to_skip(file)
             if reason is None:
-                files.append(path / name)
+                files.append(file)
             else:
-                skipped.append(SkippedFile(name, reason))
+                self.skipped.append(SkippedFile(str(name), reason))
         if not files:
-            shown = [f"{file.name} ({file.why})" for file in skipped[:MAX_SKIPPED_SHOWN]]
-            what = f"The directory holds no seed files: none of {', '.join(SUFFIXES)}."
-            if shown:
-                what += f" Skipped were {', '.join(shown)} ({len(skipped)} in all)."
+            shown = [f"{file.name} ({file.why})" for file in self.skipped[:MAX_SKIPPED_SHOWN]]
+            what = f"The directory holds no seed files ({', '.join(SUFFIXES)})."
+            what += f" Skipped were {len(self.skipped)}: {', '.join(shown)}."
             raise DataError(what, str(path), "Name the files themselves in seeds.sources.")
-        return Survey(files, skipped)
+        return files
 
     def __iter__(self) -> Iterator[Row]:
         """Each row, under the id `name:row`, rows counted over all files.
@@ -166,10 +160,8 @@ class SourceReader:
         if hub is not None:
             yield from self._counted(hub, hub, hub_rows(hub, self.source.split, self._columns))
             return
-        found = self.survey()
-        self.skipped = found.skipped
-        for file in found.files:
-            name = file.name if file == path else file.relative_to(path or "").as_posix()
+        for file in self.files():
+            name = file.name if file == path else str(file.relative_to(path or ""))
             yield from self._counted(str(file), name, self._file_rows(file))
 
     def _counted(self, where: str, name: str, rows: Iterator[Any]) -> Iterator[Row]:
@@ -181,7 +173,6 @@ class SourceReader:
                 return
         count = FileCount(name)
         self.read.append(count)
-        recognised = False
         found = "It is empty."
         for row in rows:
             outcome = self._outcome(row, start + count.rows)
@@ -189,12 +180,9 @@ class SourceReader:
                 count.conversations += 1
             elif found == "It is empty.":
                 found = f"The first rejected row: {outcome.detail}"
-            recognised = recognised or _is_conversation(outcome)
             count.rows += 1
             yield outcome
-        if not recognised:
-            if plain_suffix(where) in (".csv", ".tsv"):
-                found += " The first line was taken for the names of the columns."
+        if count.conversations == 0:
             what = f"There is no conversation data in it. {found}"
             raise DataError(what, where, f"Expected {EXPECTED}.")
 
@@ -210,22 +198,24 @@ class SourceReader:
         The first bytes decide how it is read, or else the suffix; JSON where neither is known.
         """
         suffix = plain_suffix(path.name)
-        with opened(path) as file:
+        with open_seed_file(path) as file:
+            size = path.stat().st_size
             rows: Iterator[Any]
             if file.peek(6).startswith(TABLE_MAGIC) or suffix in TABLE_SUFFIXES:
-                rows = table_rows(path, self._columns, self.max_file_bytes)
+                rows = table_rows(path, self._columns)
             elif suffix == ".csv":
                 rows = delimited_rows(file, path, self._columns, ",;\t|")
             elif suffix == ".tsv":
                 rows = delimited_rows(file, path, self._columns, "\t")
             elif suffix == ".txt":
-                rows = lines(file)
+                rows = text_lines(file)
             else:
                 rows = json_rows(file, path)
             for row in rows:
+                if max(size, file.tell()) > self.max_file_bytes:
+                    what = f"The file holds more than {self.max_file_bytes / 1e9:,.3g} GB."
+                    raise DataError(what, str(path), "Split it, or raise seeds.max_file_gb.")
                 yield row
-                if file.tell() > self.max_file_bytes:
-                    raise too_large(path, self.max_file_bytes)
 
     def _reason_to_skip(self, file: Path) -> str | None:
         """Explain why a file's first rows hold no conversation; None if one does."""
@@ -233,50 +223,28 @@ class SourceReader:
         try:
             for row in itertools.islice(self._file_rows(file), PROBED_ROWS):
                 outcome = self._outcome(row, 0)
-                if _is_conversation(outcome):
+                if isinstance(outcome, Conversation):
                     return None
-                if first == "it is empty" and isinstance(outcome, RejectedRow):
+                if first == "it is empty":
                     first = f"it holds no conversation; the first row: {outcome.detail[:200]}"
         except ConfigError as error:  # of a table without the columns that are named
             return error.what
         return first
 
 
-def _walk(root: Path, below: str, seen: dict[str, str]) -> Iterator[tuple[str, str]]:
-    """Each file by its path in the source, and why it cannot be seeds, judged by its name; an empty
-    reason where it can.
-
-    Args:
-        seen: The folders' real paths, each with the name that it was entered by, so that links
-            cannot go in circles.
-    """
-    real = os.path.realpath(root / below)
-    if real in seen:
-        yield below, f"it links to {seen[real]}, which is read already"
-        return
-    seen[real] = below or "the directory itself"
-    entries = sorted(os.scandir(root / below), key=lambda entry: (entry.is_symlink(), entry.name))
-    for entry in entries:
-        name = os.path.join(below, entry.name)
-        if entry.name.startswith("."):
-            yield name, "it is hidden"
-        elif entry.is_dir():
-            yield from _walk(root, name, seen)
-        elif not entry.is_file():
-            yield name, "it links to nothing, or is no file"
-        elif not plain_suffix(name):
-            yield name, "no kind of seed files has its suffix"
-        elif entry.stat().st_size == 0:
-            yield name, "it is empty"
-        elif DESCRIPTIONS.fullmatch(entry.name):
-            yield name, "by its name it describes the folder; name it in seeds.sources to read it"
-        else:
-            yield name, ""
-
-
-def _is_conversation(outcome: Row) -> bool:
-    """Whether a row is a conversation, usable or not."""
-    return isinstance(outcome, Conversation) or outcome.reason not in NOT_CONVERSATIONS
+def _unsuited_name(file: Path, name: Path) -> str | None:
+    """Explain why a file of a directory cannot hold seeds; `name` is its path in the source."""
+    if any(part.startswith(".") for part in name.parts):
+        return "it is hidden"
+    if not file.is_file():
+        return "it is a linked folder, or links to nothing"
+    if not plain_suffix(file.name):
+        return "no kind of seed files has its suffix"
+    if file.stat().st_size == 0:
+        return "it is empty"
+    if DESCRIPTIONS.fullmatch(file.name):
+        return "by its name it describes the folder; name it in seeds.sources to read it"
+    return None
 
 
 def source_readers(settings: SeedsConfig) -> list[SourceReader]:

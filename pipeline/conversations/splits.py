@@ -127,24 +127,3 @@ def _split_by_hash(question: str, holdout: float) -> str:
 def _unit_hash(question: str) -> float:
     """A question's place in [0, 1)."""
     return int.from_bytes(hashlib.sha256(b"split:" + question.encode()).digest()[:8], "big") / 2**64
-
-
-class Openings:
-    """Counts the conversations that open with the same question; knows the most frequent one."""
-
-    def __init__(self) -> None:
-        self._counts: Counter[bytes] = Counter()
-        self.question = ""
-        self.rows = 0
-
-    def add(self, conversation: Conversation) -> None:
-        digest = hashlib.sha256(opening(conversation).encode()).digest()[:8]
-        self._counts[digest] += 1
-        if self._counts[digest] > self.rows:
-            self.question = conversation.turns[0].asked[0].content
-            self.rows = self._counts[digest]
-
-
-def other_holdout(fewest: str) -> str:
-    """The change of `seeds.holdout` that gives this split more rows."""
-    return f"{'lower' if fewest == 'train' else 'raise'} seeds.holdout"

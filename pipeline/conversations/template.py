@@ -19,13 +19,10 @@ tokens, such as Qwen's `<think>`, text and token are one, as in every engine.
 from __future__ import annotations
 
 import copy
-import ctypes
 import functools
 import json
 import re
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from datetime import date
 from typing import TYPE_CHECKING, Any
 
@@ -38,43 +35,11 @@ if TYPE_CHECKING:
 # The template's text is tokenized after one of these, so that no tokenizer adds a space for the
 # start of a text.
 ANCHORS = ("a", ".", "\n")
-PATIENCE = 60  # seconds for a conversation of two questions
 CONTEXT_CHARACTERS = 64  # of the prompt used in place of an anchor; longer than any token
-MARK = "\ufdd1"  # reserved for internal use, as its neighbour `UNDECODABLE_MARK`
+MARK = "\ufdd1"  # reserved for internal use, a noncharacter
 MARKED = re.compile(f"{MARK}(\\d+){MARK}")
 PROBE_CALL = '[{"name": "placeholder_function", "arguments": {"place": "PlaceholderArgument"}}]'
 PROBE_WORDS = ("placeholder_function", "PlaceholderArgument", "PlaceholderResult")
-
-
-@contextmanager
-def time_limit(seconds: float) -> Iterator[None]:
-    """End the code inside, such as a chat template's loops, after so many seconds, in any thread.
-
-    A single call into C is ended when it returns.
-
-    Raises:
-        TimeoutError: It took longer.
-    """
-    thread = threading.get_ident()
-    lock = threading.Lock()
-    ended = False
-
-    def end() -> None:
-        with lock:
-            if not ended:
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                    ctypes.c_ulong(thread), ctypes.py_object(TimeoutError)
-                )
-
-    timer = threading.Timer(seconds, end)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        with lock:
-            ended = True
-        timer.cancel()
 
 
 class ChatTemplate:
@@ -113,27 +78,19 @@ class ChatTemplate:
         self._variables: dict[str, Any] = dict(arguments or {})
         if today is not None:
             self._variables["strftime_now"] = today.strftime
-        self._marks = set(tokenizer.all_special_ids)  # tokens that can end a turn
-        self._special_ids = set(tokenizer.all_special_ids)
-        texts = set(tokenizer.all_special_tokens)
-        for id, token in tokenizer.added_tokens_decoder.items():
-            if token.content.strip():
-                self._marks.add(id)
-            if token.special:
-                self._special_ids.add(id)
-                texts.add(token.content)
+        added = tokenizer.added_tokens_decoder
+        self._marks = {id for id, token in added.items() if token.content.strip()}
+        self._special_ids = {id for id, token in added.items() if token.special}
         self._special_ids.discard(tokenizer.unk_token_id)
+        texts = [token.content for token in added.values() if token.special]
         self._special_texts = sorted(filter(str.strip, texts), key=lambda text: (-len(text), text))
         self._special = re.compile("|".join(map(re.escape, self._special_texts)) or r"(?!)")
         hello = Message("user", "Hello")
-        what = "The chat template cannot render a conversation of two questions: "
         try:
-            with time_limit(PATIENCE):
-                self.end_of_turn_ids = self._first_mark(self._after([hello], "assistant", hello))
-                self.end_of_user_ids = self._first_mark(self._after([], "user"))
-        except TimeoutError as error:
-            raise self._error(f"{what}it takes more than {PATIENCE} seconds.") from error
+            self.end_of_turn_ids = self._first_mark(self._after([hello], "assistant", hello))
+            self.end_of_user_ids = self._first_mark(self._after([], "user"))
         except RowRejected as error:
+            what = "The chat template cannot render a conversation of two questions: "
             raise self._error(f"{what}{error.detail}") from error
 
     def _error(self, what: str) -> ConfigError:
@@ -156,22 +113,14 @@ class ChatTemplate:
 
     @functools.cached_property
     def renders_tools(self) -> bool:
-        """Whether the template writes function calls and their results.
-
-        Raises:
-            ConfigError: It takes too long.
-        """
+        """Whether the template writes function calls and their results."""
         asked = [
             Message("user", "Hello"),
             Message("assistant", "", PROBE_CALL),
             Message("tool", "PlaceholderResult"),
         ]
         try:
-            with time_limit(PATIENCE):
-                text = self._rendered(asked, asks=True)
-        except TimeoutError as error:
-            what = f"The chat template takes more than {PATIENCE} seconds for a function call."
-            raise self._error(what) from error
+            text = self._rendered(asked, asks=True)
         except RowRejected:
             return False
         return all(word in text for word in PROBE_WORDS)
@@ -200,8 +149,6 @@ class ChatTemplate:
                 tools=marked_values(json.loads(self._tools), self._marked),
                 **self._variables,
             )
-        except TimeoutError:
-            raise
         except Exception as error:  # a template is a program, and may raise anything
             detail = str(error) or type(error).__name__
             raise RowRejected(Reason.TEMPLATE_REFUSED, detail) from error

@@ -48,6 +48,11 @@ class Score(NamedTuple):
         tokens_V = counts_K.new_zeros(shape.vocab_size)
         return cls(counts_K.double(), hits_KR, counts_K, tokens_V, counts_K.clone())
 
+    def add(self, other: Score) -> None:
+        """Add the sums of other labels, in place."""
+        for sums, more in zip(self, other, strict=True):
+            sums += more
+
 
 class _Guesses(NamedTuple):
     """The guesses of one head for a chunk of its labelled rows."""

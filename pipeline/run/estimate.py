@@ -91,7 +91,10 @@ def run_size(run: ResolvedRun, seeds: Summary | None, generated: Summary | None)
         stored = state_bytes(hidden_size, dtype, run.config.features.precision)
     recipes = []
     if tokens:
-        positions = round(tokens * (1 - run.config.seeds.holdout))
+        share = 1 - run.config.seeds.holdout
+        if seeds and rows:
+            share = seeds["train_rows"] / rows
+        positions = round(tokens * share)
         for _, learner in run.method.phases(train):
             scale = run.kind.lr_scale
             recipes.append(learner.expected_recipe(train, positions, hidden_size, scale))

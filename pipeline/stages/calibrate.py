@@ -53,7 +53,12 @@ from pipeline.run.resolved import ENGINE_SECTIONS
 from pipeline.storage.receipts import Identity, Summary
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.spec import context_length
-from pipeline.training.evaluation import SPLIT, HeldOutText, held_out_places, held_out_ranks
+from pipeline.training.held_out_accuracy import (
+    SPLIT,
+    HeldOutText,
+    held_out_places,
+    held_out_ranks,
+)
 from pipeline.training.methods import method_of
 
 NAME = "calibrate"
@@ -276,7 +281,6 @@ def _on_answers(
         "conversations": read_questions(settings.data),
         "settings": context.config.generate,
         "gpus": placement.gpus,
-        "where": f"calibrate.data = {settings.data}",
     }
     answers = context.executor.call(written_answers, arguments, placement, progress)
     placement = context.placement("features")

@@ -31,7 +31,7 @@ from pipeline.storage.shards import ShardTask, shard_writer, task_rows
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.engines import make_feature_engine, semantic_arguments
 from pipeline.targets.spec import TargetSpec
-from pipeline.training.evaluation import SPLIT
+from pipeline.training.held_out_accuracy import SPLIT
 from pipeline.training.methods import method_of
 
 NAME = "features"

@@ -20,7 +20,6 @@ from pipeline.config import GenerateConfig
 from pipeline.conversations.conversation import RejectedRow, RowRejected, SpecialTokens
 from pipeline.conversations.dialogue import Dialogue, DialogueSettings, require_both_sides
 from pipeline.conversations.requests import Sampling
-from pipeline.conversations.splits import other_holdout
 from pipeline.errors import DataError
 from pipeline.execution.progress import ShardProgress
 from pipeline.run.context import Context, Stage, StageFiles, reads
@@ -81,8 +80,8 @@ def require_enough(summary: Summary, stage: StageDirectory) -> None:
         reasons = ", ".join(f"{reason} {count}" for reason, count in summary["reasons"].items())
         what = f"Too few rows are left to {fewest}: {counts}; quarantined: {reasons or 'none'}."
         fix = (
-            "Read the quarantine files there: correct the seeds, name more of them, or"
-            f" {other_holdout(fewest)}."
+            "Read the quarantine files there: correct the seeds, name more of them, or change"
+            " seeds.holdout."
         )
         raise DataError(what, str(stage.path), fix)
 

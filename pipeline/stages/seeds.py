@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from textwrap import shorten
 from typing import Any
 
 from pipeline.artifacts.seed_rows import SEEDS, SPLITS, SeedRow
@@ -30,11 +29,9 @@ from pipeline.conversations.sources import (
 )
 from pipeline.conversations.splits import (
     MIN_HELD_OUT,
-    Openings,
     Split,
     held_out_rows,
     in_shards,
-    other_holdout,
     split_rows,
 )
 from pipeline.errors import DataError
@@ -48,11 +45,10 @@ from pipeline.storage.shards import ShardWriter
 from pipeline.storage.stage_directory import StageDirectory
 
 NAME = "seeds"
-VERSION = 5
+VERSION = 6
 
 MOST_LINES = 8  # of files that are named in the terminal
 ROWS_BETWEEN_REPORTS = 100
-LONGEST_QUESTION = 200  # characters of a question that a message repeats
 
 
 def identity(context: Context) -> Identity:
@@ -115,16 +111,16 @@ def _source_identity(context: Context, reader: SourceReader) -> Identity:
     found = source.model_dump(include={"format", "limit", "columns", "weight"})
     if source.hub:
         return {**found, "hub": source.hub, "split": source.split}
-    files = [[file.name, context.digests.of(file)] for file in reader.survey().files]
+    files = [[file.name, context.digests.of(file)] for file in reader.files()]
     return {**found, "files": files}
 
 
 def run(context: Context, stage: StageDirectory) -> Summary:
     settings = context.config.seeds
     receipts: dict[int, Receipt] = {}
-    readers, openings = source_readers(settings), Openings()
+    readers = source_readers(settings)
     with Meter(context.console, NAME) as meter:
-        rows = split_rows(_counted(_read(context, readers), meter, openings), settings.holdout)
+        rows = split_rows(_counted(_read(context, readers), meter), settings.holdout)
         for index, chunk in enumerate(in_shards(rows, settings.rows_per_shard)):
             receipt = _write_shard(stage, index, chunk)
             receipts[index] = receipt
@@ -135,10 +131,10 @@ def run(context: Context, stage: StageDirectory) -> Summary:
     totals.check_quarantine(NAME, where, context.config.limits.max_quarantine_fraction, final=True)
     summary = {**totals.summary(), "sources": [_read_of(reader) for reader in readers]}
     _print_sources(context, summary)
-    too_alike = require_enough(summary, where, settings.holdout, openings)
-    if too_alike:
-        summary["warnings"] = [too_alike]
-        _print(context, too_alike)
+    warning = require_enough(summary, where, settings.holdout)
+    if warning:
+        summary["warnings"] = [warning]
+        _print(context, warning)
     return summary
 
 
@@ -155,12 +151,13 @@ def _read_of(reader: SourceReader) -> dict[str, Any]:
 
 
 def _print_sources(context: Context, summary: Summary) -> None:
-    """Print the files of directories, skipped files and contaminated rows."""
+    """Print skipped files and the number of contaminated rows."""
     for source in summary["sources"]:
-        read, skipped = source["read"], source["skipped"]
-        if len(read) > 1 or skipped:
-            _print_first(context, [f"read {file['name']}: {file['rows']:,} rows" for file in read])
-        _print_first(context, [f"skipped {file['name']}: {file['why']}" for file in skipped])
+        skipped = source["skipped"]
+        for file in skipped[:MOST_LINES]:
+            _print(context, f"skipped {file['name']}: {file['why']}")
+        if len(skipped) > MOST_LINES:
+            _print(context, f"skipped {len(skipped) - MOST_LINES} more, which the report names")
     number = summary["reasons"].get(Reason.CONTAMINATED)
     if number:
         _print(
@@ -168,13 +165,6 @@ def _print_sources(context: Context, summary: Summary) -> None:
             f"{number:,} conversations hold a question of check.prompts and are left out;"
             " seeds.decontaminate=false keeps them.",
         )
-
-
-def _print_first(context: Context, lines: Sequence[str]) -> None:
-    for line in lines[:MOST_LINES]:
-        _print(context, line)
-    if len(lines) > MOST_LINES:
-        _print(context, f"and {len(lines) - MOST_LINES} more, which the report names")
 
 
 def _print(context: Context, line: str) -> None:
@@ -214,11 +204,9 @@ def _questions(context: Context) -> Path | None:
     return prompts
 
 
-def _counted(rows: Iterable[Row], meter: Meter, openings: Openings) -> Iterator[Row]:
-    """The rows, shown as they are read; their first questions are counted."""
+def _counted(rows: Iterable[Row], meter: Meter) -> Iterator[Row]:
+    """The rows; their number is shown as they are read."""
     for number, row in enumerate(rows, 1):
-        if isinstance(row, Conversation):
-            openings.add(row)
         if number % ROWS_BETWEEN_REPORTS == 0:
             meter.show(Progress(done=number, unit="conversations"))
         yield row
@@ -242,42 +230,32 @@ def _write_shard(stage: StageDirectory, index: int, chunk: Sequence[Split]) -> R
         return writer.commit(NAME, [row.id for row, _ in chunk], counts)
 
 
-def require_enough(summary: Summary, where: str, holdout: float, openings: Openings) -> str | None:
-    """Check that every split has its 8 rows.
+def require_enough(summary: Summary, where: str, holdout: float) -> str | None:
+    """Check that every split has at least 8 rows.
 
     Returns:
-        A warning where a split has fewer than 8, since too many conversations open alike; None
-        where all have enough.
+        A warning where a split has fewer because too many conversations open alike; None where all
+        splits have enough.
 
     Raises:
         DataError: There are too few rows, or a split has none.
     """
     num_rows = int(summary["rows"])
     rows_of = {split: int(summary.get(f"{split}_rows", 0)) for split in SPLITS}
-    fewest = min(SPLITS, key=rows_of.__getitem__)
-    if rows_of[fewest] >= MIN_HELD_OUT:
+    if min(rows_of.values()) >= MIN_HELD_OUT:
         return None
+    counts = ", ".join(f"{split} {number:,}" for split, number in rows_of.items())
+    what = (
+        f"{num_rows} usable conversations are too few, or open alike: training, calibration and the"
+        f" check need at least {MIN_HELD_OUT} rows each, and conversations that open with the same"
+        f" question are in one split. The splits are {counts}."
+    )
     held_out = held_out_rows(num_rows, holdout)
     enough_if_all_differed = min(held_out, num_rows - 2 * held_out) >= MIN_HELD_OUT
-    if not enough_if_all_differed or openings.rows == 1:
-        fix = "Name more or larger sources in seeds.sources"
-        if num_rows >= len(SPLITS) * MIN_HELD_OUT:
-            fix += f", or {other_holdout(fewest)}"
-        what = (
-            f"{num_rows} usable conversations are too few: training, calibration and the check need"
-            " at least "
-        )
-        raise DataError(f"{what}{MIN_HELD_OUT} rows each.", where, f"{fix}.")
-    question = shorten(openings.question, LONGEST_QUESTION)
-    counts = ", ".join(f"{split} {number:,}" for split, number in rows_of.items())
-    too_alike = (
-        f'"{question}" opens {openings.rows:,} of {num_rows:,} conversations. Conversations that'
-        f" open alike are in one split, so that the splits are {counts}."
-    )
-    if rows_of[fewest] == 0:
-        fix = "Name sources in seeds.sources whose conversations open with different questions."
-        raise DataError(too_alike, where, fix)
-    return too_alike
+    if not enough_if_all_differed or min(rows_of.values()) == 0:
+        fix = "Name more or larger sources in seeds.sources, or change seeds.holdout."
+        raise DataError(what, where, fix)
+    return what
 
 
 STAGE = Stage(NAME, VERSION, reads(), identity, run, one_line, files=StageFiles(sharded=True))

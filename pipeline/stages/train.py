@@ -22,12 +22,12 @@ from pipeline.storage.stage_directory import StageDirectory
 from pipeline.training.adapted_backbone import merge_backbone
 from pipeline.training.methods import method_of
 from pipeline.training.metrics import TRACKING_FILE
-from pipeline.training.recipe import few_steps
+from pipeline.training.recipe import too_few_steps
 from pipeline.training.task import TrainResult, TrainSpec
 from pipeline.training.trainer import recipes_of, train
 
 NAME = "train"
-VERSION = 3
+VERSION = 4
 
 QUANTIZED_TEACHER = (
     "the backbone is held to the quantized target, a worse teacher than the target itself"
@@ -48,9 +48,9 @@ def identity(context: Context) -> Identity:
     The version of the kind's code is in it: a kind that changes is trained, calibrated, exported
     and checked again.
     """
-    resolved, quantization = context.resolved, context.target.quantization
+    resolved = context.resolved
     return {
-        "settings": resolved.method.settings(context.config.train, quantization),
+        "settings": resolved.method.settings(context.config.train, context.target.quantization),
         "heads_version": resolved.kind.version,
         "seed": context.config.run.seed,
         "target": context.target_identity,
@@ -88,8 +88,8 @@ def run(context: Context, stage: StageDirectory) -> Summary:
         print_stage(context.console, "[yellow]![/]", NAME, QUANTIZED_TEACHER)
     recipes = recipes_of(spec)
     for recipe in recipes:
-        print_stage(context.console, " ", NAME, recipe.described())
-    warning = few_steps(recipes)
+        print_stage(context.console, " ", NAME, recipe.describe())
+    warning = too_few_steps(recipes)
     if warning:
         print_stage(context.console, "[yellow]![/]", NAME, warning)
     with context.progress(stage) as progress:

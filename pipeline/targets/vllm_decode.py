@@ -42,13 +42,11 @@ class VLLMTexts:
         token_ids: Per prompt.
         accepted: Per prompt, the number of tokens that each forward after the prefill adds.
         seconds: For all prompts at once: the median of the repeats.
-        model_runner: V1 or V2.
     """
 
     token_ids: list[list[int]]
     accepted: list[list[int]]
     seconds: float
-    model_runner: str
 
     @property
     def num_tokens(self) -> int:
@@ -126,13 +124,11 @@ def decode(task: DecodeTask, report: Report) -> VLLMTexts:
         started = time.perf_counter()
         answers = _generate(running, requests, eos, functools.partial(report_step, turn))
         seconds.append(time.perf_counter() - started)
-    is_v2 = running.llm.llm_engine.vllm_config.use_v2_model_runner
     running.close()
     return VLLMTexts(
         token_ids=[list(chain.from_iterable(steps)) for steps in answers],
         accepted=[[len(new_ids) for new_ids in steps[1:]] for steps in answers],
         seconds=statistics.median(seconds),
-        model_runner="V2" if is_v2 else "V1",
     )
 
 

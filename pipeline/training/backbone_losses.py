@@ -10,7 +10,7 @@ chunk of rows after another. For each chunk:
     2. compute the loss and, in the same memory, its gradient in the logits: q - p
     3. multiply that gradient with W, with B, and with `low`: the gradients of hidden, low and B
 
-Backward only scales: once per forward, no second derivative. Matrix products are in the dtype of
+Backward only scales; there is no second derivative. Matrix products are in the dtype of
 the hidden states.
 
 Letters: N rows (positions), C rows of a chunk, D hidden size, V vocabulary, R rank.
@@ -95,12 +95,7 @@ class _SummedDivergence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor):
-        if not ctx.gradients:
-            raise RuntimeError(
-                "the loss's gradients were already consumed: run the forward pass again"
-            )
-        gradients = [gradient.mul_(grad_loss) for gradient in ctx.gradients]
-        ctx.gradients = []  # scaled in place, so valid for one backward only
+        gradients = [gradient * grad_loss for gradient in ctx.gradients]
         return *gradients, None, None, None
 
 
@@ -146,22 +141,20 @@ class Drift(NamedTuple):
         kl, original_loss, tuned_loss, agreed, positions = (float(total) for total in self)
         if not positions:
             return TunedDrift()
-        perplexity = {
-            "original": _exp(original_loss / positions),
-            "tuned": _exp(tuned_loss / positions),
-        }
-        change = _exp((tuned_loss - original_loss) / positions) - 1
+        original = math.exp(original_loss / positions)
+        tuned = math.exp(tuned_loss / positions)
         return TunedDrift(
             kl=kl / positions,
-            perplexity=perplexity,
-            perplexity_change=change,
+            perplexity={"original": original, "tuned": tuned},
+            perplexity_change=tuned / original - 1,
             greedy_agreement=agreed / positions,
             positions=int(positions),
         )
 
 
 @torch.no_grad()
-def measure_drift(
+def add_drift(
+    total: Drift,
     hidden_ND: Tensor,
     low_NR: Tensor,
     head: TunedHead,
@@ -169,15 +162,13 @@ def measure_drift(
     labels_N: Tensor,
     *,
     chunk_bytes: int | None = None,
-) -> Drift:
-    """The drift at positions whose next tokens are `labels_N`."""
-    total = Drift.zero(hidden_ND.device)
+) -> None:
+    """Add the tuned backbone's drift at positions whose next tokens are `labels_N` to `total`."""
     head = head.to(hidden_ND.dtype)
     for rows in _chunks(hidden_ND, head, chunk_bytes):
         log_q_CV = _log_softmax(_logits(hidden_ND[rows], head, low_NR[rows]))
         log_p_CV = _log_softmax(_logits(original_ND[rows].to(hidden_ND.dtype), head))
         total.add(log_p_CV, log_q_CV, labels_N[rows])
-    return total
 
 
 def _chunks(hidden_ND: Tensor, head: TunedHead, chunk_bytes: int | None) -> Iterator[slice]:
@@ -205,7 +196,3 @@ def _log_softmax(logits_CV: Tensor) -> Tensor:
 
 def _exact(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _exp(value: float) -> float:
-    return math.exp(min(value, 700.0))

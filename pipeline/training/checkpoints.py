@@ -3,8 +3,8 @@
 A checkpoint holds all that a resume needs to end with the same weights: named tensors (heads,
 optimizer) and, in its header, a JSON state (step, running sums) and a sha256 of everything. The
 first worker writes it and every worker reads it, however many there are. Training waits only for a
-copy, from a GPU into pinned memory that all copies share; hashing and writing, a minute for 30 GB
-of state, run in the background. Where the newest checkpoint is damaged, the one before is used.
+copy; hashing and writing, a minute for 30 GB of state, run in the background. Where the newest
+checkpoint is damaged, the one before is used.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import json
 import logging
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -53,7 +53,6 @@ class Checkpoints:
         self._background = ThreadPoolExecutor(1)
         self._writing: Future[None] | None = None
         self._saved = time.monotonic()
-        self._copies: dict[str, Tensor] = {}  # memory that every save reuses
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -87,13 +86,7 @@ class Checkpoints:
         self._saved = time.monotonic()
         copies = {}
         for name, tensor in checkpoint.tensors.items():
-            if name not in self._copies:
-                self._copies[name] = torch.empty(
-                    tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda
-                )
-            copies[name] = self._copies[name].copy_(tensor.detach(), non_blocking=True)
-        if any(tensor.is_cuda for tensor in checkpoint.tensors.values()):
-            torch.cuda.synchronize()
+            copies[name] = tensor.detach().to("cpu", copy=True)
         state = json.dumps(checkpoint.state)
         self._writing = self._background.submit(self._write, step, copies, state)
 
@@ -104,22 +97,20 @@ class Checkpoints:
         self._writing = None
 
     def newest(self, workers: Workers, device: torch.device) -> Checkpoint | None:
-        """The newest undamaged checkpoint, the same on every worker; None without one.
-
-        The first worker finds and verifies it.
-        """
-        step = 0
-        found = None
+        """Read the newest undamaged checkpoint, which the first worker chooses for all."""
+        newest = 0
+        checkpoint = None
         if workers.is_first:
             for step in self.saved():
-                found = read_checkpoint(self.path(step))
-                if found is not None:
+                checkpoint = read_checkpoint(self.path(step))
+                if checkpoint is not None:
+                    newest = step
                     break
-        step = workers.first(0 if found is None else step, device)
-        if step and not workers.is_first:
-            found = read_checkpoint(self.path(step), verify=False)
-            assert found is not None, f"the first worker has verified the checkpoint of step {step}"
-        return found
+        newest = workers.from_first(newest, device)
+        if newest and not workers.is_first:
+            checkpoint = read_checkpoint(self.path(newest))
+            assert checkpoint is not None, f"the first worker has read the checkpoint {newest}"
+        return checkpoint
 
     def _write(self, step: int, tensors: dict[str, Tensor], state: str) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -132,13 +123,13 @@ class Checkpoints:
             self.path(each).unlink(missing_ok=True)
 
 
-def read_checkpoint(path: Path, *, verify: bool = True) -> Checkpoint | None:
-    """Read a checkpoint; None, with a warning, if it is damaged."""
+def read_checkpoint(path: Path) -> Checkpoint | None:
+    """Read and verify a checkpoint; None, with a warning, if it is damaged."""
     with contextlib.suppress(OSError, SafetensorError, KeyError, ValueError):
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a dictionary)
-        if not verify or digest(tensors, metadata["state"]) == metadata["sha256"]:
+        if digest(tensors, metadata["state"]) == metadata["sha256"]:
             return Checkpoint(tensors, json.loads(metadata["state"]))
     log.warning("The checkpoint %s is damaged: the one before it is used.", path)
     return None
@@ -157,23 +148,16 @@ def digest(tensors: Mapping[str, Tensor], state: str) -> str:
 def optimizer_state(
     optimizer: torch.optim.Optimizer,
 ) -> tuple[dict[str, Tensor], dict[str, int | float]]:
-    """The optimizer's state as tensors and numbers, each under `<parameter>.<path>`."""
+    """The optimizer's state as tensors and numbers, each named `<index of parameter>.<name>`."""
     tensors = {}
     numbers = {}
-    for name, value in _leaves(optimizer.state_dict()["state"]):
-        if isinstance(value, Tensor):
-            tensors[name] = value
-        elif value is not None:
-            numbers[name] = value
+    for index, parameter in enumerate(_parameters(optimizer)):
+        for name, value in optimizer.state[parameter].items():
+            if isinstance(value, Tensor):
+                tensors[f"{index}.{name}"] = value
+            else:
+                numbers[f"{index}.{name}"] = value
     return tensors, numbers
-
-
-def _leaves(tree: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def load_optimizer(
@@ -181,15 +165,15 @@ def load_optimizer(
     tensors: Mapping[str, Tensor],
     numbers: Mapping[str, int | float],
 ) -> None:
-    """Restore a state of `optimizer_state`; learning rates and decays stay those of the
-    settings.
-    """
-    state: dict[Any, Any] = {}
-    for name, value in (*tensors.items(), *numbers.items()):
-        index, *path, last = name.split(".")
-        place = state.setdefault(int(index), {})
-        for key in path:
-            place = place.setdefault(key, {})
-        place[last] = value
-    groups = optimizer.state_dict()["param_groups"]
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    """Restore an `optimizer_state`; learning rates and decays stay as in the settings."""
+    parameters = _parameters(optimizer)
+    for key, value in (*tensors.items(), *numbers.items()):
+        index, _, name = key.partition(".")
+        optimizer.state[parameters[int(index)]][name] = value
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    parameters: list[Tensor] = []
+    for group in optimizer.param_groups:
+        parameters += group["params"]
+    return parameters

@@ -99,11 +99,7 @@ class EpochPlan:
         return part(0, num_positions, workers.rank, workers.world_size)
 
     def pieces(self, step: int, workers: Workers = ALONE) -> list[Piece]:
-        """One worker's positions of one step, in the line's order; maybe none if they are few.
-
-        Raises:
-            ValueError: The epoch has no such step.
-        """
+        """One worker's positions of one step, in the line's order; maybe none if they are few."""
         first, last = self.share(step, workers)
         found = []
         offset = 0  # of a range within the step
@@ -117,8 +113,6 @@ class EpochPlan:
 
     def _ranges(self, step: int) -> list[tuple[int, int]]:
         """The ranges of the line that a step reads."""
-        if not 0 <= step < self.num_steps:
-            raise ValueError(f"step {step} of {self.num_steps}")
         return [part(start, stop, step, self.num_steps) for start, stop in self._lanes]
 
     def _between(self, start: int, stop: int) -> list[Piece]:

@@ -23,8 +23,10 @@ from pipeline.errors import DataError
 from pipeline.heads.accuracy import Score, score
 from pipeline.heads.losses import TargetHead, Teacher
 from pipeline.training.adapted_backbone import Backbone, write_adapter
-from pipeline.training.backbone_losses import Drift, measure_drift, summed_divergence
-from pipeline.training.evaluation import (
+from pipeline.training.backbone_losses import Drift, add_drift, summed_divergence
+from pipeline.training.feature_batches import part
+from pipeline.training.heads_only import head_weights, initial_heads, noisy
+from pipeline.training.held_out_accuracy import (
     MAX_POSITIONS,
     SPLIT,
     TOP,
@@ -32,8 +34,6 @@ from pipeline.training.evaluation import (
     evaluation_of,
     sample,
 )
-from pipeline.training.feature_batches import part
-from pipeline.training.heads_only import head_weights, initial_heads, noisy
 from pipeline.training.optimizers import heads_weight
 from pipeline.training.recipe import Recipe, make_recipe
 from pipeline.training.task import Learner, TrainResult, TrainSpec, Workers, product_dtype
@@ -197,23 +197,15 @@ class BackboneLearner(Learner):
                 hidden_ND = self.backbone.states(batch)
                 original_ND = self.backbone.original_states(batch)
                 low_NR = self.backbone.low(hidden_ND)
-                found = score(self.heads, hidden_ND, batch.next_N, batch.labels_KN, TOP)
-            moved = measure_drift(
-                hidden_ND.to(self.dtype), low_NR, self.backbone.head, original_ND, batch.next_N
-            )
-            for sums, more in zip((*drift, *total), (*moved, *found), strict=True):
-                sums += more
+                total.add(score(self.heads, hidden_ND, batch.next_N, batch.labels_KN, TOP))
+            head = self.backbone.head
+            add_drift(drift, hidden_ND.to(self.dtype), low_NR, head, original_ND, batch.next_N)
         for sums in (*drift, *total):
-            self.workers.sum(sums)
+            self.workers.sum_in_place(sums)
         return evaluation_of(total, drift.figures())
 
     def complete(self, result: TrainResult) -> TrainResult:
-        return replace(
-            result,
-            tokens_beyond_sequence=sum(text.num_cut for text in self.texts),
-            sequences=len(self.plan.groups),
-            quantization=self.spec.trained_target.quantization,
-        )
+        return replace(result, quantization=self.spec.trained_target.quantization)
 
     def write(self) -> None:
         """Write the adapter, and the tuned matrices into heads that borrow the target's."""

@@ -27,8 +27,8 @@ from pipeline.heads.accuracy import Score, score
 from pipeline.heads.kind import Heads, TargetWeights, most_frequent
 from pipeline.heads.losses import TargetHead, Teacher
 from pipeline.targets.lm_head import read_embedding, read_lm_head, read_logit_changes
-from pipeline.training.evaluation import MAX_POSITIONS, SPLIT, TOP, Evaluation, evaluation_of
 from pipeline.training.feature_batches import Batch, EpochPlan, load_batches
+from pipeline.training.held_out_accuracy import MAX_POSITIONS, SPLIT, TOP, Evaluation, evaluation_of
 from pipeline.training.recipe import Recipe, make_recipe
 from pipeline.training.task import Learner, TrainSpec, Workers, product_dtype
 
@@ -106,11 +106,9 @@ class HeadsLearner(Learner):
         total = Score.zero(self.heads.shape, TOP, self.device)
         for batch in self._load(plan, range(plan.num_steps), soft_labels=False):
             with self.autocast():
-                found = score(self.heads, batch.hidden_ND, batch.next_N, batch.labels_KN, TOP)
-            for sums, more in zip(total, found, strict=True):
-                sums += more
+                total.add(score(self.heads, batch.hidden_ND, batch.next_N, batch.labels_KN, TOP))
         for sums in total:
-            self.workers.sum(sums)
+            self.workers.sum_in_place(sums)
         return evaluation_of(total)
 
     def _load(self, plan: EpochPlan, steps: range, *, soft_labels: bool) -> Iterator[Batch]:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import difflib
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -53,23 +52,26 @@ class Method(ABC):
 
     def settings(self, train: TrainConfig, target_quantization: Bits | None) -> dict[str, Any]:
         """The settings of `train` that the result depends on, as plain data."""
-        unread = _sections(train) - self.sections_of(train)
+        unread = self.unread_sections(train)
         found = train.model_dump(mode="json", exclude=BOOKKEEPING | unread)
-        if recipe.uses_rule(found):
-            found["recipe"] = recipe.VERSION
+        found["recipe"] = recipe.VERSION
         return found
 
     def unread(self, train: TrainConfig) -> list[str]:
         """The keys that are set without effect: those of another kind or method."""
         keys = []
-        for name in sorted(_sections(train) - self.sections_of(train)):
+        for name in sorted(self.unread_sections(train)):
             for key in getattr(train, name).model_dump(exclude_defaults=True):
                 keys.append(f"train.{name}.{key}")
         return keys
 
-    def sections_of(self, train: TrainConfig) -> set[str]:
-        """The nested sections of `train` that are read: the kind's and the method's."""
-        return {train.heads, *self.sections}
+    def unread_sections(self, train: TrainConfig) -> set[str]:
+        """The nested sections of `train` that belong to another kind or method."""
+        sections = set()
+        for name in type(train).model_fields:
+            if isinstance(getattr(train, name), Section):
+                sections.add(name)
+        return sections - {train.heads, *self.sections}
 
     def check(self, config: Config, target: TargetSpec) -> None:  # noqa: B027  (most train any)
         """Raise ConfigError for settings and targets that this method cannot train."""
@@ -154,9 +156,8 @@ class HeadsAndBackbone(Method):
         needed = [Package("peft", "train.method", fix)]
         settings = config.train.backbone
         if settings.quantization_beside(config.target.quantization):
-            key = "train.backbone.quantization" if settings.quantization else "target.quantization"
-            fix = "Install it, or set train.backbone.quantization to none."
-            needed.append(Package("bitsandbytes", key, fix))
+            key = "train.backbone.quantization"
+            needed.append(Package("bitsandbytes", key, f"Install it, or set {key} to none."))
         return needed
 
     def phases(self, train: TrainConfig) -> Phases:
@@ -168,22 +169,15 @@ class HeadsAndBackbone(Method):
         return (("heads-first", HeadsLearner), ("", BackboneLearner))
 
 
-def _sections(train: TrainConfig) -> set[str]:
-    """The nested sections of `train`."""
-    return {name for name in type(train).model_fields if isinstance(getattr(train, name), Section)}
-
-
 METHODS: dict[str, Method] = {method.name: method for method in (HeadsOnly(), HeadsAndBackbone())}
 
 
 def method_of(train: TrainConfig) -> Method:
     """The method that `train.method` names; raises ConfigError if there is none."""
     if train.method not in METHODS:
-        near = difflib.get_close_matches(train.method, METHODS, n=1)
-        hint = f"Did you mean '{near[0]}'? " if near else ""
         raise ConfigError(
             f"There is no training method '{train.method}'.",
             "train.method",
-            f"{hint}It is {' or '.join(METHODS)}.",
+            f"It is {' or '.join(METHODS)}.",
         )
     return METHODS[train.method]

@@ -62,7 +62,7 @@ class MetricsLog:
         self._warnings: list[str] = []
         if report_to:
             run_id = read_object(directory / TRACKING_FILE).get("id")
-            if not isinstance(run_id, str):
+            if run_id is None:
                 run_id = uuid.uuid4().hex
                 self._reported = -1
             write_json(directory / TRACKING_FILE, {"id": run_id})
@@ -86,7 +86,7 @@ class MetricsLog:
         self._file.write(json.dumps({"step": step, **metrics}, allow_nan=False) + "\n")
         self._file.flush()
         if step > self._reported:
-            for name, tracker in self._active():
+            for name, tracker in list(self._trackers.items()):
                 with self._dropping(name):
                     tracker.log(step, dict(scalars(metrics)))
 
@@ -95,14 +95,11 @@ class MetricsLog:
 
         Without figures the training counts as interrupted.
         """
-        for name, tracker in self._active():
+        for name, tracker in list(self._trackers.items()):
             with self._dropping(name):
                 tracker.finish(result)
         self._trackers.clear()
         return self._warnings
-
-    def _active(self) -> list[tuple[str, Tracker]]:
-        return list(self._trackers.items())
 
     @contextlib.contextmanager
     def _dropping(self, name: str) -> Iterator[None]:
@@ -129,18 +126,13 @@ class TrackedRun:
 
 
 class TensorBoard:
-    package = "tensorboard"
-
-    def require_login(self) -> None:
-        """Do nothing: there is no login."""
-
     def begin(self, run: TrackedRun) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self.step = run.reported + 1
         self.writer = SummaryWriter(str(run.directory / "tensorboard"), purge_step=self.step)
         self.writer.add_text("run", run.name, self.step)
-        self._add_data("configuration", run.configuration)
+        self.writer.add_text("configuration", json.dumps(run.configuration), self.step)
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         self.step = step
@@ -149,33 +141,12 @@ class TensorBoard:
 
     def finish(self, result: Mapping[str, Any] | None) -> None:
         if result is not None:
-            self._add_data(
-                "final figures", result
-            )  # at the last step: step 0 would hide the others
+            # At the last step: step 0 would hide the others.
+            self.writer.add_text("final figures", json.dumps(result), self.step)
         self.writer.close()
-
-    def _add_data(self, name: str, data: Mapping[str, Any]) -> None:
-        lines = json.dumps(data, indent=2, default=str, ensure_ascii=False).splitlines()
-        code = "\n".join(f"    {line}" for line in lines)  # in Markdown
-        self.writer.add_text(name, code, self.step)
 
 
 class Trackio:
-    package = "trackio"
-
-    def require_login(self) -> None:
-        """Only a Space needs one."""
-        from huggingface_hub import get_token
-
-        space = os.environ.get("TRACKIO_SPACE_ID")
-        if space and not get_token():
-            raise EnvironmentFault(
-                f"Trackio is to report to the Space {space}, and nobody is logged in.",
-                KEY,
-                "Run `hf auth login`, unset TRACKIO_SPACE_ID, or leave trackio out of"
-                " train.report_to.",
-            )
-
     def begin(self, run: TrackedRun) -> None:
         import trackio
 
@@ -203,18 +174,6 @@ class Trackio:
 
 
 class WeightsAndBiases:
-    package = "wandb"
-
-    def require_login(self) -> None:
-        """Offline runs need none."""
-        import wandb
-
-        if wandb.setup().settings.mode == "online" and not wandb.api.api_key:
-            fix = (
-                "Run `wandb login`, set WANDB_MODE=offline, or leave wandb out of train.report_to."
-            )
-            raise EnvironmentFault("Nobody is logged in to Weights & Biases.", KEY, fix)
-
     def begin(self, run: TrackedRun) -> None:
         import wandb
 
@@ -252,22 +211,26 @@ TRACKERS: dict[str, type[Tracker]] = {
 
 
 def require_trackers(names: Sequence[str]) -> None:
-    """Check that trackers are installed and logged in.
+    """Check that trackers are installed, and that Weights & Biases has a login or is offline.
 
     Raises:
         EnvironmentFault: One is not.
     """
     for name in names:
-        tracker = TRACKERS[name]()
-        package = tracker.package
         try:
-            importlib.import_module(package)
+            importlib.import_module(name)
         except ImportError as error:
-            fix = (
-                f"Install it (pip install {package}, or medusa-distill[trackers]), or leave it out."
+            fix = f"Install it (pip install {name}, or medusa-distill[trackers]), or leave it out."
+            raise EnvironmentFault(f"{name} is not installed here.", KEY, fix) from error
+    if "wandb" in names:
+        import wandb
+
+        if wandb.setup().settings.mode == "online" and not wandb.api.api_key:
+            raise EnvironmentFault(
+                "Nobody is logged in to Weights & Biases.",
+                KEY,
+                "Run `wandb login`, set WANDB_MODE=offline, or leave wandb out.",
             )
-            raise EnvironmentFault(f"{package} is not installed here.", KEY, fix) from error
-        tracker.require_login()
 
 
 def scalars(figures: Any, name: str = "") -> Iterator[tuple[str, float]]:
@@ -283,15 +246,13 @@ def scalars(figures: Any, name: str = "") -> Iterator[tuple[str, float]]:
 
 
 def read_metrics(directory: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of metrics.jsonl, without damaged ones."""
+    """Yield the lines of metrics.jsonl, without one that a kill cut short."""
     path = directory / FILE
     if not path.is_file():
         return
     for line in path.read_bytes().splitlines():
-        with contextlib.suppress(ValueError, RecursionError):
-            metrics = json.loads(line)
-            if isinstance(metrics, dict) and isinstance(metrics.get("step"), int):
-                yield metrics
+        with contextlib.suppress(ValueError):
+            yield json.loads(line)
 
 
 def read_curves(directory: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

@@ -18,9 +18,8 @@ from pipeline.errors import EnvironmentFault
 
 def trained(module: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that train, by name."""
-    return {
-        name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad
-    }
+    named = module.named_parameters()
+    return {name: parameter for name, parameter in named if parameter.requires_grad}
 
 
 def make_optimizer(
@@ -69,44 +68,35 @@ def _adamw_8bit(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
             f"bitsandbytes cannot be imported: {error}.", "train.optimizer", fix
         ) from error
 
-    class SlicedAdamW8bit(AdamW8bit):
-        def __init__(self) -> None:
-            self._stacks = {stack: _slices(stack) for group in groups for stack in group["params"]}
-            super().__init__([_sliced(group, self._stacks) for group in groups])
+    slices: dict[nn.Parameter, list[nn.Parameter]] = {}
+    sliced_groups = []
+    for group in groups:
+        sliced: list[nn.Parameter] = []
+        for stack in group["params"]:
+            slices[stack] = [nn.Parameter(view) for view in _matrices(stack.detach())]
+            sliced += slices[stack]
+        sliced_groups.append({**group, "params": sliced})
+    optimizer: torch.optim.Optimizer = AdamW8bit(sliced_groups)
 
-        @torch.no_grad()
-        def step(self, closure: Any = None) -> Any:
-            for stack, views in self._stacks.items():
-                if stack.grad is not None:
-                    for view, gradient in zip(views, _matrices(stack.grad), strict=True):
-                        view.grad = gradient
-            return super().step(closure)
+    def pass_gradients(*_: Any) -> None:
+        for stack, parameters in slices.items():
+            assert stack.grad is not None, "the trainer gives every parameter a gradient"
+            for parameter, gradient in zip(parameters, _matrices(stack.grad), strict=True):
+                parameter.grad = gradient
 
-        def zero_grad(self, set_to_none: bool = True) -> None:
-            super().zero_grad(set_to_none)
-            for stack in self._stacks:
-                stack.grad = None
+    def free_gradients(*_: Any) -> None:
+        optimizer.zero_grad()  # of the slices; those of the stacks are the trainer's
 
-    return SlicedAdamW8bit()
-
-
-def _slices(stack: nn.Parameter) -> list[nn.Parameter]:
-    """A parameter for each matrix of a stack, on the stack's memory."""
-    return [nn.Parameter(view) for view in _matrices(stack.detach())]
-
-
-def _sliced(
-    group: dict[str, Any], stacks: dict[nn.Parameter, list[nn.Parameter]]
-) -> dict[str, Any]:
-    views: list[nn.Parameter] = []
-    for stack in group["params"]:
-        views += stacks[stack]
-    return {**group, "params": views}
+    optimizer.register_step_pre_hook(pass_gradients)
+    optimizer.register_step_post_hook(free_gradients)
+    return optimizer
 
 
 def _matrices(stack: Tensor) -> list[Tensor]:
     """Views of a stack's matrices: [..., A, B] as many [A, B]; a single one as it is."""
-    return list(stack.flatten(0, -3).unbind(0)) if stack.dim() > 2 else [stack]
+    if stack.dim() <= 2:
+        return [stack]
+    return list(stack.flatten(0, -3).unbind(0))
 
 
 def set_lr(optimizer: torch.optim.Optimizer, share: float) -> None:

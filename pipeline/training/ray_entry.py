@@ -25,22 +25,21 @@ from pipeline.execution.placement import Placement
 from pipeline.execution.progress import ProgressReporter
 from pipeline.execution.ray_executor import last_line, run_and_carry_errors
 from pipeline.training.task import TrainResult, TrainSpec, Workers
-from pipeline.training.trainer import finished, recipes_of, train
+from pipeline.training.trainer import train
 
 MAX_START_FAILURES = 10  # a minute each: a cluster that scales up needs some
 HEALTH_CHECK_SECONDS = "0.5"
 
 WorkerResult = tuple[TrainResult | None, MedusaDistillError | None]
-"""The first worker's result, or the user's error."""
+"""What `run_worker` returns: the training's result, or the user's error."""
 
 
 def train_on_ray(
     spec: TrainSpec,
     placement: Placement,
     max_failures: int,
-    on_death: Callable[..., None] | None = None,
+    on_death: Callable[..., None],
     progress: ProgressReporter | None = None,
-    worker: Callable[[dict[str, Any]], WorkerResult] | None = None,
 ) -> TrainResult:
     """Run `train` on the placement's workers; return the first worker's result.
 
@@ -54,16 +53,11 @@ def train_on_ray(
         on_death: Called with `error="..."` for each death, in the process of Ray Train's
             controller; picklable.
         progress: Updated by the first worker.
-        worker: Runs on every worker, by default `run_worker`.
 
     Raises:
         MedusaDistillError: As a worker raised it.
         EnvironmentFault: Workers died too often.
     """
-    result = finished(spec)
-    if result is not None:
-        return result  # without starting workers
-    recipes_of(spec)  # bad data is refused before workers start
     os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", HEALTH_CHECK_SECONDS)
     # Absolute paths: Ray Train moves its workers to a directory of its own.
     spec = replace(
@@ -78,7 +72,7 @@ def train_on_ray(
     if placement.gpus:
         resources["GPU"] = placement.gpus
     trainer = TorchTrainer(
-        worker or run_worker,
+        run_worker,
         train_loop_config={"spec": spec, "cpus": placement.cpus, "progress": progress},
         torch_config=TorchConfig(backend="nccl" if placement.gpus else "gloo"),
         scaling_config=ScalingConfig(
@@ -93,17 +87,19 @@ def train_on_ray(
                 max_failures=max_failures - 1, controller_failure_limit=MAX_START_FAILURES
             ),
             logging_config=LoggingConfig(log_level="ERROR"),
-            callbacks=[DeathReporter(on_death)] if on_death else [],
+            callbacks=[DeathReporter(on_death)],
         ),
     )
     try:
-        result, error = trainer.fit().return_value
+        outcome: WorkerResult = trainer.fit().return_value
     except Exception as failure:
         raise _readable(failure, spec) from failure
     finally:
         shutil.rmtree(bookkeeping, ignore_errors=True)
+    result, error = outcome
     if error:
         raise error
+    assert result is not None, "a worker without an error returns a result"
     return result
 
 

@@ -12,8 +12,8 @@ The rule, with its evidence in docs/recipes-and-methods.md and `python -m benchm
 - Warmup is a tenth of the steps, at most the paper's 40.
 
 Explicit settings are kept, and the others fit them. The rule is a function of counts alone, so that
-every worker and every resume agree. Raise `VERSION` when it changes: it is part of the fingerprint
-of trainings that use the rule. Importing this module does not import torch.
+every worker and every resume agree. Raise `VERSION` when the rule changes: it is part of every
+training's fingerprint. Importing this module does not import torch.
 
 Source: the paper's settings are those of appendix B, for 100,000 conversations and targets of 7B
     and more.
@@ -22,9 +22,8 @@ Source: the paper's settings are those of appendix B, for 100,000 conversations 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from pipeline.config import TrainConfig
 
@@ -59,13 +58,13 @@ class Recipe:
     def total_steps(self) -> int:
         return self.steps_per_epoch * self.epochs
 
-    def described(self) -> str:
-        """Describe the recipe in words: `4 epochs of 146 steps, …`."""
-        epochs = (
-            f"{self.epochs:,} epoch{'s' if self.epochs > 1 else ''} of {self.steps_per_epoch:,}"
-            " steps"
+    def describe(self) -> str:
+        """Describe the recipe in words, `4 epochs of 146 steps, …`."""
+        unit = "epoch" if self.epochs == 1 else "epochs"
+        return (
+            f"{self.epochs:,} {unit} of {self.steps_per_epoch:,} steps, {self.batch_tokens:,}"
+            f" positions each; peak learning rate {self.lr:.2g}"
         )
-        return f"{epochs}, {self.batch_tokens:,} positions each; peak learning rate {self.lr:.2g}"
 
     def evaluates_after(self, step: int, held_out_share: float) -> bool:
         """Whether an evaluation follows this step: at the end of each epoch, and of equal parts.
@@ -129,24 +128,13 @@ def make_recipe(
     return Recipe(epochs, lr, warmup_steps, steps, -(-positions // steps), batch)
 
 
-def uses_rule(settings: Mapping[str, Any]) -> bool:
-    """Whether the rule resolves any of these settings of `train`, given as plain data."""
-    for key in ("epochs", "lr", "batch_tokens", "warmup_steps"):
-        if settings.get(key) == "auto":
-            return True
-    return settings.get("backbone", {}).get("batch_sequences") == "auto"
-
-
-def few_steps(recipes: Sequence[Recipe]) -> str | None:
+def too_few_steps(recipes: Sequence[Recipe]) -> str | None:
     """A warning with advice if a phase has too few steps for useful heads, else None."""
-    fewest = min(recipes, key=lambda recipe: recipe.total_steps)
-    if fewest.total_steps >= FEW_STEPS:
+    fewest = min(recipe.total_steps for recipe in recipes)
+    if fewest >= FEW_STEPS:
         return None
-    ways = ["give more seeds", f"raise train.epochs from {fewest.epochs}"]
-    if fewest.batch_tokens > MIN_BATCH:
-        settings = "train.batch_tokens, or of Medusa-2 train.backbone.batch_sequences"
-        ways.append(f"take smaller batches than {fewest.batch_tokens:,} positions ({settings})")
     return (
-        f"{fewest.total_steps:,} optimizer steps are too few: heads of less than {FEW_STEPS} guess"
-        f" hardly better than untrained ones. What helps: {', or '.join(ways)}."
+        f"{fewest:,} optimizer steps are too few: heads of less than {FEW_STEPS} guess hardly"
+        " better than untrained ones. What helps: more seeds, a higher train.epochs, or smaller"
+        " batches (train.batch_tokens, of Medusa-2 train.backbone.batch_sequences)."
     )

@@ -25,7 +25,7 @@ from pipeline.errors import EnvironmentFault
 from pipeline.heads.kind import Heads
 from pipeline.heads.shapes import HeadsShape
 from pipeline.targets.spec import TargetSpec, one_line
-from pipeline.training.evaluation import Evaluation
+from pipeline.training.held_out_accuracy import Evaluation
 from pipeline.training.optimizers import cosine_with_warmup
 from pipeline.training.recipe import Recipe, make_recipe
 
@@ -96,8 +96,6 @@ class TrainResult:
     draft_coverage: float | None = None
     drift: TunedDrift | None = None
     hyperparameters: Recipe
-    tokens_beyond_sequence: int | None = None
-    sequences: int | None = None
     quantization: Bits | None = None  # of the backbone that the drift is measured from
     warnings: list[str] = field(default_factory=list)
     earlier: dict[str, TrainResult] = field(default_factory=dict)  # of earlier phases, by name
@@ -132,16 +130,17 @@ class Workers:
         if self.world_size > 1:
             dist.barrier()
 
-    def sum(self, tensor: Tensor) -> Tensor:
-        """Sum over all workers, in place; the result is bitwise equal on each."""
+    def sum_in_place(self, tensor: Tensor) -> None:
+        """Replace a tensor by its sum over all workers, bitwise equal on each."""
         if self.world_size > 1:
             dist.all_reduce(tensor)
-        return tensor
 
-    def first(self, number: int, device: torch.device) -> int:
+    def from_first(self, number: int, device: torch.device) -> int:
         """The first worker's number, on every worker."""
-        mine = number if self.is_first else 0
-        return int(self.sum(torch.tensor(mine, device=device)))
+        sent = torch.tensor(number, device=device)
+        if self.world_size > 1:
+            dist.broadcast(sent, src=0)
+        return int(sent)
 
 
 class Learner(ABC):
@@ -269,14 +268,14 @@ def gpu_errors(spec: TrainSpec, saves_memory: Sequence[str]) -> Iterator[None]:
     """Turn out-of-memory and missing-kernel errors into EnvironmentFault."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
-        what = "The GPU's memory is too small for this training."
-        fix = f"What helps most: {', '.join([*spec.kind.saves_memory, *saves_memory])}."
-        raise EnvironmentFault(what, spec.directory, fix) from error
-    except torch.AcceleratorError as error:
-        what = f"The GPU cannot compute this training: {one_line(error)}."
-        fix = "Set train.precision: fp32, or train on a newer GPU."
-        raise EnvironmentFault(what, spec.directory, fix) from error
+    except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
+        settings = ", ".join([*spec.kind.saves_memory, *saves_memory])
+        raise EnvironmentFault(
+            f"The GPU cannot compute this training: {one_line(error)}.",
+            spec.directory,
+            f"If memory is too small, set {settings}; if a kernel is missing, set"
+            " train.precision: fp32.",
+        ) from error
 
 
 def product_dtype(spec: TrainSpec, device: torch.device) -> torch.dtype:

@@ -2,7 +2,7 @@
 
 Conversations in one sequence do not see each other: positions start from 0 in each, from which
 transformers finds and masks the others. A conversation is cut after the last state that learns
-something; what exceeds `sequence_length` is left out and counted. Sequences are packed once, as
+something; what exceeds `sequence_length` is left out. Sequences are packed once, as
 densely as the longest-first rule can. Every epoch shuffles them, so all epochs have equally many
 steps and any (epoch, step) is reached by arithmetic.
 
@@ -39,11 +39,6 @@ class Text:
     def num_learned(self) -> int:
         """Target-written tokens that are learned."""
         return int(np.count_nonzero(feature_positions(self.spans) < self.num_read))
-
-    @property
-    def num_cut(self) -> int:
-        """Target-written tokens beyond what is read."""
-        return sum(map(len, self.spans)) - self.num_learned
 
 
 NOTHING = Text(np.zeros(1, np.int32), (), num_read=1)

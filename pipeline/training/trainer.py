@@ -20,6 +20,7 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ from pipeline.training.checkpoints import (
     load_optimizer,
     optimizer_state,
 )
-from pipeline.training.evaluation import Evaluation
+from pipeline.training.held_out_accuracy import Evaluation
 from pipeline.training.metrics import MetricsLog
 from pipeline.training.optimizers import make_optimizer, set_lr, trained
 from pipeline.training.recipe import Recipe
@@ -67,59 +68,40 @@ def train(
         EnvironmentFault: A GPU or bitsandbytes is missing, memory is too small, or the disk is
             full.
     """
-    result = finished(spec)
-    if result is not None:
-        return result
     workers = workers or Workers()
     progress = progress or ProgressReporter()
-    steps_done = 0
+    results: dict[str, TrainResult] = {}
     heads_from = None
-    for number, (name, learner) in enumerate(spec.phases):
-        of_phase = spec.of_phase(name)
-        result = _read_result(of_phase)
-        if result is None:
-            steps_left = 0
-            for later, its_learner in spec.phases[number + 1 :]:
-                steps_left += its_learner.recipe_of(spec.of_phase(later)).total_steps
-            of_phase.path.mkdir(exist_ok=True)
-            device = choose_device(spec)
-            devices = [device] if device.type == "cuda" else []
-            with gpu_errors(spec, learner.saves_memory), torch.random.fork_rng(devices):
-                torch.manual_seed(spec.seed)  # equal on every worker
-                trainer = Trainer(learner(of_phase, workers, device, heads_from))
-                result = trainer.run(progress, steps_done, steps_left)
-            del trainer
+    for name, learner in spec.phases:
+        phase = spec.of_phase(name)
+        summary = read_summary(phase.heads_path, phase.heads_shape)
+        if summary is None:
+            result = _train_phase(name, learner, phase, workers, heads_from, progress)
             gc.collect()  # the next phase needs the memory of weights and moments
             workers.wait()  # for the first worker to write the heads
-        steps_done += result.steps
-        heads_from = of_phase.heads_path
-    assert result is not None, "there is a phase"
-    return with_earlier_phases(spec, result)
+        else:
+            result = from_json(TrainResult, summary)
+        results[name.replace("-", "_")] = result
+        heads_from = phase.heads_path
+    last = results.pop("")
+    return replace(last, earlier=results)
 
 
-def finished(spec: TrainSpec) -> TrainResult | None:
-    """The result of a finished training, else None.
-
-    Raises:
-        DataError: The directory holds heads of another shape.
-    """
-    result = _read_result(spec)
-    return None if result is None else with_earlier_phases(spec, result)
-
-
-def with_earlier_phases(spec: TrainSpec, result: TrainResult) -> TrainResult:
-    """Add the results of earlier phases to that of the last."""
-    earlier = {}
-    for name, _ in spec.phases[:-1]:
-        found = _read_result(spec.of_phase(name))
-        if found is not None:
-            earlier[name.replace("-", "_")] = found
-    return replace(result, earlier=earlier)
-
-
-def _read_result(spec: TrainSpec) -> TrainResult | None:
-    summary = read_summary(spec.heads_path, spec.heads_shape)
-    return None if summary is None else from_json(TrainResult, summary)
+def _train_phase(
+    name: str,
+    learner: type[Learner],
+    spec: TrainSpec,
+    workers: Workers,
+    heads_from: Path | None,
+    progress: ProgressReporter,
+) -> TrainResult:
+    spec.path.mkdir(exist_ok=True)
+    device = choose_device(spec)
+    devices = [device] if device.type == "cuda" else []
+    with gpu_errors(spec, learner.saves_memory), torch.random.fork_rng(devices):
+        torch.manual_seed(spec.seed)  # equal on every worker
+        trainer = Trainer(learner(spec, workers, device, heads_from))
+        return trainer.run(progress, name)
 
 
 def recipes_of(spec: TrainSpec) -> list[Recipe]:
@@ -181,6 +163,15 @@ class TrainState:
         )
 
 
+@dataclass(frozen=True)
+class StepResult:
+    """One optimizer step over all workers; `metrics` are its entries in metrics.jsonl."""
+
+    loss: float
+    positions: int  # learned from
+    metrics: dict[str, Any]
+
+
 class Trainer:
     """The training of one phase: a learner, its optimizer, and one step after another."""
 
@@ -191,21 +182,23 @@ class Trainer:
         self.modules = nn.ModuleDict(learner.modules)
         self.trained = trained(self.modules)
         self.parameters = list(self.trained.values())
-        self.best: dict[str, Tensor] = {}  # the best state, on the first worker's CPU
+        # Copies of the best weights on the CPU; only on the first worker, which writes them.
+        self.best: dict[str, Tensor] = {}
 
-    def step(self, step: int, batches: Sequence[Any]) -> dict[str, Any]:
+    def step(self, step: int, batches: Sequence[Any]) -> StepResult:
         """Take one optimizer step, of which this worker computes a share.
 
-        Returns:
-            The whole step's metrics: loss, the learner's, grad_norm, lr and positions.
+        Raises:
+            CheckFailed: The loss or its gradient is not finite.
         """
         learner = self.learner
-        workers = learner.workers
         # Every worker divides by the labels of the whole step.
-        counts_C = workers.sum(learner.label_counts(batches)).clamp(min=1)
+        counts_C = learner.label_counts(batches)
+        learner.workers.sum_in_place(counts_C)
+        counts_C = counts_C.clamp(min=1)
         weights_C = learner.loss_weights(step) / counts_C
 
-        self.optimizer.zero_grad(set_to_none=True)
+        self.modules.zero_grad(set_to_none=True)
         self.modules.train()
         sums_C = torch.zeros(len(counts_C), device=learner.device)
         for batch in batches:
@@ -214,18 +207,19 @@ class Trainer:
             sums_C += losses_C.detach()
         self.modules.eval()
 
-        workers.sum(sums_C)
+        learner.workers.sum_in_place(sums_C)
         for parameter in self.parameters:
             if parameter.grad is None:  # without a backward on this worker
                 parameter.grad = torch.zeros_like(parameter)
-            workers.sum(parameter.grad)
+            learner.workers.sum_in_place(parameter.grad)
         norm = nn.utils.clip_grad_norm_(self.parameters, self.settings.max_grad_norm)
-        scalars = torch.stack([(weights_C * sums_C).sum(), norm, counts_C[0]])
+        positions = counts_C[0]  # the first component has a label at every position
+        figures = torch.stack([(weights_C * sums_C).sum(), norm, positions])
         # One transfer from the GPU.
-        loss, grad_norm, positions, *means = torch.cat([scalars, sums_C / counts_C]).tolist()
+        loss, grad_norm, num_positions, *means = torch.cat([figures, sums_C / counts_C]).tolist()
 
-        share = learner.lr_share(step)
-        lr = share * learner.recipe.lr
+        lr_share = learner.lr_share(step)
+        lr = lr_share * learner.recipe.lr
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             raise CheckFailed(
                 f"Training diverged: at a learning rate of {lr:.2g} the loss is {loss}, its"
@@ -233,31 +227,20 @@ class Trainer:
                 learner.spec.directory,
                 "Lower train.lr, raise train.warmup_steps or set train.precision: fp32.",
             )
-        set_lr(self.optimizer, share)
+        set_lr(self.optimizer, lr_share)
         self.optimizer.step()
-        return {
-            "loss": loss,
-            **learner.metrics(step, means),
-            "grad_norm": grad_norm,
-            "lr": lr,
-            "positions": int(positions),
-        }
+        metrics = {"loss": loss, **learner.metrics(step, means), "grad_norm": grad_norm, "lr": lr}
+        return StepResult(loss, int(num_positions), metrics)
 
-    def run(
-        self, progress: ProgressReporter, steps_before: int = 0, steps_after: int = 0
-    ) -> TrainResult:
-        """Train until the last step or early stopping, write the best state, return the result.
-
-        `steps_before` and `steps_after` belong to other phases; progress counts them.
-        """
+    def run(self, progress: ProgressReporter, phase: str = "") -> TrainResult:
+        """Train until the last step or early stopping, write the best state, return the result."""
         learner = self.learner
         spec = learner.spec
         recipe = learner.recipe
-        total = steps_before + recipe.total_steps + steps_after
         checkpoints = Checkpoints(spec.path / "checkpoints", self.settings)
         state = self.resume(checkpoints)
         log = self.open_log(state.step)
-        progress.begin("", total, done=steps_before + state.step, unit="steps")
+        progress.begin(phase, recipe.total_steps, done=state.step, unit="steps")
         with checkpoints, log or nullcontext():
             if state.step == 0:
                 evaluation = self.evaluate(state)
@@ -266,10 +249,10 @@ class Trainer:
             started = time.monotonic()
             for batches in learner.steps(state.step):
                 if state.stale >= self.settings.patience:
-                    break
-                metrics = self.step(state.step, batches)
-                loss = metrics["loss"]
-                state.advance(loss, metrics.pop("positions"), time.monotonic() - started)
+                    break  # early stopping; a resumed training may already be there
+                step = self.step(state.step, batches)
+                state.advance(step.loss, step.positions, time.monotonic() - started)
+                metrics = dict(step.metrics)
                 metrics["epoch"] = state.step / recipe.steps_per_epoch
                 metrics["tokens"] = state.tokens
                 metrics["tokens_per_second"] = state.tokens_per_second
@@ -279,8 +262,8 @@ class Trainer:
                     log.write(state.step, metrics)
                     if checkpoints.due(state.step):
                         self.save(checkpoints, state)
-                note = f"loss {loss:.3f}, {state.tokens_per_second:,.0f} positions/s"
-                progress.update(steps_before + state.step, note)
+                note = f"loss {step.loss:.3f}, {state.tokens_per_second:,.0f} positions/s"
+                progress.update(state.step, note)
                 started = time.monotonic()
             result = learner.complete(state.result(recipe))
             if log:

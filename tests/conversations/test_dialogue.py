@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.conversations.conversation import Conversation, Message, Reason, RowRejected
-from pipeline.conversations.dialogue import Dialogue
+from pipeline.conversations.dialogue import Dialogue, require_both_sides
 from pipeline.conversations.requests import Completion, Sampling, sample_seed
 from pipeline.conversations.spans import Span
 from pipeline.conversations.template import ChatTemplate
@@ -198,7 +198,7 @@ def test_self_talk_without_rounds_ends_with_the_context(chatml, tokenizer):
 
 def test_self_talk_needs_a_token_that_ends_a_user_text(templates, tokenizer):
     with pytest.raises(ConfigError, match="replay"):
-        seed_dialogue(ChatTemplate(tokenizer, templates["vicuna"]), mode="self-talk")
+        require_both_sides(ChatTemplate(tokenizer, templates["vicuna"]), "self-talk")
 
 
 # Passthrough.

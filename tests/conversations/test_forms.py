@@ -63,11 +63,6 @@ KIND = "system: Be kind. | user: Hello?"
             ' {"role": "assistant", "content": "Hi."}]}',
             "user: Hello? | assistant: Hi.",
         ),
-        (
-            "ultrachat",
-            '{"prompt": "Hello?", "messages": [{"role": "assistant", "content": "Hi."}]}',
-            "user: Hello? | assistant: Hi.",
-        ),
         ("turns", '{"turns": ["First?", "Second?"]}', "user: First? | user: Second?"),
         ("alpaca", '{"instruction": "Translate."}', ASKED),
         ("alpaca", '{"instruction": "Translate.", "input": null, "output": null}', ASKED),
@@ -120,8 +115,7 @@ def test_every_form_is_read_detected_or_named(form, line, expected):
 
 def test_ids_and_categories_are_the_dump_s_own():
     row = {"id": None, "question_id": 81, "category": "writing", "turns": ["First?"]}
-    messages = (Message("user", "First?"),)
-    assert read(row) == Conversation("seeds:0", messages, "81", "writing")
+    assert read(row) == Conversation("seeds:0", (Message("user", "First?"),), "81", "writing")
 
 
 @pytest.mark.parametrize("name", [name for name, role in ROLES.items() if role != "tool"])
@@ -135,10 +129,7 @@ def test_every_name_of_a_role_is_known(name):
     "parts",
     [
         '[{"type": "text", "text": "Hello "}, "there?"]',
-        '[{"type": "text", "value": "Hello "}, {"type": "input_text", "text": "there?"}]',
-        '[{"type": "text", "text": {"value": "Hello there?", "annotations": []}}]',
-        '[{"type": "text", "text": "Hello there?", "value": null}]',
-        '[{"type": "text", "text": ""}, "Hello there?"]',
+        '[{"type": "text", "text": ""}, {"type": "input_text", "text": "Hello there?"}]',
     ],
 )
 def test_text_parts_are_joined_and_other_parts_rejected(parts):
@@ -196,7 +187,6 @@ def test_a_clear_meaning_is_repaired(turns, repaired):
         ('{"prompt": 5}', Reason.NOT_TEXT),
         ('{"data": ["A?", ["B."]]}', Reason.NOT_TEXT),
         ('{"instruction": "A?", "input": 7}', Reason.NOT_TEXT),
-        ('{"instruction": "A?", "output": ["b"]}', Reason.NOT_TEXT),
         ('{"instruction": "A?", "history": [["a"]]}', Reason.UNKNOWN_FORMAT),
         ('{"conversations": [{"from": "narrator", "value": "Once"}]}', Reason.UNKNOWN_FORMAT),
         ('{"conversations": [{"from": null, "value": "Once"}]}', Reason.UNKNOWN_FORMAT),
@@ -206,17 +196,13 @@ def test_a_clear_meaning_is_repaired(turns, repaired):
         ("{}", Reason.UNKNOWN_FORMAT),
         ("null", Reason.UNKNOWN_FORMAT),
         ('["A?"]', Reason.UNKNOWN_FORMAT),
+        ('{"messages": [{"role": "user", "content": "A?"}]}', Reason.UNKNOWN_FORMAT),
     ],
 )
 def test_an_unclear_row_is_rejected_with_its_reason(line, reason):
     row = json.loads(line)
-    outcome = read(row)
+    outcome = read(row, "sharegpt" if "messages" in line else "auto")
     assert (outcome.id, outcome.reason, outcome.row) == ("seeds:0", reason, row) and outcome.detail
-
-
-def test_a_named_form_rejects_rows_of_another():
-    outcome = read({"data": ["A?"]}, "sharegpt")
-    assert outcome.reason is Reason.UNKNOWN_FORMAT and "`conversations`" in outcome.detail
 
 
 def test_the_character_limit_is_exact():
@@ -247,7 +233,7 @@ def test_the_character_limit_is_exact():
 )
 def test_half_a_surrogate_pair_is_undecodable_wherever_it_stands(line):
     assert isinstance(read(json.loads(line)), Conversation)
-    for text in ("a\ud83d", "\udc00b", "\ude00\ud83d", "\ufdd0"):
+    for text in ("a\ud83d", "\udc00b", "\ude00\ud83d"):
         outcome = read(json.loads(line.replace("TEXT", text)))
         assert outcome.reason is Reason.UNDECODABLE
 
@@ -276,7 +262,7 @@ def test_the_configuration_names_what_the_forms_read():
 # Anything at all.
 
 strings = st.text(st.characters(), max_size=6) | st.sampled_from(
-    ["", " ", "\ud800", "\0", "\ufeff", "\ufdd0", "Hello?"]
+    ["", " ", "\ud800", "\0", "\ufeff", "Hello?"]
 )
 anything = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | strings,

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from pipeline.conversations.requests import TextStream, degenerate_loop, distinct_n
+from pipeline.conversations.requests import TextStream, degenerate_loop
 from tests.flows.tiny import SPECIAL
 
 
@@ -85,10 +85,3 @@ ORDINARY = {
 @pytest.mark.parametrize("ids", ORDINARY.values(), ids=ORDINARY)
 def test_ordinary_repetition_is_no_loop(ids):
     assert not degenerate_loop(ids)
-
-
-def test_distinct_n_is_the_share_of_different_ngrams():
-    assert distinct_n([1, 2, 1, 2, 1], n=2) == 2 / 4
-    assert distinct_n([5] * 13, n=4) == 1 / 10
-    for ids in ([], [1], [1, 2, 3, 4], [1, 2, 3, 4, 5]):
-        assert distinct_n(ids) == 1.0

@@ -15,9 +15,7 @@ from pipeline.conversations.conversation import Conversation, Message, Reason
 from pipeline.conversations.dialogue import Dialogue
 from pipeline.conversations.forms import RowSettings, read_row
 from pipeline.conversations.template import ChatTemplate, for_template
-from pipeline.errors import ConfigError
 from tests.conversations.scripted_target import END, SETTINGS, hold, only_row, written
-from tests.conversations.test_template import ENDLESS
 
 CALL = '{"name": "weather", "arguments": {"city": "Paris", "days": 2}}'
 RESULT = '{"sky": "clear"}'
@@ -148,15 +146,6 @@ def test_calls_and_results_are_context_between_the_answers(first, calling, token
     assert "Says the weather." in text and "Clear." not in text and text.count("<tool_call>") == 1
     reference = calling.offering(seed.tools).render(row.messages, asks=False)
     assert reference.startswith(text)
-
-
-@pytest.mark.timeout(120)
-def test_an_endless_template_for_calls_is_stopped_and_refused(tokenizer, monkeypatch):
-    endless = "{% if messages[-1].role == 'tool' %}" + ENDLESS + "{% endif %}"
-    template = ChatTemplate(tokenizer, endless + CALLING)
-    monkeypatch.setattr("pipeline.conversations.template.PATIENCE", 0.1)
-    with pytest.raises(ConfigError, match=r"target\.chat_template"):
-        _ = template.renders_tools
 
 
 def test_a_template_without_functions_ends_the_conversation_before_them(chatml, tokenizer):

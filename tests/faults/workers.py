@@ -157,9 +157,10 @@ def killed_trainer(config: dict[str, Any]) -> Any:
 
 def train_and_be_killed(**arguments: Any) -> Any:
     """`train_on_ray` with workers of which one is killed."""
-    from pipeline.training.ray_entry import train_on_ray
+    from pipeline.training import ray_entry
 
-    return train_on_ray(**arguments, worker=killed_trainer)
+    ray_entry.run_worker = killed_trainer  # in a Ray task's own process
+    return ray_entry.train_on_ray(**arguments)
 
 
 def diary_of(task: ShardTask, name: str) -> Path:

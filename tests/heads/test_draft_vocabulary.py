@@ -20,7 +20,7 @@ from pipeline.heads.losses import TargetHead, Teacher
 from pipeline.heads.medusa import MedusaHeads
 from pipeline.heads.recurrent import RecurrentHeads
 from pipeline.heads.shapes import MedusaShape, RecurrentShape
-from pipeline.training.evaluation import evaluation_of
+from pipeline.training.held_out_accuracy import evaluation_of
 from tests.heads.linear_heads import LinearHeads, LinearShape
 from tests.heads.plain_loss import plain_summed_cross_entropy
 from tests.heads.pruning import pruned

@@ -10,7 +10,6 @@ from collections import Counter
 from io import StringIO
 
 import pyarrow as pa
-import pyarrow.feather as feather
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
@@ -22,14 +21,13 @@ from pipeline.artifacts.seed_rows import SEEDS
 from pipeline.cli.app import app
 from pipeline.conversations.conversation import Conversation, Message, Reason, RejectedRow
 from pipeline.conversations.duplicates import CheckQuestions, plain
-from pipeline.conversations.splits import Openings, in_shards, split_rows
+from pipeline.conversations.splits import in_shards, split_rows
 from pipeline.errors import CheckFailed, ConfigError, DataError
 from pipeline.flow import run_flow
 from pipeline.report.facts import warnings
 from pipeline.report.report import Report, StageFigures
 from pipeline.report.tables import skipped_files_table
 from pipeline.run.reporting import assemble
-from pipeline.stages.seeds import require_enough
 from pipeline.storage.shards import ShardWriter
 from pipeline.storage.stage_directory import StageDirectory
 from tests.flows.tiny import latest, quarantined, run_again, save_seeds, stored
@@ -94,11 +92,6 @@ def test_no_question_opens_conversations_of_two_splits(openings, holdout, limit)
         assert set(found.values()) == {"train", "calibrate", "check"}
 
 
-def test_a_frequent_question_leaves_the_split_counts_exact():
-    rows = [conversation(f"s:{i}", "hi" if i % 5 == 0 else None) for i in range(400)]
-    assert Counter(splits(rows, 0.1).values()) == {"train": 360, "calibrate": 20, "check": 20}
-
-
 @given(number=st.integers(64, 300), holdout=st.floats(0.01, 0.9))
 def test_in_a_large_set_each_row_s_own_hash_decides(number, holdout):
     """A large set is streamed; one up to the limit is counted."""
@@ -157,17 +150,17 @@ def talks(path, rows: list[list[str]]):
     return path
 
 
-def test_questions_that_are_too_frequent_are_named(made, tmp_path):
+def test_openings_that_are_too_frequent_give_a_warning(made, tmp_path):
     openings = ["hi"] * 30 + [f"q{i}" for i in range(10)]
     rows = [[question, "Yes.", f"And number {i}?"] for i, question in enumerate(openings)]
     stage = made(talks(tmp_path / "seeds.jsonl", rows))
     counts = Counter(row["split"] for row in stored(stage))
     assert counts == {"train": 30, "calibrate": 5, "check": 5}
     (warning,) = stage.summary["warnings"]
-    assert '"hi" opens 30 of 40' in warning
+    assert "train 30, calibrate 5, check 5" in warning
     assert warning in warnings(Report(seeds=StageFigures(warnings=[warning])))
     alike = [["Hi there", "Yes.", f"And number {i}?"] for i in range(40)]
-    with pytest.raises(DataError, match='"Hi there" opens 40 of 40'):
+    with pytest.raises(DataError, match="train 40"):
         made(talks(tmp_path / "alike.jsonl", alike))
 
 
@@ -222,23 +215,6 @@ def test_too_few_rows_for_three_splits_are_refused(made, tmp_path):
         made(save_seeds(tmp_path / "few.jsonl", 23))
 
 
-@pytest.mark.parametrize(
-    ("rows", "fix"),
-    [
-        ((4, 18, 18), r"or lower seeds\.holdout"),
-        ((26, 9, 5), r"or raise seeds\.holdout"),
-        ((7, 8, 8), r"seeds\.sources\.$"),
-    ],
-)
-def test_held_out_share_advice_points_to_the_smallest_split(rows, fix):
-    names = ("train_rows", "calibrate_rows", "check_rows")
-    openings = Openings()
-    openings.add(conversation("s:0"))
-    with pytest.raises(DataError, match=fix):
-        summary = {"rows": sum(rows), **dict(zip(names, rows, strict=True))}
-        require_enough(summary, "seeds", 0.1, openings)
-
-
 def test_fewer_seeds_than_before_leave_no_stray_shard(made, tiny_seeds):
     """A Hub data set may lose rows under the same name."""
     stage = made(tiny_seeds)
@@ -282,13 +258,11 @@ def test_rows_of_which_generation_reads_the_same_are_one(
 
 def test_near_duplicates_are_kept_unless_they_are_to_be_quarantined(made, tmp_path):
     path = save_seeds(tmp_path / "seeds.jsonl")
-    near = ["What is C, and  why?", "what is C and why", "WHAT IS C — AND WHY?!"]
-    near += ["what is B and why", "怎么样？", "怎么样", "?", "!"]
+    near = ["What is C, and  why?", "WHAT IS C — AND WHY?!", "怎么样？", "怎么样", "?", "!"]
     path.write_text(path.read_text() + lines({"prompt": text} for text in near))
-    assert made(path).summary["rows"] == 48
+    assert made(path).summary["rows"] == 46
     kept = stored(made(path, seeds__near_duplicates="quarantine"))[40:]
-    questions = [row["messages"][0]["content"] for row in kept]
-    assert questions == [near[i] for i in (0, 3, 4, 6, 7)]
+    assert [row["messages"][0]["content"] for row in kept] == [near[i] for i in (0, 2, 4, 5)]
 
 
 def test_the_files_of_a_directory_are_named(make_config, tmp_path):
@@ -307,8 +281,7 @@ def test_the_files_of_a_directory_are_named(make_config, tmp_path):
     assert (source["source"], read) == ("mine", {"a.jsonl": 30, "b.NDJSON": 35})
     assert [file["name"] for file in source["skipped"]] == skipped
     text = said.getvalue()
-    assert "read b.NDJSON: 35 rows" in text and "skipped README.txt: " in text
-    assert "skipped [red]x" in text and "\x1b" not in text
+    assert "skipped README.txt: " in text and "skipped [red]x" in text and "\x1b" not in text
     table = skipped_files_table(assemble(run, config))
     assert [row[0] for row in table.rows] == skipped
 
@@ -393,24 +366,20 @@ def test_every_kind_of_file_in_one_directory_becomes_text(make_config, tmp_path)
     alpaca = [{"instruction": f"sing {n}", "input": "why", "output": "how"} for n in ten]
     (folder / "alpaca.json").write_text(json.dumps(alpaca))
     (folder / "tools.jsonl").write_text(lines(map(weather, ten)))
-    packed = gzip.compress(lines({"messages": chat(n)} for n in ten).encode())
-    (folder / "chats.ndjson.gz").write_bytes(packed)
-    for name, comma in (("faq.csv", ","), ("faq.tsv", "\t")):
-        rows = [f"prompt{comma}response", *(f'"{name} {n}, how?"{comma}old' for n in ten)]
-        (folder / name).write_text("\n".join(rows) + "\n")
-    columns = [pa.table({"messages": [chat(n + tens) for n in ten]}) for tens in (10, 20)]
-    pq.write_table(columns[0], folder / "chats.parquet")
-    feather.write_feather(columns[1], folder / "chats.arrow")
+    faq = ["prompt,response", *(f'"faq {n}, how?",old' for n in ten)]
+    (folder / "faq.csv.gz").write_bytes(gzip.compress("\n".join(faq).encode()))
+    table = pa.table({"messages": [chat(n) for n in ten]})
+    pq.write_table(table, folder / "chats.parquet")
     settings = {"seeds__sources": [{"path": str(folder)}], "target__chat_template": CALLING}
     passthrough = {"generate__mode": "passthrough", "generate__engine": "vllm"}  # needs no engine
     run = run_again(make_config(tmp_path, **settings, **passthrough), until="generate")
     summary = latest(run, "seeds").summary
-    assert summary["rows"] == 70 and summary["tool_rows"] == 10
+    assert summary["rows"] == 40 and summary["tool_rows"] == 10
     (source,) = summary["sources"]
     read = {file["name"]: file["rows"] for file in source["read"]}
     assert read == {file.name: 10 for file in folder.iterdir()}
     rows = stored(run.latest("generate"))
-    assert Counter(len(row["messages"]) for row in rows) == {2: 60, 4: 10}
+    assert Counter(len(row["messages"]) for row in rows) == {2: 30, 4: 10}
     for row in rows:
         (span,) = row["spans"]
         assert span["end"] - span["start"] <= len("blue dog") + 1, "the answer and its end of turn"

@@ -265,7 +265,6 @@ def test_vllm_accepts_everything_of_right_heads(counting_target, alone, monkeypa
     assert all(each["total"] == 8 for each in reports if "total" in each)
     assert plain.token_ids == accelerated.token_ids == [counted(ids) for ids in prompts]
     assert plain.num_tokens == 3 * 33 + 14
-    assert plain.model_runner == accelerated.model_runner == "V1", "the CPU build has no other"
     assert plain.accepted == [[1] * 32] * 3 + [[1] * 13]
     # 32 tokens after the prefill's are 8 steps of four, and 13 are three and one that the text's
     # end cuts short

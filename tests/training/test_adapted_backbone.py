@@ -15,11 +15,10 @@ from transformers import (
 )
 
 from pipeline.config import BackboneConfig
-from pipeline.errors import ConfigError, EnvironmentFault
+from pipeline.errors import ConfigError
 from pipeline.targets.lora import load_tuned
 from pipeline.targets.spec import TargetSpec
 from pipeline.training.adapted_backbone import Backbone, verify_packing, write_adapter
-from pipeline.training.backbone_losses import measure_drift
 from pipeline.training.text_batches import TextBatch, assemble_texts
 from tests.training.conftest import opened
 
@@ -62,12 +61,6 @@ def save_llama(directory, **sizes) -> TargetSpec:
     return TargetSpec(str(directory))
 
 
-@pytest.fixture
-def tied(tmp_path) -> TargetSpec:
-    """A target whose lm_head is its embedding."""
-    return save_llama(tmp_path / "tied", tie_word_embeddings=True)
-
-
 def logits(backbone: Backbone, batch: TextBatch) -> torch.Tensor:
     hidden, head = backbone.states(batch), backbone.head
     return hidden @ head.weight_VD.T + backbone.low(hidden) @ head.lora_VR.T
@@ -79,23 +72,13 @@ def logits_of(model, batch: TextBatch) -> torch.Tensor:
     return found.logits.flatten(0, 1)[batch.learned_N]
 
 
-def test_before_the_first_step_the_tuned_model_is_the_original(target, batch):
-    backbone = make(target)
-    hidden, original = backbone.states(batch), backbone.original_states(batch)
-    assert torch.equal(hidden, original)
-    drift = measure_drift(hidden, backbone.low(hidden), backbone.head, original, batch.next_N)
-    assert drift.kl == 0 and drift.original_loss == drift.tuned_loss
-    assert drift.agreed == drift.positions
-
-
 def test_the_original_stays_itself_while_the_adapter_changes(target, batch):
     backbone = make(target)
     before = backbone.original_states(batch)
+    assert torch.equal(backbone.states(batch), before)
     tune(backbone)
     assert torch.equal(backbone.original_states(batch), before)
     assert not torch.allclose(backbone.states(batch), before, atol=1e-2)
-    frozen = [weight for name, weight in backbone.named_parameters() if "lora_" not in name]
-    assert not any(weight.requires_grad for weight in frozen)
 
 
 def gradients(backbone: Backbone, batches: list[TextBatch]) -> tuple[float, list[torch.Tensor]]:
@@ -153,15 +136,6 @@ def test_recomputation_runs_layers_twice_with_the_same_dropout(target, batch):
     torch.testing.assert_close(plain, recomputed)
 
 
-def test_out_of_memory_errors_name_settings_that_help(target, monkeypatch):
-    def full(*_, **__):
-        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", full)
-    with pytest.raises(EnvironmentFault, match=r"backbone\.shard.*backbone\.quantization"):
-        make(target)
-
-
 def test_dropout_is_loras_alone_and_only_while_training(target, batch):
     backbone = tune(make(target, lora_dropout=0.5))
     backbone.train()
@@ -175,17 +149,22 @@ def test_dropout_is_loras_alone_and_only_while_training(target, batch):
     assert torch.equal(backbone.states(batch), backbone.states(batch))
 
 
-@pytest.mark.parametrize("which", ["target", "tied"])
-def test_peft_loads_the_written_adapter(request, which, batch, tmp_path):
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_peft_loads_the_adapter_and_merging_leaves_the_embedding(is_tied, batch, tmp_path):
     from peft import PeftModel  # slow to import
 
-    spec = request.getfixturevalue(which)
+    spec = save_llama(tmp_path / "target", tie_word_embeddings=is_tied)
     backbone = tune(make(spec))
     write_adapter(tmp_path / "adapter", backbone, spec)
     target = AutoModelForCausalLM.from_pretrained(spec.model)
+    embedding = target.get_input_embeddings().weight.clone()
     with warnings.catch_warnings(action="ignore"):
         loaded = PeftModel.from_pretrained(target, tmp_path / "adapter").eval()
-    torch.testing.assert_close(logits_of(loaded, batch), logits(backbone, batch))
+    expected = logits(backbone, batch)
+    torch.testing.assert_close(logits_of(loaded, batch), expected)
+    merged = load_tuned(spec, tmp_path / "adapter")
+    assert torch.equal(merged.get_input_embeddings().weight, embedding)
+    torch.testing.assert_close(logits_of(merged, batch), expected, rtol=1e-3, atol=1e-4)
 
 
 def test_the_adapters_files_are_the_same_in_any_process(target, tmp_path):
@@ -201,18 +180,6 @@ def test_the_adapters_files_are_the_same_in_any_process(target, tmp_path):
     layers = config["target_modules"]
     assert layers == sorted(layers) and "lm_head" in layers
     assert (config["base_model_name_or_path"], config["revision"]) == ("owner/target", "c0ffee")
-
-
-def test_tuning_a_tied_lm_head_leaves_the_embedding_alone(tied, batch, tmp_path):
-    backbone = tune(make(tied))
-    embedding = AutoModelForCausalLM.from_pretrained(tied.model).get_input_embeddings().weight
-    assert torch.equal(backbone.head.weight_VD, embedding)
-    write_adapter(tmp_path / "adapter", backbone, tied)
-    merged = load_tuned(tied, tmp_path / "adapter")
-    assert torch.equal(merged.get_input_embeddings().weight, embedding)
-    assert not torch.allclose(merged.get_output_embeddings().weight, embedding, atol=1e-3)
-    expected = logits(backbone, batch)
-    torch.testing.assert_close(logits_of(merged, batch), expected, rtol=1e-3, atol=1e-4)
 
 
 def test_a_quantized_target_trains_its_adapter_beside_four_bit_weights(batch, tmp_path):

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import weakref
 from dataclasses import replace
 
 import pytest
@@ -10,16 +9,14 @@ from torch.nn.functional import cross_entropy, kl_div
 from transformers import AutoModelForCausalLM
 
 from pipeline.artifacts.trained_heads import read_trained_heads
-from pipeline.errors import CheckFailed, DataError
-from pipeline.execution.progress import ProgressReporter
+from pipeline.errors import DataError
 from pipeline.storage.shards import read_rows
 from pipeline.targets.lm_head import read_lm_head
 from pipeline.training import heads_and_backbone as room
-from pipeline.training import trainer as loop
 from pipeline.training.metrics import read_metrics
 from pipeline.training.optimizers import trained
 from pipeline.training.task import TrainSpec
-from pipeline.training.trainer import Trainer, recipes_of, train
+from pipeline.training.trainer import Trainer, train
 from tests.training.trainings import trainer_of
 
 
@@ -97,7 +94,7 @@ def test_one_step_follows_the_gradient_of_the_paper(
     )
     ours, plain = trainer_of(spec), trainer_of(spec)
     disturb(ours), disturb(plain)
-    metrics = ours.step(0, next(ours.learner.steps(0)))
+    metrics = ours.step(0, next(ours.learner.steps(0))).metrics
 
     expected = plain_loss(plain, rows_of(spec))
     assert metrics["loss"] == pytest.approx(float(expected.detach()), rel=1e-4)
@@ -138,6 +135,9 @@ def test_the_saved_adapter_and_heads_have_the_reported_figures(make_tuning):
     assert result.drift.kl == pytest.approx(kl / positions, rel=1e-3)
     assert result.drift.positions == positions
     assert result.held_out[0]["top1"] == pytest.approx(hits / labels)
+    spans = [span for row in rows_of(spec) for span in row["spans"] if span["role"] == "assistant"]
+    written = sum(span["end"] - span["start"] for span in spans)
+    assert result.tokens == spec.settings.epochs * written
 
 
 def test_tied_heads_keep_the_lm_head_beside_its_adapter(make_tuning):
@@ -146,20 +146,6 @@ def test_tied_heads_keep_the_lm_head_beside_its_adapter(make_tuning):
     heads = read_trained_heads(spec.heads_path)
     assert heads.shape.lm_head == "tied" and torch.equal(heads.lm_head, read_lm_head(spec.target))
     assert adapter_of(spec)["base_model.model.lm_head.lora_B.weight"].any()
-
-
-def test_every_target_written_token_is_learned_once_per_epoch(make_tuning):
-    spec = make_tuning(epochs=2)
-    num_written = 0
-    for row in rows_of(spec):
-        for span in row["spans"]:
-            if span["role"] == "assistant":
-                num_written += span["end"] - span["start"]
-    result = train(spec)
-    (recipe,) = recipes_of(spec)
-    assert result.tokens == 2 * num_written and result.steps == recipe.total_steps
-    assert result.tokens_beyond_sequence == 0
-    assert train(make_tuning("cut", sequence_length=10, epochs=1)).tokens_beyond_sequence > 0
 
 
 def test_heads_weight_and_learning_rates_follow_their_schedules(make_tuning):
@@ -177,27 +163,9 @@ def test_heads_weight_and_learning_rates_follow_their_schedules(make_tuning):
 
 
 @pytest.mark.slow
-def test_two_stages_are_medusa1_and_then_both_together(make_tuning, monkeypatch):
+def test_two_stages_are_medusa1_and_then_both_together(make_tuning):
     spec = make_tuning(recipe="two-stage")
-    shown, weights = [], []
-    choose_device = loop.choose_device
-
-    class Watched(Trainer):
-        def __init__(self, learner):
-            super().__init__(learner)
-            weights.extend(map(weakref.ref, self.parameters))
-
-    def with_free_memory(spec):
-        assert not any(weight() is not None for weight in weights)
-        return choose_device(spec)
-
-    monkeypatch.setattr(loop, "Trainer", Watched)
-    monkeypatch.setattr(loop, "choose_device", with_free_memory)
-    progress = ProgressReporter(show=lambda now: shown.append((now.done, now.total)))
-    result = train(spec, progress=progress)
-    total = sum(recipe.total_steps for recipe in recipes_of(spec))
-    taken = result.steps + result.earlier["heads_first"].steps
-    assert shown == sorted(shown) and set(shown) == {(step, total) for step in range(taken + 1)}
+    result = train(spec)
     begun = next(read_metrics(spec.path))["held_out"]
     untrained = next(read_metrics(spec.path / "heads-first"))["held_out"]
     for ours, theirs in zip(begun, untrained, strict=True):
@@ -226,11 +194,3 @@ def test_training_needs_text_to_learn_and_to_hold_out(make_tuning, monkeypatch):
     with pytest.raises(DataError, match=r"sequence_length"):
         train(spec)
     assert not spec.heads_path.exists()
-
-
-def test_divergence_stops_training(make_tuning, monkeypatch):
-    spec = make_tuning()
-    monkeypatch.setattr(room, "summed_divergence", lambda hidden, *_: hidden.sum() * torch.inf)
-    with pytest.raises(CheckFailed, match=r"train\.lr"):
-        train(spec)
-    assert not spec.heads_path.exists() and not spec.adapter_path.exists()

@@ -47,12 +47,9 @@ def all_positions(spec: TrainSpec, split: str = "train") -> Batch:
     )
 
 
-FORMS = [("untied", 1), ("untied", 2), ("shared", 1), ("tied", 1), ("tied", 2)]
-
-
 @pytest.mark.parametrize(
     ("lm_head", "num_layers"),
-    [("shared", 2), *(pytest.param(*form, marks=pytest.mark.slow) for form in FORMS)],
+    [("shared", 2), pytest.param("tied", 1, marks=pytest.mark.slow)],
 )
 def test_heads_learn_what_can_be_learned(make_spec, lm_head, num_layers):
     spec = make_spec(epochs=24, lm_head=lm_head, num_layers=num_layers)
@@ -109,7 +106,7 @@ def test_a_head_without_labels_adds_nothing_and_does_not_move(make_spec):
     batch = all_positions(spec)
     batch.labels_KN[2] = IGNORED
     trainer, start = trainer_of(spec), initial_heads(spec)
-    metrics = trainer.step(0, [batch])
+    metrics = trainer.step(0, [batch]).metrics
     heads, (first, second, third) = trainer.learner.heads, metrics["head_losses"]
     assert metrics["loss"] == pytest.approx(0.8 * first + 0.64 * second) and third == 0
     moved_K = heads.lm_head.ne(start.lm_head).flatten(1).any(1) & heads.block_weight[0].any((1, 2))
@@ -126,11 +123,6 @@ def test_draft_vocabulary_is_what_train_rows_hold_most_often(make_spec):
                     counts.update(row["input_ids"][span["start"] : span["end"]])
     by_frequency = sorted(range(V), key=lambda token: (-counts[token], token))
     assert initial_heads(spec).vocabulary.token_map.tolist() == sorted(by_frequency[:10])
-
-
-def test_every_position_with_a_label_is_learned_once_per_epoch(make_spec):
-    spec = make_spec(epochs=2)
-    assert train(spec).tokens == 2 * len(all_positions(spec))
 
 
 def test_divergence_stops_training_and_spoils_no_checkpoint(make_spec, monkeypatch):

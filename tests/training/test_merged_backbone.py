@@ -18,7 +18,6 @@ from pipeline.export.backbone import link_backbone
 from pipeline.targets.spec import TargetSpec, eos_token_ids, load_tokenizer
 from pipeline.training.adapted_backbone import merge_backbone
 from tests.targets.adapters import logits_with_adapter_on, save_adapter
-from tests.targets.hub_cache import COMMIT, cached_at_commit
 
 IDS_BT = torch.arange(24).view(2, 12)
 
@@ -41,16 +40,12 @@ def identities(directory: Path) -> dict[str, tuple[int, int]]:
     return {name: (stat.st_mtime_ns, stat.st_ino) for name, stat in stats.items()}
 
 
-def assert_merged(backbone: Path, target: Path) -> None:
-    expected = logits_with_adapter_on(target, backbone.with_name("adapter"), IDS_BT)
-    model = AutoModelForCausalLM.from_pretrained(backbone)
-    torch.testing.assert_close(model(input_ids=IDS_BT).logits, expected, atol=1e-4, rtol=1e-5)
-
-
 def test_it_computes_what_target_and_adapter_compute(backbone, tiny_target):
     spec, merged = TargetSpec(str(tiny_target)), TargetSpec(str(backbone))
     files = merge(spec, backbone)
-    assert_merged(backbone, tiny_target)
+    expected = logits_with_adapter_on(tiny_target, backbone.with_name("adapter"), IDS_BT)
+    model = AutoModelForCausalLM.from_pretrained(backbone)
+    torch.testing.assert_close(model(input_ids=IDS_BT).logits, expected, atol=1e-4, rtol=1e-5)
     assert eos_token_ids(merged) == eos_token_ids(spec) == (1, *range(100, 108))
     ours, theirs = (AutoTokenizer.from_pretrained(each.model) for each in (merged, spec))
     assert ours.get_vocab() == theirs.get_vocab() and ours.chat_template == theirs.chat_template
@@ -91,27 +86,6 @@ def test_it_is_written_again_only_for_another_adapter_or_dtype(backbone, tiny_ta
     save_adapter(tiny_target, backbone.with_name("adapter"), seed=1)
     second = merge(spec, backbone)
     assert second != first and merge(replace(spec, dtype="float16"), backbone) != second
-
-
-def test_another_commit_of_a_hub_target_is_merged_anew(
-    backbone, tiny_target, tmp_path, monkeypatch
-):
-    model = cached_at_commit(tiny_target, tmp_path / "cache", monkeypatch)
-    first = merge(TargetSpec(model, "tried"), backbone)
-    assert_merged(backbone, tiny_target)
-    assert merge(TargetSpec(model, COMMIT), backbone) != first
-
-
-def test_a_merge_that_breaks_off_leaves_nothing(backbone, tiny_target, monkeypatch):
-    def broken(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(shutil, "copyfile", broken)  # after the weights
-        with pytest.raises(KeyboardInterrupt):
-            merge(TargetSpec(str(tiny_target)), backbone)
-    assert [path.name for path in backbone.parent.iterdir()] == ["adapter"]
-    assert "generation_config.json" in merge(TargetSpec(str(tiny_target)), backbone)
 
 
 @pytest.mark.parametrize("has_hard_links", [True, False])

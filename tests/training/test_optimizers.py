@@ -76,15 +76,6 @@ def test_heads_and_backbone_have_their_rates_and_only_weights_decay(name, given,
     assert torch.equal(heads.frozen, frozen)
 
 
-def test_zero_grad_frees_the_sliced_views_too():
-    module = Stacks()
-    optimizer = optimizer_of(module, settings("adamw-8bit"))
-    step(module, optimizer, 0)
-    optimizer.zero_grad(set_to_none=True)
-    views = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    assert all(parameter.grad is None for parameter in (*views, *module.parameters()))
-
-
 @pytest.mark.parametrize(("total", "warmup"), [(50, 10), (50, 0), (10, 10), (5, 20)])
 def test_cosine_with_warmup_is_that_of_transformers(total: int, warmup: int):
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)

@@ -44,8 +44,7 @@ def requantized(shard: str, path: Path, precision) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["medusa", "recurrent"])
-@pytest.mark.parametrize("precision", ["fp8", "int8"])
+@pytest.mark.parametrize(("kind", "precision"), [("medusa", "fp8"), ("recurrent", "int8")])
 def test_heads_learn_from_8_bits_what_they_learn_from_all(
     make_spec, shards, tmp_path, kind, precision
 ):

@@ -19,7 +19,7 @@ from pipeline.errors import DataError
 from pipeline.execution.progress import ProgressReporter
 from pipeline.training import trainer as room
 from pipeline.training.checkpoints import read_checkpoint
-from pipeline.training.evaluation import Evaluation
+from pipeline.training.held_out_accuracy import Evaluation
 from pipeline.training.metrics import read_metrics
 from pipeline.training.task import TrainResult, TrainSpec
 from pipeline.training.trainer import TrainState, train
@@ -28,12 +28,8 @@ from tests.training.trainings import Stopped, same_curve, same_weights, stop_at
 from tests.training.two_workers import train_as_two
 
 RECIPES = [
-    {"optimizer": "adamw"},
-    {"optimizer": "adamw-8bit"},
-    {"soft_labels": 0.5},
-    {"lm_head": "shared", "soft_labels": 0.5},
-    {"noise": 0.2},
-    {"lm_head": "shared", "optimizer": "adamw-8bit"},
+    {},
+    {"lm_head": "shared", "optimizer": "adamw-8bit", "noise": 0.2},
     {"heads": "recurrent", "soft_labels": 0.5},
 ]
 
@@ -108,9 +104,8 @@ def test_two_workers_follow_the_curve_of_one(make_spec, tmp_path, recipe):
         torch.testing.assert_close(ours, tensor, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("lm_head", ["untied", "shared", "tied"])
-def test_timings_do_not_change_the_written_heads(make_spec, monkeypatch, lm_head):
-    fast, slow = make_spec("fast", lm_head=lm_head), make_spec("slow", lm_head=lm_head)
+def test_timings_do_not_change_the_written_heads(make_spec, monkeypatch):
+    fast, slow = make_spec("fast"), make_spec("slow")
     train(fast)
     monkeypatch.setattr(room, "time", SimpleNamespace(monotonic=count(0, 60).__next__))
     result = train(slow)
@@ -118,14 +113,10 @@ def test_timings_do_not_change_the_written_heads(make_spec, monkeypatch, lm_head
     assert fast.heads_path.read_bytes() == slow.heads_path.read_bytes()
 
 
-def test_heads_of_another_shape_and_damaged_ones_are_refused(make_spec):
-    spec = make_spec(num_heads=2)
-    train(spec)
+def test_heads_of_another_shape_are_refused(make_spec):
+    train(make_spec(num_heads=2))
     with pytest.raises(DataError, match=r"num_heads 2.*num_heads 3"):
         train(make_spec())
-    spec.heads_path.write_bytes(spec.heads_path.read_bytes()[:100])
-    with pytest.raises(DataError, match="damaged"):
-        read_trained_heads(spec.heads_path)
 
 
 def evaluations(spec: TrainSpec) -> dict[int, float]:
@@ -155,6 +146,9 @@ def test_the_best_state_is_written_not_the_last(make_spec, best):
     result = train(spec)
     assert result.best_step == best < result.steps == max(evaluations(spec))
     assert result.held_out[0]["loss"] == evaluations(spec)[best]
+    stopped = train(make_spec("stopped", epochs=5, patience=2))
+    later = [step for step in sorted(evaluations(spec)) if step > best]
+    assert stopped.steps == later[1] and stopped.best_step == best
     found = read_checkpoint(spec.path / "checkpoints" / f"step-{best:08d}.safetensors")
     for name, weight in read_trained_heads(spec.heads_path).named_parameters():
         assert torch.equal(found.tensors[f"modules/heads.{name}"], weight), name
@@ -170,14 +164,6 @@ def test_a_resume_around_the_best_state_ends_with_it(make_spec, best, after):
         train(broken, progress=stop_at(best + after))
     assert train(broken).best_step == best
     assert whole.heads_path.read_bytes() == broken.heads_path.read_bytes()
-
-
-@pytest.mark.parametrize("patience", [1, 2])
-def test_training_ends_after_evaluations_without_a_lower_loss(make_spec, best, patience):
-    spec = make_spec(epochs=5, patience=patience)
-    result = train(spec)
-    later = [step for step in sorted(evaluations(spec)) if step > best]
-    assert len(later) == patience and result.steps == later[-1]
 
 
 @pytest.mark.parametrize("loss", [1.0, 1.5, math.nan])

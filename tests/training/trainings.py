@@ -17,9 +17,9 @@ class Stopped(Exception):
     """Ends a run early."""
 
 
-def stop_at(step: int) -> ProgressReporter:
+def stop_at(step: int, phase: str = "") -> ProgressReporter:
     def show(now: Progress) -> None:
-        if now.done == step:
+        if now.done == step and now.part == phase:
             raise Stopped
 
     return ProgressReporter(show=show)

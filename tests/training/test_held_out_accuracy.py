@@ -9,10 +9,10 @@ import torch
 from pipeline.artifacts.trained_heads import write_heads
 from pipeline.conversations.spans import IGNORED
 from pipeline.storage.shards import read_rows
-from pipeline.training import evaluation as room
 from pipeline.training import heads_only
-from pipeline.training.evaluation import HeldOutText, held_out_ranks
+from pipeline.training import held_out_accuracy as room
 from pipeline.training.heads_only import HeadsLearner, open_features
+from pipeline.training.held_out_accuracy import HeldOutText, held_out_ranks
 from pipeline.training.task import TrainSpec
 from tests.training.trainings import trainer_of
 

@@ -1,0 +1,285 @@
+"""Readers of seed files, row by row and in little memory: text, JSON, CSV and TSV, also from gzip;
+Parquet and Arrow; data sets on the Hub.
+
+A row is a value of JSON, or a `RejectedRow` where it cannot be read as one. Bytes that are not
+UTF-8 become lone surrogates, for which a row is rejected later.
+"""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import gzip
+import io
+import itertools
+import json
+import os
+import re
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pipeline.conversations.conversation import Reason, RejectedRow, RowRejected
+from pipeline.conversations.forms import KNOWN_KEYS
+from pipeline.errors import ConfigError, DataError, EnvironmentFault
+
+CHUNK = 1 << 16
+MAX_ROW = 1 << 26  # characters; a packed file of 2 MB can hold a line of 2 GB
+BATCH_ROWS = 64
+MAX_COLUMNS_SHOWN = 20
+BLANK = "\ufeff \t\r\n"
+GZIP_MAGIC = b"\x1f\x8b"
+SPACE = re.compile(r"\s*")
+SEPARATOR = re.compile(r"\s*([,\]])")  # after an item of a JSON array
+
+
+def unreadable(reason: Reason, detail: str, text: str = "") -> RejectedRow:
+    """A row that cannot be read as a value; `SourceReader` sets its id."""
+    return RejectedRow.of("", RowRejected(reason, detail), text)
+
+
+@contextmanager
+def open_seed_file(path: Path) -> Iterator[io.BufferedReader]:
+    """Open a seed file, unpacked where it is gzip.
+
+    Raises:
+        DataError: The compressed file is damaged.
+        EnvironmentFault: The file system does not let it be read.
+    """
+    try:
+        with path.open("rb") as file:
+            if file.peek(2)[:2] == GZIP_MAGIC:
+                yield io.BufferedReader(cast(io.RawIOBase, gzip.GzipFile(fileobj=file)))
+            else:
+                yield file
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        what = f"The compressed file is damaged: {error}."
+        raise DataError(what, str(path), "Copy or download it again.") from error
+    except OSError as error:
+        what = f"The seed file cannot be read: {error.strerror or error}."
+        fix = "Make it readable, then run the same command again."
+        raise EnvironmentFault(what, str(path), fix) from error
+
+
+def _as_text(file: io.BufferedReader) -> io.TextIOWrapper:
+    return io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape")
+
+
+def _raw_lines(text: io.TextIOWrapper) -> Iterator[str]:
+    """Each line with its end, in pieces where it is longer than `MAX_ROW`.
+
+    A NUL becomes a lone surrogate: it comes from UTF-16 or binary data.
+    """
+    while line := text.readline(MAX_ROW):
+        yield line.replace("\0", "\udc00")
+
+
+def text_lines(file: io.BufferedReader) -> Iterator[str]:
+    """The non-blank lines of a text file."""
+    for line in _raw_lines(_as_text(file)):
+        stripped = line.strip(BLANK)
+        if stripped:
+            yield stripped
+
+
+def json_rows(file: io.BufferedReader, path: Path) -> Iterator[Any]:
+    """The items of a JSON array or the values of JSON lines, depending on the first bracket.
+
+    A line that is not JSON is rejected alone.
+
+    Raises:
+        DataError: An array breaks off or is malformed.
+    """
+    if file.peek(CHUNK).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"[":
+        yield from _array_items(_as_text(file), path)
+        return
+    for line in text_lines(file):
+        try:
+            yield json.loads(line)
+        except (ValueError, RecursionError) as error:
+            yield unreadable(Reason.BROKEN_JSON, f"It is not valid JSON: {error}.", line)
+
+
+def _array_items(text: io.TextIOWrapper, path: Path) -> Iterator[Any]:
+    """The items of a JSON array.
+
+    After a failed parse as much again is read, so that the time is linear in the file's size.
+    """
+    decoder = json.JSONDecoder(strict=False)
+    buffer = text.read(CHUNK).lstrip()
+    position = 1  # after the opening bracket
+    num_items = 0
+    closed = False
+    while not closed:
+        start = SPACE.match(buffer, position).end()  # type: ignore[union-attr]
+        separator = None
+        if num_items == 0 and buffer.startswith("]", start):
+            return
+        try:
+            item, end = decoder.raw_decode(buffer, start)
+            separator = SEPARATOR.match(buffer, end)
+        except (ValueError, RecursionError):
+            pass
+        if separator is not None:
+            yield item
+            num_items += 1
+            position = separator.end()
+            closed = separator[1] == "]"
+            continue
+        unread = buffer[position:]
+        more = text.read(max(CHUNK, len(unread)))
+        if not more or len(unread) > MAX_ROW:
+            break
+        buffer = unread + more
+        position = 0
+    if not closed or buffer[position:].strip() or text.read(CHUNK).strip():
+        what = f"The JSON array breaks off or is malformed after {num_items} rows."
+        fix = "Repair or download it again; as JSONL, a damaged line costs only itself."
+        raise DataError(what, str(path), fix)
+
+
+def select_columns(names: Sequence[str], wanted: Sequence[str], where: str) -> list[str]:
+    """The columns to read: the wanted ones, or else those that a form knows, or else the first.
+
+    Raises:
+        ConfigError: A wanted column is not there.
+    """
+    for name in wanted:
+        if name not in names:
+            shown = ", ".join(f"`{name[:40]}`" for name in names[:MAX_COLUMNS_SHOWN])
+            what = f"There is no column `{name}`; the columns are {shown or 'none'}."
+            fix = "Correct seeds.sources[].columns; a CSV or TSV file names its columns in line 1."
+            raise ConfigError(what, where, fix)
+    known = [name for name in names if name in (wanted or KNOWN_KEYS)]
+    return known or list(names[:MAX_COLUMNS_SHOWN])
+
+
+def delimited_rows(
+    file: io.BufferedReader, path: Path, columns: Sequence[str], delimiters: str
+) -> Iterator[Any]:
+    """The records of a CSV or TSV file by the names in its first line.
+
+    The delimiter is the most frequent one of that line. A record with another number of fields than
+    the header is rejected alone.
+
+    Raises:
+        ConfigError: A column of `columns` is not there.
+    """
+    csv.field_size_limit(MAX_ROW)
+    text = _as_text(file)  # held until the last record: the file closes with it
+    lines = _raw_lines(text)
+    first = next(lines, "")
+    delimiter = max(delimiters, key=first.count)
+    records = csv.reader(itertools.chain([first], lines), delimiter=delimiter)
+    header = next(records)
+    select_columns(header, columns, str(path))
+    while True:
+        try:
+            record = next(records)
+        except StopIteration:
+            return
+        except csv.Error as error:  # a quotation mark that is never closed
+            yield unreadable(Reason.BROKEN_ROW, f"It is no record: {error}.")
+            continue
+        if len(record) == len(header):
+            yield dict(zip(header, record, strict=True))
+        elif record:
+            detail = f"It has {len(record)} fields, and the header names {len(header)} columns."
+            yield unreadable(Reason.BROKEN_ROW, detail, delimiter.join(record))
+
+
+def table_rows(path: Path, columns: Sequence[str]) -> Iterator[Any]:
+    """The rows of a Parquet or Arrow (Feather) file, or of an Arrow stream, as of `datasets`.
+
+    Raises:
+        ConfigError: A column of `columns` is not there.
+        DataError: The file is damaged.
+    """
+    try:
+        with pa.memory_map(os.fsencode(path)) as file:  # Arrow takes no str that is not UTF-8
+            parquet = file.read(4) == b"PAR1"
+            file.seek(0)
+            read_batches = _parquet_batches if parquet else _arrow_batches
+            for batch in read_batches(file, columns, str(path)):
+                yield from _batch_rows(batch)
+    except ConfigError:
+        raise
+    except (pa.ArrowException, OSError, ValueError) as error:
+        if isinstance(error, OSError) and error.errno:
+            raise  # of the file system
+        what = f"The file is damaged, or is no such table: {' '.join(str(error).split())[:200]}"
+        raise DataError(what, str(path), "Copy or download it again.") from error
+
+
+def _parquet_batches(
+    file: pa.NativeFile, columns: Sequence[str], where: str
+) -> Iterator[pa.RecordBatch]:
+    with pq.ParquetFile(file, pre_buffer=False, buffer_size=CHUNK) as reader:
+        wanted = select_columns(reader.schema_arrow.names, columns, where)
+        yield from reader.iter_batches(BATCH_ROWS, columns=wanted, use_threads=False)
+
+
+def _arrow_batches(
+    file: pa.NativeFile, columns: Sequence[str], where: str
+) -> Iterator[pa.RecordBatch]:
+    try:
+        reader = pa.ipc.open_file(file)
+        batches = (reader.get_batch(index) for index in range(reader.num_record_batches))
+    except pa.ArrowInvalid:
+        reader = pa.ipc.open_stream(file)
+        batches = iter(reader)
+    wanted = select_columns(reader.schema.names, columns, where)
+    for batch in batches:
+        yield batch.select(wanted)
+
+
+def _batch_rows(batch: pa.RecordBatch) -> Iterator[Any]:
+    """The rows of a batch, each by itself where one is no value of Python's.
+
+    The batch is validated first: a wrong offset is read beyond the file's memory.
+    """
+    try:
+        batch.validate(full=True)
+        rows: list[Any] = batch.to_pylist()
+    except (ValueError, ArithmeticError) as error:
+        if len(batch) > 1:
+            for number in range(len(batch)):
+                yield from _batch_rows(batch.slice(number, 1))
+            return
+        rows = [unreadable(Reason.UNDECODABLE, f"It cannot be read: {error}.")]
+    yield from rows
+
+
+def hub_rows(hub: str, split: str, columns: Sequence[str]) -> Iterator[Any]:
+    """The rows of a data set on the Hub, streamed; images and the like are not decoded.
+
+    Raises:
+        ConfigError: There is no such data set, split or column.
+        EnvironmentFault: It cannot be read now.
+    """
+    import datasets  # seconds to import, and only some runs read the Hub
+
+    where = f"{hub}, split {split}"
+    try:
+        found = datasets.load_dataset(hub, split=split, streaming=True)
+        if found.column_names is not None:
+            found = found.select_columns(select_columns(found.column_names, columns, where))
+        yield from found
+    except ConfigError:
+        raise
+    except (datasets.exceptions.DatasetNotFoundError, ValueError) as error:
+        what = f"The Hub has no such data set or split: {_first_line(error)}"
+        raise ConfigError(what, where, "Correct seeds.sources.") from error
+    except Exception as error:  # of the network, the file system or a damaged file
+        what = f"The data set cannot be read now: {_first_line(error)}"
+        fix = "Check the network, or download it and name its files in seeds.sources."
+        raise EnvironmentFault(what, where, fix) from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,243 @@
+"""Rows of files of every kind: each once, a bad one alone, in little memory."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import random
+from array import array
+
+import pyarrow as pa
+import pyarrow.feather as feather
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pipeline.artifacts.seed_rows import SEEDS, SeedRow
+from pipeline.config import SeedSource
+from pipeline.conversations import file_rows
+from pipeline.conversations.conversation import Conversation
+from pipeline.conversations.sources import SourceReader
+from pipeline.errors import DataError
+from pipeline.storage.shards import quarantine_line
+from tests.conversations.test_sources import outcomes, read, written
+
+TEXTS = [f"问题 {n}?" for n in range(200)]
+EXPECTED = " | ".join(TEXTS)
+ROWS = [{"id": n, "messages": [{"role": "user", "content": TEXTS[n]}]} for n in range(200)]
+JSONL = "\n".join(map(json.dumps, ROWS))
+
+
+def table_file(table: pa.Table, kind: str) -> bytes:
+    sink = io.BytesIO()
+    if kind == "feather":
+        feather.write_feather(table, sink)
+    elif kind == "arrow":
+        with pa.ipc.new_stream(sink, table.schema) as writer:
+            writer.write_table(table, max_chunksize=30)
+    else:
+        pq.write_table(table, sink, row_group_size=70)
+    return sink.getvalue()
+
+
+TABLE = pa.Table.from_pylist(ROWS).append_column("noise", [[b"\xff" * 100] * 200])
+FILES = {
+    "a.jsonl": JSONL.encode(),
+    "crlf-and-blank-lines.jsonl": JSONL.replace("\n", "\r\n\r\n").encode(),
+    "byte-order-mark.jsonl": b"\xef\xbb\xbf" + JSONL.encode(),
+    "indented.json": json.dumps(ROWS, indent=2, ensure_ascii=False).encode(),
+    "byte-order-mark.json": b"\xef\xbb\xbf \n" + json.dumps(ROWS).encode(),
+    "lines-called.json": JSONL.encode(),
+    "array-called.jsonl": json.dumps(TEXTS).encode(),
+    "packed-called.jsonl": gzip.compress(json.dumps(ROWS).encode()),
+    "a.txt.gz": gzip.compress("\n\n".join(TEXTS).encode()),
+    "a.csv": "\n".join(["id,prompt", *(f"{n},{text}" for n, text in enumerate(TEXTS))]).encode(),
+    "table-called.jsonl": table_file(TABLE, "parquet"),
+    "a.parquet": table_file(TABLE, "parquet"),
+    "a.feather": table_file(TABLE, "feather"),
+    "a.arrow": table_file(TABLE, "arrow"),
+    "\udcff.arrow": table_file(TABLE, "arrow"),
+}
+every_table = pytest.mark.parametrize("kind", ["parquet", "feather", "arrow"])
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_kind_of_file_gives_its_rows_in_order(name, tmp_path):
+    rows = read(written(tmp_path / name, FILES[name]))
+    assert outcomes(rows) == EXPECTED
+    assert [row.id for row in rows] == [f"s:{n}" for n in range(200)]
+
+
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(name=st.sampled_from(sorted(FILES)), seed=st.integers(0, 2**32))
+def test_a_damaged_file_gives_storable_rows_or_a_named_error(name, seed, tmp_path):
+    rng = random.Random(seed)
+    data = bytearray(FILES[name])
+    for _ in range(rng.choice((1, 2, 8))):
+        data[rng.randrange(len(data))] = rng.choice((rng.randrange(256), *b'"{]\\\n\0,'))
+    if rng.random() < 0.2:
+        del data[rng.randrange(len(data)) :]
+    path = written(tmp_path / name, bytes(data))
+    rows = []
+    try:
+        rows.extend(SourceReader(SeedSource(path=path), "s", 1000))
+    except DataError as error:
+        assert str(path) in str(error)
+    assert [row.id for row in rows] == [f"s:{number}" for number in range(len(rows))]
+    if name == "a.jsonl":
+        text = data.decode("utf-8", "replace").removeprefix("\ufeff")
+        assert len(rows) == len([line for line in text.splitlines() if line.strip()])
+    kept = [SeedRow(row, "train").stored() for row in rows if isinstance(row, Conversation)]
+    pa.RecordBatch.from_pylist(kept, schema=SEEDS)
+    for row in rows:
+        if not isinstance(row, Conversation):
+            assert json.loads(quarantine_line(row, "seeds").encode())["id"] == row.id
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "expected"),
+    [
+        ("a.jsonl", b'{\n"a?"\n"b?"', "broken-json | a? | b?"),
+        ("a.jsonl", b'"a?"\n{"conversations": [\n"b?"', "a? | broken-json | b?"),
+        ("a.jsonl", b'"a?"\n%s\n"b?"' % (b"1" * 5000), "a? | broken-json | b?"),
+        ("a.jsonl", b'"a?"\n%s\n"b?"' % (b"[" * 100_000), "a? | broken-json | b?"),
+        ("a.jsonl", b'"a?"\n{"prompt": "\xff"}\n"b?"', "a? | undecodable | b?"),
+        ("a.jsonl", b'"\\ud83d\\ude00?"\n"b\\ud83d"', "😀? | undecodable"),
+        ("a.json", b'["\\ud83d\\ude00?", "b\\ud83d"]', "😀? | undecodable"),
+        (
+            "a.json",
+            b'["a?", "sec\xe6\x9dond", 1e400, "c?"]',
+            "a? | undecodable | unknown-format | c?",
+        ),
+        ("a.txt", b"a?\nsec\xe6\x9dond\nc?\0", "a? | undecodable | undecodable"),
+        ("a.csv", b"\xef\xbb\xbfid,prompt\n1,a?\n\n2,b?\r\n", "a? | b?"),
+        ("a.csv", b"prompt,note\rwhy?,a\rhow?,b\r", "why? | how?"),
+        ("a.CSV", b"id;prompt\n1;a,b?", "a,b?"),
+        ("a.csv", b"id\tprompt\n1\ta,b?", "a,b?"),
+        ("a.csv", b"id|prompt\n1|a,b?", "a,b?"),
+        ("a.tsv", b"prompt\tid,x,y\na?\t1", "a?"),
+        ("a.csv", b'prompt,id\n"a, so\n""they"" say?",1', 'a, so\n"they" say?'),
+        ("a.csv", b"prompt,id\na?,1\none,too,many\none\nb?,2", "a? | broken-row | broken-row | b?"),
+        ("a.csv", b"prompt\na?\n\xff\xfe\nb?", "a? | undecodable | b?"),
+        ("a.csv", b'prompt\na?\n"%s\nb?' % (b"never closed\n" * 80), "a? | too-long"),
+        ("a.csv", b'turns\n"[""a?""]"\n[broken', "a? | broken-json"),
+    ],
+)
+def test_a_bad_row_costs_itself_alone(name, data, expected, tmp_path):
+    assert outcomes(read(written(tmp_path / name, data))) == expected
+
+
+def test_a_rejected_row_keeps_what_can_be_read_of_it(tmp_path):
+    number = "123456789012345678901234567890"
+    data = b'{"id": %s, "prompt": "a?"}\n{"prompt": "\xff"}\n{"x": }' % number.encode()
+    first, second, third = read(written(tmp_path / "a.jsonl", data))
+    assert first.source_id == number
+    assert (second.row, third.row) == ({"prompt": "\\udcff"}, '{"x": }')
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 7, 64, 1 << 16])
+def test_an_array_is_the_same_in_chunks_of_any_size(tmp_path, monkeypatch, chunk):
+    monkeypatch.setattr(file_rows, "CHUNK", chunk)
+    items = [
+        "why?",
+        'a "quoted, [one]',
+        "back\\slash\\",
+        "怎么样",
+        "{",
+        "月" * 9000,
+        12345,
+        {"a": []},
+    ]
+    for indent in (None, 2):
+        path = written(tmp_path / "rows.json", json.dumps(items, indent=indent))
+        with path.open("rb") as file:
+            assert list(file_rows.json_rows(file, path)) == items
+
+
+@pytest.mark.parametrize(
+    "text", ["[", '["a?", {"pro', '["a?"', '["a?",, "b?"]', '["a?"] ]', '["a?"]["b?"]', '["a?" 7]']
+)
+def test_a_malformed_array_is_an_error(text, tmp_path):
+    with pytest.raises(DataError, match=r"after \d rows"):
+        read(written(tmp_path / "a.json", text))
+
+
+def test_an_item_of_an_array_is_parsed_a_few_times(tmp_path, monkeypatch):
+    parsed = []
+
+    class Counting(json.JSONDecoder):
+        def raw_decode(self, text, start=0):
+            parsed.append(len(text))
+            return super().raw_decode(text, start)
+
+    monkeypatch.setattr(json, "JSONDecoder", Counting)
+    text = '\\"' + "x, [" * 1_000_000
+    rows = read(written(tmp_path / "a.json", f'["{text}", "why?"]'))
+    assert outcomes(rows) == "too-long | why?" and sum(parsed) < 5 * len(text)
+
+
+def test_a_line_above_the_limit_is_read_in_pieces(tmp_path, monkeypatch):
+    monkeypatch.setattr(file_rows, "MAX_ROW", 1500)
+    rows = read(written(tmp_path / "a.txt", f"why?\n{'x' * 2900}\nand?"))
+    assert outcomes(rows) == "why? | too-long | too-long | and?"
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl.gz", "rows.json.gz", "rows.txt", "rows.csv.gz"])
+def test_a_file_that_unpacks_beyond_the_limit_is_refused(tmp_path, name):
+    data = b"prompt\n" + b"hello there?\n" * 20_000
+    if ".json." in name:
+        data = b"[" + b'"hello there?",' * 20_000
+    written(tmp_path / name, gzip.compress(data) if name.endswith("gz") else data)
+    with pytest.raises(DataError, match=r"seeds\.max_file_gb"):
+        list(SourceReader(SeedSource(path=tmp_path / name), "s", 1000, max_file_bytes=200_000))
+
+
+@pytest.mark.parametrize("cut", [15, -4])
+def test_a_truncated_gzip_file_is_an_error(cut, tmp_path):
+    with pytest.raises(DataError, match="damaged"):
+        read(written(tmp_path / "a.jsonl.gz", gzip.compress(JSONL.encode())[:cut]))
+
+
+def broken_texts(*texts: bytes) -> pa.Array:
+    return pa.Array.from_buffers(pa.string(), len(texts), pa.array(texts, pa.binary()).buffers())
+
+
+@every_table
+def test_a_table_s_unreadable_row_costs_itself_alone(kind, tmp_path):
+    """Read a text that is not UTF-8, and a time beyond Python's."""
+    prompts = broken_texts(b"why?", b"\xff\xfe", b"x" * 2000, b"and?", b"who?")
+    times = pa.array([0, 0, 0, 2**62, 0], pa.timestamp("ms"))
+    table = pa.table({"prompt": prompts, "category": times})
+    rows = read(written(tmp_path / f"a.{kind}", table_file(table, kind)))
+    assert outcomes(rows) == "why? | undecodable | too-long | undecodable | who?"
+
+
+@pytest.mark.parametrize("new", [pa.ipc.new_file, pa.ipc.new_stream])
+def test_offsets_beyond_the_file_s_memory_are_never_read(new, tmp_path):
+    """Arrow names the first fault of a batch alone; a later one would end the process."""
+    texts = broken_texts(b"\xff", b"why?", b"how?")
+    offsets = pa.py_buffer(array("i", [0, 2**30, 2, 2]).tobytes())
+    inner = pa.array(["a", "b"])
+    lists = pa.Array.from_buffers(pa.list_(pa.string()), 3, [None, offsets], children=[inner])
+    batch = pa.RecordBatch.from_arrays([texts, lists], ["prompt", "turns"])
+    path = tmp_path / "a.arrow"
+    with new(str(path), batch.schema) as writer:
+        writer.write_batch(batch)
+    with pytest.raises(DataError, match=r"a\.arrow"):
+        read(path)
+
+
+def test_a_table_is_streamed_however_large_its_row_groups(tmp_path):
+    """Read one row group of 24 MB; columns that no form reads are not read at all."""
+    path = tmp_path / "a.parquet"
+    prompts = [f"{n} " + "x" * 1000 for n in range(12_000)]
+    many = pa.table({"prompt": prompts, "noise": [b"y" * 1000] * 12_000})
+    pq.write_table(many, path, row_group_size=12_000)
+    del many
+    before = most = pa.total_allocated_bytes()
+    for number, row in enumerate(SourceReader(SeedSource(path=path), "s", 10_000)):
+        most = max(most, pa.total_allocated_bytes())
+        assert row.id == f"s:{number}"
+    assert number == 11_999 and most - before < 6e6
