@@ -22,7 +22,7 @@ from pipeline.artifacts.trained_heads import HEADS_FILE, read_trained_heads
 from pipeline.artifacts.tree_file import read_calibration
 from pipeline.config import Config
 from pipeline.decoding.dynamic_tree import DynamicTree, check_tree
-from pipeline.decoding.held_out import simulated_acceleration_rate
+from pipeline.decoding.held_out import walk
 from pipeline.decoding.tree import TreePath
 from pipeline.errors import DataError
 from pipeline.heads.kinds import max_depth
@@ -146,7 +146,7 @@ class Run:
         )
         if isinstance(chosen, DynamicTree):
             return held_out_places(text, chosen, "cpu").walk(chosen.num_nodes).acceleration_rate
-        return simulated_acceleration_rate(held_out_ranks(text, top, "cpu"), chosen)
+        return walk(held_out_ranks(text, top, "cpu"), chosen).acceleration_rate
 
     def accuracies(self) -> list[list[float]]:
         """The share of held-out rows' labels that each head's r-th guess equals, [heads][ranks]."""

@@ -28,7 +28,7 @@ leading dimensions, shown as …, pass through.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -95,24 +95,6 @@ class Acceptance(NamedTuple):
     next_token: Tensor
 
 
-class AcceptanceRule(Protocol):
-    """The rule by which a step keeps candidates. Only a rule with `samples` is given noise."""
-
-    @property
-    def samples(self) -> bool: ...
-
-    def choose(self, logits_V: Tensor, noise_V: Tensor | None = None) -> Tensor:
-        """The next tokens [...] for logits [..., V], without candidates."""
-
-    def accept(
-        self, logits_NV: Tensor, tokens_N: Tensor, tree: TreeRows, noise_TV: Tensor | None = None
-    ) -> Acceptance:
-        """Accept the longest path that passes.
-
-        Shapes: logits [..., N, V], tokens [..., N], noise [..., max_depth + 1, V].
-        """
-
-
 @dataclass(frozen=True)
 class GreedyAcceptance:
     """Keeps the tokens that greedy decoding of the target writes."""
@@ -120,11 +102,16 @@ class GreedyAcceptance:
     samples = False
 
     def choose(self, logits_V: Tensor, noise_V: Tensor | None = None) -> Tensor:
+        """Choose the next tokens [...] for logits [..., V], without candidates."""
         return logits_V.argmax(-1)
 
     def accept(
         self, logits_NV: Tensor, tokens_N: Tensor, tree: TreeRows, noise_TV: Tensor | None = None
     ) -> Acceptance:
+        """Accept the longest path that passes; only a rule with `samples` is given noise.
+
+        Shapes: logits [..., N, V], tokens [..., N], noise [..., max_depth + 1, V].
+        """
         best_N = logits_NV.argmax(-1)
         passes_N = tokens_N == _at_parents(best_N, tree)
         row = (_accepted(passes_N, tree) * tree.depth).argmax(-1)
@@ -148,9 +135,6 @@ class TypicalAcceptance:
     eps: float = 0.09
     delta: float = 0.3
     samples: bool = False
-
-    def __post_init__(self) -> None:
-        _check_temperature(self.temperature)
 
     def choose(self, logits_V: Tensor, noise_V: Tensor | None = None) -> Tensor:
         if not self.samples:
@@ -196,11 +180,6 @@ class RejectionSampling:
     top_p: float = 1.0
     samples = True
 
-    def __post_init__(self) -> None:
-        _check_temperature(self.temperature)
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p is a probability above 0, not {self.top_p}")
-
     def choose(self, logits_V: Tensor, noise_V: Tensor | None = None) -> Tensor:
         assert noise_V is not None
         return draw(logits_V, noise_V, self.temperature, self.top_p)
@@ -222,6 +201,9 @@ class RejectionSampling:
         return Acceptance(row, token)
 
 
+AcceptanceRule = GreedyAcceptance | TypicalAcceptance | RejectionSampling
+
+
 def acceptance_rule(
     name: RuleName,
     temperature: float = 0.0,
@@ -235,6 +217,8 @@ def acceptance_rule(
     `eps`, `delta` and `first_token` belong to typical acceptance, `top_p` to rejection. Raises
     ValueError when a number is out of range.
     """
+    if temperature < 0 or not 0 < top_p <= 1:
+        raise ValueError("temperature is at least 0, top_p a probability above 0")
     if name == "greedy" or temperature == 0:
         return greedy_acceptance
     if name == "typical":
@@ -261,8 +245,3 @@ def _row_of(values_NV: Tensor, row: Tensor) -> Tensor:
     """The vector [..., V] of one row each."""
     index = row[..., None, None].expand(*row.shape, 1, values_NV.shape[-1])
     return values_NV.gather(-2, index)[..., 0, :]
-
-
-def _check_temperature(temperature: float) -> None:
-    if temperature <= 0:
-        raise ValueError("this rule needs a temperature above 0; at 0 it is greedy acceptance")

@@ -61,21 +61,17 @@ class _TreeCacheLayer(CacheLayerMixin):
         return -1
 
 
-def num_cached_layers(config: PretrainedConfig) -> int:
-    """The number of layers with keys and values of their own; some models share them."""
-    return len(get_layer_types_and_kwargs(config)[0])
-
-
 class TreeCache(Cache):
     """The KV cache of a batch.
 
     `begin` a batch, then `open`, fill and `keep_prompt` for each prompt. After that each forward
-    over the trees writes its rows and `keep` retains the accepted ones. `drop` removes finished
-    sequences.
+    over the trees writes its rows, and `move` and `advance` keep the accepted ones. `drop` removes
+    finished sequences.
     """
 
-    def __init__(self, num_layers: int):
-        super().__init__(layers=[_TreeCacheLayer(self) for _ in range(num_layers)])
+    def __init__(self, config: PretrainedConfig):
+        kinds, _ = get_layer_types_and_kwargs(config)  # one per layer with keys of its own
+        super().__init__(layers=[_TreeCacheLayer(self) for _ in kinds])
         self.lengths: list[int] = []  # of the open sequences, in the order of their places
         self.num_slots = 0
         self.allocation = 0  # number of allocations: a captured step is bound to one
@@ -143,21 +139,9 @@ class TreeCache(Cache):
             self._rows = {}
             self._fixed_width = None
 
-    def keep(self, rows: Sequence[Sequence[int]], rows_BT: Tensor) -> None:
-        """Keep these rows of the last forward: each sequence's root and accepted nodes, ascending.
-
-        `rows` and `rows_BT` (which may be padded) are the same rows on the host and on the device,
-        which avoids a copy.
-        """
-        longest = max(map(len, rows))
-        in_place = list(range(longest))
-        if any(list(path) != in_place[: len(path)] for path in rows):
-            self.move(rows_BT[:, :longest])
-        self.advance(rows)
-
-    def advance(self, rows: Sequence[Sequence[int]]) -> None:
-        """Add rows of the last forward, which are in place already, to the sequences' lengths."""
-        self.lengths = [length + len(path) for length, path in zip(self.lengths, rows, strict=True)]
+    def advance(self, num_rows: Sequence[int]) -> None:
+        """Add so many rows of the last forward, which `move` has put in place, to each sequence."""
+        self.lengths = [sum(pair) for pair in zip(self.lengths, num_rows, strict=True)]
         self._rows = {}
 
     def drop(self, kept: Sequence[int]) -> None:
@@ -171,9 +155,9 @@ class TreeCache(Cache):
         self._rows = {}
 
     def move(self, rows_BT: Tensor) -> None:
-        """Move rows to the path's positions; entries past a path's end are never read.
+        """Move the rows of the last forward to the positions of their path, the root first.
 
-        The root is in place already.
+        Rows past a path's end are padding: their positions are never read.
         """
         for store in self._stores:
             place_B1, slot_BN = self._rows_on(store.device)

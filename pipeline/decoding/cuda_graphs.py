@@ -141,7 +141,7 @@ class CapturedSteps:
         size = len(state.token_B)
         if size not in self._buffers:
             own = BatchState(state.hidden_BD.clone(), state.token_B.clone())
-            num_found = 2 * self._steps.tree.max_depth + 4
+            num_found = self._steps.tree.max_depth + 3
             found = state.token_B.new_zeros(size, num_found)
             self._buffers[size] = _Buffers(own, state.token_B.clone(), found)
         buffers = self._buffers[size]
@@ -166,9 +166,7 @@ class CapturedSteps:
         width = self._cache.width(self._steps.tree.num_nodes + 1)
         kind = (len(buffers.length_B), width, rule)
         self._run(kind, lambda: self._step(buffers, width, forward, rule))
-        rows, written = self._steps.read(buffers.found)
-        self._cache.advance(rows)
-        return written
+        return self._steps.read(buffers.found)
 
     def _run(self, kind: _Kind, step: Callable[[], None]) -> None:
         self._num_steps[kind] += 1
@@ -186,9 +184,7 @@ class CapturedSteps:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            log.warning(
-                "The target's steps cannot be captured and run one by one: %s", _cause(error)
-            )
+            log.warning("The target's steps cannot be captured and run one by one: %s", error)
             self.captures = False
             step()
 
@@ -198,20 +194,11 @@ class CapturedSteps:
         length_B = buffers.length_B
         tree, tokens_BN = steps.propose()
         positions_BN = (length_B[:, None] + tree.depth).clamp_(max=steps.max_length - 1)
-        mask = steps.masks.within(length_B, width, tree)
+        mask = steps.masks.after(length_B, width, tree)
         noise_BTV = buffers.noise_BTV if rule.samples else None
         with self._cache.fixed(length_B, steps.tree.num_nodes + 1, width):
             read = forward(tokens_BN, positions_BN, mask, self._cache)
-            accepted = steps.accept(*read, tokens_BN, tree, rule, noise_BTV)
-            if tree.max_depth:
-                self._cache.move(accepted.rows_BT)
-        buffers.found.copy_(accepted.found)
-        buffers.set_state(accepted.state)
-        length_B += accepted.found[:, 0] + 1
-
-
-def _cause(error: BaseException) -> str:
-    """The first error, in one line: a failed capture raises again where it ends."""
-    while error.__context__:
-        error = error.__context__
-    return str(error).split("\n")[0]
+            state, found = steps.accept(*read, tokens_BN, tree, rule, noise_BTV)
+        buffers.found.copy_(found)
+        buffers.set_state(state)
+        length_B += found[:, 0] + 1

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from pipeline.decoding.acceptance import AcceptanceRule, Noise, greedy_acceptance
-from pipeline.decoding.cache import TreeCache, num_cached_layers
+from pipeline.decoding.cache import TreeCache
 from pipeline.decoding.cuda_graphs import (
     CAPTURED_LENGTH,
     CapturedSteps,
@@ -82,17 +82,12 @@ def acceleration_rate(decoded: Iterable[Decoded]) -> float:
 def check_pair(model: PreTrainedModel, heads: Heads) -> None:
     """Raise ConfigError unless heads and target fit and its attention takes a custom mask."""
     config = model.config.get_text_config(decoder=True)
-    sizes = {
-        "hidden_size": heads.shape.hidden_size,
-        "vocab_size": heads.shape.target_vocab_size,
-    }
-    for name, size in sizes.items():
-        if getattr(config, name) != size:
-            raise ConfigError(
-                f"The heads have {name} {size}, the target has {getattr(config, name)}.",
-                "target.model",
-                "Use the heads with the target that they were trained for.",
-            )
+    own = (config.hidden_size, config.vocab_size)
+    read = (heads.shape.hidden_size, heads.shape.target_vocab_size)
+    if read != own:
+        what = f"The heads have hidden and vocabulary sizes {read}, and the target has {own}."
+        fix = "Use the heads with the target that they were trained for."
+        raise ConfigError(what, "target.model", fix)
     attention = config._attn_implementation
     if attention not in _TREE_ATTENTION:
         what = f"The target's attention is {attention!r}, which takes no tree mask."
@@ -135,8 +130,6 @@ class Decoder:
         max_length: int | None = None,
         graph_capture: CudaGraphs | None = None,
     ):
-        if model.training:
-            raise ValueError("call model.eval() first: dropout would make decoding random")
         config = model.config.get_text_config(decoder=True)
         self.model = model
         self.heads = heads
@@ -150,7 +143,7 @@ class Decoder:
             if heads is None or heads.shape.max_depth < depth:
                 raise ValueError(f"a tree of depth {depth} is deeper than these heads can propose")
             check_pair(model, heads)
-        self._cache = TreeCache(num_cached_layers(config))
+        self._cache = TreeCache(config)
         steps = TreeSteps(self.tree, heads, masks, self._cache, self.max_length)
         graph_capture = graph_capture or graph_capture_for(model)
         self._steps = CapturedSteps(steps, graph_capture) if graph_capture else steps

@@ -70,9 +70,6 @@ class DynamicTree:
         widest = replace(self, num_nodes=1, max_depth=max_depth or self.max_depth)
         return replace(widest, num_nodes=min(num_nodes, widest.num_proposed))
 
-    def described(self) -> str:
-        return f"a dynamic tree of {self.num_nodes} nodes"
-
     def grow(self, heads: Heads, hidden_BD: Tensor, token_B: Tensor) -> tuple[TreeRows, Tensor]:
         """One tree per text, and the tokens [B, N] of its rows."""
         proposed = self.propose(heads, hidden_BD, token_B.to(hidden_BD.device))
@@ -167,8 +164,8 @@ def check_tree(
         return check_choices(tree, max_depth, top)
     if tree.max_depth > max_depth or tree.top > top:
         raise ConfigError(
-            f"A dynamic tree of depth {tree.max_depth} with {tree.top} guesses per node is asked"
-            f" for, and the heads propose {max_depth} tokens ahead, of {top}.",
+            f"A dynamic tree of depth {tree.max_depth} does not fit: the heads propose {max_depth}"
+            f" tokens ahead, {top} guesses each.",
             "tree",
             "Lower calibrate.depth or calibrate.top.",
         )

@@ -37,18 +37,16 @@ def grouped_attention(
     """transformers' sdpa attention, [B, N, H·G, D].
 
     Shapes: queries [B, H·G, N, D], keys and values [B, H, S, D], additive masks [B, 1, N, S].
-    Anything but groups under such a mask is left to transformers.
+    Attention without groups or mask is left to transformers.
     """
     num_groups = query.shape[1] // key.shape[1]
-    is_biased = settings.get("position_bias") is not None
-    if num_groups == 1 or attention_mask is None or attention_mask.shape[1] != 1 or is_biased:
+    if num_groups == 1 or attention_mask is None:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **settings
         )
     rows_BHND = query.unflatten(1, (-1, num_groups)).flatten(2, 3)
     num_rows = query.shape[2]
-    if num_rows > 1:  # a single row's mask is broadcast
-        attention_mask = attention_mask[:, :, None].expand(-1, -1, num_groups, -1, -1).flatten(2, 3)
+    attention_mask = attention_mask.repeat(1, 1, num_groups, 1)
     read_BHND = scaled_dot_product_attention(
         rows_BHND, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling
     )

@@ -195,8 +195,14 @@ class Walk:
 
 
 def walk(ranks: HeldOutRanks, choices: Choices) -> Walk:
-    """Replay greedy decoding of the text with the tree."""
-    return _walk(ranks, accepted_lengths(ranks, choices))
+    """Replay greedy decoding of the text with a static tree: the deepest right path is accepted."""
+    right: dict[TreePath, npt.NDArray[np.bool_]] = {(): np.ones(len(ranks), bool)}
+    lengths_N = np.zeros(len(ranks), np.int64)
+    for path in sorted(map(tuple, choices), key=len):
+        depth = len(path) - 1
+        right[path] = right[path[:-1]] & (ranks.ranks_KN[depth] == path[-1])
+        lengths_N[right[path]] = depth + 1
+    return _walk(ranks, lengths_N)
 
 
 def _walk(text: HeldOutRanks | HeldOutPlaces, lengths_N: npt.NDArray[np.int64]) -> Walk:
@@ -224,19 +230,3 @@ def _walk(text: HeldOutRanks | HeldOutPlaces, lengths_N: npt.NDArray[np.int64]) 
         np.repeat(text.conversations, num_steps),
         np.repeat(text.seen, num_steps),
     )
-
-
-def simulated_acceleration_rate(ranks: HeldOutRanks, choices: Choices) -> float:
-    """Tokens per forward of a `walk` with the tree; NaN without positions."""
-    return walk(ranks, choices).acceleration_rate
-
-
-def accepted_lengths(ranks: HeldOutRanks, choices: Choices) -> npt.NDArray[np.int64]:
-    """The depth of the deepest right path at each position, [N]: what greedy acceptance keeps."""
-    right: dict[TreePath, npt.NDArray[np.bool_]] = {(): np.ones(len(ranks), bool)}
-    lengths_N = np.zeros(len(ranks), np.int64)
-    for path in sorted(map(tuple, choices), key=len):
-        depth = len(path) - 1
-        right[path] = right[path[:-1]] & (ranks.ranks_KN[depth] == path[-1])
-        lengths_N[right[path]] = depth + 1
-    return lengths_N

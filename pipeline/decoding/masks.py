@@ -9,8 +9,6 @@ Letters: N rows of the tree, S columns (cache slots), B sequences.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
@@ -49,27 +47,12 @@ class TreeMasks:
         self._windows = windows
         self._dtype = dtype
 
-    def after(self, lengths: Sequence[int], tree: TreeRows) -> Masks:
-        """The mask [B, 1, N, longest + N] after prefixes of these lengths.
+    def after(self, length_B: Tensor, num_columns: int, tree: TreeRows) -> Masks:
+        """The mask [B, 1, N, num_columns] of trees after prefixes of these lengths.
 
-        One per kind of layer where a model has several. Columns beyond a shorter sequence's own
-        rows are hidden.
+        One per kind of layer where a model has several. Columns beyond a sequence's own rows are
+        hidden.
         """
-        if len(lengths) == 1 and list(self._windows.values()) == [None]:
-            return self._after_one(lengths[0], tree)
-        length_B = torch.tensor(lengths, device=tree.depth.device)
-        return self.within(length_B, max(lengths) + tree.depth.shape[-1], tree)
-
-    def _after_one(self, length: int, tree: TreeRows) -> Tensor:
-        """The same for one sequence and full attention, in a sixth of the time."""
-        num_rows = tree.depth.shape[-1]
-        shape = (1, 1, num_rows, length + num_rows)
-        mask = torch.zeros(shape, dtype=self._dtype, device=tree.depth.device)
-        mask[..., length:].masked_fill_(~tree.ancestors, torch.finfo(self._dtype).min)
-        return mask
-
-    def within(self, length_B: Tensor, num_columns: int, tree: TreeRows) -> Masks:
-        """The same for lengths on the device and a fixed number of columns."""
         num_rows = tree.depth.shape[-1]
         depth_BN = tree.depth.expand(len(length_B), -1)
         own_BN = length_B[:, None] + torch.arange(num_rows, device=length_B.device)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from inspect import signature
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,7 +58,7 @@ class Forward:
                 attention_mask=mask,
                 past_key_values=cache,
                 use_cache=True,
-                **_selected(self._model, 1 if last_only else None),
+                **_last_logits(self._model, int(last_only)),
             ).logits
         hidden_BTD = self._seen.pop()
         if last_only:
@@ -87,15 +87,17 @@ def last_positions(
     """
     ids_1T = torch.tensor([ids], device=input_device(model))
     with lm_head_inputs(model) as seen:
-        logits_1TV = model(input_ids=ids_1T, use_cache=False, **_selected(model, number)).logits
+        logits_1TV = model(input_ids=ids_1T, use_cache=False, **_last_logits(model, number)).logits
     return seen[-1][0, -number:], logits_1TV[0, -number:]
 
 
-def _selected(model: PreTrainedModel, num_logits: int | None) -> dict[str, Any]:
-    """The argument that limits the logits to the last positions, where the model has one."""
-    if num_logits is None or "logits_to_keep" not in signature(model.forward).parameters:
-        return {}
-    return {"logits_to_keep": num_logits}
+def _last_logits(model: PreTrainedModel, num_logits: int) -> dict[str, int]:
+    """The argument that limits the logits to the last positions, where the model has one; 0 is
+    all.
+    """
+    if "logits_to_keep" in signature(model.forward).parameters:
+        return {"logits_to_keep": num_logits}
+    return {}
 
 
 class BatchState(NamedTuple):
@@ -107,21 +109,6 @@ class BatchState(NamedTuple):
     def at(self, texts: Sequence[int]) -> BatchState:
         """The state of the texts at these indices."""
         return BatchState(self.hidden_BD[texts], self.token_B[texts])
-
-
-class Accepted(NamedTuple):
-    """The outcome of a step.
-
-    Attributes:
-        state: The new state.
-        rows_BT: The rows from the root to the accepted one.
-        found: What the host reads of each text, [B, 2 T + 2]: the depth of the accepted row, the
-            rows and the tokens from the root to it, and the token after it.
-    """
-
-    state: BatchState
-    rows_BT: Tensor
-    found: Tensor
 
 
 class TreeSteps:
@@ -158,22 +145,15 @@ class TreeSteps:
         """One forward of the target; returns the tokens that it adds to each text."""
         lengths = self.cache.lengths
         tree, tokens_BN = self.propose()
-        starts: int | Tensor = lengths[0]
-        if len(lengths) > 1:
-            starts = torch.tensor(lengths, device=tokens_BN.device)[:, None]
-        positions_BN = tree.depth.expand_as(tokens_BN) + starts
-        if max(lengths) + tree.max_depth >= self.max_length:
-            # The rows beyond are cut later, but their positions must exist.
-            positions_BN.clamp_(max=self.max_length - 1)
+        length_B = torch.tensor(lengths, device=tokens_BN.device)
+        # Rows beyond the limit are cut later, but their positions must exist.
+        positions_BN = (tree.depth + length_B[:, None]).clamp_(max=self.max_length - 1)
         mask = None
         if tree.max_depth or len(lengths) > 1:
-            mask = self.masks.after(lengths, tree)
+            mask = self.masks.after(length_B, max(lengths) + tokens_BN.shape[1], tree)
         read = forward(tokens_BN, positions_BN, mask, self.cache)
-        accepted = self.accept(*read, tokens_BN, tree, rule, noise_BTV)
-        self.state = accepted.state
-        rows, written = self.read(accepted.found)
-        self.cache.keep(rows, accepted.rows_BT)
-        return written
+        self.state, found = self.accept(*read, tokens_BN, tree, rule, noise_BTV)
+        return self.read(found)
 
     def propose(self) -> tuple[TreeRows, Tensor]:
         """The trees, and the tokens [B, N] of their rows: the root's, then the heads' guesses."""
@@ -192,32 +172,30 @@ class TreeSteps:
         tree: TreeRows,
         rule: AcceptanceRule,
         noise_BTV: Tensor | None,
-    ) -> Accepted:
-        """Apply the rule to the trees that a forward has read."""
+    ) -> tuple[BatchState, Tensor]:
+        """Apply the rule to the trees that a forward has read, and keep the accepted rows' cache.
+
+        Returns the new state, and what the host reads of each text, [B, T + 2]: the depth of the
+        accepted row, the tokens from the root to it, padded, and the token after it.
+        """
         if not tree.max_depth:
             noise_BV = None if noise_BTV is None else noise_BTV[:, 0]
             token_B = rule.choose(logits_BNV[:, 0], noise_BV)
-            root_B = torch.zeros_like(token_B)
-            found = torch.stack((root_B, root_B, tokens_BN[:, 0], token_B), 1)
-            return Accepted(BatchState(hidden_BND[:, 0], token_B), root_B[:, None], found)
+            found = torch.stack((torch.zeros_like(token_B), tokens_BN[:, 0], token_B), 1)
+            return BatchState(hidden_BND[:, 0], token_B), found
         row_B, token_B = rule.accept(logits_BNV, tokens_BN, tree, noise_BTV)
         rows_BT = tree.path_to(row_B)
         chosen_B11 = row_B[:, None, None].to(hidden_BND.device)
         hidden_BD = hidden_BND.take_along_dim(chosen_B11, 1)[:, 0]
-        depth_B = tree.depth_of(row_B)
+        self.cache.move(rows_BT)
+        depth_B1 = tree.depth_of(row_B)[:, None]
         path_BT = tokens_BN.gather(1, rows_BT)
-        found = torch.cat((depth_B[:, None], rows_BT, path_BT, token_B[:, None]), 1)
-        return Accepted(BatchState(hidden_BD, token_B), rows_BT, found)
+        return BatchState(hidden_BD, token_B), torch.cat((depth_B1, path_BT, token_B[:, None]), 1)
 
-    def read(self, found: Tensor) -> tuple[list[list[int]], list[list[int]]]:
-        """The rows that each text keeps and the tokens that it gains.
-
-        This is a step's only transfer from the device.
-        """
-        length = self.tree.max_depth + 1
-        rows = []
+    def read(self, found: Tensor) -> list[list[int]]:
+        """The tokens that each text gains: a step's only transfer from the device."""
         written = []
-        for depth, *fields in found.tolist():
-            rows.append(fields[: depth + 1])
-            written.append([*fields[length + 1 : length + 1 + depth], fields[-1]])
-        return rows, written
+        for depth, _, *tokens in found.tolist():
+            written.append([*tokens[:depth], tokens[-1]])
+        self.cache.advance([len(tokens) for tokens in written])
+        return written

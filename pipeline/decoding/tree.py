@@ -128,27 +128,17 @@ def check_choices(choices: Choices, num_heads: int, top: int) -> tuple[TreePath,
     """
     paths: list[TreePath] = []
     for choice in choices:
-        is_list = isinstance(choice, list | tuple) and len(choice) > 0
-        if not is_list or any(type(rank) is not int for rank in choice):
-            fix = "Give lists of ranks such as [0, 2]."
-            raise ConfigError(f"{choice!r} is not a path of the tree.", "choices", fix)
+        is_list = isinstance(choice, list | tuple) and 0 < len(choice) <= num_heads
+        if not is_list or any(type(rank) is not int or not 0 <= rank < top for rank in choice):
+            what = f"{choice!r} is no path of a tree over {num_heads} heads and {top} guesses each."
+            raise ConfigError(what, "choices", "Give lists of ranks such as [0, 2].")
         paths.append(tuple(choice))
-    if not paths:
-        fix = "Give at least one path, such as [0]."
-        raise ConfigError("The tree has no nodes.", "choices", fix)
     for path in paths:
-        problem = ""
-        if paths.count(path) > 1:
-            problem = "is given twice"
-        elif len(path) > num_heads:
-            problem = f"is deeper than the {num_heads} heads"
-        elif min(path) < 0 or max(path) >= top:
-            problem = f"asks for a guess that is not made: ranks are 0 to {top - 1}"
-        elif len(path) > 1 and path[:-1] not in paths:
-            problem = f"is not connected: its parent is missing, {list(path[:-1])}"
-        if problem:
-            fix = "Give a tree: each path once, with all paths above it."
-            raise ConfigError(f"The path {list(path)} {problem}.", "choices", fix)
+        if paths.count(path) > 1 or path[:-1] not in [(), *paths]:
+            what = f"The path {list(path)} is repeated or its parent is missing."
+            raise ConfigError(what, "choices", "Give each path once, with all paths above it.")
+    if not paths:
+        raise ConfigError("The tree has no nodes.", "choices", "Give at least one path: [0].")
     return tuple(paths)
 
 
@@ -192,7 +182,7 @@ class Tree(TreeRows):
     Rows are in depth-first order: parents come before their children, and the path of best guesses,
     the one most often accepted, is rows 1, 2, 3, …, whose cache entries need not be moved.
     `Tree(())` is plain decoding. `top`, `guess`, `levels` and `order` are those of `ProposalTree`.
-    Raises ValueError unless the choices form a tree; `check_choices` names the problem.
+    The choices form a tree, see `check_choices`.
     """
 
     def __init__(self, choices: Choices, device: torch.device | str = "cpu"):
@@ -203,8 +193,6 @@ class Tree(TreeRows):
         parents = [0]
         rows_to = [[0]]
         for row, path in enumerate(self.choices, start=1):
-            if path in row_of or path[:-1] not in row_of:
-                raise ValueError("not a tree: a path is repeated or its parent is missing")
             row_of[path] = row
             self.top = max(self.top, path[-1] + 1)
             parents.append(row_of[path[:-1]])
@@ -220,9 +208,6 @@ class Tree(TreeRows):
         guesses = [(len(path) - 1) * self.top + path[-1] for path in self.choices]
         self.guess = torch.tensor(guesses, dtype=torch.int64, device=device)
         self.levels, self.order = self._levels(device)
-
-    def described(self) -> str:
-        return f"a tree of {self.num_nodes} nodes"
 
     def grow(self, heads: Heads, hidden_BD: Tensor, token_B: Tensor) -> tuple[TreeRows, Tensor]:
         """This tree, and the tokens [B, N] of its rows: the root's, then the heads' guesses."""

@@ -84,16 +84,12 @@ class CrossFit:
         self.whole: Trees = search_trees(ranks, num_nodes, max_depth, top)
         self._halves = ranks.halves()
         self._searched = [search_trees(half, num_nodes, max_depth, top) for half in self._halves]
-        self._walks: dict[tuple[str, int], Walk] = {}
 
     def walk(self, search: str, size: int) -> Walk:
         """The steps in each half with the other half's tree of this size."""
-        if (search, size) not in self._walks:
-            first, second = self._halves
-            through_second = walk(second, self.judged(0, search, size))
-            through_first = walk(first, self.judged(1, search, size))
-            self._walks[search, size] = through_second + through_first
-        return self._walks[search, size]
+        first, second = self._halves
+        through_second = walk(second, self.judged(0, search, size))
+        return through_second + walk(first, self.judged(1, search, size))
 
     def judged(self, half: int, search: str, size: int) -> tuple[TreePath, ...]:
         """The tree found on a half, 0 or 1, for the other half to judge."""

@@ -165,23 +165,14 @@ def _add_method(table: Table, name: str, method: EngineFigures | Baseline) -> No
 def categories_table(report: Report) -> Table:
     """Tabulate speed by category of question; empty for a single one, which repeats the check."""
     table = Table("Categories", ["category", "prompts", "per step", *SPEEDS])
-    table.note = (
-        "Tokens per forward of the target, and per second; of transformers' baselines the rate and"
-        " the speedup."
-    )
+    table.note = "Tokens per forward of the target, and per second."
     rows = []
     if report.native:
         rows = report.native.categories or []
     if len(rows) < 2:
         return table
-    names = sorted({name for row in rows for name in row.baselines})
-    table.columns += [name.replace("-", " ") for name in names]
     for row in rows:
-        cells = [ratio(row.acceleration_rate), *_speeds(row)]
-        for name in names:
-            speed = row.baselines.get(name, Baseline(name=name))
-            cells.append(f"{ratio(speed.acceleration_rate)}, {times(speed.speedup)}")
-        table.add(row.category, count(row.prompts), *cells)
+        table.add(row.category, count(row.prompts), ratio(row.acceleration_rate), *_speeds(row))
     return table
 
 

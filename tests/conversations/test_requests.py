@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from pipeline.conversations.requests import TextStream, degenerate_loop, distinct_n
+from pipeline.conversations.requests import TextStream, degenerate_loop
 from tests.flows.tiny import SPECIAL
 
 
@@ -64,10 +64,3 @@ def test_a_loop_repeats_four_times_over_32_tokens(ids):
         return length <= len(ids) and all(ids[at] == ids[at - period] for at in tail)
 
     assert degenerate_loop(ids) == any(repeats(period) for period in range(1, len(ids) // 4 + 1))
-
-
-def test_distinct_n_is_the_share_of_different_ngrams():
-    assert distinct_n([1, 2, 1, 2, 1], n=2) == 2 / 4
-    assert distinct_n([5] * 13, n=4) == 1 / 10
-    for ids in ([], [1], [1, 2, 3, 4], [1, 2, 3, 4, 5]):
-        assert distinct_n(ids) == 1.0

@@ -136,18 +136,6 @@ def test_a_reallocated_cache_invalidates_captures(pair, continuation):
     assert tape.replayed and tape.rehearsed, "steps on a new cache are warmed up anew"
 
 
-@pytest.mark.slow
-def test_nothing_is_captured_in_a_second_pass(pair, monkeypatch):
-    model, heads = pair("llama")
-    tape = Tape()
-    decoder = Decoder(model, heads, SPARSE, eos_token_ids=(), graph_capture=tape)
-    for prompt in PROMPTS:
-        decoder.generate(prompt, 40)
-    monkeypatch.setattr(tape, "capture", lambda step: pytest.fail("a timed pass would wait for it"))
-    for prompt in PROMPTS:
-        decoder.generate(prompt, 40)
-
-
 def test_a_deleted_decoder_frees_its_memory_at_once(pair):
     decoder = Decoder(*pair("llama"), SPARSE, eos_token_ids=(), graph_capture=Tape())
     decoder.generate(PROMPT, 12)

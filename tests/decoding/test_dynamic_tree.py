@@ -17,13 +17,10 @@ from pipeline.conversations.spans import IGNORED
 from pipeline.decoding.acceptance import RejectionSampling
 from pipeline.decoding.decoder import Decoder, plain_decoder
 from pipeline.decoding.dynamic_tree import NEVER, PREFER_PARENT, DynamicTree, check_tree
-from pipeline.decoding.tree import TreeRows
 from pipeline.errors import ConfigError
 from pipeline.heads.medusa import MedusaHeads
 from pipeline.heads.shapes import MedusaShape
 from tests.decoding.conftest import PROMPT, PROMPTS, seeded
-from tests.decoding.steps import gumbel
-from tests.decoding.test_acceptance import RULES
 from tests.heads.test_recurrent import SIZE, VOCAB, random_cell
 
 TREES = [DynamicTree(1, 1, 1), DynamicTree(7, 3, 3), DynamicTree(30, 3, 4)]
@@ -79,23 +76,6 @@ def test_the_most_probable_nodes_are_chosen_and_form_a_tree(tree: DynamicTree, s
             assert (~grown.elsewhere[text, row]).nonzero()[:, 0].tolist() == sorted(rows[1:])
             paths.add(tuple(tokens_BN[text, rows[1:]].tolist()))
         assert paths == {(), *expected}
-
-
-@pytest.mark.parametrize("rule", RULES)
-@given(dynamic_trees(), st.integers(0, 99))
-@settings(max_examples=25, deadline=None)
-def test_rules_judge_each_text_by_its_own_tree(rule, tree, seed):
-    hidden = 3 * gumbel((3, SIZE), seed)
-    grown, tokens = tree.grow(random_cell(seed), hidden, ROOTS)
-    logits = 2 * gumbel((*tokens.shape, VOCAB), seed)
-    logits.scatter_add_(2, tokens.roll(-1, 1)[..., None], torch.full_like(logits[..., :1], 9.0))
-    noise = gumbel((3, tree.max_depth + 1, VOCAB), seed) if rule.samples else None
-    together = rule.accept(logits, tokens, grown, noise)
-    for text in range(3):
-        rows = TreeRows(grown.parent[text], grown.depth[text], grown.retrieve_indices[text])
-        own_noise = None if noise is None else noise[text]
-        alone = rule.accept(logits[text], tokens[text], rows, own_noise)
-        assert alone == (together.row[text], together.next_token[text])
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral-window", "gemma2-both-windows"])

@@ -43,18 +43,17 @@ def test_rows_see_prefix_and_ancestors_within_the_window(own_trees, choices, len
     paths = [(), *tree.choices]
     longest = max(lengths) + len(paths)
     for columns in (longest, longest + 9):
-        found = masks.after(lengths, rows)
-        if columns > longest:
-            found = masks.within(torch.tensor(lengths), columns, rows)
+        found = masks.after(torch.tensor(lengths), columns, rows)
         expected = [expected_mask(paths, length, columns, window) for length in lengths]
         assert torch.equal(found, torch.stack(expected)[:, None])
 
 
 def test_models_with_two_kinds_of_layers_get_two_masks():
     tree = Tree(cartesian_tree((2, 2)))
-    both = TreeMasks(WINDOWS, torch.float32).after([6], tree)
+    prefix = torch.tensor([6]), 20, tree
+    both = TreeMasks(WINDOWS, torch.float32).after(*prefix)
     for kind, window in WINDOWS.items():
-        alone = TreeMasks({kind: window}, torch.float32).after([6], tree)
+        alone = TreeMasks({kind: window}, torch.float32).after(*prefix)
         assert torch.equal(both[kind], alone)
 
 

@@ -69,10 +69,3 @@ def test_texts_have_the_targets_own_distribution(rule, num_texts, bounds):
     assert sum(2 in one.accepted for one in decoded) > num_texts / 5, "guesses must be accepted"
     p = chi_square_p([counts[tuple(text)] for text in texts.tolist()], law.tolist())
     assert bounds[0] <= p <= bounds[1]
-
-
-def test_typical_with_a_greedy_first_token_starts_greedily(target_of, continuation):
-    model = target_of("llama")
-    plain = plain_decoder(model, eos_token_ids=())
-    found = plain.generate(PROMPT, 12, TypicalAcceptance(4.0)).token_ids
-    assert found == continuation(model, PROMPT, 12)

@@ -78,22 +78,6 @@ def test_guesses_are_taken_by_accuracy_and_never_at_zero():
 
 
 @quick
-@given(random_trees().filter(len), accuracies(5, 4, 4))
-def test_expected_rate_is_the_mean_of_simulated_steps(choices, accuracy):
-    """Enumerates the right guess of each of independent heads; the longest such path is kept."""
-    rows = accuracy[: max(map(len, choices))]
-    rows = [[each / max(1.0, sum(row)) for each in row] for row in rows]
-    total = 0.0
-    for outcome in product(range(6), repeat=len(rows)):  # 5: no guess is right
-        chance = 1.0
-        for row, right in zip(rows, outcome, strict=True):
-            chance *= [*row, max(0.0, 1 - sum(row))][right]
-        kept = [len(path) for path in choices if path == outcome[: len(path)]]
-        total += chance * (1 + max(kept, default=0))
-    assert expected_acceleration_rate(rows, choices) == pytest.approx(total)
-
-
-@quick
 @given(random_trees().filter(len))
 def test_checked_choices_come_back_as_they_are(choices):
     assert check_choices([list(path) for path in choices], num_heads=4, top=5) == choices
@@ -120,12 +104,6 @@ def test_choices_that_are_no_tree_are_refused(choices):
         check_choices(choices, num_heads=2, top=3)
 
 
-@pytest.mark.parametrize("choices", [((1, 0),), ((0,), (0,)), ((),)])
-def test_tensors_are_only_built_of_trees(choices):
-    with pytest.raises(ValueError, match="not a tree"):
-        Tree(choices)
-
-
 @quick
 @given(random_trees())
 def test_tensors_describe_the_paths(choices):
@@ -144,11 +122,6 @@ def test_tensors_describe_the_paths(choices):
         assert sorted(rows) == rows
     expected = [(len(path) - 1) * tree.top + path[-1] for path in paths[1:]]
     assert tree.guess.tolist() == expected
-
-
-def test_the_path_of_best_guesses_lies_in_the_first_rows():
-    tree = Tree([(1,), (0, 1), (0,), (0, 0), (0, 0, 0), (0, 1, 0)])
-    assert tree.choices[:3] == ((0,), (0, 0), (0, 0, 0))
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

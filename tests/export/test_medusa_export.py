@@ -198,8 +198,8 @@ def test_a_dynamic_tree_comes_back(tmp_path):
     [
         ({"num_nodes": 99, "max_depth": 1, "top": 2}, DataError, "99 nodes of the 2"),
         ({"num_nodes": 1}, DataError, "not the configuration of an export"),
-        ({"num_nodes": 1, "max_depth": 4, "top": 2}, ConfigError, "dynamic tree of depth 4"),
-        ({"num_nodes": 1, "max_depth": 2, "top": 7}, ConfigError, "with 7 guesses per node"),
+        ({"num_nodes": 1, "max_depth": 4, "top": 2}, ConfigError, "does not fit"),
+        ({"num_nodes": 1, "max_depth": 2, "top": 7}, ConfigError, "does not fit"),
     ],
 )
 def test_a_dynamic_tree_that_these_heads_cannot_fill_is_named(tmp_path, tree, error, says):
