@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 
 from pipeline.api.models import Target
-from pipeline.conversations.conversation import Message, RowRejected
+from pipeline.conversations.conversation import RowRejected
 from pipeline.conversations.requests import TextStream
 from pipeline.conversations.row_builder import Chat
 from pipeline.decoding.acceptance import AcceptanceRule
