@@ -129,7 +129,6 @@ def open_features(spec: TrainSpec) -> FeatureRows:
         spec.shards,
         fingerprint=spec.fingerprint,
         hidden_size=spec.hidden_size,
-        vocab_size=spec.vocab_size,
         num_heads=spec.settings.num_heads,
         roles=spec.settings.roles,
     )
