@@ -14,7 +14,7 @@ from pipeline.storage.shards import read_rows
 from pipeline.targets.lm_head import read_lm_head
 from pipeline.training import heads_and_backbone as room
 from pipeline.training.metrics import read_metrics
-from pipeline.training.optimizers import trained
+from pipeline.training.optimizers import trainable_parameters
 from pipeline.training.task import TrainSpec
 from pipeline.training.trainer import Trainer, train
 from tests.training.trainings import trainer_of
@@ -102,7 +102,9 @@ def test_one_step_follows_the_gradient_of_the_paper(
     norm = float(torch.nn.utils.clip_grad_norm_(plain.parameters, 0.5))
     assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-3)
     rates = [(plain.learner.heads, 1e-3), (plain.learner.backbone, 2.5e-4)]
-    groups = [{"params": list(trained(module).values()), "lr": lr} for module, lr in rates]
+    groups = [
+        {"params": list(trainable_parameters(module).values()), "lr": lr} for module, lr in rates
+    ]
     torch.optim.AdamW(groups, weight_decay=0.0, foreach=False, fused=False).step()
     for name, weight in ours.trained.items():
         torch.testing.assert_close(weight, plain.trained[name], rtol=1e-3, atol=2e-5, msg=name)

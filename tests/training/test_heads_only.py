@@ -16,7 +16,7 @@ from pipeline.heads.medusa import MedusaHeads
 from pipeline.storage.shards import read_rows
 from pipeline.targets.lm_head import read_lm_head
 from pipeline.training.checkpoints import read_checkpoint
-from pipeline.training.heads_only import initial_heads, noisy
+from pipeline.training.heads_only import add_noise, initial_heads
 from pipeline.training.trainer import train
 from tests.training.conftest import STATES, V
 from tests.training.trainings import trainer_of
@@ -130,7 +130,7 @@ def relative(noise_ND: torch.Tensor, states_ND: torch.Tensor) -> torch.Tensor:
 
 
 def test_noise_is_uniform_within_a_share_of_the_rms():
-    share = relative(noisy(NOISED, 0.3, (1, 2)) - NOISED, NOISED)
+    share = relative(add_noise(NOISED, 0.3, (1, 2)) - NOISED, NOISED)
     assert 0.295 < share.abs().max() <= 0.3001
     assert share.mean().abs() < 0.01 and share.std() == pytest.approx(0.6 / 12**0.5, rel=0.02)
 
@@ -139,5 +139,5 @@ def test_noise_is_uniform_within_a_share_of_the_rms():
 def test_the_same_states_get_the_same_noise_on_any_workers(cuts):
     edges = [0, *sorted(cuts), NUM_NOISED]
     pairs = pairwise(edges)
-    parts = [noisy(NOISED[start:stop], 0.1, (5,), start, NUM_NOISED) for start, stop in pairs]
-    assert torch.equal(torch.cat(parts), noisy(NOISED, 0.1, (5,)))
+    parts = [add_noise(NOISED[start:stop], 0.1, (5,), start, NUM_NOISED) for start, stop in pairs]
+    assert torch.equal(torch.cat(parts), add_noise(NOISED, 0.1, (5,)))
