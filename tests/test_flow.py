@@ -87,7 +87,6 @@ def test_report_json_has_the_keys_that_design_promises(finished_run):
     assert native["greedy_match"].keys() == {"sequences", "identical", "ties"}
     assert report.keys() >= {"hardware", "versions"}
     assert list(report["seconds_by_stage"]) == STAGES
-    assert report["target_text"].keys() >= {"distinct_4", "mean_entropy_nats"}
 
 
 def test_every_token_that_was_generated_has_one_cached_state(finished_run):

@@ -108,7 +108,6 @@ class Category(Speed):
 
     category: str
     prompts: int
-    baselines: dict[str, Baseline] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,7 +209,6 @@ class NativeFigures(EngineFigures):
     delta: float | None = None
     first_token: str | None = None
     top_p: float | None = None
-    sampled_identical: int | None = None
     log_likelihood: dict[str, float] | None = None  # nats per token, by the rule that wrote
     categories: list[Category] | None = None
     baselines: list[Baseline] | None = None
@@ -222,9 +220,7 @@ class VllmFigures(EngineFigures):
     """vLLM with the heads' top-1 chain."""
 
     num_speculative_tokens: int | None = None
-    export_alone: bool | None = None
     accepted_per_position: list[float] | None = None
-    model_runners: dict[str, str] | None = None
     same_text_acceleration_rate: float | None = None  # the same chain's natively
     expected_acceleration_rate: float | None = None
     expected_standard_error: float | None = None
@@ -239,14 +235,6 @@ class ServedModel:
     format: str
     native: NativeFigures | None = None
     vllm: VllmFigures | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class TargetText:
-    """The target's own text: distinct 4-grams and mean entropy."""
-
-    distinct_4: float
-    mean_entropy_nats: float
 
 
 @dataclass(frozen=True)
@@ -298,7 +286,6 @@ class CheckResult:
     head_0: dict[str, float] | None = None  # its top1 to top5 on held-out text
     frequency: dict[str, float] | None = None  # those of guessing the most frequent tokens
     drift: TunedDrift | None = None  # of the published weights; None where no backbone was tuned
-    target_text: TargetText | None = None
     samples: list[Sample] = field(default_factory=list)
     exact_match: list[dict[str, str | int | float]] | None = None  # by category
     contaminated_rows: int | None = None  # training rows that hold a question of the check's file
@@ -385,16 +372,11 @@ def _failures_of_engines(
 def _failures_of_engine(name: str, engine: EngineFigures, limits: Limits) -> list[str]:
     found, match = [], engine.greedy_match
     if match.differing:
-        differ = (
-            f"{name}: {match.differing} of {match.sequences} greedy sequences differ from plain"
-            " decoding"
-        )
-        if engine.largest_gap is not None and engine.tie_tolerance is not None:
-            differ += (
-                f", where the target's top-2 gap is up to {engine.largest_gap:g}; up to"
-                f" check.tie_tolerance = {engine.tie_tolerance:g} it is a tie"
-            )
-        found.append(differ)
+        differ = f"{match.differing} of {match.sequences} greedy sequences differ"
+        gap = ""
+        if engine.largest_gap is not None:
+            gap = f" (top-2 gap up to {engine.largest_gap:g}; ties: check.tie_tolerance)"
+        found.append(f"{name}: {differ} from plain decoding{gap}")
     if match.ties > max(1, limits.max_tie_share * match.sequences):
         found.append(
             f"{name}: {match.ties} of {match.sequences} greedy sequences differ at ties, more than"

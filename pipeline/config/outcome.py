@@ -226,8 +226,8 @@ class CheckConfig(Section):
         None,
         description=(
             "A greedy difference is a tie where the target's top-2 logits are this close; 1e-4 in"
-            " float32, 0.0625 in float16 and 0.5 in bfloat16 by default, and in 8 bits at least"
-            " 0.5."
+            " float32, 0.0625 in float16 and 0.5 in bfloat16 by default, and 0.5 where it is"
+            " quantized."
         ),
         ge=0,
     )

@@ -1,5 +1,5 @@
 """Requests to a generation engine, their completions, and what is read of the sampled ids: the text
-as it is completed, loops, and the share of distinct n-grams.
+as it is completed, and loops.
 """
 
 from __future__ import annotations
@@ -111,11 +111,3 @@ def degenerate_loop(ids: Sequence[int]) -> bool:
         if np.array_equal(end[period:], end[:-period]):
             return True
     return False
-
-
-def distinct_n(ids: Sequence[int], n: int = 4) -> float:
-    """Distinct n-grams over all n-grams; 1.0 for a text too short to have two."""
-    total = len(ids) - n + 1
-    if total < 2:
-        return 1.0
-    return len({tuple(ids[start : start + n]) for start in range(total)}) / total

@@ -30,7 +30,6 @@ from pipeline.conversations.spans import IGNORED
 from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.decoding.held_out import HeldOutPlaces, HeldOutRanks
 from pipeline.decoding.steps import last_positions
-from pipeline.errors import DataError
 from pipeline.evaluation.prompts import SILENT, Prompt, answer_all
 from pipeline.execution.progress import ProgressReporter
 from pipeline.heads.accuracy import label_ranks
@@ -139,46 +138,27 @@ def written_answers(
     conversations: Sequence[Conversation],
     settings: GenerateConfig,
     gpus: int,
-    where: str,
     progress: ProgressReporter = SILENT,
 ) -> Answers:
-    """The target's greedy answers to the conversations' questions, asked one after another.
-
-    Raises:
-        DataError: There is none of at least two tokens.
-    """
+    """The target's greedy answers to the conversations' questions, asked one after another."""
     template = load_chat_template(target)
     sampling = Sampling(0.0, 1.0, settings.max_new_tokens, eos_token_ids(target))
     replay = DialogueSettings(
         "replay", sampling, context_length(target), settings.rounds, settings.on_truncated
     )
     dialogues = [Dialogue(conversation, template, replay) for conversation in conversations]
-    num_answers = 0
-    for conversation in conversations:
-        asked = sum(message.role == "user" for message in conversation.messages)
-        num_answers += min(asked, settings.rounds)
-    progress.begin("answers to calibrate.data", num_answers, unit="answers")
-    if dialogues:
-        engine = make_generation_engine(
-            settings.engine, target, settings.engine_args, gpus, settings.batch_invariant
-        )
-        answer_all(engine, dialogues, progress)
+    progress.begin("answers to calibrate.data", len(dialogues), unit="conversations")
+    engine = make_generation_engine(
+        settings.engine, target, settings.engine_args, gpus, settings.batch_invariant
+    )
+    answer_all(engine, dialogues, progress)
     answers: Answers = []
     for number, dialogue in enumerate(dialogues):
         with contextlib.suppress(RowRejected):  # it has no answer
             for row in dialogue.rows():
                 for span in row.spans:
-                    if len(span) > 1:
-                        prompt = Prompt(row.id, row.input_ids[: span.start], question_id=number)
-                        answers.append((prompt, row.input_ids[span.start : span.end]))
-    if not answers:
-        raise DataError(
-            "No row of the file is a conversation that the target answers with more than one"
-            " token.",
-            where,
-            "Name a file with questions in a form that seeds may have (medusa-distill inspect shows"
-            " them).",
-        )
+                    prompt = Prompt(row.id, row.input_ids[: span.start], question_id=number)
+                    answers.append((prompt, row.input_ids[span.start : span.end]))
     return answers
 
 

@@ -6,9 +6,9 @@ than a tolerance either token is its greedy choice. Only the first difference co
 sequences have different prefixes.
 
 `answer_lines` follow Spec-Bench's schema (github.com/hemingkx/Spec-Bench, Xia et al., arXiv
-2401.07851): one line per question; `new_tokens` and `wall_time` cover whole answers including the
-prefill, `decoding_steps` and `accept_lengths` the steps after it, so that the mean of
-`accept_lengths` is the acceleration rate.
+2401.07851), which holds FastChat's: one line per question. `new_tokens` and `wall_time` cover whole
+answers including the prefill, `decoding_steps` and `accept_lengths` the steps after it, so that the
+mean of `accept_lengths` is the acceleration rate.
 
 Letters: T answer tokens, V vocabulary.
 """
@@ -31,10 +31,9 @@ from pipeline.artifacts.check_result import (
     Line,
     Sample,
     SampleToken,
-    TargetText,
 )
 from pipeline.config import CheckConfig
-from pipeline.conversations.requests import TextStream, distinct_n
+from pipeline.conversations.requests import TextStream
 from pipeline.decoding.decoder import Decoded
 from pipeline.decoding.steps import last_positions
 from pipeline.evaluation.prompts import Prompt
@@ -52,10 +51,9 @@ NUM_SHOWN = 4  # tokens of a difference
 # of its steps at logits of 16 to 32, where the best logits of chat models lie.
 TIE_TOLERANCE = {"float32": 1e-4, "float16": 0.0625, "bfloat16": 0.5}
 
-# bitsandbytes' 8-bit layers round their input to 127 steps of its largest number, as coarse as
-# bfloat16's 8 bits, in any dtype. Its 4-bit layers multiply in bfloat16 on a CPU, in any dtype, and
-# in the target's dtype on a GPU.
-AS_COARSE = "bfloat16"
+# For every dtype: bitsandbytes' 8-bit layers round their input to 127 steps of its largest number,
+# as coarse as bfloat16's 8 bits. Its 4-bit layers multiply in bfloat16 on a CPU.
+QUANTIZED_TOLERANCE = TIE_TOLERANCE["bfloat16"]
 
 
 @dataclass(frozen=True)
@@ -73,13 +71,12 @@ class Comparison:
         return float(f"{max(each.gap for each in self.differing):.3g}")
 
 
-def tie_tolerance(target: TargetSpec, settings: CheckConfig, *, on_gpu: bool) -> float:
-    """The configured tolerance, or the larger of the dtype's and the quantization's."""
+def tie_tolerance(target: TargetSpec, settings: CheckConfig) -> float:
+    """The configured top-2 gap of a tie, or that of the target's dtype and quantization."""
     if settings.tie_tolerance is not None:
         return settings.tie_tolerance
-    rounding = target.rounding or target.quantization
-    if rounding == "8bit" or (rounding == "4bit" and not on_gpu):
-        return max(TIE_TOLERANCE[target.dtype], TIE_TOLERANCE[AS_COARSE])
+    if target.rounding or target.quantization:
+        return QUANTIZED_TOLERANCE
     return TIE_TOLERANCE[target.dtype]
 
 
@@ -121,19 +118,6 @@ def top_2_gap(model: PreTrainedModel, prefix: list[int]) -> float:
     return best - second
 
 
-def text_statistics(
-    model: PreTrainedModel, prompts: Sequence[Prompt], answers: Sequence[list[int]]
-) -> TargetText:
-    """The share of distinct 4-grams of the answers, and the target's mean entropy [nats] there."""
-    entropies: list[float] = []
-    for log_p_TV in log_probabilities(model, prompts, answers):
-        entropies += torch.special.entr(log_p_TV.exp()).sum(-1).tolist()
-    distinct = statistics.fmean(distinct_n(answer, 4) for answer in answers)
-    return TargetText(
-        distinct_4=round(distinct, 4), mean_entropy_nats=round(statistics.fmean(entropies), 4)
-    )
-
-
 def mean_log_likelihood(
     model: PreTrainedModel, prompts: Sequence[Prompt], answers: Sequence[list[int]]
 ) -> float:
@@ -165,16 +149,14 @@ def answer_lines(
     Texts are the first repetition's, times are medians over all.
     """
     lines: dict[int | str, Line] = {}
-    for index, prompt in enumerate(prompts):
+    for prompt, answer, *others in zip(prompts, *repetitions, strict=True):
         name = prompt.conversation
         if name not in lines:
-            lines[name] = model_answer(name, model_id, [])
-            lines[name]["category"] = prompt.category or ""
+            lines[name] = {**model_answer(name, model_id, []), "category": prompt.category or ""}
             for key in ("decoding_steps", "new_tokens", "wall_time", "accept_lengths"):
                 lines[name]["choices"][0][key] = []
         choice = lines[name]["choices"][0]
-        answer = repetitions[0][index]
-        seconds = [each[index].seconds_prefill + each[index].seconds for each in repetitions]
+        seconds = [each.seconds_prefill + each.seconds for each in (answer, *others)]
         choice["turns"].append(tokenizer.decode(answer.token_ids, skip_special_tokens=True).strip())
         choice["decoding_steps"].append(answer.num_steps)
         choice["new_tokens"].append(len(answer.token_ids))
@@ -193,15 +175,6 @@ def model_answer(question_id: int | str, model_id: str, turns: list[str]) -> Lin
         "choices": [{"index": 0, "turns": turns}],
         "tstamp": time.time(),
     }
-
-
-def model_answers(lines: Sequence[Line]) -> list[Line]:
-    """Lines of `answer_lines` in FastChat's schema."""
-    found = []
-    for line in lines:
-        turns = line["choices"][0]["turns"]
-        found.append(model_answer(line["question_id"], line["model_id"], turns))
-    return found
 
 
 def samples(

@@ -64,13 +64,12 @@ def best_tree(fits: CrossFit, num_nodes: int, overheads: Overheads) -> ChosenTre
     """The search and the number of nodes with the highest speedup; without overheads `num_nodes`,
     or all there are.
     """
-    sizes = sorted(overheads)
     costs: dict[tuple[str, int], float] = {}
     for name, tree in fits.whole.items():
         # Costs jump between sizes, so they are not interpolated: a tree that ends before has the
         # overhead of the next size.
-        for size in sizes or [num_nodes]:
-            costs.setdefault((name, min(size, len(tree))), overheads.get(size, 1.0))
+        for size, cost in sorted((overheads or {num_nodes: 1.0}).items()):
+            costs.setdefault((name, min(size, len(tree))), cost)
     rates = {choice: fits.walk(*choice).acceleration_rate for choice in costs}
     source, size = fastest(rates, costs)
     searches = {}
@@ -82,7 +81,7 @@ def best_tree(fits: CrossFit, num_nodes: int, overheads: Overheads) -> ChosenTre
         fits.node_shares(source, size),
         fits.walk(source, size),
         searches=searches,
-        sizes=_timed({each: fits.walk(source, each) for each in sizes}, overheads),
+        sizes=_timed({each: fits.walk(source, each) for each in overheads}, overheads),
         judged=[fits.judged(half, source, size) for half in (0, 1)],
         searched=fits.whole[source][:STOCK_NODES],
     )

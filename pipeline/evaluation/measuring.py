@@ -135,8 +135,7 @@ def measure_heads(
         engine: EngineName = "transformers" if "native" in settings.engines else "vllm"
         questions = read_questions(Path(str(settings.prompts)))[:num_prompts]
         prompts = question_prompts(target, questions, settings, engine, gpus, progress)
-        fix = "Shorten --max-new-tokens, or name other questions with --prompts."
-        require_prompts(prompts, "question", settings, str(settings.prompts), fix)
+        require_prompts(prompts, settings)
         request = CheckRequest(
             with_room_for(target, prompts.kept, settings.max_new_tokens, found.max_depth),
             str(found.export),
@@ -175,8 +174,8 @@ def _candidate(
     sizes = Sizes(text.hidden_size, text.vocab_size)
     if "heads" in config:  # of this project
         layout = read_layout(directory)
-        _require_fit(layout, target, sizes, settings, directory)
-        yield _own_heads(directory, layout, draft_tokens)
+        _require_served(layout, target, settings)
+        yield _own_heads(directory, layout, sizes, draft_tokens)
         return
     num_tokens = draft_tokens or proposed_tokens(config) or DRAFT_TOKENS
     model = functools.cache(lambda: load_causal_lm(target))  # where the heads borrow a matrix
@@ -204,7 +203,7 @@ def _candidate(
         dtype=str(next(found.heads.parameters()).dtype).removeprefix("torch."),
         num_speculative_tokens=min(draft_tokens or shape.num_heads, shape.max_depth),
     )
-    _require_fit(layout, target, sizes, settings, directory)
+    _require_served(layout, target, settings)
     tree = stock_tree(shape.max_depth)
     with tempfile.TemporaryDirectory(prefix="medusa-distill-check-") as temporary:
         copy = Path(temporary, "export")
@@ -220,10 +219,10 @@ def _candidate(
         yield Candidate(found.description, copy, shape.max_depth, original, tree)
 
 
-def _require_fit(
-    layout: ExportLayout, target: TargetSpec, sizes: Sizes, settings: CheckConfig, directory: Path
-) -> None:
-    """Refuse heads of another target, or that vLLM does not serve, before anything is decoded."""
+def _own_heads(
+    directory: Path, layout: ExportLayout, sizes: Sizes, draft_tokens: int | None
+) -> Candidate:
+    """An export, started by vLLM as it says, or with `draft_tokens`."""
     shape = layout.shape
     if (shape.hidden_size, shape.target_vocab_size) != (sizes.hidden_size, sizes.vocab_size):
         raise DataError(
@@ -233,29 +232,25 @@ def _require_fit(
             str(directory),
             "Give --target the model that these heads were trained on.",
         )
-    if "vllm" in settings.engines:
-        reason = layout.kind.not_served(shape, model_config(target).to_dict())
-        if reason:
-            raise ConfigError(reason, "--engine vllm", "Measure them natively: --engine native.")
-
-
-def _own_heads(directory: Path, layout: ExportLayout, draft_tokens: int | None) -> Candidate:
-    """An export, started by vLLM as it says, or with `draft_tokens`."""
-    depth = layout.shape.max_depth
     config = None
     if draft_tokens is not None:
-        if draft_tokens > depth:
-            what = f"These heads propose {depth} tokens ahead, not {draft_tokens}."
-            raise ConfigError(what, "--draft-tokens", f"Give at most {depth}.")
+        if draft_tokens > shape.max_depth:
+            what = f"These heads propose {shape.max_depth} tokens ahead, not {draft_tokens}."
+            raise ConfigError(what, "--draft-tokens", f"Give at most {shape.max_depth}.")
         config = layout.kind.speculative_config(str(directory.resolve()), draft_tokens)
-    described = layout.shape.description
-    return Candidate(described, directory, depth, config, read_tree(directory))
+    return Candidate(shape.description, directory, shape.max_depth, config, read_tree(directory))
+
+
+def _require_served(layout: ExportLayout, target: TargetSpec, settings: CheckConfig) -> None:
+    """Refuse heads that vLLM is to measure and does not serve."""
+    reason = layout.kind.not_served(layout.shape, model_config(target).to_dict())
+    if reason and "vllm" in settings.engines:
+        raise ConfigError(reason, "--engine vllm", "Measure them natively: --engine native.")
 
 
 def proposed_tokens(config: Mapping[str, Any]) -> int | None:
     """The number of draft tokens in a speculators configuration; None if it has no valid one."""
     try:
-        number = config["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
-    except (LookupError, TypeError):  # none, or JSON of another form
+        return int(config["speculators_config"]["proposal_methods"][0]["speculative_tokens"])
+    except (LookupError, TypeError, ValueError):  # none, or JSON of another form
         return None
-    return number if type(number) is int and number > 0 else None

@@ -13,13 +13,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 from pipeline.artifacts.check_result import (
     Baseline,
     CheckResult,
     NativeFigures,
 )
-from pipeline.decoding.acceptance import AcceptanceRule, RejectionSampling, greedy_acceptance
+from pipeline.decoding.acceptance import greedy_acceptance
 from pipeline.decoding.decoder import Decoded, Decoder, plain_decoder
 from pipeline.evaluation.answers import (
     AnswerLines,
@@ -28,7 +29,6 @@ from pipeline.evaluation.answers import (
     compare,
     mean_log_likelihood,
     samples,
-    text_statistics,
     tie_tolerance,
     top_2_gap,
 )
@@ -56,6 +56,9 @@ from pipeline.export.layout import read_layout
 from pipeline.targets.loading import input_device, load_causal_lm
 from pipeline.targets.spec import context_length, eos_token_ids, load_tokenizer
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 NUM_WARM_UPS = 2  # prompts
 
 
@@ -70,25 +73,22 @@ class Measurement:
     """
 
     request: CheckRequest
-    plain: Decoder
-    accelerated: Decoder
+    model: PreTrainedModel
     passes: list[Pass]
     greedy_passes: list[Pass]
     failed: dict[str, str]
 
-    def greedy(self, method: str) -> list[list[int]]:
-        return _texts(self.greedy_passes[0][method])
-
-    @property
-    def tolerance(self) -> float:
-        request = self.request
-        return tie_tolerance(request.target, request.settings, on_gpu=request.gpus > 0)
-
     def comparison(self, method: str) -> Comparison:
-        """A method's greedy answers against plain decoding's."""
-        gap_at = partial(top_2_gap, self.plain.model)
-        answers = self.greedy(method)
-        return compare(self.request.prompts, self.greedy(PLAIN), answers, gap_at, self.tolerance)
+        """Compare a method's greedy answers with plain decoding's."""
+        request = self.request
+        greedy = self.greedy_passes[0]
+        return compare(
+            request.prompts,
+            token_ids(greedy[PLAIN]),
+            token_ids(greedy[method]),
+            partial(top_2_gap, self.model),
+            tie_tolerance(request.target, request.settings),
+        )
 
 
 def check_native(
@@ -108,8 +108,7 @@ def check_native(
     repetitions = settings.repeats
     if rule_of(settings) is not greedy_acceptance:
         repetitions += 1
-    times = f", {repetitions} times each" if repetitions > 1 else ""
-    progress.begin(f"native{times}", len(prompts) * repetitions)
+    progress.begin("native", len(prompts) * repetitions)
     model = load_causal_lm(target, "cuda" if request.gpus else "cpu", max(1, request.gpus))
     heads = read_heads(request.export, model)
     layout = read_layout(request.export)
@@ -125,7 +124,7 @@ def check_native(
     endless = plain_decoder(model, eos_token_ids=(), max_length=room)
     with fastest_threads(endless, prompts[0].ids) as threads:
         measured = measure(request, plain, accelerated, baselines, progress)
-        greedy = measured.greedy(PLAIN)
+        greedy = token_ids(measured.greedy_passes[0][PLAIN])
         decoding = Decoding(plain, accelerated, prompts, greedy)
         chain = chain_rate(decoding, layout.num_speculative_tokens)
         studies = run_studies(decoding, settings, request.calibration, progress)
@@ -140,7 +139,6 @@ def check_native(
         answers[method] = answer_lines(f"{request.name}-{method}", tokenizer, prompts, written)
     result = CheckResult(
         native=figures,
-        target_text=text_statistics(model, prompts, greedy),
         samples=samples(tokenizer, prompts, measured.passes[0][ACCELERATED]),
         differing=comparison.differing,
     )
@@ -163,26 +161,26 @@ def measure(
         ConfigError: No answer took a step.
     """
 
-    def both_sides(rule: AcceptanceRule) -> dict[str, Decode]:
-        num_tokens = request.settings.max_new_tokens  # a rule that samples has the prompt's seed
-        return {
+    rule = rule_of(request.settings)
+    num_tokens = request.settings.max_new_tokens
+    prompts = request.prompts
+    greedily = {
+        PLAIN: decode_by(plain, greedy_acceptance, num_tokens),
+        ACCELERATED: decode_by(accelerated, greedy_acceptance, num_tokens),
+        **baselines,
+    }
+    by_rule = greedily
+    if rule is not greedy_acceptance:
+        by_rule = {
             PLAIN: decode_by(plain, rule, num_tokens),
             ACCELERATED: decode_by(accelerated, rule, num_tokens),
         }
-
-    rule = rule_of(request.settings)
-    prompts = request.prompts
     failed: dict[str, str] = {}
-    by_rule = both_sides(rule)
-    greedily = both_sides(greedy_acceptance)
-    take_turns({**by_rule, **baselines}, prompts[:NUM_WARM_UPS], failed)
+    warmed = prompts[:NUM_WARM_UPS]
     if plain.captures or accelerated.captures:
-        take_turns(by_rule, prompts, failed)  # captures the graphs of every length, untimed
-        if rule is not greedy_acceptance:
-            take_turns(greedily, prompts, failed)
-    greedily.update(baselines)
-    if rule is greedy_acceptance:
-        by_rule = greedily
+        warmed = prompts  # the graphs of every length are captured untimed
+    take_turns(greedily, warmed, failed)
+    take_turns(by_rule, warmed, failed)
     passes = []
     for _ in range(request.settings.repeats):
         passes.append(take_turns(by_rule, prompts, failed, progress))
@@ -190,7 +188,7 @@ def measure(
     if rule is not greedy_acceptance:
         greedy_passes = [take_turns(greedily, prompts, failed, progress)]
     require_steps(answer.accepted for answer in passes[0][ACCELERATED])
-    return Measurement(request, plain, accelerated, passes, greedy_passes, failed)
+    return Measurement(request, plain.model, passes, greedy_passes, failed)
 
 
 def native_figures(measured: Measurement, comparison: Comparison) -> NativeFigures:
@@ -201,36 +199,39 @@ def native_figures(measured: Measurement, comparison: Comparison) -> NativeFigur
     prompts = request.prompts
     decoded = passes[0][ACCELERATED]
     baselines = []
-    failed = []
     for name in settings.baselines:
         if name in measured.failed:
-            failed.append(Baseline(name=name, failed=measured.failed[name]))
+            baselines.append(Baseline(name=name, failed=measured.failed[name]))
         else:
             match = measured.comparison(name).match
             figures = baseline_figures(measured.greedy_passes, name)
             baselines.append(replace(figures, greedy_match=match))
-    names = [each.name for each in baselines]
     found = NativeFigures(
         **vars(speed(prompts, passes)),
         greedy_match=comparison.match,
         largest_gap=comparison.largest_gap,
-        tie_tolerance=measured.tolerance,
+        tie_tolerance=tie_tolerance(request.target, settings),
         dtype=request.target.dtype,
         accepted_lengths=steps_by_accepted_length(decoded),
         prompts=len(prompts),
         repeats=settings.repeats,
         acceptance=settings.acceptance,
-        categories=by_category(prompts, passes, measured.greedy_passes, names),
-        baselines=baselines + failed,
+        categories=by_category(prompts, passes),
+        baselines=baselines,
     )
-    found = with_new_answers(
-        found, request, _texts(decoded), [answer.accepted for answer in decoded]
-    )
+    accepted = [answer.accepted for answer in decoded]
+    found = with_new_answers(found, request, token_ids(decoded), accepted)
     if settings.acceptance == "greedy":
         return found
-    found = replace(
-        found, temperature=settings.temperature, log_likelihood=_log_likelihoods(measured)
-    )
+    written = {"greedy": token_ids(measured.greedy_passes[0][PLAIN])}
+    written[settings.acceptance] = token_ids(decoded)
+    if rule_of(settings).samples:
+        written["sampling"] = token_ids(passes[0][PLAIN])
+    likelihoods = {}
+    for rule, answers in written.items():
+        likelihood = mean_log_likelihood(measured.model, prompts, answers)
+        likelihoods[rule] = round(likelihood, 4)
+    found = replace(found, temperature=settings.temperature, log_likelihood=likelihoods)
     if settings.acceptance == "typical":
         return replace(
             found,
@@ -238,31 +239,9 @@ def native_figures(measured: Measurement, comparison: Comparison) -> NativeFigur
             delta=settings.typical_delta,
             first_token=settings.first_token,
         )
-    pairs = zip(_texts(passes[0][PLAIN]), _texts(decoded), strict=True)
-    same = sum(left == right for left, right in pairs)
-    return replace(found, top_p=settings.top_p, sampled_identical=same)
+    return replace(found, top_p=settings.top_p)
 
 
-def _log_likelihoods(measured: Measurement) -> dict[str, float]:
-    """The target's log-likelihood of greedy text, of plain sampling and of the rule's text."""
-    settings = measured.request.settings
-    prompts = measured.request.prompts
-    sampled = measured.passes[0][PLAIN]
-    if not rule_of(settings).samples:  # typical acceptance with a greedy first token
-        rule = RejectionSampling(settings.temperature)
-        sampling = decode_by(measured.plain, rule, settings.max_new_tokens)
-        sampled = take_turns({PLAIN: sampling}, prompts, {})[PLAIN]
-    written = {
-        "greedy": measured.greedy(PLAIN),
-        "sampling": _texts(sampled),
-        settings.acceptance: _texts(measured.passes[0][ACCELERATED]),
-    }
-    found = {}
-    for name, answers in written.items():
-        likelihood = mean_log_likelihood(measured.plain.model, prompts, answers)
-        found[name] = round(likelihood, 4)
-    return found
-
-
-def _texts(decoded: Sequence[Decoded]) -> list[list[int]]:
+def token_ids(decoded: Sequence[Decoded]) -> list[list[int]]:
+    """The answers' tokens, prompt by prompt."""
     return [one.token_ids for one in decoded]

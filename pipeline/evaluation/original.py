@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -31,46 +30,37 @@ MAX_POSITIONS = 2048  # a KL of 0.01 is then known to about a tenth; at V = 128k
 ORIGINAL = "original"
 
 
-@dataclass(frozen=True)
-class OriginalRequest:
-    """Models and texts to compare; picklable, to be sent to the process that decodes.
+def beside_the_original(
+    original: TargetSpec,
+    published: TargetSpec,
+    rows: Sequence[TokenRow],
+    questions: Sequence[Conversation],
+    settings: CheckConfig,
+    gpus: int,
+    name: str,
+    progress: ProgressReporter = SILENT,
+) -> tuple[TunedDrift, list[Line]]:
+    """Compare the published backbone with the original, and let the original answer questions.
 
-    Attributes:
+    Args:
         original, published: The model that was tuned, and the merged one, both with room for the
             questions.
         rows: Held-out rows of the generate stage.
-        questions: A file's, which the original answers; empty for none.
+        questions: A file's, for the original to answer; may be empty.
         gpus: How many each model spans; 0 is the CPU.
-        name: The target's in files of answers.
+        name: The target's name in files of answers.
+
+    Returns:
+        The drift of the published weights, and the original's answers in FastChat's schema.
     """
-
-    original: TargetSpec
-    published: TargetSpec
-    rows: Sequence[TokenRow]
-    questions: Sequence[Conversation]
-    settings: CheckConfig
-    gpus: int
-    name: str
-
-
-def beside_the_original(
-    request: OriginalRequest, progress: ProgressReporter = SILENT
-) -> tuple[TunedDrift, list[Line]]:
-    """The drift of the published weights, and the original's answers in FastChat's schema."""
-    original = request.original
-    settings = request.settings
-    gpus = request.gpus
-    drift = published_drift(original, request.published, request.rows, gpus)
+    drift = published_drift(original, published, rows, gpus)
+    tokenizer = load_tokenizer(original)
     lines: list[Line] = []
-    if request.questions:
-        tokenizer = load_tokenizer(original)
-        name = f"{request.name}-{ORIGINAL}"
-        answered = answered_questions(
-            original, request.questions, settings, "transformers", gpus, progress
-        )
-        for question, turns in answered:
-            texts = [tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in turns]
-            lines.append(model_answer(question, name, texts))
+    for question, turns in answered_questions(
+        original, questions, settings, "transformers", gpus, progress
+    ):
+        texts = [tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in turns]
+        lines.append(model_answer(question, f"{name}-{ORIGINAL}", texts))
     return drift, lines
 
 

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 Name = TypeVar("Name", bound=Hashable)
 NUM_STEPS, NUM_PROMPTS = 8, 6
+NUM_TRIALS = 3  # prompts, before a tree is skipped
 NUM_ROUNDS = 4  # per number of threads
-NUM_TRIALS = 3  # slow measurements before a tree is skipped
 LONG_STEP = 0.03  # seconds
 
 
@@ -52,7 +52,6 @@ def measure_overheads(
     """`overhead_curve` of trained heads on the target, loaded here, with trees and with chains."""
     model = load_causal_lm(target, "cuda" if gpus else "cpu", max(1, gpus))
     module = read_trained_heads(Path(heads)).to(input_device(model), model.dtype)
-
     room = context_length(target)
     return (
         overhead_curve(model, module, trees, prompts, room, progress),
@@ -84,30 +83,14 @@ def overhead_curve(
     room = min(max_length, max(map(len, prompts)) + 1 + NUM_STEPS * (deepest + 1))
     plain = plain_decoder(model, eos_token_ids=(), max_length=room)
     with fastest_threads(plain, prompts[0]):
-        progress.begin("a first look at each size", len(trees), unit="sizes")
         decoders: dict[int, Decoder] = {}
         for size, choices in sorted(trees.items()):
             decoder = Decoder(model, heads, choices, eos_token_ids=(), max_length=room)
-            if decoders and _costs_more(plain, decoder, prompts, deepest + 1):
+            if decoders and overheads(plain, {0: decoder}, prompts[:NUM_TRIALS])[0] > deepest + 1:
                 break
             decoders[size] = decoder
-            progress.advance()
         progress.begin(f"overheads of {len(decoders)} sizes", len(prompts))
         return overheads(plain, decoders, prompts, progress)
-
-
-def _costs_more(
-    plain: Decoder, decoder: Decoder, prompts: Sequence[Sequence[int]], most: float
-) -> bool:
-    """Whether the decoder costs more than `most` plain steps in each of a few trials.
-
-    Both sides of a trial are timed one after the other, so that a busy machine slows both.
-    """
-    for _ in range(NUM_TRIALS):
-        cost = overheads(plain, {0: decoder}, prompts[:1])[0]
-        if not cost > most:  # NaN too, of no room for a step
-            return False
-    return True
 
 
 def overheads(

@@ -21,7 +21,7 @@ from pipeline.artifacts.tree_file import Calibration
 from pipeline.config import CheckConfig
 from pipeline.conversations.conversation import Conversation, RowRejected
 from pipeline.conversations.dialogue import Dialogue, DialogueSettings
-from pipeline.conversations.requests import Completion, Sampling
+from pipeline.conversations.requests import Sampling
 from pipeline.conversations.template import ChatTemplate
 from pipeline.decoding.acceptance import AcceptanceRule, acceptance_rule
 from pipeline.decoding.dynamic_tree import DynamicTree
@@ -46,15 +46,13 @@ MORE_PER_TURN = 16  # at least the tokens of a template between an answer and th
 class Prompt:
     """Token ids up to where an answer begins.
 
-    `category` is the question's own, or the source of a held-out row; `turn` counts a
-    conversation's answers from 0.
+    `category` is the question's own, or the source of a held-out row.
     """
 
     id: str
     ids: list[int]
     category: str | None = None
     question_id: int | str | None = None
-    turn: int = 0
 
     @property
     def conversation(self) -> int | str:
@@ -70,15 +68,18 @@ class Prompts:
     skipped: int
 
 
-def require_prompts(
-    prompts: Prompts, kind: str, settings: CheckConfig, where: str, fix: str
-) -> None:
-    """Raise DataError where no prompt is left."""
+def require_prompts(prompts: Prompts, settings: CheckConfig) -> None:
+    """Refuse a check without prompts.
+
+    Raises:
+        DataError: No prompt leaves room for an answer.
+    """
     if not prompts.kept:
-        what = (
-            f"No {kind} leaves room for {settings.max_new_tokens} tokens in the target's context."
+        raise DataError(
+            f"No prompt leaves room for {settings.max_new_tokens} tokens in the target's context.",
+            f"check.prompts = {settings.prompts}",
+            "Shorten max_new_tokens, raise check.max_tokens, or name other prompts.",
         )
-        raise DataError(what, where, fix)
 
 
 @dataclass(frozen=True)
@@ -148,10 +149,8 @@ def held_out_prompts(
             continue
         digest = hashlib.sha256(row.id.encode()).digest()
         turn = fitting[int.from_bytes(digest[:8], "big") % len(fitting)]
-        source = row.id.rpartition(":")[0]
-        kept.append(
-            Prompt(row.id, row.input_ids[: answers[turn].start].tolist(), source, turn=turn)
-        )
+        ids = row.input_ids[: answers[turn].start].tolist()
+        kept.append(Prompt(row.id, ids, category=row.id.rpartition(":")[0]))
     return Prompts(kept, skipped)
 
 
@@ -174,16 +173,17 @@ def question_prompts(
         engine: The engine that answers; it takes all questions at once, and is not started where
             each has one turn.
     """
-    target, dialogues = _conversed(
+    dialogues, context = _converse(
         target, questions, settings, engine, gpus, progress, answers_last=False
     )
-    room = context_length(target) - settings.max_new_tokens
+    num_turns = 0
     kept: list[Prompt] = []
     for question, name, dialogue in zip(questions, question_ids(questions), dialogues, strict=True):
+        num_turns += sum(message.role == "user" for message in question.messages)
         for turn, ids in enumerate(dialogue.prompts()):
-            if len(ids) <= room:
-                kept.append(Prompt(f"{question.id}/{turn}", ids, question.category, name, turn))
-    return Prompts(kept, _num_turns(questions) - len(kept))
+            if len(ids) + settings.max_new_tokens <= context:
+                kept.append(Prompt(f"{question.id}/{turn}", ids, question.category, name))
+    return Prompts(kept, num_turns - len(kept))
 
 
 def answered_questions(
@@ -197,7 +197,7 @@ def answered_questions(
     """The target's own answers to every turn of each question, as token ids; arguments as of
     `question_prompts`.
     """
-    _, dialogues = _conversed(target, questions, settings, engine, gpus, progress)
+    dialogues, _ = _converse(target, questions, settings, engine, gpus, progress)
     found = []
     for name, dialogue in zip(question_ids(questions), dialogues, strict=True):
         with contextlib.suppress(RowRejected):  # it has no answer
@@ -208,7 +208,7 @@ def answered_questions(
     return found
 
 
-def _conversed(
+def _converse(
     target: TargetSpec,
     questions: Sequence[Conversation],
     settings: CheckConfig,
@@ -217,64 +217,35 @@ def _conversed(
     progress: ProgressReporter,
     *,
     answers_last: bool = True,
-) -> tuple[TargetSpec, list[Dialogue]]:
-    """The questions, answered, and the target with the context that they were given."""
+) -> tuple[list[Dialogue], int]:
+    """Answer the questions; also return the context in which they were answered."""
     template = load_chat_template(target, load_tokenizer(target))
     longest = 1
     for question in questions:
         longest = max(longest, _most_tokens(question, template, settings.max_new_tokens))
-    target = replace(target, max_tokens=min(context_length(target), longest))
-    samples = rule_of(settings).samples  # answers to earlier turns are written by the same rule
-    sampling = Sampling(
-        temperature=settings.temperature if samples else 0.0,
-        top_p=settings.top_p if samples else 1.0,
-        max_new_tokens=settings.max_new_tokens,
-        stop_token_ids=eos_token_ids(target),
-    )
+    context = min(context_length(target), longest)
+    sampling = Sampling(0.0, 1.0, settings.max_new_tokens, eos_token_ids(target))
+    if rule_of(settings).samples:
+        sampling = replace(sampling, temperature=settings.temperature, top_p=settings.top_p)
     replay = DialogueSettings(
-        "replay", sampling, context_length(target), ends_at_flaws=False, answers_last=answers_last
+        "replay", sampling, context, ends_at_flaws=False, answers_last=answers_last
     )
     dialogues = [Dialogue(question, template, replay) for question in questions]
-    if not any(dialogue.needs_answers for dialogue in dialogues):
+    if any(dialogue.needs_answers for dialogue in dialogues):
+        progress.begin("the prompts of later turns", len(dialogues), unit="questions")
+        target = replace(target, max_tokens=context)
+        answer_all(make_generation_engine(engine, target, {}, gpus), dialogues, progress)
+    else:
         converse(dialogues, None)
-        return target, dialogues
-    num_answers = _num_turns(questions)
-    if not answers_last:
-        num_answers -= len(questions)
-    progress.begin("the prompts of later turns", num_answers, unit="answers")
-    running = make_generation_engine(engine, target, {}, gpus)
-    answer_all(running, dialogues, progress)
-    return target, dialogues
-
-
-def _num_turns(questions: Sequence[Conversation]) -> int:
-    return sum(message.role == "user" for question in questions for message in question.messages)
-
-
-class Counted:
-    """A generation engine that reports each finished answer and its tokens as progress."""
-
-    def __init__(self, engine: GenerationEngine, progress: ProgressReporter):
-        self._engine = engine
-        self._progress = progress
-        self.capacity = engine.capacity
-        self.add = engine.add
-        self.close = engine.close
-
-    def step(self) -> list[Completion]:
-        completions = self._engine.step()
-        if completions:
-            num_tokens = sum(len(completion.token_ids) for completion in completions)
-            self._progress.advance(len(completions), num_tokens)
-        return completions
+    return dialogues, context
 
 
 def answer_all(
     engine: GenerationEngine, dialogues: Sequence[Dialogue], progress: ProgressReporter
 ) -> None:
-    """Run the conversations to their end, and close the engine."""
+    """Answer the conversations' questions, and close the engine."""
     with contextlib.closing(engine):
-        converse(dialogues, Counted(engine, progress))
+        converse(dialogues, engine, progress.advance)
 
 
 def with_room(target: TargetSpec, settings: CheckConfig) -> TargetSpec:

@@ -13,7 +13,6 @@ import re
 import string
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from pipeline.artifacts.check_result import Line
 from pipeline.conversations.file_rows import json_rows, open_seed_file
@@ -35,20 +34,14 @@ def read_references(path: Path) -> dict[str, list[str]]:
         for row in json_rows(file, path):
             if not isinstance(row, dict):
                 continue
-            references = _references(row)
+            references = row.get("reference") or row.get("answer")
+            if not isinstance(references, list):
+                references = [references]
             for key in ID_KEYS:
-                if key in row and references:
-                    found.setdefault(str(row[key]), references)
+                if key in row and any(references):
+                    found.setdefault(str(row[key]), [str(each or "") for each in references])
                     break
     return found
-
-
-def _references(row: Mapping[str, Any]) -> list[str]:
-    found = row.get("reference") or row.get("answer")
-    values = found if isinstance(found, list) else [found]
-    if not any(values):
-        return []
-    return [str(each) if isinstance(each, str | int | float) else "" for each in values]
 
 
 def matches(answer: str, reference: str) -> bool:
@@ -77,27 +70,24 @@ def exact_match(
     for method, lines in answers.items():
         for line in lines:
             name = str(line["question_id"])
-            category = categories.setdefault(name, line.get("category") or "")
-            compared = _compared(line["choices"][0]["turns"], references.get(name, ()))
-            found.setdefault(category, {}).setdefault(method, []).extend(compared)
+            category = categories.setdefault(name, line.get("category", ""))
+            turns = line["choices"][0]["turns"]
+            expected = references.get(name, [])
+            if len(expected) == 1:  # of the last turn
+                turns = turns[-1:]
+            by_method = found.setdefault(category, {})
+            for turn, reference in zip(turns, expected, strict=False):
+                if reference:
+                    by_method.setdefault(method, []).append(matches(turn, reference))
     rows = []
     for category, by_method in found.items():
-        row: dict[str, str | int | float] = {"category": category, "answers": 0}
-        for method, compared in by_method.items():
-            if compared:
-                row["answers"] = max(len(compared), int(row["answers"]))
-                row[method] = round(sum(compared) / len(compared), 4)
-        if row["answers"]:
+        row: dict[str, str | int | float] = {"category": category}
+        row["answers"] = max(map(len, by_method.values()), default=0)
+        for method, right in by_method.items():
+            row[method] = round(sum(right) / len(right), 4)
+        if by_method:
             rows.append(row)
     return rows
-
-
-def _compared(turns: Sequence[str], references: Sequence[str]) -> list[bool]:
-    """Whether each turn that has a reference is it; a single reference is the last turn's."""
-    if len(references) == 1:
-        turns = turns[-1:]
-    pairs = zip(turns, references, strict=False)
-    return [matches(turn, reference) for turn, reference in pairs if reference]
 
 
 def _number(text: str) -> float:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -81,19 +81,17 @@ def check_served(request: CheckRequest, progress: ProgressReporter = SILENT) -> 
     def gap_at(prefix: list[int]) -> float:
         return top_2_gap(model(), prefix)
 
-    tolerance = tie_tolerance(request.target, settings, on_gpu=gpus > 0)
+    tolerance = tie_tolerance(request.target, settings)
     comparison = compare(prompts, plain.token_ids, answers, gap_at, tolerance)
     measured = rate(prompts, accepted)
     figures = VllmFigures(
         num_speculative_tokens=num_tokens,
-        export_alone="model" in with_heads,
         acceleration_rate=round(measured.rate, 4),
         standard_error=rounded(measured.standard_error),
         accepted_per_position=accepted_per_position(accepted, num_tokens),
         speedup=round(accelerated.tokens_per_second / plain.tokens_per_second, 4),
         tokens_per_second=round(accelerated.tokens_per_second, 2),
         baseline_tokens_per_second=round(plain.tokens_per_second, 2),
-        model_runners={"plain": plain.model_runner, "with heads": accelerated.model_runner},
         greedy_match=comparison.match,
         largest_gap=comparison.largest_gap,
         tie_tolerance=tolerance,
@@ -150,15 +148,7 @@ def with_expectations(
     return replace(found, expected_acceleration_rate=rate, expected_standard_error=error, new=new)
 
 
-@dataclass(frozen=True)
-class LoadStudy:
-    """Rows of the load study, and a sentence on the loads at which heads are faster."""
-
-    rows: list[LoadRow]
-    under_load: str
-
-
-def load_study(request: CheckRequest, progress: ProgressReporter = SILENT) -> LoadStudy:
+def load_study(request: CheckRequest, progress: ProgressReporter = SILENT) -> list[LoadRow]:
     """Measure an export under load, `check.repeats` times."""
     progress.begin("vLLM's server starts", 0, unit="loads")
     settings = request.settings
@@ -173,8 +163,7 @@ def load_study(request: CheckRequest, progress: ProgressReporter = SILENT) -> Lo
     )
     tasks = [task, replace(task, engine_args=with_heads)]
     plain, accelerated = serve_under_load(tasks, progress.report)
-    rows = load_rows(plain, accelerated, settings.slo)
-    return LoadStudy(rows, in_words(rows))
+    return load_rows(plain, accelerated, settings.slo)
 
 
 def load_rows(
@@ -185,11 +174,9 @@ def load_rows(
     """The study's rows, from what `serve_under_load` measured of both servers."""
     rows = []
     for before, after in zip(plain, with_heads, strict=True):
-        rate, found, baseline = (
-            after["acceleration_rate"],
-            _side(after, limits),
-            _side(before, limits),
-        )
+        rate = after["acceleration_rate"]
+        found = _side(after, limits)
+        baseline = _side(before, limits)
         speedup = found["tokens_per_second"] / baseline["tokens_per_second"]
         rows.append(
             LoadRow(
@@ -235,20 +222,11 @@ def _within(limits: LatencyLimits, measured: Mapping[str, Any]) -> float | None:
     return round(within / len(measured["ttft"]), 4)
 
 
-def in_words(rows: Sequence[LoadRow]) -> str:
-    """The loads at which the heads pay, and those at which they do not, in a sentence."""
-    paid = [row.requests for row in rows if row.speedup is not None and row.speedup >= 1]
-    slower = [row.requests for row in rows if row.requests not in paid]
-    if not slower:
-        return f"Served by vLLM, the heads pay at all loads of up to {paid[-1]} requests at once."
-    if not paid:
-        return f"Served by vLLM, the heads do not pay; they are slower at {_listed(slower)}."
+def loads_in_words(rows: Sequence[LoadRow]) -> str:
+    """State in a sentence at which loads the heads speed up serving."""
+    faster = [str(row.requests) for row in rows if row.speedup is not None and row.speedup >= 1]
+    measured = ", ".join(str(row.requests) for row in rows)
     return (
-        f"Served by vLLM, the heads pay at {_listed(paid)} requests at once; they are slower at"
-        f" {_listed(slower)}."
+        f"Served by vLLM, the heads pay at {', '.join(faster) or 'none'} of {measured} requests at"
+        " once."
     )
-
-
-def _listed(levels: Sequence[int]) -> str:
-    *others, last = map(str, levels)
-    return f"{', '.join(others)} and {last}" if others else last

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
@@ -80,17 +81,14 @@ class ForwardRecorder(BaseStreamer):
     def __init__(self) -> None:
         self.forwards: list[list[int]] = []
         self.times: list[float] = []
-        self._began = False
 
     def put(self, value: torch.Tensor) -> None:
         """Receive the prompt, then each forward's tokens."""
-        if self._began:
-            self.forwards.append(value.flatten().tolist())
-            self.times.append(perf_counter())
-        self._began = True
+        self.forwards.append(value.flatten().tolist())
+        self.times.append(perf_counter())
 
     def end(self) -> None:
-        """The text is over."""
+        """Do nothing at the end of the text."""
 
 
 def baseline(
@@ -129,11 +127,12 @@ def baseline(
         except Exception as error:  # of any code of a model or a cache
             reason = str(error) or type(error).__name__
             raise CannotDecode(reason.splitlines()[0]) from error
-        token_ids = [token for new_ids in recorder.forwards for token in new_ids]
-        finished: Literal["stop", "length"] = "stop" if token_ids[-1] in eos_token_ids else "length"
-        accepted = [len(new_ids) for new_ids in recorder.forwards[1:]]
-        first = recorder.times[0]
+        _, *forwards = recorder.forwards  # the first is the prompt
+        _, first, *_ = recorder.times
         last = recorder.times[-1]
+        token_ids = [token for new_ids in forwards for token in new_ids]
+        finished: Literal["stop", "length"] = "stop" if token_ids[-1] in eos_token_ids else "length"
+        accepted = [len(new_ids) for new_ids in forwards[1:]]
         return Decoded(token_ids, finished, accepted, first - start, last - first)
 
     return decode
@@ -173,7 +172,6 @@ class Pace:
     """One method's speed; NaN where it took no step."""
 
     acceleration_rate: float
-    seconds_per_step: float
     tokens_per_second: float
     time_to_first_token: float
     time_per_output_token: float
@@ -183,13 +181,12 @@ class Pace:
         """The speed of a method's answers in every repetition."""
         first = passes[0][method]
         every = [one for answers in passes for one in answers[method]]
-        by_pass = [sum(one.seconds for one in each[method]) for each in passes]
-        seconds = statistics.median(by_pass)
+        seconds = statistics.median(sum(one.seconds for one in each[method]) for each in passes)
+        num_tokens = sum(sum(one.accepted) for one in first)
         per_token = [one.seconds / sum(one.accepted) for one in every if one.accepted]
         return cls(
             acceleration_rate=acceleration_rate(first),
-            seconds_per_step=_ratio(seconds, sum(one.num_steps for one in first)),
-            tokens_per_second=_ratio(sum(sum(one.accepted) for one in first), seconds),
+            tokens_per_second=num_tokens / seconds if num_tokens else math.nan,
             time_to_first_token=statistics.median(one.seconds_prefill for one in every),
             time_per_output_token=statistics.median(per_token or [math.nan]),
         )
@@ -210,19 +207,19 @@ def speed(prompts: Sequence[Prompt], passes: Sequence[Pass]) -> Speed:
     """The figures with heads and those of plain decoding."""
     plain = Pace.of(passes, PLAIN)
     accelerated = Pace.of(passes, ACCELERATED)
-    overhead = _ratio(accelerated.seconds_per_step, plain.seconds_per_step)
+    speedup = accelerated.tokens_per_second / plain.tokens_per_second
     accepted = [one.accepted for one in passes[0][ACCELERATED]]
     return Speed(
         acceleration_rate=rounded(accelerated.acceleration_rate),
         standard_error=rounded(rate(prompts, accepted).standard_error),
-        overhead=rounded(overhead),
-        speedup=rounded(_ratio(accelerated.acceleration_rate, overhead)),
+        overhead=rounded(accelerated.acceleration_rate / speedup),
+        speedup=rounded(speedup),
         **_timed(accelerated),
         **_timed(plain, "baseline_"),
     )
 
 
-def _timed(pace: Pace, prefix: str = "") -> dict[str, float | None]:
+def _timed(pace: Pace, prefix: str = "") -> dict[str, Any]:
     return {
         f"{prefix}tokens_per_second": rounded(pace.tokens_per_second, 2),
         f"{prefix}time_to_first_token": rounded(pace.time_to_first_token, 6),
@@ -256,11 +253,8 @@ def with_new_answers(
     new = NewAnswers(answers=len(prompts))
     if len(prompts) >= ENOUGH_NEW:
         found = rate(prompts, new_accepted)
-        new = replace(
-            new,
-            acceleration_rate=rounded(found.rate),
-            standard_error=rounded(found.standard_error),
-        )
+        error = rounded(found.standard_error)
+        new = replace(new, acceleration_rate=rounded(found.rate), standard_error=error)
     return replace(figures, seen_share=round(1 - len(prompts) / len(answers), 4), new=new)
 
 
@@ -271,57 +265,29 @@ def baseline_figures(passes: Sequence[Pass], method: str) -> Baseline:
     return Baseline(
         name=method,
         acceleration_rate=rounded(other.acceleration_rate),
-        speedup=rounded(_ratio(other.tokens_per_second, plain.tokens_per_second)),
-        tokens_per_second=rounded(other.tokens_per_second, 2),
-        time_to_first_token=rounded(other.time_to_first_token, 6),
-        time_per_output_token=rounded(other.time_per_output_token, 6),
+        speedup=rounded(other.tokens_per_second / plain.tokens_per_second),
+        **_timed(other),
     )
 
 
-def by_category(
-    prompts: Sequence[Prompt],
-    passes: Sequence[Pass],
-    greedy_passes: Sequence[Pass] = (),
-    baselines: Sequence[str] = (),
-) -> list[Category]:
-    """The speed for each category, in order of appearance; prompts without one are left out.
-
-    Args:
-        greedy_passes: Those in which the baselines decoded.
-        baselines: The baselines that decoded every prompt.
-    """
+def by_category(prompts: Sequence[Prompt], passes: Sequence[Pass]) -> list[Category]:
+    """The speed for each category, in order of appearance; prompts without one are left out."""
     members: dict[str, list[int]] = {}
     for index, prompt in enumerate(prompts):
         if prompt.category:
             members.setdefault(prompt.category, []).append(index)
     rows = []
     for category, indices in members.items():
-        found = speed([prompts[i] for i in indices], _part(passes, indices))
-        greedy = _part(greedy_passes, indices)
-        beside = {name: baseline_figures(greedy, name) for name in baselines}
-        rows.append(
-            Category(category=category, prompts=len(indices), baselines=beside, **vars(found))
-        )
+        parts = []
+        for each in passes:
+            part = {name: [answers[i] for i in indices] for name, answers in each.items()}
+            parts.append(part)
+        found = speed([prompts[i] for i in indices], parts)
+        rows.append(Category(category=category, prompts=len(indices), **vars(found)))
     return rows
 
 
-def _part(passes: Sequence[Pass], indices: Sequence[int]) -> list[Pass]:
-    """The same passes on some of their prompts."""
-    parts: list[Pass] = []
-    for one in passes:
-        parts.append({name: [answers[i] for i in indices] for name, answers in one.items()})
-    return parts
-
-
 def steps_by_accepted_length(decoded: Sequence[Decoded]) -> list[int]:
-    """The number of steps that accepted 0, 1, 2, … guesses."""
-    counts = [0]
-    for one in decoded:
-        for kept in one.accepted:
-            counts += [0] * (kept - len(counts))
-            counts[kept - 1] += 1
-    return counts
-
-
-def _ratio(value: float, other: float) -> float:
-    return value / other if other else math.nan
+    """Count the steps that accepted 0, 1, 2, … guesses."""
+    counts = Counter(kept - 1 for one in decoded for kept in one.accepted)
+    return [counts[length] for length in range(max(counts) + 1)]

@@ -26,12 +26,12 @@ each other, not with the check's own.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
-from math import nan, sqrt
+from math import sqrt
 from time import perf_counter
-from typing import Any, Literal
+from typing import Literal
 
 from pipeline.artifacts.check_result import BatchRow, ChainRate, Studies, TreeRow, TypicalRow
 from pipeline.artifacts.json_form import rounded
@@ -39,7 +39,7 @@ from pipeline.artifacts.tree_file import Calibration
 from pipeline.config import CheckConfig
 from pipeline.decoding.acceptance import AcceptanceRule, acceptance_rule
 from pipeline.decoding.cuda_graphs import WARM_UP_STEPS
-from pipeline.decoding.decoder import Decoded, Decoder, acceleration_rate, plain_decoder
+from pipeline.decoding.decoder import Decoder, plain_decoder
 from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.decoding.held_out import walk
 from pipeline.decoding.tree import STOCK_NODES, TreePath, cartesian_tree, greedy_tree, stock_tree
@@ -47,7 +47,7 @@ from pipeline.evaluation.answer_states import AnswerStates, answer_states, guess
 from pipeline.evaluation.answers import mean_log_likelihood
 from pipeline.evaluation.overhead import overheads, step_seconds, with_tree
 from pipeline.evaluation.prompts import SILENT, Prompt
-from pipeline.evaluation.speed import decode_by
+from pipeline.evaluation.speed import Decode, Pace, decode_by, take_turns
 from pipeline.execution.progress import ProgressReporter
 from pipeline.heads.kind import Heads
 from pipeline.report.report import (
@@ -92,32 +92,36 @@ class Decoding:
 def run_studies(
     decoding: Decoding,
     settings: CheckConfig,
-    calibration: Calibration | None = None,
+    calibration: Calibration | None,
     progress: ProgressReporter = SILENT,
 ) -> Studies | None:
     """The rows of the native studies that `settings` name; None where there is none.
 
     Args:
-        calibration: For the searched tree of the stock tree's size; None leaves its row out.
+        calibration: For the searched trees in the study `trees`.
     """
-    asked = [name for name in ("trees", "typical", "heads", "batch") if name in settings.studies]
+    asked = [name for name in settings.studies if name != "load"]
+    if not asked:
+        return None
     few = replace(decoding, prompts=decoding.prompts[:NUM_PROMPTS])
     num_tokens = min(settings.max_new_tokens, MAX_NEW_TOKENS)
-    rows: dict[str, Any] = {}
-    for name in asked:
-        progress.begin("native", len(asked), done=len(rows), unit="studies")
+    found = Studies()
+    for number, name in enumerate(asked):
+        progress.begin("native", len(asked), done=number, unit="studies")
         if name == "trees":
-            rows[name] = tree_ladder(decoding, calibration)
+            assert calibration is not None
+            found = replace(found, trees=tree_ladder(decoding, calibration))
         elif name == "typical":
-            rows[name] = typical_sweep(few, num_tokens, settings.first_token)
+            sweep = typical_sweep(few, num_tokens, settings.first_token)
+            found = replace(found, typical=sweep)
         elif name == "heads":
-            rows[name] = heads_used(decoding)
+            found = replace(found, heads=heads_used(decoding))
         else:
-            rows[name] = batch_sizes(few, num_tokens, settings.repeats)
-    return Studies(**rows) if asked else None
+            found = replace(found, batch=batch_sizes(few, num_tokens, settings.repeats))
+    return found
 
 
-def tree_ladder(decoding: Decoding, calibration: Calibration | None) -> list[TreeRow]:
+def tree_ladder(decoding: Decoding, calibration: Calibration) -> list[TreeRow]:
     """Acceleration rate, overhead and speedup of each kind of tree, from none to the export's own.
 
     Beside a static tree is a dynamic one of its size, beside a dynamic one the static tree of the
@@ -132,17 +136,15 @@ def tree_ladder(decoding: Decoding, calibration: Calibration | None) -> list[Tre
         "top-1 chain": cartesian_tree([1] * shape.num_heads),
         f"Cartesian {'x'.join(map(str, widths))}": cartesian_tree(widths),
         STOCK_TREE: stock,
+        SEARCHED_TREE: searched_tree(calibration)[: len(stock)],
     }
-    if calibration is not None:
-        trees[SEARCHED_TREE] = searched_tree(calibration)[: len(stock)]
-    if not isinstance(used, DynamicTree):
+    if isinstance(used, DynamicTree):
+        trees[STATIC_TREE] = calibration.choices
+        trees[USED_DYNAMIC_TREE] = used
+    else:
         smallest = DynamicTree(1, shape.num_heads, min(GUESSES, shape.vocab_size))
         trees[DYNAMIC_TREE] = smallest.resized(used.num_nodes)
         trees[USED_TREE] = used.choices
-    else:
-        if calibration is not None:
-            trees[STATIC_TREE] = calibration.choices
-        trees[USED_DYNAMIC_TREE] = used
     rows = tree_rows(decoding, list(trees.values()))
     return [replace(row, tree=name) for name, row in zip(trees, rows, strict=True)]
 
@@ -215,16 +217,6 @@ def chain_rate(decoding: Decoding, num_tokens: int) -> ChainRate:
     )
 
 
-@dataclass(frozen=True)
-class Side:
-    """One row of `typical_sweep` to measure."""
-
-    name: str
-    eps: float | None
-    decoder: Decoder
-    rule: AcceptanceRule
-
-
 def typical_sweep(
     decoding: Decoding, num_tokens: int, first_token: Literal["greedy", "sampled"]
 ) -> list[TypicalRow]:
@@ -233,85 +225,71 @@ def typical_sweep(
 
     Each speedup is over plain decoding at the same temperature.
     """
-    plain = decoding.plain
-    accelerated = decoding.accelerated
-    prompts = decoding.prompts
-    greedy = acceptance_rule("rejection", 0.0)  # at 0 it is greedy
-    sides = [Side("plain", None, plain, greedy), Side("greedy", None, accelerated, greedy)]
-    rows = _rows_of_rules(sides, 0.0, prompts, num_tokens)
+    greedy = acceptance_rule("rejection", 0.0)  # at temperature 0 it is greedy
+    plain = TypicalRow(temperature=0.0, rule="plain")
+    sides = {plain: greedy, TypicalRow(temperature=0.0, rule="greedy"): greedy}
+    rows = rule_rows(decoding, sides, num_tokens)
     for temperature in TEMPERATURES:
         exact = acceptance_rule("rejection", temperature)
-        sides = [Side("plain", None, plain, exact), Side("rejection", None, accelerated, exact)]
+        sides = {}
+        for name in ("plain", "rejection"):
+            sides[TypicalRow(temperature=temperature, rule=name)] = exact
         for eps in EPS:
-            rule = acceptance_rule("typical", temperature, eps, sqrt(eps), first_token=first_token)
-            sides.append(Side("typical", eps, accelerated, rule))
-        rows += _rows_of_rules(sides, temperature, prompts, num_tokens)
+            row = TypicalRow(temperature=temperature, rule="typical", eps=eps)
+            sides[row] = acceptance_rule(
+                "typical", temperature, eps, sqrt(eps), first_token=first_token
+            )
+        rows += rule_rows(decoding, sides, num_tokens)
     return rows
 
 
-def _rows_of_rules(
-    sides: Sequence[Side], temperature: float, prompts: Sequence[Prompt], num_tokens: int
+def rule_rows(
+    decoding: Decoding, sides: Mapping[TypicalRow, AcceptanceRule], num_tokens: int
 ) -> list[TypicalRow]:
-    """Each side's row, relative to the first side, which is plain decoding; sides take turns for
-    each prompt.
+    """Fill in each row of the study `typical`, decoded by its rule; the first one is plain.
 
     A figure is None where no answer took a step.
     """
-    for side in sides:  # warm-up: every length must be captured
-        if side.decoder.captures:
-            warmed = prompts
-            length = num_tokens
-        else:
-            warmed = prompts[:1]
-            length = WARM_UP_TOKENS
-        for seed, prompt in enumerate(warmed):
-            decode_by(side.decoder, side.rule, length)(prompt.ids, seed)
-    answers: list[list[Decoded]] = [[] for _ in sides]
-    for seed, prompt in enumerate(prompts):
-        for side, decoded in zip(sides, answers, strict=True):
-            decoded.append(decode_by(side.decoder, side.rule, num_tokens)(prompt.ids, seed))
+    methods: dict[str, Decode] = {}
+    for row, rule in sides.items():
+        decoder = decoding.accelerated if methods else decoding.plain
+        methods[str(row)] = decode_by(decoder, rule, num_tokens)
+    prompts = decoding.prompts
+    warmed = prompts if decoding.plain.captures else prompts[:1]  # captures each length's graphs
+    take_turns(methods, warmed, {})
+    passes = [take_turns(methods, prompts, {})]
+    names = list(methods)
+    plain = Pace.of(passes, names[0])
     rows = []
-    for side, decoded in zip(sides, answers, strict=True):
-        rate = acceleration_rate(decoded)
-        overhead = _overhead(decoded, answers[0])
-        texts = [one.token_ids for one in decoded]
-        likelihood = mean_log_likelihood(side.decoder.model, prompts, texts)
+    for name, row in zip(names, sides, strict=True):
+        pace = Pace.of(passes, name)
+        speedup = pace.tokens_per_second / plain.tokens_per_second
+        texts = [one.token_ids for one in passes[0][name]]
+        likelihood = mean_log_likelihood(decoding.plain.model, prompts, texts)
         rows.append(
-            TypicalRow(
-                temperature=temperature,
-                rule=side.name,
-                eps=side.eps,
-                acceleration_rate=rounded(rate),
-                overhead=rounded(overhead),
-                speedup=rounded(rate / overhead),
+            replace(
+                row,
+                acceleration_rate=rounded(pace.acceleration_rate),
+                overhead=rounded(pace.acceleration_rate / speedup),
+                speedup=rounded(speedup),
                 log_likelihood=rounded(likelihood),
             )
         )
     return rows
 
 
-def _overhead(decoded: Sequence[Decoded], plain: Sequence[Decoded]) -> float:
-    ratios = []
-    for one, other in zip(decoded, plain, strict=True):
-        if one.num_steps and other.num_steps:
-            ratios.append((one.seconds / one.num_steps) / (other.seconds / other.num_steps))
-    return statistics.median(ratios or [nan])
-
-
 def batch_sizes(decoding: Decoding, num_tokens: int, repeats: int) -> list[BatchRow]:
     """Tokens per second of the same prompts in batches of 1 to 16, prefill included; medians of
     `repeats`.
 
-    A power of two of the prompts is used, so that they fill every batch; they repeat where there
-    are too few.
+    The prompts are repeated so that they fill the largest batch.
     """
     plain = decoding.plain
     accelerated = decoding.accelerated
-    prompts = decoding.prompts
-    asked = [prompt.ids for prompt in prompts[: 1 << (len(prompts).bit_length() - 1)]]
+    asked = [prompt.ids for prompt in decoding.prompts]
+    texts = list(islice(cycle(asked), max(BATCH_SIZES)))
     rows = []
     for size in BATCH_SIZES:
-        texts = list(islice(cycle(asked), max(size, len(asked))))
         batches = [texts[start : start + size] for start in range(0, len(texts), size)]
         for decoder in (plain, accelerated):
             _warm_up(decoder, batches, num_tokens)

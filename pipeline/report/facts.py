@@ -129,7 +129,7 @@ def identical(match: GreedyMatch | None) -> str:
 def headline(report: Report) -> Table:
     """Tabulate the headline figures, in the paper's terms (section 3 and appendix B)."""
     table = Table("Headline", ["figure", "value", "meaning"], words=(0, 2))
-    vllm, text = report.vllm, report.target_text
+    vllm = report.vllm
     if report.native:
         _add_native_figures(table, report.native, report)
     else:
@@ -142,9 +142,6 @@ def headline(report: Report) -> Table:
         _add_new_answers(table, "On new answers, vLLM", vllm, vllm)
     else:
         table.add("vLLM acceleration rate", NOT_RUN, "")
-    if text:
-        note = f"distinct-4; mean entropy {ratio(text.mean_entropy_nats)} nats"
-        table.add("Target's own text", ratio(text.distinct_4), note)
     return table
 
 

@@ -15,7 +15,6 @@ from pipeline.artifacts.check_result import (
     Sample,
     ServedModel,
     Studies,
-    TargetText,
     TunedDrift,
     VllmFigures,
 )
@@ -109,7 +108,6 @@ class Report:
     heads: list[Accuracy] = field(default_factory=list)
     tree: TreeFigures | None = None
     check: CheckFigures | None = None
-    target_text: TargetText | None = None
     quarantine: dict[str, dict[str, int]] | None = None  # rows by stage and reason
     hardware: dict[str, Any] | None = None
     versions: dict[str, str] | None = None

@@ -116,14 +116,13 @@ class Context:
             identity["date"] = spec.date
         return identity
 
-    def look_again(self) -> bool:
-        """Return whether the target's files are still the ones that were identified first.
+    def identify_target_again(self) -> None:
+        """Read the target's files once more, if they were identified before; the Hub is not asked.
 
-        The Hub is not asked: what was downloaded is of one commit. Raises what `target_identity`
-        raises.
+        Raises what `target_identity` raises.
         """
-        before = self.__dict__.get("target_identity")
-        return bool(before is None or before == self._identify_target(fetch=False))
+        if "target_identity" in self.__dict__:
+            self.target_identity = self._identify_target(fetch=False)
 
     def placement(self, section: str) -> Placement:
         """The workers of a section; raises EnvironmentFault when the cluster can never fit them."""

@@ -281,7 +281,6 @@ def _on_answers(
         "conversations": read_questions(settings.data),
         "settings": context.config.generate,
         "gpus": placement.gpus,
-        "where": f"calibrate.data = {settings.data}",
     }
     answers = context.executor.call(written_answers, arguments, placement, progress)
     placement = context.placement("features")

@@ -38,9 +38,8 @@ from pipeline.config import Config
 from pipeline.config.load import validate
 from pipeline.conversations.duplicates import CheckQuestions
 from pipeline.conversations.sources import read_questions
-from pipeline.evaluation.answers import model_answers
 from pipeline.evaluation.measuring import joined, measure
-from pipeline.evaluation.original import OriginalRequest, beside_the_original
+from pipeline.evaluation.original import beside_the_original
 from pipeline.evaluation.prompts import (
     CheckRequest,
     Prompts,
@@ -51,7 +50,7 @@ from pipeline.evaluation.prompts import (
     with_room_for,
 )
 from pipeline.evaluation.references import exact_match, read_references
-from pipeline.evaluation.served import load_study, with_expectations
+from pipeline.evaluation.served import load_study, loads_in_words, with_expectations
 from pipeline.execution.progress import ProgressReporter
 from pipeline.export.directory import read_tree
 from pipeline.export.layout import read_layout
@@ -73,7 +72,7 @@ from pipeline.targets.spec import (
 from pipeline.training.methods import method_of
 
 NAME = "check"
-VERSION = 19
+VERSION = 20
 LIMITS = {"min_acceleration_rate", "require_learning", "max_tie_share"}  # see `Limits`
 
 
@@ -134,7 +133,6 @@ class Decoding:
         settings = self.context.config.check
         generated = self.context.upstream["generate"]
         if isinstance(settings.prompts, Path):
-            kind, where = "question", str(settings.prompts)
             native = "native" in settings.engines
             engine = "native" if native else "vllm"
             prompts = self.call(
@@ -147,15 +145,10 @@ class Decoding:
                 gpus=self.gpus(engine),
             )
         else:
-            kind, where = "held-out prompt", "check.prompts"
             room = context_length(target) - settings.max_new_tokens
             rows = read_token_rows(generated.shards(), generated.fingerprint)
             prompts = held_out_prompts(rows, settings.prompts, room)
-        fix = (
-            "Shorten check.max_new_tokens, raise check.max_tokens, or name other prompts in"
-            " check.prompts."
-        )
-        require_prompts(prompts, kind, settings, where, fix)
+        require_prompts(prompts, settings)
         return prompts
 
     def request(self, target: TargetSpec, prompts: Prompts) -> CheckRequest:
@@ -183,7 +176,7 @@ class Decoding:
             write_answers(self.stage.path, answers)
             if isinstance(request.settings.prompts, Path):
                 for lines in answers.values():
-                    write_model_answers(self.stage.path, model_answers(lines))
+                    write_model_answers(self.stage.path, lines)
             write_json(file, to_json(result))
         return from_json(CheckResult, read_json(file))
 
@@ -200,8 +193,8 @@ class Decoding:
         figures = with_expectations(result.vllm, chain, held_out)
         if "load" in request.settings.studies:
             load = self.call(load_study, "vllm", request=replace(request, gpus=self.gpus("vllm")))
-            studies = Studies(load=load.rows)
-            figures = replace(figures, studies=studies, under_load=load.under_load)
+            words = loads_in_words(load)
+            figures = replace(figures, studies=Studies(load=load), under_load=words)
         return replace(result, vllm=figures)
 
     def on_served_model(self, request: CheckRequest) -> tuple[ServedModel, list[Difference]]:
@@ -228,16 +221,17 @@ class Decoding:
         context = self.context
         generated = context.upstream["generate"]
         rows = read_token_rows(generated.shards(), generated.fingerprint)
-        request = OriginalRequest(
-            with_room(context.target, context.config.check),
-            with_room(context.backbone("export"), context.config.check),
-            [row for row in rows if row.split == "calibrate"],
-            [] if questions is None else read_questions(questions),
-            context.config.check,
-            self.gpus("native"),
-            Path(context.config.target.model).name,
+        drift, lines = self.call(
+            beside_the_original,
+            "native",
+            original=with_room(context.target, context.config.check),
+            published=with_room(context.backbone("export"), context.config.check),
+            rows=[row for row in rows if row.split == "calibrate"],
+            questions=[] if questions is None else read_questions(questions),
+            settings=context.config.check,
+            gpus=self.gpus("native"),
+            name=Path(context.config.target.model).name,
         )
-        drift, lines = self.call(beside_the_original, "native", request=request)
         write_model_answers(self.stage.path, lines)
         return drift
 

@@ -82,7 +82,9 @@ class DialoguePool:
         self._engine.add(request)
 
 
-def converse(dialogues: Iterable[Dialogue], engine: GenerationEngine | None) -> None:
+def converse(
+    dialogues: Iterable[Dialogue], engine: GenerationEngine | None, report: Report = silent
+) -> None:
     """Run all these conversations to their end."""
     pool = DialoguePool(engine)
-    pool.finish(pool.add(dialogues))
+    pool.finish(pool.add(dialogues, report))

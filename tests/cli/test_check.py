@@ -189,7 +189,6 @@ def test_an_unreadable_target_is_refused_before_loading(command, tmp_path, tiny_
     ("config", "number"),
     [
         ({"speculators_config": {"proposal_methods": [{"speculative_tokens": 3}]}}, 3),
-        ({"speculators_config": {"proposal_methods": [{"speculative_tokens": True}]}}, None),
         ({"speculators_config": {"proposal_methods": {"greedy": 3}}}, None),
         ({"speculators_config": {"proposal_methods": "greedy"}}, None),
         ({"speculators_config": "eagle"}, None),

@@ -57,9 +57,6 @@ def test_help_imports_no_torch():
         ("run", "--what"),
         ("status", "--deep", "x"),
         ("keys", "trian"),
-        ("archive", "runs/my-7b", "s3://my-bucket"),
-        ("restore", "x"),
-        ("plan", "x.yaml", "--measure"),
     ],
 )
 def test_a_wrong_command_line_is_exit_code_2(command, words):
@@ -251,7 +248,7 @@ def test_a_half_done_run_counts_what_is_there(command, half_done, config_file, m
     assert states(out) == dict.fromkeys(STAGES[:2], "kept") | dict.fromkeys(STAGES[2:], "run")
     assert "3 done, 1 pending" in line_of("features", out)
     assert "4 done " in line_of("generate", out)
-    assert "are on the disk" in out
+    assert "cached" in out
     free = type("Usage", (), {"free": 100_000})
     monkeypatch.setattr("pipeline.cli.plan.shutil.disk_usage", lambda _: free)
     assert "does not fit" not in command("plan", config_file).out, "three quarters are there"
@@ -307,7 +304,7 @@ def test_a_changed_setting_counts_no_shard_that_was_made_before(command, copied_
     for stage, why in (("generate", "temperature"), ("features", "what comes before it changed")):
         line = line_of(stage, out)
         assert " 4 pending" in line and why in line and "done" not in line
-    assert "on the disk" not in out
+    assert "cached" not in out
     settings = (copied_run.path / "run.yaml").read_text()
     (copied_run.path / "run.yaml").write_text(settings.replace("nodes: 8", "nodes: 7"))
     assert states(command("status", copied_run.path).out)["calibrate"] == "stale"
@@ -365,8 +362,8 @@ def test_progress_is_plain_lines_where_there_is_no_terminal(progress_of):
     assert "\x1b" not in said and "\r" not in said
     lines = [line for line in said.splitlines() if line.startswith("generate: ")]
     pattern = (
-        r"generate: (\d+) of 40 conversations, (?:time left unknown|[\w. ]+ left)"
-        r"(?:, [\d,]+ tokens, [\d,]+ tokens/s)?, (\d) of 4 shards(?:, (\d+) quarantined)?"
+        r"generate: (\d+) of 40 conversations(?:, [\w. ]+ left)?"
+        r", (\d) of 4 shards(?:, [\d,]+ tokens/s)?(?:, (\d+) quarantined)?"
     )
     counts = []
     for line in lines:

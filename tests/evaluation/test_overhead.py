@@ -58,7 +58,7 @@ def test_the_cache_is_sized_for_steps_not_context(pair, monkeypatch):
 
     monkeypatch.setattr(TreeCache, "begin", counted)
     curve = overhead_curve(*pair, TREES, [[5] * 20, [7] * 9], 131_072)
-    assert curve.keys() == TREES.keys() and all(cost > 0 for cost in curve.values())
+    assert 1 in curve and all(cost > 0 for cost in curve.values())
     assert max(asked) <= 20 + 1 + NUM_STEPS * 3 + 1 + 4
 
 

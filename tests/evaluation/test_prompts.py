@@ -43,12 +43,13 @@ def generated(finished_run):
 def test_a_held_out_row_gives_one_prompt(generated, rows):
     found = held_out_prompts(generated, 100, ROOM)
     assert [prompt.id for prompt in found.kept] == list(rows) and found.skipped == 0
+    turns = []
     for prompt in found.kept:
         row = rows[prompt.id]
-        assert prompt.ids == row["input_ids"][: row["spans"][prompt.turn]["start"]]
-        assert prompt.category == "seeds"
-    turns = [prompt.turn for prompt in found.kept if len(rows[prompt.id]["spans"]) > 1]
-    assert 0 < sum(turns) < len(turns), "first and second turns, by the rows' ids"
+        starts = [span["start"] for span in row["spans"]]
+        assert prompt.ids == row["input_ids"][: len(prompt.ids)] and prompt.category == "seeds"
+        turns.append(starts.index(len(prompt.ids)))
+    assert set(turns) == {0, 1}, "first and second turns, by the rows' ids"
     assert held_out_prompts(generated, 2, ROOM).kept == found.kept[:2]
     assert held_out_prompts(generated[::-1], 100, ROOM).kept == found.kept[::-1]
 
@@ -83,11 +84,9 @@ def ask(tiny_target):
 @pytest.mark.parametrize("rule", [{}, {"acceptance": "typical", "temperature": 0.7}])
 def test_a_second_turn_follows_the_target_s_own_answer(ask, tmp_path, tiny_target, rule):
     """Also by typical acceptance with a greedy first token, which is deterministic."""
-    questions = []
-    for n in range(6):
-        questions.append(
-            {"question_id": n, "category": f"c{n % 2}", "turns": [f"why {n}?", "how?"]}
-        )
+    questions = [
+        {"question_id": n, "category": "c", "turns": [f"why {n}?", "how?"]} for n in range(6)
+    ]
     found = ask(write(tmp_path / "mt.jsonl", *questions), max_new_tokens=16, **rule)
     model = AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(tiny_target)
@@ -104,10 +103,10 @@ def test_a_second_turn_follows_the_target_s_own_answer(ask, tmp_path, tiny_targe
         ended_early += ended
         end = [] if ended else [1]
         second = [*written, *end, *ids("<|user|>how?</s><|assistant|>")]
-        named = question["question_id"], question["category"]
-        expected += [(*named, 0, first), (*named, 1, second)]
+        number = question["question_id"]
+        expected += [(number, "c", first), (number, "c", second)]
     assert 0 < ended_early < 6, "both kinds of answers: those that end, and those that are cut"
-    kept = [(p.question_id, p.category, p.turn, p.ids) for p in found.kept]
+    kept = [(p.question_id, p.category, p.ids) for p in found.kept]
     assert kept == expected and found.skipped == 0
     assert len({prompt.id for prompt in found.kept}) == 12
 
@@ -120,7 +119,7 @@ def test_a_flawed_answer_does_not_end_the_questions(ask, tmp_path, monkeypatch, 
     if not flaw:
         monkeypatch.setattr(dialogue.ChatTemplate, "decode", lambda self, ids: "")
     found = ask(write(tmp_path / "q.jsonl", {"turns": ["why?", "how?", "what?"]}), max_new_tokens=4)
-    assert [prompt.turn for prompt in found.kept] == [0, 1, 2]
+    assert [prompt.id for prompt in found.kept] == ["q:0/0", "q:0/1", "q:0/2"]
 
 
 def test_turns_that_do_not_fit_are_counted(ask, tmp_path):
@@ -128,18 +127,14 @@ def test_turns_that_do_not_fit_are_counted(ask, tmp_path):
     found = ask(
         write(tmp_path / "q.jsonl", short, long, {"turns": ["moon " * 400]}), max_new_tokens=16
     )
-    assert [(prompt.id, prompt.turn) for prompt in found.kept] == [
-        ("q:0/0", 0),
-        ("q:0/1", 1),
-        ("q:1/0", 0),
-    ]
+    assert [prompt.id for prompt in found.kept] == ["q:0/0", "q:0/1", "q:1/0"]
     assert found.skipped == 3
     assert all(len(prompt.ids) <= 192 - 16 for prompt in found.kept)
 
 
 @pytest.mark.parametrize(
     ("of_target", "of_check", "context"),
-    [(None, None, 192), (64, None, 192), (64, 100, 100), (None, 100, 100), (64, 10_000, 192)],
+    [(64, None, 192), (64, 100, 100), (None, 100, 100), (64, 10_000, 192)],
 )
 def test_prompts_may_fill_the_context_or_the_check_s_limit(
     tiny_target, of_target, of_check, context

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 import statistics
 from dataclasses import replace
 
@@ -34,9 +33,9 @@ from pipeline.evaluation.prompts import CheckRequest, Prompt
 from pipeline.evaluation.served import (
     LEVELS,
     accepted_per_position,
-    in_words,
     load_rows,
     load_study,
+    loads_in_words,
     with_expectations,
 )
 from pipeline.evaluation.speed import speed
@@ -55,8 +54,8 @@ PROMPTS = [Prompt("a", [0, 5]), Prompt("b", [0, 6])]
 def check(monkeypatch, tiny_target):
     def run(plain, accelerated, prompts=PROMPTS, accepted=((3, 1, 3, 1), (2, 1, 2, 1))):
         decoded = [
-            VLLMTexts(plain, [], seconds=sum(map(len, plain)) / 20.0, model_runner="V2"),
-            VLLMTexts(accelerated, accepted, sum(map(len, accelerated)) / 30.0, "V1"),
+            VLLMTexts(plain, [], seconds=sum(map(len, plain)) / 20.0),
+            VLLMTexts(accelerated, accepted, seconds=sum(map(len, accelerated)) / 30.0),
         ]
         monkeypatch.setattr(served, "decode_in_vllm", lambda *arguments, **more: decoded)
         shape = MedusaShape(hidden_size=64, vocab_size=300, num_heads=3)
@@ -78,14 +77,12 @@ def test_equal_sequences_load_no_target(check, monkeypatch):
     assert check([[1, 2], [3]], [[1, 2], [3]]) == CheckResult(
         vllm=VllmFigures(
             num_speculative_tokens=3,
-            export_alone=False,
             acceleration_rate=1.75,
             standard_error=error_of([2.0, 1.75, 1.75, 1.5]),
             accepted_per_position=[0.5, 0.25, 0.0],
             speedup=1.5,
             tokens_per_second=30.0,
             baseline_tokens_per_second=20.0,
-            model_runners={"plain": "V2", "with heads": "V1"},
             greedy_match=GreedyMatch(2, 2, 0),
             tie_tolerance=1e-4,
             dtype="float32",
@@ -106,7 +103,7 @@ def test_where_sequences_differ_the_target_s_own_gap_decides(check, tiny_target)
 def test_equal_steps_give_vllm_the_native_rate(check):
     """Two turns of one question are one conversation; an answer of one token takes no step."""
     accepted = [[4, 1, 2], [3, 3], [], [1, 1, 1, 2]]
-    asked = [Prompt("q/0", [5], question_id=7), Prompt("q/1", [6], question_id=7, turn=1)]
+    asked = [Prompt("q/0", [5], question_id=7), Prompt("q/1", [6], question_id=7)]
     asked += [Prompt("a", [7]), Prompt("b", [8])]
     found = check([[1]] * 4, [[1]] * 4, asked, accepted=accepted).vllm
     decoded = [Decoded([0] * (1 + sum(kept)), "length", kept, 0.1, 1.0) for kept in accepted]
@@ -173,44 +170,13 @@ def test_a_row_has_both_servers_speeds_and_their_waiting_times():
 
 @pytest.mark.parametrize(
     ("limits", "share"),
-    [
-        ({"ttft_ms": 100}, 0.75),
-        ({"tpot_ms": 20}, 0.75),
-        ({"ttft_ms": 100, "tpot_ms": 20}, 0.5),
-        ({"ttft_ms": 1}, 0.0),
-    ],
+    [({"ttft_ms": 100}, 0.75), ({"tpot_ms": 20}, 0.75), ({"ttft_ms": 100, "tpot_ms": 20}, 0.5)],
 )
 def test_a_request_keeps_the_limits_if_neither_is_broken(limits, share):
     """The last is an answer of one token."""
     after = measured(ttft=(0.05, 0.05, 0.2, 0.05), tpot=(0.01, 0.03, 0.01, None))
     (row,) = load_rows([measured()], [after], LatencyLimits(**limits))
     assert row.within_slo == share
-
-
-def rows_of(speedups) -> list[LoadRow]:
-    pairs = zip(LEVELS, speedups, strict=False)
-    return [LoadRow(requests=level, speedup=speedup) for level, speedup in pairs]
-
-
-@given(st.lists(st.floats(0.1, 3), min_size=1, max_size=7))
-def test_the_loads_at_which_heads_lose_are_named(speedups):
-    rows = rows_of(speedups)
-    slower = [row.requests for row in rows if row.speedup < 1]
-    named = [int(number) for number in re.findall("[0-9]+", in_words(rows))]
-    assert set(slower) <= set(named)
-
-
-@pytest.mark.parametrize(
-    ("speedups", "words"),
-    [
-        ((1.3, 1.2, 1.1), "pay at all loads of up to 4 requests at once."),
-        ((1.3, 1.1, 0.9, 0.8), "pay at 1 and 2 requests at once; they are slower at 4 and 8."),
-        ((1.2, None, 1.1), "pay at 1 and 4 requests at once; they are slower at 2."),
-        ((0.9, 0.8), "the heads do not pay; they are slower at 1 and 2."),
-    ],
-)
-def test_every_load_at_which_heads_lose_is_named(speedups, words):
-    assert in_words(rows_of(speedups)).endswith(words)
 
 
 def test_both_servers_are_asked_alike_and_the_study_is_reported(tiny_target, monkeypatch):
@@ -229,13 +195,12 @@ def test_both_servers_are_asked_alike_and_the_study_is_reported(tiny_target, mon
     found = load_study(request)
     task = LoadTask(target, [[0, 5], [0, 6]], 9, LEVELS, repeats=settings.repeats, gpus=0)
     assert asked == [task, replace(task, engine_args={"speculative_config": config})]
-    assert [row.requests for row in found.rows] == [1, 2, 4, 8, 16, 32, 64]
-    study = {"studies": Studies(load=found.rows), "under_load": found.under_load}
-    vllm = VllmFigures(acceleration_rate=1.0, greedy_match=GreedyMatch(1, 1, 0), **study)
+    assert [row.requests for row in found] == [1, 2, 4, 8, 16, 32, 64]
+    assert "pay at 1, 2, 4 of 1, 2, 4, 8, 16, 32, 64 requests" in loads_in_words(found)
+    vllm = VllmFigures(
+        acceleration_rate=1.0, greedy_match=GreedyMatch(1, 1, 0), studies=Studies(load=found)
+    )
     check = CheckFigures(vllm=vllm, passed=True, failures=[])
     texts = report_texts(Report(check=check), Extras())
-    said = ("Study: load", "slower at 8,", "100 / 100 / 100", "within limits")
     for name, text in texts.items():
-        assert name.endswith(".json") or all(words in text for words in said), name
-    with pytest.raises(ValueError, match="load needs vllm"):
-        CheckConfig(studies=["load"], engines=["native"])
+        assert name.endswith(".json") or "100 / 100 / 100" in text, name

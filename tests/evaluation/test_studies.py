@@ -9,7 +9,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from pipeline.artifacts.check_result import CheckFigures, GreedyMatch, NativeFigures, Studies
+from pipeline.artifacts.check_result import (
+    CheckFigures,
+    GreedyMatch,
+    NativeFigures,
+    Studies,
+    TypicalRow,
+)
 from pipeline.artifacts.tree_file import Calibration, read_calibration
 from pipeline.config import CheckConfig
 from pipeline.decoding.acceptance import TypicalAcceptance, greedy_acceptance
@@ -21,7 +27,7 @@ from pipeline.evaluation import studies
 from pipeline.evaluation.answer_states import answer_states, guess_ranks
 from pipeline.evaluation.overhead import with_tree
 from pipeline.evaluation.prompts import Prompt, held_out_prompts
-from pipeline.evaluation.studies import Decoding, Side, chain_rate, run_studies, searched_tree
+from pipeline.evaluation.studies import Decoding, chain_rate, run_studies, searched_tree
 from pipeline.export.directory import read_heads
 from pipeline.report.documents import report_texts
 from pipeline.report.report import Extras, Report
@@ -153,31 +159,25 @@ def test_the_stock_size_tree_is_searched_or_from_accuracies(calibration):
 def test_exact_sampling_writes_the_text_of_plain_sampling(plain, medusa, prompts):
     """Greedily and by rejection: so the target finds either side's text equally likely."""
     rows = studied(settings("typical"), plain, medusa, prompts, []).typical
-    found = {(row.temperature, row.rule, row.eps): row for row in rows}
-    assert found.keys() == {
-        (0.0, "plain", None),
-        (0.0, "greedy", None),
-        (0.8, "plain", None),
-        (0.8, "rejection", None),
-        (0.8, "typical", 0.04),
-        (0.8, "typical", 0.25),
-    }
-    for temperature, rule in ((0.0, "greedy"), (0.8, "rejection")):
-        before, tree = found[temperature, "plain", None], found[temperature, rule, None]
+    names = ["plain", "greedy", "plain", "rejection", "typical", "typical"]
+    assert [row.rule for row in rows] == names
+    assert [row.temperature for row in rows] == [0.0] * 2 + [0.8] * 4
+    assert [row.eps for row in rows] == [None] * 4 + [0.04, 0.25]
+    for before, tree in (rows[:2], rows[2:4]):
         assert before.log_likelihood == pytest.approx(tree.log_likelihood, abs=1e-4)
         assert before.acceleration_rate == 1.0 <= tree.acceleration_rate
-    greedy, sampled = found[0.0, "plain", None], found[0.8, "plain", None]
-    assert sampled.log_likelihood < greedy.log_likelihood
+    assert rows[2].log_likelihood < rows[0].log_likelihood
 
 
-def test_delta_is_the_root_of_eps_in_every_typical_row(plain, medusa, prompts, monkeypatch):
-    sides: list[Side] = []
-    monkeypatch.setattr(studies, "_rows_of_rules", lambda given, *_: sides.extend(given) or [])
-    studied(settings("typical", first_token="sampled"), plain, medusa, prompts, [])
-    rules = [(side.eps, side.rule) for side in sides if side.name == "typical"]
-    assert rules == [
-        (0.04, TypicalAcceptance(0.8, eps=0.04, delta=0.2, samples=True)),
-        (0.25, TypicalAcceptance(0.8, eps=0.25, delta=0.5, samples=True)),
+def test_delta_is_the_root_of_eps_in_every_typical_row(plain, medusa, monkeypatch):
+    rules = []
+    monkeypatch.setattr(
+        studies, "rule_rows", lambda _, sides, __: rules.extend(sides.values()) or []
+    )
+    studied(settings("typical", first_token="sampled"), plain, medusa, [], [])
+    assert rules[-2:] == [
+        TypicalAcceptance(0.8, eps=0.04, delta=0.2, samples=True),
+        TypicalAcceptance(0.8, eps=0.25, delta=0.5, samples=True),
     ]
 
 
@@ -213,9 +213,8 @@ def test_a_dynamic_tree_is_compared_and_cut_by_depth(exact, prompts, calibration
     assert report_texts(report_of(found), Extras())
 
 
-@pytest.mark.parametrize("repeats", [1, 2])
-def test_every_batch_size_decodes_the_same_prompts(plain, medusa, prompts, monkeypatch, repeats):
-    """A power of two of them, repeated where they are too few for a batch."""
+def test_every_batch_size_decodes_the_same_prompts(plain, medusa, prompts, monkeypatch):
+    """They are repeated until they fill the largest batch."""
     monkeypatch.setattr(studies, "NUM_PROMPTS", 3)
     monkeypatch.setattr(studies, "BATCH_SIZES", (1, 2, 4))
     asked: dict[Decoder, list] = {plain: [], medusa: []}
@@ -227,13 +226,10 @@ def test_every_batch_size_decodes_the_same_prompts(plain, medusa, prompts, monke
         return generate(decoder, ids, num_tokens)
 
     monkeypatch.setattr(Decoder, "generate_batch", generate_batch)
-    rows = studied(settings("batch", repeats=repeats), plain, medusa, prompts, []).batch
-    one, other, _ = (prompt.ids for prompt in prompts)
-    batches = [
-        *[[one], [other]] * repeats,
-        *[[one, other]] * repeats,
-        *[[one, other] * 2] * repeats,
-    ]
+    rows = studied(settings("batch", repeats=2), plain, medusa, prompts, []).batch
+    one, two, three = (prompt.ids for prompt in prompts)
+    alone, pairs = [[one], [two], [three], [one]], [[one, two], [three, one]]
+    batches = [*alone * 2, *pairs * 2, *[[one, two, three, one]] * 2]
     assert asked[plain] == asked[medusa] == batches
     assert [row.batch_size for row in rows] == [1, 2, 4]
     for row in rows:
@@ -241,58 +237,43 @@ def test_every_batch_size_decodes_the_same_prompts(plain, medusa, prompts, monke
         assert row.speedup == pytest.approx(speedup, rel=1e-2)
 
 
-def test_answers_without_a_step_have_no_figures(plain, medusa, prompts, texts):
+def test_answers_without_a_step_have_no_figures(plain, medusa, prompts, texts, calibration):
     first = [text[:1] for text in texts]
     asked = settings("trees", "heads", max_new_tokens=1)
-    found = studied(asked, plain, medusa, prompts, first)
+    found = studied(asked, plain, medusa, prompts, first, calibration)
     assert {row.speedup for row in (*found.trees, *found.heads)} == {None}
     assert found == Studies(trees=found.trees, heads=found.heads)
     assert report_texts(report_of(found), Extras())
     assert studied(settings(), plain, medusa, prompts, []) is None
 
 
-@pytest.fixture
-def events(monkeypatch):
-    """Captures, decodings and readings of the clock, in their order."""
-    seen: list[str] = []
+@pytest.mark.parametrize("study", ["typical", "batch"])
+def test_steps_are_captured_before_they_are_timed(model, medusa, prompts, monkeypatch, study):
+    """Also of the few texts that are left in a batch when others have ended."""
+    captures: list[int] = []  # within each decoding
+    capture, generate, generate_batch = Tape.capture, Decoder.generate, Decoder.generate_batch
 
-    def listen(owner, name: str, event: str) -> None:
-        function = getattr(owner, name)
+    def counted_capture(*arguments):
+        captures[-1] += 1
+        return capture(*arguments)
 
-        def heard(*arguments):
-            seen.append(event)
-            return function(*arguments)
-
-        monkeypatch.setattr(owner, name, heard)
+    def counted(decode):
+        return lambda *arguments: (captures.append(0), decode(*arguments))[1]
 
     monkeypatch.setattr("pipeline.decoding.cache._GRANULE", 8)  # a text outgrows several
-    listen(Tape, "capture", "capture")
-    listen(Decoder, "generate", "decode")
-    listen(studies, "perf_counter", "clock")
-    return seen
-
-
-def captured(model, heads, ends=(1,)) -> tuple[Decoder, Decoder]:
-    """Decoders whose steps are recorded, as CUDA graphs are on a GPU."""
-    tape = Tape()
+    monkeypatch.setattr(Tape, "capture", counted_capture)
+    monkeypatch.setattr(Decoder, "generate", counted(generate))
+    monkeypatch.setattr(Decoder, "generate_batch", counted(generate_batch))
+    tape, ends = Tape(), tuple(range(300))[::7]
     plain = Decoder(model, None, (), eos_token_ids=ends, graph_capture=tape)
-    return plain, Decoder(model, heads, TREE, eos_token_ids=ends, graph_capture=tape)
-
-
-def test_steps_are_captured_before_they_are_timed(model, medusa, prompts, events):
-    plain, tree = captured(model, medusa.heads)
-    sides = [Side("plain", None, plain, greedy_acceptance)]
-    sides.append(Side("tree", None, tree, greedy_acceptance))
-    studies._rows_of_rules(sides, 0.0, prompts, 40)
-    decoded = [place for place, event in enumerate(events) if event == "decode"]
-    first_timed = decoded[len(sides) * len(prompts)]
-    assert "capture" in events[:first_timed] and "capture" not in events[first_timed:]
-
-
-def test_batches_are_captured_before_they_are_timed(model, medusa, prompts, events, monkeypatch):
-    """Also of the few texts that are left when others have ended."""
-    monkeypatch.setattr(studies, "BATCH_SIZES", (4,))
-    plain, tree = captured(model, medusa.heads, tuple(range(300))[::7])
-    studies.batch_sizes(Decoding(plain, tree, prompts, []), 40, 2)
-    first_timed = events.index("clock")
-    assert "capture" in events[:first_timed] and "capture" not in events[first_timed:]
+    tree = Decoder(model, medusa.heads, TREE, eos_token_ids=ends, graph_capture=tape)
+    decoding = Decoding(plain, tree, prompts, [])
+    if study == "batch":
+        monkeypatch.setattr(studies, "BATCH_SIZES", (4,))
+        studies.batch_sizes(decoding, 40, 1)
+        num_timed = 2
+    else:
+        sides = {TypicalRow(temperature=0, rule=name): greedy_acceptance for name in ("a", "b")}
+        studies.rule_rows(decoding, sides, 40)
+        num_timed = 2 * len(prompts)
+    assert any(captures) and not any(captures[-num_timed:])

@@ -93,7 +93,6 @@ REPORT: dict[str, Any] = {
             "greedy_match": {"sequences": 32, "identical": 32, "ties": 0},
         },
     },
-    "target_text": {"distinct_4": 0.931, "mean_entropy_nats": 1.07},
     "quarantine": {"seeds": {"duplicate": 12, "empty": 5}, "generate": {"degenerate-loop": 20}},
     "hardware": {"cpus": 2, "gpu": None},
     "seconds_by_stage": {"target": 80.0, "seeds": 1.2, "generate": 61.0, "train": 7300.0},

@@ -22,7 +22,7 @@ def test_a_stage_reads_only_earlier_stages_of_the_run(make_config, tmp_path, met
     have = [name for name, stage in STAGES.items() if stage.skipped(config) is None]
     for position, name in enumerate(have):
         assert set(STAGES[name].upstream(config)) <= set(have[:position])
-        assert run.sections_of(name) <= set(config.placement.of_stages())
+        assert set(run.sections_of(name)) <= set(config.placement.of_stages())
     assert ("tuned-features" in have) == (method == "medusa-2")
 
 

@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from pipeline.artifacts.check_result import CheckResult, GreedyMatch, VllmFigures
+from pipeline.artifacts.check_result import CheckResult, GreedyMatch, LoadRow, VllmFigures
 from pipeline.artifacts.json_form import from_json
 from pipeline.errors import CheckFailed, ConfigError, DataError, EnvironmentFault
-from pipeline.evaluation.served import LoadStudy
 from pipeline.flow import push_run, run_flow
 from pipeline.stages import check
 from pipeline.storage.shards import read_rows
@@ -92,8 +91,6 @@ def test_a_file_of_questions_replaces_held_out_rows(copied_run, run_again, tmp_p
     assert counts == [("c0", 6), ("c1", 4)]
     (generate,) = native.baselines
     assert generate.name == "generate" and generate.greedy_match == GreedyMatch(10, 10, 0)
-    beside = native.categories[0].baselines["generate"]
-    assert beside.acceleration_rate == 1.0 and beside.speedup > 0
     exact = [{"category": "c0", "answers": 2, "plain": 0.0, "medusa": 0.0}]
     assert result.exact_match == exact and "answers" not in stage.summary
     name = Path(stage.summary["configuration"]["target"]["model"]).name
@@ -102,10 +99,7 @@ def test_a_file_of_questions_replaces_held_out_rows(copied_run, run_again, tmp_p
         assert [line["question_id"] for line in lines] == [0, 1, 2, 3, 4]
         assert {line["model_id"] for line in lines} == {f"{name}-{method}"}
         assert all(len(line["choices"][0]["turns"]) == 2 for line in lines)
-        judged = lines_of(stage.path / f"model_answer/{name}-{method}.jsonl")
-        for one, line in zip(judged, lines, strict=True):
-            assert one.keys() == {"question_id", "answer_id", "model_id", "choices", "tstamp"}
-            assert one["choices"] == [{"index": 0, "turns": line["choices"][0]["turns"]}]
+        assert lines_of(stage.path / f"model_answer/{name}-{method}.jsonl") == lines
     lengths = [length for line in lines for length in line["choices"][0]["accept_lengths"]]
     assert sum(lengths) / len(lengths) == pytest.approx(native.acceleration_rate, abs=1e-3)
 
@@ -113,7 +107,7 @@ def test_a_file_of_questions_replaces_held_out_rows(copied_run, run_again, tmp_p
     again = run_again(check__prompts=file, check__baselines=["generate"])
     assert result_of(again).native.prompts == 2, "the file's content counts"
     write(tmp_path / "questions.jsonl", long)
-    with pytest.raises(DataError, match=f"No question leaves room for {NEW_TOKENS} tokens"):
+    with pytest.raises(DataError, match=f"No prompt leaves room for {NEW_TOKENS} tokens"):
         run_again(check__prompts=file)
 
 
@@ -128,7 +122,7 @@ def test_a_question_may_be_longer_than_training_text(run_again, tmp_path):
 
 
 def test_no_held_out_prompt_that_fits_is_refused(copied_run, run_again):
-    with pytest.raises(DataError, match="No held-out prompt leaves room for 190 tokens"):
+    with pytest.raises(DataError, match="No prompt leaves room for 190 tokens"):
         run_again(check__max_new_tokens=190)
 
 
@@ -154,8 +148,7 @@ def test_typical_acceptance_is_measured_beside_greedy_decoding(copied_run, run_a
     native = result_of(run_again(**rule, check__studies=["heads"])).native
     assert (native.acceptance, native.repeats) == ("typical", 2)
     assert (native.eps, native.delta, native.first_token) == (0.09, 0.3, "greedy")
-    assert native.log_likelihood.keys() == {"greedy", "sampling", "typical"}
-    assert native.log_likelihood["greedy"] > native.log_likelihood["sampling"]
+    assert native.log_likelihood.keys() == {"greedy", "typical"}
     assert native.studies.heads and native.studies.trees is None
     assert native.greedy_match.differing == 0
 
@@ -193,10 +186,10 @@ def test_vllm_s_figures_are_kept_when_its_server_fails(copied_run, run_again, mo
     with pytest.raises(EnvironmentFault, match="no port"):
         run_again(**asked)
     monkeypatch.setattr(served, lambda *_: pytest.fail("decoded already"))
-    monkeypatch.setattr(load_study, lambda **_: LoadStudy([], "The heads pay."))
+    monkeypatch.setattr(load_study, lambda **_: [LoadRow(requests=1, speedup=1.2)])
     vllm = result_of(run_again(**asked)).vllm
-    assert vllm.acceleration_rate == 1.5 and vllm.under_load == "The heads pay."
-    assert vllm.studies.load == []
+    assert vllm.acceleration_rate == 1.5 and "pay at 1 of 1 requests" in vllm.under_load
+    assert vllm.studies.load == [LoadRow(requests=1, speedup=1.2)]
 
 
 def test_progress_is_shown_and_a_question_of_training_warned_of(
@@ -221,7 +214,7 @@ def test_progress_is_shown_and_a_question_of_training_warned_of(
     assert result_of(run).contaminated_rows == holding >= 1
     shown = " ".join(out.getvalue().split())
     assert f"{holding} training rows hold a question of the check" in shown
-    assert re.search(r"check: \d of 4 answers, .+, the prompts of later turns", out.getvalue())
+    assert re.search(r"check: \d of 4 questions, .+, the prompts of later turns", out.getvalue())
     found = re.findall(r"check: (\d+) of 16 prompts, .+, native", out.getvalue())
     counts = [int(count) for count in found]
     assert counts == sorted(counts) and len(set(counts)) > 2
