@@ -21,7 +21,6 @@ from pipeline.formatting import duration
 from pipeline.formatting import rate as tokens_rate
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.storage.stage_directory import StageDirectory
-from pipeline.targets.files import one_look_at_the_hub
 
 if TYPE_CHECKING:
     from pipeline.run.estimate import RunSize, StageMemory
@@ -58,9 +57,7 @@ def plan(
     from pipeline.run.resolved import resolve_run
 
     settings = load_config(config, overrides or ())
-    models = settings.target.model, settings.check.served_model, settings.check.assistant_model
-    with one_look_at_the_hub(*models):
-        print_plan(resolve_run(settings, wanted_stages(settings)))
+    print_plan(resolve_run(settings, wanted_stages(settings)))
 
 
 def print_plan(run: ResolvedRun) -> None:
