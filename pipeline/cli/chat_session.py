@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 
 from pipeline.api.models import Target
-from pipeline.conversations.conversation import Message, RowRejected
+from pipeline.conversations.conversation import RowRejected
 from pipeline.conversations.requests import TextStream
 from pipeline.conversations.row_builder import Chat
 from pipeline.decoding.acceptance import AcceptanceRule
@@ -21,7 +21,7 @@ from pipeline.decoding.decoder import Decoder
 from pipeline.formatting import rate, ratio, visible
 
 ACCEPTED_STYLE = "green"
-GREETING = (Message("user", "Hello"),)
+GREETING = "Hello"
 NUM_WARM_UP_TOKENS = 8
 HELP = (
     f"[{ACCEPTED_STYLE}]Green[/] tokens are accepted guesses of the heads. Ctrl-C ends an answer,"
