@@ -39,7 +39,7 @@ class Cluster:
         self.silent: set[str] = set()
         self.now = 100.0
 
-    def refusal(self, address):
+    def connection_error(self, address):
         return "silent" if address in self.silent else None
 
     def monotonic(self):
@@ -53,7 +53,7 @@ class Cluster:
 def cluster(monkeypatch):
     cluster = Cluster()
     monkeypatch.setattr(ray_cluster, "time", cluster)
-    monkeypatch.setattr(ray_cluster, "refusal", cluster.refusal)
+    monkeypatch.setattr(ray_cluster, "connection_error", cluster.connection_error)
     return cluster
 
 
