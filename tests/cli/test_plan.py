@@ -185,13 +185,6 @@ def test_hours_are_estimated_from_finished_stages(command, config_file, copied_r
     assert "tokens/s" not in command("plan", config_file, "run.name=next").out
 
 
-def test_a_missing_package_is_noted_in_a_plan(command, config_file, monkeypatch):
-    monkeypatch.setitem(sys.modules, "vllm", None)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    ended = command("plan", config_file, "generate.engine=vllm")
-    assert ended.code == 0 and "! vllm is not installed here" in ended.out
-
-
 def test_plan_estimates_a_target_whose_hub_does_not_answer(command, config_file, monkeypatch):
     def refuse(*_, **__):
         raise OSError("no route")
