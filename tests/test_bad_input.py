@@ -60,7 +60,6 @@ def test_a_target_without_a_chat_template(intact, run_fails, tmp_path):
             },
             "linear_attention",
         ),
-        ({"model_type": "llama", "architectures": 5}, "no list of names"),
     ],
 )
 def test_a_target_whose_layers_cannot_verify_a_tree(

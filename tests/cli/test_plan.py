@@ -64,11 +64,11 @@ def test_plan_bounds_tokens_and_states(command, config_file, words, conversation
 
 
 def test_plan_counts_steps_and_warns_of_too_few(command, config_file, copied_run):
-    """At most 2 answers of 15 tokens of each of 40 conversations, less the share held out."""
+    """At most 2 answers of 15 tokens of each of the 24 conversations that are not held out."""
     few = ("train.batch_tokens=100", "train.epochs=3", "train.num_heads=2")
     out = command("plan", config_file, "generate.max_new_tokens=15", *few).out
-    assert "Training: at most 33 steps: 3 epochs of 11 steps, 100 positions each" in out
-    assert "33 optimizer steps are too few" in out and "train.epochs" in out
+    assert "Training: at most 24 steps: 3 epochs of 8 steps, 100 positions each" in out
+    assert "24 optimizer steps are too few" in out and "train.epochs" in out
     out = command("plan", config_file, "train.batch_tokens=1").out
     assert re.search(r"Training: about \d+ steps: 1 epoch of", out) and "too few" not in out
 
