@@ -142,7 +142,7 @@ def one_line(summary: Summary) -> str:
 
 def wanted(config: Config) -> str | None:
     """Explain why the method skips the cache; None if it does not."""
-    return method_of(config.train).skipped(config.train).get(NAME)
+    return method_of(config.train).skipped_stages(config.train).get(NAME)
 
 
 def tuned_wanted(config: Config) -> str | None:
