@@ -119,10 +119,7 @@ def test_a_question_may_be_longer_than_training_text(run_again, tmp_path):
     assert (native.prompts, native.skipped_prompts) == (1, 0)
     with pytest.raises(DataError, match=r"leaves room for 20 tokens.*check\.max_tokens"):
         run_again(**asked, check__max_tokens=64)
-
-
-def test_no_held_out_prompt_that_fits_is_refused(copied_run, run_again):
-    with pytest.raises(DataError, match="No prompt leaves room for 190 tokens"):
+    with pytest.raises(DataError, match="No held-out prompt leaves room"):
         run_again(check__max_new_tokens=190)
 
 
@@ -240,8 +237,7 @@ def test_heads_are_checked_on_the_served_copy_too(copied_run, run_again, tmp_pat
         run_again(check__served_model=copy, check__min_acceleration_rate=50)
 
 
-@pytest.mark.parametrize("native", [1, 0])
-@pytest.mark.parametrize("vllm", [1, 0])
+@pytest.mark.parametrize(("native", "vllm"), [(1, 0), (0, 1)])
 def test_a_served_copy_has_the_dtype_of_its_workers(
     make_config, tmp_path, tiny_target, native, vllm
 ):
