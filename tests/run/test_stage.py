@@ -14,7 +14,7 @@ from tests.flows.tiny import resolved
 def test_a_stage_s_name_is_short_and_its_parts_are_not_scratch():
     for name, stage in STAGES.items():
         assert len(name) <= STAGE_WIDTH
-        assert not {*stage.files.parts} & {*stage.files.scratch}
+        assert not {*stage.parts} & {*stage.scratch}
 
 
 @pytest.mark.parametrize("method", ["medusa-1", "medusa-2"])
