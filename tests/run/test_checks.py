@@ -43,7 +43,7 @@ REFUSED = [
     ({**SAMPLED, "check__acceptance": "typical", "check__top_p": 0.9}, "check.top_p"),
     ({**SAMPLED, "check__first_token": "sampled"}, "check.first_token"),
     ({"push__repo_id": "me/heads"}, "push.base_model"),
-    ({"push__repo_id": "heads", **HUB}, "push.repo_id"),
+    ({"push__repo_id": "heads", "push__base_model": "owner/model"}, "push.repo_id"),
     ({"push__repo_id": "me/heads", "push__base_model": "not an id"}, "push.base_model"),
     ({"target__model": "/absent"}, "target.model"),
     ({"check__served_model": "/absent"}, "check.served_model"),
@@ -118,7 +118,7 @@ PACKAGES = [
     (VLLM, "vllm", "check.engines", "check"),
     ({"train__optimizer": "adamw-8bit"}, "bitsandbytes", "train.optimizer", "train"),
     ({"target__quantization": "8bit"}, "bitsandbytes", "target.quantization", "features"),
-    (MEDUSA_2 | {"target__quantization": "4bit"}, "bitsandbytes", "target.quantization", "train"),
+    (MEDUSA_2 | {"target__quantization": "4bit"}, "bitsandbytes", "train.backbone", "train"),
     (MEDUSA_2, "peft", "train.method", "train"),
 ]
 

@@ -99,7 +99,7 @@ def test_a_file_of_questions_replaces_held_out_rows(copied_run, run_again, tmp_p
         assert [line["question_id"] for line in lines] == [0, 1, 2, 3, 4]
         judged = lines_of(stage.path / f"model_answer/{name}-{method}.jsonl")
         for one, line in zip(judged, lines, strict=True):
-            assert one.keys() == {"question_id", "answer_id", "model_id", "choices", "tstamp"}
+            assert one.keys() >= {"question_id", "answer_id", "model_id", "choices", "tstamp"}
             assert line["model_id"] == f"{name}-{method}" and len(line["choices"][0]["turns"]) == 2
             assert one["choices"] == [{"index": 0, "turns": line["choices"][0]["turns"]}]
     lengths = [length for line in lines for length in line["choices"][0]["accept_lengths"]]
@@ -121,7 +121,7 @@ def test_a_question_may_be_longer_than_training_text(run_again, tmp_path):
     assert (native.prompts, native.skipped_prompts) == (1, 0)
     with pytest.raises(DataError, match=r"leaves room for 20 tokens.*check\.max_tokens"):
         run_again(**asked, check__max_tokens=64)
-    with pytest.raises(DataError, match="No held-out prompt leaves room"):
+    with pytest.raises(DataError, match="leaves room for 190 tokens"):
         run_again(check__max_new_tokens=190)
 
 
