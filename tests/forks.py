@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 FORKS = multiprocessing.get_context("forkserver")
 LOADED = [
     *("pipeline.cli.app", "pipeline.flow", "transformers.models.llama.modeling_llama"),
@@ -31,6 +33,11 @@ def serve_forks() -> None:
     its imports, too.
     """
     multiprocessing.forkserver.ensure_running()
+
+
+def has_ended(pid: int) -> bool:
+    """Whether no such process runs."""
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 def in_a_fork(function: Callable[..., Any], *arguments: Any) -> tuple[int | None, str]:

@@ -14,8 +14,8 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
+from pipeline.api.models import load_export
 from pipeline.cli.app import app
-from pipeline.cli.chat_model import load_chat_model
 from pipeline.conversations.conversation import Message
 from pipeline.errors import CheckFailed, DataError, EnvironmentFault
 from pipeline.evaluation.prompts import held_out_prompts
@@ -245,8 +245,8 @@ def test_a_moved_run_uses_its_own_backbone_without_work(joint_run, make_config, 
     run = run_again(make_config(tmp_path / "second", **JOINT))
     assert stages_run(run) == [] and run.path.is_relative_to(tmp_path / "second")
     export = latest(run, "export").path
-    model = load_chat_model(export, plain=False, base_model=None, gpus=0, settings={})
-    assert model.decoder.model.config.name_or_path == str(export / "backbone")
+    model = load_export(export, gpus=0).target.model
+    assert model.config.name_or_path == str(export / "backbone")
     rechecked = run_again(make_config(tmp_path / "second", **JOINT), fresh="check")
     assert latest(rechecked, "check").summary["passed"]
 

@@ -372,16 +372,11 @@ def _failures_of_engines(
 def _failures_of_engine(name: str, engine: EngineFigures, limits: Limits) -> list[str]:
     found, match = [], engine.greedy_match
     if match.differing:
-        differ = (
-            f"{name}: {match.differing} of {match.sequences} greedy sequences differ from plain"
-            " decoding"
-        )
-        if engine.largest_gap is not None and engine.tie_tolerance is not None:
-            differ += (
-                f", where the target's top-2 gap is up to {engine.largest_gap:g}; up to"
-                f" check.tie_tolerance = {engine.tie_tolerance:g} it is a tie"
-            )
-        found.append(differ)
+        differ = f"{match.differing} of {match.sequences} greedy sequences differ"
+        gap = ""
+        if engine.largest_gap is not None:
+            gap = f" (top-2 gap up to {engine.largest_gap:g}; ties: check.tie_tolerance)"
+        found.append(f"{name}: {differ} from plain decoding{gap}")
     if match.ties > max(1, limits.max_tie_share * match.sequences):
         found.append(
             f"{name}: {match.ties} of {match.sequences} greedy sequences differ at ties, more than"

@@ -1,13 +1,13 @@
 """Rows of token ids and target-written spans: those of the generate stage, and the columns that
 features keep.
 
-`open_rows` and `require_vocabulary` refuse a shard of another run and tokens of another target.
+`open_rows` refuses a shard of another run.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -74,15 +74,9 @@ def spans_of(stored: Iterable[Mapping[str, Any]]) -> list[Span]:
 
 def stored_row(row: GeneratedRow, split: str) -> Row:
     """Return a finished conversation as a row of `GENERATED`."""
-    return {
-        "id": row.id,
-        "parent_id": row.parent_id,
-        "split": split,
-        "input_ids": row.input_ids,
-        "spans": [asdict(span) for span in row.spans],
-        "finish": row.finish,
-        "messages": [asdict(message) for message in row.messages],
-    }
+    tokens = TokenRow(row.id, row.parent_id, split, np.asarray(row.input_ids), row.spans)
+    messages = [asdict(message) for message in row.messages]
+    return {**tokens.stored(), "finish": row.finish, "messages": messages}
 
 
 def counts_of(rows: Iterable[Row]) -> dict[str, float]:
@@ -109,13 +103,12 @@ def read_token_rows(
         with open_rows(path, fingerprint) as shard:
             for group in range(shard.num_row_groups):
                 table = shard.read_row_group(group, columns=list(TOKEN_COLUMNS))
-                tokens = table["input_ids"]
-                for row, of_row in zip(
-                    table.drop_columns("input_ids").to_pylist(), tokens, strict=True
-                ):
-                    ids = of_row.values.to_numpy()
-                    if vocab_size is not None:
-                        require_vocabulary(ids, vocab_size, f"{path}, row {row['id']}")
+                others = table.drop_columns("input_ids").to_pylist()
+                for row, tokens in zip(others, table["input_ids"], strict=True):
+                    ids = tokens.values.to_numpy()
+                    if vocab_size is not None and np.max(ids, initial=0) >= vocab_size:
+                        what = f"A token is outside the target's vocabulary of {vocab_size}."
+                        raise DataError(what, f"{path}, row {row['id']}", REDO)
                     yield TokenRow.of({**row, "input_ids": ids})
 
 
@@ -133,19 +126,6 @@ def open_rows(path: str | Path, fingerprint: str) -> Iterator[pq.ParquetFile]:
             what = f"This shard is of another run: its fingerprint is {found}, not {fingerprint}."
             raise DataError(what, str(path), REDO)
         yield shard
-
-
-def require_vocabulary(
-    ids: npt.NDArray[np.int32] | Sequence[int], vocab_size: int, where: str
-) -> None:
-    """Raise DataError if a token id is outside the target's vocabulary."""
-    largest = np.max(ids, initial=0)
-    if largest >= vocab_size:
-        what = (
-            f"Token {largest} is outside the target's vocabulary of {vocab_size}: this shard is of"
-            " another target."
-        )
-        raise DataError(what, where, REDO)
 
 
 def num_contaminated(shards: Iterable[Path], questions: CheckQuestions) -> int:

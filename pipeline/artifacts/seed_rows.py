@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -62,12 +61,11 @@ def read_seeds(shards: Iterable[Path], split: str) -> Iterator[Conversation]:
 
 def questions_in_two_splits(shards: Iterable[Path]) -> list[str]:
     """Return the first questions, normalised, that open conversations of more than one split."""
-    split_of: dict[bytes, str] = {}
-    found: dict[str, None] = {}
+    split_of: dict[str, str] = {}
+    shared: dict[str, None] = {}
     for path in shards:
         for row in map(SeedRow.of, read_rows(path)):
             question = opening(row.conversation)
-            digest = hashlib.sha256(question.encode()).digest()
-            if split_of.setdefault(digest, row.split) != row.split:
-                found[question] = None
-    return list(found)
+            if split_of.setdefault(question, row.split) != row.split:
+                shared[question] = None
+    return list(shared)

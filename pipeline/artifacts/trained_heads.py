@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from pipeline.errors import DataError
 from pipeline.heads.kind import Heads
@@ -28,14 +28,10 @@ def write_heads(path: Path, heads: Heads, summary: Summary) -> None:
     """Write trained heads, after their summary."""
     write_text(path.with_name(SUMMARY_FILE), json.dumps(summary) + "\n")
     with atomic_path(path) as temporary:
-        tensors: dict[str, Tensor] = {}
-        pointers = set()
-        for name, view in heads.stored_tensors().items():
-            tensor = view.cpu().contiguous()
-            if tensor.data_ptr() in pointers:  # safetensors refuses one tensor by two names
-                tensor = tensor.clone()
-            pointers.add(tensor.data_ptr())
-            tensors[name] = tensor
+        tensors = {}
+        for name, tensor in heads.stored_tensors().items():
+            # A copy, since safetensors refuses one tensor by two names.
+            tensors[name] = tensor.cpu().clone(memory_format=torch.contiguous_format)
         save_file(tensors, temporary, {"heads": json.dumps(heads.shape.to_json())})
 
 

@@ -125,50 +125,52 @@ class CalibrateResult:
 
 
 def read_calibration(directory: Path) -> Calibration:
-    """The tree in a calibrate stage's directory.
+    """Read the tree in a calibrate stage's directory.
 
     Raises:
         DataError: There is none, or it is damaged.
     """
-    return _calibration(_read(directory / TREE_FILE), directory / TREE_FILE)
+    path = directory / TREE_FILE
+    return _calibration(_read_json(path), path)
 
 
 def read_paths(path: Path) -> tuple[TreePath, ...]:
-    """The paths in a JSON file: a list of them (an export's tree, a user's own), or a tree.json.
+    """Read the paths in a JSON file: a list of them (an export's tree, a user's own), or a
+    tree.json.
 
     Raises:
         DataError: The file cannot be read, or holds no list of paths.
     """
-    found = _read(path)
-    if isinstance(found, dict):
-        found = found.get("choices")
-    if not isinstance(found, list) or not all(isinstance(each, list) for each in found):
+    content = _read_json(path)
+    if isinstance(content, dict):
+        content = content.get("choices")
+    if not isinstance(content, list) or not all(isinstance(each, list) for each in content):
         raise DataError("The tree is not a list of paths.", str(path), FIX)
-    return tuple(tuple(each) for each in found)
+    return tuple(tuple(each) for each in content)
 
 
 def read_tree(path: Path) -> tuple[TreePath, ...] | DynamicTree:
-    """The tree in a JSON file: of a tree.json the one that is used, else as `read_paths`.
+    """Read the tree of a JSON file: a tree.json's dynamic one if it has one, else as `read_paths`.
 
     Raises:
         DataError: The file cannot be read, or holds no tree.
     """
-    found = _read(path)
-    if isinstance(found, dict) and found.get("dynamic"):
-        return _calibration(found, path).tree
+    content = _read_json(path)
+    if isinstance(content, dict) and content.get("dynamic"):
+        return _calibration(content, path).tree
     return read_paths(path)
 
 
-def _calibration(found: Any, path: Path) -> Calibration:
+def _calibration(content: Any, path: Path) -> Calibration:
     try:
-        return from_json(Calibration, found)
+        return from_json(Calibration, content)
     except ValidationError as error:
         fix = "Run the same command again with --fresh calibrate."
         what = f"This is no tree that calibrate wrote ({error.errors()[0]['msg']})."
         raise DataError(what, str(path), fix) from None
 
 
-def _read(path: Path) -> Any:
+def _read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:

@@ -15,6 +15,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO, cast
 
@@ -83,16 +84,15 @@ def _print_error(error: BaseException) -> int:
 def _unexpected(error: BaseException) -> str:
     """The message of a defect; its traceback goes to a file of its own."""
     message = str(error).strip().split("\n")[0][:300]
-    what = f"{type(error).__name__}: {message}" if message else type(error).__name__
-    where = traceback.extract_tb(error.__traceback__)
-    if where:
-        what += f" at {os.path.basename(where[-1].filename)}:{where[-1].lineno}"
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    what = f"{type(error).__name__}: {message} at {Path(last.filename).name}:{last.lineno}"
     kept = "set MEDUSA_DISTILL_TRACEBACK=1 to see its traceback"
     with contextlib.suppress(OSError):
-        handle, path = tempfile.mkstemp(prefix="medusa-distill-", suffix=".traceback.txt")
-        with os.fdopen(handle, "w", encoding="utf-8", errors="replace") as file:
+        with tempfile.NamedTemporaryFile(
+            "w", prefix="medusa-distill-", suffix=".txt", delete=False, errors="replace"
+        ) as file:
             file.write(_traceback(error))
-        kept = f"its traceback is in {path}"
+        kept = f"its traceback is in {file.name}"
     return (
         f"{what}. This is a defect of medusa-distill, or of a library that it uses; {kept}. What"
         " was committed is kept; the same command continues."
@@ -107,7 +107,7 @@ def _traceback(error: BaseException) -> str:
 def _output() -> Iterator[None]:
     """Standard output in any encoding, with errors of its own."""
     plain = sys.stdout
-    for stream in (sys.stdout, sys.stderr):
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # an unknown character becomes `?`
     sys.stdout = cast(TextIO, _Output(plain))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from pipeline.artifacts.feature_rows import state_bytes
+from pipeline.artifacts.feature_rows import StateFormat
 from pipeline.config.training import Bits
 from pipeline.conversations.conversation import Conversation
 from pipeline.conversations.sources import mixed, source_readers
@@ -88,7 +88,7 @@ def run_size(run: ResolvedRun, seeds: Summary | None, generated: Summary | None)
         tokens = int(generated.get("tokens", 0))
     stored = 0
     if "features" not in run.method.skipped(train):
-        stored = state_bytes(hidden_size, dtype, run.config.features.precision)
+        stored = StateFormat(dtype, hidden_size, run.config.features.precision).stored_bytes
     recipes = []
     if tokens:
         share = 1 - run.config.seeds.holdout

@@ -138,12 +138,12 @@ class ShardMeter:
             self._started = time.monotonic()
         note = f"{len(self._committed)} of {len(self._sizes)} shards"
         if self._started is not None:
-            made = self.totals.stats[self._unit] - self._before + now.amount
+            made = self.totals.stats[self._unit] - self._before + now["amount"]
             seconds = max(time.monotonic() - self._started, 1e-9)
             note += f", {made / seconds:,.0f} {self._unit}/s"
         if self.totals.quarantined:
             note += f", {self.totals.quarantined} quarantined"
-        done = sum(self._sizes[index] for index in self._committed) + now.conversations
+        done = sum(self._sizes[index] for index in self._committed) + now["conversations"]
         total = sum(self._sizes.values())
         self._meter.show(Progress("", done, total, "conversations", note))
 

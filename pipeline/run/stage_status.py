@@ -12,7 +12,6 @@ from rich.console import Console
 from pipeline.artifacts.check_result import CheckResult, Limits
 from pipeline.artifacts.json_form import from_json
 from pipeline.errors import DataError, MedusaDistillError
-from pipeline.export.card import CACHES
 from pipeline.run.context import Context, Stage
 from pipeline.run.resolved import ResolvedRun
 from pipeline.storage.receipts import Identity, StageTotals, Summary
@@ -20,6 +19,7 @@ from pipeline.storage.run_directory import RunDirectory
 from pipeline.storage.stage_directory import StageDirectory
 
 MOST_NAMES = 4  # of changed settings or damaged files
+CACHES = ("features", "tuned-features")  # stages whose results may be deleted
 
 
 @dataclass(frozen=True)

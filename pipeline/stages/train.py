@@ -97,6 +97,7 @@ def run(context: Context, stage: StageDirectory) -> Summary:
     if method.tunes_backbone:
         arguments = {"target": context.target, "directory": spec.directory}
         context.executor.call(merge_backbone, arguments, replace(placement, gpus=0))
+        result = replace(result, quantization=spec.trained_target.quantization)
     warnings = [too_few] if too_few else []
     for phase in (*result.earlier.values(), result):
         for warning in phase.warnings:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from pipeline.config import BackboneConfig
 from pipeline.errors import ConfigError
-from pipeline.export.backbone import GENERATION_FILE, is_made_of, write_backbone
+from pipeline.export.backbone import GENERATION_FILE, write_backbone
 from pipeline.export.layout import BACKBONE_DIRECTORY
 from pipeline.heads.kind import TargetWeights
 from pipeline.storage.atomic import disk_errors
@@ -206,8 +206,7 @@ def write_adapter(directory: Path, backbone: Backbone, spec: TargetSpec) -> None
 
 
 def merge_backbone(target: TargetSpec, directory: str) -> None:
-    """Write `backbone/` from the target and `adapter/` in a train stage's directory, on the CPU;
-    keep it if it is up to date.
+    """Write `backbone/` from the target and `adapter/` in a train stage's directory, on the CPU.
 
     Raises:
         ConfigError, DataError: As `load_tuned` does.
@@ -221,8 +220,6 @@ def merge_backbone(target: TargetSpec, directory: str) -> None:
         "dtype": target.dtype,
         "adapter_sha256": FileFacts.of(adapter / "adapter_model.safetensors").sha256,
     }
-    if is_made_of(backbone, made_of):
-        return
     copied = []  # settings and code are copied unchanged
     settings = find_file(target.model, target.revision, GENERATION_FILE)
     if settings:

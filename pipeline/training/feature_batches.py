@@ -93,10 +93,13 @@ class EpochPlan:
         num_lanes = min(LANES, self.num_positions // max(1, self.num_steps))
         self._lanes = [part(0, self.num_positions, lane, num_lanes) for lane in range(num_lanes)]
 
+    def size(self, step: int) -> int:
+        """The number of positions of a step, over all workers."""
+        return sum(stop - start for start, stop in self._ranges(step))
+
     def share(self, step: int, workers: Workers) -> tuple[int, int]:
         """The range of places that a worker reads among the positions of a step."""
-        num_positions = sum(stop - start for start, stop in self._ranges(step))
-        return part(0, num_positions, workers.rank, workers.world_size)
+        return part(0, self.size(step), workers.rank, workers.world_size)
 
     def pieces(self, step: int, workers: Workers = ALONE) -> list[Piece]:
         """One worker's positions of one step, in the line's order; maybe none if they are few."""
@@ -208,7 +211,7 @@ def _assemble(
 ) -> Batch:
     """Copy the positions of `pieces` into one batch, in pinned memory for a GPU."""
     num_positions = sum(len(piece) for piece in pieces)
-    hidden_ND = torch.empty(num_positions, rows.hidden_size, dtype=rows.dtype)
+    hidden_ND = torch.empty(num_positions, rows.states.hidden_size, dtype=rows.dtype)
     next_N = torch.empty(num_positions, dtype=torch.int64)
     labels_KN = torch.empty(rows.num_heads, num_positions, dtype=torch.int64)
     states = [hidden_ND[:0]]

@@ -11,7 +11,6 @@ Letters: N learned positions, C components of the loss (the backbone's, then the
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,7 +35,7 @@ from pipeline.training.held_out_accuracy import (
 )
 from pipeline.training.optimizers import heads_weight
 from pipeline.training.recipe import Recipe, make_recipe
-from pipeline.training.task import Learner, TrainResult, TrainSpec, Workers, product_dtype
+from pipeline.training.task import Learner, TrainSpec, Workers, product_dtype
 from pipeline.training.text_batches import (
     Text,
     TextBatch,
@@ -172,7 +171,7 @@ class BackboneLearner(Learner):
     @torch.no_grad()
     def evaluate(self) -> Evaluation:
         """Evaluate heads and drift at about `MAX_POSITIONS` positions, always the same ones."""
-        if not any(text.num_read for text in self.held_out):
+        if not self.held_out:
             where = "train.backbone.sequence_length"
             raise DataError(
                 f"No held-out row has target-written text within {where} to measure the drift on.",
@@ -204,9 +203,6 @@ class BackboneLearner(Learner):
             self.workers.sum_in_place(sums)
         return evaluation_of(total, drift.figures())
 
-    def complete(self, result: TrainResult) -> TrainResult:
-        return replace(result, quantization=self.spec.trained_target.quantization)
-
     def write(self) -> None:
         """Write the adapter, and the tuned matrices into heads that borrow the target's."""
         write_adapter(self.spec.adapter_path, self.backbone, self.spec.target)
@@ -225,7 +221,7 @@ def open_texts(spec: TrainSpec) -> dict[str, list[Text]]:
         roles=spec.settings.roles,
         sequence_length=spec.settings.backbone.sequence_length,
     )
-    if not any(text.num_read for text in texts.get("train", ())):
+    if "train" not in texts:
         raise DataError(
             f"No train row has target-written text in the roles {spec.settings.roles} within"
             " train.backbone.sequence_length.",

@@ -32,8 +32,6 @@ from pipeline.training.held_out_accuracy import MAX_POSITIONS, SPLIT, TOP, Evalu
 from pipeline.training.recipe import Recipe, make_recipe
 from pipeline.training.task import Learner, TrainSpec, Workers, product_dtype
 
-NOISE_BLOCK = 256  # positions whose noise one generator draws
-
 
 class HeadsLearner(Learner):
     """Heads of any kind, from the features stage's shards."""
@@ -67,14 +65,15 @@ class HeadsLearner(Learner):
         seed = self.spec.seed
         soft_labels = self.spec.settings.soft_labels > 0
         lengths = self.rows.lengths("train")
-        size = self.recipe.batch_tokens
+        noise = self.spec.settings.noise
         for epoch in range(first // self.recipe.steps_per_epoch, self.recipe.epochs):
-            plan = EpochPlan(lengths, batch_tokens=size, seed=seed, epoch=epoch)
+            plan = EpochPlan(lengths, batch_tokens=self.recipe.batch_tokens, seed=seed, epoch=epoch)
             steps = range(first % self.recipe.steps_per_epoch, self.recipe.steps_per_epoch)
             batches = self._load(plan, steps, soft_labels=soft_labels)
             for step, batch in zip(steps, batches, strict=True):
                 place, _ = plan.share(step, self.workers)
-                hidden_ND = noisy(batch.hidden_ND, self.spec.settings.noise, (seed, first), place)
+                size = plan.size(step)
+                hidden_ND = noisy(batch.hidden_ND, noise, (seed, first), place, size)
                 yield [replace(batch, hidden_ND=hidden_ND)]
                 first += 1
 
@@ -137,7 +136,6 @@ def open_features(spec: TrainSpec) -> FeatureRows:
         spec.shards,
         fingerprint=spec.fingerprint,
         hidden_size=spec.hidden_size,
-        vocab_size=spec.vocab_size,
         num_heads=spec.settings.num_heads,
         roles=spec.settings.roles,
     )
@@ -194,25 +192,22 @@ def head_weights(spec: TrainSpec, device: torch.device) -> Tensor:
     return spec.settings.decay ** torch.arange(1, spec.settings.num_heads + 1, device=device)
 
 
-def noisy(states_ND: Tensor, noise: float, seed: tuple[int, ...], first: int = 0) -> Tensor:
+def noisy(
+    states_ND: Tensor, noise: float, seed: tuple[int, ...], first: int = 0, total: int | None = None
+) -> Tensor:
     """Add uniform noise of up to `noise` times each state's RMS, so that heads do not memorize a
     small cache.
 
     EAGLE (arXiv 2401.15077) adds U(-0.1, 0.1) to every entry of a Llama target's states; other
-    targets have larger or smaller states, so here the bound is relative. The noise depends on
-    `seed` and each state's place, counted from `first`: workers that share a batch draw the same.
+    targets have larger or smaller states, so here the bound is relative. The noise is drawn for a
+    batch of `total` states, of which this worker has those from `first` on.
     """
-    if not noise or not len(states_ND):
+    if not noise:
         return states_ND
-    stop = first + len(states_ND)
-    skipped = first % NOISE_BLOCK
-    size = (NOISE_BLOCK, states_ND.shape[1])
-    blocks = []
-    for block in range(first // NOISE_BLOCK, -(-stop // NOISE_BLOCK)):
-        number = np.random.SeedSequence((*seed, block)).generate_state(1, np.uint64)[0]
-        generator = torch.Generator(states_ND.device).manual_seed(int(number))
-        blocks.append(torch.rand(size, generator=generator, device=states_ND.device))
-    drawn_ND = torch.cat(blocks)[skipped : skipped + len(states_ND)]
+    number = np.random.SeedSequence(seed).generate_state(1, np.uint64)[0]
+    generator = torch.Generator(states_ND.device).manual_seed(int(number))
+    num_rows, size = states_ND.shape
+    drawn_ND = torch.rand(total or num_rows, size, generator=generator, device=states_ND.device)
     rms_N1 = states_ND.detach().float().square().mean(1, keepdim=True).sqrt()
-    added_ND = 2 * noise * rms_N1 * (drawn_ND - 0.5)
+    added_ND = 2 * noise * rms_N1 * (drawn_ND[first : first + num_rows] - 0.5)
     return states_ND + added_ND.to(states_ND.dtype)

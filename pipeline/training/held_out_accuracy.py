@@ -138,7 +138,6 @@ class _HeldOutRows:
             self.text.shards,
             fingerprint=self.text.fingerprint,
             hidden_size=shape.hidden_size,
-            vocab_size=shape.target_vocab_size,
             num_heads=shape.max_depth,
             roles=self.text.roles,
         )

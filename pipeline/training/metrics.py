@@ -155,7 +155,7 @@ class Trackio:
                 project=PROJECT,
                 name=f"{run.name}-{run.id[:8]}",
                 config=dict(run.configuration),
-                resume="never" if run.reported < 0 else "allow",
+                resume="allow",
                 embed=False,
                 auto_log_gpu=False,
                 auto_log_cpu=False,

@@ -109,11 +109,11 @@ def cosine_with_warmup(step: int, total_steps: int, warmup_steps: int) -> float:
     """Linear from 0 to 1 over the warmup, then half a cosine down to 0 at `total_steps` (paper,
     appendix B).
 
-    The same multiplier as transformers' `get_cosine_schedule_with_warmup`; 0 from `total_steps` on.
+    The same multiplier as transformers' `get_cosine_schedule_with_warmup`.
     """
     if step < warmup_steps:
         return step / warmup_steps
-    progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+    progress = (step - warmup_steps) / (total_steps - warmup_steps)
     return 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
@@ -126,7 +126,7 @@ def heads_weight(
     `sine`: lambda_0 · sin(pi/2 · t/T), a quarter wave, so that untrained heads do not disturb the
     backbone; `linear`: lambda_0 · t/T; `constant`: lambda_0.
     """
-    progress = min(1.0, step / max(1, total_steps))
+    progress = step / total_steps
     if schedule == "sine":
         return lambda_0 * math.sin(math.pi / 2 * progress)
     if schedule == "linear":

@@ -229,10 +229,6 @@ class Learner(ABC):
     def evaluate(self) -> Evaluation:
         """Evaluate on held-out text, all workers together."""
 
-    def complete(self, result: TrainResult) -> TrainResult:
-        """Add facts about the training data to the result."""
-        return result
-
     def write(self) -> None:  # noqa: B027  (most write nothing)
         """Write outputs other than the heads; called on the first worker."""
 

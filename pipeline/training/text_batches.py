@@ -52,10 +52,8 @@ def read_texts(
     roles: Collection[Role],
     sequence_length: int,
 ) -> dict[str, list[Text]]:
-    """Every split's conversations with target-written text, in order, in memory: four bytes a
-    token.
-
-    A conversation without such text within `sequence_length` has `num_read` 0.
+    """Read each split's conversations with target-written text within `sequence_length`, in
+    order; in memory, four bytes a token.
 
     Raises:
         DamagedShard: A shard cannot be read.
@@ -64,28 +62,21 @@ def read_texts(
     texts: dict[str, list[Text]] = {}
     for row in read_token_rows(shards, fingerprint, vocab_size):
         spans = tuple(span for span in row.spans if span.role in roles)
-        if not spans:
+        if not spans or min(span.start for span in spans) > sequence_length:
             continue
-        num_read = 0
-        if min(span.start for span in spans) <= sequence_length:
-            # The last token of all is a label, and never read.
-            num_read = min(sequence_length, max(span.end for span in spans) - 1)
+        # The last token of all is a label, and never read.
+        num_read = min(sequence_length, max(span.end for span in spans) - 1)
         texts.setdefault(row.split, []).append(Text(row.input_ids, spans, num_read))
     return texts
 
 
 def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """Group indices into `lengths` so that no group's sum exceeds `capacity`: longest first, each
-    where it fits tightest.
-
-    A length of 0 leaves its index out.
-    """
+    where it fits tightest."""
     groups: list[list[int]] = []
     free: list[tuple[int, int]] = []  # (tokens that still fit, group), sorted
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         length = lengths[index]
-        if length == 0:
-            break
         place = bisect.bisect_left(free, (length, 0))
         if place < len(free):
             space, group = free.pop(place)

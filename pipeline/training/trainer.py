@@ -265,7 +265,7 @@ class Trainer:
                 note = f"loss {step.loss:.3f}, {state.tokens_per_second:,.0f} positions/s"
                 progress.update(state.step, note)
                 started = time.monotonic()
-            result = learner.complete(state.result(recipe))
+            result = state.result(recipe)
             if log:
                 result = replace(result, warnings=log.finish(result.to_json()))
         if learner.workers.is_first:
@@ -287,7 +287,7 @@ class Trainer:
 
     def write_best(self, state: TrainState, result: TrainResult) -> None:
         """Restore the best weights and write the result; the heads come last, they end training."""
-        if self.best and state.best_step not in (None, state.step):
+        if self.best:
             self.modules.load_state_dict(self.best, strict=False)  # frozen weights stay
         self.learner.write()
         write_heads(self.learner.spec.heads_path, self.learner.heads, result.to_json())
@@ -307,9 +307,8 @@ class Trainer:
         tensors = {f"optimizer/{name}": tensor for name, tensor in moments.items()}
         for name, weight in self.trained.items():
             tensors[f"modules/{name}"] = weight
-        if state.best_step != state.step:
-            for name, tensor in self.best.items():
-                tensors[f"best/{name}"] = tensor
+        for name, tensor in self.best.items():
+            tensors[f"best/{name}"] = tensor
         state_json = {"train_state": to_json(state), "optimizer": numbers}
         checkpoints.save(state.step, Checkpoint(tensors, state_json))
 
@@ -329,5 +328,5 @@ class Trainer:
         moments = {name: tensor.to(learner.device) for name, tensor in parts["optimizer"].items()}
         load_optimizer(self.optimizer, moments, saved.state["optimizer"])
         if learner.workers.is_first:
-            self.best = parts["best"] or modules
+            self.best = parts["best"]
         return from_json(TrainState, saved.state["train_state"])

@@ -78,7 +78,6 @@ CHINESE = "请告诉我明天在巴黎天气怎么样我要不要带一把雨伞
 @pytest.mark.parametrize(
     ("near", "first", "second", "rejected"),
     [
-        ("keep", SKY, SKY, True),
         ("keep", SKY, SKY.upper() + "!", False),
         ("quarantine", SKY, SKY.upper() + "!", True),
         ("quarantine", SKY, SKY + " indeed", False),
@@ -163,11 +162,6 @@ def test_sources_are_mixed_by_weight_until_one_has_no_more(tmp_path):
             assert abs(names[:end].count(f"s{number}") - share) < len(weights)
     assert names.count("s1") == 80
     assert mixed_ids(tmp_path, [400, 100, 400], weights) == ids
-
-
-def test_of_equal_claims_the_first_source_is_next(tmp_path):
-    ids = mixed_ids(tmp_path, [3, 3], [1.0, 1.0])
-    assert [id.partition(":")[0] for id in ids] == ["s0", "s1"] * 3
 
 
 def test_without_weights_every_source_is_read_whole(tmp_path):

@@ -56,7 +56,6 @@ def test_the_walk_takes_decoding_s_steps_in_each_span(ranks, num_nodes):
     rate = pytest.approx(len(ranks) / len(kept))
     assert walked.acceleration_rate == rate
     assert walked.estimate().rate == rate
-    assert len(ranks.new()) == sum(np.diff(ranks.starts, append=len(ranks))[~ranks.seen])
 
 
 @settings(max_examples=40, deadline=None)
@@ -64,17 +63,13 @@ def test_the_walk_takes_decoding_s_steps_in_each_span(ranks, num_nodes):
 def test_halves_share_the_conversations_out(ranks):
     spans = np.split(ranks.ranks_KN, ranks.starts[1:], axis=1)
     numbers = list(dict.fromkeys(ranks.conversations.tolist()))
-    halves = ranks.halves()
-    for odd, half in enumerate(halves):
+    for odd, half in enumerate(ranks.halves()):
         expected = []
         for span, owner in zip(spans, ranks.conversations.tolist(), strict=True):
             if numbers.index(owner) % 2 == odd:
                 expected += span.T.tolist()
         assert half.ranks_KN.T.tolist() == expected
         assert len(half.conversations) == len(half.starts)
-    together, whole = walk(halves[0], CHAIN) + walk(halves[1], CHAIN), walk(ranks, CHAIN)
-    assert sorted(together.kept_S) == sorted(whole.kept_S)
-    assert sorted(together.conversations_S) == sorted(whole.conversations_S)
 
 
 def test_the_rate_is_one_without_tree_nan_without_text():

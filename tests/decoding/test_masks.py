@@ -8,7 +8,6 @@ from transformers import Gemma2Config, LlamaConfig, MistralConfig, Qwen2Config
 
 from pipeline.decoding.masks import TreeMasks, attention_windows
 from pipeline.decoding.tree import Tree, TreeRows, cartesian_tree
-from pipeline.errors import ConfigError
 from tests.decoding.steps import random_trees
 
 HIDDEN = torch.finfo(torch.float32).min
@@ -66,11 +65,3 @@ def test_windows_are_read_from_the_configuration():
         (Gemma2Config(sliding_window=3), WINDOWS),
     ):
         assert attention_windows(config) == windows
-
-
-@pytest.mark.parametrize("kind", ["linear_attention", "chunked_attention"])
-def test_layers_without_a_tree_mask_are_refused(kind: str):
-    layers = ["full_attention", kind]
-    config = LlamaConfig(num_hidden_layers=2, layer_types=layers, attention_chunk_size=4)
-    with pytest.raises(ConfigError):
-        attention_windows(config)

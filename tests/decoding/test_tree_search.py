@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.decoding.held_out import walk
-from pipeline.decoding.tree import greedy_tree
 from pipeline.decoding.tree_search import (
     CrossFit,
     fastest,
@@ -39,13 +38,6 @@ def test_no_tree_of_the_size_is_right_more_often(ranks, num_nodes):
     assert sum(shares[path] for path in choices) == pytest.approx(best)
     larger = joint_tree(ranks, 99)
     assert choices == larger[: len(choices)], "a smaller tree is the beginning of a larger one"
-
-
-def test_heads_that_err_together_get_a_deeper_tree():
-    first, second = [0] * 4 + [1] * 4 + [2] * 2, [0] * 4 + [1] * 4 + [MISS] * 2
-    ranks = of(np.array([first, second], np.uint8), np.array([0]))
-    assert set(joint_tree(ranks, 4)) == {(0,), (0, 0), (1,), (1, 1)}
-    assert set(greedy_tree(rank_accuracies(*ranks.hits(3)), 4)) == {(0,), (1,), (2,), (0, 0)}
 
 
 @settings(max_examples=40, deadline=None)

@@ -21,7 +21,7 @@ from pipeline.execution.placement import Placement
 from pipeline.execution.progress import ShardProgress
 from pipeline.execution.ray_cluster import refusal
 from pipeline.storage.shards import ShardTask
-from tests.forks import FORKS, PATIENCE
+from tests.forks import FORKS, PATIENCE, has_ended
 
 pytestmark = [pytest.mark.fault, pytest.mark.slow]
 
@@ -122,10 +122,6 @@ def kill_tree(pid: int) -> None:
         for each in [process, *process.children(recursive=True)]:
             with contextlib.suppress(psutil.NoSuchProcess):
                 each.kill()
-
-
-def has_ended(pid: int) -> bool:
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 @pytest.mark.parametrize("killed", ["gcs_server", "raylet"])

@@ -180,17 +180,3 @@ def test_the_adapters_files_are_the_same_in_any_process(target, tmp_path):
     layers = config["target_modules"]
     assert layers == sorted(layers) and "lm_head" in layers
     assert (config["base_model_name_or_path"], config["revision"]) == ("owner/target", "c0ffee")
-
-
-def test_a_quantized_target_trains_its_adapter_beside_four_bit_weights(batch, tmp_path):
-    pytest.importorskip("bitsandbytes")
-    spec = save_llama(tmp_path / "target", hidden_size=64, intermediate_size=128)
-    backbone, exact = make(replace(spec, quantization="4bit")), make(spec)
-    assert any(type(weight).__name__ == "Params4bit" for weight in backbone.parameters())
-    states = exact.original_states(batch)
-    assert 0 < (backbone.original_states(batch) - states).norm() < 0.3 * states.norm()
-    loss, ours = gradients(tune(backbone), [batch])
-    expected, theirs = gradients(tune(exact), [batch])
-    assert loss == pytest.approx(expected, rel=0.1)
-    for gradient, unquantized in zip(ours, theirs, strict=True):
-        assert (gradient - unquantized).norm() < 0.5 * unquantized.norm()

@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 
 from pipeline.artifacts.trained_heads import read_trained_heads
@@ -19,7 +18,7 @@ from pipeline.storage.shards import read_rows
 from pipeline.targets.lm_head import read_lm_head
 from pipeline.training.checkpoints import read_checkpoint
 from pipeline.training.feature_batches import Batch
-from pipeline.training.heads_only import NOISE_BLOCK, initial_heads, noisy, open_features
+from pipeline.training.heads_only import initial_heads, noisy, open_features
 from pipeline.training.metrics import read_metrics
 from pipeline.training.task import TrainSpec
 from pipeline.training.trainer import train
@@ -144,15 +143,6 @@ def test_divergence_stops_training_and_spoils_no_checkpoint(make_spec, monkeypat
         assert not tensor.is_floating_point() or tensor.isfinite().all(), name
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_states_in_half_precision_train_fp32_heads(make_spec, half_shards, precision):
-    spec = make_spec(shards=half_shards, precision=precision)
-    train(spec)
-    first, *_, last = [line["loss"] for line in read_metrics(spec.path) if "loss" in line]
-    assert last < 0.8 * first
-    assert {tensor.dtype for tensor in load_file(spec.heads_path).values()} == {torch.float32}
-
-
 @pytest.mark.parametrize(
     ("change", "error", "key"),
     [
@@ -170,7 +160,7 @@ def test_missing_rows_or_a_missing_gpu_are_refused(make_spec, change, error, key
         train(replace(make_spec(), **change))
 
 
-NUM_NOISED = 3 * NOISE_BLOCK + 40
+NUM_NOISED = 800
 NOISED = torch.randn(NUM_NOISED, 16, generator=torch.Generator().manual_seed(0))
 NOISED *= torch.logspace(-3, 3, NUM_NOISED)[:, None]
 
@@ -188,19 +178,6 @@ def test_noise_is_uniform_within_a_share_of_the_rms():
 @given(cuts=st.lists(st.integers(0, NUM_NOISED), max_size=4))
 def test_the_same_states_get_the_same_noise_on_any_workers(cuts):
     edges = [0, *sorted(cuts), NUM_NOISED]
-    parts = [noisy(NOISED[start:stop], 0.1, (5,), start) for start, stop in pairwise(edges)]
+    pairs = pairwise(edges)
+    parts = [noisy(NOISED[start:stop], 0.1, (5,), start, NUM_NOISED) for start, stop in pairs]
     assert torch.equal(torch.cat(parts), noisy(NOISED, 0.1, (5,)))
-
-
-def test_epochs_draw_other_noise_and_keep_labels_and_teachers(make_spec):
-    spec = make_spec(noise=0.1, soft_labels=0.5, batch_tokens=10_000)
-    plain = make_spec(soft_labels=0.5, batch_tokens=10_000)
-    shares = []
-    steps = zip(trainer_of(spec).learner.steps(0), trainer_of(plain).learner.steps(0), strict=True)
-    for (batch,), (clean,) in steps:
-        shares.append(relative(batch.hidden_ND - clean.hidden_ND, clean.hidden_ND))
-        for name in ("next_N", "labels_KN", "teacher_MD", "teacher_KN"):
-            assert torch.equal(getattr(batch, name), getattr(clean, name)), name
-    assert 0.05 < shares[0].abs().max() <= 0.1001
-    # Another draw, not the same one for states in another order.
-    assert (shares[0] - shares[1]).abs().max() > 0.05

@@ -47,15 +47,6 @@ def test_explicit_settings_are_the_recipe_for_any_data():
     assert found.steps_per_epoch == 11
 
 
-@given(st.integers(1, 10**6), st.integers(1, 10**6))
-def test_more_sequences_are_learned_in_no_smaller_batches(one, other):
-    few, many = (
-        make_recipe(AUTO, number * 1000, 256, sequences=number) for number in sorted((one, other))
-    )
-    assert 1 <= few.batch_sequences <= many.batch_sequences <= 128 and few.epochs >= many.epochs
-    assert make_recipe(AUTO, 30_000, 256, sequences=30).batch_sequences == 1
-
-
 def test_a_kind_may_learn_faster_unless_the_rate_is_explicit():
     usual, faster = (make_recipe(AUTO, 10_000, 256, scale) for scale in (1.0, 3.0))
     assert faster.lr == pytest.approx(3 * usual.lr)
