@@ -142,7 +142,7 @@ def one_line(summary: Summary) -> str:
 
 def skipped(config: Config) -> str | None:
     """Explain why the method needs no cache of states; None where it needs one."""
-    return method_of(config.train).skipped(config.train).get(NAME)
+    return method_of(config.train).skipped_stages(config.train).get(NAME)
 
 
 def tuned_skipped(config: Config) -> str | None:

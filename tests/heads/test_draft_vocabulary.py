@@ -20,7 +20,7 @@ from pipeline.heads.losses import TargetHead, Teacher
 from pipeline.heads.medusa import MedusaHeads
 from pipeline.heads.recurrent import RecurrentHeads
 from pipeline.heads.shapes import MedusaShape, RecurrentShape
-from pipeline.training.held_out_accuracy import evaluation_of
+from pipeline.training.held_out_accuracy import summarize_scores
 from tests.heads.linear_heads import LinearHeads, LinearShape
 from tests.heads.plain_loss import plain_summed_cross_entropy
 from tests.heads.pruning import pruned
@@ -117,7 +117,7 @@ def test_a_token_outside_is_a_miss_everywhere(kind: str):
     found = score(drafting, hidden, following, labels, 4, chunk_bytes=400)
     assert found.counts_K.tolist() == (labels != IGNORED).sum(1).tolist()
     assert found.hits_KR.T.tolist() == [(ranks <= r).sum(1).tolist() for r in range(4)]
-    figures = evaluation_of(found)
+    figures = summarize_scores(found)
     within_N = torch.isin(labels[0], torch.tensor(TOKENS))
     num_labels = int((labels[0] != IGNORED).sum())
     assert figures.draft_coverage == int(within_N.sum()) / num_labels < 1
