@@ -11,7 +11,7 @@ from pipeline.storage.stage_directory import StageDirectory
 from tests.flows.tiny import resolved
 
 
-def test_a_stage_s_name_is_short_and_its_parts_are_not_scratch():
+def test_a_stage_has_a_short_name_and_parts_that_count():
     for name, stage in STAGES.items():
         assert len(name) <= STAGE_WIDTH
         assert not {*stage.parts} & {*stage.scratch}
