@@ -35,7 +35,7 @@ from pipeline.errors import DataError
 from pipeline.execution.progress import Meter, Progress
 from pipeline.formatting import visible
 from pipeline.run.checks import check_files
-from pipeline.run.context import Context, Stage, StageFiles, reads
+from pipeline.run.context import Context, Stage, reads
 from pipeline.storage.fingerprint import fingerprint, ids_digest
 from pipeline.storage.receipts import Identity, Receipt, StageTotals, Summary
 from pipeline.storage.shards import ShardWriter
@@ -252,4 +252,4 @@ def require_enough(summary: Summary, where: str, holdout: float) -> str | None:
     return what
 
 
-STAGE = Stage(NAME, VERSION, reads(), identity, run, one_line, files=StageFiles(sharded=True))
+STAGE = Stage(NAME, VERSION, reads(), identity, run, one_line, sharded=True)
