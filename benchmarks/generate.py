@@ -1,14 +1,13 @@
 """Claim: conversation-wise generation writes at least 1.25 times as many tokens per second as one
 call per turn.
 
-Measured: the stage's own loop (`run_dialogues`: a conversation's next turn is requested as soon
-as its last one ended) on vLLM. Against: one `LLM.generate()` call per turn over all
-conversations with such a turn, which waits for the slowest answer before the next turn begins.
-Same engine, conversations and settings, the prefix cache emptied before each run; both write the same tokens
+Measured: the stage's own loop (`run_dialogues`: a conversation's next turn is requested as soon as
+its last one ended) on vLLM. Against: one `LLM.generate()` call per turn over all conversations with
+such a turn, which waits for the slowest answer before the next turn begins. Same engine,
+conversations and settings, the prefix cache emptied before each run; both write the same tokens
 (`same_tokens`). 60 ragged conversations: 1 to 8 turns, and answers whose lengths, drawn beforehand,
-spread log-normally (median 32 tokens, sigma 0.85, which is the spread of the answers in
-MT-Bench-101). The target has the demo's shape and random weights.
-"""
+spread log-normally (median 32 tokens, sigma 0.85, which is the spread of the answers in MT-
+Bench-101). The target has the demo's shape and random weights."""
 
 from __future__ import annotations
 

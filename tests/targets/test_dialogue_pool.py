@@ -1,4 +1,4 @@
-"""All conversations run at once, none waits for another, and each one's text is its own."""
+"""Dialogues of a pool run at once, and each one's text is independent of the others."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EOS = 1
 
 
 class ClockworkEngine:
-    """Answers a prompt with ids that depend on the prompt alone, after some steps."""
+    """An engine that answers after some steps, with ids that depend on the prompt alone."""
 
     def __init__(self, salt="a", capacity=10**6):
         self.salt, self.clock, self.capacity = salt, 0, capacity

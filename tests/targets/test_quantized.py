@@ -1,6 +1,4 @@
-"""Targets that are quantized on disk: what transformers reads, and what is refused before anything
-is loaded.
-"""
+"""Quantized targets: transformers reads them, or they are refused before loading."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM as a server: its flags, its start and end, and loads in turn."""
+"""vLLM's server: flags, start, end, and load levels in turn."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.forks import has_ended
 
 
 def test_loads_take_turns_and_the_median_pass_counts(random_target, monkeypatch):
-    """Other work disturbs one turn: here all loads of the second, none of which counts."""
+    """Other work disturbs the second pass, which does not count."""
     asked, reports = [], []
 
     async def benchmark(address, requests, level, eos):
@@ -62,7 +62,7 @@ http.server.HTTPServer((host, int(port)), Healthy).serve_forever()
 
 @pytest.fixture
 def stand_in(tmp_path, monkeypatch):
-    """A program in the server's place, which needs its flags, and does not end with its caller."""
+    """A program in the server's place that checks its flags and does not end with its caller."""
     program = tmp_path / "server"
     program.write_text(STAND_IN.format(python=sys.executable))
     program.chmod(0o700)
