@@ -100,7 +100,7 @@ def run(context: Context, stage: StageDirectory) -> Summary:
     with context.progress(stage) as progress:
         measured = _on_answers if settings.data else _on_held_out_rows
         ranks, places = measured(context, progress)
-        hits_KR, counts_K = ranks.hits(settings.top)
+        hits_KR, counts_K = ranks.guess_hits(settings.top)
         num_conversations = len(np.unique(ranks.conversations))
         where = str(settings.data or stage.path)
         _require_labels(counts_K[: config.train.num_heads], num_conversations, where)
@@ -171,9 +171,9 @@ def _accuracies(ranks: HeldOutRanks, top: int, num_heads: int) -> list[Accuracy]
 
     A kind may propose deeper than it trains heads.
     """
-    hits_KR, counts_K = ranks.hits(top)
-    new = ranks.new()
-    new_hits_KR, new_counts_K = new.hits(top)
+    hits_KR, counts_K = ranks.guess_hits(top)
+    new = ranks.new_answers()
+    new_hits_KR, new_counts_K = new.guess_hits(top)
     heads = []
     for head in range(num_heads):
         on_new = None

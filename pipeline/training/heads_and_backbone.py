@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from pipeline.errors import DataError
-from pipeline.heads.accuracy import Score, score
+from pipeline.heads.accuracy import Score, score_guesses
 from pipeline.heads.losses import TargetHead, Teacher
 from pipeline.training.adapted_backbone import Backbone, write_adapter
 from pipeline.training.backbone_losses import Drift, add_drift, summed_divergence
@@ -197,7 +197,7 @@ class BackboneLearner(Learner):
                 hidden_ND = self.backbone.states(batch)
                 original_ND = self.backbone.original_states(batch)
                 low_NR = self.backbone.lora_inner(hidden_ND)
-                total.add(score(self.heads, hidden_ND, batch.next_N, batch.labels_KN, TOP))
+                total.add(score_guesses(self.heads, hidden_ND, batch.next_N, batch.labels_KN, TOP))
             head = self.backbone.head
             add_drift(drift, hidden_ND.to(self.dtype), low_NR, head, original_ND, batch.next_N)
         for sums in (*drift, *total):

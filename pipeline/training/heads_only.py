@@ -23,8 +23,8 @@ from pipeline.artifacts.feature_rows import FeatureRows
 from pipeline.artifacts.generated_rows import read_token_rows
 from pipeline.artifacts.trained_heads import read_trained_heads
 from pipeline.errors import DataError
-from pipeline.heads.accuracy import Score, score
-from pipeline.heads.kind import Heads, TargetWeights, most_frequent
+from pipeline.heads.accuracy import Score, score_guesses
+from pipeline.heads.kind import Heads, TargetWeights, most_frequent_tokens
 from pipeline.heads.losses import TargetHead, Teacher
 from pipeline.targets.lm_head import read_embedding, read_lm_head, read_logit_changes
 from pipeline.training.feature_batches import Batch, EpochPlan, load_batches
@@ -114,7 +114,9 @@ class HeadsLearner(Learner):
         steps = range(plan.num_steps)
         for batch in load_batches(self.rows, plan, steps, self.workers, self.device):
             with self.autocast():
-                total.add(score(self.heads, batch.hidden_ND, batch.next_N, batch.labels_KN, TOP))
+                total.add(
+                    score_guesses(self.heads, batch.hidden_ND, batch.next_N, batch.labels_KN, TOP)
+                )
         for sums in total:
             self.workers.sum_in_place(sums)
         return summarize_scores(total)
@@ -162,7 +164,7 @@ def initial_heads(spec: TrainSpec, heads_from: Path | None = None) -> Heads:
     shape = spec.heads_shape
     if not shape.is_pruned:
         return spec.kind.initial(shape, target)
-    tokens_V = most_frequent(_count_written_tokens(spec), shape.vocab_size)
+    tokens_V = most_frequent_tokens(_count_written_tokens(spec), shape.vocab_size)
     heads = spec.kind.initial(shape, target.drafting(tokens_V))
     heads.vocabulary.fill(tokens_V)
     return heads

@@ -15,9 +15,9 @@ from pipeline.decoding.acceptance import (
     RejectionSampling,
     TypicalAcceptance,
     acceptance_rule,
-    draw,
     greedy_acceptance,
-    nucleus,
+    nucleus_mask,
+    sample_tokens,
 )
 from pipeline.decoding.tree import Tree, cartesian_tree
 from tests.decoding.steps import (
@@ -153,14 +153,14 @@ def test_rejection_has_the_law_of_trying_children_in_turn(name, temperature, top
 @given(st.integers(0, 2**31), st.sampled_from([0.01, 0.3, 0.5, 0.9, 0.999]), st.integers(1, 40))
 def test_the_nucleus_is_that_of_transformers(seed, top_p, vocab):
     logits = 3 * gumbel((3, vocab), seed)
-    assert nucleus(logits, top_p).equal(TopPLogitsWarper(top_p)(None, logits).isfinite())
+    assert nucleus_mask(logits, top_p).equal(TopPLogitsWarper(top_p)(None, logits).isfinite())
 
 
 def test_half_precision_logits_are_drawn_in_full_precision():
     """64 / 0.7 and 64.5 / 0.7 are 0.714 apart; numbers of bfloat16 there are 0.5 apart."""
     logits = torch.tensor([64.0, 64.5], dtype=torch.bfloat16)
-    assert draw(logits, torch.tensor([0.6, 0.0]), 0.7) == 1
-    assert draw(logits, torch.tensor([0.8, 0.0]), 0.7) == 0
+    assert sample_tokens(logits, torch.tensor([0.6, 0.0]), 0.7) == 1
+    assert sample_tokens(logits, torch.tensor([0.8, 0.0]), 0.7) == 0
 
 
 def test_drawn_tokens_have_the_targets_probabilities():
@@ -168,8 +168,8 @@ def test_drawn_tokens_have_the_targets_probabilities():
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0, -4.0, -torch.inf])
     noise, counts = Noise(torch.Generator().manual_seed(4)), Counter()
     for _ in range(5_000):
-        counts[tuple(draw(logits, noise.ahead(2, logits[None]), 1.0).tolist())] += 1
-        noise.advance(2)
+        counts[tuple(sample_tokens(logits, noise.next_noise(2, logits[None]), 1.0).tolist())] += 1
+        noise.discard(2)
     p = logits.softmax(-1)
     pairs = torch.cartesian_prod(torch.arange(6), torch.arange(6)).tolist()
     assert (

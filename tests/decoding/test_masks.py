@@ -42,7 +42,7 @@ def test_rows_see_prefix_and_ancestors_within_the_window(own_trees, choices, len
     paths = [(), *tree.choices]
     longest = max(lengths) + len(paths)
     for columns in (longest, longest + 9):
-        found = masks.after(torch.tensor(lengths), columns, rows)
+        found = masks.masks_after(torch.tensor(lengths), columns, rows)
         expected = [expected_mask(paths, length, columns, window) for length in lengths]
         assert torch.equal(found, torch.stack(expected)[:, None])
 
@@ -50,9 +50,9 @@ def test_rows_see_prefix_and_ancestors_within_the_window(own_trees, choices, len
 def test_models_with_two_kinds_of_layers_get_two_masks():
     tree = Tree(cartesian_tree((2, 2)))
     prefix = torch.tensor([6]), 20, tree
-    both = TreeMasks(WINDOWS, torch.float32).after(*prefix)
+    both = TreeMasks(WINDOWS, torch.float32).masks_after(*prefix)
     for kind, window in WINDOWS.items():
-        alone = TreeMasks({kind: window}, torch.float32).after(*prefix)
+        alone = TreeMasks({kind: window}, torch.float32).masks_after(*prefix)
         assert torch.equal(both[kind], alone)
 
 

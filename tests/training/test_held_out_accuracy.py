@@ -60,7 +60,7 @@ def by_definition(learner: HeadsLearner, k: int) -> Expected:
 
 def test_held_out_figures_and_ranks_are_those_of_their_definition(learner, text):
     found = learner.evaluate()
-    alone_KR, counts_K = held_out_ranks(text, 5, "cpu").hits(5)
+    alone_KR, counts_K = held_out_ranks(text, 5, "cpu").guess_hits(5)
     for k, head in enumerate(found.held_out):
         expected = by_definition(learner, k)
         shares = [hits / expected.count for hits in expected.hits]
