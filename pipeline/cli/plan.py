@@ -1,4 +1,4 @@
-"""`medusa-distill plan`: what a run would do and what it would cost."""
+"""`medusa-distill plan`: print what a run would do and cost."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def _print_size(console: Console, size: RunSize, features: StageStatus, store: P
         need += f", {decimal(size.disk_bytes)}"
     cached = 0
     if features.directory is not None and features.made:
-        cached = sum(path.stat().st_size for path in features.directory.shards())
+        cached = sum(path.stat().st_size for path in features.directory.parquet_files())
         need += f", {decimal(cached)} of them cached"
     parents = [path for path in (store, *store.parents) if path.exists()]
     free = shutil.disk_usage(parents[0]).free
@@ -152,7 +152,7 @@ def _print_training(console: Console, size: RunSize) -> None:
 
 
 def _print_workers(console: Console, run: ResolvedRun) -> None:
-    """Print the workers of each stage on this machine; those of a cluster are its own matter."""
+    """Print the workers of each stage, if the run is on this machine."""
     placement = run.config.placement
     if os.environ.get("RAY_ADDRESS") or placement.gpu_memory_gb:
         return
