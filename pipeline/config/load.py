@@ -8,9 +8,9 @@ exists.
 
 from __future__ import annotations
 
-import datetime
 import difflib
 import json
+import re
 import types
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -41,24 +41,8 @@ PATH_OR_NAME_KEYS = {
     ("check", "assistant_model"),
     ("check", "served_model"),
 }
-GONE_KEYS = {
-    "train.shard_heads": (
-        "use train.medusa.lm_head: shared, train.optimizer: adamw-8bit or train.heads: recurrent"
-    ),
-}
-KINDS = {
-    "int": "a whole number",
-    "float": "a number",
-    "bool": "true or false",
-    "string": "text",
-    "path": "a path",
-    "date": "a date",
-    "tuple": "a list",
-    "list": "a list",
-    "dict": "a section with keys",
-    "model": "a section with keys",
-}
-"""pydantic's names of types in words."""
+# pydantic's names of the alternatives of a key that may be one thing or another
+ALTERNATIVES = ("int", "float", "bool", "string", "path", "date", "tuple", "list", "dict", "[key]")
 
 
 def load_config(file: str | Path, overrides: Iterable[str] = ()) -> Config:
@@ -243,11 +227,9 @@ def problems(errors: Sequence[Any]) -> list[str]:
     """
     by_key: dict[str, list[Any]] = {}
     for error in errors:
-        # Behind a key that may be a number or a word, pydantic names the alternative, such as
-        # `constrained-int`.
         parts = []
         for part in map(str, error["loc"]):
-            if part not in (*KINDS, "[key]") and not part.startswith(("constrained-", "literal[")):
+            if part not in ALTERNATIVES and not part.startswith(("constrained-", "literal[")):
                 parts.append(part)
         by_key.setdefault(".".join(parts), []).append(error)
     return [_problem(key, found) for key, found in by_key.items()]
@@ -256,75 +238,44 @@ def problems(errors: Sequence[Any]) -> list[str]:
 def _problem(key: str, errors: list[Any]) -> str:
     first = errors[0]
     if first["type"] == "extra_forbidden":
-        if key in GONE_KEYS:
-            return f"'{key}' is gone: {GONE_KEYS[key]}"
-        near = nearest_key(first["loc"])
+        near = nearest_key(key)
         hint = f"; did you mean '{near}'?" if near else ""
         return f"there is no key '{key}'{hint}"
     if first["type"] == "missing":
         return f"'{key}' is needed"
-    wanted, *others = dict.fromkeys(map(_wanted, errors))
-    for other in others:
-        wanted += f" or {other.removeprefix('it must be ')}"
-    value = first["input"]
-    if first["type"] == "value_error" and isinstance(value, dict):  # keys that do not go together
+    messages = []
+    for error in errors:
+        message = error["msg"].removeprefix("Value error, ").replace("Input should", "it must")
+        if message not in messages:
+            messages.append(message)
+    wanted = " or ".join(messages)
+    if first["type"] == "value_error":
         return f"'{key}': {wanted}"
-    text = repr(value)
-    if not isinstance(value, str):
-        text = json.dumps(value, ensure_ascii=False, default=str)
-    if isinstance(value, datetime.date):
-        text = value.isoformat()
-    if len(text) > 80:
-        text = f"{text[:76]} ..."
-    return f"'{key}': {wanted}, not {text}"
+    value = json.dumps(first["input"], ensure_ascii=False, default=str)
+    return f"'{key}': {wanted}, not {value[:80]}"
 
 
-def _wanted(error: Any) -> str:
-    """The value that would be right; of a value error of ours its own words."""
-    kind, _, finding = error["type"].partition("_")
-    is_type = finding in ("type", "parsing", "from_float", "attributes_type", "from_date_parsing")
-    if is_type and kind in KINDS:
-        return f"it must be {KINDS[kind]}"
-    if error["type"] == "literal_error":
-        return f"it must be {error['ctx']['expected']}"
-    message = error["msg"].removeprefix("Value error, ").replace("Input should", "it must")
-    return f"{message[0].lower()}{message[1:]}"
+def nearest_key(wrong: str) -> str | None:
+    """Return the existing key that is nearest to a wrong one.
 
-
-def nearest_key(location: tuple[str | int, ...]) -> str | None:
-    """The existing key that is nearest to a wrong one, such as ('train', 'lora_rank').
-
-    First a key beside it of nearly the same name; then one that has moved, with the same last name
-    or all the words of the wrong one; last one of a similar name beside it or in its section.
+    A nearly equal key comes first, then one with the same last name or with all the words of the
+    wrong one, then one that is similar.
     """
-    parts = [part for part in location if isinstance(part, str)]
-    section, name, wrong = parts[0], parts[-1], ".".join(parts)
-    if len(parts) == 1:
-        near = difflib.get_close_matches(name, Config.model_fields, n=1)
-        return near[0] if near else None
-    beside, within, moved = {}, {}, []
-    for key in _leaves(Config):
-        if list(key[:-1]) == parts[:-1]:
-            beside[key[-1]] = ".".join(map(str, (*location[:-1], key[-1])))
-        if key[0] == section:
-            within[key[-1]] = ".".join(key)
-        if key[-1] == name or _words(parts) <= _words(key):
-            moved.append(".".join(key))
-    near = difflib.get_close_matches(name, beside, n=1, cutoff=0.85)
-    if near:
-        return beside[near[0]]
-    if moved:
-        here = [key for key in moved if key.startswith(f"{section}.")]
-        return difflib.get_close_matches(wrong, here or moved, n=1, cutoff=0)[0]
-    for keys in (beside, within):
-        near = difflib.get_close_matches(name, keys, n=1)
+    keys = [*Config.model_fields, *(".".join(key) for key in _leaves(Config))]
+    alike = []
+    for key in keys:
+        has_same_name = key.split(".")[-1] == wrong.split(".")[-1]
+        if "." in wrong and (has_same_name or _words(wrong) <= _words(key)):
+            alike.append(key)
+    for candidates, cutoff in ((keys, 0.9), (alike, 0.0), (keys, 0.7)):
+        near = difflib.get_close_matches(wrong, candidates, n=1, cutoff=cutoff)
         if near:
-            return keys[near[0]]
+            return near[0]
     return None
 
 
-def _words(key: Iterable[str]) -> set[str]:
-    return set("_".join(key).split("_"))
+def _words(key: str) -> set[str]:
+    return set(re.split("[._]", key))
 
 
 def _leaves(model: type[BaseModel], parents: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:

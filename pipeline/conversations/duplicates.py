@@ -9,7 +9,7 @@ import unicodedata
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from pipeline.conversations.conversation import Conversation, Message, Mode, Reason, RejectedRow
 
@@ -86,8 +86,7 @@ class SimilarTexts:
         self._index = RMinHashLSH(
             threshold=similarity, num_perm=NUM_PERMUTATIONS, num_bands=NUM_BANDS
         )
-        self._ids: list[str] = []
-        self._hashes: list[object] = []
+        self._texts: list[tuple[str, Any]] = []  # id and MinHash
 
     def first(self, id: str, texts: Sequence[str]) -> tuple[str, float] | None:
         """The id of the first text that is similar to this one, and their similarity; a new text is
@@ -98,12 +97,12 @@ class SimilarTexts:
         hashed = RMinHash(num_perm=NUM_PERMUTATIONS, seed=0)
         hashed.update(sorted(shingles(texts)))
         for number in sorted(self._index.query(hashed)):
-            similarity = hashed.jaccard(self._hashes[number])
+            earlier, other = self._texts[number]
+            similarity = hashed.jaccard(other)
             if similarity >= self._similarity:
-                return self._ids[number], similarity
-        self._index.insert(len(self._ids), hashed)
-        self._ids.append(id)
-        self._hashes.append(hashed)
+                return earlier, similarity
+        self._index.insert(len(self._texts), hashed)
+        self._texts.append((id, hashed))
         return None
 
 

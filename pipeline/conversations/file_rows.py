@@ -7,7 +7,6 @@ UTF-8 become lone surrogates, for which a row is rejected later.
 
 from __future__ import annotations
 
-import codecs
 import csv
 import gzip
 import io
@@ -95,7 +94,7 @@ def json_rows(file: io.BufferedReader, path: Path) -> Iterator[Any]:
     Raises:
         DataError: An array breaks off or is malformed.
     """
-    if file.peek(CHUNK).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"[":
+    if file.peek(CHUNK).lstrip(BLANK.encode())[:1] == b"[":
         yield from _array_items(_as_text(file), path)
         return
     for line in text_lines(file):
@@ -144,7 +143,7 @@ def _array_items(text: io.TextIOWrapper, path: Path) -> Iterator[Any]:
 
 
 def select_columns(names: Sequence[str], wanted: Sequence[str], where: str) -> list[str]:
-    """The columns to read: the wanted ones, or else those that a form knows, or else the first.
+    """The columns to read: the wanted ones, or else those that a form knows, or else all.
 
     Raises:
         ConfigError: A wanted column is not there.
@@ -156,7 +155,7 @@ def select_columns(names: Sequence[str], wanted: Sequence[str], where: str) -> l
             fix = "Correct seeds.sources[].columns; a CSV or TSV file names its columns in line 1."
             raise ConfigError(what, where, fix)
     known = [name for name in names if name in (wanted or KNOWN_KEYS)]
-    return known or list(names[:MAX_COLUMNS_SHOWN])
+    return known or list(names)
 
 
 def delimited_rows(

@@ -27,7 +27,6 @@ from pipeline.conversations.conversation import (
     RejectedRow,
     Role,
     RowRejected,
-    encodable,
     utf8_text,
 )
 from pipeline.conversations.repair import (
@@ -72,7 +71,9 @@ FORM_KEYS = {
 }
 ID_KEYS = ("id", "question_id", "conversation_id", "prompt_id")
 KNOWN_KEYS = (
-    *(*FORM_KEYS.values(), *ID_KEYS, "system", "system_prompt", "response", "completion"),
+    *FORM_KEYS.values(),
+    *ID_KEYS,
+    *("system", "system_prompt", "response", "completion"),
     *("input", "output", "history", "tools", "functions", "category"),
 )
 EXPECTED = (
@@ -157,7 +158,7 @@ class DumpObject:
     def items(self, key: str) -> list[Any]:
         """The list under a key; a table's cell may hold it as JSON."""
         value = self.fields.get(key)
-        if isinstance(value, str) and value.lstrip().startswith("["):
+        if isinstance(value, str):
             value = parsed_json(value, f"`{key}`")
         if not isinstance(value, list):
             detail = f"Expected a list under `{key}`; the row is {self}."
@@ -169,7 +170,7 @@ def describe(value: Any) -> str:
     """A value's type or keys, for messages."""
     if isinstance(value, dict) and value:
         keys = ", ".join(f"`{str(key)[:40]}`" for key in list(value)[:8])
-        return encodable(f"an object with the keys {keys}")
+        return f"an object with the keys {keys}"
     return f"a value of type {type(value).__name__}"
 
 
@@ -212,14 +213,14 @@ def _alpaca(row: DumpObject) -> list[Message]:
             raise RowRejected(Reason.UNKNOWN_FORMAT, detail)
         turns += _alternating(pair)
     question = clean_text(row.first("instruction"))
-    if row.first("input") not in (None, ""):
+    if row.first("input"):
         question = f"{question}\n\n{clean_text(row.first('input'))}"
     return [*turns, Message("user", question), *_said("assistant", row.first("output"))]
 
 
 def _said(role: Role, value: Any) -> list[Message]:
     """A text as one turn, or the turns that stand in its place in preference data."""
-    if value is None or value == "":
+    if not value:
         return []
     if isinstance(value, list):
         return [_turn(turn) for turn in value]

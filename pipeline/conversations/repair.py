@@ -59,13 +59,11 @@ def parsed_json(text: Any, what: str) -> Any:
     """The value of a text of JSON inside a row.
 
     Raises:
-        RowRejected: It is empty, or not JSON.
+        RowRejected: It is not JSON.
     """
-    if not isinstance(text, str) or not text.strip():
-        raise RowRejected(Reason.EMPTY, f"{what} has no text.")
     try:
         return json.loads(text)
-    except (ValueError, RecursionError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise RowRejected(Reason.BROKEN_JSON, f"{what} is not valid JSON: {error}.") from None
 
 
@@ -90,8 +88,8 @@ def definitions_json(tools: Any) -> str | None:
     Raises:
         RowRejected: They are not a list of functions.
     """
-    if isinstance(tools, str):
-        tools = parsed_json(tools, "`tools`") if tools.strip() else None
+    if isinstance(tools, str) and tools:
+        tools = parsed_json(tools, "`tools`")
     if not tools:
         return None
     offered = [{"type": "function", "function": function} for function in _functions(tools)]

@@ -75,7 +75,7 @@ class TextStream:
     def push(self, token_id: int) -> str:
         """The text that this token completes, with that of held-back tokens; may be empty."""
         self._held.append(token_id)
-        text = self._new_text()
+        text = self.flush()
         if not text or text.endswith(UNFINISHED):
             return ""
         self._shown = self._held
@@ -86,9 +86,6 @@ class TextStream:
         """The text held back, when no token follows: an incomplete character as the tokenizer
         decodes it.
         """
-        return self._new_text()
-
-    def _new_text(self) -> str:
         return self._decode(self._shown + self._held)[len(self._decode(self._shown)) :]
 
     def _decode(self, ids: list[int]) -> str:
@@ -104,9 +101,7 @@ def degenerate_loop(ids: Sequence[int]) -> bool:
     tail = np.asarray(ids)
     if len(tail) < MIN_LOOP_TOKENS:
         return False
-    # A loop of period p has the last token p positions earlier too, which leaves few periods.
-    before = tail[-2 : -2 - len(tail) // MIN_REPEATS : -1]
-    for period in 1 + np.flatnonzero(before == tail[-1]):
+    for period in range(1, len(tail) // MIN_REPEATS + 1):
         end = tail[-max(MIN_LOOP_TOKENS, MIN_REPEATS * period) :]
         if np.array_equal(end[period:], end[:-period]):
             return True

@@ -34,7 +34,6 @@ Row = Conversation | RejectedRow
 TABLE_SUFFIXES = (".parquet", ".arrow", ".feather")
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".txt", ".csv", ".tsv", *TABLE_SUFFIXES)
 TABLE_MAGIC = (b"PAR1", b"ARROW1")
-MAX_FILE_BYTES = 64 * 10**9
 PROBED_ROWS = 1000  # of a directory's file, to find out whether it holds conversations
 MAX_SKIPPED_SHOWN = 5
 # Files that describe a folder: their suffix alone would make prompts of them.
@@ -101,7 +100,7 @@ class SourceReader:
     source: SeedSource
     name: str
     max_characters: int
-    max_file_bytes: int = MAX_FILE_BYTES
+    max_file_bytes: int = 64 * 10**9
     tools: ToolPolicy = "context"
     read: list[FileCount] = field(default_factory=list)
     skipped: list[SkippedFile] = field(default_factory=list)
@@ -155,6 +154,9 @@ class SourceReader:
                 too large.
             EnvironmentFault: It cannot be read now.
         """
+        return itertools.islice(self._rows(), self.source.limit)
+
+    def _rows(self) -> Iterator[Row]:
         self.read = []
         path, hub = self.source.path, self.source.hub
         if hub is not None:
@@ -166,11 +168,6 @@ class SourceReader:
 
     def _counted(self, where: str, name: str, rows: Iterator[Any]) -> Iterator[Row]:
         start = sum(count.rows for count in self.read)
-        limit = self.source.limit
-        if limit is not None:
-            rows = itertools.islice(rows, limit - start)
-            if limit == start:
-                return
         count = FileCount(name)
         self.read.append(count)
         found = "It is empty."

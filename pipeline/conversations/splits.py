@@ -64,7 +64,9 @@ def split_rows(rows: Iterable[Conversation | RejectedRow], holdout: float) -> It
         if isinstance(row, Conversation) and held_out is not None:
             split = held_out.get(opening(row), "train")
         elif isinstance(row, Conversation):
-            split = _split_by_hash(opening(row), holdout)
+            place = _unit_hash(opening(row))
+            if place <= holdout:
+                split = "calibrate" if place <= holdout / 2 else "check"
         yield row, split
 
 
@@ -113,15 +115,6 @@ def held_out_rows(num_rows: int, holdout: float) -> int:
     if num_rows > SMALL_SET:
         return each
     return min(max(MIN_HELD_OUT, each), num_rows // 2)
-
-
-def _split_by_hash(question: str, holdout: float) -> str:
-    place = _unit_hash(question)
-    if place <= holdout / 2:
-        return "calibrate"
-    if place <= holdout:
-        return "check"
-    return "train"
 
 
 def _unit_hash(question: str) -> float:

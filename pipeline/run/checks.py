@@ -45,7 +45,7 @@ def check_plan(run: ResolvedRun) -> list[str]:
 def unread_settings(run: ResolvedRun) -> list[str]:
     """A warning for keys that only another kind of heads or another method reads."""
     train = run.config.train
-    unread = run.method.unread(train)
+    unread = run.method.unread_keys(train)
     if not unread:
         return []
     return [f"Not read by {train.heads} heads and {train.method}: {', '.join(unread)}."]

@@ -87,7 +87,7 @@ def run_size(run: ResolvedRun, seeds: Summary | None, generated: Summary | None)
     if generated:
         tokens = int(generated.get("tokens", 0))
     stored = 0
-    if "features" not in run.method.skipped(train):
+    if "features" not in run.method.skipped_stages(train):
         stored = StateFormat(dtype, hidden_size, run.config.features.precision).stored_bytes
     recipes = []
     if tokens:
@@ -190,7 +190,7 @@ def memory_of_stages(run: ResolvedRun, target: TargetSizes) -> list[StageMemory]
     if config.generate.mode != "passthrough":
         memory.append(_decoding(run, target, "generate", "generate", num_texts=1))
     features = "features"
-    if features in run.method.skipped(config.train):
+    if features in run.method.skipped_stages(config.train):
         features = "tuned-features"
     memory.append(_decoding(run, target, features, "features", num_texts=0))
     for name, learner in run.method.phases(config.train):

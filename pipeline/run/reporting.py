@@ -80,7 +80,7 @@ def assemble(run: RunDirectory, config: Config, without: Collection[str] = ()) -
     train = calibrated = export = None
     if "train" in summaries:
         train = from_json(TrainFigures, summaries["train"])
-        train = replace(train, **method.reported(config.train))
+        train = replace(train, **method.report_entries(config.train))
         if check.drift is not None and check.drift.positions:
             # Training has measured the adapter, the check the published weights.
             train = replace(train, drift=check.drift, adapter_drift=train.drift)
@@ -99,7 +99,7 @@ def assemble(run: RunDirectory, config: Config, without: Collection[str] = ()) -
         drafter=f"{config.train.num_heads} {head_kind(config.train.heads).units}",
         **figures,
         train=train,
-        skipped=method.skipped(config.train) or None,
+        skipped=method.skipped_stages(config.train) or None,
         heads=calibrated.heads if calibrated is not None else [],
         tree=calibrated.tree if calibrated is not None else None,
         export=export,

@@ -101,7 +101,7 @@ def _status(context: Context, stage: Stage, before: dict[str, StageStatus]) -> S
     if done and directory.is_current(stage.contents(context)) and not misfits:
         return StageStatus("done", "", directory, len(done.shards), len(done.shards))
     expected: int | None = 0
-    if stage.files.sharded:  # as many as the stage before has; those of seeds are unknown
+    if stage.sharded:  # as many as the stage before has; those of seeds are unknown
         expected = before[sources[0]].expected if sources else None
     if not directory.path.exists():
         linked = context.run.latest(stage.name)

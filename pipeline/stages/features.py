@@ -23,7 +23,7 @@ from pipeline.artifacts.generated_rows import TOKEN_COLUMNS, TokenRow
 from pipeline.config import Config, FeaturesConfig
 from pipeline.execution.progress import ShardProgress
 from pipeline.export.layout import BACKBONE_DIRECTORY
-from pipeline.run.context import Context, Stage, StageFiles, reads
+from pipeline.run.context import Context, Stage, reads
 from pipeline.run.sharded import run_sharded
 from pipeline.storage.fingerprint import fingerprint
 from pipeline.storage.receipts import Identity, Receipt, Summary
@@ -140,24 +140,17 @@ def one_line(summary: Summary) -> str:
     return f"{line}, {summary['quarantined']} quarantined"
 
 
-def wanted(config: Config) -> str | None:
-    """Explain why the method skips the cache; None if it does not."""
-    return method_of(config.train).skipped(config.train).get(NAME)
+def skipped(config: Config) -> str | None:
+    """Explain why the method needs no cache of states; None where it needs one."""
+    return method_of(config.train).skipped_stages(config.train).get(NAME)
 
 
-def tuned_wanted(config: Config) -> str | None:
+def tuned_skipped(config: Config) -> str | None:
     return None if method_of(config.train).tunes_backbone else ""
 
 
 STAGE = Stage(
-    NAME,
-    VERSION,
-    reads("generate"),
-    identity,
-    run,
-    one_line,
-    wanted=wanted,
-    files=StageFiles(sharded=True),
+    NAME, VERSION, reads("generate"), identity, run, one_line, skipped=skipped, sharded=True
 )
 TUNED = Stage(
     TUNED_NAME,
@@ -166,6 +159,6 @@ TUNED = Stage(
     tuned_identity,
     functools.partial(run, tuned=True),
     one_line,
-    wanted=tuned_wanted,
-    files=StageFiles(sharded=True),
+    skipped=tuned_skipped,
+    sharded=True,
 )

@@ -11,7 +11,7 @@ driver: this is text, minutes at most.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ from pipeline.errors import DataError
 from pipeline.execution.progress import Meter, Progress
 from pipeline.formatting import visible
 from pipeline.run.checks import check_files
-from pipeline.run.context import Context, Stage, StageFiles, reads
+from pipeline.run.context import Context, Stage, reads
 from pipeline.storage.fingerprint import fingerprint, ids_digest
 from pipeline.storage.receipts import Identity, Receipt, StageTotals, Summary
 from pipeline.storage.shards import ShardWriter
@@ -47,8 +47,7 @@ from pipeline.storage.stage_directory import StageDirectory
 NAME = "seeds"
 VERSION = 6
 
-MOST_LINES = 8  # of files that are named in the terminal
-ROWS_BETWEEN_REPORTS = 100
+MOST_SHOWN = 8  # of skipped files in the terminal
 
 
 def identity(context: Context) -> Identity:
@@ -119,13 +118,16 @@ def run(context: Context, stage: StageDirectory) -> Summary:
     settings = context.config.seeds
     receipts: dict[int, Receipt] = {}
     readers = source_readers(settings)
+    num_rows = 0
     with Meter(context.console, NAME) as meter:
-        rows = split_rows(_counted(_read(context, readers), meter), settings.holdout)
+        rows = split_rows(_read(context, readers), settings.holdout)
         for index, chunk in enumerate(in_shards(rows, settings.rows_per_shard)):
             receipt = _write_shard(stage, index, chunk)
             receipts[index] = receipt
             counts = {"rows": receipt.num_rows, "quarantined": receipt.num_quarantined}
             context.run.event("shard", stage=NAME, shard=index, **counts)
+            num_rows += receipt.num_rows
+            meter.show(Progress(done=num_rows, unit="conversations"))
     stage.drop_shards_but(receipts)
     totals, where = StageTotals(receipts.values()), str(stage.path)
     totals.check_quarantine(NAME, where, context.config.limits.max_quarantine_fraction, final=True)
@@ -154,10 +156,9 @@ def _print_sources(context: Context, summary: Summary) -> None:
     """Print skipped files and the number of contaminated rows."""
     for source in summary["sources"]:
         skipped = source["skipped"]
-        for file in skipped[:MOST_LINES]:
-            _print(context, f"skipped {file['name']}: {file['why']}")
-        if len(skipped) > MOST_LINES:
-            _print(context, f"skipped {len(skipped) - MOST_LINES} more, which the report names")
+        if skipped:
+            shown = [f"{file['name']} ({file['why']})" for file in skipped[:MOST_SHOWN]]
+            _print(context, f"skipped {len(skipped)} files: {', '.join(shown)}")
     number = summary["reasons"].get(Reason.CONTAMINATED)
     if number:
         _print(
@@ -202,14 +203,6 @@ def _questions(context: Context) -> Path | None:
         return None
     check_files(context.resolved)
     return prompts
-
-
-def _counted(rows: Iterable[Row], meter: Meter) -> Iterator[Row]:
-    """The rows; their number is shown as they are read."""
-    for number, row in enumerate(rows, 1):
-        if number % ROWS_BETWEEN_REPORTS == 0:
-            meter.show(Progress(done=number, unit="conversations"))
-        yield row
 
 
 def _write_shard(stage: StageDirectory, index: int, chunk: Sequence[Split]) -> Receipt:
@@ -258,4 +251,4 @@ def require_enough(summary: Summary, where: str, holdout: float) -> str | None:
     return what
 
 
-STAGE = Stage(NAME, VERSION, reads(), identity, run, one_line, files=StageFiles(sharded=True))
+STAGE = Stage(NAME, VERSION, reads(), identity, run, one_line, sharded=True)

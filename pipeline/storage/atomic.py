@@ -147,11 +147,9 @@ def disk_fault(error: BaseException, path: Path | None = None) -> EnvironmentFau
     """
     where = str(path or getattr(error, "filename", None) or "the file system")
     number = _error_number(error)
-    if number == errno.EFBIG:
-        what = "The disk is full for this file: it has reached the limit of `ulimit -f`."
-        return EnvironmentFault(what, where, f"Raise this limit and {AGAIN}")
     if number in FULL_ERRORS:
-        return EnvironmentFault("The disk is full.", where, f"Free some space and {AGAIN}")
+        fix = f"Free some space (or raise `ulimit -f`) and {AGAIN}"
+        return EnvironmentFault("The disk is full.", where, fix)
     if number in FAILED_ERRORS:
         fix = f"Repair the disk or its connection (see `dmesg`) and {AGAIN}"
         return EnvironmentFault(f"The file system fails: {error}.", where, fix)

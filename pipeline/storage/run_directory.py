@@ -17,9 +17,9 @@ from typing import Any
 
 from pipeline.config import Config
 from pipeline.config.load import dump_config, linked_store, load_config
-from pipeline.errors import ConfigError, EnvironmentFault
+from pipeline.errors import ConfigError
 from pipeline.redact import redacted, redacted_values
-from pipeline.storage.atomic import write_text
+from pipeline.storage.atomic import disk_errors, write_text
 from pipeline.storage.locks import Lock
 from pipeline.storage.stage_directory import StageDirectory
 
@@ -35,15 +35,9 @@ class RunDirectory:
     def create(cls, config: Config) -> RunDirectory:
         """Return the directory that a configuration names; it is created if necessary."""
         run = cls(config.run.directory, config.run.store)
-        try:
-            run.path.mkdir(parents=True, exist_ok=True)
-            run.store.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise EnvironmentFault(
-                f"The run directory cannot be made: {error}.",
-                str(run.path),
-                "Set run.root to a writable place.",
-            ) from None
+        for path in (run.path, run.store):
+            with disk_errors(path):
+                path.mkdir(parents=True, exist_ok=True)
         return run
 
     def write_config(self, config: Config) -> None:
@@ -58,11 +52,8 @@ class RunDirectory:
             ConfigError: There is no run directory.
         """
         if not (path / "run.yaml").is_file():
-            what = "This is no run directory: it has no run.yaml."
-            if not path.exists():
-                what = "There is no such directory."
             fix = "Name the directory that `run` printed, such as runs/demo."
-            raise ConfigError(what, str(path), fix)
+            raise ConfigError("There is no run here: no run.yaml.", str(path), fix)
         config = load_config(path / "run.yaml")
         path = path.resolve()
         return cls(path, linked_store(path) or config.run.store), config  # it may be copied along

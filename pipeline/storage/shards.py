@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -29,8 +29,6 @@ from pipeline.errors import DamagedShard, EnvironmentFault
 from pipeline.storage.atomic import atomic_path, disk_errors, publish, temporary_beside
 from pipeline.storage.fingerprint import FileFacts, ids_digest
 from pipeline.storage.receipts import RECEIPT_KEY, Note, Receipt, write_note
-
-FLUSH_BYTES = 32 * 1024**2  # else a disk idles until a shard is committed
 
 Codec = Literal["zstd", "lz4", "none"]
 Row = Mapping[str, Any]  # a row's columns by name
@@ -89,12 +87,11 @@ def shard_writer(task: ShardTask, schema: pa.Schema, **more: Any) -> Iterator[Sh
 
 
 class HashedFile(io.FileIO):
-    """A new file with the sha256 of what was written to it; the disk writes behind the caller."""
+    """A new file with the sha256 of its content."""
 
     def __init__(self, path: Path):
         super().__init__(path, "w")
         self._digest = hashlib.sha256()
-        self._unflushed = 0
 
     def write(self, data: Any) -> int:
         """Write and hash all of `data`."""
@@ -106,12 +103,6 @@ class HashedFile(io.FileIO):
         unwritten = memoryview(data)
         while unwritten:
             unwritten = unwritten[super().write(unwritten) :]
-        self._unflushed += len(data)
-        if self._unflushed >= FLUSH_BYTES:
-            # Linux begins to write these pages to the disk, and does not wait for it.
-            start = self.tell() - self._unflushed
-            os.posix_fadvise(self.fileno(), start, self._unflushed, os.POSIX_FADV_DONTNEED)
-            self._unflushed = 0
 
     def sha256(self) -> str:
         """Return the sha256 (hex) of all that has been written so far."""
@@ -315,14 +306,3 @@ def read_rows(path: str | Path, columns: Sequence[str] | None = None) -> Iterato
         for group in range(shard.num_row_groups):
             names = list(columns) if columns else None
             yield from shard.read_row_group(group, columns=names).to_pylist()
-
-
-def read_footer(path: str | Path) -> dict[str, str]:
-    """Return the schema metadata of a shard (dtype, hidden_size, tap, fingerprint) as text."""
-    with pa.OSFile(os.fsencode(path)) as file:
-        metadata = cast(dict[bytes, bytes], pq.read_schema(file).metadata or {})
-    footer = {}
-    for key, value in metadata.items():
-        if not key.startswith(b"ARROW"):
-            footer[key.decode()] = value.decode()
-    return footer

@@ -8,6 +8,7 @@ compares all files with it, and a run those whose modification time has changed.
 from __future__ import annotations
 
 import functools
+from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -147,12 +148,10 @@ class StageDirectory:
             if is_counted and path.is_file() and path.suffix != ".tmp":  # of an orphan
                 files[str(path.relative_to(self.path))] = known.get(path) or FileFacts.of(path)
         Done(self.stage, self.fingerprint, upstream, receipts, files, summary).write(self.path)
-        if "lock" in self.__dict__:
-            self.lock.share()
+        self.lock.share()
 
     def release(self) -> None:
-        if "lock" in self.__dict__:
-            self.lock.release()
+        self.lock.release()
 
     @property
     def identity(self) -> Identity:
@@ -175,13 +174,12 @@ class StageDirectory:
     def content(self) -> str:
         """A hash of the result, without logs (*.jsonl); dependants are stale when it changes."""
         done = self.done
-        made = {}
         if done and done.shards:
             return fingerprint({"made": [receipt.content_sha256 for receipt in done.shards]})
-        if done:
-            for name, facts in done.files.items():
-                if not name.endswith(".jsonl"):
-                    made[name] = facts.sha256
+        made = {}
+        for path, facts in self._facts().items():
+            if path.suffix != ".jsonl":
+                made[str(path.relative_to(self.path))] = facts.sha256
         return fingerprint({"made": made})
 
     def files_below(self, folder: str) -> dict[str, FileFacts]:
@@ -220,8 +218,7 @@ class StageDirectory:
             receipt = read_receipt(path)
             if receipt is None or receipt.fingerprint != self.fingerprint:
                 continue
-            has_other_size = receipt.note is not None and not receipt.note.file.fit(path)
-            if not has_other_size and self.quarantine_path(receipt.index).exists():
+            if self.quarantine_path(receipt.index).exists():
                 receipts[receipt.index] = receipt
         return receipts
 
@@ -229,36 +226,23 @@ class StageDirectory:
         """Return every Parquet file among the shards, whatever its content."""
         return sorted((self.path / "shards").glob("*.parquet"))
 
-    def tasks(
-        self, upstream: StageDirectory, receipts: dict[int, Receipt] | None = None
-    ) -> list[ShardTask]:
-        """Return one task per upstream shard; `receipts` is the result of `upstream.receipts`."""
-        if receipts is None:
-            receipts = upstream.receipts()
-        return [
-            ShardTask(
-                index=index,
-                source=str(upstream.shard_path(index)),
-                upstream=receipt.content_sha256,
-                shard=str(self.shard_path(index)),
-                quarantine=str(self.quarantine_path(index)),
-                fingerprint=self.fingerprint,
+    def tasks(self, upstream: StageDirectory, receipts: dict[int, Receipt]) -> list[ShardTask]:
+        """Return one task per upstream shard; `receipts` are those of `upstream`."""
+        tasks = []
+        for index, receipt in sorted(receipts.items()):
+            source, shard = upstream.shard_path(index), self.shard_path(index)
+            quarantine = str(self.quarantine_path(index))
+            content = receipt.content_sha256
+            tasks.append(
+                ShardTask(index, str(source), content, str(shard), quarantine, self.fingerprint)
             )
-            for index, receipt in sorted(receipts.items())
-        ]
+        return tasks
 
-    def pending(
-        self, tasks: Sequence[ShardTask], have: dict[int, Receipt] | None = None
-    ) -> list[ShardTask]:
-        """Return the tasks whose shard does not exist, or was made from other upstream content.
-
-        `have` is the result of `receipts`; without it every footer is read again.
-        """
-        if have is None:
-            have = self.receipts()
+    def pending(self, tasks: Sequence[ShardTask], receipts: dict[int, Receipt]) -> list[ShardTask]:
+        """Return the tasks whose shard does not exist, or was made from other upstream content."""
         pending = []
         for task in tasks:
-            receipt = have.get(task.index)
+            receipt = receipts.get(task.index)
             if receipt is None or receipt.upstream != task.upstream:
                 pending.append(task)
         return pending
@@ -347,9 +331,8 @@ class StageDirectory:
         with disk_errors(self.path):
             if self.done is None:
                 problems += self._shard_problems()
-                record = self.path / DONE_FILE
-                if record.exists():
-                    problems.append(f"{record} is damaged: it holds no record of a finished stage")
+                if (self.path / DONE_FILE).exists():
+                    problems.append(f"{self.path / DONE_FILE} is damaged")
             else:
                 for path, facts in self._facts().items():
                     problems += facts.problems(path)
@@ -366,8 +349,7 @@ class StageDirectory:
                 problems += receipt.note.file.problems(path)
             else:  # its writer was killed before the note; the pages have checksums
                 try:
-                    for _ in read_rows(path):
-                        pass
+                    deque(read_rows(path), maxlen=0)
                 except DamagedShard as damaged:
                     problems.append(f"{path} is damaged: {damaged.what}")
             quarantine = self.path / "quarantine" / f"{path.stem}.jsonl"

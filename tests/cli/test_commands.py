@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 from importlib.metadata import version
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 import pytest
 from rich.console import Console
@@ -329,17 +329,6 @@ def test_events_have_one_line_for_every_shard_and_attempt(make_config, tmp_path,
         assert json.loads(line)["time"] > 0
 
 
-def test_an_event_after_a_torn_line_starts_a_new_line(copied_run):
-    events = copied_run.path / "events.jsonl"
-    whole, torn = events.read_bytes(), b'{"time": 1.0, "eve'
-    events.write_bytes(whole + torn)
-    for number in range(2):
-        copied_run.event("shard", shard=number, error="\ud800 ünïcode")
-    *before, cut, first, second = events.read_bytes().splitlines()
-    assert b"\n".join([*before, b""]) == whole and cut == torn
-    assert [json.loads(line)["shard"] for line in (first, second)] == [0, 1]
-
-
 @pytest.fixture
 def progress_of(make_config, tmp_path, monkeypatch):
     """A function that runs generate: its output, and the rows quarantined up to each shard."""
@@ -357,32 +346,24 @@ def progress_of(make_config, tmp_path, monkeypatch):
 
 
 def test_progress_is_plain_lines_where_there_is_no_terminal(progress_of):
-    """The lines have rate, quarantined rows and time left."""
-    said, committed = progress_of(force_terminal=False)
-    assert "\x1b" not in said and "\r" not in said
-    lines = [line for line in said.splitlines() if line.startswith("generate: ")]
-    pattern = (
-        r"generate: (\d+) of 40 conversations(?:, [\w. ]+ left)?"
-        r", (\d) of 4 shards(?:, [\d,]+ tokens/s)?(?:, (\d+) quarantined)?"
-    )
+    """The lines have conversations, shards and quarantined rows, which only grow."""
+    printed, committed = progress_of(force_terminal=False)
+    assert "\x1b" not in printed and "\r" not in printed
     counts = []
-    for line in lines:
-        match = re.fullmatch(pattern, line)
-        assert match, line
-        counts.append((int(match[1]), int(match[2]), int(match[3] or 0)))
-    for one, two in pairwise(counts):
-        assert all(before <= after for before, after in zip(one, two, strict=True))
+    for line in printed.splitlines():
+        if line.startswith("generate: "):
+            numbers = [re.search(rf"(\d+) {word}", line) for word in ("of 40", "of 4 sh", "quar")]
+            counts.append([int(match[1]) if match else 0 for match in numbers])
+    assert all(sorted(column) == list(column) for column in zip(*counts, strict=True))
     assert any(0 < conversations < 10 for conversations, _, _ in counts), "not whole shards alone"
-    refused = {shards: number for _, shards, number in counts}
-    assert [refused[number] for number in (1, 2, 3, 4)] == committed
-    assert counts[-1] == (40, 4, committed[-1]) and committed[-1]
+    assert counts[-1] == [40, 4, committed[-1]] and committed[-1]
 
 
 def test_progress_is_a_bar_on_a_terminal(progress_of):
-    said, committed = progress_of(force_terminal=True)
-    end = rf"tokens/s, 4 of 4 shards, {committed[-1]} quarantined \d:\d\d:\d\d"
-    assert "\x1b[" in said
-    assert re.search(rf"generate .*40/40.* {end}", Text.from_ansi(said).plain)
+    printed, committed = progress_of(force_terminal=True)
+    assert "\x1b[" in printed
+    bar = rf"generate .*40/40.*4 of 4 shards.*{committed[-1]} quarantined"
+    assert re.search(bar, Text.from_ansi(printed).plain)
 
 
 def test_terminal_commands_in_rows_are_shown_and_not_obeyed(command, make_config, tmp_path):

@@ -190,7 +190,7 @@ def test_a_clear_meaning_is_repaired(turns, repaired):
         ('{"instruction": "A?", "history": [["a"]]}', Reason.UNKNOWN_FORMAT),
         ('{"conversations": [{"from": "narrator", "value": "Once"}]}', Reason.UNKNOWN_FORMAT),
         ('{"conversations": [{"from": null, "value": "Once"}]}', Reason.UNKNOWN_FORMAT),
-        ('{"conversations": "A?"}', Reason.UNKNOWN_FORMAT),
+        ('{"conversations": "A?"}', Reason.BROKEN_JSON),
         ('{"conversations": ["A?"]}', Reason.UNKNOWN_FORMAT),
         ('{"text": "Once upon a time"}', Reason.UNKNOWN_FORMAT),
         ("{}", Reason.UNKNOWN_FORMAT),

@@ -98,7 +98,7 @@ def test_a_conversation_can_be_cut_before_a_call_or_rejected():
 @pytest.mark.parametrize(
     ("name", "value", "reason"),
     [
-        ("function_call", "", Reason.EMPTY),
+        ("function_call", "", Reason.BROKEN_JSON),
         ("function_call", "weather(Paris)", Reason.BROKEN_JSON),
         ("function_call", "[" * 100_000, Reason.BROKEN_JSON),
         ("function_call", '{"arguments": {}}', Reason.NOT_TEXT),

@@ -21,7 +21,7 @@ from pipeline.config import CheckConfig
 from pipeline.decoding.acceptance import TypicalAcceptance, greedy_acceptance
 from pipeline.decoding.decoder import Decoder, acceleration_rate, plain_decoder
 from pipeline.decoding.dynamic_tree import DynamicTree
-from pipeline.decoding.held_out import walk
+from pipeline.decoding.held_out import replay
 from pipeline.decoding.tree import cartesian_tree, stock_tree
 from pipeline.evaluation import studies
 from pipeline.evaluation.answer_states import answer_states, guess_ranks
@@ -133,7 +133,7 @@ def test_a_replay_of_plain_text_finds_the_rate_of_decoding(exact, finished_run, 
         decoded = [decoder.generate(prompt.ids, num_tokens) for prompt in asked]
         assert [one.token_ids for one in decoded] == texts
         expected = pytest.approx(acceleration_rate(decoded), nan_ok=True)
-        assert walk(ranks, choices).acceleration_rate == expected
+        assert replay(ranks, choices).acceleration_rate == expected
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3])

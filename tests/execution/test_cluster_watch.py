@@ -27,16 +27,6 @@ def test_an_address_where_nobody_listens_is_refused(monkeypatch, address):
     assert caught.value.where == address and "\n" not in str(caught.value)
 
 
-def test_ray_address_auto_without_a_cluster_is_refused(monkeypatch):
-    def find(address: str) -> str:
-        raise ConnectionError("Could not find any running Ray instance")
-
-    monkeypatch.setenv("RAY_ADDRESS", "auto")
-    monkeypatch.setattr(ray_cluster, "canonicalize_bootstrap_address", find)
-    with pytest.raises(EnvironmentFault, match="any running Ray instance"):
-        make_executor("ray")
-
-
 def test_only_the_last_line_of_a_servers_traceback_is_shown():
     error = ConnectionError("Traceback (most recent call last):\n  File ...\nRuntimeError: no port")
     assert str(start_error(error, "")).startswith("Ray did not start: RuntimeError: no port")
@@ -47,21 +37,20 @@ class Cluster:
 
     def __init__(self):
         self.silent: set[str] = set()
-        self.now, self.num_tests = 100.0, 0
+        self.now = 100.0
 
-    def refusal(self, address: str) -> str | None:
-        self.num_tests += 1
+    def refusal(self, address):
         return "silent" if address in self.silent else None
 
-    def monotonic(self) -> float:
+    def monotonic(self):
         return self.now
 
-    def sleep(self, seconds: float) -> None:
+    def sleep(self, seconds):
         self.now += seconds
 
 
 @pytest.fixture
-def cluster(monkeypatch) -> Cluster:
+def cluster(monkeypatch):
     cluster = Cluster()
     monkeypatch.setattr(ray_cluster, "time", cluster)
     monkeypatch.setattr(ray_cluster, "refusal", cluster.refusal)
@@ -69,14 +58,13 @@ def cluster(monkeypatch) -> Cluster:
 
 
 @pytest.mark.parametrize("silent", ["head:1", "raylet:2"])
-@pytest.mark.parametrize("patience", [1.0, 20.0])
-def test_a_silent_process_is_dead_after_the_patience(cluster, silent, patience):
-    watch = ClusterWatch(["head:1", "raylet:2"], patience)
+def test_a_silent_process_is_dead_after_the_patience(cluster, silent):
+    watch = ClusterWatch(["head:1", "raylet:2"], patience=20.0)
     watch.settle()
     cluster.silent, started = {silent}, cluster.now
     with pytest.raises(EnvironmentFault, match="The Ray cluster has died"):
         watch.settle()
-    assert patience <= cluster.now - started <= patience + SECONDS_BETWEEN_TESTS and watch.is_dead
+    assert 20 <= cluster.now - started <= 20 + SECONDS_BETWEEN_TESTS and watch.is_dead
 
 
 def test_a_head_that_answers_in_time_is_alive(cluster):

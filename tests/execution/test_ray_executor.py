@@ -10,7 +10,6 @@ import sys
 import time
 from collections import Counter, deque
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -29,13 +28,13 @@ ONE = Placement(1, 1, 0)
 class Worker:
     """A worker whose receipts say how many calls it has had; two shards make it fail."""
 
-    def __init__(self, calls: int = 0, expected: list[int | None] | None = None):
+    def __init__(self, calls=0, expected=None):
         self.calls, self.expected = calls, [] if expected is None else expected
 
-    def expect(self, task: ShardTask | None) -> None:
+    def expect(self, task):
         self.expected.append(task and task.index)
 
-    def __call__(self, task: ShardTask) -> Receipt:
+    def __call__(self, task):
         self.calls += 1
         if task.index == 3:
             refuse()
@@ -47,11 +46,11 @@ class Worker:
 class Reporting(Worker):
     """A worker that counts until its count has been shown, which makes a file."""
 
-    def __init__(self, progress: ShardProgress, shown: Path):
+    def __init__(self, progress, shown):
         super().__init__()
         self.progress, self.shown = progress, shown
 
-    def __call__(self, task: ShardTask) -> Receipt:
+    def __call__(self, task):
         self.progress.begin(task)
         while not self.shown.exists():
             self.progress.add(task, 0, 1)
@@ -64,11 +63,11 @@ class Mortal(Worker):
     first time.
     """
 
-    def __init__(self, diary: Path):
+    def __init__(self, diary):
         super().__init__()
         self.diary = diary
 
-    def __call__(self, task: ShardTask) -> Receipt:
+    def __call__(self, task):
         with self.diary.open("a") as file:
             file.write(f"{task.index}\n")
         first = self.diary.read_text().split().count(str(task.index)) == 1
@@ -88,27 +87,22 @@ class Unreadable:
         return die, ()
 
 
-def refuse() -> None:
+def refuse():
     raise ConfigError("No.", "here", "Say yes.")
 
 
-def die() -> None:
+def die():
     os._exit(7)
 
 
-def tasks(number: int, root: Path) -> deque[ShardTask]:
+def tasks(number, root):
     path = root / "shards"
     return deque(
         ShardTask(index, "", "", str(path / str(index)), "", "f") for index in range(number)
     )
 
 
-def test_an_executor_of_another_name_is_refused():
-    with pytest.raises(ConfigError, match="ray or inline"):
-        make_executor("slurm")
-
-
-def assert_results_are_right(executor, root: Path) -> None:
+def assert_results_are_right(executor, root):
     given, again, found = tasks(7, root), tasks(1, root), {}
     for outcome in executor.map(Worker, {"calls": 10}, given, ONE, 60):
         found[outcome.task.index] = outcome
@@ -126,8 +120,8 @@ def assert_results_are_right(executor, root: Path) -> None:
         executor.call(refuse, {}, ONE)
 
 
-def assert_progress_is_shown(executor, root: Path) -> None:
-    def show() -> None:
+def assert_progress_is_shown(executor, root):
+    def show():
         if progress.total()["amount"]:
             (root / "shown").touch()
 
@@ -138,7 +132,7 @@ def assert_progress_is_shown(executor, root: Path) -> None:
     assert outcome.receipt
 
 
-def assert_deaths_are_outlived(executor, root: Path) -> None:
+def assert_deaths_are_outlived(executor, root):
     """Each death comes with its shard, the others are done meanwhile, what is added is tried
     again.
     """

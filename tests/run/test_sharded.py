@@ -126,28 +126,6 @@ def test_progress_counts_conversations_and_takes_back_a_failed_attempt(go, monke
     assert not list(go.stage.path.rglob("*.tmp"))
 
 
-def test_an_earlier_run_s_tokens_are_not_in_the_rate(go, monkeypatch):
-    monkeypatch.setattr("pipeline.run.sharded.time", clock := Clock())
-    with pytest.raises(EnvironmentFault):
-        go(failures={2: 99})
-    CALLS.clear()
-    go(watch=clock.tick)
-    first, *_, last = go.said.getvalue().splitlines()
-    assert first.startswith("copy: 20 of 30 conversations, ")
-    assert last.startswith("copy: 30 of 30 conversations, ")
-    assert last.endswith("3 of 3 shards, 1 tokens/s"), "7 tokens in 10 seconds"
-
-
-def test_of_a_split_only_its_conversations_count(go):
-    go(split="calibrate")
-    assert " of 12 conversations, " in go.said.getvalue().splitlines()[0], "4 of each shard"
-
-
-def test_a_failing_shard_is_tried_again_after_the_others(go):
-    totals = go(failures={1: 2})
-    assert totals["rows"] == 30 and CALLS == {0: 1, 1: 3, 2: 1}
-
-
 def test_a_shard_that_fails_too_often_ends_the_stage(go, tmp_path):
     """The other shards stay."""
     with pytest.raises(EnvironmentFault, match="Shard 1 of copy failed 3 times") as caught:
@@ -190,10 +168,6 @@ def test_too_much_quarantine_ends_the_stage_and_keeps_the_shards(go):
     assert caught.value.exit_code == 3 and sorted(go.stage.receipts()) == [0, 1, 2]
     assert go({"max_quarantine_fraction": 0.3}, refuse=3)["rows"] == 21
     assert CALLS == {0: 1, 1: 1, 2: 1}
-
-
-def test_duplicates_do_not_count_as_refused(go):
-    assert go(refuse=9, reason=Reason.DUPLICATE)["quarantined"] == 27
 
 
 def test_a_nearly_full_disk_keeps_the_finished_shards(go):

@@ -11,8 +11,10 @@ from pipeline.storage.stage_directory import StageDirectory
 from tests.flows.tiny import resolved
 
 
-def test_every_stage_s_name_fits_into_the_terminal_s_column():
-    assert max(map(len, STAGES)) <= STAGE_WIDTH
+def test_a_stage_has_a_short_name_and_parts_that_count():
+    for name, stage in STAGES.items():
+        assert len(name) <= STAGE_WIDTH
+        assert not {*stage.parts} & {*stage.scratch}
 
 
 @pytest.mark.parametrize("method", ["medusa-1", "medusa-2"])

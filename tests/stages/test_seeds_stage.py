@@ -252,7 +252,7 @@ def test_the_files_of_a_directory_are_named(make_config, tmp_path):
     assert (source["source"], read) == ("mine", {"a.jsonl": 30, "b.NDJSON": 35})
     assert [file["name"] for file in source["skipped"]] == skipped
     text = said.getvalue()
-    assert "skipped README.txt: " in text and "skipped [red]x" in text and "\x1b" not in text
+    assert "README.txt (" in text and "[red]x" in text and "\x1b" not in text
     assert [row[0] for row in skipped_files_table(assemble(run, config)).rows] == skipped
 
 

@@ -4,15 +4,13 @@ included.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 from transformers import AutoModelForCausalLM
 
 RANK = 4
 
 
-def save_adapter(target: str | Path, directory: Path, *, seed: int = 0) -> Path:
+def save_adapter(target, directory, *, seed=0):
     """Write a random adapter of the target at `directory`."""
     from peft import LoraConfig, get_peft_model  # slow to import
 
@@ -26,7 +24,7 @@ def save_adapter(target: str | Path, directory: Path, *, seed: int = 0) -> Path:
 
 
 @torch.inference_mode()
-def logits_with_adapter_on(target: str | Path, adapter: Path, ids_BT: torch.Tensor) -> torch.Tensor:
+def logits_with_adapter_on(target, adapter, ids_BT):
     """The target's logits with the adapter beside its weights, in fp32."""
     from peft import PeftModel
 

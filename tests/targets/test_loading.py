@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import os
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -41,19 +40,6 @@ def test_a_target_is_loaded_frozen_in_its_dtype(random_target):
     model = load_causal_lm(TargetSpec(random_target.model, dtype="bfloat16"))
     assert not model.training
     assert {(p.requires_grad, p.dtype) for p in model.parameters()} == {(False, torch.bfloat16)}
-
-
-@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="Linux lists what is mapped")
-def test_weights_on_a_cpu_are_the_files_own_pages(random_target):
-    """So that the workers of a machine, which load the whole target to split it, hold it once."""
-    model = load_causal_lm(random_target)
-    address = model.lm_head.weight.data_ptr()
-    mapped = []
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        first, last = (int(end, 16) for end in line.split()[0].split("-"))
-        if first <= address < last:
-            mapped.append(line)
-    assert len(mapped) == 1 and mapped[0].endswith("model.safetensors")
 
 
 # --- pickled weights
@@ -118,14 +104,11 @@ def test_weights_are_never_filled_with_random_numbers(copied, damage, words):
     assert "\n" not in str(caught.value)
 
 
-def test_a_tied_matrix_and_an_older_buffer_are_no_damage(copied):
+def test_a_tied_matrix_is_no_damage(copied):
     resized(copied, tie_word_embeddings=True)
     without(copied, "lm_head.weight")
-    tensors = load_file(copied / "model.safetensors")
-    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
-    save_file(tensors, copied / "model.safetensors", {"format": "pt"})
     model = load_causal_lm(TargetSpec(str(copied)))
-    assert torch.equal(lm_head_weight(model), tensors["model.embed_tokens.weight"])
+    assert torch.equal(lm_head_weight(model), model.model.embed_tokens.weight)
 
 
 def test_biases_that_a_quantizer_adds_are_no_damage(random_target, loads):

@@ -237,7 +237,7 @@ def chain_through(target, heads, num_tokens, prompt, answer):
 
 
 @pytest.mark.parametrize(
-    ("make", "noise", "num_tokens"), [(right_heads, 3, 3), (right_cell, 0.1, 5), (right_cell, 0, 5)]
+    ("make", "noise", "num_tokens"), [(right_heads, 3, 3), (right_cell, 0.1, 5)]
 )
 def test_vllm_takes_the_steps_that_a_text_takes_natively(
     counting_target, tmp_path, monkeypatch, make, noise, num_tokens
@@ -266,10 +266,7 @@ def test_vllm_takes_the_steps_that_a_text_takes_natively(
     natively = [chain_through(counting_target, heads, num_tokens, *pair) for pair in pairs]
     assert found.accepted == natively
     lengths = {kept for steps in natively for kept in steps}
-    if noise:
-        assert lengths == set(range(1, num_tokens + 2)), "guesses are wrong at every depth"
-    else:
-        assert natively[0] == [6] * 5 + [2]
+    assert lengths == set(range(1, num_tokens + 2)), "guesses are wrong at every depth"
 
 
 def test_a_server_with_right_heads_answers_in_fewer_steps(counting_target, tmp_path, monkeypatch):

@@ -35,7 +35,6 @@ def test_prompts_are_prefilled_whole_on_a_cpu(random_target):
     ("settings", "on_cpu"),
     [
         ({"quant_method": "gptq", "bits": 4}, "bfloat16"),
-        ({"quant_method": "fp8"}, "bfloat16"),
         ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "bfloat16"),
         ({"quant_method": "compressed-tensors", "format": "int-quantized"}, "float32"),
     ],

@@ -63,7 +63,7 @@ def save_llama(directory, **sizes) -> TargetSpec:
 
 def logits(backbone: Backbone, batch: TextBatch) -> torch.Tensor:
     hidden, head = backbone.states(batch), backbone.head
-    return hidden @ head.weight_VD.T + backbone.low(hidden) @ head.lora_VR.T
+    return hidden @ head.weight_VD.T + backbone.lora_inner(hidden) @ head.lora_VR.T
 
 
 def logits_of(model, batch: TextBatch) -> torch.Tensor:
@@ -142,7 +142,7 @@ def test_dropout_is_loras_alone_and_only_while_training(target, batch):
     first, second = backbone.states(batch), backbone.states(batch)
     assert not torch.allclose(first, second)
     assert torch.equal(backbone.original_states(batch), backbone.original_states(batch))
-    assert not torch.allclose(backbone.low(first), backbone.low(first))
+    assert not torch.allclose(backbone.lora_inner(first), backbone.lora_inner(first))
     others = [module for name, module in backbone.named_modules() if "lora_dropout" not in name]
     assert not any(module.training for module in others)
     backbone.eval()

@@ -16,7 +16,7 @@ from pipeline.targets.lora import decoder_layers
 from pipeline.targets.spec import TargetSpec
 from pipeline.training.task import TrainSpec, Workers
 from pipeline.training.trainer import train
-from tests.training.trainings import same_curve, same_weights, team, trainer_of
+from tests.training.trainings import same_curve, same_weights, trainer_of
 from tests.training.two_workers import train_as_two
 
 
@@ -76,16 +76,3 @@ def test_sharded_layers_train_as_whole_ones_in_half_the_memory(make, tmp_path, l
     for rank in range(2):
         before, after = json.loads((split.path / f"held-{rank}.json").read_text())
         assert before == after == pytest.approx(half, rel=0.03)  # an odd row more or less
-
-
-@pytest.mark.parametrize("micro_batch", [1, 2])
-def test_workers_run_equally_many_batches_some_of_them_empty(make, micro_batch):
-    """A worker that ran fewer would leave the others waiting for its part of a layer."""
-    spec = make("any", micro_batch=micro_batch)
-    learners = [trainer_of(spec, workers).learner for workers in team(2)]
-    numbers = set()
-    for step in range(learners[0].recipe.steps_per_epoch):
-        shares = [list(learner.batches(step)) for learner in learners]
-        assert len(shares[0]) == len(shares[1]) > 0
-        numbers |= {len(batch.texts.next_N) for share in shares for batch in share}
-    assert (0 in numbers) is (micro_batch == 1)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pipeline.conversations.spans import IGNORED, Span
 from pipeline.storage.shards import read_rows
-from pipeline.training.text_batches import Text, TextPlan, assemble_texts, pack
+from pipeline.training.text_batches import Text, TextPlan, assemble_texts, pack_sequences
 from tests.training.conftest import opened
 from tests.training.trainings import team
 
@@ -33,7 +33,7 @@ def plan_of(lengths, batch_sequences: int, seed: int = 0) -> TextPlan:
 @given(lengths=lengths_of_texts)
 def test_packing_places_every_text_once_and_densely(lengths):
     """No two sequences would fit into one, so more than half of all is filled."""
-    groups = pack(lengths, 40)
+    groups = pack_sequences(lengths, 40)
     placed = sorted(index for group in groups for index in group)
     assert placed == list(range(len(lengths)))
     fills = sorted(sum(lengths[index] for index in group) for group in groups)

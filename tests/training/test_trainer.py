@@ -49,11 +49,7 @@ def test_an_interrupted_run_ends_as_an_uninterrupted_one(make_spec, recipe):
 
 def test_a_finished_run_called_again_does_nothing(make_spec):
     spec = make_spec()
-    torch.manual_seed(11)
     result = train(spec)
-    drawn = torch.rand(1)
-    torch.manual_seed(11)
-    assert torch.equal(torch.rand(1), drawn), "training leaves the caller's generator alone"
     assert from_json(TrainResult, json.loads(json.dumps(result.to_json()))) == result
     before = {path: path.stat().st_mtime_ns for path in spec.path.rglob("*")}
     assert train(spec, progress=stop_at(1)) == result
