@@ -196,9 +196,7 @@ def report_warnings(report: Report) -> list[str]:
             found += _rate_gap_warnings("The measured acceleration rate", native, tree)
     if vllm:
         found += _load_warnings("vLLM", vllm)
-        found += _rate_gap_warnings(
-            "vLLM's acceleration rate", vllm, vllm
-        )  # it has its own expected rate
+        found += _rate_gap_warnings("vLLM's acceleration rate", vllm, vllm)  # of its own chain
         found += _same_text_warnings(vllm)
     return found + _speedup_warnings(tree, native)
 

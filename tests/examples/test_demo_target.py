@@ -167,7 +167,7 @@ def test_muon_steps_as_torchs_own_does():
         torch.testing.assert_close(mine, its, atol=5e-3, rtol=0)
 
 
-def test_the_learning_rate_rises_stays_and_falls_with_the_nearer_end():
+def test_the_nearer_end_sets_the_learning_rate():
     shares = []
     for step in range(100):
         shares.append(demo_training.learning_rate_share(step / 100, 0.0))
