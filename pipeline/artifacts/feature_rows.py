@@ -47,7 +47,7 @@ BATCH_COLUMNS = ["input_ids", "spans", "hidden"]
 
 @dataclass(frozen=True)
 class StateFormat:
-    """The storage format of a shard's states."""
+    """The storage format of the states in a feature shard."""
 
     dtype: torch.dtype  # the target's, which readers get
     hidden_size: int
@@ -55,14 +55,14 @@ class StateFormat:
 
     @classmethod
     def of(cls, footer: Mapping[bytes, bytes]) -> StateFormat:
-        """Return the format in a shard's footer."""
+        """Read the format of states from a feature shard's footer."""
         dtype = getattr(torch, footer[b"dtype"].decode())
         precision = cast(Precision, footer[b"precision"].decode())
         return cls(dtype, int(footer[b"hidden_size"]), precision)
 
     @property
     def stored_dtype(self) -> torch.dtype:
-        """The dtype of the stored numbers."""
+        """The dtype of stored states."""
         return STORED_DTYPES.get(self.precision, self.dtype)
 
     @property
@@ -71,18 +71,18 @@ class StateFormat:
 
     @property
     def footer(self) -> dict[str, str]:
-        """The format as schema metadata."""
+        """The format of states as metadata of a Parquet schema."""
         dtype, size = str(self.dtype).removeprefix("torch."), str(self.hidden_size)
         return {"dtype": dtype, "hidden_size": size, "precision": self.precision, "tap": TAP}
 
     @property
     def computed_bytes(self) -> int:
-        """Bytes of a state as the target computes it."""
+        """The bytes of a state as the target computes it."""
         return self.hidden_size * self.dtype.itemsize
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of a stored state, its scale included, before compression."""
+        """The bytes of a stored state with its scale, before compression."""
         scale = 0 if self.precision == "native" else SCALE_BYTES
         return self.hidden_size * self.stored_dtype.itemsize + scale
 
@@ -107,8 +107,8 @@ class FeatureRow:
         return answers
 
     def teachers(self, start: int, stop: int) -> tuple[Tensor, npt.NDArray[np.int64]]:
-        """Return the states [M, D] from which the target predicted the labels at learnable
-        positions [start, stop), and each label's row among them [K, N].
+        """Return the teacher states [M, D] of the labels at learnable positions [start, stop), and
+        each label's row among them [K, N].
 
         Head k's label at position t, the token at t+2+k, is predicted from the state at t+1+k,
         which is stored wherever there is such a label. Rows are -1 where there is no label.
@@ -121,7 +121,7 @@ class FeatureRow:
 
 
 class FeatureRows:
-    """The rows of feature shards, read by row group.
+    """Rows of feature shards, read by row group.
 
     Args:
         shards: The shards' paths, in order; all of one run.
@@ -165,14 +165,14 @@ class FeatureRows:
         return self.states.dtype
 
     def lengths(self, split: str) -> list[npt.NDArray[np.int64]]:
-        """Return per row group each row's number of learnable positions; 0 in another split."""
+        """Return, per row group, each row's learnable positions in a split; 0 for other splits."""
         return [
             np.where(splits == split, n, 0)
             for splits, n in zip(self._splits, self._lengths, strict=True)
         ]
 
     def read_group(self, index: int) -> RowGroup:
-        """Read one row group into memory.
+        """Read one row group of features into memory.
 
         Raises:
             DamagedShard: A page fails its checksum, or the file is gone.
@@ -187,7 +187,7 @@ class FeatureRows:
 
 
 class RowGroup:
-    """A row group's rows, each decoded when it is first asked for."""
+    """The feature rows of one row group, each decoded on first use."""
 
     def __init__(self, rows: FeatureRows, table: pa.Table):
         self._rows, self._table = rows, table
@@ -222,9 +222,7 @@ class RowGroup:
 
 
 def _num_learnable(spans: pa.ChunkedArray, roles: Sequence[Role]) -> npt.NDArray[np.int64]:
-    """Return each row's number of learnable positions: all but the last token of each span in
-    `roles`.
-    """
+    """Count each row's learnable positions: all but the last of each span in `roles`."""
     sizes = pc.list_value_length(spans).to_numpy()
     flat = pc.list_flatten(spans)
     starts, ends, role = (pc.struct_field(flat, name) for name in ("start", "end", "role"))

@@ -1,5 +1,4 @@
-"""Write feature shards behind the computation: states arrive in any order, row groups leave in
-order.
+"""The writer of feature shards: states arrive in any order, row groups are written in order.
 
 A row's states are copied into the memory of its row group as they arrive. A thread checks a
 complete group, quantizes it to 8 bits if configured, encodes, checksums and writes it, straight
@@ -39,7 +38,7 @@ MAX_WAITING_GROUPS = 32  # 2 GiB, one window of an engine: the next is computed 
 
 
 class WaitingGroup:
-    """Rows of one split that are written together, and the memory for their states."""
+    """Feature rows that become one row group, and the memory for their states."""
 
     def __init__(self, rows: Sequence[TokenRow], states: StateFormat, memory: Tensor):
         self.rows, self.states, self.memory = rows, states, memory
@@ -49,7 +48,7 @@ class WaitingGroup:
         self.missing = len(rows)
 
     def put(self, index: int, hidden_TD: Tensor) -> None:
-        """Copy the states at the kept positions of a row."""
+        """Copy the states at the positions that predict a row's target-written tokens."""
         start = self.edges[index]
         for span in self.rows[index].spans:
             stop = start + len(span)
@@ -58,9 +57,7 @@ class WaitingGroup:
         self.missing -= 1
 
     def write(self, writer: ShardWriter) -> int:
-        """Write the rows, quarantine those with a non-finite state; return the number of positions
-        kept.
-        """
+        """Write the row group without rows of non-finite states; return its number of positions."""
         rows, states = [], [self.hidden_ND[:0]]
         for row, (start, stop) in zip(self.rows, itertools.pairwise(self.edges), strict=True):
             hidden_ND = self.hidden_ND[start:stop]
@@ -100,12 +97,12 @@ def num_positions(row: TokenRow) -> int:
 
 
 def row_edges(rows: Sequence[TokenRow]) -> list[int]:
-    """Return edges such that row i's states are [edges[i], edges[i+1])."""
+    """Return the offsets of rows in their states: row i has [edges[i], edges[i+1])."""
     return [0, *itertools.accumulate(map(num_positions, rows))]
 
 
 def row_groups(rows: Iterable[TokenRow], states: StateFormat) -> list[list[TokenRow]]:
-    """Return rows, in order, as groups of one split and of about `ROW_GROUP_BYTES` of states.
+    """Divide rows, in order, into row groups of one split and about `ROW_GROUP_BYTES` of states.
 
     A reader of the few held-out rows reads their groups alone, and not the hundred times larger
     rest with them.
@@ -122,9 +119,7 @@ def row_groups(rows: Iterable[TokenRow], states: StateFormat) -> list[list[Token
 
 
 def feature_batch(rows: Sequence[TokenRow], hidden_ND: Tensor) -> pa.RecordBatch:
-    """Return rows and their states, one after another, as a batch of `FEATURES`; no state is
-    copied.
-    """
+    """Return rows with their states as a record batch of `FEATURES`; states are not copied."""
     ends = np.asarray(row_edges(rows), np.int64) * hidden_ND.shape[1] * hidden_ND.itemsize
     data = pa.py_buffer(hidden_ND.view(torch.uint8).numpy())
     buffers = [None, pa.py_buffer(ends), data]
@@ -146,7 +141,9 @@ def _lists(values: Sequence[npt.NDArray[np.int32]]) -> pa.ListArray:
 
 
 class FeatureWriter:
-    """Writes one shard of features behind its computation. Leave it before the shard's writer.
+    """Writes one feature shard in a thread, while later states are computed.
+
+    Leave this context before the shard writer's.
 
     Args:
         writer: The shard's, open. Only this object uses it until `commit`.
@@ -175,12 +172,12 @@ class FeatureWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Discard what has not been written."""
+        """Discard row groups that have not been written."""
         self._failed = self._failed or InterruptedError()
         self._thread.shutdown()
 
     def put(self, index: int, hidden_TD: Tensor) -> None:
-        """Copy the states of one row, in any order; block while too many groups wait to be written.
+        """Copy one row's states; block while too many row groups wait to be written.
 
         Raises:
             EnvironmentFault: Writing has failed: the disk is full.
@@ -201,8 +198,9 @@ class FeatureWriter:
             raise self._failed
 
     def _memory(self, num_bytes: int) -> Tensor:
-        """Return at least so many bytes, if possible those of a group that has been written: the
-        pages of fresh memory take five times as long to fill.
+        """Return memory for a row group, if possible that of a group that has been written.
+
+        The pages of fresh memory take five times as long to fill.
         """
         if self._free:
             memory = self._free.pop()
@@ -217,7 +215,7 @@ class FeatureWriter:
         num_tokens: int = 0,
         started: float = 0.0,
     ) -> Receipt:
-        """Wait until all is written, then commit the shard, see `ShardWriter.commit`.
+        """Wait until all row groups are written, then commit the feature shard.
 
         Args:
             num_tokens: The rows' tokens, as the receipt states them.
@@ -230,7 +228,7 @@ class FeatureWriter:
         return self._writer.commit(stage, ids_in, stats, time.monotonic() - started)
 
     def _write(self, group: WaitingGroup) -> int:
-        """Write a group, unless writing has failed before."""
+        """Write a row group unless writing has failed before; return its number of positions."""
         try:
             return 0 if self._failed else group.write(self._writer)
         except BaseException as error:

@@ -1,5 +1,6 @@
-"""Rows of token ids and target-written spans: those of the generate stage, and the columns that
-features keep.
+"""Rows of the generate stage on disk: token ids, target-written spans, messages.
+
+Feature shards keep the columns of `TokenRow`.
 
 `open_rows` refuses a shard of another run.
 """
@@ -43,7 +44,7 @@ REDO = "Delete this file and run the same command again: it is made anew."
 
 @dataclass(frozen=True)
 class TokenRow:
-    """A conversation as token ids, and the spans that the target wrote."""
+    """A generated conversation as token ids, with the spans that the target wrote."""
 
     id: str
     parent_id: str
@@ -53,12 +54,12 @@ class TokenRow:
 
     @classmethod
     def of(cls, row: Row) -> TokenRow:
-        """Read a row of `read_rows` with at least these columns."""
+        """Make a token row of a stored row."""
         ids = np.asarray(row["input_ids"], np.int32)
         return cls(row["id"], row["parent_id"], row["split"], ids, spans_of(row["spans"]))
 
     def stored(self) -> Row:
-        """Return the row's columns for a `ShardWriter`."""
+        """Return the row's columns for a shard writer."""
         return {
             "id": self.id,
             "parent_id": self.parent_id,
@@ -73,14 +74,14 @@ def spans_of(stored: Iterable[Mapping[str, Any]]) -> list[Span]:
 
 
 def stored_row(row: GeneratedRow, split: str) -> Row:
-    """Return a finished conversation as a row of `GENERATED`."""
+    """Return the columns of a generated conversation, as `GENERATED` has them."""
     tokens = TokenRow(row.id, row.parent_id, split, np.asarray(row.input_ids), row.spans)
     messages = [asdict(message) for message in row.messages]
     return {**tokens.stored(), "finish": row.finish, "messages": messages}
 
 
 def counts_of(rows: Iterable[Row]) -> dict[str, float]:
-    """Count target-written tokens and turns, and the rows of each split, for a receipt."""
+    """Count the tokens and turns that the target wrote, and the rows of each split."""
     counts = dict.fromkeys(("tokens", "turns", *(f"{split}_rows" for split in SPLITS)), 0.0)
     for row in rows:
         counts["tokens"] += sum(span["end"] - span["start"] for span in row["spans"])
@@ -92,8 +93,9 @@ def counts_of(rows: Iterable[Row]) -> dict[str, float]:
 def read_token_rows(
     shards: Iterable[str | Path], fingerprint: str, vocab_size: int | None = None
 ) -> Iterator[TokenRow]:
-    """Yield the rows of shards of generate or features, in order; token ids are views of Arrow's
-    memory.
+    """Yield the token rows of generate or feature shards, in order.
+
+    Token ids are views of Arrow's memory.
 
     Raises:
         DamagedShard: A shard cannot be read.
@@ -114,7 +116,7 @@ def read_token_rows(
 
 @contextlib.contextmanager
 def open_rows(path: str | Path, fingerprint: str) -> Iterator[pq.ParquetFile]:
-    """Open a shard for reading; its footer must have this fingerprint.
+    """Open a generate or feature shard for reading; its footer must have this fingerprint.
 
     Raises:
         DamagedShard: It is missing or damaged.
@@ -129,7 +131,7 @@ def open_rows(path: str | Path, fingerprint: str) -> Iterator[pq.ParquetFile]:
 
 
 def num_contaminated(shards: Iterable[Path], questions: CheckQuestions) -> int:
-    """Return how many training rows contain a question of the check."""
+    """Count the training rows that contain a question of the check."""
     found = 0
     for path in shards:
         for row in read_rows(path, ["split", "messages"]):

@@ -1,5 +1,4 @@
-"""States in 8 bits: numbers of 8 bits and one float32 scale per state, half the bytes of a bfloat16
-state.
+"""Hidden states quantized to 8 bits, with one float32 scale per state.
 
 A state is divided by a scale of its own, so that its largest number becomes the largest that the
 format has. `int8` rounds each number to a multiple of the scale: the error is at most 1/254 of the
@@ -27,8 +26,9 @@ PIECE = 1 << 18  # numbers that are converted at once: they stay in a core's cac
 
 
 def quantize(hidden_ND: Tensor, precision: Precision, stored_ND: Tensor) -> Tensor:
-    """Quantize finite states into `stored_ND`, which may share their memory's start; return their
-    scales [N], float32.
+    """Quantize finite states into `stored_ND` and return their scales [N], float32.
+
+    `stored_ND` may share the start of the states' memory.
     """
     scales_N = torch.empty(len(hidden_ND))
     rows = max(1, PIECE // hidden_ND.shape[1])
@@ -49,7 +49,7 @@ def dequantize(
     precision: Precision,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return the states in the target's dtype, from the bytes of their numbers and their scales."""
+    """Return hidden states in the target's dtype from their stored bytes and scales."""
     # A table is faster: torch converts float8 one number at a time.
     numbers = torch.arange(256, dtype=torch.uint8).view(STORED_DTYPES[precision]).float().numpy()
     hidden_ND = torch.empty(stored_ND.shape, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Trained heads: `heads.safetensors`, whole or absent; nothing is ever unpickled.
+"""The train stage's heads on disk: `heads.safetensors`, whole or absent, never a pickle.
 
 Its header gives the heads' kind and shape. The training's summary, timings included, lies beside it
 in `summary.jsonl`, a log: equal heads are equal files, so their dependants are not stale.
@@ -25,7 +25,7 @@ SUMMARY_FILE = "summary.jsonl"
 
 
 def write_heads(path: Path, heads: Heads, summary: Summary) -> None:
-    """Write trained heads, after their summary."""
+    """Write the summary of a training, then its heads."""
     write_text(path.with_name(SUMMARY_FILE), json.dumps(summary) + "\n")
     with atomic_path(path) as temporary:
         tensors = {}
@@ -36,7 +36,7 @@ def write_heads(path: Path, heads: Heads, summary: Summary) -> None:
 
 
 def read_trained_heads(path: Path) -> Heads:
-    """Return trained heads, on the CPU.
+    """Read trained heads onto the CPU.
 
     Raises:
         DataError: There are none, or the file is damaged.
@@ -49,7 +49,7 @@ def read_trained_heads(path: Path) -> Heads:
 
 
 def read_summary(path: Path, shape: HeadsShape) -> Summary | None:
-    """Return the training's summary of the heads in this file; None if there are no whole heads.
+    """Read the summary of trained heads; None if there are no whole heads.
 
     Raises:
         DataError: They have another kind or shape than `shape`, so they are another training's.
@@ -64,7 +64,7 @@ def read_summary(path: Path, shape: HeadsShape) -> Summary | None:
 
 
 def _heads_shape(path: Path) -> HeadsShape | None:
-    """Return the shape in the file's header; None if the file is absent, damaged or foreign."""
+    """Read the heads' shape from the file; None if the file is absent, damaged or foreign."""
     try:
         with safe_open(path, "pt") as file:
             return shape_from_json(json.loads(file.metadata()["heads"]))

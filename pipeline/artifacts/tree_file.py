@@ -1,4 +1,4 @@
-"""The calibrate stage's results: `tree.json`, its summary, and files of paths alone.
+"""The calibrate stage's tree on disk (`tree.json`) and summary; files of tree paths.
 
 With a dynamic tree, tree.json holds a static one of the same size as well, for readers of paths.
 
@@ -27,7 +27,7 @@ FIX = "Give a JSON list of paths, such as [[0], [0, 0], [1]]."
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
-    """An expected rate and, where the overhead was timed, the expected speedup."""
+    """An expected acceleration rate and, if the overhead was timed, an expected speedup."""
 
     overhead: float | None = None
     expected_acceleration_rate: float | None = None
@@ -37,14 +37,14 @@ class Expected:
 
 @dataclass(frozen=True, kw_only=True)
 class TimedSize(Expected):
-    """A number of nodes that was timed."""
+    """The expected speedup of a tree of so many nodes."""
 
     nodes: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChainLength(Expected):
-    """A chain of first guesses, as an engine such as vLLM drafts it."""
+    """The expected speedup of a chain of first guesses, as vLLM drafts it."""
 
     draft_tokens: int
     new: NewAnswers
@@ -52,7 +52,7 @@ class ChainLength(Expected):
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """A tree over the heads' guesses and a chain of first guesses, with their expected rates.
+    """The calibrated tree and chain of first guesses, with their expected rates.
 
     A `dynamic` tree is used where there is one: the expected rate is its own, and `choices` are
     a static tree of the same size. The last four fields are None for a tree of the user's own.
@@ -73,7 +73,7 @@ class Calibration:
 
     @property
     def tree(self) -> tuple[TreePath, ...] | DynamicTree:
-        """The tree that native decoding uses."""
+        """The calibrated tree that native decoding uses."""
         return self.dynamic or self.choices
 
     def write(self, directory: Path) -> None:
@@ -95,7 +95,7 @@ class Accuracy:
 
 @dataclass(frozen=True, kw_only=True)
 class TreeFigures:
-    """`tree` of report.json."""
+    """The section `tree` of report.json."""
 
     nodes: int
     depth: int
@@ -125,7 +125,7 @@ class CalibrateResult:
 
 
 def read_calibration(directory: Path) -> Calibration:
-    """Read the tree in a calibrate stage's directory.
+    """Read the calibrated tree from a calibrate stage's directory.
 
     Raises:
         DataError: There is none, or it is damaged.
@@ -135,8 +135,7 @@ def read_calibration(directory: Path) -> Calibration:
 
 
 def read_paths(path: Path) -> tuple[TreePath, ...]:
-    """Read the paths in a JSON file: a list of them (an export's tree, a user's own), or a
-    tree.json.
+    """Read tree paths from a JSON file: a list of paths, or a tree.json.
 
     Raises:
         DataError: The file cannot be read, or holds no list of paths.
@@ -150,7 +149,7 @@ def read_paths(path: Path) -> tuple[TreePath, ...]:
 
 
 def read_tree(path: Path) -> tuple[TreePath, ...] | DynamicTree:
-    """Read the tree of a JSON file: a tree.json's dynamic one if it has one, else as `read_paths`.
+    """Read a tree from a JSON file: the dynamic one of a tree.json, else a list of paths.
 
     Raises:
         DataError: The file cannot be read, or holds no tree.

@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 import sys
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
-
-
-class Rule(StrEnum):
-    """The acceptance rule above temperature 0."""
-
-    REJECTION = "rejection"
-    TYPICAL = "typical"
 
 
 def chat(
@@ -32,14 +24,14 @@ def chat(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 512,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
     rule: Annotated[
-        Rule,
+        Literal["rejection", "typical"],
         typer.Option(
             help=(
                 "Above temperature 0: rejection keeps the model's distribution; typical accepts"
                 " more and changes it."
             )
         ),
-    ] = Rule.REJECTION,
+    ] = "rejection",
     seed: Annotated[
         int, typer.Option(help="Sampling seed; the text is the same with and without the heads.")
     ] = 0,
@@ -79,7 +71,7 @@ def chat(
         target, decoder = export.target, export.decoder
     console = Console(highlight=False, soft_wrap=True)
     notes = Console(highlight=False, soft_wrap=True, stderr=not console.is_terminal)
-    sampling = Sampling(max_new_tokens, acceptance_rule(rule.value, temperature), seed)
+    sampling = Sampling(max_new_tokens, acceptance_rule(rule, temperature), seed)
     session = ChatSession(target, decoder, sampling, system, console, notes)
     if sys.stdin.isatty():
         session.answer_person()

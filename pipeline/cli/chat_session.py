@@ -1,4 +1,4 @@
-"""The questions and answers of `medusa-distill chat`, from a person or from a pipe."""
+"""The dialogue of `medusa-distill chat`, with a person or with a pipe."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Sampling:
 
 @dataclass
 class Answer:
-    """A decoded answer's token ids and its speed; the prefill gives the first token."""
+    """The token ids of an answer, and their speed; the prefill gives the first token."""
 
     ids: list[int]
     num_steps: int = -1
@@ -49,7 +49,7 @@ class Answer:
     stopped: bool = False  # by Ctrl-C
 
     def add(self, new_ids: list[int]) -> None:
-        """Append the tokens of one forward, the prefill first."""
+        """Append the tokens of one forward."""
         now = perf_counter()
         if not self.ids:
             self.started = now
@@ -58,7 +58,7 @@ class Answer:
         self.num_steps += 1
 
     def speed(self) -> str:
-        """The tokens per step and per second after the prefill, as one line."""
+        """Return the tokens per step and per second after the prefill, as one line."""
         line = f"{len(self.ids)} tokens"
         if self.num_steps > 0 and self.seconds > 0:
             decoded = len(self.ids) - 1
@@ -68,9 +68,7 @@ class Answer:
 
 
 class ChatSession:
-    """A conversation on the terminal; the prompt leaves room for an answer, at most half of the
-    context.
-    """
+    """A chat on the terminal; prompts leave room for an answer, at most half of the context."""
 
     def __init__(
         self,
@@ -90,13 +88,13 @@ class ChatSession:
         decoder.generate(target.prompt(GREETING), NUM_WARM_UP_TOKENS)
 
     def answer_lines(self, lines: Iterable[str]) -> None:
-        """Answer every line that is not blank."""
+        """Answer each line of a pipe that is not blank."""
         for line in lines:
             if line.strip():
                 self.answer(line.strip())
 
     def answer_person(self) -> None:
-        """Answer what a person types; Ctrl-C ends an answer or clears the line."""
+        """Answer a person's questions; Ctrl-C ends an answer or clears the line."""
         import readline  # noqa: F401 - arrow keys and history in input()
 
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -133,7 +131,7 @@ class ChatSession:
         self.notes.print(line, style="dim", markup=False)
 
     def decode(self, prompt: list[int]) -> Answer:
-        """Decode and print an answer token by token."""
+        """Decode an answer and print each token."""
         rule, generator = self.sampling.rule, None
         if rule.samples:
             seed = self.sampling.seed + self.num_answers

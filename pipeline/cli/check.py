@@ -1,4 +1,4 @@
-"""`medusa-distill check`: any heads measured on a target, without a run."""
+"""`medusa-distill check`: measure any heads on a target, without a run."""
 
 from __future__ import annotations
 

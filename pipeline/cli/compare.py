@@ -1,4 +1,4 @@
-"""`medusa-distill compare`: the runs of a sweep side by side."""
+"""`medusa-distill compare`: print the runs of a sweep side by side."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def visible_text(cell: str) -> Text:
 
 
 def compared_run(path: Path) -> ComparedRun:
-    """Return the figures of one run, from the records of its stages.
+    """Read the figures of one run from the records of its stages.
 
     Raises:
         ConfigError: This is no run directory.

@@ -1,6 +1,6 @@
-"""The end of a command: an error is one paragraph on stderr and an exit code, a signal 128 plus its
-number.
+"""The end of a command: errors become one paragraph on stderr and an exit code.
 
+A signal's exit code is 128 plus its number.
 Exit codes are those of `pipeline.errors`, and `UNEXPECTED` for a defect, whose traceback is kept in
 a file.
 """
@@ -82,7 +82,7 @@ def _print_error(error: BaseException) -> int:
 
 
 def _unexpected(error: BaseException) -> str:
-    """The message of a defect; its traceback goes to a file of its own."""
+    """Return the message of an unexpected error, and write its traceback to a file."""
     message = str(error).strip().split("\n")[0][:300]
     last = traceback.extract_tb(error.__traceback__)[-1]
     what = f"{type(error).__name__}: {message} at {Path(last.filename).name}:{last.lineno}"
@@ -105,7 +105,7 @@ def _traceback(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def _output() -> Iterator[None]:
-    """Standard output in any encoding, with errors of its own."""
+    """Context manager: make standard output take any character and raise errors for users."""
     plain = sys.stdout
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -119,7 +119,7 @@ def _output() -> Iterator[None]:
 
 
 class _Output:
-    """A stream whose failing writes are errors for the user."""
+    """A text stream whose failed writes raise errors for users."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream

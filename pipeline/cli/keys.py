@@ -1,4 +1,4 @@
-"""`medusa-distill keys`: every configuration key, its default and its meaning."""
+"""`medusa-distill keys`: print every configuration key, its default and its meaning."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def keys(
 
 
 def reference(section: str | None = None) -> str:
-    """The table of keys, one row each.
+    """Return the Markdown table of configuration keys.
 
     Raises:
         ConfigError: There is no such section.
@@ -63,7 +63,7 @@ def _rows(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str]]
 
 
 def _values(annotation: Any) -> str:
-    """Return an annotation in readable form."""
+    """Return the possible values of a key in words."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Literal:
         return ", ".join(f"`{value}`" for value in arguments)

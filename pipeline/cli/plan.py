@@ -1,4 +1,4 @@
-"""`medusa-distill plan`: what a run would do and what it would cost."""
+"""`medusa-distill plan`: print what a run would do and cost."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def _print_training(console: Console, size: RunSize) -> None:
 
 
 def _print_workers(console: Console, run: ResolvedRun) -> None:
-    """Print the workers of each stage on this machine; those of a cluster are its own matter."""
+    """Print the workers of each stage, if the run is on this machine."""
     placement = run.config.placement
     if os.environ.get("RAY_ADDRESS") or placement.gpu_memory_gb:
         return

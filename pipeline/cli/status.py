@@ -1,4 +1,4 @@
-"""`medusa-distill status`: how far each stage is."""
+"""`medusa-distill status`: print the state of each stage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`medusa-distill verify`: every file of a run against its receipt."""
+"""`medusa-distill verify`: compare every file of a run with its recorded sha256."""
 
 from __future__ import annotations
 

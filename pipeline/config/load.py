@@ -1,4 +1,4 @@
-"""From a YAML file and `section.key=value` words to a `Config`.
+"""Loading of a `Config` from a YAML file and `section.key=value` overrides.
 
 In the file, paths are relative to the file; in an override, to the working directory. A run
 directory's own run.yaml means that directory, wherever it lies now. Override values parse as YAML.
@@ -46,7 +46,7 @@ ALTERNATIVES = ("int", "float", "bool", "string", "path", "date", "tuple", "list
 
 
 def load_config(file: str | Path, overrides: Iterable[str] = ()) -> Config:
-    """Read a configuration file, apply overrides, validate.
+    """Read a configuration file, apply overrides, and validate the result.
 
     Raises:
         ConfigError: The file or an override cannot be read, or a key or value is wrong.
@@ -79,8 +79,7 @@ def load_config(file: str | Path, overrides: Iterable[str] = ()) -> Config:
 
 
 def target_settings(words: Iterable[str]) -> dict[str, Any]:
-    """The keys of `target` that `target.key=value` words set, for commands that read no
-    configuration.
+    """Return the settings of `target` in `target.key=value` words of a command line.
 
     Raises:
         ConfigError: As `load_config` does, or for another section.
@@ -104,7 +103,7 @@ def target_settings(words: Iterable[str]) -> dict[str, Any]:
 
 
 def validate(settings: dict[str, Any], where: str) -> Config:
-    """A `Config` from plain data; every problem in it is named in one `ConfigError`."""
+    """Make a `Config` of plain data; a ConfigError names every wrong key."""
     try:
         config = Config.model_validate(settings)
     except ValidationError as error:
@@ -119,7 +118,7 @@ def validate(settings: dict[str, Any], where: str) -> Config:
 
 
 def _texts(settings: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Every text in nested settings with its key."""
+    """Yield every text in nested settings with its key."""
     if isinstance(settings, dict):
         for name, value in settings.items():
             yield from _texts(value, f"{key}.{name}".lstrip("."))
@@ -131,12 +130,12 @@ def _texts(settings: Any, key: str = "") -> Iterator[tuple[str, str]]:
 
 
 def dump_config(config: Config) -> str:
-    """The configuration as YAML that gives the same run again, from any working directory."""
+    """Return a configuration as the YAML of run.yaml, with absolute paths."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
 def _place_in(settings: dict[str, Any], run: Path) -> None:
-    """Make a run directory's own file mean that directory, and the store that it links to."""
+    """Set run.root, run.name and run.store of a run.yaml to the place where it lies now."""
     place = settings.setdefault("run", {})
     if isinstance(place, dict):
         place.update(root=str(run.parent), name=run.name)
@@ -146,7 +145,7 @@ def _place_in(settings: dict[str, Any], run: Path) -> None:
 
 
 def linked_store(run: Path) -> Path | None:
-    """The directory of most stages that a run links to; None where it links to none."""
+    """Return the directory of most stage directories that a run links to, or None."""
     stores: Counter[Path] = Counter()
     for link in sorted((run / "latest").glob("[!.]*")):
         if link.is_symlink() and link.is_dir():
@@ -176,7 +175,7 @@ def _override(settings: dict[str, Any], word: str) -> None:
 
 
 def _resolved(key: tuple[str, ...], value: Any, base: Path) -> Any:
-    """The value with its paths made absolute, and a chat template that is named by its path."""
+    """Return a setting with absolute paths, and with the text of a chat template's file."""
     if key == ("seeds", "sources"):
         sources = [value] if isinstance(value, str) else value
         if isinstance(sources, list):
@@ -220,7 +219,7 @@ def _is_path(value: str, base: Path) -> bool:
 
 
 def problems(errors: Sequence[Any]) -> list[str]:
-    """Each wrong key once, from `ValidationError.errors()`.
+    """Describe each wrong key once, from `ValidationError.errors()`.
 
     A key that may be one thing or another (a number or `auto`) is one problem: what it may be, and
     what it is.
@@ -289,7 +288,7 @@ def _leaves(model: type[BaseModel], parents: tuple[str, ...] = ()) -> Iterator[t
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:
-    """The settings class inside an annotation such as `tuple[SeedSource, ...]`."""
+    """Return the settings class inside an annotation such as `tuple[SeedSource, ...]`."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     if get_origin(annotation) in (tuple, list, Union, types.UnionType):

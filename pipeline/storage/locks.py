@@ -17,7 +17,7 @@ from pipeline.storage.atomic import disk_errors
 
 
 class Lock:
-    """A lock on `path`, a file; not held before `share` or `own`, and free after `release`.
+    """A lock on a directory by its lock file `path`; held from `share` or `own` until `release`.
 
     Args:
         what: The held object as a noun phrase: "the train stage".
@@ -72,7 +72,7 @@ class Lock:
             raise EnvironmentFault(problem, str(self.path), fix) from None
 
     def _holders(self) -> list[str]:
-        """Return the holders in the file, without processes of this machine that have ended."""
+        """Return the holders in the lock file, without processes here that have ended."""
         self._file.seek(0)
         holders = []
         for pid, host in re.findall(r"process (\d+) on (\S+)", self._file.read()):

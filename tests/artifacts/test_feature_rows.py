@@ -5,8 +5,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from pipeline.artifacts.feature_rows import FEATURES, FeatureRows, StateFormat
 from pipeline.conversations.spans import IGNORED, Span, feature_positions, head_labels
@@ -94,29 +92,3 @@ def test_a_label_is_taught_by_the_state_that_predicts_it(tmp_path):
                 else:
                     expected = found.hidden_ND[positions.index(positions[place] + 1 + k)]
                     assert torch.equal(states_MD[taught_by], expected)
-
-
-@given(
-    st.lists(
-        st.lists(
-            st.tuples(st.integers(1, 3), st.integers(1, 6), st.sampled_from(["assistant", "user"])),
-            max_size=4,
-        ),
-        min_size=1,
-        max_size=4,
-    )
-)
-def test_lengths_read_from_the_spans_alone_count_the_labels(tmp_path_factory, drawn):
-    def spans_of(steps) -> list[Span]:
-        spans, end = [], 0
-        for gap, length, role in steps:
-            spans.append(Span(end + gap, end + gap + length, role))
-            end += gap + length
-        return spans or [Span(1, 2, "user")]
-
-    written = [row(str(i), spans_of(steps)) for i, steps in enumerate(drawn)]
-    rows = open_rows(write(tmp_path_factory.mktemp("drawn") / "a.parquet", [written]))
-    group = rows.read_group(0)
-    assert rows.lengths("train")[0].tolist() == [
-        len(group[i].learnable) for i in range(len(written))
-    ]

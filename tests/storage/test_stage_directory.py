@@ -128,15 +128,6 @@ def test_a_digest_notices_content_of_equal_size_and_time(tmp_path):
     assert FileDigests(cache).of(file) != before
 
 
-def test_verify_of_unreadable_files_is_an_environment_fault(pair, monkeypatch):
-    def refuse(path):
-        raise PermissionError(13, "Permission denied", str(path))
-
-    monkeypatch.setattr("pipeline.storage.fingerprint.sha256_of", refuse)
-    with pytest.raises(EnvironmentFault, match=r"Permission denied.*00000"):
-        pair[0].verify()
-
-
 def test_a_stage_directory_that_is_a_link_is_refused(tmp_path):
     """A run copied with its links has one: writing would change the original."""
     stage = StageDirectory(tmp_path / "copy", "train", "ab" * 32)
