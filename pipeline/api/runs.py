@@ -27,7 +27,7 @@ from pipeline.decoding.held_out import replay
 from pipeline.decoding.tree import TreePath
 from pipeline.errors import DataError
 from pipeline.heads.kind import Heads
-from pipeline.heads.kinds import max_depth
+from pipeline.heads.kinds import max_tree_depth
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.training.held_out_accuracy import HeldOutText, held_out_places, held_out_ranks
 
@@ -130,7 +130,7 @@ class Run:
         settings = self.config
         states, *_ = flow.STAGES["calibrate"].upstream(settings)
         features, heads = self._stage(states), self._stage("train").path / HEADS_FILE
-        top, depth = settings.calibrate.top, max_depth(settings.train)
+        top, depth = settings.calibrate.top, max_tree_depth(settings.train)
         chosen = check_tree(load_tree(tree), depth, top)
         shards = tuple(map(str, features.shards()))
         text = HeldOutText(shards, features.fingerprint, str(heads), settings.train.roles)

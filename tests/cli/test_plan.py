@@ -45,7 +45,7 @@ def test_plan_names_the_setting_that_makes_stages_run_again(command, config_file
     assert f"conversations, {tokens:,} tokens" in out, "the true number of what is done"
 
 
-def test_plan_of_a_run_that_lost_a_shard_has_it_pending(command, config_file, copied_run):
+def test_plan_of_a_run_without_a_shard_has_it_pending(command, config_file, copied_run):
     copied_run.latest("features").shards()[0].unlink()
     ended = command("plan", config_file)
     assert ended.code == 0, ended.err
