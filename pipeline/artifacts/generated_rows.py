@@ -136,6 +136,6 @@ def num_contaminated(shards: Iterable[Path], questions: CheckQuestions) -> int:
     for path in shards:
         for row in read_rows(path, ["split", "messages"]):
             messages = [Message(**message) for message in row["messages"]]
-            if row["split"] == "train" and any(map(questions.held_by, messages)):
+            if row["split"] == "train" and any(map(questions.find_question, messages)):
                 found += 1
     return found

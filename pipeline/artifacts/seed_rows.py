@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from pipeline.conversations.conversation import Conversation, Message
-from pipeline.conversations.splits import opening
+from pipeline.conversations.splits import first_question
 from pipeline.storage.shards import Row, read_rows
 
 SPLITS = ("train", "calibrate", "check")
@@ -67,7 +67,7 @@ def questions_in_two_splits(shards: Iterable[Path]) -> list[str]:
     shared: dict[str, None] = {}
     for path in shards:
         for row in map(SeedRow.of, read_rows(path)):
-            question = opening(row.conversation)
+            question = first_question(row.conversation)
             if split_of.setdefault(question, row.split) != row.split:
                 shared[question] = None
     return list(shared)

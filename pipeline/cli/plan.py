@@ -130,7 +130,7 @@ def _print_size(console: Console, size: RunSize, features: StageStatus, store: P
         need += f", {decimal(size.disk_bytes)}"
     cached = 0
     if features.directory is not None and features.made:
-        cached = sum(path.stat().st_size for path in features.directory.shards())
+        cached = sum(path.stat().st_size for path in features.directory.parquet_files())
         need += f", {decimal(cached)} of them cached"
     parents = [path for path in (store, *store.parents) if path.exists()]
     free = shutil.disk_usage(parents[0]).free

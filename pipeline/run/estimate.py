@@ -15,7 +15,7 @@ import torch
 from pipeline.artifacts.feature_rows import StateFormat
 from pipeline.config.training import Bits
 from pipeline.conversations.conversation import Conversation
-from pipeline.conversations.sources import mixed, source_readers
+from pipeline.conversations.sources import mix_sources, source_readers
 from pipeline.errors import EnvironmentFault
 from pipeline.execution.machine import GIB, gpu_memory, machine_memory
 from pipeline.execution.placement import Resources
@@ -111,7 +111,7 @@ def _count_conversations(run: ResolvedRun) -> int | None:
             return None
         else:
             count += reader.source.limit
-    return count + sum(isinstance(row, Conversation) for row in mixed(local))
+    return count + sum(isinstance(row, Conversation) for row in mix_sources(local))
 
 
 @dataclass(frozen=True)

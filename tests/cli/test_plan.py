@@ -45,6 +45,13 @@ def test_plan_names_the_setting_that_makes_stages_run_again(command, config_file
     assert f"conversations, {tokens:,} tokens" in out, "the true number of what is done"
 
 
+def test_plan_of_a_run_without_a_shard_has_it_pending(command, config_file, copied_run):
+    copied_run.latest("features").shards()[0].unlink()
+    ended = command("plan", config_file)
+    assert ended.code == 0, ended.err
+    assert "1 pending" in line_of("features", ended.out)
+
+
 @pytest.mark.parametrize(
     ("words", "conversations", "tokens"),
     [

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pipeline.config import SeedSource
 from pipeline.conversations.conversation import Conversation, Message, Reason, RejectedRow
 from pipeline.conversations.duplicates import CheckQuestions, Deduplicator
-from pipeline.conversations.sources import SourceReader, mixed
+from pipeline.conversations.sources import SourceReader, mix_sources
 
 WORDS = [f"word{n}" for n in range(500)]
 
@@ -133,7 +133,7 @@ def test_questions_are_found_as_by_a_search_for_their_words(before, question, af
     words = before + question + after
     check = CheckQuestions([asks(" ".join(question)), asks(" ".join(other))])
     expected = holds(words, question) or holds(words, other)
-    assert (check.held_by(Message("user", ", ".join(words))) is not None) == expected
+    assert (check.find_question(Message("user", ", ".join(words))) is not None) == expected
 
 
 def mixed_ids(folder: Path, sizes: list[int], weights: list[float | None]) -> list[str]:
@@ -145,7 +145,7 @@ def mixed_ids(folder: Path, sizes: list[int], weights: list[float | None]) -> li
         path.write_text("\n".join(lines))
         source = SeedSource(path=path, weight=weight)
         readers.append(SourceReader(source, f"s{number}", 1000))
-    rows = list(mixed(readers))
+    rows = list(mix_sources(readers))
     assert len({row.id for row in rows}) == len(rows)
     assert any(isinstance(row, RejectedRow) for row in rows) == (max(sizes) >= 5)
     return [row.id for row in rows if isinstance(row, Conversation)]

@@ -13,7 +13,7 @@ import pytest
 
 from pipeline.config import SeedsConfig
 from pipeline.conversations.conversation import Conversation
-from pipeline.conversations.duplicates import plain
+from pipeline.conversations.duplicates import normalize_text
 from pipeline.conversations.sources import source_readers
 
 DATA = Path(__file__).parents[2] / "data"
@@ -56,7 +56,7 @@ def test_conversations_have_two_to_five_turns(conversations):
 
 
 def test_no_two_questions_or_answers_begin_alike(conversations):
-    questions = {plain(each[0]) for each in conversations}
+    questions = {normalize_text(each[0]) for each in conversations}
     assert len(questions) == len(conversations)
     beginnings = []
     for each in conversations:

@@ -20,11 +20,11 @@ from typer.testing import CliRunner
 from pipeline.artifacts.seed_rows import SEEDS
 from pipeline.cli.app import app
 from pipeline.conversations.conversation import Conversation, Message, Reason, RejectedRow
-from pipeline.conversations.duplicates import CheckQuestions, plain
-from pipeline.conversations.splits import in_shards, split_rows
+from pipeline.conversations.duplicates import CheckQuestions, normalize_text
+from pipeline.conversations.splits import batch_into_shards, split_rows
 from pipeline.errors import CheckFailed, ConfigError, DataError
 from pipeline.flow import run_flow
-from pipeline.report.facts import warnings
+from pipeline.report.facts import report_warnings
 from pipeline.report.report import Report, StageFigures
 from pipeline.report.tables import skipped_files_table
 from pipeline.run.reporting import assemble
@@ -115,13 +115,13 @@ def test_in_a_large_set_each_row_s_own_hash_decides(number, holdout):
 @given(number=st.integers(0, 6000))
 def test_shards_are_sized_by_the_number_of_rows(number):
     """An eighth of the rows, 16 at least and 512 at most; the last shard is what is left."""
-    found = list(in_shards(iter(range(number)), "auto"))
+    found = list(batch_into_shards(iter(range(number)), "auto"))
     assert [row for shard in found for row in shard] == list(range(number)), "all rows, in order"
     wanted = 512 if number > 4096 else max(16, math.ceil(number / 8))
     assert {len(shard) for shard in found[:-1]} <= {wanted}
     assert all(0 < len(shard) <= wanted for shard in found)
     sizes = [min(100, number - first) for first in range(0, number, 100)]
-    assert [len(shard) for shard in in_shards(range(number), 100)] == sizes
+    assert [len(shard) for shard in batch_into_shards(range(number), 100)] == sizes
 
 
 @pytest.fixture
@@ -153,7 +153,7 @@ def test_openings_that_are_too_frequent_give_a_warning(made, tmp_path):
     assert counts == {"train": 30, "calibrate": 5, "check": 5}
     (warning,) = stage.summary["warnings"]
     assert "train 30, calibrate 5, check 5" in warning
-    assert warning in warnings(Report(seeds=StageFigures(warnings=[warning])))
+    assert warning in report_warnings(Report(seeds=StageFigures(warnings=[warning])))
     alike = [["Hi there", "Yes.", f"And number {i}?"] for i in range(40)]
     with pytest.raises(DataError, match="train 40"):
         made(talks(tmp_path / "alike.jsonl", alike))
@@ -170,7 +170,7 @@ def test_verify_names_a_question_that_opens_two_splits(made, tiny_seeds, tmp_pat
     pq.write_table(pa.concat_tables([table, doubled]), path)
     result = CliRunner().invoke(app, ["verify", str(tmp_path / "run")])
     assert isinstance(result.exception, CheckFailed)
-    assert plain(table["messages"][0].as_py()[0]["content"]) in str(result.exception)
+    assert normalize_text(table["messages"][0].as_py()[0]["content"]) in str(result.exception)
 
 
 def test_every_row_of_a_dirty_file_is_accounted_for(made, tmp_path):
