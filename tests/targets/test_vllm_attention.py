@@ -68,5 +68,5 @@ def test_eagle_1_is_measured_in_vllm_and_refused_natively(counting_target, tmp_p
     assert served.greedy_match == GreedyMatch(2, 2, 0)
     assert 3.5 < served.acceleration_rate <= 4, "three drafted tokens and the target's own"
     natively = settings.model_copy(update={"engines": ("native", "vllm")})
-    with pytest.raises(DataError, match=r"EAGLE-1 model.*--engine vllm"):
+    with pytest.raises(DataError, match="--engine vllm"):
         measure_heads(heads, target, natively, draft_tokens=3)
