@@ -1,6 +1,4 @@
-"""The disk fills up at any moment of a stage: exit 4, and the same command continues with
-everything that was committed.
-"""
+"""A full disk ends a run with exit 4, and the same command resumes."""
 
 from __future__ import annotations
 
@@ -16,7 +14,6 @@ import pytest
 from pipeline.cli.app import app
 from pipeline.cli.ending import ends_well
 from pipeline.storage.run_directory import RunDirectory
-from pipeline.storage.stage_directory import StageDirectory
 from tests.faults.unfinished import (
     assert_as_uninterrupted,
     temporary_files,
@@ -31,7 +28,7 @@ pytest_plugins = ["tests.flows.failing"]
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A file system of 3 MB; skips the test without the right to mount one."""
+    """A file system of 3 MB; skips the test if it cannot be mounted."""
     directory = tmp_path / "disk"
     directory.mkdir()
     words = ["mount", "-t", "tmpfs", "-o", "size=3m", "none", str(directory)]
@@ -49,21 +46,15 @@ def fill_up(directory):
 
 
 def fill_at(disk, name, moment, monkeypatch):
-    """Fill the disk once when this stage starts, has committed its first shard, or ends."""
-    event, finish = RunDirectory.event, StageDirectory.finish
+    """Fill the disk when a stage starts or has committed its first shard."""
+    event = RunDirectory.event
 
     def log_and_fill(self, kind, **facts):
         event(self, kind, **facts)
         if (kind, facts.get("stage"), facts.get("shard", 0)) == (moment, name, 0):
             fill_up(disk)
 
-    def fill_and_finish(self, *arguments):
-        if (moment, self.stage) == ("end", name):
-            fill_up(disk)
-        finish(self, *arguments)
-
     monkeypatch.setattr(RunDirectory, "event", log_and_fill)
-    monkeypatch.setattr(StageDirectory, "finish", fill_and_finish)
 
 
 @pytest.mark.slow
@@ -73,7 +64,6 @@ def fill_at(disk, name, moment, monkeypatch):
     [
         *((name, "stage-started") for name in STAGES),
         *((name, "shard") for name in SHARDED),
-        ("train", "end"),
     ],
 )
 def test_a_full_disk_loses_nothing_and_the_same_command_continues(
@@ -107,7 +97,7 @@ def continues(config):
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG])
 def test_a_refused_rename_costs_one_shard(tmp_path, run_fails, monkeypatch, code):
-    """Without a file system of its own, the same from the system call."""
+    """The same error from the system call, without a file system of its own."""
     real = os.replace
 
     def refuse(source, destination):
