@@ -29,7 +29,6 @@ from pipeline.evaluation.served import (
     accepted_per_position,
     load_rows,
     load_study,
-    loads_in_words,
     with_expectations,
 )
 from pipeline.evaluation.speed import speed
@@ -65,7 +64,7 @@ def error_of(draws: list[float]) -> float:
 
 
 def test_equal_sequences_load_no_target(check, monkeypatch):
-    monkeypatch.setattr(served, "load_causal_lm", None)
+    monkeypatch.setattr(served, "load_on_gpus", None)
     found = check([[1, 2], [3]], [[1, 2], [3]]).vllm
     assert found.num_speculative_tokens == 3 and found.acceleration_rate == 1.75
     assert found.standard_error == error_of([2.0, 1.75, 1.75, 1.5])
@@ -159,4 +158,3 @@ def test_both_servers_are_asked_alike_and_the_study_is_reported(tiny_target, mon
     task = LoadTask(target, [[0, 5], [0, 6]], 9, LEVELS, repeats=settings.repeats, gpus=0)
     assert asked == [task, replace(task, engine_args={"speculative_config": config})]
     assert [row.requests for row in found] == [1, 2, 4, 8, 16, 32, 64]
-    assert "pay at 1, 2, 4 of 1, 2, 4, 8, 16, 32, 64 requests" in loads_in_words(found)

@@ -89,7 +89,6 @@ def test_the_ladder_ends_with_the_export_s_tree(plain, medusa, prompts, texts, c
     assert [(row.tree, row.nodes) for row in rows] == [
         ("plain", 0),
         ("top-1 chain", 3),
-        ("Cartesian 4x2x2", 4 + 4 * 2 + 4 * 2 * 2),
         ("stock (Vicuna-7B's)", 61),
         ("searched, stock size", 61),
         ("dynamic, the export's size", 5),
