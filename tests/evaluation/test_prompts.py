@@ -139,11 +139,11 @@ def test_a_model_without_context_has_the_target_s_limit(monkeypatch, tiny_target
     assert context_length(with_room(spec, CheckConfig())) == 64
 
 
-def test_no_engine_starts_for_questions_of_one_turn(ask, tmp_path, monkeypatch):
+def test_no_engine_starts_for_questions_of_one_turn(ask, tmp_path, tiny_target, monkeypatch):
     monkeypatch.setattr(prompts, "make_generation_engine", None)
     found = ask(write(tmp_path / "q.jsonl", {"turns": ["why?"]}, {"turns": ["how?"]}))
     assert len(found.kept) == 2 and found.skipped == 0
-    spec = with_room_for(TargetSpec("x", max_tokens=99), found.kept, 18, 3)
+    spec = with_room_for(TargetSpec(str(tiny_target)), found.kept, 18, 3)
     assert spec.max_tokens == max(len(prompt.ids) for prompt in found.kept) + 18 + 2 * 3
 
 
