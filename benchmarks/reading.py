@@ -59,7 +59,6 @@ def _claim(path: Path, positions: int, hidden_size: int, dtype: torch.dtype) -> 
         [str(path)],
         fingerprint=rows.FINGERPRINT,
         hidden_size=hidden_size,
-        vocab_size=VOCAB_SIZE,
         num_heads=NUM_HEADS,
         roles=rows.ROLES,
     )

@@ -32,7 +32,7 @@ from pipeline.artifacts.trained_heads import HEADS_FILE
 from pipeline.cli.ending import ends_well
 from pipeline.config import Config, TrainConfig
 from pipeline.config.load import load_config
-from pipeline.decoding.held_out import HeldOutRanks, walk
+from pipeline.decoding.held_out import HeldOutRanks, replay
 from pipeline.decoding.tree_search import CrossFit
 from pipeline.errors import ConfigError
 from pipeline.execution.progress import ProgressReporter
@@ -164,7 +164,7 @@ def learned(
         ranks = held_out_ranks(text, TOP, "cpu")
     figures = {
         "tree": tree_rate(ranks),
-        "chain": walk(ranks, chain(NUM_HEADS)).acceleration_rate,
+        "chain": replay(ranks, chain(NUM_HEADS)).acceleration_rate,
     }
     losses = [head["loss"] for head in summary["held_out"]]
     kept = ("steps", "best_step", "seconds", "hyperparameters")
@@ -180,7 +180,7 @@ def tree_rate(ranks: HeldOutRanks) -> float:
     other's tree.
     """
     fitted = CrossFit(ranks, NODES, None, TOP)
-    return max(fitted.walk(search, NODES).acceleration_rate for search in fitted.whole)
+    return max(fitted.replay(search, NODES).acceleration_rate for search in fitted.whole)
 
 
 def chain(depth: int) -> list[tuple[int, ...]]:

@@ -62,7 +62,7 @@ class DamagedShard(DataError):
 
 
 class EnvironmentFault(MedusaDistillError, RuntimeError):
-    """The environment does not allow it now: disk, GPU, engine, cluster, network, a held lock."""
+    """The environment is unfit now: disk, GPU, engine, cluster, network or a held lock."""
 
     exit_code = 4
 

@@ -21,8 +21,6 @@ from pipeline.errors import (
     ConfigError,
     DamagedShard,
     DataError,
-    EnvironmentFault,
-    MedusaDistillError,
 )
 from pipeline.execution.executor import check_executor
 from pipeline.execution.progress import print_stage
@@ -103,9 +101,7 @@ def run_flow(
 
 
 def advance_all(context: Context, wanted: Sequence[str], fresh: str | None) -> None:
-    """Bring stages up to date, one after another; a shard that turns out damaged when it is read is
-    made again.
-    """
+    """Bring stages up to date in order; go back to a stage whose shard is found to be damaged."""
     discarded: set[Path] = set()
     position = 0
     while position < len(wanted):
@@ -126,11 +122,12 @@ def advance_all(context: Context, wanted: Sequence[str], fresh: str | None) -> N
 
 
 def advance(context: Context, stage: Stage, *, fresh: bool = False) -> StageDirectory:
-    """Bring one stage up to date and link it as the latest. The run holds its lock from then on."""
+    """Bring one stage up to date and link its directory, which stays locked, as the latest."""
     directory = stage.locate(context)
     directory.enter(stage.identity_of(context))
     context.run.link_latest(directory)
     upstream = stage.contents(context)
+    line = f"kept       {directory.path.name}"
     if fresh or not directory.is_whole(upstream):
         damaged = directory.begin(upstream, fresh=fresh)
         _print_damage(context, directory, damaged)
@@ -142,8 +139,6 @@ def advance(context: Context, stage: Stage, *, fresh: bool = False) -> StageDire
         directory.finish({**summary, "seconds": seconds}, upstream)
         context.run.event("stage-finished", stage=stage.name, seconds=seconds)
         line = f"{duration(seconds):<10} {stage.one_line(summary)}"
-    else:
-        line = f"kept       {directory.path.name}"
     print_stage(context.console, "[green]✓[/]", stage.name, line)
     context.upstream[stage.name] = directory
     if stage is check.STAGE:
@@ -165,37 +160,30 @@ def require_passed(checked: StageDirectory, config: Config) -> None:
 
 
 def require_same_inputs(context: Context, stage: Stage, directory: StageDirectory) -> None:
-    """Drop what a stage has made where its input files have changed meanwhile.
+    """Drop a stage's result and raise DataError where its input files have changed meanwhile.
 
-    It is unknown which rows are of the old content.
-
-    Raises:
-        DataError: Names the files.
-        EnvironmentFault: They cannot be read now; what was made is kept.
+    It is unknown which rows are of the old content. Where the files cannot be read now
+    (EnvironmentFault), the result is kept.
     """
     try:
-        if context.look_again() and stage.locate(context).fingerprint == directory.fingerprint:
-            return
+        context.identify_target_again()
+        is_same = stage.locate(context).fingerprint == directory.fingerprint
+    except (ConfigError, DataError):
+        is_same = False
+    if not is_same:
+        directory.begin(stage.contents(context), fresh=True)
         changed = ", ".join(map(str, context.digests.changed()))
         what = f"The input of {stage.name} changed while it ran: {changed or 'files came or went'}."
-    except EnvironmentFault:
-        raise
-    except MedusaDistillError as gone:
-        what = f"The input of {stage.name} changed while it ran: {gone.what}"
-    directory.begin(stage.contents(context), fresh=True)
-    fix = "Its result is dropped. Run the same command again, and leave the input alone meanwhile."
-    raise DataError(what, str(directory.path), fix)
+        fix = "Its result is dropped. Run the same command again, and leave the input alone."
+        raise DataError(what, str(directory.path), fix)
 
 
-def _print_damage(context: Context, stage: StageDirectory, damaged: Sequence[Path]) -> None:
-    if not damaged:
-        return
-    names = [str(path.relative_to(stage.path)) for path in damaged]
-    context.run.event("damaged", stage=stage.stage, files=names)
-    line = f"damaged, made again: {', '.join(names[:3])}"
-    if len(names) > 3:
-        line += f" and {len(names) - 3} more"
-    print_stage(context.console, "[yellow]![/]", stage.stage, line)
+def _print_damage(context: Context, directory: StageDirectory, damaged: Sequence[Path]) -> None:
+    if damaged:
+        names = [str(path.relative_to(directory.path)) for path in damaged]
+        context.run.event("damaged", stage=directory.stage, files=names)
+        line = f"{len(names)} damaged, made again: {', '.join(names[:3])}"
+        print_stage(context.console, "[yellow]![/]", directory.stage, line)
 
 
 def push_run(
@@ -231,25 +219,24 @@ def push_run(
 
 
 def _finished(run: RunDirectory, config: Config, console: Console) -> Context:
-    """A run's finished stages and the configuration that they were made by.
+    """A run's finished stages, with a passed check of this export, and their configuration.
 
-    `run.yaml` may have changed since. A passed check of this very export is among them.
+    `run.yaml` may have changed since.
     """
-    fix = f"Run it: medusa-distill run {run.path / 'run.yaml'}"
-    found = {}
+    directories = {}
     for name in push.STAGE.upstream(config):
-        stage = run.latest(name)
-        if stage is None or not stage.done:
+        directory = run.latest(name)
+        if directory is None or not directory.done:
+            fix = f"Run it: medusa-distill run {run.path / 'run.yaml'}"
             raise ConfigError(f"This run has no finished {name} stage.", str(run.path), fix)
-        found[name] = stage
-    exported, checked = found["export"], found["check"]
+        directories[name] = directory
+    exported, checked = directories["export"], directories["check"]
     require_passed(checked, config)
     if checked.done and checked.done.upstream.get("export") != exported.content:
-        raise CheckFailed("The check has not seen these heads.", str(exported.path), fix)
+        raise CheckFailed("The check has not seen these heads.", str(exported.path))
     require_one_history(run)
-    made_by = check.configuration(checked, config)
-    resolved = resolve_run(made_by, [push.STAGE.name])
-    return Context(resolved, run, console, "inline", upstream=found)
+    resolved = resolve_run(check.configuration(checked, config), [push.STAGE.name])
+    return Context(resolved, run, console, "inline", upstream=directories)
 
 
 def statuses_of(run: RunDirectory, config: Config) -> dict[str, StageStatus]:
@@ -269,10 +256,10 @@ def wanted_stages(
     Raises:
         ConfigError: There is no such stage, or it is no part of this run.
     """
-    for name, option in ((until, "--until"), (fresh, "--fresh")):
+    for name in (until, fresh):
         if name is not None and name not in stages:
             fix = f"The stages are {', '.join(stages)}."
-            raise ConfigError(f"There is no stage '{name}'.", option, fix)
+            raise ConfigError(f"There is no stage '{name}'.", "--until, --fresh", fix)
     if until:
         stages = stages[: stages.index(until) + 1]
     found: set[str] = set()

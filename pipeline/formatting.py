@@ -18,7 +18,7 @@ CONTROLS.update(dict.fromkeys(range(0x80, 0xA0), 0xFFFD))
 
 
 def show(value: float | str | None, spec: str, suffix: str = "") -> str:
-    """A number in a format; `-` for None."""
+    """Format a number; `-` for None."""
     if isinstance(value, str):
         return value
     return UNKNOWN if value is None else f"{value:{spec}}{suffix}"
@@ -32,21 +32,21 @@ signed_percent = partial(show, spec="+.1%")  # a change as a share of one: +1.2%
 
 
 def with_error(value: float | None, standard_error: float | None) -> str:
-    """A rate with its standard error, `4.03 ± 0.32`; alone where the error is unknown."""
+    """Format a rate with its standard error, if known: `4.03 ± 0.32`."""
     if standard_error is None:
         return ratio(value)
     return f"{ratio(value)} ± {ratio(standard_error)}"
 
 
 def rate(value: float | None) -> str:
-    """Tokens per second: one decimal below 100, none above."""
+    """Format tokens per second: one decimal below 100, none above."""
     if isinstance(value, float) and value < 100:
         return show(value, ".1f")
     return count(value)
 
 
 def duration(seconds: float | None) -> str:
-    """Seconds in readable units: `34 ms`, `4.1 s`, `48 s`, `3 min 20 s`, `2 h 05 min`."""
+    """Format seconds in readable units: `34 ms`, `4.1 s`, `48 s`, `3 min 20 s`, `2 h 05 min`."""
     if seconds is None:
         return UNKNOWN
     if 0 < seconds < 0.9995:
@@ -62,7 +62,7 @@ def duration(seconds: float | None) -> str:
 
 
 def pairs(value: Any) -> str:
-    """A dictionary as `name value, name value`, a list joined by commas, anything else as text."""
+    """Format a dictionary as `name value, name value`, a list joined by commas."""
     if value is None:
         return ""
     if isinstance(value, dict):
@@ -73,10 +73,10 @@ def pairs(value: Any) -> str:
 
 
 def escaped(text: str) -> str:
-    """Text for Markdown: on one line, with every special character escaped."""
+    """Escape a text for Markdown, on one line."""
     return re.sub(r"([\\`*_\[\]<>|~&#])", r"\\\1", " ".join(text.split()))
 
 
 def visible(text: str) -> str:
-    """The text with control characters as symbols, so that escape sequences have no effect."""
+    """Return a text with control characters as symbols, so that terminals ignore them."""
     return text.translate(CONTROLS)

@@ -28,7 +28,7 @@ SHORTEST = 8  # characters of a variable's value; shorter ones may be ordinary w
 
 
 def redacted(text: str) -> str:
-    """Return the text with `***` for every secret in it."""
+    """Return a text with `***` in place of every secret."""
     for name, value in os.environ.items():
         if len(value) >= SHORTEST and VARIABLES.search(name):
             text = text.replace(value, "***")
@@ -38,9 +38,7 @@ def redacted(text: str) -> str:
 
 
 def redacted_values(data: Any) -> Any:
-    """Redact all texts of JSON-like data but its keys, before it is encoded: escapes could hide a
-    secret.
-    """
+    """Redact all texts in JSON data except keys; call before encoding, which could hide secrets."""
     if isinstance(data, str):
         return redacted(data)
     if isinstance(data, Mapping):
@@ -52,7 +50,7 @@ def redacted_values(data: Any) -> Any:
 
 @functools.cache
 def keep_out_of_logs() -> None:
-    """Redact all log records of this process from now on."""
+    """Redact all future log records of this process."""
     make = logging.getLogRecordFactory()
 
     def redacting(*arguments: object, **more: object) -> logging.LogRecord:

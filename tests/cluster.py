@@ -12,9 +12,6 @@ import gc
 import importlib.util
 import os
 import pickle
-from collections.abc import Callable
-from types import ModuleType
-from typing import Any
 
 import pytest
 
@@ -22,12 +19,12 @@ STARTED: list[object] = []  # the cluster that stands
 
 
 @pytest.fixture(scope="session")
-def ray_cluster() -> None:
+def ray_cluster():
     """A cluster of this machine's cores, two at least."""
 
 
 @pytest.fixture(scope="session")
-def vllm_here() -> None:
+def vllm_here():
     """Load vLLM into this process, which takes eleven seconds.
 
     Its objects are frozen, since each engine asks for nine collections of garbage. The end of an
@@ -41,12 +38,10 @@ def vllm_here() -> None:
         gc.freeze = gc.unfreeze = lambda: None
 
 
-def work_here(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> None:
+def work_here(monkeypatch, module):
     """`module` works in this process, with pickled tasks and results, instead of its own."""
 
-    def here(
-        function: Callable[..., Any], task: Any, on_report: Callable[..., None] | None = None
-    ) -> Any:
+    def here(function, task, on_report=None):
         report = on_report or (lambda **progress: None)
         called, copied = pickle.loads(pickle.dumps((function, task)))
         return pickle.loads(pickle.dumps(called(copied, report)))
@@ -55,12 +50,12 @@ def work_here(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> None:
 
 
 @pytest.hookimpl(trylast=True)  # once deselected tests are gone
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     """Put the tests first that take longest; idle workers of pytest-xdist steal from the end."""
     items.sort(key=_turn)  # stable: the tests of a file keep their order
 
 
-def _turn(item: pytest.Item) -> int:
+def _turn(item):
     if _wants_cluster(item):
         return 0
     if "vllm_here" in getattr(item, "fixturenames", ()):
@@ -69,7 +64,7 @@ def _turn(item: pytest.Item) -> int:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item: pytest.Item) -> None:
+def pytest_runtest_setup(item):
     if _wants_cluster(item):
         if not STARTED:
             _start()
@@ -80,11 +75,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         STARTED.clear()
 
 
-def _wants_cluster(item: pytest.Item) -> bool:
+def _wants_cluster(item):
     return "ray_cluster" in getattr(item, "fixturenames", ())
 
 
-def _start() -> None:
+def _start():
     pytest.importorskip("ray")
     from pipeline.execution.ray_cluster import own_signals, start_cluster
 

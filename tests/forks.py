@@ -7,9 +7,9 @@ import multiprocessing
 import multiprocessing.forkserver
 import os
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+
+import psutil
 
 FORKS = multiprocessing.get_context("forkserver")
 LOADED = [
@@ -26,14 +26,19 @@ FORKS.set_forkserver_preload(LOADED)
 PATIENCE = 120  # seconds
 
 
-def serve_forks() -> None:
+def serve_forks():
     """Start the server, of which a process has one: whatever else asks for forks from now on has
     its imports, too.
     """
     multiprocessing.forkserver.ensure_running()
 
 
-def in_a_fork(function: Callable[..., Any], *arguments: Any) -> tuple[int | None, str]:
+def has_ended(pid):
+    """Whether no such process runs."""
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def in_a_fork(function, *arguments):
     """Call it in a process of its own; how that ended, and all that it said."""
     with tempfile.TemporaryDirectory() as directory:
         said = Path(directory) / "said"
@@ -43,7 +48,7 @@ def in_a_fork(function: Callable[..., Any], *arguments: Any) -> tuple[int | None
         return process.exitcode, said.read_text()
 
 
-def _call(said: Path, function: Callable[..., Any], *arguments: Any) -> None:
+def _call(said, function, *arguments):
     file = os.open(said, os.O_WRONLY | os.O_CREAT)
     os.dup2(file, 1)
     os.dup2(file, 2)

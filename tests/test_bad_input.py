@@ -4,25 +4,20 @@ lost.
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import shutil
 
 import pytest
 
 from pipeline.flow import statuses_of
-from pipeline.storage import atomic
 from pipeline.storage.run_directory import RunDirectory
 from tests.flows.tiny import (
     CONTEXT,
     SHARDED,
     contents,
-    quarantined,
     run_again,
     save_target,
     stages_run,
-    stored,
 )
 
 pytest_plugins = ["tests.flows.failing"]
@@ -65,7 +60,6 @@ def test_a_target_without_a_chat_template(intact, run_fails, tmp_path):
             },
             "linear_attention",
         ),
-        ({"model_type": "llama", "architectures": 5}, "no list of names"),
     ],
 )
 def test_a_target_whose_layers_cannot_verify_a_tree(
@@ -76,26 +70,6 @@ def test_a_target_whose_layers_cannot_verify_a_tree(
     (target / "config.json").write_text(json.dumps(config))
     said = run_fails(2, target__model=str(target))
     assert "cannot verify a tree" in said and why in said and "Llama" in said
-
-
-@pytest.mark.slow
-def test_a_conversation_longer_than_the_context_is_quarantined(tmp_path, make_config, tiny_seeds):
-
-    long = {
-        "conversations": [
-            {"from": "human", "value": "moon river " * CONTEXT},
-            {"from": "gpt", "value": "no"},
-        ]
-    }
-    (tmp_path / "seeds.jsonl").write_text(json.dumps(long) + "\n" + tiny_seeds.read_text())
-    config = make_config(tmp_path, seeds__sources=[{"path": str(tmp_path / "seeds.jsonl")}])
-    run = run_again(config)
-    stage = run.latest("generate")
-    refused = quarantined(stage)
-    assert ("seeds:0", "too-long") in [(row["id"], row["reason"]) for row in refused]
-    assert stage.summary["reasons"]["too-long"] == 1 and run.latest("check").summary["passed"]
-    rows = stored(stage)
-    assert max(len(row["input_ids"]) for row in rows) <= CONTEXT
 
 
 @pytest.mark.parametrize("size", [290, 310])
@@ -181,20 +155,3 @@ def test_a_damaged_log_or_stage_json_ends_no_run(copied_run, make_config, tmp_pa
     described.write_bytes(whole[:-9])
     run = run_again(make_config(tmp_path), fresh="calibrate")
     assert stages_run(run) == ["calibrate"] and described.read_bytes() == whole
-
-
-def test_only_files_must_be_synced_not_directories(tmp_path, monkeypatch):
-    def fsync(handle: int) -> None:
-        if os.path.isdir(f"/proc/self/fd/{handle}"):
-            raise OSError(errno.EINVAL, "Invalid argument")
-
-    monkeypatch.setattr(atomic.os, "fsync", fsync)
-    atomic.write_text(tmp_path / "x", "whole")
-    assert (tmp_path / "x").read_text() == "whole"
-    monkeypatch.setattr(
-        atomic.os,
-        "fsync",
-        lambda _: (_ for _ in ()).throw(OSError(errno.EINVAL, "Invalid argument")),
-    )
-    with pytest.raises(OSError, match="Invalid argument"):
-        atomic.write_text(tmp_path / "x", "half")

@@ -79,4 +79,4 @@ def test_vllm_that_cannot_be_imported(intact, run_fails, tmp_path, monkeypatch, 
 def test_a_run_root_that_cannot_be_made(run_fails, tmp_path):
     (tmp_path / "file").write_text("")
     said = run_fails(4, run__root=str(tmp_path / "file" / "runs"))
-    assert "cannot be made" in said and "run.root" in said
+    assert "run.root" in said

@@ -60,13 +60,13 @@ def rot(path: Path) -> None:
 
 SHARD, QUARANTINE = "shards/00002.parquet", "quarantine/00002.jsonl"
 DAMAGES: list[tuple[str, str, Callable[[Path], object]]] = [
-    *((name, SHARD, damage) for name in SHARDED for damage in (Path.unlink, truncate, flip)),
-    *((name, QUARANTINE, Path.unlink) for name in SHARDED),
-    ("train", "heads.safetensors", Path.unlink),
+    ("seeds", SHARD, Path.unlink),
+    ("generate", SHARD, truncate),
+    ("generate", QUARANTINE, Path.unlink),
+    ("features", SHARD, flip),
     ("train", "heads.safetensors", flip),
     ("calibrate", "tree.json", flip),
     ("check", "answers/plain.jsonl", Path.unlink),
-    ("check", "answers/plain.jsonl", flip),
 ]
 
 

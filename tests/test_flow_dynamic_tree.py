@@ -94,20 +94,6 @@ def test_the_size_is_chosen_by_what_dynamic_trees_cost(
     assert "tree" not in drawings(Report(), drawing_data(run)), "its paths are another tree's"
 
 
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"calibrate__nodes": 211}, r"only 210 are proposed.*calibrate\.nodes.*at most 210"),
-        ({"calibrate__depth": 4}, r"propose at most 3 tokens.*calibrate\.depth"),
-        ({"calibrate__top": 301}, r"301 guesses of each head.*only 300 tokens \(calibrate\.top\)"),
-    ],
-)
-def test_a_tree_that_cannot_grow_is_refused(copied_run, make_config, tmp_path, changes, says):
-    with pytest.raises(ConfigError, match=says) as caught:
-        run_again(make_config(tmp_path, calibrate__tree="dynamic", **changes), until="calibrate")
-    assert "\n" not in str(caught.value)
-
-
 def test_a_tree_of_one_s_own_does_not_grow(make_config, tmp_path):
     with pytest.raises(ConfigError, match=r"leave calibrate\.choices out"):
         make_config(tmp_path, calibrate__tree="dynamic", calibrate__choices=[[0]])

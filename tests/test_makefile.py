@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -61,19 +59,6 @@ def install(lock: Path, *options: str) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.slow
-def test_an_installation_says_how_far_it_is(tmp_path):
-    """Here of packages that are there already, in the words of the pip that is there."""
-    packages = ["pip", "numpy", "rich", "typer"]
-    lock = tmp_path / "four.lock"
-    lock.write_text("# a comment\n" + "".join(f"{name}=={version(name)}\n" for name in packages))
-    ended = install(lock, "--no-index")
-    assert ended.returncode == 0, ended.stderr
-    assert [line.split("] ")[1] for line in ended.stderr.splitlines()] == [
-        f"{number}/4 {name}" for number, name in enumerate(packages, start=1)
-    ]
-
-
-@pytest.mark.slow
 def test_an_installation_that_fails_shows_what_pip_said(tmp_path):
     lock = tmp_path / "one.lock"
     lock.write_text("no-such-package-of-anybody==1.0\n")
@@ -82,23 +67,6 @@ def test_an_installation_that_fails_shows_what_pip_said(tmp_path):
         ended.returncode != 0
         and "No matching distribution found for no-such-package-of-anybody" in ended.stderr
     )
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    not Path(sys.prefix, ".installed-cpu").is_file(), reason="not the environment of `make install`"
-)
-def test_the_readme_says_how_large_the_installation_is():
-    """The tolerance is a tenth: files compiled on first use are a part of it."""
-    said = re.search(
-        r"The installation takes .* and ([0-9.]+) GB of disk", (ROOT / "README.md").read_text()
-    )
-    assert said
-    files = (
-        os.path.join(folder, file) for folder, _, names in os.walk(sys.prefix) for file in names
-    )
-    taken = sum(os.lstat(file).st_blocks * 512 for file in files) / 1e9
-    assert taken == pytest.approx(float(said[1]), rel=0.1)
 
 
 @pytest.mark.parametrize(

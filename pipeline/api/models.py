@@ -10,9 +10,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pipeline.artifacts.tree_file import read_tree as read_tree_file
 from pipeline.config import TargetConfig
@@ -25,6 +26,7 @@ from pipeline.decoding.tree import TreePath
 from pipeline.errors import ConfigError
 from pipeline.export.directory import read_heads, read_tree
 from pipeline.export.layout import target_of
+from pipeline.heads.kind import Heads
 from pipeline.targets.loading import input_device, load_causal_lm
 from pipeline.targets.spec import (
     TargetSpec,
@@ -35,25 +37,17 @@ from pipeline.targets.spec import (
     resolve,
 )
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    from pipeline.heads.kind import Heads
-
 GivenTree = str | Path | Iterable[Sequence[int]] | DynamicTree
 
 
-def load_target(
-    model: str | Path, *, gpus: int | None = None, chat_template: str | None = None, **settings: Any
-) -> Target:
+def load_target(model: str | Path, *, gpus: int | None = None, **settings: Any) -> Target:
     """A target's weights, tokenizer and chat template.
 
     Args:
         model: A Hub id or a local directory.
         gpus: How many GPUs hold it; by default one where there is one, else the CPU.
-        chat_template: Jinja text or its file, for targets that ship none.
-        **settings: Other keys of the configuration's `target` section, such as `dtype` or
-        `quantization`.
+        **settings: Other keys of the configuration's `target` section, such as `dtype`,
+            `quantization` or `chat_template`.
 
     Raises:
         ConfigError: There is no such target, or it cannot verify a tree.
@@ -61,12 +55,11 @@ def load_target(
     """
     if gpus is None:
         gpus = min(1, torch.cuda.device_count())
-    wanted = TargetConfig(model=str(model), chat_template=chat_template, **settings)
-    spec = resolve(wanted, on_gpu=gpus > 0)
+    spec = resolve(TargetConfig(model=str(model), **settings), on_gpu=gpus > 0)
     tokenizer = load_tokenizer(spec)
     template = load_chat_template(spec, tokenizer)
-    model = load_causal_lm(spec, "cuda" if gpus else "cpu", max(1, gpus))
-    return Target(spec, model, tokenizer, template)
+    weights = load_causal_lm(spec, "cuda" if gpus else "cpu", max(1, gpus))
+    return Target(spec, weights, tokenizer, template)
 
 
 @dataclass(frozen=True)
@@ -88,18 +81,11 @@ class Target:
         """The tokens that end an answer."""
         return frozenset({*eos_token_ids(self.spec), *self.template.end_of_turn_ids})
 
-    def prompt(self, messages: str | Sequence[Message | Mapping[str, str]]) -> list[int]:
-        """Token ids of a question, or of a history that ends with one, up to where the answer
-        begins.
-        """
+    def prompt(self, messages: str | Sequence[Mapping[str, str]]) -> list[int]:
+        """Token ids of a question, or of a history that ends with one, up to the answer's start."""
         if isinstance(messages, str):
-            messages = [Message("user", messages)]
-        history = []
-        for message in messages:
-            if not isinstance(message, Message):
-                message = Message(**message)  # type: ignore[arg-type]
-            history.append(message)
-        return self.template.opening(history)
+            messages = [{"role": "user", "content": messages}]
+        return self.template.opening([Message(**message) for message in messages])  # type: ignore[arg-type]
 
     def text(self, token_ids: Sequence[int]) -> str:
         """Token ids as text, without special tokens."""
@@ -123,8 +109,13 @@ class Target:
         if heads is not None:
             heads = heads.to(input_device(self.model), self.model.dtype)
             chosen = check_tree(load_tree(tree), heads.shape.max_depth, heads.shape.vocab_size)
-        room = context_length(self.spec)
-        return Decoder(self.model, heads, chosen, eos_token_ids=self.eos_token_ids, max_length=room)
+        return Decoder(
+            self.model,
+            heads,
+            chosen,
+            eos_token_ids=self.eos_token_ids,
+            max_length=context_length(self.spec),
+        )
 
 
 def load_heads(export: str | Path, target: Target) -> Heads:
@@ -156,8 +147,6 @@ def load_export(
     *,
     target: Target | str | Path | None = None,
     tree: GivenTree | None = None,
-    chat_template: str | None = None,
-    gpus: int | None = None,
     **settings: Any,
 ) -> Export:
     """An export with its target, ready to decode.
@@ -166,24 +155,20 @@ def load_export(
         export: `RUN_DIR/latest/export`, or a copy of it.
         target: A loaded target, or where it is; by default the one that the export names.
         tree: Another tree than the export's.
-        chat_template, gpus, **settings: As in `load_target`, such as `template_arguments`; of a
-        target to be loaded.
+        **settings: Those of `load_target`, such as `gpus`, for a target that is not loaded yet.
 
     Raises:
         ConfigError: The target is not where the export says, or is not that of the heads; or it is
             loaded already, and settings are given that it would have to be loaded with.
         DataError: This is no export, or it is damaged.
     """
-    chosen = read_tree(export) if tree is None else load_tree(tree)
-    asked = {"chat_template": chat_template, "gpus": gpus, **settings}
-    if isinstance(target, Target):
-        late = [name for name, value in asked.items() if value is not None]
-        if late:
-            what = f"The target is loaded already, without {', '.join(late)}."
-            fix = "Give them to load_target, or give load_export the target's name."
-            raise ConfigError(what, "target", fix)
-    else:
-        target = load_target(target or target_of(export), **asked)
+    chosen = tree or read_tree(export)
+    if not isinstance(target, Target):
+        target = load_target(target or target_of(export), **settings)
+    elif settings:
+        what = f"The target is loaded already, without {', '.join(settings)}."
+        fix = "Give them to load_target, or give load_export the target's name."
+        raise ConfigError(what, "target", fix)
     heads = load_heads(export, target)
     return Export(Path(export), target, heads, target.decoder(heads, chosen))
 

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 
@@ -21,17 +21,15 @@ from pipeline.artifacts.seed_rows import read_seeds
 from pipeline.artifacts.trained_heads import HEADS_FILE, read_trained_heads
 from pipeline.artifacts.tree_file import read_calibration
 from pipeline.config import Config
+from pipeline.conversations.conversation import Conversation
 from pipeline.decoding.dynamic_tree import DynamicTree, check_tree
-from pipeline.decoding.held_out import walk
+from pipeline.decoding.held_out import replay
 from pipeline.decoding.tree import TreePath
 from pipeline.errors import DataError
+from pipeline.heads.kind import Heads
 from pipeline.heads.kinds import max_depth
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.training.held_out_accuracy import HeldOutText, held_out_places, held_out_ranks
-
-if TYPE_CHECKING:
-    from pipeline.conversations.conversation import Conversation
-    from pipeline.heads.kind import Heads
 
 
 def run_flow(
@@ -134,19 +132,13 @@ class Run:
         settings = self.config
         states, *_ = flow.STAGES["calibrate"].upstream(settings)
         features, heads = self._stage(states), self._stage("train").path / HEADS_FILE
-        top, given = settings.calibrate.top, load_tree(tree)
-        chosen = check_tree(
-            given, max_depth(settings.train), given.top if isinstance(given, DynamicTree) else top
-        )
-        text = HeldOutText(
-            tuple(map(str, features.shards())),
-            features.fingerprint,
-            str(heads),
-            settings.train.roles,
-        )
+        top, depth = settings.calibrate.top, max_depth(settings.train)
+        chosen = check_tree(load_tree(tree), depth, top)
+        shards = tuple(map(str, features.shards()))
+        text = HeldOutText(shards, features.fingerprint, str(heads), settings.train.roles)
         if isinstance(chosen, DynamicTree):
-            return held_out_places(text, chosen, "cpu").walk(chosen.num_nodes).acceleration_rate
-        return walk(held_out_ranks(text, top, "cpu"), chosen).acceleration_rate
+            return held_out_places(text, chosen, "cpu").replay(chosen.num_nodes).acceleration_rate
+        return replay(held_out_ranks(text, top, "cpu"), chosen).acceleration_rate
 
     def accuracies(self) -> list[list[float]]:
         """The share of held-out rows' labels that each head's r-th guess equals, [heads][ranks]."""

@@ -1,4 +1,4 @@
-"""The check's result: the summary in its DONE.json, the verdict, and the answers beside it.
+"""The result of the check stage: its figures in DONE.json, its verdict, and its answer files.
 
 Field names are the keys of DONE.json and of report.json, which leave out None.
 """
@@ -47,13 +47,13 @@ class GreedyMatch:
 
     @property
     def differing(self) -> int:
-        """The number of answers that are neither."""
+        """The number of greedy answers that differ other than at a tie."""
         return self.sequences - self.identical - self.ties
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The first difference of a greedy answer from plain decoding's that is no tie."""
+    """The first token, not a tie, at which a greedy answer differs from plain decoding."""
 
     id: str
     at: int
@@ -65,7 +65,7 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class ChainRate:
-    """The acceleration rate of a top-1 chain on plain greedy answers."""
+    """The acceleration rate of a top-1 chain, replayed on plain greedy answers."""
 
     draft_tokens: int
     acceleration_rate: float | None = None
@@ -74,7 +74,7 @@ class ChainRate:
 
 @dataclass(frozen=True, kw_only=True)
 class Baseline:
-    """transformers' own decoding of the same prompts; `failed` says why there are no figures."""
+    """The figures of a decoding method of transformers; `failed` is the reason for having none."""
 
     name: str
     failed: str | None = None
@@ -88,7 +88,7 @@ class Baseline:
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """The speed with heads and plain decoding's (`baseline_…`); times are in seconds."""
+    """Decoding speed with heads, and of plain decoding (`baseline_…`); times in seconds."""
 
     acceleration_rate: float | None = None
     standard_error: float | None = None
@@ -104,7 +104,7 @@ class Speed:
 
 @dataclass(frozen=True, kw_only=True)
 class Category(Speed):
-    """The figures of the prompts of one category."""
+    """Decoding speed on the prompts of one category."""
 
     category: str
     prompts: int
@@ -112,7 +112,7 @@ class Category(Speed):
 
 @dataclass(frozen=True, kw_only=True)
 class TreeRow:
-    """One tree in the study of `trees`, or the export's tree cut at `heads` in that of heads."""
+    """One tree in the study `trees`, or the tree cut at `heads` heads in the study `heads`."""
 
     tree: str | None = None
     heads: int | None = None
@@ -182,7 +182,7 @@ class Studies:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineFigures(Speed):
-    """The figures that both engines have; only native decoding times steps and tokens."""
+    """The check's figures that native decoding and vLLM have in common."""
 
     acceleration_rate: float
     greedy_match: GreedyMatch
@@ -196,7 +196,7 @@ class EngineFigures(Speed):
 
 @dataclass(frozen=True, kw_only=True)
 class NativeFigures(EngineFigures):
-    """Native decoding with the tree."""
+    """The check's figures of native decoding with the tree."""
 
     accepted_lengths: list[int] | None = None  # the number of steps that accept 0, 1, … guesses
     prompts: int | None = None
@@ -216,7 +216,7 @@ class NativeFigures(EngineFigures):
 
 @dataclass(frozen=True, kw_only=True)
 class VllmFigures(EngineFigures):
-    """vLLM with the heads' top-1 chain."""
+    """The check's figures of vLLM with the heads' top-1 chain."""
 
     num_speculative_tokens: int | None = None
     accepted_per_position: list[float] | None = None
@@ -227,7 +227,7 @@ class VllmFigures(EngineFigures):
 
 @dataclass(frozen=True, kw_only=True)
 class ServedModel:
-    """The heads on the copy of their target that will be served."""
+    """The check's figures on the copy of the target that will be served."""
 
     model: str
     format: str
@@ -251,7 +251,7 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True)
 class TunedDrift:
-    """The drift of a tuned backbone's predictions from the original's; None without positions."""
+    """Distance of a tuned backbone's predictions from the original's; None without positions."""
 
     kl: float | None = None  # nats per position
     perplexity: dict[str, float] | None = None
@@ -262,7 +262,7 @@ class TunedDrift:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckFigures:
-    """`check` of report.json."""
+    """The section `check` of report.json."""
 
     native: NativeFigures | None = None
     vllm: VllmFigures | None = None
@@ -274,7 +274,7 @@ class CheckFigures:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckResult:
-    """The summary of a check; a part of one has only the fields of its engine."""
+    """The summary of a check; the part of one engine has only the fields of that engine."""
 
     native: NativeFigures | None = None
     vllm: VllmFigures | None = None
@@ -294,7 +294,7 @@ class CheckResult:
     passed: bool | None = None
 
     def failures(self, limits: Limits) -> list[str]:
-        """The reasons why these heads must not be published; empty where they may."""
+        """Return the reasons why the heads must not be published; empty if the check passed."""
         found = _failures_of_engines(self.native, self.vllm, limits)
         copy = self.served_model
         if copy is not None:
@@ -318,7 +318,7 @@ class CheckResult:
         return found
 
     def figures(self, limits: Limits) -> CheckFigures:
-        """The figures for report.json, judged by these limits."""
+        """Return the check's figures for report.json, judged by these limits."""
         failures = self.failures(limits)
         return CheckFigures(
             native=self.native,
@@ -330,7 +330,7 @@ class CheckResult:
         )
 
     def _guesses_by_frequency(self) -> str | None:
-        """The first of top1 and top5 in which head 0 is hardly better than token frequencies.
+        """Return the rank, top1 or top5, at which head 0 hardly beats token frequencies, or None.
 
         The most that guesses which read nothing can reach is the share of the most frequent tokens.
         Head 0 has to get `LEAST_LEARNED` of the rest right. Untrained heads get none of it, heads
@@ -370,16 +370,11 @@ def _failures_of_engines(
 def _failures_of_engine(name: str, engine: EngineFigures, limits: Limits) -> list[str]:
     found, match = [], engine.greedy_match
     if match.differing:
-        differ = (
-            f"{name}: {match.differing} of {match.sequences} greedy sequences differ from plain"
-            " decoding"
-        )
-        if engine.largest_gap is not None and engine.tie_tolerance is not None:
-            differ += (
-                f", where the target's top-2 gap is up to {engine.largest_gap:g}; up to"
-                f" check.tie_tolerance = {engine.tie_tolerance:g} it is a tie"
-            )
-        found.append(differ)
+        differ = f"{match.differing} of {match.sequences} greedy sequences differ"
+        gap = ""
+        if engine.largest_gap is not None:
+            gap = f" (top-2 gap up to {engine.largest_gap:g}; ties: check.tie_tolerance)"
+        found.append(f"{name}: {differ} from plain decoding{gap}")
     if match.ties > max(1, limits.max_tie_share * match.sequences):
         found.append(
             f"{name}: {match.ties} of {match.sequences} greedy sequences differ at ties, more than"
@@ -394,7 +389,7 @@ def _failures_of_engine(name: str, engine: EngineFigures, limits: Limits) -> lis
 
 
 def _missed_rate(vllm: VllmFigures) -> float | None:
-    """The rate to expect of the served chain where vLLM's is far below it, else None.
+    """Return the expected rate of the served chain if vLLM's rate is far below it, else None.
 
     Far below is at least half of the gain over plain decoding, and more than 3 standard errors of
     what was measured and expected together, and a tenth of a token. On the same text there is no
@@ -416,13 +411,13 @@ def _missed_rate(vllm: VllmFigures) -> float | None:
 
 
 def write_answers(directory: Path, answers: Mapping[str, Iterable[Line]]) -> None:
-    """Write each method's answers, one line per question, to `answers/METHOD.jsonl`."""
+    """Write the check's answers of each method, a line per question, to `answers/METHOD.jsonl`."""
     for method, lines in answers.items():
         _write_lines(directory / "answers" / f"{method}.jsonl", lines)
 
 
 def write_model_answers(directory: Path, lines: Sequence[Line]) -> None:
-    """Write one method's answers to `model_answer/MODEL.jsonl`, where FastChat's judge looks."""
+    """Write the check's answers to `model_answer/MODEL.jsonl`, which FastChat's judge reads."""
     if lines:
         _write_lines(directory / "model_answer" / f"{lines[0]['model_id']}.jsonl", lines)
 
@@ -432,7 +427,7 @@ def _write_lines(path: Path, lines: Iterable[Line]) -> None:
 
 
 def read_answers(directory: Path) -> dict[str, list[Line]]:
-    """The answers of a check by method: plain decoding's first, the original's last."""
+    """Read the answers of a check by method: plain decoding first, the original model last."""
     files = {path.stem: path for path in sorted((directory / "answers").glob("*.jsonl"))}
     for path in sorted((directory / "model_answer").glob("*-original.jsonl")):
         files["original"] = path

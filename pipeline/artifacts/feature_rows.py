@@ -1,10 +1,10 @@
-"""Rows of features: a conversation's tokens, and the target's hidden state for each token that it
-wrote.
+"""Feature rows: a conversation's tokens, and the target's hidden state for each token that the
+target wrote.
 
-`FeatureRows` reads states as torch tensors over the Parquet pages, without a copy; states of 8 bits
-(`quantized_states`) become the target's dtype again. The *learnable* positions of a row are those
-at which head 0 has a label (elsewhere no head has one); lengths, plans and batches count these
-alone. `feature_writer` writes the rows.
+`FeatureRows` reads states as torch tensors; states of 8 bits (`quantized_states`) become the
+target's dtype again. The *learnable* positions of a row are those at which head 0 has a label
+(elsewhere no head has one); lengths, plans and batches count these alone. `feature_writer` writes
+the rows.
 
 Letters: N positions, D hidden size, V vocabulary, K heads.
 """
@@ -23,8 +23,8 @@ import pyarrow.compute as pc
 import torch
 from torch import Tensor
 
-from pipeline.artifacts.generated_rows import SPANS, open_rows, require_vocabulary, spans_of
-from pipeline.artifacts.quantized_states import SCALE_BYTES, dequantize, stored_dtype
+from pipeline.artifacts.generated_rows import SPANS, open_rows, spans_of
+from pipeline.artifacts.quantized_states import SCALE_BYTES, STORED_DTYPES, dequantize
 from pipeline.config import Precision
 from pipeline.conversations.conversation import Role
 from pipeline.conversations.spans import IGNORED, feature_positions, head_labels
@@ -42,12 +42,12 @@ FEATURES = pa.schema(
 )
 SCALES = pa.field("scales", pa.list_(pa.float32()))  # of states of 8 bits: one per position
 TAP = "last hidden state after the final norm"
-READ = {"id", "input_ids", "spans", "hidden", "scales"}  # columns that batches need
+BATCH_COLUMNS = ["input_ids", "spans", "hidden"]
 
 
 @dataclass(frozen=True)
 class StateFormat:
-    """The storage format of a shard's states."""
+    """The storage format of the states in a feature shard."""
 
     dtype: torch.dtype  # the target's, which readers get
     hidden_size: int
@@ -55,15 +55,15 @@ class StateFormat:
 
     @classmethod
     def of(cls, footer: Mapping[bytes, bytes]) -> StateFormat:
-        """Return the format in a shard's footer."""
+        """Read the format of states from a feature shard's footer."""
         dtype = getattr(torch, footer[b"dtype"].decode())
         precision = cast(Precision, footer[b"precision"].decode())
         return cls(dtype, int(footer[b"hidden_size"]), precision)
 
     @property
-    def stored(self) -> torch.dtype:
-        """The dtype of the stored numbers; raises EnvironmentFault if this torch lacks it."""
-        return self.dtype if self.precision == "native" else stored_dtype(self.precision)
+    def stored_dtype(self) -> torch.dtype:
+        """The dtype of stored states."""
+        return STORED_DTYPES.get(self.precision, self.dtype)
 
     @property
     def schema(self) -> pa.Schema:
@@ -71,21 +71,20 @@ class StateFormat:
 
     @property
     def footer(self) -> dict[str, str]:
-        """The format as schema metadata."""
+        """The format of states as metadata of a Parquet schema."""
         dtype, size = str(self.dtype).removeprefix("torch."), str(self.hidden_size)
         return {"dtype": dtype, "hidden_size": size, "precision": self.precision, "tap": TAP}
 
     @property
     def computed_bytes(self) -> int:
-        """Bytes of a state as the target computes it."""
+        """The bytes of a state as the target computes it."""
         return self.hidden_size * self.dtype.itemsize
 
-
-def state_bytes(hidden_size: int, dtype: torch.dtype, precision: Precision) -> int:
-    """Return the bytes of one stored state, its scale included, before compression."""
-    if precision == "native":
-        return hidden_size * dtype.itemsize
-    return hidden_size + SCALE_BYTES
+    @property
+    def stored_bytes(self) -> int:
+        """The bytes of a stored state with its scale, before compression."""
+        scale = 0 if self.precision == "native" else SCALE_BYTES
+        return self.hidden_size * self.stored_dtype.itemsize + scale
 
 
 @dataclass(frozen=True)
@@ -108,8 +107,8 @@ class FeatureRow:
         return answers
 
     def teachers(self, start: int, stop: int) -> tuple[Tensor, npt.NDArray[np.int64]]:
-        """Return the states [M, D] from which the target predicted the labels at learnable
-        positions [start, stop), and each label's row among them [K, N].
+        """Return the teacher states [M, D] of the labels at learnable positions [start, stop), and
+        each label's row among them [K, N].
 
         Head k's label at position t, the token at t+2+k, is predicted from the state at t+1+k,
         which is stored wherever there is such a label. Rows are -1 where there is no label.
@@ -122,12 +121,12 @@ class FeatureRow:
 
 
 class FeatureRows:
-    """The rows of feature shards, read by row group.
+    """Rows of feature shards, read by row group.
 
     Args:
         shards: The shards' paths, in order; all of one run.
         fingerprint: The features stage's fingerprint, which every shard must carry.
-        hidden_size, vocab_size: The target's.
+        hidden_size: The target's.
         num_heads: K.
         roles: The roles whose spans give labels.
 
@@ -142,11 +141,10 @@ class FeatureRows:
         *,
         fingerprint: str,
         hidden_size: int,
-        vocab_size: int,
         num_heads: int,
         roles: Collection[Role],
     ):
-        self.fingerprint, self.hidden_size, self.vocab_size = fingerprint, hidden_size, vocab_size
+        self.fingerprint = fingerprint
         self.num_heads, self.roles = num_heads, tuple(roles)
         self._groups: list[tuple[str, int]] = []
         self._lengths: list[npt.NDArray[np.int64]] = []
@@ -167,33 +165,32 @@ class FeatureRows:
         return self.states.dtype
 
     def lengths(self, split: str) -> list[npt.NDArray[np.int64]]:
-        """Return per row group each row's number of learnable positions; 0 in another split."""
+        """Return, per row group, each row's learnable positions in a split; 0 for other splits."""
         return [
             np.where(splits == split, n, 0)
             for splits, n in zip(self._splits, self._lengths, strict=True)
         ]
 
     def read_group(self, index: int) -> RowGroup:
-        """Read one row group into memory.
+        """Read one row group of features into memory.
 
         Raises:
             DamagedShard: A page fails its checksum, or the file is gone.
         """
         path, group = self._groups[index]
         with open_rows(path, self.fingerprint) as shard:
-            columns = [name for name in self.states.schema.names if name in READ]
+            columns = BATCH_COLUMNS
+            if self.states.precision != "native":
+                columns = [*columns, SCALES.name]
             table = shard.read_row_group(group, columns=columns, use_threads=False)
-        return RowGroup(self, path, table)
+        return RowGroup(self, table)
 
 
 class RowGroup:
-    """A row group's rows, each decoded when it is first asked for."""
+    """The feature rows of one row group, each decoded on first use."""
 
-    def __init__(self, rows: FeatureRows, path: str, table: pa.Table):
-        self._rows, self._path, self._table = rows, path, table
-        self._states: list[Tensor] = []
-        for chunk in table["hidden"].chunks:
-            self._states += _values(chunk)
+    def __init__(self, rows: FeatureRows, table: pa.Table):
+        self._rows, self._table = rows, table
         self._taken: dict[int, FeatureRow] = {}
 
     def __getitem__(self, index: int) -> FeatureRow:
@@ -207,15 +204,16 @@ class RowGroup:
         rows = self._rows
         labels_KN = head_labels(ids, spans, rows.num_heads, rows.roles)
         learnable = np.flatnonzero(labels_KN[0] != IGNORED)
-        where = f"{self._path}, row {self._table['id'][index]}"
-        require_vocabulary(labels_KN, rows.vocab_size, where)
-        hidden_ND = self._hidden(index)
         next_N = ids[feature_positions(spans)[learnable] + 1]
-        return FeatureRow(hidden_ND, torch.from_numpy(learnable), next_N, labels_KN[:, learnable])
+        return FeatureRow(
+            self._hidden(index), torch.from_numpy(learnable), next_N, labels_KN[:, learnable]
+        )
 
     def _hidden(self, index: int) -> Tensor:
         """Return a row's states in the target's dtype."""
-        states, stored = self._rows.states, self._states[index]
+        states, buffer = self._rows.states, self._table["hidden"][index].as_buffer()
+        # DLPack, since torch.frombuffer warns of memory that is read-only.
+        stored = torch.from_dlpack(pa.Array.from_buffers(pa.uint8(), buffer.size, [None, buffer]))
         if states.precision == "native":
             return stored.view(states.dtype).view(-1, states.hidden_size)
         scales_N = self._table["scales"][index].values.to_numpy()
@@ -224,9 +222,7 @@ class RowGroup:
 
 
 def _num_learnable(spans: pa.ChunkedArray, roles: Sequence[Role]) -> npt.NDArray[np.int64]:
-    """Return each row's number of learnable positions: all but the last token of each span in
-    `roles`.
-    """
+    """Count each row's learnable positions: all but the last of each span in `roles`."""
     sizes = pc.list_value_length(spans).to_numpy()
     flat = pc.list_flatten(spans)
     starts, ends, role = (pc.struct_field(flat, name) for name in ("start", "end", "role"))
@@ -234,15 +230,3 @@ def _num_learnable(spans: pa.ChunkedArray, roles: Sequence[Role]) -> npt.NDArray
     numbers = (ends.to_numpy() - starts.to_numpy() - 1) * learned
     row = np.repeat(np.arange(len(sizes)), sizes)
     return np.bincount(row, weights=numbers, minlength=len(sizes)).astype(np.int64)
-
-
-def _values(chunk: pa.LargeBinaryArray) -> list[Tensor]:
-    """Return each value's bytes as a uint8 tensor over Arrow's own memory."""
-    _, offsets, data = chunk.buffers()
-    edges = np.frombuffer(offsets, np.int64)[chunk.offset : chunk.offset + len(chunk) + 1].tolist()
-    if data is None or not data.size:
-        return [torch.empty(0, dtype=torch.uint8) for _ in range(len(chunk))]
-    # DLPack, since torch.frombuffer warns of memory that is read-only, and the warning cannot be
-    # silenced in a thread.
-    everything = torch.from_dlpack(pa.Array.from_buffers(pa.uint8(), data.size, [None, data]))
-    return [everything[start:stop] for start, stop in itertools.pairwise(edges)]

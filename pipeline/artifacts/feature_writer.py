@@ -1,22 +1,22 @@
-"""Write feature shards behind the computation: states arrive in any order, row groups leave in
-order.
+"""The writer of feature shards: states arrive in any order, row groups are written in order.
 
 A row's states are copied into the memory of its row group as they arrive. A thread checks a
 complete group, quantizes it to 8 bits if configured, encodes, checksums and writes it, straight
-from that memory. `Backlog` bounds the bytes that wait for it, and so how far computing runs ahead
-of the disk.
+from that memory. The number of groups
+that wait is bounded, and so how far computing runs ahead of the disk.
 
 Letters: T tokens of a row, N positions of a group, D hidden size.
 """
 
 from __future__ import annotations
 
+import bisect
 import itertools
+import threading
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
-from threading import Condition
 from typing import Any
 
 import numpy as np
@@ -34,55 +34,21 @@ from pipeline.storage.receipts import Receipt
 from pipeline.storage.shards import ShardWriter
 
 ROW_GROUP_BYTES = 64 * 1024**2  # of states; a reader holds one group at a time
-BACKLOG_BYTES = 2 * 1024**3  # one window of an engine: the next is computed while it is written
-
-
-class Backlog:
-    """The bytes of states that wait to be written, at most `limit`, and memory for more."""
-
-    def __init__(self, limit: int = BACKLOG_BYTES):
-        self._limit, self._waiting = limit, 0
-        self._free: list[Tensor] = []
-        self._changed = Condition()
-
-    def memory(self, num_bytes: int) -> Tensor:
-        """Return at least so many bytes, if possible those of a group that has been written: the
-        pages of fresh memory take five times as long to fill.
-        """
-        with self._changed:
-            for place, memory in enumerate(self._free):
-                if len(memory) >= num_bytes:
-                    return self._free.pop(place)
-            del self._free[:1]  # the oldest makes room for a larger one
-        return torch.empty(num_bytes, dtype=torch.uint8)
-
-    def add(self, num_bytes: int) -> None:
-        """Count bytes that wait from now on; block until there is room for them."""
-        with self._changed:
-            while self._waiting and self._waiting + num_bytes > self._limit:
-                self._changed.wait()
-            self._waiting += num_bytes
-
-    def remove(self, num_bytes: int, memory: Tensor) -> None:
-        """Stop counting bytes; their memory may be used again."""
-        with self._changed:
-            self._waiting -= num_bytes
-            self._free.append(memory)
-            self._changed.notify_all()
+MAX_WAITING_GROUPS = 32  # 2 GiB, one window of an engine: the next is computed while it is written
 
 
 class WaitingGroup:
-    """Rows of one split that are written together, and the memory for their states."""
+    """Feature rows that become one row group, and the memory for their states."""
 
     def __init__(self, rows: Sequence[TokenRow], states: StateFormat, memory: Tensor):
         self.rows, self.states, self.memory = rows, states, memory
         self.edges = row_edges(rows)
-        self.num_bytes = self.edges[-1] * states.computed_bytes
-        self.hidden_ND = memory[: self.num_bytes].view(states.dtype).view(-1, states.hidden_size)
+        num_bytes = self.edges[-1] * states.computed_bytes
+        self.hidden_ND = memory[:num_bytes].view(states.dtype).view(-1, states.hidden_size)
         self.missing = len(rows)
 
     def put(self, index: int, hidden_TD: Tensor) -> None:
-        """Copy the states at the kept positions of a row."""
+        """Copy the states at the positions that predict a row's target-written tokens."""
         start = self.edges[index]
         for span in self.rows[index].spans:
             stop = start + len(span)
@@ -91,9 +57,7 @@ class WaitingGroup:
         self.missing -= 1
 
     def write(self, writer: ShardWriter) -> int:
-        """Write the rows, quarantine those with a non-finite state; return the number of positions
-        kept.
-        """
+        """Write the row group without rows of non-finite states; return its number of positions."""
         rows, states = [], [self.hidden_ND[:0]]
         for row, (start, stop) in zip(self.rows, itertools.pairwise(self.edges), strict=True):
             hidden_ND = self.hidden_ND[start:stop]
@@ -113,7 +77,9 @@ class WaitingGroup:
     def _batch(self, rows: Sequence[TokenRow], hidden_ND: Tensor) -> pa.RecordBatch:
         if self.states.precision == "native":
             return feature_batch(rows, hidden_ND)
-        stored_ND = self.memory[: hidden_ND.numel()].view(self.states.stored).view(hidden_ND.shape)
+        stored_ND = (
+            self.memory[: hidden_ND.numel()].view(self.states.stored_dtype).view(hidden_ND.shape)
+        )
         scales_N = quantize(hidden_ND, self.states.precision, stored_ND)
         edges = pa.array(row_edges(rows), pa.int32())
         scales = pa.ListArray.from_arrays(edges, pa.array(scales_N.numpy()))
@@ -123,9 +89,7 @@ class WaitingGroup:
 def _rejected(row: TokenRow, hidden_ND: Tensor) -> RejectedRow:
     num_bad = int((~torch.isfinite(hidden_ND).all(dim=1)).sum())
     detail = f"{num_bad} of {len(hidden_ND)} states are NaN or infinite"
-    stored = row.stored()
-    content = {"input_ids": stored["input_ids"], "spans": stored["spans"]}
-    return RejectedRow(row.id, Reason.NON_FINITE, detail, content)
+    return RejectedRow(row.id, Reason.NON_FINITE, detail, row.stored())
 
 
 def num_positions(row: TokenRow) -> int:
@@ -133,12 +97,12 @@ def num_positions(row: TokenRow) -> int:
 
 
 def row_edges(rows: Sequence[TokenRow]) -> list[int]:
-    """Return edges such that row i's states are [edges[i], edges[i+1])."""
+    """Return the offsets of rows in their states: row i has [edges[i], edges[i+1])."""
     return [0, *itertools.accumulate(map(num_positions, rows))]
 
 
 def row_groups(rows: Iterable[TokenRow], states: StateFormat) -> list[list[TokenRow]]:
-    """Return rows, in order, as groups of one split and of about `ROW_GROUP_BYTES` of states.
+    """Divide rows, in order, into row groups of one split and about `ROW_GROUP_BYTES` of states.
 
     A reader of the few held-out rows reads their groups alone, and not the hundred times larger
     rest with them.
@@ -155,9 +119,7 @@ def row_groups(rows: Iterable[TokenRow], states: StateFormat) -> list[list[Token
 
 
 def feature_batch(rows: Sequence[TokenRow], hidden_ND: Tensor) -> pa.RecordBatch:
-    """Return rows and their states, one after another, as a batch of `FEATURES`; no state is
-    copied.
-    """
+    """Return rows with their states as a record batch of `FEATURES`; states are not copied."""
     ends = np.asarray(row_edges(rows), np.int64) * hidden_ND.shape[1] * hidden_ND.itemsize
     data = pa.py_buffer(hidden_ND.view(torch.uint8).numpy())
     buffers = [None, pa.py_buffer(ends), data]
@@ -179,87 +141,99 @@ def _lists(values: Sequence[npt.NDArray[np.int32]]) -> pa.ListArray:
 
 
 class FeatureWriter:
-    """Writes one shard of features behind its computation. Leave it before the shard's writer.
+    """Writes one feature shard in a thread, while later states are computed.
+
+    Leave this context before the shard writer's.
 
     Args:
-        writer: The shard's, open. Only this object uses it until `commit` is done.
+        writer: The shard's, open. Only this object uses it until `commit`.
         rows: The shard's rows, in order.
-        backlog: Shared with the shards before and after.
+        max_waiting: How many row groups may wait to be written.
     """
 
     def __init__(
-        self, writer: ShardWriter, rows: Sequence[TokenRow], states: StateFormat, backlog: Backlog
+        self,
+        writer: ShardWriter,
+        rows: Sequence[TokenRow],
+        states: StateFormat,
+        max_waiting: int = MAX_WAITING_GROUPS,
     ):
-        self._writer, self._states, self._backlog = writer, states, backlog
+        self._writer, self._states = writer, states
         self._rows = row_groups(rows, states)
-        self._places: list[tuple[int, int]] = []  # group and place in it of each row
-        for group, members in enumerate(self._rows):
-            for index in range(len(members)):
-                self._places.append((group, index))
+        self._starts = [0, *itertools.accumulate(map(len, self._rows))]  # each group's first row
         self._groups: dict[int, WaitingGroup] = {}
         self._writing: list[Future[int]] = []
         self._thread = ThreadPoolExecutor(1)
         self._failed: BaseException | None = None
+        self._slots = threading.Semaphore(max_waiting)
+        self._free: list[Tensor] = []  # memory of groups that are written
 
     def __enter__(self) -> FeatureWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Discard what has not been written."""
+        """Discard row groups that have not been written."""
         self._failed = self._failed or InterruptedError()
         self._thread.shutdown()
 
     def put(self, index: int, hidden_TD: Tensor) -> None:
-        """Copy the states of one row, in any order; block while too many wait to be written.
+        """Copy one row's states; block while too many row groups wait to be written.
 
         Raises:
             EnvironmentFault: Writing has failed: the disk is full.
         """
-        number, place = self._places[index]
+        number = bisect.bisect(self._starts, index) - 1
         if number not in self._groups:
             rows = self._rows[number]
             num_bytes = row_edges(rows)[-1] * self._states.computed_bytes
-            self._groups[number] = WaitingGroup(rows, self._states, self._backlog.memory(num_bytes))
-        self._groups[number].put(place, hidden_TD)
+            self._groups[number] = WaitingGroup(rows, self._states, self._memory(num_bytes))
+        self._groups[number].put(index - self._starts[number], hidden_TD)
         following = len(self._writing)
         while following in self._groups and not self._groups[following].missing:
             group = self._groups.pop(following)
-            self._backlog.add(group.num_bytes)
+            self._slots.acquire()
             self._writing.append(self._thread.submit(self._write, group))
             following += 1
         if self._failed:
             raise self._failed
 
+    def _memory(self, num_bytes: int) -> Tensor:
+        """Return memory for a row group, if possible that of a group that has been written.
+
+        The pages of fresh memory take five times as long to fill.
+        """
+        if self._free:
+            memory = self._free.pop()
+            if len(memory) >= num_bytes:
+                return memory
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
     def commit(
         self,
         stage: str,
         ids_in: Sequence[str] | None,
-        stats: dict[str, float] | None = None,
+        num_tokens: int = 0,
         started: float = 0.0,
-    ) -> Future[Receipt]:
-        """Commit the shard once all is written, see `ShardWriter.commit`.
+    ) -> Receipt:
+        """Wait until all row groups are written, then commit the feature shard.
 
         Args:
-            stats: Further counts beside positions.
+            num_tokens: The rows' tokens, as the receipt states them.
             started: When its worker began, by the monotonic clock.
         """
         lacking = f"{len(self._groups)} row groups of {stage} lack states"
         assert len(self._writing) == len(self._rows), lacking
-        return self._thread.submit(self._commit, stage, ids_in, stats or {}, started)
+        positions = sum(writing.result() for writing in self._writing)
+        stats = {"positions": float(positions), "tokens": float(num_tokens)}
+        return self._writer.commit(stage, ids_in, stats, time.monotonic() - started)
 
     def _write(self, group: WaitingGroup) -> int:
-        """Write a group, unless writing has failed before."""
+        """Write a row group unless writing has failed before; return its number of positions."""
         try:
             return 0 if self._failed else group.write(self._writer)
         except BaseException as error:
             self._failed = error
             raise
         finally:
-            self._backlog.remove(group.num_bytes, group.memory)
-
-    def _commit(
-        self, stage: str, ids_in: Sequence[str] | None, stats: dict[str, float], started: float
-    ) -> Receipt:
-        positions = sum(writing.result() for writing in self._writing)
-        stats = {"positions": float(positions), **stats}
-        return self._writer.commit(stage, ids_in, stats, time.monotonic() - started)
+            self._free.append(group.memory)
+            self._slots.release()

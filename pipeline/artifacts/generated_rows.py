@@ -1,13 +1,14 @@
-"""Rows of token ids and target-written spans: those of the generate stage, and the columns that
-features keep.
+"""Rows of the generate stage on disk: token ids, target-written spans, messages.
 
-`open_rows` and `require_vocabulary` refuse a shard of another run and tokens of another target.
+Feature shards keep the columns of `TokenRow`.
+
+`open_rows` refuses a shard of another run.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ REDO = "Delete this file and run the same command again: it is made anew."
 
 @dataclass(frozen=True)
 class TokenRow:
-    """A conversation as token ids, and the spans that the target wrote."""
+    """A generated conversation as token ids, with the spans that the target wrote."""
 
     id: str
     parent_id: str
@@ -53,12 +54,12 @@ class TokenRow:
 
     @classmethod
     def of(cls, row: Row) -> TokenRow:
-        """Read a row of `read_rows` with at least these columns."""
+        """Make a token row of a stored row."""
         ids = np.asarray(row["input_ids"], np.int32)
         return cls(row["id"], row["parent_id"], row["split"], ids, spans_of(row["spans"]))
 
     def stored(self) -> Row:
-        """Return the row's columns for a `ShardWriter`."""
+        """Return the row's columns for a shard writer."""
         return {
             "id": self.id,
             "parent_id": self.parent_id,
@@ -73,20 +74,14 @@ def spans_of(stored: Iterable[Mapping[str, Any]]) -> list[Span]:
 
 
 def stored_row(row: GeneratedRow, split: str) -> Row:
-    """Return a finished conversation as a row of `GENERATED`."""
-    return {
-        "id": row.id,
-        "parent_id": row.parent_id,
-        "split": split,
-        "input_ids": row.input_ids,
-        "spans": [asdict(span) for span in row.spans],
-        "finish": row.finish,
-        "messages": [asdict(message) for message in row.messages],
-    }
+    """Return the columns of a generated conversation, as `GENERATED` has them."""
+    tokens = TokenRow(row.id, row.parent_id, split, np.asarray(row.input_ids), row.spans)
+    messages = [asdict(message) for message in row.messages]
+    return {**tokens.stored(), "finish": row.finish, "messages": messages}
 
 
 def counts_of(rows: Iterable[Row]) -> dict[str, float]:
-    """Count target-written tokens and turns, and the rows of each split, for a receipt."""
+    """Count the tokens and turns that the target wrote, and the rows of each split."""
     counts = dict.fromkeys(("tokens", "turns", *(f"{split}_rows" for split in SPLITS)), 0.0)
     for row in rows:
         counts["tokens"] += sum(span["end"] - span["start"] for span in row["spans"])
@@ -98,8 +93,9 @@ def counts_of(rows: Iterable[Row]) -> dict[str, float]:
 def read_token_rows(
     shards: Iterable[str | Path], fingerprint: str, vocab_size: int | None = None
 ) -> Iterator[TokenRow]:
-    """Yield the rows of shards of generate or features, in order; token ids are views of Arrow's
-    memory.
+    """Yield the token rows of generate or feature shards, in order.
+
+    Token ids are views of Arrow's memory.
 
     Raises:
         DamagedShard: A shard cannot be read.
@@ -109,19 +105,18 @@ def read_token_rows(
         with open_rows(path, fingerprint) as shard:
             for group in range(shard.num_row_groups):
                 table = shard.read_row_group(group, columns=list(TOKEN_COLUMNS))
-                tokens = table["input_ids"]
-                for row, of_row in zip(
-                    table.drop_columns("input_ids").to_pylist(), tokens, strict=True
-                ):
-                    ids = of_row.values.to_numpy()
-                    if vocab_size is not None:
-                        require_vocabulary(ids, vocab_size, f"{path}, row {row['id']}")
+                others = table.drop_columns("input_ids").to_pylist()
+                for row, tokens in zip(others, table["input_ids"], strict=True):
+                    ids = tokens.values.to_numpy()
+                    if vocab_size is not None and np.max(ids, initial=0) >= vocab_size:
+                        what = f"A token is outside the target's vocabulary of {vocab_size}."
+                        raise DataError(what, f"{path}, row {row['id']}", REDO)
                     yield TokenRow.of({**row, "input_ids": ids})
 
 
 @contextlib.contextmanager
 def open_rows(path: str | Path, fingerprint: str) -> Iterator[pq.ParquetFile]:
-    """Open a shard for reading; its footer must have this fingerprint.
+    """Open a generate or feature shard for reading; its footer must have this fingerprint.
 
     Raises:
         DamagedShard: It is missing or damaged.
@@ -135,25 +130,12 @@ def open_rows(path: str | Path, fingerprint: str) -> Iterator[pq.ParquetFile]:
         yield shard
 
 
-def require_vocabulary(
-    ids: npt.NDArray[np.int32] | Sequence[int], vocab_size: int, where: str
-) -> None:
-    """Raise DataError if a token id is outside the target's vocabulary."""
-    largest = np.max(ids, initial=0)
-    if largest >= vocab_size:
-        what = (
-            f"Token {largest} is outside the target's vocabulary of {vocab_size}: this shard is of"
-            " another target."
-        )
-        raise DataError(what, where, REDO)
-
-
 def num_contaminated(shards: Iterable[Path], questions: CheckQuestions) -> int:
-    """Return how many training rows contain a question of the check."""
+    """Count the training rows that contain a question of the check."""
     found = 0
     for path in shards:
         for row in read_rows(path, ["split", "messages"]):
             messages = [Message(**message) for message in row["messages"]]
-            if row["split"] == "train" and any(map(questions.held_by, messages)):
+            if row["split"] == "train" and any(map(questions.find_question, messages)):
                 found += 1
     return found

@@ -1,4 +1,4 @@
-"""Results as JSON and back: frozen dataclasses whose field names are the keys."""
+"""Stage results as JSON: frozen dataclasses whose field names are the keys."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ Result = TypeVar("Result")
 
 
 def to_json(result: object) -> dict[str, Any]:
-    """The fields of a dataclass as JSON; those that are None are left out."""
+    """Return the fields of a result dataclass as JSON, without those that are None."""
     return dict(TypeAdapter(type(result)).dump_python(result, mode="json", exclude_none=True))
 
 
 def from_json(kind: type[Result], found: Any) -> Result:
-    """Read back what `to_json` gave of a `kind`; other keys are ignored.
+    """Make a result dataclass of the JSON of `to_json`; other keys are ignored.
 
     Raises:
         pydantic.ValidationError: It is of another form.
@@ -25,5 +25,5 @@ def from_json(kind: type[Result], found: Any) -> Result:
 
 
 def rounded(value: float, digits: int = 4) -> float | None:
-    """The figure rounded, None where it is not finite."""
+    """Return a figure rounded for JSON, or None if it is not finite."""
     return round(value, digits) if math.isfinite(value) else None

@@ -1,5 +1,4 @@
-"""States in 8 bits: numbers of 8 bits and one float32 scale per state, half the bytes of a bfloat16
-state.
+"""Hidden states quantized to 8 bits, with one float32 scale per state.
 
 A state is divided by a scale of its own, so that its largest number becomes the largest that the
 format has. `int8` rounds each number to a multiple of the scale: the error is at most 1/254 of the
@@ -18,32 +17,18 @@ import torch
 from torch import Tensor
 
 from pipeline.config import Precision
-from pipeline.errors import EnvironmentFault
 
 SCALE_BYTES = 4
+STORED_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 LARGEST = {"fp8": 448.0, "int8": 127.0}
-TORCH_NAMES = {"fp8": "float8_e4m3fn", "int8": "int8"}
 SMALLEST_STATE = 1e-30  # of a state's largest number, so that dividing by it overflows no float32
 PIECE = 1 << 18  # numbers that are converted at once: they stay in a core's cache
 
 
-def stored_dtype(precision: Precision) -> torch.dtype:
-    """Return the dtype of numbers in 8 bits.
-
-    Raises:
-        EnvironmentFault: This torch does not have it.
-    """
-    dtype: torch.dtype | None = getattr(torch, TORCH_NAMES[precision], None)
-    if dtype is None:
-        what = f"This torch has no dtype for states in {precision}."
-        fix = "Install the torch of the lock file, or set features.precision to int8 or native."
-        raise EnvironmentFault(what, "features.precision", fix)
-    return dtype
-
-
 def quantize(hidden_ND: Tensor, precision: Precision, stored_ND: Tensor) -> Tensor:
-    """Quantize finite states into `stored_ND`, which may share their memory's start; return their
-    scales [N], float32.
+    """Quantize finite states into `stored_ND` and return their scales [N], float32.
+
+    `stored_ND` may share the start of the states' memory.
     """
     scales_N = torch.empty(len(hidden_ND))
     rows = max(1, PIECE // hidden_ND.shape[1])
@@ -64,9 +49,9 @@ def dequantize(
     precision: Precision,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return the states in the target's dtype, from the bytes of their numbers and their scales."""
+    """Return hidden states in the target's dtype from their stored bytes and scales."""
     # A table is faster: torch converts float8 one number at a time.
-    numbers = torch.arange(256, dtype=torch.uint8).view(stored_dtype(precision)).float().numpy()
+    numbers = torch.arange(256, dtype=torch.uint8).view(STORED_DTYPES[precision]).float().numpy()
     hidden_ND = torch.empty(stored_ND.shape, dtype=dtype)
     rows = max(1, PIECE // stored_ND.shape[1])
     for start in range(0, len(stored_ND), rows):

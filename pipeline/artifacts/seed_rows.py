@@ -1,8 +1,7 @@
-"""Rows of the seeds stage: a conversation each, and its split, which never changes."""
+"""Rows of the seeds stage on disk: one conversation each, with its split."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from pipeline.conversations.conversation import Conversation, Message
-from pipeline.conversations.splits import opening
+from pipeline.conversations.splits import first_question
 from pipeline.storage.shards import Row, read_rows
 
 SPLITS = ("train", "calibrate", "check")
@@ -31,6 +30,8 @@ SEEDS = pa.schema(
 
 @dataclass(frozen=True)
 class SeedRow:
+    """A seed conversation and its split, as the seeds stage stores them."""
+
     conversation: Conversation
     split: str
 
@@ -40,7 +41,7 @@ class SeedRow:
 
     @classmethod
     def of(cls, row: Row) -> SeedRow:
-        """Read a row of `read_rows`."""
+        """Make a seed row of a stored row."""
         messages = tuple(Message(**message) for message in row["messages"])
         conversation = Conversation(
             row["id"], messages, row["source_id"], row["category"], row["tools"]
@@ -48,12 +49,12 @@ class SeedRow:
         return cls(conversation, row["split"])
 
     def stored(self) -> Row:
-        """Return the row as one of `SEEDS`."""
+        """Return the seed's columns, as `SEEDS` has them."""
         return {**asdict(self.conversation), "split": self.split}
 
 
 def read_seeds(shards: Iterable[Path], split: str) -> Iterator[Conversation]:
-    """Yield the conversations of one split, in order."""
+    """Yield the seed conversations of one split, in order."""
     for path in shards:
         for row in read_rows(path):
             if row["split"] == split:
@@ -61,13 +62,12 @@ def read_seeds(shards: Iterable[Path], split: str) -> Iterator[Conversation]:
 
 
 def questions_in_two_splits(shards: Iterable[Path]) -> list[str]:
-    """Return the first questions, normalised, that open conversations of more than one split."""
-    split_of: dict[bytes, str] = {}
-    found: dict[str, None] = {}
+    """Return first questions, normalised, that open seeds of more than one split."""
+    split_of: dict[str, str] = {}
+    shared: dict[str, None] = {}
     for path in shards:
         for row in map(SeedRow.of, read_rows(path)):
-            question = opening(row.conversation)
-            digest = hashlib.sha256(question.encode()).digest()
-            if split_of.setdefault(digest, row.split) != row.split:
-                found[question] = None
-    return list(found)
+            question = first_question(row.conversation)
+            if split_of.setdefault(question, row.split) != row.split:
+                shared[question] = None
+    return list(shared)

@@ -1,4 +1,4 @@
-"""Held-out answers that the target has also written in a training row.
+"""Seen answers: held-out answers that the target has also written in a training row.
 
 A new prompt may have an old answer. Heads have then learned the answer by heart, and rates on it
 are too high to say anything of new text. An answer is *seen* where its first 32 tokens, or
@@ -23,7 +23,7 @@ ENOUGH_NEW = 8  # answers; figures of fewer say nothing
 
 @dataclass(frozen=True, kw_only=True)
 class NewAnswers:
-    """Rates on the answers that are not seen; None where they are fewer than `ENOUGH_NEW`."""
+    """Rates on answers that are not seen; None if there are fewer than `ENOUGH_NEW`."""
 
     answers: int
     acceleration_rate: float | None = None
@@ -37,13 +37,13 @@ Tokens = Sequence[int] | npt.NDArray[np.integer]
 
 @dataclass(frozen=True)
 class TrainingText:
-    """The generate stage's shards and fingerprint, to read the target's training answers from."""
+    """The generate shards from which seen answers are read, and their fingerprint."""
 
     shards: tuple[str, ...]
     fingerprint: str
 
     def answers(self) -> SeenAnswers:
-        """Read all answers of the split `train`; about 100 bytes of memory for each."""
+        """Read the answers of the split `train`, at about 100 bytes of memory each."""
         seen = SeenAnswers()
         for row in read_token_rows(self.shards, self.fingerprint):
             if row.split == "train":
@@ -53,12 +53,12 @@ class TrainingText:
 
 
 def training_text(generated: StageDirectory) -> TrainingText:
-    """The training rows' answers in a generate stage's directory."""
+    """Return the training text of a generate stage's directory."""
     return TrainingText(tuple(map(str, generated.shards())), generated.fingerprint)
 
 
 class SeenAnswers:
-    """A set of answers, found by their first 32 tokens; a shorter answer as a whole."""
+    """The set of seen answers, compared by their first 32 tokens."""
 
     def __init__(self) -> None:
         self._beginnings: set[bytes] = set()

@@ -1,4 +1,4 @@
-"""Trained heads: `heads.safetensors`, whole or absent; nothing is ever unpickled.
+"""The train stage's heads on disk: `heads.safetensors`, whole or absent, never a pickle.
 
 Its header gives the heads' kind and shape. The training's summary, timings included, lies beside it
 in `summary.jsonl`, a log: equal heads are equal files, so their dependants are not stale.
@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from pipeline.errors import DataError
 from pipeline.heads.kind import Heads
@@ -25,22 +25,18 @@ SUMMARY_FILE = "summary.jsonl"
 
 
 def write_heads(path: Path, heads: Heads, summary: Summary) -> None:
-    """Write trained heads, after their summary."""
+    """Write the summary of a training, then its heads."""
     write_text(path.with_name(SUMMARY_FILE), json.dumps(summary) + "\n")
     with atomic_path(path) as temporary:
-        tensors: dict[str, Tensor] = {}
-        pointers = set()
-        for name, view in heads.stored_tensors().items():
-            tensor = view.cpu().contiguous()
-            if tensor.data_ptr() in pointers:  # safetensors refuses one tensor by two names
-                tensor = tensor.clone()
-            pointers.add(tensor.data_ptr())
-            tensors[name] = tensor
+        tensors = {}
+        for name, tensor in heads.stored_tensors().items():
+            # A copy, since safetensors refuses one tensor by two names.
+            tensors[name] = tensor.cpu().clone(memory_format=torch.contiguous_format)
         save_file(tensors, temporary, {"heads": json.dumps(heads.shape.to_json())})
 
 
 def read_trained_heads(path: Path) -> Heads:
-    """Return trained heads, on the CPU.
+    """Read trained heads onto the CPU.
 
     Raises:
         DataError: There are none, or the file is damaged.
@@ -53,7 +49,7 @@ def read_trained_heads(path: Path) -> Heads:
 
 
 def read_summary(path: Path, shape: HeadsShape) -> Summary | None:
-    """Return the training's summary of the heads in this file; None if there are no whole heads.
+    """Read the summary of trained heads; None if there are no whole heads.
 
     Raises:
         DataError: They have another kind or shape than `shape`, so they are another training's.
@@ -68,7 +64,7 @@ def read_summary(path: Path, shape: HeadsShape) -> Summary | None:
 
 
 def _heads_shape(path: Path) -> HeadsShape | None:
-    """Return the shape in the file's header; None if the file is absent, damaged or foreign."""
+    """Read the heads' shape from the file; None if the file is absent, damaged or foreign."""
     try:
         with safe_open(path, "pt") as file:
             return shape_from_json(json.loads(file.metadata()["heads"]))

@@ -1,4 +1,4 @@
-"""The calibrate stage's results: `tree.json`, its summary, and files of paths alone.
+"""The calibrate stage's tree on disk (`tree.json`) and summary; files of tree paths.
 
 With a dynamic tree, tree.json holds a static one of the same size as well, for readers of paths.
 
@@ -27,7 +27,7 @@ FIX = "Give a JSON list of paths, such as [[0], [0, 0], [1]]."
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
-    """An expected rate and, where the overhead was timed, the expected speedup."""
+    """An expected acceleration rate and, if the overhead was timed, an expected speedup."""
 
     overhead: float | None = None
     expected_acceleration_rate: float | None = None
@@ -37,14 +37,14 @@ class Expected:
 
 @dataclass(frozen=True, kw_only=True)
 class TimedSize(Expected):
-    """A number of nodes that was timed."""
+    """The expected speedup of a tree of so many nodes."""
 
     nodes: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChainLength(Expected):
-    """A chain of first guesses, as an engine such as vLLM drafts it."""
+    """The expected speedup of a chain of first guesses, as vLLM drafts it."""
 
     draft_tokens: int
     new: NewAnswers
@@ -52,7 +52,7 @@ class ChainLength(Expected):
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """A tree over the heads' guesses and a chain of first guesses, with their expected rates.
+    """The calibrated tree and chain of first guesses, with their expected rates.
 
     A `dynamic` tree is used where there is one: the expected rate is its own, and `choices` are
     a static tree of the same size. The last four fields are None for a tree of the user's own.
@@ -73,7 +73,7 @@ class Calibration:
 
     @property
     def tree(self) -> tuple[TreePath, ...] | DynamicTree:
-        """The tree that native decoding uses."""
+        """The calibrated tree that native decoding uses."""
         return self.dynamic or self.choices
 
     def write(self, directory: Path) -> None:
@@ -95,7 +95,7 @@ class Accuracy:
 
 @dataclass(frozen=True, kw_only=True)
 class TreeFigures:
-    """`tree` of report.json."""
+    """The section `tree` of report.json."""
 
     nodes: int
     depth: int
@@ -125,50 +125,51 @@ class CalibrateResult:
 
 
 def read_calibration(directory: Path) -> Calibration:
-    """The tree in a calibrate stage's directory.
+    """Read the calibrated tree from a calibrate stage's directory.
 
     Raises:
         DataError: There is none, or it is damaged.
     """
-    return _calibration(_read(directory / TREE_FILE), directory / TREE_FILE)
+    path = directory / TREE_FILE
+    return _calibration(_read_json(path), path)
 
 
 def read_paths(path: Path) -> tuple[TreePath, ...]:
-    """The paths in a JSON file: a list of them (an export's tree, a user's own), or a tree.json.
+    """Read tree paths from a JSON file: a list of paths, or a tree.json.
 
     Raises:
         DataError: The file cannot be read, or holds no list of paths.
     """
-    found = _read(path)
-    if isinstance(found, dict):
-        found = found.get("choices")
-    if not isinstance(found, list) or not all(isinstance(each, list) for each in found):
+    content = _read_json(path)
+    if isinstance(content, dict):
+        content = content.get("choices")
+    if not isinstance(content, list) or not all(isinstance(each, list) for each in content):
         raise DataError("The tree is not a list of paths.", str(path), FIX)
-    return tuple(tuple(each) for each in found)
+    return tuple(tuple(each) for each in content)
 
 
 def read_tree(path: Path) -> tuple[TreePath, ...] | DynamicTree:
-    """The tree in a JSON file: of a tree.json the one that is used, else as `read_paths`.
+    """Read a tree from a JSON file: the dynamic one of a tree.json, else a list of paths.
 
     Raises:
         DataError: The file cannot be read, or holds no tree.
     """
-    found = _read(path)
-    if isinstance(found, dict) and found.get("dynamic"):
-        return _calibration(found, path).tree
+    content = _read_json(path)
+    if isinstance(content, dict) and content.get("dynamic"):
+        return _calibration(content, path).tree
     return read_paths(path)
 
 
-def _calibration(found: Any, path: Path) -> Calibration:
+def _calibration(content: Any, path: Path) -> Calibration:
     try:
-        return from_json(Calibration, found)
+        return from_json(Calibration, content)
     except ValidationError as error:
         fix = "Run the same command again with --fresh calibrate."
         what = f"This is no tree that calibrate wrote ({error.errors()[0]['msg']})."
         raise DataError(what, str(path), fix) from None
 
 
-def _read(path: Path) -> Any:
+def _read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:

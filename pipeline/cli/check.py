@@ -1,18 +1,18 @@
-"""`medusa-distill check`: any heads measured on a target, without a run."""
+"""`medusa-distill check`: measure any heads on a target, without a run."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
-if TYPE_CHECKING:
-    from pipeline.evaluation.answers import AnswerLines
-    from pipeline.evaluation.measuring import MeasuredHeads
+from pipeline.errors import CheckFailed
+from pipeline.formatting import visible
+from pipeline.storage.atomic import write_json, write_text
 
 
 class Engine(StrEnum):
@@ -65,12 +65,16 @@ def check(
     """
     import torch  # --help does not wait for it
 
+    from pipeline.artifacts.check_result import write_answers
+    from pipeline.artifacts.json_form import to_json
     from pipeline.config import CheckConfig, TargetConfig
     from pipeline.config.load import target_settings
     from pipeline.evaluation.measuring import BUNDLED, measure_heads
     from pipeline.execution.progress import Meter, ProgressReporter
     from pipeline.export.weights import heads_directory
-    from pipeline.storage.atomic import disk_errors
+    from pipeline.report.check_tables import categories_table, check_table
+    from pipeline.report.report import Report
+    from pipeline.report.text_table import print_tables, section
     from pipeline.targets.spec import resolve
 
     decoded = CheckConfig(
@@ -80,46 +84,31 @@ def check(
         repeats=repeats,
         baselines=(),
     )
-    if out:  # refused before anything is measured where it cannot be written
-        with disk_errors(out):
-            out.mkdir(parents=True, exist_ok=True)
+    if out:
+        out.mkdir(parents=True, exist_ok=True)  # fails before anything is measured
     gpus = min(1, torch.cuda.device_count()) if gpus is None else gpus
     wanted = TargetConfig(model=target, **target_settings(settings or ()))
-    spec = resolve(wanted, on_gpu=gpus > 0)
     with Meter(Console(stderr=True), "check") as meter:
-        found, answers = measure_heads(
+        measured, answers = measure_heads(
             heads_directory(heads),
-            spec,
+            resolve(wanted, on_gpu=gpus > 0),
             decoded,
             gpus=gpus,
             num_prompts=number,
             draft_tokens=draft_tokens,
             progress=ProgressReporter(show=meter.show),
         )
-    _publish(replace(found, heads=heads), answers, out)
-
-
-def _publish(found: MeasuredHeads, answers: AnswerLines, out: Path | None) -> None:
-    """Print the tables, write them where that was asked for, and fail where the check has."""
-    from pipeline.artifacts.check_result import write_answers
-    from pipeline.artifacts.json_form import to_json
-    from pipeline.errors import CheckFailed
-    from pipeline.formatting import visible
-    from pipeline.report.check_tables import categories_table, check_table
-    from pipeline.report.report import Report
-    from pipeline.report.text_table import print_tables, section
-    from pipeline.storage.atomic import write_json, write_text
-
-    report, console = Report(check=found.check), Console()
+    measured = replace(measured, heads=heads)
+    report, console = Report(check=measured.check), Console()
     tables = [table for table in (check_table(report), categories_table(report)) if table.rows]
-    about = f"{found.heads}: {found.read_as}; target {found.target}"
-    console.print(visible(about), style="bold", highlight=False, markup=False, soft_wrap=True)
+    title = visible(f"{heads}: {measured.read_as}; target {measured.target}")
+    console.print(title, style="bold", highlight=False, markup=False, soft_wrap=True)
     print_tables(tables, console)
     if out:
-        write_json(out / "check.json", to_json(found))
-        write_text(out / "check.md", "\n\n".join([f"# {about}", *map(section, tables)]) + "\n")
+        write_json(out / "check.json", to_json(measured))
+        write_text(out / "check.md", "\n\n".join([f"# {title}", *map(section, tables)]) + "\n")
         write_answers(out, answers)
-    failures = found.check.failures
-    if failures:
+    if measured.check.failures:
         fix = "Give --target the very model that these heads were trained on."
-        raise CheckFailed(f"The check failed: {'; '.join(failures)}.", found.heads, fix)
+        reasons = "; ".join(measured.check.failures)
+        raise CheckFailed(f"The check failed: {reasons}.", heads, fix)

@@ -1,4 +1,4 @@
-"""`medusa-distill compare`: the runs of a sweep side by side."""
+"""`medusa-distill compare`: print the runs of a sweep side by side."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pipeline.storage.run_directory import RunDirectory
 if TYPE_CHECKING:
     from pipeline.report.comparison import ComparedRun
 
-ASKED = ("prompts", "max_new_tokens", "max_tokens")  # settings of a check that say what it asked
+QUESTION_KEYS = {"prompts", "max_new_tokens", "max_tokens"}  # what a check asks
 
 
 def compare(
@@ -36,23 +36,26 @@ def compare(
     from pipeline.report.comparison import comparison
 
     if len(run_dirs) < 2:
-        raise ConfigError(
-            "One run is no comparison.", "compare", "Name two run directories or more."
-        )
-    table, notes = comparison([compared(path) for path in run_dirs])
+        raise ConfigError("One run is no comparison.", "compare", "Name two runs or more.")
+    table, notes = comparison([compared_run(path) for path in run_dirs])
     console = Console(width=None if Console().is_terminal else 160, highlight=False)
     grid = Table(box=None, header_style="bold")
     for name in table.columns:
-        grid.add_column(Text(visible(name)))
+        grid.add_column(visible_text(name))
     for row in table.rows:
-        grid.add_row(*(Text(visible(cell)) for cell in row))
+        grid.add_row(*map(visible_text, row))
     console.print(grid)
     for note in notes:
-        console.print(Text.assemble(("! ", "yellow"), visible(note)))
+        console.print(visible_text(f"! {note}"))
 
 
-def compared(path: Path) -> ComparedRun:
-    """The figures of one run, from the records of its stages.
+def visible_text(cell: str) -> Text:
+    """Return a cell without markup and with its control characters shown."""
+    return Text(visible(cell))
+
+
+def compared_run(path: Path) -> ComparedRun:
+    """Read the figures of one run from the records of its stages.
 
     Raises:
         ConfigError: This is no run directory.
@@ -63,26 +66,25 @@ def compared(path: Path) -> ComparedRun:
     from pipeline.run.reporting import assemble
 
     run, config = RunDirectory.open(path)
-    linked = run.stages()  # a stage may be whole, and its link gone
-    open_stages, done = [], {}
+    unfinished, done = [], {}
     for name, state in statuses_of(run, config).items():
-        if state.directory and state.status in ("done", "failed") and name in linked:
+        if state.directory and state.status in ("done", "failed"):
             done[name] = state.directory.done
         elif state.status != "skipped":
-            open_stages.append(name)
-    heads_size, questions = None, None
+            unfinished.append(name)
+    heads_bytes, questions = None, None
     trained, checked = done.get("train"), done.get("check")
     if trained and HEADS_FILE in trained.files:
-        heads_size = trained.files[HEADS_FILE].size
+        heads_bytes = trained.files[HEADS_FILE].size
     if checked:
-        asked = config.check.model_dump(mode="json", include=set(ASKED))
+        asked = config.check.model_dump(mode="json", include=QUESTION_KEYS)
         questions = json.dumps([asked, checked.upstream.get("generate")], sort_keys=True)
     return ComparedRun(
         path.name or str(path),
-        # A link of an open stage may lead to a result of another recipe.
-        assemble(run, config, without=open_stages),
+        # The link of an unfinished stage may lead to a result of another recipe.
+        assemble(run, config, without=unfinished),
         config.model_dump(mode="json"),
-        tuple(open_stages),
-        heads_size,
+        tuple(unfinished),
+        heads_bytes,
         questions,
     )

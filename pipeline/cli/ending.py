@@ -1,6 +1,6 @@
-"""The end of a command: an error is one paragraph on stderr and an exit code, a signal 128 plus its
-number.
+"""The end of a command: errors become one paragraph on stderr and an exit code.
 
+A signal's exit code is 128 plus its number.
 Exit codes are those of `pipeline.errors`, and `UNEXPECTED` for a defect, whose traceback is kept in
 a file.
 """
@@ -15,6 +15,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO, cast
 
@@ -81,18 +82,17 @@ def _print_error(error: BaseException) -> int:
 
 
 def _unexpected(error: BaseException) -> str:
-    """The message of a defect; its traceback goes to a file of its own."""
+    """Return the message of an unexpected error, and write its traceback to a file."""
     message = str(error).strip().split("\n")[0][:300]
-    what = f"{type(error).__name__}: {message}" if message else type(error).__name__
-    where = traceback.extract_tb(error.__traceback__)
-    if where:
-        what += f" at {os.path.basename(where[-1].filename)}:{where[-1].lineno}"
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    what = f"{type(error).__name__}: {message} at {Path(last.filename).name}:{last.lineno}"
     kept = "set MEDUSA_DISTILL_TRACEBACK=1 to see its traceback"
     with contextlib.suppress(OSError):
-        handle, path = tempfile.mkstemp(prefix="medusa-distill-", suffix=".traceback.txt")
-        with os.fdopen(handle, "w", encoding="utf-8", errors="replace") as file:
+        with tempfile.NamedTemporaryFile(
+            "w", prefix="medusa-distill-", suffix=".txt", delete=False, errors="replace"
+        ) as file:
             file.write(_traceback(error))
-        kept = f"its traceback is in {path}"
+        kept = f"its traceback is in {file.name}"
     return (
         f"{what}. This is a defect of medusa-distill, or of a library that it uses; {kept}. What"
         " was committed is kept; the same command continues."
@@ -105,9 +105,9 @@ def _traceback(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def _output() -> Iterator[None]:
-    """Standard output in any encoding, with errors of its own."""
+    """Context manager: make standard output take any character and raise errors for users."""
     plain = sys.stdout
-    for stream in (sys.stdout, sys.stderr):
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # an unknown character becomes `?`
     sys.stdout = cast(TextIO, _Output(plain))
@@ -119,7 +119,7 @@ def _output() -> Iterator[None]:
 
 
 class _Output:
-    """A stream whose failing writes are errors for the user."""
+    """A text stream whose failed writes raise errors for users."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream

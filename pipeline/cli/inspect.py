@@ -16,7 +16,7 @@ from pipeline.config import Config
 from pipeline.errors import ConfigError, DataError, MedusaDistillError
 from pipeline.formatting import visible
 from pipeline.storage.run_directory import RunDirectory
-from pipeline.storage.shards import Row, read_footer, read_rows
+from pipeline.storage.shards import Row, read_rows
 
 COLOURS = {"assistant": "green", "user": "cyan"}
 
@@ -35,16 +35,11 @@ def inspect(
     run, config = RunDirectory.open(run_dir)
     directory, console = run.latest(stage), Console(highlight=False)
     if directory is None:
-        from pipeline.flow import STAGES  # imports torch, and --help does not wait for it
-
-        if stage in STAGES:
-            what, fix = f"This run has not reached {stage} yet.", "See `medusa-distill status`."
-        else:
-            what, fix = f"There is no stage '{stage}'.", f"The stages are {', '.join(STAGES)}."
-        raise ConfigError(what, str(run.path), fix)
+        fix = "`medusa-distill status` lists the stages and how far each is."
+        raise ConfigError(f"This run has no stage '{stage}' yet.", str(run.path), fix)
     shards = directory.shards()
     if shards:
-        _print_row(console, _find(shards, row), shards[0], run, config)
+        _print_row(console, _find_row(shards, row), run, config)
     elif directory.done:
         console.print_json(data=directory.summary)
     else:
@@ -52,41 +47,34 @@ def inspect(
         raise DataError(what, str(directory.path), "The same `run` finishes or makes it anew.")
 
 
-def _print_row(console: Console, row: Row, shard: Path, run: RunDirectory, config: Config) -> None:
-    about = visible(f"  split {row.get('split')}  {shard.parent.parent.name}")
-    console.print(Text.assemble((visible(row["id"]), "bold"), about))
-    if "input_ids" not in row:
-        for message in SeedRow.of(row).conversation.messages:
-            role = (f"{message.role}:", "bold")
-            console.print(Text.assemble(role, " ", visible(message.content)))
-            if message.tool_calls:
-                console.print(Text(visible(message.tool_calls), style="dim"))
+def _print_row(console: Console, row: Row, run: RunDirectory, config: Config) -> None:
+    console.print(Text.assemble((visible(row["id"]), "bold"), visible(f"  split {row['split']}")))
+    if "input_ids" in row:
+        console.print(coloured_text(TokenRow.of(row), _tokenizer(run, config)))
+        if "positions" in row:
+            console.print(f"{len(row['positions'])} states", style="dim")
         return
-    console.print(coloured(TokenRow.of(row), _tokenizer(run, config)))
-    if "positions" in row:
-        footer = read_footer(shard)
-        size = f"{footer['hidden_size']} × {footer['dtype']}"
-        if footer["precision"] != "native":
-            size += f" in {footer['precision']}"
-        words = f"{len(row['positions'])} positions of {size}, {footer['tap']}"
-        console.print(words, style="dim")
+    for message in SeedRow.of(row).conversation.messages:
+        role = (f"{message.role}:", "bold")
+        console.print(Text.assemble(role, " ", visible(message.content)))
+        if message.tool_calls:
+            console.print(Text(visible(message.tool_calls), style="dim"))
 
 
-def coloured(row: TokenRow, tokenizer: Any) -> Text:
-    """A row's tokens as text, each target-written span in its role's colour."""
+def coloured_text(row: TokenRow, tokenizer: Any) -> Text:
+    """Return a row's tokens as text, each target-written span in its role's colour."""
     ids, text, at = row.input_ids.tolist(), Text(), 0
     for span in row.spans:
         text.append(visible(tokenizer.decode(ids[at : span.start])), style="dim")
-        text.append(
-            visible(tokenizer.decode(ids[span.start : span.end])), style=COLOURS.get(span.role, "")
-        )
+        written = visible(tokenizer.decode(ids[span.start : span.end]))
+        text.append(written, style=COLOURS[span.role])
         at = span.end
     text.append(visible(tokenizer.decode(ids[at:])), style="dim")
     return text
 
 
 def _tokenizer(run: RunDirectory, config: Config) -> Any:
-    """The target's tokenizer; the export's copy where the target is gone."""
+    """Return the target's tokenizer, or the export's copy where the target is gone."""
     from pipeline.targets.spec import TargetSpec, load_tokenizer, resolve
 
     try:
@@ -98,8 +86,8 @@ def _tokenizer(run: RunDirectory, config: Config) -> Any:
         return load_tokenizer(TargetSpec(str(export.path)))
 
 
-def _find(shards: Sequence[Path], wanted: str | None) -> Row:
-    """The row of an id or a number; by default the first."""
+def _find_row(shards: Sequence[Path], wanted: str | None) -> Row:
+    """Return the row of an id or a number; by default the first."""
     number = 0
     for path in shards:
         for row in read_rows(path):

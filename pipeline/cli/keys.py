@@ -1,4 +1,4 @@
-"""`medusa-distill keys`: every configuration key, its default and its meaning."""
+"""`medusa-distill keys`: print every configuration key, its default and its meaning."""
 
 from __future__ import annotations
 
@@ -16,6 +16,15 @@ from pydantic.fields import FieldInfo
 from pipeline.config import Config
 from pipeline.errors import ConfigError
 
+TYPE_NAMES = {
+    str: "text",
+    int: "integer",
+    float: "number",
+    bool: "true, false",
+    Path: "path",
+    date: "date",
+}
+
 
 def keys(
     section: Annotated[str | None, typer.Argument(help="Only this section, such as train.")] = None,
@@ -25,7 +34,7 @@ def keys(
 
 
 def reference(section: str | None = None) -> str:
-    """The table of keys, one row each.
+    """Return the Markdown table of configuration keys.
 
     Raises:
         ConfigError: There is no such section.
@@ -54,27 +63,17 @@ def _rows(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str]]
 
 
 def _values(annotation: Any) -> str:
-    """An annotation in readable form."""
+    """Return the possible values of a key in words."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Literal:
         return ", ".join(f"`{value}`" for value in arguments)
     if origin is Annotated:
         return _values(arguments[0])
-    if origin in (Union, types.UnionType):
-        return " or ".join(_values(each) for each in arguments if each is not type(None))
     if origin is tuple:
         return f"list of {_values(arguments[0])}"
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return "mapping"
-    words = {
-        str: "text",
-        int: "integer",
-        float: "number",
-        bool: "true, false",
-        Path: "path",
-        date: "date",
-    }
-    return words.get(annotation, "mapping")
+    if origin in (Union, types.UnionType):
+        return " or ".join(_values(each) for each in arguments if each is not type(None))
+    return TYPE_NAMES.get(annotation, "mapping")
 
 
 def _default(field: FieldInfo) -> str:

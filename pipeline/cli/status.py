@@ -1,4 +1,4 @@
-"""`medusa-distill status`: how far each stage is."""
+"""`medusa-distill status`: print the state of each stage."""
 
 from __future__ import annotations
 
@@ -37,17 +37,18 @@ def status(
     run, config = RunDirectory.open(run_dir)
     table = Table(*COLUMNS, box=None, header_style="bold")
     for name, state in statuses_of(run, config).items():
-        shards = f"{state.made}/{'?' if state.expected is None else state.expected}"
-        if state.directory is None or not (state.made or state.expected):
-            shards = ""
-        cells = []
+        directory, shards, why = "", "", ""
+        if state.directory:
+            directory = state.directory.path.name
+            if state.made or state.expected:
+                shards = f"{state.made}/{state.expected}"
+        if state.status != "not run":
+            why = state.why
+        cells = [name, state.status, shards]
         for key in ("rows", "quarantined", "seconds", "tokens_per_second"):
-            cell = state.summary.get(key, "")
-            if isinstance(cell, float):
-                cell = f"{cell:,.1f}"
-            cells.append(f"{cell:,}" if isinstance(cell, int) else cell)
-        directory = state.directory.path.name if state.directory else ""
-        why = "" if state.status == "not run" else state.why
-        row = [name, state.status, shards, *cells, visible(directory), visible(why)]
-        table.add_row(*map(Text, row))
+            figure = state.summary.get(key, "")
+            if isinstance(figure, float):
+                figure = round(figure, 1)
+            cells.append(f"{figure:,}" if figure != "" else "")
+        table.add_row(*(Text(visible(cell)) for cell in [*cells, directory, why]))
     Console(width=None if Console().is_terminal else 160).print(table)

@@ -1,4 +1,4 @@
-"""`medusa-distill verify`: every file of a run against its receipt."""
+"""`medusa-distill verify`: compare every file of a run with its recorded sha256."""
 
 from __future__ import annotations
 
@@ -23,21 +23,18 @@ def verify(
     Also checks that no question opens conversations of two splits.
     """
     from pipeline.artifacts.seed_rows import questions_in_two_splits
-    from pipeline.flow import STAGES  # torch and transformers: --help does not wait for them
 
     run, _ = RunDirectory.open(run_dir)
-    console, found = Console(highlight=False), run.stages()
-    links = [link for link in run.links() if link.name in STAGES]
-    if not links:
-        what = "This run has no stage: there is nothing to verify."
+    console, stages = Console(highlight=False), run.stages()
+    if not stages:
         fix = "The same `run` links again the stages that lie there, and makes the others."
-        raise ConfigError(what, str(run.path / "latest"), fix)
+        raise ConfigError("This run has no stage to verify.", str(run.path / "latest"), fix)
     damaged: list[str] = []
-    for link in links:
-        if link.name not in found:
+    for link in run.links():
+        if link.name not in stages:
             damaged.append(f"{link.name}: {link.readlink().name} is missing")
             print_stage(console, "[red]damaged[/]", link.name, "no directory")
-    for name, stage in found.items():
+    for name, stage in stages.items():
         problems = stage.verify()
         damaged += [f"{name}: {problem}" for problem in problems]
         state = f"{len(stage.shards())} shards, unfinished"
@@ -50,16 +47,13 @@ def verify(
             " --fresh STAGE."
         )
         raise CheckFailed(f"Damaged: {'; '.join(damaged)}.", str(run.path), fix)
-    seeds = found.get("seeds")
+    seeds = stages.get("seeds")
     if seeds is None or not seeds.done:
         return
     shared = questions_in_two_splits(seeds.shards())
     if shared:
         question = shorten(shared[0], 100)
-        what = (
-            f'{len(shared)} questions open conversations of two splits, "{question}" among them:'
-            " held-out prompts are not new."
-        )
+        what = f'{len(shared)} questions open conversations of two splits, such as "{question}".'
         fix = "Run the same configuration again: the seeds are split by their first question."
         raise CheckFailed(what, str(seeds.path), fix)
     print_stage(console, "[green]ok[/]     ", "splits", "no question opens conversations of two")

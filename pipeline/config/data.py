@@ -1,4 +1,4 @@
-"""The target, the prompts it is asked, the text it writes and the states that are kept of it."""
+"""Settings of the target, of seeds, of generated text and of features."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ class SeedsConfig(Section):
 
 
 def without_secrets(engine_args: dict[str, Any]) -> dict[str, Any]:
-    """Refuse what must not stand in a run's files, where every setting does."""
+    """Refuse engine arguments that hold a secret, since run.yaml stores every setting."""
     for name in engine_args:
         if name.endswith(("token", "password", "api_key")):
             raise ValueError(

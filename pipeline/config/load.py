@@ -1,4 +1,4 @@
-"""From a YAML file and `section.key=value` words to a `Config`.
+"""Loading of a `Config` from a YAML file and `section.key=value` overrides.
 
 In the file, paths are relative to the file; in an override, to the working directory. A run
 directory's own run.yaml means that directory, wherever it lies now. Override values parse as YAML.
@@ -8,9 +8,9 @@ exists.
 
 from __future__ import annotations
 
-import datetime
 import difflib
 import json
+import re
 import types
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -41,28 +41,12 @@ PATH_OR_NAME_KEYS = {
     ("check", "assistant_model"),
     ("check", "served_model"),
 }
-GONE_KEYS = {
-    "train.shard_heads": (
-        "use train.medusa.lm_head: shared, train.optimizer: adamw-8bit or train.heads: recurrent"
-    ),
-}
-KINDS = {
-    "int": "a whole number",
-    "float": "a number",
-    "bool": "true or false",
-    "string": "text",
-    "path": "a path",
-    "date": "a date",
-    "tuple": "a list",
-    "list": "a list",
-    "dict": "a section with keys",
-    "model": "a section with keys",
-}
-"""pydantic's names of types in words."""
+# pydantic's names of the alternatives of a key that may be one thing or another
+ALTERNATIVES = ("int", "float", "bool", "string", "path", "date", "tuple", "list", "dict", "[key]")
 
 
 def load_config(file: str | Path, overrides: Iterable[str] = ()) -> Config:
-    """Read a configuration file, apply overrides, validate.
+    """Read a configuration file, apply overrides, and validate the result.
 
     Raises:
         ConfigError: The file or an override cannot be read, or a key or value is wrong.
@@ -95,8 +79,7 @@ def load_config(file: str | Path, overrides: Iterable[str] = ()) -> Config:
 
 
 def target_settings(words: Iterable[str]) -> dict[str, Any]:
-    """The keys of `target` that `target.key=value` words set, for commands that read no
-    configuration.
+    """Return the settings of `target` in `target.key=value` words of a command line.
 
     Raises:
         ConfigError: As `load_config` does, or for another section.
@@ -120,7 +103,7 @@ def target_settings(words: Iterable[str]) -> dict[str, Any]:
 
 
 def validate(settings: dict[str, Any], where: str) -> Config:
-    """A `Config` from plain data; every problem in it is named in one `ConfigError`."""
+    """Make a `Config` of plain data; a ConfigError names every wrong key."""
     try:
         config = Config.model_validate(settings)
     except ValidationError as error:
@@ -135,7 +118,7 @@ def validate(settings: dict[str, Any], where: str) -> Config:
 
 
 def _texts(settings: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Every text in nested settings with its key."""
+    """Yield every text in nested settings with its key."""
     if isinstance(settings, dict):
         for name, value in settings.items():
             yield from _texts(value, f"{key}.{name}".lstrip("."))
@@ -147,12 +130,12 @@ def _texts(settings: Any, key: str = "") -> Iterator[tuple[str, str]]:
 
 
 def dump_config(config: Config) -> str:
-    """The configuration as YAML that gives the same run again, from any working directory."""
+    """Return a configuration as the YAML of run.yaml, with absolute paths."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
 def _place_in(settings: dict[str, Any], run: Path) -> None:
-    """Make a run directory's own file mean that directory, and the store that it links to."""
+    """Set run.root, run.name and run.store of a run.yaml to the place where it lies now."""
     place = settings.setdefault("run", {})
     if isinstance(place, dict):
         place.update(root=str(run.parent), name=run.name)
@@ -162,7 +145,7 @@ def _place_in(settings: dict[str, Any], run: Path) -> None:
 
 
 def linked_store(run: Path) -> Path | None:
-    """The directory of most stages that a run links to; None where it links to none."""
+    """Return the directory of most stage directories that a run links to, or None."""
     stores: Counter[Path] = Counter()
     for link in sorted((run / "latest").glob("[!.]*")):
         if link.is_symlink() and link.is_dir():
@@ -192,7 +175,7 @@ def _override(settings: dict[str, Any], word: str) -> None:
 
 
 def _resolved(key: tuple[str, ...], value: Any, base: Path) -> Any:
-    """The value with its paths made absolute, and a chat template that is named by its path."""
+    """Return a setting with absolute paths, and with the text of a chat template's file."""
     if key == ("seeds", "sources"):
         sources = [value] if isinstance(value, str) else value
         if isinstance(sources, list):
@@ -236,18 +219,16 @@ def _is_path(value: str, base: Path) -> bool:
 
 
 def problems(errors: Sequence[Any]) -> list[str]:
-    """Each wrong key once, from `ValidationError.errors()`.
+    """Describe each wrong key once, from `ValidationError.errors()`.
 
     A key that may be one thing or another (a number or `auto`) is one problem: what it may be, and
     what it is.
     """
     by_key: dict[str, list[Any]] = {}
     for error in errors:
-        # Behind a key that may be a number or a word, pydantic names the alternative, such as
-        # `constrained-int`.
         parts = []
         for part in map(str, error["loc"]):
-            if part not in (*KINDS, "[key]") and not part.startswith(("constrained-", "literal[")):
+            if part not in ALTERNATIVES and not part.startswith(("constrained-", "literal[")):
                 parts.append(part)
         by_key.setdefault(".".join(parts), []).append(error)
     return [_problem(key, found) for key, found in by_key.items()]
@@ -256,75 +237,44 @@ def problems(errors: Sequence[Any]) -> list[str]:
 def _problem(key: str, errors: list[Any]) -> str:
     first = errors[0]
     if first["type"] == "extra_forbidden":
-        if key in GONE_KEYS:
-            return f"'{key}' is gone: {GONE_KEYS[key]}"
-        near = nearest_key(first["loc"])
+        near = nearest_key(key)
         hint = f"; did you mean '{near}'?" if near else ""
         return f"there is no key '{key}'{hint}"
     if first["type"] == "missing":
         return f"'{key}' is needed"
-    wanted, *others = dict.fromkeys(map(_wanted, errors))
-    for other in others:
-        wanted += f" or {other.removeprefix('it must be ')}"
-    value = first["input"]
-    if first["type"] == "value_error" and isinstance(value, dict):  # keys that do not go together
+    messages = []
+    for error in errors:
+        message = error["msg"].removeprefix("Value error, ").replace("Input should", "it must")
+        if message not in messages:
+            messages.append(message)
+    wanted = " or ".join(messages)
+    if first["type"] == "value_error":
         return f"'{key}': {wanted}"
-    text = repr(value)
-    if not isinstance(value, str):
-        text = json.dumps(value, ensure_ascii=False, default=str)
-    if isinstance(value, datetime.date):
-        text = value.isoformat()
-    if len(text) > 80:
-        text = f"{text[:76]} ..."
-    return f"'{key}': {wanted}, not {text}"
+    value = json.dumps(first["input"], ensure_ascii=False, default=str)
+    return f"'{key}': {wanted}, not {value[:80]}"
 
 
-def _wanted(error: Any) -> str:
-    """The value that would be right; of a value error of ours its own words."""
-    kind, _, finding = error["type"].partition("_")
-    is_type = finding in ("type", "parsing", "from_float", "attributes_type", "from_date_parsing")
-    if is_type and kind in KINDS:
-        return f"it must be {KINDS[kind]}"
-    if error["type"] == "literal_error":
-        return f"it must be {error['ctx']['expected']}"
-    message = error["msg"].removeprefix("Value error, ").replace("Input should", "it must")
-    return f"{message[0].lower()}{message[1:]}"
+def nearest_key(wrong: str) -> str | None:
+    """Return the existing key that is nearest to a wrong one.
 
-
-def nearest_key(location: tuple[str | int, ...]) -> str | None:
-    """The existing key that is nearest to a wrong one, such as ('train', 'lora_rank').
-
-    First a key beside it of nearly the same name; then one that has moved, with the same last name
-    or all the words of the wrong one; last one of a similar name beside it or in its section.
+    A nearly equal key comes first, then one with the same last name or with all the words of the
+    wrong one, then one that is similar.
     """
-    parts = [part for part in location if isinstance(part, str)]
-    section, name, wrong = parts[0], parts[-1], ".".join(parts)
-    if len(parts) == 1:
-        near = difflib.get_close_matches(name, Config.model_fields, n=1)
-        return near[0] if near else None
-    beside, within, moved = {}, {}, []
-    for key in _leaves(Config):
-        if list(key[:-1]) == parts[:-1]:
-            beside[key[-1]] = ".".join(map(str, (*location[:-1], key[-1])))
-        if key[0] == section:
-            within[key[-1]] = ".".join(key)
-        if key[-1] == name or _words(parts) <= _words(key):
-            moved.append(".".join(key))
-    near = difflib.get_close_matches(name, beside, n=1, cutoff=0.85)
-    if near:
-        return beside[near[0]]
-    if moved:
-        here = [key for key in moved if key.startswith(f"{section}.")]
-        return difflib.get_close_matches(wrong, here or moved, n=1, cutoff=0)[0]
-    for keys in (beside, within):
-        near = difflib.get_close_matches(name, keys, n=1)
+    keys = [*Config.model_fields, *(".".join(key) for key in _leaves(Config))]
+    alike = []
+    for key in keys:
+        has_same_name = key.split(".")[-1] == wrong.split(".")[-1]
+        if "." in wrong and (has_same_name or _words(wrong) <= _words(key)):
+            alike.append(key)
+    for candidates, cutoff in ((keys, 0.9), (alike, 0.0), (keys, 0.7)):
+        near = difflib.get_close_matches(wrong, candidates, n=1, cutoff=cutoff)
         if near:
-            return keys[near[0]]
+            return near[0]
     return None
 
 
-def _words(key: Iterable[str]) -> set[str]:
-    return set("_".join(key).split("_"))
+def _words(key: str) -> set[str]:
+    return set(re.split("[._]", key))
 
 
 def _leaves(model: type[BaseModel], parents: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -338,7 +288,7 @@ def _leaves(model: type[BaseModel], parents: tuple[str, ...] = ()) -> Iterator[t
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:
-    """The settings class inside an annotation such as `tuple[SeedSource, ...]`."""
+    """Return the settings class inside an annotation such as `tuple[SeedSource, ...]`."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     if get_origin(annotation) in (tuple, list, Union, types.UnionType):

@@ -1,4 +1,4 @@
-"""Settings after training: the tree, the export, its check, and publication."""
+"""Settings of calibrate, export, check and push."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ StockTree = Literal[
 
 
 def _are_paths(value: Any) -> bool:
-    """Whether this is a list of lists of integers, and not an empty one."""
+    """Return whether a value is a list of paths of a tree."""
     if not isinstance(value, list | tuple) or not value:
         return False
     return all(

@@ -1,4 +1,4 @@
-"""The base of all sections; where a run lies, its workers, and when it gives up."""
+"""The base class of settings; settings of the run, its placement and its limits."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def nothing_is_the_defaults(cls, value: Any) -> Any:
-        """A section whose every line is commented out."""
+        """Replace an empty section by its defaults."""
         return {} if value is None else value
 
 
@@ -89,7 +89,7 @@ class PlacementConfig(Section):
     )
 
     def of_stages(self) -> dict[str, PlacementOf]:
-        """The workers of each stage that has some."""
+        """Return the placement of each stage that has workers."""
         return {"generate": self.generate, "features": self.features, "train": self.train}
 
 

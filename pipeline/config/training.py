@@ -1,4 +1,4 @@
-"""Settings of the training of heads and of the backbone with them.
+"""Settings of training: of heads, and of the backbone with them.
 
 What only one kind of head or one method reads is a section of its own, named after it.
 """
@@ -109,13 +109,11 @@ class BackboneConfig(Section):
     )
 
     def peak_lr(self, heads_lr: float) -> float:
-        """A quarter of the heads' unless it is given: theirs is 4 times the backbone's (paper,
-        appendix B).
-        """
+        """Return the backbone's peak lr, by default a quarter of the heads' (appendix B)."""
         return heads_lr / 4 if self.lr is None else self.lr
 
     def quantization_beside(self, target: Bits | None) -> Bits | None:
-        """The quantization of the copy that trains, where target.quantization is `target`."""
+        """Return the quantization of the trained copy, given `target.quantization`."""
         if self.quantization is None:
             return target
         return None if self.quantization == "none" else self.quantization

@@ -1,7 +1,7 @@
-"""Conversations, and rows that are rejected.
+"""Conversations of messages, and rejected rows with their reasons.
 
-Each row of each stage is either kept or quarantined with one of the reasons below. Code that reads
-one row raises `RowRejected`; its caller turns that into a `RejectedRow`.
+Every stage keeps or quarantines each of its rows. Code that reads one row raises `RowRejected`; the
+caller turns the exception into a `RejectedRow`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SpecialTokens = Literal["escape", "keep", "quarantine"]  # in a seed's text
 
 @dataclass(frozen=True)
 class Message:
-    """One turn's text; `tool_calls` are the functions that it calls, as JSON (see `repair`)."""
+    """A message of one role; `tool_calls` holds its function calls as JSON (see `repair`)."""
 
     role: Role
     content: str
@@ -26,18 +26,18 @@ class Message:
 
     @property
     def uses_tools(self) -> bool:
-        """Whether this is a function call or its result."""
+        """Whether the message is a function call or its result."""
         return self.role == "tool" or self.tool_calls is not None
 
     @property
     def text(self) -> str:
-        """All that the message says: its content, then its calls."""
+        """The message's content, followed by its function calls."""
         return self.content + (self.tool_calls or "")
 
 
 @dataclass(frozen=True)
 class Turn:
-    """A question and, where the seed has one, its answer.
+    """A user's question and the seed's answer, if any.
 
     `asked` is the user's message, followed by the function calls of the seed's assistant with their
     results.
@@ -49,7 +49,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Conversation:
-    """At most one system message, then turns.
+    """A conversation: at most one system message, then turns.
 
     `id` is ours and unique (`source:row`); `source_id` is the dump's own and may repeat. `tools`
     are the functions that the assistant may call, as the JSON list that chat templates take.
@@ -63,7 +63,7 @@ class Conversation:
 
     @property
     def turns(self) -> list[Turn]:
-        """The turns after the system message; a call without a result is left out."""
+        """The turns after the system message, without function calls that have no result."""
         turns: list[Turn] = []
         for number, message in enumerate(self.messages):
             after = self.messages[number + 1 : number + 2]
@@ -77,12 +77,14 @@ class Conversation:
 
     @property
     def system(self) -> tuple[Message, ...]:
-        """The system message as a tuple, which may be empty."""
+        """The system message as a tuple of one or no messages."""
         return self.messages[:1] if self.messages[0].role == "system" else ()
 
     def read_by(self, mode: Mode, rounds: int | None = None) -> tuple[Message, ...]:
-        """The messages that generation reads: the first `rounds` questions in a replay, the first
-        question in self-talk, all messages in passthrough.
+        """The messages that generation reads in a mode.
+
+        A replay reads the first `rounds` questions, self-talk the first question, passthrough all
+        messages.
         """
         if mode == "passthrough":
             return self.messages
@@ -92,7 +94,7 @@ class Conversation:
 
 
 class Reason(StrEnum):
-    """The reason that a row was quarantined, in any stage."""
+    """Reasons for which a stage quarantines a row."""
 
     # In the seeds.
     UNDECODABLE = "undecodable"  # bytes that are not UTF-8, or half of a surrogate pair
@@ -119,7 +121,7 @@ class Reason(StrEnum):
 
 
 class RowRejected(Exception):
-    """A row cannot be used; `detail` goes into the quarantine file."""
+    """Raised for an unusable row; `detail` is written to the quarantine file."""
 
     def __init__(self, reason: Reason, detail: str):
         super().__init__(reason, detail)
@@ -131,7 +133,7 @@ class RowRejected(Exception):
 
 @dataclass(frozen=True)
 class RejectedRow:
-    """A quarantined row; `row` is any value that JSON in UTF-8 can hold."""
+    """A quarantined row with its reason; `row` is a value that JSON in UTF-8 can hold."""
 
     id: str
     reason: Reason
@@ -140,18 +142,18 @@ class RejectedRow:
 
     @classmethod
     def of(cls, id: str, rejected: RowRejected, row: Any) -> RejectedRow:
-        """The record of a rejected row, made storable."""
-        return cls(id, rejected.reason, encodable(rejected.detail), storable(row))
+        """Create the quarantine record of a row from the exception that rejected the row."""
+        return cls(id, rejected.reason, escape_surrogates(rejected.detail), storable_json(row))
 
 
 def utf8_text(text: str, what: str) -> str:
-    """Check that UTF-8 can hold a text, and return it.
+    """Return a text after checking that UTF-8 can encode it.
 
     Args:
         what: The text's name in the detail: "a turn".
 
     Raises:
-        RowRejected: It has a lone surrogate, which may stand for bytes that are not UTF-8.
+        RowRejected: The text has a lone surrogate, which may stand for bytes that are not UTF-8.
     """
     try:
         text.encode()
@@ -163,17 +165,15 @@ def utf8_text(text: str, what: str) -> str:
     return text
 
 
-def encodable(text: str) -> str:
-    """Make text valid UTF-8: escape lone surrogates."""
+def escape_surrogates(text: str) -> str:
+    """Escape lone surrogates, so that UTF-8 can encode the text."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def storable(value: Any, depth: int = 32) -> Any:
-    """`value` as standard JSON in UTF-8, approximated where needed; levels below `depth` are left
-    out.
-    """
+def storable_json(value: Any, depth: int = 32) -> Any:
+    """Convert a value of a rejected row to JSON; levels below `depth` are left out."""
     if isinstance(value, str):
-        return encodable(value)
+        return escape_surrogates(value)
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if value is None or isinstance(value, bool | int | float):
@@ -181,7 +181,10 @@ def storable(value: Any, depth: int = 32) -> Any:
     if isinstance(value, dict | list | tuple) and depth == 0:
         return "…"
     if isinstance(value, dict):
-        return {encodable(str(key)): storable(item, depth - 1) for key, item in value.items()}
+        return {
+            escape_surrogates(str(key)): storable_json(item, depth - 1)
+            for key, item in value.items()
+        }
     if isinstance(value, list | tuple):
-        return [storable(item, depth - 1) for item in value]
+        return [storable_json(item, depth - 1) for item in value]
     return f"a {type(value).__name__}"  # in Hub data sets: an image, a date

@@ -1,4 +1,4 @@
-"""One conversation with a target, as a state machine that any engine can drive.
+"""A conversation with the target as a state machine that any engine can drive.
 
 Call `next_request` and `receive` in turn until there is no request, then `rows`. A turn is a user's
 message and its answer; a row is one growing list of token ids that holds every answer exactly as it
@@ -47,7 +47,7 @@ from pipeline.errors import ConfigError
 
 @dataclass(frozen=True)
 class DialogueSettings:
-    """Settings of the generation of a conversation; `generate` in the configuration.
+    """Settings of one conversation with the target (`generate` in the configuration).
 
     Attributes:
         max_tokens: The target's context, the limit of every row.
@@ -76,10 +76,10 @@ class DialogueSettings:
 
 
 def require_both_sides(template: ChatTemplate, mode: str) -> None:
-    """Check that self-talk is possible: a token of the template must end a user's text.
+    """Check that the target can write the user's side: self-talk needs a token that ends it.
 
     Raises:
-        ConfigError: No token does.
+        ConfigError: No token of the chat template ends a user's text.
     """
     if mode == "self-talk" and not template.end_of_user_ids:
         what = "The target cannot write the user's side: no token of its chat template ends it."
@@ -87,10 +87,10 @@ def require_both_sides(template: ChatTemplate, mode: str) -> None:
 
 
 class Dialogue:
-    """One conversation's state.
+    """The state of one conversation with the target.
 
     Attributes:
-        cut_at_tools: The template cannot render the functions that it calls.
+        cut_at_tools: Whether functions that the template cannot render end the conversation.
     """
 
     def __init__(
@@ -120,17 +120,17 @@ class Dialogue:
             self._ending = RowRejected(Reason.SPECIAL_TOKENS, detail)
 
     def special_tokens(self) -> list[str]:
-        """Find special tokens in the part of a seed that the target reads."""
+        """Find special tokens in the part of the seed that the target reads."""
         read = self._conversation.read_by(self._settings.mode, self._settings.rounds)
         return self._template.special_tokens_in(read)
 
     @property
     def needs_answers(self) -> bool:
-        """Whether there is a question that the target has to answer."""
+        """Whether a question is left for the target to answer."""
         return len(self._turns) > (0 if self._settings.answers_last else 1)
 
     def next_request(self) -> Request | None:
-        """The next text to be written, or None when the conversation is over."""
+        """The next request to the engine, or None when the conversation is over."""
         request = self._request()
         while request is not None and self._settings.mode == "passthrough":
             # The seed's own answer, as if the target had written it.
@@ -142,7 +142,7 @@ class Dialogue:
         return request
 
     def receive(self, completion: Completion) -> None:
-        """Take the completion of the last request."""
+        """Append the engine's completion of the last request to the conversation."""
         assert self._pending is not None, f"{completion.id} answers no request"
         builder, self._pending = self._pending, None
         ids, finish = completion.token_ids, completion.finished
@@ -154,7 +154,7 @@ class Dialogue:
         self._ending = self._flaw(text_ids, text, finish, context_left)
         if self._ending is not None:
             return
-        self._builder = builder.written(ids, finish, Message(self._writer, text))
+        self._builder = builder.with_text(ids, finish, Message(self._writer, text))
         if self._writer == "assistant":
             self._rows[self._builder.first_turn] = self._builder
             self._num_answers += 1
@@ -162,14 +162,14 @@ class Dialogue:
             self._writer = "user" if self._writer == "assistant" else "assistant"
 
     def prompts(self) -> list[list[int]]:
-        """The prompt of each answer, and that of a last question without one."""
+        """Token ids of every prompt of the conversation, including an unanswered last one."""
         found = []
         for builder in self._rows.values():
             found += [builder.ids[: span.start] for span in builder.spans]
         return found + self._unanswered
 
     def rows(self) -> list[GeneratedRow]:
-        """The finished rows.
+        """The training rows of the finished conversation.
 
         Raises:
             RowRejected: No answer of the target remains, or `on_truncated` rejects the
@@ -180,11 +180,13 @@ class Dialogue:
             raise self._ending
         parent = self._conversation.id
         if len(self._rows) == 1:
-            return [builder.row(parent, parent) for builder in self._rows.values()]
-        return [builder.row(f"{parent}#{turn}", parent) for turn, builder in self._rows.items()]
+            return [builder.finished(parent, parent) for builder in self._rows.values()]
+        return [
+            builder.finished(f"{parent}#{turn}", parent) for turn, builder in self._rows.items()
+        ]
 
     def _usable_turns(self) -> list[Turn]:
-        """The seed's turns, up to the first question whose functions the template cannot render."""
+        """The seed's turns up to the first whose function calls the template cannot render."""
         mode = self._settings.mode
         turns = []
         for turn in self._conversation.turns:
@@ -200,7 +202,7 @@ class Dialogue:
         return turns
 
     def _renders(self, turn: Turn) -> bool:
-        """Whether the template can render the functions of a turn; some take one call at a time."""
+        """Whether the template renders a turn's function calls; some take one call at a time."""
         if len(turn.asked) == 1:
             return True
         try:
@@ -255,18 +257,20 @@ class Dialogue:
         )
 
     def _prompt(self) -> RowBuilder:
-        """The conversation up to where the next text begins; RowRejected when there is nothing left
-        to ask.
+        """Build the row up to where the next sampled text begins.
+
+        Raises:
+            RowRejected: No question is left.
         """
         builder, template = self._builder, self._template
         if self._num_answers == self._settings.rounds:
             raise RowRejected(Reason.NOTHING_GENERATED, "All rounds are over.")
         if builder is not None and self._writer == "user":
-            return builder.read(template.role_header(builder.messages[:-1], builder.ended))
+            return builder.with_ids(template.role_header(builder.messages[:-1], builder.ended))
         if builder is not None and builder.messages[-1].role == "user":  # the target's question
             if template.rewrites_history(builder.messages[:-1], builder.messages[-1:]):
                 return RowBuilder.opening(template, builder.messages, self._num_answers)
-            return builder.read(template.role_footer(builder.messages[:-1], builder.ended))
+            return builder.with_ids(template.role_footer(builder.messages[:-1], builder.ended))
         if not self._turns:
             detail = "The seed has no question, or for passthrough no answer."
             raise RowRejected(Reason.NOTHING_GENERATED, detail)
@@ -275,12 +279,12 @@ class Dialogue:
         if builder is None:
             messages = (*self._conversation.system, *turn.asked)
             return RowBuilder.opening(template, messages, self._num_answers)
-        return builder.asked(template, turn.asked, self._num_answers)
+        return builder.with_question(template, turn.asked, self._num_answers)
 
     def _flaw(
         self, ids: list[int], text: str, finish: Finish, context_left: int
     ) -> RowRejected | None:
-        """The reason why this text ends the conversation, if it does."""
+        """The reason for which a sampled text ends the conversation, or None."""
         policy, writer = self._settings.on_truncated, self._writer
         if self._settings.ends_at_flaws:
             if degenerate_loop(ids):

@@ -1,4 +1,4 @@
-"""Rows to leave out: duplicates, near-duplicates, and rows with a question of the check."""
+"""Filters of seed rows: duplicates, near-duplicates, and rows with a question of the check."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import unicodedata
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from pipeline.conversations.conversation import Conversation, Message, Mode, Reason, RejectedRow
 
@@ -28,8 +28,9 @@ WORDS = re.compile(
 
 @dataclass
 class Deduplicator:
-    """Rejects conversations of which generation reads the same as of an earlier one, across
-    sources.
+    """Filter of duplicate conversations across sources.
+
+    Two conversations are duplicates if generation reads the same messages of both.
 
     Args:
         mode, rounds: The messages that generation reads, see `Conversation.read_by`.
@@ -49,13 +50,13 @@ class Deduplicator:
         self._similar = SimilarTexts(self.similarity) if self.near == "minhash" else None
 
     def check(self, conversation: Conversation) -> Conversation | RejectedRow:
-        """The conversation if it is new, otherwise a `RejectedRow` that names the earlier one."""
+        """Return a new conversation; return a duplicate as a `RejectedRow`."""
         read = conversation.read_by(self.mode, self.rounds)
         texts = []
         for message in read:
             content = message.content
             if self.near != "keep":
-                content = plain(content)
+                content = normalize_text(content)
             texts.append((message.role, content, message.tool_calls))
         digest = hashlib.sha256(json.dumps([texts, conversation.tools]).encode()).digest()
         first = self._first_seen.setdefault(digest, conversation.id)
@@ -72,8 +73,7 @@ class Deduplicator:
 
 
 class SimilarTexts:
-    """The texts so far, by the MinHash of their sets of three consecutive words (Broder 1997), in
-    bands (LSH).
+    """Index of texts by the MinHash of their three-word shingles (Broder 1997), in LSH bands.
 
     128 permutations estimate a similarity with a standard error of at most 0.045. About 1 KB of
     memory per text.
@@ -86,30 +86,29 @@ class SimilarTexts:
         self._index = RMinHashLSH(
             threshold=similarity, num_perm=NUM_PERMUTATIONS, num_bands=NUM_BANDS
         )
-        self._ids: list[str] = []
-        self._hashes: list[object] = []
+        self._texts: list[tuple[str, Any]] = []  # id and MinHash
 
     def first(self, id: str, texts: Sequence[str]) -> tuple[str, float] | None:
-        """The id of the first text that is similar to this one, and their similarity; a new text is
-        added.
-        """
+        """Find the first similar text (its id and similarity); add the text if there is none."""
         from rensa import RMinHash
 
         hashed = RMinHash(num_perm=NUM_PERMUTATIONS, seed=0)
         hashed.update(sorted(shingles(texts)))
         for number in sorted(self._index.query(hashed)):
-            similarity = hashed.jaccard(self._hashes[number])
+            earlier, other = self._texts[number]
+            similarity = hashed.jaccard(other)
             if similarity >= self._similarity:
-                return self._ids[number], similarity
-        self._index.insert(len(self._ids), hashed)
-        self._ids.append(id)
-        self._hashes.append(hashed)
+                return earlier, similarity
+        self._index.insert(len(self._texts), hashed)
+        self._texts.append((id, hashed))
         return None
 
 
 class CheckQuestions:
-    """Finds conversations that hold a question of the check: as a message, or, from eight words on,
-    within one.
+    """Filter of conversations that contain a question of the check (decontamination).
+
+    A question of eight words or more is also found within a message, a shorter one only as a whole
+    message.
 
     Case, punctuation and white space do not matter. The time is linear in a conversation's words.
     """
@@ -123,18 +122,16 @@ class CheckQuestions:
                     self._by_anchor[words[:ANCHOR_WORDS]].append((words, question.id))
 
     def check(self, conversation: Conversation) -> Conversation | RejectedRow:
-        """The conversation where it holds none, otherwise a `RejectedRow` that names the
-        question.
-        """
+        """Return a clean conversation; return a contaminated one as a `RejectedRow`."""
         for message in conversation.messages:
-            found = self.held_by(message)
+            found = self.find_question(message)
             if found is not None:
                 detail = f"It holds the check's {found}."
                 return _rejected(conversation, Reason.CONTAMINATED, detail)
         return conversation
 
-    def held_by(self, message: Message) -> str | None:
-        """The id of a question that a message holds."""
+    def find_question(self, message: Message) -> str | None:
+        """Find the id of a check question that a message contains."""
         words = words_of(message.content)
         for start in range(len(words)):
             for question, id in self._by_anchor.get(words[start : start + ANCHOR_WORDS], ()):
@@ -148,23 +145,22 @@ def _rejected(conversation: Conversation, reason: Reason, detail: str) -> Reject
     return RejectedRow(conversation.id, reason, detail, asdict(conversation))
 
 
-def plain(text: str) -> str:
-    """The text's letters and digits in lower case, with single spaces between them; the text itself
-    where it has none.
+def normalize_text(text: str) -> str:
+    """Normalise a text to its letters and digits in lower case, with single spaces between.
+
+    A text without letters and digits is returned unchanged.
     """
     folded = unicodedata.normalize("NFKC", text).casefold()
     return re.sub(r"[\W_]+", " ", folded).strip() or text
 
 
 def words_of(text: str) -> Words:
-    """The words of a text in lower case; each character of a script without spaces is one."""
+    """Split a text into words in lower case; each Chinese, Japanese or Korean character is one."""
     return tuple(WORDS.findall(unicodedata.normalize("NFKC", text).casefold()))
 
 
 def shingles(texts: Iterable[str]) -> set[str]:
-    """Every three consecutive words of each text; all words of a shorter one; a text without words
-    itself.
-    """
+    """Sets of three consecutive words of texts; a shorter text is one shingle."""
     found = set()
     for text in texts:
         words = words_of(text) or (text,)

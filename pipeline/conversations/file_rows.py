@@ -1,5 +1,4 @@
-"""Readers of seed files, row by row and in little memory: text, JSON, CSV and TSV, also from gzip;
-Parquet and Arrow; data sets on the Hub.
+"""Streaming readers of seed files: text, JSON, CSV and TSV (also gzip), Parquet, Arrow, the Hub.
 
 A row is a value of JSON, or a `RejectedRow` where it cannot be read as one. Bytes that are not
 UTF-8 become lone surrogates, for which a row is rejected later.
@@ -7,7 +6,6 @@ UTF-8 become lone surrogates, for which a row is rejected later.
 
 from __future__ import annotations
 
-import codecs
 import csv
 import gzip
 import io
@@ -38,18 +36,18 @@ SPACE = re.compile(r"\s*")
 SEPARATOR = re.compile(r"\s*([,\]])")  # after an item of a JSON array
 
 
-def unreadable(reason: Reason, detail: str, text: str = "") -> RejectedRow:
-    """A row that cannot be read as a value; `SourceReader` sets its id."""
+def unreadable_row(reason: Reason, detail: str, text: str = "") -> RejectedRow:
+    """Create the `RejectedRow` of an unreadable row; `SourceReader` sets the id."""
     return RejectedRow.of("", RowRejected(reason, detail), text)
 
 
 @contextmanager
 def open_seed_file(path: Path) -> Iterator[io.BufferedReader]:
-    """Open a seed file, unpacked where it is gzip.
+    """Open a seed file for reading, decompressed if it is gzip.
 
     Raises:
         DataError: The compressed file is damaged.
-        EnvironmentFault: The file system does not let it be read.
+        EnvironmentFault: The file system does not let the file be read.
     """
     try:
         with path.open("rb") as file:
@@ -71,16 +69,16 @@ def _as_text(file: io.BufferedReader) -> io.TextIOWrapper:
 
 
 def _raw_lines(text: io.TextIOWrapper) -> Iterator[str]:
-    """Each line with its end, in pieces where it is longer than `MAX_ROW`.
+    """Yield lines with their ends; a line of more than `MAX_ROW` characters comes in pieces.
 
-    A NUL becomes a lone surrogate: it comes from UTF-16 or binary data.
+    A NUL, which comes from UTF-16 or binary data, becomes a lone surrogate.
     """
     while line := text.readline(MAX_ROW):
         yield line.replace("\0", "\udc00")
 
 
 def text_lines(file: io.BufferedReader) -> Iterator[str]:
-    """The non-blank lines of a text file."""
+    """Yield the non-blank lines of a text file."""
     for line in _raw_lines(_as_text(file)):
         stripped = line.strip(BLANK)
         if stripped:
@@ -88,25 +86,25 @@ def text_lines(file: io.BufferedReader) -> Iterator[str]:
 
 
 def json_rows(file: io.BufferedReader, path: Path) -> Iterator[Any]:
-    """The items of a JSON array or the values of JSON lines, depending on the first bracket.
+    """Yield the items of a JSON array or the values of JSON lines.
 
-    A line that is not JSON is rejected alone.
+    The first character decides which of both it is. A line that is not JSON is rejected alone.
 
     Raises:
         DataError: An array breaks off or is malformed.
     """
-    if file.peek(CHUNK).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"[":
+    if file.peek(CHUNK).lstrip(BLANK.encode())[:1] == b"[":
         yield from _array_items(_as_text(file), path)
         return
     for line in text_lines(file):
         try:
             yield json.loads(line)
         except (ValueError, RecursionError) as error:
-            yield unreadable(Reason.BROKEN_JSON, f"It is not valid JSON: {error}.", line)
+            yield unreadable_row(Reason.BROKEN_JSON, f"It is not valid JSON: {error}.", line)
 
 
 def _array_items(text: io.TextIOWrapper, path: Path) -> Iterator[Any]:
-    """The items of a JSON array.
+    """Yield the items of a JSON array.
 
     After a failed parse as much again is read, so that the time is linear in the file's size.
     """
@@ -144,10 +142,10 @@ def _array_items(text: io.TextIOWrapper, path: Path) -> Iterator[Any]:
 
 
 def select_columns(names: Sequence[str], wanted: Sequence[str], where: str) -> list[str]:
-    """The columns to read: the wanted ones, or else those that a form knows, or else the first.
+    """Select the columns of a table: the wanted ones, or else those of known forms, or else all.
 
     Raises:
-        ConfigError: A wanted column is not there.
+        ConfigError: The table lacks a wanted column.
     """
     for name in wanted:
         if name not in names:
@@ -156,19 +154,19 @@ def select_columns(names: Sequence[str], wanted: Sequence[str], where: str) -> l
             fix = "Correct seeds.sources[].columns; a CSV or TSV file names its columns in line 1."
             raise ConfigError(what, where, fix)
     known = [name for name in names if name in (wanted or KNOWN_KEYS)]
-    return known or list(names[:MAX_COLUMNS_SHOWN])
+    return known or list(names)
 
 
 def delimited_rows(
     file: io.BufferedReader, path: Path, columns: Sequence[str], delimiters: str
 ) -> Iterator[Any]:
-    """The records of a CSV or TSV file by the names in its first line.
+    """Yield the records of a CSV or TSV file, keyed by the names in the first line.
 
-    The delimiter is the most frequent one of that line. A record with another number of fields than
-    the header is rejected alone.
+    The delimiter is the most frequent of `delimiters` in the first line. A record with another
+    number of fields than the header is rejected alone.
 
     Raises:
-        ConfigError: A column of `columns` is not there.
+        ConfigError: The file lacks one of `columns`.
     """
     csv.field_size_limit(MAX_ROW)
     text = _as_text(file)  # held until the last record: the file closes with it
@@ -184,20 +182,20 @@ def delimited_rows(
         except StopIteration:
             return
         except csv.Error as error:  # a quotation mark that is never closed
-            yield unreadable(Reason.BROKEN_ROW, f"It is no record: {error}.")
+            yield unreadable_row(Reason.BROKEN_ROW, f"It is no record: {error}.")
             continue
         if len(record) == len(header):
             yield dict(zip(header, record, strict=True))
         elif record:
             detail = f"It has {len(record)} fields, and the header names {len(header)} columns."
-            yield unreadable(Reason.BROKEN_ROW, detail, delimiter.join(record))
+            yield unreadable_row(Reason.BROKEN_ROW, detail, delimiter.join(record))
 
 
 def table_rows(path: Path, columns: Sequence[str]) -> Iterator[Any]:
-    """The rows of a Parquet or Arrow (Feather) file, or of an Arrow stream, as of `datasets`.
+    """Yield the rows of a Parquet file, an Arrow (Feather) file or an Arrow stream.
 
     Raises:
-        ConfigError: A column of `columns` is not there.
+        ConfigError: The file lacks one of `columns`.
         DataError: The file is damaged.
     """
     try:
@@ -239,9 +237,9 @@ def _arrow_batches(
 
 
 def _batch_rows(batch: pa.RecordBatch) -> Iterator[Any]:
-    """The rows of a batch, each by itself where one is no value of Python's.
+    """Yield the rows of an Arrow batch; an unreadable row is rejected alone.
 
-    The batch is validated first: a wrong offset is read beyond the file's memory.
+    The batch is validated first, since a wrong offset would be read beyond the file's memory.
     """
     try:
         batch.validate(full=True)
@@ -251,16 +249,16 @@ def _batch_rows(batch: pa.RecordBatch) -> Iterator[Any]:
             for number in range(len(batch)):
                 yield from _batch_rows(batch.slice(number, 1))
             return
-        rows = [unreadable(Reason.UNDECODABLE, f"It cannot be read: {error}.")]
+        rows = [unreadable_row(Reason.UNDECODABLE, f"It cannot be read: {error}.")]
     yield from rows
 
 
 def hub_rows(hub: str, split: str, columns: Sequence[str]) -> Iterator[Any]:
-    """The rows of a data set on the Hub, streamed; images and the like are not decoded.
+    """Stream the rows of a data set on the Hub.
 
     Raises:
         ConfigError: There is no such data set, split or column.
-        EnvironmentFault: It cannot be read now.
+        EnvironmentFault: The Hub cannot be read now.
     """
     import datasets  # seconds to import, and only some runs read the Hub
 

@@ -1,4 +1,4 @@
-"""Forms of conversation dumps, one row at a time.
+"""Forms of conversation dumps (ShareGPT, OpenAI messages, Alpaca, ...), parsed row by row.
 
     sharegpt   {"conversations": [{"from": "human", "value": "..."}, ...]}
     messages   {"messages": [{"role": "user", "content": "..." or [{"type": "text",
@@ -27,7 +27,6 @@ from pipeline.conversations.conversation import (
     RejectedRow,
     Role,
     RowRejected,
-    encodable,
     utf8_text,
 )
 from pipeline.conversations.repair import (
@@ -37,7 +36,7 @@ from pipeline.conversations.repair import (
     definitions_json,
     joined_parts,
     parsed_json,
-    repair,
+    repair_turns,
 )
 
 CALLING_ROLES = ("function_call", "tool_call")  # of ShareGPT: the turn's text is the call
@@ -72,7 +71,9 @@ FORM_KEYS = {
 }
 ID_KEYS = ("id", "question_id", "conversation_id", "prompt_id")
 KNOWN_KEYS = (
-    *(*FORM_KEYS.values(), *ID_KEYS, "system", "system_prompt", "response", "completion"),
+    *FORM_KEYS.values(),
+    *ID_KEYS,
+    *("system", "system_prompt", "response", "completion"),
     *("input", "output", "history", "tools", "functions", "category"),
 )
 EXPECTED = (
@@ -84,7 +85,7 @@ EXPECTED = (
 
 @dataclass(frozen=True)
 class RowSettings:
-    """Settings of reading rows, from `seeds` and `seeds.sources[]`."""
+    """Settings of parsing a dump's rows, from `seeds` and `seeds.sources[]`."""
 
     form: str = "auto"
     max_characters: int = 200_000
@@ -93,7 +94,7 @@ class RowSettings:
 
 
 def read_row(row: Any, id: str, settings: RowSettings) -> Conversation | RejectedRow:
-    """One row of a dump as a conversation, or as a rejected row."""
+    """Parse one row of a dump into a conversation or a rejected row."""
     try:
         return _conversation(row, id, settings)
     except RowRejected as rejected:
@@ -104,7 +105,7 @@ def _conversation(row: Any, id: str, settings: RowSettings) -> Conversation:
     if isinstance(row, str):
         row = {"prompt": row}
     if not isinstance(row, dict):
-        raise RowRejected(Reason.UNKNOWN_FORMAT, f"The row is {describe(row)}.")
+        raise RowRejected(Reason.UNKNOWN_FORMAT, f"The row is {_describe(row)}.")
     found = DumpObject(row)
     if settings.columns:
         found = found.renamed(settings.columns)
@@ -113,7 +114,7 @@ def _conversation(row: Any, id: str, settings: RowSettings) -> Conversation:
         prompt = found.first("system", "system_prompt")
         if isinstance(prompt, str):
             turns.insert(0, Message("system", clean_text(prompt)))
-    messages = repair(turns, settings.max_characters, settings.tools)
+    messages = repair_turns(turns, settings.max_characters, settings.tools)
     tools = None
     if settings.tools == "context":
         tools = definitions_json(found.fields.get("tools") or found.fields.get("functions"))
@@ -122,15 +123,15 @@ def _conversation(row: Any, id: str, settings: RowSettings) -> Conversation:
 
 @dataclass(frozen=True)
 class DumpObject:
-    """An object of a dump: a row, or one of its turns."""
+    """A JSON object of a dump: a row or one of its turns."""
 
     fields: dict[str, Any]
 
     def __str__(self) -> str:
-        return describe(self.fields)
+        return _describe(self.fields)
 
     def renamed(self, columns: Mapping[Any, str]) -> DumpObject:
-        """The columns of other names under the keys that the forms know."""
+        """Rename columns (`seeds.sources[].columns`) to the keys that the forms know."""
         renamed = {}
         for key, column in columns.items():
             if column not in self.fields:
@@ -140,14 +141,14 @@ class DumpObject:
         return DumpObject(renamed)
 
     def first(self, *keys: str) -> Any:
-        """The value of the first of these keys that has one."""
+        """The value of the first key that is present and not null."""
         for key in keys:
             if self.fields.get(key) is not None:
                 return self.fields[key]
         return None
 
     def name(self, *keys: str) -> str | None:
-        """The first id or category under these keys, as a string."""
+        """The first string or number under these keys, as a string: an id or a category."""
         for key in keys:
             value = self.fields.get(key)
             if isinstance(value, str | int) and value != "":
@@ -155,9 +156,9 @@ class DumpObject:
         return None
 
     def items(self, key: str) -> list[Any]:
-        """The list under a key; a table's cell may hold it as JSON."""
+        """The list under a key; a cell of a table may hold the list as JSON."""
         value = self.fields.get(key)
-        if isinstance(value, str) and value.lstrip().startswith("["):
+        if isinstance(value, str):
             value = parsed_json(value, f"`{key}`")
         if not isinstance(value, list):
             detail = f"Expected a list under `{key}`; the row is {self}."
@@ -165,16 +166,16 @@ class DumpObject:
         return value
 
 
-def describe(value: Any) -> str:
-    """A value's type or keys, for messages."""
+def _describe(value: Any) -> str:
+    """Describe a value by its keys or type, for error messages."""
     if isinstance(value, dict) and value:
         keys = ", ".join(f"`{str(key)[:40]}`" for key in list(value)[:8])
-        return encodable(f"an object with the keys {keys}")
+        return f"an object with the keys {keys}"
     return f"a value of type {type(value).__name__}"
 
 
 def _turns_of(row: DumpObject, form: str) -> list[Message]:
-    """The turns of a row, as clean texts."""
+    """Parse a row's turns by its form."""
     if form == "auto":
         for known, key in FORM_KEYS.items():
             if row.first(key) is not None:
@@ -212,14 +213,14 @@ def _alpaca(row: DumpObject) -> list[Message]:
             raise RowRejected(Reason.UNKNOWN_FORMAT, detail)
         turns += _alternating(pair)
     question = clean_text(row.first("instruction"))
-    if row.first("input") not in (None, ""):
+    if row.first("input"):
         question = f"{question}\n\n{clean_text(row.first('input'))}"
     return [*turns, Message("user", question), *_said("assistant", row.first("output"))]
 
 
 def _said(role: Role, value: Any) -> list[Message]:
-    """A text as one turn, or the turns that stand in its place in preference data."""
-    if value is None or value == "":
+    """A text as one turn; preference data has a list of turns in place of the text."""
+    if not value:
         return []
     if isinstance(value, list):
         return [_turn(turn) for turn in value]
@@ -227,11 +228,12 @@ def _said(role: Role, value: Any) -> list[Message]:
 
 
 def _turn(value: Any) -> Message:
-    """A turn's role, clean text and calls; mixed dumps have both keys of a pair, one of them
-    null.
+    """Parse one turn's role, text and function calls.
+
+    Mixed dumps have both keys of a pair (`from` and `role`), one of them null.
     """
     if not isinstance(value, dict):
-        detail = f"A turn is {describe(value)}; expected an object with a role and a text."
+        detail = f"A turn is {_describe(value)}; expected an object with a role and a text."
         raise RowRejected(Reason.UNKNOWN_FORMAT, detail)
     turn = DumpObject(value)
     name = str(turn.first("from", "role")).strip().lower()

@@ -1,4 +1,4 @@
-"""A dump's turns as a conversation's messages: texts, function calls, and the order of turns.
+"""Repair of a dump's turns: texts, function calls, and the order of turns.
 
 Turns are repaired where their meaning is clear: byte order marks, NULs and white space around a
 text; empty or repeated system prompts; answers before the first question; an empty last answer; a
@@ -28,10 +28,10 @@ ToolPolicy = Literal["context", "cut", "quarantine"]
 
 
 def clean_text(text: Any) -> str:
-    """A turn's text without byte order marks, NULs and surrounding white space.
+    """Strip byte order marks, NULs and surrounding white space from a turn's text.
 
     Raises:
-        RowRejected: It is not a string, or it is undecodable.
+        RowRejected: The text is not a string, or is undecodable.
     """
     if not isinstance(text, str):
         raise RowRejected(Reason.NOT_TEXT, f"A turn's text is a {type(text).__name__}.")
@@ -40,7 +40,7 @@ def clean_text(text: Any) -> str:
 
 
 def joined_parts(parts: list[Any]) -> str:
-    """Join a content that is given in parts, as OpenAI's.
+    """Join the text parts of a message in OpenAI's format.
 
     Raises:
         RowRejected: A part is not text.
@@ -56,24 +56,22 @@ def joined_parts(parts: list[Any]) -> str:
 
 
 def parsed_json(text: Any, what: str) -> Any:
-    """The value of a text of JSON inside a row.
+    """Parse JSON that a row holds as text.
 
     Raises:
-        RowRejected: It is empty, or not JSON.
+        RowRejected: The text is not JSON.
     """
-    if not isinstance(text, str) or not text.strip():
-        raise RowRejected(Reason.EMPTY, f"{what} has no text.")
     try:
         return json.loads(text)
-    except (ValueError, RecursionError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise RowRejected(Reason.BROKEN_JSON, f"{what} is not valid JSON: {error}.") from None
 
 
 def calls_json(calls: Any) -> str:
-    """One function call or a list of them, in a dump's form, as JSON.
+    """Convert one function call or a list of them to the JSON list of `Message.tool_calls`.
 
     Raises:
-        RowRejected: One has no name, or is not JSON.
+        RowRejected: A call has no name, or is not JSON.
     """
     found = []
     for function in _functions(calls):
@@ -85,13 +83,13 @@ def calls_json(calls: Any) -> str:
 
 
 def definitions_json(tools: Any) -> str | None:
-    """The functions that a row offers as the JSON list that chat templates take; None for none.
+    """Convert a row's function definitions to the JSON list of chat templates; None if empty.
 
     Raises:
-        RowRejected: They are not a list of functions.
+        RowRejected: The definitions are not a list of functions.
     """
-    if isinstance(tools, str):
-        tools = parsed_json(tools, "`tools`") if tools.strip() else None
+    if isinstance(tools, str) and tools:
+        tools = parsed_json(tools, "`tools`")
     if not tools:
         return None
     offered = [{"type": "function", "function": function} for function in _functions(tools)]
@@ -99,7 +97,7 @@ def definitions_json(tools: Any) -> str | None:
 
 
 def _functions(value: Any) -> list[dict[str, Any]]:
-    """The objects with a function's name, bare or under `function`; one may stand alone."""
+    """Extract named functions, bare or under `function`, from a list or a single object."""
     functions = []
     for item in value if isinstance(value, list) else [value]:
         function = item
@@ -121,15 +119,14 @@ def _tool_json(value: list[dict[str, Any]]) -> str:
     return utf8_text(text, "a function call or definition")
 
 
-def repair(
+def repair_turns(
     turns: Sequence[Message], max_characters: int, tools: ToolPolicy = "context"
 ) -> tuple[Message, ...]:
-    """The messages of a conversation.
+    """Repair a dump's turns into the messages of a conversation.
 
     Args:
-        turns: What the dump has, as clean texts.
-        tools: Whether function calls and their results are kept, end the conversation, or reject
-            it.
+        turns: The dump's turns, with clean texts.
+        tools: Whether function calls are kept, end the conversation, or reject the row.
 
     Raises:
         RowRejected: The turns do not form a conversation, or have more than `max_characters`
@@ -168,7 +165,7 @@ def _trimmed(turns: Sequence[Message]) -> list[Message]:
 
 
 def _joined(turns: Sequence[Message]) -> list[Message]:
-    """Join consecutive messages of one role where that is their meaning."""
+    """Join consecutive messages of one role where the meaning is clear."""
     questions_only = not any(turn.role == "assistant" for turn in turns)
     messages: list[Message] = []
     for turn in turns:
@@ -191,7 +188,7 @@ def _joined(turns: Sequence[Message]) -> list[Message]:
 
 
 def _one_call(last: Message, turn: Message) -> Message:
-    """Consecutive calls, or a text and its call, as one message."""
+    """Join consecutive function calls, or a text and its call, into one message."""
     calls = json.loads(last.tool_calls or "[]") + json.loads(turn.tool_calls or "[]")
     text = f"{last.content}\n\n{turn.content}".strip("\n")
     return Message("assistant", text, json.dumps(calls, ensure_ascii=False))

@@ -1,6 +1,4 @@
-"""Requests to a generation engine, their completions, and what is read of the sampled ids: the text
-as it is completed, and loops.
-"""
+"""Requests to a generation engine, their completions, streamed text, and loop detection."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # the decoded text of an incomplete ch
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling parameters; temperature 0 is greedy, top_p 1 is off."""
+    """Sampling parameters of a request; temperature 0 is greedy, top_p 1 is off."""
 
     temperature: float = 0.0
     top_p: float = 1.0
@@ -33,7 +31,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Request:
-    """A text to be generated. `id` is unique among all requests of a run."""
+    """A request for one text; `id` is unique among all requests of a run."""
 
     id: str
     prompt_ids: list[int]
@@ -46,7 +44,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Completion:
-    """The sampled ids, including the stop token if one ended the text."""
+    """The sampled token ids of a request, including the stop token if one ended the text."""
 
     id: str
     token_ids: list[int]
@@ -54,13 +52,13 @@ class Completion:
 
 
 def sample_seed(run_seed: int, row_id: str, turn: int) -> int:
-    """The 63-bit seed of one sampled text, independent of worker and batch."""
+    """The 63-bit sampling seed of one text, independent of worker and batch."""
     digest = hashlib.sha256(f"{run_seed}:{turn}:{row_id}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 
 
 class TextStream:
-    """The text of a growing list of tokens, in pieces; special tokens have no text.
+    """Streaming decoder of sampled tokens into text; special tokens have no text.
 
     A character can take several tokens, and a token's text can depend on the one before it (a
     leading space). Text is therefore decoded together with the preceding token, and held back while
@@ -73,9 +71,9 @@ class TextStream:
         self._held: list[int] = []
 
     def push(self, token_id: int) -> str:
-        """The text that this token completes, with that of held-back tokens; may be empty."""
+        """Add a token and return the text that is complete with it, which may be empty."""
         self._held.append(token_id)
-        text = self._new_text()
+        text = self.flush()
         if not text or text.endswith(UNFINISHED):
             return ""
         self._shown = self._held
@@ -83,12 +81,7 @@ class TextStream:
         return text
 
     def flush(self) -> str:
-        """The text held back, when no token follows: an incomplete character as the tokenizer
-        decodes it.
-        """
-        return self._new_text()
-
-    def _new_text(self) -> str:
+        """Return the text of held-back tokens, including an incomplete character."""
         return self._decode(self._shown + self._held)[len(self._decode(self._shown)) :]
 
     def _decode(self, ids: list[int]) -> str:
@@ -98,15 +91,11 @@ class TextStream:
 
 
 def degenerate_loop(ids: Sequence[int]) -> bool:
-    """Whether the ids end in one n-gram, of any length, at least 4 times in a row and over at least
-    32 tokens.
-    """
+    """Whether token ids end in a loop: one n-gram, 4 times in a row and over 32 tokens or more."""
     tail = np.asarray(ids)
     if len(tail) < MIN_LOOP_TOKENS:
         return False
-    # A loop of period p has the last token p positions earlier too, which leaves few periods.
-    before = tail[-2 : -2 - len(tail) // MIN_REPEATS : -1]
-    for period in 1 + np.flatnonzero(before == tail[-1]):
+    for period in range(1, len(tail) // MIN_REPEATS + 1):
         end = tail[-max(MIN_LOOP_TOKENS, MIN_REPEATS * period) :]
         if np.array_equal(end[period:], end[:-period]):
             return True

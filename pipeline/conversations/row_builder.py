@@ -1,6 +1,4 @@
-"""A conversation as tokens: the row under construction, the finished row, and an interactive
-conversation.
-"""
+"""Token rows of conversations: under construction, finished, and of an interactive chat."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from pipeline.conversations.template import ChatTemplate
 
 @dataclass(frozen=True)
 class GeneratedRow:
-    """A training row: token ids, the spans that the target wrote, and the messages as text.
+    """A generated training row: token ids, target-written spans, and the messages as text.
 
     `finish` has one entry per span. A conversation whose template rewrites history is split into
     rows named `<parent_id>#<turn>`; otherwise `id` is `parent_id`.
@@ -31,7 +29,7 @@ class GeneratedRow:
 
 @dataclass(frozen=True)
 class RowBuilder:
-    """A row under construction. Each step returns a new one: a turn is dropped by not using it."""
+    """An immutable row of token ids under construction; each step returns a new row."""
 
     first_turn: int
     ids: list[int]
@@ -43,42 +41,43 @@ class RowBuilder:
     def opening(
         cls, template: ChatTemplate, messages: tuple[Message, ...], first_turn: int = 0
     ) -> RowBuilder:
-        """A row that begins with these messages, the last of which is a question."""
+        """Start a row with these messages, the last of which is a question."""
         return cls(first_turn, template.opening(messages), messages)
 
     @property
     def ended(self) -> bool:
-        """Whether the last text ended with an end token."""
+        """Whether the last sampled text ended with an end token."""
         return self.finish[-1] == "stop"
 
-    def asked(self, template: ChatTemplate, asked: Sequence[Message], turn: int = 0) -> RowBuilder:
+    def with_question(
+        self, template: ChatTemplate, asked: Sequence[Message], turn: int = 0
+    ) -> RowBuilder:
         """Append the next question; start a new row if the template rewrites history."""
         messages = (*self.messages, *asked)
         if template.rewrites_history(self.messages, asked):
             return RowBuilder.opening(template, messages, turn)
-        return self.read(template.separator(self.messages[:-1], self.ended, *asked), *asked)
+        return self.with_ids(template.separator(self.messages[:-1], self.ended, *asked), *asked)
 
-    def read(self, ids: list[int], *messages: Message) -> RowBuilder:
-        """Append tokens that the target did not write."""
+    def with_ids(self, ids: list[int], *messages: Message) -> RowBuilder:
+        """Append prompt tokens, which the target did not write."""
         return replace(self, ids=self.ids + ids, messages=self.messages + messages)
 
-    def written(self, ids: list[int], finish: Finish, message: Message) -> RowBuilder:
-        """Append a text that the target wrote."""
+    def with_text(self, ids: list[int], finish: Finish, message: Message) -> RowBuilder:
+        """Append a text that the target wrote, as a span."""
         span = Span(len(self.ids), len(self.ids) + len(ids), message.role)
         return replace(
-            self.read(ids, message), spans=(*self.spans, span), finish=(*self.finish, finish)
+            self.with_ids(ids, message), spans=(*self.spans, span), finish=(*self.finish, finish)
         )
 
-    def row(self, row_id: str, parent_id: str) -> GeneratedRow:
-        """The finished row."""
+    def finished(self, row_id: str, parent_id: str) -> GeneratedRow:
+        """Create the training row."""
         return GeneratedRow(
             row_id, parent_id, self.ids, list(self.spans), list(self.finish), self.messages
         )
 
 
 class Chat:
-    """An interactive conversation: the prompt of each question, with earlier answers as they were
-    sampled.
+    """An interactive chat, with earlier answers in the prompt as their sampled token ids.
 
     Args:
         room: The longest prompt in tokens.
@@ -93,8 +92,7 @@ class Chat:
         self._asked: RowBuilder | None = None
 
     def ask(self, question: str) -> tuple[list[int], bool]:
-        """The ids up to where the answer begins, and whether earlier turns were dropped to make
-        room.
+        """The prompt's token ids, and whether earlier turns were dropped to make room.
 
         Raises:
             RowRejected: The question alone is too long or undecodable, or the template rejects it;
@@ -102,7 +100,7 @@ class Chat:
         """
         message = Message("user", utf8_text(question, "the question"))
         alone = RowBuilder.opening(self._template, (*self._system, message))
-        asked = self._builder.asked(self._template, [message]) if self._builder else alone
+        asked = self._builder.with_question(self._template, [message]) if self._builder else alone
         forgets = len(asked.ids) > self._room
         if forgets:
             asked = alone
@@ -113,11 +111,9 @@ class Chat:
         return asked.ids, forgets
 
     def answered(self, ids: Sequence[int], *, ended: bool) -> None:
-        """Append the answer, including its end token where it `ended`; without ids the question is
-        dropped.
-        """
+        """Append the sampled answer, including its end token; without ids drop the question."""
         assert self._asked is not None, "nothing was asked"
         if ids:
             message = Message("assistant", self._template.decode(ids))
-            self._builder = self._asked.written(list(ids), "stop" if ended else "length", message)
+            self._builder = self._asked.with_text(list(ids), "stop" if ended else "length", message)
         self._asked = None

@@ -1,9 +1,8 @@
 """Sources of seeds: files, directories, and data sets on the Hub, one after another or mixed.
 
-Every row is returned exactly once, as a conversation or as a rejected row with its reason, with the
-id `source:row`; files are streamed, in time linear in their size. A named file without a
-conversation is an error that states what was found; in a directory it is skipped, and listed with
-the reason.
+Every row is returned exactly once with the id `source:row`, as a conversation or as a rejected row.
+Files are streamed in linear time. A named file without a conversation is an error; such a file of a
+directory is skipped, and listed with the reason.
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ Row = Conversation | RejectedRow
 TABLE_SUFFIXES = (".parquet", ".arrow", ".feather")
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".txt", ".csv", ".tsv", *TABLE_SUFFIXES)
 TABLE_MAGIC = (b"PAR1", b"ARROW1")
-MAX_FILE_BYTES = 64 * 10**9
 PROBED_ROWS = 1000  # of a directory's file, to find out whether it holds conversations
 MAX_SKIPPED_SHOWN = 5
 # Files that describe a folder: their suffix alone would make prompts of them.
@@ -47,7 +45,7 @@ DESCRIPTIONS = re.compile(
 
 @dataclass
 class FileCount:
-    """The rows that were read of a file or data set, and how many of them are conversations."""
+    """Counts of the rows read from a file or data set, and of the conversations among them."""
 
     name: str
     rows: int = 0
@@ -56,21 +54,22 @@ class FileCount:
 
 @dataclass(frozen=True)
 class SkippedFile:
-    """A file or folder that is not read; `name` is its path in the source."""
+    """A skipped file or folder of a source directory; `name` is the path in the source."""
 
     name: str
     why: str
 
 
 def plain_suffix(name: str) -> str:
-    """A file's suffix in lower case, without `.gz`; empty where it is not one of `SUFFIXES`."""
+    """A seed file's suffix in lower case, without `.gz`; empty if not one of `SUFFIXES`."""
     suffix = Path(name.lower().removesuffix(".gz")).suffix
     return suffix if suffix in SUFFIXES else ""
 
 
 def name_sources(sources: Sequence[SeedSource]) -> list[str]:
-    """A short unique name for each source, safe in ids and file names: the file's or data set's,
-    with `-2` if taken.
+    """A short unique name for each seed source, safe in ids and file names.
+
+    The name is that of the file or data set, with `-2` if taken.
     """
     names: list[str] = []
     for source in sources:
@@ -89,19 +88,19 @@ def name_sources(sources: Sequence[SeedSource]) -> list[str]:
 
 @dataclass
 class SourceReader:
-    """The rows of one source; iterating fills `read` and `skipped`.
+    """Reader of one seed source's rows; iterating fills `read` and `skipped`.
 
     Args:
-        name: The source's own, with which ids begin.
+        name: The source's unique name, the prefix of row ids.
         max_characters: Longer conversations are rejected.
-        max_file_bytes: Larger files, unpacked, are an error.
+        max_file_bytes: Larger files (gzip: unpacked) are an error.
         tools: The policy for function calls, `seeds.tools`.
     """
 
     source: SeedSource
     name: str
     max_characters: int
-    max_file_bytes: int = MAX_FILE_BYTES
+    max_file_bytes: int = 64 * 10**9
     tools: ToolPolicy = "context"
     read: list[FileCount] = field(default_factory=list)
     skipped: list[SkippedFile] = field(default_factory=list)
@@ -112,9 +111,9 @@ class SourceReader:
         self._columns = tuple((source.columns or {}).values())
 
     def files(self) -> list[Path]:
-        """Find the files of a source: the path itself, or all below it that hold conversations.
+        """Find the seed files of the source: the path itself, or the files below it.
 
-        The others are listed in `skipped`. A data set on the Hub has no files.
+        Files without conversations are listed in `skipped`. A data set on the Hub has no files.
 
         Raises:
             ConfigError: There is nothing at the path.
@@ -147,14 +146,17 @@ class SourceReader:
         return files
 
     def __iter__(self) -> Iterator[Row]:
-        """Each row, under the id `name:row`, rows counted over all files.
+        """Yield each row with the id `name:row`; rows are counted over all files.
 
         Raises:
             ConfigError: The source does not exist, or lacks the columns that are named.
             DataError: The file, or the data set, holds no conversation data; a file is damaged or
                 too large.
-            EnvironmentFault: It cannot be read now.
+            EnvironmentFault: The source cannot be read now.
         """
+        return itertools.islice(self._rows(), self.source.limit)
+
+    def _rows(self) -> Iterator[Row]:
         self.read = []
         path, hub = self.source.path, self.source.hub
         if hub is not None:
@@ -166,11 +168,6 @@ class SourceReader:
 
     def _counted(self, where: str, name: str, rows: Iterator[Any]) -> Iterator[Row]:
         start = sum(count.rows for count in self.read)
-        limit = self.source.limit
-        if limit is not None:
-            rows = itertools.islice(rows, limit - start)
-            if limit == start:
-                return
         count = FileCount(name)
         self.read.append(count)
         found = "It is empty."
@@ -193,9 +190,9 @@ class SourceReader:
         return read_row(row, id, self._settings)
 
     def _file_rows(self, path: Path) -> Iterator[Any]:
-        """A file's rows: a value, or a `RejectedRow` without an id, for each.
+        """Yield a file's raw rows, or a `RejectedRow` without an id for an unreadable one.
 
-        The first bytes decide how it is read, or else the suffix; JSON where neither is known.
+        The first bytes decide how the file is read, or else the suffix; the default is JSON.
         """
         suffix = plain_suffix(path.name)
         with open_seed_file(path) as file:
@@ -218,7 +215,7 @@ class SourceReader:
                 yield row
 
     def _reason_to_skip(self, file: Path) -> str | None:
-        """Explain why a file's first rows hold no conversation; None if one does."""
+        """Explain why a file's first rows hold no conversation; None if one of them does."""
         first = "it is empty"
         try:
             for row in itertools.islice(self._file_rows(file), PROBED_ROWS):
@@ -248,28 +245,28 @@ def _unsuited_name(file: Path, name: Path) -> str | None:
 
 
 def source_readers(settings: SeedsConfig) -> list[SourceReader]:
-    """One reader for each source of a configuration."""
+    """Create a reader for each seed source of a configuration."""
     named = zip(settings.sources, name_sources(settings.sources), strict=True)
     limits = settings.max_characters, round(settings.max_file_gb * 10**9), settings.tools
     return [SourceReader(source, name, *limits) for source, name in named]
 
 
 def read_questions(path: Path) -> list[Conversation]:
-    """The questions of a file (MT-Bench, Spec-Bench, any form of seeds), without rejected rows."""
+    """Read the questions of a file (MT-Bench, Spec-Bench, any form), without rejected rows."""
     rows = SourceReader(SeedSource(path=path), path.stem, max_characters=10**9)
     return [row for row in rows if isinstance(row, Conversation)]
 
 
-def mixed(
+def mix_sources(
     readers: Sequence[SourceReader], check: Callable[[Row], Row] = lambda row: row
 ) -> Iterator[Row]:
-    """The rows of all sources, as `check` leaves them.
+    """Yield the rows of all seed sources, mixed by weight and filtered by `check`.
 
     Without weights the sources are read whole, one after another. With weights conversations are
-    taken in proportion to them (d'Hondt's method: next is the source with the fewest kept ones for
-    its weight), so that at every moment each share is right up to fewer conversations than there
-    are sources. It ends with the first source that has no more. Rejected rows are passed on and do
-    not count.
+    taken in proportion to the weights by d'Hondt's method: the next source is the one with the
+    fewest kept conversations per weight. At every moment the shares are right up to fewer
+    conversations than there are sources. The mixture ends with the first source that has no more
+    rows. Rejected rows are passed on and do not count.
     """
     streams = [map(check, reader) for reader in readers]
     weights = [reader.source.weight for reader in readers if reader.source.weight is not None]

@@ -21,7 +21,7 @@ IGNORED = -100  # torch's cross_entropy skips this label
 
 @dataclass(frozen=True)
 class Span:
-    """A token range [start, end) that the target wrote, and its role."""
+    """A span of tokens [start, end) that the target wrote, with its role."""
 
     start: int
     end: int
@@ -37,8 +37,9 @@ class Span:
 
 
 def feature_positions(spans: Sequence[Span]) -> npt.NDArray[np.int32]:
-    """The positions s-1 … e-2 of every span [s, e), in order: the states that predict the
-    target-written tokens.
+    """Positions of the hidden states that predict target-written tokens.
+
+    They are s-1 … e-2 of every span [s, e), in order.
     """
     ranges = [np.arange(span.start - 1, span.end - 1, dtype=np.int32) for span in spans]
     return np.concatenate(ranges) if ranges else np.empty(0, np.int32)
@@ -47,8 +48,7 @@ def feature_positions(spans: Sequence[Span]) -> npt.NDArray[np.int32]:
 def head_labels(
     input_ids: npt.ArrayLike, spans: Sequence[Span], num_heads: int, roles: Collection[Role]
 ) -> npt.NDArray[np.int32]:
-    """Each head's label at each of `feature_positions(spans)`, [K, N]; `IGNORED` where there is
-    none.
+    """Labels [K, N] of each head at each of `feature_positions(spans)`; `IGNORED` for none.
 
     Args:
         input_ids: The row's token ids.

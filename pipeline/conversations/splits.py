@@ -1,4 +1,4 @@
-"""The split of every conversation (train, calibrate, check), and the number of rows per shard.
+"""Splits of conversations (train, calibrate, check), and the number of rows per shard.
 
 Conversations that open with the same question are one group, and a group is never divided: a
 held-out prompt is new. Questions that differ in case, punctuation and white space alone are the
@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Literal
 
 from pipeline.conversations.conversation import Conversation, RejectedRow
-from pipeline.conversations.duplicates import plain
+from pipeline.conversations.duplicates import normalize_text
 
 Split = tuple[Conversation | RejectedRow, str]
 
@@ -26,14 +26,14 @@ FEWEST_IN_SHARD = 16
 MOST_IN_SHARD = SMALL_SET // NUM_SHARDS
 
 
-def in_shards(
+def batch_into_shards(
     rows: Iterable[Split], rows_per_shard: int | Literal["auto"]
 ) -> Iterator[list[Split]]:
-    """The rows of one shard after another, in order.
+    """Group rows into shards, in order.
 
     `auto` makes `NUM_SHARDS` of a small set, of `FEWEST_IN_SHARD` rows or more, so that each holds
-    enough work to fill an engine's batch, and shards of `MOST_IN_SHARD` of a larger one. It depends
-    on nothing but the number of rows.
+    enough work to fill an engine's batch, and shards of `MOST_IN_SHARD` of a larger one. The size
+    depends on nothing but the number of rows.
     """
     stream = iter(rows)
     if rows_per_shard == "auto":
@@ -47,34 +47,36 @@ def in_shards(
 
 
 def split_rows(rows: Iterable[Conversation | RejectedRow], holdout: float) -> Iterator[Split]:
-    """Give every conversation its split, by the hash of its first question: half of `holdout`
-    calibrates, half checks.
+    """Assign a split to every conversation by the hash of its first question.
 
-    A set of up to `SMALL_SET` rows is counted out, see `count_out`. In a larger one the hash alone
-    decides, and the rows need not be held in memory. The split of a rejected row is never read.
+    Half of `holdout` calibrates, half checks. In a set of up to `SMALL_SET` rows the held-out rows
+    are counted, see `choose_held_out`. In a larger set the hash alone decides, and the rows are not
+    held in memory. The split of a rejected row is never read.
     """
     stream = iter(rows)
     head = list(itertools.islice(stream, SMALL_SET + 1))
     held_out: dict[str, str] | None = None
     if len(head) <= SMALL_SET:
-        openings = [opening(row) for row in head if isinstance(row, Conversation)]
-        held_out = count_out(Counter(openings), holdout)
+        openings = [first_question(row) for row in head if isinstance(row, Conversation)]
+        held_out = choose_held_out(Counter(openings), holdout)
     for row in itertools.chain(head, stream):
         split = "train"
         if isinstance(row, Conversation) and held_out is not None:
-            split = held_out.get(opening(row), "train")
+            split = held_out.get(first_question(row), "train")
         elif isinstance(row, Conversation):
-            split = _split_by_hash(opening(row), holdout)
+            place = _unit_hash(first_question(row))
+            if place <= holdout:
+                split = "calibrate" if place <= holdout / 2 else "check"
         yield row, split
 
 
-def opening(conversation: Conversation) -> str:
-    """The conversation's first question, normalised."""
-    return plain(conversation.turns[0].asked[0].content)
+def first_question(conversation: Conversation) -> str:
+    """The first question of a conversation, normalised."""
+    return normalize_text(conversation.turns[0].asked[0].content)
 
 
-def count_out(group_sizes: Mapping[str, int], holdout: float) -> dict[str, str]:
-    """The groups that are held out, each with its split: calibrate or check.
+def choose_held_out(group_sizes: Mapping[str, int], holdout: float) -> dict[str, str]:
+    """Choose the groups of questions to hold out, each for the split calibrate or check.
 
     Each split takes groups in the order of their hashes, as long as they fit into what it is to
     have (see `held_out_rows`). Where that leaves it fewer than 8 rows, it takes the smallest groups
@@ -108,22 +110,13 @@ def count_out(group_sizes: Mapping[str, int], holdout: float) -> dict[str, str]:
 
 
 def held_out_rows(num_rows: int, holdout: float) -> int:
-    """The number of conversations that calibrate, and of those that check, if no two open alike."""
+    """The number of rows of each held-out split if no two conversations open alike."""
     each = round(num_rows * holdout / 2)
     if num_rows > SMALL_SET:
         return each
     return min(max(MIN_HELD_OUT, each), num_rows // 2)
 
 
-def _split_by_hash(question: str, holdout: float) -> str:
-    place = _unit_hash(question)
-    if place <= holdout / 2:
-        return "calibrate"
-    if place <= holdout:
-        return "check"
-    return "train"
-
-
 def _unit_hash(question: str) -> float:
-    """A question's place in [0, 1)."""
+    """Hash a question to [0, 1)."""
     return int.from_bytes(hashlib.sha256(b"split:" + question.encode()).digest()[:8], "big") / 2**64

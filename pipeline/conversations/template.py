@@ -1,19 +1,16 @@
-"""A chat template over token ids: the ids before, between and after the texts that the target
-samples.
+"""Chat templates over token ids: the ids before, between and after the sampled texts.
 
-They are found by rendering the template and comparing texts; sampled ids are never tokenized again.
-Where a longer history does not extend the rendering of a shorter one (a template that drops earlier
-thoughts, for example), `rewrites_history` is true and the conversation continues in a new row.
+The template is rendered and texts are compared; sampled ids are never tokenized again. Where a
+longer history does not extend the rendering of a shorter one (for example, a template that drops
+earlier thoughts), `rewrites_history` is true and the conversation continues in a new row.
 
-Special tokens in the text of messages, such as `</s>` in a user's question, would end a turn or
-write another role's header. Before the template is rendered each is replaced by a mark of a
-noncharacter, which no template changes; the text around a mark is tokenized as usual, and the
-special token's own text in two parts, neither of which is special. So the text stays the same, and
-special tokens of the template itself stay special.
+A special token in a message's text, such as `</s>` in a user's question, would end a turn or write
+another role's header. Before rendering, a mark of noncharacters replaces each such token. The text
+around a mark is tokenized as usual, and the special token's text in two parts, neither of which is
+special. The text stays the same, and the template's own special tokens stay special.
 
-Limits: a turn ends with one token of the vocabulary, as in every template that an engine can stop
-on without searching text. Special are the tokens that the tokenizer declares so: of other added
-tokens, such as Qwen's `<think>`, text and token are one, as in every engine.
+Limits: one token of the vocabulary ends a turn, as engines need. Special are only the tokens that
+the tokenizer declares special, not other added tokens such as Qwen's `<think>`.
 """
 
 from __future__ import annotations
@@ -43,7 +40,7 @@ PROBE_WORDS = ("placeholder_function", "PlaceholderArgument", "PlaceholderResult
 
 
 class ChatTemplate:
-    """The chat template of one target.
+    """The chat template of a target, which gives token ids around sampled texts.
 
     Args:
         tokenizer: The target's tokenizer.
@@ -98,22 +95,20 @@ class ChatTemplate:
         return ConfigError(what, where, "Give one in target.chat_template.")
 
     def keeping_special_tokens(self) -> ChatTemplate:
-        """The same template, for which special tokens in the text of messages are control
-        tokens.
-        """
+        """A copy of the template that keeps special tokens in messages as control tokens."""
         other = copy.copy(self)
         other._escapes = False
         return other
 
     def offering(self, tools: str) -> ChatTemplate:
-        """The same template, which is given these functions (JSON, `Conversation.tools`)."""
+        """A copy of the template that offers these functions (`Conversation.tools`)."""
         other = copy.copy(self)
         other._tools = tools
         return other
 
     @functools.cached_property
     def renders_tools(self) -> bool:
-        """Whether the template writes function calls and their results."""
+        """Whether the template renders function calls and their results."""
         asked = [
             Message("user", "Hello"),
             Message("assistant", "", PROBE_CALL),
@@ -126,12 +121,12 @@ class ChatTemplate:
         return all(word in text for word in PROBE_WORDS)
 
     def special_tokens_in(self, messages: Sequence[Message]) -> list[str]:
-        """The special tokens in the messages' text, each once."""
+        """Find the special tokens in the text of messages, each once."""
         text = "\n".join(message.text for message in messages)
         return list(dict.fromkeys(self._special.findall(text)))
 
     def render(self, messages: Sequence[Message], *, asks: bool) -> str:
-        """The messages as text; with `asks`, up to where the next answer begins.
+        """Render messages as text; with `asks`, up to where the next answer begins.
 
         Raises:
             RowRejected: The template raised, for example because it takes no system prompt.
@@ -139,7 +134,7 @@ class ChatTemplate:
         return self._restored(self._rendered(messages, asks=asks))
 
     def _rendered(self, messages: Sequence[Message], *, asks: bool) -> str:
-        """`render`, with marks for special tokens in the text of messages."""
+        """Render messages, with marks in place of special tokens in their text."""
         try:
             return self._tokenizer.apply_chat_template(
                 for_template(messages, self._marked),
@@ -154,7 +149,7 @@ class ChatTemplate:
             raise RowRejected(Reason.TEMPLATE_REFUSED, detail) from error
 
     def _marked(self, text: str) -> str:
-        """A message's text with a mark in place of each special token."""
+        """Replace each special token in a message's text by a mark."""
         if not self._escapes:
             return text
         index = self._special_texts.index
@@ -165,22 +160,20 @@ class ChatTemplate:
         return MARKED.sub(lambda match: self._special_texts[int(match[1])], text)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The ids as the text of a message: no special tokens, no space around it."""
+        """Decode sampled ids into a message's text, without special tokens and outer spaces."""
         text = self._tokenizer.decode(
             list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
         return text.strip()
 
     def opening(self, messages: Sequence[Message]) -> list[int]:
-        """Ids of a history that ends with a question, up to where its answer begins; the template
-        sets BOS.
-        """
+        """Token ids of a prompt that ends with a question; the template sets BOS."""
         return self._tokenize(self._rendered(messages, asks=True))
 
     def separator(
         self, messages: Sequence[Message], answer_ended: bool, *asked: Message
     ) -> list[int]:
-        """Ids between a sampled answer and the next one.
+        """Token ids between a sampled answer and the next answer.
 
         Args:
             messages: The history before that answer, including the question.
@@ -193,7 +186,7 @@ class ChatTemplate:
         return _without_end(tail, self.end_of_turn_ids, answer_ended)
 
     def role_header(self, messages: Sequence[Message], answer_ended: bool) -> list[int]:
-        """Ids between a sampled answer and a user's text to be sampled next; see `separator`."""
+        """Token ids between a sampled answer and a user's text to be sampled; see `separator`."""
         next_user = _unused_word(messages)
         text = self._after(messages, "assistant", Message("user", next_user))
         # A space before a text belongs to the text's first token, as after the generation prompt
@@ -202,14 +195,12 @@ class ChatTemplate:
         return _without_end(ids, self.end_of_turn_ids, answer_ended)
 
     def role_footer(self, messages: Sequence[Message], user_ended: bool) -> list[int]:
-        """Ids between a sampled user's text, which follows `messages`, and its answer."""
+        """Token ids between a sampled user's text, which follows `messages`, and its answer."""
         ids = self._tokenize_after(self._after(messages, "user"))
         return _without_end(ids, self.end_of_user_ids, user_ended)
 
     def recite(self, messages: Sequence[Message], answer: str) -> list[int]:
-        """Ids of a given answer to `messages`, its end of turn included, as if the target had
-        sampled them.
-        """
+        """Token ids of a given answer with its end of turn, as if the target had sampled them."""
         before = self._rendered(messages, asks=True)
         whole = self._rendered([*messages, Message("assistant", answer)], asks=False)
         tail = self._after(messages, "assistant", asks=False)
@@ -227,8 +218,9 @@ class ChatTemplate:
         return ids
 
     def rewrites_history(self, history: Sequence[Message], asked: Sequence[Message]) -> bool:
-        """Whether the prompt of `asked`, after a history that ends with an answer, does not extend
-        the last prompt.
+        """Whether the template changes earlier turns when `asked` follows the history.
+
+        The history ends with an answer; the next prompt then does not extend the last one.
         """
         *before_answer, answer = history
         before = self._rendered(before_answer, asks=True)
@@ -240,9 +232,7 @@ class ChatTemplate:
     def _after(
         self, messages: Sequence[Message], role: Role, *asked: Message, asks: bool = True
     ) -> str:
-        """The template's text after a message of this role that follows `messages`, up to the next
-        answer.
-        """
+        """Render the template's text after a message of this role, up to the next answer."""
         word = _unused_word([*messages, *asked])
         rendered = self._rendered([*messages, Message(role, word), *asked], asks=asks)
         if word not in rendered:
@@ -250,7 +240,7 @@ class ChatTemplate:
         return rendered.rpartition(word)[2]
 
     def _first_mark(self, text: str) -> tuple[int, ...]:
-        """The special token that the text begins with, white space aside."""
+        """Find the end-of-turn token that a text begins with, ignoring white space."""
         for id in self._tokenize_after(text):
             if id in self._marks:
                 return (id,)
@@ -259,7 +249,7 @@ class ChatTemplate:
         return ()
 
     def _tokenize(self, text: str) -> list[int]:
-        """Ids of a rendered text: what is marked in it as text, all else as the tokenizer does."""
+        """Tokenize a rendered text; marked special tokens become plain text."""
         first, *rest = MARKED.split(text)
         # verbose=False: a text longer than the context is rejected later, with a reason
         ids = list(self._tokenizer(first, add_special_tokens=False, verbose=False)["input_ids"])
@@ -270,7 +260,7 @@ class ChatTemplate:
         return ids
 
     def _as_text(self, special: str) -> list[int]:
-        """Ids that read as a special token and are none: those of its text in two parts."""
+        """Tokenize a special token as plain text: its text in two parts."""
         for at in range(1, len(special)):
             first, second = special[:at], special[at:]
             if self._special.search(first) or self._special.search(second):
@@ -282,9 +272,7 @@ class ChatTemplate:
         raise RowRejected(Reason.SPECIAL_TOKENS, detail)
 
     def _tokenize_after(self, text: str, context: str = ANCHORS[0]) -> list[int]:
-        """Ids of a text that continues another one, without the space that some tokenizers add at
-        the start.
-        """
+        """Tokenize a text that continues another, without the space that some tokenizers add."""
         for anchor in (context, *ANCHORS):
             before, whole = self._tokenize(anchor), self._tokenize(anchor + text)
             if whole[: len(before)] == before:
@@ -293,7 +281,7 @@ class ChatTemplate:
 
 
 def _without_end(ids: list[int], end_ids: tuple[int, ...], ended: bool) -> list[int]:
-    """The ids after the first end-of-turn token where the text before them has `ended` with it."""
+    """Drop ids up to the first end-of-turn token if the text before has `ended` with it."""
     for index, id in enumerate(ids):
         if ended and id in end_ids:
             return ids[index + 1 :]
@@ -301,7 +289,7 @@ def _without_end(ids: list[int], end_ids: tuple[int, ...], ended: bool) -> list[
 
 
 def _unused_word(messages: Sequence[Message]) -> str:
-    """A word that no message contains and no template trims or rewrites."""
+    """A placeholder word that no message contains and no template trims or rewrites."""
     word = "Placeholder"
     while any(word in message.text for message in messages):
         word += "X"
@@ -309,7 +297,7 @@ def _unused_word(messages: Sequence[Message]) -> str:
 
 
 def for_template(messages: Sequence[Message], marked: Callable[[str], str]) -> list[dict[str, Any]]:
-    """The messages as chat templates take them.
+    """Convert messages to the dicts that chat templates take.
 
     A call and its result share an id of nine characters, as Mistral's template asks.
 
@@ -338,7 +326,7 @@ def for_template(messages: Sequence[Message], marked: Callable[[str], str]) -> l
 
 
 def marked_values(value: Any, marked: Callable[[str], str]) -> Any:
-    """JSON with every text in it marked, keys included."""
+    """Apply `marked` to every text of a JSON value, keys included."""
     if isinstance(value, str):
         return marked(value)
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Acceptance rules: which of a step's candidates are kept, and which token follows them.
+"""Acceptance rules: choose the accepted path of a candidate tree and the token that follows it.
 
     greedy     keeps the target's most probable tokens: the text of greedy decoding
     typical    keeps tokens that are probable enough for the target's entropy (paper 2.3.1): the
@@ -39,7 +39,7 @@ RuleName = Literal["greedy", "typical", "rejection"]
 
 
 class Noise:
-    """The Gumbel noise of one text's next positions, drawn from that text's own generator.
+    """Gumbel noise for sampling one text's next positions, drawn from the text's own generator.
 
     Each position takes V numbers from the generator, in the order of the text. They are drawn in
     float64: the 2^-24 resolution of float32 would bias the rare tokens of a large vocabulary. A
@@ -50,8 +50,8 @@ class Noise:
         self._generator = generator
         self._waiting: list[Tensor] = []
 
-    def ahead(self, num_positions: int, logits_NV: Tensor) -> Tensor | None:
-        """The noise [T, V] of the next positions, in the logits' upcast dtype.
+    def next_noise(self, num_positions: int, logits_NV: Tensor) -> Tensor | None:
+        """Return the Gumbel noise [T, V] of the next positions, in the logits' upcast dtype.
 
         None without a generator.
         """
@@ -68,28 +68,30 @@ class Noise:
             self._waiting.append(exponential_V.log_().neg_())
         return torch.stack(self._waiting[:num_positions])
 
-    def advance(self, num_tokens: int) -> None:
+    def discard(self, num_tokens: int) -> None:
         """Discard the noise of positions whose tokens are written."""
         del self._waiting[:num_tokens]
 
 
-def draw(logits_V: Tensor, noise_V: Tensor, temperature: float, top_p: float = 1.0) -> Tensor:
+def sample_tokens(
+    logits_V: Tensor, noise_V: Tensor, temperature: float, top_p: float = 1.0
+) -> Tensor:
     """Sample tokens [...] from the nucleus of softmax(logits [..., V] / temperature)."""
     scaled_V = _upcast(logits_V) / temperature
     if top_p < 1:
-        scaled_V = scaled_V.masked_fill(~nucleus(scaled_V, top_p), -torch.inf)
+        scaled_V = scaled_V.masked_fill(~nucleus_mask(scaled_V, top_p), -torch.inf)
     return (scaled_V + noise_V).argmax(-1)
 
 
-def nucleus(logits_V: Tensor, top_p: float) -> Tensor:
-    """The mask [..., V] of the tokens in the nucleus of softmax(logits [..., V])."""
+def nucleus_mask(logits_V: Tensor, top_p: float) -> Tensor:
+    """Return the mask [..., V] of the tokens in the top-p nucleus of softmax(logits [..., V])."""
     p_V, ids_V = logits_V.softmax(-1).sort(dim=-1, descending=True, stable=True)
     ahead_V = p_V.cumsum(-1) - p_V
     return torch.empty_like(p_V, dtype=torch.bool).scatter_(-1, ids_V, ahead_V < top_p)
 
 
 class Acceptance(NamedTuple):
-    """The deepest accepted row and the token after it, both int64 [...]."""
+    """The deepest accepted tree row and the token that follows it, both int64 [...]."""
 
     row: Tensor
     next_token: Tensor
@@ -97,7 +99,7 @@ class Acceptance(NamedTuple):
 
 @dataclass(frozen=True)
 class GreedyAcceptance:
-    """Keeps the tokens that greedy decoding of the target writes."""
+    """Greedy acceptance: keep the tokens that greedy decoding of the target writes."""
 
     samples = False
 
@@ -108,13 +110,13 @@ class GreedyAcceptance:
     def accept(
         self, logits_NV: Tensor, tokens_N: Tensor, tree: TreeRows, noise_TV: Tensor | None = None
     ) -> Acceptance:
-        """Accept the longest path that passes; only a rule with `samples` is given noise.
+        """Accept the longest candidate path that passes; only rules with `samples` get noise.
 
         Shapes: logits [..., N, V], tokens [..., N], noise [..., max_depth + 1, V].
         """
         best_N = logits_NV.argmax(-1)
         passes_N = tokens_N == _at_parents(best_N, tree)
-        row = (_accepted(passes_N, tree) * tree.depth).argmax(-1)
+        row = (_accepted_rows(passes_N, tree) * tree.depth).argmax(-1)
         return Acceptance(row, best_N.gather(-1, row[..., None])[..., 0])
 
 
@@ -123,7 +125,7 @@ greedy_acceptance = GreedyAcceptance()
 
 @dataclass(frozen=True)
 class TypicalAcceptance:
-    """Keeps a token when p > min(eps, delta · exp(-H)), with the entropy H of p (paper 2.3.1).
+    """Typical acceptance: keep tokens with p > min(eps, delta · exp(-H(p))) (paper 2.3.1).
 
     Both are taken after `temperature`. Among equally long candidates the most probable wins. The
     token after it is the target's greedy choice as in the paper, so that the output is
@@ -140,7 +142,7 @@ class TypicalAcceptance:
         if not self.samples:
             return logits_V.argmax(-1)
         assert noise_V is not None
-        return draw(logits_V, noise_V, self.temperature)
+        return sample_tokens(logits_V, noise_V, self.temperature)
 
     def accept(
         self, logits_NV: Tensor, tokens_N: Tensor, tree: TreeRows, noise_TV: Tensor | None = None
@@ -152,7 +154,7 @@ class TypicalAcceptance:
         threshold_N = (self.delta * torch.exp(-entropy_N)).clamp(max=self.eps)
         at_tokens_N = tree.parent * logits_NV.shape[-1] + tokens_N
         log_p_N = log_p_NV.flatten(-2).gather(-1, at_tokens_N)
-        accepted_N = _accepted(log_p_N.exp() > _at_parents(threshold_N, tree), tree)
+        accepted_N = _accepted_rows(log_p_N.exp() > _at_parents(threshold_N, tree), tree)
 
         lengths_N = accepted_N * tree.depth
         is_longest_N = accepted_N & (lengths_N == lengths_N.amax(-1, keepdim=True))
@@ -160,13 +162,13 @@ class TypicalAcceptance:
         row = likelihood_N.masked_fill(~is_longest_N, -torch.inf).argmax(-1)
         noise_V = None
         if noise_TV is not None:
-            noise_V = _row_of(noise_TV, tree.depth_of(row))
-        return Acceptance(row, self.choose(_row_of(logits_NV, row), noise_V))
+            noise_V = _values_at_row(noise_TV, tree.depth_of(row))
+        return Acceptance(row, self.choose(_values_at_row(logits_NV, row), noise_V))
 
 
 @dataclass(frozen=True)
 class RejectionSampling:
-    """Keeps exactly the target's distribution after `temperature` and `top_p`.
+    """Rejection sampling: keep exactly the target's distribution at `temperature` and `top_p`.
 
     Candidates are deterministic proposals. Rejection sampling tries a row's children in order: it
     accepts a child with its probability p, otherwise sets that p to 0, renormalizes and continues;
@@ -182,7 +184,7 @@ class RejectionSampling:
 
     def choose(self, logits_V: Tensor, noise_V: Tensor | None = None) -> Tensor:
         assert noise_V is not None
-        return draw(logits_V, noise_V, self.temperature, self.top_p)
+        return sample_tokens(logits_V, noise_V, self.temperature, self.top_p)
 
     def accept(
         self, logits_NV: Tensor, tokens_N: Tensor, tree: TreeRows, noise_TV: Tensor | None = None
@@ -192,7 +194,7 @@ class RejectionSampling:
         token = row
         is_open = torch.ones_like(row, dtype=torch.bool)
         for depth in range(tree.max_depth + 1):  # samples only on the path, not for all N rows
-            drawn = self.choose(_row_of(logits_NV, row), noise_TV[..., depth, :])
+            drawn = self.choose(_values_at_row(logits_NV, row), noise_TV[..., depth, :])
             token = torch.where(is_open, drawn, token)
             is_child_N = (tree.parent == row[..., None]) & (tree.depth > 0)
             follows_N = is_child_N & (tokens_N == token[..., None])
@@ -212,7 +214,7 @@ def acceptance_rule(
     top_p: float = 1.0,
     first_token: Literal["greedy", "sampled"] = "greedy",
 ) -> AcceptanceRule:
-    """The rule of that name; at temperature 0 every rule is greedy acceptance.
+    """Build the acceptance rule of a name; at temperature 0 every rule is greedy acceptance.
 
     `eps`, `delta` and `first_token` belong to typical acceptance, `top_p` to rejection. Raises
     ValueError when a number is out of range.
@@ -227,21 +229,21 @@ def acceptance_rule(
 
 
 def _upcast(logits_V: Tensor) -> Tensor:
-    """Logits in at least float32: half precision is too coarse for probabilities."""
+    """Cast logits to at least float32: half precision is too coarse for probabilities."""
     return logits_V.to(torch.promote_types(logits_V.dtype, torch.float32))
 
 
-def _accepted(passes_N: Tensor, tree: TreeRows) -> Tensor:
-    """Rows that pass together with all rows above them; the root always passes."""
+def _accepted_rows(passes_N: Tensor, tree: TreeRows) -> Tensor:
+    """Mask the tree rows that pass together with all their ancestors; the root always passes."""
     return (passes_N[..., None, :] | tree.elsewhere).all(-1)
 
 
 def _at_parents(values_N: Tensor, tree: TreeRows) -> Tensor:
-    """Each row's parent's value."""
+    """Gather the value of each tree row's parent."""
     return values_N.gather(-1, tree.parent.expand_as(values_N))
 
 
-def _row_of(values_NV: Tensor, row: Tensor) -> Tensor:
-    """The vector [..., V] of one row each."""
+def _values_at_row(values_NV: Tensor, row: Tensor) -> Tensor:
+    """Gather the vector [..., V] of one tree row per text."""
     index = row[..., None, None].expand(*row.shape, 1, values_NV.shape[-1])
     return values_NV.gather(-2, index)[..., 0, :]

@@ -1,11 +1,11 @@
-"""A preallocated KV cache that a tree is written into and that keeps only the accepted path.
+"""A preallocated KV cache: a candidate tree is written into it, and the accepted path is kept.
 
 Keys and values of all layers are views of one tensor (per shape, dtype and device), so keeping a
 path moves the entries of all layers at once, in place. Each sequence of a batch has its own length
 and its own place. Layers keep the full length whatever their attention, since windows are part of
 the mask (see masks.py), and return only the filled part, so that a step costs the length of its
-sequences and not the capacity. Within `fixed` they return a constant number of slots and read the
-lengths on the device, as a captured step needs (see cuda_graphs.py).
+sequences and not the capacity. Within `fixed_lengths` they return a constant number of slots and
+read the lengths on the device, as a captured step needs (see cuda_graphs.py).
 
 Letters: L key and value tensors of the layers, B sequences, H key-value heads, S slots, D head
 size, N rows of a forward, T positions of a path.
@@ -28,7 +28,7 @@ _GRANULE = 256  # slots; sequences of similar length then share one allocation
 
 
 class _TreeCacheLayer(CacheLayerMixin):
-    """One layer's part of the cache; until the allocation it holds the first prompt's states."""
+    """One layer's keys and values; before the allocation, those of the first prompt."""
 
     def __init__(self, cache: TreeCache):
         super().__init__()
@@ -37,7 +37,7 @@ class _TreeCacheLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """The cache allocates all layers together."""
+        """Do nothing: `TreeCache` allocates all layers together."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
@@ -47,8 +47,8 @@ class _TreeCacheLayer(CacheLayerMixin):
             self.values = value_states
             return key_states, value_states
         assert self.keys is not None and self.values is not None
-        keys = self.cache.write(self.keys, key_states)
-        values = self.cache.write(self.values, value_states)
+        keys = self.cache.write_rows(self.keys, key_states)
+        values = self.cache.write_rows(self.values, value_states)
         return keys, values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -62,11 +62,11 @@ class _TreeCacheLayer(CacheLayerMixin):
 
 
 class TreeCache(Cache):
-    """The KV cache of a batch.
+    """The KV cache of a batch of sequences.
 
-    `begin` a batch, then `open`, fill and `keep_prompt` for each prompt. After that each forward
-    over the trees writes its rows, and `move` and `advance` keep the accepted ones. `drop` removes
-    finished sequences.
+    Call `begin_batch`, then `open_sequence`, a forward and `keep_prompt` for each prompt. After
+    that each forward over the trees writes its rows, `move_accepted_rows` and `extend_lengths` keep
+    the accepted ones, and `drop_sequences` removes finished sequences.
     """
 
     def __init__(self, config: PretrainedConfig):
@@ -84,11 +84,11 @@ class TreeCache(Cache):
 
     @property
     def length(self) -> int:
-        """Tokens before the next forward: of the longest sequence, or of a new prompt."""
+        """Cached tokens before the next forward: of the longest sequence, or of a new prompt."""
         return 0 if self._opening else max(self.lengths, default=0)
 
-    def begin(self, num_slots: int, num_sequences: int = 1) -> None:
-        """Start a new batch whose longest sequence, tree included, needs `num_slots`."""
+    def begin_batch(self, num_slots: int, num_sequences: int = 1) -> None:
+        """Start a new batch; `num_slots` holds its longest sequence and one tree."""
         self.lengths = []
         self._rows = {}
         self._opening = False
@@ -100,19 +100,19 @@ class TreeCache(Cache):
             for layer in self.layers:
                 layer.keys = layer.values = None
 
-    def open(self) -> None:
-        """The next forward is another sequence's prompt."""
+    def open_sequence(self) -> None:
+        """Start another sequence: the next forward reads its prompt."""
         self._opening = True
 
     def keep_prompt(self, num_tokens: int) -> None:
-        """Keep all rows of the prompt, and allocate after the first one."""
+        """Keep all rows of the prompt; allocate the cache after the first prompt."""
         self._opening = False
         self.lengths.append(num_tokens)
         if self.num_slots == 0:
             self._allocate()
 
-    def write(self, part: Tensor, states: Tensor) -> Tensor:
-        """Append rows [B, H, N, D] to one layer; returns its filled part [B, H, S, D]."""
+    def write_rows(self, part: Tensor, states: Tensor) -> Tensor:
+        """Write rows [B, H, N, D] into one layer and return its filled part [B, H, S, D]."""
         num_rows = states.shape[2]
         width = self._fixed_width or self.length + num_rows
         if len(states) == 1 and self._fixed_width is None:
@@ -124,13 +124,13 @@ class TreeCache(Cache):
         part[place_B1, :, slot_BN] = states.transpose(1, 2)
         return part.narrow(0, 0, len(states)).narrow(2, 0, width)
 
-    def width(self, num_rows: int) -> int:
-        """Slots for `num_rows` more rows, rounded up so that many steps share a width."""
+    def fixed_width(self, num_rows: int) -> int:
+        """Return the slots for `num_rows` more rows, rounded up to share captured steps."""
         return _rounded_up(self.length + num_rows)
 
     @contextmanager
-    def fixed(self, length_B: Tensor, num_rows: int, width: int) -> Iterator[None]:
-        """Context manager: read lengths on the device; layers return `width` slots."""
+    def fixed_lengths(self, length_B: Tensor, num_rows: int, width: int) -> Iterator[None]:
+        """Context manager: read sequence lengths on the device; layers return `width` slots."""
         self._rows = {length_B.device: _rows_after(length_B, num_rows)}
         self._fixed_width = width
         try:
@@ -139,13 +139,13 @@ class TreeCache(Cache):
             self._rows = {}
             self._fixed_width = None
 
-    def advance(self, num_rows: Sequence[int]) -> None:
-        """Add so many rows of the last forward, which `move` has put in place, to each sequence."""
+    def extend_lengths(self, num_rows: Sequence[int]) -> None:
+        """Extend each sequence by `num_rows` accepted rows of the last forward."""
         self.lengths = [sum(pair) for pair in zip(self.lengths, num_rows, strict=True)]
         self._rows = {}
 
-    def drop(self, kept: Sequence[int]) -> None:
-        """Remove all sequences but those at these places, ascending; the remaining ones move up."""
+    def drop_sequences(self, kept: Sequence[int]) -> None:
+        """Drop all sequences except those at the places `kept` (ascending), and close the gaps."""
         for place, old in enumerate(kept):
             if place != old:
                 for store in self._stores:
@@ -154,8 +154,8 @@ class TreeCache(Cache):
         self.lengths = [self.lengths[old] for old in kept]
         self._rows = {}
 
-    def move(self, rows_BT: Tensor) -> None:
-        """Move the rows of the last forward to the positions of their path, the root first.
+    def move_accepted_rows(self, rows_BT: Tensor) -> None:
+        """Move the accepted rows of the last forward to consecutive slots, the root first.
 
         Rows past a path's end are padding: their positions are never read.
         """
@@ -167,13 +167,13 @@ class TreeCache(Cache):
             store[:, place_B1, :, start_B1 + places_T] = store[:, place_B1, :, start_B1 + moved_BT]
 
     def _rows_on(self, device: torch.device, num_rows: int = 1) -> tuple[Tensor, Tensor]:
-        """Places [B, 1] and slots [B, N] after the open sequences; the same for every layer."""
+        """Return the places [B, 1] and slots [B, N] that the next rows of the sequences take."""
         if device not in self._rows:
             self._rows[device] = _rows_after(torch.tensor(self.lengths, device=device), num_rows)
         return self._rows[device]
 
     def _allocate(self) -> None:
-        """Allocate one store per kind of tensor and copy the first prompt; layers get views."""
+        """Allocate one tensor per shape, dtype and device, and copy the first prompt."""
         self.allocation += 1
         wanted_slots, self._num_places = self._wanted
         self.num_slots = _rounded_up(wanted_slots)
@@ -198,6 +198,6 @@ def _rounded_up(num_slots: int) -> int:
 
 
 def _rows_after(length_B: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Batch indices [B, 1] and cache slots [B, N] of the rows after each sequence."""
+    """Return the batch indices [B, 1] and cache slots [B, N] of the rows after each sequence."""
     places_B1 = torch.arange(len(length_B), device=length_B.device)[:, None]
     return places_B1, length_B[:, None] + torch.arange(num_rows, device=length_B.device)

@@ -1,4 +1,4 @@
-"""Decoding steps captured as CUDA graphs and replayed.
+"""Capture decoding steps as CUDA graphs and replay them.
 
 Launching the thousand short kernels of a forward takes the host longer than the GPU needs to run
 them. A captured step is one function of buffers with fixed addresses and shapes: lengths are read
@@ -40,7 +40,7 @@ _Kind = tuple[int, int, AcceptanceRule]  # texts, width, rule
 
 
 class CudaGraphs:
-    """Runs and captures a step's work on one GPU.
+    """Run and capture decoding steps on one GPU.
 
     Graphs share one memory pool, since they never run concurrently.
     """
@@ -51,7 +51,7 @@ class CudaGraphs:
         self._pool = torch.cuda.graph_pool_handle()
 
     def run(self, function: Callable[[], None]) -> None:
-        """Call the function as it will be called during capture."""
+        """Run a decoding step on the stream on which steps are captured."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         try:
@@ -61,8 +61,7 @@ class CudaGraphs:
             current.wait_stream(self._stream)
 
     def rehearse(self, function: Callable[[], None]) -> None:
-        """`run`, and raise RuntimeError, before it has had an effect, where the host waits for the
-        GPU.
+        """Run a decoding step, and raise RuntimeError where the host waits for the GPU.
 
         A capture that fails half-way may leave the allocator's memory pool unusable (torch 2.13:
         pull request 190308), so it is not begun.
@@ -75,9 +74,9 @@ class CudaGraphs:
             torch.cuda.set_sync_debug_mode(mode)
 
     def capture(self, function: Callable[[], None]) -> Callable[[], None]:
-        """Call the function and return its replay.
+        """Capture a decoding step, run it once, and return the function that replays it.
 
-        Raises RuntimeError, without having had an effect, when the function cannot be captured.
+        Raises RuntimeError before the step has an effect if it cannot be captured.
         """
         graph = torch.cuda.CUDAGraph()
         capturing = torch.cuda.graph(
@@ -92,12 +91,12 @@ class CudaGraphs:
 
 @cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Shared by all decoders: each stream allocates its own workspace."""
+    """Return the capture stream of all decoders, since each stream allocates a workspace."""
     return torch.cuda.Stream(device)
 
 
 def graph_capture_for(model: PreTrainedModel) -> CudaGraphs | None:
-    """CUDA graphs where the whole model is on one GPU, otherwise None."""
+    """Return CUDA graph capture for a model that is on one GPU, otherwise None."""
     devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
     if len(devices) > 1:
         return None
@@ -107,7 +106,7 @@ def graph_capture_for(model: PreTrainedModel) -> CudaGraphs | None:
 
 @dataclass
 class _Buffers:
-    """A batch's inputs and outputs at fixed addresses; noise only for rules that sample."""
+    """Inputs and outputs of captured steps at fixed addresses; noise if the rule samples."""
 
     state: BatchState
     length_B: Tensor
@@ -120,7 +119,7 @@ class _Buffers:
 
 
 class CapturedSteps:
-    """The steps of `TreeSteps`, captured and replayed; uncaptured if the target prevents it."""
+    """Captured and replayed `TreeSteps`; run uncaptured if the target cannot be captured."""
 
     def __init__(self, steps: TreeSteps, graph_capture: CudaGraphs):
         self.captures = True
@@ -133,7 +132,7 @@ class CapturedSteps:
         self._allocation = 0
 
     def start(self, state: BatchState) -> None:
-        """Set the state; the prompts are in the cache already."""
+        """Set the state after the prefill; the cache holds the prompts."""
         if self._allocation != self._cache.allocation:  # the cache was reallocated
             self._allocation = self._cache.allocation
             self._captured.clear()
@@ -149,24 +148,24 @@ class CapturedSteps:
         buffers.length_B.copy_(torch.tensor(self._cache.lengths))
         self._steps.start(buffers.state)
 
-    def drop(self, kept: Sequence[int]) -> None:
-        """Keep only the texts at these indices, ascending."""
-        self._cache.drop(kept)
+    def drop_texts(self, kept: Sequence[int]) -> None:
+        """Keep only the texts at the ascending indices `kept`."""
+        self._cache.drop_sequences(kept)
         self.start(self._steps.state.at(kept))
 
-    def take(
+    def decode_step(
         self, forward: Forward, rule: AcceptanceRule, noise_BTV: Tensor | None
     ) -> list[list[int]]:
-        """One forward of the target; returns the tokens that it adds to each text."""
+        """Take one decoding step; return the tokens that the step adds to each text."""
         buffers = self._buffers[len(self._cache.lengths)]
         if buffers.noise_BTV is None:
             buffers.noise_BTV = noise_BTV
         elif noise_BTV is not None:
             buffers.noise_BTV.copy_(noise_BTV)
-        width = self._cache.width(self._steps.tree.num_nodes + 1)
+        width = self._cache.fixed_width(self._steps.tree.num_nodes + 1)
         kind = (len(buffers.length_B), width, rule)
         self._run(kind, lambda: self._step(buffers, width, forward, rule))
-        return self._steps.read(buffers.found)
+        return self._steps.read_tokens(buffers.found)
 
     def _run(self, kind: _Kind, step: Callable[[], None]) -> None:
         self._num_steps[kind] += 1
@@ -189,16 +188,16 @@ class CapturedSteps:
             step()
 
     def _step(self, buffers: _Buffers, width: int, forward: Forward, rule: AcceptanceRule) -> None:
-        """The device's part of a step."""
+        """Run the part of a decoding step that is captured: propose, verify, accept."""
         steps = self._steps
         length_B = buffers.length_B
-        tree, tokens_BN = steps.propose()
+        tree, tokens_BN = steps.propose_trees()
         positions_BN = (length_B[:, None] + tree.depth).clamp_(max=steps.max_length - 1)
-        mask = steps.masks.after(length_B, width, tree)
+        mask = steps.masks.masks_after(length_B, width, tree)
         noise_BTV = buffers.noise_BTV if rule.samples else None
-        with self._cache.fixed(length_B, steps.tree.num_nodes + 1, width):
+        with self._cache.fixed_lengths(length_B, steps.tree.num_nodes + 1, width):
             read = forward(tokens_BN, positions_BN, mask, self._cache)
-            state, found = steps.accept(*read, tokens_BN, tree, rule, noise_BTV)
+            state, found = steps.accept_paths(*read, tokens_BN, tree, rule, noise_BTV)
         buffers.found.copy_(found)
         buffers.set_state(state)
         length_B += found[:, 0] + 1

@@ -1,4 +1,4 @@
-"""Decoding with heads of any kind on any transformers causal LM, and plain decoding by one loop.
+"""Decode with draft heads on any transformers causal LM; plain decoding is the same loop.
 
 One step is one forward of the target over the token that it chose last (the root) and a tree of the
 heads' guesses, with an explicit mask and explicit positions; the longest accepted path is kept in
@@ -37,7 +37,7 @@ from pipeline.decoding.cuda_graphs import (
 )
 from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.decoding.masks import TreeMasks, attention_windows
-from pipeline.decoding.steps import BatchState, Forward, TreeSteps, reading
+from pipeline.decoding.steps import BatchState, Forward, TreeSteps, forward_with_states
 from pipeline.decoding.tree import Choices, Tree
 from pipeline.errors import ConfigError
 from pipeline.heads.kind import Heads
@@ -50,7 +50,7 @@ _TREE_ATTENTION = ("sdpa", "eager")
 
 @dataclass(frozen=True)
 class Decoded:
-    """One decoded sequence.
+    """A decoded sequence with its accepted lengths and its wall time.
 
     Attributes:
         token_ids: The new tokens, an end token included.
@@ -66,12 +66,12 @@ class Decoded:
 
     @property
     def num_steps(self) -> int:
-        """Target forwards after the prefill."""
+        """The number of target forwards after the prefill."""
         return len(self.accepted)
 
 
 def acceleration_rate(decoded: Iterable[Decoded]) -> float:
-    """Tokens per target forward, pooled over sequences, without the prefill and its token.
+    """Compute tokens per target forward, pooled over sequences, without the prefill.
 
     1.0 for plain decoding; NaN when no sequence took a step.
     """
@@ -79,8 +79,8 @@ def acceleration_rate(decoded: Iterable[Decoded]) -> float:
     return sum(steps) / len(steps) if steps else float("nan")
 
 
-def check_pair(model: PreTrainedModel, heads: Heads) -> None:
-    """Raise ConfigError unless heads and target fit and its attention takes a custom mask."""
+def check_heads_fit(model: PreTrainedModel, heads: Heads) -> None:
+    """Raise ConfigError unless the heads fit the target and its attention takes a tree mask."""
     config = model.config.get_text_config(decoder=True)
     own = (config.hidden_size, config.vocab_size)
     read = (heads.shape.hidden_size, heads.shape.target_vocab_size)
@@ -97,7 +97,7 @@ def check_pair(model: PreTrainedModel, heads: Heads) -> None:
 
 @dataclass
 class _Text:
-    """A text being decoded: its index, how many tokens it may still get, and its noise."""
+    """An unfinished text: its index, the number of tokens left to write, and its noise."""
 
     number: int
     room: int
@@ -105,7 +105,7 @@ class _Text:
 
 
 class Decoder:
-    """A target, its heads and their tree; decodes one text or a batch at a time.
+    """Decode one text or a batch with a target, its heads and a candidate tree.
 
     Buffers are reused. Raises ConfigError when the heads do not belong to the target or its
     attention cannot verify a tree.
@@ -142,7 +142,7 @@ class Decoder:
             depth = self.tree.max_depth
             if heads is None or heads.shape.max_depth < depth:
                 raise ValueError(f"a tree of depth {depth} is deeper than these heads can propose")
-            check_pair(model, heads)
+            check_heads_fit(model, heads)
         self._cache = TreeCache(config)
         steps = TreeSteps(self.tree, heads, masks, self._cache, self.max_length)
         graph_capture = graph_capture or graph_capture_for(model)
@@ -163,7 +163,7 @@ class Decoder:
         rule: AcceptanceRule = greedy_acceptance,
         generator: torch.Generator | None = None,
     ) -> Decoded:
-        """Decode until an end token, `max_new_tokens` or `max_length`.
+        """Decode one prompt until an end token, `max_new_tokens` or `max_length`.
 
         A rule that samples draws from `generator`; use a freshly seeded one per text, on the
         target's device, since noise is drawn a few positions ahead of the text. ValueError without
@@ -179,7 +179,7 @@ class Decoder:
         rule: AcceptanceRule = greedy_acceptance,
         generators: Sequence[torch.Generator] | None = None,
     ) -> list[Decoded]:
-        """`generate` for several prompts as one batch, each with its own accepted lengths.
+        """Decode several prompts as one batch, each with its own accepted lengths.
 
         Prompts are prefilled one by one, so `seconds_prefill` includes the earlier prompts'
         prefills; `seconds` counts from the last prefill. A finished text leaves the batch.
@@ -211,7 +211,7 @@ class Decoder:
         rule: AcceptanceRule = greedy_acceptance,
         generator: torch.Generator | None = None,
     ) -> Generator[list[int]]:
-        """`generate` step by step: the prefill's token, then the tokens that each forward adds."""
+        """Decode one prompt and yield the tokens that the prefill and each step add."""
         generators = [generator] if generator else None
         for step in self.stream_batch([prompt_ids], max_new_tokens, rule, generators):
             yield step[0][1]
@@ -224,30 +224,30 @@ class Decoder:
         rule: AcceptanceRule = greedy_acceptance,
         generators: Sequence[torch.Generator] | None = None,
     ) -> Iterator[list[tuple[int, list[int]]]]:
-        """`generate_batch` by forwards: each text's prefill, then steps of all unfinished texts.
+        """Decode a batch and yield after each forward: one prefill per text, then joint steps.
 
         Yields lists of (index of the text, the tokens that this forward adds to it).
         """
         texts = self._begin(prompts, max_new_tokens, rule, generators)
-        with reading(self.model) as forward:
+        with forward_with_states(self.model) as forward:
             hidden = []
             tokens = []
             for prompt, text in zip(prompts, texts, strict=True):
                 hidden_1D, logits_1V = self._prefill(forward, prompt)
-                token_1 = rule.choose(logits_1V, text.noise.ahead(1, logits_1V))
+                token_1 = rule.choose(logits_1V, text.noise.next_noise(1, logits_1V))
                 hidden.append(hidden_1D)
                 tokens.append(token_1)
-                yield [(text.number, self._take(text, token_1.tolist()))]
+                yield [(text.number, self._cut_at_end(text, token_1.tolist()))]
             self._steps.start(BatchState(torch.cat(hidden), torch.cat(tokens)))
             while open_texts := [text for text in texts if text.room]:
                 if len(open_texts) < len(texts):
-                    self._steps.drop([place for place, text in enumerate(texts) if text.room])
+                    self._steps.drop_texts([place for place, text in enumerate(texts) if text.room])
                     texts = open_texts
                 noise_BTV = self._noise(texts, logits_1V)
-                written = self._steps.take(forward, rule, noise_BTV)
+                written = self._steps.decode_step(forward, rule, noise_BTV)
                 step = []
                 for text, ids in zip(texts, written, strict=True):
-                    step.append((text.number, self._take(text, ids)))
+                    step.append((text.number, self._cut_at_end(text, ids)))
                 yield step
 
     def _begin(
@@ -270,28 +270,28 @@ class Decoder:
             generator = generators[number] if rule.samples and generators else None
             texts.append(_Text(number, room, Noise(generator)))
             longest = max(longest, len(prompt) + room)
-        self._cache.begin(longest + self.tree.num_nodes + 1, len(prompts))
+        self._cache.begin_batch(longest + self.tree.num_nodes + 1, len(prompts))
         return texts
 
     def _noise(self, texts: Sequence[_Text], logits_NV: Tensor) -> Tensor | None:
-        """The noise [B, T, V] of the positions that a step may write; None without generators."""
+        """Return the noise [B, T, V] of the positions a step may write; None without generators."""
         num_positions = self.tree.max_depth + 1
-        noises = [text.noise.ahead(num_positions, logits_NV) for text in texts]
+        noises = [text.noise.next_noise(num_positions, logits_NV) for text in texts]
         drawn = [noise_TV for noise_TV in noises if noise_TV is not None]
         return torch.stack(drawn) if drawn else None
 
     def _prefill(self, forward: Forward, prompt_ids: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Read a prompt; returns its last hidden state [1, D] and logits [1, V]."""
+        """Prefill a prompt; return its last hidden state [1, D] and logits [1, V]."""
         ids_1T = torch.tensor([prompt_ids], device=self.device)
         positions_1T = torch.arange(len(prompt_ids), device=self.device)[None]
-        self._cache.open()
+        self._cache.open_sequence()
         hidden_11D, logits_11V = forward(ids_1T, positions_1T, None, self._cache, last_only=True)
         self._cache.keep_prompt(len(prompt_ids))
         return hidden_11D[:, 0], logits_11V[:, 0]
 
-    def _take(self, text: _Text, ids: list[int]) -> list[int]:
-        """The tokens up to and including the first end token, limited by the remaining room."""
-        text.noise.advance(len(ids))
+    def _cut_at_end(self, text: _Text, ids: list[int]) -> list[int]:
+        """Cut accepted tokens after the first end token and at the text's length limit."""
+        text.noise.discard(len(ids))
         kept: list[int] = []
         while len(kept) < len(ids) and text.room:
             kept.append(ids[len(kept)])
@@ -302,5 +302,5 @@ class Decoder:
 def plain_decoder(
     model: PreTrainedModel, *, eos_token_ids: Collection[int], max_length: int | None = None
 ) -> Decoder:
-    """A decoder without heads and tree: the baseline, with the same loop and cache."""
+    """Build the plain-decoding baseline: a decoder without heads and tree."""
     return Decoder(model, None, (), eos_token_ids=eos_token_ids, max_length=max_length)

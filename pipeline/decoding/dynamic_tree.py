@@ -1,4 +1,4 @@
-"""A tree that grows anew in every step, along the paths that the heads themselves find probable.
+"""Dynamic candidate trees: in every step a tree grows along the paths the heads find probable.
 
 EAGLE-2 (arXiv 2406.16858, section 4): level by level the `top` most probable nodes get their `top`
 best guesses each, a node's probability being the product of the heads' own along its path; of all
@@ -30,7 +30,7 @@ LEAST = -100.0  # of a guess's log probability, lest fp32 lose the sums
 
 
 class Proposed(NamedTuple):
-    """All proposed nodes, depth after depth, each [B, C].
+    """The proposed nodes of dynamic trees, depth after depth, each [B, C].
 
     Scores are log probabilities of whole paths, less `PREFER_PARENT` per depth. Parents are places
     among the proposed nodes; -1 is the root.
@@ -44,7 +44,7 @@ class Proposed(NamedTuple):
 
 @dataclass(frozen=True)
 class DynamicTree:
-    """The rule by which trees grow: `num_nodes` besides the root, `top` guesses per node.
+    """Settings of a dynamic tree: `num_nodes` besides the root, `top` guesses per node.
 
     Raises ValueError where so many nodes are never proposed.
     """
@@ -59,19 +59,19 @@ class DynamicTree:
 
     @property
     def num_proposed(self) -> int:
-        """The number of nodes that are proposed in a step, C."""
+        """The number C of nodes that the heads propose in a step."""
         return self.top + (self.max_depth - 1) * self.top**2
 
     def to_json(self) -> dict[str, int]:
         return asdict(self)
 
     def resized(self, num_nodes: int, max_depth: int | None = None) -> DynamicTree:
-        """The same rule with at most `num_nodes` nodes, up to another depth."""
+        """Return the dynamic tree with at most `num_nodes` nodes and another depth."""
         widest = replace(self, num_nodes=1, max_depth=max_depth or self.max_depth)
         return replace(widest, num_nodes=min(num_nodes, widest.num_proposed))
 
     def grow(self, heads: Heads, hidden_BD: Tensor, token_B: Tensor) -> tuple[TreeRows, Tensor]:
-        """One tree per text, and the tokens [B, N] of its rows."""
+        """Grow one tree per text; return the trees and the tokens [B, N] of their rows."""
         proposed = self.propose(heads, hidden_BD, token_B.to(hidden_BD.device))
         proposed = Proposed(*(column.to(token_B.device) for column in proposed))
         best_BM = proposed.scores_BC.topk(self.num_nodes).indices
@@ -80,7 +80,7 @@ class DynamicTree:
         return self._tree(chosen_BM, proposed), tokens_BN
 
     def propose(self, heads: Heads, hidden_BD: Tensor, token_B: Tensor) -> Proposed:
-        """Propose nodes below the roots `token_B`, which the target chose from `hidden_BD`."""
+        """Propose tree nodes below the roots `token_B`, which the target chose from `hidden_BD`."""
         hidden_BPD = hidden_BD[:, None]
         tokens_BP = token_B[:, None]
         scores_BP = torch.zeros_like(tokens_BP, dtype=torch.float32)
@@ -90,7 +90,7 @@ class DynamicTree:
         for depth in range(self.max_depth):
             hidden_BPD, logits_BPV = heads.expand(hidden_BPD, tokens_BP, depth)
             rows_BPR, log_p_BPR = _best(logits_BPV, self.top)
-            tokens_BM = heads.vocabulary.tokens(rows_BPR).flatten(1)
+            tokens_BM = heads.vocabulary.tokens_of_rows(rows_BPR).flatten(1)
             scores_BPR = scores_BP[..., None] + log_p_BPR.clamp(min=LEAST) - PREFER_PARENT
             parents_BM = places_BP[..., None].expand_as(scores_BPR).flatten(1)
             scores_BM = scores_BPR.flatten(1)
@@ -114,7 +114,7 @@ class DynamicTree:
         *,
         chunk_bytes: int = 64 << 20,
     ) -> Tensor:
-        """The place of each true token's node among all proposed ones, int16 [max_depth, B].
+        """Rank each true token's node among all proposed nodes, int16 [max_depth, B].
 
         Places are by probability: a tree of n nodes verifies those below n, so one pass judges
         trees of every size. `NEVER` where the node or one above it is not proposed, or the label is
@@ -134,7 +134,7 @@ class DynamicTree:
         return torch.cat(places, 1)
 
     def _tree(self, chosen_BM: Tensor, proposed: Proposed) -> TreeRows:
-        """The trees of the chosen nodes, given as places among the proposed ones, ascending."""
+        """Build the trees of the chosen nodes, which are ascending places among `proposed`."""
         num_texts, num_nodes = chosen_BM.shape
         itself_BN = torch.arange(num_nodes + 1, device=chosen_BM.device).expand(num_texts, -1)
         row_BC = torch.zeros_like(proposed.parents_BC).scatter(1, chosen_BM, itself_BN[:, 1:])
@@ -155,7 +155,7 @@ class DynamicTree:
 def check_tree(
     tree: Choices | DynamicTree, max_depth: int, top: int
 ) -> tuple[TreePath, ...] | DynamicTree:
-    """The tree, as paths or as the rule by which it grows.
+    """Validate a static or dynamic tree for heads of a depth and a number of guesses.
 
     Raises ConfigError unless heads that propose `max_depth` tokens ahead, `top` guesses of each,
     can fill it.
@@ -173,7 +173,7 @@ def check_tree(
 
 
 def _best(logits_BPV: Tensor, top: int) -> tuple[Tensor, Tensor]:
-    """The rows [B, P, R] of the `top` largest logits, and their log probabilities."""
+    """Return the `top` best guesses [B, P, R] of each node and their log probabilities."""
     num_nodes = logits_BPV.shape[1]
     if logits_BPV.stride(1) == 0:  # Medusa heads: the same guesses below every node
         logits_BPV = logits_BPV[:, :1]
@@ -183,7 +183,7 @@ def _best(logits_BPV: Tensor, top: int) -> tuple[Tensor, Tensor]:
 
 
 def _true_places(proposed: Proposed, labels_KB: Tensor) -> Tensor:
-    """The places [K, B] of the nodes on the true paths."""
+    """Rank the nodes on the true paths among all proposed nodes, [K, B]."""
     order_BC = proposed.scores_BC.argsort(1, descending=True)
     by_place_BC = torch.arange(order_BC.shape[1], device=order_BC.device).expand_as(order_BC)
     place_BC = torch.empty_like(order_BC).scatter_(1, order_BC, by_place_BC)

@@ -34,7 +34,7 @@ def grouped_attention(
     scaling: float | None = None,
     **settings: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' sdpa attention, [B, N, H·G, D].
+    """Compute sdpa attention with query groups as rows of one head, [B, N, H·G, D].
 
     Shapes: queries [B, H·G, N, D], keys and values [B, H, S, D], additive masks [B, 1, N, S].
     Attention without groups or mask is left to transformers.
@@ -59,7 +59,7 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
 class GroupedRows:
-    """Switches a model whose attention is sdpa to `grouped_attention` during a forward."""
+    """Switch a model from sdpa attention to `grouped_attention` during a forward."""
 
     def __init__(self, model: PreTrainedModel):
         self._configs = []

@@ -1,4 +1,4 @@
-"""Expected acceleration rates on held-out text: a replay of decoding without a forward.
+"""Expected acceleration rates of trees: replay decoding of held-out text without a forward.
 
 A rank is the place of the held-out token: 0 where a head's first guess is right, 1 where its second
 is. Greedy decoding writes the same text with any tree, so ranks determine which steps it takes with
@@ -32,7 +32,7 @@ NUM_RESAMPLES = 1000
 
 @dataclass(frozen=True)
 class Estimate:
-    """An acceleration rate and its standard error.
+    """An estimated acceleration rate with its standard error.
 
     The rate is NaN without a step, the error with fewer than two conversations.
     """
@@ -44,7 +44,7 @@ class Estimate:
 def rate_of_answers(
     accepted: Sequence[Sequence[int]], conversations: Sequence[Hashable]
 ) -> Estimate:
-    """The acceleration rate of answers in any engine, with its standard error.
+    """Estimate the acceleration rate of decoded answers, of any engine.
 
     Args:
         accepted: Per answer, the number of tokens that each forward after the prefill adds, cut
@@ -56,11 +56,11 @@ def rate_of_answers(
     for kept, conversation in zip(accepted, conversations, strict=True):
         tokens[conversation] += sum(kept)
         steps[conversation] += len(kept)
-    return estimated_rate(list(tokens.values()), list(steps.values()))
+    return bootstrap_rate(list(tokens.values()), list(steps.values()))
 
 
-def estimated_rate(tokens_C: npt.ArrayLike, steps_C: npt.ArrayLike, seed: int = 0) -> Estimate:
-    """All tokens over all steps, with the standard error of drawing as many conversations again.
+def bootstrap_rate(tokens_C: npt.ArrayLike, steps_C: npt.ArrayLike, seed: int = 0) -> Estimate:
+    """Estimate tokens per step, with a bootstrap standard error over conversations.
 
     The resamples' deviation is too small by sqrt((C-1)/C), which is corrected. Conversations
     without a step are ignored. The same seed gives the same figure.
@@ -82,7 +82,7 @@ def estimated_rate(tokens_C: npt.ArrayLike, steps_C: npt.ArrayLike, seed: int = 
 
 @dataclass(frozen=True)
 class HeldOutRanks:
-    """Ranks of held-out text.
+    """Ranks of held-out tokens among the heads' guesses.
 
     Attributes:
         ranks_KN: uint8 ranks of the tokens at t+2+k.
@@ -99,51 +99,51 @@ class HeldOutRanks:
     def __len__(self) -> int:
         return self.ranks_KN.shape[1]
 
-    def halves(self) -> tuple[HeldOutRanks, HeldOutRanks]:
-        """Split conversations alternately into two halves, to cross-validate a search.
+    def conversation_halves(self) -> tuple[HeldOutRanks, HeldOutRanks]:
+        """Split conversations alternately into two halves, to cross-validate a tree search.
 
         Not every other span: where each conversation has two, one half would hold first answers
         only.
         """
         _, place = np.unique(self.conversations, return_inverse=True)
-        return self._of(place % 2 == 0), self._of(place % 2 == 1)
+        return self._of_spans(place % 2 == 0), self._of_spans(place % 2 == 1)
 
-    def new(self) -> HeldOutRanks:
-        """The spans that the target has not written in training rows."""
-        return self._of(~self.seen)
+    def new_answers(self) -> HeldOutRanks:
+        """Return the spans of answers that are not in a training row."""
+        return self._of_spans(~self.seen)
 
-    def _of(self, chosen: npt.NDArray[np.bool_]) -> HeldOutRanks:
-        """The chosen spans."""
+    def _of_spans(self, chosen: npt.NDArray[np.bool_]) -> HeldOutRanks:
+        """Return the ranks of the chosen spans."""
         lengths = np.diff(self.starts, append=len(self))
         kept = lengths[chosen]
         ranks_KN = self.ranks_KN[:, np.repeat(chosen, lengths)]
         starts = np.cumsum(kept) - kept
         return HeldOutRanks(ranks_KN, starts, self.conversations[chosen], self.seen[chosen])
 
-    def hits(self, top: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Count each head's right r-th guesses, [K, R], and its labels, [K]."""
+    def guess_hits(self, top: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Count the hits of each head's r-th guess, [K, R], and each head's labels, [K]."""
         hits_KR = np.stack([np.bincount(ranks_N, minlength=256)[:top] for ranks_N in self.ranks_KN])
         return hits_KR, (self.ranks_KN != NO_LABEL).sum(1)
 
 
 @dataclass(frozen=True)
 class HeldOutPlaces:
-    """Places int16 [K, N], see `DynamicTree.places`; otherwise as `HeldOutRanks`."""
+    """Places of held-out tokens in dynamic trees: `HeldOutRanks` with `DynamicTree.places`."""
 
     places_KN: npt.NDArray[np.int16]
     starts: npt.NDArray[np.int64]
     conversations: npt.NDArray[np.int64]
     seen: npt.NDArray[np.bool_]
 
-    def walk(self, num_nodes: int) -> Walk:
-        """Replay greedy decoding of the text with dynamic trees of `num_nodes` nodes."""
+    def replay(self, num_nodes: int) -> Replay:
+        """Replay greedy decoding of the held-out text with dynamic trees of `num_nodes` nodes."""
         lengths_N = (self.places_KN < num_nodes).cumprod(0).sum(0)
-        return _walk(self, lengths_N)
+        return _replay(self, lengths_N)
 
 
 @dataclass(frozen=True)
-class Walk:
-    """The steps of decoding. A step adds its guesses and one token of the target's own.
+class Replay:
+    """The steps of replayed decoding; a step adds its accepted guesses and the target's token.
 
     Attributes:
         places_S: The position at which each step begins.
@@ -163,23 +163,23 @@ class Walk:
         return 1.0 + float(self.kept_S.mean()) if len(self.kept_S) else math.nan
 
     def estimate(self) -> Estimate:
-        """The acceleration rate and its standard error, by conversations."""
+        """Estimate the acceleration rate, with a bootstrap over conversations."""
         _, owner_S = np.unique(self.conversations_S, return_inverse=True)
-        return estimated_rate(np.bincount(owner_S, self.kept_S + 1), np.bincount(owner_S))
+        return bootstrap_rate(np.bincount(owner_S, self.kept_S + 1), np.bincount(owner_S))
 
-    def new(self) -> Walk:
-        """The steps in answers that the target has not written in training rows."""
-        return Walk(*(column[~self.seen_S] for column in vars(self).values()))
+    def new_answers(self) -> Replay:
+        """Return the steps in answers that are not in a training row."""
+        return Replay(*(column[~self.seen_S] for column in vars(self).values()))
 
     def depth_shares(self) -> list[float]:
-        """The share of steps that add at least 1, 2, … guesses; 1 + their sum is the rate."""
+        """Return the shares of steps that accept at least 1, 2, … guesses; the rate is 1 + sum."""
         deepest = int(self.kept_S.max(initial=0))
         return [float((self.kept_S >= depth).mean()) for depth in range(1, deepest + 1)]
 
     def node_shares(self, ranks: HeldOutRanks, choices: Choices) -> list[float]:
-        """The share of steps that add each node of the tree; 1 + their sum is the rate.
+        """Return the share of steps that accept each tree node; the rate is 1 + their sum.
 
-        `ranks` and `choices` are those of the walk.
+        `ranks` and `choices` are those of the replay.
         """
         shares = []
         for path in choices:
@@ -188,29 +188,29 @@ class Walk:
             shares.append(float(right_S.sum()) / max(1, len(self.places_S)))
         return shares
 
-    def __add__(self, other: Walk) -> Walk:
-        """The steps of walks through different conversations."""
+    def __add__(self, other: Replay) -> Replay:
+        """Join the steps of replays of different conversations."""
         columns = zip(vars(self).values(), vars(other).values(), strict=True)
-        return Walk(*(np.concatenate(pair) for pair in columns))
+        return Replay(*(np.concatenate(pair) for pair in columns))
 
 
-def walk(ranks: HeldOutRanks, choices: Choices) -> Walk:
-    """Replay greedy decoding of the text with a static tree: the deepest right path is accepted."""
+def replay(ranks: HeldOutRanks, choices: Choices) -> Replay:
+    """Replay greedy decoding of held-out text with a static tree."""
     right: dict[TreePath, npt.NDArray[np.bool_]] = {(): np.ones(len(ranks), bool)}
     lengths_N = np.zeros(len(ranks), np.int64)
     for path in sorted(map(tuple, choices), key=len):
         depth = len(path) - 1
         right[path] = right[path[:-1]] & (ranks.ranks_KN[depth] == path[-1])
         lengths_N[right[path]] = depth + 1
-    return _walk(ranks, lengths_N)
+    return _replay(ranks, lengths_N)
 
 
-def _walk(text: HeldOutRanks | HeldOutPlaces, lengths_N: npt.NDArray[np.int64]) -> Walk:
-    """Replay greedy decoding that accepts so many guesses at each position.
+def _replay(text: HeldOutRanks | HeldOutPlaces, lengths_N: npt.NDArray[np.int64]) -> Replay:
+    """Replay greedy decoding that accepts `lengths_N` guesses at each position.
 
     After a step that accepts a guesses the next one starts a+1 positions on. A span's first token
     comes from the prefill and is not counted; tokens beyond the span's end are cut. Unlike an
-    average over positions, the walk visits hard positions more often than easy ones, as decoding
+    average over positions, the replay visits hard positions more often than easy ones, as decoding
     does.
     """
     stride = (lengths_N + 1).tolist()
@@ -224,7 +224,7 @@ def _walk(text: HeldOutRanks | HeldOutPlaces, lengths_N: npt.NDArray[np.int64]) 
             kept.append(min(stride[place], stop - place) - 1)
             place += stride[place]
         num_steps.append(len(places) - before)
-    return Walk(
+    return Replay(
         np.array(places, np.int64),
         np.array(kept, np.int64),
         np.repeat(text.conversations, num_steps),

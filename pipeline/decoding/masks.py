@@ -1,4 +1,4 @@
-"""The additive attention masks under which one forward verifies a whole tree (paper 2.1.2).
+"""Additive attention masks with which one forward verifies a whole tree (paper 2.1.2).
 
 A row attends to the sequence so far, to itself and to the nodes above it, within its layer's
 window. Distances are taken between positions in the text, not between cache slots: siblings share a
@@ -21,7 +21,7 @@ Masks = Tensor | dict[str, Tensor] | None
 
 
 def attention_windows(config: PretrainedConfig) -> dict[str, int | None]:
-    """The sliding window of each kind of attention layer in the model; None for full attention.
+    """Return the sliding window of each kind of attention layer; None for full attention.
 
     Raises ConfigError for a kind of layer in which no mask can verify a tree.
     """
@@ -41,14 +41,14 @@ def attention_windows(config: PretrainedConfig) -> dict[str, int | None]:
 
 
 class TreeMasks:
-    """The masks of trees for a model with these windows."""
+    """Builder of tree attention masks for a model with these sliding windows."""
 
     def __init__(self, windows: dict[str, int | None], dtype: torch.dtype):
         self._windows = windows
         self._dtype = dtype
 
-    def after(self, length_B: Tensor, num_columns: int, tree: TreeRows) -> Masks:
-        """The mask [B, 1, N, num_columns] of trees after prefixes of these lengths.
+    def masks_after(self, length_B: Tensor, num_columns: int, tree: TreeRows) -> Masks:
+        """Build the tree attention mask [B, 1, N, num_columns] after prefixes of these lengths.
 
         One per kind of layer where a model has several. Columns beyond a sequence's own rows are
         hidden.

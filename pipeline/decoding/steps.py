@@ -1,4 +1,4 @@
-"""The target's forwards, and one step of decoding (paper 2.1 and 2.3.1).
+"""Target forwards with hidden states, and one decoding step (paper 2.1 and 2.3.1).
 
 In a step the heads propose a tree per text, the target verifies it, and the accepted path is kept.
 The hidden states come from a hook on the lm_head and the logits from the model itself, so whatever
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class Forward:
-    """The model's forward: the states that its lm_head reads, and the logits."""
+    """A target forward that returns the hidden states its lm_head reads, and the logits."""
 
     def __init__(self, model: PreTrainedModel, attention: GroupedRows, seen: list[Tensor]):
         self._model = model
@@ -50,7 +50,7 @@ class Forward:
         *,
         last_only: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Hidden states [B, T, D] and logits [B, T, V], or the last row's only (T = 1)."""
+        """Return hidden states [B, T, D] and logits [B, T, V]; of the last row with `last_only`."""
         with self._attention.grouped():
             logits_BTV = self._model(
                 input_ids=ids_BT,
@@ -67,8 +67,8 @@ class Forward:
 
 
 @contextmanager
-def reading(model: PreTrainedModel) -> Iterator[Forward]:
-    """The model's forward with its hidden states; the hook is removed when the context ends."""
+def forward_with_states(model: PreTrainedModel) -> Iterator[Forward]:
+    """Context manager: hook the target's lm_head and yield a forward with hidden states."""
     # Imports the code of transformers' models, which takes seconds.
     from pipeline.decoding.grouped_attention import GroupedRows
 
@@ -80,7 +80,7 @@ def reading(model: PreTrainedModel) -> Iterator[Forward]:
 def last_positions(
     model: PreTrainedModel, ids: Sequence[int], number: int
 ) -> tuple[Tensor, Tensor]:
-    """Hidden states [number, D] and logits [number, V] of a text's last positions.
+    """Compute hidden states [number, D] and logits [number, V] of a text's last positions.
 
     Where the model supports it, no other logits are computed: for a long prompt they would take
     gigabytes.
@@ -92,27 +92,25 @@ def last_positions(
 
 
 def _last_logits(model: PreTrainedModel, num_logits: int) -> dict[str, int]:
-    """The argument that limits the logits to the last positions, where the model has one; 0 is
-    all.
-    """
+    """Return the argument that limits a forward's logits, if the model has one; 0 keeps all."""
     if "logits_to_keep" in signature(model.forward).parameters:
         return {"logits_to_keep": num_logits}
     return {}
 
 
 class BatchState(NamedTuple):
-    """The hidden states that the heads read next, and the tokens chosen last."""
+    """The hidden states the heads read next, and the last chosen tokens, of a batch."""
 
     hidden_BD: Tensor
     token_B: Tensor
 
     def at(self, texts: Sequence[int]) -> BatchState:
-        """The state of the texts at these indices."""
+        """Select the state of the texts at these indices."""
         return BatchState(self.hidden_BD[texts], self.token_B[texts])
 
 
 class TreeSteps:
-    """The decoding steps of a batch, with inputs of exactly the current length, on any device."""
+    """Uncaptured decoding steps of a batch, with inputs of exactly the current length."""
 
     captures = False  # as CUDA graphs
 
@@ -131,32 +129,32 @@ class TreeSteps:
         self.max_length = max_length
 
     def start(self, state: BatchState) -> None:
-        """Set the state; the prompts are in the cache already."""
+        """Set the state after the prefill; the cache holds the prompts."""
         self.state = state
 
-    def drop(self, kept: Sequence[int]) -> None:
-        """Keep only the texts at these indices, ascending."""
-        self.cache.drop(kept)
+    def drop_texts(self, kept: Sequence[int]) -> None:
+        """Keep only the texts at the ascending indices `kept`."""
+        self.cache.drop_sequences(kept)
         self.state = self.state.at(kept)
 
-    def take(
+    def decode_step(
         self, forward: Forward, rule: AcceptanceRule, noise_BTV: Tensor | None
     ) -> list[list[int]]:
-        """One forward of the target; returns the tokens that it adds to each text."""
+        """Take one decoding step; return the tokens that the step adds to each text."""
         lengths = self.cache.lengths
-        tree, tokens_BN = self.propose()
+        tree, tokens_BN = self.propose_trees()
         length_B = torch.tensor(lengths, device=tokens_BN.device)
         # Rows beyond the limit are cut later, but their positions must exist.
         positions_BN = (tree.depth + length_B[:, None]).clamp_(max=self.max_length - 1)
         mask = None
         if tree.max_depth or len(lengths) > 1:
-            mask = self.masks.after(length_B, max(lengths) + tokens_BN.shape[1], tree)
+            mask = self.masks.masks_after(length_B, max(lengths) + tokens_BN.shape[1], tree)
         read = forward(tokens_BN, positions_BN, mask, self.cache)
-        self.state, found = self.accept(*read, tokens_BN, tree, rule, noise_BTV)
-        return self.read(found)
+        self.state, found = self.accept_paths(*read, tokens_BN, tree, rule, noise_BTV)
+        return self.read_tokens(found)
 
-    def propose(self) -> tuple[TreeRows, Tensor]:
-        """The trees, and the tokens [B, N] of their rows: the root's, then the heads' guesses."""
+    def propose_trees(self) -> tuple[TreeRows, Tensor]:
+        """Propose candidate trees; return the trees and the tokens [B, N] of their rows."""
         hidden_BD, token_B = self.state
         if isinstance(self.tree, Tree) and not self.tree.num_nodes:
             return self.tree, token_B[:, None]
@@ -164,7 +162,7 @@ class TreeSteps:
         # A target over several GPUs returns its states on the last one.
         return self.tree.grow(self.heads, hidden_BD.to(self.heads.device), token_B)
 
-    def accept(
+    def accept_paths(
         self,
         hidden_BND: Tensor,
         logits_BNV: Tensor,
@@ -173,7 +171,7 @@ class TreeSteps:
         rule: AcceptanceRule,
         noise_BTV: Tensor | None,
     ) -> tuple[BatchState, Tensor]:
-        """Apply the rule to the trees that a forward has read, and keep the accepted rows' cache.
+        """Accept one path per tree with the rule, and keep its rows in the KV cache.
 
         Returns the new state, and what the host reads of each text, [B, T + 2]: the depth of the
         accepted row, the tokens from the root to it, padded, and the token after it.
@@ -187,15 +185,15 @@ class TreeSteps:
         rows_BT = tree.path_to(row_B)
         chosen_B11 = row_B[:, None, None].to(hidden_BND.device)
         hidden_BD = hidden_BND.take_along_dim(chosen_B11, 1)[:, 0]
-        self.cache.move(rows_BT)
+        self.cache.move_accepted_rows(rows_BT)
         depth_B1 = tree.depth_of(row_B)[:, None]
         path_BT = tokens_BN.gather(1, rows_BT)
         return BatchState(hidden_BD, token_B), torch.cat((depth_B1, path_BT, token_B[:, None]), 1)
 
-    def read(self, found: Tensor) -> list[list[int]]:
-        """The tokens that each text gains: a step's only transfer from the device."""
+    def read_tokens(self, found: Tensor) -> list[list[int]]:
+        """Read the tokens that each text gains: a step's only transfer from the device."""
         written = []
         for depth, _, *tokens in found.tolist():
             written.append([*tokens[:depth], tokens[-1]])
-        self.cache.advance([len(tokens) for tokens in written])
+        self.cache.extend_lengths([len(tokens) for tokens in written])
         return written

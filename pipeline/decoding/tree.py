@@ -1,4 +1,4 @@
-"""The tree of candidates that one decoding step verifies: known trees, validation and tensors.
+"""Static candidate trees: stock trees, searches by accuracy, validation and tensors.
 
 A path is a sequence of ranks, one per depth: (0, 2) is the third guess of head 1 after the best
 guess of head 0. A tree is a set of paths that contains every prefix of its members. Each path is a
@@ -67,7 +67,7 @@ CHILDREN: dict[str, tuple[str, ...]] = {
 
 
 def stock_tree(max_depth: int, name: str = STOCK_TREE) -> tuple[TreePath, ...]:
-    """The stock tree level by level, cut at `max_depth`; KeyError for an unknown name."""
+    """Return a stock tree level by level, cut at `max_depth`; KeyError for an unknown name."""
     level: list[TreePath] = [()]
     paths: list[TreePath] = []
     for numbers in CHILDREN[name][:max_depth]:
@@ -80,7 +80,7 @@ def stock_tree(max_depth: int, name: str = STOCK_TREE) -> tuple[TreePath, ...]:
 
 
 def cartesian_tree(widths: Sequence[int]) -> tuple[TreePath, ...]:
-    """The full tree over the best `widths[k]` guesses of each head k (2.1.2); a chain if all 1."""
+    """Build the full tree over the best `widths[k]` guesses of each head k (paper 2.1.2)."""
     paths: list[TreePath] = []
     for depth in range(1, len(widths) + 1):
         paths += itertools.product(*map(range, widths[:depth]))
@@ -90,7 +90,7 @@ def cartesian_tree(widths: Sequence[int]) -> tuple[TreePath, ...]:
 def greedy_tree(
     accuracy_KR: Sequence[Sequence[float]], num_nodes: int, max_depth: int | None = None
 ) -> tuple[TreePath, ...]:
-    """The tree of at most `num_nodes` nodes with the highest expected acceleration rate (2.3.3).
+    """Search the tree of `num_nodes` nodes with the highest expected rate (paper 2.3.3).
 
     Repeatedly adds the connected node with the largest product of accuracies a_k(i). No node is
     more probable than its parent, so the result is optimal and its first n nodes are the best tree
@@ -110,7 +110,7 @@ def greedy_tree(
 
 
 def expected_acceleration_rate(accuracy_KR: Sequence[Sequence[float]], choices: Choices) -> float:
-    """Expected tokens per step (2.3.3): 1 for the target's own token, plus each node's probability.
+    """Compute the expected tokens per step of a tree: 1 plus its nodes' probabilities (2.3.3).
 
     A node's probability is the product of the accuracies on its path.
     """
@@ -121,7 +121,7 @@ def expected_acceleration_rate(accuracy_KR: Sequence[Sequence[float]], choices: 
 
 
 def check_choices(choices: Choices, num_heads: int, top: int) -> tuple[TreePath, ...]:
-    """The choices as paths, in their order.
+    """Validate a tree's choices and return them as paths, in their order.
 
     Raises ConfigError unless they form a tree over `num_heads` heads and the best `top` guesses of
     each.
@@ -143,7 +143,7 @@ def check_choices(choices: Choices, num_heads: int, top: int) -> tuple[TreePath,
 
 
 class TreeRows:
-    """The tensors of a tree, or of one tree per text with a leading dimension B.
+    """Tensors of one candidate tree, or of one tree per text with a leading dimension B.
 
     Attributes:
         parent: [N], each row's parent; the root's is itself.
@@ -167,20 +167,19 @@ class TreeRows:
         self.elsewhere = ~self.ancestors | (depth == 0)[..., None, :]
 
     def path_to(self, row_B: Tensor) -> Tensor:
-        """The rows [B, T] from the root to one row each, padded with 0 past its depth."""
+        """Return the path [B, T] from the root to one row per text, padded with 0."""
         paths_BNT = self.retrieve_indices.expand(len(row_B), -1, -1)
         return paths_BNT.take_along_dim(row_B[:, None, None], 1)[:, 0]
 
     def depth_of(self, row: Tensor) -> Tensor:
-        """The depth of one row each, in their shape."""
+        """Return the depth of one row per text, in the shape of `row`."""
         return self.depth.expand(*row.shape, -1).gather(-1, row[..., None])[..., 0]
 
 
 class Tree(TreeRows):
-    """A tree that is the same in every step; row 0 is the root, row i + 1 is `choices[i]`.
+    """A static candidate tree; row 0 is the root, row i + 1 is `choices[i]`.
 
-    Rows are in depth-first order: parents come before their children, and the path of best guesses,
-    the one most often accepted, is rows 1, 2, 3, …, whose cache entries need not be moved.
+    Rows are in depth-first order: parents come before their children.
     `Tree(())` is plain decoding. `top`, `guess`, `levels` and `order` are those of `ProposalTree`.
     The choices form a tree, see `check_choices`.
     """
@@ -210,11 +209,11 @@ class Tree(TreeRows):
         self.levels, self.order = self._levels(device)
 
     def grow(self, heads: Heads, hidden_BD: Tensor, token_B: Tensor) -> tuple[TreeRows, Tensor]:
-        """This tree, and the tokens [B, N] of its rows: the root's, then the heads' guesses."""
+        """Fill the tree: return it and the tokens [B, N] of its rows, guessed by the heads."""
         return self, torch.cat((token_B[:, None], heads.propose(hidden_BD, token_B, self)), 1)
 
     def _levels(self, device: torch.device | str) -> tuple[tuple[Level, ...], Tensor]:
-        """The nodes depth by depth, and the place of each of the `choices` among them."""
+        """Return the nodes depth by depth, and the place of each of the `choices` among them."""
         levels: list[Level] = []
         above: list[TreePath] = [()]
         nodes: list[TreePath] = []

@@ -1,7 +1,7 @@
-"""Search for the best tree, from the ranks of held-out tokens among the heads' guesses.
+"""Search candidate trees on the ranks of held-out tokens among the heads' guesses.
 
-Ranks determine the heads' accuracies (paper 2.3.3), how often whole paths are right and, by a walk
-through the held-out text, the acceleration rate of any tree on it. Trees are judged on text that
+Ranks determine the heads' accuracies (paper 2.3.3), how often whole paths are right and, by a
+replay of the held-out text, the acceleration rate of any tree on it. Trees are judged on text that
 they were not searched on: each half of the conversations judges those of the other, and the
 estimate is both together.
 
@@ -17,7 +17,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.decoding.held_out import HeldOutRanks, Walk, walk
+from pipeline.decoding.held_out import HeldOutRanks, Replay, replay
 from pipeline.decoding.tree import TreePath, greedy_tree
 from pipeline.heads.accuracy import NO_LABEL
 
@@ -30,14 +30,14 @@ Trees = Mapping[str, tuple[TreePath, ...]]  # by the search that found them
 def rank_accuracies(
     hits_KR: npt.NDArray[np.int64], counts_K: npt.NDArray[np.int64]
 ) -> list[list[float]]:
-    """a_k(i): the share of its labels that head k's i-th guess hits; 0 without labels (2.3.3)."""
+    """Compute the accuracy a_k(i) of head k's i-th guess; 0 without labels (paper 2.3.3)."""
     return (hits_KR / np.maximum(counts_K, 1)[:, None]).tolist()
 
 
 def joint_tree(
     ranks: HeldOutRanks, num_nodes: int, max_depth: int | None = None
 ) -> tuple[TreePath, ...]:
-    """The tree of at most `num_nodes` nodes whose paths were right most often.
+    """Search the tree of `num_nodes` nodes whose paths were right most often.
 
     The heads' errors are correlated, so the product of accuracies underrates paths that follow a
     right first guess. A path is right no more often than its parent, so adding the most frequent
@@ -62,19 +62,19 @@ def joint_tree(
 
 
 def search_trees(ranks: HeldOutRanks, num_nodes: int, max_depth: int | None, top: int) -> Trees:
-    """The trees of both searches, `product` of accuracies (2.3.3) and `joint` frequencies.
+    """Search trees by the `product` of accuracies (2.3.3) and by `joint` path frequencies.
 
     Each has at least one node; its first n nodes are its best tree of n.
     """
-    product = greedy_tree(rank_accuracies(*ranks.hits(top)), num_nodes, max_depth)
+    product = greedy_tree(rank_accuracies(*ranks.guess_hits(top)), num_nodes, max_depth)
     joint = joint_tree(ranks, num_nodes, max_depth)
     return {"product": product or ((0,),), "joint": joint or ((0,),)}
 
 
 class CrossFit:
-    """Trees searched on all held-out text, each judged by the same search on unseen text.
+    """Trees searched on all held-out text, with rates cross-validated on its two halves.
 
-    Both halves of the conversations are searched, and each half's trees are walked through the
+    Both halves of the conversations are searched, and each half's trees are replayed on the
     other half. The halves' trees are cut where the tree that is used ends, so that their steps by
     depth are its own.
     """
@@ -82,32 +82,32 @@ class CrossFit:
     def __init__(self, ranks: HeldOutRanks, num_nodes: int, max_depth: int | None, top: int):
         self.ranks = ranks
         self.whole: Trees = search_trees(ranks, num_nodes, max_depth, top)
-        self._halves = ranks.halves()
+        self._halves = ranks.conversation_halves()
         self._searched = [search_trees(half, num_nodes, max_depth, top) for half in self._halves]
 
-    def walk(self, search: str, size: int) -> Walk:
-        """The steps in each half with the other half's tree of this size."""
+    def replay(self, search: str, size: int) -> Replay:
+        """Replay each half of the text with the other half's tree of this size."""
         first, second = self._halves
-        through_second = walk(second, self.judged(0, search, size))
-        return through_second + walk(first, self.judged(1, search, size))
+        through_second = replay(second, self.half_tree(0, search, size))
+        return through_second + replay(first, self.half_tree(1, search, size))
 
-    def judged(self, half: int, search: str, size: int) -> tuple[TreePath, ...]:
-        """The tree found on a half, 0 or 1, for the other half to judge."""
+    def half_tree(self, half: int, search: str, size: int) -> tuple[TreePath, ...]:
+        """Return the tree searched on one half (0 or 1), which is replayed on the other half."""
         depth = max(map(len, self.whole[search][:size]))
         return tuple(path for path in self._searched[half][search][:size] if len(path) <= depth)
 
     def node_shares(self, search: str, size: int) -> list[float]:
-        """The share of steps that add each node of the tree; 1 + their sum is the expected rate.
+        """Return the share of steps that accept each tree node; the expected rate is 1 + their sum.
 
-        At each depth these are the shares of the tree's own walk, scaled to what the walks through
-        unseen text add there.
+        At each depth the shares of the tree's own replay are scaled to the tokens that the replays
+        of unseen text add at that depth.
         """
         choices = self.whole[search][:size]
-        own = walk(self.ranks, choices).node_shares(self.ranks, choices)
+        own = replay(self.ranks, choices).node_shares(self.ranks, choices)
         depths = [len(path) for path in choices]
         sums = np.bincount(depths, own)
         counts = np.bincount(depths)
-        expected = self.walk(search, size).depth_shares()
+        expected = self.replay(search, size).depth_shares()
         expected += [0.0] * (max(depths) - len(expected))
         shares = []
         for depth, share in zip(depths, own, strict=True):
@@ -116,8 +116,8 @@ class CrossFit:
         return shares
 
 
-def fastest(rates: Mapping[Choice, float], overheads: Mapping[Choice, float]) -> Choice:
-    """The choice with the highest speedup, rate over overhead.
+def fastest_choice(rates: Mapping[Choice, float], overheads: Mapping[Choice, float]) -> Choice:
+    """Choose the tree with the highest speedup, rate over overhead.
 
     Among choices within timing noise of the fastest one, speedup times acceleration rate decides:
     the rate is counted, not timed, and is the same on every device. A choice whose overhead is NaN,

@@ -15,9 +15,9 @@ from pipeline.artifacts.json_form import rounded
 from pipeline.artifacts.seen_answers import ENOUGH_NEW, NewAnswers
 from pipeline.artifacts.tree_file import ChainLength, TimedSize
 from pipeline.decoding.dynamic_tree import DynamicTree
-from pipeline.decoding.held_out import HeldOutPlaces, HeldOutRanks, Walk, walk
+from pipeline.decoding.held_out import HeldOutPlaces, HeldOutRanks, Replay, replay
 from pipeline.decoding.tree import STOCK_NODES, TreePath, cartesian_tree
-from pipeline.decoding.tree_search import CrossFit, fastest
+from pipeline.decoding.tree_search import CrossFit, fastest_choice
 
 Overheads = Mapping[int, float]  # by nodes; empty where nothing was timed
 
@@ -33,7 +33,7 @@ class ChosenTree:
     source: str
     choices: tuple[TreePath, ...]
     node_shares: list[float]
-    walked: Walk
+    walked: Replay
     dynamic: DynamicTree | None = None
     searches: dict[str, float] | None = None
     sizes: list[TimedSize] | None = None
@@ -56,7 +56,7 @@ class ChosenTree:
 
 def given_tree(ranks: HeldOutRanks, choices: tuple[TreePath, ...]) -> ChosenTree:
     """A tree of the user's own, judged by all held-out text."""
-    walked = walk(ranks, choices)
+    walked = replay(ranks, choices)
     return ChosenTree("calibrate.choices", choices, walked.node_shares(ranks, choices), walked)
 
 
@@ -70,19 +70,19 @@ def best_tree(fits: CrossFit, num_nodes: int, overheads: Overheads) -> ChosenTre
         # overhead of the next size.
         for size, cost in sorted((overheads or {num_nodes: 1.0}).items()):
             costs.setdefault((name, min(size, len(tree))), cost)
-    rates = {choice: fits.walk(*choice).acceleration_rate for choice in costs}
-    source, size = fastest(rates, costs)
+    rates = {choice: fits.replay(*choice).acceleration_rate for choice in costs}
+    source, size = fastest_choice(rates, costs)
     searches = {}
     for name, tree in fits.whole.items():
-        searches[name] = fits.walk(name, min(size, len(tree))).acceleration_rate
+        searches[name] = fits.replay(name, min(size, len(tree))).acceleration_rate
     return ChosenTree(
         source,
         fits.whole[source][:size],
         fits.node_shares(source, size),
-        fits.walk(source, size),
+        fits.replay(source, size),
         searches=searches,
-        sizes=_timed({each: fits.walk(source, each) for each in overheads}, overheads),
-        judged=[fits.judged(half, source, size) for half in (0, 1)],
+        sizes=_timed({each: fits.replay(source, each) for each in overheads}, overheads),
+        judged=[fits.half_tree(half, source, size) for half in (0, 1)],
         searched=fits.whole[source][:STOCK_NODES],
     )
 
@@ -96,9 +96,9 @@ def best_dynamic_tree(
     Nothing is fitted on held-out text, so all of it judges every size.
     """
     costs = overheads or {tree.num_nodes: 1.0}
-    walks = {size: places.walk(size) for size in sorted(costs)}
+    walks = {size: places.replay(size) for size in sorted(costs)}
     rates = {size: walked.acceleration_rate for size, walked in walks.items()}
-    size = fastest(rates, costs)
+    size = fastest_choice(rates, costs)
     return replace(
         best_tree(fits, size, {}),
         walked=walks[size],
@@ -107,14 +107,14 @@ def best_dynamic_tree(
     )
 
 
-def _timed(walks: Mapping[int, Walk], overheads: Overheads) -> list[TimedSize]:
+def _timed(walks: Mapping[int, Replay], overheads: Overheads) -> list[TimedSize]:
     rows = []
     for size in sorted(overheads):
         rows.append(TimedSize(nodes=size, **expected(walks[size], overheads[size])))
     return rows
 
 
-def expected(walked: Walk, overhead: float | None = None) -> dict[str, float | None]:
+def expected(walked: Replay, overhead: float | None = None) -> dict[str, float | None]:
     """The fields of `Expected`."""
     found = walked.estimate()
     figures = {
@@ -143,7 +143,7 @@ def chosen_chain(
     rates = {}
     figures = []
     for num_tokens, chain in chains(most).items():
-        walked = walk(ranks, chain)
+        walked = replay(ranks, chain)
         row = ChainLength(
             draft_tokens=num_tokens,
             new=expected_on_new(ranks, walked),
@@ -153,12 +153,12 @@ def chosen_chain(
         rates[num_tokens] = walked.acceleration_rate
     if not timed:
         return default, figures
-    return fastest({number: rates[number] for number in timed}, timed), figures
+    return fastest_choice({number: rates[number] for number in timed}, timed), figures
 
 
-def expected_on_new(text: HeldOutRanks | HeldOutPlaces, walked: Walk) -> NewAnswers:
+def expected_on_new(text: HeldOutRanks | HeldOutPlaces, walked: Replay) -> NewAnswers:
     """The expected rate on answers that are in no training row, and their number."""
     num_new = int((~text.seen).sum())
     if num_new < ENOUGH_NEW:
         return NewAnswers(answers=num_new)
-    return NewAnswers(answers=num_new, **expected(walked.new()))
+    return NewAnswers(answers=num_new, **expected(walked.new_answers()))

@@ -41,7 +41,7 @@ from pipeline.decoding.acceptance import AcceptanceRule, acceptance_rule
 from pipeline.decoding.cuda_graphs import WARM_UP_STEPS
 from pipeline.decoding.decoder import Decoder, plain_decoder
 from pipeline.decoding.dynamic_tree import DynamicTree
-from pipeline.decoding.held_out import walk
+from pipeline.decoding.held_out import replay
 from pipeline.decoding.tree import STOCK_NODES, TreePath, cartesian_tree, greedy_tree, stock_tree
 from pipeline.evaluation.answer_states import AnswerStates, answer_states, guess_places, guess_ranks
 from pipeline.evaluation.answers import mean_log_likelihood
@@ -189,10 +189,10 @@ def tree_rows(decoding: Decoding, trees: Sequence[AnyTree]) -> list[TreeRow]:
     for number, tree in enumerate(trees):
         if isinstance(tree, DynamicTree):
             nodes = tree.num_nodes
-            rate = guess_places(heads, states, tree).walk(nodes).acceleration_rate
+            rate = guess_places(heads, states, tree).replay(nodes).acceleration_rate
         else:
             nodes = len(tree)
-            rate = walk(ranks, tree).acceleration_rate
+            rate = replay(ranks, tree).acceleration_rate
         cost = costs.get(number, 1.0)  # plain decoding is not among them
         rows.append(
             TreeRow(
@@ -208,7 +208,7 @@ def tree_rows(decoding: Decoding, trees: Sequence[AnyTree]) -> list[TreeRow]:
 def chain_rate(decoding: Decoding, num_tokens: int) -> ChainRate:
     """The rate of a chain of first guesses on plain greedy answers, as an engine that drafts it."""
     ranks = guess_ranks(decoding.heads, decoding.states(), 1)
-    found = walk(ranks, cartesian_tree([1] * num_tokens)).estimate()
+    found = replay(ranks, cartesian_tree([1] * num_tokens)).estimate()
     return ChainRate(
         draft_tokens=num_tokens,
         acceleration_rate=rounded(found.rate),

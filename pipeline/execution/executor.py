@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from pipeline.errors import ConfigError, EnvironmentFault
+from pipeline.errors import ConfigError
 from pipeline.execution.placement import Placement, Resources
 from pipeline.execution.progress import ProgressReporter, ShardProgress, with_progress
 from pipeline.execution.shard_worker import LazyWorker, Outcome, ShardWorker
@@ -23,7 +23,7 @@ Executor: TypeAlias = "InlineExecutor | RayExecutor"
 
 
 class InlineExecutor:
-    """Runs everything in the calling process: for a debugger, a notebook, or a machine without Ray.
+    """Runs everything in the calling process, for a debugger or a notebook.
 
     A shard that kills its worker kills the run, and one that hangs blocks it. `RayExecutor` has the
     same methods.
@@ -103,14 +103,11 @@ def make_executor(name: str) -> Executor:
 
     Raises:
         ConfigError: It has another name.
-        EnvironmentFault: Ray cannot be imported, started or reached.
+        EnvironmentFault: Ray cannot be started or reached.
     """
     check_executor(name)
     if name == "inline":
         return InlineExecutor()
-    try:  # the inline executor works without Ray
-        from pipeline.execution.ray_executor import RayExecutor
-    except ImportError as error:
-        fix = "Install it, or run with --executor inline."
-        raise EnvironmentFault(f"Ray cannot be imported: {error}.", fix=fix) from None
+    from pipeline.execution.ray_executor import RayExecutor  # imports Ray
+
     return RayExecutor()

@@ -26,13 +26,6 @@ def gpu_memory() -> float | None:
     return min(sizes, default=None)
 
 
-def num_gpus() -> int:
-    """Return the number of visible GPUs."""
-    import torch
-
-    return torch.cuda.device_count()
-
-
 def physical_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
@@ -53,8 +46,7 @@ def machine_memory(limits: tuple[str, ...] = CGROUP_LIMITS) -> float:
 def unusable_driver(
     environment: Mapping[str, str] = os.environ, driver: Path = Path("/proc/driver/nvidia/version")
 ) -> str | None:
-    """Return why torch cannot use the GPU whose driver is installed here, as a sentence; None if
-    nothing is wrong.
+    """Return why torch cannot use the GPU whose driver is installed here; None if it can.
 
     A torch that was built without CUDA, and GPUs hidden by CUDA_VISIBLE_DEVICES, are intended.
     """
@@ -63,11 +55,9 @@ def unusable_driver(
     hidden = environment.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
     if torch.version.cuda is None or hidden or not driver.is_file() or torch.cuda.is_available():
         return None
-    text = driver.read_text(encoding="utf-8", errors="replace").strip() or "of an unknown version"
-    first_line = text.splitlines()[0].removeprefix("NVRM version:")
     return (
-        f"A GPU's driver is installed here ({' '.join(first_line.split())}), and torch "
-        f"{torch.__version__}, built for CUDA {torch.version.cuda}, finds no GPU with it"
+        f"A GPU's driver is installed here, and torch {torch.__version__}, built for CUDA"
+        f" {torch.version.cuda}, finds no GPU with it"
     )
 
 

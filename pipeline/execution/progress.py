@@ -8,6 +8,7 @@ to another process writes a `ProgressFile` instead, which the waiting process re
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from pipeline.storage.shards import ShardTask
 
 STAGE_WIDTH = len("tuned-features")  # of the column with the stages' names
 SECONDS_BETWEEN_LINES = 15.0
+SECONDS_OF_RATE = 600.0  # from which the time left is estimated
 SUFFIX = ".progress.tmp"  # of the files of shards under way
 
 
@@ -98,14 +100,6 @@ class ProgressReporter:
             self._file.write(asdict(self._now), at_once=at_once)
 
 
-@dataclass
-class Done:
-    """Finished conversations, and the tokens or positions that were made so far."""
-
-    conversations: int = 0
-    amount: int = 0
-
-
 class ShardProgress:
     """The progress of shards that are not committed yet, by shard.
 
@@ -117,7 +111,7 @@ class ShardProgress:
 
     def __init__(self, folder: Path | None = None, show: Callable[[], None] | None = None):
         self.folder, self._show = folder, show
-        self._done: dict[int, Done] = {}
+        self._done: dict[int, Counter[str]] = {}
         self._files: dict[int, ProgressFile] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -126,15 +120,13 @@ class ShardProgress:
     def begin(self, task: ShardTask) -> None:
         """Count this shard from zero; a trial of single rows is not counted."""
         if task.rows is None:
-            self._done[task.index] = Done()
+            self._done[task.index] = Counter()
             self._report(task.index, at_once=True)
 
     def add(self, task: ShardTask, conversations: int, amount: int) -> None:
         """Add to the counts of a shard that has begun."""
-        done = self._done.get(task.index)
-        if done is not None and task.rows is None:
-            done.conversations += conversations
-            done.amount += amount
+        if task.index in self._done and task.rows is None:
+            self._done[task.index].update(conversations=conversations, amount=amount)
             self._report(task.index)
 
     def drop(self, task: ShardTask) -> None:
@@ -150,17 +142,15 @@ class ShardProgress:
         for path in self.folder.glob(f"*{SUFFIX}"):
             report = ProgressFile(path).read()
             if report is not None:
-                self._done[int(path.name.removesuffix(SUFFIX))] = Done(**report)
+                self._done[int(path.name.removesuffix(SUFFIX))] = Counter(report)
         if self._show:
             self._show()
 
-    def total(self) -> Done:
-        """Return the sum over all shards that have begun and were not dropped."""
-        total = Done()
-        for done in self._done.values():
-            total.conversations += done.conversations
-            total.amount += done.amount
-        return total
+    def total(self) -> Counter[str]:
+        """Return the `conversations` that are finished and the `amount` of tokens or positions,
+        over all shards that have begun and were not dropped.
+        """
+        return sum(self._done.values(), Counter())
 
     @property
     def begun(self) -> bool:
@@ -176,8 +166,7 @@ class ShardProgress:
         if self._show:
             self._show()
         elif self.folder is not None:
-            report = asdict(self._done[index])
-            self._file(self.folder, index).write(report, at_once=at_once)
+            self._file(self.folder, index).write(self._done[index], at_once=at_once)
 
     def _file(self, folder: Path, index: int) -> ProgressFile:
         return self._files.setdefault(index, ProgressFile(folder / f"{index:05d}{SUFFIX}"))
@@ -195,8 +184,8 @@ class Meter:
 
     def __init__(self, console: Console, name: str):
         self.console, self.name = console, name
-        self._first = Progress()  # report of this part
-        self._started = self._last_line = time.monotonic()
+        self._part: tuple[str, str, int] | None = None
+        self._last_line = time.monotonic()
         self._bar = bars.Progress(
             bars.TextColumn(f"{{task.description:>{STAGE_WIDTH}}}"),
             bars.BarColumn(),
@@ -207,6 +196,8 @@ class Meter:
             console=console,
             transient=True,
             disable=not console.is_terminal,
+            get_time=time.monotonic,
+            speed_estimate_period=SECONDS_OF_RATE,
         )
         self._task = self._bar.add_task(name, total=None, note="")
 
@@ -218,31 +209,27 @@ class Meter:
         self._bar.stop()
 
     def show(self, now: Progress) -> None:
-        first, moment = self._first, time.monotonic()
-        if (now.part, now.unit, now.total) != (first.part, first.unit, first.total):
-            self._first, self._started = now, moment
-            self._bar.reset(self._task, total=now.total or None, note="")
+        part = (now.part, now.unit, now.total)
+        if part != self._part:
+            self._part = part
+            self._bar.reset(self._task, total=now.total or None, completed=now.done)
         note = ", ".join(filter(None, [now.note, now.part]))
         self._bar.update(self._task, completed=now.done, note=note)
+        moment = time.monotonic()
         if not self.console.is_terminal and moment - self._last_line >= SECONDS_BETWEEN_LINES:
             self._last_line = moment
-            line = f"{self.name}: {self._line(now, note)}"
-            self.console.print(line, highlight=False, soft_wrap=True)
+            self.console.print(self._line(now, note), highlight=False, soft_wrap=True)
 
     def _line(self, now: Progress, note: str) -> str:
-        parts = [f"{now.done} {now.unit}"]
+        parts = [f"{self.name}: {now.done} {now.unit}"]
         if now.total:
-            parts = [f"{now.done} of {now.total} {now.unit}", self._time_left(now)]
+            parts = [f"{self.name}: {now.done} of {now.total} {now.unit}"]
+            seconds = self._bar.tasks[0].time_remaining
+            if seconds is not None:
+                parts.append(f"{duration(seconds)} left")
         if note:
             parts.append(note)
         return ", ".join(parts)
-
-    def _time_left(self, now: Progress) -> str:
-        finished = now.done - self._first.done
-        if not finished:
-            return "time left unknown"
-        seconds_per_unit = (time.monotonic() - self._started) / finished
-        return duration(seconds_per_unit * (now.total - now.done)) + " left"
 
 
 def print_stage(console: Console, mark: str, stage: str, text: str) -> None:

@@ -10,14 +10,13 @@ Limit: a test opens a connection and sends nothing, so a port where another prog
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import ray
@@ -26,7 +25,6 @@ from ray.util.client import ray as ray_client
 
 from pipeline import OPENMP
 from pipeline.errors import EnvironmentFault
-from pipeline.execution.machine import SUBMITTED_JOB
 
 CLIENT = "ray://"
 WORKER_ENVIRONMENT = {"TORCH_CPP_LOG_LEVEL": "ERROR", "TOKENIZERS_PARALLELISM": "false"}
@@ -49,7 +47,10 @@ def connect(address: str) -> None:
             require_listener(address)
         with own_signals():
             if address:
-                ray.init(**QUIET, runtime_env={"env_vars": worker_environment()})
+                variables = dict(WORKER_ENVIRONMENT)
+                for name in OPENMP.keys() & os.environ.keys():
+                    variables[name] = os.environ[name]
+                ray.init(**QUIET, runtime_env={"env_vars": variables})
             else:
                 start_cluster(len(os.sched_getaffinity(0)))
     except EnvironmentFault:
@@ -75,19 +76,6 @@ def start_cluster(num_cpus: int) -> Any:
         )
 
 
-def worker_environment() -> dict[str, str]:
-    """Return the variables of workers on another cluster, without those that a submitted job sets:
-    Ray refuses to set one twice.
-    """
-    variables = dict(WORKER_ENVIRONMENT)
-    for name in OPENMP.keys() & os.environ.keys():
-        variables[name] = os.environ[name]
-    job = json.loads(os.environ.get(SUBMITTED_JOB) or "{}")
-    for name in (job.get("runtime_env") or {}).get("env_vars", {}):
-        variables.pop(name, None)
-    return variables
-
-
 def require_listener(address: str) -> None:
     """Raise EnvironmentFault unless RAY_ADDRESS accepts connections."""
     reason = refusal(host_and_port(address))
@@ -108,16 +96,18 @@ def host_and_port(address: str) -> str:
     return str(canonicalize_bootstrap_address(address))
 
 
-def driver_needs(address: str) -> dict[str, str]:
-    """Return the address of each process that this driver needs, by its description."""
+def driver_needs(address: str) -> list[str]:
+    """Return `host:port` of the head and the raylet, or of the Ray Client server, that this driver
+    needs.
+    """
     if ray_client.is_connected():
         if not address.startswith(CLIENT):  # the caller's connection
-            return {}
-        return {"its Ray Client server": host_and_port(address)}
+            return []
+        return [host_and_port(address)]
     context = ray.get_runtime_context()
     (node,) = (node for node in ray.nodes() if node["NodeID"] == context.get_node_id())
     raylet = f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}"
-    return {"its head": context.gcs_address, "its scheduler on this machine": raylet}
+    return [context.gcs_address, raylet]
 
 
 def refusal(address: str) -> str | None:
@@ -134,11 +124,11 @@ class ClusterWatch:
     """Detects that a process of the cluster which this driver needs has died.
 
     Args:
-        addresses: `host:port` of each process, by its description.
+        addresses: `host:port` of each process.
         patience: A process is dead after this many seconds without a connection.
     """
 
-    def __init__(self, addresses: Mapping[str, str], patience: float):
+    def __init__(self, addresses: Collection[str], patience: float):
         self.addresses, self.patience = addresses, patience
         self.is_dead = False
         self._silent_since: float | None = None
@@ -148,14 +138,14 @@ class ClusterWatch:
         `patience`.
         """
         now = time.monotonic()
-        silent = [name for name, address in self.addresses.items() if refusal(address)]
+        silent = list(filter(refusal, self.addresses))
         if not silent:
             self._silent_since = None
             return
         if self._silent_since is None:
             self._silent_since = now
         if now - self._silent_since >= self.patience:
-            raise self._death(f"{silent[0]} at {self.addresses[silent[0]]} does not answer")
+            raise self._death(f"{silent[0]} does not answer")
 
     def settle(self) -> None:
         """Wait until the cluster is known to be alive or dead; raises as `check` does."""
@@ -184,17 +174,18 @@ class ClusterWatch:
 
 def start_error(error: Exception, address: str) -> EnvironmentFault:
     """Return the error for the user; `error` is Ray's."""
-    reason = str(error).strip()
-    if "Traceback" in reason:
-        reason = reason.splitlines()[-1]  # the exception
-    reason = reason.rstrip(".")
-    fix = "Check RAY_ADDRESS and `ray status`, or run with --executor inline."
-    if "AF_UNIX path length" in reason:
-        fix = (
-            "Set TMPDIR, or RAY_TMPDIR where it is set, to a path of at most 40 characters, such as"
-            " /tmp."
-        )
-    return EnvironmentFault(f"Ray did not start: {reason}.", address or "a local cluster", fix)
+    what = f"Ray did not start: {last_line(error)}."
+    fix = (
+        "Check RAY_ADDRESS, `ray status`, and that TMPDIR and RAY_TMPDIR have at most 40"
+        " characters, or run with --executor inline."
+    )
+    return EnvironmentFault(what, address or "a local cluster", fix)
+
+
+def last_line(error: Exception) -> str:
+    """Return the last line of an error's text, after Ray's own frames."""
+    lines = str(error).strip().splitlines() or [repr(error)]
+    return lines[-1].strip().rstrip(".")
 
 
 @contextlib.contextmanager

@@ -15,11 +15,11 @@ import faulthandler
 import os
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import RayError
 
 from pipeline.errors import EnvironmentFault, MedusaDistillError
 from pipeline.execution.placement import Placement, Resources
@@ -30,6 +30,7 @@ from pipeline.execution.ray_cluster import (
     ClusterWatch,
     connect,
     driver_needs,
+    last_line,
 )
 from pipeline.execution.shard_worker import LazyWorker, Outcome, ShardWorker
 from pipeline.storage.atomic import disk_errors
@@ -41,6 +42,7 @@ SECONDS_TO_CLOSE = 30.0
 LEAST_SECONDS = 900.0  # for a few rows of a shard, including loading the model
 DEATH_FIX = (
     "If memory ran out, use smaller batches or more GPUs. What was committed is kept; run it again."
+    " MEDUSA_DISTILL_TRACEBACK=1 shows where an error was raised."
 )
 
 
@@ -95,13 +97,6 @@ class RayExecutor:
                 reference = remote.remote(function, with_progress(arguments, progress))
                 wait_for_one([reference], self.watch, progress)
                 result, error = ray.get(reference)
-        except RayTaskError as failure:
-            fix = (
-                "MEDUSA_DISTILL_TRACEBACK=1 shows all of it; --executor inline does it in this"
-                " process."
-            )
-            what = f"{function.__name__} failed: {last_line(failure)}."
-            raise EnvironmentFault(what, "Ray", fix) from failure
         except RayError as death:
             self.watch.settle()
             raise worker_died(death) from death
@@ -163,38 +158,29 @@ class Slot:
     upcoming: ShardTask | None = None
 
 
+@dataclass
 class ActorPool:
     """At most `placement.workers` actors, and no more than there are tasks for; the arguments are
     those of `map`.
     """
 
-    def __init__(
-        self,
-        worker: LazyWorker,
-        tasks: deque[ShardTask],
-        placement: Placement,
-        seconds_per_task: float,
-        progress: ShardProgress | None,
-        watch: ClusterWatch,
-    ):
-        self._worker = worker
-        self._tasks = tasks
-        self._num_workers = placement.workers
-        self._seconds_per_task = seconds_per_task
-        self._progress = progress
-        self._watch = watch
-        self._actor_class = ray.remote(num_cpus=placement.cpus, num_gpus=placement.gpus)(ShardActor)
-        self._running: dict[Any, Slot] = {}  # by the reference of the pending call
-        self._idle: list[Slot] = []
-        self._failed_starts = 0
+    worker: LazyWorker
+    tasks: deque[ShardTask]
+    placement: Placement
+    seconds_per_task: float
+    progress: ShardProgress | None
+    watch: ClusterWatch
+    _running: dict[Any, Slot] = field(default_factory=dict)  # by the reference of the pending call
+    _idle: list[Slot] = field(default_factory=list)
+    _failed_starts: int = 0
 
     def outcomes(self) -> Iterator[Outcome]:
         """Yield the outcome of each task as it finishes; the tasks may grow meanwhile."""
         try:
-            with self._watch.connection():
+            with self.watch.connection():
                 self._assign()
                 while self._unfinished():
-                    answer = wait_for_one(self._running, self._watch, self._progress)
+                    answer = wait_for_one(self._running, self.watch, self.progress)
                     outcome = self._outcome(answer, self._running.pop(answer))
                     self._assign()  # before the caller handles the outcome: no worker waits for it
                     if outcome:
@@ -207,7 +193,7 @@ class ActorPool:
         """Return whether tasks are left; a worker that starts is not waited for without one, since
         it may never have room.
         """
-        return bool(self._tasks) or any(slot.task for slot in self._running.values())
+        return bool(self.tasks) or any(slot.task for slot in self._running.values())
 
     def _assign(self) -> None:
         """Give tasks to idle workers; start as many more as there are tasks for."""
@@ -215,19 +201,21 @@ class ActorPool:
         for slot in self._idle:
             slot.task = slot.upcoming
             slot.upcoming = None
-            if slot.task is None and self._tasks:
-                slot.task = self._tasks.popleft()
+            if slot.task is None and self.tasks:
+                slot.task = self.tasks.popleft()
             if slot.task is None:
                 still_idle.append(slot)
                 continue
-            if len(self._tasks) >= self._num_workers:
-                slot.upcoming = self._tasks.popleft()
+            if len(self.tasks) >= self.placement.workers:
+                slot.upcoming = self.tasks.popleft()
             self._running[slot.actor.run.remote(slot.task, slot.upcoming)] = slot
         self._idle = still_idle
         num_starting = sum(slot.task is None for slot in self._running.values())
-        num_free = self._num_workers - len(self._running)
-        for _ in range(min(len(self._tasks) - num_starting, num_free)):
-            slot = Slot(self._actor_class.remote(self._worker, self._seconds_per_task))
+        num_free = self.placement.workers - len(self._running)
+        options = {"num_cpus": self.placement.cpus, "num_gpus": self.placement.gpus}
+        actor_class = ray.remote(**options)(ShardActor)
+        for _ in range(min(len(self.tasks) - num_starting, num_free)):
+            slot = Slot(actor_class.remote(self.worker, self.seconds_per_task))
             self._running[slot.actor.ready.remote()] = slot
 
     def _outcome(self, answer: Any, slot: Slot) -> Outcome | None:
@@ -237,10 +225,10 @@ class ActorPool:
         try:
             outcome: Outcome | None = ray.get(answer)
         except RayError as error:
-            self._watch.settle()
+            self.watch.settle()
             ray.kill(slot.actor)  # it may still be alive and hold its cores
             if slot.upcoming:
-                self._tasks.appendleft(slot.upcoming)
+                self.tasks.appendleft(slot.upcoming)
             if slot.task is not None:
                 return Outcome(slot.task, death=hang_report(slot.task) or last_line(error))
             self._failed_starts += 1
@@ -253,7 +241,7 @@ class ActorPool:
 
     def _close(self) -> None:
         """End the workers; idle ones first release what they hold, such as an engine's memory."""
-        if self._watch.is_dead:
+        if self.watch.is_dead:
             return
         with contextlib.suppress(RayError):
             ray.get([slot.actor.close.remote() for slot in self._idle], timeout=SECONDS_TO_CLOSE)
@@ -309,9 +297,3 @@ def run_and_carry_errors(
 def worker_died(error: Exception) -> EnvironmentFault:
     """Return the error for the user; `error` is Ray's."""
     return EnvironmentFault(f"A worker died: {last_line(error)}.", "Ray", DEATH_FIX)
-
-
-def last_line(error: Exception) -> str:
-    """Return the last line of an error's text, after Ray's own frames."""
-    lines = str(error).strip().splitlines() or [repr(error)]
-    return lines[-1].strip().rstrip(".")

@@ -17,13 +17,16 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from pipeline.errors import EnvironmentFault, MedusaDistillError
 from pipeline.storage.atomic import disk_errors
 from pipeline.storage.receipts import Receipt
 from pipeline.storage.shards import ShardTask, read_rows
 from pipeline.storage.stage_directory import StageDirectory
+
+# Commits a shard. If it has `expect(task | None)`, that is called first with the next shard.
+ShardWorker: TypeAlias = Callable[[ShardTask], Receipt]
 
 
 @dataclass(frozen=True)
@@ -37,15 +40,6 @@ class Outcome:
     error: MedusaDistillError | None = None
     traceback: str = ""
     death: str = ""
-
-
-class ShardWorker(Protocol):
-    """A callable that a stage maps over its shards.
-
-    If it has `expect(task | None)`, that is called before each shard with the one that follows.
-    """
-
-    def __call__(self, task: ShardTask) -> Receipt: ...
 
 
 class LazyWorker:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.export.layout import CONFIG_FILE
-from pipeline.storage.atomic import atomic_directory, files_in, read_json, remove, write_json
+from pipeline.storage.atomic import atomic_directory, files_in, remove, write_json
 from pipeline.storage.receipts import Identity
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def write_backbone(
     Args:
         tokenizer: Anything with `save_pretrained(directory)`, its chat template included.
         as_they_are: Files of the target to copy: generation settings, its code.
-        made_of: The inputs, for `is_made_of`.
+        made_of: The inputs, for `backbone.json`.
     """
     from transformers import GenerationConfig
 
@@ -52,11 +52,6 @@ def write_backbone(
         for file in as_they_are:
             shutil.copyfile(file, partial / file.name)
         write_json(partial / BACKBONE_FILE, made_of)
-
-
-def is_made_of(directory: Path, made_of: Identity) -> bool:
-    """Whether a complete backbone of these inputs exists."""
-    return bool(read_json(directory / BACKBONE_FILE) == made_of)
 
 
 def link_backbone(source: Path, directory: Path, files: Iterable[str]) -> list[Path]:

@@ -7,10 +7,8 @@ local source of seeds is a number. The Hub checks the YAML above the text.
 
 from __future__ import annotations
 
-import functools
 import json
 import os
-import posixpath
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -35,23 +33,11 @@ from pipeline.report.check_tables import (
     served_model_table,
 )
 from pipeline.report.facts import disturbed, expected_rate, measured_rate
-from pipeline.report.report import STAGES, Report
+from pipeline.report.report import Report
 from pipeline.report.tables import drift_table, heads_table
 from pipeline.report.text_table import grid
 
-HUB = "https://huggingface.co"
-RECIPE_SECTIONS = {
-    "target",
-    "seeds",
-    "generate",
-    "features",
-    "train",
-    "calibrate",
-    "export",
-    "check",
-}
-CACHES = ("features", "tuned-features")  # stages without figures, which may be deleted
-SIZES = {1_000: "n<1K", 10_000: "1K<n<10K", 100_000: "10K<n<100K", 1_000_000: "100K<n<1M"}
+NO_RECIPE = {"run", "placement", "limits", "push"}  # sections that no result depends on
 
 
 @dataclass(frozen=True)
@@ -69,10 +55,9 @@ def licence_of(model: str, revision: str | None, *, online: bool) -> Licence | N
     Args:
         model: A local directory or a Hub id; without `online` only the Hub's cache is read.
     """
-    is_directory = Path(model).is_dir()
     try:
         file = str(Path(model, CARD_FILE))
-        if not is_directory:
+        if not Path(model).is_dir():
             file = hf_hub_download(model, CARD_FILE, revision=revision, local_files_only=not online)
         data = ModelCard.load(file, ignore_metadata_errors=True).data
     except (HTTPError, OSError, ValueError, yaml.YAMLError):
@@ -80,9 +65,8 @@ def licence_of(model: str, revision: str | None, *, online: bool) -> Licence | N
     if not isinstance(data.license, str):
         return None
     link = data.license_link
-    if link and "://" not in link:  # a file beside the card
-        commit = revision or "main"
-        link = None if is_directory else posixpath.join(f"{HUB}/{model}/blob/{commit}", link)
+    if link and "://" not in link:
+        link = None  # a file beside the model's card, and not beside ours
     return Licence(data.license, data.license_name, link)
 
 
@@ -143,18 +127,12 @@ def backbone_card(published: Published) -> str:
 def data_set_card(published: Published, rows: Mapping[str, int]) -> str:
     """The card of the conversations that the target wrote; `rows` is the size of each split."""
     facts = _facts(published)
-    name, num_rows = facts["here"].rpartition("/")[2], sum(rows.values())
-    size = "n>1M"
-    for limit, name_of_size in SIZES.items():
-        if num_rows < limit:
-            size = name_of_size
-            break
+    name = facts["here"].rpartition("/")[2]
     files = [{"split": split, "path": f"data/{split}-*"} for split in rows]
     metadata = DatasetCardData(
         license="other",
         license_name="terms-of-prompts-and-model",
         pretty_name=name,
-        size_categories=[size],
         source_datasets=facts["data_sets"] or ["original"],
         task_categories=["text-generation"],
         tags=["self-distillation", "synthetic", "speculative-decoding"],
@@ -185,14 +163,8 @@ def _metadata(
 
 
 def _rendered(template: str, facts: Facts, metadata: ModelCardData | DatasetCardData) -> str:
-    environment = _environment(facts["kind"])
-    text = environment.get_template(template).render(facts, front_matter=metadata.to_yaml())
-    return re.sub(r"\n{3,}", "\n\n", text).rstrip() + "\n"
-
-
-@functools.cache
-def _environment(kind: type[Heads]) -> Environment:
-    """The templates, with the kind's text on its heads and their engines."""
+    """Fill a template, which includes the kind's text on its heads and their engines."""
+    kind = facts["kind"]
     of_kind = {"about": kind.card_about, "engines": kind.card_engines}
     environment = Environment(
         loader=ChoiceLoader([DictLoader(of_kind), FileSystemLoader(Path(__file__).parent)]),
@@ -204,7 +176,8 @@ def _environment(kind: type[Heads]) -> Environment:
     environment.filters.update(
         number=_number, measured=measured_rate, expected=expected_rate, grid=grid, words=_words
     )
-    return environment
+    text = environment.get_template(template).render(facts, front_matter=metadata.to_yaml())
+    return re.sub(r"\n{3,}", "\n\n", text).rstrip() + "\n"
 
 
 def _number(value: Any, spec: str = ",.0f") -> str:
@@ -229,9 +202,8 @@ def _facts(published: Published) -> Facts:
     data_sets = [source.hub for source in config.seeds.sources if source.hub]
     if published.data_set:
         data_sets.insert(0, published.data_set)
-    stated = _stated(report, public_names(config.seeds.sources))
+    with_names = _with_public_names(report, public_names(config.seeds.sources))
     is_disturbed = any(engine and disturbed(engine) for engine in (report.native, report.vllm))
-    fingerprints = report.run.fingerprints if report.run else {}
     return {
         **vars(published),
         "kind": kind,
@@ -247,37 +219,27 @@ def _facts(published: Published) -> Facts:
         "data_sets": data_sets,
         "disturbed": is_disturbed,
         "tables": {
-            "check": check_table(stated),
-            "categories": categories_table(stated),
+            "check": check_table(report),
+            "categories": categories_table(with_names),
             "exact_match": exact_match_table(report),
             "served_model": served_model_table(report),
             "heads": heads_table(report),
             "drift": drift_table(report),
         },
-        "fingerprints": {
-            name: fingerprints[name]
-            for name in STAGES
-            if name in fingerprints and name not in CACHES
-        },
+        "fingerprints": report.run.fingerprints if report.run else {},
         "recipe_yaml": recipe_yaml(config, report.target_revision),
     }
 
 
-def _stated(report: Report, names: Mapping[str, str]) -> Report:
-    """The report without speedups that other load made, and with public names of categories."""
-    native, vllm = report.native, report.vllm
-    if not report.check:
+def _with_public_names(report: Report, names: Mapping[str, str]) -> Report:
+    """The report with public names of its categories."""
+    if not report.check or not report.native:
         return report
-    if native:
-        categories = []
-        for row in native.categories or []:
-            categories.append(replace(row, category=names.get(row.category, row.category)))
-        native = replace(native, categories=categories)
-        if disturbed(native):
-            native = replace(native, overhead=None, speedup=None)
-    if vllm and disturbed(vllm):
-        vllm = replace(vllm, speedup=None)
-    return replace(report, check=replace(report.check, native=native, vllm=vllm))
+    categories = []
+    for row in report.native.categories or []:
+        categories.append(replace(row, category=names.get(row.category, row.category)))
+    native = replace(report.native, categories=categories)
+    return replace(report, check=replace(report.check, native=native))
 
 
 def public(model: str | None) -> str | None:
@@ -303,7 +265,7 @@ def recipe_yaml(config: Config, revision: str | None) -> str:
         revision: The commit of a Hub target that was read.
     """
     chosen = config.model_dump(
-        mode="json", include=RECIPE_SECTIONS, exclude_defaults=True, exclude_none=True
+        mode="json", exclude=NO_RECIPE, exclude_defaults=True, exclude_none=True
     )
     if revision:
         chosen["target"]["revision"] = revision

@@ -23,7 +23,6 @@ from pipeline.export.hub import Upload, local_paths, require_allowed
 from pipeline.export.layout import CARD_FILE
 
 COLUMNS = ["id", "messages", "finish", "input_ids", "spans"]
-ROWS_PER_FILE = 50_000
 OURS = re.compile(rf"data/({'|'.join(SPLITS)})-\d{{5}}\.parquet")
 BESIDE = re.compile(r"README\.md|\.gitattributes|LICEN[CS]E.*|NOTICE.*")
 
@@ -75,7 +74,6 @@ def data_set_upload(
         repo_id=repo_id,
         base_model=public(published.base_model),
         files=files,
-        message="Conversations",
         local_paths=local_paths(published),
     )
 
@@ -87,20 +85,14 @@ def _write_split(
     names: Mapping[str, str],
     directory: Path,
 ) -> int:
-    """Write `SPLIT-00000.parquet` and following, rows in order; return the number of rows."""
-    num_rows = num_files = rows_in_file = 0
+    """Write `SPLIT-00000.parquet`, rows in order; return their number."""
+    num_rows = 0
     writer: pq.ParquetWriter | None = None
     for table in _tables(split, shards, fingerprint):
-        if writer is not None and rows_in_file + len(table) > ROWS_PER_FILE:
-            writer.close()
-            writer = None
         if writer is None:
-            path = directory / f"{split}-{num_files:05}.parquet"
+            path = directory / f"{split}-00000.parquet"
             writer = pq.ParquetWriter(path, table.schema, compression="zstd")
-            num_files += 1
-            rows_in_file = 0
         writer.write_table(_anonymous(table, names))
-        rows_in_file += len(table)
         num_rows += len(table)
     if writer is not None:
         writer.close()

@@ -69,14 +69,12 @@ def write_export(
     places = {Path(): layout}
     for name in further:
         places[Path(name)] = replace(layout, format=name)
-    num_bytes = 0
     try:
         with atomic_directory(directory, last=CONFIG_FILE) as partial:
             for where, one in places.items():
                 place = partial / where
                 place.mkdir(exist_ok=True)
                 saved = tensors_as_saved(heads, one)
-                num_bytes += sum(tensor.nbytes for tensor in saved.values())
                 tokenizer.save_pretrained(str(place))
                 write_weights(saved, place / one.weights_file)
                 paths = json.dumps([list(path) for path in choices])
@@ -88,8 +86,7 @@ def write_export(
             files = files_in(partial)
     except (OSError, SafetensorError) as error:
         what = f"The export cannot be written: {error}."
-        fix = f"It takes {num_bytes / 1e9:.1f} GB and more; see to the disk and run again."
-        raise EnvironmentFault(what, str(directory), fix) from error
+        raise EnvironmentFault(what, str(directory), "Free space, and run again.") from error
     return [directory / file for file in files]
 
 
@@ -147,15 +144,12 @@ def tensors_as_saved(heads: Heads, layout: ExportLayout) -> dict[str, Tensor]:
 
 
 def _compare(directory: Path, saved: Mapping[str, Tensor], layout: ExportLayout) -> None:
-    """Raise DataError unless the files of `directory` are what was written."""
-    config, weights = str(directory / CONFIG_FILE), str(directory / layout.weights_file)
-    if read_layout(directory) != layout:
-        raise DataError("The configuration is another one.", config, "Export again.")
+    """Raise DataError unless the weights in `directory` are the saved tensors."""
     file = _open_weights(directory, layout)
     for name, tensor in saved.items():
         if not torch.equal(file.tensor(name).view(torch.uint8), tensor.view(torch.uint8)):
             what = f"The tensor {name} is not the one that was trained."
-            raise DataError(what, weights, "Export again.")
+            raise DataError(what, str(directory), "Export again.")
 
 
 def _open_weights(directory: Path, layout: ExportLayout) -> WeightsFile:

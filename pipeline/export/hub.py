@@ -36,6 +36,7 @@ from pipeline.redact import redacted
 from pipeline.storage.atomic import read_file
 from pipeline.targets.files import check_repo_id, hub_errors
 
+COMMIT_MESSAGE = "Upload from medusa-distill"
 EXPORT_AGAIN = "Run the run again: it makes what has changed anew and checks it."
 
 Receipt = dict[str, Any]  # as receipt.json has it
@@ -91,7 +92,6 @@ class Upload(ABC):
     repo_id: str
     base_model: str | None
     files: list[CommitOperationAdd]
-    message: str
     local_paths: Collection[str]
     repo_type: ClassVar[Literal["model", "dataset"]] = "model"
 
@@ -113,9 +113,8 @@ class Upload(ABC):
     def receipt(self, private: bool) -> Receipt:
         files = []
         for file in self.files:
-            info = file.upload_info
-            sha256 = info.sha256.hex()
-            files.append({"path": file.path_in_repo, "size": info.size, "sha256": sha256})
+            size, sha256 = file.upload_info.size, file.upload_info.sha256.hex()
+            files.append({"path": file.path_in_repo, "size": size, "sha256": sha256})
         return {
             "repo": self.repo_id,
             "private": private,
@@ -168,11 +167,10 @@ class Upload(ABC):
             for name in self.outdated(_names(existing)):
                 operations.append(CommitOperationDelete(name))
         commit = api.create_commit(
-            self.repo_id, operations, commit_message=self.message, repo_type=self.repo_type
+            self.repo_id, operations, commit_message=COMMIT_MESSAGE, repo_type=self.repo_type
         )
-        place = self.repo_id if self.repo_type == "model" else f"datasets/{self.repo_id}"
         receipt = self.receipt(private)
-        receipt["url"] = redacted(f"{api.endpoint}/{place}")
+        receipt["url"] = redacted(str(commit.repo_url))
         receipt["commit"] = commit.oid
         receipt["unchanged"] = existing is not None and existing.sha == commit.oid
         return receipt
@@ -276,7 +274,6 @@ def heads_upload(directory: Path, published: Published, checked: Mapping[str, st
         repo_id=repo_id,
         base_model=base,
         files=_verified(directory, checked, written),
-        message=layout.kind.title,
         local_paths=local_paths(published, layout.base_model_name_or_path),
         kind=layout.kind,
     )
@@ -290,7 +287,6 @@ def backbone_upload(directory: Path, published: Published, checked: Mapping[str,
         repo_id=repo_id,
         base_model=published.base_model,
         files=_verified(directory, checked, {CARD_FILE: backbone_card(published)}),
-        message="Backbone",
         local_paths=local_paths(published, str(directory)),
     )
 
@@ -303,13 +299,9 @@ def require_allowed(published: Published, where: str) -> str:
         ConfigError: The id has no owner or no name.
     """
     check = published.report.check
-    if not check:
-        fix = "Run the check stage, then push."
-        raise CheckFailed("These heads have not been checked.", "report.json", fix)
-    if not check.passed:
-        reasons = "; ".join(reason.rstrip(".") for reason in check.failures)
-        what = f"The check of these heads failed: {reasons}."
-        raise CheckFailed(what, "report.json", "Nothing was pushed; the report says more.")
+    if not check or not check.passed:
+        what = "The check of these heads failed, or was not run, so nothing was pushed."
+        raise CheckFailed(what, "report.json", "The report names the reasons; check again.")
     repo_id = published.repo_id or ""
     check_repo_id(repo_id, where, with_owner=True)
     return repo_id

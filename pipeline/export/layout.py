@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.config import DTYPES
 from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.errors import ConfigError, DataError
 from pipeline.heads.kind import Heads
@@ -50,9 +49,6 @@ class ExportLayout:
         num_tokens = self.num_speculative_tokens or self.shape.num_heads
         object.__setattr__(self, "num_speculative_tokens", num_tokens)
         check_num_heads(self.shape.num_heads)
-        if self.dtype not in DTYPES:
-            fix = f"Use one of {', '.join(DTYPES)}."
-            raise ConfigError(f'Unknown dtype "{self.dtype}".', "export.dtype", fix)
         self.kind.check_format(self.shape, self.stored)
         if not os.path.isabs(self.base_model_name_or_path):
             check_repo_id(self.base_model_name_or_path, "target.model")

@@ -1,4 +1,4 @@
-"""Accuracy of the heads' guesses: what the report shows and the tree search reads (paper 2.3.3).
+"""Losses and top-k accuracies of draft heads, for the report and the tree search (paper 2.3.3).
 
 Sums are over labelled positions only and add up over batches and workers. Guesses are ranked by the
 same `topk` as in decoding; a head that reads tokens is given the true ones. A token outside the
@@ -27,7 +27,7 @@ RANKED_BYTES = 256 << 20  # of logits at a time
 
 
 class Score(NamedTuple):
-    """Sums over labels, per head.
+    """Sums of losses and hits over labels, per head.
 
     `losses_K` is the cross entropy over the `drafted_K` labels that can be proposed; `hits_KR` are
     cumulative hits of the guesses, of `counts_K` labels. `tokens_V` counts how often each token
@@ -42,7 +42,7 @@ class Score(NamedTuple):
 
     @classmethod
     def zero(cls, shape: HeadsShape, top: int, device: torch.device) -> Score:
-        """The score of no labels."""
+        """Return a score of zero labels."""
         hits_KR = torch.zeros(shape.num_heads, top, dtype=torch.int64, device=device)
         counts_K = torch.zeros_like(hits_KR[:, 0])
         tokens_V = counts_K.new_zeros(shape.vocab_size)
@@ -55,7 +55,7 @@ class Score(NamedTuple):
 
 
 class _Guesses(NamedTuple):
-    """The guesses of one head for a chunk of its labelled rows."""
+    """One head's guesses for a chunk of its labelled rows."""
 
     head: int
     rows_C: Tensor
@@ -65,7 +65,7 @@ class _Guesses(NamedTuple):
 
 
 @torch.no_grad()
-def score(
+def score_guesses(
     heads: Heads,
     hidden_ND: Tensor,
     next_N: Tensor,
@@ -74,22 +74,22 @@ def score(
     *,
     chunk_bytes: int = RANKED_BYTES,
 ) -> Score:
-    """The heads' losses, and how many labels are among their first 1, 2, … `top` guesses.
+    """Sum the heads' losses, and count the labels among their first 1, 2, … `top` guesses.
 
     Arguments are those of `Heads.states`. Losses are in fp32, their sums in fp64.
     """
     total = Score.zero(heads.shape, top, hidden_ND.device)
-    first_N = heads.vocabulary.rows(labels_KN[0])
+    first_N = heads.vocabulary.rows_of_labels(labels_KN[0])
     first_N = first_N[first_N != IGNORED]
     total.tokens_V.index_add_(0, first_N, torch.ones_like(first_N))
     total.drafted_K.add_(heads.vocabulary.num_learned(labels_KN))
-    for found in _guesses(heads, hidden_ND, next_N, labels_KN, top, chunk_bytes):
-        logits_CV = found.logits_CV.float()
-        total.losses_K[found.head] += cross_entropy(
-            logits_CV, found.labels_C, ignore_index=IGNORED, reduction="sum"
+    for guesses in _guess_labels(heads, hidden_ND, next_N, labels_KN, top, chunk_bytes):
+        logits_CV = guesses.logits_CV.float()
+        total.losses_K[guesses.head] += cross_entropy(
+            logits_CV, guesses.labels_C, ignore_index=IGNORED, reduction="sum"
         )
-        total.hits_KR[found.head, : found.hits_CR.shape[1]] += found.hits_CR.sum(0)
-        total.counts_K[found.head] += len(found.rows_C)
+        total.hits_KR[guesses.head, : guesses.hits_CR.shape[1]] += guesses.hits_CR.sum(0)
+        total.counts_K[guesses.head] += len(guesses.rows_C)
     return total._replace(hits_KR=total.hits_KR.cumsum(1))
 
 
@@ -103,20 +103,20 @@ def label_ranks(
     *,
     chunk_bytes: int = RANKED_BYTES,
 ) -> Tensor:
-    """Each label's rank among its head's guesses, uint8 [K, N], from 0; or `MISS` or `NO_LABEL`."""
+    """Rank each label among its head's guesses, uint8 [K, N], from 0; or `MISS` or `NO_LABEL`."""
     ranks_KN = torch.full(labels_KN.shape, NO_LABEL, dtype=torch.uint8, device=hidden_ND.device)
-    for found in _guesses(heads, hidden_ND, next_N, labels_KN, top, chunk_bytes):
-        ranks_C = torch.where(found.hits_CR.any(1), found.hits_CR.int().argmax(1), MISS)
-        ranks_KN[found.head, found.rows_C] = ranks_C.to(torch.uint8)
+    for guesses in _guess_labels(heads, hidden_ND, next_N, labels_KN, top, chunk_bytes):
+        ranks_C = torch.where(guesses.hits_CR.any(1), guesses.hits_CR.int().argmax(1), MISS)
+        ranks_KN[guesses.head, guesses.rows_C] = ranks_C.to(torch.uint8)
     return ranks_KN
 
 
-def _guesses(
+def _guess_labels(
     heads: Heads, hidden_ND: Tensor, next_N: Tensor, labels_KN: Tensor, top: int, chunk_bytes: int
 ) -> Iterator[_Guesses]:
-    """Guess at the labelled rows, one head and chunk at a time; in autocast's dtype if on."""
+    """Yield the heads' guesses for labelled rows, one head and one chunk of rows at a time."""
     states_KND = heads.states(hidden_ND, next_N, labels_KN)
-    drafted_KN = heads.vocabulary.rows(labels_KN)
+    drafted_KN = heads.vocabulary.rows_of_labels(labels_KN)
     num_rows = max(1, chunk_bytes // (heads.shape.vocab_size * states_KND.element_size()))
     for head, labels_N in enumerate(labels_KN):
         weight_VD = heads.lm_head_of(head).to(states_KND.dtype)

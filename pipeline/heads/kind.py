@@ -1,4 +1,4 @@
-"""The interface of a kind of heads.
+"""The interface of a kind of draft heads, and draft vocabularies.
 
 A kind is one file in this package with a subclass of `Heads`, a `HeadsShape` (shapes.py) and an
 entry in `KINDS` (kinds.py). Training, calibration, decoding, export and serving use this interface
@@ -40,20 +40,20 @@ TOKEN_MAP = "token_map"  # the draft vocabulary's name in files, as in vLLM
 
 @dataclass(frozen=True)
 class TargetWeights:
-    """The target's own matrices [V, D], each read when it is first asked for."""
+    """The target's lm_head and embedding [V, D], read on demand."""
 
     lm_head: Callable[[], Tensor]
     embedding: Callable[[], Tensor]
 
     def drafting(self, tokens: Tensor | None) -> TargetWeights:
-        """The same with only these tokens' rows of `lm_head`; unchanged for None."""
+        """Restrict `lm_head` to the rows of a draft vocabulary; unchanged for None."""
         if tokens is None:
             return self
         return replace(self, lm_head=lambda: self.lm_head()[tokens])
 
 
 class Level(NamedTuple):
-    """One depth of a tree: M nodes below P nodes of the depth above."""
+    """One depth of a candidate tree: M nodes below P nodes of the depth above."""
 
     inner: Tensor  # [P]: places of the parents among the nodes of the depth above
     parent: Tensor  # [M]: each node's parent, as a place in `inner`
@@ -62,7 +62,7 @@ class Level(NamedTuple):
 
 
 class ProposalTree(Protocol):
-    """The parts of a tree that `Heads.propose` reads."""
+    """The parts of a candidate tree that `Heads.propose` reads."""
 
     max_depth: int
     top: int  # guesses per head
@@ -72,7 +72,7 @@ class ProposalTree(Protocol):
 
 
 class DraftVocabulary(nn.Module):
-    """The token that each row of `lm_head` stands for: its own number, unless the shape is pruned.
+    """Map rows of `lm_head` to the target's tokens; the identity unless the shape is pruned.
 
     A token outside is never proposed; the target writes it itself. As in EAGLE-3's code (arXiv
     2503.01840), heads learn nothing where the written token is outside, and elsewhere the part of
@@ -94,7 +94,7 @@ class DraftVocabulary(nn.Module):
         self.register_buffer("rows_W", rows_W, persistent=False)
 
     def fill(self, tokens_V: Tensor, where: str | None = None) -> None:
-        """Set the tokens; DataError unless they are V of the target's in ascending order."""
+        """Set the draft vocabulary; DataError unless it is V ascending tokens of the target."""
         assert self.token_map is not None and self.rows_W is not None, "not pruned"
         size = len(self.token_map)
         tokens_V = tokens_V.long()
@@ -110,28 +110,28 @@ class DraftVocabulary(nn.Module):
         self.rows_W.fill_(IGNORED)
         self.rows_W[self.token_map] = torch.arange(size, device=self.rows_W.device)
 
-    def tokens(self, rows: Tensor) -> Tensor:
-        """The tokens of rows of `lm_head`, in any shape; nothing is copied to the host."""
+    def tokens_of_rows(self, rows: Tensor) -> Tensor:
+        """Map rows of `lm_head` to tokens, in any shape, without a copy to the host."""
         return rows if self.token_map is None else self.token_map[rows]
 
-    def rows(self, labels: Tensor) -> Tensor:
-        """Labels as rows of `lm_head`, in their shape; -100 where they are -100 or outside."""
+    def rows_of_labels(self, labels: Tensor) -> Tensor:
+        """Map labels to rows of `lm_head`; -100 stays, and tokens outside become -100."""
         if self.rows_W is None:
             return labels
         return self.rows_W[labels.clamp(min=0)].where(labels != IGNORED, IGNORED)
 
     def num_learned(self, labels_KN: Tensor) -> Tensor:
-        """The number of labels that each head learns, [K]."""
-        return (self.rows(labels_KN) != IGNORED).sum(1)
+        """Count the labels that each head learns, [K]."""
+        return (self.rows_of_labels(labels_KN) != IGNORED).sum(1)
 
-    def teacher(self, teacher: Teacher | None) -> Teacher | None:
-        """The same with distributions over the draft vocabulary only."""
+    def restrict_teacher(self, teacher: Teacher | None) -> Teacher | None:
+        """Restrict a teacher's distributions to the draft vocabulary."""
         if teacher is None or self.token_map is None:
             return teacher
         return teacher._replace(head=teacher.head.of_tokens(self.token_map))
 
     def over_all_tokens(self, lm_head: Tensor) -> Tensor:
-        """`lm_head` [..., V, D] with a row for each of the target's tokens, [..., W, D].
+        """Expand `lm_head` [..., V, D] to a row for each of the target's tokens, [..., W, D].
 
         For engines without draft vocabularies; the first guess stays the same. A token outside gets
         the mean of the rows: its logit is the mean of theirs, which is never above the largest.
@@ -143,14 +143,14 @@ class DraftVocabulary(nn.Module):
         return whole.index_copy_(-2, self.token_map.to(whole.device), rows)
 
 
-def most_frequent(counts_W: npt.NDArray[np.int64], num_tokens: int) -> Tensor:
-    """The most frequent tokens [V], ascending; ties are broken by the lower id."""
+def most_frequent_tokens(counts_W: npt.NDArray[np.int64], num_tokens: int) -> Tensor:
+    """Return the most frequent tokens [V], ascending; ties are broken by the lower id."""
     order = np.argsort(-counts_W, kind="stable")
     return torch.from_numpy(np.sort(order[:num_tokens]))
 
 
 class Heads(nn.Module, ABC):
-    """A set of K heads of one kind; zeros until `initial` or `from_named_tensors` fills it.
+    """A set of K draft heads of one kind; zeros until `initial` or `from_named_tensors` fills it.
 
     A subclass defines an `__init__` with this signature and everything without a default below.
     Parameters that do not train have `requires_grad=False`.
@@ -184,12 +184,12 @@ class Heads(nn.Module, ABC):
     @classmethod
     @abstractmethod
     def shape_of(cls, settings: TrainConfig, hidden_size: int, vocab_size: int) -> HeadsShape:
-        """The shape that the configuration asks for, on a target with these sizes."""
+        """Return the heads' shape for a configuration and a target of these sizes."""
 
     @classmethod
     @abstractmethod
     def initial(cls, shape: Any, target: TargetWeights) -> Self:
-        """Untrained heads, in the dtype and on the device of the target's matrices."""
+        """Build untrained heads, in the dtype and on the device of the target's matrices."""
 
     @property
     def device(self) -> torch.device:
@@ -199,7 +199,7 @@ class Heads(nn.Module, ABC):
 
     @abstractmethod
     def states(self, hidden_ND: Tensor, next_N: Tensor, labels_KN: Tensor) -> Tensor:
-        """The input of each head's lm_head, [K, N, D], given the true tokens between.
+        """Compute the input of each head's lm_head, [K, N, D], with teacher forcing.
 
         Args:
             hidden_ND: The target's states at positions t, in any float dtype.
@@ -216,7 +216,7 @@ class Heads(nn.Module, ABC):
         teacher: Teacher | None = None,
         weights_K: Tensor | None = None,
     ) -> Tensor:
-        """Each head's cross entropy summed over its labels, [K]; see `summed_cross_entropy`.
+        """Sum each head's cross entropy over its labels, [K]; see `summed_cross_entropy`.
 
         The first three arguments are those of `states`. Labels outside the draft vocabulary add
         nothing. Under autocast products run in its dtype.
@@ -225,19 +225,19 @@ class Heads(nn.Module, ABC):
         device = hidden_ND.device.type
         if torch.is_autocast_enabled(device):
             states_KND = states_KND.to(torch.get_autocast_dtype(device))
-        labels_KN = self.vocabulary.rows(labels_KN)
-        teacher = self.vocabulary.teacher(teacher)
+        labels_KN = self.vocabulary.rows_of_labels(labels_KN)
+        teacher = self.vocabulary.restrict_teacher(teacher)
         return summed_cross_entropy(states_KND, self.lm_head, labels_KN, teacher, weights_K)
 
     def lm_head_of(self, head: int) -> Tensor:
-        """The [V, D] matrix that turns this head's states into logits."""
+        """Return the lm_head [V, D] of one head."""
         return self.lm_head if self.lm_head.dim() == 2 else self.lm_head[head]
 
     # Decoding
 
     @abstractmethod
     def expand(self, hidden_BPD: Tensor, tokens_BP: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-        """Expand P nodes at `depth`: states [B, P, D] to continue from, and logits [B, P, V].
+        """Expand P tree nodes at `depth`: return states [B, P, D] and logits [B, P, V].
 
         At depth 0 the node is the root: the token that the target chose, and the state that it
         chose it from. Below, each node comes with its parent's returned state. Shapes are fixed and
@@ -245,7 +245,7 @@ class Heads(nn.Module, ABC):
         """
 
     def propose(self, hidden_BD: Tensor, token_B: Tensor, tree: ProposalTree) -> Tensor:
-        """The tokens [B, N] of the tree's nodes: rank r is the r-th guess below the parent.
+        """Propose the tokens [B, N] of the tree's nodes; rank r is the r-th guess below a parent.
 
         `hidden_BD` are the states that the target chose the roots `token_B` from.
         """
@@ -258,7 +258,7 @@ class Heads(nn.Module, ABC):
             inner_BP = tokens_BM.index_select(1, inner)
             hidden_BPD, logits_BPV = self.expand(inner_BPD, inner_BP, depth)
             rows_BM = logits_BPV.topk(level.top).indices.flatten(1).index_select(1, guess)
-            tokens_BM = self.vocabulary.tokens(rows_BM)
+            tokens_BM = self.vocabulary.tokens_of_rows(rows_BM)
             hidden_BMD = hidden_BPD.index_select(1, parent)
             proposed.append(tokens_BM)
         return torch.cat(proposed, 1).to(token_B.device).index_select(1, tree.order)
@@ -267,7 +267,7 @@ class Heads(nn.Module, ABC):
 
     @classmethod
     def check_format(cls, shape: Any, format: ExportFormat) -> None:
-        """ConfigError unless such heads can be stored in this one of `export.formats`."""
+        """Raise ConfigError unless heads of this shape can be stored in the export format."""
         if format not in cls.formats:
             known = ", ".join(each.name for each in cls.formats)
             raise ConfigError(
@@ -281,7 +281,7 @@ class Heads(nn.Module, ABC):
     def engine_config(
         cls, shape: Any, format: ExportFormat, target: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """The kind's own keys of the export's config.json; `target` is the target's config.json.
+        """Return the kind's keys of the export's config.json; `target` is the target's config.json.
 
         The exporter adds sizes, dtype, `base_model_name_or_path` and the keys of vLLM's speculators
         format.
@@ -294,7 +294,7 @@ class Heads(nn.Module, ABC):
 
     @classmethod
     def speculative_config(cls, export: str, num_speculative_tokens: int | str) -> dict[str, Any]:
-        """vLLM's `speculative_config` for drafting with an export of these heads."""
+        """Return vLLM's `speculative_config` for drafting with an export of these heads."""
         return {
             "method": cls.vllm_method,
             "model": export,
@@ -304,14 +304,14 @@ class Heads(nn.Module, ABC):
     # Files
 
     def named_tensors(self, format: ExportFormat | None = None) -> dict[str, Tensor]:
-        """Detached views by their names in `heads.safetensors`, or in an export.
+        """Return detached tensors by their names in `heads.safetensors`, or in an export.
 
         An export leaves out what engines take from the target.
         """
         return {name: parameter.detach() for name, parameter in self.named_parameters()}
 
     def stored_tensors(self, format: ExportFormat | None = None) -> dict[str, Tensor]:
-        """All tensors of a file: `named_tensors` and, if pruned, the `token_map`, int64 [V]."""
+        """Return all tensors of a heads file: `named_tensors` and, if pruned, `token_map` [V]."""
         tensors = self.named_tensors(format)
         if self.vocabulary.token_map is not None:
             tensors[TOKEN_MAP] = self.vocabulary.token_map
@@ -326,7 +326,7 @@ class Heads(nn.Module, ABC):
         *,
         where: str | None = None,
     ) -> Self:
-        """The inverse of `stored_tensors`, in the tensors' own dtype.
+        """Build heads from the tensors of a heads file, in the tensors' own dtype.
 
         Raises:
             DataError: A tensor is missing, unknown, of another shape or not finite, or names of one
@@ -352,14 +352,14 @@ class Heads(nn.Module, ABC):
 
     @classmethod
     def shapes(cls, shape: Any, format: ExportFormat | None = None) -> dict[str, tuple[int, ...]]:
-        """The shapes of `stored_tensors`: a file holds exactly these."""
+        """Return the shapes of the tensors that a heads file holds."""
         views = cls(shape, device=torch.device("meta")).stored_tensors(format)
         return {name: tuple(view.shape) for name, view in views.items()}
 
     def take_from(self, target: TargetWeights) -> None:
-        """Take the matrices that the heads borrow: exports lack them, and tuning changes them."""
+        """Set the matrices that the heads borrow from the target; exports lack these matrices."""
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether all numbers are finite; `isfinite` would allocate a second tensor of that size."""
+    """Check that all numbers are finite, without a second tensor of that size."""
     return bool(torch.stack(tensor.aminmax()).isfinite().all())

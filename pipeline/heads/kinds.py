@@ -1,4 +1,4 @@
-"""The kinds of heads: by name, and recognized in the tensors of other trainers.
+"""The kinds of draft heads, by name, and recognition of heads of other trainers.
 
 Known layouts of other trainers:
 
@@ -61,19 +61,19 @@ def head_kind(name: str) -> type[Heads]:
 
 
 def shape_from_json(content: Mapping[str, Any]) -> HeadsShape:
-    """The inverse of `HeadsShape.to_json`; KeyError, TypeError or ValueError for anything else."""
+    """Read the heads' shape from JSON; KeyError, TypeError or ValueError for anything else."""
     fields = dict(content)
     return KINDS[fields.pop("kind")].Shape(**fields)
 
 
 def max_depth(settings: TrainConfig) -> int:
-    """The number of tokens ahead that heads can propose; ConfigError for an unknown kind."""
+    """Return the number of tokens ahead that the configured heads can propose."""
     any_size = 1
     return head_kind(settings.heads).shape_of(settings, any_size, any_size).max_depth
 
 
 class NamedTensors(Protocol):
-    """Tensors by name, read on demand, and the configuration beside them."""
+    """Tensors of a heads directory by name, read on demand, and its config.json."""
 
     directory: Path
     config: dict[str, Any]
@@ -88,7 +88,7 @@ class NamedTensors(Protocol):
 
 @dataclass(frozen=True)
 class Sizes:
-    """The target's sizes, which its heads must have."""
+    """The target's hidden and vocabulary sizes, which its heads share."""
 
     hidden_size: int
     vocab_size: int
@@ -96,7 +96,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class ForeignHeads:
-    """Heads of another trainer.
+    """Heads of another trainer, in a recognized layout.
 
     Attributes:
         heads: None where native decoding cannot run them; `why_not` then says why.
@@ -113,7 +113,7 @@ class ForeignHeads:
 def foreign_heads(
     tensors: NamedTensors, target: TargetWeights, sizes: Sizes, num_tokens: int
 ) -> ForeignHeads:
-    """Recognize the heads that these tensors hold.
+    """Recognize the layout of another trainer's heads and build them.
 
     Args:
         target: The matrices that heads may borrow.
@@ -148,14 +148,14 @@ def _medusa_heads(tensors: NamedTensors, target: TargetWeights, sizes: Sizes) ->
     format = EXPANDED if lm_head == "untied" else SHARED
     shape = MedusaShape(sizes.hidden_size, sizes.vocab_size, num_heads, num_layers, lm_head)
     left_out = None if has_biases else ".bias"
-    heads = _built(MedusaHeads, shape, format, tensors, named, left_out)
+    heads = _build_heads(MedusaHeads, shape, format, tensors, named, left_out)
     return ForeignHeads(heads, f"{num_heads} Medusa heads", vllm_method=None)
 
 
 def _medusa_names(
     tensors: NamedTensors,
 ) -> tuple[dict[tuple[int, int, str], str], dict[int, str]]:
-    """The stored names of blocks by head, layer and part, and of lm_heads by head."""
+    """Return stored names of Medusa blocks by head, layer and part, and of lm_heads by head."""
     blocks: dict[tuple[int, int, str], str] = {}
     lm_heads: dict[int, str] = {}
     unknown: list[str] = []
@@ -187,7 +187,7 @@ def _eagle_heads(
             why = f"{name} is not zero, and native decoding's cell has neither attention nor bias"
             return ForeignHeads(None, "an EAGLE-1 model with attention or bias", "eagle", why)
     for name, matrix in zip(REPEATED, (target.embedding, target.lm_head), strict=True):
-        if name in names and not _is_rounded(tensors[name], matrix()):
+        if name in names and not _is_same_matrix(tensors[name], matrix()):
             what = f"Its {name} is not the target's, which engines draft with."
             fix = "Give --target the model that these heads were trained on."
             raise tensors.refuse(what, fix)
@@ -200,19 +200,19 @@ def _eagle_heads(
     for name in names:
         if name not in REPEATED and name != FC_BIAS and not name.startswith(ATTENTION):
             named[name] = tensors[name]
-    heads = _built(RecurrentHeads, shape, EXPANDED, tensors, named, ATTENTION)
+    heads = _build_heads(RecurrentHeads, shape, EXPANDED, tensors, named, ATTENTION)
     heads.take_from(target)
     return ForeignHeads(heads, "a recurrent cell in EAGLE-1's container", "eagle")
 
 
-def _is_rounded(found: Tensor, own: Tensor) -> bool:
-    """Whether a repeated matrix equals the target's, up to rounding to its dtype."""
+def _is_same_matrix(found: Tensor, own: Tensor) -> bool:
+    """Check that a stored matrix equals the target's, up to rounding to its dtype."""
     if found.shape != own.shape:
         return False
     return torch.equal(found.to(own.dtype), own.to(found.dtype).to(own.dtype).cpu())
 
 
-def _built(
+def _build_heads(
     kind: type[Heads],
     shape: HeadsShape,
     format: ExportFormat,
@@ -220,7 +220,7 @@ def _built(
     named: Mapping[str, Tensor],
     left_out: str | None,
 ) -> Heads:
-    """Build heads in the widest dtype of the tensors; names that contain `left_out` are zeros."""
+    """Build heads in the widest dtype of their tensors; names with `left_out` are zeros."""
     dtype = torch.bool  # narrower than any other
     for name, tensor in named.items():
         found = str(tensor.dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""Each head's cross entropy, without ever holding the [K, N, V] logits.
+"""Chunked cross entropy of draft heads, which never holds the [K, N, V] logits.
 
 At K = 5, V = 32,000 and 16,384 rows the logits alone would be 10 GB in fp32. Here the forward pass
 computes losses and gradients together, one chunk of rows after another. For each chunk:
@@ -49,12 +49,12 @@ class TargetHead(NamedTuple):
         return self._replace(weight_VD=self.weight_VD.to(device, dtype), bias_V=bias_V)
 
     def of_tokens(self, tokens: Tensor) -> TargetHead:
-        """The output layer of these tokens only; its softmax is normalized over them."""
+        """Restrict the output layer to these tokens; softmax is normalized over them."""
         bias_V = None if self.bias_V is None else self.bias_V[tokens]
         return self._replace(weight_VD=self.weight_VD[tokens], bias_V=bias_V)
 
     def logits(self, states_CD: Tensor, out: Tensor | None = None) -> Tensor:
-        """Logits [C, V] in the states' dtype; into `out` where it is given."""
+        """Compute the target's logits [C, V] in the states' dtype, into `out` where given."""
         logits_CV = torch.mm(states_CD, self.weight_VD.to(states_CD.dtype).t(), out=out)
         if self.bias_V is not None:
             logits_CV.add_(self.bias_V.to(logits_CV.dtype))
@@ -66,7 +66,7 @@ class TargetHead(NamedTuple):
 
 
 class Teacher(NamedTuple):
-    """Soft labels: the target's own distributions, learned beside the tokens that it wrote.
+    """Soft labels: the target's distributions, learned beside the tokens it wrote.
 
     Head k at position t predicts the token at t+2+k, whose distribution is the target's lm_head on
     its state at t+1+k. Wherever the head has a label, that state lies within the same span.
@@ -83,7 +83,7 @@ class Teacher(NamedTuple):
 
 
 def chunk_bytes_on(device: torch.device) -> int:
-    """The number of bytes of logits to hold at a time."""
+    """Return the bytes of logits that the loss holds at a time on a device."""
     return CHUNK_BYTES.get(device.type, 1 << 30)
 
 
@@ -96,7 +96,7 @@ def summed_cross_entropy(
     *,
     chunk_bytes: int | None = None,
 ) -> Tensor:
-    """Each head's cross entropy, summed over its labels: [K], weighted by the caller (paper 2.2.1).
+    """Sum each head's cross entropy over its labels: [K], weighted by the caller (paper 2.2.1).
 
     Differentiable in the hidden states and in `lm_head`, which is [K, V, D], or one [V, D] that all
     heads share.
@@ -155,7 +155,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Rows of the flattened [K·N] that one lm_head reads."""
+    """A chunk of the flattened [K·N] rows that one lm_head reads."""
 
     head: int | None  # None where one lm_head reads the rows of all heads
     rows_C: Tensor
@@ -210,7 +210,7 @@ class _Loss:
         self.block_in_buffer: int | None = None  # `first_state` of the distributions in p_buffer
 
     def chunks(self) -> Iterator[_Chunk]:
-        """Labelled rows by the block of states that teaches them and by lm_head (pass 1).
+        """Yield chunks of labelled rows by block of teacher states and by lm_head (pass 1).
 
         Rows without a state are in chunks of their own. A chunk fits the buffer of logits.
         """
@@ -271,7 +271,7 @@ class _Loss:
         _add_product(total_VD, logits_CV, hidden_CD, self.block_rows)
 
     def _fill_p_buffer(self, first: int) -> None:
-        """Compute the target's p [M, V] at a block of its states, unless it is there already."""
+        """Compute the target's distributions p [M, V] at a block of its states, once per block."""
         assert self.teacher is not None
         if self.block_in_buffer == first:
             return
@@ -287,7 +287,7 @@ class _Loss:
         return torch.log_softmax(logits_SV, 1, dtype=self.scratch.dtype, out=out_SV)
 
     def _hard_losses(self, logits_SV: Tensor, labels_S1: Tensor) -> Tensor:
-        """Cross entropy [S] with the labels; replaces the logits by its gradient q - onehot(label).
+        """Compute cross entropy [S] with the labels, and replace logits by q - onehot(label).
 
         The label's entry is expm1(log q): q - 1 in bf16 would be 0 for every confident head.
         """
@@ -298,7 +298,7 @@ class _Loss:
         return -label_log_q_S1[:, 0]
 
     def _soft_losses(self, logits_SV: Tensor, labels_S1: Tensor, states_S: Tensor) -> Tensor:
-        """Losses [S] of which `share` is the cross entropy with the target's p.
+        """Compute losses [S], of which `share` is the cross entropy with the target's p.
 
         Replaces the logits by the gradient q - (1 - share) · onehot(label) - share · p.
         """
@@ -315,7 +315,7 @@ class _Loss:
 
 
 def _add_product(total_VD: Tensor, grad_CV: Tensor, hidden_CD: Tensor, num_rows: int) -> None:
-    """Add gradᵀ · hidden in place; to an fp32 total of bf16 products `num_rows` rows at a time."""
+    """Add gradᵀ · hidden to the lm_head's gradient in place, `num_rows` rows at a time."""
     if total_VD.dtype == grad_CV.dtype:
         total_VD.addmm_(grad_CV.t(), hidden_CD)
         return

@@ -34,7 +34,7 @@ from pipeline.heads.shapes import EXPANDED, REFERENCE, SHARED, ExportFormat, Med
 
 
 class MedusaHeads(Heads):
-    """All K heads at once.
+    """K Medusa heads, evaluated in one batched product.
 
     Parameters: `block_weight` [L, K, D, D] and `block_bias` [L, K, D]; `lm_head` is [K, V, D], or,
     shared or tied, one [V, D]. No gradient reaches the tied one: a parameter and not a buffer, so
@@ -118,12 +118,12 @@ least {{ report.tree.nodes | number or "the tree's nodes" }}; the content of `{{
 
     @classmethod
     def initial(cls, shape: MedusaShape, target: TargetWeights) -> MedusaHeads:
-        """Heads that start as the target's own prediction (2.1.1)."""
+        """Build Medusa heads that start as the target's own prediction (paper 2.1.1)."""
         return cls.from_lm_head(shape, target.lm_head())
 
     @classmethod
     def from_lm_head(cls, shape: MedusaShape, lm_head_VD: Tensor) -> MedusaHeads:
-        """Heads that start as the target's own prediction, in its lm_head's dtype (2.1.1).
+        """Build Medusa heads from the target's lm_head, in its dtype (paper 2.1.1).
 
         Tied heads share the storage of `lm_head_VD`.
         """
@@ -135,7 +135,7 @@ least {{ report.tree.nodes | number or "the tree's nodes" }}; the content of `{{
         return heads
 
     def hidden(self, hidden_ND: Tensor, num_heads: int | None = None) -> Tensor:
-        """The input of the lm_heads: [N, D] to [K, N, D], K of all or the first `num_heads`."""
+        """Compute the input [K, N, D] of the lm_heads, of all or the first `num_heads` heads."""
         num_heads = num_heads or self.shape.num_heads
         device = hidden_ND.device.type
         dtype = self.block_weight.dtype
@@ -152,7 +152,7 @@ least {{ report.tree.nodes | number or "the tree's nodes" }}; the content of `{{
         return self.hidden(hidden_ND)
 
     def forward(self, hidden_ND: Tensor, num_heads: int | None = None) -> Tensor:
-        """Logits [K, N, V] of all heads, or of the first `num_heads`."""
+        """Compute the logits [K, N, V] of all heads, or of the first `num_heads`."""
         hidden_KND = self.hidden(hidden_ND, num_heads)
         if self.lm_head.dim() == 2:
             return hidden_KND @ self.lm_head.mT
@@ -161,7 +161,7 @@ least {{ report.tree.nodes | number or "the tree's nodes" }}; the content of `{{
         return (self.lm_head[: len(hidden_KND)] @ hidden_KND.mT).mT
 
     def expand(self, hidden_BPD: Tensor, tokens_BP: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-        """Expand the root's state: a head's guesses are the same below every node of a depth."""
+        """Expand the root's state: a Medusa head guesses the same below every node of a depth."""
         root_B1D = hidden_BPD[:, :1]
         num_nodes = hidden_BPD.shape[1]
         weights_DD = self.block_weight[:, depth]
@@ -172,9 +172,9 @@ least {{ report.tree.nodes | number or "the tree's nodes" }}; the content of `{{
         return hidden_BPD, linear(read_B1D, self.lm_head_of(depth)).expand(-1, num_nodes, -1)
 
     def propose(self, hidden_BD: Tensor, token_B: Tensor, tree: ProposalTree) -> Tensor:
-        """Propose with all heads in one product; equal to `expand` depth by depth."""
+        """Propose with all Medusa heads in one product; equal to `expand` depth by depth."""
         rows_KBR = self(hidden_BD, tree.max_depth).topk(tree.top).indices
-        guesses_KBR = self.vocabulary.tokens(rows_KBR).to(token_B.device)
+        guesses_KBR = self.vocabulary.tokens_of_rows(rows_KBR).to(token_B.device)
         return guesses_KBR.transpose(0, 1).flatten(1).index_select(1, tree.guess)
 
     @classmethod
@@ -210,7 +210,7 @@ least {{ report.tree.nodes | number or "the tree's nodes" }}; the content of `{{
         return config
 
     def named_tensors(self, format: ExportFormat | None = None) -> dict[str, Tensor]:
-        """`{k}.{l}.linear.weight`, `.bias` and `{k}.{L}.weight`; `0.{L}.weight` only if shared.
+        """Return tensors `{k}.{l}.linear.weight`, `.bias` and `{k}.{L}.weight` (only 0 if shared).
 
         An export's lm_heads have a row for each of the target's tokens.
         """
@@ -240,7 +240,7 @@ least {{ report.tree.nodes | number or "the tree's nodes" }}; the content of `{{
         *,
         where: str | None = None,
     ) -> Self:
-        """See `Heads`; a pruned export keeps only the rows of its draft vocabulary."""
+        """Build Medusa heads; a pruned export keeps only the rows of its draft vocabulary."""
         heads = super().from_named_tensors(shape, tensors, format, where=where)
         if format is not None and shape.is_pruned:  # its names are not views of the lm_head
             for k in range(shape.num_heads):

@@ -1,4 +1,4 @@
-"""Recurrent heads: one small cell, applied step after step, that reads each token it has proposed.
+"""Recurrent heads: one small cell that reads each token it has proposed, step after step.
 
 Where Medusa's heads guess from the target's state alone, a sequential head also reads the tokens
 between (Hydra, arXiv 2402.05109; ReDrafter, arXiv 2403.09919; EAGLE, arXiv 2401.15077). Here one
@@ -117,7 +117,7 @@ model, with an attention that adds nothing; embedding and lm_head are the target
 
     @classmethod
     def initial(cls, shape: RecurrentShape, target: TargetWeights) -> RecurrentHeads:
-        """A cell whose first step is the target's own prediction, with random `gate` and `up`."""
+        """Build a recurrent cell whose first step is the target's own prediction."""
         lm_head_VD = target.lm_head()
         heads = cls(shape, dtype=lm_head_VD.dtype, device=lm_head_VD.device)
         size = shape.hidden_size
@@ -135,12 +135,12 @@ model, with an attention that adds nothing; embedding and lm_head are the target
         self._share()
 
     def _share(self) -> None:
-        """Hold one matrix where the two are equal, as in a target with tied embeddings."""
+        """Share one matrix between embedding and lm_head if they are equal (tied embeddings)."""
         if self.embedding.shape == self.lm_head.shape and torch.equal(self.embedding, self.lm_head):
             self.lm_head = self.embedding
 
     def step(self, hidden: Tensor, tokens: Tensor) -> Tensor:
-        """The states [..., D] after one more token [...] each, in autocast's dtype if on."""
+        """Advance the cell by one token [...]: return its states [..., D], in autocast's dtype."""
         dtype = self.fc.dtype
         device = hidden.device.type
         if torch.is_autocast_enabled(device):
@@ -208,7 +208,7 @@ model, with an attention that adds nothing; embedding and lm_head are the target
         }
 
     def named_tensors(self, format: ExportFormat | None = None) -> dict[str, Tensor]:
-        """Trained parameters by vLLM's names; `heads.safetensors` has the target's matrices too.
+        """Return trained parameters by vLLM's names; a heads file has the target's matrices too.
 
         An export has vLLM's attention instead, of zeros.
         """
@@ -242,7 +242,7 @@ model, with an attention that adds nothing; embedding and lm_head are the target
         *,
         where: str | None = None,
     ) -> Self:
-        """See `Heads`; equal matrices are held once."""
+        """Build a recurrent cell; equal embedding and lm_head share one matrix."""
         heads = super().from_named_tensors(shape, tensors, format, where=where)
         heads._share()
         return heads

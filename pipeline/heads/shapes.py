@@ -1,4 +1,4 @@
-"""Shapes of heads and layouts of exports, as plain data; this file imports no torch.
+"""Shapes of draft heads and layouts of their exports, as plain data without torch.
 
 Export formats:
 
@@ -25,7 +25,7 @@ EPSILON = 1e-6  # of the RMSNorm of recurrent cells that are trained here
 
 @dataclass(frozen=True)
 class HeadsShape:
-    """Everything that determines the parameters of a set of heads; a kind adds its own fields.
+    """The sizes that determine the parameters of draft heads; a kind adds its own fields.
 
     `vocab_size` counts the tokens that the heads can propose, the rows of `lm_head`. It is below
     `target_vocab_size` where there is a draft vocabulary. Raises ValueError for a size below 1, or
@@ -47,11 +47,11 @@ class HeadsShape:
 
     @property
     def is_pruned(self) -> bool:
-        """Whether there are tokens that the heads cannot propose."""
+        """Whether the heads propose a draft vocabulary instead of all tokens."""
         return self.vocab_size < self.target_vocab_size
 
     def drafting(self, num_tokens: int | None) -> Self:
-        """The same shape with a draft vocabulary of `num_tokens`; unchanged for None."""
+        """Return the shape with a draft vocabulary of `num_tokens`; unchanged for None."""
         return replace(self, vocab_size=num_tokens or self.vocab_size)
 
     @property
@@ -61,18 +61,18 @@ class HeadsShape:
 
     @property
     def description(self) -> str:
-        """The kind and every field, for errors: `linear heads (hidden_size 64, …)`."""
+        """The kind and every field, for messages: `linear heads (hidden_size 64, …)`."""
         fields = ", ".join(f"{name} {value}" for name, value in asdict(self).items())
         return f"{self.kind} heads ({fields})"
 
     def to_json(self) -> dict[str, Any]:
-        """The kind and every field, as stored in file headers; see `kinds.shape_from_json`."""
+        """Return the kind and every field, as stored in the headers of heads files."""
         return {"kind": self.kind, **asdict(self)}
 
 
 @dataclass(frozen=True)
 class MedusaShape(HeadsShape):
-    """Medusa heads of `num_layers` residual blocks each.
+    """The shape of Medusa heads of `num_layers` residual blocks each.
 
     `lm_head` is `untied` (each head trains its own), `shared` (all train one) or `tied` (all read
     the target's, frozen). Raises ValueError for another word.
@@ -90,7 +90,7 @@ class MedusaShape(HeadsShape):
 
 @dataclass(frozen=True)
 class RecurrentShape(HeadsShape):
-    """A recurrent cell that is trained for `num_heads` steps and may propose twice as many.
+    """The shape of a recurrent cell: trained for `num_heads` steps, proposes up to twice as many.
 
     `norm_eps` belongs to its RMSNorm; cells of other trainers have another.
     """
@@ -107,7 +107,7 @@ class RecurrentShape(HeadsShape):
 def require_shapes(
     shape: HeadsShape, expected: TensorShapes, found: TensorShapes, where: str | None
 ) -> None:
-    """Raise DataError, naming the first three problems, unless `found` equals `expected`."""
+    """Raise DataError unless the tensor shapes `found` equal `expected`."""
     problems = [f"{name} is missing" for name in expected if name not in found]
     for name, sizes in found.items():
         if name not in expected:
@@ -122,7 +122,7 @@ def require_shapes(
 
 @dataclass(frozen=True)
 class ExportFormat:
-    """A layout of exported heads.
+    """A file layout of exported heads.
 
     Attributes:
         at_root: Whether vLLM and the check read it. The first of `export.formats` must be, since it

@@ -18,7 +18,14 @@ from pipeline.artifacts.check_result import (
 )
 from pipeline.artifacts.tree_file import TreeFigures
 from pipeline.formatting import UNKNOWN, count, duration, percent, rate, ratio, show, times
-from pipeline.report.facts import expected_rate, identical, measured_rate, on_new_answers
+from pipeline.report.facts import (
+    expected_rate,
+    identical,
+    measured_rate,
+    on_new_answers,
+    overhead_of,
+    speedup_of,
+)
 from pipeline.report.report import Report
 from pipeline.report.text_table import Table
 
@@ -51,7 +58,7 @@ def check_table(report: Report) -> Table:
 
 def _native_cells(native: NativeFigures, tree: TreeFigures | None) -> dict[str, str]:
     cells = _engine_cells(native, tree)
-    cells["overhead"] = times(native.overhead)
+    cells["overhead"] = overhead_of(native)
     cells["acceptance"] = native.acceptance or UNKNOWN
     settings = {
         "temperature": native.temperature,
@@ -84,7 +91,7 @@ def _engine_cells(
         "expected": expected_rate(prediction),
         "answers seen in training": percent(engine.seen_share),
         "acceleration rate on new answers": on_new_answers(engine),
-        "speedup": times(engine.speedup),
+        "speedup": speedup_of(engine),
         "greedy identical": identical(engine.greedy_match),
         "greedy ties": count(engine.greedy_match.ties),
         "tokens/s": rate(engine.tokens_per_second),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import sys
 from pathlib import Path
 
 from pipeline.conversations.sources import source_readers
@@ -17,7 +16,7 @@ from pipeline.evaluation.prompts import with_room
 from pipeline.execution.machine import SUBMITTED_JOB, unusable_driver
 from pipeline.export.hub import repositories
 from pipeline.export.layout import check_formats, check_num_heads
-from pipeline.run.resolved import ASSISTANT, ENGINE_SECTIONS, SERVED, TARGET, ResolvedRun
+from pipeline.run.resolved import ENGINE_SECTIONS, SERVED, TARGET, ResolvedRun
 from pipeline.targets.files import check_repo_id, is_local
 from pipeline.targets.loading import require_readable
 from pipeline.targets.spec import context_length
@@ -46,7 +45,7 @@ def check_plan(run: ResolvedRun) -> list[str]:
 def unread_settings(run: ResolvedRun) -> list[str]:
     """A warning for keys that only another kind of heads or another method reads."""
     train = run.config.train
-    unread = run.method.unread(train)
+    unread = run.method.unread_keys(train)
     if not unread:
         return []
     return [f"Not read by {train.heads} heads and {train.method}: {', '.join(unread)}."]
@@ -63,7 +62,7 @@ def not_served(run: ResolvedRun) -> str | None:
 def check_placements(run: ResolvedRun) -> None:
     """Raise EnvironmentFault for workers of open stages that can never be placed."""
     for stage in run.open_stages:
-        for section in sorted(run.sections_of(stage)):
+        for section in run.sections_of(stage):
             run.placement(section)
 
 
@@ -124,19 +123,24 @@ def check_sources(run: ResolvedRun) -> None:
         reader.files()
 
 
+def check_models(run: ResolvedRun) -> None:
+    """Refuse a target, served copy or assistant that does not exist or cannot be reached."""
+    for problem in run.problems.values():
+        raise problem
+
+
 def check_target(run: ResolvedRun) -> None:
-    """Refuse a target that cannot be had or whose vocabulary or context is too small."""
-    if TARGET not in run.models and TARGET not in run.problems:
+    """Refuse a target whose vocabulary or context is too small."""
+    if TARGET not in run.models:
         return  # seeds alone need no target
     config = run.config
     vocab_size = run.model(TARGET).config.get_text_config().vocab_size
-    drafted, top = config.train.draft_vocab, config.calibrate.top
-    if drafted and drafted > vocab_size:
-        what = f"A draft vocabulary of {drafted} tokens exceeds the target's of {vocab_size}."
+    top, most = config.calibrate.top, config.train.draft_vocab or vocab_size
+    if most > vocab_size:
+        what = f"A draft vocabulary of {most} tokens exceeds the target's of {vocab_size}."
         raise ConfigError(what, "train.draft_vocab", "Lower it or leave it unset.")
-    most = drafted or vocab_size
     # A static tree uses as many guesses as there are.
-    if top > most and (drafted or config.calibrate.tree == "dynamic"):
+    if top > most and (most < vocab_size or config.calibrate.tree == "dynamic"):
         what = f"{top} guesses of each head are asked for, and it can propose only {most} tokens."
         raise ConfigError(what, "calibrate.top", f"Lower it to at most {most}.")
     if "vllm" in config.check.engines:
@@ -152,18 +156,13 @@ def check_target(run: ResolvedRun) -> None:
 
 def check_served_copy(run: ResolvedRun) -> None:
     """Refuse a copy of another vocabulary or hidden size than the target's."""
-    if SERVED not in run.models and SERVED not in run.problems:
+    if SERVED not in run.models or TARGET not in run.models:
         return
     copy, target = run.model(SERVED).config.get_text_config(), run.target_config.get_text_config()
     if (copy.vocab_size, copy.hidden_size) != (target.vocab_size, target.hidden_size):
         what = "The copy has another vocabulary or hidden size than the target."
         fix = "Name a copy of the target, such as a quantized one."
         raise ConfigError(what, f"{SERVED} = {run.config.check.served_model}", fix)
-
-
-def check_assistant(run: ResolvedRun) -> None:
-    if ASSISTANT in run.problems:
-        raise run.problems[ASSISTANT]
 
 
 def check_readers(run: ResolvedRun) -> None:
@@ -174,17 +173,17 @@ def check_readers(run: ResolvedRun) -> None:
     config = run.config
     if os.environ.get("RAY_ADDRESS") or TARGET not in run.models:
         return
-    engines: set[tuple[str, str]] = {
-        (config.generate.engine, "generate"),
-        (config.features.engine, "features"),
+    engines: dict[str, str] = {
+        config.generate.engine: "generate",
+        config.features.engine: "features",
     }
     for name in config.check.engines:
-        engines.add((name, ENGINE_SECTIONS[name]))
-    for engine, section in sorted(engines):
-        require_readable(run.target, engine, on_gpu=run.gpus_of(section) > 0, where=TARGET)
-    for engine, copy in run.served_copies.items():
-        on_gpu = run.gpus_of(ENGINE_SECTIONS[engine]) > 0
-        require_readable(copy, engine, on_gpu=on_gpu, where=SERVED)
+        engines[name] = ENGINE_SECTIONS[name]
+    for engine, section in engines.items():
+        on_gpu = run.gpus_of(section) > 0
+        require_readable(run.target, engine, on_gpu=on_gpu, where=TARGET)
+        if engine in run.served_copies:
+            require_readable(run.served_copies[engine], engine, on_gpu=on_gpu, where=SERVED)
 
 
 def check_driver(run: ResolvedRun) -> None:
@@ -271,8 +270,7 @@ def check_packages(run: ResolvedRun) -> None:
     if os.environ.get("RAY_ADDRESS"):
         return
     for stage, package in _packages(run):
-        installed = sys.modules.get(package.name) or importlib.util.find_spec(package.name)
-        if stage in run.open_stages and not installed:
+        if stage in run.open_stages and not importlib.util.find_spec(package.name):
             what = f"{package.name} is not installed here, and {stage} needs it."
             raise EnvironmentFault(what, package.key, package.fix)
 
@@ -306,9 +304,9 @@ CHECKS = (
     check_quantization,
     check_labels,
     check_sources,
+    check_models,
     check_target,
     check_served_copy,
-    check_assistant,
     check_driver,
     check_readers,
     check_method,

@@ -38,7 +38,7 @@ class Context:
     executor_name: str = "ray"
     read_only: bool = False
     upstream: dict[str, StageDirectory] = field(default_factory=dict)
-    directories: dict[Path, StageDirectory] = field(default_factory=dict)
+    directories: dict[Path, StageDirectory] = field(default_factory=dict)  # locked until the end
 
     @property
     def config(self) -> Config:
@@ -62,13 +62,6 @@ class Context:
         if self.executor_name == "ray" and cluster:
             return self.executor.resources()
         return InlineExecutor().resources()
-
-    def directory(self, name: str, fingerprint: str, files: StageFiles) -> StageDirectory:
-        """A stage's directory, one object for each: it keeps its lock until the run's end."""
-        directory = StageDirectory(
-            self.run.store, name, fingerprint, scratch=files.scratch, parts=files.parts
-        )
-        return self.directories.setdefault(directory.path, directory)
 
     def close(self) -> None:
         """Stop the executor and release the locks."""
@@ -116,14 +109,13 @@ class Context:
             identity["date"] = spec.date
         return identity
 
-    def look_again(self) -> bool:
-        """Return whether the target's files are still the ones that were identified first.
+    def identify_target_again(self) -> None:
+        """Read the target's files once more, if they were identified before; the Hub is not asked.
 
-        The Hub is not asked: what was downloaded is of one commit. Raises what `target_identity`
-        raises.
+        Raises what `target_identity` raises.
         """
-        before = self.__dict__.get("target_identity")
-        return bool(before is None or before == self._identify_target(fetch=False))
+        if "target_identity" in self.__dict__:
+            self.target_identity = self._identify_target(fetch=False)
 
     def placement(self, section: str) -> Placement:
         """The workers of a section; raises EnvironmentFault when the cluster can never fit them."""
@@ -140,13 +132,9 @@ class Context:
                 progress.close()
 
 
-@dataclass(frozen=True)
-class StageFiles:
-    """The contents of a stage's directory."""
-
-    sharded: bool = False  # the result is shards
-    scratch: tuple[str, ...] = ()  # files and folders that do not count once the stage is done
-    parts: tuple[str, ...] = ()  # folders that are made again alone when a file is damaged
+def never_skipped(config: Config) -> str | None:
+    """`skipped` of a stage that every run has."""
+    return None
 
 
 @dataclass(frozen=True)
@@ -160,27 +148,26 @@ class Stage:
     identity: Callable[[Context], Identity]  # what its result depends on besides them
     run: Callable[[Context, StageDirectory], Summary]  # makes the result exist
     one_line: Callable[[Summary], str]  # of a finished stage, for the terminal
-    wanted: Callable[[Config], str | None] | None = None
+    skipped: Callable[[Config], str | None] = never_skipped
     """Why a run leaves the stage out, "" where that needs no words; None where it is wanted."""
-    files: StageFiles = StageFiles()
-
-    def skipped(self, config: Config) -> str | None:
-        """The reason to skip the stage in a run of this configuration, as `wanted` returns it."""
-        return None if self.wanted is None else self.wanted(config)
+    sharded: bool = False  # the result is shards
+    scratch: tuple[str, ...] = ()  # files and folders that do not count once the stage is done
+    parts: tuple[str, ...] = ()  # folders that are made again alone when a file is damaged
 
     def identity_of(self, context: Context) -> Identity:
-        """Everything that the result depends on: code version, settings and their inputs, the
-        stages before it.
-        """
+        """Everything that the result depends on: code version, settings, input, earlier stages."""
         upstream = {}
         for name in self.upstream(context.config):
             upstream[name] = context.upstream[name].fingerprint
         return {"version": self.version, "settings": self.identity(context), "upstream": upstream}
 
     def locate(self, context: Context) -> StageDirectory:
-        """The directory that the stage's fingerprint names; nothing is made."""
+        """The directory that the stage's fingerprint names, one object per run; nothing is made."""
         meaning = fingerprint({"stage": self.name, **self.identity_of(context)})
-        return context.directory(self.name, meaning, self.files)
+        directory = StageDirectory(
+            context.run.store, self.name, meaning, scratch=self.scratch, parts=self.parts
+        )
+        return context.directories.setdefault(directory.path, directory)
 
     def contents(self, context: Context) -> dict[str, str]:
         """Hashes of what the stage reads, by stage."""

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from pipeline.artifacts.feature_rows import state_bytes
+from pipeline.artifacts.feature_rows import StateFormat
 from pipeline.config.training import Bits
 from pipeline.conversations.conversation import Conversation
-from pipeline.conversations.sources import mixed, source_readers
+from pipeline.conversations.sources import mix_sources, source_readers
 from pipeline.errors import EnvironmentFault
 from pipeline.execution.machine import GIB, gpu_memory, machine_memory
 from pipeline.execution.placement import Resources
@@ -87,11 +87,14 @@ def run_size(run: ResolvedRun, seeds: Summary | None, generated: Summary | None)
     if generated:
         tokens = int(generated.get("tokens", 0))
     stored = 0
-    if "features" not in run.method.skipped(train):
-        stored = state_bytes(hidden_size, dtype, run.config.features.precision)
+    if "features" not in run.method.skipped_stages(train):
+        stored = StateFormat(dtype, hidden_size, run.config.features.precision).stored_bytes
     recipes = []
     if tokens:
-        positions = round(tokens * (1 - run.config.seeds.holdout))
+        share = 1 - run.config.seeds.holdout
+        if seeds and rows:
+            share = seeds["train_rows"] / rows
+        positions = round(tokens * share)
         for _, learner in run.method.phases(train):
             scale = run.kind.lr_scale
             recipes.append(learner.expected_recipe(train, positions, hidden_size, scale))
@@ -108,7 +111,7 @@ def _count_conversations(run: ResolvedRun) -> int | None:
             return None
         else:
             count += reader.source.limit
-    return count + sum(isinstance(row, Conversation) for row in mixed(local))
+    return count + sum(isinstance(row, Conversation) for row in mix_sources(local))
 
 
 @dataclass(frozen=True)
@@ -187,7 +190,7 @@ def memory_of_stages(run: ResolvedRun, target: TargetSizes) -> list[StageMemory]
     if config.generate.mode != "passthrough":
         memory.append(_decoding(run, target, "generate", "generate", num_texts=1))
     features = "features"
-    if features in run.method.skipped(config.train):
+    if features in run.method.skipped_stages(config.train):
         features = "tuned-features"
     memory.append(_decoding(run, target, features, "features", num_texts=0))
     for name, learner in run.method.phases(config.train):

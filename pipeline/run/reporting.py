@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection
 from dataclasses import replace
+from typing import Any
 
 from pipeline.artifacts.check_result import CheckResult, Limits
 from pipeline.artifacts.json_form import from_json
@@ -26,7 +27,6 @@ from pipeline.report.report import (
 )
 from pipeline.run.context import Context
 from pipeline.storage.atomic import write_text
-from pipeline.storage.receipts import Summary
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.training.methods import method_of
 from pipeline.training.metrics import FILE as METRICS_FILE
@@ -35,12 +35,25 @@ from pipeline.training.metrics import read_curves
 
 def publish_report(context: Context) -> None:
     """Write report.json, .md and .html, renew the export's model card, and print the report."""
-    report, extras = assemble(context.run, context.config), drawing_data(context.run)
+    config = context.config
+    report, extras = assemble(context.run, config), drawing_data(context.run)
     for name, text in report_texts(report, extras).items():
         write_text(context.run.path / name, text)
     export = context.run.latest("export")
     if export is not None:
-        write_text(export.path / "README.md", card(report, context.config))
+        tuned = context.resolved.method.tunes_backbone
+        kind, target = context.resolved.kind, config.target.model
+        to = repositories(config.push, kind, target, tuned=tuned)
+        published = Published(
+            report,
+            config,
+            repo_id=to.heads,
+            base_model=to.backbone if tuned else target,
+            tuned=tuned,
+            licence=Licence(config.push.license) if config.push.license else None,
+            data_set=to.data_set,
+        )
+        write_text(export.path / "README.md", model_card(published))
     print_report(report, context.console, extras)
 
 
@@ -53,12 +66,11 @@ def assemble(run: RunDirectory, config: Config, without: Collection[str] = ()) -
     for name, stage in run.stages().items():
         if stage.done is None or name in without:
             continue
-        summaries[name] = stage.summary
+        summary = summaries[name] = stage.summary
         fingerprints[name] = stage.fingerprint[:8]
-        if "seconds" in stage.summary:
-            seconds[name] = stage.summary["seconds"]
-        if stage.summary.get("reasons"):
-            quarantine[name] = stage.summary["reasons"]
+        seconds[name] = summary["seconds"]
+        if summary.get("reasons"):
+            quarantine[name] = summary["reasons"]
     figures = {}
     for name in ("seeds", "generate", "features"):
         if name in summaries:
@@ -67,7 +79,11 @@ def assemble(run: RunDirectory, config: Config, without: Collection[str] = ()) -
     method = method_of(config.train)
     train = calibrated = export = None
     if "train" in summaries:
-        train = _train_figures(summaries["train"], check, config)
+        train = from_json(TrainFigures, summaries["train"])
+        train = replace(train, **method.report_entries(config.train))
+        if check.drift is not None and check.drift.positions:
+            # Training has measured the adapter, the check the published weights.
+            train = replace(train, drift=check.drift, adapter_drift=train.drift)
     if "calibrate" in summaries:
         calibrated = from_json(CalibrateResult, summaries["calibrate"])
     if "export" in summaries:
@@ -81,11 +97,9 @@ def assemble(run: RunDirectory, config: Config, without: Collection[str] = ()) -
         method=config.train.method,
         num_heads=config.train.num_heads,
         drafter=f"{config.train.num_heads} {head_kind(config.train.heads).units}",
-        seeds=figures.get("seeds"),
-        generate=figures.get("generate"),
-        features=figures.get("features"),
+        **figures,
         train=train,
-        skipped=method.skipped(config.train) or None,
+        skipped=method.skipped_stages(config.train) or None,
         heads=calibrated.heads if calibrated is not None else [],
         tree=calibrated.tree if calibrated is not None else None,
         export=export,
@@ -98,47 +112,22 @@ def assemble(run: RunDirectory, config: Config, without: Collection[str] = ()) -
     )
 
 
-def _train_figures(summary: Summary, check: CheckResult, config: Config) -> TrainFigures:
-    train = from_json(TrainFigures, summary)
-    train = replace(train, **method_of(config.train).reported(config.train))
-    if check.drift is not None and check.drift.positions:
-        # Training has measured the adapter, the check the published weights.
-        train = replace(train, drift=check.drift, adapter_drift=train.drift)
-    return train
-
-
 def drawing_data(run: RunDirectory) -> Extras:
-    """The tree, the curves of training, and the samples of a run, as far as it is."""
+    """The tree, the curves of training, and the samples of a run's finished stages."""
     stages = {name: stage for name, stage in run.stages().items() if stage.done is not None}
-    extras = Extras()
+    calibration = None
+    losses: list[dict[str, Any]] = []
+    held_out: list[dict[str, Any]] = []
     if "calibrate" in stages:
-        extras = replace(extras, calibration=read_calibration(stages["calibrate"].path))
+        calibration = read_calibration(stages["calibrate"].path)
     if "train" in stages and stages["train"].intact(METRICS_FILE):  # damaged: drawn without curves
         losses, held_out = read_curves(stages["train"].path)
-        extras = replace(
-            extras,
-            losses=[from_json(CurvePoint, line) for line in losses],
-            held_out=[from_json(CurvePoint, row) for row in held_out],
-        )
+    check = CheckResult()
     if "check" in stages:
         check = from_json(CheckResult, stages["check"].summary)
-        extras = replace(extras, samples=check.samples)
-    return extras
-
-
-def card(report: Report, config: Config) -> str:
-    """The model card from the current report."""
-    tuned = method_of(config.train).tunes_backbone
-    kind = head_kind(config.train.heads)
-    to = repositories(config.push, kind, config.target.model, tuned=tuned)
-    return model_card(
-        Published(
-            report,
-            config,
-            repo_id=to.heads,
-            base_model=to.backbone if tuned else config.target.model,
-            tuned=tuned,
-            licence=Licence(config.push.license) if config.push.license else None,
-            data_set=to.data_set,
-        )
+    return Extras(
+        calibration=calibration,
+        losses=[from_json(CurvePoint, line) for line in losses],
+        held_out=[from_json(CurvePoint, row) for row in held_out],
+        samples=check.samples,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -136,22 +135,15 @@ class ResolvedRun:
         """
         return place(section, self.config.placement.of_stages()[section], self.machine)
 
-    def sections_of(self, stage: str) -> set[str]:
-        """The sections of `placement` whose workers a stage uses."""
-        if stage in ("generate", "features", "train"):
-            return {stage}
+    def sections_of(self, stage: str) -> list[str]:
+        """The sections of `placement` whose workers a stage always uses."""
+        if stage == "check":
+            return [ENGINE_SECTIONS[engine] for engine in self.config.check.engines]
         if stage == "tuned-features":
-            return {"features"}
-        sections = set()
+            return ["features"]
         if stage == "calibrate":
-            sections = {"generate", "features"} if self.config.calibrate.data else {"train"}
-            if self.times_trees:
-                sections.add(ENGINE_SECTIONS["native"])
-        elif stage == "check":
-            sections = {ENGINE_SECTIONS["native"]}
-            for engine in self.config.check.engines:
-                sections.add(ENGINE_SECTIONS[engine])
-        return sections
+            return ["train"]
+        return [stage] if stage in self.config.placement.of_stages() else []
 
     @property
     def times_trees(self) -> bool:
@@ -187,8 +179,7 @@ class ResolvedRun:
             try:
                 paths = read_paths(given)
             except DataError as error:
-                near = difflib.get_close_matches(given.name, CHILDREN, n=1)
-                fix = f"Did you mean the tree {near[0]}?" if near else error.fix
+                fix = f"Name a file of paths, or one of the trees {', '.join(CHILDREN)}."
                 raise ConfigError(error.what, f"calibrate.choices = {given}", fix) from None
         else:
             paths = given
@@ -210,12 +201,11 @@ class ResolvedRun:
             return smallest
         most = smallest.num_proposed
         if settings.nodes > most:
-            raise ConfigError(
-                f"A dynamic tree of {settings.nodes} nodes is asked for, and of {settings.top}"
-                f" guesses per node up to a depth of {depth} only {most} are proposed.",
-                "calibrate.nodes",
-                f"Lower it to at most {most}, or raise calibrate.top or calibrate.depth.",
+            what = (
+                f"A dynamic tree of {settings.nodes} nodes is asked for, and {most} are proposed."
             )
+            fix = "Lower it, or raise calibrate.top or calibrate.depth."
+            raise ConfigError(what, "calibrate.nodes", fix)
         return smallest.resized(settings.nodes)
 
 
@@ -245,12 +235,11 @@ def resolve_run(config: Config, stages: Sequence[str], fresh: str | None = None)
     if TARGET in models:
         text_config = models[TARGET].config.get_text_config()
         hidden_size, vocab_size = text_config.hidden_size, text_config.vocab_size
+    open_stages = [name for name in stages if name == fresh or not finished_before(store, name)]
     return ResolvedRun(
         config=config,
         stages=tuple(stages),
-        open_stages=tuple(
-            name for name in stages if name == fresh or not finished_before(store, name)
-        ),
+        open_stages=tuple(open_stages),
         kind=kind,
         method=method_of(config.train),
         shape=kind.shape_of(config.train, hidden_size, vocab_size),

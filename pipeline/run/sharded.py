@@ -9,7 +9,7 @@ import functools
 import shutil
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from pipeline.execution.placement import Placement
 from pipeline.execution.progress import Meter, Progress, ShardProgress
 from pipeline.execution.shard_worker import Outcome, ShardWorker, find_crashing_rows
 from pipeline.run.context import Context
-from pipeline.storage.receipts import StageTotals, Summary
+from pipeline.storage.receipts import Receipt, StageTotals, Summary
 from pipeline.storage.shards import ShardTask
 from pipeline.storage.stage_directory import StageDirectory
 
@@ -50,19 +50,20 @@ def run_sharded(
         MedusaDistillError: A worker says so; too much was quarantined; the disk is nearly full.
     """
     limits, where = context.config.limits, str(stage.path)
+    most = limits.max_quarantine_fraction
     sources = upstream.receipts()
     tasks = stage.tasks(upstream, sources)
     have = stage.drop_shards_but({task.index for task in tasks})
     pending = deque(stage.pending(tasks, have))
-    unfinished = {task.index for task in pending}
-    totals = StageTotals(receipt for index, receipt in have.items() if index not in unfinished)
-    failures = Failures(stage, limits.max_consecutive_failures)
+    for task in pending:
+        have.pop(task.index, None)
     sizes = {}
     for index, receipt in sources.items():
         sizes[index] = int(receipt.stats[f"{split}_rows"]) if split else receipt.num_rows
+    failures = Failures(stage, limits.max_consecutive_failures)
     with (
         Meter(context.console, stage.stage) as meter,
-        contextlib.closing(UnderWay(meter, stage, sizes, unfinished, totals, unit)) as shown,
+        contextlib.closing(ShardMeter(meter, stage, sizes, have, unit)) as shown,
     ):
         map_tasks = functools.partial(
             context.executor.map,
@@ -76,12 +77,10 @@ def run_sharded(
             killers: list[Outcome] = []
             for outcome in map_tasks(pending):
                 _record(context, stage, outcome)
-                shown.outcome(outcome)
+                shown.count(outcome)
                 if outcome.receipt:
                     _check_disk(limits, stage)
-                    totals.check_quarantine(
-                        stage.stage, where, limits.max_quarantine_fraction, final=False
-                    )
+                    shown.totals.check_quarantine(stage.stage, where, most, final=False)
                 elif failures.may_retry(outcome):
                     pending.append(outcome.task)
                 else:
@@ -91,21 +90,20 @@ def run_sharded(
                     f"{stage.stage}: looking for what kills the worker in shard {killer.task.index}"
                 )
                 failures.find_rows(map_tasks, killer)
-            have = stage.receipts()
-            pending.extend(failures.left_over(stage.pending(tasks, have), killers))
-    totals = StageTotals(have.values())
-    totals.check_quarantine(stage.stage, where, limits.max_quarantine_fraction, final=True)
+            left = stage.pending(tasks, stage.receipts())
+            pending.extend(failures.left_over(left, killers))
+    totals = StageTotals(stage.receipts().values())
+    totals.check_quarantine(stage.stage, where, most, final=True)
     return totals.summary()
 
 
-class UnderWay:
-    """A stage's shards as a meter shows them: conversations, tokens, rate, quarantined rows.
+class ShardMeter:
+    """Shows a stage's shards on a meter: conversations, rate, shards, quarantined rows.
 
     Args:
         sizes: The conversations of each shard.
-        unfinished: The shards that are still to be made.
-        totals: Of the committed shards; shards that are committed from here on are added.
-        unit: The statistic of them that is shown beside the conversations.
+        have: The receipts of the shards that are committed.
+        unit: The statistic of receipts that the rate is shown in.
     """
 
     def __init__(
@@ -113,43 +111,41 @@ class UnderWay:
         meter: Meter,
         stage: StageDirectory,
         sizes: Mapping[int, int],
-        unfinished: Collection[int],
-        totals: StageTotals,
+        have: Mapping[int, Receipt],
         unit: str,
     ):
         self.progress = ShardProgress(stage.path.absolute() / "attempts", self._show)
-        self._meter, self._sizes, self._totals, self._unit = meter, sizes, totals, unit
-        self._committed = sizes.keys() - unfinished
-        self._before = totals.stats[unit]
+        self.totals = StageTotals(have.values())
+        self._meter, self._sizes, self._unit = meter, sizes, unit
+        self._committed = set(have)
+        self._before = self.totals.stats[unit]
         self._started: float | None = None  # when the first worker had loaded its model
 
-    def outcome(self, outcome: Outcome) -> None:
+    def count(self, outcome: Outcome) -> None:
         """Count a shard that a worker has finished or failed on."""
         self.progress.drop(outcome.task)
         if outcome.receipt:
             self._committed.add(outcome.task.index)
-            self._totals.add(outcome.receipt)
+            self.totals.add(outcome.receipt)
         self._show()
 
     def close(self) -> None:
         self.progress.close()
 
     def _show(self) -> None:
-        now, unit = self.progress.total(), self._unit
+        now = self.progress.total()
         if self._started is None and self.progress.begun:
             self._started = time.monotonic()
-        made, parts = self._totals.stats[unit] + now.amount, []
-        if made:
-            parts.append(f"{made:,.0f} {unit}")
-        if self._started is not None and made > self._before:
+        note = f"{len(self._committed)} of {len(self._sizes)} shards"
+        if self._started is not None:
+            made = self.totals.stats[self._unit] - self._before + now["amount"]
             seconds = max(time.monotonic() - self._started, 1e-9)
-            parts.append(f"{(made - self._before) / seconds:,.0f} {unit}/s")
-        parts.append(f"{len(self._committed)} of {len(self._sizes)} shards")
-        if self._totals.quarantined:
-            parts.append(f"{self._totals.quarantined} quarantined")
-        done = sum(self._sizes[index] for index in self._committed) + now.conversations
+            note += f", {made / seconds:,.0f} {self._unit}/s"
+        if self.totals.quarantined:
+            note += f", {self.totals.quarantined} quarantined"
+        done = sum(self._sizes[index] for index in self._committed) + now["conversations"]
         total = sum(self._sizes.values())
-        self._meter.show(Progress("", done, total, "conversations", ", ".join(parts)))
+        self._meter.show(Progress("", done, total, "conversations", note))
 
 
 class Failures:
@@ -198,24 +194,24 @@ class Failures:
             )
         self._crashing[index] = found
 
-    def left_over(self, tasks: Iterable[ShardTask], killers: Iterable[Outcome]) -> list[ShardTask]:
+    def left_over(self, tasks: Sequence[ShardTask], killers: Sequence[Outcome]) -> list[ShardTask]:
         """Return the remaining tasks, without crashing rows.
 
         Raises:
             EnvironmentFault: Workers commit shards that cannot be seen from here.
         """
         searched = {killer.task.index for killer in killers}
-        left = [replace(task, crashing=self._crashing.get(task.index, {})) for task in tasks]
-        unseen = [task.index for task in left if task.index not in searched]
-        self._times.update(unseen)
-        if any(self._times[index] >= self.limit for index in unseen):
-            raise EnvironmentFault(
-                f"Workers committed shards of {self.stage.stage} that are not to be seen here, "
-                f"{unseen[:3]} among them.",
-                str(self.stage.path),
-                "run.root and run.store must be on storage that every node sees.",
-            )
-        return left
+        for task in tasks:
+            if task.index not in searched:
+                self._times[task.index] += 1
+                if self._times[task.index] >= self.limit:
+                    raise EnvironmentFault(
+                        f"Workers committed shard {task.index} of {self.stage.stage}, which is not"
+                        " to be seen here.",
+                        str(self.stage.path),
+                        "run.root and run.store must be on storage that every node sees.",
+                    )
+        return [replace(task, crashing=self._crashing.get(task.index, {})) for task in tasks]
 
 
 def _record(context: Context, stage: StageDirectory, outcome: Outcome) -> None:

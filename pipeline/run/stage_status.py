@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,14 +12,14 @@ from rich.console import Console
 from pipeline.artifacts.check_result import CheckResult, Limits
 from pipeline.artifacts.json_form import from_json
 from pipeline.errors import DataError, MedusaDistillError
-from pipeline.export.card import CACHES
 from pipeline.run.context import Context, Stage
 from pipeline.run.resolved import ResolvedRun
 from pipeline.storage.receipts import Identity, StageTotals, Summary
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.storage.stage_directory import StageDirectory
 
-MOST_NAMES = 4  # of changed settings
+MOST_NAMES = 4  # of changed settings or damaged files
+CACHES = ("features", "tuned-features")  # stages whose results may be deleted
 
 
 @dataclass(frozen=True)
@@ -69,23 +69,20 @@ def stage_statuses(
             if why:
                 statuses[name] = StageStatus("skipped", why)
             continue
-        linked = run.latest(name)
-        try:
-            if obstacle is not None:
-                raise obstacle
-            wanted = stage.locate(context)
-        except MedusaDistillError as error:
-            obstacle = error
-            found = _as_linked(linked, obstacle)
-        else:
-            found = _status(context, linked, wanted, stage, statuses)
-            context.upstream[name] = wanted
-        if name == "check" and found.status == "done":
-            limits = Limits.of(resolved.config)
-            failures = from_json(CheckResult, found.summary).failures(limits)
-            if failures:
-                found = replace(found, status="failed", why="; ".join(failures))
-        statuses[name] = found
+        if obstacle is None:
+            try:
+                context.upstream[name] = stage.locate(context)
+            except MedusaDistillError as error:
+                obstacle = error
+        if obstacle is not None:
+            statuses[name] = _as_linked(run.latest(name), obstacle)
+            continue
+        statuses[name] = _status(context, stage, statuses)
+    checked = statuses.get("check")
+    if checked is not None and checked.finished:
+        failures = from_json(CheckResult, checked.finished).failures(Limits.of(resolved.config))
+        if failures:
+            statuses["check"] = replace(checked, status="failed", why="; ".join(failures))
     return statuses
 
 
@@ -98,70 +95,55 @@ def _as_linked(linked: StageDirectory | None, obstacle: MedusaDistillError) -> S
     return StageStatus("partial", why, linked, made, None)
 
 
-def _status(
-    context: Context,
-    linked: StageDirectory | None,
-    wanted: StageDirectory,
-    stage: Stage,
-    before: dict[str, StageStatus],
-) -> StageStatus:
-    sources, done, misfits = stage.upstream(context.config), wanted.done, wanted.misfits()
-    if done and wanted.is_current(stage.contents(context)) and not misfits:
-        return StageStatus("done", "", wanted, len(done.shards), len(done.shards))
+def _status(context: Context, stage: Stage, before: dict[str, StageStatus]) -> StageStatus:
+    directory, sources = context.upstream[stage.name], stage.upstream(context.config)
+    done, misfits = directory.done, directory.misfits()
+    if done and directory.is_current(stage.contents(context)) and not misfits:
+        return StageStatus("done", "", directory, len(done.shards), len(done.shards))
     expected: int | None = 0
-    if stage.files.sharded:  # as many as the stage before has; those of seeds are unknown
+    if stage.sharded:  # as many as the stage before has; those of seeds are unknown
         expected = before[sources[0]].expected if sources else None
-    if not wanted.path.exists():
+    if not directory.path.exists():
+        linked = context.run.latest(stage.name)
         if linked is None:
             return StageStatus("not run", "never run", expected=expected)
         why = _difference(linked.identity, stage.identity_of(context))
         return StageStatus("stale", why, linked, 0, expected)
-    unready = [name for name in sources if before[name].status not in ("done", "failed")]
-    status, why = "stale", "what it was made from has changed"
+    receipts = directory.receipts()
+    made = len(receipts)
+    source = context.upstream[sources[0]] if sources else None
+    if source is not None and source.done:
+        tasks = directory.tasks(source, {receipt.index: receipt for receipt in source.done.shards})
+        made = len(tasks) - len(directory.pending(tasks, receipts))
     if done is None:
-        status, why = "partial", "unfinished"
-    elif misfits:
-        names = [str(path.relative_to(wanted.path)) for path in misfits]
-        more = f" and {len(names) - 2} more" if len(names) > 2 else ""
-        status, why = "partial", f"damaged: {', '.join(names[:2])}{more}"
-    elif unready:
-        why = f"{unready[0]} comes first; kept if that comes out the same"
-    return StageStatus(status, why, wanted, _num_kept(context, wanted, sources), expected)
-
-
-def _num_kept(context: Context, wanted: StageDirectory, sources: Sequence[str]) -> int:
-    """The whole shards that were made from the shards that the stage before has now."""
-    have = wanted.receipts()
-    source = context.upstream[sources[0]].done if sources else None
-    if not source or not source.shards:
-        return len(have)
-    content = {receipt.index: receipt.content_sha256 for receipt in source.shards}
-    return sum(receipt.upstream == content.get(index) for index, receipt in have.items())
+        return StageStatus("partial", "unfinished", directory, made, expected)
+    if misfits:
+        names = [str(path.relative_to(directory.path)) for path in misfits[:MOST_NAMES]]
+        return StageStatus("partial", f"damaged: {', '.join(names)}", directory, made, expected)
+    why = "what it is made from has changed or is not finished"
+    return StageStatus("stale", why, directory, made, expected)
 
 
 def _difference(before: Identity, now: Identity) -> str:
     """Name the settings that made a stage stale, or else its input or its code."""
     old = dict(_flat(before.get("settings", {})))
-    new = dict(_flat(json.loads(json.dumps(now["settings"]))))
-    missing = object()
-    changed = []
-    for key in sorted(old.keys() | new.keys()):
-        if old.get(key, missing) != new.get(key, missing):
-            changed.append(key.removeprefix("settings."))
+    new = dict(_flat(now["settings"]))
+    changed = sorted({key for key, _ in old.items() ^ new.items()})
     if changed:
-        return "changed: " + ", ".join(changed[:MOST_NAMES])
+        names = [key.removeprefix("settings.") for key in changed[:MOST_NAMES]]
+        return f"changed: {', '.join(names)}"
     if before.get("upstream") != now["upstream"]:
         return "what comes before it changed"
     return "the stage's code changed"
 
 
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
     """Every value of nested settings with its dotted key."""
     for key, value in settings.items():
         if isinstance(value, dict) and value:
             yield from _flat(value, f"{prefix}{key}.")
         else:
-            yield f"{prefix}{key}", value
+            yield f"{prefix}{key}", json.dumps(value)
 
 
 def require_one_history(run: RunDirectory) -> None:

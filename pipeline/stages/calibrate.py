@@ -103,9 +103,10 @@ def run(context: Context, stage: StageDirectory) -> Summary:
     with context.progress(stage) as progress:
         measured = _on_answers if settings.data else _on_held_out_rows
         ranks, places = measured(context, progress)
-        hits_KR, counts_K = ranks.hits(settings.top)
+        hits_KR, counts_K = ranks.guess_hits(settings.top)
         num_conversations = len(np.unique(ranks.conversations))
-        _require_labels(counts_K[: config.train.num_heads], num_conversations, stage)
+        where = str(settings.data or stage.path)
+        _require_labels(counts_K[: config.train.num_heads], num_conversations, where)
         num_nodes = MEASURED_SIZES[-1] if settings.nodes == "auto" else settings.nodes
         fits = None
         if not settings.choices:
@@ -173,9 +174,9 @@ def _accuracies(ranks: HeldOutRanks, top: int, num_heads: int) -> list[Accuracy]
 
     A kind may propose deeper than it trains heads.
     """
-    hits_KR, counts_K = ranks.hits(top)
-    new = ranks.new()
-    new_hits_KR, new_counts_K = new.hits(top)
+    hits_KR, counts_K = ranks.guess_hits(top)
+    new = ranks.new_answers()
+    new_hits_KR, new_counts_K = new.guess_hits(top)
     heads = []
     for head in range(num_heads):
         on_new = None
@@ -194,13 +195,13 @@ def _accuracy(hits_R: np.ndarray, count: int, new: Accuracy | None = None) -> Ac
     return Accuracy(labels=count, top1=top1, top2=top2, top3=top3, top4=top4, top5=top5, new=new)
 
 
-def _require_labels(counts_K: np.ndarray, num_conversations: int, stage: StageDirectory) -> None:
+def _require_labels(counts_K: np.ndarray, num_conversations: int, where: str) -> None:
     """Raise DataError where a head has no labels, or there is one conversation alone."""
     if int(counts_K.min()) == 0 or num_conversations < 2:
         raise DataError(
             f"Head {int(counts_K.argmin())} has nothing to be measured on: the held-out answers"
             " are too short for it.",
-            str(stage.path),
+            where,
             "Train fewer heads (train.num_heads), hold out more rows (seeds.holdout) or let answers"
             " be longer.",
         )

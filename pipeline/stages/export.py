@@ -17,7 +17,7 @@ from pipeline.export.card import Published, model_card
 from pipeline.export.directory import write_export
 from pipeline.export.layout import BACKBONE_DIRECTORY, CARD_FILE, ExportLayout, check_vocabulary
 from pipeline.report.report import Report
-from pipeline.run.context import Context, Stage, StageFiles, reads
+from pipeline.run.context import Context, Stage, reads
 from pipeline.storage.receipts import Identity, Summary
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.spec import load_tokenizer
@@ -96,8 +96,6 @@ STAGE = Stage(
     identity,
     run,
     one_line,
-    files=StageFiles(
-        scratch=(CARD_FILE,),  # written again with every report
-        parts=(BACKBONE_DIRECTORY,),
-    ),
+    scratch=(CARD_FILE,),  # written again with every report
+    parts=(BACKBONE_DIRECTORY,),
 )

@@ -18,12 +18,12 @@ import functools
 import time
 
 from pipeline.artifacts.feature_rows import StateFormat
-from pipeline.artifacts.feature_writer import Backlog, FeatureWriter
+from pipeline.artifacts.feature_writer import FeatureWriter
 from pipeline.artifacts.generated_rows import TOKEN_COLUMNS, TokenRow
 from pipeline.config import Config, FeaturesConfig
 from pipeline.execution.progress import ShardProgress
 from pipeline.export.layout import BACKBONE_DIRECTORY
-from pipeline.run.context import Context, Stage, StageFiles, reads
+from pipeline.run.context import Context, Stage, reads
 from pipeline.run.sharded import run_sharded
 from pipeline.storage.fingerprint import fingerprint
 from pipeline.storage.receipts import Identity, Receipt, Summary
@@ -59,7 +59,6 @@ class Worker:
             settings.engine, target, settings.tokens_per_batch, settings.engine_args, gpus
         )
         self.states = StateFormat(self.engine.dtype, self.engine.hidden_size, settings.precision)
-        self.backlog = Backlog()
 
     def __call__(self, task: ShardTask) -> Receipt:
         started = time.monotonic()
@@ -70,7 +69,7 @@ class Worker:
         schema, footer = self.states.schema, self.states.footer
         with (
             shard_writer(task, schema, footer=footer, codec=self.settings.codec) as writer,
-            FeatureWriter(writer, rows, self.states, self.backlog) as features,
+            FeatureWriter(writer, rows, self.states) as features,
             # An engine would go on with rows that nobody takes.
             contextlib.closing(
                 self.engine.stream(row.input_ids.tolist() for row in rows)
@@ -81,7 +80,7 @@ class Worker:
                 self.progress.add(task, 1, len(rows[index].input_ids))
             tokens = sum(len(row.input_ids) for row in rows)
             ids_in = [*task.crashing, *(row.id for row in rows)]
-            return features.commit(NAME, ids_in, {"tokens": float(tokens)}, started).result()
+            return features.commit(NAME, ids_in, tokens, started)
 
     def close(self) -> None:
         self.engine.close()
@@ -141,24 +140,17 @@ def one_line(summary: Summary) -> str:
     return f"{line}, {summary['quarantined']} quarantined"
 
 
-def wanted(config: Config) -> str | None:
-    """Explain why the method skips the cache; None if it does not."""
-    return method_of(config.train).skipped(config.train).get(NAME)
+def skipped(config: Config) -> str | None:
+    """Explain why the method needs no cache of states; None where it needs one."""
+    return method_of(config.train).skipped_stages(config.train).get(NAME)
 
 
-def tuned_wanted(config: Config) -> str | None:
+def tuned_skipped(config: Config) -> str | None:
     return None if method_of(config.train).tunes_backbone else ""
 
 
 STAGE = Stage(
-    NAME,
-    VERSION,
-    reads("generate"),
-    identity,
-    run,
-    one_line,
-    wanted=wanted,
-    files=StageFiles(sharded=True),
+    NAME, VERSION, reads("generate"), identity, run, one_line, skipped=skipped, sharded=True
 )
 TUNED = Stage(
     TUNED_NAME,
@@ -167,6 +159,6 @@ TUNED = Stage(
     tuned_identity,
     functools.partial(run, tuned=True),
     one_line,
-    wanted=tuned_wanted,
-    files=StageFiles(sharded=True),
+    skipped=tuned_skipped,
+    sharded=True,
 )

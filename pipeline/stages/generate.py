@@ -22,7 +22,7 @@ from pipeline.conversations.dialogue import Dialogue, DialogueSettings, require_
 from pipeline.conversations.requests import Sampling
 from pipeline.errors import DataError
 from pipeline.execution.progress import ShardProgress
-from pipeline.run.context import Context, Stage, StageFiles, reads
+from pipeline.run.context import Context, Stage, reads
 from pipeline.run.sharded import run_sharded
 from pipeline.storage.receipts import Identity, Receipt, Summary
 from pipeline.storage.shards import Row, ShardTask, shard_writer, task_rows
@@ -205,6 +205,4 @@ def _counts_of_seeds(dialogues: list[Dialogue]) -> dict[str, float]:
     return {name: float(rows) for name, rows in counts.items()}
 
 
-STAGE = Stage(
-    NAME, VERSION, reads("seeds"), identity, run, one_line, files=StageFiles(sharded=True)
-)
+STAGE = Stage(NAME, VERSION, reads("seeds"), identity, run, one_line, sharded=True)

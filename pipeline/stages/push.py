@@ -7,7 +7,7 @@ to `push.repo_id`, and its heads to the same name with `-speculator.METHOD` behi
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from pipeline.targets.files import is_local
 
 NAME = "push"
 VERSION = 3
-BESIDE = ("data_set", "backbone")  # in a receipt, what went besides the heads
+HEADS = "heads"
 
 
 def upstream(config: Config) -> tuple[str, ...]:
@@ -45,18 +45,18 @@ def identity(context: Context) -> Identity:
 
 
 def run(context: Context, stage: StageDirectory) -> Summary:
+    """Push, and keep the receipt; the summary counts its files."""
     receipt = push(context, work_in=stage.path)
     write_json(stage.path / "receipt.json", receipt)
-    summary = _summary(receipt) if "repo" in receipt else {}
-    for name in BESIDE:
-        if name in receipt:
-            summary[name] = _summary(receipt[name])
+    summary: Summary = {}
+    for name, part in _parts(receipt).items():
+        counted = {key: part[key] for key in ("repo", "commit", "unchanged")}
+        counted["files"] = len(part["files"])
+        if name == HEADS:
+            summary.update(counted)
+        else:
+            summary[name] = counted
     return summary
-
-
-def _summary(receipt: dict[str, Any]) -> dict[str, Any]:
-    found = {key: receipt[key] for key in ("repo", "commit", "unchanged")}
-    return {**found, "files": len(receipt["files"])}
 
 
 def push(context: Context, *, dry_run: bool = False, work_in: Path | None = None) -> dict[str, Any]:
@@ -72,9 +72,9 @@ def push(context: Context, *, dry_run: bool = False, work_in: Path | None = None
         The heads' receipt, with the data set's under `data_set` and a tuned backbone's under
         `backbone`.
     """
-    config, resolved = context.config, context.resolved
-    settings, target, tuned = config.push, config.target.model, resolved.method.tunes_backbone
-    to = repositories(settings, resolved.kind, target, tuned=tuned)
+    config, settings = context.config, context.config.push
+    target, tuned = config.target.model, context.resolved.method.tunes_backbone
+    to = repositories(settings, context.resolved.kind, target, tuned=tuned)
     report = assemble(context.run, config)
     if settings.license:
         licence: Licence | None = Licence(settings.license)
@@ -96,11 +96,9 @@ def push(context: Context, *, dry_run: bool = False, work_in: Path | None = None
     with tempfile.TemporaryDirectory(dir=work_in, prefix=".data-set-") as directory:
         if to.data_set:
             generated = context.upstream["generate"]
+            card = replace(published, repo_id=to.data_set)
             uploads["data_set"] = data_set_upload(
-                generated.shards(),
-                generated.fingerprint,
-                replace(published, repo_id=to.data_set),
-                Path(directory),
+                generated.shards(), generated.fingerprint, card, Path(directory)
             )
         if to.backbone:
             checked = _sha256(exported.files_below(BACKBONE_DIRECTORY))
@@ -111,15 +109,14 @@ def push(context: Context, *, dry_run: bool = False, work_in: Path | None = None
             base = to.backbone or settings.base_model
             card = replace(published, repo_id=to.heads, base_model=base)
             assert exported.done, "only a finished export is pushed"
-            written = _sha256(exported.done.files)
-            names = exported.done.summary["files"]
-            checked = {name: written[name] for name in names if name in written}
-            uploads["heads"] = heads_upload(exported.path, card, checked)
+            names = set(exported.summary["files"])
+            files = {name: facts for name, facts in exported.done.files.items() if name in names}
+            uploads[HEADS] = heads_upload(exported.path, card, _sha256(files))
         if dry_run:
             receipts = {name: upload.dry_run(settings.private) for name, upload in uploads.items()}
         else:
             receipts = send_all(uploads, private=settings.private)
-    return {**receipts.pop("heads", {}), **receipts}
+    return {**receipts.pop(HEADS, {}), **receipts}
 
 
 def _sha256(files: Mapping[str, FileFacts]) -> dict[str, str]:
@@ -127,53 +124,38 @@ def _sha256(files: Mapping[str, FileFacts]) -> dict[str, str]:
 
 
 def print_dry_run(console: Console, receipt: dict[str, Any]) -> None:
-    for part in _parts(receipt):
+    """Print the files that a push would send to each repository, and what it still lacks."""
+    for part in _parts(receipt).values():
         visibility = "private" if part["private"] else "public"
-        console.print(
-            f"Would push to {part['repo']} ({visibility}), as one commit:", highlight=False
-        )
+        lines = [f"Would push to {part['repo']} ({visibility}), as one commit:"]
         for file in part["files"]:
-            console.print(
-                f"  {file['size']:>14,} bytes  {visible(file['path'])}",
-                highlight=False,
-                markup=False,
-            )
-        for missing in part["missing"]:
-            console.print(f"[yellow]Still missing:[/] {missing}", highlight=False, soft_wrap=True)
+            lines.append(f"  {file['size']:>14,} bytes  {visible(file['path'])}")
+        lines += [f"Still missing: {missing}" for missing in part["missing"]]
+        console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
 
 
 def one_line(summary: Summary) -> str:
     parts = []
-    for part in _parts(summary):
-        if part["unchanged"]:
-            parts.append(f"{part['repo']} has it already")
-        else:
-            parts.append(
-                f"{part['files']} files to {part['repo']}, commit {str(part['commit'])[:8]}"
-            )
+    for part in _parts(summary).values():
+        commit = "has it already" if part["unchanged"] else f"commit {str(part['commit'])[:8]}"
+        parts.append(f"{part['files']} files to {part['repo']}, {commit}")
     return "; ".join(parts)
 
 
-def _parts(summary: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The parts of a receipt or a summary, one per repository."""
-    for name in BESIDE:
-        if name in summary:
-            yield summary[name]
-    if "repo" in summary:
-        yield summary
+def _parts(receipt: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The parts of a receipt or a summary, one per repository; the heads' is the receipt itself."""
+    parts: dict[str, dict[str, Any]] = {}
+    for name in ("data_set", "backbone"):
+        if name in receipt:
+            parts[name] = receipt[name]
+    if "repo" in receipt:
+        parts[HEADS] = receipt
+    return parts
 
 
-def wanted(config: Config) -> str | None:
+def skipped(config: Config) -> str | None:
     """Leave the stage out without a repository."""
     return None if config.push.asks_for_something else ""
 
 
-STAGE = Stage(
-    NAME,
-    VERSION,
-    upstream,
-    identity,
-    run,
-    one_line,
-    wanted=wanted,
-)
+STAGE = Stage(NAME, VERSION, upstream, identity, run, one_line, skipped=skipped)

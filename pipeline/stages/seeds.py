@@ -1,44 +1,41 @@
-"""seeds: conversations from files and the Hub, each row kept once or quarantined with its reason,
-and split for good.
+"""Stage `seeds`: conversations from files and the Hub, deduplicated and split.
 
-Promises: every row of every source is accounted for; ids are `source:row`; of rows of which
-generation reads the same (the answers do not count where the target writes its own) only the first
-is kept; `split` (train | calibrate | check) comes from the hash of the first question, so that no
-question opens conversations of two splits, with at least 8 held-out rows each. Shards are as large
-as `seeds.rows_per_shard` says, by default by the number of rows alone. Reads and writes on the
-driver: this is text, minutes at most.
+Every row of every source is kept once or quarantined with a reason. Row ids are `source:row`. Of
+rows with the same messages to read in generation only the first is kept. The hash of the first
+question decides the split (train, calibrate, check), so that no question opens conversations of two
+splits; each split has at least 8 rows. The stage runs on the driver, in minutes at most.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from pipeline.artifacts.seed_rows import SEEDS, SPLITS, SeedRow
 from pipeline.config import GenerateConfig
-from pipeline.conversations.conversation import Conversation, Reason, RejectedRow, encodable
+from pipeline.conversations.conversation import Conversation, Reason, RejectedRow, escape_surrogates
 from pipeline.conversations.duplicates import CheckQuestions, Deduplicator
 from pipeline.conversations.sources import (
     Row,
     SourceReader,
-    mixed,
+    mix_sources,
     read_questions,
     source_readers,
 )
 from pipeline.conversations.splits import (
     MIN_HELD_OUT,
     Split,
+    batch_into_shards,
     held_out_rows,
-    in_shards,
     split_rows,
 )
 from pipeline.errors import DataError
 from pipeline.execution.progress import Meter, Progress
 from pipeline.formatting import visible
 from pipeline.run.checks import check_files
-from pipeline.run.context import Context, Stage, StageFiles, reads
+from pipeline.run.context import Context, Stage, reads
 from pipeline.storage.fingerprint import fingerprint, ids_digest
 from pipeline.storage.receipts import Identity, Receipt, StageTotals, Summary
 from pipeline.storage.shards import ShardWriter
@@ -47,12 +44,11 @@ from pipeline.storage.stage_directory import StageDirectory
 NAME = "seeds"
 VERSION = 6
 
-MOST_LINES = 8  # of files that are named in the terminal
-ROWS_BETWEEN_REPORTS = 100
+MOST_SHOWN = 8  # of skipped files in the terminal
 
 
 def identity(context: Context) -> Identity:
-    """The sources' content and the settings that shape rows."""
+    """The identity of the seeds: the sources' content and the settings that shape rows."""
     settings, readers = context.config.seeds, source_readers(context.config.seeds)
     rows: Identity = {
         "sources": [_source_identity(context, reader) for reader in readers],
@@ -65,27 +61,29 @@ def identity(context: Context) -> Identity:
         "rows_per_shard": settings.rows_per_shard,
         "holdout": settings.holdout,
         "near_duplicates": settings.near_duplicates,
-        "questions": _contaminated(context, readers, rows),
-        "read_by": _what_is_read(context.config.generate),
+        "questions": _contaminated_digest(context, readers, rows),
+        "read_by": _read_settings(context.config.generate),
     }
     if settings.near_duplicates == "minhash":
         found["similarity"] = settings.similarity
     return found
 
 
-def _what_is_read(generate: GenerateConfig) -> Identity:
-    """The part of a conversation that generation reads: rows with equal parts are duplicates."""
+def _read_settings(generate: GenerateConfig) -> Identity:
+    """The settings that decide which messages generation reads, for deduplication."""
     if generate.mode == "replay":
         return {"mode": generate.mode, "rounds": generate.rounds}
     return {"mode": generate.mode}
 
 
-def _contaminated(context: Context, readers: Sequence[SourceReader], rows: Identity) -> str | None:
-    """The digest of the rows that hold a question of the check; None where there is no such row.
+def _contaminated_digest(
+    context: Context, readers: Sequence[SourceReader], rows: Identity
+) -> str | None:
+    """The digest of the rows that contain a question of the check; None for no such row.
 
-    A data set of the Hub is read by the run alone: it has the digest of the questions' file.
+    Sources on the Hub are read by the run alone: then it is the digest of the questions' file.
     """
-    questions = _questions(context)
+    questions = _check_questions(context)
     if questions is None:
         return None
     content = context.digests.of(questions)
@@ -119,17 +117,20 @@ def run(context: Context, stage: StageDirectory) -> Summary:
     settings = context.config.seeds
     receipts: dict[int, Receipt] = {}
     readers = source_readers(settings)
+    num_rows = 0
     with Meter(context.console, NAME) as meter:
-        rows = split_rows(_counted(_read(context, readers), meter), settings.holdout)
-        for index, chunk in enumerate(in_shards(rows, settings.rows_per_shard)):
+        rows = split_rows(_read(context, readers), settings.holdout)
+        for index, chunk in enumerate(batch_into_shards(rows, settings.rows_per_shard)):
             receipt = _write_shard(stage, index, chunk)
             receipts[index] = receipt
             counts = {"rows": receipt.num_rows, "quarantined": receipt.num_quarantined}
             context.run.event("shard", stage=NAME, shard=index, **counts)
+            num_rows += receipt.num_rows
+            meter.show(Progress(done=num_rows, unit="conversations"))
     stage.drop_shards_but(receipts)
     totals, where = StageTotals(receipts.values()), str(stage.path)
     totals.check_quarantine(NAME, where, context.config.limits.max_quarantine_fraction, final=True)
-    summary = {**totals.summary(), "sources": [_read_of(reader) for reader in readers]}
+    summary = {**totals.summary(), "sources": [_source_summary(reader) for reader in readers]}
     _print_sources(context, summary)
     warning = require_enough(summary, where, settings.holdout)
     if warning:
@@ -138,26 +139,27 @@ def run(context: Context, stage: StageDirectory) -> Summary:
     return summary
 
 
-def _read_of(reader: SourceReader) -> dict[str, Any]:
-    """The files of a source with their rows, and the skipped ones."""
+def _source_summary(reader: SourceReader) -> dict[str, Any]:
+    """The summary of a source: its files with their rows, and its skipped files."""
     found: dict[str, Any] = {"source": reader.name, "read": [], "skipped": []}
     if reader.source.weight:
         found["weight"] = reader.source.weight
     for count in reader.read:
-        found["read"].append({**asdict(count), "name": encodable(count.name)})
+        found["read"].append({**asdict(count), "name": escape_surrogates(count.name)})
     for file in reader.skipped:
-        found["skipped"].append({"name": encodable(file.name), "why": encodable(file.why)})
+        found["skipped"].append(
+            {"name": escape_surrogates(file.name), "why": escape_surrogates(file.why)}
+        )
     return found
 
 
 def _print_sources(context: Context, summary: Summary) -> None:
-    """Print skipped files and the number of contaminated rows."""
+    """Print the skipped files and the number of contaminated rows."""
     for source in summary["sources"]:
         skipped = source["skipped"]
-        for file in skipped[:MOST_LINES]:
-            _print(context, f"skipped {file['name']}: {file['why']}")
-        if len(skipped) > MOST_LINES:
-            _print(context, f"skipped {len(skipped) - MOST_LINES} more, which the report names")
+        if skipped:
+            shown = [f"{file['name']} ({file['why']})" for file in skipped[:MOST_SHOWN]]
+            _print(context, f"skipped {len(skipped)} files: {', '.join(shown)}")
     number = summary["reasons"].get(Reason.CONTAMINATED)
     if number:
         _print(
@@ -179,9 +181,9 @@ def one_line(summary: Summary) -> str:
 
 
 def _read(context: Context, readers: Sequence[SourceReader]) -> Iterator[Row]:
-    settings, questions = context.config.seeds, _questions(context)
+    settings, questions = context.config.seeds, _check_questions(context)
     deduplicator = Deduplicator(
-        **_what_is_read(context.config.generate),
+        **_read_settings(context.config.generate),
         near=settings.near_duplicates,
         similarity=settings.similarity,
     )
@@ -192,24 +194,16 @@ def _read(context: Context, readers: Sequence[SourceReader]) -> Iterator[Row]:
             row = check.check(row)
         return deduplicator.check(row) if isinstance(row, Conversation) else row
 
-    return mixed(readers, checked)
+    return mix_sources(readers, checked)
 
 
-def _questions(context: Context) -> Path | None:
-    """The file of the check's questions, where seeds must not hold any of them."""
+def _check_questions(context: Context) -> Path | None:
+    """The file of the check's questions if `seeds.decontaminate` is set, or else None."""
     prompts = context.config.check.prompts
     if not context.config.seeds.decontaminate or not isinstance(prompts, Path):
         return None
     check_files(context.resolved)
     return prompts
-
-
-def _counted(rows: Iterable[Row], meter: Meter) -> Iterator[Row]:
-    """The rows; their number is shown as they are read."""
-    for number, row in enumerate(rows, 1):
-        if number % ROWS_BETWEEN_REPORTS == 0:
-            meter.show(Progress(done=number, unit="conversations"))
-        yield row
 
 
 def _write_shard(stage: StageDirectory, index: int, chunk: Sequence[Split]) -> Receipt:
@@ -231,7 +225,7 @@ def _write_shard(stage: StageDirectory, index: int, chunk: Sequence[Split]) -> R
 
 
 def require_enough(summary: Summary, where: str, holdout: float) -> str | None:
-    """Check that every split has at least 8 rows.
+    """Check that every split of the seeds has at least 8 rows.
 
     Returns:
         A warning where a split has fewer because too many conversations open alike; None where all
@@ -258,4 +252,4 @@ def require_enough(summary: Summary, where: str, holdout: float) -> str | None:
     return what
 
 
-STAGE = Stage(NAME, VERSION, reads(), identity, run, one_line, files=StageFiles(sharded=True))
+STAGE = Stage(NAME, VERSION, reads(), identity, run, one_line, sharded=True)

@@ -16,7 +16,7 @@ from pipeline.config import Config
 from pipeline.execution.placement import Placement
 from pipeline.execution.progress import ProgressReporter, print_stage
 from pipeline.export.layout import BACKBONE_DIRECTORY
-from pipeline.run.context import Context, Stage, StageFiles
+from pipeline.run.context import Context, Stage
 from pipeline.storage.receipts import Identity, Summary
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.training.adapted_backbone import merge_backbone
@@ -89,19 +89,20 @@ def run(context: Context, stage: StageDirectory) -> Summary:
     recipes = recipes_of(spec)
     for recipe in recipes:
         print_stage(context.console, " ", NAME, recipe.describe())
-    warning = too_few_steps(recipes)
-    if warning:
-        print_stage(context.console, "[yellow]![/]", NAME, warning)
+    too_few = too_few_steps(recipes)
+    if too_few:
+        print_stage(context.console, "[yellow]![/]", NAME, too_few)
     with context.progress(stage) as progress:
         result = _train(context, spec, placement, progress)
     if method.tunes_backbone:
         arguments = {"target": context.target, "directory": spec.directory}
         context.executor.call(merge_backbone, arguments, replace(placement, gpus=0))
-    warnings = [] if warning is None else [warning]
+        result = replace(result, quantization=spec.trained_target.quantization)
+    warnings = [too_few] if too_few else []
     for phase in (*result.earlier.values(), result):
-        for failure in phase.warnings:
-            print_stage(context.console, "[yellow]![/]", NAME, failure)
-            warnings.append(failure)
+        for warning in phase.warnings:
+            print_stage(context.console, "[yellow]![/]", NAME, warning)
+            warnings.append(warning)
     return replace(result, warnings=warnings).to_json()
 
 
@@ -138,8 +139,6 @@ STAGE = Stage(
     identity,
     run,
     one_line,
-    files=StageFiles(
-        scratch=("checkpoints", "tensorboard", "wandb", TRACKING_FILE, "ray"),
-        parts=(BACKBONE_DIRECTORY,),
-    ),
+    scratch=("checkpoints", "tensorboard", "wandb", TRACKING_FILE, "ray"),
+    parts=(BACKBONE_DIRECTORY,),
 )

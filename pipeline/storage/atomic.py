@@ -1,5 +1,4 @@
-"""Files and directories that are either whole or absent: temporary name, fsync, rename, fsync of
-the directory.
+"""Atomic writes of files and directories: temporary name, fsync, rename, fsync of the directory.
 
 A file's temporary name is unique to its writer, so that an orphaned worker and the resumed run
 never write into the same file; the last rename wins, with equal content. Leftovers end in `.tmp`
@@ -43,8 +42,7 @@ AGAIN = "run the same command again: it continues where it stopped."
 
 @contextlib.contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path`; on success it becomes `path` durably, on failure it
-    vanishes.
+    """Context manager: yield a temporary path that becomes `path` on success, durably.
 
     Raises:
         EnvironmentFault: The disk is full. What was committed before is intact.
@@ -60,8 +58,7 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def atomic_directory(directory: Path, last: str = "") -> Iterator[Path]:
-    """Yield an empty directory beside `directory`; on success its content is put there durably, on
-    failure it vanishes.
+    """Context manager: yield an empty directory whose files become those of `directory`, durably.
 
     `directory` is made by one rename if it does not exist. If it does, its files are replaced one
     by one, the one named `last` at the end, and its owner records when it is whole. There is one
@@ -94,7 +91,7 @@ def atomic_directory(directory: Path, last: str = "") -> Iterator[Path]:
 
 
 def files_in(directory: Path) -> list[Path]:
-    """Return every file below `directory`, relative to it, by name."""
+    """Return the relative paths of all files below `directory`, sorted."""
     return sorted(path.relative_to(directory) for path in directory.rglob("*") if path.is_file())
 
 
@@ -107,12 +104,12 @@ def remove(path: Path) -> None:
 
 
 def temporary_beside(path: Path) -> Path:
-    """Return a name in the same directory that no other writer uses."""
+    """Return a unique temporary path in the directory of `path`."""
     return path.with_name(f"{path.name}.{uuid.uuid4().hex[:12]}.tmp")
 
 
 def publish(temporary: Path, path: Path) -> None:
-    """Rename a finished temporary file to its name, durably."""
+    """Rename a temporary file to its final name, durably."""
     _make_readable(temporary)
     sync(temporary)
     os.replace(temporary, path)
@@ -120,14 +117,14 @@ def publish(temporary: Path, path: Path) -> None:
 
 
 def _make_readable(path: Path) -> None:
-    """Give a new file the access that the umask allows: safetensors makes files of mode 0600."""
+    """Give a file the mode that the umask allows; safetensors makes files of mode 0600."""
     with contextlib.suppress(OSError):  # of a file system without modes
         path.chmod(0o666 & ~UMASK)
 
 
 @contextlib.contextmanager
 def disk_errors(path: Path | None = None) -> Iterator[None]:
-    """Turn errors of the file system, as any library reports them, into those of `disk_fault`."""
+    """Context manager: turn a library's file system error into an EnvironmentFault."""
     try:
         yield
     except MedusaDistillError:
@@ -140,18 +137,16 @@ def disk_errors(path: Path | None = None) -> Iterator[None]:
 
 
 def disk_fault(error: BaseException, path: Path | None = None) -> EnvironmentFault | None:
-    """Return the error for the user if the file system refused something; None for any other error.
+    """Return the EnvironmentFault for a file system error; None for any other error.
 
     Args:
         path: The file that was written or read; by default the one that the error names.
     """
     where = str(path or getattr(error, "filename", None) or "the file system")
     number = _error_number(error)
-    if number == errno.EFBIG:
-        what = "The disk is full for this file: it has reached the limit of `ulimit -f`."
-        return EnvironmentFault(what, where, f"Raise this limit and {AGAIN}")
     if number in FULL_ERRORS:
-        return EnvironmentFault("The disk is full.", where, f"Free some space and {AGAIN}")
+        fix = f"Free some space (or raise `ulimit -f`) and {AGAIN}"
+        return EnvironmentFault("The disk is full.", where, fix)
     if number in FAILED_ERRORS:
         fix = f"Repair the disk or its connection (see `dmesg`) and {AGAIN}"
         return EnvironmentFault(f"The file system fails: {error}.", where, fix)
@@ -164,7 +159,7 @@ def disk_fault(error: BaseException, path: Path | None = None) -> EnvironmentFau
 
 
 def _error_number(error: BaseException) -> int | None:
-    """Return the errno of a full disk that led to this error, else the error's own."""
+    """Return the errno of a full disk among an error's causes, else the error's own errno."""
     own = _own_number(error)
     cause = error.__cause__ or error.__context__
     while cause and cause is not error and own not in FULL_ERRORS:
@@ -176,7 +171,7 @@ def _error_number(error: BaseException) -> int | None:
 
 
 def _own_number(error: BaseException) -> int | None:
-    """Return an error's errno, also if a library kept only its text."""
+    """Return an error's errno, or the errno that its text names."""
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno
     text = str(error)
@@ -190,7 +185,7 @@ def _own_number(error: BaseException) -> int | None:
 
 
 def write_json(path: Path, data: Any) -> None:
-    """Write JSON durably, piece by piece; the file is whole or as it was."""
+    """Write a JSON file atomically and durably."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_path(path) as temporary, temporary.open("w", encoding="utf-8") as file:
         json.dump(data, file, indent=2, ensure_ascii=False, allow_nan=False)
@@ -198,7 +193,7 @@ def write_json(path: Path, data: Any) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write UTF-8 text durably; the file is whole or as it was.
+    """Write a UTF-8 text file atomically and durably.
 
     A lone surrogate becomes its escape, such as `\\ud83d`.
     """
@@ -208,7 +203,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def read_file(path: Path) -> bytes:
-    """Return the file's content.
+    """Read a file.
 
     Raises:
         EnvironmentFault: The file system fails, so the file's content is unknown.
@@ -224,7 +219,7 @@ def read_file(path: Path) -> bytes:
 
 
 def read_json(path: Path) -> Any | None:
-    """Return the file's JSON, or None if it is absent or damaged; raises as `read_file`."""
+    """Read a JSON file; None if the file is absent or damaged. Raises as `read_file` does."""
     try:
         return json.loads(read_file(path).decode())
     except (OSError, ValueError, RecursionError):
@@ -232,13 +227,13 @@ def read_json(path: Path) -> Any | None:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return the file's JSON object; empty if it is absent, damaged or not an object."""
+    """Read a JSON object from a file; empty if the file is absent, damaged or no object."""
     found = read_json(path)
     return found if isinstance(found, dict) else {}
 
 
 def sync(path: Path) -> None:
-    """Make a file's content, or the renames in a directory, survive a power cut.
+    """Flush a file's content, or a directory's renames, to the disk.
 
     Some network file systems have no fsync of a directory.
     """

@@ -1,4 +1,4 @@
-"""sha256 of what a stage's result depends on, and of files as they were written.
+"""Fingerprints of stages (sha256 of what a result depends on) and digests of files.
 
 A fingerprint covers meaning and content (settings, code version, upstream, input bytes, the
 target's weights), never paths or placement, so that a copied cache resumes elsewhere and going from
@@ -22,7 +22,7 @@ from pipeline.storage.atomic import read_object, write_text
 
 
 def fingerprint(parts: dict[str, Any]) -> str:
-    """Return the sha256 (hex) of JSON-able parts, independent of the order of keys."""
+    """Return the sha256 (hex) of JSON data, independent of the order of keys."""
     canonical = json.dumps(
         parts, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
     )
@@ -30,9 +30,7 @@ def fingerprint(parts: dict[str, Any]) -> str:
 
 
 def ids_digest(ids: Iterable[str]) -> str:
-    """Return the sha256 (hex) of ids in their order; length-prefixed, so that no two lists collide
-    by concatenation.
-    """
+    """Return the sha256 (hex) of row ids in order, each prefixed by its length."""
     digest = hashlib.sha256()
     for row_id in ids:
         encoded = row_id.encode()
@@ -47,7 +45,7 @@ def sha256_of(path: Path) -> str:
 
 @dataclass(frozen=True)
 class FileFacts:
-    """A file's size in bytes, its modification time in nanoseconds, its sha256 (hex)."""
+    """A file's size in bytes, modification time in nanoseconds, and sha256 (hex)."""
 
     size: int
     mtime_ns: int
@@ -55,12 +53,12 @@ class FileFacts:
 
     @classmethod
     def of(cls, path: Path, sha256: str | None = None) -> FileFacts:
-        """Return the facts of a file, which is read unless its sha256 is given."""
+        """Return the facts of a file; the file is read unless its sha256 is given."""
         found = path.stat()
         return cls(found.st_size, found.st_mtime_ns, sha256 or sha256_of(path))
 
     def renewed(self, path: Path) -> FileFacts | None:
-        """Return the facts with the file's current time, or None if its content has changed."""
+        """Return the facts with the file's current time, or None if the content has changed."""
         if not self.fit(path):
             return None
         mtime_ns = path.stat().st_mtime_ns
@@ -71,11 +69,11 @@ class FileFacts:
         return replace(self, mtime_ns=mtime_ns)
 
     def fit(self, path: Path) -> bool:
-        """Return whether `path` is a file of this size; nothing is read."""
+        """Return whether `path` is a file of this size, without reading the file."""
         return path.is_file() and path.stat().st_size == self.size
 
     def problems(self, path: Path) -> list[str]:
-        """Read the file and return what is wrong with it: one line, or none."""
+        """Read the file and return its problem as one line, or an empty list."""
         if not path.is_file():
             return [f"{path} is missing"]
         found = FileFacts.of(path)
@@ -86,7 +84,7 @@ class FileFacts:
 
 
 class FileDigests:
-    """sha256 of files, cached by size, times and inode in a small JSON file.
+    """The sha256 of files, cached by size, times and inode in a JSON file.
 
     Hashing 140 GB of weights takes minutes; a second run skips it. A file that changes behind the
     same path changes one of them and is hashed again: the time of its last change (ctime) is the
@@ -100,17 +98,17 @@ class FileDigests:
         self.known: dict[str, str] = read_object(cache)
 
     def of(self, path: Path) -> str:
-        """Return the file's sha256 (hex); the Hub's cache names large files by it already."""
+        """Return a file's sha256 (hex), for large files of the Hub's cache from their name."""
         digest = self._digest(path)
         self.seen.setdefault(path, digest)
         return digest
 
     def of_all(self, paths: Iterable[Path]) -> dict[str, str]:
-        """Return each file's sha256 by its name, in the order of names."""
+        """Return the sha256 of each file by file name, sorted."""
         return {path.name: self.of(path) for path in sorted(paths, key=lambda path: path.name)}
 
     def changed(self) -> list[Path]:
-        """Return the files that have changed since they were first asked for."""
+        """Return the files whose sha256 has changed since the first request."""
         changed = []
         for path, digest in self.seen.items():
             if not path.is_file() or self._digest(path) != digest:
@@ -118,7 +116,7 @@ class FileDigests:
         return changed
 
     def derived(self, key: str, make: Callable[[], str]) -> str:
-        """Return a sha256 (hex) that is slow to make and is determined by `key`, a fingerprint."""
+        """Return a cached sha256 (hex) by its key, a fingerprint; `make` computes a missing one."""
         if key not in self.known:
             self.known[key] = make()
             if not self.read_only:

@@ -1,12 +1,11 @@
 """Locks on directories: one owner that may change the content, or any number of readers.
 
 Locks are advisory `flock`s, which the kernel releases when the process ends. The lock file has a
-line for each holder, only for error messages.
+line for each holder since the last owner, only for error messages.
 """
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
 import re
@@ -14,10 +13,11 @@ import socket
 from pathlib import Path
 
 from pipeline.errors import EnvironmentFault
+from pipeline.storage.atomic import disk_errors
 
 
 class Lock:
-    """A lock on `path`, a file; not held before `share` or `own`, and free after `release`.
+    """A lock on a directory by its lock file `path`; held from `share` or `own` until `release`.
 
     Args:
         what: The held object as a noun phrase: "the train stage".
@@ -25,14 +25,9 @@ class Lock:
 
     def __init__(self, path: Path, what: str):
         self.path, self.what = path, what
-        self._itself = f"process {os.getpid()} on {socket.gethostname()}"
-        try:
+        with disk_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("a+", errors="replace")
-        except OSError as error:
-            problem = f"{what[0].upper()}{what[1:]} cannot be locked: {error.strerror}."
-            fix = "Set run.root and run.store to places that you may write to."
-            raise EnvironmentFault(problem, str(path), fix) from None
 
     def __enter__(self) -> Lock:
         return self
@@ -41,27 +36,26 @@ class Lock:
         self.release()
 
     def share(self) -> None:
-        """Hold it with other readers; an owner becomes one of them.
+        """Hold the lock with other readers; an owner becomes one of them.
 
         Raises:
-            EnvironmentFault: Another process owns it.
+            EnvironmentFault: Another process owns the lock.
         """
         self._take(fcntl.LOCK_SH)
-        self._write([*self._others(), self._itself])
+        self._add_holder()
 
     def own(self) -> None:
-        """Hold it alone.
+        """Hold the lock alone.
 
         Raises:
-            EnvironmentFault: Another process owns or reads it.
+            EnvironmentFault: Another process owns or reads.
         """
         self._take(fcntl.LOCK_EX)
-        self._write([self._itself])
+        self._file.truncate(0)
+        self._add_holder()
 
     def release(self) -> None:
-        if not self._file.closed:
-            with contextlib.suppress(OSError), self._file:
-                self._write(self._others())
+        self._file.close()
 
     def _take(self, kind: int) -> None:
         try:
@@ -78,18 +72,16 @@ class Lock:
             raise EnvironmentFault(problem, str(self.path), fix) from None
 
     def _holders(self) -> list[str]:
-        """Return the holders in the file, without processes of this machine that have ended."""
+        """Return the holders in the lock file, without processes here that have ended."""
         self._file.seek(0)
         holders = []
         for pid, host in re.findall(r"process (\d+) on (\S+)", self._file.read()):
-            if host != socket.gethostname() or Path(f"/proc/{pid}").exists():
-                holders.append(f"process {pid} on {host}")
+            holder = f"process {pid} on {host}"
+            is_alive = host != socket.gethostname() or Path(f"/proc/{pid}").exists()
+            if is_alive and pid != str(os.getpid()) and holder not in holders:
+                holders.append(holder)
         return holders
 
-    def _others(self) -> list[str]:
-        return [holder for holder in self._holders() if holder != self._itself]
-
-    def _write(self, holders: list[str]) -> None:
-        self._file.truncate(0)
-        self._file.write("".join(f"{holder}\n" for holder in holders))
+    def _add_holder(self) -> None:
+        self._file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         self._file.flush()

@@ -1,4 +1,4 @@
-"""A small JSON file through which one process reports its progress to another.
+"""A JSON file through which one process reports its progress to another.
 
 A report within half a second of the last one is left out, unless it has to be seen at once. A full
 disk does not stop the work.
@@ -17,7 +17,7 @@ SECONDS_BETWEEN_REPORTS = 0.5
 
 
 class ProgressFile:
-    """One side's view of the file; its folder must exist, and both processes must see it."""
+    """The progress file, to write in one process and to read in another."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -31,7 +31,7 @@ class ProgressFile:
                 self.path.write_text(json.dumps(report), encoding="utf-8")
 
     def read(self) -> dict[str, Any] | None:
-        """Return the last report; None without one, or while it is being written."""
+        """Return the last progress report; None if there is none, or while one is written."""
         try:
             report: dict[str, Any] = json.loads(self.path.read_text(encoding="utf-8"))
         except (OSError, ValueError):

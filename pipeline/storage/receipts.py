@@ -1,4 +1,4 @@
-"""Records on disk: a shard's receipt and note, stage.json, DONE.json; sums over receipts.
+"""Records of shards and stages: receipts, notes, stage.json, DONE.json; totals of receipts.
 
 A shard's Parquet footer carries its receipt, so the shard itself proves that it exists. The note
 beside it has what the file cannot hold: its own sha256, and how long the work took.
@@ -33,9 +33,7 @@ Summary = dict[str, Any]  # what a finished stage reports; each stage has its ow
 
 @dataclass(frozen=True)
 class Note:
-    """The file beside a shard: the shard's facts as it was written, and the seconds that a worker
-    was busy with it.
-    """
+    """The record beside a shard: its file facts, and the seconds that its worker was busy."""
 
     content_sha256: str
     file: FileFacts
@@ -44,9 +42,7 @@ class Note:
 
 @dataclass(frozen=True)
 class Receipt:
-    """A committed shard: `fingerprint` identifies its stage, `upstream` the shard that it was made
-    from.
-    """
+    """The record of a committed shard, stored in the shard's Parquet footer."""
 
     index: int
     fingerprint: str
@@ -62,7 +58,7 @@ class Receipt:
 
 @dataclass(frozen=True)
 class Description:
-    """stage.json: a stage's name, its fingerprint, and the identity that is fingerprinted."""
+    """The record stage.json: a stage's name, its fingerprint, and the fingerprinted identity."""
 
     stage: str
     fingerprint: str
@@ -70,11 +66,11 @@ class Description:
 
     @classmethod
     def read(cls, directory: Path) -> Description | None:
-        """Return None if the file is absent or damaged."""
+        """Read a directory's stage.json; None if the file is absent or damaged."""
         return _read(DESCRIPTION, directory / STAGE_FILE)
 
     def write(self, directory: Path) -> None:
-        """Write the directory's stage.json unless it has this content."""
+        """Write a directory's stage.json unless the file has this content already."""
         content = json.loads(json.dumps(asdict(self)))
         if read_json(directory / STAGE_FILE) != content:
             write_json(directory / STAGE_FILE, content)
@@ -82,7 +78,7 @@ class Description:
 
 @dataclass(frozen=True)
 class Done:
-    """DONE.json: the record of a finished stage."""
+    """The record DONE.json of a finished stage."""
 
     stage: str
     fingerprint: str
@@ -93,7 +89,7 @@ class Done:
 
     @classmethod
     def read(cls, directory: Path) -> Done | None:
-        """Return None while the stage is unfinished, or if the file is damaged."""
+        """Read a directory's DONE.json; None if the stage is unfinished or the file damaged."""
         return _read(DONE, directory / DONE_FILE)
 
     def write(self, directory: Path) -> None:
@@ -106,7 +102,7 @@ Record = TypeVar("Record")
 
 
 def _read(record: TypeAdapter[Record], path: Path) -> Record | None:
-    """Return a file's record; None if it is absent or damaged. Raises as `read_file`."""
+    """Read a record; None if the file is absent or damaged. Raises as `read_file` does."""
     try:
         return record.validate_json(read_file(path), strict=True)
     except (OSError, ValidationError):
@@ -114,13 +110,12 @@ def _read(record: TypeAdapter[Record], path: Path) -> Record | None:
 
 
 def note_path(shard: Path) -> Path:
-    """Return the path of a shard's note, in a directory beside that of the shards."""
+    """Return the path of a shard's note."""
     return shard.parent.with_name("receipts") / f"{shard.stem}.json"
 
 
 def read_receipt(path: Path) -> Receipt | None:
-    """Return the receipt in a shard's footer with the note that belongs to it; None if there is no
-    whole shard.
+    """Read the receipt in a shard's footer, with the shard's note; None without a whole shard.
 
     Raises OSError or EnvironmentFault if the file system fails.
     """
@@ -139,9 +134,7 @@ def read_receipt(path: Path) -> Receipt | None:
 
 
 def read_note(shard: Path) -> Note | None:
-    """Return the note beside a shard, or None if its writer was killed before it; raises as
-    `read_file`.
-    """
+    """Read a shard's note; None if the writer was killed before. Raises as `read_file` does."""
     return _read(NOTE, note_path(shard))
 
 
@@ -150,7 +143,7 @@ def write_note(shard: Path, note: Note) -> None:
 
 
 class StageTotals:
-    """Sums over a stage's receipts: rows, rejected rows and their reasons, statistics, rate."""
+    """Totals of a stage's receipts: rows, quarantined rows by reason, statistics, rate."""
 
     def __init__(self, receipts: Iterable[Receipt] = ()):
         self.shards = self.rows = self.quarantined = 0
@@ -171,9 +164,7 @@ class StageTotals:
             self._busy_seconds += receipt.note.busy_seconds
 
     def summary(self) -> Summary:
-        """Return the sums as DONE.json has them. The rate is per second that a worker was busy, so
-        a resume keeps it.
-        """
+        """Return the totals as keys of DONE.json; the rate is per second of busy workers."""
         summary: Summary = {
             "rows": self.rows,
             "quarantined": self.quarantined,
@@ -185,8 +176,9 @@ class StageTotals:
         return summary
 
     def check_quarantine(self, stage: str, where: str, max_fraction: float, *, final: bool) -> None:
-        """Refuse a stage that rejected more than the allowed fraction; before its end, only once
-        enough rows were seen.
+        """Refuse a stage with too large a fraction of quarantined rows.
+
+        Before the stage's end, only `ENOUGH_TO_JUDGE` rows are judged.
 
         Raises:
             DataError: States the fraction and the most frequent reasons.

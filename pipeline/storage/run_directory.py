@@ -1,4 +1,4 @@
-"""A run's directory: run.yaml, events, the lock, links to its stages, the report.
+"""A run's directory: run.yaml, events, the lock, and links to stage directories.
 
 Stage directories lie beside it or, when runs share a `store`, over there; `latest/<stage>` is
 always a relative link.
@@ -17,9 +17,9 @@ from typing import Any
 
 from pipeline.config import Config
 from pipeline.config.load import dump_config, linked_store, load_config
-from pipeline.errors import ConfigError, EnvironmentFault
+from pipeline.errors import ConfigError
 from pipeline.redact import redacted, redacted_values
-from pipeline.storage.atomic import write_text
+from pipeline.storage.atomic import disk_errors, write_text
 from pipeline.storage.locks import Lock
 from pipeline.storage.stage_directory import StageDirectory
 
@@ -27,55 +27,46 @@ EVENTS = "events.jsonl"
 
 
 class RunDirectory:
+    """The directory of a run; its stage directories lie in `store`."""
+
     def __init__(self, path: Path, store: Path | None = None):
         self.path = path
         self.store = store or path
 
     @classmethod
     def create(cls, config: Config) -> RunDirectory:
-        """Return the directory that a configuration names; it is created if necessary."""
+        """Create the run directory that a configuration names, if necessary."""
         run = cls(config.run.directory, config.run.store)
-        try:
-            run.path.mkdir(parents=True, exist_ok=True)
-            run.store.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise EnvironmentFault(
-                f"The run directory cannot be made: {error}.",
-                str(run.path),
-                "Set run.root to a writable place.",
-            ) from None
+        for path in (run.path, run.store):
+            with disk_errors(path):
+                path.mkdir(parents=True, exist_ok=True)
         return run
 
     def write_config(self, config: Config) -> None:
-        """Write run.yaml; the caller holds the lock."""
+        """Write the run's configuration to run.yaml; the caller holds the lock."""
         write_text(self.path / "run.yaml", dump_config(config))
 
     @classmethod
     def open(cls, path: Path) -> tuple[RunDirectory, Config]:
-        """Return the run directory at `path`, also if it was copied there, and its configuration.
+        """Open the run directory at `path`, perhaps a copy; return it with its configuration.
 
         Raises:
             ConfigError: There is no run directory.
         """
         if not (path / "run.yaml").is_file():
-            what = "This is no run directory: it has no run.yaml."
-            if not path.exists():
-                what = "There is no such directory."
             fix = "Name the directory that `run` printed, such as runs/demo."
-            raise ConfigError(what, str(path), fix)
+            raise ConfigError("There is no run here: no run.yaml.", str(path), fix)
         config = load_config(path / "run.yaml")
         path = path.resolve()
         return cls(path, linked_store(path) or config.run.store), config  # it may be copied along
 
     def latest(self, name: str) -> StageDirectory | None:
-        """Return the stage's current directory, or None if the run has not reached it."""
+        """Return a stage's current directory, or None if the run has not reached the stage."""
         link = self.path / "latest" / name
         return StageDirectory.at(link.resolve()) if link.is_dir() else None
 
     def stages(self) -> dict[str, StageDirectory]:
-        """Return the current directories of the stages that the run has reached; each stage comes
-        after those that it reads.
-        """
+        """Return the current directories of the stages that the run has reached, upstream first."""
         found: dict[str, StageDirectory] = {}
         for link in self.links():
             stage = self.latest(link.name)
@@ -90,7 +81,7 @@ class RunDirectory:
         return sorted(path for path in (self.path / "latest").glob("[!.]*") if path.is_symlink())
 
     def link_latest(self, stage: StageDirectory) -> None:
-        """Point `latest/<stage>` at a directory, relatively and atomically."""
+        """Link `latest/<stage>` to a stage directory, relatively and atomically."""
         links = self.path / "latest"
         links.mkdir(exist_ok=True)
         temporary = links / f".{stage.stage}.{os.getpid()}"
@@ -99,12 +90,12 @@ class RunDirectory:
         os.replace(temporary, links / stage.stage)
 
     def unlink_latest(self, name: str) -> None:
-        """Remove `latest/<name>`: the stage is no longer part of the run. Its directory stays."""
+        """Remove the link `latest/<name>` of a stage that is no longer part of the run."""
         (self.path / "latest" / name).unlink(missing_ok=True)
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the run for one driver; removes temporary files of killed drivers."""
+        """Context manager: lock the run for this driver and remove files of killed drivers."""
         with Lock(self.path / "lock", f"the run '{self.path.name}'") as lock:
             lock.own()
             for link in (self.path / "latest").glob(".*.*"):
@@ -115,7 +106,7 @@ class RunDirectory:
             yield
 
     def event(self, kind: str, **facts: Any) -> None:
-        """Append one line to events.jsonl, on a new line even if the last one was cut off."""
+        """Append an event to events.jsonl, on a line of its own even after a torn line."""
         event = redacted_values({"time": round(time.time(), 3), "event": kind, **facts})
         line = json.dumps(event, ensure_ascii=False, default=lambda value: redacted(str(value)))
         with (self.path / EVENTS).open("ab+") as file:
@@ -125,5 +116,5 @@ class RunDirectory:
 
 
 def finished_before(store: Path, stage: str) -> bool:
-    """Return whether a store has a finished result of a stage, perhaps of another machine."""
+    """Return whether a store has a finished directory of a stage."""
     return any(store.glob(f"{stage}-*/DONE.json"))

@@ -1,4 +1,4 @@
-"""A shard: one Parquet file of a stage, committed by one rename; and the task of making one.
+"""Shards: Parquet files of a stage, each committed by one rename; tasks of making them.
 
 The order is: quarantine file (also when empty), then the shard, then a note beside it. The Parquet
 footer carries the receipt (fingerprint, ids, counts, content hash, the upstream shard's content
@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -30,15 +30,13 @@ from pipeline.storage.atomic import atomic_path, disk_errors, publish, temporary
 from pipeline.storage.fingerprint import FileFacts, ids_digest
 from pipeline.storage.receipts import RECEIPT_KEY, Note, Receipt, write_note
 
-FLUSH_BYTES = 32 * 1024**2  # else a disk idles until a shard is committed
-
 Codec = Literal["zstd", "lz4", "none"]
 Row = Mapping[str, Any]  # a row's columns by name
 
 
 @dataclass(frozen=True)
 class ShardTask:
-    """Everything that a worker needs to make one shard; picklable."""
+    """The task of making one shard, for a worker; picklable."""
 
     index: int
     source: str  # path of the upstream shard
@@ -52,12 +50,12 @@ class ShardTask:
 
     @property
     def attempt_log(self) -> Path:
-        """The file to which a worker that hangs writes its stack."""
+        """The file to which a hanging worker writes its stack."""
         return Path(self.shard).parent.with_name("attempts") / f"{self.index:05d}.txt"
 
 
 def task_rows(task: ShardTask, columns: Sequence[str] | None = None) -> list[Row]:
-    """Return the upstream rows that a worker has to do, in order."""
+    """Read the upstream rows of a shard task, in order, without crashing rows."""
     rows = list(read_rows(task.source, columns))
     if task.rows is not None:
         rows = rows[slice(*task.rows)]
@@ -66,8 +64,7 @@ def task_rows(task: ShardTask, columns: Sequence[str] | None = None) -> list[Row
 
 @contextlib.contextmanager
 def shard_writer(task: ShardTask, schema: pa.Schema, **more: Any) -> Iterator[ShardWriter]:
-    """Context manager: a writer of a task's shard, with the rows that kill their worker already
-    quarantined.
+    """Context manager: open the writer of a task's shard, with its crashing rows quarantined.
 
     `commit` it with the ids of `task_rows` and of `task.crashing`.
     """
@@ -89,15 +86,14 @@ def shard_writer(task: ShardTask, schema: pa.Schema, **more: Any) -> Iterator[Sh
 
 
 class HashedFile(io.FileIO):
-    """A new file with the sha256 of what was written to it; the disk writes behind the caller."""
+    """A new file that computes the sha256 of its content as it is written."""
 
     def __init__(self, path: Path):
         super().__init__(path, "w")
         self._digest = hashlib.sha256()
-        self._unflushed = 0
 
     def write(self, data: Any) -> int:
-        """Write and hash all of `data`."""
+        """Hash and write all of `data`."""
         self._digest.update(data)
         self._write(data)
         return len(data)
@@ -106,24 +102,18 @@ class HashedFile(io.FileIO):
         unwritten = memoryview(data)
         while unwritten:
             unwritten = unwritten[super().write(unwritten) :]
-        self._unflushed += len(data)
-        if self._unflushed >= FLUSH_BYTES:
-            # Linux begins to write these pages to the disk, and does not wait for it.
-            start = self.tell() - self._unflushed
-            os.posix_fadvise(self.fileno(), start, self._unflushed, os.POSIX_FADV_DONTNEED)
-            self._unflushed = 0
 
     def sha256(self) -> str:
-        """Return the sha256 (hex) of all that has been written so far."""
+        """Return the sha256 (hex) of the content so far."""
         return self._digest.hexdigest()
 
     def sync(self) -> None:
-        """Wait until everything is on the disk."""
+        """Flush the file's content to the disk."""
         os.fsync(self.fileno())
 
 
 class ShardWriter:
-    """Write one shard row group by row group, then `commit` it.
+    """Writes one shard, row group by row group, until `commit`.
 
     Args:
         quarantine: The path of the file of rejected rows.
@@ -175,21 +165,19 @@ class ShardWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Without a commit before it, leave nothing behind."""
+        """Remove the shard's temporary file if it was not committed."""
         with contextlib.suppress(OSError):
             self._writer.close()
         self._file.close()
         self._temporary.unlink(missing_ok=True)
 
     def write(self, rows: Sequence[Row]) -> None:
-        """Append rows as one row group, in their order."""
+        """Append rows to the shard as one row group."""
         if rows:
             self.write_batch(pa.RecordBatch.from_pylist(list(rows), schema=self.schema))
 
     def write_batch(self, batch: pa.RecordBatch) -> None:
-        """Append the rows of a batch of the schema as one row group. Its buffers are not read
-        after the call.
-        """
+        """Append a record batch to the shard as one row group; its buffers may change then."""
         self.ids += batch.column("id").to_pylist()
         table = pa.Table.from_batches([batch])  # a batch's pages would be written with the next one
         with disk_errors(self.path):
@@ -205,7 +193,7 @@ class ShardWriter:
         stats: dict[str, float] | None = None,
         busy_seconds: float = 0.0,
     ) -> Receipt:
-        """Check that no row was lost, then make the shard exist.
+        """Check that no row was lost, then commit the quarantine file and the shard.
 
         Args:
             ids_in: The upstream rows' ids; every one must be kept (itself, or as `id#turn`) or
@@ -247,9 +235,7 @@ class ShardWriter:
         return replace(receipt, note=note)
 
     def _check_complete(self, ids_in: set[str], stage: str) -> None:
-        """Assert ids(in) = ids(kept) + ids(quarantined), where a split row `<id>#<turn>` counts
-        for its parent.
-        """
+        """Assert ids(in) = ids(kept) + ids(quarantined); `<id>#<turn>` counts as its parent."""
         rejected = [row.id for row in self.rejected]
         kept = _owners(self.ids, ids_in)
         where = f"shard {self.index} of {stage}"
@@ -262,7 +248,7 @@ def _owners(ids: Iterable[str], ids_in: set[str]) -> set[str]:
 
 
 def _leaves(name: str, of: pa.DataType) -> list[str]:
-    """Return the Parquet columns of an Arrow column."""
+    """Return the names of an Arrow column's Parquet columns."""
     if pa.types.is_list(of):
         return _leaves(f"{name}.list.element", of.value_type)
     if not pa.types.is_struct(of):
@@ -285,13 +271,13 @@ def quarantine_line(rejected: RejectedRow, stage: str) -> str:
 
 
 def parent_of(row_id: str) -> str:
-    """Return the seed's id of a row; a split row is `<id>#<turn>`."""
+    """Return the seed id of a row id, which may be `<id>#<turn>`."""
     return row_id.partition("#")[0]
 
 
 @contextlib.contextmanager
 def open_shard(path: str | Path) -> Iterator[pq.ParquetFile]:
-    """Open a shard for reading; every page's checksum is verified as it is read.
+    """Context manager: open a shard for reading, with its page checksums verified.
 
     Raises:
         DamagedShard: It is missing or damaged, found here or while the caller reads on.
@@ -310,19 +296,8 @@ def open_shard(path: str | Path) -> Iterator[pq.ParquetFile]:
 
 
 def read_rows(path: str | Path, columns: Sequence[str] | None = None) -> Iterator[Row]:
-    """Yield a shard's rows in order, with one row group in memory at a time."""
+    """Yield the rows of a shard in order, one row group in memory at a time."""
     with open_shard(path) as shard:
         for group in range(shard.num_row_groups):
             names = list(columns) if columns else None
             yield from shard.read_row_group(group, columns=names).to_pylist()
-
-
-def read_footer(path: str | Path) -> dict[str, str]:
-    """Return the schema metadata of a shard (dtype, hidden_size, tap, fingerprint) as text."""
-    with pa.OSFile(os.fsencode(path)) as file:
-        metadata = cast(dict[bytes, bytes], pq.read_schema(file).metadata or {})
-    footer = {}
-    for key, value in metadata.items():
-        if not key.startswith(b"ARROW"):
-            footer[key.decode()] = value.decode()
-    return footer

@@ -1,4 +1,4 @@
-"""One stage's directory: `<stage>-<fingerprint[:8]>/` with its shards and DONE.json.
+"""Stage directories: `<stage>-<fingerprint[:8]>/` with shards and DONE.json.
 
 A stage directory belongs to one fingerprint: a changed meaning gets another directory. Which shards
 exist is read from their footers. DONE.json adds each file's size, time and sha256: `verify`
@@ -8,6 +8,7 @@ compares all files with it, and a run those whose modification time has changed.
 from __future__ import annotations
 
 import functools
+from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -45,7 +46,7 @@ BOOKKEEPING = (
 
 
 class StageDirectory:
-    """The directory of one stage of one fingerprint.
+    """The directory of a stage and a fingerprint.
 
     To make the result, call `enter`, then, unless it `is_whole`, `begin` and `finish`. From `enter`
     until `release` the directory is locked against changes by others.
@@ -71,7 +72,7 @@ class StageDirectory:
 
     @classmethod
     def at(cls, path: Path) -> StageDirectory:
-        """Return the stage directory at `path`, also if it was copied there."""
+        """Return the stage directory at `path`, perhaps a copy."""
         described = Description.read(path) or Description(path.name.rpartition("-")[0], "")
         stage = cls(path.parent, described.stage, described.fingerprint)
         stage.path = path
@@ -79,12 +80,11 @@ class StageDirectory:
 
     @functools.cached_property
     def lock(self) -> Lock:
-        """The directory's lock, not yet held."""
+        """The lock of the stage directory, not yet held."""
         return Lock(self.path / LOCK_FILE, f"the {self.stage} stage")
 
     def enter(self, identity: Identity) -> None:
-        """Make the directory, write what it depends on, share its lock; remove killed workers'
-        leftovers.
+        """Create the stage directory, share its lock, and remove files of killed workers.
 
         Raises:
             DataError: It is a link: in a copied run it would lead to the original's stage.
@@ -107,8 +107,7 @@ class StageDirectory:
         return self.is_current(upstream) and not self.examine()
 
     def begin(self, upstream: dict[str, str], *, fresh: bool = False) -> list[Path]:
-        """Lock the directory for this process alone, drop what cannot be kept, and return the
-        damaged files.
+        """Own the stage directory, drop damaged and stale files, and return the damaged ones.
 
         All of it is dropped if `fresh`, else damaged files and those of another upstream; shards
         record their own upstream shard and are kept if it is unchanged.
@@ -130,8 +129,7 @@ class StageDirectory:
         return damaged
 
     def finish(self, summary: Summary, upstream: dict[str, str]) -> None:
-        """Write DONE.json: the summary, the upstream content, and the facts of every file; then
-        let other runs share the lock.
+        """Write DONE.json (summary, upstream content, facts of every file), and share the lock.
 
         Shards are not read: their notes have their sha256.
         """
@@ -147,45 +145,42 @@ class StageDirectory:
             if is_counted and path.is_file() and path.suffix != ".tmp":  # of an orphan
                 files[str(path.relative_to(self.path))] = known.get(path) or FileFacts.of(path)
         Done(self.stage, self.fingerprint, upstream, receipts, files, summary).write(self.path)
-        if "lock" in self.__dict__:
-            self.lock.share()
+        self.lock.share()
 
     def release(self) -> None:
-        if "lock" in self.__dict__:
-            self.lock.release()
+        self.lock.release()
 
     @property
     def identity(self) -> Identity:
-        """Everything that the result depends on; empty if stage.json is damaged."""
+        """The fingerprinted identity of the stage; empty if stage.json is damaged."""
         described = Description.read(self.path)
         return described.identity if described else {}
 
     @property
     def done(self) -> Done | None:
-        """DONE.json's content, or None while the stage is unfinished."""
+        """The record DONE.json, or None while the stage is unfinished."""
         return Done.read(self.path)
 
     @property
     def summary(self) -> Summary:
-        """The finished stage's own figures; empty while it is unfinished."""
+        """The summary in DONE.json; empty while the stage is unfinished."""
         done = self.done
         return done.summary if done else {}
 
     @property
     def content(self) -> str:
-        """A hash of the result, without logs (*.jsonl); dependants are stale when it changes."""
+        """The hash of the stage's result without logs (*.jsonl); a new hash makes readers stale."""
         done = self.done
-        made = {}
         if done and done.shards:
             return fingerprint({"made": [receipt.content_sha256 for receipt in done.shards]})
-        if done:
-            for name, facts in done.files.items():
-                if not name.endswith(".jsonl"):
-                    made[name] = facts.sha256
+        made = {}
+        for path, facts in self._facts().items():
+            if path.suffix != ".jsonl":
+                made[str(path.relative_to(self.path))] = facts.sha256
         return fingerprint({"made": made})
 
     def files_below(self, folder: str) -> dict[str, FileFacts]:
-        """Return the finished stage's files in one folder, by their path in it."""
+        """Return the facts of a finished stage's files in one folder, by relative path."""
         prefix = f"{folder}/"
         found = {}
         for path, facts in self._facts().items():
@@ -203,70 +198,50 @@ class StageDirectory:
         return self.path / "quarantine" / f"{index:05d}.jsonl"
 
     def shards(self) -> list[Path]:
-        """Return the shards of the finished stage, in order; while it is unfinished, the whole
-        ones.
-        """
+        """Return the paths of the stage's whole shards, in order."""
         done = self.done
         if done:
             return [self.shard_path(receipt.index) for receipt in done.shards]
         return [self.shard_path(index) for index in sorted(self.receipts())]
 
     def receipts(self) -> dict[int, Receipt]:
-        """Return the receipts of whole shards of this fingerprint, by index; damaged and foreign
-        files count as absent.
-        """
+        """Read the receipts of the stage's whole shards, by index; skip foreign files."""
         receipts = {}
         for path in self.parquet_files():
             receipt = read_receipt(path)
             if receipt is None or receipt.fingerprint != self.fingerprint:
                 continue
-            has_other_size = receipt.note is not None and not receipt.note.file.fit(path)
-            if not has_other_size and self.quarantine_path(receipt.index).exists():
+            if self.quarantine_path(receipt.index).exists():
                 receipts[receipt.index] = receipt
         return receipts
 
     def parquet_files(self) -> list[Path]:
-        """Return every Parquet file among the shards, whatever its content."""
+        """Return all Parquet files in the shard folder, whole or not."""
         return sorted((self.path / "shards").glob("*.parquet"))
 
-    def tasks(
-        self, upstream: StageDirectory, receipts: dict[int, Receipt] | None = None
-    ) -> list[ShardTask]:
-        """Return one task per upstream shard; `receipts` is the result of `upstream.receipts`."""
-        if receipts is None:
-            receipts = upstream.receipts()
-        return [
-            ShardTask(
-                index=index,
-                source=str(upstream.shard_path(index)),
-                upstream=receipt.content_sha256,
-                shard=str(self.shard_path(index)),
-                quarantine=str(self.quarantine_path(index)),
-                fingerprint=self.fingerprint,
+    def tasks(self, upstream: StageDirectory, receipts: dict[int, Receipt]) -> list[ShardTask]:
+        """Return one shard task per upstream shard; `receipts` are those of `upstream`."""
+        tasks = []
+        for index, receipt in sorted(receipts.items()):
+            source, shard = upstream.shard_path(index), self.shard_path(index)
+            quarantine = str(self.quarantine_path(index))
+            content = receipt.content_sha256
+            tasks.append(
+                ShardTask(index, str(source), content, str(shard), quarantine, self.fingerprint)
             )
-            for index, receipt in sorted(receipts.items())
-        ]
+        return tasks
 
-    def pending(
-        self, tasks: Sequence[ShardTask], have: dict[int, Receipt] | None = None
-    ) -> list[ShardTask]:
-        """Return the tasks whose shard does not exist, or was made from other upstream content.
-
-        `have` is the result of `receipts`; without it every footer is read again.
-        """
-        if have is None:
-            have = self.receipts()
+    def pending(self, tasks: Sequence[ShardTask], receipts: dict[int, Receipt]) -> list[ShardTask]:
+        """Return the tasks whose shard is missing or was made from other upstream content."""
         pending = []
         for task in tasks:
-            receipt = have.get(task.index)
+            receipt = receipts.get(task.index)
             if receipt is None or receipt.upstream != task.upstream:
                 pending.append(task)
         return pending
 
     def drop_shards_but(self, indices: Collection[int]) -> dict[int, Receipt]:
-        """Drop the shards of indices that upstream no longer has; return the receipts of the
-        others.
-        """
+        """Drop shards of other indices than these; return the receipts of the shards kept."""
         kept = {}
         for index, receipt in self.receipts().items():
             if index in indices:
@@ -285,12 +260,11 @@ class StageDirectory:
         return done.fingerprint == self.fingerprint and done.upstream == upstream
 
     def misfits(self) -> list[Path]:
-        """Return the files that count and are missing or of another size; nothing is read."""
+        """Return files that are missing or of another size, without reading them."""
         return [path for path, facts in self._facts().items() if not facts.fit(path)]
 
     def examine(self) -> list[Path]:
-        """Return the files that are missing or changed; only those with another modification time
-        are read.
+        """Return files that are missing or changed; read those with another modification time.
 
         The new time of an unchanged file is stored, so that it is not read again. The caller holds
         the lock.
@@ -317,7 +291,7 @@ class StageDirectory:
         return damaged
 
     def discard(self, damaged: Sequence[Path]) -> None:
-        """Lock the directory for this process alone, remove DONE.json, and drop what is damaged.
+        """Own the stage directory, remove DONE.json, and drop damaged files.
 
         A shard goes with its quarantine file and is made again alone, and so is a folder of
         `parts`. Any other file takes all but the shards along.
@@ -333,12 +307,12 @@ class StageDirectory:
                 self._drop(keep=SHARD_FOLDERS)
 
     def intact(self, name: str) -> bool:
-        """Return whether one file is unchanged, such as a log, which no run makes again."""
+        """Return whether a recorded file is unchanged."""
         facts = self._facts().get(self.path / name)
         return facts is not None and facts.renewed(self.path / name) is not None
 
     def verify(self) -> list[str]:
-        """Read every file again and return what is missing or damaged, one line each.
+        """Read every file of the stage and return one line per missing or damaged file.
 
         Raises:
             EnvironmentFault: This user may not read them.
@@ -347,16 +321,15 @@ class StageDirectory:
         with disk_errors(self.path):
             if self.done is None:
                 problems += self._shard_problems()
-                record = self.path / DONE_FILE
-                if record.exists():
-                    problems.append(f"{record} is damaged: it holds no record of a finished stage")
+                if (self.path / DONE_FILE).exists():
+                    problems.append(f"{self.path / DONE_FILE} is damaged")
             else:
                 for path, facts in self._facts().items():
                     problems += facts.problems(path)
         return problems
 
     def _shard_problems(self) -> list[str]:
-        """Read the shards of an unfinished stage and return what is wrong, one line each."""
+        """Read the shards of an unfinished stage and return one line per problem."""
         problems = []
         for path in self.parquet_files():
             receipt = read_receipt(path)
@@ -366,8 +339,7 @@ class StageDirectory:
                 problems += receipt.note.file.problems(path)
             else:  # its writer was killed before the note; the pages have checksums
                 try:
-                    for _ in read_rows(path):
-                        pass
+                    deque(read_rows(path), maxlen=0)
                 except DamagedShard as damaged:
                     problems.append(f"{path} is damaged: {damaged.what}")
             quarantine = self.path / "quarantine" / f"{path.stem}.jsonl"
@@ -376,7 +348,7 @@ class StageDirectory:
         return problems
 
     def _facts(self) -> dict[Path, FileFacts]:
-        """The facts of all files: from DONE.json, or while unfinished from the shards' notes."""
+        """Return the facts of all files: from DONE.json, else from the shards' notes."""
         done = self.done
         facts = {}
         if done:
@@ -390,13 +362,13 @@ class StageDirectory:
         return facts
 
     def _drop_shard(self, stem: str) -> None:
-        """Remove a shard with its quarantine file and its note; the shard goes last."""
+        """Remove a shard after its quarantine file and its note."""
         shard = self.path / "shards" / f"{stem}.parquet"
         for path in (self.path / "quarantine" / f"{stem}.jsonl", note_path(shard), shard):
             path.unlink(missing_ok=True)
 
     def _drop(self, keep: Sequence[str] = ()) -> None:
-        """Remove the result; stage.json and the lock stay."""
+        """Remove the stage's result, without stage.json, the lock, and `keep`."""
         for path in self.path.iterdir():
             if path.name not in (STAGE_FILE, LOCK_FILE, *keep):
                 remove(path)

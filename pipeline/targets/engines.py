@@ -46,10 +46,8 @@ class GenerationEngine(Protocol):
     capacity: int  # concurrent requests; more are queued
 
     def add(self, request: Request) -> None:
-        """Queue a request.
-
-        Raises:
-            ValueError: An empty prompt, one that fills the context, or an id that is running.
+        """Queue a request whose id is new, and whose prompt is neither empty nor the whole
+        context.
         """
 
     def step(self) -> list[Completion]:
@@ -103,7 +101,7 @@ def make_generation_engine(
         )
     from pipeline.targets.transformers_engines import TransformersGenerationEngine
 
-    _refuse_unknown(engine_args, "generate.engine_args", {"max_batch_tokens"})
+    _refuse_unknown(engine_args, {"max_batch_tokens"})
     return TransformersGenerationEngine(target, gpus=gpus, **engine_args)
 
 
@@ -123,12 +121,11 @@ def make_feature_engine(
         )
     from pipeline.targets.transformers_engines import TransformersFeatureEngine
 
-    _refuse_unknown(engine_args, "features.engine_args", set())
+    _refuse_unknown(engine_args, set())
     return TransformersFeatureEngine(target, tokens_per_batch=tokens_per_batch, gpus=gpus)
 
 
-def _refuse_unknown(engine_args: Mapping[str, Any], where: str, known: set[str]) -> None:
-    unknown = sorted(set(engine_args) - known)
-    if unknown:
-        what = f"The transformers engine has no argument {', '.join(unknown)}."
-        raise ConfigError(what, where, f"It takes {', '.join(sorted(known)) or 'none'}.")
+def _refuse_unknown(engine_args: Mapping[str, Any], known: set[str]) -> None:
+    for name in engine_args.keys() - known:
+        fix = "Generation takes max_batch_tokens, features take none."
+        raise ConfigError(f"The transformers engine has no argument {name}.", "engine_args", fix)

@@ -34,8 +34,6 @@ DESCRIBING_FILES = (
 TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
 WEIGHT_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 SINGLE_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
-FIRST_REQUEST = 10.0  # seconds that the Hub has to answer
-WEIGHT_SUFFIXES = (".safetensors", ".bin")
 FETCH_AGAIN = "Download or save the target again."
 NETWORK = "Check the network, HF_ENDPOINT, HF_HUB_OFFLINE and the disk"
 
@@ -55,12 +53,11 @@ def local_directory(model: str) -> Path:
     """
     directory = Path(model).expanduser().resolve()
     if not (directory / "config.json").is_file():
-        what = "holds no config.json" if directory.is_dir() else "is no directory"
         fix = (
             "Give a directory that `save_pretrained` has written, or a Hub id; `make demo` makes"
             " the demo's."
         )
-        raise ConfigError(f"The target {model} {what}.", WHERE, fix)
+        raise ConfigError(f"There is no {directory / 'config.json'}.", WHERE, fix)
     return directory
 
 
@@ -106,12 +103,6 @@ def cached_snapshot(model: str, revision: str | None) -> Path | None:
     return Path(cached).parent if isinstance(cached, str) else None
 
 
-def has_weights(model: str) -> bool:
-    """Whether a local target's directory holds weights, complete or not."""
-    directory = local_directory(model)
-    return any((directory / name).is_file() for name in (*SINGLE_WEIGHTS, *WEIGHT_INDEXES))
-
-
 def weight_names(directory: Path) -> list[str]:
     """Names of the weight files that transformers and vLLM would load: an index and its shards, or
     a single file.
@@ -145,16 +136,13 @@ def parse(path: Path) -> dict[str, Any]:
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """The file of each tensor, by name, of a checkpoint in several files.
+    """Return the file of each tensor, by the tensor's name, of a checkpoint in several files.
 
     Raises:
-        ConfigError: It is no such index, or names files outside of the target.
+        ConfigError: The file is no such index.
     """
-    index = parse(path).get("weight_map")
-    if not isinstance(index, dict):
-        index = {}
-    names = map(str, index.values())
-    if not index or any(not name.endswith(WEIGHT_SUFFIXES) or "/" in name for name in names):
+    index: dict[str, str] = parse(path).get("weight_map", {})
+    if not index:
         what = f"{path} does not state which file of the target holds which tensor."
         raise ConfigError(what, WHERE, FETCH_AGAIN)
     return index
@@ -174,29 +162,6 @@ def check_repo_id(repo_id: str, where: str, *, with_owner: bool = False) -> None
     if with_owner and "/" not in repo_id:
         what = f'"{repo_id}" does not name the owner of the repository.'
         raise ConfigError(what, where, fix)
-
-
-@contextmanager
-def one_look_at_the_hub(*models: str | None) -> Iterator[None]:
-    """Context manager: if the Hub does not answer one request, work offline.
-
-    The Hub's client would try six times at every file. No request is made where every model is a
-    directory or None.
-    """
-    from huggingface_hub import constants, get_session
-
-    before = constants.HF_HUB_OFFLINE
-    remote = [model for model in models if model is not None and not is_local(model)]
-    if remote and not before:
-        url = f"{constants.ENDPOINT}/api/models/{remote[0]}"
-        try:
-            get_session().head(url, timeout=FIRST_REQUEST)
-        except Exception:  # no network, no such host, an endpoint that is no URL
-            constants.HF_HUB_OFFLINE = True
-    try:
-        yield
-    finally:
-        constants.HF_HUB_OFFLINE = before
 
 
 @contextmanager
@@ -241,32 +206,28 @@ def hub_errors(subject: str, where: str, *, writes: bool = False) -> Iterator[No
 def _read_fault(error: Exception, subject: str, where: str) -> MedusaDistillError:
     from huggingface_hub import errors as hub
 
-    if isinstance(error, hub.GatedRepoError):
-        fix = "Accept its terms on its Hub page and log in with `hf auth login`."
-        return ConfigError(f"The {subject} is gated.", where, fix)
     missing = (hub.RepositoryNotFoundError, hub.RevisionNotFoundError, hub.HFValidationError)
     if isinstance(error, missing):
-        what = f"There is no {subject}, neither as a directory nor on the Hub."
-        fix = "Check the spelling. A private one needs `hf auth login`, a directory ./ or /."
+        what = f"There is no {subject} that you may read, as a directory or on the Hub."
+        fix = (
+            "Check the spelling. A private or gated one needs `hf auth login` and, on its Hub page,"
+            " your agreement to its terms; a directory begins with ./ or /."
+        )
         return ConfigError(what, where, fix)
     what = f"The {subject} can be neither read nor fetched now ({type(error).__name__})."
     return EnvironmentFault(what, where, f"{NETWORK}, or give a local directory.")
 
 
 def _write_fault(error: Exception, subject: str, where: str) -> EnvironmentFault:
-    from huggingface_hub import errors as hub
     from huggingface_hub import get_token
 
-    what = f"The {subject} cannot be written now"
-    fix = f"{NETWORK}, then run the same command again: what has arrived is not sent twice."
-    if isinstance(error, hub.HfHubHTTPError):
-        status = error.response.status_code
-        what = f"The Hub answered {status} for the {subject}"
-        if status in (401, 403):
-            fix = "Log in with a token that may write there (`hf auth login`, HF_TOKEN)."
-    text = f"{error} ({error.__cause__})" if error.__cause__ else str(error)
+    text = f"{error!r} ({error.__cause__})"
     token = get_token()
     if token:
         text = text.replace(token, "hf_***")
-    text = " ".join(redacted(text).split()).rstrip(".")
-    return EnvironmentFault(f"{what}: {text or type(error).__name__}.", where, fix)
+    what = f"The {subject} cannot be written now: {' '.join(redacted(text).split())}."
+    fix = (
+        f"{NETWORK}, log in with a token that may write there (`hf auth login`, HF_TOKEN), and run"
+        " the same command again: what has arrived is not sent twice."
+    )
+    return EnvironmentFault(what, where, fix)

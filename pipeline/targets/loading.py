@@ -10,7 +10,6 @@ import logging
 import sys
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -167,17 +166,16 @@ def load_causal_lm(
 
 def _loading_error(spec: TargetSpec, error: Exception) -> MedusaDistillError:
     """Blame the machine where a package or a GPU's kernel is missing, else the target."""
-    if isinstance(error, UnpicklingError):
-        what = f"{spec.model}: pickled weights that hold more than tensors."
-        fix = "Load it where you trust it, and `save_pretrained` it to a directory."
-        return ConfigError(what, files.WHERE, fix)
     what = f"transformers cannot load {spec.model}: {one_line(error)}."
     of_machine: tuple[type[Exception], ...] = (ImportError, torch.AcceleratorError)
     if spec.quantization or quantization_of(model_config(spec)):
         of_machine += (ValueError, RuntimeError)  # of a quantizer
     if isinstance(error, of_machine):
         return EnvironmentFault(what, files.WHERE, OTHER_KERNELS)
-    fix = "Upgrade transformers, or fetch the target's files again."
+    fix = (
+        "Upgrade transformers, or fetch the target's files again; pickled weights that hold more"
+        " than tensors have to be saved as safetensors first."
+    )
     return ConfigError(what, files.WHERE, fix)
 
 

@@ -78,12 +78,9 @@ def _wait(process: subprocess.Popen[str], file: ProgressFile, on_report: Report 
 def main(directory: str) -> None:
     """The new interpreter: call the function, and write its result or its error."""
     file = ProgressFile(Path(directory, PROGRESS))
-    part: str | None = None
 
     def report(**progress: Any) -> None:
-        nonlocal part
-        file.write(progress, at_once=progress.get("part") != part)
-        part = progress.get("part")
+        file.write(progress, at_once="done" not in progress)  # a part begins
 
     function, task = pickle.loads(Path(directory, CALL).read_bytes())
     try:
@@ -95,10 +92,9 @@ def main(directory: str) -> None:
 
 def environment() -> dict[str, str]:
     """This process's, in which a new interpreter finds this package."""
-    path = str(Path(pipeline.__file__).parents[1])
-    if "PYTHONPATH" in os.environ:
-        path = os.pathsep.join([path, os.environ["PYTHONPATH"]])
-    return {**os.environ, "PYTHONPATH": path}
+    package = str(Path(pipeline.__file__).parents[1])
+    path = os.pathsep.join([package, os.environ.get("PYTHONPATH", "")])
+    return {**os.environ, "PYTHONPATH": path.rstrip(os.pathsep)}
 
 
 def last_line(text: str) -> str:

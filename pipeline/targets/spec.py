@@ -8,7 +8,6 @@ pickled.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from datetime import date
@@ -44,7 +43,7 @@ class TargetSpec:
     model: str
     revision: str | None = None
     dtype: str = "float32"
-    quantization: Literal["4bit", "8bit"] | None = None
+    quantization: Rounding | None = None
     max_tokens: int | None = None
     trust_remote_code: bool = False
     chat_template: str | None = None
@@ -207,12 +206,11 @@ def format_of(config: PretrainedConfig) -> str | None:
     method = str(settings.get("quant_method", "an unknown format"))
     if settings.get("format"):
         return f"{method} ({settings['format']})"
-    bits = settings.get("bits")
     if settings.get("load_in_4bit"):
-        bits = 4
+        return f"{method} (4 bits)"
     if settings.get("load_in_8bit"):
-        bits = 8
-    return f"{method} ({bits} bits)" if bits else method
+        return f"{method} (8 bits)"
+    return f"{method} ({settings['bits']} bits)" if "bits" in settings else method
 
 
 def rounding_of(config: PretrainedConfig) -> Rounding | None:
@@ -279,11 +277,8 @@ def _stated_eos_ids(spec: TargetSpec, config: PretrainedConfig) -> tuple[int, ..
         ids = value if isinstance(value, list) else [value]
         vocabulary = range(config.get_text_config().vocab_size)
         if not ids or not all(type(id) is int and id in vocabulary for id in ids):
-            what = (
-                f"The target's eos_token_id is {json.dumps(value)[:40]}, not token ids below"
-                f" {len(vocabulary)}."
-            )
-            raise ConfigError(what, f"eos_token_id in {spec.model}, {name}", "Correct it there.")
+            what = f"The target's eos_token_id is {value}, not token ids below {len(vocabulary)}."
+            raise ConfigError(what, f"eos_token_id in {path}", "Correct it there.")
         return tuple(sorted(set(ids)))
     return None
 
@@ -308,24 +303,15 @@ def weight_files(spec: TargetSpec, *, fetch: bool = True) -> list[Path]:
     elif fetch:
         directory = files.download(spec.model, spec.revision, with_code=spec.trust_remote_code)
     else:
-        directory = _downloaded(spec)
+        snapshot = files.cached_snapshot(spec.model, spec.revision)
+        if snapshot is None:
+            what = f"The target {spec.model} is not on this machine yet; a run downloads it."
+            raise EnvironmentFault(what, files.WHERE, "Run it, or download the target first.")
+        directory = snapshot
     names = {*files.DESCRIBING_FILES, *files.weight_names(directory)}
     if spec.trust_remote_code:
         names |= {path.name for path in directory.glob("*.py")}
     return [directory / name for name in sorted(names) if (directory / name).is_file()]
-
-
-def _downloaded(spec: TargetSpec) -> Path:
-    """The directory of an earlier, complete download."""
-    try:
-        snapshot = files.cached_snapshot(spec.model, spec.revision)
-        if snapshot is not None:
-            files.weight_names(snapshot)
-            return snapshot
-    except ConfigError:  # the download is incomplete
-        pass
-    what = f"The target {spec.model} is not on this machine yet; a run downloads it."
-    raise EnvironmentFault(what, files.WHERE, "Run it, or download the target first.")
 
 
 def require_verifiable(config: PretrainedConfig) -> None:
@@ -352,14 +338,10 @@ def _why_not_verifiable(config: PretrainedConfig) -> str | None:
     text = config.get_text_config()
     if config.is_encoder_decoder:
         return "it is an encoder-decoder"
-    causal = ("CausalLM", "LMHeadModel")
-    if not isinstance(config.architectures, list | None):
-        return f"its architectures are {config.architectures!r}, no list of names"
-    architectures = [*(config.architectures or []), *(getattr(config, "auto_map", None) or {})]
-    if config.architectures and not any(
-        word in str(name) for name in architectures for word in causal
-    ):
-        return f"{config.architectures[0]} is no causal language model"
+    architectures = config.architectures or []
+    names = " ".join([*architectures, *(getattr(config, "auto_map", None) or {})])
+    if architectures and "CausalLM" not in names and "LMHeadModel" not in names:
+        return f"{architectures[0]} is no causal language model"
     if text.model_type in SLOT_BIASED_TYPES or getattr(text, "alibi", False):
         return "its attention is biased by cache slot (ALiBi)"
     layers = {

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 MAX_BATCH_TOKENS = 65_536
 WINDOW_BATCHES = 16
 WINDOW_BYTES = 2 * 1024**3  # of states; a window's first row may be computed last
-GPU_MULTIPLE = 8  # lengths on a GPU are rounded up to it: fewer shapes, rows that start aligned
 
 
 @dataclass
@@ -75,9 +74,6 @@ class TransformersGenerationEngine:
         self._clear()
 
     def add(self, request: Request) -> None:
-        num_tokens = len(request.prompt_ids)
-        if request.id in self._ids or not 0 < num_tokens < self._context:
-            raise ValueError(f"{request.id}: running, or no prompt ({num_tokens} tokens)")
         self._ids.add(request.id)
         self._waiting.append(request)
 
@@ -310,12 +306,20 @@ class TransformersFeatureEngine:
         are less, each sorted by length. A tensor is a view into its batch's buffer.
 
         Raises:
-            EnvironmentFault: A single row does not fit into the GPU's memory.
+            EnvironmentFault: A batch does not fit into the GPU's memory.
         """
         pending: deque[_Batch] = deque()
         for indices, batch in self._batches(rows):
-            pending.extend(self._launch(indices, batch))
-            while len(pending) > 1:
+            try:
+                pending.append(self._forward(indices, batch))
+            except torch.cuda.OutOfMemoryError as error:
+                what = f"{len(batch)} rows of {len(batch[0])} tokens exceed the GPU's memory."
+                fix = (
+                    "Lower features.tokens_per_batch or target.max_tokens, raise gpus_per_worker,"
+                    " or quantize the target."
+                )
+                raise EnvironmentFault(what, "features", fix) from error
+            if len(pending) > 1:
                 yield from pending.popleft().collect()
         for last in pending:
             yield from last.collect()
@@ -335,42 +339,14 @@ class TransformersFeatureEngine:
             # longest first: fails early if at all
             window.sort(key=lambda item: len(item[1]), reverse=True)
             while window:
-                longest = self._padded(len(window[0][1]))
-                num_rows = max(1, self.tokens_per_batch // longest)
+                num_rows = max(1, self.tokens_per_batch // len(window[0][1]))
                 batch, window = window[:num_rows], window[num_rows:]
                 yield [index for index, _ in batch], [ids for _, ids in batch]
-
-    def _launch(self, indices: list[int], rows: list[Sequence[int]]) -> list[_Batch]:
-        """Start one batch, split in halves where it exceeds the GPU's memory."""
-        try:
-            return [self._forward(indices, rows)]
-        except torch.cuda.OutOfMemoryError as error:
-            if len(rows) == 1:
-                what = f"A row of {len(rows[0])} tokens exceeds the GPU."
-                fix = (
-                    "Shorten conversations (target.max_tokens), raise gpus_per_worker, or quantize"
-                    " the target."
-                )
-                raise EnvironmentFault(what, "features", fix) from error
-        # Outside of the handler, because the traceback keeps the failed forward's activations
-        # alive.
-        self.tokens_per_batch = max(1, self.tokens_per_batch // 2)
-        torch.cuda.empty_cache()
-        half = (len(rows) + 1) // 2
-        return self._launch(indices[:half], rows[:half]) + self._launch(indices[half:], rows[half:])
-
-    def _padded(self, length: int) -> int:
-        """The length of a batch whose longest row is this long."""
-        if self._device.type == "cpu":
-            return length
-        context = getattr(self.model.config.get_text_config(), "max_position_embeddings", length)
-        rounded = -(-length // GPU_MULTIPLE) * GPU_MULTIPLE
-        return max(length, min(rounded, context))
 
     @torch.inference_mode()
     def _forward(self, indices: list[int], rows: list[Sequence[int]]) -> _Batch:
         lengths = [len(ids) for ids in rows]
-        size = (len(rows), self._padded(max(lengths)))
+        size = (len(rows), max(lengths))
         on_gpu = self._device.type == "cuda"
         # From pinned memory, or the host would wait for the batch before to upload this one.
         ids_BT = torch.zeros(size, dtype=torch.long, pin_memory=on_gpu)
@@ -412,8 +388,6 @@ def _windows(
     window: list[tuple[int, Sequence[int]]] = []
     held = 0
     for index, ids in enumerate(rows):
-        if not len(ids):
-            raise ValueError(f"row {index} is empty")
         if window and held + len(ids) > num_tokens:
             yield window
             window, held = [], 0

@@ -18,10 +18,9 @@ room for two, as far as the target's own context has it.
 
 from __future__ import annotations
 
-import functools
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -99,8 +98,8 @@ def decode_in_turn(tasks: Sequence[DecodeTask], report: Report) -> list[VLLMText
 
 def decode(task: DecodeTask, report: Report) -> VLLMTexts:
     """Decode in this process."""
-    side = "vLLM with the heads" if task.engine_args else "plain vLLM"
-    report(part=f"{side} starts")
+    part = "vLLM with the heads" if task.engine_args else "plain vLLM"
+    report(part=f"{part} starts")
     arguments: dict[str, Any] = {"enable_prefix_caching": False}
     if task.at_once:
         arguments["max_num_seqs"] = task.at_once
@@ -111,18 +110,13 @@ def decode(task: DecodeTask, report: Report) -> VLLMTexts:
     for row, ids in enumerate(task.prompts):
         limit = min(task.max_new_tokens, context - len(ids))
         requests.append(Request(str(row), list(ids), limit))
-    total = task.repeats * len(requests)
-
-    def report_step(turn: int, num_finished: int, num_tokens: int) -> None:
-        done = turn * len(requests) + num_finished
-        report(part=side, done=done, total=total, unit="prompts", note=f"{num_tokens:,} tokens")
-
-    _generate(running, requests[:NUM_WARM_UPS], eos)
+    _generate(running, requests[:NUM_WARM_UPS], eos, f"{part} warms up", report)
     answers: list[list[list[int]]] = []
     seconds = []
-    for turn in range(task.repeats):
+    for turn in range(1, task.repeats + 1):
+        turn_of = f"{part}, {turn} of {task.repeats}"
         started = time.perf_counter()
-        answers = _generate(running, requests, eos, functools.partial(report_step, turn))
+        answers = _generate(running, requests, eos, turn_of, report)
         seconds.append(time.perf_counter() - started)
     running.close()
     return VLLMTexts(
@@ -136,16 +130,14 @@ def _generate(
     running: RunningEngine,
     requests: list[Request],
     eos: tuple[int, ...],
-    report_step: Callable[[int, int], None] | None = None,
+    part: str,
+    report: Report,
 ) -> list[list[list[int]]]:
     """Each request's tokens by step, the prefill's first; all requests are under way at once.
 
     A forward that returns nothing for a request is no step of it: a part of a prompt in chunked
     prefill, or one that asynchronous scheduling has begun before the request's end was known. A
     request that was preempted is computed again, and the forward that continues its text is a step.
-
-    Args:
-        report_step: Called after each step with the finished requests and the tokens so far.
     """
     from vllm.sampling_params import RequestOutputKind
 
@@ -163,6 +155,6 @@ def _generate(
                 steps[output.request_id].append(new_ids)
             num_finished += output.finished
             num_tokens += len(new_ids)
-        if report_step is not None:
-            report_step(num_finished, num_tokens)
+        note = f"{num_tokens:,} tokens"
+        report(part=part, done=num_finished, total=len(requests), unit="prompts", note=note)
     return list(steps.values())

@@ -80,14 +80,10 @@ class VLLMGenerationEngine:
         self._running = RunningEngine(spec, arguments, gpus)
         self._engine = self._running.llm.llm_engine
         self.capacity: int = self._engine.vllm_config.scheduler_config.max_num_seqs
-        self._context = self._running.llm.model_config.max_model_len
         self._eos = eos_token_ids(spec)
         self._ids: set[str] = set()
 
     def add(self, request: Request) -> None:
-        num_tokens = len(request.prompt_ids)
-        if request.id in self._ids or not 0 < num_tokens < self._context:
-            raise ValueError(f"{request.id}: running, or no prompt ({num_tokens} tokens)")
         self._ids.add(request.id)
         params = sampling_params(request, self._eos)
         self._engine.add_request(request.id, token_prompt(request.prompt_ids), params)

@@ -1,4 +1,4 @@
-"""The trainable backbone: the target with LoRA, sharded, saved and merged.
+"""The backbone that Medusa-2 trains: the target with LoRA, sharded, saved and merged.
 
 The original is the same weights with the adapter off. The lm_head never runs as a layer, because
 the losses compute its logits in chunks (`pipeline.training.backbone_losses`).
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from pipeline.config import BackboneConfig
 from pipeline.errors import ConfigError
-from pipeline.export.backbone import GENERATION_FILE, is_made_of, write_backbone
+from pipeline.export.backbone import GENERATION_FILE, write_backbone
 from pipeline.export.layout import BACKBONE_DIRECTORY
 from pipeline.heads.kind import TargetWeights
 from pipeline.storage.atomic import disk_errors
@@ -37,7 +37,7 @@ SAVES_MEMORY = (
 
 
 class Backbone(nn.Module):
-    """A target whose adapter trains; its own dropouts stay off.
+    """The target with a trainable LoRA adapter, its own dropout off.
 
     Args:
         spec: The target. The adapter starts as the identity, drawn from torch's generator.
@@ -84,7 +84,7 @@ class Backbone(nn.Module):
         self.eval()
 
     def states(self, batch: TextBatch) -> Tensor:
-        """The tuned states [N, D] at the learned positions, differentiable."""
+        """Compute the tuned backbone's states at the learned positions, [N, D], differentiable."""
         found = self._target.base_model(
             input_ids=batch.ids_BT, position_ids=batch.positions_BT, use_cache=False
         )
@@ -92,12 +92,12 @@ class Backbone(nn.Module):
 
     @torch.no_grad()
     def original_states(self, batch: TextBatch) -> Tensor:
-        """The original's states [N, D] at the same positions."""
+        """Compute the original target's states at the learned positions, [N, D]."""
         with self.tuned.disable_adapter():
             return self.states(batch)
 
-    def low(self, hidden_ND: Tensor) -> Tensor:
-        """The inner half of lm_head's LoRA on the states, with dropout and scale, [N, R]."""
+    def lora_inner(self, hidden_ND: Tensor) -> Tensor:
+        """Apply the inner half of the lm_head's LoRA to states, with dropout and scale, [N, R]."""
         layer = self._lm_head
         inner = layer.lora_A[NAME]
         dropped_ND = layer.lora_dropout[NAME](hidden_ND.to(inner.weight.dtype))
@@ -105,17 +105,17 @@ class Backbone(nn.Module):
 
     @property
     def head(self) -> TunedHead:
-        """The weights that turn states and `low` into the tuned logits."""
+        """The weights that turn states and `lora_inner` into the tuned model's logits."""
         own = self._lm_head.get_base_layer()
         return TunedHead(own.weight, own.bias, self._lm_head.lora_B[NAME].weight)
 
     @torch.no_grad()
-    def matrices(self) -> TargetWeights:
-        """The tuned lm_head and the embedding, which is not tuned; in fp32."""
+    def tuned_matrices(self) -> TargetWeights:
+        """The lm_head with its LoRA merged, and the untuned embedding, in fp32."""
         weight_VD, _, lora_VR = self.head
         unit_DD = torch.eye(weight_VD.shape[1], device=weight_VD.device)
         embedding_VD = self._target.get_input_embeddings().weight.detach()
-        tuned_VD = weight_VD.float() + lora_VR.float() @ self.low(unit_DD).float().T
+        tuned_VD = weight_VD.float() + lora_VR.float() @ self.lora_inner(unit_DD).float().T
         return TargetWeights(lambda: tuned_VD, lambda: embedding_VD)
 
     @property
@@ -127,7 +127,7 @@ class Backbone(nn.Module):
         return self._target.get_output_embeddings()
 
     def train(self, mode: bool = True) -> Backbone:
-        """Switch LoRA's dropout and the recomputation of activations, nothing else."""
+        """Switch LoRA's dropout and activation checkpointing on or off, nothing else."""
         super().train(False)
         _keep_differentiable(self)
         if mode:
@@ -150,8 +150,9 @@ def _keep_differentiable(module: nn.Module) -> None:
 
 
 def shard_layers(target: Any, device: torch.device, workers: Workers) -> None:
-    """Shard each decoder layer's frozen weights over the workers (FSDP2), in place, and move
-    `target` from the CPU to `device`.
+    """Shard each decoder layer's frozen weights over the training workers with FSDP2, in place.
+
+    Moves `target` from the CPU to `device`.
 
     A worker keeps its part of every layer, gathers a whole layer to run it, forward and again in
     backward, and frees it; at most two are whole at a time. LoRA stays whole on every worker, and
@@ -178,7 +179,7 @@ def shard_layers(target: Any, device: torch.device, workers: Workers) -> None:
 
 @torch.no_grad()
 def verify_packing(model: Any) -> None:
-    """Raise ConfigError if conversations packed into one sequence see each other in this model."""
+    """Raise ConfigError if conversations packed into one sequence attend to each other."""
     device = input_device(model)
     lengths = (5, 8)
     rows = [torch.arange(length, device=device)[None] for length in lengths]
@@ -195,7 +196,7 @@ def verify_packing(model: Any) -> None:
 
 
 def write_adapter(directory: Path, backbone: Backbone, spec: TargetSpec) -> None:
-    """Write the adapter in peft's format, without a model card."""
+    """Write the trained LoRA adapter in peft's format, without a model card."""
     config = backbone.tuned.peft_config[NAME]
     config.base_model_name_or_path = spec.model
     config.revision = spec.revision
@@ -206,8 +207,9 @@ def write_adapter(directory: Path, backbone: Backbone, spec: TargetSpec) -> None
 
 
 def merge_backbone(target: TargetSpec, directory: str) -> None:
-    """Write `backbone/` from the target and `adapter/` in a train stage's directory, on the CPU;
-    keep it if it is up to date.
+    """Merge target and trained adapter on the CPU and write the tuned backbone.
+
+    Reads `adapter/` and writes `backbone/` in a train stage's directory.
 
     Raises:
         ConfigError, DataError: As `load_tuned` does.
@@ -221,8 +223,6 @@ def merge_backbone(target: TargetSpec, directory: str) -> None:
         "dtype": target.dtype,
         "adapter_sha256": FileFacts.of(adapter / "adapter_model.safetensors").sha256,
     }
-    if is_made_of(backbone, made_of):
-        return
     copied = []  # settings and code are copied unchanged
     settings = find_file(target.model, target.revision, GENERATION_FILE)
     if settings:

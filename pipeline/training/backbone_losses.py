@@ -1,5 +1,4 @@
-"""The distance of the tuned backbone from the original, or from the text, without the [N, V]
-logits.
+"""The tuned backbone's loss against the original or the text, without the [N, V] logits.
 
 The tuned logits are `hidden · Wᵀ + low · Bᵀ`: W is the target's frozen lm_head, B the outer half of
 its LoRA, and `low` the inner half applied to the hidden states, with scale and dropout. The
@@ -30,7 +29,7 @@ from pipeline.heads.losses import chunk_bytes_on
 
 
 class TunedHead(NamedTuple):
-    """An lm_head with LoRA; only `lora_VR` gets a gradient."""
+    """An lm_head with LoRA, of which only `lora_VR` is trained."""
 
     weight_VD: Tensor
     bias_V: Tensor | None
@@ -49,7 +48,7 @@ def summed_divergence(
     *,
     chunk_bytes: int | None = None,
 ) -> Tensor:
-    """The tuned model's divergence from `truth`, summed over the rows.
+    """Sum the tuned backbone's divergence from `truth` over the rows.
 
     With the original's states [N, D]: KL(original ‖ tuned) over the whole vocabulary at temperature
     1 (paper 2.3.2). With token ids, int64 [N]: their cross entropy. Differentiable in `hidden_ND`,
@@ -71,9 +70,8 @@ class _SummedDivergence(torch.autograd.Function):
     ) -> Tensor:
         dtype = hidden_ND.dtype
         loss = torch.zeros((), dtype=_exact(dtype), device=hidden_ND.device)
-        ctx.gradients = []
-        if any(ctx.needs_input_grad):
-            ctx.gradients = [torch.zeros_like(each) for each in (hidden_ND, low_NR, lora_VR)]
+        ctx.gradients = [torch.zeros_like(each) for each in (hidden_ND, low_NR, lora_VR)]
+        grad_hidden_ND, grad_low_NR, grad_lora_VR = ctx.gradients
         head = head.to(dtype)
         with torch.autocast(hidden_ND.device.type, enabled=False):
             for rows in _chunks(hidden_ND, head, chunk_bytes):
@@ -85,12 +83,10 @@ class _SummedDivergence(torch.autograd.Function):
                     log_p_CV = _log_softmax(_logits(truth[rows].to(dtype), head))
                     chunk_loss, grad_CV = _divergence(log_q_CV, log_p_CV)
                 loss += chunk_loss
-                if ctx.gradients:
-                    grad_hidden_ND, grad_low_NR, grad_lora_VR = ctx.gradients
-                    grad_CV = grad_CV.to(dtype)
-                    grad_hidden_ND[rows] = grad_CV @ head.weight_VD
-                    grad_low_NR[rows] = (grad_CV @ head.lora_VR).to(low_NR.dtype)
-                    grad_lora_VR += grad_CV.t() @ low_CR
+                grad_CV = grad_CV.to(dtype)
+                grad_hidden_ND[rows] = grad_CV @ head.weight_VD
+                grad_low_NR[rows] = (grad_CV @ head.lora_VR).to(low_NR.dtype)
+                grad_lora_VR += grad_CV.t() @ low_CR
         return loss
 
     @staticmethod
@@ -100,7 +96,7 @@ class _SummedDivergence(torch.autograd.Function):
 
 
 def _cross_entropy(log_q_CV: Tensor, labels_C1: Tensor) -> tuple[Tensor, Tensor]:
-    """The summed loss and its gradient in the logits, q - onehot(label), in the memory of log q."""
+    """Cross entropy, summed, and its gradient q - onehot(label), written over log q."""
     label_log_q_C1 = log_q_CV.gather(1, labels_C1)
     # The label's entry is expm1(log q): q - 1 would round to 0 for a confident model.
     grad_CV = log_q_CV.exp_().scatter_(1, labels_C1, label_log_q_C1.expm1())
@@ -108,14 +104,14 @@ def _cross_entropy(log_q_CV: Tensor, labels_C1: Tensor) -> tuple[Tensor, Tensor]
 
 
 def _divergence(log_q_CV: Tensor, log_p_CV: Tensor) -> tuple[Tensor, Tensor]:
-    """KL(p ‖ q), summed, and its gradient in the logits of q, q - p, in the memory of log q."""
+    """KL(p ‖ q), summed, and its gradient in the logits of q, q - p, written over log q."""
     p_CV = log_p_CV.exp()
     loss = log_p_CV.sub_(log_q_CV).mul_(p_CV).sum()
     return loss, log_q_CV.exp_().sub_(p_CV)
 
 
 class Drift(NamedTuple):
-    """Sums over positions: fp64 scalars that add up over batches and workers."""
+    """Sums of a tuned backbone's drift over positions, as fp64 scalars."""
 
     kl: Tensor
     original_loss: Tensor  # cross entropy of the text
@@ -128,7 +124,7 @@ class Drift(NamedTuple):
         return cls(*torch.zeros(5, dtype=torch.float64, device=device).unbind())
 
     def add(self, log_p_NV: Tensor, log_q_NV: Tensor, labels_N: Tensor) -> None:
-        """Add positions with the original's and the tuned model's log-probabilities, in place."""
+        """Add positions, given the original's and the tuned model's log-probabilities, in place."""
         labels_N1 = labels_N[:, None]
         self.kl.add_((log_p_NV.exp() * (log_p_NV - log_q_NV)).sum(dtype=torch.float64))
         self.original_loss.sub_(log_p_NV.gather(1, labels_N1).sum(dtype=torch.float64))
@@ -137,7 +133,7 @@ class Drift(NamedTuple):
         self.positions.add_(len(labels_N))
 
     def figures(self) -> TunedDrift:
-        """The means, without positions None."""
+        """The mean drift per position; all None if there are no positions."""
         kl, original_loss, tuned_loss, agreed, positions = (float(total) for total in self)
         if not positions:
             return TunedDrift()
@@ -163,7 +159,7 @@ def add_drift(
     *,
     chunk_bytes: int | None = None,
 ) -> None:
-    """Add the tuned backbone's drift at positions whose next tokens are `labels_N` to `total`."""
+    """Add the tuned backbone's drift at positions with next tokens `labels_N` to `total`."""
     head = head.to(hidden_ND.dtype)
     for rows in _chunks(hidden_ND, head, chunk_bytes):
         log_q_CV = _log_softmax(_logits(hidden_ND[rows], head, low_NR[rows]))
@@ -172,7 +168,7 @@ def add_drift(
 
 
 def _chunks(hidden_ND: Tensor, head: TunedHead, chunk_bytes: int | None) -> Iterator[slice]:
-    """Ranges of rows whose logits and log-probabilities of both models take `chunk_bytes`."""
+    """Yield ranges of rows whose logits of both models take about `chunk_bytes`."""
     exact_bytes = _exact(hidden_ND.dtype).itemsize
     row_bytes = len(head.weight_VD) * (2 * hidden_ND.element_size() + 3 * exact_bytes)
     num_rows = max(1, (chunk_bytes or chunk_bytes_on(hidden_ND.device)) // row_bytes)

@@ -1,4 +1,4 @@
-"""Checkpoints: safetensors files, whole or absent; nothing is ever unpickled.
+"""Checkpoints of a training as safetensors files, each whole or absent, without pickle.
 
 A checkpoint holds all that a resume needs to end with the same weights: named tensors (heads,
 optimizer) and, in its header, a JSON state (step, running sums) and a sha256 of everything. The
@@ -34,14 +34,14 @@ log = logging.getLogger(__name__)
 
 
 class Checkpoint(NamedTuple):
-    """A checkpoint's tensors, on the CPU, and its JSON state."""
+    """A training checkpoint: tensors on the CPU and the JSON state."""
 
     tensors: dict[str, Tensor]
     state: dict[str, Any]
 
 
 class Checkpoints:
-    """The checkpoints of one training directory; a context, which awaits the last write on exit.
+    """The checkpoints in one training directory; a context that awaits the last write.
 
     Args:
         settings: How often they are due, and how many are kept.
@@ -65,19 +65,21 @@ class Checkpoints:
     def path(self, step: int) -> Path:
         return self.directory / f"step-{step:08d}.safetensors"
 
-    def saved(self) -> list[int]:
-        """The steps of all checkpoints, newest first."""
+    def saved_steps(self) -> list[int]:
+        """The steps that have a checkpoint, newest first."""
         names = [FILE.fullmatch(path.name) for path in self.directory.glob("step-*")]
         return sorted((int(match[1]) for match in names if match), reverse=True)
 
-    def due(self, step: int) -> bool:
-        """Whether to save after this step, by the number of steps or by time."""
+    def is_due(self, step: int) -> bool:
+        """Whether to save a checkpoint after this step, by steps or by minutes."""
         if self.settings.checkpoint_every:
             return step % self.settings.checkpoint_every == 0
         return time.monotonic() - self._saved >= 60 * self.settings.checkpoint_minutes
 
     def save(self, step: int, checkpoint: Checkpoint) -> None:
-        """Copy everything now and write it in the background; first await the write before.
+        """Copy the training state now and write its checkpoint in the background.
+
+        Awaits the write before.
 
         Raises:
             EnvironmentFault: The disk was full at the write before.
@@ -91,17 +93,17 @@ class Checkpoints:
         self._writing = self._background.submit(self._write, step, copies, state)
 
     def wait(self) -> None:
-        """Wait until the last write is on disk."""
+        """Wait until the last checkpoint is on disk."""
         if self._writing:
             self._writing.result()
         self._writing = None
 
-    def newest(self, workers: Workers, device: torch.device) -> Checkpoint | None:
+    def read_newest(self, workers: Workers, device: torch.device) -> Checkpoint | None:
         """Read the newest undamaged checkpoint, which the first worker chooses for all."""
         newest = 0
         checkpoint = None
         if workers.is_first:
-            for step in self.saved():
+            for step in self.saved_steps():
                 checkpoint = read_checkpoint(self.path(step))
                 if checkpoint is not None:
                     newest = step
@@ -115,28 +117,30 @@ class Checkpoints:
     def _write(self, step: int, tensors: dict[str, Tensor], state: str) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
         with atomic_path(self.path(step)) as temporary:
-            save_file(tensors, temporary, {"state": state, "sha256": digest(tensors, state)})
+            save_file(
+                tensors, temporary, {"state": state, "sha256": checkpoint_digest(tensors, state)}
+            )
         # Later ones are damaged, or from before a resume.
-        saved = self.saved()
+        saved = self.saved_steps()
         history = [each for each in saved if each <= step]
         for each in set(saved) - set(history[: self.settings.keep_checkpoints]):
             self.path(each).unlink(missing_ok=True)
 
 
 def read_checkpoint(path: Path) -> Checkpoint | None:
-    """Read and verify a checkpoint; None, with a warning, if it is damaged."""
+    """Read and verify a checkpoint; return None, with a warning, if it is damaged."""
     with contextlib.suppress(OSError, SafetensorError, KeyError, ValueError):
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a dictionary)
-        if digest(tensors, metadata["state"]) == metadata["sha256"]:
+        if checkpoint_digest(tensors, metadata["state"]) == metadata["sha256"]:
             return Checkpoint(tensors, json.loads(metadata["state"]))
     log.warning("The checkpoint %s is damaged: the one before it is used.", path)
     return None
 
 
-def digest(tensors: Mapping[str, Tensor], state: str) -> str:
-    """The sha256 (hex) of names, dtypes, shapes and bytes of CPU tensors, and of the state."""
+def checkpoint_digest(tensors: Mapping[str, Tensor], state: str) -> str:
+    """The sha256 of a checkpoint: names, dtypes, shapes and bytes of tensors, and the state."""
     total = hashlib.sha256(state.encode())
     for name in sorted(tensors):
         tensor = tensors[name]
@@ -148,7 +152,7 @@ def digest(tensors: Mapping[str, Tensor], state: str) -> str:
 def optimizer_state(
     optimizer: torch.optim.Optimizer,
 ) -> tuple[dict[str, Tensor], dict[str, int | float]]:
-    """The optimizer's state as tensors and numbers, each named `<index of parameter>.<name>`."""
+    """Split the optimizer's state into tensors and numbers named `<parameter index>.<name>`."""
     tensors = {}
     numbers = {}
     for index, parameter in enumerate(_parameters(optimizer)):
@@ -165,7 +169,7 @@ def load_optimizer(
     tensors: Mapping[str, Tensor],
     numbers: Mapping[str, int | float],
 ) -> None:
-    """Restore an `optimizer_state`; learning rates and decays stay as in the settings."""
+    """Restore an `optimizer_state`; learning rates and weight decays stay as set."""
     parameters = _parameters(optimizer)
     for key, value in (*tensors.items(), *numbers.items()):
         index, _, name = key.partition(".")

@@ -1,4 +1,4 @@
-"""Batches of cached states: the plan of an epoch by arithmetic, and loading ahead of use.
+"""Training batches of cached states: the plan of an epoch, and loading ahead of use.
 
 Heads read one state each, so a batch is a flat set of *positions*, without padding: rows are cut
 wherever a batch ends, and a row longer than the budget needs no rule of its own. The epoch's row
@@ -22,7 +22,6 @@ Letters: N positions, D hidden size, K heads, M states that predict labels.
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -37,7 +36,7 @@ from pipeline.artifacts.feature_rows import FeatureRows, RowGroup
 from pipeline.training.task import Workers
 
 LANES = 16
-NUM_READERS = min(8, max(1, len(os.sched_getaffinity(0)) // 2))  # the other cores compute
+NUM_READERS = 4  # threads
 BATCHES_AHEAD = 2  # assembled batches that wait for the loop
 STEPS_AHEAD = 4  # steps whose row groups are being read
 CPU = torch.device("cpu")
@@ -58,7 +57,7 @@ class Piece:
 
 
 class EpochPlan:
-    """The steps of one epoch.
+    """The batches of one epoch: which cached positions each training step reads.
 
     Args:
         lengths: Per row group, the number of positions of each of its rows; 0 leaves a row out.
@@ -91,15 +90,20 @@ class EpochPlan:
         self.num_steps = -(-self.num_positions // batch_tokens)
         # Fewer lanes where positions are so few that a lane could not give one to every step.
         num_lanes = min(LANES, self.num_positions // max(1, self.num_steps))
-        self._lanes = [part(0, self.num_positions, lane, num_lanes) for lane in range(num_lanes)]
+        self._lanes = [
+            split_range(0, self.num_positions, lane, num_lanes) for lane in range(num_lanes)
+        ]
+
+    def size(self, step: int) -> int:
+        """The number of positions in a step, over all workers."""
+        return sum(stop - start for start, stop in self._ranges(step))
 
     def share(self, step: int, workers: Workers) -> tuple[int, int]:
-        """The range of places that a worker reads among the positions of a step."""
-        num_positions = sum(stop - start for start, stop in self._ranges(step))
-        return part(0, num_positions, workers.rank, workers.world_size)
+        """The range of a step's positions that one worker reads."""
+        return split_range(0, self.size(step), workers.rank, workers.world_size)
 
     def pieces(self, step: int, workers: Workers = ALONE) -> list[Piece]:
-        """One worker's positions of one step, in the line's order; maybe none if they are few."""
+        """The row pieces that one worker reads in a step, in the line's order; maybe none."""
         first, last = self.share(step, workers)
         found = []
         offset = 0  # of a range within the step
@@ -112,11 +116,11 @@ class EpochPlan:
         return found
 
     def _ranges(self, step: int) -> list[tuple[int, int]]:
-        """The ranges of the line that a step reads."""
-        return [part(start, stop, step, self.num_steps) for start, stop in self._lanes]
+        """The ranges of the line that a step reads, one per lane."""
+        return [split_range(start, stop, step, self.num_steps) for start, stop in self._lanes]
 
     def _between(self, start: int, stop: int) -> list[Piece]:
-        """The rows, or parts of rows, that the range [start, stop) of the line covers."""
+        """The rows, whole or in part, within the range [start, stop) of the line."""
         first, last = np.searchsorted(self._edges, [start, stop - 1], side="right") - 1
         found = []
         for i in range(first, last + 1):
@@ -128,16 +132,15 @@ class EpochPlan:
         return found
 
 
-def part(start: int, stop: int, index: int, count: int) -> tuple[int, int]:
-    """The index-th of `count` parts of a range, equal give or take one."""
+def split_range(start: int, stop: int, index: int, count: int) -> tuple[int, int]:
+    """Part `index` of `count` nearly equal parts of the range [start, stop)."""
     length = stop - start
     return start + length * index // count, start + length * (index + 1) // count
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Hidden states in their stored dtype, the tokens that follow, and labels, -100 where a head
-    has nothing to learn.
+    """A training batch: cached states, next tokens and labels (-100 without one).
 
     Tokens are int64. With soft labels, `teacher_MD` holds the states from which the target
     predicted the labels, and `teacher_KN` each label's row among them, -1 where it has none.
@@ -160,12 +163,12 @@ def load_batches(
     rows: FeatureRows,
     plan: EpochPlan,
     steps: Sequence[int],
-    *,
     workers: Workers = ALONE,
     device: torch.device = CPU,
+    *,
     soft_labels: bool = False,
 ) -> Iterator[Batch]:
-    """Yield one worker's batches of the plan's `steps`, in order, on `device`.
+    """Yield one worker's training batches for `steps`, in order, on `device`.
 
     Without soft labels, their tensors are empty.
 
@@ -206,9 +209,9 @@ def _assemble(
     soft_labels: bool,
     pin: bool,
 ) -> Batch:
-    """Copy the positions of `pieces` into one batch, in pinned memory for a GPU."""
+    """Copy the cached positions of `pieces` into one batch, in pinned memory for a GPU."""
     num_positions = sum(len(piece) for piece in pieces)
-    hidden_ND = torch.empty(num_positions, rows.hidden_size, dtype=rows.dtype)
+    hidden_ND = torch.empty(num_positions, rows.states.hidden_size, dtype=rows.dtype)
     next_N = torch.empty(num_positions, dtype=torch.int64)
     labels_KN = torch.empty(rows.num_heads, num_positions, dtype=torch.int64)
     states = [hidden_ND[:0]]

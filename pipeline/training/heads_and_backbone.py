@@ -1,4 +1,4 @@
-"""Heads and backbone together; the backbone is held to the original (Medusa-2, paper 2.2.2, 2.3.2).
+"""Medusa-2: train heads and backbone together, held to the original (paper 2.2.2, 2.3.2).
 
 The loss is L_backbone + lambda_0(t) · sum over heads of 0.8^(k+1) CE_k. L_backbone is KL(original ‖
 tuned) over every position whose next token the target wrote, or that token's cross entropy. The
@@ -11,7 +11,6 @@ Letters: N learned positions, C components of the loss (the backbone's, then the
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,42 +19,42 @@ import torch
 from torch import Tensor
 
 from pipeline.errors import DataError
-from pipeline.heads.accuracy import Score, score
+from pipeline.heads.accuracy import Score, score_guesses
 from pipeline.heads.losses import TargetHead, Teacher
 from pipeline.training.adapted_backbone import Backbone, write_adapter
 from pipeline.training.backbone_losses import Drift, add_drift, summed_divergence
-from pipeline.training.feature_batches import part
-from pipeline.training.heads_only import head_weights, initial_heads, noisy
+from pipeline.training.feature_batches import split_range
+from pipeline.training.heads_only import add_noise, head_weights, initial_heads
 from pipeline.training.held_out_accuracy import (
     MAX_POSITIONS,
     SPLIT,
     TOP,
     Evaluation,
-    evaluation_of,
-    sample,
+    sample_rows,
+    summarize_scores,
 )
 from pipeline.training.optimizers import heads_weight
 from pipeline.training.recipe import Recipe, make_recipe
-from pipeline.training.task import Learner, TrainResult, TrainSpec, Workers, product_dtype
+from pipeline.training.task import Learner, TrainSpec, Workers, product_dtype
 from pipeline.training.text_batches import (
     Text,
     TextBatch,
     TextPlan,
     assemble_texts,
-    pack,
+    pack_sequences,
     read_texts,
 )
 
 
 class MicroBatch(NamedTuple):
-    """The sequences of one forward, and the seed of its dropout and noise."""
+    """Packed sequences of one forward pass, and the seed of its dropout and noise."""
 
     texts: TextBatch
     seed: int
 
 
 class BackboneLearner(Learner):
-    """Heads and an adapter on the backbone, from the generated conversations.
+    """Learner of heads and a LoRA adapter on the backbone, from generated conversations.
 
     Raises:
         ConfigError: The target cannot be tuned; see `Backbone`.
@@ -105,8 +104,9 @@ class BackboneLearner(Learner):
             yield list(self.batches(step))
 
     def batches(self, step: int) -> Iterator[MicroBatch]:
-        """Yield this worker's part of a step: as many batches as on every worker, the last maybe
-        empty.
+        """Yield this worker's micro-batches of a step, equally many on all workers.
+
+        The last may be empty.
         """
         epoch, of_epoch = divmod(step, self.recipe.steps_per_epoch)
         size = self.settings.micro_batch
@@ -129,7 +129,7 @@ class BackboneLearner(Learner):
         return torch.cat([torch.ones(1, device=self.device), weights_K])
 
     def heads_weight(self, step: int) -> float:
-        """lambda_0(t)."""
+        """The weight of the heads' losses in this step, lambda_0(t)."""
         return heads_weight(
             step, self.recipe.total_steps, self.settings.lambda_0, self.settings.schedule
         )
@@ -151,8 +151,8 @@ class BackboneLearner(Learner):
             if self.settings.loss == "kl":
                 truth = original_ND
             hidden_ND = self.backbone.states(texts)
-            low_NR = self.backbone.low(hidden_ND)
-            read_ND = noisy(hidden_ND, self.spec.settings.noise, (batch.seed,))
+            low_NR = self.backbone.lora_inner(hidden_ND)
+            read_ND = add_noise(hidden_ND, self.spec.settings.noise, (batch.seed,))
             head_losses_K = self.heads.summed_losses(
                 read_ND, texts.next_N, texts.labels_KN, teacher, weights_C[1:]
             )
@@ -171,22 +171,22 @@ class BackboneLearner(Learner):
 
     @torch.no_grad()
     def evaluate(self) -> Evaluation:
-        """Evaluate heads and drift at about `MAX_POSITIONS` positions, always the same ones."""
-        if not any(text.num_read for text in self.held_out):
+        """Evaluate heads and drift on about `MAX_POSITIONS` held-out positions."""
+        if not self.held_out:
             where = "train.backbone.sequence_length"
             raise DataError(
                 f"No held-out row has target-written text within {where} to measure the drift on.",
                 where,
                 "Raise it, or hold out more rows (seeds.holdout).",
             )
-        chosen = sample([text.num_learned for text in self.held_out], MAX_POSITIONS)
+        chosen = sample_rows([text.num_learned for text in self.held_out], MAX_POSITIONS)
         texts = [self.held_out[index] for index in chosen]
-        groups = pack([text.num_read for text in texts], self.settings.sequence_length)
+        groups = pack_sequences([text.num_read for text in texts], self.settings.sequence_length)
         drift = Drift.zero(self.device)
         total = Score.zero(self.heads.shape, TOP, self.device)
         self.backbone.eval()
         world_size = self.workers.world_size
-        first, last = part(0, len(groups), self.workers.rank, world_size)
+        first, last = split_range(0, len(groups), self.workers.rank, world_size)
         for place in range(-(-len(groups) // world_size)):
             # Where layers are sharded, every worker runs them equally often.
             sequences = []
@@ -196,27 +196,27 @@ class BackboneLearner(Learner):
             with self.autocast():
                 hidden_ND = self.backbone.states(batch)
                 original_ND = self.backbone.original_states(batch)
-                low_NR = self.backbone.low(hidden_ND)
-                total.add(score(self.heads, hidden_ND, batch.next_N, batch.labels_KN, TOP))
+                low_NR = self.backbone.lora_inner(hidden_ND)
+                total.add(score_guesses(self.heads, hidden_ND, batch.next_N, batch.labels_KN, TOP))
             head = self.backbone.head
             add_drift(drift, hidden_ND.to(self.dtype), low_NR, head, original_ND, batch.next_N)
         for sums in (*drift, *total):
             self.workers.sum_in_place(sums)
-        return evaluation_of(total, drift.figures())
-
-    def complete(self, result: TrainResult) -> TrainResult:
-        return replace(result, quantization=self.spec.trained_target.quantization)
+        return summarize_scores(total, drift.figures())
 
     def write(self) -> None:
-        """Write the adapter, and the tuned matrices into heads that borrow the target's."""
+        """Write the adapter, and copy tuned matrices into heads that share the target's."""
         write_adapter(self.spec.adapter_path, self.backbone, self.spec.target)
         with torch.no_grad():
-            self.heads.take_from(self.backbone.matrices().drafting(self.heads.vocabulary.token_map))
+            self.heads.take_from(
+                self.backbone.tuned_matrices().drafting(self.heads.vocabulary.token_map)
+            )
 
 
 def open_texts(spec: TrainSpec) -> dict[str, list[Text]]:
-    """The generated conversations by split; raises DataError unless they match the run and hold
-    something to learn.
+    """Read the generated conversations by split.
+
+    Raises DataError unless they match the run and hold something to learn.
     """
     texts = read_texts(
         spec.texts,
@@ -225,7 +225,7 @@ def open_texts(spec: TrainSpec) -> dict[str, list[Text]]:
         roles=spec.settings.roles,
         sequence_length=spec.settings.backbone.sequence_length,
     )
-    if not any(text.num_read for text in texts.get("train", ())):
+    if "train" not in texts:
         raise DataError(
             f"No train row has target-written text in the roles {spec.settings.roles} within"
             " train.backbone.sequence_length.",
@@ -236,12 +236,14 @@ def open_texts(spec: TrainSpec) -> dict[str, list[Text]]:
 
 
 def recipe_of(spec: TrainSpec, texts: Sequence[Text]) -> Recipe:
-    sequences = len(pack([text.num_read for text in texts], spec.settings.backbone.sequence_length))
+    sequences = len(
+        pack_sequences([text.num_read for text in texts], spec.settings.backbone.sequence_length)
+    )
     return make_recipe(
         spec.settings, num_positions(texts), spec.hidden_size, spec.kind.lr_scale, sequences
     )
 
 
 def num_positions(texts: Sequence[Text]) -> int:
-    """The number of target-written tokens that are learned."""
+    """The number of target-written tokens that training learns from."""
     return sum(text.num_learned for text in texts)

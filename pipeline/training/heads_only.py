@@ -1,4 +1,4 @@
-"""Heads alone, from cached hidden states; the backbone is never run (Medusa-1, paper 2.2.1).
+"""Medusa-1: train heads alone from cached hidden states, without the backbone (paper 2.2.1).
 
 The loss is the sum over heads of 0.8^(k+1) CE_k, each CE a mean over the labels of the whole batch.
 With soft labels (`train.soft_labels`), a share of CE_k is the cross entropy with the target's own
@@ -23,20 +23,24 @@ from pipeline.artifacts.feature_rows import FeatureRows
 from pipeline.artifacts.generated_rows import read_token_rows
 from pipeline.artifacts.trained_heads import read_trained_heads
 from pipeline.errors import DataError
-from pipeline.heads.accuracy import Score, score
-from pipeline.heads.kind import Heads, TargetWeights, most_frequent
+from pipeline.heads.accuracy import Score, score_guesses
+from pipeline.heads.kind import Heads, TargetWeights, most_frequent_tokens
 from pipeline.heads.losses import TargetHead, Teacher
 from pipeline.targets.lm_head import read_embedding, read_lm_head, read_logit_changes
 from pipeline.training.feature_batches import Batch, EpochPlan, load_batches
-from pipeline.training.held_out_accuracy import MAX_POSITIONS, SPLIT, TOP, Evaluation, evaluation_of
+from pipeline.training.held_out_accuracy import (
+    MAX_POSITIONS,
+    SPLIT,
+    TOP,
+    Evaluation,
+    summarize_scores,
+)
 from pipeline.training.recipe import Recipe, make_recipe
 from pipeline.training.task import Learner, TrainSpec, Workers, product_dtype
 
-NOISE_BLOCK = 256  # positions whose noise one generator draws
-
 
 class HeadsLearner(Learner):
-    """Heads of any kind, from the features stage's shards."""
+    """Learner of heads of any kind, from the features stage's cached states."""
 
     saves_memory = ("train.optimizer: adamw-8bit", "a smaller train.batch_tokens")
 
@@ -67,14 +71,17 @@ class HeadsLearner(Learner):
         seed = self.spec.seed
         soft_labels = self.spec.settings.soft_labels > 0
         lengths = self.rows.lengths("train")
-        size = self.recipe.batch_tokens
+        noise = self.spec.settings.noise
         for epoch in range(first // self.recipe.steps_per_epoch, self.recipe.epochs):
-            plan = EpochPlan(lengths, batch_tokens=size, seed=seed, epoch=epoch)
+            plan = EpochPlan(lengths, batch_tokens=self.recipe.batch_tokens, seed=seed, epoch=epoch)
             steps = range(first % self.recipe.steps_per_epoch, self.recipe.steps_per_epoch)
-            batches = self._load(plan, steps, soft_labels=soft_labels)
+            batches = load_batches(
+                self.rows, plan, steps, self.workers, self.device, soft_labels=soft_labels
+            )
             for step, batch in zip(steps, batches, strict=True):
                 place, _ = plan.share(step, self.workers)
-                hidden_ND = noisy(batch.hidden_ND, self.spec.settings.noise, (seed, first), place)
+                size = plan.size(step)
+                hidden_ND = add_noise(batch.hidden_ND, noise, (seed, first), place, size)
                 yield [replace(batch, hidden_ND=hidden_ND)]
                 first += 1
 
@@ -99,27 +106,20 @@ class HeadsLearner(Learner):
         return {"head_losses": means}
 
     def evaluate(self) -> Evaluation:
-        """Evaluate at most `MAX_POSITIONS` held-out positions, always the same ones."""
+        """Evaluate the heads on at most `MAX_POSITIONS` held-out positions."""
         lengths = self.rows.lengths(SPLIT)
         size = self.recipe.batch_tokens
         plan = EpochPlan(lengths, batch_tokens=size, seed=0, limit=MAX_POSITIONS)
         total = Score.zero(self.heads.shape, TOP, self.device)
-        for batch in self._load(plan, range(plan.num_steps), soft_labels=False):
+        steps = range(plan.num_steps)
+        for batch in load_batches(self.rows, plan, steps, self.workers, self.device):
             with self.autocast():
-                total.add(score(self.heads, batch.hidden_ND, batch.next_N, batch.labels_KN, TOP))
+                total.add(
+                    score_guesses(self.heads, batch.hidden_ND, batch.next_N, batch.labels_KN, TOP)
+                )
         for sums in total:
             self.workers.sum_in_place(sums)
-        return evaluation_of(total)
-
-    def _load(self, plan: EpochPlan, steps: range, *, soft_labels: bool) -> Iterator[Batch]:
-        return load_batches(
-            self.rows,
-            plan,
-            steps,
-            workers=self.workers,
-            device=self.device,
-            soft_labels=soft_labels,
-        )
+        return summarize_scores(total)
 
 
 def recipe_of(spec: TrainSpec, rows: FeatureRows) -> Recipe:
@@ -127,17 +127,19 @@ def recipe_of(spec: TrainSpec, rows: FeatureRows) -> Recipe:
 
 
 def num_positions(rows: FeatureRows, split: str = "train") -> int:
-    """The number of positions of a split that have a label."""
+    """The number of cached positions of a split that have a label."""
     return sum(int(lengths.sum()) for lengths in rows.lengths(split))
 
 
 def open_features(spec: TrainSpec) -> FeatureRows:
-    """The cached states; raises DataError unless they match the run and hold something to learn."""
+    """Open the cached states.
+
+    Raises DataError unless they match the run and hold something to learn.
+    """
     rows = FeatureRows(
         spec.shards,
         fingerprint=spec.fingerprint,
         hidden_size=spec.hidden_size,
-        vocab_size=spec.vocab_size,
         num_heads=spec.settings.num_heads,
         roles=spec.settings.roles,
     )
@@ -152,7 +154,7 @@ def open_features(spec: TrainSpec) -> FeatureRows:
 
 
 def initial_heads(spec: TrainSpec, heads_from: Path | None = None) -> Heads:
-    """The heads of this file, else untrained ones; in fp32 on the CPU."""
+    """Read heads from a file, or initialize untrained ones; in fp32 on the CPU."""
     if heads_from:
         return read_trained_heads(heads_from)
     target = TargetWeights(
@@ -162,14 +164,14 @@ def initial_heads(spec: TrainSpec, heads_from: Path | None = None) -> Heads:
     shape = spec.heads_shape
     if not shape.is_pruned:
         return spec.kind.initial(shape, target)
-    tokens_V = most_frequent(_count_written_tokens(spec), shape.vocab_size)
+    tokens_V = most_frequent_tokens(_count_written_tokens(spec), shape.vocab_size)
     heads = spec.kind.initial(shape, target.drafting(tokens_V))
     heads.vocabulary.fill(tokens_V)
     return heads
 
 
 def _count_written_tokens(spec: TrainSpec) -> npt.NDArray[np.int64]:
-    """Count each token that the target wrote in the train rows' learned roles, [V]."""
+    """Count the tokens that the target wrote in train rows' learned roles, [V]."""
     shards = spec.shards
     fingerprint = spec.fingerprint
     if not shards:
@@ -184,35 +186,31 @@ def _count_written_tokens(spec: TrainSpec) -> npt.NDArray[np.int64]:
 
 
 def read_target_head(spec: TrainSpec, device: torch.device) -> TargetHead:
-    """The target's output layer, in the dtype of the products."""
+    """Read the target's output layer for soft labels, in the dtype of matrix products."""
     head = TargetHead(read_lm_head(spec.target), *read_logit_changes(spec.target))
     return head.to(device, product_dtype(spec, device))
 
 
 def head_weights(spec: TrainSpec, device: torch.device) -> Tensor:
-    """The weight of head k's loss: decay^(k+1), [K]."""
+    """The weight of each head's loss, decay^(k+1), [K]."""
     return spec.settings.decay ** torch.arange(1, spec.settings.num_heads + 1, device=device)
 
 
-def noisy(states_ND: Tensor, noise: float, seed: tuple[int, ...], first: int = 0) -> Tensor:
-    """Add uniform noise of up to `noise` times each state's RMS, so that heads do not memorize a
-    small cache.
+def add_noise(
+    states_ND: Tensor, noise: float, seed: tuple[int, ...], first: int = 0, total: int | None = None
+) -> Tensor:
+    """Add uniform noise, at most `noise` times each state's RMS, against memorizing a small cache.
 
     EAGLE (arXiv 2401.15077) adds U(-0.1, 0.1) to every entry of a Llama target's states; other
-    targets have larger or smaller states, so here the bound is relative. The noise depends on
-    `seed` and each state's place, counted from `first`: workers that share a batch draw the same.
+    targets have larger or smaller states, so here the bound is relative. The noise is drawn for a
+    batch of `total` states, of which this worker has those from `first` on.
     """
-    if not noise or not len(states_ND):
+    if not noise:
         return states_ND
-    stop = first + len(states_ND)
-    skipped = first % NOISE_BLOCK
-    size = (NOISE_BLOCK, states_ND.shape[1])
-    blocks = []
-    for block in range(first // NOISE_BLOCK, -(-stop // NOISE_BLOCK)):
-        number = np.random.SeedSequence((*seed, block)).generate_state(1, np.uint64)[0]
-        generator = torch.Generator(states_ND.device).manual_seed(int(number))
-        blocks.append(torch.rand(size, generator=generator, device=states_ND.device))
-    drawn_ND = torch.cat(blocks)[skipped : skipped + len(states_ND)]
+    number = np.random.SeedSequence(seed).generate_state(1, np.uint64)[0]
+    generator = torch.Generator(states_ND.device).manual_seed(int(number))
+    num_rows, size = states_ND.shape
+    drawn_ND = torch.rand(total or num_rows, size, generator=generator, device=states_ND.device)
     rms_N1 = states_ND.detach().float().square().mean(1, keepdim=True).sqrt()
-    added_ND = 2 * noise * rms_N1 * (drawn_ND - 0.5)
+    added_ND = 2 * noise * rms_N1 * (drawn_ND[first : first + num_rows] - 0.5)
     return states_ND + added_ND.to(states_ND.dtype)

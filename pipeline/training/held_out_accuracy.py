@@ -1,4 +1,4 @@
-"""Figures on held-out text: the heads' accuracy, and the ranks that calibrate searches trees on.
+"""The heads' accuracy on held-out text, and the guess ranks that calibrate searches trees on.
 
 Letters: N positions, D hidden size, K heads, R ranks.
 """
@@ -33,7 +33,7 @@ TOP = 5
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Figures on held-out text; empty if nothing is held out.
+    """The heads' losses and accuracy on held-out text; empty if nothing is held out.
 
     Attributes:
         held_out: Per head {loss, top1, …, top5}. Losses are means over labels in the draft
@@ -50,14 +50,14 @@ class Evaluation:
     drift: TunedDrift | None = None
 
     def loss(self, decay: float) -> float | None:
-        """The heads' losses, weighted by decay^(k+1) and summed; None if nothing is held out."""
+        """The heads' held-out losses, weighted by decay^(k+1) and summed; None without any."""
         if not self.held_out:
             return None
         return sum(decay ** (k + 1) * head["loss"] for k, head in enumerate(self.held_out))
 
 
-def evaluation_of(score: Score, drift: TunedDrift | None = None) -> Evaluation:
-    """The figures of summed scores."""
+def summarize_scores(score: Score, drift: TunedDrift | None = None) -> Evaluation:
+    """Turn summed scores on held-out text into losses and accuracies."""
     num_labels = int(score.counts_K[0])
     if num_labels == 0:
         return Evaluation([], {}, drift=drift)
@@ -67,16 +67,16 @@ def evaluation_of(score: Score, drift: TunedDrift | None = None) -> Evaluation:
     held_out = []
     for loss, shares_R in zip(losses_K.tolist(), shares_KR.tolist(), strict=True):
         held_out.append({"loss": loss, **dict(zip(names, shares_R, strict=True))})
-    most_frequent = score.tokens_V.topk(min(len(names), len(score.tokens_V))).values
-    frequent_R = (most_frequent.cumsum(0).double() / num_labels).tolist()
-    frequency = dict(zip(names, frequent_R, strict=False))
+    most_frequent_R = score.tokens_V.topk(len(names)).values
+    frequent_R = (most_frequent_R.cumsum(0).double() / num_labels).tolist()
+    frequency = dict(zip(names, frequent_R, strict=True))
     coverage = float(score.drafted_K[0]) / num_labels
     return Evaluation(held_out, frequency, coverage if coverage < 1 else None, drift)
 
 
 @dataclass(frozen=True)
 class HeldOutText:
-    """Held-out rows of feature shards, and the trained heads to evaluate on them.
+    """Held-out feature shards, and the trained heads to evaluate on them.
 
     Attributes:
         shards, fingerprint, roles: As in `FeatureRows`.
@@ -94,7 +94,7 @@ class HeldOutText:
 def held_out_ranks(
     text: HeldOutText, top: int, device: str, progress: ProgressReporter | None = None
 ) -> HeldOutRanks:
-    """The ranks of held-out tokens among the heads' first `top` guesses.
+    """Rank each held-out token among the heads' first `top` guesses.
 
     Computed in fp32 on `device`, for about `MAX_POSITIONS` positions of rows from all over the
     data.
@@ -108,7 +108,7 @@ def held_out_ranks(
 def held_out_places(
     text: HeldOutText, tree: DynamicTree, device: str, progress: ProgressReporter | None = None
 ) -> HeldOutPlaces:
-    """The places of held-out tokens among the nodes that a dynamic tree proposes.
+    """Find the place of each held-out token among the nodes of a dynamic tree.
 
     As `held_out_ranks`, for about `GROWN_POSITIONS` positions.
     """
@@ -119,7 +119,7 @@ def held_out_places(
 
 
 class _HeldOutRows:
-    """The rows of a held-out text, and what is measured at their positions."""
+    """Held-out rows, and the measurements at their positions."""
 
     def __init__(self, text: HeldOutText, device: str):
         self.text = text
@@ -132,13 +132,12 @@ class _HeldOutRows:
     def read(
         self, limit: int, progress: ProgressReporter | None
     ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield the states, next tokens and labels of rows with about `limit` positions."""
+        """Yield states, next tokens and labels of held-out rows with about `limit` positions."""
         shape = self.heads.shape
         rows = FeatureRows(
             self.text.shards,
             fingerprint=self.text.fingerprint,
             hidden_size=shape.hidden_size,
-            vocab_size=shape.target_vocab_size,
             num_heads=shape.max_depth,
             roles=self.text.roles,
         )
@@ -146,7 +145,7 @@ class _HeldOutRows:
         places = []
         for group, of_group in enumerate(lengths):
             places += [(group, int(index)) for index in np.flatnonzero(of_group)]
-        chosen = sample([int(lengths[group][index]) for group, index in places], limit)
+        chosen = sample_rows([int(lengths[group][index]) for group, index in places], limit)
         progress = progress or ProgressReporter()
         progress.begin("held-out rows", len(chosen), unit="conversations")
         open_group = None
@@ -165,13 +164,13 @@ class _HeldOutRows:
             progress.advance(tokens=len(row.learnable))
 
     def joined(self) -> npt.NDArray[Any]:
-        """All measured values as one array [K, N]; K is the depth of the tree that measured."""
+        """All measurements as one array [K, N]."""
         if not self.measured:
             return np.empty((self.heads.shape.max_depth, 0), np.uint8)
         return torch.cat([each.cpu() for each in self.measured], 1).numpy()
 
     def spans(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        """Each answer's first position, its conversation, and whether training saw it."""
+        """Each held-out answer's first position, its conversation, and whether training saw it."""
         seen_answers = self.text.trained.answers() if self.text.trained else SeenAnswers()
         seen = [answer in seen_answers for answer in self.answers]
         lengths = np.array([len(answer) - 1 for answer in self.answers], np.int64)
@@ -179,8 +178,8 @@ class _HeldOutRows:
         return lengths.cumsum() - lengths, conversations, np.array(seen, np.bool_)
 
 
-def sample(sizes: Sequence[int], limit: int) -> list[int]:
-    """Choose indices into `sizes` at random until `limit` positions are reached; deterministic."""
+def sample_rows(sizes: Sequence[int], limit: int) -> list[int]:
+    """Choose random rows until `limit` positions are reached; deterministic."""
     order = np.random.default_rng(0).permutation(len(sizes))
     totals = np.cumsum(np.array(sizes, np.int64)[order])
     return order[: np.searchsorted(totals, limit) + 1].tolist()

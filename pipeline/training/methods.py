@@ -1,4 +1,4 @@
-"""The training methods: the stages that each reads, its settings, requirements and phases.
+"""The training methods: the stages they read, their settings, requirements and phases.
 
 `train.method` names an object in `METHODS`. Importing this module does not import torch.
 """
@@ -21,7 +21,7 @@ BOOKKEEPING = {"checkpoint_minutes", "checkpoint_every", "keep_checkpoints", "re
 
 
 class Package(NamedTuple):
-    """A required package, the setting that requires it, and the fix if it is not installed."""
+    """A package that training requires, the setting that needs it, and the fix if missing."""
 
     name: str
     key: str
@@ -29,7 +29,7 @@ class Package(NamedTuple):
 
 
 class Method(ABC):
-    """A method of training heads of any kind; stateless."""
+    """A method of training heads of any kind (`train.method`); stateless."""
 
     name: ClassVar[str]
     tunes_backbone: ClassVar[bool] = False
@@ -40,25 +40,27 @@ class Method(ABC):
 
     @abstractmethod
     def reads(self, train: TrainConfig) -> tuple[str, ...]:
-        """The stages that training reads: `features`, `generate` or both."""
+        """The stages whose output training reads: `features`, `generate` or both."""
 
-    def skipped(self, train: TrainConfig) -> dict[str, str]:
-        """The stages whose result nothing reads, and why."""
-        return {}
+    def skipped_stages(self, train: TrainConfig) -> dict[str, str]:
+        """The stages that this method does not need, and why."""
+        if "features" in self.reads(train):
+            return {}
+        return {"features": "not needed: joint Medusa-2 learns from the text"}
 
-    def reported(self, train: TrainConfig) -> dict[str, Any]:
-        """The method's entries in report.json."""
+    def report_entries(self, train: TrainConfig) -> dict[str, Any]:
+        """The training method's entries in report.json."""
         return {}
 
     def settings(self, train: TrainConfig, target_quantization: Bits | None) -> dict[str, Any]:
-        """The settings of `train` that the result depends on, as plain data."""
+        """The settings of `train` that the trained heads depend on, as plain data."""
         unread = self.unread_sections(train)
         found = train.model_dump(mode="json", exclude=BOOKKEEPING | unread)
         found["recipe"] = recipe.VERSION
         return found
 
-    def unread(self, train: TrainConfig) -> list[str]:
-        """The keys that are set without effect: those of another kind or method."""
+    def unread_keys(self, train: TrainConfig) -> list[str]:
+        """The keys of `train` that are set without effect, of another kind or method."""
         keys = []
         for name in sorted(self.unread_sections(train)):
             for key in getattr(train, name).model_dump(exclude_defaults=True):
@@ -82,7 +84,7 @@ class Method(ABC):
 
     @abstractmethod
     def phases(self, train: TrainConfig) -> Phases:
-        """The trainings in order, each with the name of its directory; the last has no name."""
+        """The phases of training in order, each with its directory; the last has no name."""
 
 
 class HeadsOnly(Method):
@@ -100,8 +102,9 @@ class HeadsOnly(Method):
 
 
 class HeadsAndBackbone(Method):
-    """Medusa-2: heads and backbone (LoRA) together, from the generated text (paper 2.2.2); with the
-    two-stage recipe, after the heads alone.
+    """Medusa-2: heads and backbone (LoRA) from the generated text (paper 2.2.2).
+
+    The two-stage recipe trains the heads alone first.
     """
 
     name = "medusa-2"
@@ -111,12 +114,7 @@ class HeadsAndBackbone(Method):
     def reads(self, train: TrainConfig) -> tuple[str, ...]:
         return ("generate",) if train.backbone.recipe == "joint" else ("features", "generate")
 
-    def skipped(self, train: TrainConfig) -> dict[str, str]:
-        if train.backbone.recipe == "joint":
-            return {"features": "not needed: joint Medusa-2 learns from the text"}
-        return {}
-
-    def reported(self, train: TrainConfig) -> dict[str, Any]:
+    def report_entries(self, train: TrainConfig) -> dict[str, Any]:
         return {"recipe": train.backbone.recipe}
 
     def settings(self, train: TrainConfig, target_quantization: Bits | None) -> dict[str, Any]:
@@ -173,7 +171,7 @@ METHODS: dict[str, Method] = {method.name: method for method in (HeadsOnly(), He
 
 
 def method_of(train: TrainConfig) -> Method:
-    """The method that `train.method` names; raises ConfigError if there is none."""
+    """The training method that `train.method` names; raises ConfigError if there is none."""
     if train.method not in METHODS:
         raise ConfigError(
             f"There is no training method '{train.method}'.",

@@ -1,5 +1,4 @@
-"""The metrics of a training: metrics.jsonl, a line per step, and TensorBoard, Trackio and Weights &
-Biases, each by its own library.
+"""Training metrics: metrics.jsonl, a line per step, and TensorBoard, Trackio, W&B.
 
 A resume repeats no step, and goes on with the same run of each tracker; points that a killed
 process had not sent are lost there. A tracker that fails is dropped and training goes on. A library
@@ -34,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 class MetricsLog:
-    """Appends to metrics.jsonl and reports to trackers; a context. For the first worker only.
+    """Writer of metrics.jsonl and of trackers, on the first worker; a context.
 
     Args:
         directory: Of the training.
@@ -80,18 +79,16 @@ class MetricsLog:
         self.finish()
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Write one step's metrics: numbers, lists with an entry per head, and mappings of
-        these.
-        """
+        """Write one training step's metrics: numbers, lists with an entry per head, mappings."""
         self._file.write(json.dumps({"step": step, **metrics}, allow_nan=False) + "\n")
         self._file.flush()
         if step > self._reported:
             for name, tracker in list(self._trackers.items()):
                 with self._dropping(name):
-                    tracker.log(step, dict(scalars(metrics)))
+                    tracker.log(step, dict(flatten_metrics(metrics)))
 
     def finish(self, result: Mapping[str, Any] | None = None) -> list[str]:
-        """Report the final figures and close all trackers; return warnings of the failed ones.
+        """Report the final figures, close all trackers, and return warnings of failed ones.
 
         Without figures the training counts as interrupted.
         """
@@ -103,7 +100,7 @@ class MetricsLog:
 
     @contextlib.contextmanager
     def _dropping(self, name: str) -> Iterator[None]:
-        """Drop the tracker, with one warning, if it raises."""
+        """Drop a tracker, with one warning, if it raises."""
         try:
             yield
         except Exception as error:  # whatever a library or its server raises
@@ -116,7 +113,7 @@ class MetricsLog:
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """A training as trackers show it; `reported` is the last step reported before, -1 if new."""
+    """A training as trackers show it; `reported` is the last reported step, -1 if new."""
 
     id: str
     name: str
@@ -155,7 +152,7 @@ class Trackio:
                 project=PROJECT,
                 name=f"{run.name}-{run.id[:8]}",
                 config=dict(run.configuration),
-                resume="never" if run.reported < 0 else "allow",
+                resume="allow",
                 embed=False,
                 auto_log_gpu=False,
                 auto_log_cpu=False,
@@ -169,7 +166,7 @@ class Trackio:
 
         with contextlib.redirect_stdout(None):
             if result is not None:
-                self.run.log(dict(scalars(result, "final")))
+                self.run.log(dict(flatten_metrics(result, "final")))
             trackio.finish()
 
 
@@ -198,7 +195,7 @@ class WeightsAndBiases:
 
     def finish(self, result: Mapping[str, Any] | None) -> None:
         if result is not None:
-            self.run.summary.update(dict(scalars(result, "final")))
+            self.run.summary.update(dict(flatten_metrics(result, "final")))
         self.run.finish(exit_code=1 if result is None else 0)
 
 
@@ -233,14 +230,14 @@ def require_trackers(names: Sequence[str]) -> None:
             )
 
 
-def scalars(figures: Any, name: str = "") -> Iterator[tuple[str, float]]:
-    """Yield flat names and numbers, `held_out/head_2/top1`; other values are left out."""
+def flatten_metrics(figures: Any, name: str = "") -> Iterator[tuple[str, float]]:
+    """Yield flat names and numbers, `held_out/head_2/top1`; skip other values."""
     if isinstance(figures, Mapping):
         for key, value in figures.items():
-            yield from scalars(value, f"{name}/{key}" if name else key)
+            yield from flatten_metrics(value, f"{name}/{key}" if name else key)
     elif isinstance(figures, list):
         for head, value in enumerate(figures):
-            yield from scalars(value, f"{name}/head_{head}")
+            yield from flatten_metrics(value, f"{name}/head_{head}")
     elif isinstance(figures, int | float):
         yield name, figures
 
@@ -256,7 +253,7 @@ def read_metrics(directory: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_curves(directory: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The report's curves: lines of training steps, and rows of evaluations.
+    """Read the report's training curves: lines of steps, and rows of evaluations.
 
     Rows hold step, head_losses, head_top1 and, of Medusa-2, the `kl` to the original.
     """

@@ -1,4 +1,4 @@
-"""AdamW with 32-bit or 8-bit moments, and the schedules.
+"""AdamW with 32-bit or 8-bit moments, and the schedules of learning rate and heads' weight.
 
 Schedules are functions of the step alone, so that a resumed run agrees.
 """
@@ -16,8 +16,8 @@ from pipeline.config import TrainConfig
 from pipeline.errors import EnvironmentFault
 
 
-def trained(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that train, by name."""
+def trainable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that require gradients, by name."""
     named = module.named_parameters()
     return {name: parameter for name, parameter in named if parameter.requires_grad}
 
@@ -25,7 +25,7 @@ def trained(module: nn.Module) -> dict[str, nn.Parameter]:
 def make_optimizer(
     modules: Mapping[str, nn.Module], peak_lrs: Mapping[str, float], settings: TrainConfig
 ) -> torch.optim.Optimizer:
-    """AdamW over the parameters that train; biases and norms do not decay.
+    """Create AdamW over the trainable parameters; biases and norms do not decay.
 
     Each group's `peak_lr` is the peak learning rate of its module.
 
@@ -36,7 +36,7 @@ def make_optimizer(
     for module_name, module in modules.items():
         weights = []
         others = []
-        for name, parameter in trained(module).items():
+        for name, parameter in trainable_parameters(module).items():
             # A norm has one dimension; biases are stacked over the heads.
             if parameter.dim() > 1 and not name.endswith("bias"):
                 weights.append(parameter)
@@ -54,7 +54,7 @@ def make_optimizer(
 
 
 def _adamw_8bit(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """bitsandbytes' AdamW, one matrix at a time.
+    """Create bitsandbytes' 8-bit AdamW, one matrix at a time.
 
     Its CUDA kernels count elements in 32 bits: five lm_heads of a 128k vocabulary in one tensor
     (2.6e9) would overflow. So each matrix of a stack is a parameter to it, a view that shares the
@@ -100,33 +100,31 @@ def _matrices(stack: Tensor) -> list[Tensor]:
 
 
 def set_lr(optimizer: torch.optim.Optimizer, share: float) -> None:
-    """Set every group's learning rate to this share of its peak."""
+    """Set each group's learning rate to this share of its peak."""
     for group in optimizer.param_groups:
         group["lr"] = share * group["peak_lr"]
 
 
 def cosine_with_warmup(step: int, total_steps: int, warmup_steps: int) -> float:
-    """Linear from 0 to 1 over the warmup, then half a cosine down to 0 at `total_steps` (paper,
-    appendix B).
+    """Learning rate factor: linear warmup, then half a cosine to 0 (paper, appendix B).
 
-    The same multiplier as transformers' `get_cosine_schedule_with_warmup`; 0 from `total_steps` on.
+    The same multiplier as transformers' `get_cosine_schedule_with_warmup`.
     """
     if step < warmup_steps:
         return step / warmup_steps
-    progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+    progress = (step - warmup_steps) / (total_steps - warmup_steps)
     return 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
 def heads_weight(
     step: int, total_steps: int, lambda_0: float, schedule: Literal["sine", "linear", "constant"]
 ) -> float:
-    """The weight of the heads' losses beside the backbone's in step t of T (paper 2.2.2, 2.3.2,
-    appendix B).
+    """Weight of the heads' losses beside the backbone's (paper 2.2.2, 2.3.2, appendix B).
 
     `sine`: lambda_0 · sin(pi/2 · t/T), a quarter wave, so that untrained heads do not disturb the
     backbone; `linear`: lambda_0 · t/T; `constant`: lambda_0.
     """
-    progress = min(1.0, step / max(1, total_steps))
+    progress = step / total_steps
     if schedule == "sine":
         return lambda_0 * math.sin(math.pi / 2 * progress)
     if schedule == "linear":

@@ -1,5 +1,4 @@
-"""Training on a Ray cluster: Ray Train starts the workers, forms their process group, and restarts
-them when one dies.
+"""Training on a Ray cluster: Ray Train starts the workers and restarts them when one dies.
 
 Resume is the trainer's: the workers report no checkpoint to Ray, so a restarted group (or a new
 driver) continues from the newest checkpoint in the stage directory. Ray's own files therefore have
@@ -41,7 +40,7 @@ def train_on_ray(
     on_death: Callable[..., None],
     progress: ProgressReporter | None = None,
 ) -> TrainResult:
-    """Run `train` on the placement's workers; return the first worker's result.
+    """Train on Ray workers and return the first worker's result.
 
     Call it in a Ray task, through the executor: Ray Train's `fit` blocks and takes SIGINT for
     itself, and in a thread of the driver it would not survive the shutdown of Ray, by which a
@@ -104,7 +103,7 @@ def train_on_ray(
 
 
 class DeathReporter(UserCallback):
-    """Reports the deaths of workers; runs in the process of Ray Train's controller."""
+    """Ray Train callback that reports the deaths of training workers."""
 
     def __init__(self, on_death: Callable[..., None]):
         self.on_death = on_death
@@ -115,7 +114,7 @@ class DeathReporter(UserCallback):
 
 
 def run_worker(config: dict[str, Any]) -> WorkerResult:
-    """Train as one worker; Ray has formed the process group and chosen the GPU.
+    """Train as one Ray worker; Ray has formed the process group and chosen the GPU.
 
     An error that a restart would only repeat is returned. If it may occur on this worker alone, it
     is raised instead: the others wait for this worker, and Ray has to end them.
@@ -135,7 +134,7 @@ def run_worker(config: dict[str, Any]) -> WorkerResult:
 
 
 def _readable(error: Exception, spec: TrainSpec) -> MedusaDistillError:
-    """The user's error that a worker raised, else one with Ray's message."""
+    """The user's error that a training worker raised, else one with Ray's message."""
     failures = list(getattr(error, "worker_failures", {}).values())
     for failure in failures:
         if isinstance(failure, MedusaDistillError):

@@ -45,7 +45,7 @@ EVALUATION_SHARE = 0.2  # of positions, evaluated over trained; evaluating costs
 
 @dataclass(frozen=True)
 class Recipe:
-    """The numbers of one training, `auto` resolved."""
+    """Epochs, learning rate, warmup and batch of one training, with `auto` resolved."""
 
     epochs: int
     lr: float  # peak, of the heads
@@ -59,7 +59,7 @@ class Recipe:
         return self.steps_per_epoch * self.epochs
 
     def describe(self) -> str:
-        """Describe the recipe in words, `4 epochs of 146 steps, …`."""
+        """Describe the recipe in words: `4 epochs of 146 steps, …`."""
         unit = "epoch" if self.epochs == 1 else "epochs"
         return (
             f"{self.epochs:,} {unit} of {self.steps_per_epoch:,} steps, {self.batch_tokens:,}"
@@ -67,7 +67,7 @@ class Recipe:
         )
 
     def evaluates_after(self, step: int, held_out_share: float) -> bool:
-        """Whether an evaluation follows this step: at the end of each epoch, and of equal parts.
+        """Whether an evaluation follows this step: at each epoch's end and at equal parts of one.
 
         There are EVALUATIONS in the whole training, or fewer if that costs too much.
 
@@ -90,7 +90,7 @@ def make_recipe(
     lr_scale: float = 1.0,
     sequences: int | None = None,
 ) -> Recipe:
-    """Resolve `auto` for a training on a number of positions of a target of this width.
+    """Resolve `auto` for a number of training positions and the target's hidden size.
 
     Args:
         lr_scale: See `Heads.lr_scale`.
@@ -129,7 +129,7 @@ def make_recipe(
 
 
 def too_few_steps(recipes: Sequence[Recipe]) -> str | None:
-    """A warning with advice if a phase has too few steps for useful heads, else None."""
+    """Warn, with advice, if a training phase has too few steps for useful heads; else None."""
     fewest = min(recipe.total_steps for recipe in recipes)
     if fewest >= FEW_STEPS:
         return None

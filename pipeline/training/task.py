@@ -1,4 +1,4 @@
-"""One training: its specification, its result, its workers, and the `Learner` that a method trains.
+"""One training: specification, result, workers, and the `Learner` interface of methods.
 
 Letters: C components of the loss.
 """
@@ -56,12 +56,12 @@ class TrainSpec:
 
     @property
     def heads_path(self) -> Path:
-        """The trained heads; training is finished once this file holds heads of `heads_shape`."""
+        """Path of the trained heads; training is finished once the file holds `heads_shape`."""
         return self.path / HEADS_FILE
 
     @property
     def adapter_path(self) -> Path:
-        """The adapter of a tuned backbone."""
+        """Path of the tuned backbone's LoRA adapter."""
         return self.path / "adapter"
 
     @property
@@ -76,14 +76,14 @@ class TrainSpec:
         return shape.drafting(self.settings.draft_vocab)
 
     def of_phase(self, name: str) -> TrainSpec:
-        """The specification of one phase, with a directory of its own; the last has no name."""
+        """The specification of one phase, in its own directory; the last phase has no name."""
         run_name = f"{self.run_name}-{name}" if name else self.run_name
         return replace(self, directory=str(self.path / name), run_name=run_name)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainResult:
-    """The result of one training. Figures on held-out text are those of the best state."""
+    """The result of one training; held-out figures are those of the best state."""
 
     steps: int
     tokens: int  # positions, over all workers and epochs
@@ -101,7 +101,7 @@ class TrainResult:
     earlier: dict[str, TrainResult] = field(default_factory=dict)  # of earlier phases, by name
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data; the results of earlier phases stand beside the last one's fields."""
+        """The training result as plain data, earlier phases beside the last one's fields."""
         data = to_json(self)
         del data["earlier"]
         if not self.warnings:
@@ -126,7 +126,7 @@ class Workers:
         return self.rank == 0
 
     def wait(self) -> None:
-        """Wait until every worker has called this."""
+        """Wait until every training worker has called this."""
         if self.world_size > 1:
             dist.barrier()
 
@@ -136,7 +136,7 @@ class Workers:
             dist.all_reduce(tensor)
 
     def from_first(self, number: int, device: torch.device) -> int:
-        """The first worker's number, on every worker."""
+        """Broadcast the first worker's number to every worker."""
         sent = torch.tensor(number, device=device)
         if self.world_size > 1:
             dist.broadcast(sent, src=0)
@@ -144,7 +144,7 @@ class Workers:
 
 
 class Learner(ABC):
-    """The training of one phase: modules, batches, losses, evaluation and output.
+    """One phase of training: modules, batches, losses, evaluation and output.
 
     A subclass's `__init__` reads the training data and sets the attributes below. Torch's generator
     is seeded before the call, equally on every worker.
@@ -181,13 +181,13 @@ class Learner(ABC):
     @classmethod
     @abstractmethod
     def recipe_of(cls, spec: TrainSpec) -> Recipe:
-        """The phase's recipe; reads the training data and raises DataError as `__init__` does."""
+        """The phase's recipe; reads the training data, and raises DataError if it is bad."""
 
     @classmethod
     def expected_recipe(
         cls, settings: TrainConfig, positions: int, hidden_size: int, lr_scale: float
     ) -> Recipe:
-        """The recipe for a number of target-written positions, before the data exists.
+        """Estimate the recipe for a number of target-written positions, before data exists.
 
         As if packed sequences held only such positions: there are a few more steps in truth.
         """
@@ -198,40 +198,36 @@ class Learner(ABC):
 
     @abstractmethod
     def steps(self, first: int) -> Iterator[Sequence[Any]]:
-        """Yield this worker's micro-batches of every step from `first` to the last."""
+        """Yield this worker's micro-batches of each training step from `first` on."""
 
     @abstractmethod
     def label_counts(self, batches: Sequence[Any]) -> Tensor:
-        """The number of labels of each component of the loss in these micro-batches, int64 [C]."""
+        """Count the labels of each loss component in these micro-batches, int64 [C]."""
 
     @abstractmethod
     def loss_weights(self, step: int) -> Tensor:
-        """The weight of each component in the loss, [C]."""
+        """The weight of each loss component in this step, [C]."""
 
     @abstractmethod
     def summed_losses(self, batch: Any, weights_C: Tensor) -> Tensor:
-        """Each component summed over the micro-batch's labels, differentiable, [C].
+        """Sum each loss component over the micro-batch's labels, differentiable, [C].
 
         The trainer multiplies the sums by exactly `weights_C`.
         """
 
     def lr_share(self, step: int) -> float:
-        """The factor of every peak learning rate: linear warmup, then half a cosine."""
+        """The factor on all peak learning rates: linear warmup, then half a cosine."""
         total = self.recipe.total_steps
         warmup_steps = min(self.recipe.warmup_steps, total // 2)  # the peak is always reached
         return cosine_with_warmup(step, total, warmup_steps)
 
     @abstractmethod
     def metrics(self, step: int, means: list[float]) -> dict[str, Any]:
-        """A step's entries in metrics.jsonl, given the components' means [C]."""
+        """A step's entries in metrics.jsonl, given the mean of each loss component."""
 
     @abstractmethod
     def evaluate(self) -> Evaluation:
-        """Evaluate on held-out text, all workers together."""
-
-    def complete(self, result: TrainResult) -> TrainResult:
-        """Add facts about the training data to the result."""
-        return result
+        """Evaluate the trained modules on held-out text, all workers together."""
 
     def write(self) -> None:  # noqa: B027  (most write nothing)
         """Write outputs other than the heads; called on the first worker."""
@@ -246,7 +242,7 @@ Phases = tuple[tuple[str, type[Learner]], ...]
 
 
 def choose_device(spec: TrainSpec) -> torch.device:
-    """The worker's device; a GPU is the current one.
+    """The device that this training worker computes on.
 
     Raises:
         EnvironmentFault: A GPU is required and none is visible.
@@ -265,7 +261,7 @@ def choose_device(spec: TrainSpec) -> torch.device:
 
 @contextlib.contextmanager
 def gpu_errors(spec: TrainSpec, saves_memory: Sequence[str]) -> Iterator[None]:
-    """Turn out-of-memory and missing-kernel errors into EnvironmentFault."""
+    """Turn CUDA out-of-memory and missing-kernel errors of training into EnvironmentFault."""
     try:
         yield
     except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
@@ -279,7 +275,7 @@ def gpu_errors(spec: TrainSpec, saves_memory: Sequence[str]) -> Iterator[None]:
 
 
 def product_dtype(spec: TrainSpec, device: torch.device) -> torch.dtype:
-    """The dtype of matrix products; weights, sums and softmax are fp32 in any case."""
+    """The dtype of matrix products in training; weights, sums and softmax are fp32."""
     precision = spec.settings.precision
     if precision == "bf16" or (precision == "auto" and device.type == "cuda"):
         return torch.bfloat16

@@ -1,4 +1,4 @@
-"""The generated conversations, packed into sequences of one length, for Medusa-2.
+"""Training batches of generated conversations, packed into sequences, for Medusa-2.
 
 Conversations in one sequence do not see each other: positions start from 0 in each, from which
 transformers finds and masks the others. A conversation is cut after the last state that learns
@@ -23,13 +23,13 @@ from torch import Tensor
 from pipeline.artifacts.generated_rows import read_token_rows
 from pipeline.conversations.conversation import Role
 from pipeline.conversations.spans import IGNORED, Span, feature_positions, head_labels
-from pipeline.training.feature_batches import ALONE, part
+from pipeline.training.feature_batches import ALONE, split_range
 from pipeline.training.task import Workers
 
 
 @dataclass(frozen=True)
 class Text:
-    """A conversation: its tokens, the target's spans in the learned roles, and how much is read."""
+    """A conversation: tokens, the target's spans in learned roles, and the tokens read."""
 
     ids: npt.NDArray[np.int32]
     spans: tuple[Span, ...]
@@ -37,7 +37,7 @@ class Text:
 
     @property
     def num_learned(self) -> int:
-        """Target-written tokens that are learned."""
+        """The number of target-written tokens that training learns from."""
         return int(np.count_nonzero(feature_positions(self.spans) < self.num_read))
 
 
@@ -52,10 +52,7 @@ def read_texts(
     roles: Collection[Role],
     sequence_length: int,
 ) -> dict[str, list[Text]]:
-    """Every split's conversations with target-written text, in order, in memory: four bytes a
-    token.
-
-    A conversation without such text within `sequence_length` has `num_read` 0.
+    """Read each split's conversations with target-written text within `sequence_length`.
 
     Raises:
         DamagedShard: A shard cannot be read.
@@ -64,28 +61,23 @@ def read_texts(
     texts: dict[str, list[Text]] = {}
     for row in read_token_rows(shards, fingerprint, vocab_size):
         spans = tuple(span for span in row.spans if span.role in roles)
-        if not spans:
+        if not spans or min(span.start for span in spans) > sequence_length:
             continue
-        num_read = 0
-        if min(span.start for span in spans) <= sequence_length:
-            # The last token of all is a label, and never read.
-            num_read = min(sequence_length, max(span.end for span in spans) - 1)
+        # The last token of all is a label, and never read.
+        num_read = min(sequence_length, max(span.end for span in spans) - 1)
         texts.setdefault(row.split, []).append(Text(row.input_ids, spans, num_read))
     return texts
 
 
-def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Group indices into `lengths` so that no group's sum exceeds `capacity`: longest first, each
-    where it fits tightest.
+def pack_sequences(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Pack conversations into sequences of at most `capacity` tokens.
 
-    A length of 0 leaves its index out.
+    Returns indices into `lengths` by sequence: longest first, each where it fits tightest.
     """
     groups: list[list[int]] = []
     free: list[tuple[int, int]] = []  # (tokens that still fit, group), sorted
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         length = lengths[index]
-        if length == 0:
-            break
         place = bisect.bisect_left(free, (length, 0))
         if place < len(free):
             space, group = free.pop(place)
@@ -99,35 +91,33 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 class TextPlan:
-    """The sequences of each step: `batch_sequences` of them, give or take one, over all workers."""
+    """The packed sequences of each training step, over all workers."""
 
     def __init__(
         self, texts: Sequence[Text], *, sequence_length: int, batch_sequences: int, seed: int
     ):
-        self.groups = pack([text.num_read for text in texts], sequence_length)
+        self.groups = pack_sequences([text.num_read for text in texts], sequence_length)
         self.steps_per_epoch = -(-len(self.groups) // batch_sequences)
         self._seed = seed
 
     def sequences(
         self, epoch: int, step: int, workers: Workers = ALONE
     ) -> list[tuple[int, list[int]]]:
-        """One worker's share of a step, maybe empty: each sequence's number in the step and its
-        texts.
-        """
+        """One worker's share of a step, maybe empty: sequence numbers and their conversations."""
         order = np.random.default_rng([self._seed, epoch]).permutation(len(self.groups))
-        start, stop = part(0, len(order), step, self.steps_per_epoch)
-        first, last = part(start, stop, workers.rank, workers.world_size)
+        start, stop = split_range(0, len(order), step, self.steps_per_epoch)
+        first, last = split_range(start, stop, workers.rank, workers.world_size)
         return [(place - start, self.groups[order[place]]) for place in range(first, last)]
 
     def largest_share(self, step: int, world_size: int) -> int:
-        """The number of a step's sequences on the worker with the most."""
-        first, last = part(0, len(self.groups), step, self.steps_per_epoch)
+        """The number of a step's sequences on the worker that has the most."""
+        first, last = split_range(0, len(self.groups), step, self.steps_per_epoch)
         return -(-(last - first) // world_size)
 
 
 @dataclass(frozen=True)
 class TextBatch:
-    """Packed sequences; labels are at `learned_N`, positions in the flattened [B·T]."""
+    """Packed sequences [B, T], with labels at the learned positions of the flattened [B·T]."""
 
     ids_BT: Tensor
     positions_BT: Tensor
@@ -143,7 +133,7 @@ class TextBatch:
 
 
 def assemble_texts(sequences: Sequence[Sequence[Text]], num_heads: int) -> TextBatch:
-    """One batch of sequences. Every token of padding is a conversation of its own.
+    """Assemble one batch of packed sequences; each padding token is its own conversation.
 
     Without sequences it is one token that nothing is learned from.
     """

@@ -1,4 +1,4 @@
-"""The trainer: one loop, one step and one resume for every learner.
+"""The training loop: one step, one resume and one loop for every learner.
 
 The trainer divides each component of the loss by its labels over all micro-batches of all workers,
 so that the curve depends neither on micro-batches nor on the number of workers, beyond rounding.
@@ -38,7 +38,7 @@ from pipeline.training.checkpoints import (
 )
 from pipeline.training.held_out_accuracy import Evaluation
 from pipeline.training.metrics import MetricsLog
-from pipeline.training.optimizers import make_optimizer, set_lr, trained
+from pipeline.training.optimizers import make_optimizer, set_lr, trainable_parameters
 from pipeline.training.recipe import Recipe
 from pipeline.training.task import (
     Learner,
@@ -55,7 +55,7 @@ LAST_STEPS = 50  # `final_loss` is their mean
 def train(
     spec: TrainSpec, workers: Workers | None = None, progress: ProgressReporter | None = None
 ) -> TrainResult:
-    """Train all phases; a finished training only returns its result.
+    """Train all phases and return the result; a finished training is only read.
 
     Writes `heads.safetensors`, `summary.jsonl`, `metrics.jsonl`, `checkpoints/`, trackers' files
     and the learner's outputs.
@@ -105,13 +105,13 @@ def _train_phase(
 
 
 def recipes_of(spec: TrainSpec) -> list[Recipe]:
-    """The recipe of each phase; reads the training data and raises DataError if it is bad."""
+    """The recipe of each training phase; reads the data, and raises DataError if it is bad."""
     return [learner.recipe_of(spec.of_phase(name)) for name, learner in spec.phases]
 
 
 @dataclass
 class TrainState:
-    """The progress of a training; part of every checkpoint."""
+    """The progress of a training, saved in every checkpoint."""
 
     step: int = 0
     tokens: int = 0  # positions learned from, over all workers
@@ -123,7 +123,7 @@ class TrainState:
     stale: int = 0  # evaluations since the best one
 
     def record(self, evaluation: Evaluation, loss: float | None) -> bool:
-        """Record an evaluation; return whether this is the best state so far."""
+        """Record a held-out evaluation; return whether this is the best state so far."""
         if loss is not None and self.best_loss is not None and not loss < self.best_loss:
             self.stale += 1
             return False
@@ -136,7 +136,7 @@ class TrainState:
         return True
 
     def advance(self, loss: float, positions: int, seconds: float) -> None:
-        """Record a step."""
+        """Record a training step's loss, positions and time."""
         self.step += 1
         self.tokens += positions
         self.seconds += seconds
@@ -165,7 +165,7 @@ class TrainState:
 
 @dataclass(frozen=True)
 class StepResult:
-    """One optimizer step over all workers; `metrics` are its entries in metrics.jsonl."""
+    """One optimizer step over all workers, with its entries in metrics.jsonl."""
 
     loss: float
     positions: int  # learned from
@@ -180,7 +180,7 @@ class Trainer:
         self.settings = learner.spec.settings
         self.optimizer = make_optimizer(learner.modules, learner.peak_lrs, self.settings)
         self.modules = nn.ModuleDict(learner.modules)
-        self.trained = trained(self.modules)
+        self.trained = trainable_parameters(self.modules)
         self.parameters = list(self.trained.values())
         # Copies of the best weights on the CPU; only on the first worker, which writes them.
         self.best: dict[str, Tensor] = {}
@@ -233,7 +233,7 @@ class Trainer:
         return StepResult(loss, int(num_positions), metrics)
 
     def run(self, progress: ProgressReporter, phase: str = "") -> TrainResult:
-        """Train until the last step or early stopping, write the best state, return the result."""
+        """Train to the last step or early stopping, write the best state, return the result."""
         learner = self.learner
         spec = learner.spec
         recipe = learner.recipe
@@ -260,20 +260,20 @@ class Trainer:
                     metrics.update(to_json(self.evaluate(state)))
                 if log:
                     log.write(state.step, metrics)
-                    if checkpoints.due(state.step):
+                    if checkpoints.is_due(state.step):
                         self.save(checkpoints, state)
                 note = f"loss {step.loss:.3f}, {state.tokens_per_second:,.0f} positions/s"
                 progress.update(state.step, note)
                 started = time.monotonic()
-            result = learner.complete(state.result(recipe))
+            result = state.result(recipe)
             if log:
                 result = replace(result, warnings=log.finish(result.to_json()))
         if learner.workers.is_first:
-            self.write_best(state, result)
+            self.write_best(result)
         return result
 
     def open_log(self, step: int) -> MetricsLog | None:
-        """Open the metrics of the first worker, continued after `step`; others have none."""
+        """Open metrics.jsonl after `step` on the first worker; None on the others."""
         spec = self.learner.spec
         if not self.learner.workers.is_first:
             return None
@@ -285,15 +285,15 @@ class Trainer:
             configuration=spec.configuration,
         )
 
-    def write_best(self, state: TrainState, result: TrainResult) -> None:
-        """Restore the best weights and write the result; the heads come last, they end training."""
-        if self.best and state.best_step not in (None, state.step):
+    def write_best(self, result: TrainResult) -> None:
+        """Write the best adapter and, last, the best heads with the result."""
+        if self.best:
             self.modules.load_state_dict(self.best, strict=False)  # frozen weights stay
         self.learner.write()
         write_heads(self.learner.spec.heads_path, self.learner.heads, result.to_json())
 
     def evaluate(self, state: TrainState) -> Evaluation:
-        """Evaluate on held-out text; keep a copy of the weights if they are the best so far."""
+        """Evaluate on held-out text; copy the weights if they are the best so far."""
         evaluation = self.learner.evaluate()
         is_best = state.record(evaluation, evaluation.loss(self.settings.decay))
         if is_best and self.learner.workers.is_first:
@@ -302,32 +302,29 @@ class Trainer:
         return evaluation
 
     def save(self, checkpoints: Checkpoints, state: TrainState) -> None:
-        """Pass everything that a resume needs to the checkpoint writer."""
+        """Save everything that a resume needs as a checkpoint."""
         moments, numbers = optimizer_state(self.optimizer)
         tensors = {f"optimizer/{name}": tensor for name, tensor in moments.items()}
         for name, weight in self.trained.items():
             tensors[f"modules/{name}"] = weight
-        if state.best_step != state.step:
-            for name, tensor in self.best.items():
-                tensors[f"best/{name}"] = tensor
+        for name, tensor in self.best.items():
+            tensors[f"best/{name}"] = tensor
         state_json = {"train_state": to_json(state), "optimizer": numbers}
         checkpoints.save(state.step, Checkpoint(tensors, state_json))
 
     def resume(self, checkpoints: Checkpoints) -> TrainState:
-        """Restore the newest undamaged checkpoint, the same on every worker; else a new state."""
+        """Restore the newest undamaged checkpoint on every worker, or start anew."""
         learner = self.learner
-        saved = checkpoints.newest(learner.workers, learner.device)
+        saved = checkpoints.read_newest(learner.workers, learner.device)
         if saved is None:
             return TrainState()
         parts: dict[str, dict[str, Tensor]] = {"modules": {}, "optimizer": {}, "best": {}}
         for name, tensor in saved.tensors.items():
             part, _, rest = name.partition("/")
             parts[part][rest] = tensor
-        modules = parts["modules"]
-        assert modules.keys() == self.trained.keys(), "a checkpoint holds every trained parameter"
-        self.modules.load_state_dict(modules, strict=False)  # it has no frozen weights
+        self.modules.load_state_dict(parts["modules"], strict=False)  # without frozen weights
         moments = {name: tensor.to(learner.device) for name, tensor in parts["optimizer"].items()}
         load_optimizer(self.optimizer, moments, saved.state["optimizer"])
         if learner.workers.is_first:
-            self.best = parts["best"] or modules
+            self.best = parts["best"]
         return from_json(TrainState, saved.state["train_state"])

@@ -5,30 +5,26 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from pipeline.artifacts.feature_rows import FEATURES, FeatureRows, StateFormat
 from pipeline.conversations.spans import IGNORED, Span, feature_positions, head_labels
-from pipeline.errors import DataError
 from pipeline.storage.shards import ShardWriter, read_rows
 
 V, D, K, FINGERPRINT = 40, 32, 3, "f" * 64
 
 
-def open_rows(*shards: str | Path, roles=("assistant",), fingerprint=FINGERPRINT, vocab_size=V):
+def open_rows(*shards: str | Path, roles=("assistant",)):
     return FeatureRows(
         tuple(map(str, shards)),
-        fingerprint=fingerprint,
+        fingerprint=FINGERPRINT,
         hidden_size=D,
-        vocab_size=vocab_size,
         num_heads=K,
         roles=roles,
     )
 
 
-def write(path: Path, groups: list[list[dict]], dtype: str = "float32") -> Path:
-    footer = StateFormat(getattr(torch, dtype), D).footer
+def write(path: Path, groups: list[list[dict]]) -> Path:
+    footer = StateFormat(torch.float32, D).footer
     with ShardWriter(
         path, path.with_suffix(".q"), FEATURES, index=0, fingerprint=FINGERPRINT, footer=footer
     ) as writer:
@@ -38,11 +34,11 @@ def write(path: Path, groups: list[list[dict]], dtype: str = "float32") -> Path:
     return path
 
 
-def row(name: str, spans: list[Span], dtype=torch.float32, seed: int = 0) -> dict:
+def row(name: str, spans: list[Span], seed: int = 0) -> dict:
     num_tokens = max(span.end for span in spans)
     random = torch.Generator().manual_seed(seed)
     positions = feature_positions(spans)
-    hidden = torch.randn(len(positions), D, generator=random).to(dtype)
+    hidden = torch.randn(len(positions), D, generator=random)
     return {
         "id": name,
         "parent_id": name,
@@ -96,52 +92,3 @@ def test_a_label_is_taught_by_the_state_that_predicts_it(tmp_path):
                 else:
                     expected = found.hidden_ND[positions.index(positions[place] + 1 + k)]
                     assert torch.equal(states_MD[taught_by], expected)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_states_keep_their_stored_dtype_and_are_not_copied(tmp_path, dtype):
-    spans = [Span(1, 9, "assistant")]
-    name = str(dtype).removeprefix("torch.")
-    path = write(
-        tmp_path / "a.parquet", [[row("a", spans, dtype), row("b", spans, dtype, 1)]], name
-    )
-    rows = open_rows(path)
-    group = rows.read_group(0)
-    assert rows.dtype == group[0].hidden_ND.dtype == dtype
-    gap = group[1].hidden_ND.data_ptr() - group[0].hidden_ND.data_ptr()
-    assert gap == 8 * D * dtype.itemsize  # both lie in the one buffer that Arrow decoded
-
-
-@given(
-    st.lists(
-        st.lists(
-            st.tuples(st.integers(1, 3), st.integers(1, 6), st.sampled_from(["assistant", "user"])),
-            max_size=4,
-        ),
-        min_size=1,
-        max_size=4,
-    )
-)
-def test_lengths_read_from_the_spans_alone_count_the_labels(tmp_path_factory, drawn):
-    def spans_of(steps) -> list[Span]:
-        spans, end = [], 0
-        for gap, length, role in steps:
-            spans.append(Span(end + gap, end + gap + length, role))
-            end += gap + length
-        return spans or [Span(1, 2, "user")]
-
-    written = [row(str(i), spans_of(steps)) for i, steps in enumerate(drawn)]
-    rows = open_rows(write(tmp_path_factory.mktemp("drawn") / "a.parquet", [written]))
-    group = rows.read_group(0)
-    assert rows.lengths("train")[0].tolist() == [
-        len(group[i].learnable) for i in range(len(written))
-    ]
-
-
-def test_a_token_outside_the_vocabulary_is_refused_with_both_numbers(shards):
-    rows = open_rows(*shards, vocab_size=20)
-    with pytest.raises(DataError, match=r"Token \d+ .* vocabulary of 20"):
-        for group, lengths in enumerate(rows.lengths("train")):
-            opened = rows.read_group(group)
-            for index in lengths.nonzero()[0]:
-                opened[index]

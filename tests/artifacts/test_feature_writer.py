@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from pipeline.artifacts import feature_writer
 from pipeline.artifacts.feature_rows import FEATURES, StateFormat
-from pipeline.artifacts.feature_writer import Backlog, FeatureWriter, row_groups
+from pipeline.artifacts.feature_writer import MAX_WAITING_GROUPS, FeatureWriter, row_groups
 from pipeline.artifacts.generated_rows import TokenRow
 from pipeline.conversations.spans import Span, feature_positions
 from pipeline.errors import EnvironmentFault
@@ -44,17 +44,17 @@ def states_of(number: int, row: TokenRow) -> torch.Tensor:
     ).bfloat16()
 
 
-def shard(path, rows, order, backlog=None):
+def shard(path, rows, order, max_waiting=MAX_WAITING_GROUPS):
     """Write rows, whose states arrive in `order`."""
     with (
         ShardWriter(
             path, path.with_suffix(".q"), FEATURES, index=0, fingerprint="f", codec="none"
         ) as writer,
-        FeatureWriter(writer, rows, STATES, backlog or Backlog()) as features,
+        FeatureWriter(writer, rows, STATES, max_waiting) as features,
     ):
         for number in order:
             features.put(number, states_of(number, rows[number]))
-        return features.commit("features", [row.id for row in rows]).result()
+        return features.commit("features", [row.id for row in rows])
 
 
 @settings(max_examples=25, deadline=None)
@@ -64,7 +64,7 @@ def test_the_order_of_states_does_not_change_a_shard(tmp_path_factory, data, len
     order = data.draw(st.permutations(range(len(rows))))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(feature_writer, "ROW_GROUP_BYTES", limit)
-        receipt = shard(folder / "a.parquet", rows, order, Backlog(limit))
+        receipt = shard(folder / "a.parquet", rows, order, 1)
         assert (
             shard(folder / "b.parquet", rows, range(len(rows))).content_sha256
             == receipt.content_sha256
@@ -109,7 +109,7 @@ def small_groups(monkeypatch):
     return conversations([10] * 6)
 
 
-def test_computing_waits_for_a_full_backlog(small_groups, tmp_path, monkeypatch):
+def test_computing_waits_for_the_disk(small_groups, tmp_path, monkeypatch):
     may_write, real = threading.Event(), ShardWriter.write_batch
 
     def slow(self, batch):
@@ -124,9 +124,7 @@ def test_computing_waits_for_a_full_backlog(small_groups, tmp_path, monkeypatch)
             yield number
             put.append(number)
 
-    thread = threading.Thread(
-        target=shard, args=(tmp_path / "a", small_groups, order(), Backlog(3 * 72))
-    )
+    thread = threading.Thread(target=shard, args=(tmp_path / "a", small_groups, order(), 3))
     thread.start()
     thread.join(0.2)
     assert put == [0, 1, 2]  # the fourth waits for room
@@ -135,17 +133,14 @@ def test_computing_waits_for_a_full_backlog(small_groups, tmp_path, monkeypatch)
     assert put == [0, 1, 2, 3, 4, 5] and len(list(read_rows(tmp_path / "a"))) == 6
 
 
-def test_a_full_disk_ends_the_shard_and_empties_the_backlog(small_groups, tmp_path, monkeypatch):
+def test_a_full_disk_ends_the_shard(small_groups, tmp_path, monkeypatch):
     def full(self, data):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("pipeline.storage.shards.HashedFile.write", full)
-    backlog = Backlog(72)
     with pytest.raises(EnvironmentFault, match="The disk is full"):
-        shard(tmp_path / "a" / "0.parquet", small_groups, range(6), backlog)
+        shard(tmp_path / "a" / "0.parquet", small_groups, range(6), 1)
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
-    monkeypatch.undo()
-    backlog.add(72)  # would wait forever if a byte still counted
 
 
 def test_a_row_without_states_leaves_no_shard(small_groups, tmp_path):

@@ -11,13 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.artifacts import quantized_states
-from pipeline.artifacts.feature_rows import FeatureRows, StateFormat, state_bytes
-from pipeline.artifacts.feature_writer import Backlog, FeatureWriter
+from pipeline.artifacts.feature_rows import FeatureRows, StateFormat
+from pipeline.artifacts.feature_writer import FeatureWriter
 from pipeline.artifacts.generated_rows import TokenRow
-from pipeline.artifacts.quantized_states import dequantize, quantize, stored_dtype
+from pipeline.artifacts.quantized_states import STORED_DTYPES, dequantize, quantize
 from pipeline.conversations.spans import Span
-from pipeline.errors import EnvironmentFault
-from pipeline.storage.shards import ShardWriter, read_footer, read_rows
+from pipeline.storage.shards import ShardWriter, open_shard, read_rows
 
 UNIT_ROUNDOFF = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
@@ -34,7 +33,7 @@ UNIT_ROUNDOFF = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16
 def test_quantized_states_are_within_half_a_step(values, dtype, precision, exponent):
     hidden_ND = (torch.tensor(values) * 2.0**exponent).to(dtype)
     memory = hidden_ND.flatten().view(torch.uint8).clone()  # the writer quantizes in place
-    stored_ND = memory[: hidden_ND.numel()].view(stored_dtype(precision)).view(hidden_ND.shape)
+    stored_ND = memory[: hidden_ND.numel()].view(STORED_DTYPES[precision]).view(hidden_ND.shape)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(quantized_states, "PIECE", 16)  # two rows at a time
         scales_N = quantize(memory.view(dtype).view(hidden_ND.shape), precision, stored_ND)
@@ -76,24 +75,21 @@ def test_an_8_bit_shard_is_read_in_the_target_dtype(tmp_path, precision):
             footer=states.footer,
             codec="none",
         ) as writer,
-        FeatureWriter(writer, rows, states, Backlog()) as features,
+        FeatureWriter(writer, rows, states) as features,
     ):
         for index in (2, 0, 1):
             features.put(index, hidden[index])
-        receipt = features.commit("features", "abc").result()
-    assert (receipt.num_rows, receipt.num_quarantined, read_footer(path)["precision"]) == (
-        2,
-        1,
-        precision,
-    )
+        receipt = features.commit("features", "abc")
+    assert (receipt.num_rows, receipt.num_quarantined) == (2, 1)
+    with open_shard(path) as shard:
+        assert StateFormat.of(shard.schema_arrow.metadata) == states
     stored = next(read_rows(path))
     scales = 4 * len(stored.get("scales", ()))
-    assert len(stored["hidden"]) + scales == 39 * state_bytes(64, torch.bfloat16, precision)
+    assert len(stored["hidden"]) + scales == 39 * states.stored_bytes
     opened = FeatureRows(
         [str(path)],
         fingerprint="f",
         hidden_size=64,
-        vocab_size=40,
         num_heads=2,
         roles=["assistant"],
     )
@@ -103,10 +99,3 @@ def test_an_8_bit_shard_is_read_in_the_target_dtype(tmp_path, precision):
         assert found_ND.dtype == torch.bfloat16
         worst = {"native": 0.0, "fp8": 1 / 16, "int8": 1 / 254}[precision] * 1.1
         assert (found_ND - true_TD[:39]).abs().max() <= worst * true_TD.abs().max()
-
-
-def test_a_torch_without_float8_is_refused(monkeypatch):
-    monkeypatch.delattr(torch, "float8_e4m3fn")
-    with pytest.raises(EnvironmentFault, match="no dtype for states in fp8") as refused:
-        stored_dtype("fp8")
-    assert refused.value.where == "features.precision"

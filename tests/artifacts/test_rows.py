@@ -65,7 +65,7 @@ def test_damaged_rows_and_rows_of_another_run_are_refused(tmp_path):
     path = write(tmp_path / "a.parquet", GENERATED, [stored_row(GENERATED_ROW, "check")])
     with pytest.raises(DataError, match=f"another run: its fingerprint is {FINGERPRINT}, not 0000"):
         next(read_token_rows([path], "0" * 64))
-    with pytest.raises(DataError, match=r"Token 8 .* vocabulary of 8") as caught:
+    with pytest.raises(DataError, match="vocabulary of 8") as caught:
         next(read_token_rows([path], FINGERPRINT, vocab_size=8))
     assert "row s:1#1" in str(caught.value)
     path.write_bytes(path.read_bytes()[:100])

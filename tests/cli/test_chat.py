@@ -11,15 +11,12 @@ import signal
 from pathlib import Path
 
 import pytest
-import torch
 from rich.console import Console
-from transformers import AutoTokenizer
 
-from pipeline.cli.chat import ACCEPTED, AnswerSpeed, write
-from pipeline.cli.chat_model import ChatModel
-from pipeline.conversations.requests import TextStream
+from pipeline.api.models import load_target
+from pipeline.cli.chat_session import Answer, ChatSession, Sampling
+from pipeline.decoding.acceptance import greedy_acceptance
 from pipeline.decoding.decoder import Decoder
-from pipeline.evaluation import overhead
 from tests.cli.tables import one_paragraph
 
 
@@ -56,24 +53,6 @@ def test_every_line_of_a_pipe_is_a_question(piped):
     assert sampled != piped("why\n", *words, 6).out
 
 
-def test_answers_use_the_fastest_number_of_threads(piped, monkeypatch):
-    before, seen, stream = torch.get_num_threads(), [], Decoder.stream
-    seconds = {1: 0.03, 2: 0.01, 4: 0.02}
-
-    def counted(*arguments):
-        seen.append(torch.get_num_threads())
-        return stream(*arguments)
-
-    monkeypatch.setattr(overhead, "step_seconds", lambda *_: [seconds[torch.get_num_threads()]])
-    monkeypatch.setattr(Decoder, "stream", counted)
-    try:
-        torch.set_num_threads(4)
-        assert piped("why\nhow\n").code == 0
-        assert seen == [2, 2] and torch.get_num_threads() == 4
-    finally:
-        torch.set_num_threads(before)
-
-
 def test_template_and_variables_are_given_as_in_a_run(piped, tmp_path):
     (tmp_path / "chat.jinja").write_text(
         "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }} {% endfor %}"
@@ -95,7 +74,6 @@ def test_template_and_variables_are_given_as_in_a_run(piped, tmp_path):
         (("train.lr=1e-3",), "train.lr"),
         (("target.model=elsewhere",), "target.model"),
         (("fast",), "fast"),
-        (("--system", "be \udcff"), "--system"),  # as Python reads such a byte
     ],
 )
 def test_a_wrong_setting_is_refused(piped, words, key):
@@ -106,7 +84,7 @@ def test_a_wrong_setting_is_refused(piped, words, key):
 def test_the_chat_continues_after_refusing_a_too_long_question(piped):
     ended = piped(f"{'stone ' * 400}\nwhy\n")
     assert ended.code == 0 and "cannot be asked" in ended.err
-    assert ended.err.count("the first after") == 1
+    assert ended.err.count("per step") == 1
 
 
 def damaged(export: Path, damage: str) -> None:
@@ -160,37 +138,39 @@ def test_ctrl_c_ends_the_answer_and_ctrl_d_the_chat(command, export, monkeypatch
             raise line
         return line
 
-    def stream(model, prompt, *rest):
+    def stream(*_):
         yield [10]
-        signal.raise_signal(signal.SIGINT)
         yield [11, 12]
+        signal.raise_signal(signal.SIGINT)
         raise AssertionError("asked for more after Ctrl-C")
 
     monkeypatch.setattr("sys.stdin", Person())
     monkeypatch.setattr("builtins.input", types)
-    monkeypatch.setattr(ChatModel, "stream", stream)
+    monkeypatch.setattr(Decoder, "stream", stream)
     ended = command("chat", export)
     assert ended.code == 0 and next(asked, None) is None
-    said = ended.out + ended.err
-    assert said.count("3 tokens, 2.00 per step") == said.count("(stopped)") == 2
-    assert "Ctrl-D ends the chat" in said
+    printed = ended.out + ended.err
+    assert printed.count("3 tokens, 2.00 per step") == printed.count("(stopped)") == 2
+    assert "Ctrl-D ends the chat" in printed
 
 
-def test_accepted_tokens_are_coloured_and_control_characters_shown(tiny_target):
-    tokenizer = AutoTokenizer.from_pretrained(tiny_target)
-    a, b, c, d = tokenizer.convert_tokens_to_ids(list("abcd"))
-    (escape,) = tokenizer("\x1b")["input_ids"]
+def test_accepted_tokens_are_coloured_and_control_characters_shown(tiny_target, monkeypatch):
+    target = load_target(tiny_target, gpus=0)
+    a, b, c, d = target.tokenizer.convert_tokens_to_ids(list("abcd"))
+    (escape,) = target.tokenizer("\x1b")["input_ids"]
     console = Console(file=io.StringIO(), force_terminal=True, color_system="standard")
+    session = ChatSession(
+        target, target.decoder(), Sampling(8, greedy_acceptance, 0), None, console, console
+    )
     steps = (step for step in ([a], [b, c], [d, escape]))
-    written, speed = write(steps, TextStream(tokenizer), console, lambda: False)
-    assert written == [a, b, c, d, escape] and speed.num_steps == 2
+    monkeypatch.setattr(Decoder, "stream", lambda *_: steps)
+    answer = session.decode([1])
+    assert answer.ids == [a, b, c, d, escape] and answer.num_steps == 2
     green, off = "\x1b[32m", "\x1b[0m"
-    shown = f"ab{green}c{off}d{green}\N{SYMBOL FOR ESCAPE}{off}\n"
-    assert ACCEPTED == "green" and console.file.getvalue() == shown
+    printed = f"ab{green}c{off}d{green}\N{SYMBOL FOR ESCAPE}{off}\n"
+    assert console.file.getvalue() == printed
 
 
 def test_the_pace_excludes_the_prefill_and_its_token():
-    speed = AnswerSpeed(started=0.0, first=0.1, last=1.1, num_tokens=6, num_steps=2)
-    assert str(speed) == "6 tokens, 2.50 per step, 5.0 tokens/s, the first after 100 ms"
-    prefill_alone = AnswerSpeed(started=0.0, first=2.0, last=2.0, num_tokens=1, num_steps=0)
-    assert str(prefill_alone) == "1 token, the first after 2.0 s"
+    assert Answer([1] * 6, 2, seconds=1.0).speed() == "6 tokens, 2.50 per step, 5.0 tokens/s"
+    assert Answer([1], 0).speed() == "1 tokens"

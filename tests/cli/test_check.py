@@ -172,36 +172,3 @@ def test_heads_with_attention_are_served_by_vllm_only(
     served = command("check", tmp_path, "--target", tiny_target, *words)
     assert served.code == 0 and "an EAGLE-1 model with attention" in served.out
     assert asked == [{"method": "eagle", "model": str(tmp_path), "num_speculative_tokens": 3}]
-
-
-def test_an_unreadable_target_is_refused_before_loading(command, tmp_path, tiny_target):
-    target = tmp_path / "target"
-    shutil.copytree(tiny_target, target)
-    config = json.loads((target / "config.json").read_text())
-    quantization = {"quant_method": "bitsandbytes", "load_in_8bit": True}
-    (target / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
-    (target / "model.safetensors").unlink()
-    ended = command("check", tmp_path, "--target", target, "--engine", "vllm")
-    assert ended.code == 2 and "no bitsandbytes" in one_paragraph(ended.err)
-
-
-@pytest.mark.parametrize(
-    ("config", "number"),
-    [
-        ({"speculators_config": {"proposal_methods": [{"speculative_tokens": 3}]}}, 3),
-        ({"speculators_config": {"proposal_methods": {"greedy": 3}}}, None),
-        ({"speculators_config": {"proposal_methods": "greedy"}}, None),
-        ({"speculators_config": "eagle"}, None),
-        ({}, None),
-    ],
-)
-def test_draft_tokens_of_any_foreign_configuration_are_read(config, number):
-    from pipeline.evaluation.measuring import proposed_tokens
-
-    assert proposed_tokens(config) == number
-
-
-def test_an_unwritable_output_is_refused_before_measuring(checked, tmp_path):
-    (tmp_path / "file").write_text("somebody's")
-    ended = checked(tmp_path, "--out", tmp_path / "file")
-    assert ended.code == 4 and "cannot be opened or written" in one_paragraph(ended.err)

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 from importlib.metadata import version
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 import pytest
 from rich.console import Console
@@ -18,9 +18,8 @@ from rich.text import Text
 
 from pipeline.config.running import LimitsConfig
 from pipeline.flow import run_flow
-from pipeline.stages import generate
 from tests.cli.tables import STAGES, line_of, one_paragraph, states
-from tests.flows.tiny import last_events, latest, run_again, stages_run, stored
+from tests.flows.tiny import latest, run_again, stages_run, stored
 
 INLINE = ("--executor", "inline")
 
@@ -57,9 +56,6 @@ def test_help_imports_no_torch():
         ("run", "--what"),
         ("status", "--deep", "x"),
         ("keys", "trian"),
-        ("archive", "runs/my-7b", "s3://my-bucket"),
-        ("restore", "x"),
-        ("plan", "x.yaml", "--measure"),
     ],
 )
 def test_a_wrong_command_line_is_exit_code_2(command, words):
@@ -180,15 +176,6 @@ def test_a_run_reads_elsewhere_without_target_and_seeds(
     assert "<|assistant|>" in command("inspect", there, "generate").out
 
 
-def test_a_run_and_its_store_can_be_moved_together(command, make_config, tmp_path):
-    home = tmp_path / "home"
-    run_again(make_config(home, run__store=str(home / "store")), until="generate")
-    shutil.move(home, tmp_path / "moved")
-    found = states(command("status", tmp_path / "moved/run").out)
-    assert (found["seeds"], found["generate"], found["features"]) == ("done", "done", "not")
-    assert command("verify", tmp_path / "moved/run").code == 0
-
-
 @pytest.mark.parametrize("name", ["status", "verify", "inspect", "push"])
 def test_a_directory_that_is_no_run_is_named(command, tmp_path, name):
     for path in (tmp_path, tmp_path / "nothing"):
@@ -251,30 +238,20 @@ def test_a_half_done_run_counts_what_is_there(command, half_done, config_file, m
     assert states(out) == dict.fromkeys(STAGES[:2], "kept") | dict.fromkeys(STAGES[2:], "run")
     assert "3 done, 1 pending" in line_of("features", out)
     assert "4 done " in line_of("generate", out)
-    assert "are on the disk" in out
+    assert "cached" in out
     free = type("Usage", (), {"free": 100_000})
     monkeypatch.setattr("pipeline.cli.plan.shutil.disk_usage", lambda _: free)
     assert "does not fit" not in command("plan", config_file).out, "three quarters are there"
     assert "does not fit" in command("plan", config_file, "generate.temperature=1.5").out
 
 
-@pytest.mark.parametrize(
-    "damage", ["bit", "truncated", "foreign", "foreign with its note", "quarantine"]
-)
-def test_verify_of_a_half_done_run_names_the_damaged_file(
-    command, half_done, make_config, tmp_path, damage
-):
+@pytest.mark.parametrize("damage", ["bit", "truncated", "quarantine"])
+def test_verify_of_a_half_done_run_names_the_damaged_file(command, half_done, damage):
     features = latest(half_done, "features")
-    bad = features.shard_path(1 if "note" in damage else 2)
+    bad = features.shard_path(2)
     if damage == "quarantine":
         bad = features.quarantine_path(2)
         bad.unlink()
-    elif damage.startswith("foreign"):
-        changes = {"run__name": "other", "generate__temperature": 1.5}
-        other = latest(run_again(make_config(tmp_path, **changes), until="features"), "features")
-        shutil.copy2(other.path / "shards" / bad.name, bad)
-        if "note" in damage:
-            shutil.copy2(other.path / "receipts/00001.json", features.path / "receipts/00001.json")
     else:
         data = bytearray(bad.read_bytes())
         data[100] ^= 1
@@ -284,63 +261,15 @@ def test_verify_of_a_half_done_run_names_the_damaged_file(
     assert re.findall(r"\S+\.(?:parquet|jsonl)", one_paragraph(ended.err)) == [str(bad)]
 
 
-@pytest.mark.slow
-def test_plan_status_and_run_agree_on_damage(command, copied_run, config_file):
-    """A shard cut short, and a tree that is gone."""
-    shard = latest(copied_run, "generate").shard_path(1)
-    shard.write_bytes(shard.read_bytes()[:-9])
-    (copied_run.path / "latest/calibrate/tree.json").unlink()
-    out, status = command("plan", config_file).out, command("status", copied_run.path).out
-    kept = dict.fromkeys(STAGES, "kept")
-    assert states(out) == kept | dict.fromkeys(("generate", "calibrate"), "run")
-    assert "3 done, 1 pending" in line_of("generate", out)
-    for table in (out, status):
-        assert "shards/00001.parquet" in line_of("generate", table)
-        assert "tree.json" in line_of("calibrate", table)
-    assert states(status)["generate"] == "partial"
-    assert command("run", config_file, *INLINE).code == 0
-    assert stages_run(copied_run) == ["generate", "calibrate"]
-
-
 def test_a_changed_setting_counts_no_shard_that_was_made_before(command, copied_run, config_file):
     out = command("plan", config_file, "generate.temperature=1.5").out
     for stage, why in (("generate", "temperature"), ("features", "what comes before it changed")):
         line = line_of(stage, out)
         assert " 4 pending" in line and why in line and "done" not in line
-    assert "on the disk" not in out
+    assert "cached" not in out
     settings = (copied_run.path / "run.yaml").read_text()
     (copied_run.path / "run.yaml").write_text(settings.replace("nodes: 8", "nodes: 7"))
     assert states(command("status", copied_run.path).out)["calibrate"] == "stale"
-
-
-def test_events_have_one_line_for_every_shard_and_attempt(make_config, tmp_path, monkeypatch):
-    class Unsteady(generate.Worker):
-        failed = False
-
-        def __call__(self, task):
-            if task.index == 2 and not Unsteady.failed:
-                Unsteady.failed = True
-                raise RuntimeError("not this time\nnor in one line")
-            return super().__call__(task)
-
-    monkeypatch.setattr(generate, "Worker", Unsteady)
-    run = run_again(make_config(tmp_path), until="generate")
-    found = [(each["event"], each["shard"]) for each in last_events(run) if "shard" in each]
-    expected = [("shard", index) for index in range(4)]
-    assert sorted(found) == sorted([*expected, *expected, ("shard-failed", 2)])
-    for line in (run.path / "events.jsonl").read_text().splitlines():
-        assert json.loads(line)["time"] > 0
-
-
-def test_an_event_after_a_torn_line_starts_a_new_line(copied_run):
-    events = copied_run.path / "events.jsonl"
-    whole, torn = events.read_bytes(), b'{"time": 1.0, "eve'
-    events.write_bytes(whole + torn)
-    for number in range(2):
-        copied_run.event("shard", shard=number, error="\ud800 ünïcode")
-    *before, cut, first, second = events.read_bytes().splitlines()
-    assert b"\n".join([*before, b""]) == whole and cut == torn
-    assert [json.loads(line)["shard"] for line in (first, second)] == [0, 1]
 
 
 @pytest.fixture
@@ -360,32 +289,24 @@ def progress_of(make_config, tmp_path, monkeypatch):
 
 
 def test_progress_is_plain_lines_where_there_is_no_terminal(progress_of):
-    """The lines have rate, quarantined rows and time left."""
-    said, committed = progress_of(force_terminal=False)
-    assert "\x1b" not in said and "\r" not in said
-    lines = [line for line in said.splitlines() if line.startswith("generate: ")]
-    pattern = (
-        r"generate: (\d+) of 40 conversations, (?:time left unknown|[\w. ]+ left)"
-        r"(?:, [\d,]+ tokens, [\d,]+ tokens/s)?, (\d) of 4 shards(?:, (\d+) quarantined)?"
-    )
+    """The lines have conversations, shards and quarantined rows, which only grow."""
+    printed, committed = progress_of(force_terminal=False)
+    assert "\x1b" not in printed and "\r" not in printed
     counts = []
-    for line in lines:
-        match = re.fullmatch(pattern, line)
-        assert match, line
-        counts.append((int(match[1]), int(match[2]), int(match[3] or 0)))
-    for one, two in pairwise(counts):
-        assert all(before <= after for before, after in zip(one, two, strict=True))
+    for line in printed.splitlines():
+        if line.startswith("generate: "):
+            numbers = [re.search(rf"(\d+) {word}", line) for word in ("of 40", "of 4 sh", "quar")]
+            counts.append([int(match[1]) if match else 0 for match in numbers])
+    assert all(sorted(column) == list(column) for column in zip(*counts, strict=True))
     assert any(0 < conversations < 10 for conversations, _, _ in counts), "not whole shards alone"
-    refused = {shards: number for _, shards, number in counts}
-    assert [refused[number] for number in (1, 2, 3, 4)] == committed
-    assert counts[-1] == (40, 4, committed[-1]) and committed[-1]
+    assert counts[-1] == [40, 4, committed[-1]] and committed[-1]
 
 
 def test_progress_is_a_bar_on_a_terminal(progress_of):
-    said, committed = progress_of(force_terminal=True)
-    end = rf"tokens/s, 4 of 4 shards, {committed[-1]} quarantined \d:\d\d:\d\d"
-    assert "\x1b[" in said
-    assert re.search(rf"generate .*40/40.* {end}", Text.from_ansi(said).plain)
+    printed, committed = progress_of(force_terminal=True)
+    assert "\x1b[" in printed
+    bar = rf"generate .*40/40.*4 of 4 shards.*{committed[-1]} quarantined"
+    assert re.search(bar, Text.from_ansi(printed).plain)
 
 
 def test_terminal_commands_in_rows_are_shown_and_not_obeyed(command, make_config, tmp_path):

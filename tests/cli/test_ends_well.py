@@ -5,7 +5,6 @@ stderr.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import signal
 import subprocess
@@ -70,15 +69,6 @@ def test_a_defect_keeps_its_traceback_without_secrets(capsys, monkeypatch, tmp_p
     assert out == "" and err.count("\n") == 1 and str(kept) in err and "Traceback" not in err
     assert err.startswith("error: ZeroDivisionError: by *** at test_ends_well.py:")
     assert "Traceback" in kept.read_text() and "s3cr3t" not in kept.read_text() + err
-
-
-@pytest.mark.parametrize(
-    "number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO]
-)
-def test_what_a_file_system_refuses_is_no_defect(number, capsys):
-    assert ends_well(raising(OSError(number, os.strerror(number), "somewhere/file"))) == 4
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and "somewhere/file" in said
 
 
 SAYS_A_MARK = (

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pipeline.config import SeedSource
 from pipeline.conversations.conversation import Conversation, Message, Reason, RejectedRow
 from pipeline.conversations.duplicates import CheckQuestions, Deduplicator
-from pipeline.conversations.sources import SourceReader, mixed
+from pipeline.conversations.sources import SourceReader, mix_sources
 
 WORDS = [f"word{n}" for n in range(500)]
 
@@ -78,7 +78,6 @@ CHINESE = "请告诉我明天在巴黎天气怎么样我要不要带一把雨伞
 @pytest.mark.parametrize(
     ("near", "first", "second", "rejected"),
     [
-        ("keep", SKY, SKY, True),
         ("keep", SKY, SKY.upper() + "!", False),
         ("quarantine", SKY, SKY.upper() + "!", True),
         ("quarantine", SKY, SKY + " indeed", False),
@@ -134,7 +133,7 @@ def test_questions_are_found_as_by_a_search_for_their_words(before, question, af
     words = before + question + after
     check = CheckQuestions([asks(" ".join(question)), asks(" ".join(other))])
     expected = holds(words, question) or holds(words, other)
-    assert (check.held_by(Message("user", ", ".join(words))) is not None) == expected
+    assert (check.find_question(Message("user", ", ".join(words))) is not None) == expected
 
 
 def mixed_ids(folder: Path, sizes: list[int], weights: list[float | None]) -> list[str]:
@@ -146,7 +145,7 @@ def mixed_ids(folder: Path, sizes: list[int], weights: list[float | None]) -> li
         path.write_text("\n".join(lines))
         source = SeedSource(path=path, weight=weight)
         readers.append(SourceReader(source, f"s{number}", 1000))
-    rows = list(mixed(readers))
+    rows = list(mix_sources(readers))
     assert len({row.id for row in rows}) == len(rows)
     assert any(isinstance(row, RejectedRow) for row in rows) == (max(sizes) >= 5)
     return [row.id for row in rows if isinstance(row, Conversation)]
@@ -163,11 +162,6 @@ def test_sources_are_mixed_by_weight_until_one_has_no_more(tmp_path):
             assert abs(names[:end].count(f"s{number}") - share) < len(weights)
     assert names.count("s1") == 80
     assert mixed_ids(tmp_path, [400, 100, 400], weights) == ids
-
-
-def test_of_equal_claims_the_first_source_is_next(tmp_path):
-    ids = mixed_ids(tmp_path, [3, 3], [1.0, 1.0])
-    assert [id.partition(":")[0] for id in ids] == ["s0", "s1"] * 3
 
 
 def test_without_weights_every_source_is_read_whole(tmp_path):

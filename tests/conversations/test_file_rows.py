@@ -129,14 +129,6 @@ def test_a_bad_row_costs_itself_alone(name, data, expected, tmp_path):
     assert outcomes(read(written(tmp_path / name, data))) == expected
 
 
-def test_a_rejected_row_keeps_what_can_be_read_of_it(tmp_path):
-    number = "123456789012345678901234567890"
-    data = b'{"id": %s, "prompt": "a?"}\n{"prompt": "\xff"}\n{"x": }' % number.encode()
-    first, second, third = read(written(tmp_path / "a.jsonl", data))
-    assert first.source_id == number
-    assert (second.row, third.row) == ({"prompt": "\\udcff"}, '{"x": }')
-
-
 @pytest.mark.parametrize("chunk", [1, 2, 3, 7, 64, 1 << 16])
 def test_an_array_is_the_same_in_chunks_of_any_size(tmp_path, monkeypatch, chunk):
     monkeypatch.setattr(file_rows, "CHUNK", chunk)

@@ -38,13 +38,6 @@ def test_a_second_question_follows_the_answer_as_in_the_template(ended, tokenize
     assert chat.ask("how") == (expected, False)
 
 
-def test_a_question_without_an_answer_is_dropped(tokenizer, template):
-    chat = Chat(template, room=100)
-    chat.ask("why")
-    chat.answered([], ended=False)
-    assert chat.ask("how") == (rendered(tokenizer, "how"), False)
-
-
 def test_a_full_context_forgets_all_but_the_system_message(tokenizer, template):
     alone = rendered(tokenizer, "how", system="be old")
     chat = Chat(template, room=len(alone) + 3, system="be old")
@@ -56,10 +49,12 @@ def test_a_full_context_forgets_all_but_the_system_message(tokenizer, template):
 @pytest.mark.parametrize(
     ("question", "detail"), [("stone " * 40, "room for 30"), ("why \ud83d", "surrogate")]
 )
-def test_a_rejected_question_changes_nothing(question, detail, tokenizer, template):
+def test_a_rejected_or_unanswered_question_changes_nothing(question, detail, tokenizer, template):
     chat = Chat(template, room=30)
     chat.ask("why")
     chat.answered([tokenizer.eos_token_id], ended=True)
     with pytest.raises(RowRejected, match=detail):
         chat.ask(question)
+    chat.ask("old")
+    chat.answered([], ended=False)
     assert chat.ask("how") == (rendered(tokenizer, "why", "", "how"), False)

@@ -56,19 +56,14 @@ def test_no_token_of_a_seed_s_text_is_special(family, kind, tokenizers, template
     holds()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_target_reads_the_text_that_the_template_writes(family, tokenizer, templates):
+@settings(max_examples=50)
+@given(chats, st.sampled_from(FAMILIES))
+def test_the_target_reads_the_text_that_the_template_writes(tokenizer, templates, messages, family):
     template = ChatTemplate(tokenizer, templates[family])
-
-    @settings(max_examples=20)
-    @given(chats)
-    def holds(messages):
-        text = template.render(messages[:2], asks=True)
-        assert tokenizer.decode(template.opening(messages[:2])) == text
-        for message in messages[:2]:
-            assert message.content.replace("\ufdd1", "\ufffd") in text
-
-    holds()
+    text = template.render(messages[:2], asks=True)
+    assert tokenizer.decode(template.opening(messages[:2])) == text
+    for message in messages[:2]:
+        assert message.content.replace("\ufdd1", "\ufffd") in text
 
 
 @pytest.mark.parametrize("kind", ["byte-level", "metaspace", "legacy"])
@@ -84,10 +79,9 @@ def test_other_text_and_kept_tokens_are_tokenized_as_ever(kind, tokenizers, temp
 
 def test_a_special_token_of_one_character_cannot_be_text(tokenizer, templates):
     odd = copy.deepcopy(tokenizer)
-    odd.add_special_tokens({"additional_special_tokens": [AddedToken("☃", special=True)]})
-    with pytest.raises(RowRejected, match="☃") as caught:
+    odd.add_special_tokens({"additional_special_tokens": ["☃"]})
+    with pytest.raises(RowRejected, match="☃"):
         ChatTemplate(odd, templates["chatml"]).opening([Message("user", "a ☃ man")])
-    assert caught.value.reason is Reason.SPECIAL_TOKENS
 
 
 def test_ordinary_added_tokens_stay_tokens(tokenizer, templates):

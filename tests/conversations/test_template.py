@@ -11,7 +11,7 @@ import datetime
 
 import pytest
 
-from pipeline.conversations.conversation import Message, Reason, RowRejected
+from pipeline.conversations.conversation import Message, RowRejected
 from pipeline.conversations.template import ChatTemplate
 from pipeline.errors import ConfigError
 
@@ -124,15 +124,6 @@ def test_a_recited_last_answer_ends_where_the_template_ends_others(tokenizer, te
     assert tokenizer.decode(ids) == "Fine.<|im_end|>"
 
 
-@pytest.mark.parametrize("family", ["llama-3", "llama-2", "vicuna"])
-def test_bos_stands_where_the_template_has_it(family, tokenizers, templates):
-    for tokenizer in tokenizers.values():
-        bos = tokenizer.bos_token_id
-        assert tokenizer("x")["input_ids"][0] == bos, "the tokenizer itself adds one"
-        ids = ChatTemplate(tokenizer, templates[family]).opening(CHAT[:2])
-        assert ids[0] == bos and ids.count(bos) == 1
-
-
 def test_a_template_that_forgets_thoughts_rewrites_history_only_there(tokenizer, templates):
     template = ChatTemplate(tokenizer, templates["forgetful"])
     thought = Message("assistant", "<think>\nThe moon?\n</think>\n\nHello.")
@@ -147,12 +138,6 @@ def test_a_thought_forgotten_two_turns_later_rewrites_history_then(tokenizer, te
     chat = [Message(("user", "assistant")[at % 2], text) for at, text in enumerate(texts)]
     assert not template.rewrites_history(chat[:2], chat[2:3])
     assert template.rewrites_history(chat, [Message("user", "E")])
-
-
-def test_a_system_prompt_that_the_template_refuses_rejects_the_row(tokenizer, templates):
-    with pytest.raises(RowRejected, match="System role not supported") as caught:
-        ChatTemplate(tokenizer, templates["without-system"]).opening(CHAT[:2])
-    assert caught.value.reason is Reason.TEMPLATE_REFUSED
 
 
 def test_a_message_that_holds_the_placeholder_changes_nothing(tokenizer, templates):

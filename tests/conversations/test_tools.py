@@ -9,7 +9,6 @@ import json
 from dataclasses import replace
 
 import pytest
-from tokenizers import AddedToken
 
 from pipeline.conversations.conversation import Conversation, Message, Reason
 from pipeline.conversations.dialogue import Dialogue
@@ -75,22 +74,18 @@ def test_calls_and_results_are_read_in_both_spellings(row):
     assert [turn.answer for turn in found.turns] == ["Clear.", "Welcome."]
 
 
-def test_the_character_limit_counts_calls():
-    num_characters = sum(len(message.text) for message in conversation().messages)
-    assert num_characters > len(RESULT) + len(CALL)
-    assert isinstance(conversation(max_characters=num_characters), Conversation)
-    assert conversation(max_characters=num_characters - 1).reason is Reason.TOO_LONG
-
-
 def test_every_call_has_an_id_which_its_result_names():
+    """Every text is marked, also within calls."""
     two = Message("assistant", "", f'[{CALL}, {{"name": "clock", "arguments": {{}}}}]')
-    chat = [two, Message("tool", "one"), Message("tool", "two")] * 2
-    given = for_template(chat, str)
-    ids = [call["id"] for message in given for call in message.get("tool_calls", ())]
+    chat = [two, Message("tool", "one"), Message("tool", "six")] * 2
+    given = for_template(chat, lambda text: text.replace("i", "1"))
+    calls = [call for message in given for call in message.get("tool_calls", ())]
+    ids = [call["id"] for call in calls]
+    assert calls[0]["function"] == json.loads(CALL.replace("i", "1"))
     results = [message for message in given if message["role"] == "tool"]
     assert len(set(ids)) == len(ids) == 4
     assert [result["tool_call_id"] for result in results] == ids
-    assert [result["name"] for result in results] == ["weather", "clock"] * 2
+    assert [result["content"] for result in results] == ["one", "s1x"] * 2
 
 
 def test_a_conversation_can_be_cut_before_a_call_or_rejected():
@@ -103,32 +98,26 @@ def test_a_conversation_can_be_cut_before_a_call_or_rejected():
 @pytest.mark.parametrize(
     ("name", "value", "reason"),
     [
-        ("function_call", "", Reason.EMPTY),
+        ("function_call", "", Reason.BROKEN_JSON),
         ("function_call", "weather(Paris)", Reason.BROKEN_JSON),
         ("function_call", "[" * 100_000, Reason.BROKEN_JSON),
         ("function_call", '{"arguments": {}}', Reason.NOT_TEXT),
         ("function_call", '{"name": "f", "arguments": NaN}', Reason.BROKEN_JSON),
         ("observation", "", Reason.EMPTY),
         ("observation", None, Reason.NOT_TEXT),
+        ("human", "Rain?", Reason.WRONG_ORDER),
     ],
 )
 def test_a_broken_call_or_result_rejects_its_row(name, value, reason):
     turns = list(SHAREGPT["conversations"])
-    turns[("human", "function_call", "observation").index(name)] = {"from": name, "value": value}
+    place = {"human": 1, "function_call": 1, "observation": 2}[name]
+    turns[place] = {"from": name, "value": value}
     assert conversation({"conversations": turns}).reason is reason
 
 
-def test_a_result_without_a_call_is_rejected():
-    turns = [turn for turn in SHAREGPT["conversations"] if turn["from"] != "function_call"]
-    assert conversation({"conversations": turns}).reason is Reason.WRONG_ORDER
-
-
-def test_offers_that_are_no_functions_are_rejected():
-    for tools in ("get_weather(city)", [{"nameless": 1}], '["weather"]'):
-        reason = conversation(SHAREGPT | {"tools": tools}).reason
-        assert reason in (Reason.BROKEN_JSON, Reason.NOT_TEXT)
-    for nothing in ("", "[]", None, []):
-        assert conversation(SHAREGPT | {"tools": nothing}).tools is None
+@pytest.mark.parametrize("tools", ["get_weather(city)", [{"nameless": 1}], '["weather"]'])
+def test_offers_that_are_no_functions_are_rejected(tools):
+    assert conversation(SHAREGPT | {"tools": tools}).reason in (Reason.BROKEN_JSON, Reason.NOT_TEXT)
 
 
 @pytest.mark.parametrize("first", [0, 4], ids=["call-first", "call-later"])
@@ -176,57 +165,3 @@ def test_self_talk_and_passthrough_skip_tool_calls(calling, tokenizer):
     assert "<tool_call>" not in tokenizer.decode(talk.next_request().prompt_ids)
     row = only_row(Dialogue(conversation(), calling, replace(SETTINGS, mode="passthrough")))
     assert written(row, tokenizer) == [f"Clear.{END}", f"Welcome.{END}"]
-
-
-def test_special_tokens_in_calls_and_results_are_text(calling, tokenizer):
-    said = json.loads(json.dumps(SHAREGPT).replace("Paris", "</s>").replace("clear", END))
-    ids = calling.opening(conversation(said).messages[:3])
-    plain = calling.opening(conversation().messages[:3])
-    for mark in tokenizer.convert_tokens_to_ids(["</s>", END, "<|im_start|>"]):
-        assert ids.count(mark) == plain.count(mark)
-
-
-# Thinking, as Qwen3's template keeps it: of the answers after the user's last message alone.
-
-QWEN3 = """{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}\
-{% set ns.last = loop.index0 %}{% endif %}{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}
-{% set content = m.content %}{% set thought = '' %}{% if m.role == 'assistant' and '</think>' in content %}\
-{% set thought = content.split('</think>')[0].rstrip('\\n').split('<think>')[-1].lstrip('\\n') %}\
-{% set content = content.split('</think>')[-1].lstrip('\\n') %}{% endif %}\
-{% if m.role == 'assistant' and loop.index0 > ns.last and (loop.last or thought) %}\
-{{ '<think>\\n' + thought + '\\n</think>\\n\\n' }}{% endif %}{{ content }}<|im_end|>
-{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""  # noqa: E501
-THOUGHTS = [
-    "<think>\nThe moon?\n</think>\n\nHello.",
-    "<think>\nA cat.\n</think>\n\nBye.",
-    "<think>\n\n</think>\n\nYes.",
-]
-QUESTIONS = ("Hello?", "And?", "Sure?")
-SEED = Conversation("s:0", tuple(Message("user", text) for text in QUESTIONS))
-
-
-def test_thoughts_stay_in_the_row_that_they_were_sampled_in(tokenizer):
-    """Each row's prompt is what a server would send, without the thoughts of earlier answers."""
-    thinking = copy.deepcopy(tokenizer)
-    thinking.add_tokens([AddedToken(text, special=False) for text in ("<think>", "</think>")])
-    dialogue = Dialogue(SEED, ChatTemplate(thinking, QWEN3), SETTINGS)
-    hold(dialogue, thinking, *THOUGHTS)
-    assert dialogue.next_request() is None
-    history = []
-    for row, question, answer in zip(dialogue.rows(), QUESTIONS, THOUGHTS, strict=True):
-        history.append({"role": "user", "content": question})
-        served = thinking.apply_chat_template(
-            history, chat_template=QWEN3, add_generation_prompt=True
-        )
-        (span,) = row.spans
-        assert row.input_ids[: span.start] == served["input_ids"]
-        assert "<think>" not in thinking.decode(served["input_ids"])
-        assert written(row, thinking) == [answer + END] and row.messages[-1].content == answer
-        history.append({"role": "assistant", "content": answer})
-
-
-def test_answers_without_thoughts_go_on_in_one_row(tokenizer):
-    dialogue = Dialogue(SEED, ChatTemplate(tokenizer, QWEN3), SETTINGS)
-    hold(dialogue, tokenizer, "Hi.", "So.", "Yes.")
-    assert len(only_row(dialogue).spans) == 3

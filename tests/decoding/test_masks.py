@@ -8,7 +8,6 @@ from transformers import Gemma2Config, LlamaConfig, MistralConfig, Qwen2Config
 
 from pipeline.decoding.masks import TreeMasks, attention_windows
 from pipeline.decoding.tree import Tree, TreeRows, cartesian_tree
-from pipeline.errors import ConfigError
 from tests.decoding.steps import random_trees
 
 HIDDEN = torch.finfo(torch.float32).min
@@ -43,7 +42,7 @@ def test_rows_see_prefix_and_ancestors_within_the_window(own_trees, choices, len
     paths = [(), *tree.choices]
     longest = max(lengths) + len(paths)
     for columns in (longest, longest + 9):
-        found = masks.after(torch.tensor(lengths), columns, rows)
+        found = masks.masks_after(torch.tensor(lengths), columns, rows)
         expected = [expected_mask(paths, length, columns, window) for length in lengths]
         assert torch.equal(found, torch.stack(expected)[:, None])
 
@@ -51,9 +50,9 @@ def test_rows_see_prefix_and_ancestors_within_the_window(own_trees, choices, len
 def test_models_with_two_kinds_of_layers_get_two_masks():
     tree = Tree(cartesian_tree((2, 2)))
     prefix = torch.tensor([6]), 20, tree
-    both = TreeMasks(WINDOWS, torch.float32).after(*prefix)
+    both = TreeMasks(WINDOWS, torch.float32).masks_after(*prefix)
     for kind, window in WINDOWS.items():
-        alone = TreeMasks({kind: window}, torch.float32).after(*prefix)
+        alone = TreeMasks({kind: window}, torch.float32).masks_after(*prefix)
         assert torch.equal(both[kind], alone)
 
 
@@ -66,11 +65,3 @@ def test_windows_are_read_from_the_configuration():
         (Gemma2Config(sliding_window=3), WINDOWS),
     ):
         assert attention_windows(config) == windows
-
-
-@pytest.mark.parametrize("kind", ["linear_attention", "chunked_attention"])
-def test_layers_without_a_tree_mask_are_refused(kind: str):
-    layers = ["full_attention", kind]
-    config = LlamaConfig(num_hidden_layers=2, layer_types=layers, attention_chunk_size=4)
-    with pytest.raises(ConfigError):
-        attention_windows(config)

@@ -9,8 +9,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from pipeline.decoding.acceptance import RejectionSampling, TypicalAcceptance
+from pipeline.decoding.acceptance import RejectionSampling
 from pipeline.decoding.decoder import Decoder, plain_decoder
+from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.decoding.tree import cartesian_tree
 from pipeline.heads.medusa import MedusaHeads
 from pipeline.heads.shapes import MedusaShape
@@ -31,7 +32,7 @@ def test_rejection_sampling_writes_what_plain_sampling_writes(
     for seed in range(8):
         expected = plain.generate(PROMPT, 24, rule, seeded(seed)).token_ids
         heads = fitted_heads(model, PROMPT + expected, 3, known=0.7)
-        for tree in (SPARSE, cartesian_tree((4, 2))):
+        for tree in (SPARSE, cartesian_tree((4, 2)), DynamicTree(30, 3, 4)):
             decoder = Decoder(model, heads, tree, eos_token_ids=())
             decoded = decoder.generate(PROMPT, 24, rule, seeded(seed))
             assert decoded.token_ids == expected
@@ -41,14 +42,7 @@ def test_rejection_sampling_writes_what_plain_sampling_writes(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("rule", "num_texts", "bounds"),
-    [
-        (RejectionSampling(0.8), 1_000, (1e-3, 1.0)),
-        (TypicalAcceptance(0.8, samples=True), 400, (0.0, 1e-9)),  # another distribution
-    ],
-)
-def test_texts_have_the_targets_own_distribution(rule, num_texts, bounds):
+def test_texts_have_the_targets_own_distribution():
     """All texts of three of four tokens, by the product of the target's probabilities."""
     torch.manual_seed(1)
     sizes = {"hidden_size": 16, "intermediate_size": 16, "vocab_size": 4, "initializer_range": 0.6}
@@ -63,9 +57,8 @@ def test_texts_have_the_targets_own_distribution(rule, num_texts, bounds):
     law = log_p.gather(-1, texts[..., None]).sum((1, 2)).exp()
 
     decoder = Decoder(model, heads, ((0,), (1,), (0, 0), (1, 1)), eos_token_ids=())
-    generators = list(map(seeded, range(num_texts)))
-    decoded = decoder.generate_batch([[1, 2]] * num_texts, 3, rule, generators)
+    generators = list(map(seeded, range(1_000)))
+    decoded = decoder.generate_batch([[1, 2]] * 1_000, 3, RejectionSampling(0.8), generators)
     counts = Counter(tuple(one.token_ids) for one in decoded)
-    assert sum(2 in one.accepted for one in decoded) > num_texts / 5, "guesses must be accepted"
-    p = chi_square_p([counts[tuple(text)] for text in texts.tolist()], law.tolist())
-    assert bounds[0] <= p <= bounds[1]
+    assert sum(2 in one.accepted for one in decoded) > 200, "guesses must be accepted"
+    assert chi_square_p([counts[tuple(text)] for text in texts.tolist()], law.tolist()) > 1e-3

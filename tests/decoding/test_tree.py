@@ -71,16 +71,8 @@ def test_greedy_tree_of_a_worked_example():
     assert rate == pytest.approx(1 + 0.6 + 0.3 + 0.2 + 0.1)
 
 
-def test_guesses_are_taken_by_accuracy_and_never_at_zero():
-    assert greedy_tree([[0.1, 0.4]], 1) == ((1,),)
+def test_guesses_that_are_never_right_are_left_out():
     assert greedy_tree([[0.5, 0.0], [0.0, 0.0]], 10) == ((0,),)
-    assert expected_acceleration_rate([[0.5]], ()) == 1.0
-
-
-@quick
-@given(random_trees().filter(len))
-def test_checked_choices_come_back_as_they_are(choices):
-    assert check_choices([list(path) for path in choices], num_heads=4, top=5) == choices
 
 
 @pytest.mark.parametrize(
@@ -88,10 +80,8 @@ def test_checked_choices_come_back_as_they_are(choices):
     [
         [],
         [[]],
-        [[0], "0"],
-        [[0], [0, 1.0]],
-        [[0], [True]],
         [0],
+        [[0], [0, 1.0]],
         [[0], [1], [0]],
         [[0], [0, 0], [0, 0, 0]],  # deeper than the heads
         [[0], [3]],  # not guessed

@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.decoding.held_out import walk
-from pipeline.decoding.tree import greedy_tree
+from pipeline.decoding.held_out import replay
 from pipeline.decoding.tree_search import (
     CrossFit,
-    fastest,
+    fastest_choice,
     joint_tree,
     rank_accuracies,
     search_trees,
@@ -41,13 +40,6 @@ def test_no_tree_of_the_size_is_right_more_often(ranks, num_nodes):
     assert choices == larger[: len(choices)], "a smaller tree is the beginning of a larger one"
 
 
-def test_heads_that_err_together_get_a_deeper_tree():
-    first, second = [0] * 4 + [1] * 4 + [2] * 2, [0] * 4 + [1] * 4 + [MISS] * 2
-    ranks = of(np.array([first, second], np.uint8), np.array([0]))
-    assert set(joint_tree(ranks, 4)) == {(0,), (0, 0), (1,), (1, 1)}
-    assert set(greedy_tree(rank_accuracies(*ranks.hits(3)), 4)) == {(0,), (1,), (2,), (0, 0)}
-
-
 @settings(max_examples=40, deadline=None)
 @given(
     ranks=held_out(least=2), size=st.integers(1, 9), search=st.sampled_from(["product", "joint"])
@@ -57,11 +49,11 @@ def test_each_half_is_judged_by_the_other_half_s_tree(ranks, size, search):
     choices = fits.whole[search][:size]
     assert choices == search_trees(ranks, 9, None, 3)[search][:size]
     depth, kept = max(map(len, choices)), []
-    for searched_on, judged_on in (ranks.halves(), ranks.halves()[::-1]):
+    for searched_on, judged_on in (ranks.conversation_halves(), ranks.conversation_halves()[::-1]):
         tree = search_trees(searched_on, 9, None, 3)[search][:size]
-        kept += walk(judged_on, [path for path in tree if len(path) <= depth]).kept_S.tolist()
+        kept += replay(judged_on, [path for path in tree if len(path) <= depth]).kept_S.tolist()
     rate = 1 + sum(kept) / len(kept)
-    assert fits.walk(search, size).acceleration_rate == pytest.approx(rate)
+    assert fits.replay(search, size).acceleration_rate == pytest.approx(rate)
     shares = fits.node_shares(search, size)
     assert len(shares) == len(choices) and 1 + sum(shares) == pytest.approx(rate)
     assert all(0 <= share <= 1 + 1e-9 for share in shares)
@@ -78,13 +70,13 @@ def test_each_half_is_judged_by_the_other_half_s_tree(ranks, size, search):
     ],
 )
 def test_among_equally_fast_choices_the_rate_decides(rate, dearer, chosen):
-    assert fastest({1: 1.5, 2: rate}, {1: 1.0, 2: rate / 1.5 * dearer}) == chosen
+    assert fastest_choice({1: 1.5, 2: rate}, {1: 1.0, 2: rate / 1.5 * dearer}) == chosen
 
 
 def test_a_choice_with_unknown_overhead_is_the_last():
     nan = float("nan")
-    assert fastest({1: 1.5, 2: 1.6}, {1: nan, 2: 1.5}) == 2
-    assert fastest({1: 1.5, 2: 1.6}, {1: nan, 2: nan}) in (1, 2)
+    assert fastest_choice({1: 1.5, 2: 1.6}, {1: nan, 2: 1.5}) == 2
+    assert fastest_choice({1: 1.5, 2: 1.6}, {1: nan, 2: nan}) in (1, 2)
 
 
 def test_a_head_that_is_never_right_still_gets_a_tree():

@@ -13,7 +13,7 @@ from pipeline.config import CheckConfig
 from pipeline.decoding.acceptance import TypicalAcceptance
 from pipeline.decoding.decoder import Decoder, acceleration_rate, plain_decoder
 from pipeline.decoding.dynamic_tree import DynamicTree
-from pipeline.decoding.held_out import walk
+from pipeline.decoding.held_out import replay
 from pipeline.decoding.tree import cartesian_tree, stock_tree
 from pipeline.evaluation import studies
 from pipeline.evaluation.answer_states import answer_states, guess_ranks
@@ -114,7 +114,7 @@ def test_a_replay_of_plain_text_finds_the_rate_of_decoding(exact, finished_run, 
         decoded = [decoder.generate(prompt.ids, num_tokens) for prompt in asked]
         assert [one.token_ids for one in decoded] == texts
         expected = pytest.approx(acceleration_rate(decoded), nan_ok=True)
-        assert walk(ranks, choices).acceleration_rate == expected
+        assert replay(ranks, choices).acceleration_rate == expected
 
 
 def test_the_stock_size_tree_is_searched_or_from_accuracies(calibration):

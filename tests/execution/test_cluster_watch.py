@@ -15,13 +15,7 @@ from pipeline.execution.ray_cluster import SECONDS_BETWEEN_TESTS, ClusterWatch, 
 
 
 @pytest.mark.parametrize(
-    "address",
-    [
-        "127.0.0.1:{closed}",
-        "ray://127.0.0.1:{closed}",
-        "no-such-host.invalid:6379",
-        "127.0.0.1:port",
-    ],
+    "address", ["127.0.0.1:{closed}", "ray://127.0.0.1:{closed}", "127.0.0.1:port"]
 )
 def test_an_address_where_nobody_listens_is_refused(monkeypatch, address):
     """Ray itself would try for minutes."""
@@ -30,42 +24,12 @@ def test_an_address_where_nobody_listens_is_refused(monkeypatch, address):
     monkeypatch.setenv("RAY_ADDRESS", address)
     with pytest.raises(EnvironmentFault, match="No Ray cluster answers at RAY_ADDRESS") as caught:
         make_executor("ray")
-    assert (
-        caught.value.exit_code == 4
-        and caught.value.where == address
-        and "\n" not in str(caught.value)
-    )
+    assert caught.value.where == address and "\n" not in str(caught.value)
 
 
-def test_ray_address_auto_without_a_cluster_is_refused(monkeypatch):
-    def find(address: str) -> str:
-        raise ConnectionError("Could not find any running Ray instance")
-
-    monkeypatch.setenv("RAY_ADDRESS", "auto")
-    monkeypatch.setattr(ray_cluster, "canonicalize_bootstrap_address", find)
-    with pytest.raises(EnvironmentFault, match="any running Ray instance"):
-        make_executor("ray")
-
-
-def test_a_servers_traceback_is_told_by_its_last_line():
-    said = ConnectionError(
-        "Traceback (most recent call last):\n  File ...\nRuntimeError: Starting the server failed"
-    )
-    assert str(start_error(said, "ray://head:10001")).startswith(
-        "Ray did not start: RuntimeError: Starting the server failed"
-    )
-
-
-@pytest.mark.parametrize("name", ["TMPDIR", "RAY_TMPDIR"])
-def test_too_long_a_path_for_rays_sockets_is_explained(monkeypatch, tmp_path, name):
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.delenv("RAY_TMPDIR", raising=False)
-    long = tmp_path / ("x" * 70)
-    long.mkdir()
-    monkeypatch.setenv(name, str(long))
-    with pytest.raises(EnvironmentFault, match="path") as caught:
-        make_executor("ray")
-    assert "Set TMPDIR" in caught.value.fix and "\n" not in str(caught.value)
+def test_only_the_last_line_of_a_servers_traceback_is_shown():
+    error = ConnectionError("Traceback (most recent call last):\n  File ...\nRuntimeError: no port")
+    assert str(start_error(error, "")).startswith("Ray did not start: RuntimeError: no port")
 
 
 class Cluster:
@@ -73,21 +37,20 @@ class Cluster:
 
     def __init__(self):
         self.silent: set[str] = set()
-        self.now, self.num_tests = 100.0, 0
+        self.now = 100.0
 
-    def refusal(self, address: str) -> str | None:
-        self.num_tests += 1
+    def refusal(self, address):
         return "silent" if address in self.silent else None
 
-    def monotonic(self) -> float:
+    def monotonic(self):
         return self.now
 
-    def sleep(self, seconds: float) -> None:
+    def sleep(self, seconds):
         self.now += seconds
 
 
 @pytest.fixture
-def cluster(monkeypatch) -> Cluster:
+def cluster(monkeypatch):
     cluster = Cluster()
     monkeypatch.setattr(ray_cluster, "time", cluster)
     monkeypatch.setattr(ray_cluster, "refusal", cluster.refusal)
@@ -95,18 +58,17 @@ def cluster(monkeypatch) -> Cluster:
 
 
 @pytest.mark.parametrize("silent", ["head:1", "raylet:2"])
-@pytest.mark.parametrize("patience", [1.0, 20.0])
-def test_a_silent_process_is_dead_after_the_patience(cluster, silent, patience):
-    watch = ClusterWatch({"its head": "head:1", "its scheduler": "raylet:2"}, patience)
+def test_a_silent_process_is_dead_after_the_patience(cluster, silent):
+    watch = ClusterWatch(["head:1", "raylet:2"], patience=20.0)
     watch.settle()
     cluster.silent, started = {silent}, cluster.now
     with pytest.raises(EnvironmentFault, match="The Ray cluster has died"):
         watch.settle()
-    assert patience <= cluster.now - started <= patience + SECONDS_BETWEEN_TESTS and watch.is_dead
+    assert 20 <= cluster.now - started <= 20 + SECONDS_BETWEEN_TESTS and watch.is_dead
 
 
 def test_a_head_that_answers_in_time_is_alive(cluster):
-    watch = ClusterWatch({"its head": "head:1"}, patience=1.0)
+    watch = ClusterWatch(["head:1"], patience=1.0)
     for cluster.silent in [{"head:1"}, set()] * 3:
         watch.check()
         cluster.sleep(0.9)
@@ -114,7 +76,7 @@ def test_a_head_that_answers_in_time_is_alive(cluster):
 
 
 def test_ray_clients_lost_connection_is_a_dead_cluster():
-    watch = ClusterWatch({}, patience=1.0)
+    watch = ClusterWatch([], patience=1.0)
     with pytest.raises(EnvironmentFault, match="The Ray cluster has died"), watch.connection():
         raise ConnectionError("Failed to reconnect")
     assert watch.is_dead

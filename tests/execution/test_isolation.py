@@ -35,21 +35,15 @@ class Graveyard:
 def search(tmp_path_factory):
     """Makes an upstream shard of n rows, on which a worker died, and searches it."""
 
-    def find(
-        number: int,
-        executor: Graveyard,
-        max_deaths: int = 2,
-        crashing: dict[str, str] | None = None,
-    ) -> set[str]:
+    def find(number, executor, max_deaths=2):
         root = tmp_path_factory.mktemp("isolation")
         write_shard(root / "in" / "0", [seed_row(str(row)) for row in range(number)])
         stage = StageDirectory(root, "generate", "a" * 64)
         source, shard = str(root / "in" / "0"), str(stage.shard_path(0))
-        died = Outcome(
-            ShardTask(0, source, "", shard, "", "f", crashing or {}), death="Killed.\nIt."
-        )
+        task = ShardTask(0, source, "", shard, "", "f", {"before": "known"})
+        died = Outcome(task, death="Killed.\nIt.")
         found = find_crashing_rows(executor.map, died, stage, max_deaths)
-        assert not (stage.path / "isolation").exists()
+        assert found.pop("before") and not (stage.path / "isolation").exists()
         return set(found)
 
     return find
@@ -65,11 +59,8 @@ def test_every_deadly_row_is_found_and_no_other(search, number, data):
 
 
 def test_rows_that_are_too_much_together_accuse_nobody(search):
-    with pytest.raises(
-        EnvironmentFault, match=r"Shard 0 of generate .* none of its rows does alone: Killed"
-    ) as caught:
+    with pytest.raises(EnvironmentFault, match="none of its rows does alone: Killed "):
         search(32, Graveyard(lambda rows: len(rows) > 8))
-    assert "\n" not in str(caught.value)
 
 
 def test_a_shard_that_survives_by_itself_is_acquitted(search):
@@ -82,7 +73,3 @@ def test_a_row_whose_worker_died_by_chance_is_kept(search):
     bad_luck = deque([True] * 5)
     executor = Graveyard(lambda rows: 3 in rows or (11 in rows and bad_luck and bad_luck.pop()))
     assert search(16, executor, max_deaths=3) == {"3"} and not bad_luck
-
-
-def test_what_was_found_before_stays_found(search):
-    assert search(4, Graveyard(lambda rows: 2 in rows), crashing={"0": "before"}) == {"0", "2"}

@@ -10,7 +10,6 @@ from datasets import load_dataset
 from huggingface_hub import DatasetCard
 
 from pipeline.errors import ConfigError, DataError
-from pipeline.export import data_set
 from pipeline.export.data_set import data_set_upload
 from pipeline.storage.shards import read_rows
 from pipeline.storage.stage_directory import StageDirectory
@@ -48,9 +47,7 @@ def load(hub: HubStandIn, monkeypatch, tmp_path):
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    return lambda **settings: load_dataset(
-        "me/pushed", cache_dir=str(tmp_path / "cache"), **settings
-    )
+    return lambda: load_dataset("me/pushed", cache_dir=str(tmp_path / "cache"))
 
 
 def rows_of(generated: StageDirectory, split: str) -> list[dict]:
@@ -58,60 +55,43 @@ def rows_of(generated: StageDirectory, split: str) -> list[dict]:
     return [row for row in rows if row["split"] == split]
 
 
-def test_every_row_is_loaded_from_the_hub_as_written(generated, hub, push_it, load):
-    push_it()
-    found = load()
-    assert set(found) == {"train", "calibrate", "check"}
-    for split, table in found.items():
-        assert table.column_names == ["id", "messages", "finish", "input_ids", "spans"]
-        for got, row in zip(table, rows_of(generated, split), strict=True):
-            assert all(
-                got[name] == row[name] for name in ("messages", "finish", "input_ids", "spans")
-            )
-
-
 @pytest.mark.parametrize(
     ("source", "public"),
     [({"path": "/x/seeds.jsonl"}, "local-1"), ({"hub": "owner/seeds"}, "owner/seeds")],
 )
-def test_a_local_file_is_a_number_in_ids(generated, hub, push_it, load, source, public):
+def test_every_row_is_loaded_from_the_hub_as_written(generated, push_it, load, source, public):
+    """But for its id, in which a local file is a number."""
     push_it(run_config(source=source))
-    private = [row["id"] for row in rows_of(generated, "train")]
-    assert {id.rpartition(":")[0] for id in private} == {"seeds"}
-    assert load(split="train")["id"] == [f"{public}:{id.rpartition(':')[2]}" for id in private]
+    found = load()
+    assert set(found) == {"train", "calibrate", "check"}
+    for split, table in found.items():
+        for got, row in zip(table, rows_of(generated, split), strict=True):
+            name, _, number = row["id"].rpartition(":")
+            assert name == "seeds" and got == {
+                "id": f"{public}:{number}",
+                "messages": row["messages"],
+                "finish": row["finish"],
+                "input_ids": row["input_ids"],
+                "spans": row["spans"],
+            }
 
 
 def test_its_card_names_source_terms_and_no_local_file(hub, push_it):
     push_it()
     card = DatasetCard(hub.repositories[PLACE].files["README.md"].decode())
-    assert (card.data.license, card.data.size_categories) == ("other", ["n<1K"])
-    assert {file["split"] for file in card.data.configs[0]["data_files"]} == {
-        "train",
-        "calibrate",
-        "check",
-    }
-    for figure in (
-        "owner/target",
-        "1 local source(s)",
-        "40 seeds",
-        "1,234 tokens",
-        'load_dataset("me/pushed"',
-    ):
-        assert figure in card.text
+    splits = [file["split"] for file in card.data.configs[0]["data_files"]]
+    assert card.data.license == "other" and splits == ["train", "calibrate", "check"]
+    figures = ("owner/target", "1 local source(s)", "40 seeds", "1,234 tokens", '"me/pushed"')
+    assert all(figure in card.text for figure in figures)
     assert not any(private in card.content for private in ("private", "/home", "{{"))
 
 
-def test_a_second_push_replaces_the_files_of_the_first(generated, hub, push_it, load, monkeypatch):
-    with monkeypatch.context() as patched:
-        patched.setattr(data_set, "ROWS_PER_FILE", 10)
-        push_it()
-    repository = hub.repositories[PLACE]
-    assert len([name for name in repository.files if name.startswith("data/train-")]) > 1
+def test_a_push_replaces_all_files_of_an_earlier_one(hub, push_it):
+    earlier = {"data/train-00000.parquet": b"old", "data/train-00001.parquet": b"old"}
+    hub.repositories[PLACE] = Repository(private=False, commits=[earlier])
     push_it()
-    assert [name for name in repository.files if name.startswith("data/train-")] == [
-        "data/train-00000.parquet"
-    ]
-    assert len(load(split="train")) == len(rows_of(generated, "train"))
+    names = {f"data/{split}-00000.parquet" for split in ("train", "calibrate", "check")}
+    assert hub.repositories[PLACE].files.keys() == names | {"README.md"}
 
 
 @pytest.mark.parametrize(

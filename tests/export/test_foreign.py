@@ -134,73 +134,69 @@ def test_a_container_may_repeat_the_target_s_matrices(tmp_path):
     repeated = {"embed_tokens.weight": TARGET.embedding().clone(), "fc.bias": torch.zeros(4)}
     eagle(tmp_path, **repeated)
     assert isinstance(read(tmp_path).heads, RecurrentHeads)
-    eagle(tmp_path, **{"embed_tokens.weight": torch.ones(6, 4)})
-    with pytest.raises(DataError, match=r"embed_tokens\.weight is not the target's"):
-        read(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("changed", "says"),
-    [
-        ({"layers.0.self_attn.o_proj.weight": torch.ones(4, 4)}, "o_proj.weight is not zero"),
-        ({"fc.bias": torch.ones(4)}, "fc.bias is not zero"),
-    ],
+    ("name", "tensor"),
+    [("layers.0.self_attn.o_proj.weight", torch.ones(4, 4)), ("fc.bias", torch.ones(4))],
 )
-def test_a_draft_model_with_attention_is_left_to_vllm(tmp_path, changed, says):
-    eagle(tmp_path, **changed)
+def test_a_draft_model_with_attention_is_left_to_vllm(tmp_path, name, tensor):
+    eagle(tmp_path, **{name: tensor})
     found = read(tmp_path)
-    assert found.heads is None and says in found.why_not and found.vllm_method == "eagle"
+    assert found.heads is None and "is not zero" in found.why_not
+    assert found.vllm_method == "eagle"
 
 
-def medusa(directory: Path, **changed: Tensor) -> None:
-    save(tensors_of(heads_of(config_of())) | changed, directory)
+def medusa(directory: Path) -> None:
+    save(tensors_of(heads_of(config_of())), directory)
 
 
 @pytest.mark.parametrize(
-    ("write", "sizes", "says"),
+    ("write", "sizes"),
     [
-        (medusa, Sizes(8, 6), r"\[4, 4\] instead of \[8, 8\]"),
-        (medusa, Sizes(4, 7), r"\[6, 4\] instead of \[7, 4\]"),
-        (eagle, Sizes(8, 6), r"\[4, 8\] instead of \[8, 16\]"),
-        (lambda path: None, SIZES, "no weights"),
-        (lambda path: (path / "x.pt").write_bytes(b"cos\nsystem\n."), SIZES, "no file|cannot be"),
+        (medusa, Sizes(8, 6)),
+        (medusa, Sizes(4, 7)),
+        (eagle, Sizes(8, 6)),
+        (lambda path: None, SIZES),
+        (lambda path: (path / "x.pt").write_bytes(b"cos\nsystem\n."), SIZES),
     ],
 )
-def test_other_files_and_heads_of_other_targets_are_refused(tmp_path, write, sizes, says):
+def test_other_files_and_heads_of_other_targets_are_refused(tmp_path, write, sizes):
     write(tmp_path)
-    with pytest.raises(DataError, match=says) as caught:
+    with pytest.raises(DataError) as caught:
         read(tmp_path, sizes)
     assert caught.value.exit_code == 3 and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("tensors", "says"),
+    "tensors",
     [
-        ({"a.b": torch.ones(2)}, "neither.*there is a.b"),
-        ({"0.0.linear.weight": torch.full((4, 4), torch.nan)}, "not finite"),
-        ({"0.0.linear.weight": torch.ones(4, 4), "0.1.weight": ONE}, "0.1.weight"),
-        ({f"{k}.0.linear.weight": torch.ones(4, 4) for k in (0, 2)}, "1.0.*missing"),
+        {"a.b": torch.ones(2)},
+        {"0.0.linear.weight": torch.full((4, 4), torch.nan)},
+        {"0.0.linear.weight": torch.ones(4, 4), "0.1.weight": ONE},
+        {f"{k}.0.linear.weight": torch.ones(4, 4) for k in (0, 2)},
     ],
 )
-def test_tensors_that_are_no_medusa_heads_are_refused(tmp_path, tensors, says):
+def test_tensors_that_are_no_medusa_heads_are_refused(tmp_path, tensors):
     save(tensors, tmp_path)
-    with pytest.raises(DataError, match=says):
+    with pytest.raises(DataError):
         read(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("name", "tensor", "says"),
+    ("name", "tensor"),
     [
-        ("layers.0.mlp.up_proj.weight", None, "up_proj.weight is missing"),
-        ("layers.1.mlp.up_proj.weight", torch.ones(5, 4), "unknown"),
-        ("layers.0.mlp.gate_proj.weight", ONE, "gate_proj.weight"),
-        ("fc.weight", torch.ones(4, 12), "fc.weight has shape"),
-        ("fc.weight", torch.ones(4, 8).double(), "fc.weight is float64"),
+        ("layers.0.mlp.up_proj.weight", None),
+        ("layers.1.mlp.up_proj.weight", torch.ones(5, 4)),
+        ("layers.0.mlp.gate_proj.weight", ONE),
+        ("fc.weight", torch.ones(4, 12)),
+        ("fc.weight", torch.ones(4, 8).double()),
+        ("embed_tokens.weight", torch.ones(6, 4)),  # not the target's
     ],
 )
-def test_tensors_that_are_no_cell_are_refused(tmp_path, name, tensor, says):
+def test_tensors_that_are_no_cell_are_refused(tmp_path, name, tensor):
     eagle(tmp_path, **{name: tensor})
-    with pytest.raises(DataError, match=says):
+    with pytest.raises(DataError, match=name.removeprefix("layers.")):
         read(tmp_path)
 
 

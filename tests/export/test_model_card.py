@@ -55,12 +55,6 @@ def table_under(card: str, heading: str) -> list[list[str]]:
 # --- what the Hub reads
 
 
-def test_fingerprints_stand_in_the_order_of_stages_without_caches():
-    found = {"train": "1", "features": "2", "tuned-features": "3", "seeds": "4", "check": "5"}
-    run = {"name": "x", "date": "2026-01-01", "fingerprints": found}
-    assert "Fingerprints of the stages: seeds 4, train 1, check 5." in card_of({"run": run})
-
-
 def test_the_front_matter_names_model_data_and_licence():
     licence = Licence("other", "their-terms", "https://example.org/terms")
     data = ModelCard(card_of(licence=licence, data_set="me/written")).data
@@ -82,26 +76,19 @@ def test_tags_name_vllm_only_where_it_serves_the_heads(served):
     assert data.library_name == ("vllm" if served else "medusa-distill")
 
 
-@pytest.mark.parametrize("link", ["LICENSE", "https://example.org/terms", None])
-def test_the_licence_is_that_of_the_target_s_commit(link, tmp_path, hub, monkeypatch):
+def test_the_licence_is_that_of_the_target_s_commit(tmp_path, hub, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
-    cards = []
+    link, cards = "https://example.org/terms", []
     for name in ("first", "second"):
-        matter = f"license: other\nlicense_name: {name}\nlicense_link: {link or ''}"
+        matter = f"license: other\nlicense_name: {name}\nlicense_link: {link}"
         cards.append({"README.md": f"---\n{matter}\n---\n# A model\n".encode()})
     repository = Repository(private=False, commits=cards)
     hub.repositories["owner/target"] = repository
-    commit = repository.shas[0]
-    at_the_hub, local_link = link, link
-    if link == "LICENSE":
-        at_the_hub = f"https://huggingface.co/owner/target/blob/{commit}/LICENSE"
-        local_link = None
-    expected = Licence("other", "first", at_the_hub)
-    assert licence_of("owner/target", commit, online=True) == expected
-    assert licence_of("owner/target", commit, online=False) == expected
     (tmp_path / "README.md").write_bytes(cards[0]["README.md"])
-    local = Licence("other", "first", local_link)
-    assert licence_of(str(tmp_path), None, online=False) == local
+    expected = Licence("other", "first", link)
+    assert licence_of("owner/target", repository.shas[0], online=True) == expected
+    assert licence_of("owner/target", repository.shas[0], online=False) == expected
+    assert licence_of(str(tmp_path), None, online=False) == expected
 
 
 @pytest.mark.parametrize(

@@ -10,21 +10,19 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 from tests.forks import FORKS, PATIENCE
 
 
-def die(*_: object) -> None:
+def die(*_):
     """End this process like `kill -9`: no handler, no `finally`, no flush."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def lose_node() -> None:
+def lose_node():
     """End the Ray node that this worker runs on: its raylet, without which a worker ends too."""
     raylet = psutil.Process(os.getppid())
     assert raylet.name() == "raylet"
@@ -32,7 +30,7 @@ def lose_node() -> None:
     time.sleep(PATIENCE)
 
 
-def at(moment: str, pattern: str, act: Callable[[], object]) -> None:
+def at(moment, pattern, act):
     """Patch this process so that it acts, once, when a file is written whose path ends with
     `pattern`.
 
@@ -47,7 +45,7 @@ def at(moment: str, pattern: str, act: Callable[[], object]) -> None:
     owner, name = (ShardWriter, of_a_shard[moment]) if moment in of_a_shard else (os, "replace")
     real, waiting = getattr(owner, name), [act]
 
-    def patched(first: Any, *rest: Any, **options: Any) -> Any:
+    def patched(first, *rest, **options):
         path = Path(rest[0]) if owner is os else first.path
         now = waiting.pop() if waiting and path.match(pattern) else None
         if now and moment in ("open", "rename"):
@@ -60,7 +58,7 @@ def at(moment: str, pattern: str, act: Callable[[], object]) -> None:
     setattr(owner, name, patched)
 
 
-def run_until_killed(config: Path, moment: str, pattern: str) -> int | None:
+def run_until_killed(config, moment, pattern):
     """Run `medusa-distill run CONFIG` in a process that is killed there; returns how it ended."""
     driver = FORKS.Process(target=_drive, args=(config, moment, pattern))
     driver.start()
@@ -68,7 +66,7 @@ def run_until_killed(config: Path, moment: str, pattern: str) -> int | None:
     return driver.exitcode
 
 
-def _drive(config: Path, moment: str, pattern: str) -> None:
+def _drive(config, moment, pattern):
     from pipeline.cli.app import main
 
     at(moment, pattern, die)
@@ -81,30 +79,30 @@ class Orphan:
     is told to.
     """
 
-    def __init__(self, config: Path, stage: str, index: int):
+    def __init__(self, config, stage, index):
         self._line, theirs = FORKS.Pipe()
         self.process = FORKS.Process(target=_work_alone, args=(config, stage, index, theirs))
         self.process.start()
         theirs.close()
         assert self._hears() == "open"
 
-    def begin(self) -> None:
+    def begin(self):
         """Let it open its temporary file and write its rows, and stop it there."""
         self._line.send("go on")
         assert self._hears() == "write"
 
-    def commit(self) -> int | None:
+    def commit(self):
         """Let it go on to the end; return its exit code."""
         self._line.send("go on")
         self.process.join(PATIENCE)
         return self.process.exitcode
 
-    def _hears(self) -> str:
+    def _hears(self):
         assert self._line.poll(PATIENCE), "the orphan says nothing"
         return self._line.recv()
 
 
-def _work_alone(config: Path, name: str, index: int, line: Any) -> None:
+def _work_alone(config, name, index, line):
     """Do the work of a worker of `name`, without its driver's."""
     from rich.console import Console
 
@@ -114,7 +112,7 @@ def _work_alone(config: Path, name: str, index: int, line: Any) -> None:
     from pipeline.run.resolved import resolve_run
     from pipeline.storage.run_directory import RunDirectory
 
-    def stop(moment: str) -> None:
+    def stop(moment):
         line.send(moment)
         line.recv()
 
@@ -128,14 +126,14 @@ def _work_alone(config: Path, name: str, index: int, line: Any) -> None:
         context.upstream[earlier] = STAGES[earlier].locate(context)
 
     def only_one(
-        context: Any,
-        stage: Any,
-        upstream: Any,
-        worker: Any,
-        arguments: Any,
-        *_: object,
-        **__: object,
-    ) -> Any:
+        context,
+        stage,
+        upstream,
+        worker,
+        arguments,
+        *_,
+        **__,
+    ):
         worker(**arguments)(stage.tasks(upstream)[index])
         os._exit(0)
 
@@ -151,43 +149,43 @@ class Waiting:
             is when it gives back what it holds.
     """
 
-    def __init__(self, config: Path, said: Path, *places: str):
+    def __init__(self, config, said, *places):
         self._line, theirs = FORKS.Pipe()
         self._said = said
         self.process = FORKS.Process(target=_drive_and_wait, args=(config, said, places, theirs))
         self.process.start()
 
-    def is_at(self, place: str) -> bool:
+    def is_at(self, place):
         assert self._line.poll(PATIENCE), f"the driver never came to {place}"
         return self._line.recv() == place
 
-    def send(self, signum: int) -> None:
+    def send(self, signum):
         assert self.process.pid is not None
         os.kill(self.process.pid, signum)
 
-    def end(self) -> tuple[int | None, str]:
+    def end(self):
         """Wait for its end; return its exit code and its stderr."""
         self.process.join(PATIENCE)
         return self.process.exitcode, self._said.read_text()
 
 
-def _drive_and_wait(config: Path, said: Path, places: tuple[str, ...], line: Any) -> None:
+def _drive_and_wait(config, said, places, line):
     from pipeline.cli.app import main
     from pipeline.run.context import Context
     from pipeline.training.trainer import Trainer
 
-    def wait(place: str) -> None:
+    def wait(place):
         line.send(place)
         time.sleep(PATIENCE)
 
     steps, step, close = itertools.count(1), Trainer.step, Context.close
 
-    def step_or_wait(*arguments: Any) -> Any:
+    def step_or_wait(*arguments):
         if next(steps) == 3:
             wait("train")
         return step(*arguments)
 
-    def wait_and_close(self: Context) -> None:
+    def wait_and_close(self):
         wait("end")
         close(self)
 
@@ -195,8 +193,8 @@ def _drive_and_wait(config: Path, said: Path, places: tuple[str, ...], line: Any
     if "generate" in places:
         at("open", "generate-*/shards/00001.parquet", lambda: wait("generate"))
     if "train" in places:
-        Trainer.step = step_or_wait  # type: ignore[method-assign]
+        Trainer.step = step_or_wait
     if "end" in places:
-        Context.close = wait_and_close  # type: ignore[method-assign]
+        Context.close = wait_and_close
     sys.argv = ["medusa-distill", "run", str(config), "--executor", "inline"]
     main()

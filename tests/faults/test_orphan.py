@@ -30,14 +30,13 @@ def orphan(copied_run, make_settings, tmp_path, name):
     orphan.process.join()
 
 
-@pytest.mark.parametrize("name", ["generate", "features"])
 @pytest.mark.parametrize(
-    ("begins", "ends", "code"),
+    ("name", "begins", "ends", "code"),
     [
-        ("meanwhile", "meanwhile", 0),
-        ("before", "meanwhile", 1),  # the resumed run has removed its temporary file
-        ("meanwhile", "after", 0),
-        ("meanwhile", "killed", -9),
+        ("features", "meanwhile", "meanwhile", 0),
+        ("generate", "before", "meanwhile", 1),  # the resumed run has removed its temporary file
+        ("generate", "meanwhile", "after", 0),
+        ("features", "meanwhile", "killed", -9),
     ],
 )
 def test_an_orphan_changes_nothing_whenever_it_writes(

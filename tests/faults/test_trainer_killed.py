@@ -8,7 +8,6 @@ import signal
 
 import pytest
 
-from pipeline.storage.run_directory import RunDirectory
 from pipeline.training.metrics import read_metrics
 from tests.faults.processes import run_until_killed
 from tests.faults.unfinished import cut_before, temporary_files, write_config
@@ -26,7 +25,7 @@ DEATHS = [  # at which file's write, and the newest checkpoint that is whole the
 ]
 
 
-def curve_of(run: RunDirectory) -> list[tuple[int, float]]:
+def curve_of(run):
     """Every step's loss, in the order in which it was logged."""
     lines = read_metrics(latest(run, "train").path)
     return [(line["step"], line["loss"]) for line in lines if "loss" in line]

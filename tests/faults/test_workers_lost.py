@@ -12,8 +12,7 @@ from rich.console import Console
 
 from pipeline.flow import run_flow
 from pipeline.stages import features, generate
-from pipeline.storage.shards import read_rows
-from tests.faults.unfinished import assert_as_uninterrupted, cut_before, files_of, quarantined
+from tests.faults.unfinished import assert_as_uninterrupted, cut_before, files_of
 from tests.faults.workers import (
     MIDDLE,
     CopyingKilledOnce,
@@ -23,7 +22,15 @@ from tests.faults.workers import (
     diary_of,
     first_time,
 )
-from tests.flows.tiny import last_events, latest, run_again, shards_made, stages_run
+from tests.flows.tiny import (
+    last_events,
+    latest,
+    quarantined,
+    run_again,
+    shards_made,
+    stages_run,
+    stored,
+)
 
 pytestmark = [pytest.mark.fault, pytest.mark.slow]
 
@@ -49,7 +56,7 @@ class HangsOnceAndIsKilledOnce(CopyingKilledOnce):
             wait_for_an_answer_that_never_comes()
 
 
-def wait_for_an_answer_that_never_comes() -> None:
+def wait_for_an_answer_that_never_comes():
     time.sleep(3600)
 
 
@@ -57,7 +64,7 @@ def generated(config):
     return run_flow(config, until="generate", console=Console(quiet=True))
 
 
-def deaths_in(run, stage: str) -> list[dict]:
+def deaths_in(run, stage):
     events = [event for event in last_events(run) if event["event"] == "worker-died"]
     return [event for event in events if event["stage"] == stage]
 
@@ -83,12 +90,8 @@ def test_a_killed_or_hanging_worker_costs_one_attempt(
     assert_as_uninterrupted(run, finished_run)
 
 
-def rows_of(stage) -> list[dict]:
-    return [row for path in stage.shards() for row in read_rows(path)]
-
-
 def test_a_deadly_row_alone_is_quarantined(ray_cluster, before, make_config, tmp_path, monkeypatch):
-    crashing = [row["id"] for row in rows_of(before) if row["split"] == "train"][-3]
+    crashing = [row["id"] for row in stored(before) if row["split"] == "train"][-3]
     (tmp_path / "crashing.txt").write_text(crashing)
     monkeypatch.setattr(generate, "Worker", Poisoned)
     config = make_config(tmp_path, limits__max_consecutive_failures=DEATHS)
@@ -97,14 +100,9 @@ def test_a_deadly_row_alone_is_quarantined(ray_cluster, before, make_config, tmp
     (refused,) = [row for row in quarantined(stage) if row not in quarantined(before)]
     assert (refused["id"], refused["row"]["id"]) == (crashing, crashing)
     assert refused["reason"] == "killed-worker" and f"{DEATHS} times" in refused["detail"]
-    assert rows_of(stage) == [row for row in rows_of(before) if row["id"] != crashing]
-    deaths = [event["shard"] for event in deaths_in(run, "generate")]
-    assert len(deaths) == DEATHS and len(set(deaths)) == 1
-    assert not (stage.path / "isolation").exists()
-    monkeypatch.undo()
-    run_again(config, until="features")
-    assert crashing not in {row["id"] for row in rows_of(latest(run, "features"))}
-    assert stage.verify() == latest(run, "features").verify() == []
+    assert stored(stage) == [row for row in stored(before) if row["id"] != crashing]
+    assert len(deaths_in(run, "generate")) == DEATHS
+    assert not (stage.path / "isolation").exists() and stage.verify() == []
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from typing import Any
 
 from pipeline.artifacts.generated_rows import GENERATED
 from pipeline.conversations.conversation import Reason, RejectedRow
-from pipeline.storage.receipts import Receipt, read_receipt
-from pipeline.storage.shards import ShardTask, read_rows, shard_writer, task_rows
+from pipeline.storage.receipts import read_receipt
+from pipeline.storage.shards import read_rows, shard_writer, task_rows
 from tests.faults.processes import at, die, lose_node
 from tests.forks import PATIENCE
 
@@ -32,11 +32,11 @@ class Stand:
         stage: The stage's name.
     """
 
-    def __init__(self, stage: str, **arguments: Any):
+    def __init__(self, stage, **arguments):
         self.stage, self._arguments = stage, arguments
         self._real: Any = None
 
-    def __call__(self, task: ShardTask) -> Receipt:
+    def __call__(self, task):
         self.before(task)
         if self._real is None:
             self._real = importlib.import_module(f"pipeline.stages.{self.stage}").Worker(
@@ -44,9 +44,9 @@ class Stand:
             )
         return self._real(task)
 
-    def before(self, task: ShardTask) -> None: ...
+    def before(self, task): ...
 
-    def close(self) -> None:
+    def close(self):
         if self._real is not None:
             self._real.close()
 
@@ -54,7 +54,7 @@ class Stand:
 class Together(Stand):
     """A worker that begins once as many as there are to be have come, each in its own process."""
 
-    def before(self, task: ShardTask) -> None:
+    def before(self, task):
         come = events_of(task).with_name("come")
         come.mkdir(exist_ok=True)
         (come / str(os.getpid())).touch()
@@ -69,17 +69,17 @@ class Copying(Stand):
     `finished.txt` beside the run
     names: as many deaths as one likes, and torch is never loaded."""
 
-    def __init__(self, **arguments: Any):
+    def __init__(self, **arguments):
         super().__init__("generate", **arguments)
 
-    def __call__(self, task: ShardTask) -> Receipt:
+    def __call__(self, task):
         self.before(task)
         finished = Path(diary_of(task, "finished").read_text())
         rows = [row for shard in sorted(finished.glob("shards/*")) for row in read_rows(shard)]
-        lines = [
-            line for file in finished.glob("quarantine/*") for line in file.read_text().splitlines()
-        ]
-        rejected = {line["id"]: line for line in map(json.loads, lines)}
+        rejected = {}
+        for file in finished.glob("quarantine/*"):
+            for line in map(json.loads, file.read_text().splitlines()):
+                rejected[line["id"]] = line
         seeds = task_rows(task, ["id"])
         with shard_writer(task, GENERATED) as writer:
             for seed in seeds:
@@ -99,7 +99,7 @@ class KilledOnce(Stand):
     time.
     """
 
-    def before(self, task: ShardTask) -> None:
+    def before(self, task):
         if task.index == MIDDLE and first_time(diary_of(task, self.stage), "killed"):
             at("write", f"{self.stage}-*/shards/{task.index:05d}.parquet", die)
 
@@ -113,10 +113,10 @@ class LosesItsNode(Copying):
     `MIDDLE` is in the temporary file, the first time. Who works on a later shard is busy until that
     is known."""
 
-    def __init__(self, stage: str, **arguments: Any):
+    def __init__(self, stage, **arguments):
         super().__init__(**arguments)
 
-    def before(self, task: ShardTask) -> None:
+    def before(self, task):
         if task.index == MIDDLE and first_time(diary_of(task, self.stage), "lost"):
             at("write", f"{self.stage}-*/shards/{task.index:05d}.parquet", lose_node)
         patience = time.monotonic() + PATIENCE
@@ -128,12 +128,12 @@ class LosesItsNode(Copying):
 class Poisoned(Copying):
     """A row ends its process wherever it is; its id is in `crashing.txt` beside the run."""
 
-    def before(self, task: ShardTask) -> None:
+    def before(self, task):
         if diary_of(task, "crashing").read_text() in {row["id"] for row in task_rows(task, ["id"])}:
             die()
 
 
-def killed_trainer(config: dict[str, Any]) -> Any:
+def killed_trainer(config):
     """Run a training worker and record its steps; kill the last one once, in its third step."""
     from ray.train import get_context
 
@@ -143,7 +143,7 @@ def killed_trainer(config: dict[str, Any]) -> Any:
     diary = Path(config["spec"].directory).parents[1] / "trainer.txt"
     step = Trainer.step
 
-    def watched(*arguments: Any) -> Any:
+    def watched(*arguments):
         with diary.open("a") as file:
             file.write(f"{os.getpid()}\n")
         if diary.read_text().split() == [str(os.getpid())] * (STEPS_BEFORE_DEATH + 1):
@@ -151,11 +151,11 @@ def killed_trainer(config: dict[str, Any]) -> Any:
         return step(*arguments)
 
     if get_context().get_world_rank() == get_context().get_world_size() - 1:
-        Trainer.step = watched  # type: ignore[method-assign]
+        Trainer.step = watched
     return run_worker(config)
 
 
-def train_and_be_killed(**arguments: Any) -> Any:
+def train_and_be_killed(**arguments):
     """`train_on_ray` with workers of which one is killed."""
     from pipeline.training import ray_entry
 
@@ -163,19 +163,19 @@ def train_and_be_killed(**arguments: Any) -> Any:
     return ray_entry.train_on_ray(**arguments)
 
 
-def diary_of(task: ShardTask, name: str) -> Path:
+def diary_of(task, name):
     """A file beside the run directory that a task's shard lies in, also where it is a trial's."""
     return events_of(task).parent.with_name(f"{name}.txt")
 
 
-def events_of(task: ShardTask) -> Path:
+def events_of(task):
     """The events of the run that a task's shard lies in."""
     return next(
         path for folder in Path(task.source).parents if (path := folder / "events.jsonl").exists()
     )
 
 
-def first_time(diary: Path, what: str) -> bool:
+def first_time(diary, what):
     """Whether this is not in the diary yet; then it is."""
     before = diary.read_text() if diary.exists() else ""
     diary.write_text(before + f"{what} {os.getpid()}\n")

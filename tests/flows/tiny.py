@@ -292,7 +292,7 @@ def stored(stage: StageDirectory | None) -> list[dict[str, Any]]:
 
 def quarantined(stage: StageDirectory) -> list[dict[str, Any]]:
     """Every quarantined row of a stage, in order."""
-    files = sorted((stage.path / "quarantine").iterdir())
+    files = sorted((stage.path / "quarantine").glob("*.jsonl"))
     return [json.loads(line) for file in files for line in file.read_text().splitlines()]
 
 

@@ -8,7 +8,7 @@ import torch
 
 from pipeline.conversations.spans import IGNORED
 from pipeline.decoding.held_out import HeldOutRanks
-from pipeline.heads.accuracy import MISS, NO_LABEL, label_ranks, score
+from pipeline.heads.accuracy import MISS, NO_LABEL, label_ranks, score_guesses
 from pipeline.heads.medusa import MedusaHeads
 from pipeline.heads.shapes import MedusaShape
 from tests.heads.plain_loss import plain_summed_cross_entropy
@@ -34,7 +34,7 @@ def case(lm_head: str = "untied") -> tuple[MedusaHeads, torch.Tensor, torch.Tens
 def test_ranks_hits_and_losses_follow_from_the_logits(lm_head: str, chunk_bytes: int, top: int):
     heads, hidden, _, labels = text = case(lm_head)
     ranks_KN = label_ranks(*text, top, chunk_bytes=chunk_bytes)
-    found = score(*text, top, chunk_bytes=chunk_bytes)
+    found = score_guesses(*text, top, chunk_bytes=chunk_bytes)
     logits_KNV = heads(hidden)
     for k, n in np.ndindex(*labels.shape):
         expected = NO_LABEL
@@ -43,7 +43,7 @@ def test_ranks_hits_and_losses_follow_from_the_logits(lm_head: str, chunk_bytes:
             expected = rank if rank < top else MISS
         assert ranks_KN[k, n] == expected
     spans = np.array([0]), np.array([0]), np.array([False])
-    hits_KR, counts_K = HeldOutRanks(ranks_KN.numpy(), *spans).hits(top)
+    hits_KR, counts_K = HeldOutRanks(ranks_KN.numpy(), *spans).guess_hits(top)
     assert found.hits_KR.tolist() == hits_KR.cumsum(1).tolist()
     assert found.counts_K.tolist() == counts_K.tolist()
     losses = plain_summed_cross_entropy(heads.hidden(hidden), heads.lm_head, labels)
@@ -54,13 +54,13 @@ def test_losses_of_heads_in_half_precision_are_in_fp32():
     """Heads of zeros give each of 13 tokens the same logit, and log 13 is no number of bfloat16."""
     heads = MedusaHeads(MedusaShape(SIZE, VOCAB, NUM_HEADS), dtype=torch.bfloat16)
     labels = torch.zeros(NUM_HEADS, 1, dtype=torch.int64)
-    found = score(heads, torch.zeros(1, SIZE), NEXT[:1], labels, 5)
+    found = score_guesses(heads, torch.zeros(1, SIZE), NEXT[:1], labels, 5)
     assert found.losses_K.tolist() == pytest.approx([math.log(VOCAB)] * NUM_HEADS, rel=1e-6)
 
 
 def test_batches_add_up():
     heads, hidden, following, labels = text = case()
-    first = score(heads, hidden[:9], following[:9], labels[:, :9], 4)
-    second = score(heads, hidden[9:], following[9:], labels[:, 9:], 4)
-    for whole, *parts in zip(score(*text, 4), first, second, strict=True):
+    first = score_guesses(heads, hidden[:9], following[:9], labels[:, :9], 4)
+    second = score_guesses(heads, hidden[9:], following[9:], labels[:, 9:], 4)
+    for whole, *parts in zip(score_guesses(*text, 4), first, second, strict=True):
         torch.testing.assert_close(sum(parts), whole, rtol=1e-6, atol=1e-6)

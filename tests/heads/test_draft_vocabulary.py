@@ -14,13 +14,13 @@ from pipeline.conversations.spans import IGNORED
 from pipeline.decoding.dynamic_tree import NEVER, DynamicTree
 from pipeline.decoding.tree import Tree, cartesian_tree
 from pipeline.errors import DataError
-from pipeline.heads.accuracy import MISS, NO_LABEL, label_ranks, score
-from pipeline.heads.kind import TOKEN_MAP, Heads, most_frequent
+from pipeline.heads.accuracy import MISS, NO_LABEL, label_ranks, score_guesses
+from pipeline.heads.kind import TOKEN_MAP, Heads, most_frequent_tokens
 from pipeline.heads.losses import TargetHead, Teacher
 from pipeline.heads.medusa import MedusaHeads
 from pipeline.heads.recurrent import RecurrentHeads
 from pipeline.heads.shapes import MedusaShape, RecurrentShape
-from pipeline.training.held_out_accuracy import evaluation_of
+from pipeline.training.held_out_accuracy import summarize_scores
 from tests.heads.linear_heads import LinearHeads, LinearShape
 from tests.heads.plain_loss import plain_summed_cross_entropy
 from tests.heads.pruning import pruned
@@ -69,7 +69,7 @@ def test_ties_among_the_most_frequent_go_to_the_lower_token(tokens: list[int], n
     """At this vocabulary size, numpy's default sort does not keep the order of ties."""
     counts = np.bincount(tokens, minlength=1000)
     expected = sorted(range(1000), key=lambda token: (-counts[token], token))[:number]
-    assert most_frequent(counts, number).tolist() == sorted(expected)
+    assert most_frequent_tokens(counts, number).tolist() == sorted(expected)
 
 
 @every_kind
@@ -114,10 +114,10 @@ def test_a_token_outside_is_a_miss_everywhere(kind: str):
             expected = rank if label in TOKENS and rank < 4 else MISS
         assert ranks[k, n] == expected
 
-    found = score(drafting, hidden, following, labels, 4, chunk_bytes=400)
+    found = score_guesses(drafting, hidden, following, labels, 4, chunk_bytes=400)
     assert found.counts_K.tolist() == (labels != IGNORED).sum(1).tolist()
     assert found.hits_KR.T.tolist() == [(ranks <= r).sum(1).tolist() for r in range(4)]
-    figures = evaluation_of(found)
+    figures = summarize_scores(found)
     within_N = torch.isin(labels[0], torch.tensor(TOKENS))
     num_labels = int((labels[0] != IGNORED).sum())
     assert figures.draft_coverage == int(within_N.sum()) / num_labels < 1

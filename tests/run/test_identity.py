@@ -45,7 +45,6 @@ def test_other_code_or_other_input_makes_another_directory(finished_run, make_co
         ("chat_template", "{{ messages[0].content }}"),
         ("max_tokens", 64),
         ("dtype", "bfloat16"),
-        ("quantization", "8bit"),
         ("template_arguments", {"enable_thinking": False}),
     ],
 )
@@ -85,8 +84,7 @@ OTHER = {
         "seeds": {"special_tokens": "keep"},
         "run": {"seed": 7},
     },
-    "features": {"features": {"engine": "vllm", "precision": "int8", "codec": "zstd"}},
-    "train": {"run": {"seed": 7}},
+    "features": {"features": {"engine": "vllm", "precision": "int8"}},
     "calibrate": {
         "calibrate": {"tree": "dynamic", "nodes": 4, "depth": 2, "top": 5, "draft_tokens": 2}
     },

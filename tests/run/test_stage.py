@@ -11,8 +11,10 @@ from pipeline.storage.stage_directory import StageDirectory
 from tests.flows.tiny import resolved
 
 
-def test_every_stage_s_name_fits_into_the_terminal_s_column():
-    assert max(map(len, STAGES)) <= STAGE_WIDTH
+def test_a_stage_has_a_short_name_and_parts_that_count():
+    for name, stage in STAGES.items():
+        assert len(name) <= STAGE_WIDTH
+        assert not {*stage.parts} & {*stage.scratch}
 
 
 @pytest.mark.parametrize("method", ["medusa-1", "medusa-2"])
@@ -22,7 +24,7 @@ def test_a_stage_reads_only_earlier_stages_of_the_run(make_config, tmp_path, met
     have = [name for name, stage in STAGES.items() if stage.skipped(config) is None]
     for position, name in enumerate(have):
         assert set(STAGES[name].upstream(config)) <= set(have[:position])
-        assert run.sections_of(name) <= set(config.placement.of_stages())
+        assert set(run.sections_of(name)) <= set(config.placement.of_stages())
     assert ("tuned-features" in have) == (method == "medusa-2")
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from pipeline.artifacts.check_result import CheckResult, GreedyMatch, LoadRow, VllmFigures
+from pipeline.artifacts.check_result import CheckResult, GreedyMatch, VllmFigures
 from pipeline.artifacts.json_form import from_json
 from pipeline.errors import CheckFailed, ConfigError, DataError, EnvironmentFault
 from pipeline.flow import push_run, run_flow
@@ -97,9 +97,11 @@ def test_a_file_of_questions_replaces_held_out_rows(copied_run, run_again, tmp_p
     for method in ("plain", "medusa"):
         lines = lines_of(stage.path / f"answers/{method}.jsonl")
         assert [line["question_id"] for line in lines] == [0, 1, 2, 3, 4]
-        assert {line["model_id"] for line in lines} == {f"{name}-{method}"}
-        assert all(len(line["choices"][0]["turns"]) == 2 for line in lines)
-        assert lines_of(stage.path / f"model_answer/{name}-{method}.jsonl") == lines
+        judged = lines_of(stage.path / f"model_answer/{name}-{method}.jsonl")
+        for one, line in zip(judged, lines, strict=True):
+            assert one.keys() >= {"question_id", "answer_id", "model_id", "choices", "tstamp"}
+            assert line["model_id"] == f"{name}-{method}" and len(line["choices"][0]["turns"]) == 2
+            assert one["choices"][0]["turns"] == line["choices"][0]["turns"]
     lengths = [length for line in lines for length in line["choices"][0]["accept_lengths"]]
     assert sum(lengths) / len(lengths) == pytest.approx(native.acceleration_rate, abs=1e-3)
 
@@ -119,10 +121,7 @@ def test_a_question_may_be_longer_than_training_text(run_again, tmp_path):
     assert (native.prompts, native.skipped_prompts) == (1, 0)
     with pytest.raises(DataError, match=r"leaves room for 20 tokens.*check\.max_tokens"):
         run_again(**asked, check__max_tokens=64)
-
-
-def test_no_held_out_prompt_that_fits_is_refused(copied_run, run_again):
-    with pytest.raises(DataError, match="No prompt leaves room for 190 tokens"):
+    with pytest.raises(DataError, match="leaves room for 190 tokens"):
         run_again(check__max_new_tokens=190)
 
 
@@ -175,23 +174,6 @@ def test_native_answers_are_kept_when_vllm_fails(copied_run, run_again, monkeypa
     )
 
 
-def test_vllm_s_figures_are_kept_when_its_server_fails(copied_run, run_again, monkeypatch):
-    def no_server(**_):
-        raise EnvironmentFault("vLLM's server ended: no port.", "check.studies", "Try again.")
-
-    asked = {"check__engines": ["vllm"], "check__studies": ["load"]}
-    load_study, served = "pipeline.stages.check.load_study", f"{MEASURING}.check_served"
-    monkeypatch.setattr(served, lambda *_: CheckResult(vllm=SERVED))
-    monkeypatch.setattr(load_study, no_server)
-    with pytest.raises(EnvironmentFault, match="no port"):
-        run_again(**asked)
-    monkeypatch.setattr(served, lambda *_: pytest.fail("decoded already"))
-    monkeypatch.setattr(load_study, lambda **_: [LoadRow(requests=1, speedup=1.2)])
-    vllm = result_of(run_again(**asked)).vllm
-    assert vllm.acceleration_rate == 1.5
-    assert vllm.studies.load == [LoadRow(requests=1, speedup=1.2)]
-
-
 def test_progress_is_shown_and_a_question_of_training_warned_of(
     copied_run, make_config, tmp_path, monkeypatch
 ):
@@ -240,8 +222,7 @@ def test_heads_are_checked_on_the_served_copy_too(copied_run, run_again, tmp_pat
         run_again(check__served_model=copy, check__min_acceleration_rate=50)
 
 
-@pytest.mark.parametrize("native", [1, 0])
-@pytest.mark.parametrize("vllm", [1, 0])
+@pytest.mark.parametrize(("native", "vllm"), [(1, 0), (0, 1)])
 def test_a_served_copy_has_the_dtype_of_its_workers(
     make_config, tmp_path, tiny_target, native, vllm
 ):

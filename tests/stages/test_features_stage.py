@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from pipeline.artifacts import feature_writer
 from pipeline.errors import EnvironmentFault
 from pipeline.stages import features as features_stage
-from pipeline.storage.shards import open_shard, read_footer
+from pipeline.storage.shards import open_shard
 from pipeline.storage.stage_directory import StageDirectory
 from tests.flows.tiny import context_of, latest, quarantined, run_again, stored
 
@@ -55,10 +55,11 @@ def test_states_predict_exactly_the_tokens_of_greedy_rows(cached, model):
 def test_the_footer_describes_the_states(finished_run):
     stage = finished_run.latest("features")
     for path in stage.shards():
-        footer = read_footer(path)
-        assert (footer["dtype"], footer["hidden_size"]) == ("float32", "64")
-        assert footer["fingerprint"] == stage.fingerprint
-        assert footer["tap"] == "last hidden state after the final norm"
+        with open_shard(path) as shard:
+            footer = shard.schema_arrow.metadata
+        assert (footer[b"dtype"], footer[b"hidden_size"]) == (b"float32", b"64")
+        assert footer[b"fingerprint"] == stage.fingerprint.encode()
+        assert footer[b"tap"] == b"last hidden state after the final norm"
 
 
 class NotFinite:

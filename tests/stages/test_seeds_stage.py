@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import gzip
 import hashlib
+import itertools
 import json
 import math
 from collections import Counter
@@ -20,8 +20,8 @@ from typer.testing import CliRunner
 from pipeline.artifacts.seed_rows import SEEDS
 from pipeline.cli.app import app
 from pipeline.conversations.conversation import Conversation, Message, Reason, RejectedRow
-from pipeline.conversations.duplicates import CheckQuestions, plain
-from pipeline.conversations.splits import in_shards, split_rows
+from pipeline.conversations.duplicates import CheckQuestions, normalize_text
+from pipeline.conversations.splits import batch_into_shards, split_rows
 from pipeline.errors import CheckFailed, ConfigError, DataError
 from pipeline.flow import run_flow
 from pipeline.report.facts import warnings
@@ -59,17 +59,12 @@ def test_a_small_set_holds_out_exactly_what_is_asked(number, holdout):
     assert counts["train"] == number - 2 * each
 
 
-@given(
-    number=st.integers(0, 80),
-    bad=st.sets(st.integers(0, 79)),
-    seed=st.randoms(use_true_random=False),
-)
-def test_splits_ignore_the_order_and_refused_rows(number, bad, seed):
-    rows = [conversation(f"s:{i}") for i in range(number)]
-    expected = splits(rows, 0.2)
+@given(bad=st.sets(st.integers(0, 79)), seed=st.randoms(use_true_random=False))
+def test_splits_ignore_the_order_and_refused_rows(bad, seed):
+    rows = [conversation(f"s:{i}") for i in range(80)]
     mixed = [*rows, *(RejectedRow(f"bad:{i}", Reason.EMPTY, "", None) for i in bad)]
     seed.shuffle(mixed)
-    assert splits(mixed, 0.2) == expected
+    assert splits(mixed, 0.2) == splits(rows, 0.2)
 
 
 OPENINGS = st.lists(
@@ -120,13 +115,13 @@ def test_in_a_large_set_each_row_s_own_hash_decides(number, holdout):
 @given(number=st.integers(0, 6000))
 def test_shards_are_sized_by_the_number_of_rows(number):
     """An eighth of the rows, 16 at least and 512 at most; the last shard is what is left."""
-    found = list(in_shards(iter(range(number)), "auto"))
+    found = list(batch_into_shards(iter(range(number)), "auto"))
     assert [row for shard in found for row in shard] == list(range(number)), "all rows, in order"
     wanted = 512 if number > 4096 else max(16, math.ceil(number / 8))
     assert {len(shard) for shard in found[:-1]} <= {wanted}
     assert all(0 < len(shard) <= wanted for shard in found)
     sizes = [min(100, number - first) for first in range(0, number, 100)]
-    assert [len(shard) for shard in in_shards(range(number), 100)] == sizes
+    assert [len(shard) for shard in batch_into_shards(range(number), 100)] == sizes
 
 
 @pytest.fixture
@@ -175,42 +170,29 @@ def test_verify_names_a_question_that_opens_two_splits(made, tiny_seeds, tmp_pat
     pq.write_table(pa.concat_tables([table, doubled]), path)
     result = CliRunner().invoke(app, ["verify", str(tmp_path / "run")])
     assert isinstance(result.exception, CheckFailed)
-    assert plain(table["messages"][0].as_py()[0]["content"]) in str(result.exception)
-
-
-def test_duplicates_across_sources_name_the_first(make_config, tmp_path):
-    one, other = save_seeds(tmp_path / "a.jsonl"), save_seeds(tmp_path / "b.jsonl", 45)
-    config = make_config(tmp_path, seeds__sources=[{"path": str(one)}, {"path": str(other)}])
-    stage = latest(run_again(config, until="seeds"), "seeds")
-    kept = [f"a:{i}" for i in range(40)] + [f"b:{i}" for i in range(40, 45)]
-    assert [row["id"] for row in stored(stage)] == kept
-    refused = quarantined(stage)
-    assert [row["id"] for row in refused] == [f"b:{i}" for i in range(40)]
-    assert all(f"a:{i}" in row["detail"] for i, row in enumerate(refused))
-    assert stage.summary["rows"] == 45 and stage.summary["reasons"] == {"duplicate": 40}
+    assert normalize_text(table["messages"][0].as_py()[0]["content"]) in str(result.exception)
 
 
 def test_every_row_of_a_dirty_file_is_accounted_for(made, tmp_path):
     """Half a surrogate pair is quarantined in valid UTF-8."""
     path = save_seeds(tmp_path / "seeds.jsonl")
-    silent = json.dumps({"conversations": [{"from": "gpt"}]})
-    half = json.dumps({"prompt": "why \ud83d?"})
-    dirty = ['{"broken', '{"conversations": []}', '{"what": 1}', silent, half]
-    path.write_text("\n".join([*dirty, path.read_text()]))
+    turns = [("human", "Moon?"), ("function_call", '{"name": "moon"}'), ("observation", "7")]
+    calls = {"conversations": [{"from": who, "value": text} for who, text in turns]}
+    bad = [{"conversations": []}, {"what": 1}, {"prompt": "why \ud83d?"}]
+    path.write_text('{"broken\n' + lines([*bad, calls]) + path.read_text())
     stage = made(path)
     refused = quarantined(stage)
-    assert [row["id"] for row in refused] == [f"seeds:{i}" for i in range(5)]
-    assert {row["id"] for row in stored(stage)} == {f"seeds:{i}" for i in range(5, 45)}
-    assert refused[4]["reason"] == "undecodable" and "\\ud83d" in refused[4]["row"]["prompt"]
+    assert [row["id"] for row in refused] == [f"seeds:{i}" for i in range(4)]
+    assert {row["id"] for row in stored(stage)} == {f"seeds:{i}" for i in range(4, 45)}
+    assert refused[3]["reason"] == "undecodable" and "\\ud83d" in refused[3]["row"]["prompt"]
     assert json.dumps(refused, ensure_ascii=False).encode()
+    assert stage.summary["tool_rows"] == 1
     counts = [stage.summary[f"{split}_rows"] for split in ("train", "calibrate", "check")]
-    assert sum(counts) == 40
+    assert sum(counts) == 41
 
 
 def test_too_few_rows_for_three_splits_are_refused(made, tmp_path):
-    enough = stored(made(save_seeds(tmp_path / "enough.jsonl", 24)))
-    counts = Counter(row["split"] for row in enough)
-    assert counts == {"train": 8, "calibrate": 8, "check": 8}
+    assert made(save_seeds(tmp_path / "enough.jsonl", 24)).summary["train_rows"] == 8
     with pytest.raises(DataError, match=r"23 usable conversations are too few.*seeds\.sources"):
         made(save_seeds(tmp_path / "few.jsonl", 23))
 
@@ -228,45 +210,34 @@ def test_fewer_seeds_than_before_leave_no_stray_shard(made, tiny_seeds):
 
 
 @pytest.mark.parametrize(
-    ("settings", "kept_of_each", "read"),
+    ("settings", "kept_of_each"),
     [
-        ({"mode": "replay"}, 2, slice(None, None, 2)),  # two second questions
-        ({"mode": "replay", "rounds": 1}, 1, slice(None, None, 2)),
-        ({"mode": "self-talk"}, 1, slice(1)),
-        ({"mode": "passthrough"}, 6, slice(None)),
+        ({"mode": "replay"}, 2),  # two second questions
+        ({"mode": "replay", "rounds": 1}, 1),
+        ({"mode": "self-talk"}, 1),
+        ({"mode": "passthrough"}, 6),
     ],
 )
-def test_rows_of_which_generation_reads_the_same_are_one(
-    made, tmp_path, settings, kept_of_each, read
-):
+def test_rows_of_which_generation_reads_the_same_are_one(made, tmp_path, settings, kept_of_each):
     """40 first questions, each with three answers before each of two second questions."""
     rows = []
-    for q in range(40):
-        for n in "ab":
-            rows += [[f"Question {q}?", f"Answer {a}.", f"And then {n}?"] for a in range(3)]
+    for q, a, n in itertools.product(range(40), range(3), "ab"):
+        rows.append([f"Question {q}?", f"Answer {a}.", f"And then {n}?"])
     changes = {f"generate__{key}": value for key, value in settings.items()}
-    stage = made(talks(tmp_path / "seeds.jsonl", rows), **changes)
-    kept: dict[bool, set] = {True: set(), False: set()}
-    for row in stored(stage):
-        texts = tuple(message["content"] for message in row["messages"])
-        kept[row["split"] == "train"].add(texts[read])
-    assert stage.summary["rows"] == 40 * kept_of_each
-    assert stage.summary["quarantined"] == 240 - 40 * kept_of_each
-    assert set(stage.summary["reasons"]) <= {"duplicate"}
-    assert not kept[True] & kept[False], "none is in two splits"
+    summary = made(talks(tmp_path / "seeds.jsonl", rows), **changes).summary
+    assert summary["rows"] == 40 * kept_of_each
+    assert summary["reasons"].get("duplicate", 0) == 240 - 40 * kept_of_each
 
 
 def test_near_duplicates_are_kept_unless_they_are_to_be_quarantined(made, tmp_path):
     path = save_seeds(tmp_path / "seeds.jsonl")
     near = ["What is C, and  why?", "WHAT IS C — AND WHY?!", "怎么样？", "怎么样", "?", "!"]
-    path.write_text(path.read_text() + lines({"prompt": text} for text in near))
+    path.write_text(path.read_text() + lines(near))
     assert made(path).summary["rows"] == 46
-    kept = stored(made(path, seeds__near_duplicates="quarantine"))[40:]
-    assert [row["messages"][0]["content"] for row in kept] == [near[i] for i in (0, 2, 4, 5)]
+    assert made(path, seeds__near_duplicates="quarantine").summary["rows"] == 44
 
 
 def test_the_files_of_a_directory_are_named(make_config, tmp_path):
-    """The terminal, the record and the report name them."""
     folder = tmp_path / "mine"
     folder.mkdir()
     save_seeds(folder / "a.jsonl", 30)
@@ -281,13 +252,12 @@ def test_the_files_of_a_directory_are_named(make_config, tmp_path):
     assert (source["source"], read) == ("mine", {"a.jsonl": 30, "b.NDJSON": 35})
     assert [file["name"] for file in source["skipped"]] == skipped
     text = said.getvalue()
-    assert "skipped README.txt: " in text and "skipped [red]x" in text and "\x1b" not in text
-    table = skipped_files_table(assemble(run, config))
-    assert [row[0] for row in table.rows] == skipped
+    assert "README.txt (" in text and "[red]x" in text and "\x1b" not in text
+    assert [row[0] for row in skipped_files_table(assemble(run, config)).rows] == skipped
 
 
 def test_rows_with_a_question_of_the_check_are_skipped(made, tmp_path, monkeypatch):
-    """A file that finds no others changes nothing; on the Hub the file itself counts."""
+    """A file that finds no others changes nothing."""
     path, questions = save_seeds(tmp_path / "seeds.jsonl"), tmp_path / "bench.jsonl"
     asked = "Compose an engaging travel blog post about Hawaii"
     path.write_text(path.read_text() + lines([{"prompt": f"Please {asked.lower()}, now."}]))
@@ -311,18 +281,15 @@ def test_rows_with_a_question_of_the_check_are_skipped(made, tmp_path, monkeypat
 
 
 def test_on_the_hub_the_file_of_questions_itself_counts(make_config, tmp_path, monkeypatch):
-    path, questions = save_seeds(tmp_path / "seeds.jsonl"), tmp_path / "bench.jsonl"
-    monkeypatch.setattr(
-        "pipeline.conversations.sources.hub_rows", lambda *_: map(json.loads, path.open())
-    )
+    rows = [{"prompt": f"q{n}"} for n in range(40)]
+    monkeypatch.setattr("pipeline.conversations.sources.hub_rows", lambda *_: iter(rows))
+    questions = tmp_path / "bench.jsonl"
     hub = {"seeds__sources": [{"hub": "someone/chats"}], "check__prompts": str(questions)}
-
-    def against(question: str):
-        questions.write_text(lines([{"question_id": 81, "turns": [question]}]))
-        return latest(run_again(make_config(tmp_path, **hub), until="seeds"), "seeds").path
-
-    other = against("Whatever else")
-    assert against("Something else altogether") != other == against("Whatever else")
+    paths = []
+    for question in ("Something else", "Other", "Something else"):
+        questions.write_text(lines([question]))
+        paths.append(latest(run_again(make_config(tmp_path, **hub), until="seeds"), "seeds").path)
+    assert paths[0] == paths[2] != paths[1]
 
 
 def test_a_mixture_takes_rows_by_weight(make_config, tmp_path):
@@ -336,50 +303,3 @@ def test_a_mixture_takes_rows_by_weight(make_config, tmp_path):
     del sources[1]["weight"]
     with pytest.raises(ConfigError, match=r"seeds\.sources"):
         make_config(tmp_path, seeds__sources=sources)
-
-
-CALLING = (
-    "{% for m in messages %}{{ '<|' + ('user' if m.role == 'tool' else m.role) + '|>' + m.content"
-    " }}{% for call in m.tool_calls or [] %}{{ call.function.name + (call.function.arguments |"
-    " tojson) }}{% endfor %}{{ eos_token }}{% endfor %}{% if add_generation_prompt %}{{"
-    " '<|assistant|>' }}{% endif %}"
-)
-
-
-def chat(n: int) -> list[dict]:
-    question = {"role": "user", "content": f"red cat {n}?"}
-    return [question, {"role": "assistant", "content": "blue dog"}]
-
-
-def weather(n: int) -> dict:
-    """A conversation in which the assistant calls a function."""
-    call = json.dumps({"name": "moon", "arguments": {"n": n}})
-    turns = [("human", f"old moon {n}?"), ("function_call", call)]
-    turns += [("observation", f"[{n}]"), ("gpt", "green")]
-    return {"conversations": [{"from": who, "value": text} for who, text in turns], "tools": "[]"}
-
-
-def test_every_kind_of_file_in_one_directory_becomes_text(make_config, tmp_path):
-    """No head learns from what functions answer."""
-    folder, ten = tmp_path / "mine", range(10)
-    folder.mkdir()
-    alpaca = [{"instruction": f"sing {n}", "input": "why", "output": "how"} for n in ten]
-    (folder / "alpaca.json").write_text(json.dumps(alpaca))
-    (folder / "tools.jsonl").write_text(lines(map(weather, ten)))
-    faq = ["prompt,response", *(f'"faq {n}, how?",old' for n in ten)]
-    (folder / "faq.csv.gz").write_bytes(gzip.compress("\n".join(faq).encode()))
-    table = pa.table({"messages": [chat(n) for n in ten]})
-    pq.write_table(table, folder / "chats.parquet")
-    settings = {"seeds__sources": [{"path": str(folder)}], "target__chat_template": CALLING}
-    passthrough = {"generate__mode": "passthrough", "generate__engine": "vllm"}  # needs no engine
-    run = run_again(make_config(tmp_path, **settings, **passthrough), until="generate")
-    summary = latest(run, "seeds").summary
-    assert summary["rows"] == 40 and summary["tool_rows"] == 10
-    (source,) = summary["sources"]
-    read = {file["name"]: file["rows"] for file in source["read"]}
-    assert read == {file.name: 10 for file in folder.iterdir()}
-    rows = stored(run.latest("generate"))
-    assert Counter(len(row["messages"]) for row in rows) == {2: 30, 4: 10}
-    for row in rows:
-        (span,) = row["spans"]
-        assert span["end"] - span["start"] <= len("blue dog") + 1, "the answer and its end of turn"

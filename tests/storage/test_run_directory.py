@@ -33,7 +33,7 @@ def test_an_event_after_a_torn_line_is_whole(tmp_path):
     run, log = RunDirectory(tmp_path), tmp_path / "events.jsonl"
     run.event("first")
     log.write_text(log.read_text() + '{"time": 1.0, "ev')
-    run.event("second")
+    run.event("second", error="\ud800 ünïcode")
     run.event("third")
     first, half, *others = log.read_text().splitlines()
     assert json.loads(first)["event"] == "first" and half == '{"time": 1.0, "ev'

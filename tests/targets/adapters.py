@@ -4,42 +4,27 @@ included.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 from transformers import AutoModelForCausalLM
 
 RANK = 4
 
 
-def save_adapter(target: str | Path, directory: Path, *, seed: int = 0, size: float = 0.02) -> Path:
-    """Write an adapter of the target at `directory`; its changes are of about `size`."""
+def save_adapter(target, directory, *, seed=0):
+    """Write a random adapter of the target at `directory`."""
     from peft import LoraConfig, get_peft_model  # slow to import
 
     model = AutoModelForCausalLM.from_pretrained(target)
-    layers = [
-        "q_proj",
-        "k_proj",
-        "v_proj",
-        "o_proj",
-        "gate_proj",
-        "up_proj",
-        "down_proj",
-        "lm_head",
-    ]
-    settings = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=layers)
-    adapted = get_peft_model(model, settings)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, weight in adapted.named_parameters():
-            if "lora_" in name:
-                weight.copy_(size**0.5 * torch.randn(weight.shape, generator=generator))
-    adapted.save_pretrained(directory, save_embedding_layers=False)
+    layers = r".*(_proj|lm_head)"
+    random = {"init_lora_weights": False}
+    settings = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=layers, **random)
+    torch.manual_seed(seed)
+    get_peft_model(model, settings).save_pretrained(directory, save_embedding_layers=False)
     return directory
 
 
 @torch.inference_mode()
-def logits_with_adapter_on(target: str | Path, adapter: Path, ids_BT: torch.Tensor) -> torch.Tensor:
+def logits_with_adapter_on(target, adapter, ids_BT):
     """The target's logits with the adapter beside its weights, in fp32."""
     from peft import PeftModel
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import shutil
-from pathlib import Path
-
-import pytest
 
 COMMIT = "c0ffee" + "0" * 34
 
 
-def cached_at_commit(model: str | Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def cached_at_commit(model, cache, monkeypatch):
     """Put a model into an empty cache, as the branch `tried` alone: the newest commit is not there.
 
     Returns its id. Whoever asks for it without a revision finds nothing.

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-from pathlib import Path
-from types import SimpleNamespace
 
 import torch
-from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, FineGrainedFP8Config
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 DESCRIBING = (
     "tokenizer.json",
@@ -21,7 +17,7 @@ SCHEMES = {"int8": "W8A8", "fp8": "FP8_DYNAMIC", "packed": "W4A16"}  # compresse
 GROUP = 32  # weights that share a scale, of packed ones
 
 
-def compressed(source: Path, directory: Path, name: str) -> Path:
+def compressed(source, directory, name):
     """A copy as compressed-tensors stores it, with scales from the weights' extremes; the lm_head
     is not quantized.
     """
@@ -59,7 +55,7 @@ def compressed(source: Path, directory: Path, name: str) -> Path:
     return described(source, directory)
 
 
-def by_bitsandbytes(source: Path, directory: Path, bits: int = 8) -> Path:
+def by_bitsandbytes(source, directory, bits=8):
     """A copy in 8 or 4 bits (NF4, its scales quantized too) as bitsandbytes stores it."""
     settings = BitsAndBytesConfig(
         load_in_8bit=bits == 8,
@@ -68,35 +64,14 @@ def by_bitsandbytes(source: Path, directory: Path, bits: int = 8) -> Path:
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=torch.float32,
     )
-    read = AutoModelForCausalLM.from_pretrained
-    model = read(source, quantization_config=settings, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(
+        source, quantization_config=settings, dtype=torch.float32
+    )
     model.save_pretrained(directory)
     return described(source, directory)
 
 
-def finegrained_fp8(source: Path, directory: Path) -> Path:
-    """A copy as DeepSeek and Qwen publish theirs (`quant_method: fp8`), its blocks quantized by
-    transformers.
-    """
-    from transformers.integrations.finegrained_fp8 import Fp8Quantize
-
-    blocks = (GROUP, GROUP)
-    settings = FineGrainedFP8Config(weight_block_size=blocks, modules_to_not_convert=["lm_head"])
-    operation = Fp8Quantize(SimpleNamespace(quantization_config=settings))
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-    tensors: dict[str, torch.Tensor] = {}
-    for name, weight in model.state_dict().items():
-        tensors[name] = weight.contiguous()
-        if "_proj." in name:
-            tensors |= operation.convert({name: weight})
-    directory.mkdir(exist_ok=True)
-    save_file(tensors, directory / "model.safetensors")
-    config = {**model.config.to_dict(), "quantization_config": settings.to_dict()}
-    (directory / "config.json").write_text(json.dumps(config, default=str))
-    return described(source, directory)
-
-
-def described(source: Path, directory: Path) -> Path:
+def described(source, directory):
     for name in DESCRIBING:
         if (source / name).is_file():
             shutil.copy(source / name, directory / name)

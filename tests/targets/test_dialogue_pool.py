@@ -56,9 +56,9 @@ def template(tiny_target):
     return ChatTemplate(load_tokenizer(TargetSpec(str(tiny_target))))
 
 
-def dialogues(template, turns, mode="replay", shard="s"):
+def dialogues(template, turns, shard="s"):
     sampling = Sampling(temperature=0.7, top_p=1.0, max_new_tokens=16, stop_token_ids=(EOS,))
-    held = DialogueSettings(mode=mode, sampling=sampling, max_tokens=4096, rounds=9)
+    held = DialogueSettings(mode="replay", sampling=sampling, max_tokens=4096, rounds=9)
     found = []
     for number, length in enumerate(turns):
         messages = []
@@ -81,12 +81,6 @@ def rows_alone(template, turns):
 
 
 TURNS = st.lists(st.integers(1, 6), min_size=1, max_size=12)
-
-
-def test_passthrough_asks_no_engine(template):
-    held = dialogues(template, [1, 3], mode="passthrough")
-    converse(held, None)
-    assert [len(dialogue.rows()[0].spans) for dialogue in held] == [1, 3]
 
 
 @settings(max_examples=30)

@@ -53,50 +53,54 @@ def test_matrices_are_read_without_loading_the_model(config, tmp_path, no_loadin
     assert torch.equal(read_embedding(spec), model.get_input_embeddings().weight)
 
 
-@pytest.mark.parametrize("shard_size", ["5GB", "10KB"])
-def test_matrices_of_a_hub_target_are_of_its_commit(tmp_path, monkeypatch, no_loading, shard_size):
-    model = tiny_model(PhiConfig(**SIZES))
-    torch.nn.init.normal_(model.lm_head.bias)
-    model.save_pretrained(tmp_path / "made", max_shard_size=shard_size)
-    spec = TargetSpec(cached_at_commit(tmp_path / "made", tmp_path / "cache", monkeypatch), COMMIT)
-    assert torch.equal(read_lm_head(spec), model.lm_head.weight)
-    assert torch.equal(read_embedding(spec), model.get_input_embeddings().weight)
-    assert torch.equal(read_logit_changes(spec).bias_V, model.lm_head.bias)
-
-
 def test_only_the_shard_that_holds_the_matrix_is_opened(tmp_path, no_loading):
     model = tiny_llama()
     model.save_pretrained(tmp_path, max_shard_size="10KB")
-    shards = list(tmp_path.glob("*.safetensors"))
-    others = [path for path in shards if "lm_head.weight" not in load_file(path)]
-    assert len(others) == len(shards) - 1 > 0
-    for path in others:
-        path.write_bytes(b"not to be read")
-    assert torch.equal(read_lm_head(TargetSpec(str(tmp_path))), model.lm_head.weight)
-
-
-def test_a_bin_checkpoint_is_read_in_the_targets_dtype(tmp_path, no_loading):
-    model = tiny_llama()
-    model.config.save_pretrained(tmp_path)
-    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    for path in tmp_path.glob("*.safetensors"):
+        if "lm_head.weight" not in load_file(path):
+            path.write_bytes(b"not to be read")
     found = read_lm_head(TargetSpec(str(tmp_path), dtype="bfloat16"))
     assert torch.equal(found, model.lm_head.weight.bfloat16())
 
 
-def test_a_target_with_ambiguous_files_is_loaded(tmp_path, monkeypatch):
-    model, spec = tiny_model(PhiConfig(**SIZES)), TargetSpec(str(tmp_path))
+@pytest.fixture
+def biased():
+    """A model whose lm_head has a bias."""
+    model = tiny_model(PhiConfig(**SIZES))
     torch.nn.init.normal_(model.lm_head.bias)
-    model.save_pretrained(tmp_path)
-    monkeypatch.setattr(lm_head, "_weight_map", lambda _: {})
+    return model
+
+
+def assert_read(spec, model):
     assert torch.equal(read_lm_head(spec), model.lm_head.weight)
     assert torch.equal(read_embedding(spec), model.get_input_embeddings().weight)
     assert torch.equal(read_logit_changes(spec).bias_V, model.lm_head.bias)
+
+
+@pytest.mark.parametrize("shard_size", ["5GB", "10KB"])
+def test_matrices_of_a_hub_target_are_of_its_commit(
+    biased, tmp_path, monkeypatch, no_loading, shard_size
+):
+    biased.save_pretrained(tmp_path / "made", max_shard_size=shard_size)
+    model = cached_at_commit(tmp_path / "made", tmp_path / "cache", monkeypatch)
+    assert_read(TargetSpec(model, COMMIT), biased)
+
+
+def test_matrices_are_read_from_a_bin_checkpoint(biased, tmp_path, no_loading):
+    biased.config.save_pretrained(tmp_path)
+    torch.save(biased.state_dict(), tmp_path / "pytorch_model.bin")
+    assert_read(TargetSpec(str(tmp_path)), biased)
+
+
+def test_a_target_with_ambiguous_files_is_loaded(biased, tmp_path, monkeypatch):
+    biased.save_pretrained(tmp_path)
+    monkeypatch.setattr(lm_head, "_weight_map", lambda _: {})
+    assert_read(TargetSpec(str(tmp_path)), biased)
 
 
 @pytest.mark.parametrize(
     "config",
     [
-        LlamaConfig(**SIZES, tie_word_embeddings=True),
         Gemma2Config(**SIZES, head_dim=16, final_logit_softcapping=0.5),
         CohereConfig(**SIZES, logit_scale=0.25),
         GraniteConfig(**SIZES, logits_scaling=4.0),

@@ -2,28 +2,22 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import logging
-from pathlib import Path
 
 import httpx
 import pytest
 import torch
 from huggingface_hub import errors as hub
-from huggingface_hub.utils import _http
 from transformers import (
     AutoConfig,
-    BertConfig,
     DeepseekV3Config,
     Gemma3Config,
     Gemma3TextConfig,
     LlamaConfig,
-    MistralConfig,
     Qwen3Config,
 )
 
 from pipeline.config import TargetConfig
 from pipeline.errors import ConfigError, EnvironmentFault
-from pipeline.targets.files import target_errors
 from pipeline.targets.loading import load_causal_lm
 from pipeline.targets.spec import (
     TargetSpec,
@@ -31,7 +25,6 @@ from pipeline.targets.spec import (
     context_length,
     eos_token_ids,
     load_tokenizer,
-    model_config,
     require_verifiable,
     resolve,
     weight_files,
@@ -62,29 +55,18 @@ def test_eos_ids_fall_back_from_generation_config_to_tokenizer(copied):
     assert eos_token_ids(spec) == (3,)
 
 
-NO_TOKENS = [[], True, [2, False], -1, [2, -1], 2.0, "2", [None], [[2]], {}, [2, VOCAB_SIZE]]
-
-
-@pytest.mark.parametrize("ids", NO_TOKENS, ids=str)
-@pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
-def test_eos_ids_that_are_no_tokens_are_refused(copied, file, ids):
-    if file == "config.json":
-        (copied / "generation_config.json").unlink()
-    edit(copied / file, eos_token_id=ids)
-    with pytest.raises(ConfigError, match=f"eos_token_id.*{file}"):
-        eos_token_ids(TargetSpec(str(copied)))
-    with pytest.raises(ConfigError, match=f"eos_token_id.*{file}"):
+@pytest.mark.parametrize("ids", [[], [2, False], -1, 2.0, "2", [[2]], [2, VOCAB_SIZE]], ids=str)
+def test_eos_ids_that_are_no_tokens_are_refused(copied, ids):
+    edit(copied / "generation_config.json", eos_token_id=ids)
+    with pytest.raises(ConfigError, match="eos_token_id"):
         resolved(copied)
 
 
 def test_eos_ids_of_a_nested_configuration_use_the_text_vocabulary(copied):
-    spec, text = TargetSpec(str(copied)), Gemma3TextConfig(vocab_size=520, num_hidden_layers=1)
+    text = Gemma3TextConfig(vocab_size=520, num_hidden_layers=1)
     Gemma3Config(text_config=text.to_dict(), eos_token_id=[2, 519]).save_pretrained(copied)
     (copied / "generation_config.json").unlink()
-    assert eos_token_ids(spec) == (2, 519)
-    edit(copied / "config.json", eos_token_id=520)
-    with pytest.raises(ConfigError, match="eos_token_id"):
-        eos_token_ids(spec)
+    assert eos_token_ids(TargetSpec(str(copied))) == (2, 519)
 
 
 # --- what resolve decides
@@ -112,12 +94,6 @@ def test_a_chat_template_is_text_or_a_file(random_target, tmp_path):
         resolved(random_target.model, chat_template=str(tmp_path / "missing.jinja"))
 
 
-def test_a_relative_directory_becomes_absolute(random_target, monkeypatch):
-    directory = Path(random_target.model)
-    monkeypatch.chdir(directory.parent)
-    assert resolved(f"./{directory.name}").model == random_target.model
-
-
 # --- files that identify a target
 
 
@@ -138,21 +114,15 @@ def test_weight_files_are_all_that_identifies_a_target(copied):
 
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
-OUTSIDE = ("../others.safetensors", "/others.safetensors", 1)
 
 
-@pytest.mark.parametrize("shard", [SECOND, *OUTSIDE])
-def test_a_shard_that_is_missing_or_outside_is_refused(copied, shard):
+def test_a_target_that_lacks_weights_is_refused(copied):
     (copied / "model.safetensors").rename(copied / FIRST)
-    index = {"weight_map": {"a": FIRST, "b": shard}}
-    (copied / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ConfigError, match=SECOND if shard == SECOND else "index"):
+    with pytest.raises(ConfigError, match=r"no model\.safetensors"):
         weight_files(TargetSpec(str(copied)))
-
-
-def test_a_target_without_weights_is_refused(copied):
-    (copied / "model.safetensors").rename(copied / "model.pth")
-    with pytest.raises(ConfigError, match=r"model\.safetensors"):
+    index = {"weight_map": {"a": FIRST, "b": SECOND}}
+    (copied / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match=SECOND):
         weight_files(TargetSpec(str(copied)))
 
 
@@ -160,15 +130,14 @@ def test_every_part_of_a_hub_target_is_of_one_commit(random_target, tmp_path, mo
     model = cached_at_commit(random_target.model, tmp_path, monkeypatch)
     spec = resolved(model, on_gpu=False, revision="tried")
     assert spec == dataclasses.replace(random_target, model=model, revision=COMMIT)
-    assert model_config(spec).hidden_size == 128 and eos_token_ids(spec) == EOS
-    assert load_tokenizer(spec).get_vocab() == load_tokenizer(random_target).get_vocab()
+    assert eos_token_ids(spec) == EOS and len(load_tokenizer(spec)) == VOCAB_SIZE
     expected = load_causal_lm(random_target).lm_head.weight
     assert torch.equal(load_causal_lm(spec).lm_head.weight, expected)
     assert engine_arguments(spec, {}, 0)["revision"] == COMMIT
+    names = [path.name for path in weight_files(random_target)]
     for fetch in (True, False):
         found = weight_files(spec, fetch=fetch)
-        assert {path.parent.name for path in found} == {COMMIT}
-        assert [path.name for path in found] == [path.name for path in weight_files(random_target)]
+        assert [(path.parent.name, path.name) for path in found] == [(COMMIT, n) for n in names]
 
 
 # --- targets that are none
@@ -181,45 +150,36 @@ def test_a_directory_that_is_no_target_is_refused(tmp_path):
             resolved(model)
 
 
-def test_a_broken_tokenizer_is_a_configuration_error(copied):
+def test_a_target_that_transformers_cannot_read_is_refused(copied):
     (copied / "tokenizer.json").unlink()
     with pytest.raises(ConfigError, match="no tokenizer that loads"):
         load_tokenizer(TargetSpec(str(copied)))
-
-
-def test_an_unknown_architecture_is_a_configuration_error(copied):
     edit(copied / "config.json", model_type="perceptron-9000")
     with pytest.raises(ConfigError, match="trust_remote_code"):
         resolved(copied)
 
 
+NOT_FOUND = httpx.Response(404, request=httpx.Request("GET", "http://hub"))
+
+
 @pytest.mark.parametrize(
-    ("kind", "expected", "words"),
+    ("error", "expected"),
     [
-        (hub.RepositoryNotFoundError, ConfigError, "no target nobody/nothing"),
-        (hub.GatedRepoError, ConfigError, "hf auth login"),
-        (hub.RevisionNotFoundError, ConfigError, "at revision v9"),
-        (hub.LocalEntryNotFoundError, EnvironmentFault, "network"),
-        (hub.OfflineModeIsEnabled, EnvironmentFault, "HF_HUB_OFFLINE"),
-        (hub.HTTPError, EnvironmentFault, "HF_ENDPOINT"),  # for one without a scheme
+        (hub.RepositoryNotFoundError("no", response=NOT_FOUND), ConfigError),
+        (hub.GatedRepoError("no", response=NOT_FOUND), ConfigError),
+        (hub.RevisionNotFoundError("no", response=NOT_FOUND), ConfigError),
+        (hub.LocalEntryNotFoundError("no"), EnvironmentFault),
+        (hub.OfflineModeIsEnabled("no"), EnvironmentFault),
+        (hub.HTTPError("no"), EnvironmentFault),  # an endpoint without a scheme
     ],
 )
-def test_hub_errors_become_ours(monkeypatch, kind, expected, words):
+def test_hub_errors_become_ours(monkeypatch, error, expected):
     def refuse(*_, **__):
-        if issubclass(kind, hub.HfHubHTTPError):
-            request = httpx.Request("GET", "http://hub")
-            raise kind("no", response=httpx.Response(404, request=request))
-        raise kind("no")
+        raise error
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", refuse)
-    with pytest.raises(expected, match=words):
+    with pytest.raises(expected, match="nobody/nothing at revision v9"):
         resolved("nobody/nothing", revision="v9")
-
-
-def test_retries_of_the_hub_client_are_not_logged():
-    _http.logger.setLevel(logging.WARNING)
-    with target_errors("owner/model", None):
-        assert not _http.logger.isEnabledFor(logging.WARNING)
 
 
 def test_a_quantized_checkpoint_is_not_quantized_again(copied):
@@ -235,36 +195,27 @@ def test_a_quantized_checkpoint_is_not_quantized_again(copied):
     ("model_type", "words"),
     [
         ("mamba", "linear_attention"),
-        ("qwen3_next", "linear_attention"),
         ("jamba", "mamba"),
         ("recurrent_gemma", "recurrent"),
         ("rwkv", "running state"),
-        ("xlstm", "running state"),
         ("lfm2", "running state"),
-        ("lfm2_moe", "running state"),
         ("llama4_text", "chunked_attention"),
-        ("bloom", "ALiBi"),
         ("mpt", "ALiBi"),
+        ("bert", "BertForMaskedLM is no causal language model"),
         ("t5", "encoder-decoder"),
     ],
 )
 def test_a_target_that_cannot_verify_a_tree_is_refused(model_type, words):
+    architectures = ["BertForMaskedLM"] if model_type == "bert" else None
     with pytest.raises(ConfigError, match=f"cannot verify a tree: .*{words}"):
-        require_verifiable(AutoConfig.for_model(model_type))
-
-
-def test_a_masked_language_model_is_refused():
-    with pytest.raises(ConfigError, match="BertForMaskedLM is no causal language model"):
-        require_verifiable(BertConfig(architectures=["BertForMaskedLM"]))
+        require_verifiable(AutoConfig.for_model(model_type, architectures=architectures))
 
 
 def test_attention_in_every_layer_is_accepted():
     for config in (
         LlamaConfig(architectures=["LlamaForCausalLM"]),
-        MistralConfig(sliding_window=1024),
         Qwen3Config(use_sliding_window=True, max_window_layers=2),
         AutoConfig.for_model("gpt2", architectures=["GPT2LMHeadModel"]),
-        AutoConfig.for_model("gemma2"),
         AutoConfig.for_model("mixtral"),
     ):
         require_verifiable(config)

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,17 +13,12 @@ from pipeline.targets.transformers_engines import (
     sample_tokens,
     truncated_probabilities,
 )
-from tests.targets.conftest import CONTEXT, EOS
+from tests.targets.conftest import CONTEXT
 
 
 @pytest.fixture(scope="module")
 def engine(random_target):
     return TransformersGenerationEngine(random_target)
-
-
-@pytest.fixture(scope="module")
-def counting(counting_target):
-    return TransformersGenerationEngine(counting_target)
 
 
 def run(engine, requests, *, one_per_step=False):
@@ -73,16 +66,8 @@ def test_a_sampled_text_does_not_depend_on_its_batch(engine, sampled, texts):
         assert run(engine, [request]) == {request.id: texts[request.id]}
 
 
-def test_a_stop_token_is_a_text_s_last_id(texts):
-    assert {completion.finished for completion in texts.values()} == {"stop", "length"}
-    for completion in texts.values():
-        stops = [token in EOS for token in completion.token_ids]
-        assert stops[-1] == (completion.finished == "stop")
-        assert not any(stops[:-1])
-        assert completion.finished == "stop" or len(completion.token_ids) == 24
-
-
-def test_texts_end_at_stop_tokens_limits_and_the_context(counting, counting_target):
+def test_texts_end_at_stop_tokens_limits_and_the_context(counting_target):
+    counting = TransformersGenerationEngine(counting_target)
     requests = [
         Request("own", [100], 50, stop_token_ids=(110,)),
         Request("eos", [500], 50),
@@ -95,27 +80,19 @@ def test_texts_end_at_stop_tokens_limits_and_the_context(counting, counting_targ
         "limit": Completion("limit", [101, 102, 103], "length"),
         "context": Completion("context", [8, 9, 10, 11], "length"),
     }
-    short = TransformersGenerationEngine(replace(counting_target, max_tokens=20))
-    assert len(run(short, [Request("short", [7] * 15, 50)])["short"].token_ids) == 5
-
-
-def test_prompts_without_room_and_running_ids_are_errors(counting):
-    counting.add(Request("a", [1], 2))
-    for id, ids in (("empty", []), ("long", [1] * CONTEXT), ("a", [1])):
-        with pytest.raises(ValueError, match=id):
-            counting.add(Request(id, ids, 5))
-    run(counting, [])
 
 
 def test_the_cache_stays_within_its_budget(random_target, sampled, texts, monkeypatch):
     engine, sizes = TransformersGenerationEngine(random_target, max_batch_tokens=300), []
     decode = engine._decode
-    monkeypatch.setattr(
-        engine, "_decode", lambda: (sizes.append(tuple(engine._mask_BT.shape)), decode())[1]
-    )
+
+    def recording():
+        sizes.append(engine._mask_BT.numel())
+        return decode()
+
+    monkeypatch.setattr(engine, "_decode", recording)
     assert run(engine, sampled) == texts
-    assert max(rows * width for rows, width in sizes) <= 300
-    assert max(rows for rows, _ in sizes) > 1
+    assert 150 < max(sizes) <= 300
 
 
 def test_an_overfull_gpu_halves_the_budget_and_loses_nothing(

@@ -63,10 +63,10 @@ def test_eagle_1_is_measured_in_vllm_and_refused_natively(counting_target, tmp_p
         prompts=questions, engines=("vllm",), max_new_tokens=33, repeats=1, baselines=()
     )
     found, _ = measure_heads(heads, target, settings, draft_tokens=3)
-    assert found.read_as == "an EAGLE-1 model with attention" and found.check.passed, found.check
+    assert found.check.passed, found.check
     served = found.check.vllm
     assert served.greedy_match == GreedyMatch(2, 2, 0)
     assert 3.5 < served.acceleration_rate <= 4, "three drafted tokens and the target's own"
     natively = settings.model_copy(update={"engines": ("native", "vllm")})
-    with pytest.raises(DataError, match=r"EAGLE-1 model with attention.*--engine vllm"):
+    with pytest.raises(DataError, match=r"EAGLE-1 model.*--engine vllm"):
         measure_heads(heads, target, natively, draft_tokens=3)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from pipeline.artifacts.feature_rows import FEATURES, StateFormat
 from pipeline.artifacts.generated_rows import GENERATED
-from pipeline.config import BackboneConfig, MedusaConfig, TrainConfig
+from pipeline.config import BackboneConfig, TrainConfig
 from pipeline.conversations.spans import Span, feature_positions
 from pipeline.heads.kinds import head_kind
 from pipeline.storage.shards import ShardWriter
@@ -42,9 +41,7 @@ def target(tmp_path_factory) -> TargetSpec:
     return TargetSpec(str(directory))
 
 
-def feature_row(
-    name: str, split: str, rng: np.random.Generator, dtype: torch.dtype = torch.float32
-) -> dict[str, Any]:
+def feature_row(name: str, split: str, rng: np.random.Generator) -> dict[str, Any]:
     """A conversation of one to three spans in which one token follows from another, with a state
     for each.
     """
@@ -56,7 +53,7 @@ def feature_row(
             ids.append((3 * ids[-1] + 1) % V)
         spans.append(Span(start, len(ids), role))
     positions = feature_positions(spans)
-    hidden = STATES[torch.tensor(ids)[torch.from_numpy(positions).long() + 1]].to(dtype)
+    hidden = STATES[torch.tensor(ids)[torch.from_numpy(positions).long() + 1]]
     return {
         "id": name,
         "parent_id": name,
@@ -68,49 +65,33 @@ def feature_row(
     }
 
 
-def write_shard(path: Path, groups: list[list[dict[str, Any]]], **footer: str) -> Path:
-    footer = {**StateFormat(torch.float32, D).footer, "fingerprint": FINGERPRINT, **footer}
-    name = footer.pop("fingerprint")
-    with ShardWriter(
-        path, path.with_suffix(".jsonl"), FEATURES, index=0, fingerprint=name, footer=footer
-    ) as writer:
-        for group in groups:
-            writer.write(group)
-        writer.commit("features", None)
-    return path
-
-
-def rows_of_shards(seed: int, dtype: torch.dtype = torch.float32) -> list[list[dict[str, Any]]]:
+def rows_of_shards(seed: int) -> list[list[dict[str, Any]]]:
     """The rows of two shards, fifteen each; every fifth row is held out."""
     rng, shards = np.random.default_rng(seed), []
     for index in range(2):
         rows = []
         for i in range(15):
             split = "calibrate" if i % 5 == 4 else "train"
-            rows.append(feature_row(f"s:{index}-{i}", split, rng, dtype))
+            rows.append(feature_row(f"s:{index}-{i}", split, rng))
         shards.append(rows)
     return shards
 
 
-def write_shards(directory: Path, dtype: torch.dtype) -> tuple[str, ...]:
-    """Shards of features, of three row groups of five rows each."""
-    paths = []
-    for index, rows in enumerate(rows_of_shards(0, dtype)):
-        groups = [rows[i : i + 5] for i in range(0, 15, 5)]
-        path, name = directory / f"{index:05d}.parquet", str(dtype).removeprefix("torch.")
-        paths.append(str(write_shard(path, groups, dtype=name)))
-    return tuple(paths)
-
-
 @pytest.fixture(scope="session")
 def shards(tmp_path_factory) -> tuple[str, ...]:
-    return write_shards(tmp_path_factory.mktemp("features"), torch.float32)
-
-
-@pytest.fixture(scope="session")
-def half_shards(tmp_path_factory) -> tuple[str, ...]:
-    """The same in bfloat16."""
-    return write_shards(tmp_path_factory.mktemp("half"), torch.bfloat16)
+    """Shards of features, of three row groups of five rows each."""
+    directory = tmp_path_factory.mktemp("features")
+    footer = StateFormat(torch.float32, D).footer
+    paths = []
+    for index, rows in enumerate(rows_of_shards(0)):
+        path = directory / f"{index:05d}.parquet"
+        opened = {"index": 0, "fingerprint": FINGERPRINT, "footer": footer}
+        with ShardWriter(path, path.with_suffix(".jsonl"), FEATURES, **opened) as writer:
+            for start in range(0, 15, 5):
+                writer.write(rows[start : start + 5])
+            writer.commit("features", None)
+        paths.append(str(path))
+    return tuple(paths)
 
 
 @pytest.fixture(scope="session")
@@ -144,15 +125,14 @@ def opened(texts: tuple[str, ...], **changes: Any) -> dict[str, list[Text]]:
 
 
 def nested(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings of `train` in their sections; `backbone_lr` and `backbone_loss` name the
-    backbone's.
-    """
+    """Nest settings of `train`; `backbone_lr` and `backbone_loss` are the backbone's."""
     found: dict[str, Any] = {"medusa": {}, "backbone": {}}
     for key, value in settings.items():
-        if key in MedusaConfig.model_fields:
+        name = key.removeprefix("backbone_")
+        if key in ("lm_head", "num_layers"):
             found["medusa"][key] = value
-        elif key.startswith("backbone_") or (key in BackboneConfig.model_fields and key != "lr"):
-            found["backbone"][key.removeprefix("backbone_")] = value
+        elif name != key or (key in BackboneConfig.model_fields and key != "lr"):
+            found["backbone"][name] = value
         else:
             found[key] = value
     return found

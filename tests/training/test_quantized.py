@@ -4,59 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from io import StringIO
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
-from pipeline.artifacts.feature_rows import StateFormat
-from pipeline.artifacts.feature_writer import Backlog, FeatureWriter
-from pipeline.artifacts.generated_rows import TokenRow
 from pipeline.flow import run_flow
 from pipeline.stages.train import QUANTIZED_TEACHER
-from pipeline.storage.shards import ShardWriter, read_rows
-from pipeline.training.trainer import train
 from tests.flows.tiny import latest
 from tests.targets.adapters import logits_with_adapter_on
-from tests.training.conftest import FINGERPRINT, D
-
-
-def requantized(shard: str, path: Path, precision) -> str:
-    """A copy of a shard, its states stored in 8 bits."""
-    states = StateFormat(torch.float32, D, precision)
-    stored = list(read_rows(shard))
-    rows = [TokenRow.of(row) for row in stored]
-    opened = {"index": 0, "fingerprint": FINGERPRINT, "footer": states.footer}
-    with (
-        ShardWriter(path, path.with_suffix(".q"), states.schema, **opened) as writer,
-        FeatureWriter(writer, rows, states, Backlog()) as features,
-    ):
-        for index, row in enumerate(stored):
-            hidden_TD = torch.zeros(len(row["input_ids"]), D)
-            known = np.frombuffer(row["hidden"], np.float32).reshape(-1, D)
-            hidden_TD[row["positions"]] = torch.from_numpy(known.copy())
-            features.put(index, hidden_TD)
-        features.commit("features", None).result()
-    return str(path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "precision"), [("medusa", "fp8"), ("recurrent", "int8")])
-def test_heads_learn_from_8_bits_what_they_learn_from_all(
-    make_spec, shards, tmp_path, kind, precision
-):
-    settings = {"heads": kind, "epochs": 5, "soft_labels": 0.3}
-    expected = train(make_spec("native", **settings)).held_out
-    copies = []
-    for shard in shards:
-        copies.append(requantized(shard, tmp_path / Path(shard).name, precision))
-    found = train(make_spec(precision, shards=tuple(copies), **settings)).held_out
-    for head, native in zip(found, expected, strict=True):
-        assert head["loss"] == pytest.approx(native["loss"], rel=0.1, abs=0.05)
-        assert head["loss"] != native["loss"], "its states are its own"
 
 
 @pytest.mark.slow

@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.config import TrainConfig
-from pipeline.training.methods import METHODS
 from pipeline.training.recipe import (
     FEW_STEPS,
     MAX_EPOCHS,
@@ -42,24 +41,11 @@ def test_the_rule_keeps_its_bounds_and_grows_with_the_data(one, other, width):
 
 
 def test_explicit_settings_are_the_recipe_for_any_data():
-    found = make_recipe(TrainConfig(epochs=3, lr=0.5, batch_tokens=100, warmup_steps=0), 1001, 77)
+    found = make_recipe(
+        TrainConfig(epochs=3, lr=0.5, batch_tokens=100, warmup_steps=0), 1001, 77, 3.0
+    )
     assert (found.epochs, found.lr, found.batch_tokens, found.warmup_steps) == (3, 0.5, 100, 0)
     assert found.steps_per_epoch == 11
-
-
-@given(st.integers(1, 10**6), st.integers(1, 10**6))
-def test_more_sequences_are_learned_in_no_smaller_batches(one, other):
-    few, many = (
-        make_recipe(AUTO, number * 1000, 256, sequences=number) for number in sorted((one, other))
-    )
-    assert 1 <= few.batch_sequences <= many.batch_sequences <= 128 and few.epochs >= many.epochs
-    assert make_recipe(AUTO, 30_000, 256, sequences=30).batch_sequences == 1
-
-
-def test_a_kind_may_learn_faster_unless_the_rate_is_explicit():
-    usual, faster = (make_recipe(AUTO, 10_000, 256, scale) for scale in (1.0, 3.0))
-    assert faster.lr == pytest.approx(3 * usual.lr)
-    assert make_recipe(TrainConfig(lr=0.1), 10_000, 256, 3.0).lr == 0.1
 
 
 @given(steps=st.integers(1, 300), epochs=st.integers(1, 12), share=st.floats(1e-6, 3))
@@ -77,9 +63,3 @@ def test_too_few_steps_of_any_phase_are_warned_of(steps, warned):
     assert bool(said) == warned
     if said:
         assert f"{steps} optimizer steps" in said and "train.epochs" in said
-
-
-def test_bookkeeping_changes_no_fingerprint():
-    method = METHODS["medusa-1"]
-    changed = TrainConfig(report_to=(), checkpoint_every=7, keep_checkpoints=9)
-    assert method.settings(changed, None) == method.settings(AUTO, None)

@@ -12,12 +12,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from pipeline.errors import ConfigError
 from pipeline.targets.lora import decoder_layers
 from pipeline.targets.spec import TargetSpec
 from pipeline.training.task import TrainSpec, Workers
 from pipeline.training.trainer import train
-from tests.training.trainings import Stopped, same_curve, same_weights, stop_at, team, trainer_of
+from tests.training.trainings import same_curve, same_weights, trainer_of
 from tests.training.two_workers import train_as_two
 
 
@@ -55,16 +54,6 @@ def train_and_count(specs: tuple[TrainSpec, ...], workers: Workers) -> None:
     (specs[-1].path / f"held-{workers.rank}.json").write_text(json.dumps(counts))
 
 
-def train_and_interrupt(specs: tuple[TrainSpec, ...], workers: Workers) -> None:
-    """Train the first, and the second with a break in the same step on both workers."""
-    whole, broken = specs
-    train(whole, workers)
-    with pytest.raises(Stopped):
-        train(broken, workers, stop_at(7))
-    assert not broken.heads_path.exists()
-    train(broken, workers)
-
-
 def num_held(model: nn.Module) -> int:
     """The elements of the layers' frozen weights on this worker."""
     total = 0
@@ -79,38 +68,11 @@ def num_held(model: nn.Module) -> int:
 
 @pytest.mark.slow
 def test_sharded_layers_train_as_whole_ones_in_half_the_memory(make, tmp_path, layered):
-    whole, split = make("whole"), make("split", shard=True)
+    settings = {"gradient_checkpointing": True, "micro_batch": 2}
+    whole, split = make("whole", **settings), make("split", shard=True, **settings)
     train_as_two(train_and_count, (whole, split), tmp_path)
     assert same_weights(whole, split) and same_curve(whole.path, split.path)
     half = num_held(LlamaForCausalLM.from_pretrained(layered.model).requires_grad_(False)) / 2
     for rank in range(2):
         before, after = json.loads((split.path / f"held-{rank}.json").read_text())
         assert before == after == pytest.approx(half, rel=0.03)  # an odd row more or less
-
-
-@pytest.mark.slow
-def test_an_interrupted_sharded_training_ends_as_a_whole_one(make, tmp_path):
-    settings = {"gradient_checkpointing": True, "micro_batch": 2, "precision": "bf16"}
-    whole, broken = make("whole", **settings), make("broken", shard=True, **settings)
-    half = replace(whole.target, dtype="bfloat16")
-    whole, broken = replace(whole, target=half), replace(broken, target=half)
-    train_as_two(train_and_interrupt, (whole, broken), tmp_path)
-    assert same_weights(whole, broken)
-
-
-@pytest.mark.parametrize("micro_batch", [1, 2])
-def test_workers_run_equally_many_batches_some_of_them_empty(make, micro_batch):
-    """A worker that ran fewer would leave the others waiting for its part of a layer."""
-    spec = make("any", micro_batch=micro_batch)
-    learners = [trainer_of(spec, workers).learner for workers in team(2)]
-    numbers = set()
-    for step in range(learners[0].recipe.steps_per_epoch):
-        shares = [list(learner.batches(step)) for learner in learners]
-        assert len(shares[0]) == len(shares[1]) > 0
-        numbers |= {len(batch.texts.next_N) for share in shares for batch in share}
-    assert (0 in numbers) is (micro_batch == 1)
-
-
-def test_a_target_without_layers_to_shard_is_refused():
-    with pytest.raises(ConfigError, match=r"train\.backbone\.shard"):
-        decoder_layers(nn.Sequential(nn.Linear(2, 2)))

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from pipeline.conversations.spans import IGNORED, Span
 from pipeline.storage.shards import read_rows
-from pipeline.training.text_batches import Text, TextPlan, assemble_texts, pack
+from pipeline.training.text_batches import Text, TextPlan, assemble_texts, pack_sequences
 from tests.training.conftest import opened
 from tests.training.trainings import team
 
 K = 3
-lengths_of_texts = st.lists(st.integers(0, 40), max_size=60)
+lengths_of_texts = st.lists(st.integers(1, 40), max_size=60)
 
 
 def text(length: int, *spans: tuple[int, int], num_read: int | None = None, first: int = 0) -> Text:
@@ -33,9 +33,9 @@ def plan_of(lengths, batch_sequences: int, seed: int = 0) -> TextPlan:
 @given(lengths=lengths_of_texts)
 def test_packing_places_every_text_once_and_densely(lengths):
     """No two sequences would fit into one, so more than half of all is filled."""
-    groups = pack(lengths, 40)
+    groups = pack_sequences(lengths, 40)
     placed = sorted(index for group in groups for index in group)
-    assert placed == [index for index, length in enumerate(lengths) if length]
+    assert placed == list(range(len(lengths)))
     fills = sorted(sum(lengths[index] for index in group) for group in groups)
     assert all(0 < fill <= 40 for fill in fills)
     assert len(fills) < 2 or fills[0] + fills[1] > 40
@@ -111,7 +111,7 @@ def test_target_written_text_of_the_roles_is_learned(texts, roles, limit):
             if row["split"] == "train" and span["role"] in roles:
                 positions = range(span["start"] - 1, span["end"] - 1)
                 expected += [(ids[place], ids[place + 1]) for place in positions if place < limit]
-    batch = assemble_texts([[each] for each in found if each.num_read], K)
+    batch = assemble_texts([[each] for each in found], K)
     read = batch.ids_BT.flatten()[batch.learned_N].tolist()
     assert list(zip(read, batch.next_N.tolist(), strict=True)) == expected
     assert sum(each.num_learned for each in found) == len(expected)
