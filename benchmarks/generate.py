@@ -1,14 +1,13 @@
 """Claim: conversation-wise generation writes at least 1.25 times as many tokens per second as one
 call per turn.
 
-Measured: the stage's own loop (`converse`: a conversation's next turn is requested as soon as its
-last one ended) on vLLM. Against: one `LLM.generate()` call per turn over all conversations with
+Measured: the stage's own loop (`run_dialogues`: a conversation's next turn is requested as soon as
+its last one ended) on vLLM. Against: one `LLM.generate()` call per turn over all conversations with
 such a turn, which waits for the slowest answer before the next turn begins. Same engine,
 conversations and settings, the prefix cache emptied before each run; both write the same tokens
 (`same_tokens`). 60 ragged conversations: 1 to 8 turns, and answers whose lengths, drawn beforehand,
-spread log-normally (median 32 tokens, sigma 0.85, which is the spread of the answers in
-MT-Bench-101). The target has the demo's shape and random weights.
-"""
+spread log-normally (median 32 tokens, sigma 0.85, which is the spread of the answers in MT-
+Bench-101). The target has the demo's shape and random weights."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ from pipeline.conversations.conversation import Conversation, Message
 from pipeline.conversations.dialogue import Dialogue, DialogueSettings
 from pipeline.conversations.requests import Completion, Finish, Request, Sampling
 from pipeline.conversations.template import ChatTemplate
-from pipeline.targets.dialogue_pool import converse
+from pipeline.targets.dialogue_pool import run_dialogues
 from pipeline.targets.spec import context_length, eos_token_ids, load_tokenizer
 from pipeline.targets.vllm_engine import VLLMGenerationEngine, sampling_params
 
@@ -72,7 +71,7 @@ def measure(*, tiny: bool = False) -> Result:
             hold(last[name])
             return perf_counter() - started
 
-        by_conversation = partial(converse, engine=engine)
+        by_conversation = partial(run_dialogues, engine=engine)
         turn_by_turn = partial(by_turn, llm=llm, eos=eos_token_ids(target))
         sides = {"conversation-wise": by_conversation, "one call per turn": turn_by_turn}
         seconds = in_turns({name: partial(run, name, hold) for name, hold in sides.items()}, rounds)

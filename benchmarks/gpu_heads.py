@@ -75,7 +75,7 @@ def _speed(trainer: Trainer, what: str, size: Size) -> Claim:
     for step, batches in zip(range(WARM_STEPS + STEPS), trainer.learner.steps(0), strict=False):
         synchronize(size.device)
         started = perf_counter()
-        positions = trainer.step(step, batches)["positions"]
+        positions = trainer.step(step, batches).positions
         seconds.append(perf_counter() - started)
     return Claim(f"training {what}", positions / median(seconds[WARM_STEPS:]), unit="positions/s")
 

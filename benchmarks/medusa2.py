@@ -145,7 +145,7 @@ class Steps:
         held = reset_peak_memory(self._device)
         started = perf_counter()
         step = next(self._step)
-        self.losses.append(self._trainer.step(step, list(self.learner.batches(step)))["loss"])
+        self.losses.append(self._trainer.step(step, list(self.learner.batches(step))).loss)
         synchronize(self._device)
         seconds = perf_counter() - started
         self.memory_gb.append(max(PAGE_GB, peak_memory_gb(self._device) - held))

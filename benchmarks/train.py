@@ -155,7 +155,7 @@ class OnlineLoop:
         self.losses = []
         started = perf_counter()
         for step in range(num_steps):
-            self.losses.append(trainer.step(step, [self._batch(step)])["loss"])
+            self.losses.append(trainer.step(step, [self._batch(step)]).loss)
         return perf_counter() - started
 
     @torch.no_grad()

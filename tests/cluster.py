@@ -1,5 +1,4 @@
-"""A Ray cluster for the tests that ask for it, as runs share one that RAY_ADDRESS names: a start
-costs ten seconds.
+"""A Ray cluster that tests share, and the order of slow tests.
 
 These tests run first, since they wait more than they compute; a test that does not ask for the
 cluster finds none. The tests that load vLLM into their own process (`vllm_here`) follow, then the
@@ -20,12 +19,12 @@ STARTED: list[object] = []  # the cluster that stands
 
 @pytest.fixture(scope="session")
 def ray_cluster():
-    """A cluster of this machine's cores, two at least."""
+    """A shared Ray cluster of this machine's cores, at least two."""
 
 
 @pytest.fixture(scope="session")
 def vllm_here():
-    """Load vLLM into this process, which takes eleven seconds.
+    """Import vLLM into this process, which takes eleven seconds.
 
     Its objects are frozen, since each engine asks for nine collections of garbage. The end of an
     engine would unfreeze them, so `gc.freeze` and `gc.unfreeze` do nothing from now on.
@@ -39,7 +38,7 @@ def vllm_here():
 
 
 def work_here(monkeypatch, module):
-    """`module` works in this process, with pickled tasks and results, instead of its own."""
+    """Make `module` call functions in this process instead of a new one; pickle as it would."""
 
     def here(function, task, on_report=None):
         report = on_report or (lambda **progress: None)
@@ -51,7 +50,7 @@ def work_here(monkeypatch, module):
 
 @pytest.hookimpl(trylast=True)  # once deselected tests are gone
 def pytest_collection_modifyitems(items):
-    """Put the tests first that take longest; idle workers of pytest-xdist steal from the end."""
+    """Run the slowest tests first; idle workers of pytest-xdist steal from the end."""
     items.sort(key=_turn)  # stable: the tests of a file keep their order
 
 

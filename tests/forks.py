@@ -1,5 +1,7 @@
-"""Processes forked from a server that has the pipeline, torch and transformers loaded: one costs
-less than a second, and not the six to eight that their imports take."""
+"""Fork processes from a server that has imported the pipeline, torch and transformers.
+
+A fork costs less than a second, and the imports six to eight.
+"""
 
 from __future__ import annotations
 
@@ -27,19 +29,20 @@ PATIENCE = 120  # seconds
 
 
 def serve_forks():
-    """Start the server, of which a process has one: whatever else asks for forks from now on has
-    its imports, too.
+    """Start this process's fork server with all imports.
+
+    A process has one server: other libraries that fork use this one.
     """
     multiprocessing.forkserver.ensure_running()
 
 
 def has_ended(pid):
-    """Whether no such process runs."""
+    """Return whether a process has ended."""
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 def in_a_fork(function, *arguments):
-    """Call it in a process of its own; how that ended, and all that it said."""
+    """Call a function in a fork; return its exit code and its output."""
     with tempfile.TemporaryDirectory() as directory:
         said = Path(directory) / "said"
         process = FORKS.Process(target=_call, args=(said, function, *arguments))

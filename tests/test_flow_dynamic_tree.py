@@ -12,7 +12,7 @@ from pipeline import load_export, open_run
 from pipeline.decoding.decoder import Decoder, acceleration_rate
 from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.errors import ConfigError
-from pipeline.report.plots import drawings
+from pipeline.report.plots import draw_plots
 from pipeline.report.report import Report
 from pipeline.run.reporting import drawing_data
 from tests.flows.tiny import latest, run_again, stages_run, token_rows
@@ -91,7 +91,7 @@ def test_the_size_is_chosen_by_what_dynamic_trees_cost(
     assert tree["nodes"] == tree["dynamic"]["num_nodes"] <= 3
     rates = [size["expected_acceleration_rate"] for size in tree["sizes"]]
     assert rates == sorted(rates) and len(rates) == 5
-    assert "tree" not in drawings(Report(), drawing_data(run)), "its paths are another tree's"
+    assert "tree" not in draw_plots(Report(), drawing_data(run)), "its paths are another tree's"
 
 
 def test_a_tree_of_one_s_own_does_not_grow(make_config, tmp_path):

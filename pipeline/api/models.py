@@ -41,7 +41,7 @@ GivenTree = str | Path | Iterable[Sequence[int]] | DynamicTree
 
 
 def load_target(model: str | Path, *, gpus: int | None = None, **settings: Any) -> Target:
-    """A target's weights, tokenizer and chat template.
+    """Load a target model: weights, tokenizer and chat template.
 
     Args:
         model: A Hub id or a local directory.
@@ -64,7 +64,7 @@ def load_target(model: str | Path, *, gpus: int | None = None, **settings: Any) 
 
 @dataclass(frozen=True)
 class Target:
-    """A target, ready to decode.
+    """A loaded target model with tokenizer and chat template.
 
     Attributes:
         spec: What it is: name, revision, dtype.
@@ -78,29 +78,28 @@ class Target:
 
     @cached_property
     def eos_token_ids(self) -> frozenset[int]:
-        """The tokens that end an answer."""
+        """The ids of the tokens that end an answer."""
         return frozenset({*eos_token_ids(self.spec), *self.template.end_of_turn_ids})
 
     def prompt(self, messages: str | Sequence[Mapping[str, str]]) -> list[int]:
-        """Token ids of a question, or of a history that ends with one, up to the answer's start."""
+        """Tokenize a question, or a history that ends with a question, as a chat prompt."""
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         return self.template.opening([Message(**message) for message in messages])  # type: ignore[arg-type]
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """Token ids as text, without special tokens."""
+        """Decode token ids to text, without special tokens."""
         return self.template.decode(token_ids)
 
     def stream_text(self, steps: Iterable[Sequence[int]]) -> Iterator[str]:
-        """The text that each step of `Decoder.stream` adds; half a character waits for its rest."""
+        """Yield the text that each step of `Decoder.stream` adds, in whole characters."""
         stream = TextStream(self.tokenizer)
         for new_ids in steps:
             yield "".join(map(stream.push, new_ids))
         yield stream.flush()
 
     def decoder(self, heads: Heads | None = None, tree: GivenTree = ()) -> Decoder:
-        """A decoder of this target with heads and a tree, or, without them, plain decoding by the
-        same loop.
+        """Create a decoder of this target with heads and a tree; without heads it decodes plainly.
 
         Raises:
             ConfigError: The heads are not this target's, or the tree asks for more than they guess.
@@ -119,8 +118,7 @@ class Target:
 
 
 def load_heads(export: str | Path, target: Target) -> Heads:
-    """The heads of an export, on the CPU; matrices that they share with their target are the
-    target's.
+    """Load the heads of an export, on the CPU; shared matrices are taken from the target.
 
     Raises:
         DataError: This is no export, or it is damaged.
@@ -129,8 +127,7 @@ def load_heads(export: str | Path, target: Target) -> Heads:
 
 
 def load_tree(source: GivenTree) -> tuple[TreePath, ...] | DynamicTree:
-    """A tree: paths from a list of them or a JSON file with one, or what a run's tree.json says to
-    decode with.
+    """Load a decoding tree from a list of paths, a JSON file of paths, or a run's tree.json.
 
     Raises:
         DataError: The file cannot be read, or holds no list of paths.
@@ -149,7 +146,7 @@ def load_export(
     tree: GivenTree | None = None,
     **settings: Any,
 ) -> Export:
-    """An export with its target, ready to decode.
+    """Load an export with its target, ready to decode.
 
     Args:
         export: `RUN_DIR/latest/export`, or a copy of it.
@@ -175,7 +172,7 @@ def load_export(
 
 @dataclass(frozen=True)
 class Export:
-    """An export that was loaded: its target, its heads, and a decoder of both."""
+    """A loaded export: target, heads, and a decoder of both."""
 
     path: Path
     target: Target

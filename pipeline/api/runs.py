@@ -27,7 +27,7 @@ from pipeline.decoding.held_out import replay
 from pipeline.decoding.tree import TreePath
 from pipeline.errors import DataError
 from pipeline.heads.kind import Heads
-from pipeline.heads.kinds import max_depth
+from pipeline.heads.kinds import max_tree_depth
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.training.held_out_accuracy import HeldOutText, held_out_places, held_out_ranks
 
@@ -40,7 +40,7 @@ def run_flow(
     fresh: str | None = None,
     quiet: bool = False,
 ) -> Run:
-    """Run the stages in order, or those that are left, as `medusa-distill run` does.
+    """Run all stages that are left, in order, as `medusa-distill run` does.
 
     Args:
         config: From `load_config`.
@@ -59,7 +59,7 @@ def run_flow(
 
 
 def open_run(path: str | Path) -> Run:
-    """An existing run directory as it lies, also one that was copied from elsewhere.
+    """Open an existing run directory, also a copied one.
 
     Raises:
         ConfigError: This is no run directory.
@@ -69,7 +69,7 @@ def open_run(path: str | Path) -> Run:
 
 @dataclass(frozen=True)
 class Run:
-    """A run and what its stages made. Nothing here writes.
+    """A run directory and the results of its stages, read-only.
 
     Every method reads the stage's current result, and raises DataError where the run has not
     finished that stage.
@@ -98,31 +98,29 @@ class Run:
         return self._stage("export").path
 
     def shards(self, stage: str) -> list[Path]:
-        """The Parquet files of `seeds`, `generate` or `features`, in order."""
+        """List the Parquet files of `seeds`, `generate` or `features`, in order."""
         return self._stage(stage).shards()
 
     def conversations(self, split: str) -> Iterator[Conversation]:
-        """The seeds of one split: `train`, `calibrate` or `check`."""
+        """Yield the seed conversations of a split: `train`, `calibrate` or `check`."""
         return read_seeds(self.shards("seeds"), split)
 
     def generated(self, split: str | None = None) -> Iterator[TokenRow]:
-        """The conversations as token ids, with the spans that the target wrote; all, or those of
-        one split.
-        """
+        """Yield the generated rows, as token ids with the target's spans; all, or of one split."""
         stage = self._stage("generate")
         rows = read_token_rows(stage.shards(), stage.fingerprint)
         return (row for row in rows if split in (None, row.split))
 
     def heads(self) -> Heads:
-        """The trained heads, on the CPU."""
+        """Load the run's trained heads, on the CPU."""
         return read_trained_heads(self._stage("train").path / HEADS_FILE)
 
     def tree(self) -> tuple[TreePath, ...] | DynamicTree:
-        """The tree that the run uses: its paths, or how it grows."""
+        """Load the run's decoding tree: its paths, or a dynamic tree."""
         return read_calibration(self._stage("calibrate").path).tree
 
     def simulated_acceleration_rate(self, tree: GivenTree) -> float:
-        """Tokens per forward that another tree would have had on held-out text, without decoding.
+        """Compute the acceleration rate of another tree on held-out text, without decoding.
 
         The trained heads run once over the held-out states that calibrate reads.
 
@@ -132,7 +130,7 @@ class Run:
         settings = self.config
         states, *_ = flow.STAGES["calibrate"].upstream(settings)
         features, heads = self._stage(states), self._stage("train").path / HEADS_FILE
-        top, depth = settings.calibrate.top, max_depth(settings.train)
+        top, depth = settings.calibrate.top, max_tree_depth(settings.train)
         chosen = check_tree(load_tree(tree), depth, top)
         shards = tuple(map(str, features.shards()))
         text = HeldOutText(shards, features.fingerprint, str(heads), settings.train.roles)
@@ -141,7 +139,7 @@ class Run:
         return replay(held_out_ranks(text, top, "cpu"), chosen).acceleration_rate
 
     def accuracies(self) -> list[list[float]]:
-        """The share of held-out rows' labels that each head's r-th guess equals, [heads][ranks]."""
+        """Return how often each head's r-th guess is right on held-out rows, [heads][ranks]."""
         return read_calibration(self._stage("calibrate").path).accuracies
 
     def _stage(self, name: str) -> Any:

@@ -74,7 +74,7 @@ def check(
     from pipeline.export.weights import heads_directory
     from pipeline.report.check_tables import categories_table, check_table
     from pipeline.report.report import Report
-    from pipeline.report.text_table import print_tables, section
+    from pipeline.report.text_table import markdown_section, print_tables
     from pipeline.targets.spec import resolve
 
     decoded = CheckConfig(
@@ -106,7 +106,9 @@ def check(
     print_tables(tables, console)
     if out:
         write_json(out / "check.json", to_json(measured))
-        write_text(out / "check.md", "\n\n".join([f"# {title}", *map(section, tables)]) + "\n")
+        write_text(
+            out / "check.md", "\n\n".join([f"# {title}", *map(markdown_section, tables)]) + "\n"
+        )
         write_answers(out, answers)
     if measured.check.failures:
         fix = "Give --target the very model that these heads were trained on."

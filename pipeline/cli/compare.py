@@ -33,11 +33,11 @@ def compare(
 
     Example: medusa-distill compare runs/heads-4 runs/heads-5 runs/heads-6
     """
-    from pipeline.report.comparison import comparison
+    from pipeline.report.comparison import compare_runs
 
     if len(run_dirs) < 2:
         raise ConfigError("One run is no comparison.", "compare", "Name two runs or more.")
-    table, notes = comparison([compared_run(path) for path in run_dirs])
+    table, notes = compare_runs([compared_run(path) for path in run_dirs])
     console = Console(width=None if Console().is_terminal else 160, highlight=False)
     grid = Table(box=None, header_style="bold")
     for name in table.columns:

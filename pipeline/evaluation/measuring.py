@@ -46,7 +46,7 @@ from pipeline.storage.atomic import read_object
 from pipeline.targets.engines import EngineName
 from pipeline.targets.loading import lm_head_weight, load_causal_lm, require_readable
 from pipeline.targets.spec import TargetSpec, load_tokenizer, model_config
-from pipeline.targets.vllm_engine import in_vllm
+from pipeline.targets.vllm_engine import spec_for_vllm
 
 BUNDLED = Path(pipeline.__file__).parents[1] / "data" / "seeds.sharegpt.jsonl"
 DRAFT_TOKENS = 5  # of a cell whose directory does not say
@@ -64,7 +64,7 @@ def measure(
     if engine == "native":
         found, answers = check_native(request, progress)
     else:
-        target = in_vllm(request.target, on_gpu=request.gpus > 0)
+        target = spec_for_vllm(request.target, on_gpu=request.gpus > 0)
         found = check_served(replace(request, target=target), progress)
     return replace(found, hardware=hardware(), versions=versions()), answers
 

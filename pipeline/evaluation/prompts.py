@@ -27,7 +27,7 @@ from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.decoding.tree import Choices
 from pipeline.errors import ConfigError, DataError
 from pipeline.execution.progress import ProgressReporter
-from pipeline.targets.dialogue_pool import converse
+from pipeline.targets.dialogue_pool import run_dialogues
 from pipeline.targets.engines import EngineName, GenerationEngine, make_generation_engine
 from pipeline.targets.spec import (
     TargetSpec,
@@ -232,7 +232,7 @@ def _converse(
         progress.begin("the prompts of later turns", len(dialogues), unit="questions")
         answer_all(make_generation_engine(engine, target, {}, gpus), dialogues, progress)
     else:
-        converse(dialogues, None)
+        run_dialogues(dialogues, None)
     return dialogues
 
 
@@ -241,7 +241,7 @@ def answer_all(
 ) -> None:
     """Answer the conversations' questions, and close the engine."""
     with contextlib.closing(engine):
-        converse(dialogues, engine, progress.advance)
+        run_dialogues(dialogues, engine, progress.advance)
 
 
 def with_room(target: TargetSpec, settings: CheckConfig) -> TargetSpec:

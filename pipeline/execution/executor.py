@@ -1,6 +1,4 @@
-"""An executor maps a stage's worker over shards, or calls one function: in this process, or through
-Ray.
-"""
+"""Run a stage's workers over its shards, or one function, in this process or through Ray."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ Executor: TypeAlias = "InlineExecutor | RayExecutor"
 
 
 class InlineExecutor:
-    """Runs everything in the calling process, for a debugger or a notebook.
+    """An executor that runs everything in this process, for a debugger or a notebook.
 
     A shard that kills its worker kills the run, and one that hangs blocks it. `RayExecutor` has the
     same methods.
@@ -32,7 +30,7 @@ class InlineExecutor:
     name = "inline"
 
     def resources(self) -> Resources:
-        """Return the resources that workers can be placed on."""
+        """Return the cores and GPUs that workers can be placed on."""
         import torch
 
         return Resources(((len(os.sched_getaffinity(0)), torch.cuda.device_count()),))
@@ -46,7 +44,7 @@ class InlineExecutor:
         seconds_per_task: float,
         progress: ShardProgress | None = None,
     ) -> Iterator[Outcome]:
-        """Run `worker(**arguments)` over tasks; yield outcomes as they finish, in any order.
+        """Run `worker(**arguments)` over shard tasks; yield outcomes as they finish, in any order.
 
         Args:
             tasks: Consumed. The caller may append more while it iterates, such as one that failed.
@@ -70,7 +68,7 @@ class InlineExecutor:
         placement: Placement,
         progress: ProgressReporter | None = None,
     ) -> Any:
-        """Run one function on its own resources and return its result; its errors are raised here.
+        """Call one function on resources of its own; return its result or raise its error.
 
         `progress` is passed to the function under that name, and shown while it runs.
         """
@@ -80,7 +78,7 @@ class InlineExecutor:
             free_gpu_memory()
 
     def close(self) -> None:
-        """Stop what the executor started."""
+        """Stop the processes that the executor started."""
 
 
 def free_gpu_memory() -> None:
@@ -93,7 +91,7 @@ def free_gpu_memory() -> None:
 
 
 def check_executor(name: str) -> None:
-    """Raise ConfigError unless an executor has this name."""
+    """Raise ConfigError unless `name` is an executor."""
     if name not in ("ray", "inline"):
         raise ConfigError(f"There is no executor '{name}'.", "--executor", "It is ray or inline.")
 

@@ -1,4 +1,4 @@
-"""This process's machine: its memory, GPUs and driver, package versions, and Ray's job variable."""
+"""Describe this machine: memory, GPUs, driver and package versions."""
 
 from __future__ import annotations
 
@@ -31,9 +31,7 @@ def physical_memory() -> int:
 
 
 def machine_memory(limits: tuple[str, ...] = CGROUP_LIMITS) -> float:
-    """Return the memory that processes may use here, in bytes: all of it, or a container's
-    limit.
-    """
+    """Return the bytes of memory of this machine, or of its container's limit."""
     smallest = float(physical_memory())
     for path in map(Path, limits):
         if path.is_file():
@@ -46,7 +44,7 @@ def machine_memory(limits: tuple[str, ...] = CGROUP_LIMITS) -> float:
 def unusable_driver(
     environment: Mapping[str, str] = os.environ, driver: Path = Path("/proc/driver/nvidia/version")
 ) -> str | None:
-    """Return why torch cannot use the GPU whose driver is installed here; None if it can.
+    """Return why torch cannot use the GPU of an installed driver; None if it can.
 
     A torch that was built without CUDA, and GPUs hidden by CUDA_VISIBLE_DEVICES, are intended.
     """
@@ -62,14 +60,16 @@ def unusable_driver(
 
 
 def hardware() -> dict[str, Any]:
-    """Return the CPU's name, its cores that may be used, memory in GB, and the names of visible
-    GPUs.
-    """
+    """Return this machine's CPU name, usable cores, memory in GB, and GPU names."""
     import torch
 
     gpus = [torch.cuda.get_device_name(gpu) for gpu in range(torch.cuda.device_count())]
+    cpu = platform.machine()
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+        if line.startswith("model name"):
+            cpu = line.partition(":")[2].strip()
     return {
-        "cpu": _cpu_name(),
+        "cpu": cpu,
         "cores": len(os.sched_getaffinity(0)),
         "memory_gb": round(physical_memory() / 1e9),
         "gpus": gpus,
@@ -77,17 +77,9 @@ def hardware() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of the installed packages that the figures depend on."""
+    """Return the versions of Python and of the installed packages that figures depend on."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
             found[package] = version(package)
     return found
-
-
-def _cpu_name() -> str:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()

@@ -1,4 +1,4 @@
-"""The number of workers of a stage, and the resources of each.
+"""Place a stage's workers on the CPU cores and GPUs of the cluster's nodes.
 
 Ray would wait forever for resources that no node has, so a placement that the cluster can never
 schedule is refused here, with the sum spelled out in the error.
@@ -14,7 +14,7 @@ from pipeline.errors import EnvironmentFault
 
 @dataclass(frozen=True)
 class Resources:
-    """The resources of the machine or the cluster; `nodes` lists (cpus, gpus) of each node."""
+    """The CPU cores and GPUs of the cluster; `nodes` lists (cpus, gpus) per node."""
 
     nodes: tuple[tuple[int, int], ...]
 
@@ -37,15 +37,15 @@ class Placement:
 
 
 def place(stage: str, wanted: PlacementOf, have: Resources) -> Placement:
-    """Fill in the defaults and check that every worker fits on some node.
+    """Place a stage: fill in defaults and check that each worker fits on a node.
 
     Raises:
         EnvironmentFault: The cluster can never schedule it; the sum is spelled out.
     """
     gpus = gpus_of(wanted, have)
     workers = max(1, most_workers(wanted, have)) if wanted.workers == "auto" else wanted.workers
-    cpus = wanted.cpus_per_worker or _share(workers, gpus, have)
-    fits = _room(have, cpus, gpus)
+    cpus = wanted.cpus_per_worker or _cpus_per_worker(workers, gpus, have)
+    fits = _num_that_fit(have, cpus, gpus)
     if fits < workers:
         need = f"{workers * cpus} CPU and {workers * gpus} GPU"
         nodes = "; ".join(f"{c} CPU and {g} GPU" for c, g in have.nodes)
@@ -60,27 +60,29 @@ def place(stage: str, wanted: PlacementOf, have: Resources) -> Placement:
 
 
 def gpus_of(wanted: PlacementOf, have: Resources) -> int:
-    """Return the GPUs of each worker: the configured number, else one if there are GPUs."""
+    """Return the GPUs of each worker: the configured number, or one if the cluster has GPUs."""
     if wanted.gpus_per_worker is None:
         return min(1, have.gpus)
     return wanted.gpus_per_worker
 
 
 def most_workers(wanted: PlacementOf, have: Resources) -> int:
-    """Return how many such workers fit at once: one on each node if neither GPUs nor a number of
-    cores is given.
+    """Return how many workers the cluster can run at once.
+
+    This is one per node if neither GPUs nor a number of cores is given.
 
     Two workers on the same cores and in the same memory are no faster than one.
     """
     gpus = gpus_of(wanted, have)
     if not gpus and wanted.cpus_per_worker is None:
         return sum(cpus > 0 for cpus, _ in have.nodes)
-    return _room(have, wanted.cpus_per_worker or _share(1, gpus, have), gpus)
+    return _num_that_fit(have, wanted.cpus_per_worker or _cpus_per_worker(1, gpus, have), gpus)
 
 
-def _share(workers: int, gpus: int, have: Resources) -> int:
-    """Return the CPU cores of each worker: the share that belongs to its GPUs on the smallest node,
-    else an equal share.
+def _cpus_per_worker(workers: int, gpus: int, have: Resources) -> int:
+    """Return the CPU cores of each worker.
+
+    A worker with GPUs gets their share of the smallest node, other workers an equal share.
     """
     if gpus:
         shares = []
@@ -89,13 +91,13 @@ def _share(workers: int, gpus: int, have: Resources) -> int:
                 shares.append(node_cpus // (node_gpus // gpus))
         return max(1, min(shares, default=1))
     for cpus in range(have.cpus // workers, 1, -1):
-        if _room(have, cpus, 0) >= workers:
+        if _num_that_fit(have, cpus, 0) >= workers:
             return cpus
     return 1
 
 
-def _room(have: Resources, cpus: int, gpus: int) -> int:
-    """Return the number of workers of this size that fit at once."""
+def _num_that_fit(have: Resources, cpus: int, gpus: int) -> int:
+    """Return how many workers of this size fit on the nodes at once."""
     room = 0
     for node_cpus, node_gpus in have.nodes:
         fits = node_cpus // cpus

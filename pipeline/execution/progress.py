@@ -1,4 +1,4 @@
-"""Progress reports, also from other processes, and their display.
+"""Report a stage's progress, also from worker processes, and display it.
 
 On a terminal `Meter` shows a live bar, elsewhere a plain line now and then. In the process that
 made a `ProgressReporter` or a `ShardProgress`, a report is shown at once. A copy that was pickled
@@ -7,6 +7,7 @@ to another process writes a `ProgressFile` instead, which the waiting process re
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -26,11 +27,12 @@ STAGE_WIDTH = len("tuned-features")  # of the column with the stages' names
 SECONDS_BETWEEN_LINES = 15.0
 SECONDS_OF_RATE = 600.0  # from which the time left is estimated
 SUFFIX = ".progress.tmp"  # of the files of shards under way
+NOWHERE = Path(os.devnull)  # no folder: writing fails, which ProgressFile ignores
 
 
 @dataclass(frozen=True)
 class Progress:
-    """`done` of `total` units of one part of the work; a total of 0 is not known."""
+    """Progress of one part of a stage; a total of 0 is unknown."""
 
     part: str = ""
     done: int = 0
@@ -40,7 +42,7 @@ class Progress:
 
 
 class ProgressReporter:
-    """Reports progress; a pickled copy reports across the process border.
+    """Reports a function's progress; a pickled copy reports from another process.
 
     Args:
         path: The file that pickled copies write to; both processes must see it.
@@ -58,13 +60,13 @@ class ProgressReporter:
         return ProgressReporter, (self.path,)
 
     def begin(self, part: str, total: int, *, done: int = 0, unit: str = "prompts") -> None:
-        """Start the next part."""
+        """Start the next part of the progress."""
         self._now = Progress(part, done, total, unit)
         self._began, self._tokens = time.monotonic(), 0
         self._report(at_once=True)
 
     def advance(self, number: int = 1, tokens: int = 0) -> None:
-        """Count further finished units of this part, and their tokens."""
+        """Count further finished units, and their tokens."""
         self._tokens += tokens
         note = ""
         if self._tokens:
@@ -73,17 +75,17 @@ class ProgressReporter:
         self.update(self._now.done + number, note)
 
     def update(self, done: int, note: str = "") -> None:
-        """Set the finished units of this part."""
+        """Set the number of finished units."""
         self._now = replace(self._now, done=done, note=note)
         self._report(at_once=done == self._now.total)
 
     def report(self, **progress: Any) -> None:
-        """Report counts that were made elsewhere: the fields of `Progress`."""
+        """Report progress that was counted elsewhere, as the fields of `Progress`."""
         self._now = Progress(**progress)
         self._report()
 
     def poll(self) -> None:
-        """Show the last report of a copy in another process."""
+        """Show the last progress that a copy in another process reported."""
         if self._file and self._show:
             report = self._file.read()
             if report is not None:
@@ -101,15 +103,14 @@ class ProgressReporter:
 
 
 class ShardProgress:
-    """The progress of shards that are not committed yet, by shard.
+    """Counts the finished conversations of each shard that is not committed yet.
 
     Args:
-        folder: Where pickled copies write, one file per shard; both processes must see it. None:
-            they write nothing.
+        folder: Where pickled copies write, one file per shard; both processes must see it.
         show: Called after each count, in the process that made this object.
     """
 
-    def __init__(self, folder: Path | None = None, show: Callable[[], None] | None = None):
+    def __init__(self, folder: Path = NOWHERE, show: Callable[[], None] | None = None):
         self.folder, self._show = folder, show
         self._done: dict[int, Counter[str]] = {}
         self._files: dict[int, ProgressFile] = {}
@@ -118,27 +119,24 @@ class ShardProgress:
         return ShardProgress, (self.folder,)
 
     def begin(self, task: ShardTask) -> None:
-        """Count this shard from zero; a trial of single rows is not counted."""
+        """Count a shard from zero; a trial of single rows is not counted."""
         if task.rows is None:
             self._done[task.index] = Counter()
             self._report(task.index, at_once=True)
 
     def add(self, task: ShardTask, conversations: int, amount: int) -> None:
-        """Add to the counts of a shard that has begun."""
+        """Add finished conversations, and tokens or positions, to the counts of a shard."""
         if task.index in self._done and task.rows is None:
             self._done[task.index].update(conversations=conversations, amount=amount)
             self._report(task.index)
 
     def drop(self, task: ShardTask) -> None:
-        """Forget a shard that is committed, or has to be begun again."""
+        """Forget the counts of a shard that is committed or failed."""
         self._done.pop(task.index, None)
-        if self.folder is not None:
-            self._file(self.folder, task.index).remove()
+        self._file(task.index).remove()
 
     def poll(self) -> None:
-        """Show what copies in other processes have written."""
-        if self.folder is None:
-            return
+        """Show the counts that copies in worker processes wrote."""
         for path in self.folder.glob(f"*{SUFFIX}"):
             report = ProgressFile(path).read()
             if report is not None:
@@ -147,9 +145,7 @@ class ShardProgress:
             self._show()
 
     def total(self) -> Counter[str]:
-        """Return the `conversations` that are finished and the `amount` of tokens or positions,
-        over all shards that have begun and were not dropped.
-        """
+        """Return the sum of the counts, `conversations` and `amount`, over all shards."""
         return sum(self._done.values(), Counter())
 
     @property
@@ -157,30 +153,29 @@ class ShardProgress:
         return bool(self._done)
 
     def close(self) -> None:
-        """Remove the files of dead workers."""
-        if self.folder is not None:
-            for path in self.folder.glob(f"*{SUFFIX}"):
-                path.unlink(missing_ok=True)
+        """Remove the progress files of dead workers."""
+        for path in self.folder.glob(f"*{SUFFIX}"):
+            path.unlink(missing_ok=True)
 
     def _report(self, index: int, at_once: bool = False) -> None:
         if self._show:
             self._show()
-        elif self.folder is not None:
-            self._file(self.folder, index).write(self._done[index], at_once=at_once)
+        else:
+            self._file(index).write(self._done[index], at_once=at_once)
 
-    def _file(self, folder: Path, index: int) -> ProgressFile:
-        return self._files.setdefault(index, ProgressFile(folder / f"{index:05d}{SUFFIX}"))
+    def _file(self, index: int) -> ProgressFile:
+        return self._files.setdefault(index, ProgressFile(self.folder / f"{index:05d}{SUFFIX}"))
 
 
 def with_progress(arguments: dict[str, Any], progress: object) -> dict[str, Any]:
-    """Add `progress` to the arguments of a function that reports it; None adds nothing."""
+    """Add `progress` to a function's arguments, unless `progress` is None."""
     if progress is None:
         return arguments
     return {**arguments, "progress": progress}
 
 
 class Meter:
-    """Shows one stage's progress: done of total, a rate, and the time left of the current part."""
+    """Displays a stage's progress: a live bar on a terminal, plain lines elsewhere."""
 
     def __init__(self, console: Console, name: str):
         self.console, self.name = console, name
@@ -233,6 +228,6 @@ class Meter:
 
 
 def print_stage(console: Console, mark: str, stage: str, text: str) -> None:
-    """Print a line about a stage: a mark, in rich's markup, its name, and a text as it is."""
+    """Print a line about a stage; the mark is in rich's markup, name and text are literal."""
     line = escape(visible(f"{stage:<{STAGE_WIDTH}} {text}"))
     console.print(f"{mark} {line}", highlight=False, soft_wrap=True)

@@ -1,5 +1,4 @@
-"""Start a Ray cluster for this process, or join the one that RAY_ADDRESS names, without Ray's own
-output; detect its death.
+"""Start a private Ray cluster or join the one at RAY_ADDRESS, and detect its death.
 
 Ray itself retries for minutes where nobody listens. It ends a driver whose cluster's head has died
 after a minute, with exit code 1 and no message. Here both are an `EnvironmentFault` within seconds.
@@ -36,7 +35,7 @@ PATIENCE, PATIENCE_WITH_OTHERS = 1.0, 20.0  # seconds; the head of a shared clus
 
 
 def connect(address: str) -> None:
-    """Connect this process to the cluster at RAY_ADDRESS, or start a private one if it is empty.
+    """Connect to the Ray cluster at `address`, or start a private cluster if it is empty.
 
     Raises:
         EnvironmentFault: Nobody listens there, or Ray does not start.
@@ -60,8 +59,9 @@ def connect(address: str) -> None:
 
 
 def start_cluster(num_cpus: int) -> Any:
-    """Start a private cluster, whose workers inherit their variables; return the context of
-    `ray.init`.
+    """Start a private Ray cluster; return the context of `ray.init`.
+
+    Workers inherit the driver's environment variables.
 
     With a runtime environment instead, Ray would not use the workers that it starts with the
     cluster, and would import itself twice in every other one.
@@ -77,8 +77,8 @@ def start_cluster(num_cpus: int) -> Any:
 
 
 def require_listener(address: str) -> None:
-    """Raise EnvironmentFault unless RAY_ADDRESS accepts connections."""
-    reason = refusal(host_and_port(address))
+    """Raise EnvironmentFault unless a process listens at RAY_ADDRESS."""
+    reason = connection_error(host_and_port(address))
     if reason:
         fix = (
             "Start the cluster (`ray start --head`), correct RAY_ADDRESS, or unset it to start one"
@@ -88,17 +88,16 @@ def require_listener(address: str) -> None:
 
 
 def host_and_port(address: str) -> str:
-    """Return the host and port of a RAY_ADDRESS; raises ConnectionError if it is `auto` and no
-    cluster runs.
-    """
+    """Return `host:port` of a RAY_ADDRESS; raise ConnectionError for `auto` without a cluster."""
     if address.startswith(CLIENT):
         return address.removeprefix(CLIENT)
     return str(canonicalize_bootstrap_address(address))
 
 
 def driver_needs(address: str) -> list[str]:
-    """Return `host:port` of the head and the raylet, or of the Ray Client server, that this driver
-    needs.
+    """Return `host:port` of the Ray processes that this driver needs.
+
+    These are the head and the raylet, or the Ray Client server.
     """
     if ray_client.is_connected():
         if not address.startswith(CLIENT):  # the caller's connection
@@ -110,7 +109,7 @@ def driver_needs(address: str) -> list[str]:
     return [context.gcs_address, raylet]
 
 
-def refusal(address: str) -> str | None:
+def connection_error(address: str) -> str | None:
     """Return why `host:port` accepts no connection; None if it accepts one."""
     host, _, port = address.rpartition(":")
     try:
@@ -121,7 +120,7 @@ def refusal(address: str) -> str | None:
 
 
 class ClusterWatch:
-    """Detects that a process of the cluster which this driver needs has died.
+    """Detects the death of the Ray processes that this driver needs.
 
     Args:
         addresses: `host:port` of each process.
@@ -134,11 +133,9 @@ class ClusterWatch:
         self._silent_since: float | None = None
 
     def check(self) -> None:
-        """Raise EnvironmentFault if a process has refused connections for longer than
-        `patience`.
-        """
+        """Raise EnvironmentFault if a process has been silent for longer than `patience`."""
         now = time.monotonic()
-        silent = list(filter(refusal, self.addresses))
+        silent = list(filter(connection_error, self.addresses))
         if not silent:
             self._silent_since = None
             return
@@ -148,7 +145,7 @@ class ClusterWatch:
             raise self._death(f"{silent[0]} does not answer")
 
     def settle(self) -> None:
-        """Wait until the cluster is known to be alive or dead; raises as `check` does."""
+        """Wait until the cluster is known to be alive or dead; raise as `check` does."""
         self.check()
         while self._silent_since is not None:
             time.sleep(SECONDS_BETWEEN_TESTS)
@@ -156,7 +153,7 @@ class ClusterWatch:
 
     @contextlib.contextmanager
     def connection(self) -> Iterator[None]:
-        """Turn Ray Client's ConnectionError into an EnvironmentFault.
+        """Context manager: translate Ray Client's ConnectionError into EnvironmentFault.
 
         Behind `ray://` a call blocks while Ray Client reconnects, by default for 30 seconds; when
         it gives up, the session is lost, also if the head answers again.
@@ -173,7 +170,7 @@ class ClusterWatch:
 
 
 def start_error(error: Exception, address: str) -> EnvironmentFault:
-    """Return the error for the user; `error` is Ray's."""
+    """Return the EnvironmentFault for an error of Ray's start."""
     what = f"Ray did not start: {last_line(error)}."
     fix = (
         "Check RAY_ADDRESS, `ray status`, and that TMPDIR and RAY_TMPDIR have at most 40"
@@ -183,14 +180,14 @@ def start_error(error: Exception, address: str) -> EnvironmentFault:
 
 
 def last_line(error: Exception) -> str:
-    """Return the last line of an error's text, after Ray's own frames."""
+    """Return the last line of a Ray error, which follows Ray's own frames."""
     lines = str(error).strip().splitlines() or [repr(error)]
     return lines[-1].strip().rstrip(".")
 
 
 @contextlib.contextmanager
 def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set variables for the processes that are started in this context."""
+    """Context manager: set environment variables for the Ray processes started within."""
     kept = {name: os.environ[name] for name in variables if name in os.environ}
     os.environ.update(variables)
     try:
@@ -203,8 +200,9 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def own_signals() -> Iterator[None]:
-    """Keep this process's signal handlers: Ray's handler of SIGTERM would end it without a
-    message.
+    """Context manager: keep this process's signal handlers while Ray starts.
+
+    Ray's handler of SIGTERM would end the process without a message.
     """
     kept = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
     stopped = False

@@ -1,4 +1,4 @@
-"""The Ray executor: a pool of actors processes shards, a Ray task runs a single function.
+"""Run shards in a pool of Ray actors, and single functions in Ray tasks.
 
 Tensors never travel through the object store: an actor gets a shard's path, reads and writes the
 shard itself, and returns a receipt. The pool is our own and not Ray Data's because of failures: it
@@ -47,7 +47,7 @@ DEATH_FIX = (
 
 
 class RayExecutor:
-    """The methods of `InlineExecutor`, in other processes."""
+    """An executor that runs workers and functions in Ray's processes."""
 
     name = "ray"
 
@@ -110,14 +110,14 @@ class RayExecutor:
 
 
 class ShardActor:
-    """A worker in its own process."""
+    """A Ray actor that runs a stage's worker on one shard after another."""
 
     def __init__(self, worker: LazyWorker, seconds_per_task: float):
         self._worker = worker
         self._seconds_per_task = seconds_per_task
 
     def ready(self) -> None:
-        """Returns once the process has started; only then is it given a shard."""
+        """Return once the actor's process has started; no shard is assigned before."""
 
     def run(self, task: ShardTask, upcoming: ShardTask | None) -> Outcome:
         least = min(self._seconds_per_task, LEAST_SECONDS)
@@ -134,7 +134,7 @@ class ShardActor:
 
 @contextlib.contextmanager
 def time_limit(task: ShardTask, seconds: float) -> Iterator[None]:
-    """End this process when the shard takes longer, and write every thread's stack to its log.
+    """Context manager: end this process if its shard takes too long, and log all stacks.
 
     The timer runs in a C thread: it also ends a process that never releases the GIL.
     """
@@ -151,7 +151,7 @@ def time_limit(task: ShardTask, seconds: float) -> Iterator[None]:
 
 @dataclass
 class Slot:
-    """An actor, its current task, and the task that it was told to expect next."""
+    """An actor of the pool, its current task, and the task announced to it as next."""
 
     actor: Any
     task: ShardTask | None = None  # None while its process starts
@@ -160,8 +160,9 @@ class Slot:
 
 @dataclass
 class ActorPool:
-    """At most `placement.workers` actors, and no more than there are tasks for; the arguments are
-    those of `map`.
+    """A pool of at most `placement.workers` actors that process shard tasks.
+
+    It starts no more actors than there are tasks for; the arguments are those of `map`.
     """
 
     worker: LazyWorker
@@ -175,7 +176,7 @@ class ActorPool:
     _failed_starts: int = 0
 
     def outcomes(self) -> Iterator[Outcome]:
-        """Yield the outcome of each task as it finishes; the tasks may grow meanwhile."""
+        """Yield the outcome of each shard task as it finishes; tasks may be added meanwhile."""
         try:
             with self.watch.connection():
                 self._assign()
@@ -190,13 +191,14 @@ class ActorPool:
             self._close()
 
     def _unfinished(self) -> bool:
-        """Return whether tasks are left; a worker that starts is not waited for without one, since
-        it may never have room.
+        """Return whether tasks are left.
+
+        An actor that starts is not waited for without one, since it may never have room.
         """
         return bool(self.tasks) or any(slot.task for slot in self._running.values())
 
     def _assign(self) -> None:
-        """Give tasks to idle workers; start as many more as there are tasks for."""
+        """Assign tasks to idle actors, and start as many more actors as there are tasks for."""
         still_idle = []
         for slot in self._idle:
             slot.task = slot.upcoming
@@ -219,9 +221,7 @@ class ActorPool:
             self._running[slot.actor.ready.remote()] = slot
 
     def _outcome(self, answer: Any, slot: Slot) -> Outcome | None:
-        """Return the outcome of a slot's task; None for a worker that has started, or that died
-        before its first task.
-        """
+        """Return the outcome of a slot's task; None if the actor had no task yet."""
         try:
             outcome: Outcome | None = ray.get(answer)
         except RayError as error:
@@ -240,7 +240,7 @@ class ActorPool:
         return outcome
 
     def _close(self) -> None:
-        """End the workers; idle ones first release what they hold, such as an engine's memory."""
+        """End the actors; idle ones release their engine's memory first."""
         if self.watch.is_dead:
             return
         with contextlib.suppress(RayError):
@@ -250,9 +250,7 @@ class ActorPool:
 
 
 def hang_report(task: ShardTask) -> str:
-    """Return the stacks that a worker wrote when it was ended because it hung; empty for any other
-    death.
-    """
+    """Return the stacks of a worker that was ended because it hung; empty for other deaths."""
     try:
         text = task.attempt_log.read_text(encoding="utf-8")
         task.attempt_log.unlink()
@@ -266,7 +264,7 @@ def wait_for_one(
     watch: ClusterWatch,
     progress: ProgressReporter | ShardProgress | None,
 ) -> Any:
-    """Return the first reference that has a result; watch the cluster and show progress meanwhile.
+    """Return the first finished Ray reference; show progress and watch the cluster meanwhile.
 
     Raises:
         EnvironmentFault: The cluster has died.
@@ -283,8 +281,9 @@ def wait_for_one(
 def run_and_carry_errors(
     function: Callable[..., Any], arguments: dict[str, Any]
 ) -> tuple[Any, MedusaDistillError | None]:
-    """Return (result, error): errors meant for the user cross process borders as values, not
-    wrapped in Ray's own.
+    """Call a function in a Ray task; return (result, error).
+
+    Errors meant for the user cross process borders as values, not wrapped in Ray's own.
     """
     try:
         with disk_errors():
@@ -295,5 +294,5 @@ def run_and_carry_errors(
 
 
 def worker_died(error: Exception) -> EnvironmentFault:
-    """Return the error for the user; `error` is Ray's."""
+    """Return the EnvironmentFault for a Ray error that ended a worker."""
     return EnvironmentFault(f"A worker died: {last_line(error)}.", "Ray", DEATH_FIX)

@@ -1,4 +1,4 @@
-"""Workers make shards; the result of each attempt is an outcome.
+"""Run a stage's worker on a shard, and find rows that crash the worker.
 
 A worker is a plain class: its constructor loads the model, its call takes a `ShardTask`, commits
 the shard itself and returns the receipt. It does not depend on Ray.
@@ -31,9 +31,7 @@ ShardWorker: TypeAlias = Callable[[ShardTask], Receipt]
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of one shard: a receipt, an error for the user, a worker's traceback, or how its
-    process ended.
-    """
+    """The result of one attempt at a shard: a receipt, an error, a traceback, or a death."""
 
     task: ShardTask
     receipt: Receipt | None = None
@@ -43,9 +41,7 @@ class Outcome:
 
 
 class LazyWorker:
-    """Builds the worker on its first task, and turns every failure, its constructor's too, into an
-    `Outcome`.
-    """
+    """Builds a stage's worker on its first shard, and turns failures into outcomes."""
 
     def __init__(self, worker: Callable[..., ShardWorker], arguments: dict[str, Any]):
         self._make, self._arguments = worker, arguments
@@ -73,7 +69,7 @@ class LazyWorker:
         return self._worker(task)
 
     def close(self) -> None:
-        """Let the worker release what it holds: an engine's memory, which the next stage needs."""
+        """Let the worker release its engine's memory, which the next stage needs."""
         close = getattr(self._worker, "close", None)
         if close:
             close()
@@ -86,8 +82,9 @@ def find_crashing_rows(
     stage: StageDirectory,
     max_deaths: int,
 ) -> dict[str, str]:
-    """Return the ids of the rows of `died.task` that kill a worker alone, and how, including those
-    known before.
+    """Bisect a shard that kills its worker; return the ids of crashing rows, and how each died.
+
+    Rows that were known before are included.
 
     No new row is found if the shard succeeds when it is tried alone.
 
@@ -137,7 +134,7 @@ def find_crashing_rows(
 
 
 def _trial(task: ShardTask, start: int, stop: int, num_rows: int, scratch: Path) -> ShardTask:
-    """Return a task of rows [start, stop), with a shard of its own that is thrown away."""
+    """Return a task of rows [start, stop) whose shard is thrown away."""
     place = scratch / f"{task.index:05d}-{start}-{stop}"
     return replace(
         task,

@@ -33,7 +33,7 @@ def write_backbone(
     as_they_are: Iterable[Path],
     made_of: Identity,
 ) -> None:
-    """Replace `directory` atomically.
+    """Write a tuned backbone as a model directory; replaces `directory` atomically.
 
     Args:
         tokenizer: Anything with `save_pretrained(directory)`, its chat template included.
@@ -55,7 +55,7 @@ def write_backbone(
 
 
 def link_backbone(source: Path, directory: Path, files: Iterable[str]) -> list[Path]:
-    """Copy files of a backbone, by hard links where possible, and return the copies."""
+    """Copy a tuned backbone's files into an export, by hard links where possible."""
     remove(directory)
     with atomic_directory(directory, last=CONFIG_FILE) as partial:
         for file in files:

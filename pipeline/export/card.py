@@ -1,4 +1,4 @@
-"""The cards of heads, of a tuned backbone, and of the conversations that the target wrote.
+"""Hub cards of heads, of a tuned backbone, and of the data set of conversations.
 
 The templates `card_*.md` show the report's own tables. A value that is missing at any depth renders
 as nothing. Local paths and file names are private and never stated: a local model has no name, a
@@ -32,17 +32,17 @@ from pipeline.report.check_tables import (
     exact_match_table,
     served_model_table,
 )
-from pipeline.report.facts import disturbed, expected_rate, measured_rate
+from pipeline.report.facts import expected_rate, is_disturbed, measured_rate
 from pipeline.report.report import Report
 from pipeline.report.tables import drift_table, heads_table
-from pipeline.report.text_table import grid
+from pipeline.report.text_table import markdown_table
 
 NO_RECIPE = {"run", "placement", "limits", "push"}  # sections that no result depends on
 
 
 @dataclass(frozen=True)
 class Licence:
-    """A licence as a card states it: the Hub's identifier, and for `other` a name and a link."""
+    """A licence in a Hub card: the Hub's identifier, and for `other` a name and a link."""
 
     id: str
     name: str | None = None
@@ -50,7 +50,7 @@ class Licence:
 
 
 def licence_of(model: str, revision: str | None, *, online: bool) -> Licence | None:
-    """The licence on a model's own card; None if there is none or the card cannot be read.
+    """Read the licence in a model's Hub card; None if the card is missing or unreadable.
 
     Args:
         model: A local directory or a Hub id; without `online` only the Hub's cache is read.
@@ -72,7 +72,7 @@ def licence_of(model: str, revision: str | None, *, online: bool) -> Licence | N
 
 @dataclass(frozen=True)
 class Published:
-    """A run as its cards describe it.
+    """A run as the Hub cards describe it.
 
     Attributes:
         report: Possibly partial.
@@ -104,7 +104,7 @@ Facts = dict[str, Any]  # the variables of a template
 
 
 def model_card(published: Published) -> str:
-    """The card of heads: an adapter of their base model, tagged for the users of their engines."""
+    """Render the Hub card of heads, which are an adapter of their base model."""
     kind, facts = published.kind, _facts(published)
     tags = [kind.vllm_method or kind.Shape.kind, "speculative-decoding", "self-distillation"]
     library = "medusa-distill"
@@ -118,14 +118,14 @@ def model_card(published: Published) -> str:
 
 
 def backbone_card(published: Published) -> str:
-    """The card of a tuned backbone: an ordinary model, fine-tuned from its original."""
+    """Render the Hub card of a tuned backbone, which is a fine-tuned model."""
     facts = _facts(published)
     metadata = _metadata(published, facts, "finetune", "transformers", ["self-distillation"])
     return _rendered("card_backbone.md", facts, metadata)
 
 
 def data_set_card(published: Published, rows: Mapping[str, int]) -> str:
-    """The card of the conversations that the target wrote; `rows` is the size of each split."""
+    """Render the Hub card of the conversations; `rows` is the number of rows per split."""
     facts = _facts(published)
     name = facts["here"].rpartition("/")[2]
     files = [{"split": split, "path": f"data/{split}-*"} for split in rows]
@@ -163,7 +163,7 @@ def _metadata(
 
 
 def _rendered(template: str, facts: Facts, metadata: ModelCardData | DatasetCardData) -> str:
-    """Fill a template, which includes the kind's text on its heads and their engines."""
+    """Fill the template of a Hub card."""
     kind = facts["kind"]
     of_kind = {"about": kind.card_about, "engines": kind.card_engines}
     environment = Environment(
@@ -174,24 +174,28 @@ def _rendered(template: str, facts: Facts, metadata: ModelCardData | DatasetCard
         autoescape=False,
     )
     environment.filters.update(
-        number=_number, measured=measured_rate, expected=expected_rate, grid=grid, words=_words
+        number=_number,
+        measured=measured_rate,
+        expected=expected_rate,
+        grid=markdown_table,
+        words=_words,
     )
     text = environment.get_template(template).render(facts, front_matter=metadata.to_yaml())
     return re.sub(r"\n{3,}", "\n\n", text).rstrip() + "\n"
 
 
 def _number(value: Any, spec: str = ",.0f") -> str:
-    """A number in a format; empty for an unknown one."""
+    """Format a number for a card; empty if it is unknown."""
     return format(value, spec) if isinstance(value, int | float) else ""
 
 
 def _words(value: Any) -> str:
-    """A setting as the text of a table's cell."""
+    """Format a setting as a cell of a card's table."""
     return " ".join(pairs(value).replace("|", "\\|").split())
 
 
 def _facts(published: Published) -> Facts:
-    """The variables that all templates read."""
+    """Collect the variables of the card templates."""
     report, config, kind = published.report, published.config, published.kind
     here = published.repo_id or "PATH_TO_THIS_DIRECTORY"
     num_heads = report.num_heads or config.train.num_heads
@@ -203,12 +207,14 @@ def _facts(published: Published) -> Facts:
     if published.data_set:
         data_sets.insert(0, published.data_set)
     with_names = _with_public_names(report, public_names(config.seeds.sources))
-    is_disturbed = any(engine and disturbed(engine) for engine in (report.native, report.vllm))
+    has_disturbance = any(
+        engine and is_disturbed(engine) for engine in (report.native, report.vllm)
+    )
     return {
         **vars(published),
         "kind": kind,
-        "base": public(published.base_model),
-        "original": public(config.target.model),
+        "base": public_model(published.base_model),
+        "original": public_model(config.target.model),
         "here": here,
         "served": is_served,
         "speculative_config": json.dumps(kind.speculative_config(here, num_tokens)),
@@ -217,7 +223,7 @@ def _facts(published: Published) -> Facts:
         "train": _trained_with(report, config),
         "generate": config.generate,
         "data_sets": data_sets,
-        "disturbed": is_disturbed,
+        "disturbed": has_disturbance,
         "tables": {
             "check": check_table(report),
             "categories": categories_table(with_names),
@@ -232,7 +238,7 @@ def _facts(published: Published) -> Facts:
 
 
 def _with_public_names(report: Report, names: Mapping[str, str]) -> Report:
-    """The report with public names of its categories."""
+    """Replace local source names in a report's categories by public names."""
     if not report.check or not report.native:
         return report
     categories = []
@@ -242,15 +248,15 @@ def _with_public_names(report: Report, names: Mapping[str, str]) -> Report:
     return replace(report, check=replace(report.check, native=native))
 
 
-def public(model: str | None) -> str | None:
-    """A Hub id; None for a local path, which is private."""
+def public_model(model: str | None) -> str | None:
+    """Return a model's Hub id; None for a local path, which is private."""
     if model is None or os.path.isabs(model):
         return None
     return model
 
 
 def public_names(sources: Sequence[SeedSource]) -> dict[str, str]:
-    """The public name of each source, by its name in ids and categories."""
+    """Map the name of each seed source to its public name."""
     found = {}
     names = name_sources(sources)
     for number, (name, source) in enumerate(zip(names, sources, strict=True), start=1):
@@ -259,7 +265,7 @@ def public_names(sources: Sequence[SeedSource]) -> dict[str, str]:
 
 
 def recipe_yaml(config: Config, revision: str | None) -> str:
-    """The settings that are no default, as YAML; a local path stands as `PATH_TO_…`.
+    """Write a run's non-default settings as YAML; local paths become `PATH_TO_…`.
 
     Args:
         revision: The commit of a Hub target that was read.
@@ -284,7 +290,7 @@ def _without_paths(value: Any, key: str = "") -> Any:
 
 
 def _trained_with(report: Report, config: Config) -> Facts:
-    """The `train` settings with `auto` replaced by the chosen values."""
+    """Return the `train` settings, with `auto` replaced by the chosen values."""
     train = config.train.model_dump(mode="json")
     chosen = {}
     if report.train:

@@ -18,7 +18,7 @@ from huggingface_hub import CommitOperationAdd
 
 from pipeline.artifacts.generated_rows import open_rows
 from pipeline.artifacts.seed_rows import SPLITS
-from pipeline.export.card import Published, data_set_card, public, public_names
+from pipeline.export.card import Published, data_set_card, public_model, public_names
 from pipeline.export.hub import Upload, local_paths, require_allowed
 from pipeline.export.layout import CARD_FILE
 
@@ -31,7 +31,7 @@ class DataSetUpload(Upload):
     repo_type = "dataset"
 
     def conflicting(self, names: Collection[str]) -> list[str]:
-        """Any other data."""
+        """List files of the Hub data set that are not from a push of conversations."""
         others = []
         for name in sorted(names):
             if not OURS.fullmatch(name) and not BESIDE.fullmatch(name):
@@ -39,7 +39,7 @@ class DataSetUpload(Upload):
         return others
 
     def outdated(self, names: Collection[str]) -> list[str]:
-        """Files of an earlier push that this one does not replace."""
+        """List files of an earlier push that this push does not replace."""
         kept = {file.path_in_repo for file in self.files}
         return sorted(name for name in names if OURS.fullmatch(name) and name not in kept)
 
@@ -47,7 +47,7 @@ class DataSetUpload(Upload):
 def data_set_upload(
     shards: Collection[Path], fingerprint: str, published: Published, directory: Path
 ) -> Upload:
-    """Write the conversations into an empty directory, which must exist until they are sent.
+    """Prepare the upload of the conversations; `directory` must exist until they are sent.
 
     Args:
         shards: Of the generate stage, as is `fingerprint`.
@@ -72,7 +72,7 @@ def data_set_upload(
         files.append(CommitOperationAdd(f"data/{path.name}", path))
     return DataSetUpload(
         repo_id=repo_id,
-        base_model=public(published.base_model),
+        base_model=public_model(published.base_model),
         files=files,
         local_paths=local_paths(published),
     )
@@ -85,7 +85,7 @@ def _write_split(
     names: Mapping[str, str],
     directory: Path,
 ) -> int:
-    """Write `SPLIT-00000.parquet`, rows in order; return their number."""
+    """Write a split's rows to `SPLIT-00000.parquet`; return their number."""
     num_rows = 0
     writer: pq.ParquetWriter | None = None
     for table in _tables(split, shards, fingerprint):
@@ -100,7 +100,7 @@ def _write_split(
 
 
 def _tables(split: str, shards: Collection[Path], fingerprint: str) -> Iterator[pa.Table]:
-    """Yield the rows of a split, shard by shard."""
+    """Yield a split's rows as Arrow tables, one per shard."""
     for path in shards:
         with open_rows(path, fingerprint) as shard:
             table = shard.read(columns=[*COLUMNS, "split"])
@@ -110,7 +110,7 @@ def _tables(split: str, shards: Collection[Path], fingerprint: str) -> Iterator[
 
 
 def _anonymous(table: pa.Table, names: Mapping[str, str]) -> pa.Table:
-    """The rows with the public name of their source in each id, `SOURCE:ROW`."""
+    """Replace the source in each row's id (`SOURCE:ROW`) by its public name."""
     ids = []
     for id in table["id"].to_pylist():
         source, _, row = id.rpartition(":")

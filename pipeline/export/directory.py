@@ -1,4 +1,4 @@
-"""Trained heads written as a directory that engines load unmodified, and read back.
+"""The export directory of trained heads, which engines load unmodified: written and read.
 
 The weights file holds exactly the tensors of the kind of heads, finite and bit for bit as trained:
 engines drop unknown tensors silently and run on garbage where one is missing. No other weights lie
@@ -47,7 +47,7 @@ def write_export(
     card: str,
     further: Sequence[str] = (),
 ) -> list[Path]:
-    """Write heads, configuration, tokenizer, tree and card, read them back, then put them in place.
+    """Write an export: heads, config.json, tokenizer, tree and card; weights are read back.
 
     Args:
         directory: Created by one rename. If it exists, its files are replaced one by one, the
@@ -91,9 +91,9 @@ def write_export(
 
 
 def read_heads(directory: str | os.PathLike[str], model: PreTrainedModel) -> Heads:
-    """The heads of an export, in its dtype, on the CPU.
+    """Read the heads of an export, in its dtype, on the CPU.
 
-    Matrices that the export leaves out are those of `model`, its target.
+    Matrices that the export leaves out are taken from `model`, the target.
 
     Raises:
         DataError: A tensor is missing, unknown, of another shape or dtype, or other weights lie
@@ -111,7 +111,7 @@ def read_heads(directory: str | os.PathLike[str], model: PreTrainedModel) -> Hea
 
 
 def read_tree(directory: str | os.PathLike[str]) -> tuple[TreePath, ...] | DynamicTree:
-    """The tree to decode an export with: the dynamic one of its `config.json`, or its choices file.
+    """Read the tree of an export: the dynamic tree in `config.json`, or the choices file.
 
     Raises:
         ConfigError: It is no tree, or not one of these heads.
@@ -123,9 +123,10 @@ def read_tree(directory: str | os.PathLike[str]) -> tuple[TreePath, ...] | Dynam
 
 
 def tensors_as_saved(heads: Heads, layout: ExportLayout) -> dict[str, Tensor]:
-    """The tensors of the file: contiguous, on the CPU, in the export's dtype.
+    """Convert the heads' tensors for the weights file: contiguous, on the CPU, in its dtype.
 
-    Names that share a tensor still share it. Raises DataError for numbers that are not finite.
+    Names that share a tensor share the converted tensor too. Raises DataError for numbers that
+    are not finite.
     """
     dtype = getattr(torch, layout.dtype)
     converted: dict[tuple[Any, ...], Tensor] = {}
@@ -144,7 +145,7 @@ def tensors_as_saved(heads: Heads, layout: ExportLayout) -> dict[str, Tensor]:
 
 
 def _compare(directory: Path, saved: Mapping[str, Tensor], layout: ExportLayout) -> None:
-    """Raise DataError unless the weights in `directory` are the saved tensors."""
+    """Raise DataError unless the weights file holds the saved tensors bit for bit."""
     file = _open_weights(directory, layout)
     for name, tensor in saved.items():
         if not torch.equal(file.tensor(name).view(torch.uint8), tensor.view(torch.uint8)):
@@ -153,7 +154,7 @@ def _compare(directory: Path, saved: Mapping[str, Tensor], layout: ExportLayout)
 
 
 def _open_weights(directory: Path, layout: ExportLayout) -> WeightsFile:
-    """The opened weights file; DataError for unexpected names, shapes, dtypes or other weights."""
+    """Open an export's weights file; DataError for unexpected tensors or further weights files."""
     path = directory / layout.weights_file
     others = []
     for file in sorted(directory.iterdir()):

@@ -44,7 +44,7 @@ Receipt = dict[str, Any]  # as receipt.json has it
 
 @dataclass(frozen=True)
 class Repositories:
-    """The repository of each part; None where it is not published."""
+    """The Hub repositories of a push; None for a part that is not published."""
 
     heads: str | None = None
     backbone: str | None = None
@@ -57,7 +57,7 @@ class Repositories:
 
 
 def repositories(push: PushConfig, kind: type[Heads], target: str, *, tuned: bool) -> Repositories:
-    """The repositories that `push` names.
+    """Return the Hub repositories that `push` names.
 
     `push.repo_id` is the heads' repository. With a tuned backbone it is the backbone's, and the
     heads go to `NAME-speculator.METHOD`, the naming of vLLM's speculators. `USER/` alone is
@@ -81,7 +81,7 @@ def _completed(repo_id: str | None, name: str) -> str | None:
 
 @dataclass(frozen=True)
 class Upload(ABC):
-    """The files of one commit.
+    """The upload of one Hub commit: its files and its repository.
 
     Attributes:
         repo_id: USER/NAME.
@@ -97,15 +97,15 @@ class Upload(ABC):
 
     @abstractmethod
     def conflicting(self, names: Collection[str]) -> list[str]:
-        """Files in the repository that forbid an upload."""
+        """List files in the Hub repository that forbid an upload."""
 
     def outdated(self, names: Collection[str]) -> list[str]:
-        """Files in the repository that the commit deletes."""
+        """List files in the Hub repository that the commit deletes."""
         return []
 
     @property
     def missing(self) -> list[str]:
-        """Settings that the push lacks."""
+        """List settings that the push lacks."""
         if self.base_model and os.path.isabs(self.base_model):
             return ["the Hub id of the target (push.base_model): nobody else can load a local one"]
         return []
@@ -123,11 +123,11 @@ class Upload(ABC):
         }
 
     def dry_run(self, private: bool) -> Receipt:
-        """The receipt without a commit, and what is `missing`. Needs no network and no token."""
+        """Return the receipt of a push without commit, and `missing` settings; needs no network."""
         return {**self.receipt(private), "dry_run": True, "commit": None, "missing": self.missing}
 
     def require_publishable(self) -> None:
-        """Raise ConfigError for a local base model, DataError for a private path in a file."""
+        """Raise ConfigError for a local base model, DataError for a local path in a file."""
         for missing in self.missing:
             fix = "Publish the target first, then push with push.base_model=USER/NAME."
             raise ConfigError(f"The push lacks {missing}.", self.base_model, fix)
@@ -142,7 +142,7 @@ class Upload(ABC):
                     raise DataError(what, path, "Remove the path from it, then push again.")
 
     def require_room(self, existing: Any, private: bool) -> None:
-        """Raise ConfigError for a public repository that should be private, or other content.
+        """Raise ConfigError for a repository that should be private, or that holds other files.
 
         Args:
             existing: `ModelInfo` or `DatasetInfo` of the repository.
@@ -158,7 +158,7 @@ class Upload(ABC):
             raise ConfigError(what, self.repo_id, fix)
 
     def send(self, api: HfApi, existing: Any | None, private: bool) -> Receipt:
-        """Commit, and return the receipt with "url", "commit" and "unchanged"."""
+        """Commit the files to the Hub; return the receipt with "url", "commit" and "unchanged"."""
         operations: list[CommitOperationAdd | CommitOperationDelete] = [*self.files]
         if existing is None:
             api.create_repo(self.repo_id, private=private, exist_ok=True, repo_type=self.repo_type)
@@ -181,7 +181,7 @@ def _names(existing: Any) -> set[str]:
 
 
 def send_all(uploads: Mapping[str, Upload], *, private: bool) -> dict[str, Receipt]:
-    """Send the uploads in order and return their receipts; if one is refused, nothing is sent.
+    """Send uploads to the Hub in order, or none if one is refused; return their receipts.
 
     Args:
         private: Make new repositories private. An existing public one is an error, an existing
@@ -212,7 +212,7 @@ def send_all(uploads: Mapping[str, Upload], *, private: bool) -> dict[str, Recei
 
 
 def _existing(api: HfApi, upload: Upload) -> Any | None:
-    """The Hub's record of the repository; None if there is none."""
+    """Fetch the Hub's record of a repository; None if there is no repository."""
     try:
         return api.repo_info(upload.repo_id, repo_type=upload.repo_type)
     except RepositoryNotFoundError as error:
@@ -226,7 +226,7 @@ class HeadsUpload(Upload):
     kind: type[Heads]
 
     def conflicting(self, names: Collection[str]) -> list[str]:
-        """Other weights, or a model without a tree. Further formats have their own directories."""
+        """List weights in the repository that are not these heads', and models without a tree."""
         others = []
         for name in sorted(names):
             is_weights = Path(name).suffix in WEIGHT_SUFFIXES and name != self.kind.weights_file
@@ -239,7 +239,7 @@ class HeadsUpload(Upload):
 
 class BackboneUpload(Upload):
     def conflicting(self, names: Collection[str]) -> list[str]:
-        """Any model that was not tuned by this project."""
+        """List files in the repository of a model that this project has not tuned."""
         if BACKBONE_FILE in names:
             return []
         weights = {name for name in names if Path(name).suffix in WEIGHT_SUFFIXES}
@@ -247,7 +247,7 @@ class BackboneUpload(Upload):
 
 
 def heads_upload(directory: Path, published: Published, checked: Mapping[str, str]) -> Upload:
-    """The upload of an export, with a new card and the target's Hub id in `config.json`.
+    """Prepare the upload of an export, with a new card and the target's Hub id in config.json.
 
     Args:
         directory: The export, which is not changed.
@@ -280,7 +280,7 @@ def heads_upload(directory: Path, published: Published, checked: Mapping[str, st
 
 
 def backbone_upload(directory: Path, published: Published, checked: Mapping[str, str]) -> Upload:
-    """The upload of a tuned backbone with its card; arguments and errors as in `heads_upload`."""
+    """Prepare the upload of a tuned backbone; arguments and errors as in `heads_upload`."""
     repo_id = require_allowed(published, "push.repo_id")
     directory = directory.resolve()
     return BackboneUpload(
@@ -292,7 +292,7 @@ def backbone_upload(directory: Path, published: Published, checked: Mapping[str,
 
 
 def require_allowed(published: Published, where: str) -> str:
-    """The repository's id.
+    """Return the id of the Hub repository, if a push is allowed.
 
     Raises:
         CheckFailed: The check did not pass.
@@ -308,7 +308,7 @@ def require_allowed(published: Published, where: str) -> str:
 
 
 def local_paths(published: Published, *further: str) -> set[str]:
-    """Paths of this machine that no file may contain."""
+    """Return local model paths, which no published file may contain."""
     models = (published.config.target.model, *further)
     return {model for model in models if os.path.isabs(model)}
 
@@ -316,7 +316,7 @@ def local_paths(published: Published, *further: str) -> set[str]:
 def _verified(
     directory: Path, checked: Mapping[str, str], written: Mapping[str, str]
 ) -> list[CommitOperationAdd]:
-    """The checked files of a directory and the `written` texts, sorted by name.
+    """Return an upload's files, sorted by name: the checked files and the `written` texts.
 
     The Hub compares uploaded weights with their checked sha256. Of any other file the bytes that
     were compared here are uploaded.

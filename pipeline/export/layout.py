@@ -1,4 +1,4 @@
-"""The layout of an export directory and its `config.json`.
+"""The layout of an export directory, and its `config.json`.
 
 `config.json` names the target twice: for engines that are given both directories, and in vLLM's
 speculators format, so that `vllm serve DIRECTORY` serves target and heads.
@@ -31,7 +31,7 @@ MAX_NUM_HEADS = 128
 
 @dataclass(frozen=True)
 class ExportLayout:
-    """The heads' kind and shape, their target, and their layout on disk.
+    """The layout of an export: the heads' shape and target, format and dtype.
 
     `format` names one of `FORMATS`. `num_speculative_tokens` is the draft length of an engine's
     step; 0 means all heads. With a `dynamic_tree` native decoding does not use the static tree of
@@ -66,7 +66,7 @@ class ExportLayout:
         return head_kind(self.shape.kind)
 
     def to_json(self, target: Mapping[str, Any]) -> Content:
-        """The content of `config.json`, for a target with this config.json."""
+        """Return the content of the export's config.json; `target` is the target's config.json."""
         heads = {"format": self.format, "num_speculative_tokens": self.num_speculative_tokens}
         if self.dynamic_tree:
             heads["dynamic_tree"] = self.dynamic_tree.to_json()
@@ -92,7 +92,7 @@ class ExportLayout:
         return with_base_model(content, self.base_model_name_or_path)
 
     def engine_args(self, directory: str | os.PathLike[str], target: str) -> Content:
-        """The arguments that start vLLM with this target and the heads of `directory`.
+        """Return the arguments that start vLLM with a target and the heads in `directory`.
 
         If the export names this target, its directory is enough. Otherwise vLLM gets both: target
         or export were moved, or the heads are served with another model.
@@ -109,7 +109,7 @@ class ExportLayout:
 
 
 def with_base_model(content: Mapping[str, Any], base_model: str) -> Content:
-    """The content of a `config.json` with another target."""
+    """Replace the target in the content of an export's config.json."""
     replaced = {**content, "base_model_name_or_path": base_model}
     speculators = content.get("speculators_config")  # only of heads that vLLM serves
     if speculators:
@@ -119,7 +119,7 @@ def with_base_model(content: Mapping[str, Any], base_model: str) -> Content:
 
 
 def read_json_config(directory: str | os.PathLike[str]) -> tuple[Content, ExportLayout]:
-    """The content of an export's `config.json`, and its parsed form.
+    """Read an export's config.json: its content, and the parsed layout.
 
     Raises:
         DataError: It is missing, or was not written by this project.
@@ -149,12 +149,12 @@ def read_json_config(directory: str | os.PathLike[str]) -> tuple[Content, Export
 
 
 def read_layout(directory: str | os.PathLike[str]) -> ExportLayout:
-    """An export's parsed `config.json`; DataError as in `read_json_config`."""
+    """Read the layout in an export's config.json; errors as in `read_json_config`."""
     return read_json_config(directory)[1]
 
 
 def target_of(directory: str | os.PathLike[str]) -> str:
-    """The target of an export. A tuned backbone is beside its heads, also after a move.
+    """Find the target that an export names; a tuned backbone is beside its heads.
 
     Raises:
         ConfigError: It is a local directory that does not exist.
@@ -172,7 +172,7 @@ def target_of(directory: str | os.PathLike[str]) -> str:
 
 
 def check_num_heads(num_heads: int) -> None:
-    """Raise ConfigError for fewer than 1 head, or more than vLLM can draft with (128)."""
+    """Raise ConfigError unless there are 1 to 128 heads, the most that vLLM drafts with."""
     if not 1 <= num_heads <= MAX_NUM_HEADS:
         what = (
             f"{num_heads} heads cannot be exported: vLLM drafts one token per head, at least 1 and"
@@ -183,9 +183,9 @@ def check_num_heads(num_heads: int) -> None:
 
 
 def check_formats(kind: type[Heads], shape: Any, names: Sequence[str]) -> None:
-    """Raise ConfigError unless such heads can be exported in these formats.
+    """Raise ConfigError unless these heads can be exported in all of the named formats.
 
-    The check decodes the first, which vLLM must be able to read too.
+    The check decodes the first format, which vLLM must be able to read too.
     """
     for name in names:
         kind.check_format(shape, FORMATS[name])
@@ -196,7 +196,7 @@ def check_formats(kind: type[Heads], shape: Any, names: Sequence[str]) -> None:
 
 
 def check_vocabulary(shape: HeadsShape, target_vocab_size: int) -> None:
-    """Raise DataError for heads of a target with another vocabulary."""
+    """Raise DataError unless heads and target have the same vocabulary size."""
     if shape.target_vocab_size != target_vocab_size:
         what = (
             f"The heads are of a vocabulary of {shape.target_vocab_size} tokens, and the target's"

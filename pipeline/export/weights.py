@@ -1,4 +1,4 @@
-"""Files of named tensors, written and read: safetensors, or pickles of plain tensors.
+"""Weights files, read and written: safetensors, or pickles of plain tensors.
 
 Pickles are read with `weights_only=True`, which runs none of their code. Safetensors files are
 serialized from pointers, so names that share a tensor expand on disk and not in memory.
@@ -34,10 +34,10 @@ DTYPES = {
 
 
 class WeightsFile:
-    """Shapes and dtypes of a file's tensors by name; a tensor is read on demand."""
+    """A weights file: shapes and dtypes of its tensors by name; tensors are read on demand."""
 
     def __init__(self, path: Path):
-        """Open the file; DataError if it cannot be read or holds anything but tensors."""
+        """Open the weights file; DataError if it is damaged or holds anything but tensors."""
         self._pickled: dict[str, Tensor] | None = None
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, str] = {}
@@ -67,7 +67,7 @@ class WeightsFile:
 
 
 def write_weights(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Write contiguous CPU tensors, of which names may share one; OSError for a full disk."""
+    """Write contiguous CPU tensors to a weights file; OSError for a full disk."""
     if path.suffix in PICKLES:
         try:
             torch.save(dict(tensors), path)
@@ -105,9 +105,10 @@ def _plain_tensors(path: Path) -> dict[str, Tensor]:
 
 
 class DirectoryTensors:
-    """All tensors in a directory's weights files, without the prefix `model.`, read on demand.
+    """The tensors in all weights files of a directory, without the prefix `model.`.
 
-    Pickles are read only where there is no safetensors file. Raises DataError without weights.
+    Tensors are read on demand, from pickles only where there is no safetensors file. Raises
+    DataError without weights.
     """
 
     def __init__(self, directory: Path):
@@ -136,7 +137,7 @@ class DirectoryTensors:
 
 
 def heads_directory(name: str) -> Path:
-    """A local directory of heads, or the download of a Hub repository.
+    """Find a local directory of heads, or download their Hub repository.
 
     Raises:
         ConfigError: There is neither.

@@ -340,11 +340,9 @@ class Heads(nn.Module, ABC):
         for name, view in heads.named_tensors(format).items():
             tensor = tensors[name]
             source = written.setdefault(view.data_ptr(), tensor)
-            fix = "Export or train these heads again."
-            if not is_finite(tensor):
-                raise DataError(f"The tensor {name} holds numbers that are not finite.", where, fix)
-            if not torch.equal(source, tensor):
-                raise DataError(f"The tensor {name} differs from its equals.", where, fix)
+            if not is_finite(tensor) or not torch.equal(source, tensor):
+                what = f"The tensor {name} is not finite, or differs from the tensors it equals."
+                raise DataError(what, where, "Export or train these heads again.")
             view.copy_(source)
         if shape.is_pruned:
             heads.vocabulary.fill(tensors[TOKEN_MAP], where)

@@ -66,10 +66,9 @@ def shape_from_json(content: Mapping[str, Any]) -> HeadsShape:
     return KINDS[fields.pop("kind")].Shape(**fields)
 
 
-def max_depth(settings: TrainConfig) -> int:
+def max_tree_depth(settings: TrainConfig) -> int:
     """Return the number of tokens ahead that the configured heads can propose."""
-    any_size = 1
-    return head_kind(settings.heads).shape_of(settings, any_size, any_size).max_depth
+    return head_kind(settings.heads).shape_of(settings, 1, 1).max_depth  # at any sizes
 
 
 class NamedTensors(Protocol):
@@ -198,7 +197,7 @@ def _eagle_heads(
     shape = RecurrentShape(sizes.hidden_size, sizes.vocab_size, num_tokens, inner, epsilon)
     named: dict[str, Tensor] = {}
     for name in names:
-        if name not in REPEATED and name != FC_BIAS and not name.startswith(ATTENTION):
+        if name not in (*REPEATED, FC_BIAS) and not name.startswith(ATTENTION):
             named[name] = tensors[name]
     heads = _build_heads(RecurrentHeads, shape, EXPANDED, tensors, named, ATTENTION)
     heads.take_from(target)

@@ -20,7 +20,7 @@ from pipeline.artifacts.tree_file import TreeFigures
 from pipeline.formatting import UNKNOWN, count, duration, percent, rate, ratio, show, times
 from pipeline.report.facts import (
     expected_rate,
-    identical,
+    greedy_matches,
     measured_rate,
     on_new_answers,
     overhead_of,
@@ -34,7 +34,7 @@ SPEEDS = ("tokens/s, plain", "tokens/s, with heads", "speedup")
 
 
 def check_table(report: Report) -> Table:
-    """Tabulate the check, one column per engine; rows that no engine has are left out."""
+    """Tabulate the check's figures for the report, one column per engine."""
     table = Table("Check", [""])
     columns = []
     if report.native:
@@ -92,7 +92,7 @@ def _engine_cells(
         "answers seen in training": percent(engine.seen_share),
         "acceleration rate on new answers": on_new_answers(engine),
         "speedup": speedup_of(engine),
-        "greedy identical": identical(engine.greedy_match),
+        "greedy identical": greedy_matches(engine.greedy_match),
         "greedy ties": count(engine.greedy_match.ties),
         "tokens/s": rate(engine.tokens_per_second),
         "tokens/s, plain": rate(engine.baseline_tokens_per_second),
@@ -100,7 +100,7 @@ def _engine_cells(
 
 
 def served_model_table(report: Report) -> Table:
-    """Tabulate the heads on the copy that will be served beside those on their target."""
+    """Tabulate the report's rates on the served copy of the target beside the target's own."""
     columns = ["", "rate on the target", "rate on the copy", "speedup", "tokens/s"]
     table = Table("Served model", [*columns, "greedy identical"])
     copy = report.served_model
@@ -116,13 +116,13 @@ def served_model_table(report: Report) -> Table:
                 measured_rate(on_copy),
                 times(on_copy.speedup),
                 rate(on_copy.tokens_per_second),
-                identical(on_copy.greedy_match),
+                greedy_matches(on_copy.greedy_match),
             )
     return table
 
 
 def methods_table(report: Report) -> Table:
-    """Tabulate decoding methods: tokens per forward and per second, and latencies."""
+    """Tabulate the report's decoding methods: tokens per forward and per second, and latencies."""
     columns = ["method", "per step", "tokens/s", "speedup", "to first", "per token", "identical"]
     table = Table("Methods", columns)
     table.note = (
@@ -165,12 +165,12 @@ def _add_method(table: Table, name: str, method: EngineFigures | Baseline) -> No
         times(method.speedup),
         duration(method.time_to_first_token),
         duration(method.time_per_output_token),
-        identical(method.greedy_match),
+        greedy_matches(method.greedy_match),
     )
 
 
 def categories_table(report: Report) -> Table:
-    """Tabulate speed by category of question; empty for a single one, which repeats the check."""
+    """Tabulate decoding speed by question category; no rows for fewer than two categories."""
     table = Table("Categories", ["category", "prompts", "per step", *SPEEDS])
     table.note = "Tokens per forward of the target, and per second."
     rows = []
@@ -184,13 +184,13 @@ def categories_table(report: Report) -> Table:
 
 
 def _speeds(row: Category | BatchRow | LoadRow) -> tuple[str, str, str]:
-    """Tokens per second, plain and with heads, and the speedup."""
+    """Format tokens per second, plain and with heads, and the speedup as table cells."""
     plain = rate(row.baseline_tokens_per_second)
     return plain, rate(row.tokens_per_second), times(row.speedup)
 
 
 def exact_match_table(report: Report) -> Table:
-    """Tabulate the share of answers equal to their reference; empty without references."""
+    """Tabulate the share of answers that equal their reference; no rows without references."""
     table = Table("Exact match", ["category", "answers"])
     table.note = (
         "Answers that are their reference, but for case, punctuation and articles; of a number the"
@@ -212,7 +212,7 @@ def exact_match_table(report: Report) -> Table:
 
 
 def study_tables(report: Report) -> dict[str, Table]:
-    """The table of each study by name, `study_…`; without rows where a study was not run."""
+    """Tabulate the check's studies, by name (`study_…`); no rows for a study that was not run."""
     studies = report.studies
     trees = Table("Study: trees", ["tree", "nodes", *COSTS])
     trees.note = "Trees from plain decoding to the export's own, on all the check's prompts."

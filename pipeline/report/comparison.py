@@ -1,4 +1,4 @@
-"""Runs side by side: the settings in which they differ, and their results. Opens no file."""
+"""The comparison of runs: settings that differ, and results. Opens no file."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 from pipeline.formatting import UNKNOWN, duration, percent, rate
 from pipeline.report.facts import (
     check_outcome,
-    disturbed,
     expected_rate,
+    is_disturbed,
     measured_rate,
     on_new_answers,
     overhead_of,
@@ -26,7 +26,7 @@ LONGEST = 40  # characters of a setting
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """A run, possibly unfinished.
+    """A run as a column of the comparison, possibly unfinished.
 
     Attributes:
         recipe: Its resolved configuration as plain data.
@@ -43,8 +43,8 @@ class ComparedRun:
     questions: str | None = None
 
 
-def comparison(runs: Sequence[ComparedRun]) -> tuple[Table, list[str]]:
-    """The table, a column for each run, and notes on which columns do not compare."""
+def compare_runs(runs: Sequence[ComparedRun]) -> tuple[Table, list[str]]:
+    """Tabulate runs side by side, with notes on which columns do not compare."""
     columns = ["", *(run.name for run in runs)]
     table = Table("Runs", columns, words=tuple(range(len(columns))))
     settings = [dict(_settings(run)) for run in runs]
@@ -62,7 +62,7 @@ def comparison(runs: Sequence[ComparedRun]) -> tuple[Table, list[str]]:
 
 
 def _settings(run: ComparedRun) -> Iterator[tuple[str, str]]:
-    """Yield a run's settings by dotted key, with the chosen value beside `auto`."""
+    """Yield a run's settings by dotted key; `auto` is followed by the chosen value."""
     train = run.report.train
     chosen = (train.hyperparameters if train else None) or {}
     for section, value in run.recipe.items():
@@ -89,7 +89,7 @@ def _flat(value: Any, key: str) -> Iterator[tuple[str, Any]]:
 
 
 def _results(run: ComparedRun) -> dict[str, str]:
-    """The results of a run by label; every run has the same labels."""
+    """Format a run's results by label, for the comparison; every run has the same labels."""
     report = run.report
     native, vllm = report.native, report.vllm
     plain = with_heads = heads = UNKNOWN
@@ -116,7 +116,7 @@ def _results(run: ComparedRun) -> dict[str, str]:
 
 
 def _notes(runs: Sequence[ComparedRun]) -> list[str]:
-    """Unfinished runs, missing checks, and differences that forbid a comparison."""
+    """List unfinished runs, missing checks, and differences that forbid a comparison."""
     notes = []
     questions, machines = set(), set()
     for run in runs:
@@ -125,7 +125,7 @@ def _notes(runs: Sequence[ComparedRun]) -> list[str]:
             notes.append(f"{run.name} is unfinished: {', '.join(run.unfinished)}.")
         elif not run.report.check:
             notes.append(f"{run.name} was not checked: its rates are expected ones.")
-        elif native and disturbed(native):
+        elif native and is_disturbed(native):
             notes.append(
                 f"{run.name}: other load made a step with heads faster than a plain one; its"
                 " speedup is left out."

@@ -24,7 +24,13 @@ from pipeline.report.check_tables import (
     served_model_table,
     study_tables,
 )
-from pipeline.report.facts import check_outcome, headline, subtitle, title, warnings
+from pipeline.report.facts import (
+    check_outcome,
+    headline_table,
+    report_subtitle,
+    report_title,
+    report_warnings,
+)
 from pipeline.report.report import Extras, Report
 from pipeline.report.tables import (
     chain_table,
@@ -37,24 +43,24 @@ from pipeline.report.tables import (
     stages_table,
     tree_table,
 )
-from pipeline.report.text_table import Table, print_tables, print_text, section
+from pipeline.report.text_table import Table, markdown_section, print_tables, print_text
 
 TEMPLATES = Path(__file__).parent
 COLOURS = {True: "bold green", False: "bold red", None: "bold yellow"}
 
 
 def report_texts(report: Report, extras: Extras) -> dict[str, str]:
-    """The contents of report.json, report.md and report.html, by name."""
+    """Render report.json, report.md and report.html; return their contents by file name."""
     content = json.dumps(to_json(report), indent=2, ensure_ascii=False, allow_nan=False)
     return {
         "report.json": content + "\n",
-        "report.md": markdown(report, extras),
-        "report.html": page(report, extras),
+        "report.md": render_markdown(report, extras),
+        "report.html": render_html(report, extras),
     }
 
 
-def all_tables(report: Report, extras: Extras) -> dict[str, Table]:
-    """All tables by name, in reading order: results first, then how they were made."""
+def report_tables(report: Report, extras: Extras) -> dict[str, Table]:
+    """Make all tables of a report, by name, in reading order: results first, then stages."""
     tables = {
         "check": check_table(report),
         "methods": methods_table(report),
@@ -78,22 +84,22 @@ def all_tables(report: Report, extras: Extras) -> dict[str, Table]:
     return tables
 
 
-def markdown(report: Report, extras: Extras) -> str:
-    """The contents of report.md; text from data is escaped."""
+def render_markdown(report: Report, extras: Extras) -> str:
+    """Render report.md; text from data is escaped."""
     outcome = check_outcome(report)
-    parts = [f"# {escaped(title(report))}", escaped(subtitle(report))]
+    parts = [f"# {escaped(report_title(report))}", escaped(report_subtitle(report))]
     parts.append(f"**{outcome.text.capitalize()}.**")
-    notes = [*outcome.failures, *warnings(report)]
+    notes = [*outcome.failures, *report_warnings(report)]
     if notes:
         parts.append("\n".join(f"- {escaped(note)}" for note in notes))
-    tables = all_tables(report, extras)
-    parts += [section(table) for table in (headline(report), *tables.values())]
+    tables = report_tables(report, extras)
+    parts += [markdown_section(table) for table in (headline_table(report), *tables.values())]
     return "\n\n".join(parts) + "\n"
 
 
-def page(report: Report, extras: Extras) -> str:
-    """The contents of report.html; the same report gives the same bytes."""
-    from pipeline.report.plots import drawings  # imports matplotlib, which is slow
+def render_html(report: Report, extras: Extras) -> str:
+    """Render report.html; the same report gives the same bytes."""
+    from pipeline.report.plots import draw_plots  # imports matplotlib, which is slow
 
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
@@ -105,32 +111,32 @@ def page(report: Report, extras: Extras) -> str:
     environment.filters.update(times=times, ratio=ratio)
     return environment.get_template("page.html").render(
         native=report.native,
-        title=title(report),
-        subtitle=subtitle(report),
+        title=report_title(report),
+        subtitle=report_subtitle(report),
         outcome=check_outcome(report),
-        warnings=warnings(report),
-        headline=headline(report),
-        tables=all_tables(report, extras),
-        plots={name: Markup(drawing) for name, drawing in drawings(report, extras).items()},
+        warnings=report_warnings(report),
+        headline=headline_table(report),
+        tables=report_tables(report, extras),
+        plots={name: Markup(drawing) for name, drawing in draw_plots(report, extras).items()},
         samples=extras.samples,
         css=Markup((TEMPLATES / "page.css").read_text(encoding="utf-8")),
     )
 
 
 def print_report(report: Report, console: Console, extras: Extras) -> None:
-    """Print the headline figures and the main tables, also of an incomplete report.
+    """Print a report's headline figures and main tables; the report may be incomplete.
 
     At most 100 columns wide; plain text without escape codes where the output is no terminal.
     """
     outcome = check_outcome(report)
-    print_text(title(report), console, "bold")
-    print_text(subtitle(report), console, "dim")
+    print_text(report_title(report), console, "bold")
+    print_text(report_subtitle(report), console, "dim")
     print_text(outcome.text, console, COLOURS[outcome.passed])
     for failure in outcome.failures:
         print_text(f"- {failure}", console, "red")
-    for warning in warnings(report):
+    for warning in report_warnings(report):
         print_text(f"- {warning}", console, "yellow")
-    tables = all_tables(report, extras)
+    tables = report_tables(report, extras)
     stages, quarantine = tables.pop("stages"), tables.pop("quarantine")
     del tables["check"], tables["provenance"]
-    print_tables([headline(report), stages, *tables.values(), quarantine], console)
+    print_tables([headline_table(report), stages, *tables.values(), quarantine], console)

@@ -39,20 +39,20 @@ Prediction = Expected | TreeFigures | VllmFigures | NewAnswers
 
 @dataclass(frozen=True)
 class CheckOutcome:
-    """Whether the check passed; None where it was not run."""
+    """The check's outcome in a report; `passed` is None if the check was not run."""
 
     passed: bool | None
     text: str
     failures: tuple[str, ...] = ()
 
 
-def title(report: Report) -> str:
-    """The title of a report."""
+def report_title(report: Report) -> str:
+    """The title of a report, which names the target."""
     return f"Heads for {report.target or 'an unnamed target'}"
 
 
-def subtitle(report: Report) -> str:
-    """Method, heads, run and date, as far as known."""
+def report_subtitle(report: Report) -> str:
+    """The subtitle of a report: method, heads, run and date, as far as known."""
     parts = [report.method]
     if report.train:
         parts.append(report.train.recipe)
@@ -63,7 +63,7 @@ def subtitle(report: Report) -> str:
 
 
 def check_outcome(report: Report) -> CheckOutcome:
-    """Whether the check passed, and its failures as sentences."""
+    """Find whether the check of a report passed, with its failures as sentences."""
     if not report.check:
         return CheckOutcome(None, "check not run")
     if not report.check.passed:
@@ -72,7 +72,7 @@ def check_outcome(report: Report) -> CheckOutcome:
 
 
 def expected_rate(prediction: Prediction | None) -> str:
-    """The expected acceleration rate with its standard error: `4.03 ± 0.32`."""
+    """Format the expected acceleration rate with its standard error: `4.03 ± 0.32`."""
     if not prediction:
         return UNKNOWN
     error = prediction.expected_standard_error
@@ -80,14 +80,14 @@ def expected_rate(prediction: Prediction | None) -> str:
 
 
 def measured_rate(engine: EngineFigures | NewAnswers | None) -> str:
-    """The measured acceleration rate with its standard error."""
+    """Format the measured acceleration rate with its standard error."""
     if not engine:
         return UNKNOWN
     return with_error(engine.acceleration_rate, engine.standard_error)
 
 
 def on_new_answers(engine: EngineFigures | None) -> str:
-    """The acceleration rate on answers that are not seen; unknown where no answer is seen."""
+    """Format the acceleration rate on answers not seen in training; `-` if no answer is seen."""
     if not engine or not engine.seen_share or not engine.new:
         return UNKNOWN
     if engine.new.acceleration_rate is None:
@@ -95,10 +95,11 @@ def on_new_answers(engine: EngineFigures | None) -> str:
     return measured_rate(engine.new)
 
 
-def disturbed(engine: EngineFigures) -> bool:
-    """Whether a step with heads was measured as faster than a plain one, which does less.
+def is_disturbed(engine: EngineFigures) -> bool:
+    """Return whether a step with heads was measured as faster than a plain step.
 
-    Other load has then slowed the plain steps, and no speedup follows.
+    A step with heads does more work: other load has slowed the plain steps, and the measured
+    speedup means nothing.
     """
     if isinstance(engine, NativeFigures) and engine.overhead is not None:
         return engine.overhead < 1
@@ -106,27 +107,27 @@ def disturbed(engine: EngineFigures) -> bool:
 
 
 def speedup_of(engine: EngineFigures | None) -> str:
-    """The measured speedup; unknown where other load disturbed the measurement."""
-    if not engine or disturbed(engine):
+    """Format the measured speedup; `-` if other load disturbed the measurement."""
+    if not engine or is_disturbed(engine):
         return UNKNOWN
     return times(engine.speedup)
 
 
 def overhead_of(native: NativeFigures | None) -> str:
-    """The measured overhead; unknown where other load disturbed the measurement."""
-    if not native or disturbed(native):
+    """Format the measured overhead; `-` if other load disturbed the measurement."""
+    if not native or is_disturbed(native):
         return UNKNOWN
     return times(native.overhead)
 
 
-def identical(match: GreedyMatch | None) -> str:
-    """The number of greedy sequences that equal plain decoding, as `31/32`."""
+def greedy_matches(match: GreedyMatch | None) -> str:
+    """Format the number of greedy sequences that equal plain decoding: `31/32`."""
     if not match:
         return UNKNOWN
     return f"{count(match.identical)}/{count(match.sequences)}"
 
 
-def headline(report: Report) -> Table:
+def headline_table(report: Report) -> Table:
     """Tabulate the headline figures, in the paper's terms (section 3 and appendix B)."""
     table = Table("Headline", ["figure", "value", "meaning"], words=(0, 2))
     vllm = report.vllm
@@ -137,7 +138,7 @@ def headline(report: Report) -> Table:
             table.add(label, NOT_RUN, "")
     if vllm:
         note = f"top-1 chain, no tree; {expected_rate(vllm)} expected"
-        note += f"; greedy identical {identical(vllm.greedy_match)}"
+        note += f"; greedy identical {greedy_matches(vllm.greedy_match)}"
         table.add("vLLM acceleration rate", measured_rate(vllm), note)
         _add_new_answers(table, "On new answers, vLLM", vllm, vllm)
     else:
@@ -158,7 +159,7 @@ def _add_native_figures(table: Table, native: NativeFigures, report: Report) -> 
     table.add("Overhead", overhead_of(native), "seconds of a step with heads over a plain one")
     table.add("Speedup", speedup_of(native), "acceleration rate over overhead")
     note = f"sequences equal to plain decoding; {match.ties} equal up to a tie"
-    table.add("Greedy identical", identical(match), f"{note}, {match.differing} not equal")
+    table.add("Greedy identical", greedy_matches(match), f"{note}, {match.differing} not equal")
     plain, with_heads = native.baseline_tokens_per_second, native.tokens_per_second
     table.add("Tokens/s, plain", rate(plain), "the target alone, same prompts")
     table.add("Tokens/s, with heads", rate(with_heads), "the target with its heads")
@@ -175,8 +176,8 @@ def _add_new_answers(
     table.add(label, on_new_answers(engine), note)
 
 
-def warnings(report: Report) -> list[str]:
-    """Problems that do not fail the check."""
+def report_warnings(report: Report) -> list[str]:
+    """List a report's warnings: problems that do not fail the check."""
     native, vllm, tree = report.native, report.vllm, report.tree
     found: list[str] = []
     if report.seeds:
@@ -190,12 +191,12 @@ def warnings(report: Report) -> list[str]:
             " from the start, they are left out."
         )
     if native:
-        found += _disturbance("Native decoding", native)
+        found += _load_warnings("Native decoding", native)
         if tree and native.acceptance in (None, "greedy"):  # calibration expects greedy decoding
-            found += _gap("The measured acceleration rate", native, tree)
+            found += _rate_gap_warnings("The measured acceleration rate", native, tree)
     if vllm:
-        found += _disturbance("vLLM", vllm)
-        found += _gap("vLLM's acceleration rate", vllm, vllm)  # it has its own expected rate
+        found += _load_warnings("vLLM", vllm)
+        found += _rate_gap_warnings("vLLM's acceleration rate", vllm, vllm)  # of its own chain
         found += _same_text_warnings(vllm)
     return found + _speedup_warnings(tree, native)
 
@@ -216,8 +217,8 @@ def _training_warnings(train: TrainFigures) -> list[str]:
     return found
 
 
-def _disturbance(name: str, engine: EngineFigures) -> list[str]:
-    if not disturbed(engine):
+def _load_warnings(name: str, engine: EngineFigures) -> list[str]:
+    if not is_disturbed(engine):
         return []
     return [
         f"{name}: a step with heads was measured as faster than a plain one, although it does more."
@@ -239,7 +240,7 @@ def _same_text_warnings(vllm: VllmFigures) -> list[str]:
 
 
 def _speedup_warnings(tree: TreeFigures | None, native: NativeFigures | None) -> list[str]:
-    """Whether the heads pay off on this device, as measured, or as expected without a check."""
+    """Warn if the measured speedup, or every expected one without a check, is below 1."""
     speedups = []
     if native and native.speedup is not None:
         speedups = [native.speedup]
@@ -254,14 +255,16 @@ def _speedup_warnings(tree: TreeFigures | None, native: NativeFigures | None) ->
     ]
 
 
-def _gap(name: str, engine: EngineFigures, prediction: TreeFigures | VllmFigures) -> list[str]:
-    """A warning of a rate beyond `NOTABLE_GAP` standard errors of measured and expected together.
+def _rate_gap_warnings(
+    name: str, engine: EngineFigures, prediction: TreeFigures | VllmFigures
+) -> list[str]:
+    """Warn if measured and expected rate differ by more than `NOTABLE_GAP` standard errors.
 
     Rates on new answers are compared where both are known: the share of seen answers may differ.
     """
-    found = _both_rates(engine, prediction)
+    found = _rates_to_compare(engine, prediction)
     if engine.new and prediction.new:
-        found = _both_rates(engine.new, prediction.new) or found
+        found = _rates_to_compare(engine.new, prediction.new) or found
     if found is None:
         return []
     measured, expected, error = found
@@ -274,10 +277,10 @@ def _gap(name: str, engine: EngineFigures, prediction: TreeFigures | VllmFigures
     ]
 
 
-def _both_rates(
+def _rates_to_compare(
     measured: EngineFigures | NewAnswers, expected: Prediction
 ) -> tuple[float, float, float] | None:
-    """The measured rate, the expected rate, and their joint standard error; None if unknown."""
+    """Return measured rate, expected rate, and their joint standard error; None if unknown."""
     if measured.acceleration_rate is None or measured.standard_error is None:
         return None
     if expected.expected_acceleration_rate is None or expected.expected_standard_error is None:

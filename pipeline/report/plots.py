@@ -57,32 +57,32 @@ WIDTH = 5.0  # inches: text of 10 units is 9 pixels high on a phone and 14 on a 
 MAX_POINTS = 120  # per curve: keeps curves readable and the page small
 
 
-def drawings(report: Report, extras: Extras) -> dict[str, str]:
-    """Draw the plots for which there is data, by name, as `<svg>` elements."""
+def draw_plots(report: Report, extras: Extras) -> dict[str, str]:
+    """Draw the report's plots as `<svg>` elements, by name; plots without data are left out."""
     plots = {}
     calibration, native, studies = extras.calibration, report.native, report.studies
     with matplotlib.style.context(["default", SETTINGS]):
         if report.heads:
-            plots["heads"] = head_accuracy(report.heads)
+            plots["heads"] = plot_head_accuracy(report.heads)
         if extras.losses:
-            plots["losses"] = head_losses(extras.losses, extras.held_out)
+            plots["losses"] = plot_head_losses(extras.losses, extras.held_out)
         if native and native.accepted_lengths:
-            plots["accepted"] = accepted_lengths(native.accepted_lengths)
+            plots["accepted"] = plot_accepted_lengths(native.accepted_lengths)
         if calibration and not calibration.dynamic:
-            plots["tree"] = tree(calibration.choices, calibration.node_shares)
+            plots["tree"] = plot_tree(calibration.choices, calibration.node_shares)
         if report.tree and report.tree.sizes:
-            plots["sizes"] = tree_sizes(report.tree.sizes, report.tree.nodes)
+            plots["sizes"] = plot_tree_sizes(report.tree.sizes, report.tree.nodes)
         if studies.batch:
             sizes = [row.batch_size for row in studies.batch]
-            plots["study_batch"] = speeds(sizes, studies.batch, "sequences at once")
+            plots["study_batch"] = plot_speeds(sizes, studies.batch, "sequences at once")
         if studies.load:
             requests = [row.requests for row in studies.load]
-            plots["study_load"] = speeds(requests, studies.load, "requests at once")
+            plots["study_load"] = plot_speeds(requests, studies.load, "requests at once")
         return {name: _svg(axes, name) for name, axes in plots.items()}
 
 
 def _axes(height: float, x: str = "", y: str = "") -> Axes:
-    """Make the axes of a new figure of `height` inches, with the labels `x` and `y`."""
+    """Create the axes of a new figure, `height` inches high, with axis labels."""
     axes = Figure(figsize=(WIDTH, height), layout="constrained").add_subplot()
     axes.set_xlabel(x)
     axes.set_ylabel(y)
@@ -90,7 +90,7 @@ def _axes(height: float, x: str = "", y: str = "") -> Axes:
 
 
 def _svg(axes: Axes, name: str) -> str:
-    """The axes' figure as an `<svg>` element without style sheet; its ids begin with `name`."""
+    """Render a figure as an `<svg>` element without style sheet; its ids begin with `name`."""
     figure = axes.get_figure(root=True)
     assert figure
     if axes.get_legend_handles_labels()[1]:
@@ -115,7 +115,7 @@ def _svg(axes: Axes, name: str) -> str:
 # --- curves
 
 
-def head_losses(steps: Sequence[CurvePoint], held_out: Sequence[CurvePoint]) -> Axes:
+def plot_head_losses(steps: Sequence[CurvePoint], held_out: Sequence[CurvePoint]) -> Axes:
     """Plot every head's cross-entropy over the training steps, held-out losses dashed."""
     axes = _axes(2.8, "optimizer step", "cross-entropy (nats)")
     for k in range(len(steps[-1].head_losses)):
@@ -134,7 +134,7 @@ def _plot_losses(axes: Axes, points: Sequence[CurvePoint], k: int, **style: Any)
     axes.plot(*curve.T, **style)
 
 
-def tree_sizes(sizes: Sequence[TimedSize], chosen: int) -> Axes:
+def plot_tree_sizes(sizes: Sequence[TimedSize], chosen: int) -> Axes:
     """Plot overhead, expected rate and speedup by number of nodes; a line at the chosen size."""
     axes = _axes(2.8, "nodes")
     nodes = [size.nodes for size in sizes]
@@ -148,7 +148,7 @@ def tree_sizes(sizes: Sequence[TimedSize], chosen: int) -> Axes:
     return axes
 
 
-def speeds(x: Sequence[int], rows: Sequence[BatchRow | LoadRow], label: str) -> Axes:
+def plot_speeds(x: Sequence[int], rows: Sequence[BatchRow | LoadRow], label: str) -> Axes:
     """Plot tokens per second, plain and with heads, by sequences or requests at once."""
     axes = _axes(2.8, label, "tokens/s")
     plain = [row.baseline_tokens_per_second for row in rows]
@@ -172,8 +172,8 @@ def _powers_of_two(axes: Axes, ticks: Sequence[int]) -> None:
 # --- bars
 
 
-def head_accuracy(heads: Sequence[Accuracy]) -> Axes:
-    """Plot for each head the share of held-out tokens among its first guess, and its first five."""
+def plot_head_accuracy(heads: Sequence[Accuracy]) -> Axes:
+    """Plot the top-1 and top-5 accuracy of each head on held-out tokens."""
     axes = _axes(3.0)
     names = [f"head {k}\nt+{k + 2}" for k in range(len(heads))]
     top5_K, top1_K = [head.top5 or 0 for head in heads], [head.top1 or 0 for head in heads]
@@ -182,7 +182,7 @@ def head_accuracy(heads: Sequence[Accuracy]) -> Axes:
     return axes
 
 
-def accepted_lengths(num_steps: Sequence[int]) -> Axes:
+def plot_accepted_lengths(num_steps: Sequence[int]) -> Axes:
     """Plot the share of decoding steps by accepted length; entry i counts steps with i guesses."""
     axes = _axes(3.0, "guessed tokens kept in a step", "share of steps")
     total = max(sum(num_steps), 1)
@@ -201,11 +201,11 @@ def _bars(axes: Axes, names: Sequence[str], shares: Sequence[float], **style: An
 # --- the tree (paper, section 2.3.3)
 
 
-def layout(choices: Sequence[TreePath]) -> dict[TreePath, tuple[int, int]]:
-    """Every node's place as (depth, line), the root included.
+def tree_layout(choices: Sequence[TreePath]) -> dict[TreePath, tuple[int, int]]:
+    """Place the tree's nodes, the root included, as (depth, line).
 
-    A first child stays on its parent's line, further ones take new lines: the path of first guesses
-    is the top line.
+    A first child is on its parent's line, and further children take new lines: the path of first
+    guesses is the top line.
     """
     places: dict[TreePath, tuple[int, int]] = {(): (0, 0)}
     line, parents = 0, set()
@@ -216,13 +216,13 @@ def layout(choices: Sequence[TreePath]) -> dict[TreePath, tuple[int, int]]:
     return places
 
 
-def tree(choices: Sequence[TreePath], node_shares: Sequence[float]) -> Axes:
+def plot_tree(choices: Sequence[TreePath], node_shares: Sequence[float]) -> Axes:
     """Draw the tree from left to right, one column per head.
 
     A node's area and colour show the share of steps that add it. Above each column is the share of
     steps that add any of its nodes: 1 and their sum are the expected rate.
     """
-    places = layout(choices)
+    places = tree_layout(choices)
     shares = {(): 1.0, **dict(zip(choices, node_shares, strict=True))}
     column_shares = np.bincount(list(map(len, choices)), node_shares)[1:]
     names = ["token", *(f"head {k}\n{share:.0%}" for k, share in enumerate(column_shares))]

@@ -1,7 +1,7 @@
 """The content of report.json, and the data of the drawings beside it.
 
-Field names are the keys of report.json, which leaves out None: a not part until its stage has
-run.
+Field names are the keys of report.json, which leaves out None: a part is None until its stage
+has run.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class SkippedFile:
 
 @dataclass(frozen=True, kw_only=True)
 class SourceFiles:
-    """The files of a source of seeds."""
+    """The files of one source of seeds: read and skipped."""
 
     source: str
     read: list[ReadFile]
@@ -59,7 +59,7 @@ class SourceFiles:
 
 @dataclass(frozen=True, kw_only=True)
 class StageFigures:
-    """The figures of a stage of rows; which ones depends on the stage."""
+    """A stage's figures in report.json; unused fields are None."""
 
     rows: int | None = None
     quarantined: int | None = None
@@ -76,7 +76,7 @@ class StageFigures:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainFigures(StageFigures):
-    """The figures of training; the last four are Medusa-2's."""
+    """The train stage's figures in report.json; the last four are Medusa-2's."""
 
     steps: int | None = None
     best_step: int | None = None
@@ -127,7 +127,7 @@ class Report:
 
     @property
     def studies(self) -> Studies:
-        """The studies of both engines."""
+        """Combine the studies of native decoding and of vLLM."""
         found = Studies()
         if self.native and self.native.studies:
             found = self.native.studies
@@ -138,7 +138,7 @@ class Report:
 
 @dataclass(frozen=True, kw_only=True)
 class CurvePoint:
-    """A line of metrics.jsonl, of a training step or of an evaluation."""
+    """A point of the training curves: a line of metrics.jsonl."""
 
     step: int
     loss: float | None = None
@@ -150,7 +150,7 @@ class CurvePoint:
 
 @dataclass(frozen=True, kw_only=True)
 class Extras:
-    """Data of drawings alone."""
+    """The data of a report's plots and samples, which is not in report.json."""
 
     calibration: Calibration | None = None
     losses: list[CurvePoint] = field(default_factory=list)

@@ -27,7 +27,7 @@ EXPECTED = ("overhead", "expected rate", "expected speedup")
 
 
 def heads_table(report: Report) -> Table:
-    """Top-k accuracy of every head on held-out rows; head k predicts the token at t+2+k."""
+    """Tabulate the top-1 to top-5 accuracy of each head; head k predicts the token at t+2+k."""
     table = Table("Heads", ["head", "predicts", *RANKS], words=(0, 1))
     tree = report.tree
     with_new = False
@@ -46,7 +46,7 @@ def heads_table(report: Report) -> Table:
 
 
 def tree_table(report: Report, calibration: Calibration | None) -> Table:
-    """The tree by depth, and the tokens that each depth adds to a step: their sum is the rate."""
+    """Tabulate the tree by depth: nodes, and tokens per step, whose sum is the expected rate."""
     table = Table("Tree", ["depth", "nodes", "tokens per step"])
     tree = report.tree
     if not tree:
@@ -66,7 +66,7 @@ def tree_table(report: Report, calibration: Calibration | None) -> Table:
 
 
 def sizes_table(tree: TreeFigures | None) -> Table:
-    """The cost and the expected speedup of trees of several sizes on the device."""
+    """Tabulate overhead, expected rate and expected speedup by tree size."""
     table = Table("Tree sizes", ["nodes", *EXPECTED], empty="not measured", words=())
     if tree:
         table.note = f"{count(tree.nodes)} nodes are used, the fastest up to 5 %."
@@ -76,7 +76,7 @@ def sizes_table(tree: TreeFigures | None) -> Table:
 
 
 def chain_table(tree: TreeFigures | None) -> Table:
-    """The chain that vLLM drafts, by its number of tokens."""
+    """Tabulate the chain that vLLM drafts, by number of draft tokens."""
     table = Table("Chain", ["tokens", *EXPECTED], words=())
     if tree:
         drafted = count(tree.num_speculative_tokens)
@@ -114,7 +114,7 @@ def drift_table(report: Report) -> Table:
 
 
 def stages_table(report: Report) -> Table:
-    """Each stage with its rows, quarantined rows, time and output."""
+    """Tabulate the stages of a run: rows, quarantined rows, time and output."""
     columns = ["stage", "rows", "quarantined", "time", "made"]
     table = Table("Stages", columns, words=(0, 4))
     seconds = report.seconds_by_stage
@@ -132,12 +132,12 @@ def stages_table(report: Report) -> Table:
             continue
         part = part or StageFigures()
         time = duration(seconds.get(name))
-        table.add(name, count(part.rows), count(part.quarantined), time, _made(part))
+        table.add(name, count(part.rows), count(part.quarantined), time, _stage_output(part))
     return table
 
 
-def _made(part: StageFigures) -> str:
-    """The output of a stage in a few words."""
+def _stage_output(part: StageFigures) -> str:
+    """Describe the output of a stage in a few words."""
     facts = []
     if part.tool_rows is not None:
         facts.append(f"{count(part.tool_rows)} rows call functions")
@@ -157,7 +157,7 @@ def _made(part: StageFigures) -> str:
 
 
 def quarantine_table(report: Report) -> Table:
-    """Quarantined rows by stage and reason."""
+    """Tabulate quarantined rows by stage and reason."""
     table = Table("Quarantine", ["stage", "reason", "rows"], words=(0, 1))
     if report.quarantine is None:
         return table
@@ -170,7 +170,7 @@ def quarantine_table(report: Report) -> Table:
 
 
 def skipped_files_table(report: Report) -> Table:
-    """The files of the seeds' directories that were not read, and why."""
+    """Tabulate the seed files that were not read, with the reason."""
     table = Table("Skipped files", ["file", "why"], words=(0, 1))
     sources = report.seeds.sources if report.seeds else None
     num_read = 0
@@ -183,7 +183,7 @@ def skipped_files_table(report: Report) -> Table:
 
 
 def provenance_table(report: Report) -> Table:
-    """The hardware, versions and inputs of the figures."""
+    """Tabulate the target, hardware, versions and fingerprints behind a report's figures."""
     table = Table("Provenance", ["", ""], words=(0, 1))
     facts = {"target": report.target, "method": report.method, "heads": report.drafter}
     if report.run:

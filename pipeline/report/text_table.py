@@ -1,4 +1,4 @@
-"""A table of text, as Markdown and in a terminal.
+"""A report's table of text, rendered as Markdown and in a terminal.
 
 In a terminal neither rich's markup nor control characters in texts from data have an effect.
 """
@@ -21,7 +21,7 @@ SHORT_NAME = 24  # characters of a first column that is never broken
 
 @dataclass
 class Table:
-    """A table of text, filled row by row; `empty` is shown where it has no rows."""
+    """A report's table, filled row by row; `empty` is shown for a table without rows."""
 
     title: str
     columns: list[str]
@@ -34,23 +34,23 @@ class Table:
         self.rows.append(cells)
 
     def add_known(self, label: str, *cells: str) -> None:
-        """Add a row unless all its cells are unknown."""
+        """Add a row to the table unless all of its cells are unknown."""
         if any(cell != UNKNOWN for cell in cells):
             self.rows.append((label, *cells))
 
 
-def section(table: Table) -> str:
-    """A table under its title, as Markdown."""
+def markdown_section(table: Table) -> str:
+    """Render a report's table as a Markdown section with title and note."""
     heading = f"## {table.title}\n\n"
     if not table.rows:
         return f"{heading}{table.empty.capitalize()}."
     if table.note:
         heading += f"{escaped(table.note)}\n\n"
-    return heading + grid(table)
+    return heading + markdown_table(table)
 
 
-def grid(table: Table) -> str:
-    """A table without title and note, as Markdown."""
+def markdown_table(table: Table) -> str:
+    """Render a report's table as Markdown, without title and note."""
     rule = ["---" if i in table.words else "---:" for i in range(len(table.columns))]
     lines = [_line(table.columns), f"| {' | '.join(rule)} |", *map(_line, table.rows)]
     return "\n".join(lines)
@@ -61,13 +61,13 @@ def _line(cells: Iterable[str]) -> str:
 
 
 def print_text(text: str, console: Console, style: str = "") -> None:
-    """Print a text that may come from data, at most 100 columns wide."""
+    """Print untrusted text in a terminal, at most 100 columns wide."""
     shown = _rich_text(text, style)
     console.print(shown, width=min(console.width, MAX_WIDTH), highlight=False)
 
 
 def print_tables(tables: Iterable[Table], console: Console) -> None:
-    """Print tables in a terminal, each after an empty line."""
+    """Print a report's tables in a terminal, each after an empty line."""
     for table in tables:
         console.print()
         if not table.rows:

@@ -65,8 +65,8 @@ from pipeline.targets.files import is_local
 from pipeline.targets.spec import (
     TargetSpec,
     context_length,
-    format_of,
     model_config,
+    quantization_format,
     weight_files,
 )
 from pipeline.training.methods import method_of
@@ -212,7 +212,7 @@ class Decoding:
             result, _ = self.call(measure, engine, request=asked, engine=engine)
             native, vllm = result.native or native, result.vllm or vllm
             differing += [replace(each, model=copy.model) for each in result.differing]
-        form = format_of(model_config(target)) or "not quantized"
+        form = quantization_format(model_config(target)) or "not quantized"
         return ServedModel(model=target.model, format=form, native=native, vllm=vllm), differing
 
     def drift_of_published(self, questions: Path | None) -> TunedDrift:

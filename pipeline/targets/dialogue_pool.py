@@ -1,5 +1,6 @@
-"""Continuous generation of many conversations: each one's next turn is requested as soon as its
-last one is answered.
+"""Run many conversations of a shard on one generation engine at the same time.
+
+The next turn of a conversation is requested as soon as its last turn is answered.
 
 As many conversations are open as the engine has capacity for; the others are queued, so that open
 ones still find their prefix in the cache. When the queue is empty, the caller may add more.
@@ -19,13 +20,13 @@ from pipeline.targets.engines import GenerationEngine
 Report = Callable[[int, int], None]
 
 
-def silent(conversations: int, tokens: int) -> None:
+def report_nothing(conversations: int, tokens: int) -> None:
     """Report no progress of a dialogue pool."""
 
 
 @dataclass
 class DialogueGroup:
-    """Conversations that belong together, and how many of them are unfinished."""
+    """Dialogues of one shard, and how many of them are unfinished."""
 
     dialogues: list[Dialogue]
     num_left: int
@@ -33,7 +34,10 @@ class DialogueGroup:
 
 
 class DialoguePool:
-    """All conversations of one engine; without an engine, conversations that make no requests."""
+    """The dialogues that share one generation engine.
+
+    The engine may be None if no dialogue makes a request.
+    """
 
     def __init__(self, engine: GenerationEngine | None):
         self._engine = engine
@@ -41,7 +45,7 @@ class DialoguePool:
         self._queued: deque[tuple[Dialogue, DialogueGroup]] = deque()
         self._waiting: dict[str, tuple[Dialogue, DialogueGroup]] = {}  # by request id
 
-    def add(self, dialogues: Iterable[Dialogue], report: Report = silent) -> DialogueGroup:
+    def add(self, dialogues: Iterable[Dialogue], report: Report = report_nothing) -> DialogueGroup:
         listed = list(dialogues)
         group = DialogueGroup(listed, len(listed), report)
         for dialogue in listed:
@@ -49,8 +53,9 @@ class DialoguePool:
         return group
 
     def finish(self, group: DialogueGroup, add_more: Callable[[], None] = lambda: None) -> None:
-        """Run until these conversations are finished; `add_more` is called whenever there is
-        capacity and no queue.
+        """Run until all dialogues of a group are finished.
+
+        `add_more` is called whenever the engine has capacity and no dialogue is queued.
         """
         self._open(add_more)
         while group.num_left:
@@ -82,9 +87,9 @@ class DialoguePool:
         self._engine.add(request)
 
 
-def converse(
-    dialogues: Iterable[Dialogue], engine: GenerationEngine | None, report: Report = silent
+def run_dialogues(
+    dialogues: Iterable[Dialogue], engine: GenerationEngine | None, report: Report = report_nothing
 ) -> None:
-    """Run all these conversations to their end."""
+    """Run dialogues to their end on a generation engine."""
     pool = DialoguePool(engine)
     pool.finish(pool.add(dialogues, report))

@@ -1,5 +1,4 @@
-"""Generation and feature engines: their protocols, and their makers for `engine: vllm` and `engine:
-transformers`.
+"""Protocols and constructors of generation and feature engines (vLLM, transformers).
 
 Token ids in, token ids or states out: no engine tokenizes, detokenizes or adds special tokens. The
 two protocols are separate because they are loaded at different times and use memory differently.
@@ -36,8 +35,9 @@ PLACEMENT_ARGUMENTS = {
 
 
 class GenerationEngine(Protocol):
-    """Generates text. Requests may be added at any time, so a conversation's next turn can follow
-    at once.
+    """An engine that generates text with the target.
+
+    Requests may be added at any time, so that the next turn of a conversation can follow at once.
 
     A text ends with a token of the target's EOS set or of the request's `stop_token_ids` (included;
     finished "stop"), or at `max_new_tokens` or the end of the context ("length").
@@ -46,21 +46,20 @@ class GenerationEngine(Protocol):
     capacity: int  # concurrent requests; more are queued
 
     def add(self, request: Request) -> None:
-        """Queue a request whose id is new, and whose prompt is neither empty nor the whole
-        context.
+        """Queue a request with a new id.
+
+        The prompt is not empty and is shorter than the context.
         """
 
     def step(self) -> list[Completion]:
-        """Advance every running request by at least one token; return those that finished."""
+        """Advance every running request by at least one token; return finished completions."""
 
     def close(self) -> None:
-        """Release the memory; the engine cannot be used again."""
+        """Release the target's memory; the engine cannot be used again."""
 
 
 class FeatureEngine(Protocol):
-    """Computes the last hidden states after the final norm, which are what the target's lm_head
-    reads.
-    """
+    """An engine that computes the target's last hidden states, after the final norm."""
 
     hidden_size: int
     dtype: torch.dtype
@@ -68,8 +67,7 @@ class FeatureEngine(Protocol):
     def stream(
         self, rows: Iterable[Sequence[int]]
     ) -> Generator[tuple[int, torch.Tensor], None, None]:
-        """Yield each row's index and its states [T_i, D] on the host, as soon as they are there, in
-        any order.
+        """Yield the index and the states [T_i, D] of each row, on the host and in any order.
 
         Later rows are computed meanwhile. A tensor may be a view of a shared buffer: copy what is
         to be kept. Close the generator before the next one is begun: until then the engine computes
@@ -77,11 +75,11 @@ class FeatureEngine(Protocol):
         """
 
     def close(self) -> None:
-        """Release the memory; the engine cannot be used again."""
+        """Release the target's memory; the engine cannot be used again."""
 
 
 def semantic_arguments(engine_args: Mapping[str, Any]) -> dict[str, Any]:
-    """The engine arguments that are part of a fingerprint."""
+    """Return the engine arguments that are part of a stage's fingerprint."""
     return {name: value for name, value in engine_args.items() if name not in PLACEMENT_ARGUMENTS}
 
 
@@ -92,7 +90,7 @@ def make_generation_engine(
     gpus: int,
     batch_invariant: bool = False,
 ) -> GenerationEngine:
-    """The generation engine; raises what its class raises."""
+    """Load the target into a generation engine; raise as the engine does."""
     if name == "vllm":
         from pipeline.targets.vllm_engine import VLLMGenerationEngine
 
@@ -112,7 +110,7 @@ def make_feature_engine(
     engine_args: Mapping[str, Any],
     gpus: int,
 ) -> FeatureEngine:
-    """The feature engine; raises what its class raises."""
+    """Load the target into a feature engine; raise as the engine does."""
     if name == "vllm":
         from pipeline.targets.vllm_engine import VLLMFeatureEngine
 

@@ -1,4 +1,4 @@
-"""A target's files: a local directory, or a Hub repository at one commit.
+"""Find, download and check a target's files, in a directory or a Hub repository.
 
 The Hub's errors become ConfigError for what does not exist and EnvironmentFault for what cannot be
 reached now. Weights are read from safetensors; where a repository has none (Vicuna), `*.bin` is
@@ -39,14 +39,14 @@ NETWORK = "Check the network, HF_ENDPOINT, HF_HUB_OFFLINE and the disk"
 
 
 def is_local(model: str) -> bool:
-    """Whether `model` is a directory: it exists as one, or it cannot be a Hub id."""
+    """Return whether a target is a directory, and not a Hub id."""
     if model.startswith(("/", "./", "../", "~")) or model.count("/") > 1:
         return True
     return Path(model).is_dir()
 
 
 def local_directory(model: str) -> Path:
-    """The directory of a local target, absolute.
+    """Return the absolute directory of a local target.
 
     Raises:
         ConfigError: There is none, or it holds no config.json.
@@ -62,7 +62,7 @@ def local_directory(model: str) -> Path:
 
 
 def find_file(model: str, revision: str | None, name: str) -> Path | None:
-    """The path of one of the target's files, downloaded if needed; None where there is none."""
+    """Return the path of a target's file, downloaded if needed; None if it does not exist."""
     if is_local(model):
         path = local_directory(model) / name
         return path if path.is_file() else None
@@ -81,7 +81,7 @@ def find_file(model: str, revision: str | None, name: str) -> Path | None:
 
 
 def download(model: str, revision: str | None, *, with_code: bool) -> Path:
-    """Fetch a Hub target's weights and what describes them; return its directory."""
+    """Download a Hub target's weights, configuration and tokenizer; return the directory."""
     from huggingface_hub import snapshot_download
 
     weights = "pytorch_model*.bin*"
@@ -96,7 +96,7 @@ def download(model: str, revision: str | None, *, with_code: bool) -> Path:
 
 
 def cached_snapshot(model: str, revision: str | None) -> Path | None:
-    """The directory in the Hub's cache that holds this target's config.json, if any."""
+    """Return the directory of a target in the Hub's cache; None if it is not cached."""
     from huggingface_hub import try_to_load_from_cache
 
     cached = try_to_load_from_cache(model, "config.json", revision=revision)
@@ -104,8 +104,7 @@ def cached_snapshot(model: str, revision: str | None) -> Path | None:
 
 
 def weight_names(directory: Path) -> list[str]:
-    """Names of the weight files that transformers and vLLM would load: an index and its shards, or
-    a single file.
+    """Return the names of a target's weight files: an index and its shards, or one file.
 
     Raises:
         ConfigError: There are none, or shards are missing.
@@ -124,8 +123,8 @@ def weight_names(directory: Path) -> list[str]:
     raise ConfigError(f"{directory} has no model.safetensors.", WHERE, fix)
 
 
-def parse(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; ConfigError where it holds anything else."""
+def parse_json_object(path: Path) -> dict[str, Any]:
+    """Parse a JSON object of the target; raise ConfigError if the file holds anything else."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -136,12 +135,12 @@ def parse(path: Path) -> dict[str, Any]:
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """Return the file of each tensor, by the tensor's name, of a checkpoint in several files.
+    """Return the file of each tensor of a sharded checkpoint, by tensor name.
 
     Raises:
         ConfigError: The file is no such index.
     """
-    index: dict[str, str] = parse(path).get("weight_map", {})
+    index: dict[str, str] = parse_json_object(path).get("weight_map", {})
     if not index:
         what = f"{path} does not state which file of the target holds which tensor."
         raise ConfigError(what, WHERE, FETCH_AGAIN)
@@ -149,7 +148,7 @@ def read_index(path: Path) -> dict[str, str]:
 
 
 def check_repo_id(repo_id: str, where: str, *, with_owner: bool = False) -> None:
-    """Raise ConfigError unless this is a Hub id; `with_owner` requires USER/NAME."""
+    """Raise ConfigError unless `repo_id` is a Hub id; `with_owner` requires USER/NAME."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
@@ -166,7 +165,7 @@ def check_repo_id(repo_id: str, where: str, *, with_owner: bool = False) -> None
 
 @contextmanager
 def target_errors(model: str, revision: str | None) -> Iterator[None]:
-    """Translate the Hub client's errors about a target."""
+    """Context manager: translate Hub errors about a target into ConfigError or EnvironmentFault."""
     at = f" at revision {revision}" if revision else ""
     with hub_errors(f"target {model}{at}", WHERE):
         yield
@@ -174,7 +173,7 @@ def target_errors(model: str, revision: str | None) -> Iterator[None]:
 
 @contextmanager
 def hub_errors(subject: str, where: str, *, writes: bool = False) -> Iterator[None]:
-    """Translate what the Hub's client raises, and silence its warnings.
+    """Context manager: translate errors of huggingface_hub, and silence its warnings.
 
     Args:
         subject: What is read or written, such as `target owner/name`.

@@ -1,5 +1,4 @@
-"""Reading the target's lm_head and input embedding from its weight files, without loading the
-model.
+"""Read the target's lm_head and input embedding from its files, without loading the model.
 
 Training from cached features needs only these [V, D] matrices of a target. Reading one takes a
 second; loading a 70B target would take minutes and 140 GB. Where the files are ambiguous, the model
@@ -36,7 +35,7 @@ MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
 
 
 def read_lm_head(spec: TargetSpec) -> Tensor:
-    """The lm_head's weight [V, D], on the CPU, in the target's dtype.
+    """Read the target's lm_head weight [V, D] from its files, in the target's dtype.
 
     For a tied target this is the input embedding. Of a Hub target only the file that holds it is
     downloaded.
@@ -56,7 +55,7 @@ def read_lm_head(spec: TargetSpec) -> Tensor:
 
 
 def read_embedding(spec: TargetSpec) -> Tensor:
-    """The target's input embedding [V, D], as `read_lm_head` reads the lm_head."""
+    """Read the target's input embedding [V, D] from its files, in the target's dtype."""
     file_of = _weight_map(spec)
     weight_VD = _read_matrix(spec, file_of, _named(file_of, INPUT_EMBEDDINGS))
     if weight_VD is None:
@@ -65,7 +64,7 @@ def read_embedding(spec: TargetSpec) -> Tensor:
 
 
 def require_lm_head(spec: TargetSpec) -> None:
-    """Raise ConfigError where the target's files lack its lm_head.
+    """Raise ConfigError if the target's files lack its lm_head.
 
     vLLM would leave it uninitialised without an error; any other missing tensor it reports.
     """
@@ -76,7 +75,7 @@ def require_lm_head(spec: TargetSpec) -> None:
 
 
 class LogitChanges(NamedTuple):
-    """A target's changes to its lm_head's product W x.
+    """The target's changes to the product W x of its lm_head.
 
     The logits are `softcap · tanh(scale · (W x + bias_V) / softcap)`.
     """
@@ -87,9 +86,7 @@ class LogitChanges(NamedTuple):
 
 
 def read_logit_changes(spec: TargetSpec) -> LogitChanges:
-    """The lm_head's bias, and the scale and cap of the logits that some families have; read as
-    `read_lm_head` does.
-    """
+    """Read the bias, scale and cap that a target applies to its logits."""
     file_of = _weight_map(spec)
     names = _named(file_of, OUTPUT_BIASES)
     bias_V = None
@@ -111,7 +108,7 @@ def read_logit_changes(spec: TargetSpec) -> LogitChanges:
 
 
 def _read_matrix(spec: TargetSpec, file_of: dict[str, str], names: list[str]) -> Tensor | None:
-    """The tensor [V, D] of that name; None unless there is exactly one, of this shape."""
+    """Read the only tensor of these names; None unless its shape is [V, D]."""
     if len(names) != 1:
         return None
     weight = _read(spec, file_of[names[0]], names[0])
@@ -122,7 +119,7 @@ def _read_matrix(spec: TargetSpec, file_of: dict[str, str], names: list[str]) ->
 
 
 def _weight_map(spec: TargetSpec) -> dict[str, str]:
-    """The file of each tensor; empty where there is neither an index nor a single file."""
+    """Map the names of the target's tensors to their files; empty without weight files."""
     for single, index in zip(files.SINGLE_WEIGHTS, files.WEIGHT_INDEXES, strict=True):
         path = files.find_file(spec.model, spec.revision, single)
         if path is not None:
@@ -155,5 +152,5 @@ def _read(spec: TargetSpec, file_name: str, name: str) -> Tensor:
 
 
 def _load_bin(path: Path) -> dict[str, Tensor]:
-    """A `*.bin` checkpoint, memory-mapped; the weights-only loader runs no code."""
+    """Memory-map a `*.bin` checkpoint; the weights-only loader runs no code."""
     return torch.load(path, map_location="cpu", mmap=True, weights_only=True)

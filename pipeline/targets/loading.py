@@ -1,4 +1,4 @@
-"""Loading a target, and verifying that its features are what its lm_head reads.
+"""Load a target, and verify that its features are the inputs of its lm_head.
 
 The model is frozen and in eval mode. In 4 or 8 bit the backbone is quantized by bitsandbytes; the
 lm_head keeps the target's dtype, because heads are initialised from it.
@@ -18,9 +18,9 @@ from pipeline.errors import ConfigError, EnvironmentFault, MedusaDistillError
 from pipeline.targets import files
 from pipeline.targets.spec import (
     TargetSpec,
-    format_of,
     model_config,
     one_line,
+    quantization_format,
     quantization_of,
 )
 
@@ -36,7 +36,7 @@ OTHER_KERNELS = (
 
 
 def require_gpus(num_gpus: int) -> None:
-    """Raise EnvironmentFault when fewer GPUs are visible than a worker needs."""
+    """Raise EnvironmentFault if fewer GPUs are visible than a worker needs."""
     visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if visible < num_gpus:
         what = f"{num_gpus} GPUs are asked for and {visible} are visible."
@@ -48,8 +48,7 @@ def require_gpus(num_gpus: int) -> None:
 
 
 def require_readable(spec: TargetSpec, engine: str, *, on_gpu: bool, where: str) -> None:
-    """Refuse a quantized target that the engine cannot read on this machine, before anything is
-    loaded.
+    """Refuse a quantized target that an engine cannot read, before the target is loaded.
 
     transformers itself names the package or GPU that a format needs. vLLM does when it starts; that
     it has no bitsandbytes (0.32) is known.
@@ -70,7 +69,7 @@ def require_readable(spec: TargetSpec, engine: str, *, on_gpu: bool, where: str)
         return
     if engine == "vllm":
         if settings.get("quant_method") == "bitsandbytes":
-            what = f"vLLM has no bitsandbytes, and {spec.model} is {format_of(config)}."
+            what = f"vLLM has no bitsandbytes, and {spec.model} is {quantization_format(config)}."
             fix = "Name another copy, or use check.engines: [native], engine: transformers."
             raise ConfigError(what, where, fix)
         return
@@ -79,7 +78,7 @@ def require_readable(spec: TargetSpec, engine: str, *, on_gpu: bool, where: str)
         quantizer.validate_environment(device_map={"": 0 if on_gpu else "cpu"}, weights_only=True)
     except Exception as error:  # each format has errors of its own
         reason = f"which transformers cannot read here: {one_line(error)}"
-        what = f"{spec.model} is {format_of(config)}, {reason}."
+        what = f"{spec.model} is {quantization_format(config)}, {reason}."
         fix = (
             "Install what it names (the packages of GPTQ and AWQ do not go with vLLM's torch), run"
             " where a GPU is, or leave it to vLLM: check.engines: [vllm], engine: vllm,"
@@ -89,7 +88,7 @@ def require_readable(spec: TargetSpec, engine: str, *, on_gpu: bool, where: str)
 
 
 def _on_gpus(device: str | torch.device, num_gpus: int) -> dict[str, Any]:
-    """Arguments of `from_pretrained` that place a model on its GPUs."""
+    """Return arguments of `from_pretrained` that place the target on its GPUs."""
     require_gpus(num_gpus)
     # torch's first choice on Hopper and Blackwell builds a plan for every new shape, in up to half
     # a second, and the shapes of batches and of growing texts are always new. vLLM has it off too.
@@ -111,7 +110,7 @@ def load_causal_lm(
     num_gpus: int = 1,
     too_large: str = FEWER_BYTES,
 ) -> PreTrainedModel:
-    """The target, frozen, on `device`, or over the first `num_gpus` GPUs.
+    """Load the frozen target on `device`, or over the first `num_gpus` GPUs.
 
     Args:
         too_large: The advice in the error where it does not fit.
@@ -165,7 +164,7 @@ def load_causal_lm(
 
 
 def _loading_error(spec: TargetSpec, error: Exception) -> MedusaDistillError:
-    """Blame the machine where a package or a GPU's kernel is missing, else the target."""
+    """Return the error for a failed load: EnvironmentFault for a missing package or kernel."""
     what = f"transformers cannot load {spec.model}: {one_line(error)}."
     of_machine: tuple[type[Exception], ...] = (ImportError, torch.AcceleratorError)
     if spec.quantization or quantization_of(model_config(spec)):
@@ -180,8 +179,9 @@ def _loading_error(spec: TargetSpec, error: Exception) -> MedusaDistillError:
 
 
 def _require_whole(spec: TargetSpec, report: Mapping[str, Collection[Any]]) -> None:
-    """Raise ConfigError where files and model differ: transformers fills what is missing with
-    random numbers.
+    """Raise ConfigError if tensors of the target are missing, unknown or of another shape.
+
+    transformers would fill missing tensors with random numbers.
 
     `report` is transformers' loading report. It leaves out what a family may lack: tied matrices,
     buffers.
@@ -210,8 +210,7 @@ def _bitsandbytes(spec: TargetSpec) -> BitsAndBytesConfig:
 
 
 def _keep_ragged_layers_unpacked(model: PreTrainedModel) -> None:
-    """Keep 4-bit layers whose rows are not whole blocks out of bitsandbytes' packed CPU kernel,
-    which would raise.
+    """Keep ragged 4-bit layers out of bitsandbytes' packed CPU kernel, which would raise.
 
     They are dequantized and multiplied, as on a CPU without that kernel.
     """
@@ -222,7 +221,7 @@ def _keep_ragged_layers_unpacked(model: PreTrainedModel) -> None:
 
 
 def lm_head_weight(model: PreTrainedModel) -> torch.Tensor:
-    """The lm_head's weight [V, D]; a view, not a copy.
+    """Return a view of the target's lm_head weight [V, D].
 
     Raises:
         ConfigError: The model has no linear lm_head, or only a quantized one.
@@ -238,7 +237,7 @@ def lm_head_weight(model: PreTrainedModel) -> torch.Tensor:
 
 @torch.no_grad()
 def verify_tap(model: PreTrainedModel) -> None:
-    """Check that the last hidden state is exactly what the target's lm_head reads.
+    """Check that the target's last hidden state is exactly the input of its lm_head.
 
     Runs eight tokens with a hook on the lm_head. Some model families apply something in between;
     heads would then train well and have no guess accepted.
@@ -276,7 +275,7 @@ def verify_tap(model: PreTrainedModel) -> None:
 
 @contextmanager
 def lm_head_inputs(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
-    """The states that the lm_head reads, appended by each forward within the context."""
+    """Context manager: collect the states that the lm_head reads in each forward."""
     seen: list[torch.Tensor] = []
     hook = model.get_output_embeddings().register_forward_pre_hook(
         lambda _, inputs: seen.append(inputs[0])
@@ -288,5 +287,5 @@ def lm_head_inputs(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
 
 
 def input_device(model: PreTrainedModel) -> torch.device:
-    """The device of the model's input ids."""
+    """Return the device of the target's input ids."""
     return model.get_input_embeddings().weight.device

@@ -1,4 +1,4 @@
-"""LoRA on a target by peft (paper 2.2.2; Hu et al. 2106.09685): checking, adding and merging it.
+"""Check, add and merge LoRA adapters of a target (paper section 2.2.2; Hu et al. 2106.09685).
 
 Every linear layer is adapted, lm_head included. Targets with weights that peft does not adapt are
 rejected before any weight is loaded (`require_tunable`). The adapter of a tied lm_head does not
@@ -32,7 +32,7 @@ LOGIT_CHANGES = ("final_logit_softcapping", "logits_scaling", *MULTIPLIERS)
 
 
 def linear_layers(model: PreTrainedModel) -> list[str]:
-    """The names of all layers that LoRA adapts.
+    """Return the names of the target's layers that LoRA adapts.
 
     Raises:
         ConfigError: There are none, lm_head is not among them, or there are other matrices: a
@@ -57,7 +57,7 @@ def linear_layers(model: PreTrainedModel) -> list[str]:
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The model's decoder layers, the units of sharding.
+    """Return the target's decoder layers, which are the units of FSDP sharding.
 
     Raises:
         ConfigError: It has none that support transformers' gradient checkpointing.
@@ -73,7 +73,7 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def require_tunable(spec: TargetSpec, rank: int, *, sharded: bool = False) -> None:
-    """Check, without loading weights, that the target can be tuned and its adapter merged.
+    """Check that LoRA can tune the target, without loading its weights.
 
     Raises:
         ConfigError: It is quantized on disk, changes its logits after lm_head, has weights that
@@ -109,7 +109,7 @@ def require_tunable(spec: TargetSpec, rank: int, *, sharded: bool = False) -> No
 
 
 def add_lora(model: PreTrainedModel, *, rank: int, alpha: int, dropout: float) -> PeftModel:
-    """The target with new LoRA adapters in fp32; everything else is frozen.
+    """Add new fp32 LoRA adapters to the target; all other weights are frozen.
 
     The B matrices are zero, so the model is unchanged; the A matrices are drawn from torch's global
     generator.
@@ -133,8 +133,9 @@ def add_lora(model: PreTrainedModel, *, rank: int, alpha: int, dropout: float) -
 
 
 def load_tuned(spec: TargetSpec, adapter: Path) -> PreTrainedModel:
-    """The target with `adapter` (a directory of peft's `save_pretrained`) merged, frozen, on the
-    CPU.
+    """Load the target on the CPU with a LoRA adapter merged into its weights.
+
+    `adapter` is a directory of peft's `save_pretrained`.
 
     The merge is computed in fp32 and rounded once to the target's dtype, in unquantized weights
     also for a target that runs in 4 or 8 bit. Tied embeddings are untied: the lm_head was trained
@@ -148,7 +149,7 @@ def load_tuned(spec: TargetSpec, adapter: Path) -> PreTrainedModel:
     from peft import PeftModel
 
     model = load_causal_lm(replace(spec, quantization=None))
-    untie(model)
+    untie_lm_head(model)
     try:
         adapted = PeftModel.from_pretrained(model, str(adapter))
     except (OSError, ValueError, RuntimeError, KeyError) as error:
@@ -159,7 +160,7 @@ def load_tuned(spec: TargetSpec, adapter: Path) -> PreTrainedModel:
     return merged.eval().requires_grad_(False)
 
 
-def untie(model: PreTrainedModel) -> None:
+def untie_lm_head(model: PreTrainedModel) -> None:
     """Give a model with tied embeddings a separate lm_head, a copy of its input embedding."""
     head = model.get_output_embeddings()
     weight = head.weight

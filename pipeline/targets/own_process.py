@@ -1,4 +1,4 @@
-"""A function in a new interpreter, so that nothing of an engine stays behind in the caller.
+"""Call a function in a new Python process, so that vLLM leaves nothing behind in this one.
 
 The function, its task and its result are pickled. Its progress travels in a `ProgressFile`, which
 the waiting caller reads twice a second.
@@ -27,7 +27,7 @@ CALL, RESULT, PROGRESS = "call.pickle", "result.pickle", "progress.json"
 def in_own_process(
     function: Callable[[Any, Report], Any], task: object, on_report: Report | None = None
 ) -> Any:
-    """Return `function(task, report)`, called in a new interpreter.
+    """Return `function(task, report)`, called in a new Python process.
 
     Args:
         function: One of a module, since it is pickled.
@@ -60,7 +60,7 @@ def in_own_process(
 
 
 def _wait(process: subprocess.Popen[str], file: ProgressFile, on_report: Report | None) -> str:
-    """The process's standard error, when it has ended; it does not outlive this call."""
+    """Wait for the process and return its standard error; kill the process if this call is left."""
     with process:
         try:
             while True:
@@ -76,7 +76,7 @@ def _wait(process: subprocess.Popen[str], file: ProgressFile, on_report: Report 
 
 
 def main(directory: str) -> None:
-    """The new interpreter: call the function, and write its result or its error."""
+    """Call the pickled function in the new process, and write its result or its error."""
     file = ProgressFile(Path(directory, PROGRESS))
 
     def report(**progress: Any) -> None:
@@ -91,14 +91,14 @@ def main(directory: str) -> None:
 
 
 def environment() -> dict[str, str]:
-    """This process's, in which a new interpreter finds this package."""
+    """Return this process's environment with the package on PYTHONPATH, for a new process."""
     package = str(Path(pipeline.__file__).parents[1])
     path = os.pathsep.join([package, os.environ.get("PYTHONPATH", "")])
     return {**os.environ, "PYTHONPATH": path.rstrip(os.pathsep)}
 
 
 def last_line(text: str) -> str:
-    """The last line that is not blank, cut to 300 characters."""
+    """Return the last line of a process's output, cut to 300 characters."""
     lines = text.strip().splitlines()
     return lines[-1][:300] if lines else "no output"
 

@@ -1,5 +1,4 @@
-"""A target before its weights are loaded: configuration, dtype, quantization, context,
-end-of-sequence ids and files.
+"""A target's settings before its weights are loaded: dtype, context, EOS ids, chat template.
 
 What must be equal in every engine is decided here: `resolve` pins a Hub target to a commit and
 "auto" to a dtype, and `eos_token_ids` is the set that ends a text. A spec is plain data that can be
@@ -35,7 +34,7 @@ SLOT_BIASED_TYPES = {"bloom", "mpt"}
 
 @dataclass(frozen=True)
 class TargetSpec:
-    """The target as engines and workers load it.
+    """A target as engines and workers load it.
 
     `dtype` is resolved; `chat_template` is text, not a path.
     """
@@ -53,7 +52,7 @@ class TargetSpec:
 
 
 def resolve(target: TargetConfig, *, on_gpu: bool | None = None) -> TargetSpec:
-    """The spec of a configured target, validated as far as possible without loading weights.
+    """Resolve a configured target to a spec, and validate it without loading weights.
 
     Args:
         on_gpu: Whether workers have a GPU, which decides dtype "auto"; None checks this machine.
@@ -67,7 +66,7 @@ def resolve(target: TargetConfig, *, on_gpu: bool | None = None) -> TargetSpec:
     if config_file is None:
         fix = "Name a transformers model."
         raise ConfigError(f"The target {model} has no config.json.", files.WHERE, fix)
-    files.parse(config_file)
+    files.parse_json_object(config_file)
     if files.is_local(model):
         model = str(config_file.parent)
     elif config_file.parent.parent.name == "snapshots":
@@ -92,11 +91,11 @@ def resolve(target: TargetConfig, *, on_gpu: bool | None = None) -> TargetSpec:
     dtype: str = target.dtype
     if dtype == "auto":
         dtype = own_dtype(config, on_gpu)
-    return replace(spec, dtype=dtype, rounding=rounding_of(config))
+    return replace(spec, dtype=dtype, rounding=input_rounding(config))
 
 
 def model_config(spec: TargetSpec) -> PretrainedConfig:
-    """The target's transformers configuration.
+    """Load the target's transformers configuration.
 
     Raises:
         ConfigError: transformers does not know the model, or only through remote code.
@@ -120,13 +119,13 @@ def model_config(spec: TargetSpec) -> PretrainedConfig:
 
 
 def one_line(error: Exception) -> str:
-    """The beginning of an error's message, as one line."""
+    """Return the first 300 characters of an error's message, on one line."""
     text = str(error) or type(error).__name__
     return shorten(text, 300, placeholder=" ...").strip(" .")
 
 
 def load_tokenizer(spec: TargetSpec) -> PreTrainedTokenizerBase:
-    """The target's tokenizer.
+    """Load the target's tokenizer.
 
     Raises:
         ConfigError: It has none that transformers can load.
@@ -147,7 +146,7 @@ def load_tokenizer(spec: TargetSpec) -> PreTrainedTokenizerBase:
 def load_chat_template(
     spec: TargetSpec, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> ChatTemplate:
-    """The target's chat template, with its tokenizer where that is loaded already.
+    """Load the target's chat template, and its tokenizer if none is given.
 
     Raises:
         ConfigError: It has no tokenizer that loads, or no template that renders a conversation.
@@ -159,9 +158,7 @@ def load_chat_template(
 
 
 def asks_for_date(spec: TargetSpec, paths: Iterable[Path]) -> bool:
-    """Whether the chat template, in `spec` or among the target's files, writes the date into its
-    prompts.
-    """
+    """Return whether the target's chat template writes the date into its prompts."""
     if spec.chat_template:
         return "strftime_now" in spec.chat_template
     for path in paths:
@@ -172,8 +169,7 @@ def asks_for_date(spec: TargetSpec, paths: Iterable[Path]) -> bool:
 
 
 def context_length(spec: TargetSpec, config: PretrainedConfig | None = None) -> int:
-    """The longest conversation in tokens: the model's own context, or target.max_tokens where that
-    is shorter.
+    """Return the target's context in tokens, or target.max_tokens if that is shorter.
 
     Raises:
         ConfigError: Neither is known.
@@ -189,17 +185,13 @@ def context_length(spec: TargetSpec, config: PretrainedConfig | None = None) -> 
 
 
 def quantization_of(config: PretrainedConfig) -> dict[str, Any] | None:
-    """The quantization of a checkpoint as its config.json has it; None where it is not
-    quantized.
-    """
+    """Return the quantization settings of a checkpoint's config.json; None without any."""
     settings: dict[str, Any] | None = getattr(config, "quantization_config", None)
     return settings
 
 
-def format_of(config: PretrainedConfig) -> str | None:
-    """The format in words, as `compressed-tensors (int-quantized)` or `gptq (4 bits)`; None where
-    there is none.
-    """
+def quantization_format(config: PretrainedConfig) -> str | None:
+    """Return the name of a checkpoint's quantization format, such as `gptq (4 bits)`."""
     settings = quantization_of(config)
     if settings is None:
         return None
@@ -213,8 +205,8 @@ def format_of(config: PretrainedConfig) -> str | None:
     return f"{method} ({settings['bits']} bits)" if "bits" in settings else method
 
 
-def rounding_of(config: PretrainedConfig) -> Rounding | None:
-    """The rounding of layer inputs in a quantized checkpoint; None if only weights are rounded.
+def input_rounding(config: PretrainedConfig) -> Rounding | None:
+    """Return how a quantized checkpoint rounds layer inputs; None if it rounds weights alone.
 
     "8bit" layers do so on every device, "4bit" layers on a CPU alone. bitsandbytes' 4-bit layers
     round to 8 bits where their checkpoint states that they multiply in bfloat16.
@@ -234,7 +226,7 @@ def rounding_of(config: PretrainedConfig) -> Rounding | None:
 
 
 def cached_numbers(config: PretrainedConfig) -> int:
-    """Numbers in the keys and values of one token, in all layers.
+    """Return how many numbers the KV cache holds for one token, over all layers.
 
     With multi-head latent attention (DeepSeek) a layer keeps one compressed vector and one rotated
     key for all heads.
@@ -250,8 +242,9 @@ def cached_numbers(config: PretrainedConfig) -> int:
 
 
 def eos_token_ids(spec: TargetSpec) -> tuple[int, ...]:
-    """The sorted ids that end a text: generation_config's, else the model's, else the tokenizer's;
-    may be empty.
+    """Return the sorted EOS ids of the target; may be empty.
+
+    They come from generation_config.json, else config.json, else the tokenizer.
 
     Raises:
         ConfigError: One of the first two holds something else than tokens of the vocabulary.
@@ -264,14 +257,12 @@ def eos_token_ids(spec: TargetSpec) -> tuple[int, ...]:
 
 
 def _stated_eos_ids(spec: TargetSpec, config: PretrainedConfig) -> tuple[int, ...] | None:
-    """The sorted end-of-sequence ids in generation_config.json or config.json; None where neither
-    has any.
-    """
+    """Return the sorted EOS ids in generation_config.json or config.json; None without any."""
     for name in ("generation_config.json", "config.json"):
         path = files.find_file(spec.model, spec.revision, name)
         if path is None:
             continue
-        value = files.parse(path).get("eos_token_id")
+        value = files.parse_json_object(path).get("eos_token_id")
         if value is None:
             continue
         ids = value if isinstance(value, list) else [value]
@@ -284,8 +275,9 @@ def _stated_eos_ids(spec: TargetSpec, config: PretrainedConfig) -> tuple[int, ..
 
 
 def weight_files(spec: TargetSpec, *, fetch: bool = True) -> list[Path]:
-    """Local files whose content identifies the target: weights, configuration, tokenizer, template,
-    trusted code; sorted by name.
+    """Return the local files whose content identifies the target, sorted by name.
+
+    These are weights, configuration, tokenizer, chat template and trusted code.
 
     A Hub target is downloaded. Its files are links into the Hub cache, named there by the content's
     hash.
@@ -315,8 +307,7 @@ def weight_files(spec: TargetSpec, *, fetch: bool = True) -> list[Path]:
 
 
 def require_verifiable(config: PretrainedConfig) -> None:
-    """Check that the target's layers can verify a tree of candidates in one forward (section
-    2.1.2).
+    """Check that the target can verify a tree of candidates in one forward (section 2.1.2).
 
     A tree needs attention that can be masked per candidate. A recurrent state has a single past,
     and a bias by cache slot (ALiBi) treats siblings as successors.
@@ -369,7 +360,7 @@ def own_dtype(config: PretrainedConfig, on_gpu: bool | None) -> str:
 
 
 def _template_text(template: str | None) -> str | None:
-    """The template's text; the configuration gives it as text or as a path."""
+    """Return the chat template's text; the configuration gives the text or a path."""
     if template is None or "{" in template:
         return template
     path = Path(template).expanduser()

@@ -1,4 +1,4 @@
-"""Generation and features with any transformers causal LM.
+"""Generation and feature engines that run any transformers causal LM.
 
 Generation keeps one batch with a KV cache that rows join and leave while it runs. Rows are
 left-padded; a step either prefills waiting requests and adds them to the batch, or decodes one
@@ -38,7 +38,7 @@ WINDOW_BYTES = 2 * 1024**3  # of states; a window's first row may be computed la
 
 @dataclass
 class _Row:
-    """One running request."""
+    """A running request of the batch."""
 
     request: Request
     limit: int
@@ -47,7 +47,7 @@ class _Row:
 
 
 class TransformersGenerationEngine:
-    """The GenerationEngine for everything that transformers loads.
+    """The generation engine that runs the target in transformers.
 
     Args:
         spec: The target.
@@ -78,8 +78,7 @@ class TransformersGenerationEngine:
         self._waiting.append(request)
 
     def step(self) -> list[Completion]:
-        """Prefill and add waiting requests, or decode one token for each running row; return
-        finished texts.
+        """Prefill waiting requests, or decode one token per running row; return finished texts.
 
         Raises:
             EnvironmentFault: A single request does not fit into the GPU's memory.
@@ -118,9 +117,7 @@ class TransformersGenerationEngine:
         self._mask_BT = torch.ones(0, 0, dtype=torch.long, device=self._device)
 
     def _admit(self) -> list[_Row]:
-        """Waiting requests that fit beside the running rows, in order; at least one when nothing
-        runs.
-        """
+        """Dequeue the requests that fit beside the running rows; at least one if none runs."""
         width = self._mask_BT.shape[1]
         remaining = max((row.limit - len(row.token_ids) for row in self._rows), default=0)
         admitted: list[_Row] = []
@@ -157,7 +154,7 @@ class TransformersGenerationEngine:
         return self._accept(joining, logits_BV)
 
     def _append(self, cache: DynamicCache, mask_BT: torch.Tensor) -> None:
-        """Append rows to the batch."""
+        """Append prefilled rows to the KV cache and the mask of the batch."""
         above, below = self._mask_BT[:, None, :, None], mask_BT[:, None, :, None]
         self._mask_BT = _stack(above, below)[:, 0, :, 0]
         for layer, added in zip(self._cache.layers, cache.layers, strict=True):
@@ -174,7 +171,7 @@ class TransformersGenerationEngine:
     def _forward(
         self, ids_BT: torch.Tensor, mask_BT: torch.Tensor, cache: DynamicCache
     ) -> torch.Tensor:
-        """Logits [B, V] after the last of `ids_BT`; `mask_BT` covers the cached positions too."""
+        """Return the logits [B, V] after the last id; `mask_BT` also covers cached positions."""
         positions_BT = (mask_BT.cumsum(dim=-1) - 1).clamp(min=0)[:, -ids_BT.shape[1] :]
         output = self.model(
             input_ids=ids_BT,
@@ -187,9 +184,7 @@ class TransformersGenerationEngine:
         return output.logits[:, -1]
 
     def _accept(self, rows: list[_Row], logits_BV: torch.Tensor) -> list[Completion]:
-        """Sample and append a token to each of the rows, remove finished ones, and return their
-        texts.
-        """
+        """Append a sampled token to each row, remove finished rows, and return their texts."""
         requests = [row.request for row in rows]
         next_B = sample_tokens(logits_BV, requests, [row.generator for row in rows])
         ended: list[Completion] = []
@@ -210,7 +205,7 @@ class TransformersGenerationEngine:
         return "length" if len(row.token_ids) >= row.limit else None
 
     def _remove_ended(self) -> None:
-        """Keep running rows, without left padding that none of them needs."""
+        """Remove finished rows, and left padding that no other row needs."""
         kept = [index for index, row in enumerate(self._rows) if row.request.id in self._ids]
         if not kept:
             self._clear()
@@ -227,7 +222,7 @@ class TransformersGenerationEngine:
 
 
 def _stack(above: torch.Tensor, below: torch.Tensor) -> torch.Tensor:
-    """Concatenate rows [B, heads, T, size], left-padding T to the longer one's."""
+    """Concatenate rows [B, heads, T, size] after left-padding T to the longer one."""
     width = max(above.shape[2], below.shape[2])
     parts = [pad(part, (0, 0, width - part.shape[2], 0)) for part in (above, below)]
     return torch.cat(parts)
@@ -238,8 +233,7 @@ def sample_tokens(
     requests: Sequence[Request],
     generators: Sequence[torch.Generator | None],
 ) -> torch.Tensor:
-    """Token ids [B]: the argmax where a request's temperature is 0, otherwise a sample with the
-    row's generator.
+    """Return one token id per row [B]: the argmax at temperature 0, else a sample.
 
     A row's sample depends only on its logits and its generator, not on the batch. The argmax of p /
     e with e ~ Exp(1) is distributed as p.
@@ -258,8 +252,9 @@ def sample_tokens(
 
 
 def truncated_probabilities(logits_BV: torch.Tensor, requests: Sequence[Request]) -> torch.Tensor:
-    """Softmax at each row's temperature, then truncated to its top_p nucleus (as in vLLM),
-    unnormalised.
+    """Return softmax probabilities [B, V], truncated to each row's top_p, unnormalised.
+
+    The temperature is applied first, as in vLLM.
     """
     temperature_B1 = logits_BV.new_tensor([[request.temperature] for request in requests])
     top_p_B1 = logits_BV.new_tensor([[request.top_p] for request in requests])
@@ -273,7 +268,7 @@ def truncated_probabilities(logits_BV: torch.Tensor, requests: Sequence[Request]
 
 
 class TransformersFeatureEngine:
-    """The FeatureEngine for everything that transformers loads, 4-bit and 8-bit targets included.
+    """The feature engine that runs the target in transformers, also in 4 or 8 bit.
 
     Args:
         target: The spec to load and verify (`verify_tap`), or a loaded model, used as it is.
@@ -299,8 +294,9 @@ class TransformersFeatureEngine:
     def stream(
         self, rows: Iterable[Sequence[int]]
     ) -> Generator[tuple[int, torch.Tensor], None, None]:
-        """Yield each row's index and its states [T_i, D] on the host; the next batch runs while the
-        caller works.
+        """Yield the index and the states [T_i, D] of each row, on the host.
+
+        The next batch runs while the caller works.
 
         Rows are read in windows of sixteen batches' tokens, or `WINDOW_BYTES` of states where these
         are less, each sorted by length. A tensor is a view into its batch's buffer.
@@ -332,7 +328,7 @@ class TransformersFeatureEngine:
     def _batches(
         self, rows: Iterable[Sequence[int]]
     ) -> Iterator[tuple[list[int], list[Sequence[int]]]]:
-        """The indices and ids of each batch's rows."""
+        """Yield the row indices and the token ids of each batch."""
         tokens_in_bytes = WINDOW_BYTES // (self.hidden_size * self.dtype.itemsize)
         num_tokens = min(WINDOW_BATCHES * self.tokens_per_batch, tokens_in_bytes)
         for window in _windows(rows, max(self.tokens_per_batch, num_tokens)):
@@ -366,7 +362,7 @@ class TransformersFeatureEngine:
 
 @dataclass(frozen=True)
 class _Batch:
-    """A running or finished forward; `copied` is set when the states are on the host."""
+    """The states of a batch; the event `copied` is set once they are on the host."""
 
     indices: list[int]
     lengths: list[int]
@@ -384,7 +380,7 @@ class _Batch:
 def _windows(
     rows: Iterable[Sequence[int]], num_tokens: int
 ) -> Iterator[list[tuple[int, Sequence[int]]]]:
-    """Consecutive rows with their indices, up to so many tokens or a single row."""
+    """Yield windows of consecutive rows with their indices, of at most `num_tokens` or one row."""
     window: list[tuple[int, Sequence[int]]] = []
     held = 0
     for index, ids in enumerate(rows):

@@ -1,4 +1,4 @@
-"""Greedy decoding in vLLM, plain or with exported heads.
+"""Decode prompts greedily in vLLM, with or without exported heads.
 
 Engines run in a process of their own, so that nothing of vLLM stays behind in the caller: one
 process for all on a CPU, which imports vLLM once, and one each on a GPU, whose memory is free for
@@ -35,7 +35,7 @@ NUM_WARM_UPS = 2  # prompts, not counted
 
 @dataclass(frozen=True)
 class VLLMTexts:
-    """The texts that one engine decoded.
+    """The texts that one vLLM engine decoded.
 
     Attributes:
         token_ids: Per prompt.
@@ -58,7 +58,7 @@ class VLLMTexts:
 
 @dataclass(frozen=True)
 class DecodeTask:
-    """The work of one engine.
+    """The prompts and settings of one vLLM engine that decodes.
 
     Attributes:
         engine_args: Empty is plain decoding. Others start vLLM with heads: a `speculative_config`,
@@ -76,7 +76,9 @@ class DecodeTask:
 
 
 def decode_in_vllm(tasks: Sequence[DecodeTask], on_report: Report | None = None) -> list[VLLMTexts]:
-    """The greedy texts of one engine per task, after a warm-up, without a prefix cache.
+    """Decode each task's prompts in one vLLM engine, in other processes.
+
+    Texts are greedy. A warm-up is not counted, and prefixes are not cached.
 
     Args:
         on_report: Called with the progress, as `in_own_process` does.
@@ -86,18 +88,18 @@ def decode_in_vllm(tasks: Sequence[DecodeTask], on_report: Report | None = None)
         engine dies.
     """
     if any(task.gpus for task in tasks):
-        return [in_own_process(decode, task, on_report) for task in tasks]
-    texts: list[VLLMTexts] = in_own_process(decode_in_turn, list(tasks), on_report)
+        return [in_own_process(decode_task, task, on_report) for task in tasks]
+    texts: list[VLLMTexts] = in_own_process(decode_tasks, list(tasks), on_report)
     return texts
 
 
-def decode_in_turn(tasks: Sequence[DecodeTask], report: Report) -> list[VLLMTexts]:
-    """Decode with one engine after another in this process."""
-    return [decode(task, report) for task in tasks]
+def decode_tasks(tasks: Sequence[DecodeTask], report: Report) -> list[VLLMTexts]:
+    """Decode with one vLLM engine after another in this process."""
+    return [decode_task(task, report) for task in tasks]
 
 
-def decode(task: DecodeTask, report: Report) -> VLLMTexts:
-    """Decode in this process."""
+def decode_task(task: DecodeTask, report: Report) -> VLLMTexts:
+    """Decode a task's prompts in vLLM, in this process."""
     part = "vLLM with the heads" if task.engine_args else "plain vLLM"
     report(part=f"{part} starts")
     arguments: dict[str, Any] = {"enable_prefix_caching": False}
@@ -133,7 +135,7 @@ def _generate(
     part: str,
     report: Report,
 ) -> list[list[list[int]]]:
-    """Each request's tokens by step, the prefill's first; all requests are under way at once.
+    """Generate all requests at once; return each one's tokens by step, the prefill's first.
 
     A forward that returns nothing for a request is no step of it: a part of a prompt in chunked
     prefill, or one that asynchronous scheduling has begun before the request's end was known. A

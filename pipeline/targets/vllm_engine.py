@@ -1,4 +1,4 @@
-"""The target in vLLM, in this process: starting and stopping an engine, generation, and features.
+"""Generation and feature engines that run the target in vLLM, in this process.
 
 Generation drives the engine's step loop: a request may join at any step, a conversation's turns
 share prefixes, and nothing is tokenized or detokenized. On a CPU a seeded request crashes vLLM 0.32
@@ -52,7 +52,7 @@ LEFT_IN_ENVIRONMENT = ("LD_PRELOAD", "LOCAL_WORLD_SIZE")
 
 
 class VLLMGenerationEngine:
-    """The GenerationEngine that vLLM runs.
+    """The generation engine that runs the target in vLLM.
 
     Args:
         spec: The target.
@@ -89,7 +89,7 @@ class VLLMGenerationEngine:
         self._engine.add_request(request.id, token_prompt(request.prompt_ids), params)
 
     def step(self) -> list[Completion]:
-        """Advance every running request; return those that finished."""
+        """Advance every running request; return finished completions."""
         if not self._ids:
             return []
         ended = []
@@ -107,7 +107,9 @@ class VLLMGenerationEngine:
 
 
 class VLLMFeatureEngine:
-    """The FeatureEngine that vLLM runs; arguments and errors are those of VLLMGenerationEngine.
+    """The feature engine that runs the target in vLLM.
+
+    Arguments and errors are those of `VLLMGenerationEngine`.
 
     Args:
         tokens_per_batch: Maximum tokens of one forward; at least one whole conversation.
@@ -138,15 +140,16 @@ class VLLMFeatureEngine:
         }
         self._running = RunningEngine(spec, arguments, gpus)
         self.hidden_size: int = self._running.llm.model_config.get_hidden_size()
-        self.dtype: torch.dtype = getattr(torch, in_vllm(spec, on_gpu=gpus > 0).dtype)
+        self.dtype: torch.dtype = getattr(torch, spec_for_vllm(spec, on_gpu=gpus > 0).dtype)
         self._pooling = PoolingParams(task="token_embed")
         self._streams = 0
 
     def stream(
         self, rows: Iterable[Sequence[int]]
     ) -> Generator[tuple[int, torch.Tensor], None, None]:
-        """Yield each row's index and its states [T_i, D] on the host; the engine always has further
-        rows waiting.
+        """Yield the index and the states [T_i, D] of each row, on the host.
+
+        The engine always has further rows waiting.
         """
         engine = self._running.llm.llm_engine
         self._streams += 1
@@ -172,13 +175,14 @@ class VLLMFeatureEngine:
 
 
 def token_prompt(ids: Sequence[int]) -> Any:
-    """Token ids in vLLM's prompt format."""
+    """Return token ids in vLLM's prompt format."""
     return {"type": "token", "prompt_token_ids": list(ids)}
 
 
 def sampling_params(request: Request, eos: tuple[int, ...]) -> Any:
-    """The request as vLLM's SamplingParams; `ignore_eos`, because vLLM would add the tokenizer's
-    EOS to the set.
+    """Convert a request to vLLM's SamplingParams.
+
+    Without `ignore_eos` vLLM would also stop at the tokenizer's EOS.
     """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -197,7 +201,7 @@ def sampling_params(request: Request, eos: tuple[int, ...]) -> Any:
 
 
 class RunningEngine:
-    """One `vllm.LLM`; when it is closed, the process's state is what it was before.
+    """A running `vllm.LLM`; closing it restores this process's state.
 
     vLLM's CPU worker turns `torch.set_num_threads` into a no-op and changes the environment for its
     children; later work in this process must not inherit that.
@@ -237,7 +241,7 @@ class RunningEngine:
 
 
 def engine_arguments(spec: TargetSpec, engine_args: Mapping[str, Any], gpus: int) -> dict[str, Any]:
-    """Arguments of `vllm.LLM`: ours for the target and the device, overridden by the caller's.
+    """Return the arguments of `vllm.LLM` for the target; `engine_args` override them.
 
     Raises:
         ConfigError: The target is to be quantized by bitsandbytes, which vLLM no longer has.
@@ -249,7 +253,7 @@ def engine_arguments(spec: TargetSpec, engine_args: Mapping[str, Any], gpus: int
             " fp8), or unset it."
         )
         raise ConfigError(what, "target.quantization", fix)
-    spec = in_vllm(spec, on_gpu=gpus > 0)
+    spec = spec_for_vllm(spec, on_gpu=gpus > 0)
     context = context_length(spec)
     arguments: dict[str, Any] = {
         "model": spec.model,
@@ -276,9 +280,10 @@ def engine_arguments(spec: TargetSpec, engine_args: Mapping[str, Any], gpus: int
     return {**arguments, **engine_args}
 
 
-def in_vllm(spec: TargetSpec, *, on_gpu: bool) -> TargetSpec:
-    """The spec in a dtype that vLLM multiplies in: on a CPU it has no float32 for packed weights
-    and fp8.
+def spec_for_vllm(spec: TargetSpec, *, on_gpu: bool) -> TargetSpec:
+    """Return the spec in a dtype that vLLM can run.
+
+    On a CPU, vLLM has no float32 for packed weights and fp8.
     """
     settings = quantization_of(model_config(spec)) or {}
     is_packed = settings.get("format") == "pack-quantized"
@@ -288,7 +293,7 @@ def in_vllm(spec: TargetSpec, *, on_gpu: bool) -> TargetSpec:
 
 
 def import_vllm() -> Any:
-    """Import vLLM, with quiet logs and its engine in this process.
+    """Import vLLM, with quiet logs and its engine core in this process.
 
     Raises:
         EnvironmentFault: It is not installed, or does not import beside this torch.
@@ -316,7 +321,7 @@ def import_vllm() -> Any:
 def _start_error(
     spec: TargetSpec, engine_args: Mapping[str, Any], error: Exception
 ) -> MedusaDistillError:
-    """Blame an argument that vLLM names, else the machine: its GPU, memory or kernels."""
+    """Return the error for a failed start: ConfigError if vLLM names an engine argument."""
     reason = one_line(error).partition(" [type=")[0]  # which pydantic appends
     is_refusal = isinstance(error, TypeError | ValidationError)
     if is_refusal and any(name in reason for name in engine_args):

@@ -1,5 +1,4 @@
-"""vLLM's own OpenAI server under load: how long so many requests at once wait for their first token
-and for further ones.
+"""Measure latencies of vLLM's OpenAI server under a load of concurrent requests.
 
 The server runs on this machine's loopback, as `python -m pipeline.targets.vllm_server FLAGS`, in a
 process group of its own. It ends with the process that started it, however that ends: a thread
@@ -50,7 +49,7 @@ FIX = "Take load out of check.studies."
 
 @dataclass(frozen=True)
 class LoadTask:
-    """The work of one server; `engine_args` are empty for plain decoding.
+    """The prompts and load levels of one vLLM server; `engine_args` are empty without heads.
 
     Prompts repeat in order until there are `ROUNDS` requests for each one under way. All levels of
     concurrent requests are measured `repeats` times in turns, and the pass of median length counts
@@ -70,8 +69,9 @@ class LoadTask:
 def serve_under_load(
     tasks: Sequence[LoadTask], on_report: Report | None = None
 ) -> list[list[dict[str, Any]]]:
-    """The figures of one server per task. Prefixes are not cached; texts are greedy and end as the
-    target's own.
+    """Measure one vLLM server per task under load.
+
+    Prefixes are not cached. Texts are greedy and end as the target's own.
 
     Returns:
         Per server and level {"requests": at once, "seconds", "num_tokens", "ttft": seconds from
@@ -81,11 +81,11 @@ def serve_under_load(
     Raises:
         EnvironmentFault: The server cannot start, or requests fail.
     """
-    return [in_own_process(measure, task, on_report) for task in tasks]
+    return [in_own_process(measure_server, task, on_report) for task in tasks]
 
 
-def measure(task: LoadTask, report: Report) -> list[dict[str, Any]]:
-    """One server's rows."""
+def measure_server(task: LoadTask, report: Report) -> list[dict[str, Any]]:
+    """Start one vLLM server and return its figures per load level."""
     import_vllm()
     side = "vLLM's server with the heads" if task.engine_args else "vLLM's server"
     report(part=f"{side} starts")
@@ -97,7 +97,7 @@ def measure(task: LoadTask, report: Report) -> list[dict[str, Any]]:
     passes: dict[int, list[dict[str, Any]]] = {level: [] for level in task.levels}
     loads = [*task.levels] * task.repeats
     arguments = {**task.engine_args, "enable_prefix_caching": False}
-    with serving(task.spec, arguments, task.gpus) as address:
+    with running_server(task.spec, arguments, task.gpus) as address:
         for turn, level in enumerate(loads):
             note = f"{level} requests at once"
             report(part=side, done=turn, total=len(loads), unit="loads", note=note)
@@ -114,7 +114,7 @@ def measure(task: LoadTask, report: Report) -> list[dict[str, Any]]:
 async def _benchmark(
     address: str, requests: Sequence[tuple[list[int], int]], level: int, eos: Sequence[int]
 ) -> dict[str, Any]:
-    """The figures of vLLM's benchmark for these requests, after a warm-up of `level` requests."""
+    """Run vLLM's benchmark client on these requests after a warm-up; return its figures."""
     from vllm.benchmarks.datasets import SampleRequest
     from vllm.benchmarks.serve import TaskType, benchmark
 
@@ -165,8 +165,8 @@ async def _benchmark(
 
 
 @contextlib.contextmanager
-def serving(spec: TargetSpec, engine_args: Mapping[str, Any], gpus: int) -> Iterator[str]:
-    """Context manager: the address of a server of this target, which has ended when the block does.
+def running_server(spec: TargetSpec, engine_args: Mapping[str, Any], gpus: int) -> Iterator[str]:
+    """Context manager: run a vLLM server of the target; yield its address.
 
     Raises:
         ConfigError: As `engine_arguments` does.
@@ -187,7 +187,7 @@ def serving(spec: TargetSpec, engine_args: Mapping[str, Any], gpus: int) -> Iter
     address = f"http://{HOST}:{port}"
     with tempfile.TemporaryFile("w+", errors="replace") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", __name__, *flags(arguments)],
+            [sys.executable, "-m", __name__, *server_flags(arguments)],
             env=environment(),
             stdin=subprocess.PIPE,
             stdout=log,
@@ -202,7 +202,7 @@ def serving(spec: TargetSpec, engine_args: Mapping[str, Any], gpus: int) -> Iter
 
 
 def _wait_until_ready(process: subprocess.Popen[bytes], address: str, log: IO[str]) -> None:
-    while not answers(address):
+    while not is_healthy(address):
         if process.poll() is not None:
             log.seek(0)
             reason = f"status {process.returncode}: {last_line(log.read())}"
@@ -211,7 +211,7 @@ def _wait_until_ready(process: subprocess.Popen[bytes], address: str, log: IO[st
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """End the server and the engines that it has started."""
+    """Stop the vLLM server and the engines that it started."""
     assert process.stdin
     process.stdin.close()
     with contextlib.suppress(subprocess.TimeoutExpired):
@@ -221,8 +221,8 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def answers(address: str) -> bool:
-    """Whether the server is ready."""
+def is_healthy(address: str) -> bool:
+    """Return whether the vLLM server answers health checks."""
     try:
         with urllib.request.urlopen(f"{address}/health", timeout=5) as response:
             return bool(response.status == 200)
@@ -230,8 +230,8 @@ def answers(address: str) -> bool:
         return False
 
 
-def flags(arguments: Mapping[str, Any]) -> list[str]:
-    """Engine arguments as the server's command line has them; None is left out."""
+def server_flags(arguments: Mapping[str, Any]) -> list[str]:
+    """Convert engine arguments to command-line flags of vLLM's server; None is left out."""
     words: list[str] = []
     for name, value in arguments.items():
         flag = name.replace("_", "-")

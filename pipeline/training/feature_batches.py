@@ -152,9 +152,6 @@ class Batch:
     teacher_MD: Tensor
     teacher_KN: Tensor
 
-    def __len__(self) -> int:
-        return len(self.hidden_ND)
-
     def tensors(self) -> list[Tensor]:
         return [getattr(self, field.name) for field in fields(self)]
 

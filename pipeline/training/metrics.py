@@ -128,7 +128,6 @@ class TensorBoard:
 
         self.step = run.reported + 1
         self.writer = SummaryWriter(str(run.directory / "tensorboard"), purge_step=self.step)
-        self.writer.add_text("run", run.name, self.step)
         self.writer.add_text("configuration", json.dumps(run.configuration), self.step)
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:

@@ -27,7 +27,6 @@ from pipeline.training.task import TrainResult, TrainSpec, Workers
 from pipeline.training.trainer import train
 
 MAX_START_FAILURES = 10  # a minute each: a cluster that scales up needs some
-HEALTH_CHECK_SECONDS = "0.5"
 
 WorkerResult = tuple[TrainResult | None, MedusaDistillError | None]
 """What `run_worker` returns: the training's result, or the user's error."""
@@ -57,7 +56,6 @@ def train_on_ray(
         MedusaDistillError: As a worker raised it.
         EnvironmentFault: Workers died too often.
     """
-    os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", HEALTH_CHECK_SECONDS)
     # Absolute paths: Ray Train moves its workers to a directory of its own.
     spec = replace(
         spec,

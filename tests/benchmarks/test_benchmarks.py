@@ -45,7 +45,7 @@ def tiny_result(tmp_path_factory):
         with pytest.MonkeyPatch.context() as patched, tempfile.TemporaryDirectory() as place:
             patched.setattr("tempfile.tempdir", place)
             patched.setattr("benchmarks.targets.DEMO_TARGET", untrained)
-            patched.setattr("pipeline.report.plots.drawings", lambda *_: {})
+            patched.setattr("pipeline.report.plots.draw_plots", lambda *_: {})
             found[name] = importlib.import_module(f"benchmarks.{name}").measure(tiny=True)
             assert os.listdir(place) == []
         torch.set_num_threads(threads)
@@ -75,10 +75,9 @@ def test_the_benchmarks_of_vllm_run_at_a_tiny_size(name, vllm_here, tiny_result,
 
 def assert_measured(result: Result) -> None:
     assert result.claims
-    assert all(math.isfinite(claim.measured) for claim in result.claims)
-    assert all(
-        claim.measured > 0 for claim in result.claims if claim.unit != "MB"
-    )  # memory may not grow at all
+    for claim in result.claims:
+        assert math.isfinite(claim.measured)
+        assert claim.measured > 0 or claim.unit == "MB"  # memory may not grow at all
     json.dumps(result.facts)
 
 
@@ -86,12 +85,6 @@ def assert_measured(result: Result) -> None:
 def test_training_from_the_cache_and_online_learn_the_same(tiny_result):
     cases = tiny_result("train").facts["cases"]
     assert all(case["largest_loss_difference"] < 1e-4 for case in cases)
-
-
-@pytest.mark.slow
-def test_chunked_losses_and_full_logits_learn_the_same(tiny_result):
-    (case,) = tiny_result("medusa2").facts["cases"]
-    assert case["largest_loss_difference"] < 1e-5
 
 
 def test_sides_take_turns_after_a_round_that_does_not_count():
@@ -102,9 +95,8 @@ def test_sides_take_turns_after_a_round_that_does_not_count():
 
 
 def test_a_ratio_is_of_medians_and_its_spread_of_rounds():
-    claim = speed_ratio(
-        "x", {"ours": [1.0, 2.0, 4.0], "theirs": [3.0, 4.0, 6.0]}, 12, "tokens", aim=3
-    )
+    seconds = {"ours": [1.0, 2.0, 4.0], "theirs": [3.0, 4.0, 6.0]}
+    claim = speed_ratio("x", seconds, 12, "tokens", aim=3)
     assert (claim.measured, claim.spread, claim.met) == (2.0, (1.5, 3.0), False)
     assert claim.sides == {"ours, tokens/s": 6.0, "theirs, tokens/s": 3.0}
     percent = ratio("x", rates(1, [2.0]), rates(1, [1.0]), {}, unit="%", aim=50)
@@ -113,54 +105,32 @@ def test_a_ratio_is_of_medians_and_its_spread_of_rounds():
 
 
 def test_the_table_reads_the_files_and_names_missing_ones(tmp_path):
-    claims = [
-        Claim("a claim", 0.5, aim=0.85, sides={"a side, tokens/s": 1234.5}),
-        Claim("a figure", 12.0, unit="MB/s"),
-    ]
-    write_result(tmp_path, "one", Result(claims), seconds=1.0, peak_memory_gb=0.5)
+    claim = Claim("a claim", 0.5, aim=0.85, sides={"a side, tokens/s": 1234.5})
+    write_result(tmp_path, "one", Result([claim], {}, ["another"]), seconds=1.0, peak_memory_gb=0.5)
+    chat = Result([Claim("a figure", 12.0, unit="MB/s")])
+    write_result(tmp_path, "one-chat", chat, seconds=1.0, peak_memory_gb=0.5)
     write_table(tmp_path, {"one": "never read", "two": "needs a GPU"})
-    table = (tmp_path / "README.md").read_text()
-    assert "| one | a claim | 0.500× | ≥ 0.85× | **no** | a side, tokens/s: 1,234 |" in table
-    assert "| one | a figure | 12.0 MB/s |  |  |  |" in table
-    assert "| two | needs a GPU | not measured | | | |" in table
-
-
-def test_a_benchmark_of_another_target_stands_below_its_own(tmp_path):
-    for name in ("one", "one-chat", "two"):
-        write_result(
-            tmp_path,
-            name,
-            Result([Claim(f"claim of {name}", 0.5)]),
-            seconds=1.0,
-            peak_memory_gb=0.5,
-        )
-    write_table(tmp_path, {"one": "never read", "two": "never read"})
-    rows = [
-        line.split("|")[1:3]
-        for line in (tmp_path / "README.md").read_text().splitlines()
-        if "claim of" in line
+    lines = (tmp_path / "README.md").read_text().splitlines()
+    assert [line for line in lines if line.startswith(("| one", "| two"))][:4] == [
+        "| one | a claim | 0.500× | ≥ 0.85× | **no** | a side, tokens/s: 1,234 |",
+        "| one | another | not measured | | | |",
+        "| one-chat | a figure | 12.0 MB/s |  |  |  |",
+        "| two | needs a GPU | not measured | | | |",
     ]
-    assert rows == [[f" {name} ", f" claim of {name} "] for name in ("one", "one-chat", "two")]
 
 
-def test_another_target_s_ladder_is_kept_under_the_given_name(monkeypatch, capsys):
+def test_another_target_s_ladder_is_kept_under_the_given_name(monkeypatch):
+    asked, kept = [], []
+
     def compare(config, overrides, recipes):
         asked.append((config.name, list(overrides), list(recipes)))
         return Result([], {})
 
-    asked, kept = [], []
     monkeypatch.setattr(ladder, "compare", compare)
     monkeypatch.setattr(ladder, "keep", lambda name, result, seconds: kept.append(name))
-    ladder.main(
-        ["chat.yaml", "run.seed=1", "--results=chat", "--recipe=recurrent", "--recipe=Medusa, tied"]
-    )
-    ladder.main(["chat.yaml"])
-    recipes = [["recurrent", "Medusa, tied"], list(ladder.RECIPES)]
-    assert asked == [
-        ("chat.yaml", ["run.seed=1"], recipes[0]),
-        ("chat.yaml", [], recipes[1]),
-    ] and kept == ["ladder-chat"]
-    with pytest.raises(ConfigError, match=r"no recipe 'medusa'.*recurrent"):
+    ladder.main(["chat.yaml", "run.seed=1", "--results=chat", "--recipe=recurrent"])
+    assert asked == [("chat.yaml", ["run.seed=1"], ["recurrent"])] and kept == ["ladder-chat"]
+    with pytest.raises(ConfigError):
         ladder.main(["chat.yaml", "--recipe=medusa"])
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.artifacts.json_form import from_json
 from pipeline.cli.compare import compared_run
-from pipeline.report.comparison import ComparedRun, comparison
+from pipeline.report.comparison import ComparedRun, compare_runs
 from pipeline.report.report import Report, TrainFigures
 from tests.flows.tiny import NEW_TOKENS, latest, run_again
 
@@ -80,7 +80,7 @@ def report_of(name: str, cpu: str, target: str, overhead: float) -> ComparedRun:
 
 def test_other_machines_targets_and_load_are_named():
     runs = [report_of("a", "x", "t", 1.25), report_of("b", "y", "u", 0.8)]
-    table, notes = comparison(runs)
+    table, notes = compare_runs(runs)
     rows = {row[0]: row[1:] for row in table.rows}
     assert rows["speedup, native"] == ("1.60x", "-"), "faster than plain decoding: other load"
     assert rows["acceleration rate, native"] == ("2.00 ± 0.10",) * 2
@@ -93,6 +93,6 @@ def test_what_auto_has_chosen_is_shown():
         report = Report(train=TrainFigures(hyperparameters={"lr": chosen}))
         return ComparedRun(str(lr), report, {"train": {"lr": lr, "medusa": {"num_layers": 1}}})
 
-    table, _ = comparison([run("auto", 0.003), run(0.01, 0.01)])
+    table, _ = compare_runs([run("auto", 0.003), run(0.01, 0.01)])
     assert table.rows[0] == ("train.lr", "auto (0.003)", "0.01")
     assert "train.medusa.num_layers" not in {row[0] for row in table.rows}

@@ -45,7 +45,7 @@ def test_plan_names_the_setting_that_makes_stages_run_again(command, config_file
     assert f"conversations, {tokens:,} tokens" in out, "the true number of what is done"
 
 
-def test_plan_of_a_run_that_lost_a_shard_has_it_pending(command, config_file, copied_run):
+def test_plan_of_a_run_without_a_shard_has_it_pending(command, config_file, copied_run):
     copied_run.latest("features").shards()[0].unlink()
     ended = command("plan", config_file)
     assert ended.code == 0, ended.err
@@ -153,18 +153,8 @@ def test_plan_without_weights_prints_gib_and_refuses_misfits(command, config_fil
     assert "2 checkpoint(s) of 67.1 GB" in ended.out, (
         "12 bytes for each of 5 x 8,192 x 136,449 numbers"
     )
-    assert (
-        states(ended.out)["generate"] == "run"
-        and f"{40 * 32:,} tokens" in ended.out
-        and "16,384 bytes" in ended.out
-    )
+    assert f"{40 * 32:,} tokens" in ended.out and "16,384 bytes" in ended.out
     table = ended.out.partition("GiB  ")[2].splitlines()[1:5]
-    assert [line.split()[0].rstrip(",") for line in table] == [
-        "generate",
-        "features",
-        "train",
-        "check",
-    ]
     assert float(line_of("train", "\n".join(table)).split()[1]) == pytest.approx(
         5 * 8192 * 136449 * 4 / 2**30, abs=0.06
     )

@@ -95,7 +95,7 @@ def target_of() -> Callable[[str], PreTrainedModel]:
 
 @pytest.fixture(scope="session")
 def continuation() -> Callable[..., list[int]]:
-    """(model, prompt, num_tokens, eos): the greedy text of transformers' own `generate`."""
+    """Return a function of (model, prompt, num_tokens, eos): transformers' greedy text."""
 
     @cache
     def decode(model, prompt: tuple[int, ...], num_tokens: int, eos: tuple[int, ...]) -> list[int]:
@@ -129,13 +129,13 @@ def _fitted_heads(model, ids: list[int], num_heads: int, known: float = 1.0) -> 
 
 @pytest.fixture(scope="session")
 def fitted_heads() -> Callable[..., MedusaHeads]:
-    """(model, ids, num_heads, known): heads that are right on a share of a text's positions."""
+    """Return a function that fits heads to a share `known` of a text's positions."""
     return _fitted_heads
 
 
 @pytest.fixture(scope="session")
 def pair(target_of, continuation) -> Callable[[str], tuple[PreTrainedModel, MedusaHeads]]:
-    """(family): a target, and three heads that know its answer to `PROMPT` well."""
+    """Return a function of a family: a target, and three heads fitted to its answer to `PROMPT`."""
 
     def get(family: str) -> tuple[PreTrainedModel, MedusaHeads]:
         model = target_of(family)
@@ -145,7 +145,7 @@ def pair(target_of, continuation) -> Callable[[str], tuple[PreTrainedModel, Medu
 
 
 def held_out_answers(model, prompts, texts, num_heads: int) -> Iterator[tuple[tuple, torch.Tensor]]:
-    """Per answer its roots (states and next tokens), and the labels [K, N] of heads."""
+    """Yield each answer's roots (states and next tokens) and labels [K, N]."""
     for prompt, text in zip(prompts, texts, strict=True):
         hidden_ND, _ = last_positions(model, prompt + text[:-1], len(text))
         labels_KN = torch.full((num_heads, len(text) - 1), IGNORED)

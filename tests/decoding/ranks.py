@@ -1,4 +1,4 @@
-"""Held-out text for the tests of walks and searches: ranks as heads could have guessed them."""
+"""Random ranks of held-out text, for the tests of replays and tree searches."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pipeline.heads.accuracy import MISS, NO_LABEL
 
 @st.composite
 def held_out(draw, num_heads: int = 3, top: int = 3, least: int = 1) -> HeldOutRanks:
-    """`least` to 6 spans of 1 to 9 positions; no labels beyond a span's end."""
+    """Draw ranks of `least` to 6 spans of 1 to 9 positions, without labels past a span's end."""
     lengths = draw(st.lists(st.integers(1, 9), min_size=least, max_size=6))
     guess = st.sampled_from([*range(top), MISS])
     columns = []
@@ -29,6 +29,6 @@ def held_out(draw, num_heads: int = 3, top: int = 3, least: int = 1) -> HeldOutR
     )
 
 
-def of(ranks_KN: np.ndarray, starts: np.ndarray) -> HeldOutRanks:
-    """Spans that are a conversation each."""
+def ranks_of(ranks_KN: np.ndarray, starts: np.ndarray) -> HeldOutRanks:
+    """Build ranks whose spans are one conversation each."""
     return HeldOutRanks(ranks_KN, starts, np.arange(len(starts)), np.zeros(len(starts), bool))

@@ -15,7 +15,7 @@ VOCAB = 5
 
 @st.composite
 def random_trees(draw: st.DrawFn, max_nodes: int = 12) -> tuple[TreePath, ...]:
-    """Any tree over four heads and `VOCAB` guesses: each node below one that is there already."""
+    """Draw a tree over four heads and `VOCAB` guesses, node by node."""
     paths: list[TreePath] = [()]
     node = st.tuples(st.integers(0, 99), st.integers(0, VOCAB - 1))
     for parent, rank in draw(st.lists(node, max_size=max_nodes)):
@@ -26,7 +26,7 @@ def random_trees(draw: st.DrawFn, max_nodes: int = 12) -> tuple[TreePath, ...]:
 
 
 def random_step(seed: int, choices: Iterable[TreePath], spread: float = 2.0):
-    """A tree, the target's logits, and guesses of heads: one order of the vocabulary per depth."""
+    """Draw a tree, the target's logits, and the tokens that the heads guess."""
     generator = torch.Generator().manual_seed(seed)
     tree = Tree(choices)
     logits = torch.randn(tree.num_nodes + 1, VOCAB, generator=generator, dtype=torch.float64)
@@ -36,7 +36,7 @@ def random_step(seed: int, choices: Iterable[TreePath], spread: float = 2.0):
 
 
 def candidates(tree: Tree, tokens: torch.Tensor) -> list[list[tuple[int, int, int]]]:
-    """Every path of the tree, root excluded, as (row, parent row, token)."""
+    """List every path of the tree without the root, as (row, parent row, token)."""
     row_of = {(): 0} | {path: row for row, path in enumerate(tree.choices, start=1)}
     found = []
     for path in ((), *tree.choices):
@@ -48,7 +48,7 @@ def candidates(tree: Tree, tokens: torch.Tensor) -> list[list[tuple[int, int, in
 def typical_length(
     logits_TV: torch.Tensor, tokens: Sequence[int], temperature: float
 ) -> tuple[int, float]:
-    """The number of tokens typical acceptance keeps, and their log likelihood (paper 2.3.1)."""
+    """Compute how many tokens typical acceptance keeps, and their log likelihood (paper 2.3.1)."""
     length, likelihood = 0, 0.0
     for row, token in zip(logits_TV, tokens, strict=True):
         p = torch.softmax(row / temperature, 0).tolist()
@@ -60,13 +60,13 @@ def typical_length(
 
 
 def gumbel(shape: Sequence[int], seed: int) -> torch.Tensor:
-    """Standard Gumbel noise in float64, by exponential draws."""
+    """Draw standard Gumbel noise in float64, by exponential draws."""
     generator = torch.Generator().manual_seed(seed)
     return -torch.empty(*shape, dtype=torch.float64).exponential_(generator=generator).log()
 
 
 def chi_square_p(counts: Sequence[int], probabilities: Sequence[float]) -> float:
-    """The p-value of Pearson's test; rare cells are pooled."""
+    """Compute the p-value of Pearson's chi-square test; rare cells are pooled."""
     num_samples = sum(counts)
     assert abs(sum(probabilities) - 1) < 1e-6
     pooled, rare_p, rare_count = [], 0.0, 0

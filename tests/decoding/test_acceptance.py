@@ -100,7 +100,7 @@ def test_a_rule_is_made_by_its_name():
 
 
 def law_of_rejection(tree, p, tokens) -> dict[tuple[int, int], float]:
-    """The probability of each (row, next token) when children are tried one after another."""
+    """Compute the probability of each (row, next token) of sequential rejection sampling."""
     law: Counter[tuple[int, int]] = Counter()
 
     def visit(row: int, reached: float) -> None:
@@ -121,7 +121,7 @@ def law_of_rejection(tree, p, tokens) -> dict[tuple[int, int], float]:
 
 
 def truncated(logits, temperature: float, top_p: float) -> list[list[float]]:
-    """The target's distributions by transformers' own nucleus."""
+    """Compute the target's distributions with transformers' top-p warper."""
     scores = logits / temperature
     if top_p < 1:
         scores = TopPLogitsWarper(top_p)(None, scores)
@@ -129,7 +129,7 @@ def truncated(logits, temperature: float, top_p: float) -> list[list[float]]:
 
 
 def p_of_law(rule, step, law: dict) -> float:
-    """The p-value of `NUM_SAMPLES` draws of a rule under a law."""
+    """Compute the p-value of `NUM_SAMPLES` draws of a rule under a distribution."""
     tree, logits, tokens = step
     noise = gumbel((NUM_SAMPLES, tree.max_depth + 1, VOCAB), 5)
     logits, tokens = logits.expand(NUM_SAMPLES, -1, -1), tokens.expand(NUM_SAMPLES, -1)
@@ -164,7 +164,7 @@ def test_half_precision_logits_are_drawn_in_full_precision():
 
 
 def test_drawn_tokens_have_the_targets_probabilities():
-    """The noise is decoding's: position after position of one generator."""
+    """The noise is drawn as in decoding, position after position from one generator."""
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0, -4.0, -torch.inf])
     noise, counts = Noise(torch.Generator().manual_seed(4)), Counter()
     for _ in range(5_000):

@@ -1,6 +1,4 @@
-"""Captured steps write what uncaptured steps do: nothing that changes between steps may be left on
-the host.
-"""
+"""Captured steps write the same text as uncaptured steps."""
 
 from __future__ import annotations
 
@@ -71,7 +69,7 @@ class Tape(TorchDispatchMode):
 
 
 def _renewed(value, again: dict[int, torch.Tensor]):
-    """An argument with the tensors of this replay; `tree_map` takes half of a replay's time."""
+    """Replace the tensors of an argument by those of this replay."""
     if isinstance(value, torch.Tensor):
         return again.get(id(value), value)
     if type(value) in (tuple, list):
@@ -86,7 +84,7 @@ def _tensors(made) -> list[torch.Tensor]:
 
 @pytest.fixture(autouse=True)
 def narrow(monkeypatch):
-    """Widths of 16 slots, so that texts outgrow several."""
+    """Use cache widths of 16 slots, so that texts outgrow several."""
     monkeypatch.setattr("pipeline.decoding.cache._GRANULE", 16)
 
 

@@ -52,7 +52,7 @@ def test_a_batch_is_judged_as_each_text_is(rule, tree, pair):
 
 @pytest.mark.parametrize("family", ["llama", "mistral-window", "gemma2-both-windows"])
 def test_accepted_rows_are_moved_within_the_cache(family, target_of, continuation, fitted_heads):
-    """A wrong token is every head's best guess, so that accepted rows are never the first."""
+    """Every head's best guess is wrong, so that accepted rows are never the first."""
     model = target_of(family)
     text = continuation(model, PROMPT, 40)
     heads = fitted_heads(model, PROMPT + text, 3)
@@ -91,7 +91,7 @@ def test_an_end_token_inside_a_path_ends_the_text(position, rule, target_of, fit
 
 @pytest.mark.parametrize("num_tokens", range(1, 10))
 def test_length_cuts_inside_a_path(num_tokens, target_of, continuation, fitted_heads):
-    """An end token behind the cut, mostly within the last step's path, does not count."""
+    """An end token after the limit does not count."""
     model = target_of("mistral-window")
     text = continuation(model, PROMPT, 40)
     heads = fitted_heads(model, PROMPT + text, 3)

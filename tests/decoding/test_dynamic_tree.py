@@ -1,6 +1,4 @@
-"""Trees that grow in every step: against growing them one node after another, and against plain
-decoding.
-"""
+"""Dynamic trees equal trees that are grown node by node, and keep the target's text."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ def dynamic_trees(draw) -> DynamicTree:
 
 @torch.no_grad()
 def grown_by_hand(tree: DynamicTree, heads, hidden_D, token: int) -> dict[tuple[int, ...], float]:
-    """The chosen nodes as the tokens on their paths, each with its score.
+    """Grow one tree node by node: the tokens on each chosen path, with the path's score.
 
     Examples with two nodes that are equally probable in fp32 are passed over.
     """
@@ -109,7 +107,7 @@ def test_a_place_is_that_of_the_node_among_all_proposed(tree: DynamicTree, seed,
 
 
 def test_nothing_has_a_place_below_a_token_not_proposed():
-    """Not even the root's own child, one depth below where it is proposed."""
+    """The child of the root has no place one depth below."""
     heads, tree = random_cell(), DynamicTree(1, 2, 2)
     hidden = torch.randn(3, SIZE, dtype=torch.float64)
     children_BC = tree.propose(heads, hidden, ROOTS).tokens_BC[:, : tree.top]

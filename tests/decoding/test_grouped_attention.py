@@ -1,6 +1,4 @@
-"""Grouped queries under a mask: what transformers computes with keys and values expanded, without
-expanding them.
-"""
+"""Attention of grouped queries under a mask equals transformers' attention."""
 
 from __future__ import annotations
 

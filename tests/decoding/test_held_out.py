@@ -1,4 +1,4 @@
-"""The walk takes decoding's own steps; standard errors are those of the bootstrap."""
+"""Replays take the steps of decoding; standard errors are those of the bootstrap."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from pipeline.decoding.held_out import (
 from pipeline.decoding.tree_search import joint_tree
 from pipeline.heads.accuracy import label_ranks
 from tests.decoding.conftest import PROMPT, PROMPTS, held_out_answers
-from tests.decoding.ranks import held_out, of
+from tests.decoding.ranks import held_out, ranks_of
 
 CHAIN = ((0,), (0, 0))
 conversations = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 20)), min_size=2, max_size=12)
@@ -31,7 +31,7 @@ conversations = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 20)), min_
 
 @settings(max_examples=100, deadline=None)
 @given(ranks=held_out(), num_nodes=st.integers(0, 12))
-def test_the_walk_takes_decoding_s_steps_in_each_span(ranks, num_nodes):
+def test_a_replay_takes_decoding_s_steps_in_each_span(ranks, num_nodes):
     choices = joint_tree(ranks, num_nodes)
     truths = [tuple(column) for column in ranks.ranks_KN.T.tolist()]
     guessed = []
@@ -46,16 +46,16 @@ def test_the_walk_takes_decoding_s_steps_in_each_span(ranks, num_nodes):
             nodes.update(truths[start][:depth] for depth in range(1, kept[-1] + 1))
             new += kept[-1:] * (not seen)
             start += guessed[start] + 1
-    walked = replay(ranks, choices)
-    assert walked.kept_S.tolist() == kept and walked.new_answers().kept_S.tolist() == new
+    replayed = replay(ranks, choices)
+    assert replayed.kept_S.tolist() == kept and replayed.new_answers().kept_S.tolist() == new
     assert sum(kept) + len(kept) == len(ranks), "every token is kept once"
     by_node = [nodes[path] / len(kept) for path in choices]
-    assert walked.node_shares(ranks, choices) == pytest.approx(by_node)
+    assert replayed.node_shares(ranks, choices) == pytest.approx(by_node)
     by_depth = [sum(one >= depth for one in kept) / len(kept) for depth in (1, 2, 3)]
-    assert walked.depth_shares() == pytest.approx(by_depth[: max(kept)])
+    assert replayed.depth_shares() == pytest.approx(by_depth[: max(kept)])
     rate = pytest.approx(len(ranks) / len(kept))
-    assert walked.acceleration_rate == rate
-    assert walked.estimate().rate == rate
+    assert replayed.acceleration_rate == rate
+    assert replayed.estimate().rate == rate
 
 
 @settings(max_examples=40, deadline=None)
@@ -73,14 +73,14 @@ def test_halves_share_the_conversations_out(ranks):
 
 
 def test_the_rate_is_one_without_tree_nan_without_text():
-    ranks = of(np.zeros((2, 5), np.uint8), np.array([0, 3]))
+    ranks = ranks_of(np.zeros((2, 5), np.uint8), np.array([0, 3]))
     assert replay(ranks, ()).acceleration_rate == 1.0
-    nothing = of(np.zeros((2, 0), np.uint8), np.empty(0, np.int64))
+    nothing = ranks_of(np.zeros((2, 0), np.uint8), np.empty(0, np.int64))
     assert np.isnan(replay(nothing, ((0,),)).acceleration_rate)
 
 
 @pytest.mark.parametrize("num_nodes", [1, pytest.param(9, marks=pytest.mark.slow), 36])
-def test_walks_take_the_decoder_s_steps(num_nodes, target_of, continuation, fitted_heads):
+def test_replays_take_the_decoder_s_steps(num_nodes, target_of, continuation, fitted_heads):
     """On the target's own greedy text, with a static and with a dynamic tree."""
     model = target_of("llama")
     texts = [continuation(model, prompt, 40) for prompt in PROMPTS]
@@ -90,23 +90,23 @@ def test_walks_take_the_decoder_s_steps(num_nodes, target_of, continuation, fitt
     for roots, labels in held_out_answers(model, PROMPTS, texts, 3):
         ranks.append(label_ranks(heads, *roots, labels, 4).numpy())
         places.append(dynamic.places(heads, *roots, labels).numpy())
-    text = of(np.concatenate(ranks, axis=1), np.arange(len(PROMPTS)) * 39)
+    text = ranks_of(np.concatenate(ranks, axis=1), np.arange(len(PROMPTS)) * 39)
     spans = text.starts, text.conversations, text.seen
     choices = joint_tree(text, num_nodes)
     grown = HeldOutPlaces(np.concatenate(places, axis=1), *spans).replay(num_nodes)
-    for tree, walked in ((choices, replay(text, choices)), (dynamic, grown)):
+    for tree, replayed in ((choices, replay(text, choices)), (dynamic, grown)):
         decoder = Decoder(model, heads, tree, eos_token_ids=())
         decoded = [decoder.generate(prompt, 40) for prompt in PROMPTS]
         assert [one.token_ids for one in decoded] == texts
-        assert (walked.kept_S + 1).tolist() == [kept for one in decoded for kept in one.accepted]
-        assert walked.acceleration_rate == pytest.approx(acceleration_rate(decoded))
-        assert walked.acceleration_rate > 1.05, "guesses must be accepted"
+        assert (replayed.kept_S + 1).tolist() == [kept for one in decoded for kept in one.accepted]
+        assert replayed.acceleration_rate == pytest.approx(acceleration_rate(decoded))
+        assert replayed.acceleration_rate > 1.05, "guesses must be accepted"
 
 
 @settings(max_examples=15, deadline=None)
 @given(found=conversations)
 def test_the_standard_error_is_the_bootstrap_s_over_conversations(found):
-    """Drawn one by one, with other random numbers."""
+    """Resample conversations one by one, with other random numbers."""
     rng, rates = np.random.default_rng(1), []
     for _ in range(4 * NUM_RESAMPLES):
         drawn = [found[i] for i in rng.integers(len(found), size=len(found))]

@@ -15,7 +15,7 @@ WINDOWS = {"full_attention": None, "sliding_attention": 3}
 
 
 def expected_mask(paths: list, num_prefix: int, num_columns: int, window: int | None):
-    """By definition: a row sees its prefix and the rows above it, within the window."""
+    """Build the mask by definition: a row sees its prefix and its ancestors in the window."""
     mask = torch.full((len(paths), num_columns), HIDDEN)
     for row, path in enumerate(paths):
         for column in range(num_prefix + len(paths)):

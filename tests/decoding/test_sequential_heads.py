@@ -1,6 +1,4 @@
-"""Decoding with a recurrent cell, whose guesses depend on one another, or a draft vocabulary: exact
-like any other.
-"""
+"""Exact decoding with a recurrent cell and with a draft vocabulary."""
 
 from __future__ import annotations
 
@@ -29,12 +27,12 @@ IDS = ["cartesian", "chain beyond training", "dynamic"]
 
 @pytest.fixture(autouse=True)
 def narrow(monkeypatch):
-    """Widths of 16 slots, so that texts outgrow several."""
+    """Use cache widths of 16 slots, so that texts outgrow several."""
     monkeypatch.setattr("pipeline.decoding.cache._GRANULE", 16)
 
 
 def trained_cell(model: PreTrainedModel, ids: list[int]) -> RecurrentHeads:
-    """A cell of three steps that has learned one text well enough to be right often."""
+    """Train a cell of three steps on one text."""
     states_ND, _ = last_positions(model, ids, len(ids))
     hidden, following = states_ND[:-2].clone(), torch.tensor(ids[1:-1])
     lm_head = model.get_output_embeddings().weight.detach()
@@ -58,7 +56,7 @@ def trained_cell(model: PreTrainedModel, ids: list[int]) -> RecurrentHeads:
 
 @pytest.fixture(scope="module")
 def cell_pair(target_of, continuation):
-    """(family): a target and a cell that knows its answer to `PROMPT` well."""
+    """Return a function of a family: a target and a cell trained on its answer to `PROMPT`."""
     made = {}
 
     def get(family: str) -> tuple[PreTrainedModel, RecurrentHeads]:
@@ -71,7 +69,7 @@ def cell_pair(target_of, continuation):
 
 
 def require_same_captured(model, heads, tree, prompts: list[list[int]]) -> list[Decoded]:
-    """Decode with and without captured steps; returns what both write."""
+    """Decode with and without captured steps; return their common result."""
     expected = Decoder(model, heads, tree, eos_token_ids=()).generate_batch(prompts, 40)
     tape = Tape()
     captured = Decoder(model, heads, tree, eos_token_ids=(), graph_capture=tape)

@@ -1,4 +1,4 @@
-"""Trees searched on ranks: optimal for their counts, and judged on text that they have not seen."""
+"""Searched trees are optimal for their counts, and are rated on unseen text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pipeline.decoding.tree_search import (
     search_trees,
 )
 from pipeline.heads.accuracy import MISS
-from tests.decoding.ranks import held_out, of
+from tests.decoding.ranks import held_out, ranks_of
 
 
 @settings(max_examples=25, deadline=None)
@@ -44,7 +44,7 @@ def test_no_tree_of_the_size_is_right_more_often(ranks, num_nodes):
 @given(
     ranks=held_out(least=2), size=st.integers(1, 9), search=st.sampled_from(["product", "joint"])
 )
-def test_each_half_is_judged_by_the_other_half_s_tree(ranks, size, search):
+def test_each_half_is_replayed_with_the_other_half_s_tree(ranks, size, search):
     fits = CrossFit(ranks, 9, None, 3)
     choices = fits.whole[search][:size]
     assert choices == search_trees(ranks, 9, None, 3)[search][:size]
@@ -80,7 +80,7 @@ def test_a_choice_with_unknown_overhead_is_the_last():
 
 
 def test_a_head_that_is_never_right_still_gets_a_tree():
-    ranks = of(np.full((2, 6), MISS, np.uint8), np.array([0, 3]))
+    ranks = ranks_of(np.full((2, 6), MISS, np.uint8), np.array([0, 3]))
     assert search_trees(ranks, 8, None, 5) == {"product": ((0,),), "joint": ((0,),)}
 
 

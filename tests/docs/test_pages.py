@@ -9,7 +9,6 @@ import json
 import re
 import runpy
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -28,14 +27,7 @@ ROOT = Path(__file__).parents[2]
 TRACKED = subprocess.run(
     ["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True
 ).stdout.split()
-PAGES = sorted(
-    {
-        *TRACKED,
-        "README.md",
-        "CONTRIBUTING.md",
-        *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")),
-    }
-)
+PAGES = sorted(TRACKED)
 PROSE = [page for page in PAGES if not page.startswith("benchmarks/results")]
 KEYS = re.findall(r"^\| `([^`]+)`", reference(), flags=re.MULTILINE)
 COMMANDS = {command.callback.__name__ for command in app.registered_commands if command.callback}
@@ -83,27 +75,18 @@ def test_every_relative_link_and_anchor_resolves(page):
         assert not anchor or anchor in anchors(target), f"{page} links to {link}"
 
 
-def test_the_readme_is_short():
-    assert len(text("README.md").splitlines()) <= 200
-
-
 def test_every_page_is_linked_from_the_readme():
     for page in (ROOT / "docs").glob("*.md"):
         assert f"docs/{page.name}" in text("README.md"), page.name
 
 
 @pytest.mark.parametrize("page", PROSE)
-def test_every_make_target_exists(page):
-    targets = set(re.findall(r"^([a-z]+):", text("Makefile"), flags=re.MULTILINE))
-    for line in commands(page):
-        if line.startswith("make "):
-            assert line.split()[1] in targets, line
-
-
-@pytest.mark.parametrize("page", PROSE)
 def test_every_command_exists_and_every_file_that_it_runs(page):
+    targets = re.findall(r"^([a-z]+):", text("Makefile"), flags=re.MULTILINE)
     for line in commands(page):
         words = line.split()
+        if words[0] == "make":
+            assert words[1] in targets, line
         if "medusa-distill" in words[0]:
             assert words[1] in COMMANDS, line
         for word in words:
@@ -121,15 +104,7 @@ def test_every_key_that_is_named_exists(page):
     )
     for code in re.findall(r"`([^`\n]+)`", prose):
         for name in key.findall(code):
-            is_file = Path(name).suffix in (
-                ".py",
-                ".md",
-                ".json",
-                ".jsonl",
-                ".yaml",
-                ".html",
-                ".svg",
-            )
+            is_file = Path(name).suffix in (".py", ".md", ".json", ".jsonl", ".yaml", ".html")
             assert is_file or name in KEYS or any(known.startswith(f"{name}.") for known in KEYS), (
                 f"{page}: {name}"
             )
@@ -181,27 +156,16 @@ def test_every_public_name_is_documented():
 
 
 def test_pictures_are_what_the_script_draws():
-    script = "import runpy; names = runpy.run_path('scripts/draw_images.py'); "
-    script += (
-        "print([n for n, draw in names['PICTURES'].items() if (names['IMAGES'] / n).read_text() !="
-        " draw()])"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == "[]", "run python scripts/draw_images.py"
+    names = runpy.run_path(str(ROOT / "scripts" / "draw_images.py"))
+    for name, draw in names["PICTURES"].items():
+        assert (names["IMAGES"] / name).read_text() == draw(), "run scripts/draw_images.py"
 
 
 def test_every_room_is_described():
     page = text("docs/architecture.md")
-    rooms = {
-        path.stem
-        for path in (ROOT / "pipeline").iterdir()
-        if path.suffix == ".py" or (path / "__init__.py").exists()
-    }
-    assert [
-        room for room in sorted(rooms - {"__init__"}) if not re.search(rf"`{room}(/|\.py)`", page)
-    ] == []
+    for path in (ROOT / "pipeline").iterdir():
+        if (path / "__init__.py").exists():
+            assert f"`{path.name}/`" in page, path.name
 
 
 def test_measured_claims_are_those_of_the_results():
@@ -214,31 +178,6 @@ def test_measured_claims_are_those_of_the_results():
     cells = [row.split("|")[2] for row in rows if row.startswith("| ") and "measured" not in row]
     figures = [figure for cell in cells for figure in re.findall(r"\d+(?:\.\d+)?", cell)]
     assert len(figures) >= 9 and [figure for figure in figures if figure not in written] == []
-
-
-def test_nothing_cites_a_document_that_is_not_here():
-    kept = [
-        "pipeline",
-        "tests",
-        "benchmarks",
-        "docs",
-        "flows",
-        "configs",
-        "examples",
-        "README.md",
-        "CONTRIBUTING.md",
-    ]
-    files = [
-        path
-        for name in kept
-        for path in ((ROOT / name).rglob("*") if (ROOT / name).is_dir() else [ROOT / name])
-    ]
-    cited = [
-        path
-        for path in files
-        if path.suffix in (".py", ".md", ".yaml") and "DESIGN" in path.read_text()
-    ]
-    assert [path for path in cited if path != Path(__file__)] == []
 
 
 def test_the_readme_s_figures_match_the_script_s_format():

@@ -50,13 +50,13 @@ def plain(pair) -> Decoder:
 
 def test_the_cache_is_sized_for_steps_not_context(pair, monkeypatch):
     asked: list[int] = []
-    begin = TreeCache.begin
+    begin = TreeCache.begin_batch
 
     def counted(cache, slots, *arguments):
         asked.append(slots)
         return begin(cache, slots, *arguments)
 
-    monkeypatch.setattr(TreeCache, "begin", counted)
+    monkeypatch.setattr(TreeCache, "begin_batch", counted)
     curve = overhead_curve(*pair, TREES, [[5] * 20, [7] * 9], 131_072)
     assert 1 in curve and all(cost > 0 for cost in curve.values())
     assert max(asked) <= 20 + 1 + NUM_STEPS * 3 + 1 + 4

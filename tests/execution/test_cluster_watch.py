@@ -1,6 +1,4 @@
-"""An address where nobody listens, and a cluster that dies, are one paragraph and exit 4 within
-seconds.
-"""
+"""A Ray cluster that is missing or dies is reported with exit 4 within seconds."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from pipeline.execution.ray_cluster import SECONDS_BETWEEN_TESTS, ClusterWatch, 
     "address", ["127.0.0.1:{closed}", "ray://127.0.0.1:{closed}", "127.0.0.1:port"]
 )
 def test_an_address_where_nobody_listens_is_refused(monkeypatch, address):
-    """Ray itself would try for minutes."""
+    """Ray itself would retry for minutes."""
     with socket.create_server(("127.0.0.1", 0)) as once:
         address = address.format(closed=once.getsockname()[1])
     monkeypatch.setenv("RAY_ADDRESS", address)
@@ -33,13 +31,13 @@ def test_only_the_last_line_of_a_servers_traceback_is_shown():
 
 
 class Cluster:
-    """Processes of which some are silent, and a clock that goes on when somebody sleeps."""
+    """Ray processes of which some are silent, with a clock that advances in `sleep`."""
 
     def __init__(self):
         self.silent: set[str] = set()
         self.now = 100.0
 
-    def refusal(self, address):
+    def connection_error(self, address):
         return "silent" if address in self.silent else None
 
     def monotonic(self):
@@ -53,7 +51,7 @@ class Cluster:
 def cluster(monkeypatch):
     cluster = Cluster()
     monkeypatch.setattr(ray_cluster, "time", cluster)
-    monkeypatch.setattr(ray_cluster, "refusal", cluster.refusal)
+    monkeypatch.setattr(ray_cluster, "connection_error", cluster.connection_error)
     return cluster
 
 

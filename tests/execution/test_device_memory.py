@@ -1,4 +1,4 @@
-"""Memory of this machine, and a driver that torch cannot use."""
+"""This machine's memory, and a GPU driver that torch cannot use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bisection finds the rows that kill their worker, all of them and no other, in few trials."""
+"""Bisection finds all rows that crash their worker, and no others, in few trials."""
 
 from __future__ import annotations
 
@@ -17,9 +17,7 @@ from tests.storage.rows import seed_row, write_shard
 
 
 class Graveyard:
-    """An executor whose workers die of what `kills` says of the rows' numbers; it counts its
-    trials.
-    """
+    """An executor whose workers die of the rows that `kills` names; it counts trials."""
 
     def __init__(self, kills):
         self.kills, self.trials = kills, 0
@@ -33,7 +31,7 @@ class Graveyard:
 
 @pytest.fixture(scope="module")
 def search(tmp_path_factory):
-    """Makes an upstream shard of n rows, on which a worker died, and searches it."""
+    """A function that bisects a shard of n rows on which a worker died."""
 
     def find(number, executor, max_deaths=2):
         root = tmp_path_factory.mktemp("isolation")

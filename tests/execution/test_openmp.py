@@ -1,4 +1,4 @@
-"""The spin time of torch's idle threads is set before torch loads, unless the user has set it."""
+"""The spin time of OpenMP's idle threads is set before torch loads, unless the user set it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pipeline import OPENMP
     "users", [{}, {"OMP_WAIT_POLICY": "active"}, {"GOMP_SPINCOUNT": "77"}], ids=str
 )
 def test_torchs_openmp_understands_how_long_to_spin(users):
-    """OpenMP reads the variables when it is loaded, here without the rest of torch."""
+    """OpenMP reads the variables when it is loaded."""
     (openmp,) = (Path(torch.__file__).parent / "lib").glob("libgomp*")
     environment = {name: value for name, value in os.environ.items() if name not in OPENMP}
     command = [sys.executable, "-c", f"import pipeline, ctypes; ctypes.CDLL({str(openmp)!r})"]

@@ -1,4 +1,4 @@
-"""A placement fits; one that can never fit is refused with its sum."""
+"""A placement fits on the nodes, or is refused."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WANTED = st.builds(
 
 
 def can_place(nodes, workers, cpus, gpus):
-    """Put workers down one by one, each on the first node with room for it."""
+    """Return whether workers fit when each is placed on the first node with room."""
     left = [list(node) for node in nodes]
     for _ in range(workers):
         node = next((node for node in left if node[0] >= cpus and node[1] >= gpus), None)

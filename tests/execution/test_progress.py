@@ -1,4 +1,4 @@
-"""Progress crosses process borders, and is a plain line now and then outside a terminal."""
+"""Progress crosses process borders, and is printed as plain lines without a terminal."""
 
 from __future__ import annotations
 

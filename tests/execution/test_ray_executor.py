@@ -1,6 +1,4 @@
-"""Ray carries shards, results and errors as the inline executor does, and leaves the process as it
-was.
-"""
+"""Ray and inline executors return the same results, errors and progress."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ ONE = Placement(1, 1, 0)
 
 
 class Worker:
-    """A worker whose receipts say how many calls it has had; two shards make it fail."""
+    """A worker whose receipts count its calls; shards 3 and 5 make it fail."""
 
     def __init__(self, calls=0, expected=None):
         self.calls, self.expected = calls, [] if expected is None else expected
@@ -44,7 +42,7 @@ class Worker:
 
 
 class Reporting(Worker):
-    """A worker that counts until its count has been shown, which makes a file."""
+    """A worker that reports progress until the progress has been shown."""
 
     def __init__(self, progress, shown):
         super().__init__()
@@ -59,9 +57,7 @@ class Reporting(Worker):
 
 
 class Mortal(Worker):
-    """A worker that some shards end: one is killed each time, one the first time, one hangs the
-    first time.
-    """
+    """A worker that is killed by shard 1, and once by shard 2, and that hangs once on shard 4."""
 
     def __init__(self, diary):
         super().__init__()
@@ -79,9 +75,7 @@ class Mortal(Worker):
 
 
 class Unreadable:
-    """An argument that no other process can load, so that a worker ends before it is given a
-    shard.
-    """
+    """An argument that ends the process that unpickles it."""
 
     def __reduce__(self):
         return die, ()
@@ -133,9 +127,7 @@ def assert_progress_is_shown(executor, root):
 
 
 def assert_deaths_are_outlived(executor, root):
-    """Each death comes with its shard, the others are done meanwhile, what is added is tried
-    again.
-    """
+    """Check that each death names its shard and that failed shards are tried again."""
     given, deaths, done = tasks(6, root), Counter(), set()
     for outcome in executor.map(Mortal, {"diary": root / "diary"}, given, ONE, 3):
         index = outcome.task.index

@@ -103,19 +103,15 @@ def test_config_json_names_the_target_for_vllm(tmp_path):
 
 
 def test_the_export_alone_starts_vllm_with_its_target(tmp_path):
-    def started_with(named: str, target: str) -> dict:
-        return config_of(named).engine_args(tmp_path / "export", target)
-
-    alone = {"model": str(tmp_path / "export")}
-    apart = {"method": "medusa", "model": str(tmp_path / "export"), "num_speculative_tokens": 3}
-    (tmp_path / "target").mkdir()
-    (tmp_path / "link").symlink_to(tmp_path / "target")
-    assert started_with("owner/target", "owner/target") == alone
-    assert started_with(str(tmp_path / "target"), str(tmp_path / "link")) == alone
-    assert started_with(str(tmp_path / "gone"), str(tmp_path / "target")) == {
-        "speculative_config": apart
-    }
-    assert started_with("owner/target", str(tmp_path / "target")) == {"speculative_config": apart}
+    export = tmp_path / "export"
+    apart = {"method": "medusa", "model": str(export), "num_speculative_tokens": 3}
+    target, link, gone = (str(tmp_path / name) for name in ("target", "link", "gone"))
+    Path(target).mkdir()
+    Path(link).symlink_to(target)
+    for named, served in (("owner/target", "owner/target"), (target, link)):
+        assert config_of(named).engine_args(export, served) == {"model": str(export)}
+    for named, served in ((gone, target), ("owner/target", target)):
+        assert config_of(named).engine_args(export, served) == {"speculative_config": apart}
 
 
 @settings(max_examples=25, deadline=None)
@@ -137,41 +133,19 @@ def test_heads_of_any_shape_come_back_bit_for_bit(tmp_path_factory, lm_head_and_
 def test_another_dtype_rounds_as_torch_does(tmp_path, dtype):
     config = config_of(dtype=dtype)
     tensors = tensors_of(heads_of(config))
-    directory = write(tmp_path / "export", config)
-    assert all(
-        torch.equal(saved, tensors[name].to(getattr(torch, dtype)))
-        for name, saved in weights_of(directory).items()
-    )
+    for name, saved in weights_of(write(tmp_path / "export", config)).items():
+        assert torch.equal(saved, tensors[name].to(getattr(torch, dtype)))
 
 
-def test_views_of_one_stacked_parameter_are_saved_apart(tmp_path):
-    config = config_of()
-    heads = heads_of(config)
-    heads.lm_head.data = torch.randn(3, 4, 6).transpose(1, 2)  # not contiguous either
-    saved = weights_of(write(tmp_path / "export", config, heads))
-    assert all(torch.equal(saved[f"{k}.1.weight"], heads.lm_head[k]) for k in range(3))
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("lm_head", ["shared", "tied"])
-def test_one_lm_head_expands_on_disk_and_not_in_memory(tmp_path, lm_head, dtype):
-    config = config_of(lm_head=lm_head, dtype=dtype)
-    heads = heads_of(config)
-    in_memory = tensors_as_saved(heads, config)
+def test_one_lm_head_expands_on_disk_and_not_in_memory(tmp_path, lm_head):
+    config = config_of(lm_head=lm_head)
+    in_memory = tensors_as_saved(heads_of(config), config)
     assert len({in_memory[f"{k}.1.weight"].data_ptr() for k in range(3)}) == 1
-    on_disk = weights_of(write(tmp_path / "export", config, heads))
+    directory = write(tmp_path / "export", config)
+    on_disk = weights_of(directory)
     assert len({on_disk[f"{k}.1.weight"].data_ptr() for k in range(3)}) == 3
-    assert all(
-        torch.equal(on_disk[f"{k}.1.weight"], heads.lm_head.to(getattr(torch, dtype)))
-        for k in range(3)
-    )
-
-
-@pytest.mark.parametrize("lm_head", ["shared", "tied"])
-@pytest.mark.parametrize("format", ["expanded", "shared"])
-def test_one_lm_head_is_read_as_one(tmp_path, lm_head, format):
-    heads = read(write(tmp_path / "export", config_of(lm_head=lm_head, format=format)))
-    assert heads.lm_head.shape == (6, 4) and heads.lm_head.requires_grad is (lm_head == "shared")
+    assert read(directory).lm_head.shape == (6, 4)
 
 
 def test_an_existing_directory_keeps_what_its_owner_put_there(tmp_path):
@@ -194,18 +168,18 @@ def test_a_dynamic_tree_comes_back(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("tree", "error", "says"),
+    ("tree", "error"),
     [
-        ({"num_nodes": 99, "max_depth": 1, "top": 2}, DataError, "99 nodes of the 2"),
-        ({"num_nodes": 1}, DataError, "not the configuration of an export"),
-        ({"num_nodes": 1, "max_depth": 4, "top": 2}, ConfigError, "does not fit"),
-        ({"num_nodes": 1, "max_depth": 2, "top": 7}, ConfigError, "does not fit"),
+        ({"num_nodes": 99, "max_depth": 1, "top": 2}, DataError),
+        ({"num_nodes": 1}, DataError),
+        ({"num_nodes": 1, "max_depth": 4, "top": 2}, ConfigError),
+        ({"num_nodes": 1, "max_depth": 2, "top": 7}, ConfigError),
     ],
 )
-def test_a_dynamic_tree_that_these_heads_cannot_fill_is_named(tmp_path, tree, error, says):
+def test_a_dynamic_tree_that_these_heads_cannot_fill_is_refused(tmp_path, tree, error):
     directory = write(tmp_path / "export", config_of())
     content = config_in(directory)
     content["heads"]["dynamic_tree"] = tree
     (directory / "config.json").write_text(json.dumps(content))
-    with pytest.raises(error, match=says):
+    with pytest.raises(error):
         read_tree(directory)

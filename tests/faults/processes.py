@@ -1,6 +1,4 @@
-"""Drivers and orphaned workers as processes of their own that end, or wait, at a chosen step of a
-commit.
-"""
+"""Drivers and orphaned workers in processes that die or wait at a chosen write."""
 
 from __future__ import annotations
 
@@ -18,12 +16,12 @@ from tests.forks import FORKS, PATIENCE
 
 
 def die(*_):
-    """End this process like `kill -9`: no handler, no `finally`, no flush."""
+    """Kill this process without handlers, `finally` or flushes."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def lose_node():
-    """End the Ray node that this worker runs on: its raylet, without which a worker ends too."""
+    """Kill the raylet of this worker's Ray node, which ends the worker too."""
     raylet = psutil.Process(os.getppid())
     assert raylet.name() == "raylet"
     raylet.kill()
@@ -31,8 +29,7 @@ def lose_node():
 
 
 def at(moment, pattern, act):
-    """Patch this process so that it acts, once, when a file is written whose path ends with
-    `pattern`.
+    """Patch this process to act once, when a file whose path matches `pattern` is written.
 
     Args:
         moment: `open` and `write`: of a shard, before its temporary file is there and after a row
@@ -59,7 +56,7 @@ def at(moment, pattern, act):
 
 
 def run_until_killed(config, moment, pattern):
-    """Run `medusa-distill run CONFIG` in a process that is killed there; returns how it ended."""
+    """Run a config in a process that is killed at a write; return the exit code."""
     driver = FORKS.Process(target=_drive, args=(config, moment, pattern))
     driver.start()
     driver.join(PATIENCE)
@@ -75,9 +72,7 @@ def _drive(config, moment, pattern):
 
 
 class Orphan:
-    """A stage's worker whose driver is gone: it holds no lock, does one shard, and stops where it
-    is told to.
-    """
+    """A stage's worker without a driver or a lock, which makes one shard and stops on request."""
 
     def __init__(self, config, stage, index):
         self._line, theirs = FORKS.Pipe()
@@ -87,12 +82,12 @@ class Orphan:
         assert self._hears() == "open"
 
     def begin(self):
-        """Let it open its temporary file and write its rows, and stop it there."""
+        """Let the orphan write its temporary file, and stop it there."""
         self._line.send("go on")
         assert self._hears() == "write"
 
     def commit(self):
-        """Let it go on to the end; return its exit code."""
+        """Let the orphan commit its shard; return its exit code."""
         self._line.send("go on")
         self.process.join(PATIENCE)
         return self.process.exitcode
@@ -103,7 +98,7 @@ class Orphan:
 
 
 def _work_alone(config, name, index, line):
-    """Do the work of a worker of `name`, without its driver's."""
+    """Run a stage's worker on one shard without a driver."""
     from rich.console import Console
 
     from pipeline.config.load import load_config
@@ -142,7 +137,7 @@ def _work_alone(config, name, index, line):
 
 
 class Waiting:
-    """A driver that stops for good wherever it is told to, and says where it is.
+    """A driver that waits for good at given places, and reports them.
 
     Args:
         places: `generate` is before its second shard's file, `train` before its third step, `end`
@@ -164,7 +159,7 @@ class Waiting:
         os.kill(self.process.pid, signum)
 
     def end(self):
-        """Wait for its end; return its exit code and its stderr."""
+        """Wait for the driver's end; return its exit code and its stderr."""
         self.process.join(PATIENCE)
         return self.process.exitcode, self._said.read_text()
 

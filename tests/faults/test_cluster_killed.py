@@ -1,4 +1,4 @@
-"""A killed cluster ends its driver with exit 4, and a killed driver ends its cluster."""
+"""A killed Ray cluster ends its driver with exit 4; a killed driver ends its cluster."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.fault, pytest.mark.slow]
 
 
 class Endless:
-    """A worker that is never done."""
+    """A worker that never finishes a shard."""
 
     def __init__(self, progress): ...
 
@@ -28,7 +28,7 @@ class Endless:
 
 
 def drive(root, line):
-    """A command that waits for a worker; then it sends the processes of its cluster, by name."""
+    """Run a driver that waits for a worker; send its cluster's process ids by name."""
     from pipeline.cli.ending import ends_well
     from pipeline.execution.ray_executor import RayExecutor
 
@@ -51,7 +51,7 @@ def drive(root, line):
 
 @pytest.fixture
 def driver(tmp_path):
-    """A driver that waits, and the processes of its cluster."""
+    """A waiting driver, and its cluster's process ids."""
     line, theirs = FORKS.Pipe()
     process = FORKS.Process(target=drive, args=(tmp_path, theirs))
     process.start()

@@ -1,6 +1,4 @@
-"""The driver is killed at every step of a commit: what was committed stays, and the same command
-makes the rest.
-"""
+"""A driver killed at any write of a commit loses nothing, and the same command resumes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The disk fills up at any moment of a stage: exit 4, and the same command continues with
-everything that was committed.
-"""
+"""A full disk ends a run with exit 4, and the same command resumes."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ pytest_plugins = ["tests.flows.failing"]
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A file system of 3 MB; skips the test without the right to mount one."""
+    """A file system of 3 MB; skips the test if it cannot be mounted."""
     directory = tmp_path / "disk"
     directory.mkdir()
     words = ["mount", "-t", "tmpfs", "-o", "size=3m", "none", str(directory)]
@@ -49,7 +47,7 @@ def fill_up(directory):
 
 
 def fill_at(disk, name, moment, monkeypatch):
-    """Fill the disk once when this stage starts, has committed its first shard, or ends."""
+    """Fill the disk once when a stage starts, has committed its first shard, or ends."""
     event, finish = RunDirectory.event, StageDirectory.finish
 
     def log_and_fill(self, kind, **facts):
@@ -107,7 +105,7 @@ def continues(config):
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG])
 def test_a_refused_rename_costs_one_shard(tmp_path, run_fails, monkeypatch, code):
-    """Without a file system of its own, the same from the system call."""
+    """The same error from the system call, without a file system of its own."""
     real = os.replace
 
     def refuse(source, destination):

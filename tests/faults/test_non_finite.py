@@ -1,4 +1,4 @@
-"""Rows with non-finite hidden states are quarantined, and too many of them stop the run."""
+"""Rows with non-finite states are quarantined, and too many of them stop the run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LETTER = "w"
 
 
 def test_rows_with_non_finite_states_stop_the_run_unless_allowed(tiny_target, run_fails, tmp_path):
-    """On the seeds' own answers; the embedding of one letter is infinite."""
+    """The embedding of one letter in the seeds' answers is infinite."""
     target = tmp_path / "broken"
     shutil.copytree(tiny_target, target)
     token = json.loads((target / "tokenizer.json").read_text())["model"]["vocab"][LETTER]

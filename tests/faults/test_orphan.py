@@ -1,4 +1,4 @@
-"""A worker that outlives its driver never changes what the resumed run makes."""
+"""A worker that outlives its driver never changes the resumed run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ INDEX = 1  # the shard that the orphan is busy with
 
 @pytest.fixture
 def orphan(copied_run, make_settings, tmp_path, name):
-    """The worker of a run whose driver died in this stage: it is about to open its shard."""
+    """A worker of a dead driver that is about to open its shard."""
     cut_before(copied_run, name)
     config = write_config(tmp_path / "run.yaml", make_settings(tmp_path))
     orphan = Orphan(config, name, INDEX)

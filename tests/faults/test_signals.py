@@ -1,4 +1,4 @@
-"""A signal in a sharded stage and in training: the exit code, what to do next, nothing to do twice.
+"""A signal ends a stage or training with its exit code, and the run resumes.
 
 Through Ray: tests/test_flow_ray.py.
 """

@@ -1,6 +1,4 @@
-"""The trainer is killed in the middle of an epoch and at its end; the resumed run ends with the
-uninterrupted run's weights.
-"""
+"""A killed trainer resumes to the weights of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ DEATHS = [  # at which file's write, and the newest checkpoint that is whole the
 
 
 def curve_of(run):
-    """Every step's loss, in the order in which it was logged."""
+    """Return each step's loss, in the order of the log."""
     lines = read_metrics(latest(run, "train").path)
     return [(line["step"], line["loss"]) for line in lines if "loss" in line]
 

@@ -1,4 +1,4 @@
-"""One run directory, two drivers: the second says who holds it, and a dead one holds nothing."""
+"""A second driver of a run is refused while the first one lives."""
 
 from __future__ import annotations
 
@@ -52,6 +52,6 @@ def test_a_second_driver_takes_over_only_from_a_dead_one(
 
 
 def test_a_dead_process_whose_number_is_reused_blocks_nobody(copied_run, make_config, tmp_path):
-    """The kernel holds locks, not the text: here the text names a process that lives."""
+    """The kernel holds the lock; the text in its file names a live process."""
     (copied_run.path / "lock").write_text(f"process {os.getppid()} on {socket.gethostname()}\n")
     assert stages_run(run_again(make_config(tmp_path))) == []

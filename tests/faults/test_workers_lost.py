@@ -1,6 +1,4 @@
-"""A worker is killed, hangs, loses its node, or meets a row that kills it: another continues, and
-the result is the same. In training: tests/test_flow_ray.py.
-"""
+"""A worker that is killed, hangs, loses its node or meets a crashing row changes no result."""
 
 from __future__ import annotations
 
@@ -42,7 +40,7 @@ DEATHS = 2  # of a shard before its rows are searched, and of a single row befor
 
 @pytest.fixture
 def before(finished_run, copied_run, tmp_path):
-    """The generate stage whose rows the workers copy; it is taken out of the copied run."""
+    """The finished generate stage, removed from the copied run; workers copy its rows."""
     stage = latest(finished_run, "generate")
     (tmp_path / "finished.txt").write_text(str(stage.path))
     cut_before(copied_run, "generate")
@@ -107,7 +105,7 @@ def test_a_deadly_row_alone_is_quarantined(ray_cluster, before, make_config, tmp
 
 @pytest.fixture
 def cluster(monkeypatch):
-    """A head without cores and two nodes of one each, at RAY_ADDRESS."""
+    """A Ray cluster at RAY_ADDRESS: a head without cores and two nodes of one core."""
     from ray.cluster_utils import Cluster
 
     head = {"num_cpus": 0, "include_dashboard": False, **SMALL}

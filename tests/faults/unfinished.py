@@ -1,6 +1,4 @@
-"""A run that stops before a stage, and the proof that a resumed one ends as if nothing had ever
-happened.
-"""
+"""Unfinished runs, and the check that a resumed run equals an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from tests.flows.tiny import NUM_SEEDS, SHARDED, STAGES, contents, latest, quara
 
 
 def cut_before(run, stage):
-    """Take this stage and all that follow it out of a finished run."""
+    """Remove a stage and all later stages from a finished run."""
     for name in STAGES[STAGES.index(stage) :]:
         shutil.rmtree(latest(run, name).path)
         (run.path / "latest" / name).unlink()
@@ -25,7 +23,7 @@ def write_config(path, settings):
 
 
 def files_of(stage):
-    """The bytes of its shards and quarantine files."""
+    """Return the bytes of a stage's shards and quarantine files."""
     found = (*stage.path.glob("shards/*"), *stage.path.glob("quarantine/*"))
     return {str(path.relative_to(stage.path)): path.read_bytes() for path in found}
 
@@ -35,7 +33,7 @@ def temporary_files(run):
 
 
 def assert_as_uninterrupted(run, reference, stages=SHARDED):
-    """Every id once, every shard the same to the byte, nothing left over, nothing damaged."""
+    """Check that each id is there once, that bytes are equal, and that no file is left over."""
     given = [f"seeds:{row}" for row in range(NUM_SEEDS)]
     for name in stages:
         kept = [row["id"] for row in stored(latest(run, name))]

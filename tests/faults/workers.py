@@ -1,5 +1,4 @@
-"""Workers that end their own process, in the place of a stage's: what a Ray worker imports of these
-tests.
+"""Stage workers that end their own process; Ray workers import this file.
 
 Nothing heavy is loaded before a death, so that the many deaths of a bisection are cheap.
 """
@@ -26,7 +25,7 @@ STEPS_BEFORE_DEATH = 2
 
 
 class Stand:
-    """A worker that asks `before` about each task and leaves the work to the stage's own.
+    """A worker that calls `before` on each task and then the stage's own worker.
 
     Args:
         stage: The stage's name.
@@ -52,7 +51,7 @@ class Stand:
 
 
 class Together(Stand):
-    """A worker that begins once as many as there are to be have come, each in its own process."""
+    """A worker that begins once `WORKERS` processes have arrived."""
 
     def before(self, task):
         come = events_of(task).with_name("come")
@@ -65,9 +64,10 @@ class Together(Stand):
 
 
 class Copying(Stand):
-    """A worker of `generate` that writes what the finished run's had written, whose stage
-    `finished.txt` beside the run
-    names: as many deaths as one likes, and torch is never loaded."""
+    """A worker of `generate` that copies the rows of a finished stage, without torch.
+
+    The stage's path is in `finished.txt` beside the run.
+    """
 
     def __init__(self, **arguments):
         super().__init__("generate", **arguments)
@@ -95,9 +95,7 @@ class Copying(Stand):
 
 
 class KilledOnce(Stand):
-    """Its process is killed when a row group of shard `MIDDLE` is in the temporary file, the first
-    time.
-    """
+    """A worker that is killed once, after it has written a row group of shard `MIDDLE`."""
 
     def before(self, task):
         if task.index == MIDDLE and first_time(diary_of(task, self.stage), "killed"):
@@ -105,13 +103,14 @@ class KilledOnce(Stand):
 
 
 class CopyingKilledOnce(KilledOnce, Copying):
-    """The same of a worker that copies."""
+    """A copying worker that is killed once."""
 
 
 class LosesItsNode(Copying):
-    """Its node's raylet is killed, and with it whatever runs there, when a row group of shard
-    `MIDDLE` is in the temporary file, the first time. Who works on a later shard is busy until that
-    is known."""
+    """A copying worker whose raylet is killed once, while shard `MIDDLE` is written.
+
+    Workers of later shards wait until the driver has logged the death.
+    """
 
     def __init__(self, stage, **arguments):
         super().__init__(**arguments)
@@ -126,7 +125,7 @@ class LosesItsNode(Copying):
 
 
 class Poisoned(Copying):
-    """A row ends its process wherever it is; its id is in `crashing.txt` beside the run."""
+    """A copying worker that dies of the row whose id is in `crashing.txt`."""
 
     def before(self, task):
         if diary_of(task, "crashing").read_text() in {row["id"] for row in task_rows(task, ["id"])}:
@@ -134,7 +133,7 @@ class Poisoned(Copying):
 
 
 def killed_trainer(config):
-    """Run a training worker and record its steps; kill the last one once, in its third step."""
+    """Run a training worker; kill the last rank once, in its third step."""
     from ray.train import get_context
 
     from pipeline.training.ray_entry import run_worker
@@ -156,7 +155,7 @@ def killed_trainer(config):
 
 
 def train_and_be_killed(**arguments):
-    """`train_on_ray` with workers of which one is killed."""
+    """Run `train_on_ray` with one worker that is killed."""
     from pipeline.training import ray_entry
 
     ray_entry.run_worker = killed_trainer  # in a Ray task's own process
@@ -164,19 +163,19 @@ def train_and_be_killed(**arguments):
 
 
 def diary_of(task, name):
-    """A file beside the run directory that a task's shard lies in, also where it is a trial's."""
+    """Return the path of a text file beside the run of a task."""
     return events_of(task).parent.with_name(f"{name}.txt")
 
 
 def events_of(task):
-    """The events of the run that a task's shard lies in."""
+    """Return the path of the events of a task's run."""
     return next(
         path for folder in Path(task.source).parents if (path := folder / "events.jsonl").exists()
     )
 
 
 def first_time(diary, what):
-    """Whether this is not in the diary yet; then it is."""
+    """Return whether an event is not in the diary yet, and note the event."""
     before = diary.read_text() if diary.exists() else ""
     diary.write_text(before + f"{what} {os.getpid()}\n")
     return what not in before

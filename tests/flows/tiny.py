@@ -199,7 +199,7 @@ def no_plots(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     A module that wants them overrides this fixture.
     """
     if "make_settings" in request.fixturenames:
-        monkeypatch.setattr("pipeline.report.plots.drawings", lambda *_: {})
+        monkeypatch.setattr("pipeline.report.plots.draw_plots", lambda *_: {})
 
 
 @pytest.fixture

@@ -1,8 +1,4 @@
-"""Another kind of heads, for the tests: one linear layer per head, which reads the target's state
-alone.
-
-This file is all that a kind is; see `pipeline/heads/kind.py`.
-"""
+"""A third kind of heads, for the tests: one linear layer per head; see `pipeline/heads/kind.py`."""
 
 from __future__ import annotations
 
@@ -24,7 +20,7 @@ class LinearShape(HeadsShape):
 
 
 class LinearHeads(Heads):
-    """`lm_head` [K, V, D] alone."""
+    """Heads that are one lm_head [K, V, D]."""
 
     Shape = LinearShape
     title = "Linear heads"

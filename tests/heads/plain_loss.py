@@ -1,5 +1,4 @@
-"""Cross entropy by its definition, all logits held and gradients left to autograd: what the chunked
-one is held to.
+"""Cross entropy by its definition, with gradients by autograd, to compare the chunked loss with.
 
 Letters: N rows (positions), D hidden size, V vocabulary, K heads, M states of the teacher.
 """
@@ -16,7 +15,7 @@ from pipeline.heads.losses import Teacher
 def plain_summed_cross_entropy(
     hidden_KND: Tensor, lm_head: Tensor, labels_KN: Tensor, teacher: Teacher | None = None
 ) -> Tensor:
-    """Each head's cross entropy, summed over its labels: [K], as `summed_cross_entropy`."""
+    """Sum each head's cross entropy over its labels: [K], as `summed_cross_entropy`."""
     logits_KNV = hidden_KND @ lm_head.mT
     losses_KN = cross_entropy(
         logits_KNV.flatten(0, 1), labels_KN.flatten(), ignore_index=IGNORED, reduction="none"

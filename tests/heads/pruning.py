@@ -1,4 +1,4 @@
-"""Heads that propose fewer tokens, for the tests."""
+"""Heads with a draft vocabulary, for the tests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pipeline.heads.kind import Heads
 
 
 def pruned(heads: Heads, tokens: Collection[int]) -> Heads:
-    """The same heads, of which only these tokens can be proposed."""
+    """Restrict heads to a draft vocabulary of these tokens."""
     kept, first = torch.tensor(sorted(tokens)), next(heads.parameters())
     found = type(heads)(heads.shape.drafting(len(kept)), dtype=first.dtype)
     found.vocabulary.fill(kept)

@@ -18,7 +18,7 @@ NEXT = torch.zeros(NUM_ROWS, dtype=torch.int64)  # which these heads do not read
 
 
 def case(lm_head: str = "untied") -> tuple[MedusaHeads, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Heads, and the states, next tokens and labels that they are scored on."""
+    """Build heads, and the states, next tokens and labels that score them."""
     generator = torch.Generator().manual_seed(2)
     heads = MedusaHeads(MedusaShape(SIZE, VOCAB, NUM_HEADS, 1, lm_head))
     for parameter in heads.parameters():

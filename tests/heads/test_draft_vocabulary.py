@@ -1,4 +1,4 @@
-"""Heads with a draft vocabulary: as if every other token's logit were -inf."""
+"""Heads with a draft vocabulary equal heads whose other logits are -inf."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ every_kind = pytest.mark.parametrize("kind", OF_KIND)
 
 
 def heads_of(kind: str) -> tuple[Heads, Heads]:
-    """Random heads, and the same with a draft vocabulary."""
+    """Build random heads, and the same heads with a draft vocabulary."""
     generator = torch.Generator().manual_seed(0)
     heads_class, shape = OF_KIND[kind]
     heads = heads_class(shape, dtype=torch.float64)
@@ -50,7 +50,7 @@ def heads_of(kind: str) -> tuple[Heads, Heads]:
 
 
 def text() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """States, next tokens and labels of any token."""
+    """Draw states, next tokens and labels of any token."""
     generator = torch.Generator().manual_seed(1)
     labels = torch.randint(W, (K, N), generator=generator)
     for k in range(K):
@@ -127,7 +127,7 @@ def test_a_token_outside_is_a_miss_everywhere(kind: str):
 
 @every_kind
 def test_proposed_is_as_if_the_other_tokens_never_were(kind: str):
-    """Also where a guess leads to another one: cells read the token that is meant."""
+    """Recurrent cells read the token that a row stands for."""
     (whole, drafting), (hidden, following, _) = heads_of(kind), text()
     tree = Tree(cartesian_tree((3, 2, 2)))
     proposed = drafting.propose(hidden, following, tree)

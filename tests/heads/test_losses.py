@@ -27,7 +27,7 @@ every_lm_head = pytest.mark.parametrize("lm_heads", LM_HEADS)
 
 
 def case(lm_heads: str, share: float | None = None, dtype: torch.dtype = torch.float64):
-    """Hidden states, lm_heads, labels, and a teacher where there is a share."""
+    """Draw hidden states, lm_heads and labels, and a teacher if there is a share."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -46,7 +46,7 @@ def case(lm_heads: str, share: float | None = None, dtype: torch.dtype = torch.f
 
 
 def summed(compute, hidden, lm_head, labels, teacher, **settings) -> list[torch.Tensor]:
-    """The sums and the gradients of what trains, in new tensors."""
+    """Compute the sums and the gradients of trained tensors, on copies."""
     hidden = hidden.detach().clone().requires_grad_()
     lm_head = lm_head.detach().clone().requires_grad_(lm_head.requires_grad)
     sums = compute(hidden, lm_head, labels, teacher, **settings)

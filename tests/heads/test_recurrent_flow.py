@@ -62,7 +62,6 @@ def test_the_whole_flow_changes_no_token(make_config, tmp_path):
     for name in exported.keys() & trained.keys():
         assert torch.equal(exported[name], trained[name])
     assert trained.keys() - exported.keys() == {"embed_tokens.weight", "lm_head.weight"}
-    assert not load_file(export / "sglang/model.safetensors")["fc.bias"].any()
     native = json.loads((run.path / "report.json").read_text())["check"]["native"]
     assert native["greedy_match"] == {"sequences": 8, "identical": 8, "ties": 0}
     assert native["acceleration_rate"] > 1

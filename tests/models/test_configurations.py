@@ -44,11 +44,8 @@ def test_a_configuration_fits_where_it_says(name, tmp_path):
     config = load_config(ROOT / "configs" / name)
     gpus, gb = FITS_ON.get(name, (1, 80))
     assert write_models.fits(name, write(config.target.model, tmp_path), gb)
-    placements = config.placement.of_stages().values()
-    for placed in placements:
+    for placed in config.placement.of_stages().values():
         assert placed.workers == "auto" or (placed.gpus_per_worker or 1) * placed.workers <= gpus
-    if name not in FITS_ON:
-        assert {placed.workers for placed in placements} == {"auto"}
 
 
 @pytest.mark.slow

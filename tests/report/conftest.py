@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from pipeline.artifacts.json_form import from_json
-from pipeline.report.documents import page, print_report, report_texts
+from pipeline.report.documents import print_report, render_html, report_texts
 from pipeline.report.report import Extras, Report
 
 HEADS = [
@@ -135,7 +135,7 @@ def texts(report: dict, extras: dict) -> dict[str, str]:
 
 
 def html(report: dict, extras: dict) -> str:
-    return page(typed(report), from_json(Extras, extras))
+    return render_html(typed(report), from_json(Extras, extras))
 
 
 def printed(report: dict, extras: dict, **options: Any) -> str:

@@ -11,7 +11,7 @@ import markdown_it
 import pytest
 
 from pipeline.artifacts.json_form import from_json
-from pipeline.report.plots import drawings
+from pipeline.report.plots import draw_plots
 from pipeline.report.report import Extras, Report
 from tests.report.conftest import EXTRAS, REPORT, html, printed, texts, typed
 
@@ -152,10 +152,10 @@ def test_every_form_states_the_reasons_of_a_failed_check(report, extras):
 
 
 def test_page_is_whole_and_loads_and_runs_nothing(report, extras, monkeypatch):
-    monkeypatch.setattr("pipeline.report.plots.drawings", drawings)
+    monkeypatch.setattr("pipeline.report.plots.draw_plots", draw_plots)
     text = html(report, extras)
     seen = Reader(text)
-    drawn = drawings(typed(report), from_json(Extras, extras))
+    drawn = draw_plots(typed(report), from_json(Extras, extras))
     assert seen.tags.count("svg") == len(drawn) == 5
     figures = ("1.99", "1.23x", "1.61x", "31/32", "1.71", "256", "412", "62.0%", "多个词元")
     assert all(figure in seen.text for figure in figures)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from pipeline.report.check_tables import check_table, methods_table
-from pipeline.report.facts import headline, warnings
+from pipeline.report.facts import headline_table, report_warnings
 from pipeline.report.tables import chain_table, heads_table, sizes_table, tree_table
 from tests.report.conftest import TREE, typed
 
 
 def figures_of(report: dict) -> dict[str, tuple[str, ...]]:
     """The values and notes of the headline by label."""
-    return {row[0]: row[1:] for row in headline(typed(report)).rows}
+    return {row[0]: row[1:] for row in headline_table(typed(report)).rows}
 
 
 def rows_of(report: dict) -> dict[str, tuple[str, ...]]:
@@ -36,12 +36,12 @@ def test_a_rate_beyond_both_standard_errors_gives_a_warning(report, measured, er
     native, vllm = report["check"]["native"], report["check"]["vllm"]
     report["tree"] |= expected
     native |= found
-    assert len(warnings(typed(report))) == num_warnings
+    assert len(report_warnings(typed(report))) == num_warnings
     assert figures_of(report)["Acceleration rate"][1].endswith("; 2.00 ± 0.30 expected")
     native["acceptance"] = "typical"  # a greedy walk predicts nothing of it
-    assert not warnings(typed(report))
+    assert not report_warnings(typed(report))
     vllm |= found | expected  # held against the expectation of its own chain
-    assert len(warnings(typed(report))) == num_warnings
+    assert len(report_warnings(typed(report))) == num_warnings
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_a_rate_beyond_both_standard_errors_gives_a_warning(report, measured, er
 def test_heads_that_do_not_pay_are_warned_of(report, expected, measured, does_not_pay):
     report["tree"]["sizes"] = [{"nodes": 4, "expected_speedup": value} for value in expected]
     report["check"]["native"]["speedup"] = measured
-    assert len(warnings(typed(report))) == does_not_pay
+    assert len(report_warnings(typed(report))) == does_not_pay
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_heads_that_do_not_pay_are_warned_of(report, expected, measured, does_no
 )
 def test_steps_faster_with_heads_than_without_are_doubted(report, engine, figures):
     report["check"][engine] |= figures
-    assert len(warnings(typed(report))) == 1
+    assert len(report_warnings(typed(report))) == 1
     shown = figures_of(report)
     is_native = engine == "native"
     assert (shown["Overhead"][0] == shown["Speedup"][0] == "-") is is_native
@@ -81,17 +81,17 @@ def test_steps_faster_with_heads_than_without_are_doubted(report, engine, figure
 )
 def test_harmful_findings_of_stages_are_warnings(report, part, harmless, harmful):
     report[part] |= harmless
-    assert not warnings(typed(report))
+    assert not report_warnings(typed(report))
     report[part] |= harmful
-    assert len(warnings(typed(report))) == 1
+    assert len(report_warnings(typed(report))) == 1
 
 
 def test_a_chain_that_vllm_accepts_less_of_is_warned_of(report):
     vllm = report["check"]["vllm"]
     vllm |= {"acceleration_rate": 1.9, "same_text_acceleration_rate": 1.95}
-    assert not warnings(typed(report))
+    assert not report_warnings(typed(report))
     vllm["same_text_acceleration_rate"] = 2.1
-    assert len(warnings(typed(report))) == 1
+    assert len(report_warnings(typed(report))) == 1
 
 
 def test_differing_sequences_are_counted_beside_the_ties(report):
@@ -154,9 +154,9 @@ def test_the_rate_on_new_answers_is_separate(report):
 def test_expected_and_measured_are_compared_on_new_answers(report):
     """On all answers they are 1.7 apart: calibration has more seen ones. On new ones they agree."""
     with_seen_answers(report, 24)
-    assert not warnings(typed(report))
+    assert not report_warnings(typed(report))
     report["check"]["native"]["new"]["acceleration_rate"] = 3.0
-    assert len(warnings(typed(report))) == 1
+    assert len(report_warnings(typed(report))) == 1
 
 
 def test_every_method_is_measured_against_plain_decoding(report):

@@ -28,7 +28,7 @@ def trees(draw) -> list[tuple[int, ...]]:
 
 @given(trees())
 def test_nodes_have_places_of_their_own_and_leaves_their_lines(choices):
-    places = plots.layout(choices)
+    places = plots.tree_layout(choices)
     assert len(set(places.values())) == len(places) == len(choices) + 1
     assert places[()] == (0, 0)
     for node, (depth, line) in places.items():
@@ -48,7 +48,7 @@ def curves_in(axes) -> dict[str, list[list[float]]]:
 
 
 def test_the_tree_shows_likely_nodes_and_sums_its_columns():
-    axes = plots.tree([(0,), (1,), (0, 0)], [0.62, 0.01, 0.25])
+    axes = plots.plot_tree([(0,), (1,), (0, 0)], [0.62, 0.01, 0.25])
     assert texts_in(axes) == ["62%", "25%"]
     names = [label.get_text() for label in axes.get_xticklabels()]
     assert names == ["token", "head 0\n63%", "head 1\n25%"]
@@ -56,20 +56,20 @@ def test_the_tree_shows_likely_nodes_and_sums_its_columns():
 
 def test_bars_are_labelled_with_their_shares():
     heads = [Accuracy(labels=9, top1=0.62, top5=0.84), Accuracy(labels=9, top1=0.4, top5=0.66)]
-    assert texts_in(plots.head_accuracy(heads)) == ["84%", "66%", "62%", "40%"]
-    assert texts_in(plots.accepted_lengths([10, 25, 15])) == ["20%", "50%", "30%"]
+    assert texts_in(plots.plot_head_accuracy(heads)) == ["84%", "66%", "62%", "40%"]
+    assert texts_in(plots.plot_accepted_lengths([10, 25, 15])) == ["20%", "50%", "30%"]
 
 
 def test_long_curves_are_averaged_and_not_sampled():
     steps = [CurvePoint(step=step, head_losses=[float(step % 2)]) for step in range(10_000)]
-    points = curves_in(plots.head_losses(steps, []))["head 0"]
+    points = curves_in(plots.plot_head_losses(steps, []))["head 0"]
     assert len(points) <= 300
     assert [loss for _, loss in points] == pytest.approx([0.5] * len(points), abs=0.05)
 
 
 def test_the_chosen_size_and_every_measured_one_are_named():
     sizes = [TimedSize(nodes=n, overhead=1.1, expected_acceleration_rate=2.0) for n in (1, 4, 64)]
-    axes = plots.tree_sizes(sizes, 9)
+    axes = plots.plot_tree_sizes(sizes, 9)
     assert [label.get_text() for label in axes.get_xticklabels()] == ["1", "4", "64"]
     curves = curves_in(axes)
     assert curves["overhead"] == [[1, 1.1], [4, 1.1], [64, 1.1]] and "9 used" in curves
@@ -77,21 +77,21 @@ def test_the_chosen_size_and_every_measured_one_are_named():
 
 def test_speeds_are_drawn_plain_and_with_heads():
     rows = [LoadRow(requests=1, baseline_tokens_per_second=10.0, tokens_per_second=15.0)]
-    curves = curves_in(plots.speeds([1], rows, "requests at once"))
+    curves = curves_in(plots.plot_speeds([1], rows, "requests at once"))
     assert curves == {"plain": [[1, 10]], "with heads": [[1, 15]]}
 
 
 def test_drawings_are_of_what_there_is(report, extras):
-    assert plots.drawings(Report(), Extras()) == {}
+    assert plots.draw_plots(Report(), Extras()) == {}
     del extras["losses"], report["heads"]
     del report["check"]["native"]["studies"], extras["held_out"]
-    assert set(plots.drawings(typed(report), from_json(Extras, extras))) == {"tree", "accepted"}
+    assert set(plots.draw_plots(typed(report), from_json(Extras, extras))) == {"tree", "accepted"}
 
 
 def test_drawings_ignore_settings_and_have_no_style(report):
-    plain = plots.drawings(typed(report), Extras())
+    plain = plots.draw_plots(typed(report), Extras())
     with matplotlib.rc_context({"font.size": 30, "axes.facecolor": "red", "svg.fonttype": "path"}):
-        assert plots.drawings(typed(report), Extras()) == plain
+        assert plots.draw_plots(typed(report), Extras()) == plain
         assert matplotlib.rcParams["font.size"] == 30
     drawn = "".join(plain.values())
     assert not re.search(r"(fill|stroke): #|font-family|<metadata|<style|DOCTYPE|xmlns", drawn)

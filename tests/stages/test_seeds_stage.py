@@ -24,7 +24,7 @@ from pipeline.conversations.duplicates import CheckQuestions, normalize_text
 from pipeline.conversations.splits import batch_into_shards, split_rows
 from pipeline.errors import CheckFailed, ConfigError, DataError
 from pipeline.flow import run_flow
-from pipeline.report.facts import warnings
+from pipeline.report.facts import report_warnings
 from pipeline.report.report import Report, StageFigures
 from pipeline.report.tables import skipped_files_table
 from pipeline.run.reporting import assemble
@@ -153,7 +153,7 @@ def test_openings_that_are_too_frequent_give_a_warning(made, tmp_path):
     assert counts == {"train": 30, "calibrate": 5, "check": 5}
     (warning,) = stage.summary["warnings"]
     assert "train 30, calibrate 5, check 5" in warning
-    assert warning in warnings(Report(seeds=StageFigures(warnings=[warning])))
+    assert warning in report_warnings(Report(seeds=StageFigures(warnings=[warning])))
     alike = [["Hi there", "Yes.", f"And number {i}?"] for i in range(40)]
     with pytest.raises(DataError, match="train 40"):
         made(talks(tmp_path / "alike.jsonl", alike))

@@ -1,6 +1,4 @@
-"""An adapter such as Medusa-2 trains, with random weights: LoRA on every linear layer, lm_head
-included.
-"""
+"""Write random LoRA adapters on every linear layer of a target, as Medusa-2 trains."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ def save_adapter(target, directory, *, seed=0):
 
 @torch.inference_mode()
 def logits_with_adapter_on(target, adapter, ids_BT):
-    """The target's logits with the adapter beside its weights, in fp32."""
+    """Return the target's fp32 logits with an unmerged adapter."""
     from peft import PeftModel
 
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)

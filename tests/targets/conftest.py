@@ -1,6 +1,4 @@
-"""Two tiny targets on disk: one of random weights, and one that counts, so that each of its answers
-is known.
-"""
+"""Two tiny targets on disk: a random one, and one whose answers are known."""
 
 from __future__ import annotations
 
@@ -43,9 +41,7 @@ def _save(model, directory, eos):
 
 @pytest.fixture(scope="session")
 def random_target(tmp_path_factory):
-    """A Llama with grouped queries and random weights, wide enough that its greedy choices are no
-    ties.
-    """
+    """A Llama with grouped queries and random weights, wide enough for distinct greedy choices."""
     model = tiny_llama(**SHAPE, initializer_range=0.2)
     return _save(model, tmp_path_factory.mktemp("random"), EOS)
 
@@ -78,6 +74,6 @@ def copied(random_target, tmp_path):
 
 
 def edit(path, **changes):
-    """Change keys of a JSON file; None removes one."""
+    """Change keys of a JSON file; None removes a key."""
     content = {**json.loads(path.read_text()), **changes}
     path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))

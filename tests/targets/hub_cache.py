@@ -1,4 +1,4 @@
-"""A Hub target as the Hub's client keeps it on a machine."""
+"""Put a target into the cache of huggingface_hub."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ COMMIT = "c0ffee" + "0" * 34
 
 
 def cached_at_commit(model, cache, monkeypatch):
-    """Put a model into an empty cache, as the branch `tried` alone: the newest commit is not there.
+    """Put a model into an empty Hub cache, on the branch `tried` alone; return its id.
+
+    The newest commit is not cached.
 
     Returns its id. Whoever asks for it without a revision finds nothing.
     """

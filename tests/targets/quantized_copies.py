@@ -1,4 +1,4 @@
-"""Copies of a target on disk, quantized by each format's own library."""
+"""Write quantized copies of a target, with the library of each format."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ GROUP = 32  # weights that share a scale, of packed ones
 
 
 def compressed(source, directory, name):
-    """A copy as compressed-tensors stores it, with scales from the weights' extremes; the lm_head
-    is not quantized.
-    """
+    """Write a copy in compressed-tensors' format; the lm_head is not quantized."""
     from compressed_tensors.compressors import ModelCompressor
     from compressed_tensors.quantization import (
         QuantizationConfig,
@@ -56,7 +54,7 @@ def compressed(source, directory, name):
 
 
 def by_bitsandbytes(source, directory, bits=8):
-    """A copy in 8 or 4 bits (NF4, its scales quantized too) as bitsandbytes stores it."""
+    """Write a copy in bitsandbytes' 8 or 4 bits (NF4)."""
     settings = BitsAndBytesConfig(
         load_in_8bit=bits == 8,
         load_in_4bit=bits == 4,

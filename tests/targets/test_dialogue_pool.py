@@ -1,4 +1,4 @@
-"""All conversations run at once, none waits for another, and each one's text is its own."""
+"""Dialogues of a pool run at once, and each one's text is independent of the others."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from pipeline.conversations.conversation import Conversation, Message
 from pipeline.conversations.dialogue import Completion, Dialogue, DialogueSettings, Sampling
 from pipeline.conversations.template import ChatTemplate
-from pipeline.targets.dialogue_pool import DialoguePool, converse
+from pipeline.targets.dialogue_pool import DialoguePool, run_dialogues
 from pipeline.targets.spec import TargetSpec, load_tokenizer
 
 EOS = 1
 
 
 class ClockworkEngine:
-    """Answers a prompt with ids that depend on the prompt alone, after some steps."""
+    """An engine that answers after some steps, with ids that depend on the prompt alone."""
 
     def __init__(self, salt="a", capacity=10**6):
         self.salt, self.clock, self.capacity = salt, 0, capacity
@@ -76,7 +76,7 @@ def rows_of(dialogues):
 
 def rows_alone(template, turns):
     held = dialogues(template, turns)
-    converse(held, ClockworkEngine("b"))
+    run_dialogues(held, ClockworkEngine("b"))
     return rows_of(held)
 
 
@@ -89,7 +89,7 @@ def test_rows_depend_on_no_order_pace_or_capacity(template, turns, seed, capacit
     engine, held = ClockworkEngine("a", capacity), dialogues(template, turns)
     mixed = list(held)
     seed.shuffle(mixed)
-    converse(mixed, engine)
+    run_dialogues(mixed, engine)
     assert engine.fullest == min(capacity, len(turns))
     assert len(engine.asked_at) == sum(turns) and not engine.running
     assert sum(asked == 0 for asked in engine.asked_at.values()) == engine.fullest

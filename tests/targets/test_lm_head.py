@@ -110,7 +110,7 @@ def test_a_target_with_ambiguous_files_is_loaded(biased, tmp_path, monkeypatch):
     ids=lambda config: config.model_type,
 )
 def test_logits_follow_from_states_and_files(config, tmp_path, no_loading):
-    """Bias, scale and cap included, against transformers."""
+    """Compare with transformers, including bias, scale and cap."""
     model, spec = tiny_model(config), TargetSpec(str(tmp_path))
     for name, weight in model.named_parameters():
         if "embed" in name or "lm_head" in name:

@@ -19,7 +19,7 @@ WHOLE = {"missing_keys": set(), "unexpected_keys": set(), "mismatched_keys": set
 
 @pytest.fixture
 def loads(monkeypatch):
-    """`loads(result)`: transformers returns or raises it; returns the arguments of its calls."""
+    """A function that makes transformers return or raise its argument, and records the calls."""
 
     def replace(result):
         calls = []
@@ -47,7 +47,7 @@ def test_a_target_is_loaded_frozen_in_its_dtype(random_target):
 
 @pytest.fixture
 def pickled(copied):
-    """The random target as older repositories store theirs."""
+    """The random target with pickled weights, as older repositories store them."""
     torch.save(load_file(copied / "model.safetensors"), copied / "pytorch_model.bin")
     (copied / "model.safetensors").unlink()
     return copied

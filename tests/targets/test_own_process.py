@@ -1,6 +1,4 @@
-"""Work in another interpreter: progress and errors reach the caller, and it does not outlive the
-call.
-"""
+"""Functions in another Python process: results, progress, errors, and the end of the process."""
 
 from __future__ import annotations
 

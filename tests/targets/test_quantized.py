@@ -1,6 +1,4 @@
-"""Targets that are quantized on disk: what transformers reads, and what is refused before anything
-is loaded.
-"""
+"""Quantized targets: transformers reads them, or they are refused before loading."""
 
 from __future__ import annotations
 
@@ -14,7 +12,13 @@ from pipeline.config import TargetConfig
 from pipeline.errors import ConfigError, EnvironmentFault
 from pipeline.run.estimate import target_sizes
 from pipeline.targets.loading import load_causal_lm, require_readable, verify_tap
-from pipeline.targets.spec import TargetSpec, format_of, model_config, resolve, rounding_of
+from pipeline.targets.spec import (
+    TargetSpec,
+    input_rounding,
+    model_config,
+    quantization_format,
+    resolve,
+)
 from tests.flows.tiny import resolved
 from tests.targets.conftest import edit
 from tests.targets.quantized_copies import by_bitsandbytes, compressed
@@ -38,7 +42,7 @@ def test_a_quantized_copy_computes_nearly_what_the_target_does(
     tiny_target, make_config, tmp_path, write, described, distance, bits, rounding
 ):
     spec = TargetSpec(str(write(tiny_target, tmp_path)))
-    assert format_of(model_config(spec)) == described
+    assert quantization_format(model_config(spec)) == described
     assert resolve(TargetConfig(model=spec.model)).rounding == rounding
     config = make_config(tmp_path, target__model=spec.model)
     assert target_sizes(resolved(config)).stored_bits == bits
@@ -83,4 +87,4 @@ BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     ],
 )
 def test_rounding_of_inputs_follows_from_the_settings(settings, rounding):
-    assert rounding_of(PretrainedConfig(quantization_config=settings)) == rounding
+    assert input_rounding(PretrainedConfig(quantization_config=settings)) == rounding

@@ -222,7 +222,7 @@ def test_attention_in_every_layer_is_accepted():
 
 
 def test_latent_attention_caches_what_the_models_own_cache_holds():
-    """Counted after a forward of five tokens."""
+    """Compare with the cache of transformers after a forward of five tokens."""
     latent = {"q_lora_rank": 8, "kv_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12}
     experts = {"moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2}
     config = DeepseekV3Config(**SIZES, **latent, **experts, v_head_dim=12, n_group=1, topk_group=1)

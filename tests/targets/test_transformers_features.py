@@ -19,7 +19,7 @@ def engine(random_target):
 
 
 def states_of(engine, rows):
-    """Each row's states, in the rows' order."""
+    """Return each row's states, in the order of the rows."""
     found = {index: states_TD.clone() for index, states_TD in engine.stream(rows)}
     assert sorted(found) == list(range(len(rows)))
     return [found[index] for index in range(len(rows))]

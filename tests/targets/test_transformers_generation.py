@@ -22,7 +22,7 @@ def engine(random_target):
 
 
 def run(engine, requests, *, one_per_step=False):
-    """The texts by request; all requests are added at once, or one before each step."""
+    """Return completions by request; add the requests at once, or one before each step."""
     waiting, texts = list(requests), {}
     while waiting or engine._ids:
         while waiting:

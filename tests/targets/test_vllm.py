@@ -1,4 +1,4 @@
-"""Real vLLM in this process, whose import takes longer than an engine's start.
+"""Engines and exports in real vLLM, most of them in this process.
 
 In processes of their own are a server, and engines that know nothing of this project.
 """
@@ -43,7 +43,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("vllm_here")]
 
 @pytest.fixture(scope="module")
 def engine(random_target):
-    """An engine; when it is closed, the process is as it was."""
+    """A vLLM generation engine; closing it restores this process's state."""
     before = dict(os.environ)
     engine = VLLMGenerationEngine(random_target)
     yield engine
@@ -92,8 +92,10 @@ def test_states_equal_those_of_transformers(random_target, prompts):
 
 
 def right_heads(target, noise=0):
-    """Three heads that are always right: row t of head k's output is the embedding of t - 2 - k,
-    and its block adds nothing. With noise most chains break before their end.
+    """Return three Medusa heads that are always right on the counting target.
+
+    Row t of head k's output is the embedding of t - 2 - k, and its block adds nothing. With noise
+    most chains break before their end.
     """
     lm_head = lm_head_weight(load_causal_lm(target))
     heads = MedusaHeads(MedusaShape(hidden_size=128, vocab_size=512, num_heads=3))
@@ -103,8 +105,10 @@ def right_heads(target, noise=0):
 
 
 def heads_of_one_lm_head(target):
-    """All heads guess t+2, and the first is right; by the target's own lm_head they would guess
-    t+1, and all would be wrong.
+    """Return pruned heads with a shared lm_head that all guess t + 2.
+
+    The first head is right. With the target's own lm_head they would guess t + 1, and all would be
+    wrong.
 
     Their draft vocabulary leaves out every third token: the guess after the one that follows it is
     right again.
@@ -116,8 +120,9 @@ def heads_of_one_lm_head(target):
 
 
 def right_cell(target, noise=0):
-    """A cell whose state is the embedding of the token it has read, which is what the counting
-    target's lm_head reads. Noise changes the state that it continues from.
+    """Return recurrent heads that are always right on the counting target.
+
+    Their state is the embedding of the token that they read. Noise changes the state.
     """
     model = load_causal_lm(target)
     matrices = TargetWeights(
@@ -143,7 +148,7 @@ def exported(target, heads, format, directory):
 
 
 def counted(prompt, num_tokens=33):
-    """The counting target's answer."""
+    """Return the counting target's answer."""
     text = [(prompt[-1] + step) % 512 for step in range(1, num_tokens + 1)]
     return text[: text.index(2) + 1] if 2 in text else text
 
@@ -179,9 +184,7 @@ for export in sys.argv[2:]:  # each in a process of its own, which has vLLM load
 
 
 def rate_alone(*exports):
-    """The rates of `vllm serve EXPORT`, with nothing of the project in the process; the texts have
-    to be the target's.
-    """
+    """Return the acceleration rates of exports in vLLM, in processes without this project."""
     settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
     command = [sys.executable, "-c", SERVE_ALONE, json.dumps(PROMPTS), *map(str, exports)]
     ended = subprocess.run(
@@ -197,7 +200,7 @@ def rate_alone(*exports):
 
 
 def test_vllm_serves_target_and_heads_of_an_export_alone(counting_target, tmp_path):
-    """Heads of one lm_head read it from the file, and not the target's."""
+    """Heads with a shared lm_head read it from the export's file."""
     heads, cell = heads_of_one_lm_head(counting_target), right_cell(counting_target)
     of_heads, of_cell = rate_alone(
         exported(counting_target, heads, "shared", tmp_path / "one"),
@@ -211,8 +214,7 @@ def test_vllm_serves_target_and_heads_of_an_export_alone(counting_target, tmp_pa
 
 @torch.inference_mode()
 def chain_through(target, heads, num_tokens, prompt, answer):
-    """The number of tokens that each step of decoding with the heads' first guesses adds to the
-    answer.
+    """Return the number of tokens that each native step adds to the answer.
 
     A step begins at each token that the target has chosen; of the guesses after it those before the
     first wrong one are kept, and one more token of the target's own, up to the answer's end.
@@ -242,9 +244,7 @@ def chain_through(target, heads, num_tokens, prompt, answer):
 def test_vllm_takes_the_steps_that_a_text_takes_natively(
     counting_target, tmp_path, monkeypatch, make, noise, num_tokens
 ):
-    """Also where a prompt is computed in parts, a request waits, or the longest text ends at its
-    limit; a cell that is always right accepts more than it was trained for.
-    """
+    """Prompts are computed in parts, requests wait, and the longest text ends at its limit."""
     work_here(monkeypatch, vllm_decode)
     heads = make(counting_target, noise)
     export = exported(counting_target, heads, "expanded", tmp_path)

@@ -1,4 +1,4 @@
-"""An EAGLE-1 model whose guesses come from its attention, measured by the check in real vLLM.
+"""An EAGLE-1 model with attention, measured by the check in real vLLM.
 
 Letters: D hidden size, H size of an attention head.
 """
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("vllm_here")]
 
 
 def with_attention(target, directory):
-    """A draft model that is right on the counting target because of its attention alone.
+    """Write a draft model that is right on the counting target because of its attention.
 
     Its state z is the embedding e of the token just read, with the sign of the first H numbers
     turned. Every position attends to itself, by queries and keys that are the same sharp function

@@ -1,4 +1,4 @@
-"""The arguments of vLLM, without vLLM."""
+"""The arguments of vLLM, tested without vLLM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM as a server: its flags, its start and end, and loads in turn."""
+"""vLLM's server: flags, start, end, and load levels in turn."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import pytest
 
 from pipeline.errors import EnvironmentFault
 from pipeline.targets import vllm_server
-from pipeline.targets.vllm_server import LoadTask, flags, serving
+from pipeline.targets.vllm_server import LoadTask, running_server, server_flags
 from tests.forks import has_ended
 
 
 def test_loads_take_turns_and_the_median_pass_counts(random_target, monkeypatch):
-    """Other work disturbs one turn: here all loads of the second, none of which counts."""
+    """Other work disturbs the second pass, which does not count."""
     asked, reports = [], []
 
     async def benchmark(address, requests, level, eos):
@@ -27,10 +27,10 @@ def test_loads_take_turns_and_the_median_pass_counts(random_target, monkeypatch)
         return {"requests": level, "seconds": (2.0, 90.0, 2.0 + level)[turn]}
 
     monkeypatch.setattr(vllm_server, "import_vllm", lambda: None)
-    monkeypatch.setattr(vllm_server, "serving", lambda *_: contextlib.nullcontext(""))
+    monkeypatch.setattr(vllm_server, "running_server", lambda *_: contextlib.nullcontext(""))
     monkeypatch.setattr(vllm_server, "_benchmark", benchmark)
     task = LoadTask(random_target, [[1, 2], [3]], 9, [1, 4], repeats=3)
-    rows = vllm_server.measure(task, lambda **progress: reports.append(progress))
+    rows = vllm_server.measure_server(task, lambda **progress: reports.append(progress))
     assert asked == [(1, 2), (4, 8)] * 3
     assert rows == [{"requests": 1, "seconds": 3.0}, {"requests": 4, "seconds": 6.0}]
     assert [each["done"] for each in reports[1:]] == [0, 1, 2, 3, 4, 5]
@@ -39,7 +39,7 @@ def test_loads_take_turns_and_the_median_pass_counts(random_target, monkeypatch)
 def test_engine_arguments_are_flags_of_the_server():
     config = {"method": "eagle", "num_speculative_tokens": 3}
     arguments = {"eager": True, "prefix_caching": False, "revision": None, "max_len": 64}
-    found = flags({**arguments, "speculative_config": config})
+    found = server_flags({**arguments, "speculative_config": config})
     assert found[:4] == ["--eager", "--no-prefix-caching", "--max-len", "64"]
     assert found[4] == "--speculative-config" and json.loads(found[5]) == config and len(found) == 6
 
@@ -62,7 +62,7 @@ http.server.HTTPServer((host, int(port)), Healthy).serve_forever()
 
 @pytest.fixture
 def stand_in(tmp_path, monkeypatch):
-    """A program in the server's place, which needs its flags, and does not end with its caller."""
+    """A program in the server's place that checks its flags and does not end with its caller."""
     program = tmp_path / "server"
     program.write_text(STAND_IN.format(python=sys.executable))
     program.chmod(0o700)
@@ -72,11 +72,11 @@ def stand_in(tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("stand_in")
 def test_a_server_answers_on_the_loopback_until_the_block_ends(random_target):
-    with serving(random_target, {"speculative_config": {"method": "medusa"}}, 0) as address:
-        assert vllm_server.answers(address)
-    assert not vllm_server.answers(address)
+    with running_server(random_target, {"speculative_config": {"method": "medusa"}}, 0) as address:
+        assert vllm_server.is_healthy(address)
+    assert not vllm_server.is_healthy(address)
     with pytest.raises(EnvironmentFault, match="status 1: no drafts"):
-        serving(random_target, {}, 0).__enter__()
+        running_server(random_target, {}, 0).__enter__()
 
 
 SERVER = """

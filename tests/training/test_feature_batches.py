@@ -119,7 +119,7 @@ def test_a_batch_holds_the_plans_positions_without_padding(rows, plan):
             assert batch.next_N[start:stop].tolist() == row.next_N[taken].tolist()
             assert batch.labels_KN[:, start:stop].tolist() == row.labels_KN[:, taken].tolist()
             start = stop
-        assert start == len(batch) and (batch.labels_KN[0] >= 0).all()
+        assert start == len(batch.hidden_ND) and (batch.labels_KN[0] >= 0).all()
         assert batch.teacher_MD.numel() == batch.teacher_KN.numel() == 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -110,15 +111,13 @@ def wandb_runs(monkeypatch):
 
     def spy(**arguments):
         run = init(**arguments)
-        log = run.log
 
         def record(numbers, step):
             steps.append(step)
-            log(numbers, step=step)
+            run.log(numbers, step=step)
 
-        monkeypatch.setattr(run, "log", record)
-        runs.append(run)
-        return run
+        runs.append(SimpleNamespace(id=run.id, log=record, summary={}, finish=run.finish))
+        return runs[-1]
 
     monkeypatch.setattr(wandb, "init", spy)
     return runs, steps
@@ -136,14 +135,14 @@ def test_every_tracker_has_every_step_once_after_a_resume(make_spec, offline, wa
     found, last, text = read_tensorboard(spec.path)
     assert found == steps
     assert last["held_out/head_1/top1"] == pytest.approx(result.held_out[1]["top1"])
-    assert "my-run" in text and '"lr": 0.01' in text
+    assert '"lr": 0.01' in text
     assert f'"final_loss": {result.final_loss}' in text
     found, last, name = read_trackio()
     assert found == steps and name.startswith("my-run")
     assert last["final/final_loss"] == pytest.approx(result.final_loss)
     runs, found = wandb_runs
     assert [step for step in found if step] == steps and len({run.id for run in runs}) == 1
-    assert runs[-1].summary["final/final_loss"] == pytest.approx(result.final_loss)
+    assert runs[-1].summary["final/final_loss"] == result.final_loss
 
 
 @pytest.mark.parametrize("broken", ["begin", "log", "finish"])
