@@ -144,7 +144,7 @@ class TrainState:
 
     @property
     def tokens_per_second(self) -> float:
-        return self.tokens / max(self.seconds, 1e-9)
+        return self.tokens / self.seconds
 
     def result(self, recipe: Recipe) -> TrainResult:
         assert self.evaluation is not None, "training starts with an evaluation"
