@@ -52,10 +52,5 @@ def dequantize(
     """Return hidden states in the target's dtype from their stored bytes and scales."""
     # A table is faster: torch converts float8 one number at a time.
     numbers = torch.arange(256, dtype=torch.uint8).view(STORED_DTYPES[precision]).float().numpy()
-    hidden_ND = torch.empty(stored_ND.shape, dtype=dtype)
-    rows = max(1, PIECE // stored_ND.shape[1])
-    for start in range(0, len(stored_ND), rows):
-        stop = start + rows
-        piece_ND = torch.from_numpy(numbers.take(stored_ND[start:stop]))
-        hidden_ND[start:stop] = piece_ND.mul_(torch.tensor(scales_N[start:stop, None]))
-    return hidden_ND
+    hidden_ND = torch.from_numpy(numbers.take(stored_ND))
+    return hidden_ND.mul_(torch.tensor(scales_N[:, None])).to(dtype)

@@ -18,7 +18,7 @@ from typing import Any
 from pipeline.config import Config
 from pipeline.config.load import dump_config, linked_store, load_config
 from pipeline.errors import ConfigError
-from pipeline.redact import redacted, redacted_values
+from pipeline.redact import redacted_values
 from pipeline.storage.atomic import disk_errors, write_text
 from pipeline.storage.locks import Lock
 from pipeline.storage.stage_directory import StageDirectory
@@ -108,7 +108,7 @@ class RunDirectory:
     def event(self, kind: str, **facts: Any) -> None:
         """Append an event to events.jsonl, on a line of its own even after a torn line."""
         event = redacted_values({"time": round(time.time(), 3), "event": kind, **facts})
-        line = json.dumps(event, ensure_ascii=False, default=lambda value: redacted(str(value)))
+        line = json.dumps(event, ensure_ascii=False, default=str)
         with (self.path / EVENTS).open("ab+") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
             before = "" if file.read(1) in (b"", b"\n") else "\n"

@@ -43,8 +43,12 @@ def test_heads_of_another_shape_are_refused(tmp_path, other, said):
         read_summary(tmp_path / "heads.safetensors", replace(heads.shape, **other))
 
 
-def test_a_file_of_another_writer_is_no_trained_heads(tmp_path):
+def test_damaged_and_foreign_files_are_no_trained_heads(tmp_path):
     path = tmp_path / "heads.safetensors"
+    write_heads(path, MedusaHeads(MedusaShape(8, 12, 3)), {})
+    path.write_bytes(path.read_bytes()[:40])
+    with pytest.raises(DataError, match="damaged"):
+        read_trained_heads(path)
     save_file({"0.0.linear.weight": torch.zeros(8, 8)}, path)
     assert read_summary(path, MedusaShape(8, 12, 3)) is None
     with pytest.raises(DataError, match="no trained heads"):
@@ -58,11 +62,3 @@ def test_heads_with_a_non_finite_number_are_refused(tmp_path, number):
     write_heads(tmp_path / "heads.safetensors", heads, {})
     with pytest.raises(DataError, match="not finite"):
         read_trained_heads(tmp_path / "heads.safetensors")
-
-
-def test_damaged_heads_are_named(tmp_path):
-    path = tmp_path / "heads.safetensors"
-    write_heads(path, MedusaHeads(MedusaShape(8, 12, 3)), {})
-    path.write_bytes(path.read_bytes()[:40])
-    with pytest.raises(DataError, match="damaged"):
-        read_trained_heads(path)

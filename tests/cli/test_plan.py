@@ -153,18 +153,8 @@ def test_plan_without_weights_prints_gib_and_refuses_misfits(command, config_fil
     assert "2 checkpoint(s) of 67.1 GB" in ended.out, (
         "12 bytes for each of 5 x 8,192 x 136,449 numbers"
     )
-    assert (
-        states(ended.out)["generate"] == "run"
-        and f"{40 * 32:,} tokens" in ended.out
-        and "16,384 bytes" in ended.out
-    )
+    assert f"{40 * 32:,} tokens" in ended.out and "16,384 bytes" in ended.out
     table = ended.out.partition("GiB  ")[2].splitlines()[1:5]
-    assert [line.split()[0].rstrip(",") for line in table] == [
-        "generate",
-        "features",
-        "train",
-        "check",
-    ]
     assert float(line_of("train", "\n".join(table)).split()[1]) == pytest.approx(
         5 * 8192 * 136449 * 4 / 2**30, abs=0.06
     )
