@@ -1,4 +1,4 @@
-"""The order of the stages, and a run from top to bottom.
+"""Run the stages in order.
 
 A stage whose DONE.json stands, whose files are as it says and whose upstream still has the content
 that it was made from is kept; any other is made.
@@ -60,7 +60,7 @@ def run_flow(
     fresh: str | None = None,
     console: Console | None = None,
 ) -> RunDirectory:
-    """Run the stages in order; whatever is finished already is kept.
+    """Run the stages in order; finished stages are kept.
 
     Args:
         config: The resolved configuration.
@@ -101,7 +101,7 @@ def run_flow(
 
 
 def advance_all(context: Context, wanted: Sequence[str], fresh: str | None) -> None:
-    """Bring stages up to date in order; go back to a stage whose shard is found to be damaged."""
+    """Bring stages up to date in order; go back to a stage if a shard of it is damaged."""
     discarded: set[Path] = set()
     position = 0
     while position < len(wanted):
@@ -148,7 +148,7 @@ def advance(context: Context, stage: Stage, *, fresh: bool = False) -> StageDire
 
 
 def require_passed(checked: StageDirectory, config: Config) -> None:
-    """Raise CheckFailed where a finished check does not keep the limits of this configuration."""
+    """Raise CheckFailed where a finished check exceeds the limits of the configuration."""
     failures = from_json(CheckResult, checked.summary).failures(Limits.of(config))
     if failures:
         fix = (
@@ -160,7 +160,7 @@ def require_passed(checked: StageDirectory, config: Config) -> None:
 
 
 def require_same_inputs(context: Context, stage: Stage, directory: StageDirectory) -> None:
-    """Drop a stage's result and raise DataError where its input files have changed meanwhile.
+    """Drop a stage's result and raise DataError if its input files changed meanwhile.
 
     It is unknown which rows are of the old content. Where the files cannot be read now
     (EnvironmentFault), the result is kept.
@@ -189,7 +189,7 @@ def _print_damage(context: Context, directory: StageDirectory, damaged: Sequence
 def push_run(
     path: Path, *, dry_run: bool = False, console: Console | None = None, **settings: Any
 ) -> Summary:
-    """Push a finished run's export, as the push stage would; `dry_run` only prints what would go.
+    """Push a finished run's export as the push stage does; `dry_run` prints what would go.
 
     Args:
         settings: Keys of `push` in the place of the run's; None and False keep the run's.
@@ -219,7 +219,7 @@ def push_run(
 
 
 def _finished(run: RunDirectory, config: Config, console: Console) -> Context:
-    """A run's finished stages, with a passed check of this export, and their configuration.
+    """Open a finished run to push, with the configuration that its check used.
 
     `run.yaml` may have changed since.
     """
@@ -240,7 +240,7 @@ def _finished(run: RunDirectory, config: Config, console: Console) -> Context:
 
 
 def statuses_of(run: RunDirectory, config: Config) -> dict[str, StageStatus]:
-    """The status of every stage of a run, upstream first."""
+    """Determine the status of every stage of a run, upstream first."""
     return stage_statuses(run, resolve_run(config, tuple(STAGES)), STAGES)
 
 
@@ -250,8 +250,7 @@ def wanted_stages(
     until: str | None = None,
     fresh: str | None = None,
 ) -> list[str]:
-    """The stages that a run of this configuration brings up to date, upstream first; arguments as
-    of `run_flow`.
+    """List the stages that a run of this configuration brings up to date, upstream first.
 
     Raises:
         ConfigError: There is no such stage, or it is no part of this run.

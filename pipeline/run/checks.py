@@ -1,4 +1,4 @@
-"""The checks of a resolved run before anything starts, the same for `plan` and `run`.
+"""Check a resolved run before anything starts, in the same way for `plan` and `run`.
 
 A check raises ConfigError or DataError for what no machine can do, and EnvironmentFault for what
 this machine lacks: `run` refuses both, `plan` shows the second as a note.
@@ -43,7 +43,7 @@ def check_plan(run: ResolvedRun) -> list[str]:
 
 
 def unread_settings(run: ResolvedRun) -> list[str]:
-    """A warning for keys that only another kind of heads or another method reads."""
+    """Warn of configuration keys that only another kind of heads or another method reads."""
     train = run.config.train
     unread = run.method.unread_keys(train)
     if not unread:
@@ -252,7 +252,7 @@ def check_push(run: ResolvedRun) -> None:
 
 
 def check_root(run: ResolvedRun) -> None:
-    """Refuse results inside the uploaded directory of a submitted job: it is deleted later."""
+    """Refuse results inside the uploaded directory of a submitted job, which Ray deletes later."""
     if not os.environ.get(SUBMITTED_JOB):
         return
     for key, path in (("run.root", run.config.run.root), ("run.store", run.config.run.store)):
@@ -276,7 +276,7 @@ def check_packages(run: ResolvedRun) -> None:
 
 
 def _packages(run: ResolvedRun) -> list[tuple[str, Package]]:
-    """Every package that a stage of the run needs."""
+    """List the packages that the run needs, each with the stage that needs it."""
     config, fix = run.config, "Install it with the right lock (`make install`), or change this key."
     packages = [("train", package) for package in run.method.packages(config)]
     if config.generate.engine == "vllm" and config.generate.mode != "passthrough":

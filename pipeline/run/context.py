@@ -1,4 +1,4 @@
-"""The declaration of a stage, and its context: the resolved run, directories, an executor."""
+"""Declare stages, and the context of a run that stages share."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from pipeline.targets.spec import TargetSpec, asks_for_date, weight_files
 
 @dataclass
 class Context:
-    """Shared by the stages of one run. `upstream` fills up as stages finish.
+    """State that the stages of one run share; `upstream` fills up as stages finish.
 
     With `read_only` nothing is written to the run and no weights are downloaded.
     """
@@ -50,13 +50,11 @@ class Context:
 
     @functools.cached_property
     def executor(self) -> Executor:
-        """Started when the first stage needs it, so that a finished run starts nothing."""
+        """The executor, started when the first stage needs one."""
         return make_executor(self.executor_name)
 
     def machine(self) -> Resources:
-        """The cluster that RAY_ADDRESS names or that this process is connected to, else this
-        machine, as Ray will find it.
-        """
+        """Resources of the Ray cluster that is named or connected, else of this machine."""
         ray = sys.modules.get("ray")
         cluster = os.environ.get("RAY_ADDRESS") or (ray and ray.is_initialized())
         if self.executor_name == "ray" and cluster:
@@ -64,7 +62,7 @@ class Context:
         return InlineExecutor().resources()
 
     def close(self) -> None:
-        """Stop the executor and release the locks."""
+        """Stop the executor and release the locks of the stage directories."""
         if "executor" in self.__dict__:
             self.executor.close()
         for directory in self.directories.values():
@@ -75,9 +73,7 @@ class Context:
         return FileDigests(self.run.store / "digests.json", read_only=self.read_only)
 
     def backbone(self, stage: str) -> TargetSpec:
-        """The model under the heads: the target, or the backbone that training has tuned, from the
-        directory of `stage`.
-        """
+        """The model under the heads: the target, or the backbone in the directory of `stage`."""
         if not self.resolved.method.tunes_backbone:
             return self.target
         tuned = str(self.upstream[stage].path / BACKBONE_DIRECTORY)
@@ -85,7 +81,7 @@ class Context:
 
     @functools.cached_property
     def target_identity(self) -> Identity:
-        """The target's part of a fingerprint: the content of its files, not their paths.
+        """The target's part of a fingerprint: hashes of its files, dtype, quantization, template.
 
         Raises:
             EnvironmentFault: Its weights would have to be downloaded first, and the context is
@@ -110,7 +106,7 @@ class Context:
         return identity
 
     def identify_target_again(self) -> None:
-        """Read the target's files once more, if they were identified before; the Hub is not asked.
+        """Hash the target's files again, without asking the Hub, if they were hashed before.
 
         Raises what `target_identity` raises.
         """
@@ -118,12 +114,12 @@ class Context:
             self.target_identity = self._identify_target(fetch=False)
 
     def placement(self, section: str) -> Placement:
-        """The workers of a section; raises EnvironmentFault when the cluster can never fit them."""
+        """Place the workers of a `placement` section; raise EnvironmentFault if they never fit."""
         return self.resolved.on(self.executor.resources()).placement(section)
 
     @contextlib.contextmanager
     def progress(self, stage: StageDirectory) -> Iterator[ProgressReporter]:
-        """A reporter for the work of one stage, also in other processes, shown by a meter."""
+        """Context manager: a progress reporter for one stage, shown by a meter."""
         with Meter(self.console, stage.stage) as meter:
             progress = ProgressReporter(stage.path.absolute() / "progress.tmp", meter.show)
             try:
@@ -133,13 +129,13 @@ class Context:
 
 
 def never_skipped(config: Config) -> str | None:
-    """`skipped` of a stage that every run has."""
+    """Return None: every run has the stage."""
     return None
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A step of a run whose result lies in a directory of its own."""
+    """Declaration of a pipeline stage, whose result lies in a directory of its own."""
 
     name: str
     version: int  # of the code; raised when it makes something else of the same input
@@ -155,14 +151,14 @@ class Stage:
     parts: tuple[str, ...] = ()  # folders that are made again alone when a file is damaged
 
     def identity_of(self, context: Context) -> Identity:
-        """Everything that the result depends on: code version, settings, input, earlier stages."""
+        """Collect the stage's code version, settings and upstream fingerprints."""
         upstream = {}
         for name in self.upstream(context.config):
             upstream[name] = context.upstream[name].fingerprint
         return {"version": self.version, "settings": self.identity(context), "upstream": upstream}
 
     def locate(self, context: Context) -> StageDirectory:
-        """The directory that the stage's fingerprint names, one object per run; nothing is made."""
+        """Find the stage's directory by its fingerprint; create nothing."""
         meaning = fingerprint({"stage": self.name, **self.identity_of(context)})
         directory = StageDirectory(
             context.run.store, self.name, meaning, scratch=self.scratch, parts=self.parts
@@ -170,10 +166,10 @@ class Stage:
         return context.directories.setdefault(directory.path, directory)
 
     def contents(self, context: Context) -> dict[str, str]:
-        """Hashes of what the stage reads, by stage."""
+        """Content hashes of the upstream stages, by name."""
         return {name: context.upstream[name].content for name in self.upstream(context.config)}
 
 
 def reads(*names: str) -> Callable[[Config], tuple[str, ...]]:
-    """`upstream` of a stage that reads the same stages whatever is configured."""
+    """Return an `upstream` of fixed stage names, independent of the configuration."""
     return lambda config: names

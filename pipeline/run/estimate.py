@@ -61,14 +61,14 @@ class RunSize:
 
 
 def planned(run: ResolvedRun) -> ResolvedRun:
-    """The run on GPUs elsewhere, where `placement.gpu_memory_gb` gives their memory."""
+    """Assume GPUs of `placement.gpu_memory_gb` where the configuration gives their memory."""
     if run.config.placement.gpu_memory_gb is None:
         return run
     return run.on(Resources(((run.machine.cpus, 1),)))
 
 
 def run_size(run: ResolvedRun, seeds: Summary | None, generated: Summary | None) -> RunSize:
-    """Count conversations, tokens, bytes of a cached state, and optimizer steps.
+    """Count the tokens, the bytes of a cached state and the optimizer steps of a run.
 
     Every answer is counted as long as it may be, and the states of a target that cannot be reached
     now as a 7B model's.
@@ -102,7 +102,7 @@ def run_size(run: ResolvedRun, seeds: Summary | None, generated: Summary | None)
 
 
 def _count_conversations(run: ResolvedRun) -> int | None:
-    """The conversations in local files, and as many of the Hub's as their limits allow."""
+    """Count conversations in local files, and the limits of the Hub's data sets."""
     count, local = 0, []
     for reader in source_readers(run.config.seeds):
         if reader.source.path:
@@ -116,7 +116,7 @@ def _count_conversations(run: ResolvedRun) -> int | None:
 
 @dataclass(frozen=True)
 class TargetSizes:
-    """Element counts of a target, and the bits of an element."""
+    """Parameter counts of a target model, and the bits of a parameter."""
 
     parameters: int  # tied ones once
     linear: int  # of the linear layers but lm_head: what quantization makes smaller
@@ -125,13 +125,13 @@ class TargetSizes:
     stored_bits: int  # of a linear layer's number in the files
 
     def weight_bytes(self, quantization: Bits | None = None) -> float:
-        """All weights as they are loaded; `quantization` is bitsandbytes', on loading."""
+        """Bytes of all weights; `quantization` is bitsandbytes', applied on loading."""
         bits = BITS[quantization] if quantization else self.stored_bits
         return (self.parameters - self.linear) * self.itemsize + self.linear * bits / 8
 
 
 def target_sizes(run: ResolvedRun) -> TargetSizes | None:
-    """Count the target's parameters; None where it cannot be reached or its code needs weights."""
+    """Count the target's parameters; None where its config.json is not enough."""
     from transformers import AutoModelForCausalLM
 
     if TARGET not in run.models:
@@ -160,7 +160,7 @@ def target_sizes(run: ResolvedRun) -> TargetSizes | None:
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Bytes that one worker of a stage holds on one of its devices at its peak."""
+    """Peak bytes that one worker of a stage holds on one of its devices."""
 
     stage: str
     name: str  # as `plan` prints it
@@ -180,12 +180,12 @@ class StageMemory:
         return self.weights + trained + self.activations + self.cache
 
     def fits(self, tolerance: float = TOLERANCE) -> bool:
-        """Whether the stage fits in device memory, within the tolerance."""
+        """Return whether the estimate is within device memory times 1 + `tolerance`."""
         return self.device_bytes is None or self.total <= (1 + tolerance) * self.device_bytes
 
 
 def memory_of_stages(run: ResolvedRun, target: TargetSizes) -> list[StageMemory]:
-    """Estimate the memory of every stage that needs much, with the largest batches of a recipe."""
+    """Estimate each stage's memory, with the largest batches of the recipe."""
     config, memory = run.config, []
     if config.generate.mode != "passthrough":
         memory.append(_decoding(run, target, "generate", "generate", num_texts=1))
@@ -203,7 +203,7 @@ def memory_of_stages(run: ResolvedRun, target: TargetSizes) -> list[StageMemory]
 
 
 def _on_device(run: ResolvedRun, stage: str, section: str) -> StageMemory:
-    """A stage that holds nothing yet, on the devices that a section of `placement` gives it."""
+    """An empty estimate on the devices that a section of `placement` gives the stage."""
     if run.gpus_of(section):
         gigabytes = run.config.placement.gpu_memory_gb
         return StageMemory(stage, stage, gigabytes * GIB if gigabytes else gpu_memory(), True)
@@ -217,7 +217,7 @@ def _on_device(run: ResolvedRun, stage: str, section: str) -> StageMemory:
 def _decoding(
     run: ResolvedRun, target: TargetSizes, stage: str, section: str, num_texts: int
 ) -> StageMemory:
-    """A stage that runs the target without gradients and caches so many conversations."""
+    """Estimate a stage that runs the target without gradients and caches `num_texts` texts."""
     gpus = max(1, run.gpus_of(section))
     cached = num_texts * CACHED_TOKENS * cached_numbers(run.target_config)
     return replace(
@@ -229,7 +229,7 @@ def _decoding(
 
 
 def _heads(run: ResolvedRun, num_heads: int) -> Heads:
-    """So many of the heads to train, on the meta device, where they take no memory."""
+    """Build `num_heads` of the heads on the meta device, where they take no memory."""
     shape = run.shape.drafting(run.config.train.draft_vocab)
     return run.kind(replace(shape, num_heads=num_heads), device=torch.device("meta"))
 
@@ -241,7 +241,7 @@ def _num_trained(heads: Heads) -> int:
 def _training(
     run: ResolvedRun, target: TargetSizes, name: str, learner: type[Learner]
 ) -> StageMemory:
-    """A step of training, at its peak in the loss."""
+    """Estimate a training step at its peak in the loss."""
     train, tuned = run.config.train, run.config.train.backbone
     stage = _on_device(run, "train", "train")
     hidden_size, vocab_size = run.shape.hidden_size, run.shape.vocab_size
@@ -292,7 +292,7 @@ def _training(
 
 
 def check_memory(run: ResolvedRun) -> None:
-    """Raise EnvironmentFault for open stages beyond their device's memory and the tolerance."""
+    """Refuse open stages that exceed the memory of their device by more than the tolerance."""
     run = planned(run)
     target = target_sizes(run) if run.open_stages else None
     if target is None:

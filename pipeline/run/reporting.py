@@ -1,4 +1,4 @@
-"""The report of a run, assembled from the summaries of its stages and written."""
+"""Assemble a run's report from the summaries of its stages, and write it."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def publish_report(context: Context) -> None:
 
 
 def assemble(run: RunDirectory, config: Config, without: Collection[str] = ()) -> Report:
-    """The report of the stages that have finished, except those in `without`.
+    """Assemble the report of the finished stages, except those in `without`.
 
     Speeds, hardware, versions and a Hub target's commit are those of the check.
     """
@@ -113,7 +113,7 @@ def assemble(run: RunDirectory, config: Config, without: Collection[str] = ()) -
 
 
 def drawing_data(run: RunDirectory) -> Extras:
-    """The tree, the curves of training, and the samples of a run's finished stages."""
+    """Read the tree, the training curves and the samples that the report draws."""
     stages = {name: stage for name, stage in run.stages().items() if stage.done is not None}
     calibration = None
     losses: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""A run's configuration with everything that follows from it, made once and handed down."""
+"""Resolve a run's configuration: models, heads, shapes, devices and workers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ENGINE_SECTIONS = {"native": "features", "vllm": "generate"}
 
 @dataclass(frozen=True)
 class ResolvedModel:
-    """A model of the run before its weights are loaded. `spec.dtype` is settled by `on`."""
+    """A model of the run before its weights are loaded; `on` settles `spec.dtype`."""
 
     spec: TargetSpec
     config: PretrainedConfig
@@ -53,7 +53,7 @@ class ResolvedModel:
 
 @dataclass(frozen=True)
 class ResolvedRun:
-    """A configuration, resolved. `on` gives the same run on another machine or a cluster.
+    """A configuration with its models, heads and method resolved for one machine.
 
     A model that does not exist or cannot be reached now is an error only where it is read, so that
     `plan` and `status` can go on without the Hub.
@@ -74,14 +74,14 @@ class ResolvedRun:
         return replace(self, machine=machine)
 
     def model(self, key: str) -> ResolvedModel:
-        """The model that a key names; raises what was wrong with it."""
+        """Look up the model that a key names; raise the error that resolving it met."""
         if key in self.problems:
             raise self.problems[key]
         return self.models[key]
 
     @functools.cached_property
     def target(self) -> TargetSpec:
-        """The target, in the dtype of the workers of `features`.
+        """The spec of the target, in the dtype of the workers of `features`.
 
         Raises:
             ConfigError: There is no such target, or it cannot be accelerated by tree verification.
@@ -95,12 +95,12 @@ class ResolvedRun:
 
     @property
     def context(self) -> int:
-        """The longest conversation in tokens."""
+        """Context length of the target in tokens."""
         return context_length(self.model(TARGET).spec, self.target_config)
 
     @property
     def served_copies(self) -> dict[str, TargetSpec]:
-        """`check.served_model` as each engine of the check loads it; empty without one."""
+        """The spec of `check.served_model` for each engine of the check; empty without one."""
         if self.config.check.served_model is None:
             return {}
         copies: dict[str, TargetSpec] = {}
@@ -111,24 +111,24 @@ class ResolvedRun:
 
     @property
     def assistant(self) -> TargetSpec | None:
-        """The assistant of the check's baselines, in the target's dtype."""
+        """The assistant model of the check's baselines, in the target's dtype."""
         if self.config.check.assistant_model is None:
             return None
         return replace(self.model(ASSISTANT).spec, dtype=self.target.dtype)
 
     def gpus_of(self, section: str) -> int:
-        """GPUs of each worker that a section of `placement` places."""
+        """Number of GPUs of each worker in a section of `placement`."""
         return gpus_of(self.config.placement.of_stages()[section], self.machine)
 
     def workers_of(self, section: str) -> int:
-        """Workers that a section of `placement` places; `auto`: as many as this machine holds."""
+        """Number of workers in a section of `placement`; `auto` fills the machine."""
         wanted = self.config.placement.of_stages()[section]
         if wanted.workers == "auto":
             return max(1, most_workers(wanted, self.machine))
         return wanted.workers
 
     def placement(self, section: str) -> Placement:
-        """The workers that a section of `placement` places.
+        """Place the workers of a section of `placement`.
 
         Raises:
             EnvironmentFault: The machine or cluster can never fit them; the sum is spelled out.
@@ -136,7 +136,7 @@ class ResolvedRun:
         return place(section, self.config.placement.of_stages()[section], self.machine)
 
     def sections_of(self, stage: str) -> list[str]:
-        """The sections of `placement` whose workers a stage always uses."""
+        """List the sections of `placement` whose workers a stage always uses."""
         if stage == "check":
             return [ENGINE_SECTIONS[engine] for engine in self.config.check.engines]
         if stage == "tuned-features":
@@ -147,7 +147,7 @@ class ResolvedRun:
 
     @property
     def times_trees(self) -> bool:
-        """Whether native decoding is timed to choose the number of nodes."""
+        """Whether native decoding is timed to choose the number of tree nodes."""
         return self.config.calibrate.nodes == "auto" and not self.config.calibrate.choices
 
     @property
@@ -163,7 +163,7 @@ class ResolvedRun:
 
     @functools.cached_property
     def choices(self) -> tuple[TreePath, ...] | None:
-        """The tree of `calibrate.choices`, validated for these heads; None where one is searched.
+        """Paths of the tree in `calibrate.choices`, validated; None where a tree is searched.
 
         A named tree that is deeper than the heads can propose is cut.
 
@@ -187,7 +187,7 @@ class ResolvedRun:
 
     @property
     def dynamic_tree(self) -> DynamicTree | None:
-        """The dynamic tree, of one node while their number is open; None for a static tree.
+        """The dynamic tree of `calibrate`; None for a static tree.
 
         Raises:
             ConfigError: More nodes are asked for than are proposed.
@@ -250,7 +250,7 @@ def resolve_run(config: Config, stages: Sequence[str], fresh: str | None = None)
 
 
 def _models_of(config: Config, stages: Sequence[str]) -> dict[str, TargetConfig]:
-    """The models that a run of these stages reads, by the key that names them."""
+    """List the models that a run of these stages reads, by configuration key."""
     if set(stages) <= {"seeds", "push"}:  # which read no model
         return {}
     wanted = {TARGET: config.target}

@@ -1,6 +1,4 @@
-"""Run a stage's worker over its pending shards, retry failed ones, and stop after repeated
-failures.
-"""
+"""Map a stage's worker over its pending shards, and retry shards that fail."""
 
 from __future__ import annotations
 
@@ -34,7 +32,7 @@ def run_sharded(
     unit: str,
     split: str | None = None,
 ) -> Summary:
-    """Make every shard of `stage` exist.
+    """Make every missing shard of `stage` with its worker.
 
     Args:
         worker: A class whose instances take a `ShardTask` and return its `Receipt`.
@@ -98,7 +96,7 @@ def run_sharded(
 
 
 class ShardMeter:
-    """Shows a stage's shards on a meter: conversations, rate, shards, quarantined rows.
+    """Shows conversations, rate, shards and quarantined rows of a sharded stage on a meter.
 
     Args:
         sizes: The conversations of each shard.
@@ -149,7 +147,7 @@ class ShardMeter:
 
 
 class Failures:
-    """Counts failures of each shard of a stage, up to `limit`, and keeps rows that crash it."""
+    """Counts the failures of each shard, up to `limit`, and keeps the rows that crash a worker."""
 
     def __init__(self, stage: StageDirectory, limit: int):
         self.stage, self.limit = stage, limit
@@ -157,7 +155,7 @@ class Failures:
         self._crashing: dict[int, dict[str, str]] = {}
 
     def may_retry(self, outcome: Outcome) -> bool:
-        """Whether a failed shard is tried again; False where its rows are to be tried alone.
+        """Return whether to retry a failed shard; False if its rows must be tried one by one.
 
         Raises:
             MedusaDistillError: The worker's own, or it has failed too often without ending its
@@ -181,7 +179,7 @@ class Failures:
         )
 
     def find_rows(self, map_tasks: Callable[..., Iterator[Outcome]], killer: Outcome) -> None:
-        """Find the rows of a shard that end their worker; raises EnvironmentFault without any."""
+        """Find the rows that crash a shard's worker; raise EnvironmentFault if there are none."""
         index = killer.task.index
         found = find_crashing_rows(map_tasks, killer, self.stage, self.limit)
         if found == self._crashing.get(index):
@@ -195,7 +193,7 @@ class Failures:
         self._crashing[index] = found
 
     def left_over(self, tasks: Sequence[ShardTask], killers: Sequence[Outcome]) -> list[ShardTask]:
-        """Return the remaining tasks, without crashing rows.
+        """Return the remaining shard tasks, without the rows that crash a worker.
 
         Raises:
             EnvironmentFault: Workers commit shards that cannot be seen from here.
@@ -215,7 +213,7 @@ class Failures:
 
 
 def _record(context: Context, stage: StageDirectory, outcome: Outcome) -> None:
-    """Write an outcome to events.jsonl."""
+    """Write a shard's outcome to events.jsonl."""
     facts: dict[str, Any] = {"stage": stage.stage, "shard": outcome.task.index}
     receipt = outcome.receipt
     if receipt:

@@ -1,4 +1,4 @@
-"""The status of each stage of a run against its configuration, without running anything."""
+"""Compare each stage's directory with the configuration, without running anything."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CACHES = ("features", "tuned-features")  # stages whose results may be deleted
 
 @dataclass(frozen=True)
 class StageStatus:
-    """One stage's status.
+    """Status of one stage, with its shard counts.
 
     `status` is done, failed (finished, but its result may not be used), partial (some must be
     made), stale (made from something else), not run or skipped. `made` counts the shards that a run
@@ -40,12 +40,12 @@ class StageStatus:
 
     @property
     def finished(self) -> Summary | None:
-        """The summary of a stage that is done."""
+        """The stage's summary if its status is done, else None."""
         return self.directory.summary if self.status == "done" and self.directory else None
 
     @property
     def summary(self) -> Summary:
-        """A finished stage's summary, and the sums over an unfinished one's shards."""
+        """The finished stage's summary, or the sums over the shards of an unfinished one."""
         if self.directory is None:
             return {}
         if self.directory.summary or not self.made:
@@ -56,7 +56,7 @@ class StageStatus:
 def stage_statuses(
     run: RunDirectory, resolved: ResolvedRun, stages: Mapping[str, Stage]
 ) -> dict[str, StageStatus]:
-    """Every stage's status, upstream first.
+    """Determine the status of every stage of a run, upstream first.
 
     Without the target or the seeds, stages are taken to be what the run links to.
     """
@@ -138,7 +138,7 @@ def _difference(before: Identity, now: Identity) -> str:
 
 
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Every value of nested settings with its dotted key."""
+    """Yield every value of nested settings, as JSON, with its dotted key."""
     for key, value in settings.items():
         if isinstance(value, dict) and value:
             yield from _flat(value, f"{prefix}{key}.")
@@ -147,7 +147,7 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def require_one_history(run: RunDirectory) -> None:
-    """Refuse stages that were not made from one another: a card would mix two trainings' figures.
+    """Refuse stages that were not made from one another, whose card would be wrong.
 
     They are not after `run --until train` with another setting. A cache may be deleted.
 

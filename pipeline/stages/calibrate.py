@@ -1,5 +1,4 @@
-"""calibrate: each head's accuracy on held-out rows, the tree with the highest expected speedup, and
-the chain's depth.
+"""calibrate: measure the heads on held-out rows and choose the tree and the chain.
 
 Everything is measured on the `calibrate` split, which nothing is trained on, or on what
 the target answers to the questions of `calibrate.data`. Trees are searched greedily by the product
@@ -68,9 +67,7 @@ MEASURED_SIZES = (1, 3, 7, 15, 31, 63, 127, 255)
 
 
 def upstream(config: Config) -> tuple[str, ...]:
-    """The states that the heads are measured on, cached or of the tuned backbone; and the training
-    rows' answers.
-    """
+    """The stages with the states and the heads to measure, and the training answers."""
     states = "tuned-features" if method_of(config.train).tunes_backbone else "features"
     return (states, "train", "generate")
 
@@ -97,7 +94,7 @@ def identity(context: Context) -> Identity:
 
 
 def run(context: Context, stage: StageDirectory) -> Summary:
-    """Measure the heads, search the tree, choose its size and the chain's."""
+    """Measure the heads, search the tree, and choose the sizes of the tree and the chain."""
     config, resolved = context.config, context.resolved
     settings = config.calibrate
     with context.progress(stage) as progress:
@@ -170,7 +167,7 @@ def run(context: Context, stage: StageDirectory) -> Summary:
 
 
 def _accuracies(ranks: HeldOutRanks, top: int, num_heads: int) -> list[Accuracy]:
-    """Each trained head's accuracies, and those on new answers alone where there are enough.
+    """Compute each head's accuracies, and those on new answers if there are enough.
 
     A kind may propose deeper than it trains heads.
     """
@@ -196,7 +193,7 @@ def _accuracy(hits_R: np.ndarray, count: int, new: Accuracy | None = None) -> Ac
 
 
 def _require_labels(counts_K: np.ndarray, num_conversations: int, where: str) -> None:
-    """Raise DataError where a head has no labels, or there is one conversation alone."""
+    """Refuse held-out rows with no label for a head, or of a single conversation."""
     if int(counts_K.min()) == 0 or num_conversations < 2:
         raise DataError(
             f"Head {int(counts_K.argmin())} has nothing to be measured on: the held-out answers"
@@ -210,7 +207,7 @@ def _require_labels(counts_K: np.ndarray, num_conversations: int, where: str) ->
 def _native_overheads(
     context: Context, fits: CrossFit, progress: ProgressReporter
 ) -> tuple[Overheads, Overheads]:
-    """The overheads of trees of several sizes and of chains, timed where the target decodes.
+    """Time trees and chains of several sizes in native decoding.
 
     On held-out prompts, one request at a time.
     """
@@ -233,7 +230,7 @@ def _native_overheads(
 
 
 def _timed_trees(fits: CrossFit, dynamic: DynamicTree | None) -> dict[int, Choices | DynamicTree]:
-    """Trees of the measured sizes, as far as there are any, and a static one of the largest."""
+    """Trees of the measured sizes, and for a static search the largest tree too."""
     trees: dict[int, Choices | DynamicTree] = {}
     if dynamic is not None:
         for size in MEASURED_SIZES:
@@ -250,7 +247,7 @@ def _timed_trees(fits: CrossFit, dynamic: DynamicTree | None) -> dict[int, Choic
 def _on_held_out_rows(
     context: Context, progress: ProgressReporter
 ) -> tuple[HeldOutRanks, HeldOutPlaces | None]:
-    """The ranks of held-out tokens among the heads' guesses, and their places in a dynamic tree."""
+    """Rank held-out tokens among the heads' guesses, and place them in a dynamic tree."""
     features = context.upstream[upstream(context.config)[0]]
     placement, tree = context.placement("train"), context.resolved.dynamic_tree
     text = HeldOutText(
@@ -273,7 +270,7 @@ def _on_held_out_rows(
 def _on_answers(
     context: Context, progress: ProgressReporter
 ) -> tuple[HeldOutRanks, HeldOutPlaces | None]:
-    """Like `_on_held_out_rows`, for the target's answers to the questions in `calibrate.data`."""
+    """Rank the tokens of the target's answers to the questions in `calibrate.data`."""
     settings, target = context.config.calibrate, context.backbone("train")
     assert settings.data is not None
     placement = context.placement("generate")
@@ -298,7 +295,7 @@ def _on_answers(
 
 
 def one_line(summary: Summary) -> str:
-    """The heads' accuracies, and the tree with its expected rate."""
+    """Format the heads' accuracies and the expected acceleration rate of the tree."""
     result = from_json(CalibrateResult, summary)
     tree = result.tree
     accuracies = " ".join(f"{head.top1 or 0:.0%}" for head in result.heads)

@@ -1,5 +1,4 @@
-"""check: the export decoded, natively with the tree and in vLLM as it will be served, against the
-target alone.
+"""check: decode with the export, natively and in vLLM, and compare with the target alone.
 
 The check fails (exit 1, and push refuses) when a greedy sequence differs other than at a tie, when
 vLLM accepts nothing or much less than its chain should, below `check.min_acceleration_rate`, beyond
@@ -50,7 +49,7 @@ from pipeline.evaluation.prompts import (
     with_room_for,
 )
 from pipeline.evaluation.references import exact_match, read_references
-from pipeline.evaluation.served import load_study, loads_in_words, with_expectations
+from pipeline.evaluation.served import load_study, with_expectations
 from pipeline.execution.progress import ProgressReporter
 from pipeline.export.directory import read_tree
 from pipeline.export.layout import read_layout
@@ -77,12 +76,12 @@ LIMITS = {"min_acceleration_rate", "require_learning", "max_tie_share"}  # see `
 
 
 def upstream(config: Config) -> tuple[str, ...]:
-    """Names of the stages that the check reads."""
+    """The stages that the check reads."""
     return ("generate", "export", "train")
 
 
 def identity(context: Context) -> Identity:
-    """The settings but for the limits, with the content of the questions and of the assistant."""
+    """The settings except the limits, with the content of the questions and the assistant."""
     check_files(context.resolved)
     check = context.config.check
     fetch = not context.read_only
@@ -108,7 +107,7 @@ def identity(context: Context) -> Identity:
 
 @dataclass(frozen=True)
 class Decoding:
-    """Runs the parts of a check, each on the placement of its engine's workers.
+    """Runs the engines of a check, each on the placement of its workers.
 
     Each engine's result is kept in a file until the check is done, so that a later failure or an
     interruption does not cost it.
@@ -129,7 +128,7 @@ class Decoding:
         return self.stage.path / f"{engine}.json"
 
     def prompts(self, target: TargetSpec) -> Prompts:
-        """Held-out prompts, or those of a file of questions with answered earlier turns."""
+        """Read held-out prompts, or answer the earlier turns of a file of questions."""
         settings = self.context.config.check
         generated = self.context.upstream["generate"]
         if isinstance(settings.prompts, Path):
@@ -168,7 +167,7 @@ class Decoding:
         )
 
     def engine_result(self, request: CheckRequest, engine: str) -> CheckResult:
-        """One engine's figures from their file, decoded where there is none."""
+        """Read one engine's figures from their file, or decode and write them."""
         file = self.file(engine)
         if read_json(file) is None:
             request = replace(request, gpus=self.gpus(engine))
@@ -193,12 +192,11 @@ class Decoding:
         figures = with_expectations(result.vllm, chain, held_out)
         if "load" in request.settings.studies:
             load = self.call(load_study, "vllm", request=replace(request, gpus=self.gpus("vllm")))
-            words = loads_in_words(load)
-            figures = replace(figures, studies=Studies(load=load), under_load=words)
+            figures = replace(figures, studies=Studies(load=load))
         return replace(result, vllm=figures)
 
     def on_served_model(self, request: CheckRequest) -> tuple[ServedModel, list[Difference]]:
-        """The heads on the copy that will be served, in every engine of the check.
+        """Check the heads on the copy of the target that will be served, in every engine.
 
         Greedy text is compared with that copy alone, whose own text differs from the full target's.
         Neither baselines nor studies are repeated.
@@ -217,7 +215,7 @@ class Decoding:
         return ServedModel(model=target.model, format=form, native=native, vllm=vllm), differing
 
     def drift_of_published(self, questions: Path | None) -> TunedDrift:
-        """The drift of the published weights; write the original's answers to the questions."""
+        """Measure the published weights' drift; write the original's answers."""
         context = self.context
         generated = context.upstream["generate"]
         rows = read_token_rows(generated.shards(), generated.fingerprint)
@@ -237,7 +235,7 @@ class Decoding:
 
 
 def run(context: Context, stage: StageDirectory) -> Summary:
-    """Decode with every engine that is asked for and compare the results."""
+    """Decode with every configured engine and compare the results with plain decoding."""
     engines = context.config.check.engines
     with context.progress(stage) as progress:
         decoding = Decoding(context, stage, progress)
@@ -294,9 +292,7 @@ def _with_comparisons(decoding: Decoding, result: CheckResult) -> CheckResult:
 
 
 def configuration(stage: StageDirectory, now: Config) -> Config:
-    """The configuration of the finished check and all before it; limits, `run` and `push` are those
-    of `now`.
-    """
+    """The configuration of a finished check, with the limits, `run` and `push` of `now`."""
     found = validate(stage.summary["configuration"], str(stage.path))
     limits = {name: getattr(now.check, name) for name in LIMITS}
     backbone = found.train.backbone.model_copy(update={"max_kl": now.train.backbone.max_kl})
@@ -310,7 +306,7 @@ def configuration(stage: StageDirectory, now: Config) -> Config:
 
 
 def one_line(summary: Summary) -> str:
-    """The engines' rates, and how many greedy answers are identical."""
+    """Format the engines' acceleration rates and the number of identical greedy answers."""
     result = from_json(CheckResult, summary)
     parts = []
     if result.native is not None:

@@ -27,9 +27,7 @@ VERSION = 5
 
 
 def identity(context: Context) -> Identity:
-    """The format, the dtype, and what the export calls its target; a tuned backbone is wherever the
-    export is.
-    """
+    """The format, the dtype and the name of the target; a tuned backbone is named relatively."""
     tuned = context.resolved.method.tunes_backbone
     return {
         "settings": context.config.export.model_dump(mode="json"),

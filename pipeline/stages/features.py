@@ -1,5 +1,4 @@
-"""features: one forward of the backbone over every generated row, its last hidden states cached in
-Parquet.
+"""features: cache the backbone's last hidden states of every generated row in Parquet.
 
 Promises: for a span [s, e) the states at positions s-1 … e-2, after the final norm, in the target's
 own dtype: one per target-written token, exactly what its lm_head read when it predicted that token,
@@ -40,8 +39,7 @@ TUNED_NAME = "tuned-features"
 
 
 class Worker:
-    """Holds a backbone; turns one shard of generated rows into one shard of features, of all its
-    rows or of one split.
+    """Turns a shard of generated rows, or of one split of them, into a shard of features.
 
     Rows are written behind the forwards.
     """
@@ -109,9 +107,7 @@ def tuned_identity(context: Context) -> Identity:
 
 
 def run(context: Context, stage: StageDirectory, *, tuned: bool = False) -> Summary:
-    """Cache every pending shard's states: the target's of all rows, or those of the tuned backbone
-    of held-out rows.
-    """
+    """Cache the target's states of all rows, or the tuned backbone's of held-out rows."""
     target, split = context.target, None
     if tuned:
         target, split = context.backbone("train"), SPLIT

@@ -1,5 +1,4 @@
-"""generate: the target writes the conversations that its heads will learn from (self-distillation,
-paper 2.3.2).
+"""generate: the target writes the conversations that its heads learn from (paper 2.3.2).
 
 Promises: every seed becomes a row or is quarantined; answers are the very token
 ids that were sampled; a conversation's next turn is submitted the moment its last one ended, so no
@@ -38,7 +37,7 @@ MIN_ROWS = 2  # of a split; a standard error takes two
 
 
 def identity(context: Context) -> Identity:
-    """Every setting shapes the text, and so do the target and the run's seed."""
+    """Every setting of the text, the target, and the run's seed."""
     settings = context.config.generate.model_dump(mode="json")
     settings["engine_args"] = semantic_arguments(settings["engine_args"])
     special = context.config.seeds.special_tokens
@@ -71,9 +70,7 @@ def run(context: Context, stage: StageDirectory) -> Summary:
 
 
 def require_enough(summary: Summary, stage: StageDirectory) -> None:
-    """Raise DataError where a split has lost its rows: the stages that read it would fail, and only
-    after training.
-    """
+    """Refuse a split that has lost its rows, before training is spent on it."""
     fewest = min(SPLITS, key=lambda split: summary[f"{split}_rows"])
     if summary[f"{fewest}_rows"] < MIN_ROWS:
         counts = ", ".join(f"{split} {summary[f'{split}_rows']:.0f}" for split in SPLITS)
@@ -97,7 +94,7 @@ def one_line(summary: Summary) -> str:
 
 
 class Worker:
-    """Holds an engine; turns one shard of seeds into one shard of generated rows.
+    """Turns one shard of seeds into one shard of generated rows.
 
     When the last conversations of a shard leave the engine half empty, those of the next one begin.
     """
@@ -125,7 +122,7 @@ class Worker:
         self._upcoming: ShardTask | None = None
 
     def expect(self, upcoming: ShardTask | None) -> None:
-        """Remember the shard that comes after the next call's."""
+        """Remember the shard that follows the next call."""
         self._upcoming = upcoming
 
     def __call__(self, task: ShardTask) -> Receipt:
@@ -150,9 +147,7 @@ class Worker:
             return writer.commit(NAME, ids_in, counts, time.monotonic() - started)
 
     def _begin(self, task: ShardTask) -> tuple[list[SeedRow], DialogueGroup]:
-        """The shard's seeds and their conversations, which wait for their turn unless they have
-        begun already.
-        """
+        """Read the shard's seeds and queue their conversations, unless they have begun."""
         if task.shard not in self._begun:
             seeds = [SeedRow.of(row) for row in task_rows(task)]
             dialogues = (
@@ -193,9 +188,7 @@ class Worker:
 
 
 def _counts_of_seeds(dialogues: list[Dialogue]) -> dict[str, float]:
-    """The conversations with special tokens in the seed's text, and those that end before functions
-    are called.
-    """
+    """Count seeds with special tokens, and seeds that are cut before a function call."""
     counts: Counter[str] = Counter()
     for dialogue in dialogues:
         if dialogue.special_tokens():

@@ -1,4 +1,4 @@
-"""push: the export on the Hub, as one commit, and never when the check failed.
+"""push: publish a checked export on the Hub, as one commit per repository.
 
 With `push.dataset` the conversations go first, to a data set. With Medusa-2 the tuned backbone goes
 to `push.repo_id`, and its heads to the same name with `-speculator.METHOD` behind it.
@@ -34,7 +34,7 @@ HEADS = "heads"
 
 
 def upstream(config: Config) -> tuple[str, ...]:
-    """The export and its check; the conversations where they are published."""
+    """The export and its check, and the conversations where they are published."""
     if config.push.dataset:
         return ("export", "check", "generate")
     return ("export", "check")
@@ -45,7 +45,7 @@ def identity(context: Context) -> Identity:
 
 
 def run(context: Context, stage: StageDirectory) -> Summary:
-    """Push, and keep the receipt; the summary counts its files."""
+    """Push to the Hub and write the receipt; the summary counts the files."""
     receipt = push(context, work_in=stage.path)
     write_json(stage.path / "receipt.json", receipt)
     summary: Summary = {}
@@ -60,7 +60,7 @@ def run(context: Context, stage: StageDirectory) -> Summary:
 
 
 def push(context: Context, *, dry_run: bool = False, work_in: Path | None = None) -> dict[str, Any]:
-    """Send what is asked for, with fresh cards; a dry run touches no network.
+    """Send the configured repositories with fresh cards; a dry run touches no network.
 
     Cards are made of the stages' records, not of report.json or of the Hub as they are now.
 
@@ -143,7 +143,7 @@ def one_line(summary: Summary) -> str:
 
 
 def _parts(receipt: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The parts of a receipt or a summary, one per repository; the heads' is the receipt itself."""
+    """Split a receipt or a summary by repository; the heads' part is the receipt itself."""
     parts: dict[str, dict[str, Any]] = {}
     for name in ("data_set", "backbone"):
         if name in receipt:
@@ -154,7 +154,7 @@ def _parts(receipt: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def skipped(config: Config) -> str | None:
-    """Leave the stage out without a repository."""
+    """Skip the stage if no repository is configured."""
     return None if config.push.asks_for_something else ""
 
 

@@ -1,5 +1,4 @@
-"""train: the heads, by the method of `train.method`: from the cached features or, with the
-backbone, from the text.
+"""train: train the heads by `train.method`, from cached features or along with the backbone.
 
 Promises: trains on the `train` split alone; interrupted, it continues at the very next batch; one
 worker or many follow the same loss curve. A method that tunes the backbone leaves an adapter beside
@@ -35,15 +34,12 @@ QUANTIZED_TEACHER = (
 
 
 def upstream(config: Config) -> tuple[str, ...]:
-    """The stages that the method reads: the cache for heads alone, the text where the backbone
-    learns along.
-    """
+    """The stages that the training method reads: cached features, generated text, or both."""
     return method_of(config.train).reads(config.train)
 
 
 def identity(context: Context) -> Identity:
-    """The recipe, the seed, and the target that heads and backbone start from; no key that this
-    method never reads.
+    """The settings that the method reads, the seed, and the target.
 
     The version of the kind's code is in it: a kind that changes is trained, calibrated, exported
     and checked again.
@@ -58,7 +54,7 @@ def identity(context: Context) -> Identity:
 
 
 def run(context: Context, stage: StageDirectory) -> Summary:
-    """Train until heads.safetensors is there."""
+    """Train the heads, and merge the backbone if the method tunes it."""
     placement, resolved = context.placement(NAME), context.resolved
     method = resolved.method
     shards: dict[str, tuple[str, ...]] = {"features": (), "generate": ()}

@@ -129,7 +129,7 @@ def _work_alone(config, name, index, line):
         *_,
         **__,
     ):
-        worker(**arguments)(stage.tasks(upstream)[index])
+        worker(**arguments)(stage.tasks(upstream, upstream.receipts())[index])
         os._exit(0)
 
     module.run_sharded = only_one

@@ -65,7 +65,7 @@ def made(tmp_path_factory, make_config) -> dict[str, StageDirectory]:
         }
     for (name, worker), upstream in zip(workers.items(), ("seeds", "generate"), strict=True):
         found[name] = StageDirectory(root, name, "0" * 64)
-        for task in found[name].tasks(found[upstream]):
+        for task in found[name].tasks(found[upstream], found[upstream].receipts()):
             worker(task)
     return found
 
