@@ -6,8 +6,8 @@ its last one ended) on vLLM. Against: one `LLM.generate()` call per turn over al
 such a turn, which waits for the slowest answer before the next turn begins. Same engine,
 conversations and settings, the prefix cache emptied before each run; both write the same tokens
 (`same_tokens`). 60 ragged conversations: 1 to 8 turns, and answers whose lengths, drawn beforehand,
-spread log-normally (median 32 tokens, sigma 0.85, which is the spread of the answers in MT-
-Bench-101). The target has the demo's shape and random weights."""
+spread log-normally (median 32 tokens, sigma 0.85, which is the spread of the answers in
+MT-Bench-101). The target has the demo's shape and random weights."""
 
 from __future__ import annotations
 

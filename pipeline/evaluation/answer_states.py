@@ -13,10 +13,9 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -35,7 +34,7 @@ from pipeline.execution.progress import ProgressReporter
 from pipeline.heads.accuracy import label_ranks
 from pipeline.heads.kind import Heads
 from pipeline.targets.engines import make_generation_engine
-from pipeline.targets.loading import input_device, load_causal_lm
+from pipeline.targets.loading import input_device, load_on_gpus
 from pipeline.targets.spec import TargetSpec, context_length, eos_token_ids, load_chat_template
 
 if TYPE_CHECKING:
@@ -64,6 +63,7 @@ def answer_states(
     prompts: Sequence[Prompt],
     answers: Sequence[list[int]],
     trained: SeenAnswers | None = None,
+    progress: ProgressReporter = SILENT,
 ) -> Iterator[AnswerStates]:
     """Yield the states of every answer that takes a step, by one forward each, on the heads'
     device.
@@ -77,6 +77,7 @@ def answer_states(
     num_heads = heads.shape.max_depth
     device = heads.device
     for prompt, answer in zip(prompts, answers, strict=True):
+        progress.advance(tokens=len(answer))
         if len(answer) == 1:
             continue
         later_N = torch.tensor(answer[1:])
@@ -108,11 +109,11 @@ def _measured(
     heads: Heads,
     states: Iterable[AnswerStates],
     measure: Callable[[Tensor, Tensor, Tensor], Tensor],
-) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+) -> tuple[np.ndarray, ...]:
     """`measure` of all answers [K, N], end to end; per answer its start, its conversation's number,
     and whether it is seen.
     """
-    parts_KN: list[npt.NDArray[Any]] = []
+    parts_KN: list[np.ndarray] = []
     starts: list[int] = []
     numbers: dict[int | str, int] = {}
     conversations: list[int] = []
@@ -179,19 +180,16 @@ def measured_on_answers(
         target: The target that wrote the answers.
         trained: The target's answers in training rows.
     """
-    model = load_causal_lm(target, "cuda" if gpus else "cpu", max(1, gpus))
+    model = load_on_gpus(target, gpus)
     module = read_trained_heads(Path(heads)).to(input_device(model), model.dtype)
     prompts = [prompt for prompt, _ in answers]
     texts = [text for _, text in answers]
     seen = trained.answers()
-
-    def states(part: str) -> Iterator[AnswerStates]:
-        progress.begin(part, len(texts), unit="answers")
-        for found in answer_states(model, module, prompts, texts, seen):
-            yield found
-            progress.advance(tokens=len(found.next_N) + 1)
-
-    ranks = guess_ranks(module, states("the heads' accuracies"), top)
+    progress.begin("the heads' accuracies", len(texts), unit="answers")
+    states = answer_states(model, module, prompts, texts, seen, progress)
+    ranks = guess_ranks(module, states, top)
     if tree is None:
         return ranks, None
-    return ranks, guess_places(module, states("a dynamic tree's places"), tree)
+    progress.begin("a dynamic tree's places", len(texts), unit="answers")
+    states = answer_states(model, module, prompts, texts, seen, progress)
+    return ranks, guess_places(module, states, tree)

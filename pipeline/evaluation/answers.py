@@ -15,7 +15,6 @@ Letters: T answer tokens, V vocabulary.
 
 from __future__ import annotations
 
-import hashlib
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -167,10 +166,9 @@ def answer_lines(
 
 def model_answer(question_id: int | str, model_id: str, turns: list[str]) -> Line:
     """A model's answer to one question in FastChat's schema, which its judge reads."""
-    digest = hashlib.sha256(f"{model_id}/{question_id}".encode()).hexdigest()
     return {
         "question_id": question_id,
-        "answer_id": digest[:22],
+        "answer_id": f"{model_id}/{question_id}",
         "model_id": model_id,
         "choices": [{"index": 0, "turns": turns}],
         "tstamp": time.time(),

@@ -226,9 +226,7 @@ def _own_heads(
     shape = layout.shape
     if (shape.hidden_size, shape.target_vocab_size) != (sizes.hidden_size, sizes.vocab_size):
         raise DataError(
-            f"These are heads of a target with states of {shape.hidden_size} numbers and a"
-            f" vocabulary of {shape.target_vocab_size} tokens; this one has {sizes.hidden_size} and"
-            f" {sizes.vocab_size}.",
+            "These are heads of a target with another hidden size or vocabulary.",
             str(directory),
             "Give --target the model that these heads were trained on.",
         )

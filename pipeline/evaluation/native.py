@@ -53,7 +53,7 @@ from pipeline.evaluation.studies import Decoding, chain_rate, run_studies
 from pipeline.execution.progress import ProgressReporter
 from pipeline.export.directory import read_heads
 from pipeline.export.layout import read_layout
-from pipeline.targets.loading import input_device, load_causal_lm
+from pipeline.targets.loading import input_device, load_on_gpus
 from pipeline.targets.spec import context_length, eos_token_ids, load_tokenizer
 
 if TYPE_CHECKING:
@@ -105,11 +105,8 @@ def check_native(
     target = request.target
     settings = request.settings
     prompts = request.prompts
-    repetitions = settings.repeats
-    if rule_of(settings) is not greedy_acceptance:
-        repetitions += 1
-    progress.begin("native", len(prompts) * repetitions)
-    model = load_causal_lm(target, "cuda" if request.gpus else "cpu", max(1, request.gpus))
+    progress.begin("native", len(prompts) * settings.repeats)
+    model = load_on_gpus(target, request.gpus)
     heads = read_heads(request.export, model)
     layout = read_layout(request.export)
     eos = eos_token_ids(target)
@@ -186,7 +183,7 @@ def measure(
         passes.append(take_turns(by_rule, prompts, failed, progress))
     greedy_passes = passes
     if rule is not greedy_acceptance:
-        greedy_passes = [take_turns(greedily, prompts, failed, progress)]
+        greedy_passes = [take_turns(greedily, prompts, failed)]
     require_steps(answer.accepted for answer in passes[0][ACCELERATED])
     return Measurement(request, plain.model, passes, greedy_passes, failed)
 
@@ -233,12 +230,7 @@ def native_figures(measured: Measurement, comparison: Comparison) -> NativeFigur
         likelihoods[rule] = round(likelihood, 4)
     found = replace(found, temperature=settings.temperature, log_likelihood=likelihoods)
     if settings.acceptance == "typical":
-        return replace(
-            found,
-            eps=settings.typical_eps,
-            delta=settings.typical_delta,
-            first_token=settings.first_token,
-        )
+        return replace(found, eps=settings.typical_eps, delta=settings.typical_delta)
     return replace(found, top_p=settings.top_p)
 
 

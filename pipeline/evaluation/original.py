@@ -22,7 +22,7 @@ from pipeline.conversations.conversation import Conversation
 from pipeline.evaluation.answers import log_probabilities, model_answer
 from pipeline.evaluation.prompts import SILENT, Prompt, answered_questions
 from pipeline.execution.progress import ProgressReporter
-from pipeline.targets.loading import load_causal_lm
+from pipeline.targets.loading import load_on_gpus
 from pipeline.targets.spec import TargetSpec, load_tokenizer
 from pipeline.training.backbone_losses import Drift
 
@@ -69,13 +69,12 @@ def published_drift(
     original: TargetSpec, published: TargetSpec, rows: Sequence[TokenRow], gpus: int = 0
 ) -> TunedDrift:
     """Measure the published model's drift from the original, at tokens that the original wrote."""
-    device = "cuda" if gpus else "cpu"
     prompts, answers = first_positions(rows)
-    model = load_causal_lm(original, device, max(1, gpus))
+    model = load_on_gpus(original, gpus)
     expected = [log_p_TV.cpu() for log_p_TV in log_probabilities(model, prompts, answers)]
     del model
     gc.collect()
-    model = load_causal_lm(published, device, max(1, gpus))
+    model = load_on_gpus(published, gpus)
     drift = Drift.zero(torch.device("cpu"))
     found = log_probabilities(model, prompts, answers)
     for log_p_TV, log_q_TV, answer in zip(expected, found, answers, strict=True):

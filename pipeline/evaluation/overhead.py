@@ -27,7 +27,7 @@ from pipeline.decoding.tree import Choices
 from pipeline.evaluation.prompts import SILENT
 from pipeline.execution.progress import ProgressReporter
 from pipeline.heads.kind import Heads
-from pipeline.targets.loading import input_device, load_causal_lm
+from pipeline.targets.loading import input_device, load_on_gpus
 from pipeline.targets.spec import TargetSpec, context_length
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def measure_overheads(
     progress: ProgressReporter = SILENT,
 ) -> tuple[dict[int, float], dict[int, float]]:
     """`overhead_curve` of trained heads on the target, loaded here, with trees and with chains."""
-    model = load_causal_lm(target, "cuda" if gpus else "cpu", max(1, gpus))
+    model = load_on_gpus(target, gpus)
     module = read_trained_heads(Path(heads)).to(input_device(model), model.dtype)
     room = context_length(target)
     return (
@@ -75,10 +75,7 @@ def overhead_curve(
     """
     if not trees:
         return {}
-    deepest = 0
-    for tree in trees.values():
-        depth = tree.max_depth if isinstance(tree, DynamicTree) else max(map(len, tree))
-        deepest = max(deepest, depth)
+    deepest = heads.shape.max_depth
     # No more room than the steps need: every decoder allocates a cache.
     room = min(max_length, max(map(len, prompts)) + 1 + NUM_STEPS * (deepest + 1))
     plain = plain_decoder(model, eos_token_ids=(), max_length=room)
@@ -130,17 +127,6 @@ def undisturbed(seconds: Sequence[float]) -> float:
     return sorted(seconds)[len(seconds) // 4] if seconds else math.nan
 
 
-def with_tree(accelerated: Decoder, choices: Choices | DynamicTree) -> Decoder:
-    """The same target and heads with another tree and no end tokens."""
-    return Decoder(
-        accelerated.model,
-        accelerated.heads,
-        choices,
-        eos_token_ids=(),
-        max_length=accelerated.max_length,
-    )
-
-
 @contextlib.contextmanager
 def fastest_threads(plain: Decoder, prompt_ids: Sequence[int]) -> Iterator[int]:
     """Set the number of CPU threads at which plain steps are fastest; on a GPU nothing is changed.
@@ -153,9 +139,9 @@ def fastest_threads(plain: Decoder, prompt_ids: Sequence[int]) -> Iterator[int]:
     if plain.device.type != "cpu":
         yield most
         return
-    seconds: dict[int, list[float]] = {}
-    for halvings in range(most.bit_length()):
-        seconds[most >> halvings] = []
+    seconds: dict[int, list[float]] = {
+        most >> halvings: [] for halvings in range(most.bit_length())
+    }
     best = most
     try:
         first = undisturbed(step_seconds(plain, prompt_ids))  # the first forwards are slow

@@ -22,7 +22,6 @@ from pipeline.config import CheckConfig
 from pipeline.conversations.conversation import Conversation, RowRejected
 from pipeline.conversations.dialogue import Dialogue, DialogueSettings
 from pipeline.conversations.requests import Sampling
-from pipeline.conversations.template import ChatTemplate
 from pipeline.decoding.acceptance import AcceptanceRule, acceptance_rule
 from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.decoding.tree import Choices
@@ -39,7 +38,6 @@ from pipeline.targets.spec import (
 )
 
 SILENT = ProgressReporter()  # shows nothing
-MORE_PER_TURN = 16  # at least the tokens of a template between an answer and the next question
 
 
 @dataclass(frozen=True)
@@ -173,15 +171,14 @@ def question_prompts(
         engine: The engine that answers; it takes all questions at once, and is not started where
             each has one turn.
     """
-    dialogues, context = _converse(
-        target, questions, settings, engine, gpus, progress, answers_last=False
-    )
+    dialogues = _converse(target, questions, settings, engine, gpus, progress, answers_last=False)
+    room = context_length(target) - settings.max_new_tokens
     num_turns = 0
     kept: list[Prompt] = []
     for question, name, dialogue in zip(questions, question_ids(questions), dialogues, strict=True):
         num_turns += sum(message.role == "user" for message in question.messages)
         for turn, ids in enumerate(dialogue.prompts()):
-            if len(ids) + settings.max_new_tokens <= context:
+            if len(ids) <= room:
                 kept.append(Prompt(f"{question.id}/{turn}", ids, question.category, name))
     return Prompts(kept, num_turns - len(kept))
 
@@ -197,7 +194,7 @@ def answered_questions(
     """The target's own answers to every turn of each question, as token ids; arguments as of
     `question_prompts`.
     """
-    dialogues, _ = _converse(target, questions, settings, engine, gpus, progress)
+    dialogues = _converse(target, questions, settings, engine, gpus, progress)
     found = []
     for name, dialogue in zip(question_ids(questions), dialogues, strict=True):
         with contextlib.suppress(RowRejected):  # it has no answer
@@ -217,27 +214,26 @@ def _converse(
     progress: ProgressReporter,
     *,
     answers_last: bool = True,
-) -> tuple[list[Dialogue], int]:
-    """Answer the questions; also return the context in which they were answered."""
+) -> list[Dialogue]:
+    """Answer the questions turn by turn."""
     template = load_chat_template(target, load_tokenizer(target))
-    longest = 1
-    for question in questions:
-        longest = max(longest, _most_tokens(question, template, settings.max_new_tokens))
-    context = min(context_length(target), longest)
     sampling = Sampling(0.0, 1.0, settings.max_new_tokens, eos_token_ids(target))
     if rule_of(settings).samples:
         sampling = replace(sampling, temperature=settings.temperature, top_p=settings.top_p)
     replay = DialogueSettings(
-        "replay", sampling, context, ends_at_flaws=False, answers_last=answers_last
+        "replay",
+        sampling,
+        context_length(target),
+        ends_at_flaws=False,
+        answers_last=answers_last,
     )
     dialogues = [Dialogue(question, template, replay) for question in questions]
     if any(dialogue.needs_answers for dialogue in dialogues):
         progress.begin("the prompts of later turns", len(dialogues), unit="questions")
-        target = replace(target, max_tokens=context)
         answer_all(make_generation_engine(engine, target, {}, gpus), dialogues, progress)
     else:
         run_dialogues(dialogues, None)
-    return dialogues, context
+    return dialogues
 
 
 def answer_all(
@@ -284,14 +280,3 @@ def question_ids(questions: Sequence[Conversation]) -> list[int | str]:
             name = question.id
         found.append(int(name) if name.isdecimal() else name)
     return found
-
-
-def _most_tokens(question: Conversation, template: ChatTemplate, max_new_tokens: int) -> int:
-    """An upper bound on the conversation's tokens, answers included."""
-    before = [message for message in question.messages if message.role == "system"]
-    total = 1
-    for turn in question.turns:
-        asked = turn.asked if template.renders_tools else turn.asked[:1]
-        with contextlib.suppress(RowRejected):  # a turn that the template rejects is not asked
-            total += len(template.opening([*before, *asked])) + max_new_tokens + MORE_PER_TURN
-    return total

@@ -37,7 +37,7 @@ from pipeline.evaluation.prompts import SILENT, CheckRequest
 from pipeline.evaluation.speed import rate, require_steps, with_new_answers
 from pipeline.execution.progress import ProgressReporter
 from pipeline.export.layout import read_layout
-from pipeline.targets.loading import load_causal_lm
+from pipeline.targets.loading import load_on_gpus
 from pipeline.targets.vllm_decode import DecodeTask, decode_in_vllm
 from pipeline.targets.vllm_server import LoadTask, serve_under_load
 
@@ -76,7 +76,7 @@ def check_served(request: CheckRequest, progress: ProgressReporter = SILENT) -> 
 
     @functools.cache
     def model() -> PreTrainedModel:  # loaded only where sequences differ
-        return load_causal_lm(request.target, "cuda" if gpus else "cpu", max(1, gpus))
+        return load_on_gpus(request.target, gpus)
 
     def gap_at(prefix: list[int]) -> float:
         return top_2_gap(model(), prefix)
@@ -174,7 +174,6 @@ def load_rows(
     """The study's rows, from what `serve_under_load` measured of both servers."""
     rows = []
     for before, after in zip(plain, with_heads, strict=True):
-        rate = after["acceleration_rate"]
         found = _side(after, limits)
         baseline = _side(before, limits)
         speedup = found["tokens_per_second"] / baseline["tokens_per_second"]
@@ -182,7 +181,7 @@ def load_rows(
             LoadRow(
                 requests=after["requests"],
                 speedup=rounded(speedup),
-                acceleration_rate=None if rate is None else rounded(rate),
+                acceleration_rate=after["acceleration_rate"],
                 **found,
                 **{f"baseline_{name}": figure for name, figure in baseline.items()},
             )
@@ -220,13 +219,3 @@ def _within(limits: LatencyLimits, measured: Mapping[str, Any]) -> float | None:
         others_in_time = tpot is None or 1000 * tpot <= (limits.tpot_ms or math.inf)
         within += first_in_time and others_in_time
     return round(within / len(measured["ttft"]), 4)
-
-
-def loads_in_words(rows: Sequence[LoadRow]) -> str:
-    """State in a sentence at which loads the heads speed up serving."""
-    faster = [str(row.requests) for row in rows if row.speedup is not None and row.speedup >= 1]
-    measured = ", ".join(str(row.requests) for row in rows)
-    return (
-        f"Served by vLLM, the heads pay at {', '.join(faster) or 'none'} of {measured} requests at"
-        " once."
-    )

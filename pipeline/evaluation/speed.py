@@ -106,12 +106,14 @@ def baseline(
         ConfigError, EnvironmentFault: The assistant cannot be loaded.
     """
     device = input_device(model)
-    settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": max_new_tokens}
-    if eos_token_ids:
-        settings |= {"eos_token_id": list(eos_token_ids), "pad_token_id": eos_token_ids[0]}
-    if name == "prompt-lookup":
-        settings["prompt_lookup_num_tokens"] = NUM_LOOKED_UP
-    arguments: dict[str, Any] = {"generation_config": GenerationConfig(**settings)}
+    generation = GenerationConfig(
+        do_sample=False,
+        max_new_tokens=max_new_tokens,
+        eos_token_id=list(eos_token_ids),
+        pad_token_id=0,
+        prompt_lookup_num_tokens=NUM_LOOKED_UP if name == "prompt-lookup" else None,
+    )
+    arguments: dict[str, Any] = {"generation_config": generation}
     if name == "assistant":
         assert assistant is not None, "CheckConfig asks for both or neither"
         arguments["assistant_model"] = load_causal_lm(assistant, device)
@@ -152,18 +154,14 @@ def take_turns(
     """
     written: dict[str, list[Decoded]] = {name: [] for name in methods}
     for seed, prompt in enumerate(prompts):
-        num_tokens = 0
         for name, decode in methods.items():
             if name in failed:
                 continue
             try:
-                answer = decode(prompt.ids, seed)
+                written[name].append(decode(prompt.ids, seed))
             except CannotDecode as reason:
                 failed[name] = str(reason)
-                continue
-            written[name].append(answer)
-            num_tokens += len(answer.token_ids)
-        progress.advance(tokens=num_tokens)
+        progress.advance()
     return {name: answers for name, answers in written.items() if name not in failed}
 
 

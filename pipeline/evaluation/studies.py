@@ -1,7 +1,7 @@
 """Studies beside the check (`check.studies`): trees, acceptance rules, number of heads, batch
 sizes.
 
-    trees    plain, top-1 chain, Cartesian tree, the authors' stock tree, a searched one of its
+    trees    plain, top-1 chain, the authors' stock tree, a searched one of its
              size, the export's own
     typical  typical acceptance by eps, delta = sqrt(eps), and temperature, against greedy, sampling
              and rejection
@@ -45,7 +45,7 @@ from pipeline.decoding.held_out import replay
 from pipeline.decoding.tree import STOCK_NODES, TreePath, cartesian_tree, greedy_tree, stock_tree
 from pipeline.evaluation.answer_states import AnswerStates, answer_states, guess_places, guess_ranks
 from pipeline.evaluation.answers import mean_log_likelihood
-from pipeline.evaluation.overhead import overheads, step_seconds, with_tree
+from pipeline.evaluation.overhead import overheads, step_seconds
 from pipeline.evaluation.prompts import SILENT, Prompt
 from pipeline.evaluation.speed import Decode, Pace, decode_by, take_turns
 from pipeline.execution.progress import ProgressReporter
@@ -64,7 +64,6 @@ TEMPERATURES = (0.3, 0.7, 1.0)
 EPS = (0.01, 0.04, 0.09, 0.16, 0.25)  # the range that the paper sweeps
 BATCH_SIZES = (1, 2, 4, 8, 16)
 WARM_UP_TOKENS = 4
-CARTESIAN = (4, 2, 2, 2)  # guesses per head: 60 nodes
 NUM_TIMED = 4  # prompts of the studies of trees
 GUESSES = 10  # per node of a dynamic tree beside a static one
 
@@ -129,12 +128,10 @@ def tree_ladder(decoding: Decoding, calibration: Calibration) -> list[TreeRow]:
     """
     shape = decoding.heads.shape
     used = decoding.accelerated.tree
-    widths = CARTESIAN[: shape.num_heads]
     stock = stock_tree(shape.num_heads)
     trees: dict[str, AnyTree] = {
         "plain": (),
         "top-1 chain": cartesian_tree([1] * shape.num_heads),
-        f"Cartesian {'x'.join(map(str, widths))}": cartesian_tree(widths),
         STOCK_TREE: stock,
         SEARCHED_TREE: searched_tree(calibration)[: len(stock)],
     }
@@ -171,26 +168,28 @@ def heads_used(decoding: Decoding) -> list[TreeRow]:
 
 def tree_rows(decoding: Decoding, trees: Sequence[AnyTree]) -> list[TreeRow]:
     """Every tree's acceleration rate, overhead and speedup; None where no answer takes a step."""
-    plain = decoding.plain
+    model = decoding.plain.model
+    room = decoding.plain.max_length
+    heads = decoding.heads
     states = list(decoding.states())
     top = 1
-    endless = plain_decoder(plain.model, eos_token_ids=(), max_length=plain.max_length)
+    endless = plain_decoder(model, eos_token_ids=(), max_length=room)
     decoders = {}
     for number, tree in enumerate(trees):
         if tree:
-            decoders[number] = with_tree(decoding.accelerated, tree)
+            decoders[number] = Decoder(model, heads, tree, eos_token_ids=(), max_length=room)
         if not isinstance(tree, DynamicTree):
             top = max([top, *(rank + 1 for path in tree for rank in path)])
     timed = [prompt.ids for prompt in decoding.prompts[:NUM_TIMED]]
     for decoder in (endless, *decoders.values()):  # warm-up
         step_seconds(decoder, timed[0])
     costs = overheads(endless, decoders, timed)
-    ranks = guess_ranks(decoding.heads, states, top)
+    ranks = guess_ranks(heads, states, top)
     rows = []
     for number, tree in enumerate(trees):
         if isinstance(tree, DynamicTree):
             nodes = tree.num_nodes
-            rate = guess_places(decoding.heads, states, tree).replay(nodes).acceleration_rate
+            rate = guess_places(heads, states, tree).replay(nodes).acceleration_rate
         else:
             nodes = len(tree)
             rate = replay(ranks, tree).acceleration_rate
@@ -284,21 +283,22 @@ def batch_sizes(decoding: Decoding, num_tokens: int, repeats: int) -> list[Batch
 
     The prompts are repeated so that they fill the largest batch.
     """
-    plain = decoding.plain
-    accelerated = decoding.accelerated
-    asked = [prompt.ids for prompt in decoding.prompts]
-    texts = list(islice(cycle(asked), max(BATCH_SIZES)))
+    prompt_ids = [prompt.ids for prompt in decoding.prompts]
+    texts = list(islice(cycle(prompt_ids), max(BATCH_SIZES)))
     rows = []
     for size in BATCH_SIZES:
         batches = [texts[start : start + size] for start in range(0, len(texts), size)]
-        for decoder in (plain, accelerated):
-            _warm_up(decoder, batches, num_tokens)
-        speeds: dict[Decoder, list[float]] = {plain: [], accelerated: []}
+        speeds: dict[Decoder, list[float]] = {decoding.plain: [], decoding.accelerated: []}
+        for decoder in speeds:
+            if decoder.captures:  # every length and width must be captured
+                for batch in batches * (WARM_UP_STEPS + 1):
+                    decoder.generate_batch(batch, num_tokens)
+            else:
+                decoder.generate_batch(batches[0], WARM_UP_TOKENS)
         for _ in range(repeats):
             for decoder, found in speeds.items():
                 found.append(_tokens_per_second(decoder, batches, num_tokens))
-        before = statistics.median(speeds[plain])
-        after = statistics.median(speeds[accelerated])
+        before, after = (statistics.median(found) for found in speeds.values())
         rows.append(
             BatchRow(
                 batch_size=size,
@@ -308,16 +308,6 @@ def batch_sizes(decoding: Decoding, num_tokens: int, repeats: int) -> list[Batch
             )
         )
     return rows
-
-
-def _warm_up(decoder: Decoder, batches: Sequence[list[list[int]]], num_tokens: int) -> None:
-    """Decode once, or as often as it takes until every length and width is captured."""
-    if not decoder.captures:
-        decoder.generate_batch(batches[0], WARM_UP_TOKENS)
-        return
-    for _ in range(WARM_UP_STEPS + 1):
-        for batch in batches:
-            decoder.generate_batch(batch, num_tokens)
 
 
 def _tokens_per_second(

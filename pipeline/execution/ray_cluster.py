@@ -29,6 +29,10 @@ CLIENT = "ray://"
 WORKER_ENVIRONMENT = {"TORCH_CPP_LOG_LEVEL": "ERROR", "TOKENIZERS_PARALLELISM": "false"}
 OBJECT_STORE_BYTES = 256 * 1024**2  # tasks and receipts only
 QUIET: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
+NO_CLUSTER = (
+    "Start the cluster (`ray start --head`), correct RAY_ADDRESS, or unset it to start one for this"
+    " run."
+)
 SECONDS_TO_CONNECT = 5.0
 SECONDS_BETWEEN_TESTS = 0.5
 PATIENCE, PATIENCE_WITH_OTHERS = 1.0, 20.0  # seconds; the head of a shared cluster may be restarted
@@ -43,7 +47,10 @@ def connect(address: str) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         if address:
-            require_listener(address)
+            reason = connection_error(host_and_port(address))
+            if reason:
+                what = f"No Ray cluster answers at RAY_ADDRESS: {reason}."
+                raise EnvironmentFault(what, address, NO_CLUSTER)
         with own_signals():
             if address:
                 variables = dict(WORKER_ENVIRONMENT)
@@ -74,17 +81,6 @@ def start_cluster(num_cpus: int) -> Any:
             object_store_memory=OBJECT_STORE_BYTES,
             **QUIET,
         )
-
-
-def require_listener(address: str) -> None:
-    """Raise EnvironmentFault unless a process listens at RAY_ADDRESS."""
-    reason = connection_error(host_and_port(address))
-    if reason:
-        fix = (
-            "Start the cluster (`ray start --head`), correct RAY_ADDRESS, or unset it to start one"
-            " for this run."
-        )
-        raise EnvironmentFault(f"No Ray cluster answers at RAY_ADDRESS: {reason}.", address, fix)
 
 
 def host_and_port(address: str) -> str:

@@ -49,7 +49,7 @@ from pipeline.evaluation.prompts import (
     with_room_for,
 )
 from pipeline.evaluation.references import exact_match, read_references
-from pipeline.evaluation.served import load_study, loads_in_words, with_expectations
+from pipeline.evaluation.served import load_study, with_expectations
 from pipeline.execution.progress import ProgressReporter
 from pipeline.export.directory import read_tree
 from pipeline.export.layout import read_layout
@@ -192,8 +192,7 @@ class Decoding:
         figures = with_expectations(result.vllm, chain, held_out)
         if "load" in request.settings.studies:
             load = self.call(load_study, "vllm", request=replace(request, gpus=self.gpus("vllm")))
-            words = loads_in_words(load)
-            figures = replace(figures, studies=Studies(load=load), under_load=words)
+            figures = replace(figures, studies=Studies(load=load))
         return replace(result, vllm=figures)
 
     def on_served_model(self, request: CheckRequest) -> tuple[ServedModel, list[Difference]]:

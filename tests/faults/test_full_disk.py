@@ -14,7 +14,6 @@ import pytest
 from pipeline.cli.app import app
 from pipeline.cli.ending import ends_well
 from pipeline.storage.run_directory import RunDirectory
-from pipeline.storage.stage_directory import StageDirectory
 from tests.faults.unfinished import (
     assert_as_uninterrupted,
     temporary_files,
@@ -47,21 +46,15 @@ def fill_up(directory):
 
 
 def fill_at(disk, name, moment, monkeypatch):
-    """Fill the disk once when a stage starts, has committed its first shard, or ends."""
-    event, finish = RunDirectory.event, StageDirectory.finish
+    """Fill the disk when a stage starts or has committed its first shard."""
+    event = RunDirectory.event
 
     def log_and_fill(self, kind, **facts):
         event(self, kind, **facts)
         if (kind, facts.get("stage"), facts.get("shard", 0)) == (moment, name, 0):
             fill_up(disk)
 
-    def fill_and_finish(self, *arguments):
-        if (moment, self.stage) == ("end", name):
-            fill_up(disk)
-        finish(self, *arguments)
-
     monkeypatch.setattr(RunDirectory, "event", log_and_fill)
-    monkeypatch.setattr(StageDirectory, "finish", fill_and_finish)
 
 
 @pytest.mark.slow
@@ -71,7 +64,6 @@ def fill_at(disk, name, moment, monkeypatch):
     [
         *((name, "stage-started") for name in STAGES),
         *((name, "shard") for name in SHARDED),
-        ("train", "end"),
     ],
 )
 def test_a_full_disk_loses_nothing_and_the_same_command_continues(

@@ -9,7 +9,6 @@ from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
-    GPT2Config,
     LlamaConfig,
     MixtralConfig,
     Phi3Config,
@@ -26,11 +25,9 @@ IDS_BT = torch.arange(24).view(2, 12)
 LLAMA = LlamaConfig(**SIZES)
 LAYERS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"}
 OF_PHI3 = {"qkv_proj", "o_proj", "gate_up_proj", "down_proj", "lm_head"}
-GPT2 = GPT2Config(vocab_size=40, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=1)
 FAMILIES = {
     "llama": (LLAMA, LAYERS, 15),
     "phi3": (Phi3Config(**SIZES), OF_PHI3, 9),
-    "gpt2": (GPT2, {"c_attn", "c_proj", "c_fc", "lm_head"}, 9),
 }
 
 
