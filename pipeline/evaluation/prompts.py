@@ -247,9 +247,8 @@ def answer_all(
 def with_room(target: TargetSpec, settings: CheckConfig) -> TargetSpec:
     """Return the target with the context that the check may use (`check.max_tokens`).
 
-    Without that setting it is all of the model's own context. `target.max_tokens` limits the
-    conversations of training; a prompt may be longer. `target.max_tokens` applies only where the model does
-    not state its context.
+    Without that setting the model's own context is used. A prompt may be longer than
+    `target.max_tokens`, which applies only to a model that does not state its context.
     """
     longer = replace(target, max_tokens=settings.max_tokens)
     try:
