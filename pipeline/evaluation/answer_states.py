@@ -44,7 +44,7 @@ Answers = list[tuple[Prompt, list[int]]]  # up to where each answer begins, and 
 
 
 class AnswerStates(NamedTuple):
-    """The positions of an answer at which a step may begin: states, next tokens, later tokens.
+    """Hidden states and following tokens at the positions of an answer where steps may begin.
 
     The turns of one question are one `conversation`. `seen`: whether the answer is also in a
     training row.
@@ -65,8 +65,7 @@ def answer_states(
     trained: SeenAnswers | None = None,
     progress: ProgressReporter = SILENT,
 ) -> Iterator[AnswerStates]:
-    """Yield the states of every answer that takes a step, by one forward each, on the heads'
-    device.
+    """Yield the hidden states and tokens of every answer that takes a step, by one forward each.
 
     An answer's first token comes from the prefill: steps begin there and at each later token but
     the last.
@@ -95,12 +94,12 @@ def answer_states(
 
 
 def guess_ranks(heads: Heads, states: Iterable[AnswerStates], top: int) -> HeldOutRanks:
-    """The ranks of the answers' tokens among the heads' first `top` guesses."""
+    """Rank the tokens of the target's answers among the heads' first `top` guesses."""
     return HeldOutRanks(*_measured(heads, states, partial(label_ranks, heads, top=top)))
 
 
 def guess_places(heads: Heads, states: Iterable[AnswerStates], tree: DynamicTree) -> HeldOutPlaces:
-    """The places of the answers' tokens among the nodes that the tree proposes."""
+    """Find the places of the answers' tokens among the nodes that a dynamic tree proposes."""
     return HeldOutPlaces(*_measured(heads, states, partial(tree.places, heads)))
 
 
@@ -110,9 +109,7 @@ def _measured(
     states: Iterable[AnswerStates],
     measure: Callable[[Tensor, Tensor, Tensor], Tensor],
 ) -> tuple[np.ndarray, ...]:
-    """`measure` of all answers [K, N], end to end; per answer its start, its conversation's number,
-    and whether it is seen.
-    """
+    """Concatenate `measure` [K, N] over all answers; also return starts, conversations and seen."""
     parts_KN: list[np.ndarray] = []
     starts: list[int] = []
     numbers: dict[int | str, int] = {}
@@ -141,7 +138,7 @@ def written_answers(
     gpus: int,
     progress: ProgressReporter = SILENT,
 ) -> Answers:
-    """The target's greedy answers to the conversations' questions, asked one after another."""
+    """Generate the target's greedy answers to the questions of `calibrate.data`."""
     template = load_chat_template(target)
     sampling = Sampling(0.0, 1.0, settings.max_new_tokens, eos_token_ids(target))
     replay = DialogueSettings(
@@ -173,8 +170,7 @@ def measured_on_answers(
     trained: TrainingText,
     progress: ProgressReporter = SILENT,
 ) -> tuple[HeldOutRanks, HeldOutPlaces | None]:
-    """The ranks of the answers' tokens among the heads' guesses, and their places in a dynamic
-    tree.
+    """Measure trained heads on the target's answers: ranks, and places in a dynamic tree.
 
     Args:
         target: The target that wrote the answers.

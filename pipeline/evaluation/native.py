@@ -64,7 +64,7 @@ NUM_WARM_UPS = 2  # prompts
 
 @dataclass(frozen=True)
 class Measurement:
-    """Decoded answers, by plain decoding, with the heads and by transformers' baselines.
+    """Answers decoded natively: plainly, with the heads, and by transformers' baselines.
 
     Attributes:
         passes: Each repetition by the check's rule.
@@ -94,7 +94,7 @@ class Measurement:
 def check_native(
     request: CheckRequest, progress: ProgressReporter = SILENT
 ) -> tuple[CheckResult, AnswerLines]:
-    """Decode every prompt plainly, with the tree and by the baselines.
+    """Check an export natively: decode every prompt plainly, with the tree and by the baselines.
 
     Returns:
         The native part of a check, and the answers of plain decoding and of the heads.
@@ -149,10 +149,10 @@ def measure(
     baselines: dict[str, Decode],
     progress: ProgressReporter,
 ) -> Measurement:
-    """Decode every prompt by every method, after a warm-up. Under a sampling rule, greedy text is
-    decoded once.
+    """Decode every prompt by every method in turns, after a warm-up.
 
-    A baseline that fails on any prompt is left out from there on; the other methods continue.
+    Under a sampling rule, greedy text is decoded once. A baseline that fails on any prompt is left
+    out from there on; the other methods continue.
 
     Raises:
         ConfigError: No answer took a step.
@@ -189,7 +189,7 @@ def measure(
 
 
 def native_figures(measured: Measurement, comparison: Comparison) -> NativeFigures:
-    """`check.native` of report.json, without the chain and the studies."""
+    """Compute `check.native` of report.json, without the chain and the studies."""
     request = measured.request
     passes = measured.passes
     settings = request.settings
@@ -235,5 +235,5 @@ def native_figures(measured: Measurement, comparison: Comparison) -> NativeFigur
 
 
 def token_ids(decoded: Sequence[Decoded]) -> list[list[int]]:
-    """The answers' tokens, prompt by prompt."""
+    """Return the decoded answers' token ids, prompt by prompt."""
     return [one.token_ids for one in decoded]

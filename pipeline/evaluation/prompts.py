@@ -42,7 +42,7 @@ SILENT = ProgressReporter()  # shows nothing
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids up to where an answer begins.
+    """A prompt of the check: token ids up to where an answer begins.
 
     `category` is the question's own, or the source of a held-out row.
     """
@@ -60,7 +60,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Prompts:
-    """The prompts that fit, and how many did not."""
+    """The prompts that leave room for an answer, and the number of those that do not."""
 
     kept: list[Prompt]
     skipped: int
@@ -82,7 +82,7 @@ def require_prompts(prompts: Prompts, settings: CheckConfig) -> None:
 
 @dataclass(frozen=True)
 class CheckRequest:
-    """One engine's check; picklable, because it crosses to the process that decodes.
+    """The request for one engine's check; picklable, because it crosses to the decoding process.
 
     Attributes:
         export: The export directory.
@@ -109,7 +109,7 @@ class CheckRequest:
 
 
 def rule_of(settings: CheckConfig) -> AcceptanceRule:
-    """The acceptance rule that the check decodes with."""
+    """Build the acceptance rule of the check's settings."""
     return acceptance_rule(
         settings.acceptance,
         settings.temperature,
@@ -123,7 +123,7 @@ def rule_of(settings: CheckConfig) -> AcceptanceRule:
 def held_out_prompts(
     rows: Iterable[TokenRow], number: int, room: int, split: str = "check"
 ) -> Prompts:
-    """The first `number` rows of a held-out split, each up to one of its answers.
+    """Take the first `number` held-out rows as prompts, each up to one of its answers.
 
     A hash of the row's id chooses the answer, so that first and later turns are equally frequent,
     as in calibration.
@@ -160,12 +160,11 @@ def question_prompts(
     gpus: int,
     progress: ProgressReporter = SILENT,
 ) -> Prompts:
-    """The prompt of every turn, with the target's own answers to the turns before it; the last is
-    not answered.
+    """Build the prompt of every turn of the questions, after the target's own earlier answers.
 
-    The answers are greedy, or sampled as the acceptance rule samples, and as long as those that are
-    measured. Prompts that do not fit, and turns that the chat template rejects, are skipped and
-    counted.
+    The last turn is not answered. The answers are greedy, or sampled as the acceptance rule
+    samples, and as long as those that are measured. Prompts that do not fit, and turns that the
+    chat template rejects, are skipped and counted.
 
     Args:
         engine: The engine that answers; it takes all questions at once, and is not started where
@@ -191,8 +190,9 @@ def answered_questions(
     gpus: int,
     progress: ProgressReporter = SILENT,
 ) -> list[tuple[int | str, list[list[int]]]]:
-    """The target's own answers to every turn of each question, as token ids; arguments as of
-    `question_prompts`.
+    """Generate the target's own answers to every turn of each question, as token ids.
+
+    Arguments are those of `question_prompts`.
     """
     dialogues = _converse(target, questions, settings, engine, gpus, progress)
     found = []
@@ -215,7 +215,7 @@ def _converse(
     *,
     answers_last: bool = True,
 ) -> list[Dialogue]:
-    """Answer the questions turn by turn."""
+    """Run the questions as dialogues with the target, turn by turn."""
     template = load_chat_template(target, load_tokenizer(target))
     sampling = Sampling(0.0, 1.0, settings.max_new_tokens, eos_token_ids(target))
     if rule_of(settings).samples:
@@ -239,17 +239,16 @@ def _converse(
 def answer_all(
     engine: GenerationEngine, dialogues: Sequence[Dialogue], progress: ProgressReporter
 ) -> None:
-    """Answer the conversations' questions, and close the engine."""
+    """Generate all answers of the dialogues, and close the engine."""
     with contextlib.closing(engine):
         run_dialogues(dialogues, engine, progress.advance)
 
 
 def with_room(target: TargetSpec, settings: CheckConfig) -> TargetSpec:
-    """The target with the context that the check may use: `check.max_tokens`, or all of the model's
-    own.
+    """Return the target with the context that the check may use (`check.max_tokens`).
 
-    `target.max_tokens` limits the conversations of training; a prompt may be longer. It applies
-    here only where the model does not state its context.
+    Without that setting the model's own context is used. A prompt may be longer than
+    `target.max_tokens`, which applies only to a model that does not state its context.
     """
     longer = replace(target, max_tokens=settings.max_tokens)
     try:
@@ -261,17 +260,20 @@ def with_room(target: TargetSpec, settings: CheckConfig) -> TargetSpec:
 def with_room_for(
     target: TargetSpec, prompts: Sequence[Prompt], max_new_tokens: int, draft_tokens: int
 ) -> TargetSpec:
-    """The target with just the context that the answers to these prompts need: engines reserve it.
+    """Return the target with just the context that answers to these prompts need.
 
-    vLLM goes on drafting only while the text, the drafted tokens that are being verified and as
-    many new ones fit.
+    Engines reserve memory for the whole context. vLLM goes on drafting only while the text, the
+    drafted tokens that are being verified and as many new ones fit.
     """
     longest = max(len(prompt.ids) for prompt in prompts) + max_new_tokens + 2 * draft_tokens
     return replace(target, max_tokens=min(context_length(target), longest))
 
 
 def question_ids(questions: Sequence[Conversation]) -> list[int | str]:
-    """The file's own ids, as integers where they are; ours where an id is missing or repeated."""
+    """Return the file's own question ids, or ours where an id is missing or repeated.
+
+    Decimal ids become integers.
+    """
     times = Counter(question.source_id for question in questions)
     found: list[int | str] = []
     for question in questions:

@@ -72,7 +72,7 @@ AnyTree = Sequence[TreePath] | DynamicTree
 
 @dataclass(frozen=True)
 class Decoding:
-    """The check's decoders, prompts and plain greedy answers."""
+    """The decoders, prompts and plain greedy answers of the check, for its studies."""
 
     plain: Decoder
     accelerated: Decoder
@@ -94,7 +94,7 @@ def run_studies(
     calibration: Calibration | None,
     progress: ProgressReporter = SILENT,
 ) -> Studies | None:
-    """The rows of the native studies that `settings` name; None where there is none.
+    """Run the native studies that `settings` name; None where there are none.
 
     Args:
         calibration: For the searched trees in the study `trees`.
@@ -121,7 +121,7 @@ def run_studies(
 
 
 def tree_ladder(decoding: Decoding, calibration: Calibration) -> list[TreeRow]:
-    """Acceleration rate, overhead and speedup of each kind of tree, from none to the export's own.
+    """Compare trees of each kind, from none to the export's own (study `trees`).
 
     Beside a static tree is a dynamic one of its size, beside a dynamic one the static tree of the
     export.
@@ -147,14 +147,14 @@ def tree_ladder(decoding: Decoding, calibration: Calibration) -> list[TreeRow]:
 
 
 def searched_tree(calibration: Calibration) -> tuple[TreePath, ...]:
-    """The tree searched for these heads with the stock tree's size; independent of the device."""
+    """Return the tree searched for these heads, in the stock tree's size."""
     if calibration.searched is None:
         return greedy_tree(calibration.accuracies, STOCK_NODES)
     return calibration.searched[:STOCK_NODES]
 
 
 def heads_used(decoding: Decoding) -> list[TreeRow]:
-    """The export's tree cut at each depth: gain and cost of the deeper heads."""
+    """Compare the export's tree cut at each depth (study `heads`)."""
     used = decoding.accelerated.tree
     trees: list[AnyTree] = []
     for depth in range(1, used.max_depth + 1):
@@ -167,7 +167,7 @@ def heads_used(decoding: Decoding) -> list[TreeRow]:
 
 
 def tree_rows(decoding: Decoding, trees: Sequence[AnyTree]) -> list[TreeRow]:
-    """Every tree's acceleration rate, overhead and speedup; None where no answer takes a step."""
+    """Measure each tree's acceleration rate, overhead and speedup; None without a step."""
     model = decoding.plain.model
     room = decoding.plain.max_length
     heads = decoding.heads
@@ -206,7 +206,7 @@ def tree_rows(decoding: Decoding, trees: Sequence[AnyTree]) -> list[TreeRow]:
 
 
 def chain_rate(decoding: Decoding, num_tokens: int) -> ChainRate:
-    """The rate of a chain of first guesses on plain greedy answers, as an engine that drafts it."""
+    """Replay plain greedy answers with a chain of first guesses, as vLLM drafts it."""
     ranks = guess_ranks(decoding.heads, decoding.states(), 1)
     found = replay(ranks, cartesian_tree([1] * num_tokens)).estimate()
     return ChainRate(
@@ -219,10 +219,10 @@ def chain_rate(decoding: Decoding, num_tokens: int) -> ChainRate:
 def typical_sweep(
     decoding: Decoding, num_tokens: int, first_token: Literal["greedy", "sampled"]
 ) -> list[TypicalRow]:
-    """Typical acceptance over eps and temperature, with greedy decoding, plain sampling and
-    rejection (2.3.1).
+    """Sweep typical acceptance over eps and temperature, beside exact sampling (2.3.1).
 
-    Each speedup is over plain decoding at the same temperature.
+    Greedy decoding, plain sampling and rejection stand beside it. Each speedup is over plain
+    decoding at the same temperature.
     """
     greedy = acceptance_rule("rejection", 0.0)  # at temperature 0 it is greedy
     plain = TypicalRow(temperature=0.0, rule="plain")
@@ -245,7 +245,7 @@ def typical_sweep(
 def rule_rows(
     decoding: Decoding, sides: Mapping[TypicalRow, AcceptanceRule], num_tokens: int
 ) -> list[TypicalRow]:
-    """Fill in each row of the study `typical`, decoded by its rule; the first one is plain.
+    """Decode by each row's acceptance rule and fill in its figures; the first row is plain.
 
     A figure is None where no answer took a step.
     """
@@ -278,10 +278,9 @@ def rule_rows(
 
 
 def batch_sizes(decoding: Decoding, num_tokens: int, repeats: int) -> list[BatchRow]:
-    """Tokens per second of the same prompts in batches of 1 to 16, prefill included; medians of
-    `repeats`.
+    """Measure tokens per second of batches of 1 to 16 prompts, prefill included (study `batch`).
 
-    The prompts are repeated so that they fill the largest batch.
+    Speeds are medians of `repeats`. The prompts are repeated so that they fill the largest batch.
     """
     prompt_ids = [prompt.ids for prompt in decoding.prompts]
     texts = list(islice(cycle(prompt_ids), max(BATCH_SIZES)))

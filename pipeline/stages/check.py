@@ -37,7 +37,7 @@ from pipeline.config import Config
 from pipeline.config.load import validate
 from pipeline.conversations.duplicates import CheckQuestions
 from pipeline.conversations.sources import read_questions
-from pipeline.evaluation.measuring import joined, measure
+from pipeline.evaluation.measuring import join_engines, measure
 from pipeline.evaluation.original import beside_the_original
 from pipeline.evaluation.prompts import (
     CheckRequest,
@@ -181,7 +181,7 @@ class Decoding:
 
     def with_vllm(self, request: CheckRequest, native: CheckResult | None) -> CheckResult:
         """Add vLLM's figures, the expected rate of its chain, and the study of load."""
-        result = joined(native, self.engine_result(request, "vllm"))
+        result = join_engines(native, self.engine_result(request, "vllm"))
         calibration, held_out, chain = request.calibration, None, None
         assert result.vllm is not None and calibration is not None
         if result.native is not None:

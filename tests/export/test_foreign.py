@@ -183,6 +183,14 @@ def test_tensors_that_are_no_medusa_heads_are_refused(tmp_path, tensors):
         read(tmp_path)
 
 
+def test_a_cell_of_another_activation_is_refused(tmp_path):
+    eagle(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"hidden_act": "gelu"}))
+    with pytest.raises(DataError, match="gelu"):
+        read(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("name", "tensor"),
     [
