@@ -72,7 +72,8 @@ def measure_decoding(model: PreTrainedModel, size: Size, ends: Deadline) -> Resu
         what = f"{num_nodes} nodes, {kind} heads"
         facts[what] = to_json(figures) | {"identical_sequences": identical}
         tree_pace, plain_pace = Pace.of(passes, ACCELERATED), Pace.of(passes, PLAIN)
-        overhead = tree_pace.seconds_per_step / plain_pace.seconds_per_step
+        speedup = tree_pace.tokens_per_second / plain_pace.tokens_per_second
+        overhead = tree_pace.acceleration_rate / speedup
         sides = {
             "Medusa, tokens/s": tree_pace.tokens_per_second,
             "plain, tokens/s": plain_pace.tokens_per_second,

@@ -207,7 +207,6 @@ class NativeFigures(EngineFigures):
     temperature: float | None = None
     eps: float | None = None
     delta: float | None = None
-    first_token: str | None = None
     top_p: float | None = None
     log_likelihood: dict[str, float] | None = None  # nats per token, by the rule that wrote
     categories: list[Category] | None = None
@@ -224,7 +223,6 @@ class VllmFigures(EngineFigures):
     same_text_acceleration_rate: float | None = None  # the same chain's natively
     expected_acceleration_rate: float | None = None
     expected_standard_error: float | None = None
-    under_load: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -73,14 +73,14 @@ def spans_of(stored: Iterable[Mapping[str, Any]]) -> list[Span]:
     return [Span(span["start"], span["end"], span["role"]) for span in stored]
 
 
-def stored_row(row: GeneratedRow, split: str) -> Row:
+def generated_columns(row: GeneratedRow, split: str) -> Row:
     """Return the columns of a generated conversation, as `GENERATED` has them."""
     tokens = TokenRow(row.id, row.parent_id, split, np.asarray(row.input_ids), row.spans)
     messages = [asdict(message) for message in row.messages]
     return {**tokens.stored(), "finish": row.finish, "messages": messages}
 
 
-def counts_of(rows: Iterable[Row]) -> dict[str, float]:
+def count_generated(rows: Iterable[Row]) -> dict[str, float]:
     """Count the tokens and turns that the target wrote, and the rows of each split."""
     counts = dict.fromkeys(("tokens", "turns", *(f"{split}_rows" for split in SPLITS)), 0.0)
     for row in rows:

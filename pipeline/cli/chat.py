@@ -47,11 +47,10 @@ def chat(
         typer.Option(min=0, help="GPUs for the target. Default: one where there is one."),
     ] = None,
 ) -> None:
-    """Chat with the target and its heads. Accepted guesses are green; each answer ends with its
-    tokens per step.
+    """Chat with an export's target and heads; accepted guesses are green.
 
-    Ctrl-C ends an answer, Ctrl-D the chat. From a pipe each line is a question; answers go to
-    stdout as plain text, their speed to stderr.
+    Each answer ends with its tokens per step. Ctrl-C ends an answer, Ctrl-D the chat. From a pipe
+    each line is a question; answers go to stdout as plain text, their speed to stderr.
 
     Example: medusa-distill chat runs/demo/latest/export, and again with --plain.
     Example: medusa-distill chat EXPORT target.template_arguments.enable_thinking=false

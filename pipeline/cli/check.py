@@ -56,8 +56,7 @@ def check(
         Path | None, typer.Option(help="Write check.json, check.md and the answers there.")
     ] = None,
 ) -> None:
-    """Measure heads that need not have been made here: rates, speed, and greedy text against the
-    target alone.
+    """Measure any heads on their target: rates, speed, greedy text against the target alone.
 
     Exit code 1 where greedy text differs other than at ties, or no draft token is accepted.
 

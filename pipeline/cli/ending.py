@@ -68,7 +68,7 @@ def _print_error(error: BaseException) -> int:
     elif fault:
         text, code = str(fault), fault.exit_code
     else:
-        text, code = _unexpected(error), UNEXPECTED
+        text, code = _defect_message(error), UNEXPECTED
     if code == 128 + signal.SIGPIPE:  # as with `| head`: the reader has gone
         return code
     mark = "[yellow]stopped:[/]" if isinstance(error, Interrupted) else "[red]error:[/]"
@@ -81,7 +81,7 @@ def _print_error(error: BaseException) -> int:
     return code
 
 
-def _unexpected(error: BaseException) -> str:
+def _defect_message(error: BaseException) -> str:
     """Return the message of an unexpected error, and write its traceback to a file."""
     message = str(error).strip().split("\n")[0][:300]
     last = traceback.extract_tb(error.__traceback__)[-1]

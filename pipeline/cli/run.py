@@ -27,11 +27,11 @@ def run(
         str | None, typer.Option(help="Throw this stage's result away and make it again.")
     ] = None,
 ) -> None:
-    """Run the stages: seeds, generate, features, train, calibrate, export, check and, with
-    push.repo_id, push.
+    """Run the stages of a configuration, or those up to --until.
 
-    Running it again continues: finished stages and committed shards are kept, a changed setting
-    reruns its stage and what follows.
+    They are seeds, generate, features, train, calibrate, export, check and, with push.repo_id,
+    push. Running it again continues: finished stages and committed shards are kept, a changed
+    setting reruns its stage and what follows.
 
     Example: medusa-distill run configs/qwen2.5-7b.yaml seeds.sources=prompts.jsonl
         train.num_heads=4 --until train

@@ -29,9 +29,7 @@ COLUMNS = (
 def status(
     run_dir: Annotated[Path, typer.Argument(help="A run's directory, such as runs/demo.")],
 ) -> None:
-    """Per stage: done, failed, partial, stale or not run, and why; rows, quarantined rows, seconds,
-    tokens/s.
-    """
+    """Print the state of each stage and why, rows, quarantined rows, seconds and tokens/s."""
     from pipeline.flow import statuses_of  # imports torch, and --help does not wait for it
 
     run, config = RunDirectory.open(run_dir)

@@ -17,8 +17,7 @@ from pipeline.storage.run_directory import RunDirectory
 def verify(
     run_dir: Annotated[Path, typer.Argument(help="A run's directory, such as runs/demo.")],
 ) -> None:
-    """Compare every shard's and weight file's size and sha256 with DONE.json; exit 1 names what is
-    damaged.
+    """Compare size and sha256 of every file with DONE.json; exit 1 names damaged files.
 
     Also checks that no question opens conversations of two splits.
     """

@@ -9,6 +9,8 @@ Letters: N rows of the tree, S columns (cache slots), B sequences.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
@@ -46,6 +48,19 @@ class TreeMasks:
     def __init__(self, windows: dict[str, int | None], dtype: torch.dtype):
         self._windows = windows
         self._dtype = dtype
+
+    def masks_of_step(self, lengths: Sequence[int], tree: TreeRows) -> Masks:
+        """Build the tree attention mask of a step that is not recorded, without spare columns."""
+        num_rows = tree.depth.shape[-1]
+        num_columns = max(lengths) + num_rows
+        if len(lengths) == 1 and list(self._windows.values()) == [None]:
+            # A tenth of the time of the general mask, which is 7 % of a small target's step.
+            shape = (1, 1, num_rows, num_columns)
+            mask = torch.zeros(shape, dtype=self._dtype, device=tree.depth.device)
+            mask[..., -num_rows:].masked_fill_(~tree.ancestors, torch.finfo(self._dtype).min)
+            return mask
+        length_B = torch.tensor(lengths, device=tree.depth.device)
+        return self.masks_after(length_B, num_columns, tree)
 
     def masks_after(self, length_B: Tensor, num_columns: int, tree: TreeRows) -> Masks:
         """Build the tree attention mask [B, 1, N, num_columns] after prefixes of these lengths.

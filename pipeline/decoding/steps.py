@@ -148,7 +148,7 @@ class TreeSteps:
         positions_BN = (tree.depth + length_B[:, None]).clamp_(max=self.max_length - 1)
         mask = None
         if tree.max_depth or len(lengths) > 1:
-            mask = self.masks.masks_after(length_B, max(lengths) + tokens_BN.shape[1], tree)
+            mask = self.masks.masks_of_step(lengths, tree)
         read = forward(tokens_BN, positions_BN, mask, self.cache)
         self.state, found = self.accept_paths(*read, tokens_BN, tree, rule, noise_BTV)
         return self.read_tokens(found)

@@ -13,10 +13,9 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -35,7 +34,7 @@ from pipeline.execution.progress import ProgressReporter
 from pipeline.heads.accuracy import label_ranks
 from pipeline.heads.kind import Heads
 from pipeline.targets.engines import make_generation_engine
-from pipeline.targets.loading import input_device, load_causal_lm
+from pipeline.targets.loading import input_device, load_on_gpus
 from pipeline.targets.spec import TargetSpec, context_length, eos_token_ids, load_chat_template
 
 if TYPE_CHECKING:
@@ -45,7 +44,7 @@ Answers = list[tuple[Prompt, list[int]]]  # up to where each answer begins, and 
 
 
 class AnswerStates(NamedTuple):
-    """The positions of an answer at which a step may begin: states, next tokens, later tokens.
+    """Hidden states and following tokens at the positions of an answer where steps may begin.
 
     The turns of one question are one `conversation`. `seen`: whether the answer is also in a
     training row.
@@ -64,9 +63,9 @@ def answer_states(
     prompts: Sequence[Prompt],
     answers: Sequence[list[int]],
     trained: SeenAnswers | None = None,
+    progress: ProgressReporter = SILENT,
 ) -> Iterator[AnswerStates]:
-    """Yield the states of every answer that takes a step, by one forward each, on the heads'
-    device.
+    """Yield the hidden states and tokens of every answer that takes a step, by one forward each.
 
     An answer's first token comes from the prefill: steps begin there and at each later token but
     the last.
@@ -77,6 +76,7 @@ def answer_states(
     num_heads = heads.shape.max_depth
     device = heads.device
     for prompt, answer in zip(prompts, answers, strict=True):
+        progress.advance(tokens=len(answer))
         if len(answer) == 1:
             continue
         later_N = torch.tensor(answer[1:])
@@ -94,12 +94,12 @@ def answer_states(
 
 
 def guess_ranks(heads: Heads, states: Iterable[AnswerStates], top: int) -> HeldOutRanks:
-    """The ranks of the answers' tokens among the heads' first `top` guesses."""
+    """Rank the tokens of the target's answers among the heads' first `top` guesses."""
     return HeldOutRanks(*_measured(heads, states, partial(label_ranks, heads, top=top)))
 
 
 def guess_places(heads: Heads, states: Iterable[AnswerStates], tree: DynamicTree) -> HeldOutPlaces:
-    """The places of the answers' tokens among the nodes that the tree proposes."""
+    """Find the places of the answers' tokens among the nodes that a dynamic tree proposes."""
     return HeldOutPlaces(*_measured(heads, states, partial(tree.places, heads)))
 
 
@@ -108,11 +108,9 @@ def _measured(
     heads: Heads,
     states: Iterable[AnswerStates],
     measure: Callable[[Tensor, Tensor, Tensor], Tensor],
-) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-    """`measure` of all answers [K, N], end to end; per answer its start, its conversation's number,
-    and whether it is seen.
-    """
-    parts_KN: list[npt.NDArray[Any]] = []
+) -> tuple[np.ndarray, ...]:
+    """Concatenate `measure` [K, N] over all answers; also return starts, conversations and seen."""
+    parts_KN: list[np.ndarray] = []
     starts: list[int] = []
     numbers: dict[int | str, int] = {}
     conversations: list[int] = []
@@ -140,7 +138,7 @@ def written_answers(
     gpus: int,
     progress: ProgressReporter = SILENT,
 ) -> Answers:
-    """The target's greedy answers to the conversations' questions, asked one after another."""
+    """Generate the target's greedy answers to the questions of `calibrate.data`."""
     template = load_chat_template(target)
     sampling = Sampling(0.0, 1.0, settings.max_new_tokens, eos_token_ids(target))
     replay = DialogueSettings(
@@ -172,26 +170,22 @@ def measured_on_answers(
     trained: TrainingText,
     progress: ProgressReporter = SILENT,
 ) -> tuple[HeldOutRanks, HeldOutPlaces | None]:
-    """The ranks of the answers' tokens among the heads' guesses, and their places in a dynamic
-    tree.
+    """Measure trained heads on the target's answers: ranks, and places in a dynamic tree.
 
     Args:
         target: The target that wrote the answers.
         trained: The target's answers in training rows.
     """
-    model = load_causal_lm(target, "cuda" if gpus else "cpu", max(1, gpus))
+    model = load_on_gpus(target, gpus)
     module = read_trained_heads(Path(heads)).to(input_device(model), model.dtype)
     prompts = [prompt for prompt, _ in answers]
     texts = [text for _, text in answers]
     seen = trained.answers()
-
-    def states(part: str) -> Iterator[AnswerStates]:
-        progress.begin(part, len(texts), unit="answers")
-        for found in answer_states(model, module, prompts, texts, seen):
-            yield found
-            progress.advance(tokens=len(found.next_N) + 1)
-
-    ranks = guess_ranks(module, states("the heads' accuracies"), top)
+    progress.begin("the heads' accuracies", len(texts), unit="answers")
+    states = answer_states(model, module, prompts, texts, seen, progress)
+    ranks = guess_ranks(module, states, top)
     if tree is None:
         return ranks, None
-    return ranks, guess_places(module, states("a dynamic tree's places"), tree)
+    progress.begin("a dynamic tree's places", len(texts), unit="answers")
+    states = answer_states(model, module, prompts, texts, seen, progress)
+    return ranks, guess_places(module, states, tree)

@@ -15,7 +15,6 @@ Letters: T answer tokens, V vocabulary.
 
 from __future__ import annotations
 
-import hashlib
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -58,21 +57,21 @@ QUANTIZED_TOLERANCE = TIE_TOLERANCE["bfloat16"]
 
 @dataclass(frozen=True)
 class Comparison:
-    """Greedy answers beside plain decoding's, and the differences that are no ties."""
+    """Counts of greedy answers that match plain decoding, and the differences that are not ties."""
 
     match: GreedyMatch
     differing: list[Difference]
 
     @property
     def largest_gap(self) -> float | None:
-        """The largest top-2 gap at a difference, to 3 digits."""
+        """The largest top-2 logit gap at a difference, to 3 digits."""
         if not self.differing:
             return None
         return float(f"{max(each.gap for each in self.differing):.3g}")
 
 
 def tie_tolerance(target: TargetSpec, settings: CheckConfig) -> float:
-    """The configured top-2 gap of a tie, or that of the target's dtype and quantization."""
+    """Return the top-2 logit gap up to which a greedy difference counts as a tie."""
     if settings.tie_tolerance is not None:
         return settings.tie_tolerance
     if target.rounding or target.quantization:
@@ -87,7 +86,7 @@ def compare(
     gap_at: Callable[[list[int]], float],
     tolerance: float,
 ) -> Comparison:
-    """Compare greedy answers to the same prompts.
+    """Compare greedy answers with plain decoding's, token by token.
 
     Args:
         gap_at: The target's top-2 logit gap after a prefix; called only where answers differ.
@@ -112,7 +111,7 @@ def compare(
 
 
 def top_2_gap(model: PreTrainedModel, prefix: list[int]) -> float:
-    """The target's top-2 logit gap after a prefix, by one plain forward."""
+    """Compute the target's top-2 logit gap after a prefix, by one plain forward."""
     _, logits_1V = last_positions(model, prefix, 1)
     best, second = logits_1V[0].double().topk(2).values.tolist()
     return best - second
@@ -121,7 +120,7 @@ def top_2_gap(model: PreTrainedModel, prefix: list[int]) -> float:
 def mean_log_likelihood(
     model: PreTrainedModel, prompts: Sequence[Prompt], answers: Sequence[list[int]]
 ) -> float:
-    """Mean log-likelihood [nats per token] of the answers under the target, at temperature 1."""
+    """Compute the answers' mean log-likelihood under the target [nats per token], temperature 1."""
     likelihoods: list[float] = []
     for log_p_TV, answer in zip(log_probabilities(model, prompts, answers), answers, strict=True):
         written_T1 = torch.tensor(answer, device=log_p_TV.device)[:, None]
@@ -144,7 +143,7 @@ def answer_lines(
     prompts: Sequence[Prompt],
     repetitions: Sequence[Sequence[Decoded]],
 ) -> list[Line]:
-    """One method's answers, one line per question.
+    """Format one decoding method's answers in Spec-Bench's schema, one line per question.
 
     Texts are the first repetition's, times are medians over all.
     """
@@ -166,11 +165,10 @@ def answer_lines(
 
 
 def model_answer(question_id: int | str, model_id: str, turns: list[str]) -> Line:
-    """A model's answer to one question in FastChat's schema, which its judge reads."""
-    digest = hashlib.sha256(f"{model_id}/{question_id}".encode()).hexdigest()
+    """Format a model's answer to one question in the schema of FastChat's judge."""
     return {
         "question_id": question_id,
-        "answer_id": digest[:22],
+        "answer_id": f"{model_id}/{question_id}",
         "model_id": model_id,
         "choices": [{"index": 0, "turns": turns}],
         "tstamp": time.time(),
@@ -180,7 +178,7 @@ def model_answer(question_id: int | str, model_id: str, turns: list[str]) -> Lin
 def samples(
     tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], decoded: Sequence[Decoded]
 ) -> list[Sample]:
-    """The first answers, each token with the step that produced it (0 is the prefill)."""
+    """Return the first decoded answers with the decoding step of each token (0 is the prefill)."""
     found = []
     for prompt, answer in zip(prompts[:NUM_SAMPLES], decoded[:NUM_SAMPLES], strict=True):
         steps = [0]

@@ -24,7 +24,7 @@ Overheads = Mapping[int, float]  # by nodes; empty where nothing was timed
 
 @dataclass(frozen=True)
 class ChosenTree:
-    """A tree, its source, the replay that judges it, and the share of steps that adds each node.
+    """A candidate tree, its source, the replay that judges it, and each node's share of steps.
 
     A `dynamic` tree is judged by its own replay; all else is of a static tree of the same size. The
     last four fields are as in `Calibration`, None for a tree of the user's own.
@@ -55,14 +55,15 @@ class ChosenTree:
 
 
 def given_tree(ranks: HeldOutRanks, choices: tuple[TreePath, ...]) -> ChosenTree:
-    """A tree of the user's own, judged by all held-out text."""
+    """Judge the user's own tree (`calibrate.choices`) on all held-out text."""
     walked = replay(ranks, choices)
     return ChosenTree("calibrate.choices", choices, walked.node_shares(ranks, choices), walked)
 
 
 def best_tree(fits: CrossFit, num_nodes: int, overheads: Overheads) -> ChosenTree:
-    """The search and the number of nodes with the highest speedup; without overheads `num_nodes`,
-    or all there are.
+    """Choose the search and the number of nodes with the highest expected speedup.
+
+    Without overheads `num_nodes`, or all there are, are taken.
     """
     costs: dict[tuple[str, int], float] = {}
     for name, tree in fits.whole.items():
@@ -90,10 +91,10 @@ def best_tree(fits: CrossFit, num_nodes: int, overheads: Overheads) -> ChosenTre
 def best_dynamic_tree(
     tree: DynamicTree, places: HeldOutPlaces, fits: CrossFit, overheads: Overheads
 ) -> ChosenTree:
-    """The tree in the size with the highest speedup, without overheads as it is; beside it the best
-    static tree of that size.
+    """Choose the size of the dynamic tree with the highest expected speedup.
 
-    Nothing is fitted on held-out text, so all of it judges every size.
+    Without overheads the size stays. Beside it is the best static tree of that size. Nothing is
+    fitted on held-out text, so all of it judges every size.
     """
     costs = overheads or {tree.num_nodes: 1.0}
     walks = {size: places.replay(size) for size in sorted(costs)}
@@ -115,7 +116,7 @@ def _timed(walks: Mapping[int, Replay], overheads: Overheads) -> list[TimedSize]
 
 
 def expected(walked: Replay, overhead: float | None = None) -> dict[str, float | None]:
-    """The fields of `Expected`."""
+    """Return the expected acceleration rate and speedup of a replay, as fields of `Expected`."""
     found = walked.estimate()
     figures = {
         "expected_acceleration_rate": rounded(found.rate),
@@ -128,14 +129,14 @@ def expected(walked: Replay, overhead: float | None = None) -> dict[str, float |
 
 
 def chains(most: int) -> dict[int, tuple[TreePath, ...]]:
-    """The chain of first guesses of each length."""
+    """Map each length up to `most` to the chain of the heads' first guesses."""
     return {num_tokens: cartesian_tree([1] * num_tokens) for num_tokens in range(1, most + 1)}
 
 
 def chosen_chain(
     ranks: HeldOutRanks, most: int, default: int, overheads: Overheads
 ) -> tuple[int, list[ChainLength]]:
-    """Choose the number of tokens to draft; also return the figures of each number up to `most`.
+    """Choose the number of tokens that vLLM drafts; also return the figures of each number.
 
     Without overheads, the choice is `default`.
     """
@@ -157,7 +158,7 @@ def chosen_chain(
 
 
 def expected_on_new(text: HeldOutRanks | HeldOutPlaces, walked: Replay) -> NewAnswers:
-    """The expected rate on answers that are in no training row, and their number."""
+    """Return the expected rate on answers that are in no training row, and their number."""
     num_new = int((~text.seen).sum())
     if num_new < ENOUGH_NEW:
         return NewAnswers(answers=num_new)

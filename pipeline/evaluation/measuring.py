@@ -55,7 +55,9 @@ DRAFT_TOKENS = 5  # of a cell whose directory does not say
 def measure(
     request: CheckRequest, engine: str, progress: ProgressReporter = SILENT
 ) -> tuple[CheckResult, AnswerLines]:
-    """One engine's part of a check: `native` or `vllm`; native decoding's answers beside it.
+    """Run one engine's part of a check; also return native decoding's answers.
+
+    `engine` is `native` or `vllm`.
 
     Raises:
         ConfigError: No answer took a step.
@@ -69,8 +71,8 @@ def measure(
     return replace(found, hardware=hardware(), versions=versions()), answers
 
 
-def joined(native: CheckResult | None, vllm: CheckResult | None) -> CheckResult:
-    """Join both engines' parts; hardware and versions are native decoding's, if it was run."""
+def join_engines(native: CheckResult | None, vllm: CheckResult | None) -> CheckResult:
+    """Join the check results of native decoding and vLLM; hardware and versions are native's."""
     if native is None:
         return vllm or CheckResult()
     if vllm is None:
@@ -80,7 +82,7 @@ def joined(native: CheckResult | None, vllm: CheckResult | None) -> CheckResult:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredHeads:
-    """The figures of heads that were measured without a run."""
+    """Check figures of heads that were measured without a run."""
 
     heads: str
     target: str
@@ -91,7 +93,7 @@ class MeasuredHeads:
 
 @dataclass(frozen=True)
 class Candidate:
-    """Heads to be measured: a directory, its tree, and how vLLM drafts with it.
+    """Heads to measure: their directory, their tree, and vLLM's speculative configuration.
 
     Attributes:
         export: In an export's layout, but for heads that vLLM alone can have.
@@ -115,7 +117,7 @@ def measure_heads(
     draft_tokens: int | None = None,
     progress: ProgressReporter = SILENT,
 ) -> tuple[MeasuredHeads, AnswerLines]:
-    """Decode questions with the heads of `directory` and without, in each engine of `settings`.
+    """Check the heads of a directory, of any origin, on questions in each engine of `settings`.
 
     Args:
         settings: `prompts` is the file of questions, of which the first `num_prompts` are asked.
@@ -150,7 +152,7 @@ def measure_heads(
             native, answers = measure(request, "native", progress)
         if "vllm" in settings.engines:
             vllm, _ = measure(request, "vllm", progress)
-    result = joined(native, vllm)
+    result = join_engines(native, vllm)
     if result.vllm is not None and result.native is not None:
         result = replace(result, vllm=with_expectations(result.vllm, result.native.chain, None))
     limits = Limits(settings.min_acceleration_rate, settings.max_tie_share, False, math.inf)
@@ -168,7 +170,7 @@ def measure_heads(
 def _candidate(
     directory: Path, target: TargetSpec, settings: CheckConfig, draft_tokens: int | None
 ) -> Iterator[Candidate]:
-    """Prepare the heads, and refuse those that an engine of `settings` cannot decode with."""
+    """Prepare heads for measuring; refuse heads that an engine of `settings` cannot decode with."""
     text = model_config(target).get_text_config()
     config = read_object(directory / CONFIG_FILE)
     sizes = Sizes(text.hidden_size, text.vocab_size)
@@ -222,13 +224,11 @@ def _candidate(
 def _own_heads(
     directory: Path, layout: ExportLayout, sizes: Sizes, draft_tokens: int | None
 ) -> Candidate:
-    """An export, started by vLLM as it says, or with `draft_tokens`."""
+    """Describe an export of this project as a candidate; vLLM drafts `draft_tokens` with it."""
     shape = layout.shape
     if (shape.hidden_size, shape.target_vocab_size) != (sizes.hidden_size, sizes.vocab_size):
         raise DataError(
-            f"These are heads of a target with states of {shape.hidden_size} numbers and a"
-            f" vocabulary of {shape.target_vocab_size} tokens; this one has {sizes.hidden_size} and"
-            f" {sizes.vocab_size}.",
+            "These are heads of a target with another hidden size or vocabulary.",
             str(directory),
             "Give --target the model that these heads were trained on.",
         )
@@ -242,14 +242,14 @@ def _own_heads(
 
 
 def _require_served(layout: ExportLayout, target: TargetSpec, settings: CheckConfig) -> None:
-    """Refuse heads that vLLM is to measure and does not serve."""
+    """Refuse heads that vLLM is asked to measure and does not serve."""
     reason = layout.kind.not_served(layout.shape, model_config(target).to_dict())
     if reason and "vllm" in settings.engines:
         raise ConfigError(reason, "--engine vllm", "Measure them natively: --engine native.")
 
 
 def proposed_tokens(config: Mapping[str, Any]) -> int | None:
-    """The number of draft tokens in a speculators configuration; None if it has no valid one."""
+    """Read the number of draft tokens of a speculators configuration; None if there is none."""
     try:
         return int(config["speculators_config"]["proposal_methods"][0]["speculative_tokens"])
     except (LookupError, TypeError, ValueError):  # none, or JSON of another form

@@ -53,7 +53,7 @@ from pipeline.evaluation.studies import Decoding, chain_rate, run_studies
 from pipeline.execution.progress import ProgressReporter
 from pipeline.export.directory import read_heads
 from pipeline.export.layout import read_layout
-from pipeline.targets.loading import input_device, load_causal_lm
+from pipeline.targets.loading import input_device, load_on_gpus
 from pipeline.targets.spec import context_length, eos_token_ids, load_tokenizer
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ NUM_WARM_UPS = 2  # prompts
 
 @dataclass(frozen=True)
 class Measurement:
-    """Decoded answers, by plain decoding, with the heads and by transformers' baselines.
+    """Answers decoded natively: plainly, with the heads, and by transformers' baselines.
 
     Attributes:
         passes: Each repetition by the check's rule.
@@ -94,7 +94,7 @@ class Measurement:
 def check_native(
     request: CheckRequest, progress: ProgressReporter = SILENT
 ) -> tuple[CheckResult, AnswerLines]:
-    """Decode every prompt plainly, with the tree and by the baselines.
+    """Check an export natively: decode every prompt plainly, with the tree and by the baselines.
 
     Returns:
         The native part of a check, and the answers of plain decoding and of the heads.
@@ -105,11 +105,8 @@ def check_native(
     target = request.target
     settings = request.settings
     prompts = request.prompts
-    repetitions = settings.repeats
-    if rule_of(settings) is not greedy_acceptance:
-        repetitions += 1
-    progress.begin("native", len(prompts) * repetitions)
-    model = load_causal_lm(target, "cuda" if request.gpus else "cpu", max(1, request.gpus))
+    progress.begin("native", len(prompts) * settings.repeats)
+    model = load_on_gpus(target, request.gpus)
     heads = read_heads(request.export, model)
     layout = read_layout(request.export)
     eos = eos_token_ids(target)
@@ -152,10 +149,10 @@ def measure(
     baselines: dict[str, Decode],
     progress: ProgressReporter,
 ) -> Measurement:
-    """Decode every prompt by every method, after a warm-up. Under a sampling rule, greedy text is
-    decoded once.
+    """Decode every prompt by every method in turns, after a warm-up.
 
-    A baseline that fails on any prompt is left out from there on; the other methods continue.
+    Under a sampling rule, greedy text is decoded once. A baseline that fails on any prompt is left
+    out from there on; the other methods continue.
 
     Raises:
         ConfigError: No answer took a step.
@@ -186,13 +183,13 @@ def measure(
         passes.append(take_turns(by_rule, prompts, failed, progress))
     greedy_passes = passes
     if rule is not greedy_acceptance:
-        greedy_passes = [take_turns(greedily, prompts, failed, progress)]
+        greedy_passes = [take_turns(greedily, prompts, failed)]
     require_steps(answer.accepted for answer in passes[0][ACCELERATED])
     return Measurement(request, plain.model, passes, greedy_passes, failed)
 
 
 def native_figures(measured: Measurement, comparison: Comparison) -> NativeFigures:
-    """`check.native` of report.json, without the chain and the studies."""
+    """Compute `check.native` of report.json, without the chain and the studies."""
     request = measured.request
     passes = measured.passes
     settings = request.settings
@@ -233,15 +230,10 @@ def native_figures(measured: Measurement, comparison: Comparison) -> NativeFigur
         likelihoods[rule] = round(likelihood, 4)
     found = replace(found, temperature=settings.temperature, log_likelihood=likelihoods)
     if settings.acceptance == "typical":
-        return replace(
-            found,
-            eps=settings.typical_eps,
-            delta=settings.typical_delta,
-            first_token=settings.first_token,
-        )
+        return replace(found, eps=settings.typical_eps, delta=settings.typical_delta)
     return replace(found, top_p=settings.top_p)
 
 
 def token_ids(decoded: Sequence[Decoded]) -> list[list[int]]:
-    """The answers' tokens, prompt by prompt."""
+    """Return the decoded answers' token ids, prompt by prompt."""
     return [one.token_ids for one in decoded]

@@ -22,7 +22,7 @@ from pipeline.conversations.conversation import Conversation
 from pipeline.evaluation.answers import log_probabilities, model_answer
 from pipeline.evaluation.prompts import SILENT, Prompt, answered_questions
 from pipeline.execution.progress import ProgressReporter
-from pipeline.targets.loading import load_causal_lm
+from pipeline.targets.loading import load_on_gpus
 from pipeline.targets.spec import TargetSpec, load_tokenizer
 from pipeline.training.backbone_losses import Drift
 
@@ -40,7 +40,7 @@ def beside_the_original(
     name: str,
     progress: ProgressReporter = SILENT,
 ) -> tuple[TunedDrift, list[Line]]:
-    """Compare the published backbone with the original, and let the original answer questions.
+    """Compare the published backbone with the original, which also answers the questions.
 
     Args:
         original, published: The model that was tuned, and the merged one, both with room for the
@@ -68,14 +68,13 @@ def beside_the_original(
 def published_drift(
     original: TargetSpec, published: TargetSpec, rows: Sequence[TokenRow], gpus: int = 0
 ) -> TunedDrift:
-    """Measure the published model's drift from the original, at tokens that the original wrote."""
-    device = "cuda" if gpus else "cpu"
+    """Measure the published model's drift from the original on tokens that the original wrote."""
     prompts, answers = first_positions(rows)
-    model = load_causal_lm(original, device, max(1, gpus))
+    model = load_on_gpus(original, gpus)
     expected = [log_p_TV.cpu() for log_p_TV in log_probabilities(model, prompts, answers)]
     del model
     gc.collect()
-    model = load_causal_lm(published, device, max(1, gpus))
+    model = load_on_gpus(published, gpus)
     drift = Drift.zero(torch.device("cpu"))
     found = log_probabilities(model, prompts, answers)
     for log_p_TV, log_q_TV, answer in zip(expected, found, answers, strict=True):
@@ -86,7 +85,7 @@ def published_drift(
 def first_positions(
     rows: Sequence[TokenRow], room: int = MAX_POSITIONS
 ) -> tuple[list[Prompt], list[list[int]]]:
-    """The first `room` target-written tokens, span by span, and the text before each span."""
+    """Return the first `room` tokens that the target wrote, by span, and the text before each."""
     prompts = []
     answers = []
     for row in rows:

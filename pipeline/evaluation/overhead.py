@@ -27,7 +27,7 @@ from pipeline.decoding.tree import Choices
 from pipeline.evaluation.prompts import SILENT
 from pipeline.execution.progress import ProgressReporter
 from pipeline.heads.kind import Heads
-from pipeline.targets.loading import input_device, load_causal_lm
+from pipeline.targets.loading import input_device, load_on_gpus
 from pipeline.targets.spec import TargetSpec, context_length
 
 if TYPE_CHECKING:
@@ -49,8 +49,8 @@ def measure_overheads(
     gpus: int,
     progress: ProgressReporter = SILENT,
 ) -> tuple[dict[int, float], dict[int, float]]:
-    """`overhead_curve` of trained heads on the target, loaded here, with trees and with chains."""
-    model = load_causal_lm(target, "cuda" if gpus else "cpu", max(1, gpus))
+    """Load target and trained heads, and time trees and chains; see `overhead_curve`."""
+    model = load_on_gpus(target, gpus)
     module = read_trained_heads(Path(heads)).to(input_device(model), model.dtype)
     room = context_length(target)
     return (
@@ -67,18 +67,14 @@ def overhead_curve(
     max_length: int,
     progress: ProgressReporter = SILENT,
 ) -> dict[int, float]:
-    """The overhead of each tree, by its number of nodes, on prompts such as the check's; empty
-    without trees.
+    """Measure the overhead of each tree by its number of nodes; empty without trees.
 
-    Trees that cost more than max_depth + 1 plain steps are left out: they cannot gain. The smallest
-    is always measured.
+    Prompts are such as the check's. Trees that cost more than max_depth + 1 plain steps are left
+    out: they cannot gain. The smallest is always measured.
     """
     if not trees:
         return {}
-    deepest = 0
-    for tree in trees.values():
-        depth = tree.max_depth if isinstance(tree, DynamicTree) else max(map(len, tree))
-        deepest = max(deepest, depth)
+    deepest = heads.shape.max_depth
     # No more room than the steps need: every decoder allocates a cache.
     room = min(max_length, max(map(len, prompts)) + 1 + NUM_STEPS * (deepest + 1))
     plain = plain_decoder(model, eos_token_ids=(), max_length=room)
@@ -99,8 +95,7 @@ def overheads(
     prompts: Sequence[Sequence[int]],
     progress: ProgressReporter = SILENT,
 ) -> dict[Name, float]:
-    """Seconds of each decoder's step over those of a plain one, on the same prompts, without
-    warm-up.
+    """Time each decoder's step relative to a plain step on the same prompts, without warm-up.
 
     The decoders must have no end tokens, since a text could end before its first step.
     """
@@ -111,7 +106,9 @@ def overheads(
         for name, decoder in others.items():
             seconds[name] += step_seconds(decoder, prompt_ids)
         progress.advance()
-    return {name: undisturbed(taken) / undisturbed(plainly) for name, taken in seconds.items()}
+    return {
+        name: lower_quartile(taken) / lower_quartile(plainly) for name, taken in seconds.items()
+    }
 
 
 def step_seconds(decoder: Decoder, prompt_ids: Sequence[int]) -> list[float]:
@@ -125,46 +122,36 @@ def step_seconds(decoder: Decoder, prompt_ids: Sequence[int]) -> list[float]:
     return [later - earlier for earlier, later in itertools.pairwise(times)]
 
 
-def undisturbed(seconds: Sequence[float]) -> float:
-    """The lower quartile; NaN without steps."""
+def lower_quartile(seconds: Sequence[float]) -> float:
+    """Return the lower quartile of step times, which excludes interrupted steps; NaN if empty."""
     return sorted(seconds)[len(seconds) // 4] if seconds else math.nan
-
-
-def with_tree(accelerated: Decoder, choices: Choices | DynamicTree) -> Decoder:
-    """The same target and heads with another tree and no end tokens."""
-    return Decoder(
-        accelerated.model,
-        accelerated.heads,
-        choices,
-        eos_token_ids=(),
-        max_length=accelerated.max_length,
-    )
 
 
 @contextlib.contextmanager
 def fastest_threads(plain: Decoder, prompt_ids: Sequence[int]) -> Iterator[int]:
-    """Set the number of CPU threads at which plain steps are fastest; on a GPU nothing is changed.
+    """Context manager: set the number of CPU threads at which plain decoding steps are fastest.
 
-    For a small target that may be fewer than there are cores: threads synchronise after each of
-    hundreds of short operations, longest where the cores have other work. Tried are all, half of
-    them, …, 1, in turn. A target with long steps uses all threads, and trying would take minutes.
+    On a GPU nothing is changed. For a small target that may be fewer than there are cores: threads
+    synchronise after each of hundreds of short operations, longest where the cores have other work.
+    Tried are all, half of them, …, 1, in turn. A target with long steps uses all threads, and
+    trying would take minutes.
     """
     most = torch.get_num_threads()
     if plain.device.type != "cpu":
         yield most
         return
-    seconds: dict[int, list[float]] = {}
-    for halvings in range(most.bit_length()):
-        seconds[most >> halvings] = []
+    seconds: dict[int, list[float]] = {
+        most >> halvings: [] for halvings in range(most.bit_length())
+    }
     best = most
     try:
-        first = undisturbed(step_seconds(plain, prompt_ids))  # the first forwards are slow
+        first = lower_quartile(step_seconds(plain, prompt_ids))  # the first forwards are slow
         if first < LONG_STEP:
             for _ in range(NUM_ROUNDS):
                 for threads, taken in seconds.items():
                     torch.set_num_threads(threads)
                     taken += step_seconds(plain, prompt_ids)
-            best = min(seconds, key=lambda threads: undisturbed(seconds[threads]))
+            best = min(seconds, key=lambda threads: lower_quartile(seconds[threads]))
         torch.set_num_threads(best)
         yield best
     finally:

@@ -22,7 +22,6 @@ from pipeline.config import CheckConfig
 from pipeline.conversations.conversation import Conversation, RowRejected
 from pipeline.conversations.dialogue import Dialogue, DialogueSettings
 from pipeline.conversations.requests import Sampling
-from pipeline.conversations.template import ChatTemplate
 from pipeline.decoding.acceptance import AcceptanceRule, acceptance_rule
 from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.decoding.tree import Choices
@@ -39,12 +38,11 @@ from pipeline.targets.spec import (
 )
 
 SILENT = ProgressReporter()  # shows nothing
-MORE_PER_TURN = 16  # at least the tokens of a template between an answer and the next question
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids up to where an answer begins.
+    """A prompt of the check: token ids up to where an answer begins.
 
     `category` is the question's own, or the source of a held-out row.
     """
@@ -62,7 +60,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Prompts:
-    """The prompts that fit, and how many did not."""
+    """The prompts that leave room for an answer, and the number of those that do not."""
 
     kept: list[Prompt]
     skipped: int
@@ -84,7 +82,7 @@ def require_prompts(prompts: Prompts, settings: CheckConfig) -> None:
 
 @dataclass(frozen=True)
 class CheckRequest:
-    """One engine's check; picklable, because it crosses to the process that decodes.
+    """The request for one engine's check; picklable, because it crosses to the decoding process.
 
     Attributes:
         export: The export directory.
@@ -111,7 +109,7 @@ class CheckRequest:
 
 
 def rule_of(settings: CheckConfig) -> AcceptanceRule:
-    """The acceptance rule that the check decodes with."""
+    """Build the acceptance rule of the check's settings."""
     return acceptance_rule(
         settings.acceptance,
         settings.temperature,
@@ -125,7 +123,7 @@ def rule_of(settings: CheckConfig) -> AcceptanceRule:
 def held_out_prompts(
     rows: Iterable[TokenRow], number: int, room: int, split: str = "check"
 ) -> Prompts:
-    """The first `number` rows of a held-out split, each up to one of its answers.
+    """Take the first `number` held-out rows as prompts, each up to one of its answers.
 
     A hash of the row's id chooses the answer, so that first and later turns are equally frequent,
     as in calibration.
@@ -162,26 +160,24 @@ def question_prompts(
     gpus: int,
     progress: ProgressReporter = SILENT,
 ) -> Prompts:
-    """The prompt of every turn, with the target's own answers to the turns before it; the last is
-    not answered.
+    """Build the prompt of every turn of the questions, after the target's own earlier answers.
 
-    The answers are greedy, or sampled as the acceptance rule samples, and as long as those that are
-    measured. Prompts that do not fit, and turns that the chat template rejects, are skipped and
-    counted.
+    The last turn is not answered. The answers are greedy, or sampled as the acceptance rule
+    samples, and as long as those that are measured. Prompts that do not fit, and turns that the
+    chat template rejects, are skipped and counted.
 
     Args:
         engine: The engine that answers; it takes all questions at once, and is not started where
             each has one turn.
     """
-    dialogues, context = _converse(
-        target, questions, settings, engine, gpus, progress, answers_last=False
-    )
+    dialogues = _converse(target, questions, settings, engine, gpus, progress, answers_last=False)
+    room = context_length(target) - settings.max_new_tokens
     num_turns = 0
     kept: list[Prompt] = []
     for question, name, dialogue in zip(questions, question_ids(questions), dialogues, strict=True):
         num_turns += sum(message.role == "user" for message in question.messages)
         for turn, ids in enumerate(dialogue.prompts()):
-            if len(ids) + settings.max_new_tokens <= context:
+            if len(ids) <= room:
                 kept.append(Prompt(f"{question.id}/{turn}", ids, question.category, name))
     return Prompts(kept, num_turns - len(kept))
 
@@ -194,10 +190,11 @@ def answered_questions(
     gpus: int,
     progress: ProgressReporter = SILENT,
 ) -> list[tuple[int | str, list[list[int]]]]:
-    """The target's own answers to every turn of each question, as token ids; arguments as of
-    `question_prompts`.
+    """Generate the target's own answers to every turn of each question, as token ids.
+
+    Arguments are those of `question_prompts`.
     """
-    dialogues, _ = _converse(target, questions, settings, engine, gpus, progress)
+    dialogues = _converse(target, questions, settings, engine, gpus, progress)
     found = []
     for name, dialogue in zip(question_ids(questions), dialogues, strict=True):
         with contextlib.suppress(RowRejected):  # it has no answer
@@ -217,43 +214,41 @@ def _converse(
     progress: ProgressReporter,
     *,
     answers_last: bool = True,
-) -> tuple[list[Dialogue], int]:
-    """Answer the questions; also return the context in which they were answered."""
+) -> list[Dialogue]:
+    """Run the questions as dialogues with the target, turn by turn."""
     template = load_chat_template(target, load_tokenizer(target))
-    longest = 1
-    for question in questions:
-        longest = max(longest, _most_tokens(question, template, settings.max_new_tokens))
-    context = min(context_length(target), longest)
     sampling = Sampling(0.0, 1.0, settings.max_new_tokens, eos_token_ids(target))
     if rule_of(settings).samples:
         sampling = replace(sampling, temperature=settings.temperature, top_p=settings.top_p)
     replay = DialogueSettings(
-        "replay", sampling, context, ends_at_flaws=False, answers_last=answers_last
+        "replay",
+        sampling,
+        context_length(target),
+        ends_at_flaws=False,
+        answers_last=answers_last,
     )
     dialogues = [Dialogue(question, template, replay) for question in questions]
     if any(dialogue.needs_answers for dialogue in dialogues):
         progress.begin("the prompts of later turns", len(dialogues), unit="questions")
-        target = replace(target, max_tokens=context)
         answer_all(make_generation_engine(engine, target, {}, gpus), dialogues, progress)
     else:
         run_dialogues(dialogues, None)
-    return dialogues, context
+    return dialogues
 
 
 def answer_all(
     engine: GenerationEngine, dialogues: Sequence[Dialogue], progress: ProgressReporter
 ) -> None:
-    """Answer the conversations' questions, and close the engine."""
+    """Generate all answers of the dialogues, and close the engine."""
     with contextlib.closing(engine):
         run_dialogues(dialogues, engine, progress.advance)
 
 
 def with_room(target: TargetSpec, settings: CheckConfig) -> TargetSpec:
-    """The target with the context that the check may use: `check.max_tokens`, or all of the model's
-    own.
+    """Return the target with the context that the check may use (`check.max_tokens`).
 
-    `target.max_tokens` limits the conversations of training; a prompt may be longer. It applies
-    here only where the model does not state its context.
+    Without that setting the model's own context is used. A prompt may be longer than
+    `target.max_tokens`, which applies only to a model that does not state its context.
     """
     longer = replace(target, max_tokens=settings.max_tokens)
     try:
@@ -265,17 +260,20 @@ def with_room(target: TargetSpec, settings: CheckConfig) -> TargetSpec:
 def with_room_for(
     target: TargetSpec, prompts: Sequence[Prompt], max_new_tokens: int, draft_tokens: int
 ) -> TargetSpec:
-    """The target with just the context that the answers to these prompts need: engines reserve it.
+    """Return the target with just the context that answers to these prompts need.
 
-    vLLM goes on drafting only while the text, the drafted tokens that are being verified and as
-    many new ones fit.
+    Engines reserve memory for the whole context. vLLM goes on drafting only while the text, the
+    drafted tokens that are being verified and as many new ones fit.
     """
     longest = max(len(prompt.ids) for prompt in prompts) + max_new_tokens + 2 * draft_tokens
     return replace(target, max_tokens=min(context_length(target), longest))
 
 
 def question_ids(questions: Sequence[Conversation]) -> list[int | str]:
-    """The file's own ids, as integers where they are; ours where an id is missing or repeated."""
+    """Return the file's own question ids, or ours where an id is missing or repeated.
+
+    Decimal ids become integers.
+    """
     times = Counter(question.source_id for question in questions)
     found: list[int | str] = []
     for question in questions:
@@ -284,14 +282,3 @@ def question_ids(questions: Sequence[Conversation]) -> list[int | str]:
             name = question.id
         found.append(int(name) if name.isdecimal() else name)
     return found
-
-
-def _most_tokens(question: Conversation, template: ChatTemplate, max_new_tokens: int) -> int:
-    """An upper bound on the conversation's tokens, answers included."""
-    before = [message for message in question.messages if message.role == "system"]
-    total = 1
-    for turn in question.turns:
-        asked = turn.asked if template.renders_tools else turn.asked[:1]
-        with contextlib.suppress(RowRejected):  # a turn that the template rejects is not asked
-            total += len(template.opening([*before, *asked])) + max_new_tokens + MORE_PER_TURN
-    return total

@@ -25,7 +25,7 @@ FINAL = "####"
 
 
 def read_references(path: Path) -> dict[str, list[str]]:
-    """The references of each question, by the file's own id.
+    """Read the reference answers of each question, by the file's own id.
 
     Questions without an id or a reference are left out, and so are rows that are no JSON.
     """
@@ -45,7 +45,7 @@ def read_references(path: Path) -> dict[str, list[str]]:
 
 
 def matches(answer: str, reference: str) -> bool:
-    """Whether an answer is its reference."""
+    """Tell whether an answer matches its reference by the rules of SQuAD."""
     reference = reference.rpartition(FINAL)[2].strip()
     if NUMBER.fullmatch(reference):
         numbers = NUMBER.findall(answer.rpartition(FINAL)[2])
@@ -56,7 +56,7 @@ def matches(answer: str, reference: str) -> bool:
 def exact_match(
     answers: Mapping[str, Sequence[Line]], references: Mapping[str, Sequence[str]]
 ) -> list[dict[str, str | int | float]]:
-    """The share of answers that are their reference, by category.
+    """Compute each method's share of answers that match their reference, by category.
 
     Args:
         answers: The lines of each method's answers, in FastChat's or Spec-Bench's schema.

@@ -37,7 +37,7 @@ from pipeline.evaluation.prompts import SILENT, CheckRequest
 from pipeline.evaluation.speed import rate, require_steps, with_new_answers
 from pipeline.execution.progress import ProgressReporter
 from pipeline.export.layout import read_layout
-from pipeline.targets.loading import load_causal_lm
+from pipeline.targets.loading import load_on_gpus
 from pipeline.targets.vllm_decode import DecodeTask, decode_in_vllm
 from pipeline.targets.vllm_server import LoadTask, serve_under_load
 
@@ -48,7 +48,7 @@ LEVELS = (1, 2, 4, 8, 16, 32, 64)  # concurrent requests
 
 
 def check_served(request: CheckRequest, progress: ProgressReporter = SILENT) -> CheckResult:
-    """Decode every prompt greedily in vLLM, without the heads and with them.
+    """Check heads in vLLM: decode every prompt greedily without them and with them.
 
     Returns:
         The vLLM part of a check.
@@ -59,7 +59,7 @@ def check_served(request: CheckRequest, progress: ProgressReporter = SILENT) -> 
     settings = request.settings
     prompts = request.prompts
     gpus = request.gpus
-    with_heads, num_tokens = drafting(request)
+    with_heads, num_tokens = drafting_arguments(request)
     progress.begin("vLLM starts", 0)
     task = DecodeTask(
         request.target,
@@ -76,7 +76,7 @@ def check_served(request: CheckRequest, progress: ProgressReporter = SILENT) -> 
 
     @functools.cache
     def model() -> PreTrainedModel:  # loaded only where sequences differ
-        return load_causal_lm(request.target, "cuda" if gpus else "cpu", max(1, gpus))
+        return load_on_gpus(request.target, gpus)
 
     def gap_at(prefix: list[int]) -> float:
         return top_2_gap(model(), prefix)
@@ -102,7 +102,7 @@ def check_served(request: CheckRequest, progress: ProgressReporter = SILENT) -> 
 
 
 def accepted_per_position(accepted: Sequence[Sequence[int]], num_tokens: int) -> list[float]:
-    """The share of steps that keep at least 1, 2, … of `num_tokens` drafted tokens.
+    """Compute the share of vLLM's steps that keep at least 1, 2, … drafted tokens.
 
     A step that adds n tokens counts as n - 1 kept drafts and one token of the target's own, so that
     1 and the sum of the shares are the acceleration rate. Where the text ends within a step, what
@@ -115,8 +115,8 @@ def accepted_per_position(accepted: Sequence[Sequence[int]], num_tokens: int) ->
     return shares
 
 
-def drafting(request: CheckRequest) -> tuple[dict[str, Any], int]:
-    """The arguments that start vLLM with the heads, and how many tokens they draft."""
+def drafting_arguments(request: CheckRequest) -> tuple[dict[str, Any], int]:
+    """Return the arguments that start vLLM with the heads, and the number of draft tokens."""
     config = request.speculative_config
     if config is not None:
         return {"speculative_config": dict(config)}, config["num_speculative_tokens"]
@@ -127,7 +127,7 @@ def drafting(request: CheckRequest) -> tuple[dict[str, Any], int]:
 def with_expectations(
     found: VllmFigures, same_text: ChainRate | None, held_out: ChainLength | None
 ) -> VllmFigures:
-    """The figures with the rate that vLLM's chain is expected to reach.
+    """Add the acceleration rate that vLLM's chain is expected to reach.
 
     Args:
         same_text: The chain on the answers of native decoding, where these were decoded; vLLM is
@@ -149,10 +149,10 @@ def with_expectations(
 
 
 def load_study(request: CheckRequest, progress: ProgressReporter = SILENT) -> list[LoadRow]:
-    """Measure an export under load, `check.repeats` times."""
+    """Measure vLLM's server under load, with the heads and without, `check.repeats` times."""
     progress.begin("vLLM's server starts", 0, unit="loads")
     settings = request.settings
-    with_heads, _ = drafting(request)
+    with_heads, _ = drafting_arguments(request)
     task = LoadTask(
         request.target,
         [prompt.ids for prompt in request.prompts],
@@ -171,10 +171,9 @@ def load_rows(
     with_heads: Sequence[Mapping[str, Any]],
     limits: LatencyLimits,
 ) -> list[LoadRow]:
-    """The study's rows, from what `serve_under_load` measured of both servers."""
+    """Build the load study's rows from the measurements of both servers."""
     rows = []
     for before, after in zip(plain, with_heads, strict=True):
-        rate = after["acceleration_rate"]
         found = _side(after, limits)
         baseline = _side(before, limits)
         speedup = found["tokens_per_second"] / baseline["tokens_per_second"]
@@ -182,7 +181,7 @@ def load_rows(
             LoadRow(
                 requests=after["requests"],
                 speedup=rounded(speedup),
-                acceleration_rate=None if rate is None else rounded(rate),
+                acceleration_rate=after["acceleration_rate"],
                 **found,
                 **{f"baseline_{name}": figure for name, figure in baseline.items()},
             )
@@ -191,7 +190,7 @@ def load_rows(
 
 
 def _side(measured: Mapping[str, Any], limits: LatencyLimits) -> dict[str, Any]:
-    """One server's figures, under their names in `LoadRow`."""
+    """Return one server's figures under load, by their names in `LoadRow`."""
     return {
         "tokens_per_second": rounded(measured["num_tokens"] / measured["seconds"]),
         "ttft_ms": _percentiles(measured["ttft"]),
@@ -201,7 +200,7 @@ def _side(measured: Mapping[str, Any], limits: LatencyLimits) -> dict[str, Any]:
 
 
 def _percentiles(seconds: Sequence[float | None]) -> Percentiles:
-    """Percentiles of times in milliseconds, of the requests that have one."""
+    """Compute percentiles [ms] of request times; None counts no request."""
     times_N = 1000 * np.array([each for each in seconds if each is not None])
     if not len(times_N):
         return Percentiles()
@@ -210,7 +209,7 @@ def _percentiles(seconds: Sequence[float | None]) -> Percentiles:
 
 
 def _within(limits: LatencyLimits, measured: Mapping[str, Any]) -> float | None:
-    """The share of requests within both limits; None without limits."""
+    """Compute the share of requests within the latency limits; None without limits."""
     if not limits.ttft_ms and not limits.tpot_ms:
         return None
     within = 0
@@ -220,13 +219,3 @@ def _within(limits: LatencyLimits, measured: Mapping[str, Any]) -> float | None:
         others_in_time = tpot is None or 1000 * tpot <= (limits.tpot_ms or math.inf)
         within += first_in_time and others_in_time
     return round(within / len(measured["ttft"]), 4)
-
-
-def loads_in_words(rows: Sequence[LoadRow]) -> str:
-    """State in a sentence at which loads the heads speed up serving."""
-    faster = [str(row.requests) for row in rows if row.speedup is not None and row.speedup >= 1]
-    measured = ", ".join(str(row.requests) for row in rows)
-    return (
-        f"Served by vLLM, the heads pay at {', '.join(faster) or 'none'} of {measured} requests at"
-        " once."
-    )

@@ -60,7 +60,7 @@ NUM_LOOKED_UP = 10  # guesses per step of prompt lookup, as in transformers' gui
 
 
 def decode_by(decoder: Decoder, rule: AcceptanceRule, num_tokens: int) -> Decode:
-    """Decode by a rule; one that samples draws from the seed."""
+    """Bind a decoder to an acceptance rule; a sampling rule draws from each prompt's seed."""
 
     def decode(prompt_ids: list[int], seed: int) -> Decoded:
         generator = None
@@ -72,11 +72,11 @@ def decode_by(decoder: Decoder, rule: AcceptanceRule, num_tokens: int) -> Decode
 
 
 class CannotDecode(Exception):
-    """A baseline cannot decode, with the reason; the checked methods never raise it."""
+    """The reason why a baseline cannot decode a prompt; the checked methods never raise it."""
 
 
 class ForwardRecorder(BaseStreamer):
-    """Record the tokens and the time of each forward of the target."""
+    """Streamer that records the tokens and the time of each forward of the target."""
 
     def __init__(self) -> None:
         self.forwards: list[list[int]] = []
@@ -98,7 +98,7 @@ def baseline(
     max_new_tokens: int,
     assistant: TargetSpec | None = None,
 ) -> Decode:
-    """A greedy decoder of transformers; the model's own generation settings do not apply.
+    """Build a greedy decoder of transformers, which ignores the model's own generation settings.
 
     It raises `CannotDecode` where transformers cannot decode this target or prompt in this way.
 
@@ -106,12 +106,14 @@ def baseline(
         ConfigError, EnvironmentFault: The assistant cannot be loaded.
     """
     device = input_device(model)
-    settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": max_new_tokens}
-    if eos_token_ids:
-        settings |= {"eos_token_id": list(eos_token_ids), "pad_token_id": eos_token_ids[0]}
-    if name == "prompt-lookup":
-        settings["prompt_lookup_num_tokens"] = NUM_LOOKED_UP
-    arguments: dict[str, Any] = {"generation_config": GenerationConfig(**settings)}
+    generation = GenerationConfig(
+        do_sample=False,
+        max_new_tokens=max_new_tokens,
+        eos_token_id=list(eos_token_ids),
+        pad_token_id=0,
+        prompt_lookup_num_tokens=NUM_LOOKED_UP if name == "prompt-lookup" else None,
+    )
+    arguments: dict[str, Any] = {"generation_config": generation}
     if name == "assistant":
         assert assistant is not None, "CheckConfig asks for both or neither"
         arguments["assistant_model"] = load_causal_lm(assistant, device)
@@ -144,32 +146,28 @@ def take_turns(
     failed: dict[str, str],
     progress: ProgressReporter = SILENT,
 ) -> Pass:
-    """Decode all prompts once, the methods in turn for each prompt, so that a drifting machine
-    slows them all.
+    """Decode all prompts once, with the methods in turn for each prompt.
 
-    A prompt's index is its seed. A method that fails on a prompt is skipped from there on and left
-    out of the result; `failed` receives the reason, and methods already in it are skipped.
+    So a drifting machine slows all methods alike. A prompt's index is its seed. A method that fails
+    on a prompt is skipped from there on and left out of the result; `failed` receives the reason,
+    and methods already in it are skipped.
     """
     written: dict[str, list[Decoded]] = {name: [] for name in methods}
     for seed, prompt in enumerate(prompts):
-        num_tokens = 0
         for name, decode in methods.items():
             if name in failed:
                 continue
             try:
-                answer = decode(prompt.ids, seed)
+                written[name].append(decode(prompt.ids, seed))
             except CannotDecode as reason:
                 failed[name] = str(reason)
-                continue
-            written[name].append(answer)
-            num_tokens += len(answer.token_ids)
-        progress.advance(tokens=num_tokens)
+        progress.advance()
     return {name: answers for name, answers in written.items() if name not in failed}
 
 
 @dataclass(frozen=True)
 class Pace:
-    """One method's speed; NaN where it took no step."""
+    """One decoding method's acceleration rate and speed; NaN where it took no step."""
 
     acceleration_rate: float
     tokens_per_second: float
@@ -178,7 +176,7 @@ class Pace:
 
     @classmethod
     def of(cls, passes: Sequence[Pass], method: str) -> Pace:
-        """The speed of a method's answers in every repetition."""
+        """Compute the speed of a method from its answers in every repetition."""
         first = passes[0][method]
         every = [one for answers in passes for one in answers[method]]
         seconds = statistics.median(sum(one.seconds for one in each[method]) for each in passes)
@@ -193,7 +191,9 @@ class Pace:
 
 
 def require_steps(accepted: Iterable[Sequence[int]]) -> None:
-    """Refuse answers of which none took a step; `accepted` as in `Decoded`.
+    """Refuse decoded answers of which none took a step.
+
+    `accepted` is as in `Decoded`.
 
     Raises:
         ConfigError: There is no step.
@@ -204,7 +204,7 @@ def require_steps(accepted: Iterable[Sequence[int]]) -> None:
 
 
 def speed(prompts: Sequence[Prompt], passes: Sequence[Pass]) -> Speed:
-    """The figures with heads and those of plain decoding."""
+    """Compute the speed of decoding with the heads and of plain decoding."""
     plain = Pace.of(passes, PLAIN)
     accelerated = Pace.of(passes, ACCELERATED)
     speedup = accelerated.tokens_per_second / plain.tokens_per_second
@@ -228,7 +228,10 @@ def _timed(pace: Pace, prefix: str = "") -> dict[str, Any]:
 
 
 def rate(prompts: Sequence[Prompt], accepted: Sequence[Sequence[int]]) -> Estimate:
-    """The acceleration rate of answers and its standard error; `accepted` as in `Decoded`."""
+    """Estimate the acceleration rate of decoded answers, with its standard error.
+
+    `accepted` is as in `Decoded`.
+    """
     return rate_of_answers(accepted, [prompt.conversation for prompt in prompts])
 
 
@@ -238,9 +241,7 @@ def with_new_answers(
     answers: Sequence[Sequence[int]],
     accepted: Sequence[Sequence[int]],
 ) -> Figures:
-    """The figures with the share of answers that are also in training rows, and the rate of the
-    others.
-    """
+    """Add the share of answers that are in training rows, and the rate of all others."""
     if request.trained is None:
         return figures
     seen = request.trained.answers()
@@ -259,7 +260,7 @@ def with_new_answers(
 
 
 def baseline_figures(passes: Sequence[Pass], method: str) -> Baseline:
-    """A baseline's figures; the speedup is over plain decoding."""
+    """Compute a baseline's speed; its speedup is over plain decoding."""
     plain = Pace.of(passes, PLAIN)
     other = Pace.of(passes, method)
     return Baseline(
@@ -271,7 +272,10 @@ def baseline_figures(passes: Sequence[Pass], method: str) -> Baseline:
 
 
 def by_category(prompts: Sequence[Prompt], passes: Sequence[Pass]) -> list[Category]:
-    """The speed for each category, in order of appearance; prompts without one are left out."""
+    """Compute the speed for each category of prompts, in order of appearance.
+
+    Prompts without a category are left out.
+    """
     members: dict[str, list[int]] = {}
     for index, prompt in enumerate(prompts):
         if prompt.category:

@@ -1,7 +1,7 @@
 """Studies beside the check (`check.studies`): trees, acceptance rules, number of heads, batch
 sizes.
 
-    trees    plain, top-1 chain, Cartesian tree, the authors' stock tree, a searched one of its
+    trees    plain, top-1 chain, the authors' stock tree, a searched one of its
              size, the export's own
     typical  typical acceptance by eps, delta = sqrt(eps), and temperature, against greedy, sampling
              and rejection
@@ -45,7 +45,7 @@ from pipeline.decoding.held_out import replay
 from pipeline.decoding.tree import STOCK_NODES, TreePath, cartesian_tree, greedy_tree, stock_tree
 from pipeline.evaluation.answer_states import AnswerStates, answer_states, guess_places, guess_ranks
 from pipeline.evaluation.answers import mean_log_likelihood
-from pipeline.evaluation.overhead import overheads, step_seconds, with_tree
+from pipeline.evaluation.overhead import overheads, step_seconds
 from pipeline.evaluation.prompts import SILENT, Prompt
 from pipeline.evaluation.speed import Decode, Pace, decode_by, take_turns
 from pipeline.execution.progress import ProgressReporter
@@ -64,7 +64,6 @@ TEMPERATURES = (0.3, 0.7, 1.0)
 EPS = (0.01, 0.04, 0.09, 0.16, 0.25)  # the range that the paper sweeps
 BATCH_SIZES = (1, 2, 4, 8, 16)
 WARM_UP_TOKENS = 4
-CARTESIAN = (4, 2, 2, 2)  # guesses per head: 60 nodes
 NUM_TIMED = 4  # prompts of the studies of trees
 GUESSES = 10  # per node of a dynamic tree beside a static one
 
@@ -73,7 +72,7 @@ AnyTree = Sequence[TreePath] | DynamicTree
 
 @dataclass(frozen=True)
 class Decoding:
-    """The check's decoders, prompts and plain greedy answers."""
+    """The decoders, prompts and plain greedy answers of the check, for its studies."""
 
     plain: Decoder
     accelerated: Decoder
@@ -95,7 +94,7 @@ def run_studies(
     calibration: Calibration | None,
     progress: ProgressReporter = SILENT,
 ) -> Studies | None:
-    """The rows of the native studies that `settings` name; None where there is none.
+    """Run the native studies that `settings` name; None where there are none.
 
     Args:
         calibration: For the searched trees in the study `trees`.
@@ -122,19 +121,17 @@ def run_studies(
 
 
 def tree_ladder(decoding: Decoding, calibration: Calibration) -> list[TreeRow]:
-    """Acceleration rate, overhead and speedup of each kind of tree, from none to the export's own.
+    """Compare trees of each kind, from none to the export's own (study `trees`).
 
     Beside a static tree is a dynamic one of its size, beside a dynamic one the static tree of the
     export.
     """
     shape = decoding.heads.shape
     used = decoding.accelerated.tree
-    widths = CARTESIAN[: shape.num_heads]
     stock = stock_tree(shape.num_heads)
     trees: dict[str, AnyTree] = {
         "plain": (),
         "top-1 chain": cartesian_tree([1] * shape.num_heads),
-        f"Cartesian {'x'.join(map(str, widths))}": cartesian_tree(widths),
         STOCK_TREE: stock,
         SEARCHED_TREE: searched_tree(calibration)[: len(stock)],
     }
@@ -150,14 +147,14 @@ def tree_ladder(decoding: Decoding, calibration: Calibration) -> list[TreeRow]:
 
 
 def searched_tree(calibration: Calibration) -> tuple[TreePath, ...]:
-    """The tree searched for these heads with the stock tree's size; independent of the device."""
+    """Return the tree searched for these heads, in the stock tree's size."""
     if calibration.searched is None:
         return greedy_tree(calibration.accuracies, STOCK_NODES)
     return calibration.searched[:STOCK_NODES]
 
 
 def heads_used(decoding: Decoding) -> list[TreeRow]:
-    """The export's tree cut at each depth: gain and cost of the deeper heads."""
+    """Compare the export's tree cut at each depth (study `heads`)."""
     used = decoding.accelerated.tree
     trees: list[AnyTree] = []
     for depth in range(1, used.max_depth + 1):
@@ -170,27 +167,29 @@ def heads_used(decoding: Decoding) -> list[TreeRow]:
 
 
 def tree_rows(decoding: Decoding, trees: Sequence[AnyTree]) -> list[TreeRow]:
-    """Every tree's acceleration rate, overhead and speedup; None where no answer takes a step."""
-    plain = decoding.plain
+    """Measure each tree's acceleration rate, overhead and speedup; None without a step."""
+    model = decoding.plain.model
+    room = decoding.plain.max_length
+    heads = decoding.heads
     states = list(decoding.states())
     top = 1
-    endless = plain_decoder(plain.model, eos_token_ids=(), max_length=plain.max_length)
+    endless = plain_decoder(model, eos_token_ids=(), max_length=room)
     decoders = {}
     for number, tree in enumerate(trees):
         if tree:
-            decoders[number] = with_tree(decoding.accelerated, tree)
+            decoders[number] = Decoder(model, heads, tree, eos_token_ids=(), max_length=room)
         if not isinstance(tree, DynamicTree):
             top = max([top, *(rank + 1 for path in tree for rank in path)])
     timed = [prompt.ids for prompt in decoding.prompts[:NUM_TIMED]]
     for decoder in (endless, *decoders.values()):  # warm-up
         step_seconds(decoder, timed[0])
     costs = overheads(endless, decoders, timed)
-    ranks = guess_ranks(decoding.heads, states, top)
+    ranks = guess_ranks(heads, states, top)
     rows = []
     for number, tree in enumerate(trees):
         if isinstance(tree, DynamicTree):
             nodes = tree.num_nodes
-            rate = guess_places(decoding.heads, states, tree).replay(nodes).acceleration_rate
+            rate = guess_places(heads, states, tree).replay(nodes).acceleration_rate
         else:
             nodes = len(tree)
             rate = replay(ranks, tree).acceleration_rate
@@ -207,7 +206,7 @@ def tree_rows(decoding: Decoding, trees: Sequence[AnyTree]) -> list[TreeRow]:
 
 
 def chain_rate(decoding: Decoding, num_tokens: int) -> ChainRate:
-    """The rate of a chain of first guesses on plain greedy answers, as an engine that drafts it."""
+    """Replay plain greedy answers with a chain of first guesses, as vLLM drafts it."""
     ranks = guess_ranks(decoding.heads, decoding.states(), 1)
     found = replay(ranks, cartesian_tree([1] * num_tokens)).estimate()
     return ChainRate(
@@ -220,10 +219,10 @@ def chain_rate(decoding: Decoding, num_tokens: int) -> ChainRate:
 def typical_sweep(
     decoding: Decoding, num_tokens: int, first_token: Literal["greedy", "sampled"]
 ) -> list[TypicalRow]:
-    """Typical acceptance over eps and temperature, with greedy decoding, plain sampling and
-    rejection (2.3.1).
+    """Sweep typical acceptance over eps and temperature, beside exact sampling (2.3.1).
 
-    Each speedup is over plain decoding at the same temperature.
+    Greedy decoding, plain sampling and rejection stand beside it. Each speedup is over plain
+    decoding at the same temperature.
     """
     greedy = acceptance_rule("rejection", 0.0)  # at temperature 0 it is greedy
     plain = TypicalRow(temperature=0.0, rule="plain")
@@ -246,7 +245,7 @@ def typical_sweep(
 def rule_rows(
     decoding: Decoding, sides: Mapping[TypicalRow, AcceptanceRule], num_tokens: int
 ) -> list[TypicalRow]:
-    """Fill in each row of the study `typical`, decoded by its rule; the first one is plain.
+    """Decode by each row's acceptance rule and fill in its figures; the first row is plain.
 
     A figure is None where no answer took a step.
     """
@@ -279,26 +278,26 @@ def rule_rows(
 
 
 def batch_sizes(decoding: Decoding, num_tokens: int, repeats: int) -> list[BatchRow]:
-    """Tokens per second of the same prompts in batches of 1 to 16, prefill included; medians of
-    `repeats`.
+    """Measure tokens per second of batches of 1 to 16 prompts, prefill included (study `batch`).
 
-    The prompts are repeated so that they fill the largest batch.
+    Speeds are medians of `repeats`. The prompts are repeated so that they fill the largest batch.
     """
-    plain = decoding.plain
-    accelerated = decoding.accelerated
-    asked = [prompt.ids for prompt in decoding.prompts]
-    texts = list(islice(cycle(asked), max(BATCH_SIZES)))
+    prompt_ids = [prompt.ids for prompt in decoding.prompts]
+    texts = list(islice(cycle(prompt_ids), max(BATCH_SIZES)))
     rows = []
     for size in BATCH_SIZES:
         batches = [texts[start : start + size] for start in range(0, len(texts), size)]
-        for decoder in (plain, accelerated):
-            _warm_up(decoder, batches, num_tokens)
-        speeds: dict[Decoder, list[float]] = {plain: [], accelerated: []}
+        speeds: dict[Decoder, list[float]] = {decoding.plain: [], decoding.accelerated: []}
+        for decoder in speeds:
+            if decoder.captures:  # every length and width must be captured
+                for batch in batches * (WARM_UP_STEPS + 1):
+                    decoder.generate_batch(batch, num_tokens)
+            else:
+                decoder.generate_batch(batches[0], WARM_UP_TOKENS)
         for _ in range(repeats):
             for decoder, found in speeds.items():
                 found.append(_tokens_per_second(decoder, batches, num_tokens))
-        before = statistics.median(speeds[plain])
-        after = statistics.median(speeds[accelerated])
+        before, after = (statistics.median(found) for found in speeds.values())
         rows.append(
             BatchRow(
                 batch_size=size,
@@ -308,16 +307,6 @@ def batch_sizes(decoding: Decoding, num_tokens: int, repeats: int) -> list[Batch
             )
         )
     return rows
-
-
-def _warm_up(decoder: Decoder, batches: Sequence[list[list[int]]], num_tokens: int) -> None:
-    """Decode once, or as often as it takes until every length and width is captured."""
-    if not decoder.captures:
-        decoder.generate_batch(batches[0], WARM_UP_TOKENS)
-        return
-    for _ in range(WARM_UP_STEPS + 1):
-        for batch in batches:
-            decoder.generate_batch(batch, num_tokens)
 
 
 def _tokens_per_second(

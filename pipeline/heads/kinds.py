@@ -190,6 +190,10 @@ def _eagle_heads(
             what = f"Its {name} is not the target's, which engines draft with."
             fix = "Give --target the model that these heads were trained on."
             raise tensors.refuse(what, fix)
+    activation = tensors.config.get("hidden_act", "silu")
+    if activation != "silu":
+        what = f"Its activation is {activation}, and the cell's is silu."
+        raise tensors.refuse(what, "Measure it with the engine that it was trained for.")
     inner = 1
     if GATE in names:
         inner = max(1, tensors[GATE].numel() // sizes.hidden_size)

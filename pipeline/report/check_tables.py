@@ -258,8 +258,6 @@ def _load_study(report: Report) -> Table:
         " step: the answers' tokens without the first of each, over the drafts that the server"
         " counts; the check counts the forwards of each request instead."
     )
-    if report.vllm and report.vllm.under_load:
-        table.note += f" {report.vllm.under_load}"
     for row in report.studies.load or []:
         cells = [ratio(row.acceleration_rate), *_speeds(row)]
         for waited in (row.baseline_ttft_ms, row.ttft_ms, row.baseline_tpot_ms, row.tpot_ms):

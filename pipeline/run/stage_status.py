@@ -97,8 +97,8 @@ def _as_linked(linked: StageDirectory | None, obstacle: MedusaDistillError) -> S
 
 def _status(context: Context, stage: Stage, before: dict[str, StageStatus]) -> StageStatus:
     directory, sources = context.upstream[stage.name], stage.upstream(context.config)
-    done, misfits = directory.done, directory.misfits()
-    if done and directory.is_current(stage.contents(context)) and not misfits:
+    done, resized_files = directory.done, directory.resized_files()
+    if done and directory.is_current(stage.contents(context)) and not resized_files:
         return StageStatus("done", "", directory, len(done.shards), len(done.shards))
     expected: int | None = 0
     if stage.sharded:  # as many as the stage before has; those of seeds are unknown
@@ -117,8 +117,8 @@ def _status(context: Context, stage: Stage, before: dict[str, StageStatus]) -> S
         made = len(tasks) - len(directory.pending(tasks, receipts))
     if done is None:
         return StageStatus("partial", "unfinished", directory, made, expected)
-    if misfits:
-        names = [str(path.relative_to(directory.path)) for path in misfits[:MOST_NAMES]]
+    if resized_files:
+        names = [str(path.relative_to(directory.path)) for path in resized_files[:MOST_NAMES]]
         return StageStatus("partial", f"damaged: {', '.join(names)}", directory, made, expected)
     why = "what it is made from has changed or is not finished"
     return StageStatus("stale", why, directory, made, expected)

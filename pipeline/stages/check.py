@@ -37,7 +37,7 @@ from pipeline.config import Config
 from pipeline.config.load import validate
 from pipeline.conversations.duplicates import CheckQuestions
 from pipeline.conversations.sources import read_questions
-from pipeline.evaluation.measuring import joined, measure
+from pipeline.evaluation.measuring import join_engines, measure
 from pipeline.evaluation.original import beside_the_original
 from pipeline.evaluation.prompts import (
     CheckRequest,
@@ -49,7 +49,7 @@ from pipeline.evaluation.prompts import (
     with_room_for,
 )
 from pipeline.evaluation.references import exact_match, read_references
-from pipeline.evaluation.served import load_study, loads_in_words, with_expectations
+from pipeline.evaluation.served import load_study, with_expectations
 from pipeline.execution.progress import ProgressReporter
 from pipeline.export.directory import read_tree
 from pipeline.export.layout import read_layout
@@ -181,7 +181,7 @@ class Decoding:
 
     def with_vllm(self, request: CheckRequest, native: CheckResult | None) -> CheckResult:
         """Add vLLM's figures, the expected rate of its chain, and the study of load."""
-        result = joined(native, self.engine_result(request, "vllm"))
+        result = join_engines(native, self.engine_result(request, "vllm"))
         calibration, held_out, chain = request.calibration, None, None
         assert result.vllm is not None and calibration is not None
         if result.native is not None:
@@ -192,8 +192,7 @@ class Decoding:
         figures = with_expectations(result.vllm, chain, held_out)
         if "load" in request.settings.studies:
             load = self.call(load_study, "vllm", request=replace(request, gpus=self.gpus("vllm")))
-            words = loads_in_words(load)
-            figures = replace(figures, studies=Studies(load=load), under_load=words)
+            figures = replace(figures, studies=Studies(load=load))
         return replace(result, vllm=figures)
 
     def on_served_model(self, request: CheckRequest) -> tuple[ServedModel, list[Difference]]:

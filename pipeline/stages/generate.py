@@ -13,7 +13,7 @@ import functools
 import time
 from collections import Counter
 
-from pipeline.artifacts.generated_rows import GENERATED, counts_of, stored_row
+from pipeline.artifacts.generated_rows import GENERATED, count_generated, generated_columns
 from pipeline.artifacts.seed_rows import SPLITS, SeedRow
 from pipeline.config import GenerateConfig
 from pipeline.conversations.conversation import RejectedRow, RowRejected, SpecialTokens
@@ -140,10 +140,10 @@ class Worker:
                         RejectedRow(seed.id, rejected.reason, rejected.detail, seed.stored())
                     )
                     continue
-                rows += [stored_row(row, seed.split) for row in generated]
+                rows += [generated_columns(row, seed.split) for row in generated]
             writer.write(rows)
             ids_in = [*task.crashing, *(seed.id for seed in seeds)]
-            counts = counts_of(rows) | _counts_of_seeds(group.dialogues)
+            counts = count_generated(rows) | _counts_of_seeds(group.dialogues)
             return writer.commit(NAME, ids_in, counts, time.monotonic() - started)
 
     def _begin(self, task: ShardTask) -> tuple[list[SeedRow], DialogueGroup]:

@@ -259,7 +259,7 @@ class StageDirectory:
             return False
         return done.fingerprint == self.fingerprint and done.upstream == upstream
 
-    def misfits(self) -> list[Path]:
+    def resized_files(self) -> list[Path]:
         """Return files that are missing or of another size, without reading them."""
         return [path for path, facts in self._facts().items() if not facts.fit(path)]
 

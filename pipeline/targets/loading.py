@@ -99,6 +99,11 @@ def _on_gpus(device: str | torch.device, num_gpus: int) -> dict[str, Any]:
     return {"device_map": "auto", "max_memory": free}
 
 
+def load_on_gpus(spec: TargetSpec, gpus: int) -> PreTrainedModel:
+    """Load the target over the first `gpus` GPUs, or on the CPU for 0; see `load_causal_lm`."""
+    return load_causal_lm(spec, "cuda" if gpus else "cpu", max(1, gpus))
+
+
 def load_causal_lm(
     spec: TargetSpec,
     device: str | torch.device = "cpu",

@@ -50,7 +50,7 @@ class MetricsLog:
         *,
         report_to: Sequence[str] = (),
         run_name: str = "run",
-        configuration: Mapping[str, Any] | None = None,
+        configuration: dict[str, Any] | None = None,
     ):
         before = list(read_metrics(directory))
         kept = [json.dumps(line) + "\n" for line in before if step and line["step"] <= step]
@@ -118,7 +118,7 @@ class TrackedRun:
     id: str
     name: str
     directory: Path
-    configuration: Mapping[str, Any]
+    configuration: dict[str, Any]
     reported: int
 
 
@@ -130,7 +130,7 @@ class TensorBoard:
         self.writer = SummaryWriter(str(run.directory / "tensorboard"), purge_step=self.step)
         self.writer.add_text("configuration", json.dumps(run.configuration), self.step)
 
-    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+    def log(self, step: int, numbers: dict[str, float]) -> None:
         self.step = step
         for name, number in numbers.items():
             self.writer.add_scalar(name, number, step)
@@ -150,15 +150,15 @@ class Trackio:
             self.run = trackio.init(
                 project=PROJECT,
                 name=f"{run.name}-{run.id[:8]}",
-                config=dict(run.configuration),
+                config=run.configuration,
                 resume="allow",
                 embed=False,
                 auto_log_gpu=False,
                 auto_log_cpu=False,
             )
 
-    def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        self.run.log(dict(numbers), step=step)
+    def log(self, step: int, numbers: dict[str, float]) -> None:
+        self.run.log(numbers, step=step)
 
     def finish(self, result: Mapping[str, Any] | None) -> None:
         import trackio
@@ -178,7 +178,7 @@ class WeightsAndBiases:
             name=run.name,
             id=run.id,
             resume="allow",
-            config=dict(run.configuration),
+            config=run.configuration,
             dir=str(run.directory),
             settings=wandb.Settings(
                 silent=True,
@@ -189,8 +189,8 @@ class WeightsAndBiases:
             ),
         )
 
-    def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        self.run.log(dict(numbers), step=step)
+    def log(self, step: int, numbers: dict[str, float]) -> None:
+        self.run.log(numbers, step=step)
 
     def finish(self, result: Mapping[str, Any] | None) -> None:
         if result is not None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -48,7 +48,7 @@ class TrainSpec:
     texts: tuple[str, ...] = ()  # the generate stage's shards, in order
     texts_fingerprint: str = ""
     run_name: str = "run"  # in trackers
-    configuration: Mapping[str, Any] = field(default_factory=dict)  # of the run, for trackers
+    configuration: dict[str, Any] = field(default_factory=dict)  # of the run, for trackers
 
     @property
     def path(self) -> Path:

@@ -1,4 +1,4 @@
-"""The training loop: one step, one resume and one loop for every learner.
+"""The training loop: steps, evaluation, checkpoints and resume, the same for every learner.
 
 The trainer divides each component of the loss by its labels over all micro-batches of all workers,
 so that the curve depends neither on micro-batches nor on the number of workers, beyond rounding.
@@ -144,7 +144,7 @@ class TrainState:
 
     @property
     def tokens_per_second(self) -> float:
-        return self.tokens / max(self.seconds, 1e-9)
+        return self.tokens / self.seconds
 
     def result(self, recipe: Recipe) -> TrainResult:
         assert self.evaluation is not None, "training starts with an evaluation"

@@ -11,9 +11,9 @@ import pytest
 from pipeline.artifacts.generated_rows import (
     GENERATED,
     TokenRow,
+    generated_columns,
     num_contaminated,
     read_token_rows,
-    stored_row,
 )
 from pipeline.artifacts.seed_rows import SEEDS, SeedRow, read_seeds
 from pipeline.conversations.conversation import Conversation, Message
@@ -50,7 +50,7 @@ def test_seed_rows_are_read_back_by_split(tmp_path):
 
 
 def test_token_rows_come_back(tmp_path):
-    path = write(tmp_path / "a.parquet", GENERATED, [stored_row(GENERATED_ROW, "check")])
+    path = write(tmp_path / "a.parquet", GENERATED, [generated_columns(GENERATED_ROW, "check")])
     (found,) = read_token_rows([path], FINGERPRINT, vocab_size=9)
     (again,) = map(TokenRow.of, read_rows(path))
     for row in (found, again):
@@ -62,7 +62,7 @@ def test_token_rows_come_back(tmp_path):
 
 
 def test_damaged_rows_and_rows_of_another_run_are_refused(tmp_path):
-    path = write(tmp_path / "a.parquet", GENERATED, [stored_row(GENERATED_ROW, "check")])
+    path = write(tmp_path / "a.parquet", GENERATED, [generated_columns(GENERATED_ROW, "check")])
     with pytest.raises(DataError, match=f"another run: its fingerprint is {FINGERPRINT}, not 0000"):
         next(read_token_rows([path], "0" * 64))
     with pytest.raises(DataError, match="vocabulary of 8") as caught:
@@ -83,7 +83,7 @@ def test_training_rows_with_a_question_of_the_check_are_counted(tmp_path):
         ("check", (question,)),
     ]
     rows = [
-        stored_row(replace(GENERATED_ROW, id=f"s:{n}", messages=said), of)
+        generated_columns(replace(GENERATED_ROW, id=f"s:{n}", messages=said), of)
         for n, (of, said) in enumerate(talks)
     ]
     path = write(tmp_path / "a.parquet", GENERATED, rows)

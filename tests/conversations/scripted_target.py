@@ -1,4 +1,4 @@
-"""A conversation to be held, and a target that answers with given texts."""
+"""A scripted target, which answers a fixed seed conversation with given texts."""
 
 from __future__ import annotations
 

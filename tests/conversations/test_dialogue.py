@@ -1,4 +1,4 @@
-"""The requests of a dialogue in each mode, and the rows that stay of its answers."""
+"""Requests of a dialogue in each mode, and its training rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of files of every kind: each once, a bad one alone, in little memory."""
+"""Rows of seed files of every kind: each is read once, a bad row is rejected alone."""
 
 from __future__ import annotations
 

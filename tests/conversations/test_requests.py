@@ -1,4 +1,4 @@
-"""The text of sampled ids as it is completed, loops, and how varied a text is."""
+"""Streamed text of sampled ids, and detection of degenerate loops."""
 
 from __future__ import annotations
 

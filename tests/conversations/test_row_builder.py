@@ -1,4 +1,4 @@
-"""A chat's prompts are the chat template's, around the very ids that the model sampled."""
+"""Chat prompts: the chat template around the token ids that the model sampled."""
 
 from __future__ import annotations
 

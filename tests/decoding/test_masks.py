@@ -45,6 +45,9 @@ def test_rows_see_prefix_and_ancestors_within_the_window(own_trees, choices, len
         found = masks.masks_after(torch.tensor(lengths), columns, rows)
         expected = [expected_mask(paths, length, columns, window) for length in lengths]
         assert torch.equal(found, torch.stack(expected)[:, None])
+    expected = [expected_mask(paths, length, longest, window) for length in lengths]
+    found = masks.masks_of_step(lengths, rows)
+    assert torch.equal(found, torch.stack(expected)[:, None])
 
 
 def test_models_with_two_kinds_of_layers_get_two_masks():

@@ -54,11 +54,9 @@ def test_a_question_is_one_line_that_spec_bench_reads(tokenizer, tmp_path):
     ]
     slow = [Decoded(one.token_ids, one.finished, one.accepted, 9.0, 9.0) for one in fast]
     lines = answer_lines("chat-medusa", tokenizer, prompts, [fast, slow, fast])
-    keys = {"question_id", "category", "answer_id", "model_id", "choices", "tstamp"}
-    assert [set(line) for line in lines] == [keys] * 2
     first, second = lines
-    named = (first["question_id"], first["category"], first["model_id"])
-    assert named == (81, "writing", "chat-medusa")
+    assert first.keys() >= {"answer_id", "tstamp"} and first["model_id"] == "chat-medusa"
+    assert (first["question_id"], first["category"]) == (81, "writing")
     assert first["choices"] == [
         {
             "index": 0,
@@ -91,11 +89,9 @@ def test_a_sample_shows_each_token_once_with_its_step(tokenizer):
 @pytest.mark.parametrize(
     ("plain", "other", "gap", "ties"),
     [
-        ([1, 2, 3, 4, 9], [1, 2, 5, 4, 1], 0.0, 1),
         ([1, 2, 3, 4, 9], [1, 2, 5, 4, 1], 1e-4, 1),
         ([1, 2, 3, 4, 9], [1, 2, 5, 4, 1], 1.01e-4, 0),
         ([1, 2], [1, 2, 3], 3.0, 0),
-        ([1, 2, 3], [1, 2], 3.0, 0),
     ],
 )
 def test_a_tie_is_judged_before_the_first_difference(plain, other, gap, ties):
@@ -151,23 +147,20 @@ def test_the_tolerance_is_the_coarsest_rounding_s_unless_set(spec, tolerance):
     assert tie_tolerance(target, CheckConfig(tie_tolerance=0)) == 0
 
 
-def test_the_tolerance_covers_the_rounding_of_bitsandbytes(tiny_target):
-    """The same positions at once, and one after another from the cache; in float32 they are equal
-    up to 1e-4.
+@pytest.mark.parametrize("bits", [None, "8bit", "4bit"])
+def test_the_tolerance_covers_the_rounding_of_bitsandbytes(tiny_target, bits):
+    """The same positions at once, and one after another from the cache.
 
     8-bit layers round on every CPU; 4-bit ones only where bitsandbytes multiplies them in bfloat16,
     with AVX-512.
     """
-    largest = {}
-    for bits in (None, "8bit", "4bit"):
-        spec = TargetSpec(str(tiny_target), quantization=bits)
-        model = load_causal_lm(spec, "cpu", 1)
-        ids = torch.arange(5, 85)[None]
-        with torch.inference_mode():
-            at_once, cache, steps = model(ids).logits[0].double(), None, []
-            for position in range(ids.shape[1]):
-                step = model(ids[:, position : position + 1], past_key_values=cache, use_cache=True)
-                cache, steps = step.past_key_values, [*steps, step.logits[0].double()]
-        largest[bits] = float((torch.cat(steps) - at_once).abs().max())
-        assert largest[bits] < tie_tolerance(spec, CheckConfig())
-    assert largest["8bit"] > tie_tolerance(TargetSpec("x"), CheckConfig())
+    spec = TargetSpec(str(tiny_target), quantization=bits)
+    model, ids, cache, gap = load_causal_lm(spec, "cpu", 1), torch.arange(5, 45), None, 0.0
+    with torch.inference_mode():
+        at_once = model(ids[None]).logits[0]
+        for position in range(len(ids)):
+            step = model(ids[None, position, None], past_key_values=cache, use_cache=True)
+            cache = step.past_key_values
+            gap = max(gap, float((step.logits[0, 0] - at_once[position]).abs().max()))
+    assert gap < tie_tolerance(spec, CheckConfig())
+    assert bits != "8bit" or gap > tie_tolerance(TargetSpec("x"), CheckConfig())

@@ -7,9 +7,9 @@ import statistics
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import GenerationConfig
 
-from pipeline.artifacts.check_result import Baseline, Speed
+from pipeline.artifacts.check_result import Speed
 from pipeline.decoding.decoder import Decoded, plain_decoder
 from pipeline.evaluation.prompts import Prompt
 from pipeline.evaluation.speed import (
@@ -75,64 +75,48 @@ def test_a_category_has_the_figures_of_its_own_prompts():
 def test_another_method_is_measured_against_plain_decoding():
     other = [decoded([2] * 4, 0.4), decoded([1] * 4, 0.2)]  # 12 tokens in 8 steps and 0.6 s
     found = baseline_figures([{"plain": PLAIN, "generate": other}], "generate")
-    assert found == Baseline(
-        name="generate",
-        acceleration_rate=pytest.approx(12 / 8),
-        speedup=pytest.approx(2.0),
-        tokens_per_second=pytest.approx(20.0),
-        time_to_first_token=pytest.approx(0.1),
-        time_per_output_token=pytest.approx(0.05),
-    )
+    assert found.acceleration_rate == pytest.approx(12 / 8)
+    assert found.speedup == pytest.approx(2.0) and found.tokens_per_second == pytest.approx(20.0)
+    assert found.time_per_output_token == pytest.approx(0.05)
 
 
 def test_methods_take_turns_and_each_prompt_is_counted_once():
     asked, reports = [], []
 
-    def asks(name):
-        def decode(ids, seed):
-            asked.append((name, ids, seed, reports[-1].done))
-            return decoded([1, 2], 0.1)
-
-        return decode
+    def decode(ids, seed):
+        asked.append((ids, seed, reports[-1].done))
+        return decoded([1, 2], 0.1)
 
     progress = ProgressReporter(show=reports.append)
     progress.begin("native", 2)
-    prompts = [Prompt("x", [7]), Prompt("y", [8])]
-    found = take_turns({"a": asks("a"), "b": asks("b")}, prompts, {}, progress)
-    assert asked == [("a", [7], 0, 0), ("b", [7], 0, 0), ("a", [8], 1, 1), ("b", [8], 1, 1)]
-    assert {name: len(answers) for name, answers in found.items()} == {"a": 2, "b": 2}
-    assert reports[-1].done == 2 and reports[-1].note.startswith("16 tokens, ")
+    found = take_turns(
+        {"a": decode, "b": decode}, [Prompt("x", [7]), Prompt("y", [8])], {}, progress
+    )
+    assert asked == [([7], 0, 0)] * 2 + [([8], 1, 1)] * 2
+    assert [len(answers) for answers in found.values()] == [2, 2] and reports[-1].done == 2
 
 
 def test_accepted_lengths_exclude_the_target_s_own_token():
     assert steps_by_accepted_length(MEDUSA) == [1, 2, 1, 1]  # steps of 1; 2 and 2; 3; 4 tokens
 
 
-@pytest.fixture
-def model(tiny_target):
-    return AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32).eval()
-
-
 @pytest.mark.parametrize("name", ["generate", "prompt-lookup", "assistant"])
 def test_a_baseline_writes_the_target_s_greedy_text(model, tiny_target, name):
     forwards = []
-    model.register_forward_hook(lambda *_: forwards.append(1))
+    hook = model.register_forward_hook(lambda *_: forwards.append(1))
     assistant = TargetSpec(str(tiny_target)) if name == "assistant" else None
     decode = baseline(name, model, EOS, 20, assistant)
     plain = plain_decoder(model, eos_token_ids=EOS)
-    ended = 0
     for ids in RANDOM:
         expected = plain.generate(ids, 20)
-        before = len(forwards)
+        forwards.clear()
         found = decode(ids, 0)
         assert (found.token_ids, found.finished) == (expected.token_ids, expected.finished)
-        assert len(forwards) - before == 1 + found.num_steps, "the prefill and the steps"
-        assert sum(found.accepted) < len(found.token_ids) and min(found.accepted, default=1) >= 1
-        assert found.seconds_prefill > 0 and found.seconds >= 0
-        ended += found.finished == "stop"
+        assert len(forwards) == 1 + found.num_steps, "the prefill and the steps"
+        assert sum(found.accepted) < len(found.token_ids)
         if name == "generate":
             assert found.accepted == [1] * (len(found.token_ids) - 1)
-    assert 0 < ended < len(RANDOM)
+    hook.remove()
 
 
 def test_text_that_repeats_is_looked_up(model):
@@ -144,10 +128,9 @@ def test_text_that_repeats_is_looked_up(model):
     assert len(found.token_ids) == 30 and max(found.accepted) > 1
 
 
-def test_the_target_s_own_generation_settings_do_not_apply(model):
-    model.generation_config.update(
-        repetition_penalty=50.0, min_new_tokens=15, do_sample=True, temperature=9.0
-    )
+def test_the_target_s_own_generation_settings_do_not_apply(model, monkeypatch):
+    own = GenerationConfig(repetition_penalty=50.0, min_new_tokens=15, do_sample=True)
+    monkeypatch.setattr(model, "generation_config", own)
     found = baseline("generate", model, EOS, 20)(RANDOM[1], 0)
     plain = plain_decoder(model, eos_token_ids=EOS)
     assert found.token_ids == plain.generate(RANDOM[1], 20).token_ids

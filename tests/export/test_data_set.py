@@ -94,9 +94,7 @@ def test_a_push_replaces_all_files_of_an_earlier_one(hub, push_it):
     assert hub.repositories[PLACE].files.keys() == names | {"README.md"}
 
 
-@pytest.mark.parametrize(
-    "theirs", ["train.jsonl", "data/train-00000-of-00002.parquet", "model.safetensors"]
-)
+@pytest.mark.parametrize("theirs", ["data/train-00000-of-00002.parquet", "model.safetensors"])
 def test_another_data_set_is_never_written_over(hub, push_it, theirs):
     hub.repositories[PLACE] = Repository(private=False, commits=[{theirs: b"theirs"}])
     with pytest.raises(ConfigError):

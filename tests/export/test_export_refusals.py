@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import resource
 from pathlib import Path
 
@@ -89,24 +88,6 @@ def test_a_damaged_export_is_refused(tmp_path, damage):
         read(directory)
 
 
-class DyingTokenizer:
-    def __init__(self, error: BaseException):
-        self.error = error
-
-    def save_pretrained(self, directory: str) -> None:
-        Path(directory, "tokenizer.json").write_text("{")
-        raise self.error
-
-
-def test_a_full_disk_leaves_the_old_export_whole(tmp_path):
-    directory = write(tmp_path / "export", config_of())
-    full = DyingTokenizer(OSError(errno.ENOSPC, "No space left on device"))
-    with pytest.raises(EnvironmentFault, match="No space left") as caught:
-        write(directory, config_of(num_heads=2), tokenizer=full)
-    assert caught.value.exit_code == 4
-    assert holds(directory, config_of(), heads_of(config_of()))
-
-
 @contextlib.contextmanager
 def small_files():
     """No file of this process may grow beyond 200 bytes: smaller than the weights, larger than the
@@ -120,10 +101,13 @@ def small_files():
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
 
 
-def test_weights_that_cannot_be_written_are_an_environment_fault(tmp_path):
-    with small_files(), pytest.raises(EnvironmentFault, match="cannot be written"):
-        write(tmp_path / "export", config_of(), heads_of(config_of()))
-    assert list(tmp_path.iterdir()) == []
+def test_a_full_disk_leaves_the_old_export_whole(tmp_path):
+    directory = write(tmp_path / "export", config_of())
+    with small_files(), pytest.raises(EnvironmentFault) as caught:
+        write(directory, config_of(num_heads=2))
+    assert caught.value.exit_code == 4
+    assert holds(directory, config_of(), heads_of(config_of()))
+    assert [path.name for path in tmp_path.iterdir()] == ["export"]
 
 
 def test_a_full_disk_is_the_same_error_for_a_pickle(tmp_path):

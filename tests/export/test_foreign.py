@@ -183,6 +183,14 @@ def test_tensors_that_are_no_medusa_heads_are_refused(tmp_path, tensors):
         read(tmp_path)
 
 
+def test_a_cell_of_another_activation_is_refused(tmp_path):
+    eagle(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"hidden_act": "gelu"}))
+    with pytest.raises(DataError, match="gelu"):
+        read(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("name", "tensor"),
     [
@@ -201,12 +209,8 @@ def test_tensors_that_are_no_cell_are_refused(tmp_path, name, tensor):
 
 
 def test_what_files_leave_out_does_not_widen_what_they_hold(tmp_path):
-    """Zeros of a cell's attention and of biases: float32 heads would be slower than 16-bit ones."""
-    eagle(tmp_path, **{name: tensor.bfloat16() for name, tensor in eagle(tmp_path).items()})
-    cell = read(tmp_path).heads
-    assert isinstance(cell, RecurrentHeads) and cell.fc.dtype == torch.bfloat16
-    (tmp_path / "medusa").mkdir()
+    """Zeros for missing biases have the heads' dtype: float32 heads would be slower."""
     named = tensors_of(heads_of(config_of()).bfloat16())
-    save({name: named[name] for name in named if "bias" not in name}, tmp_path / "medusa")
-    found = read(tmp_path / "medusa").heads
+    save({name: named[name] for name in named if "bias" not in name}, tmp_path)
+    found = read(tmp_path).heads
     assert found and {parameter.dtype for parameter in found.parameters()} == {torch.bfloat16}

@@ -89,14 +89,11 @@ def test_the_licence_is_that_of_the_target_s_commit(tmp_path, hub, monkeypatch):
     assert licence_of(str(tmp_path), None, online=False) == expected
 
 
-@pytest.mark.parametrize(
-    "card", [None, "no front matter", "---\nlicense: [mit, apache-2.0]\n---\n", "---\n: [\n---\n"]
-)
+@pytest.mark.parametrize("card", ["no matter", "---\nlicense: [mit]\n---\n", "---\n: [\n---\n"])
 def test_a_target_without_a_readable_licence_declares_none(card, tmp_path):
-    if card is not None:
-        (tmp_path / "README.md").write_text(card)
     assert licence_of(str(tmp_path), None, online=False) is None
-    assert ModelCard(card_of()).data.license is None
+    (tmp_path / "README.md").write_text(card)
+    assert licence_of(str(tmp_path), None, online=False) is None
 
 
 # --- figures
@@ -178,18 +175,14 @@ def test_the_recipe_is_the_run_again_without_paths(tmp_path):
         load_config(tmp_path / "recipe.yaml", command[5:])
 
 
-@pytest.mark.parametrize(("chosen", "expected"), [({}, 3), ({"num_speculative_tokens": 2}, 2)])
-def test_the_vllm_command_can_be_pasted_into_a_shell(chosen, expected):
-    card = card_of({**REPORT, "tree": {**REPORT["tree"], **chosen}})
+def test_the_vllm_command_can_be_pasted_into_a_shell():
+    card = card_of({**REPORT, "tree": {**REPORT["tree"], "num_speculative_tokens": 2}})
     alone, command = re.findall(r"```bash\n(vllm serve.*?)```", card, re.DOTALL)
     assert shlex.split(alone) == ["vllm", "serve", "me/heads"]
-    words = shlex.split(command.replace("\\\n", " "))
-    assert words[:4] == ["vllm", "serve", "owner/target", "--speculative-config"]
-    assert json.loads(words[4]) == {
-        "method": "medusa",
-        "model": "me/heads",
-        "num_speculative_tokens": expected,
-    }
+    *words, settings = shlex.split(command.replace("\\\n", " "))[:5]
+    assert words == ["vllm", "serve", "owner/target", "--speculative-config"]
+    expected = {"method": "medusa", "model": "me/heads", "num_speculative_tokens": 2}
+    assert json.loads(settings) == expected
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -120,12 +119,7 @@ class FakeGraphs:
 
 def _stubs(observer: Observer) -> dict[str, Any]:
     """The functions of `torch.cuda` that the program calls."""
-    event = SimpleNamespace(
-        record=lambda stream=None: None, synchronize=lambda: observer.wait("event")
-    )
     return {
-        "Event": lambda **_: event,
-        "current_stream": lambda device=None: None,
         "is_bf16_supported": lambda including_emulation=True: True,
         "synchronize": lambda device=None: observer.wait("synchronize"),
     }

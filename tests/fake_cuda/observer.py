@@ -40,16 +40,13 @@ class Observer(TorchDispatchMode):
     """Records, in order:
 
     `waits`: "tolist", an operator or an event that the host waits for.
-    `uploads`, `downloads`: copies between the host and a device that block the host, as "cpu ->
-    cuda:0". `transfers`: all copies between two devices, those included.
+    `downloads`: the devices of copies to the host that block it.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.waits: list[str] = []
-        self.uploads: list[str] = []
         self.downloads: list[str] = []
-        self.transfers: list[str] = []
         self.answer: Callable[[Tensor], Any] = _zeros
         self._is_recording = False
         self._known: Any = WeakIdKeyDictionary()  # the integers of a fake tensor
@@ -57,8 +54,8 @@ class Observer(TorchDispatchMode):
 
     def clear(self) -> None:
         """Forget waits and copies."""
-        for noted in (self.waits, self.uploads, self.downloads, self.transfers):
-            noted.clear()
+        self.waits.clear()
+        self.downloads.clear()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -119,7 +116,8 @@ class Observer(TorchDispatchMode):
             self._known.update(zip(_tensors(made), _tensors(known), strict=True))
         elif operator._schema.is_mutable:
             self._lose(args[:1], kwargs.get("out"))
-        self._note_copy(operator, args, kwargs, inputs, _tensors(made))
+        for output in _tensors(made)[:1]:
+            self._note_copy(operator, args, kwargs, inputs, str(output.device))
         return made
 
     def _values(self, tensor: Tensor) -> Tensor | None:
@@ -147,35 +145,16 @@ class Observer(TorchDispatchMode):
                 self._lost[values.untyped_storage()] = True
 
     def _note_copy(
-        self,
-        operator: Any,
-        args: Any,
-        kwargs: dict[str, Any],
-        inputs: list[Tensor],
-        outputs: list[Tensor],
+        self, operator: Any, args: Any, kwargs: dict[str, Any], inputs: list[Tensor], into: str
     ) -> None:
         if operator.overloadpacket not in COPIES:
             # a kernel takes a number of the host's as an argument
             inputs = [tensor for tensor in inputs if tensor.dim() or tensor.is_cuda]
-        if self._is_recording and not all(tensor.is_cuda for tensor in inputs):
-            raise RuntimeError(f"{operator} reads a tensor of the host in a recorded step")
-        if not outputs:
-            return
-        into = outputs[0].device
-        sources = [tensor.device for tensor in inputs if tensor.device != into]
-        if not sources:
-            return
-        if self._is_recording:
-            raise RuntimeError(f"{operator} copies from {sources[0]} to {into} in a recorded step")
-        copy = f"{sources[0]} -> {into}"
-        self.transfers.append(copy)
+        if self._is_recording and any(str(tensor.device) != into for tensor in inputs):
+            raise RuntimeError(f"{operator} copies to {into} in a recorded step")
         is_flagged = operator is aten.copy_.default and len(args) > 2 and args[2]
-        if kwargs.get("non_blocking", is_flagged) or "cpu" not in (sources[0].type, into.type):
-            return
-        if into.type == "cuda":
-            self.uploads.append(copy)
-        else:
-            self.downloads.append(copy)
+        if into == "cpu" and not kwargs.get("non_blocking", is_flagged):
+            self.downloads += [str(tensor.device) for tensor in inputs if tensor.is_cuda]
 
 
 def _tensors(tree: Any) -> list[Tensor]:

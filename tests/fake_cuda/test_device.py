@@ -4,39 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    FakeTensorDeviceMismatchError,
-)
 
 from tests.fake_cuda.device import FakeGraphs
 from tests.fake_cuda.ledger import Ledger
 
 GIB = 1 << 30
-
-
-def test_waits_copies_and_mismatches_are_noticed(on_fake_cuda):
-    seen = on_fake_cuda
-    known = torch.tensor([3, 0, 4], device="cuda")
-    assert seen.uploads == ["cpu -> cuda:0"] and not seen.waits
-    assert known.nonzero()[:, 0].tolist() == [0, 2] and seen.waits == ["nonzero", "tolist"]
-    assert int(known.sum()) == 7 and (known > 3).tolist() == [False, False, True]
-
-    unknown = torch.randn(3, 5, device="cuda").argmax(1)
-    seen.clear()
-    assert unknown.tolist() == [0, 0, 0] and seen.waits == ["tolist"]
-    for read in (unknown[0].item, unknown.nonzero, lambda: bool((unknown == 1).any())):
-        with pytest.raises((DataDependentOutputException, RuntimeError)):
-            read()
-    known.copy_(unknown)
-    assert known.tolist() == [0, 0, 0], "an integer that was overwritten is not known any more"
-
-    seen.clear()
-    unknown.cpu(), unknown.to("cpu", non_blocking=True), unknown.to("cuda:1")
-    assert seen.transfers == ["cuda:0 -> cpu", "cuda:0 -> cpu", "cuda:0 -> cuda:1"]
-    assert seen.downloads == ["cuda:0 -> cpu"]
-    with pytest.raises(FakeTensorDeviceMismatchError):
-        unknown + torch.ones(3, device="cuda:1")
 
 
 def test_a_recorded_step_holds_no_wait_and_no_copy(on_fake_cuda):
@@ -47,13 +19,13 @@ def test_a_recorded_step_holds_no_wait_and_no_copy(on_fake_cuda):
         lambda: states.cpu(),
         lambda: states.to("cuda:1"),
         lambda: states.copy_(host, non_blocking=True),
-        lambda: states[host.long()],
-        lambda: torch.tensor([1, 2], device="cuda"),
         lambda: (states > 0).nonzero(),
     ):
         with pytest.raises(RuntimeError):
             graphs.capture(step)
-    assert graphs.num_captured == 1
+    assert graphs.num_captured == 1 and not on_fake_cuda.downloads
+    states.cpu(), states.to("cpu", non_blocking=True), states.tolist()
+    assert on_fake_cuda.downloads == ["cuda:0"] and on_fake_cuda.waits == ["tolist"]
 
 
 def test_the_peak_is_of_the_worst_moment(on_fake_cuda):

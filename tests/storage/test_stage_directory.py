@@ -69,7 +69,7 @@ def test_a_stage_is_current_until_files_or_upstream_change(pair):
     assert down.is_current(upstream) and down.summary == {"rows": 3} and down.verify() == []
     assert not down.is_current({"seeds": "something else"})
     down.shard_path(0).write_bytes(b"")
-    assert down.misfits() and down.examine() == [down.shard_path(0)]
+    assert down.resized_files() and down.examine() == [down.shard_path(0)]
     assert "damaged" in down.verify()[0]
     assert down.begin(upstream) == [down.shard_path(0)]
     assert down.done is None and len(down.shards()) == 2
