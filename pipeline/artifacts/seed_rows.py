@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -59,6 +60,16 @@ def read_seeds(shards: Iterable[Path], split: str) -> Iterator[Conversation]:
         for row in read_rows(path):
             if row["split"] == split:
                 yield SeedRow.of(row).conversation
+
+
+def most_frequent_opening(shards: Iterable[Path]) -> tuple[str, int]:
+    """Return the first question that opens most seeds, normalised, and how many it opens."""
+    openings: Counter[str] = Counter()
+    for path in shards:
+        for row in read_rows(path):
+            openings[first_question(SeedRow.of(row).conversation)] += 1
+    ((question, num_seeds),) = openings.most_common(1)
+    return question, num_seeds
 
 
 def questions_in_two_splits(shards: Iterable[Path]) -> list[str]:

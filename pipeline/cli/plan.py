@@ -89,7 +89,7 @@ def print_plan(run: ResolvedRun) -> None:
     _print_hours(console, run, size, directory.store, unfinished)
     target = target_sizes(elsewhere)
     if target is not None:
-        memory = memory_of_stages(elsewhere, target)
+        memory = memory_of_stages(elsewhere, target, size.positions)
         _print_memory(console, memory)
         trained = [stage for stage in memory if stage.stage == "train"]
         checkpoint = decimal(int(max(stage.heads + stage.optimizer for stage in trained)))

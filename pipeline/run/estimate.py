@@ -53,6 +53,7 @@ class RunSize:
     tokens: int | None  # to write, and to cache a state of each
     bytes_per_position: int  # 0 where no state is cached
     written: bool  # whether the tokens are there already, and counted
+    positions: int  # to train on; 0 while unknown
     recipes: tuple[Recipe, ...]  # of training's phases; empty while tokens are unknown
 
     @property
@@ -89,16 +90,16 @@ def run_size(run: ResolvedRun, seeds: Summary | None, generated: Summary | None)
     stored = 0
     if "features" not in run.method.skipped_stages(train):
         stored = StateFormat(dtype, hidden_size, run.config.features.precision).stored_bytes
+    share = 1 - run.config.seeds.holdout
+    if seeds and rows:
+        share = seeds["train_rows"] / rows
+    positions = round((tokens or 0) * share)
     recipes = []
-    if tokens:
-        share = 1 - run.config.seeds.holdout
-        if seeds and rows:
-            share = seeds["train_rows"] / rows
-        positions = round(tokens * share)
+    if positions:
         for _, learner in run.method.phases(train):
             scale = run.kind.lr_scale
             recipes.append(learner.expected_recipe(train, positions, hidden_size, scale))
-    return RunSize(rows, tokens, stored, bool(generated), tuple(recipes))
+    return RunSize(rows, tokens, stored, bool(generated), positions, tuple(recipes))
 
 
 def _count_conversations(run: ResolvedRun) -> int | None:
@@ -184,8 +185,14 @@ class StageMemory:
         return self.device_bytes is None or self.total <= (1 + tolerance) * self.device_bytes
 
 
-def memory_of_stages(run: ResolvedRun, target: TargetSizes) -> list[StageMemory]:
-    """Estimate each stage's memory, with the largest batches of the recipe."""
+def memory_of_stages(
+    run: ResolvedRun, target: TargetSizes, positions: int = 0
+) -> list[StageMemory]:
+    """Estimate each stage's memory.
+
+    Args:
+        positions: To train on; without them batches are the largest that the recipe makes.
+    """
     config, memory = run.config, []
     if config.generate.mode != "passthrough":
         memory.append(_decoding(run, target, "generate", "generate", num_texts=1))
@@ -194,7 +201,8 @@ def memory_of_stages(run: ResolvedRun, target: TargetSizes) -> list[StageMemory]
         features = "tuned-features"
     memory.append(_decoding(run, target, features, "features", num_texts=0))
     for name, learner in run.method.phases(config.train):
-        memory.append(_training(run, target, name or "train", learner))
+        phase = _training(run, target, name or "train", learner, positions or MANY_POSITIONS)
+        memory.append(phase)
     heads = sum(weight.numel() for weight in _heads(run, run.shape.num_heads).parameters())
     for engine in config.check.engines:
         check = _decoding(run, target, "check", ENGINE_SECTIONS[engine], num_texts=2)
@@ -239,7 +247,7 @@ def _num_trained(heads: Heads) -> int:
 
 
 def _training(
-    run: ResolvedRun, target: TargetSizes, name: str, learner: type[Learner]
+    run: ResolvedRun, target: TargetSizes, name: str, learner: type[Learner], positions: int
 ) -> StageMemory:
     """Estimate a training step at its peak in the loss."""
     train, tuned = run.config.train, run.config.train.backbone
@@ -267,7 +275,7 @@ def _training(
         # The heads' gradients of a micro-batch lie beside the sum of the earlier ones.
         gradients = adapter + 2 * num_trained
     else:
-        recipe = learner.expected_recipe(train, MANY_POSITIONS, hidden_size, run.kind.lr_scale)
+        recipe = learner.expected_recipe(train, positions, hidden_size, run.kind.lr_scale)
         num_positions = -(-recipe.batch_tokens // workers)
         activations = (BATCHES_AHEAD + 1) * num_positions * hidden_size * target.itemsize
         if train.soft_labels:
@@ -297,7 +305,10 @@ def check_memory(run: ResolvedRun) -> None:
     target = target_sizes(run) if run.open_stages else None
     if target is None:
         return
-    for stage in memory_of_stages(run, target):
+    memory = memory_of_stages(run, target)
+    if not all(stage.fits() for stage in memory):  # conversations are counted only then
+        memory = memory_of_stages(run, target, run_size(run, None, None).positions)
+    for stage in memory:
         if stage.stage in run.open_stages and not stage.fits():
             room = (stage.device_bytes or 0) / GIB
             what = (

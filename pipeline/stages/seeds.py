@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
-from pipeline.artifacts.seed_rows import SEEDS, SPLITS, SeedRow
+from pipeline.artifacts.seed_rows import SEEDS, SPLITS, SeedRow, most_frequent_opening
 from pipeline.config import GenerateConfig
 from pipeline.conversations.conversation import Conversation, Reason, RejectedRow, escape_surrogates
 from pipeline.conversations.duplicates import CheckQuestions, Deduplicator
@@ -43,6 +44,7 @@ from pipeline.storage.stage_directory import StageDirectory
 
 NAME = "seeds"
 VERSION = 6
+LONGEST_QUESTION = 200  # characters of a question that a message repeats
 
 MOST_SHOWN = 8  # of skipped files in the terminal
 
@@ -132,7 +134,7 @@ def run(context: Context, stage: StageDirectory) -> Summary:
     totals.check_quarantine(NAME, where, context.config.limits.max_quarantine_fraction, final=True)
     summary = {**totals.summary(), "sources": [_source_summary(reader) for reader in readers]}
     _print_sources(context, summary)
-    warning = require_enough(summary, where, settings.holdout)
+    warning = require_enough(stage, summary, settings.holdout)
     if warning:
         summary["warnings"] = [warning]
         _print(context, warning)
@@ -224,7 +226,7 @@ def _write_shard(stage: StageDirectory, index: int, chunk: Sequence[Split]) -> R
         return writer.commit(NAME, [row.id for row, _ in chunk], counts)
 
 
-def require_enough(summary: Summary, where: str, holdout: float) -> str | None:
+def require_enough(stage: StageDirectory, summary: Summary, holdout: float) -> str | None:
     """Check that every split of the seeds has at least 8 rows.
 
     Returns:
@@ -238,18 +240,26 @@ def require_enough(summary: Summary, where: str, holdout: float) -> str | None:
     rows_of = {split: int(summary.get(f"{split}_rows", 0)) for split in SPLITS}
     if min(rows_of.values()) >= MIN_HELD_OUT:
         return None
-    counts = ", ".join(f"{split} {number:,}" for split, number in rows_of.items())
-    what = (
-        f"{num_rows} usable conversations are too few, or open alike: training, calibration and the"
-        f" check need at least {MIN_HELD_OUT} rows each, and conversations that open with the same"
-        f" question are in one split. The splits are {counts}."
-    )
     held_out = held_out_rows(num_rows, holdout)
     enough_if_all_differed = min(held_out, num_rows - 2 * held_out) >= MIN_HELD_OUT
-    if not enough_if_all_differed or min(rows_of.values()) == 0:
+    if not enough_if_all_differed:
+        what = (
+            f"{num_rows} usable conversations are too few: training, calibration and the check"
+            f" need at least {MIN_HELD_OUT} rows each."
+        )
         fix = "Name more or larger sources in seeds.sources, or change seeds.holdout."
-        raise DataError(what, where, fix)
-    return what
+        raise DataError(what, str(stage.path), fix)
+    question, num_alike = most_frequent_opening(stage.shards())
+    counts = ", ".join(f"{split} {number:,}" for split, number in rows_of.items())
+    too_alike = (
+        f'"{shorten(question, LONGEST_QUESTION)}" opens {num_alike:,} of {num_rows:,}'
+        f" conversations. Conversations that open alike are in one split, so that the splits are"
+        f" {counts}."
+    )
+    if min(rows_of.values()) == 0:
+        fix = "Name sources in seeds.sources whose conversations open with different questions."
+        raise DataError(too_alike, str(stage.path), fix)
+    return too_alike
 
 
 STAGE = Stage(NAME, VERSION, reads(), identity, run, one_line, sharded=True)

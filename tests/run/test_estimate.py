@@ -138,6 +138,14 @@ def test_what_misses_by_more_than_the_tolerance_is_refused(plan_of, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_few_positions_make_small_batches_which_may_fit(plan_of):
+    """The largest batches would not; 2 answers of 256 tokens to 40 prompts make small ones."""
+    few = {"placement__gpu_memory_gb": 15, "train__heads": "recurrent"}
+    check(plan_of("7B", **few), "train")
+    with pytest.raises(EnvironmentFault, match="train"):
+        check(plan_of("7B", train__batch_tokens=16384, **few), "train")
+
+
 def test_workers_without_gpus_share_the_machine(plan_of, monkeypatch):
     monkeypatch.setattr("pipeline.run.estimate.machine_memory", lambda: 30.0 * GIB)
     one, four = (
