@@ -62,14 +62,10 @@ def tensors_of(heads: MedusaHeads) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def write(
-    directory: Path, config: ExportLayout, heads=None, choices=TREE, tokenizer=None, card="card"
-) -> Path:
-    heads = heads_of(config) if heads is None else heads
-    tokenizer = tokenizer or TokenizerStub()
-    write_export(
-        directory, heads, config, target=TARGET, tokenizer=tokenizer, choices=choices, card=card
-    )
+def write(directory: Path, config: ExportLayout, heads=None, **changes) -> Path:
+    """Write an export; by default of random heads."""
+    usual = {"target": TARGET, "tokenizer": TokenizerStub(), "choices": TREE, "card": "card"}
+    write_export(directory, heads or heads_of(config), config, **usual | changes)
     return directory
 
 

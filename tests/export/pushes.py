@@ -7,15 +7,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from pipeline.artifacts.json_form import from_json
 from pipeline.config import Config
 from pipeline.config.load import validate
 from pipeline.export.card import Published
 from pipeline.export.data_set import data_set_upload
 from pipeline.export.hub import Upload, backbone_upload, heads_upload, send_all
-from pipeline.heads.medusa import MedusaHeads
 from pipeline.report.report import Report
 from pipeline.storage.stage_directory import StageDirectory
 from tests.export.exports import TokenizerStub, config_of, write
@@ -53,19 +50,11 @@ def run_config(target: str = "owner/target", source: dict | None = None, **secti
     return validate({"run": {"name": "pushed"}, "seeds": {"sources": sources}, **sections}, "test")
 
 
-def export_to(directory: Path, base_model: str = "owner/target", tokenizer: str = "{}") -> Path:
-    config = config_of(base_model, num_heads=1)
-    heads = MedusaHeads(config.shape)
-    for parameter in heads.parameters():
-        torch.nn.init.ones_(parameter)
-    write(
-        directory,
-        config,
-        heads,
-        choices=[[0]],
-        tokenizer=TokenizerStub(tokenizer),
-        card="before the check",
-    )
+def export_to(
+    directory: Path, *further: str, base_model: str = "owner/target", tokenizer: str = "{}"
+) -> Path:
+    rest = {"tokenizer": TokenizerStub(tokenizer), "card": "before the check", "further": further}
+    write(directory, config_of(base_model, num_heads=1), choices=[[0]], **rest)
     for bookkeeping in ("stage.json", "DONE.json", "lock", ".hidden"):
         (directory / bookkeeping).write_text(str(directory))
     return directory
@@ -105,16 +94,11 @@ def send(upload: Upload, *, private: bool = False) -> dict[str, Any]:
 
 
 def sums(directory: Path) -> dict[str, str]:
-    """The sha256 of every file that a stage's record would name: no bookkeeping, no tuned backbone,
-    no card.
-    """
+    """The sha256 of every file that a stage's record would name: no bookkeeping, no card."""
     found = {}
     for file in directory.rglob("*"):
         name = file.relative_to(directory).as_posix()
         is_other = name in ("stage.json", "DONE.json", "lock", ".hidden", "README.md")
-        is_tuned = (
-            name.startswith("backbone/") and (directory / "backbone" / "backbone.json").exists()
-        )
-        if file.is_file() and not is_other and not is_tuned:
+        if file.is_file() and not is_other:
             found[name] = hashlib.sha256(file.read_bytes()).hexdigest()
     return found

@@ -57,54 +57,29 @@ def test_one_commit_holds_exactly_the_files_of_the_receipt(part, hub, monkeypatc
     assert len(repository.commits) == 2 and hub.bytes_uploaded == sent
 
 
-def test_heads_arrive_as_exported_with_a_card_of_their_check(export, hub):
-    send(heads_of_export(export))
-    files = only_repository(hub).files
-    assert files.keys() == EXPORTED
-    for name in (WEIGHTS, "medusa_choices.json", "tokenizer.json"):
-        assert files[name] == (export / name).read_bytes()
-    card = files["README.md"].decode()
-    assert "| 2.00 | 1.50 |" in card and '"model": "me/pushed"' in card
-    assert (export / "README.md").read_text() == "before the check"
-
-
-def test_a_tuned_backbone_arrives_whole_and_its_heads_alone(export, hub):
-    export = export_to(export, base_model=str(export / "backbone"))
-    backbone = backbone_to(export / "backbone")
-    heads = heads_of_export(export, repo_id="me/heads", base_model="me/tuned", tuned=True)
-    uploads = {"backbone": backbone_of(backbone, repo_id="me/tuned"), "heads": heads}
-    assert send_all(uploads, private=False).keys() == uploads.keys()
-    assert hub.repositories["me/tuned"].files.keys() == BACKBONE.keys() | {"README.md"}
-    files = hub.repositories["me/heads"].files
-    config = json.loads(files["config.json"])
-    assert files.keys() == EXPORTED and config["base_model_name_or_path"] == "me/tuned"
-    assert config["speculators_config"]["verifier"]["name_or_path"] == "me/tuned"
-
-
-def test_a_local_target_is_replaced_by_its_hub_id(tmp_path, hub):
+def test_every_format_names_the_hub_id_of_a_local_target(tmp_path, hub):
     target = str(tmp_path / "target")
-    export = export_to(tmp_path / "export", base_model=target)
+    export = export_to(tmp_path / "export", "reference", base_model=target)
     config = run_config(target, {"path": str(tmp_path / "seeds.jsonl")})
     receipt = send(heads_of_export(export, config=config, base_model="me/target"))
     files = only_repository(hub).files
-    named = json.loads(files["config.json"])["base_model_name_or_path"]
-    assert named == receipt["base_model"] == "me/target"
+    of_reference = {"config.json", "medusa_choices.json", "medusa_lm_head.pt", "tokenizer.json"}
+    assert files.keys() == EXPORTED | {f"reference/{name}" for name in of_reference}
+    for name in ("config.json", "reference/config.json"):
+        named = json.loads(files[name])["base_model_name_or_path"]
+        assert named == receipt["base_model"] == "me/target"
+    assert (export / "README.md").read_text() == "before the check"
     assert not [name for name, content in files.items() if str(tmp_path).encode() in content]
 
 
-@pytest.mark.parametrize(("existing", "asked"), [(None, True), (None, False), (True, False)])
-def test_a_repository_is_private_where_asked_and_stays_so(export, hub, existing, asked):
-    if existing is not None:
-        hub.repositories["me/pushed"] = Repository(private=existing)
-    is_private = bool(existing or asked)
+@pytest.mark.parametrize(("existing", "asked"), [(False, True), (False, False), (True, False)])
+def test_a_repository_keeps_its_privacy_and_other_files(export, hub, existing, asked):
+    theirs = {".gitattributes": b"", "LICENSE": b"MIT"} if existing else {}
+    if existing:
+        hub.repositories["me/pushed"] = Repository(private=True, commits=[theirs])
+    is_private = existing or asked
     assert send(heads_of_export(export), private=asked)["private"] is is_private
     assert only_repository(hub).private is is_private
-
-
-def test_files_that_engines_do_not_load_may_stay(export, hub):
-    theirs = {".gitattributes": b"", "LICENSE": b"MIT"}
-    hub.repositories["me/pushed"] = Repository(private=False, commits=[theirs])
-    send(heads_of_export(export))
     assert only_repository(hub).files.keys() == EXPORTED | theirs.keys()
 
 
@@ -137,14 +112,6 @@ def test_a_file_that_is_not_as_checked_is_refused(export, name, change):
     with pytest.raises(DataError) as refused:
         heads_upload(export, published(), checked)
     assert refused.value.where in (str(file), str(export))
-
-
-def test_heads_of_a_local_target_need_its_hub_id(tmp_path, hub):
-    upload = heads_of_export(export_to(tmp_path / "export", base_model=str(tmp_path / "target")))
-    with pytest.raises(ConfigError, match=r"push\.base_model"):
-        send(upload)
-    assert hub.requests == []
-    assert "push.base_model" in upload.dry_run(private=False)["missing"][0]
 
 
 @pytest.mark.parametrize("named", ["target", "backbone"])
