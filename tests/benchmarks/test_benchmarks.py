@@ -12,12 +12,10 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks import ladder
 from benchmarks.arithmetic import backbone_flops, training_flops
-from benchmarks.claims import Claim, Result, in_turns, rates, ratio, speed_ratio
+from benchmarks.claims import Claim, Result, rates, ratio, speed_ratio
 from benchmarks.results import write_result, write_table
 from benchmarks.run import BENCHMARKS, main
-from pipeline.errors import ConfigError
 from pipeline.heads.medusa import MedusaHeads
 from pipeline.heads.shapes import MedusaShape
 from pipeline.targets import vllm_decode
@@ -87,13 +85,6 @@ def test_training_from_the_cache_and_online_learn_the_same(tiny_result):
     assert all(case["largest_loss_difference"] < 1e-4 for case in cases)
 
 
-def test_sides_take_turns_after_a_round_that_does_not_count():
-    calls = []
-    sides = {name: (lambda name=name: calls.append(name) or float(len(calls))) for name in "ab"}
-    assert in_turns(sides, 2) == {"a": [3.0, 5.0], "b": [4.0, 6.0]}
-    assert "".join(calls) == "ababab"
-
-
 def test_a_ratio_is_of_medians_and_its_spread_of_rounds():
     seconds = {"ours": [1.0, 2.0, 4.0], "theirs": [3.0, 4.0, 6.0]}
     claim = speed_ratio("x", seconds, 12, "tokens", aim=3)
@@ -117,21 +108,6 @@ def test_the_table_reads_the_files_and_names_missing_ones(tmp_path):
         "| one-chat | a figure | 12.0 MB/s |  |  |  |",
         "| two | needs a GPU | not measured | | | |",
     ]
-
-
-def test_another_target_s_ladder_is_kept_under_the_given_name(monkeypatch):
-    asked, kept = [], []
-
-    def compare(config, overrides, recipes):
-        asked.append((config.name, list(overrides), list(recipes)))
-        return Result([], {})
-
-    monkeypatch.setattr(ladder, "compare", compare)
-    monkeypatch.setattr(ladder, "keep", lambda name, result, seconds: kept.append(name))
-    ladder.main(["chat.yaml", "run.seed=1", "--results=chat", "--recipe=recurrent"])
-    assert asked == [("chat.yaml", ["run.seed=1"], ["recurrent"])] and kept == ["ladder-chat"]
-    with pytest.raises(ConfigError):
-        ladder.main(["chat.yaml", "--recipe=medusa"])
 
 
 def test_an_unknown_name_is_refused_with_those_that_exist(capsys):

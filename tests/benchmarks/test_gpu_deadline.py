@@ -23,9 +23,10 @@ def test_a_part_inherits_the_time_left_by_earlier_ones():
 
 def test_rounds_end_with_the_deadline_but_not_before_the_first():
     calls = []
-    sides = {name: (lambda name=name: calls.append(name) or 1.0) for name in "ab"}
-    assert in_turns(sides, 5, ends=lambda: len(calls) >= 6) == {"a": [1.0, 1.0], "b": [1.0, 1.0]}
-    assert in_turns(sides, 5, ends=lambda: True) == {"a": [1.0], "b": [1.0]}
+    sides = {name: (lambda name=name: calls.append(name) or float(len(calls))) for name in "ab"}
+    assert in_turns(sides, 5, ends=lambda: len(calls) >= 6) == {"a": [3.0, 5.0], "b": [4.0, 6.0]}
+    assert "".join(calls) == "ababab"
+    assert in_turns(sides, 5, ends=lambda: True) == {"a": [9.0], "b": [10.0]}
 
 
 def test_without_time_everything_is_reported_as_not_measured():

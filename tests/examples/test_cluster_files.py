@@ -33,16 +33,10 @@ def test_ray_s_own_validator_takes_the_ray_up_file():
         validate_config(prepare_config(config | {"not_a_key": 1}))
 
 
-@pytest.fixture(scope="module")
-def schema() -> jsonschema.Draft202012Validator:
-    written = yaml.safe_load((Path(__file__).parent / "rayjob.schema.yaml").read_text())
-    jsonschema.Draft202012Validator.check_schema(written)
-    return jsonschema.Draft202012Validator(written)
-
-
-def test_the_rayjob_is_valid_and_workers_share_the_results(schema):
+def test_the_rayjob_is_valid_and_workers_share_the_results():
     job = read("rayjob.yaml")
-    schema.validate(job)
+    schema = yaml.safe_load((Path(__file__).parent / "rayjob.schema.yaml").read_text())
+    jsonschema.validate(job, schema)
     assert yaml.safe_load(job["spec"]["runtimeEnvYAML"]).keys() <= set(
         ray.runtime_env.RuntimeEnv.known_fields
     )
@@ -60,23 +54,6 @@ def test_the_rayjob_is_valid_and_workers_share_the_results(schema):
         assert container["resources"]["limits"] == container["resources"]["requests"], (
             "Ray counts the limits"
         )
-
-
-@pytest.mark.parametrize(
-    ("place", "value"),
-    [
-        (("kind",), "RayCluster"),
-        (("spec", "entryPoint"), "python"),
-        (("spec", "rayClusterSpec", "workerGroupSpecs", 0, "replicas"), "2"),
-        (("spec", "rayClusterSpec", "headGroupSpec", "template", "spec", "containers"), []),
-    ],
-)
-def test_what_kuberay_would_refuse_is_found(schema, place, value):
-    job = inside = read("rayjob.yaml")
-    for key in place[:-1]:
-        inside = inside[key]
-    inside[place[-1]] = value
-    assert not schema.is_valid(job)
 
 
 def test_the_job_s_flow_and_settings_exist():

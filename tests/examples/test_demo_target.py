@@ -65,6 +65,8 @@ def model(trained):
 
 def test_transformers_loads_a_llama_with_heads_of_64(model, tokenizer, trained):
     config, shape = model.config, (len(tokenizer), 192)
+    ids = {model.generation_config.eos_token_id, config.eos_token_id}
+    assert ids == {tokenizer.eos_token_id} and tokenizer.eos_token == "</s>"
     assert config.architectures == ["LlamaForCausalLM"]
     assert (config.max_position_embeddings, config.head_dim) == (1024, 64)
     assert trained[1]["parameters"] == model.num_parameters() < 6e6
@@ -72,11 +74,6 @@ def test_transformers_loads_a_llama_with_heads_of_64(model, tokenizer, trained):
     assert max(tokenizer.get_vocab().values()) < config.vocab_size
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     assert {path.suffix for path in trained[0].iterdir()} == {".safetensors", ".json", ".jinja"}
-
-
-def test_every_engine_learns_the_same_end_of_text(model, tokenizer):
-    ids = {model.generation_config.eos_token_id, model.config.eos_token_id}
-    assert ids == {tokenizer.eos_token_id} and tokenizer.eos_token == "</s>"
 
 
 def test_its_template_reads_like_zephyrs(tokenizer):
@@ -165,13 +162,3 @@ def test_muon_steps_as_torchs_own_does():
         reference.step()
     for mine, its in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, its, atol=5e-3, rtol=0)
-
-
-def test_the_nearer_end_sets_the_learning_rate():
-    shares = []
-    for step in range(100):
-        shares.append(demo_training.learning_rate_share(step / 100, 0.0))
-        nearer = demo_training.learning_rate_share(step / 100, 0.9 * step / 100 + 0.03)
-        assert nearer == shares[-1]
-    assert shares[0] < 0.1 and max(shares) == shares[20] == 1 and shares[99] < 0.05
-    assert demo_training.learning_rate_share(0.1, 0.99) < 0.05

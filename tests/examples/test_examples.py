@@ -76,8 +76,7 @@ def test_the_notebook_s_cells_run_in_order(finished_run, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
-def test_an_example_is_short_listed_and_states_its_command(path):
+def test_an_example_is_listed_and_states_its_command(path):
     text = path.read_text()
-    assert len(text.splitlines()) <= 60
-    assert f"python examples/{path.name}" in text.partition('"""')[2].partition('"""')[0]
+    assert f"python examples/{path.name}" in text
     assert f"({path.name})" in (EXAMPLES / "README.md").read_text()

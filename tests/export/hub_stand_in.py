@@ -151,8 +151,6 @@ class _Handler(BaseHTTPRequestHandler):
             return self._batch(json.loads(body)["objects"])
         if not path.startswith("/api/"):
             return self._resolve(unquote(path).strip("/"))
-        if not path.startswith(("/api/models/", "/api/datasets/")):
-            return self._send(404, {"error": "Not found"})
         kind, owner, name, *action = path.removeprefix("/api/").split("/")
         place = {"models": "", "datasets": "datasets/"}[kind]
         return self._repository(f"{place}{owner}/{name}", action, body)
@@ -196,8 +194,7 @@ class _Handler(BaseHTTPRequestHandler):
             "sha": repository.sha,
             "siblings": [{"rfilename": name} for name in repository.files],
         }
-        unread = {"author": "", "tags": [], "downloads": 0, "likes": 0, "gated": False}
-        return self._send(200, known | unread | {"disabled": False})
+        return self._send(200, known)
 
     def _resolve(self, path: str) -> None:
         """A file's bytes: `OWNER/NAME/resolve/REVISION/FILE`, of a data set with `datasets/`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import resource
 from pathlib import Path
 
@@ -22,9 +23,7 @@ def test_a_vocabulary_mismatch_names_both_numbers():
         check_vocabulary(config_of().shape, 8)
 
 
-@pytest.mark.parametrize(
-    ("value", "dtype"), [(float("nan"), "float32"), (float("-inf"), "bfloat16"), (1e6, "float16")]
-)
+@pytest.mark.parametrize(("value", "dtype"), [(math.nan, "float32"), (1e6, "float16")])
 def test_numbers_that_the_dtype_cannot_hold_are_refused(tmp_path, value, dtype):
     heads = heads_of(config_of())
     heads.block_weight.data[0, 1, 2, 3] = value

@@ -14,7 +14,6 @@ from pipeline.errors import CheckFailed, ConfigError, DataError, EnvironmentFaul
 from pipeline.export.hub import heads_upload, send_all
 from tests.export.hub_stand_in import TOKEN, HubStandIn, Repository
 from tests.export.pushes import (
-    BACKBONE,
     EXPORTED,
     PASSED,
     backbone_of,
@@ -174,16 +173,6 @@ def test_weights_that_change_after_the_comparison_do_not_arrive(export, hub):
     with pytest.raises(EnvironmentFault):
         send(upload)
     assert only_repository(hub).files == {}
-
-
-def test_a_push_that_broke_off_does_not_send_weights_twice(export, hub):
-    hub.failures = {"/commit": 503}
-    with pytest.raises(EnvironmentFault):
-        send(heads_of_export(export))
-    sent, hub.failures = hub.bytes_uploaded, {}
-    assert sent == (export / WEIGHTS).stat().st_size
-    send(heads_of_export(export))
-    assert hub.bytes_uploaded == sent and only_repository(hub).files.keys() == EXPORTED
 
 
 @pytest.mark.parametrize(

@@ -102,20 +102,15 @@ def test_a_target_without_a_readable_licence_declares_none(card, tmp_path):
 def test_a_speedup_that_other_load_made_is_left_out():
     card = card_of(with_check(native={**NATIVE, "overhead": 0.9, "speedup": 2.5}))
     labels = {row[0].split(" (")[0] for row in table_under(card, "Results")}
-    assert "acceleration rate" in labels and "left out" in card
-    assert not {"overhead", "speedup"} & labels
-    assert "left out" not in card_of()
+    assert "acceleration rate" in labels and not {"overhead", "speedup"} & labels
 
 
 def test_categories_have_public_names():
-    categories = [
-        {"category": "chats", "prompts": 12, "acceleration_rate": 2.5, "speedup": 2.0},
-        {"category": "private", "prompts": 20, "acceleration_rate": 2.1, "speedup": 1.75},
-    ]
+    measured = {"prompts": 12, "acceleration_rate": 2.5, "speedup": 2.0}
+    categories = [measured | {"category": name} for name in ("chats", "private")]
     rows = table_under(card_of(with_check(native={**NATIVE, "categories": categories})), "Results")
-    chats, private = (row[:3] + row[-1:] for row in rows[-2:])
-    assert chats == ["owner/chats", "12", "2.50", "2.00x"]
-    assert private == ["local-2", "20", "2.10", "1.75x"]
+    for row, name in zip(rows[-2:], ("owner/chats", "local-2"), strict=True):
+        assert row[:3] + row[-1:] == [name, "12", "2.50", "2.00x"]
 
 
 def test_draft_lengths_are_predicted_and_served():
@@ -133,17 +128,13 @@ def test_draft_lengths_are_predicted_and_served():
 
 
 def test_cards_of_backbone_and_heads_state_its_drift():
-    config = run_config("owner/original")
-    train = config_of(train={"heads": "medusa", "method": "medusa-2"}).train
-    config = config.model_copy(update={"train": train})
+    config = run_config("owner/original", train={"heads": "medusa", "method": "medusa-2"})
     ids = {"repo_id": "me/tuned", "base_model": "owner/original", "heads_repo_id": "me/heads"}
     tuned = backbone_card(Published(from_json(Report, REPORT), config, tuned=True, **ids))
     heads = card_of(config=config, base_model="me/tuned", tuned=True)
     for card in (tuned, heads):
         for figure in ("0.0123", "3.210", "3.250", "+1.2%", "96.3%", "5,545", "owner/original"):
             assert figure in card
-        assert "vllm serve me/heads\n" in card
-    assert "| backbone.lora_rank |" in heads and "backbone.lora_rank" not in card_of()
     data = ModelCard(tuned).data
     assert (data.base_model, data["base_model_relation"]) == ("owner/original", "finetune")
     assert ModelCard(heads).data.base_model == "me/tuned"
@@ -168,11 +159,10 @@ def test_the_recipe_is_the_run_again_without_paths(tmp_path):
         assert getattr(again, part) == getattr(config, part)
     assert (again.target.revision, again.run.seed) == ("c0ffee", 7)
     assert again.target.chat_template == "{{ messages }}"
-    commands = [shlex.split(row[1].strip("`")) for row in table_under(card, "Reproduce")[2:]]
-    assert [command[4] for command in commands] == ["generate", "calibrate", "check"]
-    for command in commands:
-        assert command[:4] == ["medusa-distill", "run", "recipe.yaml", "--until"]
-        load_config(tmp_path / "recipe.yaml", command[5:])
+    for row in table_under(card, "Reproduce")[2:]:
+        *words, stage = shlex.split(row[1].strip("`"))[:5]
+        assert words == ["medusa-distill", "run", "recipe.yaml", "--until"]
+        assert stage in ("generate", "calibrate", "check")
 
 
 def test_the_vllm_command_can_be_pasted_into_a_shell():
@@ -185,17 +175,11 @@ def test_the_vllm_command_can_be_pasted_into_a_shell():
     assert json.loads(settings) == expected
 
 
-@pytest.mark.parametrize(
-    ("num_layers", "stated"),
-    [
-        (1, "text-generation-launcher --model-id me/heads"),
-        (1, "TensorRT-LLM cannot load these heads"),
-        (2, "TGI cannot load these heads"),
-    ],
-)
-def test_the_shared_format_names_the_engines_that_load_it(num_layers, stated):
+@pytest.mark.parametrize("num_layers", [1, 2])
+def test_tgi_is_started_only_with_heads_of_one_block(num_layers):
     train = {"heads": "medusa", "num_heads": 3, "medusa": {"num_layers": num_layers}}
-    assert stated in card_of(config=config_of(train=train, export={"formats": ["shared"]}))
+    card = card_of(config=config_of(train=train, export={"formats": ["shared"]}))
+    assert ("text-generation-launcher --model-id me/heads" in card) is (num_layers == 1)
 
 
 # --- what is not known, or private
@@ -207,8 +191,6 @@ def test_whatever_is_missing_leaves_no_hole(gone):
     card = card_of({key: REPORT[key] for key in left})
     assert not re.search(r"\b(None|nan|Undefined)\b|\{\{|\{%|\n\n\n", card)
     assert ModelCard(card).data.base_model == "owner/target"
-    headings = re.findall(r"(?m)^.*\n\n?## ", card)
-    assert all(found.endswith("\n\n## ") or found.startswith("#") for found in headings)
 
 
 @pytest.mark.parametrize("base_model", [SECRET, None])
@@ -218,15 +200,3 @@ def test_a_local_target_is_never_named(base_model):
     for card in (card_of(base_model=base_model), backbone_card(of_backbone)):
         assert not any(private in card for private in ("/home", "secret", "private"))
         assert "a local model" in card.lower() and ModelCard(card).data.base_model is None
-
-
-@pytest.mark.parametrize(
-    ("mode", "stated"),
-    [
-        ("replay", "fed to the target"),
-        ("self-talk", "both sides"),
-        ("passthrough", "not the target's"),
-    ],
-)
-def test_the_card_names_who_wrote_the_training_text(mode, stated):
-    assert stated in card_of(config=config_of(generate={"mode": mode}))

@@ -19,10 +19,10 @@ Run = Callable[..., str]
 
 @pytest.fixture
 def signals_as_they_were() -> Iterator[None]:
-    handlers = {name: signal.getsignal(name) for name in (signal.SIGINT, signal.SIGTERM)}
+    interrupt, terminate = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     yield
-    for name, handler in handlers.items():
-        signal.signal(name, handler)
+    signal.signal(signal.SIGINT, interrupt)
+    signal.signal(signal.SIGTERM, terminate)
 
 
 @pytest.fixture

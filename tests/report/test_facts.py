@@ -6,7 +6,7 @@ import pytest
 
 from pipeline.report.check_tables import check_table, methods_table
 from pipeline.report.facts import headline_table, report_warnings
-from pipeline.report.tables import chain_table, heads_table, sizes_table, tree_table
+from pipeline.report.tables import chain_table, heads_table, sizes_table
 from tests.report.conftest import TREE, typed
 
 
@@ -97,7 +97,7 @@ def test_a_chain_that_vllm_accepts_less_of_is_warned_of(report):
 def test_differing_sequences_are_counted_beside_the_ties(report):
     report["check"]["native"]["greedy_match"] = {"sequences": 32, "identical": 29, "ties": 1}
     value, note = figures_of(report)["Greedy identical"]
-    assert value == "29/32" and "1 equal up to a tie, 2 not equal" in note
+    assert value == "29/32" and "1 equal" in note and "2 not" in note
 
 
 def test_the_headline_has_the_search_s_gain(report):
@@ -116,12 +116,9 @@ def test_sizes_and_chain_are_shown_with_their_expected_speedups(report):
     row["expected_standard_error"] = 0.1
     report["tree"]["sizes"] = [row | {"nodes": 4}]
     report["tree"]["chain"] = [row | {"draft_tokens": 1, "new": {"answers": 9}}]
-    report["tree"]["searches"] = {"product": 2.353, "joint": 2.334}
     tree = typed(report).tree
     assert sizes_table(tree).rows == [("4", "1.25x", "2.50 ± 0.10", "2.00x")]
     assert chain_table(tree).rows == [("1", "1.25x", "2.50 ± 0.10", "2.00x")]
-    note = tree_table(typed(report), None).note
-    assert "product search reaches 2.35" in note and "joint search reaches 2.33" in note
 
 
 def with_seen_answers(report: dict, num_new: int) -> None:
@@ -170,8 +167,7 @@ def test_every_method_is_measured_against_plain_decoding(report):
     generate["greedy_match"] = {"sequences": 32, "identical": 30, "ties": 2}
     native["baselines"] = [generate, {"name": "prompt-lookup", "failed": "its cache."}]
     vllm |= {"tokens_per_second": 900.0, "baseline_tokens_per_second": 1000.0, "speedup": 0.9}
-    table = methods_table(typed(report))
-    assert table.rows == [
+    assert methods_table(typed(report)).rows == [
         ("plain", "1.00", "256", "1.00x", "31 ms", "3.9 ms", "-"),
         ("with heads", "1.99", "412", "1.61x", "34 ms", "2.4 ms", "31/32"),
         ("generate", "1.00", "238", "0.93x", "36 ms", "4.2 ms", "30/32"),
@@ -179,13 +175,5 @@ def test_every_method_is_measured_against_plain_decoding(report):
         ("vLLM plain", "1.00", "1,000", "1.00x", "-", "-", "-"),
         ("vLLM with heads", "1.71", "900", "0.90x", "-", "-", "32/32"),
     ]
-    assert table.note.endswith("failed: its cache.")
     del report["check"]
     assert methods_table(typed(report)).rows == []
-
-
-def test_the_check_s_table_has_rule_and_likelihood(report):
-    sampled = {"acceptance": "typical", "temperature": 0.7, "eps": 0.09, "delta": 0.3}
-    report["check"]["native"] |= sampled | {"log_likelihood": {"greedy": -0.412}}
-    assert rows_of(report)["acceptance"] == ("typical, temperature 0.7, eps 0.09, delta 0.3", "-")
-    assert rows_of(report)["log-likelihood, greedy"] == ("-0.41 nats per token", "-")
