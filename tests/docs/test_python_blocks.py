@@ -10,7 +10,8 @@ import pytest
 import yaml
 
 import pipeline.api.runs
-from pipeline import open_run
+from pipeline import Run, open_run
+from pipeline.config import Config
 
 ROOT = Path(__file__).parents[2]
 
@@ -37,11 +38,12 @@ def place(tmp_path, finished_run, make_settings, monkeypatch):
 
 def test_the_readme_s_python_runs(place, finished_run, monkeypatch, capsys):
     asked = []
-    monkeypatch.setattr(
-        pipeline.api.runs,
-        "run_flow",
-        lambda config: (asked.append(config), open_run(finished_run.path))[1],
-    )
+
+    def finished(config: Config) -> Run:
+        asked.append(config)
+        return open_run(finished_run.path)
+
+    monkeypatch.setattr(pipeline.api.runs, "run_flow", finished)
     (block,) = python_blocks("README.md")
     exec(compile(block, "README.md", "exec"), {})
     assert asked[0].train.num_heads == 4 and capsys.readouterr().out

@@ -9,15 +9,16 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from examples.demo_target import target as demo_target
-from pipeline.config import Config
 from pipeline.config.load import load_config
 from pipeline.errors import ConfigError
 from pipeline.evaluation import studies
+from pipeline.flow import run_flow
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.targets.spec import TargetSpec, load_tokenizer
-from tests.flows.tiny import run_again, save_seeds, stages_run, stored
+from tests.flows.tiny import save_seeds, stages_run, stored
 
 FLOWS = Path(__file__).parent.parent.parent / "flows"
 EVERYTHING = ["seeds", "generate", "features", "train", "calibrate", "export", "check"]
@@ -47,9 +48,10 @@ def story(tmp_path, tiny_target, tiny_seeds, monkeypatch):
     monkeypatch.setattr(studies, "BATCH_SIZES", (1, 4))
 
     def tell(name: str, *words: str, **options: str) -> None:
-        def inline(config: Config, **asked: str) -> RunDirectory:
-            return run_again(config, **asked | options)
+        def inline(*given: object, **asked: str) -> RunDirectory:
+            return run_flow(*given, **asked | quiet | options)
 
+        quiet = {"executor": "inline", "console": Console(quiet=True)}
         module = importlib.import_module(f"flows.{name}")
         monkeypatch.setattr(module, "run_flow", inline)
         first = [word for word in words if "=" not in word]
