@@ -78,7 +78,7 @@ def test_a_pickle_beside_safetensors_is_not_read(tmp_path):
 
 
 @pytest.mark.parametrize("missing", [("1.1.weight", "2.1.weight"), ("1.weight", "bias")])
-def test_a_missing_lm_head_is_the_first_or_the_target_s(tmp_path, missing):
+def test_a_missing_lm_head_is_the_first_or_the_targets(tmp_path, missing):
     heads = heads_of(config_of(lm_head="tied"))
     heads.block_bias.data.zero_()
     heads.lm_head.data.copy_(TARGET.lm_head())
