@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pipeline.artifacts.feature_rows import StateFormat
-from pipeline.artifacts.feature_writer import FeatureWriter
+from pipeline.artifacts.feature_writer import FeatureWriter, WaitingMemory
 from pipeline.artifacts.generated_rows import GENERATED, TokenRow
 from pipeline.config import FeaturesConfig, TrainConfig
 from pipeline.conversations.conversation import Role
@@ -102,11 +102,11 @@ def write_features(
             footer=footer,
             codec=codec,
         ) as writer,
-        FeatureWriter(writer, rows, states) as features,
+        FeatureWriter(writer, rows, states, WaitingMemory()) as features,
     ):
         for index, hidden_TD in enumerate(hidden):
             features.put(index, hidden_TD)
-        return int(features.commit("features", None).stats["positions"])
+        return int(features.commit("features", None).result().stats["positions"])
 
 
 def features_tasks(directory: Path, shards: Iterable[Sequence[Row]]) -> list[ShardTask]:
