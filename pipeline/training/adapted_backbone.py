@@ -144,7 +144,7 @@ class Backbone(nn.Module):
 
 
 def _keep_differentiable(module: nn.Module) -> None:
-    """Put 4-bit layers into training mode, since bitsandbytes' CPU inference kernel cannot train."""
+    """Put 4-bit layers into training mode, since bitsandbytes on a CPU needs it for backward."""
     for layer in module.modules():
         if type(layer).__module__.startswith("bitsandbytes"):
             layer.training = True

@@ -140,7 +140,7 @@ def read_checkpoint(path: Path) -> Checkpoint | None:
 
 
 def checkpoint_digest(tensors: Mapping[str, Tensor], state: str) -> str:
-    """Compute a checkpoint's sha256 over its tensors' names, dtypes, shapes, bytes and the state."""
+    """Compute a checkpoint's sha256 over its state and its tensors (name, dtype, shape, bytes)."""
     total = hashlib.sha256(state.encode())
     for name in sorted(tensors):
         tensor = tensors[name]

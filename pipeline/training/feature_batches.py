@@ -110,7 +110,7 @@ class EpochPlan:
             start = low + max(first - offset, 0)
             stop = min(low + last - offset, high)
             if start < stop:
-                found += self._between(start, stop)
+                found += self._pieces_between(start, stop)
             offset += high - low
         return found
 
@@ -118,7 +118,7 @@ class EpochPlan:
         """Return the position ranges that a step reads, one per lane."""
         return [split_range(start, stop, step, self.num_steps) for start, stop in self._lanes]
 
-    def _between(self, start: int, stop: int) -> list[Piece]:
+    def _pieces_between(self, start: int, stop: int) -> list[Piece]:
         """Return the pieces of rows within the position range [start, stop) of the epoch."""
         first, last = np.searchsorted(self._edges, [start, stop - 1], side="right") - 1
         found = []
