@@ -71,6 +71,7 @@ from pipeline.training.methods import method_of
 
 NAME = "check"
 VERSION = 20
+FIGURES = ("native.acceleration_rate", "native.speedup", "vllm.acceleration_rate")
 LIMITS = {"min_acceleration_rate", "require_learning", "max_tie_share"}  # see `Limits`
 
 
@@ -302,15 +303,4 @@ def configuration(stage: StageDirectory, now: Config) -> Config:
     return found.model_copy(update=parts)
 
 
-def one_line(summary: Summary) -> str:
-    """Format each engine's acceleration rate; the report, which is printed next, has the rest."""
-    result = from_json(CheckResult, summary)
-    rates = []
-    if result.native is not None:
-        rates.append(f"native: acceleration rate {result.native.acceleration_rate:.2f}")
-    if result.vllm is not None:
-        rates.append(f"vLLM: acceleration rate {result.vllm.acceleration_rate:.2f}")
-    return "; ".join(rates)
-
-
-STAGE = Stage(NAME, VERSION, upstream, identity, run, one_line)
+STAGE = Stage(NAME, VERSION, upstream, identity, run, FIGURES)
