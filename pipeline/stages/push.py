@@ -108,8 +108,9 @@ def push(context: Context, *, dry_run: bool = False, work_in: Path | None = None
             base = to.backbone or settings.base_model
             card = replace(published, repo_id=to.heads, base_model=base)
             assert exported.done, "only a finished export is pushed"
-            files = exported.done.files
-            checked = {name: files[name].sha256 for name in exported.summary["files"]}
+            names = set(exported.summary["files"])  # among them the card, which is not in DONE.json
+            files = exported.done.files.items()
+            checked = {name: facts.sha256 for name, facts in files if name in names}
             uploads[HEADS] = heads_upload(exported.path, card, checked)
         if dry_run:
             receipts = {name: upload.dry_run(settings.private) for name, upload in uploads.items()}
