@@ -87,6 +87,7 @@ def write_features(
     hidden: Iterable[Tensor],
     states: StateFormat,
     codec: Codec = DEFAULT_CODEC,
+    waiting: WaitingMemory | None = None,
 ) -> int:
     """Write one shard of rows and their states TD as the features stage does; returns its number of
     positions.
@@ -102,7 +103,7 @@ def write_features(
             footer=footer,
             codec=codec,
         ) as writer,
-        FeatureWriter(writer, rows, states, WaitingMemory()) as features,
+        FeatureWriter(writer, rows, states, waiting or WaitingMemory()) as features,
     ):
         for index, hidden_TD in enumerate(hidden):
             features.put(index, hidden_TD)
