@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pipeline.artifacts.feature_rows import StateFormat
-from pipeline.artifacts.feature_writer import FeatureWriter
+from pipeline.artifacts.feature_writer import FeatureWriter, WaitingMemory
 from pipeline.artifacts.generated_rows import GENERATED, TokenRow
 from pipeline.config import FeaturesConfig, TrainConfig
 from pipeline.conversations.conversation import Role
@@ -87,6 +87,7 @@ def write_features(
     hidden: Iterable[Tensor],
     states: StateFormat,
     codec: Codec = DEFAULT_CODEC,
+    waiting: WaitingMemory | None = None,
 ) -> int:
     """Write one shard of rows and their states TD as the features stage does; returns its number of
     positions.
@@ -102,11 +103,11 @@ def write_features(
             footer=footer,
             codec=codec,
         ) as writer,
-        FeatureWriter(writer, rows, states) as features,
+        FeatureWriter(writer, rows, states, waiting or WaitingMemory()) as features,
     ):
         for index, hidden_TD in enumerate(hidden):
             features.put(index, hidden_TD)
-        return int(features.commit("features", None).stats["positions"])
+        return int(features.commit("features", None).result().stats["positions"])
 
 
 def features_tasks(directory: Path, shards: Iterable[Sequence[Row]]) -> list[ShardTask]:

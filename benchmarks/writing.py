@@ -29,7 +29,7 @@ from torch import Tensor
 from benchmarks import rows
 from benchmarks.claims import Claim, Result, in_turns, rates, ratio
 from pipeline.artifacts.feature_rows import FEATURES, StateFormat
-from pipeline.artifacts.feature_writer import num_positions, row_groups
+from pipeline.artifacts.feature_writer import WaitingMemory, num_positions, row_groups
 from pipeline.artifacts.generated_rows import TokenRow
 from pipeline.conversations.spans import feature_positions
 from pipeline.storage.shards import HashedFile
@@ -54,11 +54,16 @@ def measure(*, tiny: bool = False) -> Result:
     hidden = [few[index % len(few)] for index in range(len(made))]
     with tempfile.TemporaryDirectory() as place:
         path = Path(place) / "shards" / "00000.parquet"
+        waiting = WaitingMemory(2)  # shared by all rounds, as by a worker's shards
         path.parent.mkdir()
         sides = {
             "before": _Side(lambda: write_as_before(path, made, hidden, states), path),
-            "none": _Side(lambda: rows.write_features(path, made, hidden, states, "none"), path),
-            "zstd": _Side(lambda: rows.write_features(path, made, hidden, states, "zstd"), path),
+            "none": _Side(
+                lambda: rows.write_features(path, made, hidden, states, "none", waiting), path
+            ),
+            "zstd": _Side(
+                lambda: rows.write_features(path, made, hidden, states, "zstd", waiting), path
+            ),
         }
         seconds = in_turns(
             {name: side.run for name, side in sides.items()}, rounds=1 if tiny else 7

@@ -52,6 +52,7 @@ def test_a_target_without_a_chat_template(intact, run_fails, tmp_path):
     ("config", "why"),
     [
         ({"model_type": "mamba", "architectures": ["MambaForCausalLM"]}, "mamba"),
+        ({"model_type": "llama", "architectures": 5}, "architectures are 5"),
         (
             {
                 "model_type": "qwen3_next",

@@ -94,8 +94,8 @@ class ExportLayout:
     def engine_args(self, directory: str | os.PathLike[str], target: str) -> Content:
         """Return the arguments that start vLLM with a target and the heads in `directory`.
 
-        If the export names this target, its directory is enough. Otherwise vLLM gets both: target
-        or export were moved, or the heads are served with another model.
+        If the export names this target, the export's directory is enough. Otherwise vLLM gets
+        target and heads: one was moved, or the heads are served with another model.
         """
         export = str(Path(directory).resolve())
         named = self.base_model_name_or_path
@@ -119,10 +119,10 @@ def with_base_model(content: Mapping[str, Any], base_model: str) -> Content:
 
 
 def read_json_config(directory: str | os.PathLike[str]) -> tuple[Content, ExportLayout]:
-    """Read an export's config.json: its content, and the parsed layout.
+    """Read an export's config.json; return its content and the parsed layout.
 
     Raises:
-        DataError: It is missing, or was not written by this project.
+        DataError: The file is missing, or was not written by this project.
     """
     path = Path(directory) / CONFIG_FILE
     fix = "Give the directory that the export stage wrote, or export again."
@@ -154,10 +154,10 @@ def read_layout(directory: str | os.PathLike[str]) -> ExportLayout:
 
 
 def target_of(directory: str | os.PathLike[str]) -> str:
-    """Find the target that an export names; a tuned backbone is beside its heads.
+    """Return the target that an export names: a Hub id, a directory, or its own tuned backbone.
 
     Raises:
-        ConfigError: It is a local directory that does not exist.
+        ConfigError: The target is a local directory that does not exist.
     """
     named = read_layout(directory).base_model_name_or_path
     if not os.path.isabs(named):

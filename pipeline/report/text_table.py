@@ -1,6 +1,6 @@
 """A report's table of text, rendered as Markdown and in a terminal.
 
-In a terminal neither rich's markup nor control characters in texts from data have an effect.
+In a terminal, rich markup and control characters in text from data have no effect.
 """
 
 from __future__ import annotations
