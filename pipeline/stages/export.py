@@ -79,21 +79,13 @@ def run(context: Context, stage: StageDirectory) -> Summary:
     return summary
 
 
-def one_line(summary: Summary) -> str:
-    line = f"{len(summary['files'])} files, {summary['bytes'] / 1e6:,.1f} MB, {summary['dtype']}"
-    line += ", read back and compared"
-    if "backbone_bytes" in summary:
-        line += f"; the tuned backbone, {summary['backbone_bytes'] / 1e6:,.1f} MB"
-    return line
-
-
 STAGE = Stage(
     NAME,
     VERSION,
     reads("train", "calibrate"),
     identity,
     run,
-    one_line,
+    ("bytes", "dtype"),
     scratch=(CARD_FILE,),  # written again with every report
     parts=(BACKBONE_DIRECTORY,),
 )

@@ -7,7 +7,6 @@ to `push.repo_id`, and its heads to the same name with `-speculator.METHOD` behi
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from pipeline.formatting import visible
 from pipeline.run.context import Context, Stage
 from pipeline.run.reporting import assemble
 from pipeline.storage.atomic import write_json
-from pipeline.storage.fingerprint import FileFacts
 from pipeline.storage.receipts import Identity, Summary
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.files import is_local
@@ -101,7 +99,8 @@ def push(context: Context, *, dry_run: bool = False, work_in: Path | None = None
                 generated.shards(), generated.fingerprint, card, Path(directory)
             )
         if to.backbone:
-            checked = _sha256(exported.files_below(BACKBONE_DIRECTORY))
+            tuned_files = exported.files_below(BACKBONE_DIRECTORY)
+            checked = {name: facts.sha256 for name, facts in tuned_files.items()}
             card = replace(published, repo_id=to.backbone)
             path = exported.path / BACKBONE_DIRECTORY
             uploads["backbone"] = backbone_upload(path, card, checked)
@@ -109,18 +108,15 @@ def push(context: Context, *, dry_run: bool = False, work_in: Path | None = None
             base = to.backbone or settings.base_model
             card = replace(published, repo_id=to.heads, base_model=base)
             assert exported.done, "only a finished export is pushed"
-            names = set(exported.summary["files"])
-            files = {name: facts for name, facts in exported.done.files.items() if name in names}
-            uploads[HEADS] = heads_upload(exported.path, card, _sha256(files))
+            names = set(exported.summary["files"])  # among them the card, which is not in DONE.json
+            files = exported.done.files.items()
+            checked = {name: facts.sha256 for name, facts in files if name in names}
+            uploads[HEADS] = heads_upload(exported.path, card, checked)
         if dry_run:
             receipts = {name: upload.dry_run(settings.private) for name, upload in uploads.items()}
         else:
             receipts = send_all(uploads, private=settings.private)
     return {**receipts.pop(HEADS, {}), **receipts}
-
-
-def _sha256(files: Mapping[str, FileFacts]) -> dict[str, str]:
-    return {name: facts.sha256 for name, facts in files.items()}
 
 
 def print_dry_run(console: Console, receipt: dict[str, Any]) -> None:
@@ -134,14 +130,6 @@ def print_dry_run(console: Console, receipt: dict[str, Any]) -> None:
         console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
 
 
-def one_line(summary: Summary) -> str:
-    parts = []
-    for part in _parts(summary).values():
-        commit = "has it already" if part["unchanged"] else f"commit {str(part['commit'])[:8]}"
-        parts.append(f"{part['files']} files to {part['repo']}, {commit}")
-    return "; ".join(parts)
-
-
 def _parts(receipt: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Split a receipt or a summary by repository; the heads' part is the receipt itself."""
     parts: dict[str, dict[str, Any]] = {}
@@ -153,9 +141,4 @@ def _parts(receipt: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return parts
 
 
-def skipped(config: Config) -> str | None:
-    """Skip the stage if no repository is configured."""
-    return None if config.push.asks_for_something else ""
-
-
-STAGE = Stage(NAME, VERSION, upstream, identity, run, one_line, skipped=skipped)
+STAGE = Stage(NAME, VERSION, upstream, identity, run, ("repo", "commit", "files"))

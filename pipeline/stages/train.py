@@ -118,23 +118,13 @@ def _train(
     return context.executor.call(train_on_ray, arguments, Placement(1, 0, 0), progress)
 
 
-def one_line(summary: Summary) -> str:
-    line = f"{summary['steps']:,} steps, loss {summary['final_loss']:.3f}"
-    line += f", {summary['tokens_per_second']:,.0f} positions/s"
-    if summary.get("drift"):
-        line += f"; KL {summary['drift']['kl']:.4f} nats from the target"
-    if summary.get("quantization"):
-        line += f" in {summary['quantization']}"
-    return line
-
-
 STAGE = Stage(
     NAME,
     VERSION,
     upstream,
     identity,
     run,
-    one_line,
+    ("steps", "final_loss", "tokens_per_second", "drift.kl"),
     scratch=("checkpoints", "tensorboard", "wandb", TRACKING_FILE, "ray"),
     parts=(BACKBONE_DIRECTORY,),
 )
