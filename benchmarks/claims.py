@@ -93,7 +93,7 @@ def speed_ratio(
     unit: str,
     aim: float | None = None,
 ) -> Claim:
-    """Return the claim of the first side's speed over the second's, for `work` counted in `unit`."""
+    """Return the claim of the first side's speed over the second's, for `work` in `unit`."""
     by_side = {name: rates(work, each) for name, each in seconds.items()}
     ours, theirs = by_side.values()
     return ratio(
