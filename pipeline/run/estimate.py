@@ -188,7 +188,7 @@ class StageMemory:
 def memory_of_stages(
     run: ResolvedRun, target: TargetSizes, positions: int = 0
 ) -> list[StageMemory]:
-    """Estimate each stage's memory.
+    """Estimate the memory of a worker of each stage.
 
     Args:
         positions: To train on; without them batches are the largest that the recipe makes.

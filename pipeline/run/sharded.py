@@ -31,7 +31,7 @@ def run_sharded(
     placement: Placement,
     split: str | None = None,
 ) -> Summary:
-    """Make every missing shard of `stage` with its worker.
+    """Map a stage's worker over the shards that the stage lacks.
 
     Args:
         worker: A class whose instances take a `ShardTask` and return its `Receipt`.

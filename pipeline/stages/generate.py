@@ -52,6 +52,7 @@ def identity(context: Context) -> Identity:
 
 
 def run(context: Context, stage: StageDirectory) -> Summary:
+    """Generate the conversations of every seed, shard by shard."""
     placement = context.placement(NAME)
     settings = context.config.generate
     template = load_chat_template(context.target)
@@ -69,7 +70,7 @@ def run(context: Context, stage: StageDirectory) -> Summary:
 
 
 def require_rows_of_splits(summary: Summary, stage: StageDirectory) -> None:
-    """Refuse a split that has lost its rows, before training is spent on it."""
+    """Refuse a split whose generated rows are too few, before training is spent on it."""
     fewest = min(SPLITS, key=lambda split: summary[f"{split}_rows"])
     if summary[f"{fewest}_rows"] < MIN_ROWS:
         counts = ", ".join(f"{split} {summary[f'{split}_rows']:.0f}" for split in SPLITS)

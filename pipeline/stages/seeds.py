@@ -117,6 +117,7 @@ def _source_identity(context: Context, reader: SourceReader) -> Identity:
 
 
 def run(context: Context, stage: StageDirectory) -> Summary:
+    """Read the sources, quarantine and deduplicate their rows, and write the split seeds."""
     settings = context.config.seeds
     receipts: dict[int, Receipt] = {}
     readers = source_readers(settings)
