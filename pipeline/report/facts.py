@@ -240,7 +240,7 @@ def _same_text_warnings(vllm: VllmFigures) -> list[str]:
 
 
 def _speedup_warnings(tree: TreeFigures | None, native: NativeFigures | None) -> list[str]:
-    """Return a warning if the speedup, measured or else expected at any size, is below 1."""
+    """Return a warning if the best speedup, measured or else expected, is below 1."""
     speedups = []
     if native and native.speedup is not None:
         speedups = [native.speedup]
