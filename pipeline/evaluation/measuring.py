@@ -1,9 +1,9 @@
 """Heads measured on a target: for a run's check, on the copy that will be served, and without a
 run.
 
-`check_with_engine` is one engine's part of any of these, in the process that decodes. `measure_heads` is for
-heads of any origin. Heads of this project are decoded as they are. Others are decoded natively from
-a copy in an export's layout; vLLM gets the original where it reads it unmodified, else the copy.
+`check_with_engine` runs one engine in the process that decodes. `measure_heads` is for heads of any
+origin. Heads of this project are decoded as they are. Others are decoded natively from a copy in an
+export's layout; vLLM gets the original where it reads it unmodified, else the copy.
 """
 
 from __future__ import annotations
