@@ -206,9 +206,9 @@ def push_run(
             "There is no repository to push to.", "push.repo_id", "Give --repo-id USER/NAME."
         )
     if dry_run:
-        receipt = push.push(_finished(run, config, console), dry_run=True)
-        push.print_dry_run(console, receipt)
-        return receipt
+        receipts = push.push(_finished(run, config, console), dry_run=True)
+        push.print_dry_run(console, receipts)
+        return push.flat_receipt(receipts)
     with run.locked():
         context = _finished(run, config, console)
         try:

@@ -182,13 +182,13 @@ def check_readers(run: ResolvedRun) -> None:
         config.generate.engine: "generate",
         config.features.engine: "features",
     }
-    for name in config.check.engines:
-        engines[name] = ENGINE_SECTIONS[name]
+    engines |= {name: ENGINE_SECTIONS[name] for name in config.check.engines}
     for engine, section in engines.items():
         on_gpu = run.gpus_of(section) > 0
         require_readable(run.target, engine, on_gpu=on_gpu, where=TARGET)
-        if engine in run.served_copies:
-            require_readable(run.served_copies[engine], engine, on_gpu=on_gpu, where=SERVED)
+        copy = run.served_copies.get(engine)
+        if copy is not None:
+            require_readable(copy, engine, on_gpu=on_gpu, where=SERVED)
 
 
 def check_driver(run: ResolvedRun) -> None:

@@ -114,17 +114,18 @@ def assemble(run: RunDirectory, config: Config, without: Collection[str] = ()) -
 
 def drawing_data(run: RunDirectory) -> Extras:
     """Read the tree, the training curves and the samples that the report draws."""
-    stages = {name: stage for name, stage in run.stages().items() if stage.done is not None}
-    calibration = None
+    calibration, check = None, CheckResult()
     losses: list[dict[str, Any]] = []
     held_out: list[dict[str, Any]] = []
-    if "calibrate" in stages:
-        calibration = read_calibration(stages["calibrate"].path)
-    if "train" in stages and stages["train"].intact(METRICS_FILE):  # damaged: drawn without curves
-        losses, held_out = read_curves(stages["train"].path)
-    check = CheckResult()
-    if "check" in stages:
-        check = from_json(CheckResult, stages["check"].summary)
+    for name, stage in run.stages().items():
+        if stage.done is None:
+            continue
+        if name == "calibrate":
+            calibration = read_calibration(stage.path)
+        elif name == "check":
+            check = from_json(CheckResult, stage.summary)
+        elif name == "train" and stage.intact(METRICS_FILE):  # damaged: drawn without curves
+            losses, held_out = read_curves(stage.path)
     return Extras(
         calibration=calibration,
         losses=[from_json(CurvePoint, line) for line in losses],

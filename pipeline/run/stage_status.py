@@ -16,7 +16,7 @@ from pipeline.storage.receipts import Identity, StageTotals, Summary
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.storage.stage_directory import StageDirectory
 
-MOST_NAMES = 4  # of changed settings or damaged files
+MOST_NAMES = 4  # of changed settings
 CACHES = ("features", "tuned-features")  # stages whose results may be deleted
 
 
@@ -116,8 +116,7 @@ def _status(context: Context, stage: Stage, before: dict[str, StageStatus]) -> S
     if done is None:
         return StageStatus("partial", "unfinished", directory, made, expected)
     if resized_files:
-        names = [str(path.relative_to(directory.path)) for path in resized_files[:MOST_NAMES]]
-        return StageStatus("partial", f"damaged: {', '.join(names)}", directory, made, expected)
+        return StageStatus("partial", "damaged files", directory, made, expected)
     why = "what it is made from has changed or is not finished"
     return StageStatus("stale", why, directory, made, expected)
 

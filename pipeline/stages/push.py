@@ -7,6 +7,7 @@ to `push.repo_id`, and its heads to the same name with `-speculator.METHOD` behi
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,20 +45,18 @@ def identity(context: Context) -> Identity:
 
 def run(context: Context, stage: StageDirectory) -> Summary:
     """Push to the Hub and write the receipt; the summary counts the files."""
-    receipt = push(context, work_in=stage.path)
-    write_json(stage.path / "receipt.json", receipt)
-    summary: Summary = {}
-    for name, part in _parts(receipt).items():
-        counted = {key: part[key] for key in ("repo", "commit", "unchanged")}
-        counted["files"] = len(part["files"])
-        if name == HEADS:
-            summary.update(counted)
-        else:
-            summary[name] = counted
-    return summary
+    receipts = push(context, work_in=stage.path)
+    write_json(stage.path / "receipt.json", flat_receipt(receipts))
+    counted = {}
+    for name, part in receipts.items():
+        counted[name] = {key: part[key] for key in ("repo", "commit", "unchanged")}
+        counted[name]["files"] = len(part["files"])
+    return flat_receipt(counted)
 
 
-def push(context: Context, *, dry_run: bool = False, work_in: Path | None = None) -> dict[str, Any]:
+def push(
+    context: Context, *, dry_run: bool = False, work_in: Path | None = None
+) -> dict[str, dict[str, Any]]:
     """Send the configured repositories with fresh cards; a dry run touches no network.
 
     Cards are made of the stages' records, not of report.json or of the Hub as they are now.
@@ -67,8 +66,7 @@ def push(context: Context, *, dry_run: bool = False, work_in: Path | None = None
             place by default.
 
     Returns:
-        The heads' receipt, with the data set's under `data_set` and a tuned backbone's under
-        `backbone`.
+        The receipts by repository: `data_set`, `backbone`, `heads`.
     """
     config, settings = context.config, context.config.push
     target, tuned = config.target.model, context.resolved.method.tunes_backbone
@@ -113,15 +111,13 @@ def push(context: Context, *, dry_run: bool = False, work_in: Path | None = None
             checked = {name: facts.sha256 for name, facts in files if name in names}
             uploads[HEADS] = heads_upload(exported.path, card, checked)
         if dry_run:
-            receipts = {name: upload.dry_run(settings.private) for name, upload in uploads.items()}
-        else:
-            receipts = send_all(uploads, private=settings.private)
-    return {**receipts.pop(HEADS, {}), **receipts}
+            return {name: upload.dry_run(settings.private) for name, upload in uploads.items()}
+        return send_all(uploads, private=settings.private)
 
 
-def print_dry_run(console: Console, receipt: dict[str, Any]) -> None:
+def print_dry_run(console: Console, receipts: Mapping[str, dict[str, Any]]) -> None:
     """Print the files that a push would send to each repository, and what it still lacks."""
-    for part in _parts(receipt).values():
+    for part in receipts.values():
         visibility = "private" if part["private"] else "public"
         lines = [f"Would push to {part['repo']} ({visibility}), as one commit:"]
         for file in part["files"]:
@@ -130,15 +126,10 @@ def print_dry_run(console: Console, receipt: dict[str, Any]) -> None:
         console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
 
 
-def _parts(receipt: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Split a receipt or a summary by repository; the heads' part is the receipt itself."""
-    parts: dict[str, dict[str, Any]] = {}
-    for name in ("data_set", "backbone"):
-        if name in receipt:
-            parts[name] = receipt[name]
-    if "repo" in receipt:
-        parts[HEADS] = receipt
-    return parts
+def flat_receipt(receipts: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return the receipt of a push: the heads' own, with those of other repositories in it."""
+    others = {name: part for name, part in receipts.items() if name != HEADS}
+    return {**receipts.get(HEADS, {}), **others}
 
 
 STAGE = Stage(NAME, VERSION, upstream, identity, run, ("repo", "commit", "files"))

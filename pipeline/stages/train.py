@@ -57,16 +57,15 @@ def run(context: Context, stage: StageDirectory) -> Summary:
     """Train the heads, and merge the backbone if the method tunes it."""
     placement, resolved = context.placement(NAME), context.resolved
     method = resolved.method
-    shards: dict[str, tuple[str, ...]] = {"features": (), "generate": ()}
-    fingerprints = {"features": "", "generate": ""}
+    shards, fingerprints = {}, {}
     for name in upstream(context.config):
         shards[name] = tuple(map(str, context.upstream[name].shards()))
         fingerprints[name] = context.upstream[name].fingerprint
     spec = TrainSpec(
-        shards=shards["features"],
-        fingerprint=fingerprints["features"],
-        texts=shards["generate"],
-        texts_fingerprint=fingerprints["generate"],
+        shards=shards.get("features", ()),
+        fingerprint=fingerprints.get("features", ""),
+        texts=shards.get("generate", ()),
+        texts_fingerprint=fingerprints.get("generate", ""),
         settings=context.config.train,
         kind=resolved.kind,
         phases=method.phases(context.config.train),
