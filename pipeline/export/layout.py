@@ -172,7 +172,7 @@ def target_of(directory: str | os.PathLike[str]) -> str:
 
 
 def check_num_heads(num_heads: int) -> None:
-    """Raise ConfigError unless there are 1 to 128 heads, the most that vLLM drafts with."""
+    """Raise ConfigError unless an export has 1 to 128 heads, the most that vLLM drafts with."""
     if not 1 <= num_heads <= MAX_NUM_HEADS:
         what = (
             f"{num_heads} heads cannot be exported: vLLM drafts one token per head, at least 1 and"
@@ -196,7 +196,7 @@ def check_formats(kind: type[Heads], shape: Any, names: Sequence[str]) -> None:
 
 
 def check_vocabulary(shape: HeadsShape, target_vocab_size: int) -> None:
-    """Raise DataError unless heads and target have the same vocabulary size."""
+    """Raise DataError unless an export's heads and the target have the same vocabulary size."""
     if shape.target_vocab_size != target_vocab_size:
         what = (
             f"The heads are of a vocabulary of {shape.target_vocab_size} tokens, and the target's"

@@ -87,6 +87,7 @@ def write_weights(tensors: Mapping[str, Tensor], path: Path) -> None:
 
 
 def _plain_tensors(path: Path) -> dict[str, Tensor]:
+    """Read named tensors from a pickle of weights; raise DataError for any other object."""
     fix = "Convert it to safetensors where you trust it, or fetch the file again."
     try:
         with warnings.catch_warnings(action="ignore"):  # of other writers' pickle protocols

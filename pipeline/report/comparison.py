@@ -116,7 +116,7 @@ def _results(run: ComparedRun) -> dict[str, str]:
 
 
 def _notes(runs: Sequence[ComparedRun]) -> list[str]:
-    """List notes on unfinished runs, missing checks and differences that forbid a comparison."""
+    """List notes for a comparison of runs: unfinished runs, missing checks, other questions."""
     notes = []
     questions, machines = set(), set()
     for run in runs:

@@ -183,7 +183,7 @@ def plot_head_accuracy(heads: Sequence[Accuracy]) -> Axes:
 
 
 def plot_accepted_lengths(num_steps: Sequence[int]) -> Axes:
-    """Plot the share of decoding steps by accepted length; entry i counts steps with i guesses."""
+    """Plot the share of decoding steps by accepted length; entry i counts steps with i tokens."""
     axes = _axes(3.0, "guessed tokens kept in a step", "share of steps")
     total = max(sum(num_steps), 1)
     names = list(map(str, range(len(num_steps))))

@@ -37,7 +37,7 @@ from pipeline.config import Config
 from pipeline.config.load import validate
 from pipeline.conversations.duplicates import CheckQuestions
 from pipeline.conversations.sources import read_questions
-from pipeline.evaluation.measuring import AnswerLines, join_engines, measure
+from pipeline.evaluation.measuring import AnswerLines, check_with_engine, join_engines
 from pipeline.evaluation.original import beside_the_original
 from pipeline.evaluation.prompts import (
     CheckRequest,
@@ -123,7 +123,7 @@ class CheckEngines:
     def measure(self, request: CheckRequest, engine: str) -> tuple[CheckResult, AnswerLines]:
         """Decode with and without the heads in one engine."""
         request = replace(request, gpus=self.gpus(engine))
-        return self.call(measure, engine, request=request, engine=engine)
+        return self.call(check_with_engine, engine, request=request, engine=engine)
 
     def prompts(self, target: TargetSpec) -> Prompts:
         """Read held-out prompts, or answer the earlier turns of a file of questions."""

@@ -160,12 +160,12 @@ def load_causal_lm(
         report["unexpected_keys"] = ()
     _require_whole(spec, report)
     if not on_gpu:
-        _keep_ragged_layers_unpacked(model)
+        _avoid_packed_cpu_kernel(model)
     return model.eval().requires_grad_(False)
 
 
 def _loading_error(spec: TargetSpec, error: Exception) -> MedusaDistillError:
-    """Return the error for a failed load: EnvironmentFault for a missing package or kernel."""
+    """Return the error for a target that fails to load: EnvironmentFault if a kernel is missing."""
     what = f"transformers cannot load {spec.model}: {one_line(error)}."
     of_machine: tuple[type[Exception], ...] = (ImportError, torch.AcceleratorError)
     if spec.quantization or quantization_of(model_config(spec)):
@@ -208,8 +208,8 @@ def _bitsandbytes(spec: TargetSpec) -> BitsAndBytesConfig:
     )
 
 
-def _keep_ragged_layers_unpacked(model: PreTrainedModel) -> None:
-    """Disable bitsandbytes' packed CPU kernel for 4-bit layers whose width is no whole blocks.
+def _avoid_packed_cpu_kernel(model: PreTrainedModel) -> None:
+    """Disable bitsandbytes' packed CPU kernel for 4-bit layers with an incomplete block per row.
 
     The kernel would raise for these layers. They are dequantized and multiplied instead, as on a
     CPU without the kernel.

@@ -119,7 +119,7 @@ def model_config(spec: TargetSpec) -> PretrainedConfig:
 
 
 def one_line(error: Exception) -> str:
-    """Return the first 300 characters of an error's message, on one line."""
+    """Return the message of a transformers or vLLM error on one line, cut to 300 characters."""
     text = str(error) or type(error).__name__
     return shorten(text, 300, placeholder=" ...").strip(" .")
 
@@ -348,7 +348,7 @@ def _why_not_verifiable(config: PretrainedConfig) -> str | None:
 
 
 def own_dtype(config: PretrainedConfig, on_gpu: bool | None) -> str:
-    """Return the dtype of a target with dtype "auto": its own on a GPU, float32 on a CPU."""
+    """Return the dtype for target.dtype "auto": the checkpoint's on a GPU, float32 on a CPU."""
     if on_gpu is None:
         import torch
 

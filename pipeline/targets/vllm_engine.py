@@ -280,7 +280,7 @@ def engine_arguments(spec: TargetSpec, engine_args: Mapping[str, Any], gpus: int
 
 
 def spec_for_vllm(spec: TargetSpec, *, on_gpu: bool) -> TargetSpec:
-    """Return the spec in a dtype that vLLM can run.
+    """Return the target's spec in a dtype that vLLM can run.
 
     On a CPU, vLLM cannot run packed weights and fp8 in float32.
     """
@@ -320,7 +320,7 @@ def import_vllm() -> Any:
 def _start_error(
     spec: TargetSpec, engine_args: Mapping[str, Any], error: Exception
 ) -> MedusaDistillError:
-    """Return the error for a failed start: ConfigError if vLLM names an engine argument."""
+    """Return the error for a failed start of vLLM: ConfigError if it names an engine argument."""
     reason = one_line(error).partition(" [type=")[0]  # which pydantic appends
     is_refusal = isinstance(error, TypeError | ValidationError)
     if is_refusal and any(name in reason for name in engine_args):
