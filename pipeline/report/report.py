@@ -1,4 +1,4 @@
-"""The content of report.json, and the data of the drawings beside it.
+"""Dataclasses of a report: the content of report.json, and the data of plots and samples.
 
 Field names are the keys of report.json, which leaves out None: a part is None until its stage
 has run.
@@ -50,7 +50,7 @@ class SkippedFile:
 
 @dataclass(frozen=True, kw_only=True)
 class SourceFiles:
-    """The files of one source of seeds: read and skipped."""
+    """The files of one seed source in report.json: read and skipped."""
 
     source: str
     read: list[ReadFile]
@@ -76,7 +76,7 @@ class StageFigures:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainFigures(StageFigures):
-    """The train stage's figures in report.json; the last four are Medusa-2's."""
+    """The train stage's figures in report.json; the last four fields are Medusa-2's."""
 
     steps: int | None = None
     best_step: int | None = None
@@ -96,6 +96,8 @@ class ExportFigures:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
+    """A run's report: the content of report.json."""
+
     run: RunFacts | None = None
     target: str | None = None
     method: str | None = None
@@ -127,7 +129,7 @@ class Report:
 
     @property
     def studies(self) -> Studies:
-        """Combine the studies of native decoding and of vLLM."""
+        """Return the check's studies: vLLM's load study together with those of native decoding."""
         found = Studies()
         if self.native and self.native.studies:
             found = self.native.studies
@@ -138,7 +140,7 @@ class Report:
 
 @dataclass(frozen=True, kw_only=True)
 class CurvePoint:
-    """A point of the training curves: a line of metrics.jsonl."""
+    """A point of the training curves, read from one line of metrics.jsonl."""
 
     step: int
     loss: float | None = None

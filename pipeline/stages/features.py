@@ -20,7 +20,7 @@ from concurrent.futures import Future
 from pipeline.artifacts.feature_rows import StateFormat
 from pipeline.artifacts.feature_writer import FeatureWriter, WaitingMemory
 from pipeline.artifacts.generated_rows import TOKEN_COLUMNS, TokenRow
-from pipeline.config import Config, FeaturesConfig
+from pipeline.config import FeaturesConfig
 from pipeline.execution.progress import ShardProgress
 from pipeline.export.layout import BACKBONE_DIRECTORY
 from pipeline.run.context import Context, Stage, reads
@@ -32,11 +32,11 @@ from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.engines import make_feature_engine, semantic_arguments
 from pipeline.targets.spec import TargetSpec
 from pipeline.training.held_out_accuracy import SPLIT
-from pipeline.training.methods import method_of
 
 NAME = "features"
 VERSION = 3
 TUNED_NAME = "tuned-features"
+FIGURES = ("positions", "bytes_per_position", "tokens_per_second", "quarantined")
 
 
 class Worker:
@@ -179,7 +179,7 @@ def run(context: Context, stage: StageDirectory, *, tuned: bool = False) -> Summ
         "split": split,
     }
     summary = run_sharded(
-        context, stage, context.upstream["generate"], Worker, arguments, placement, "tokens", split
+        context, stage, context.upstream["generate"], Worker, arguments, placement, split
     )
     size = sum(path.stat().st_size for path in stage.shards())
     return summary | {
@@ -188,33 +188,13 @@ def run(context: Context, stage: StageDirectory, *, tuned: bool = False) -> Summ
     }
 
 
-def one_line(summary: Summary) -> str:
-    line = f"{summary.get('positions', 0):,.0f} positions"
-    line += f" of {summary['bytes_per_position']:,.0f} bytes"
-    if "tokens_per_second" in summary:
-        line += f", {summary['tokens_per_second']:,.0f} tokens/s"
-    return f"{line}, {summary['quarantined']} quarantined"
-
-
-def skipped(config: Config) -> str | None:
-    """Explain why the method needs no cache of states; None where it needs one."""
-    return method_of(config.train).skipped_stages(config.train).get(NAME)
-
-
-def tuned_skipped(config: Config) -> str | None:
-    return None if method_of(config.train).tunes_backbone else ""
-
-
-STAGE = Stage(
-    NAME, VERSION, reads("generate"), identity, run, one_line, skipped=skipped, sharded=True
-)
+STAGE = Stage(NAME, VERSION, reads("generate"), identity, run, FIGURES, sharded=True)
 TUNED = Stage(
     TUNED_NAME,
     VERSION,
     reads("generate", "train"),
     tuned_identity,
     functools.partial(run, tuned=True),
-    one_line,
-    skipped=tuned_skipped,
+    FIGURES,
     sharded=True,
 )

@@ -21,11 +21,10 @@ BOOKKEEPING = {"checkpoint_minutes", "checkpoint_every", "keep_checkpoints", "re
 
 
 class Package(NamedTuple):
-    """A Python package that training requires, the setting that needs it, and how to install it."""
+    """A Python package that a stage requires, and the setting that needs the package."""
 
     name: str
     key: str
-    fix: str
 
 
 class Method(ABC):
@@ -150,12 +149,10 @@ class HeadsAndBackbone(Method):
         require_tunable(target, settings.lora_rank, sharded=settings.shard)
 
     def packages(self, config: Config) -> list[Package]:
-        fix = "Install it with the right lock (`make install`), or set train.method to medusa-1."
-        needed = [Package("peft", "train.method", fix)]
+        needed = [Package("peft", "train.method")]
         settings = config.train.backbone
         if settings.quantization_beside(config.target.quantization):
-            key = "train.backbone.quantization"
-            needed.append(Package("bitsandbytes", key, f"Install it, or set {key} to none."))
+            needed.append(Package("bitsandbytes", "train.backbone.quantization"))
         return needed
 
     def phases(self, train: TrainConfig) -> Phases:
