@@ -7,12 +7,14 @@ import itertools
 import json
 import math
 from collections import Counter
+from io import StringIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 from typer.testing import CliRunner
 
 from pipeline.artifacts.seed_rows import SEEDS
@@ -21,8 +23,11 @@ from pipeline.conversations.conversation import Conversation, Message, Reason, R
 from pipeline.conversations.duplicates import CheckQuestions, normalize_text
 from pipeline.conversations.splits import batch_into_shards, split_rows
 from pipeline.errors import CheckFailed, ConfigError, DataError
+from pipeline.flow import run_flow
 from pipeline.report.facts import report_warnings
 from pipeline.report.report import Report, StageFigures
+from pipeline.report.tables import skipped_files_table
+from pipeline.run.reporting import assemble
 from pipeline.storage.shards import ShardWriter
 from pipeline.storage.stage_directory import StageDirectory
 from tests.flows.tiny import latest, quarantined, run_again, save_seeds, stored
@@ -230,6 +235,25 @@ def test_near_duplicates_are_kept_unless_they_are_to_be_quarantined(made, tmp_pa
     path.write_text(path.read_text() + lines(near))
     assert made(path).summary["rows"] == 46
     assert made(path, seeds__near_duplicates="quarantine").summary["rows"] == 44
+
+
+def test_the_files_of_a_directory_are_named(make_config, tmp_path):
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    save_seeds(folder / "a.jsonl", 30)
+    save_seeds(folder / "b.NDJSON", 35)
+    (folder / "README.txt").write_text("Call me Ishmael.")
+    (folder / "[red]x\x1b[2J.csv").write_text("name\nleft-pad\n")
+    said, skipped = StringIO(), ["README.txt", "[red]x\x1b[2J.csv"]
+    config = make_config(tmp_path, seeds__sources=[{"path": str(folder)}])
+    run = run_flow(config, until="seeds", executor="inline", console=Console(file=said, width=400))
+    (source,) = latest(run, "seeds").summary["sources"]
+    read = {file["name"]: file["rows"] for file in source["read"]}
+    assert (source["source"], read) == ("mine", {"a.jsonl": 30, "b.NDJSON": 35})
+    assert [file["name"] for file in source["skipped"]] == skipped
+    text = said.getvalue()
+    assert "README.txt (" in text and "[red]x" in text and "\x1b" not in text
+    assert [row[0] for row in skipped_files_table(assemble(run, config)).rows] == skipped
 
 
 def test_rows_with_a_question_of_the_check_are_skipped(made, tmp_path, monkeypatch):
