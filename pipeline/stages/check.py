@@ -146,7 +146,7 @@ class CheckEngines:
         return prompts
 
     def stored_result(self, request: CheckRequest, engine: str) -> CheckResult:
-        """Measure one engine, or read its result from before an interruption."""
+        """Check in one engine, or read the engine's result from before an interruption."""
         file = self.stage.path / f"{engine}.json"
         stored = read_json(file)
         if stored is None:
@@ -290,7 +290,7 @@ def _with_comparisons(engines: CheckEngines, result: CheckResult) -> CheckResult
 
 
 def configuration(stage: StageDirectory, now: Config) -> Config:
-    """The configuration of a finished check, with the limits, `run` and `push` of `now`."""
+    """Return a finished check's configuration with the limits, `run` and `push` of `now`."""
     found = validate(stage.summary["configuration"], str(stage.path))
     limits = {name: getattr(now.check, name) for name in LIMITS}
     backbone = found.train.backbone.model_copy(update={"max_kl": now.train.backbone.max_kl})
