@@ -23,7 +23,7 @@ class Deadline:
         return self.clock() >= self.at
 
     def halfway(self) -> Deadline:
-        """Return the deadline in half of the remaining time."""
+        """Return a deadline halfway between now and this one."""
         now = self.clock()
         return replace(self, at=now + (self.at - now) / 2)
 

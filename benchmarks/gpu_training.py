@@ -103,7 +103,7 @@ class Training:
         self.num_positions, self.memory_gb = 0, 0.0
 
     def run(self) -> float:
-        """Train, and return the seconds of the timed steps, which learn from `num_positions`."""
+        """Train; return the seconds of the timed steps, and count their positions."""
         reset_peak_memory(self._size.device)
         self.spec.path.mkdir()
         train(self.spec)

@@ -53,7 +53,7 @@ AIM_OVERHEAD, AIM_MEMORY_MB = (
 
 @dataclass(frozen=True)
 class Cost:
-    """The driver's overhead per shard, for a run of some number of shards."""
+    """The overhead per shard of a run: elapsed time, the driver's CPU time and memory."""
 
     milliseconds: float  # per shard, by the clock
     cpu_milliseconds: float  # per shard, of the driver

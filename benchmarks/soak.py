@@ -91,7 +91,7 @@ def measure(*, tiny: bool = False) -> Result:
 
 
 def soak(*, minutes: float, conversations: int, seed: int = 0, executor: str = "inline") -> Record:
-    """Kill and resume runs for some minutes, and verify each run that ends, also the last.
+    """Kill and resume runs until the minutes are over; verify each run when it has ended.
 
     Raises:
         RuntimeError: A run ended with an error that no kill caused.
@@ -149,7 +149,7 @@ class Attempts:
         self._require_success(process)
 
     def suffer(self, rng: random.Random, longest: float, ends: float, record: Record) -> None:
-        """Kill and resume until the run or the time ends, after up to `longest` seconds each."""
+        """Kill and resume until the run or the time ends, at most `longest` seconds per try."""
         while time.monotonic() < ends:
             process = self._start()
             while True:

@@ -239,7 +239,7 @@ def _finished(run: RunDirectory, config: Config, console: Console) -> Context:
 
 
 def statuses_of(run: RunDirectory, config: Config) -> dict[str, StageStatus]:
-    """Determine the status of every stage of a run, upstream first."""
+    """Determine the status of every stage of a run directory, upstream first."""
     return stage_statuses(run, resolve_run(config, tuple(STAGES)), STAGES)
 
 

@@ -60,7 +60,7 @@ def place(stage: str, wanted: PlacementOf, have: Resources) -> Placement:
 
 
 def gpus_of(wanted: PlacementOf, have: Resources) -> int:
-    """Return the GPUs of each worker: the configured number, or one if the cluster has GPUs."""
+    """Return the number of GPUs per worker: as configured, or one if the cluster has GPUs."""
     if wanted.gpus_per_worker is None:
         return min(1, have.gpus)
     return wanted.gpus_per_worker
@@ -97,7 +97,7 @@ def _cpus_per_worker(workers: int, gpus: int, have: Resources) -> int:
 
 
 def _num_that_fit(have: Resources, cpus: int, gpus: int) -> int:
-    """Return how many workers of this size fit on the nodes at once."""
+    """Return how many workers of this size fit on the cluster's nodes at once."""
     room = 0
     for node_cpus, node_gpus in have.nodes:
         fits = node_cpus // cpus

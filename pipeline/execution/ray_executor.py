@@ -99,7 +99,7 @@ class RayExecutor:
                 result, error = ray.get(reference)
         except RayError as death:
             self.watch.settle()
-            raise worker_died(death) from death
+            raise worker_death_error(death) from death
         if error:
             raise error
         return result
@@ -233,7 +233,7 @@ class ActorPool:
                 return Outcome(slot.task, death=hang_report(slot.task) or last_line(error))
             self._failed_starts += 1
             if self._failed_starts == MAX_FAILED_STARTS:
-                raise worker_died(error) from error
+                raise worker_death_error(error) from error
             return None
         self._idle.append(slot)
         self._failed_starts = 0
@@ -250,7 +250,7 @@ class ActorPool:
 
 
 def hang_report(task: ShardTask) -> str:
-    """Return the stacks of a worker that was ended because it hung; empty for other deaths."""
+    """Return the logged stacks of a Ray worker that hung and was ended; empty for other deaths."""
     try:
         text = task.attempt_log.read_text(encoding="utf-8")
         task.attempt_log.unlink()
@@ -293,6 +293,6 @@ def run_and_carry_errors(
     return result, None
 
 
-def worker_died(error: Exception) -> EnvironmentFault:
+def worker_death_error(error: Exception) -> EnvironmentFault:
     """Return the EnvironmentFault for a Ray error that ended a worker."""
     return EnvironmentFault(f"A worker died: {last_line(error)}.", "Ray", DEATH_FIX)

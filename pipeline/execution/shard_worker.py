@@ -70,7 +70,7 @@ class LazyWorker:
         return self._worker(task)
 
     def close(self) -> None:
-        """Let the worker release its engine's memory, which the next stage needs."""
+        """Let the stage's worker release its engine's memory, which the next stage needs."""
         close = getattr(self._worker, "close", None)
         if close:
             close()

@@ -91,7 +91,7 @@ def _write_split(
     """Write a split's conversations to `SPLIT-00000.parquet`; return the number of rows."""
     num_rows = 0
     writer: pq.ParquetWriter | None = None
-    for table in _tables(split, shards, fingerprint):
+    for table in _split_tables(split, shards, fingerprint):
         if writer is None:
             path = directory / f"{split}-00000.parquet"
             writer = pq.ParquetWriter(path, table.schema, compression="zstd")
@@ -102,7 +102,7 @@ def _write_split(
     return num_rows
 
 
-def _tables(split: str, shards: Collection[Path], fingerprint: str) -> Iterator[pa.Table]:
+def _split_tables(split: str, shards: Collection[Path], fingerprint: str) -> Iterator[pa.Table]:
     """Yield a split's conversations as Arrow tables, one per shard of the generate stage."""
     for path in shards:
         with open_rows(path, fingerprint) as shard:

@@ -91,7 +91,7 @@ def write_export(
 
 
 def read_heads(directory: str | os.PathLike[str], model: PreTrainedModel) -> Heads:
-    """Read the heads of an export, in its dtype, on the CPU.
+    """Read the heads of an export, in the export's dtype, on the CPU.
 
     Matrices that the export leaves out are taken from `model`, the target.
 
@@ -123,7 +123,7 @@ def read_tree(directory: str | os.PathLike[str]) -> tuple[TreePath, ...] | Dynam
 
 
 def tensors_as_saved(heads: Heads, layout: ExportLayout) -> dict[str, Tensor]:
-    """Convert the heads' tensors for the weights file: contiguous, on the CPU, in its dtype.
+    """Convert the heads' tensors to the export's dtype, contiguous and on the CPU.
 
     Names that share a tensor share the converted tensor too.
 

@@ -37,7 +37,7 @@ from pipeline.storage.atomic import read_file
 from pipeline.targets.files import check_repo_id, hub_errors
 
 COMMIT_MESSAGE = "Upload from medusa-distill"
-EXPORT_AGAIN = "Run the run again: it makes what has changed anew and checks it."
+EXPORT_AGAIN = "Run again: stages whose files have changed run again, and the check too."
 
 Receipt = dict[str, Any]  # the content of receipt.json
 
@@ -141,7 +141,7 @@ class Upload(ABC):
                     what = f"{file.path_in_repo} contains a local path."
                     raise DataError(what, path, "Remove the path from it, then push again.")
 
-    def require_room(self, existing: Any, private: bool) -> None:
+    def require_suitable(self, existing: Any, private: bool) -> None:
         """Raise ConfigError if the Hub repository should be private, or holds unrelated files.
 
         Args:
@@ -204,7 +204,7 @@ def send_all(uploads: Mapping[str, Upload], *, private: bool) -> dict[str, Recei
         with hub_errors(f"repository {upload.repo_id}", upload.repo_id, writes=True):
             existing[name] = _existing(api, upload)
         if existing[name] is not None:
-            upload.require_room(existing[name], private)
+            upload.require_suitable(existing[name], private)
     for name, upload in uploads.items():
         with hub_errors(f"repository {upload.repo_id}", upload.repo_id, writes=True):
             receipts[name] = upload.send(api, existing[name], private)
@@ -226,7 +226,7 @@ class HeadsUpload(Upload):
     kind: type[Heads]
 
     def conflicting(self, names: Collection[str]) -> list[str]:
-        """List files in the Hub repository of other weights, or of a model that is not heads."""
+        """List conflicting files in the Hub repository: other weights, or a model without heads."""
         others = []
         for name in sorted(names):
             is_weights = Path(name).suffix in WEIGHT_SUFFIXES and name != self.kind.weights_file
@@ -239,7 +239,7 @@ class HeadsUpload(Upload):
 
 class BackboneUpload(Upload):
     def conflicting(self, names: Collection[str]) -> list[str]:
-        """List model files in the Hub repository, unless this project tuned that model."""
+        """List the Hub repository's model files, unless they are a backbone of this project."""
         if BACKBONE_FILE in names:
             return []
         weights = {name for name in names if Path(name).suffix in WEIGHT_SUFFIXES}
@@ -267,7 +267,7 @@ def heads_upload(directory: Path, published: Published, checked: Mapping[str, st
         check_repo_id(base, "push.base_model")
     written = {CARD_FILE: model_card(replace(published, base_model=base))}
     for name in checked:
-        if Path(name).name == CONFIG_FILE:  # one in the directory of each format
+        if Path(name).name == CONFIG_FILE:  # each format's directory has a config.json
             content, _ = read_json_config((directory / name).parent)
             written[name] = json.dumps(with_base_model(content, base), indent=2) + "\n"
     return HeadsUpload(
@@ -308,7 +308,7 @@ def require_allowed(published: Published, where: str) -> str:
 
 
 def local_paths(published: Published, *further: str) -> set[str]:
-    """Return local model paths, which no uploaded file may contain."""
+    """Return local model paths, which no file uploaded to the Hub may contain."""
     models = (published.config.target.model, *further)
     return {model for model in models if os.path.isabs(model)}
 
@@ -316,7 +316,7 @@ def local_paths(published: Published, *further: str) -> set[str]:
 def _verified(
     directory: Path, checked: Mapping[str, str], written: Mapping[str, str]
 ) -> list[CommitOperationAdd]:
-    """Return an upload's files, sorted by name: the checked files and the `written` texts.
+    """Return a Hub upload's files, sorted by name: the checked files and the `written` texts.
 
     The Hub compares uploaded weights with their checked sha256. For any other file, the bytes that
     were compared here are the bytes that are uploaded.

@@ -1,4 +1,4 @@
-"""Report tables of the check: engines, decoding methods, question categories and studies.
+"""Tables of the check in a report: engines, decoding methods, question categories, studies.
 
 An unknown cell is `-`. A table has no rows if its measurement was not run.
 """

@@ -21,7 +21,7 @@ from pipeline.report.report import Report
 from pipeline.report.text_table import Table
 
 NO_RECIPE = ("run", "placement", "limits", "push")  # sections that no result depends on
-LONGEST = 40  # characters of a setting
+LONGEST = 40  # characters of a setting that are shown
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def _results(run: ComparedRun) -> dict[str, str]:
 
 
 def _notes(runs: Sequence[ComparedRun]) -> list[str]:
-    """List notes on unfinished runs, missing checks and differences that forbid a comparison."""
+    """List notes for a comparison of runs: unfinished runs, missing checks, other questions."""
     notes = []
     questions, machines = set(), set()
     for run in runs:

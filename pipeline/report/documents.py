@@ -1,4 +1,4 @@
-"""A run's report as report.json, report.md, report.html, and in a terminal.
+"""Rendering of a run's report as report.json, report.md, report.html, and in a terminal.
 
 report.html is self-contained, for desktop and phone, light and dark. Its Content-Security-Policy
 forbids loading files and running scripts. The template escapes all text; only the plots and the

@@ -159,7 +159,7 @@ def plot_speeds(x: Sequence[int], rows: Sequence[BatchRow | LoadRow], label: str
 
 
 def _plot(axes: Axes, x: Sequence[int], y: Sequence[float | None], **style: Any) -> None:
-    axes.plot(x, np.array(y, dtype=float), marker="o", **style)  # None is a gap
+    axes.plot(x, np.array(y, dtype=float), marker="o", **style)  # None leaves a gap in the curve
 
 
 def _powers_of_two(axes: Axes, ticks: Sequence[int]) -> None:
@@ -183,7 +183,7 @@ def plot_head_accuracy(heads: Sequence[Accuracy]) -> Axes:
 
 
 def plot_accepted_lengths(num_steps: Sequence[int]) -> Axes:
-    """Plot the share of decoding steps by accepted length; entry i counts steps with i guesses."""
+    """Plot the share of decoding steps by accepted length; entry i counts steps with i tokens."""
     axes = _axes(3.0, "guessed tokens kept in a step", "share of steps")
     total = max(sum(num_steps), 1)
     names = list(map(str, range(len(num_steps))))

@@ -1,4 +1,4 @@
-"""Report tables of heads, tree, chain, drift, stages, quarantine and provenance.
+"""Tables of a report: heads, tree, chain, drift, stages, quarantine and provenance.
 
 An unknown cell is `-`. A table has no rows if its stage or measurement was not run.
 """
@@ -157,7 +157,7 @@ def _stage_output(part: StageFigures) -> str:
 
 
 def quarantine_table(report: Report) -> Table:
-    """Tabulate quarantined rows by stage and reason."""
+    """Tabulate for the report the quarantined rows by stage and reason."""
     table = Table("Quarantine", ["stage", "reason", "rows"], words=(0, 1))
     if report.quarantine is None:
         return table
@@ -170,7 +170,7 @@ def quarantine_table(report: Report) -> Table:
 
 
 def skipped_files_table(report: Report) -> Table:
-    """Tabulate the seed files that were not read, with the reason."""
+    """Tabulate for the report the seed files that were not read, with the reason."""
     table = Table("Skipped files", ["file", "why"], words=(0, 1))
     sources = report.seeds.sources if report.seeds else None
     num_read = 0

@@ -25,13 +25,13 @@ from pipeline.training.metrics import require_trackers
 
 
 def check_run(run: ResolvedRun) -> None:
-    """Raise the first problem that a check finds."""
+    """Run every check of a resolved run; raise the first problem."""
     for check in CHECKS:
         check(run)
 
 
 def check_plan(run: ResolvedRun) -> list[str]:
-    """Raise the first problem that no machine solves; return those of this machine."""
+    """Run every check of a plan; raise problems of the settings, return those of this machine."""
     notes: list[str] = []
     for check in CHECKS:
         try:

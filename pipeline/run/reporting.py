@@ -36,7 +36,7 @@ from pipeline.training.metrics import read_curves
 def publish_report(context: Context) -> None:
     """Write report.json, .md and .html, renew the export's model card, and print the report."""
     config = context.config
-    report, extras = assemble(context.run, config), drawing_data(context.run)
+    report, extras = assemble_report(context.run, config), drawing_data(context.run)
     for name, text in report_texts(report, extras).items():
         write_text(context.run.path / name, text)
     export = context.run.latest("export")
@@ -57,7 +57,7 @@ def publish_report(context: Context) -> None:
     print_report(report, context.console, extras)
 
 
-def assemble(run: RunDirectory, config: Config, without: Collection[str] = ()) -> Report:
+def assemble_report(run: RunDirectory, config: Config, without: Collection[str] = ()) -> Report:
     """Assemble the report of the finished stages, except those in `without`.
 
     Speeds, hardware, versions and a Hub target's commit are those of the check.

@@ -122,7 +122,7 @@ def _status(context: Context, stage: Stage, before: dict[str, StageStatus]) -> S
 
 
 def _difference(before: Identity, now: Identity) -> str:
-    """Name the settings that made a stage stale, or else its input or its code."""
+    """Name the changed settings of a stale stage, or else the changed input or code."""
     old, new = before.get("settings", {}), now["settings"]
     if "settings" in new:  # beside the target, whose files say nothing to a reader
         old, new = old.get("settings", {}), new["settings"]

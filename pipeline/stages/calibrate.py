@@ -38,8 +38,8 @@ from pipeline.evaluation.choosing import (
     best_tree,
     chains,
     chosen_chain,
-    expected,
     expected_on_new,
+    expected_speedup,
     given_tree,
 )
 from pipeline.evaluation.overhead import NUM_PROMPTS, NUM_STEPS, measure_overheads
@@ -155,7 +155,7 @@ def run(context: Context, stage: StageDirectory) -> Summary:
         new=expected_on_new(judged, tree.walked),
         num_speculative_tokens=num_tokens,
         chain=chain,
-        **expected(tree.walked),
+        **expected_speedup(tree.walked),
     )
     result = CalibrateResult(
         heads=_accuracies(ranks, settings.top, config.train.num_heads),

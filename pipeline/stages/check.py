@@ -37,7 +37,7 @@ from pipeline.config import Config
 from pipeline.config.load import validate
 from pipeline.conversations.duplicates import CheckQuestions
 from pipeline.conversations.sources import read_questions
-from pipeline.evaluation.measuring import AnswerLines, join_engines, measure
+from pipeline.evaluation.measuring import AnswerLines, check_with_engine, join_engines
 from pipeline.evaluation.original import beside_the_original
 from pipeline.evaluation.prompts import (
     CheckRequest,
@@ -123,7 +123,7 @@ class CheckEngines:
     def measure(self, request: CheckRequest, engine: str) -> tuple[CheckResult, AnswerLines]:
         """Decode with and without the heads in one engine."""
         request = replace(request, gpus=self.gpus(engine))
-        return self.call(measure, engine, request=request, engine=engine)
+        return self.call(check_with_engine, engine, request=request, engine=engine)
 
     def prompts(self, target: TargetSpec) -> Prompts:
         """Read held-out prompts, or answer the earlier turns of a file of questions."""
@@ -146,7 +146,7 @@ class CheckEngines:
         return prompts
 
     def stored_result(self, request: CheckRequest, engine: str) -> CheckResult:
-        """Measure one engine, or read its result from before an interruption."""
+        """Check in one engine, or read the engine's result from before an interruption."""
         file = self.stage.path / f"{engine}.json"
         stored = read_json(file)
         if stored is None:
@@ -290,7 +290,7 @@ def _with_comparisons(engines: CheckEngines, result: CheckResult) -> CheckResult
 
 
 def configuration(stage: StageDirectory, now: Config) -> Config:
-    """The configuration of a finished check, with the limits, `run` and `push` of `now`."""
+    """Return a finished check's configuration with the limits, `run` and `push` of `now`."""
     found = validate(stage.summary["configuration"], str(stage.path))
     limits = {name: getattr(now.check, name) for name in LIMITS}
     backbone = found.train.backbone.model_copy(update={"max_kl": now.train.backbone.max_kl})

@@ -37,6 +37,7 @@ def identity(context: Context) -> Identity:
 
 
 def run(context: Context, stage: StageDirectory) -> Summary:
+    """Write the trained heads, their tree and card as an export, and list its files."""
     settings, spec, trained = context.config.export, context.target, context.upstream["train"]
     target, tunes = context.resolved.target_config.to_dict(), context.resolved.method.tunes_backbone
     base, backbone = spec.model, stage.path.resolve() / BACKBONE_DIRECTORY

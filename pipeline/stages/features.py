@@ -179,7 +179,7 @@ def run(context: Context, stage: StageDirectory, *, tuned: bool = False) -> Summ
         "split": split,
     }
     summary = run_sharded(
-        context, stage, context.upstream["generate"], Worker, arguments, placement, "tokens", split
+        context, stage, context.upstream["generate"], Worker, arguments, placement, split
     )
     size = sum(path.stat().st_size for path in stage.shards())
     return summary | {

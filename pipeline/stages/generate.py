@@ -52,6 +52,7 @@ def identity(context: Context) -> Identity:
 
 
 def run(context: Context, stage: StageDirectory) -> Summary:
+    """Generate the conversations of every seed, shard by shard."""
     placement = context.placement(NAME)
     settings = context.config.generate
     template = load_chat_template(context.target)
@@ -63,15 +64,13 @@ def run(context: Context, stage: StageDirectory) -> Summary:
         "gpus": placement.gpus,
         "special_tokens": context.config.seeds.special_tokens,
     }
-    summary = run_sharded(
-        context, stage, context.upstream["seeds"], Worker, arguments, placement, unit="tokens"
-    )
-    require_enough(summary, stage)
+    summary = run_sharded(context, stage, context.upstream["seeds"], Worker, arguments, placement)
+    require_rows_of_splits(summary, stage)
     return summary
 
 
-def require_enough(summary: Summary, stage: StageDirectory) -> None:
-    """Refuse a split that has lost its rows, before training is spent on it."""
+def require_rows_of_splits(summary: Summary, stage: StageDirectory) -> None:
+    """Refuse a split whose generated rows are too few, before training is spent on it."""
     fewest = min(SPLITS, key=lambda split: summary[f"{split}_rows"])
     if summary[f"{fewest}_rows"] < MIN_ROWS:
         counts = ", ".join(f"{split} {summary[f'{split}_rows']:.0f}" for split in SPLITS)

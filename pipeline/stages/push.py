@@ -21,7 +21,7 @@ from pipeline.export.hub import backbone_upload, heads_upload, repositories, sen
 from pipeline.export.layout import BACKBONE_DIRECTORY
 from pipeline.formatting import visible
 from pipeline.run.context import Context, Stage
-from pipeline.run.reporting import assemble
+from pipeline.run.reporting import assemble_report
 from pipeline.storage.atomic import write_json
 from pipeline.storage.receipts import Identity, Summary
 from pipeline.storage.stage_directory import StageDirectory
@@ -71,7 +71,7 @@ def push(
     config, settings = context.config, context.config.push
     target, tuned = config.target.model, context.resolved.method.tunes_backbone
     to = repositories(settings, context.resolved.kind, target, tuned=tuned)
-    report = assemble(context.run, config)
+    report = assemble_report(context.run, config)
     if settings.license:
         licence: Licence | None = Licence(settings.license)
     else:

@@ -117,6 +117,7 @@ def _source_identity(context: Context, reader: SourceReader) -> Identity:
 
 
 def run(context: Context, stage: StageDirectory) -> Summary:
+    """Read the sources, quarantine and deduplicate their rows, and write the split seeds."""
     settings = context.config.seeds
     receipts: dict[int, Receipt] = {}
     readers = source_readers(settings)
@@ -135,7 +136,7 @@ def run(context: Context, stage: StageDirectory) -> Summary:
     totals.check_quarantine(NAME, where, context.config.limits.max_quarantine_fraction, final=True)
     summary = {**totals.summary(), "sources": [_source_summary(reader) for reader in readers]}
     _print_sources(context, summary)
-    warning = require_enough(stage, summary, settings.holdout)
+    warning = require_rows_of_splits(stage, summary, settings.holdout)
     if warning:
         summary["warnings"] = [warning]
         _print(context, warning)
@@ -213,7 +214,7 @@ def _write_shard(stage: StageDirectory, index: int, chunk: Sequence[Split]) -> R
         return writer.commit(NAME, [row.id for row, _ in chunk], counts)
 
 
-def require_enough(stage: StageDirectory, summary: Summary, holdout: float) -> str | None:
+def require_rows_of_splits(stage: StageDirectory, summary: Summary, holdout: float) -> str | None:
     """Check that every split of the seeds has at least 8 rows.
 
     Returns:

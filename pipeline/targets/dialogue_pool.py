@@ -27,7 +27,7 @@ def report_nothing(conversations: int, tokens: int) -> None:
 
 @dataclass
 class DialogueGroup:
-    """Dialogues of one shard, and how many of them are unfinished."""
+    """The dialogues of one shard in a pool, and the number of unfinished ones."""
 
     dialogues: list[Dialogue]
     num_left: int
@@ -35,7 +35,7 @@ class DialogueGroup:
 
 
 class DialoguePool:
-    """The dialogues that share one generation engine.
+    """A pool of dialogues that run at the same time on one generation engine.
 
     The engine may be None if no dialogue makes a request.
     """

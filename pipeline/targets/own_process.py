@@ -80,7 +80,7 @@ def main(directory: str) -> None:
     file = ProgressFile(Path(directory, PROGRESS))
 
     def report(**progress: Any) -> None:
-        file.write(progress, at_once="done" not in progress)  # a part begins
+        file.write(progress, at_once="done" not in progress)  # a new part is written at once
 
     function, task = pickle.loads(Path(directory, CALL).read_bytes())
     try:
@@ -91,14 +91,14 @@ def main(directory: str) -> None:
 
 
 def environment() -> dict[str, str]:
-    """Return this process's environment with the package on PYTHONPATH, for a new process."""
+    """Return the environment variables for a new process, with the package on PYTHONPATH."""
     package = str(Path(pipeline.__file__).parents[1])
     path = os.pathsep.join([package, os.environ.get("PYTHONPATH", "")])
     return {**os.environ, "PYTHONPATH": path.rstrip(os.pathsep)}
 
 
 def last_line(text: str) -> str:
-    """Return the last line of a process's output, cut to 300 characters."""
+    """Return the last line of a vLLM process's output, cut to 300 characters."""
     lines = text.strip().splitlines()
     return lines[-1][:300] if lines else "no output"
 

@@ -80,7 +80,7 @@ def go(tmp_path, upstream, make_config):
         console = Console(quiet=True)
         context, place = context_of(make_config(tmp_path, **changes), console=console), (1, 1, 0)
         worker = (Copier, arguments, Placement(*place))
-        return run_sharded(context, stage, upstream, *worker, unit="tokens", split=split)
+        return run_sharded(context, stage, upstream, *worker, split=split)
 
     run.stage = stage
     return run
