@@ -30,7 +30,7 @@ def backbone_flops(model: PreTrainedModel, lengths: Iterable[int]) -> float:
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     attention = (
         2 * text.num_hidden_layers * text.num_attention_heads * head_dim
-    )  # two products, half of each masked
+    )  # two matrix products, half of each masked
     return float(sum(per_token * length + attention * length**2 for length in lengths))
 
 

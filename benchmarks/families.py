@@ -92,7 +92,7 @@ WINDOWED = {"sliding_window": 24, "layer_types": ["sliding_attention", "full_att
 class Family:
     """A model family in miniature: transformers' configuration, sizes and chat template."""
 
-    config: str  # of transformers
+    config: str  # name of transformers' configuration class
     template: str
     end_of_turn: str
     marks: tuple[str, ...] = ()

@@ -23,10 +23,10 @@ from pipeline.formatting import duration, visible
 from pipeline.storage.progress_file import ProgressFile
 from pipeline.storage.shards import ShardTask
 
-STAGE_WIDTH = len("tuned-features")  # of the column with the stages' names
+STAGE_WIDTH = len("tuned-features")  # characters of the column with stage names
 SECONDS_BETWEEN_LINES = 15.0
 SECONDS_OF_RATE = 600.0  # the window from which the remaining time is estimated
-SUFFIX = ".progress.tmp"  # of the files of shards under way
+SUFFIX = ".progress.tmp"  # of a progress file's name, one file per running shard
 NOWHERE = Path(os.devnull)  # not a folder: ProgressFile ignores the failed writes
 
 
@@ -54,7 +54,7 @@ class ProgressReporter:
         self._file = None if path is None else ProgressFile(path)
         self._now = Progress()
         self._began = 0.0
-        self._tokens = 0  # of this part
+        self._tokens = 0  # generated tokens of this part
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ProgressReporter, (self.path,)

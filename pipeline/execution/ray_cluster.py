@@ -208,7 +208,7 @@ def own_signals() -> Iterator[None]:
     except SystemExit:
         stopped = True
     finally:
-        if threading.current_thread() is threading.main_thread():  # no other may set handlers
+        if threading.current_thread() is threading.main_thread():  # other threads may not
             for signum, handler in kept.items():
                 signal.signal(signum, handler)
     if stopped:

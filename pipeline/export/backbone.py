@@ -43,7 +43,7 @@ def write_backbone(
     from transformers import GenerationConfig
 
     remove(directory)
-    # The target's settings are copied: saving refuses some that loading accepts.
+    # The target's generation settings are copied as a file: saving rejects some valid ones.
     model.generation_config = GenerationConfig()
     with atomic_directory(directory, last=CONFIG_FILE) as partial:
         model.save_pretrained(partial, max_shard_size=SHARD_SIZE)

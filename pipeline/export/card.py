@@ -66,7 +66,7 @@ def licence_of(model: str, revision: str | None, *, online: bool) -> Licence | N
         return None
     link = data.license_link
     if link and "://" not in link:
-        link = None  # a file beside the model's card, and not beside ours
+        link = None  # a relative link is valid only in the model's own repository
     return Licence(data.license, data.license_name, link)
 
 
@@ -219,7 +219,7 @@ def _facts(published: Published) -> Facts:
         "served": is_served,
         "speculative_config": json.dumps(kind.speculative_config(here, num_tokens)),
         "num_heads": num_heads,
-        "shared": config.export.formats[0] == "shared",  # of the export's root
+        "shared": config.export.formats[0] == "shared",  # the root's format
         "train": _trained_with(report, config),
         "generate": config.generate,
         "data_sets": data_sets,

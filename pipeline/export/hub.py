@@ -267,7 +267,7 @@ def heads_upload(directory: Path, published: Published, checked: Mapping[str, st
         check_repo_id(base, "push.base_model")
     written = {CARD_FILE: model_card(replace(published, base_model=base))}
     for name in checked:
-        if Path(name).name == CONFIG_FILE:  # one in the directory of each format
+        if Path(name).name == CONFIG_FILE:  # each format's directory has a config.json
             content, _ = read_json_config((directory / name).parent)
             written[name] = json.dumps(with_base_model(content, base), indent=2) + "\n"
     return HeadsUpload(

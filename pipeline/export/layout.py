@@ -22,7 +22,7 @@ from pipeline.targets.files import check_repo_id
 
 CONFIG_FILE = "config.json"
 CARD_FILE = "README.md"
-Content = dict[str, Any]  # of a config.json, or vLLM's arguments
+Content = dict[str, Any]  # content of a config.json, or vLLM's arguments
 BACKBONE_DIRECTORY = "backbone"  # the tuned backbone, beside its heads
 
 # vLLM's rejection sampler asserts at most 128 draft tokens (MAX_SPEC_LEN), one per head.
@@ -111,7 +111,7 @@ class ExportLayout:
 def with_base_model(content: Mapping[str, Any], base_model: str) -> Content:
     """Replace the target in the content of an export's config.json."""
     replaced = {**content, "base_model_name_or_path": base_model}
-    speculators = content.get("speculators_config")  # only of heads that vLLM serves
+    speculators = content.get("speculators_config")  # only if vLLM serves the heads
     if speculators:
         verifier = {**speculators["verifier"], "name_or_path": base_model}
         replaced["speculators_config"] = {**speculators, "verifier": verifier}

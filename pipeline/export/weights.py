@@ -74,7 +74,7 @@ def write_weights(tensors: Mapping[str, Tensor], path: Path) -> None:
         except RuntimeError as error:  # torch's error for a full disk
             raise OSError(f"{path.name}: {error}") from error
         return
-    # `safetensors.torch.save_file` refuses shared memory: the copies would have to be in memory.
+    # `safetensors.torch.save_file` refuses tensors that share memory, and copies need more memory.
     specs = {}
     for name, tensor in tensors.items():
         specs[name] = TensorSpec(
@@ -90,12 +90,12 @@ def _plain_tensors(path: Path) -> dict[str, Tensor]:
     """Read named tensors from a pickle of weights; raise DataError for any other object."""
     fix = "Convert it to safetensors where you trust it, or fetch the file again."
     try:
-        with warnings.catch_warnings(action="ignore"):  # of other writers' pickle protocols
+        with warnings.catch_warnings(action="ignore"):  # pickle protocols
             content = torch.load(path, map_location="cpu", weights_only=True)
     except UnpicklingError as error:
         what = "This is no file of tensors: it holds other objects, whose code is not run here."
         raise DataError(what, str(path), fix) from error
-    except Exception as error:  # zip, pickle and torch each raise their own for damaged bytes
+    except Exception as error:  # zip, pickle and torch raise errors of their own
         first = " ".join(str(error).split())[:200].rstrip(".")
         what = f"The weights cannot be read ({type(error).__name__}: {first})."
         raise DataError(what, str(path), fix) from error

@@ -21,7 +21,7 @@ from pipeline.report.report import Report
 from pipeline.report.text_table import Table
 
 NO_RECIPE = ("run", "placement", "limits", "push")  # sections that no result depends on
-LONGEST = 40  # characters of a setting
+LONGEST = 40  # characters of a setting that are shown
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,9 @@ from pipeline.formatting import (
 from pipeline.report.report import SEARCHED_TREE, STOCK_TREE, Report, TrainFigures
 from pipeline.report.text_table import Table
 
-SAME_TEXT_GAP = 0.1  # of the gain over plain decoding
+SAME_TEXT_GAP = 0.1  # as a share of the gain over plain decoding
 NOTABLE_GAP = 3  # standard errors between the expected acceleration rate and the measured one
-ENOUGH_COVERAGE = 0.9  # of held-out text by the draft vocabulary
+ENOUGH_COVERAGE = 0.9  # share of held-out text in the draft vocabulary
 NATIVE_FIGURES = (
     "Acceleration rate",
     "Overhead",
@@ -196,7 +196,7 @@ def report_warnings(report: Report) -> list[str]:
             found += _rate_gap_warnings("The measured acceleration rate", native, tree)
     if vllm:
         found += _load_warnings("vLLM", vllm)
-        found += _rate_gap_warnings("vLLM's acceleration rate", vllm, vllm)  # of its own chain
+        found += _rate_gap_warnings("vLLM's acceleration rate", vllm, vllm)  # the chain's rates
         found += _same_text_warnings(vllm)
     return found + _speedup_warnings(tree, native)
 

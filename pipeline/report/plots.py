@@ -159,7 +159,7 @@ def plot_speeds(x: Sequence[int], rows: Sequence[BatchRow | LoadRow], label: str
 
 
 def _plot(axes: Axes, x: Sequence[int], y: Sequence[float | None], **style: Any) -> None:
-    axes.plot(x, np.array(y, dtype=float), marker="o", **style)  # None is a gap
+    axes.plot(x, np.array(y, dtype=float), marker="o", **style)  # None leaves a gap in the curve
 
 
 def _powers_of_two(axes: Axes, ticks: Sequence[int]) -> None:

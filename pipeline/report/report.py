@@ -82,11 +82,11 @@ class TrainFigures(StageFigures):
     best_step: int | None = None
     final_loss: float | None = None
     hyperparameters: dict[str, Any] | None = None
-    draft_coverage: float | None = None  # of held-out text by the draft vocabulary
+    draft_coverage: float | None = None  # share of held-out text in the draft vocabulary
     recipe: str | None = None
     quantization: str | None = None
     drift: TunedDrift | None = None
-    adapter_drift: TunedDrift | None = None  # before the adapter was merged, if drift is of after
+    adapter_drift: TunedDrift | None = None  # before merging, if `drift` is after it
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class CurvePoint:
     head_losses: list[float | None] = field(default_factory=list)
     backbone_loss: float | None = None
     head_top1: list[float | None] = field(default_factory=list)
-    kl: float | None = None  # to the original
+    kl: float | None = None  # KL divergence to the original target
 
 
 @dataclass(frozen=True, kw_only=True)

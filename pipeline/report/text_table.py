@@ -16,7 +16,7 @@ from rich.text import Text
 from pipeline.formatting import NOT_RUN, UNKNOWN, escaped
 
 MAX_WIDTH = 100  # columns of a terminal
-SHORT_NAME = 24  # characters of a first column that is never broken
+SHORT_NAME = 24  # longest first column, in characters, that is never wrapped
 
 
 @dataclass

@@ -152,7 +152,7 @@ def load_causal_lm(
         except Exception as error:  # a family's code may raise any error for unexpected weights
             raise _loading_error(spec, error) from error
     placed = set(getattr(model, "hf_device_map", {}).values())
-    if on_gpu and placed & {"cpu", "disk"}:  # it would run a hundred times slower
+    if on_gpu and placed & {"cpu", "disk"}:  # offloaded layers run a hundred times slower
         raise does_not_fit
     if spec.quantization is None and getattr(model, "hf_quantizer", None):
         # Quantized checkpoints hold tensors that transformers does not load: biases of zeros, the
@@ -169,7 +169,7 @@ def _loading_error(spec: TargetSpec, error: Exception) -> MedusaDistillError:
     what = f"transformers cannot load {spec.model}: {one_line(error)}."
     of_machine: tuple[type[Exception], ...] = (ImportError, torch.AcceleratorError)
     if spec.quantization or quantization_of(model_config(spec)):
-        of_machine += (ValueError, RuntimeError)  # of a quantizer
+        of_machine += (ValueError, RuntimeError)  # raised by quantizers
     if isinstance(error, of_machine):
         return EnvironmentFault(what, files.WHERE, OTHER_KERNELS)
     fix = (
@@ -194,7 +194,7 @@ def _require_whole(spec: TargetSpec, report: Mapping[str, Collection[Any]]) -> N
 
 
 def _bitsandbytes(spec: TargetSpec) -> BitsAndBytesConfig:
-    # On a CPU it warns of missing kernels at import, and once per layer and forward.
+    # bitsandbytes warns of missing CPU kernels at import, and once per layer and forward.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     from transformers import BitsAndBytesConfig
 
@@ -263,7 +263,7 @@ def verify_tap(model: PreTrainedModel) -> None:
     is_tap = len(read_by_head) == 1 and read_by_head[0].shape == tapped_BTD.shape
     if is_tap:
         difference = (read_by_head[0].float() - tapped_BTD).norm()
-        is_tap = bool(difference <= 1e-2 * tapped_BTD.norm())  # bf16 rounds at 4e-3
+        is_tap = bool(difference <= 1e-2 * tapped_BTD.norm())  # bfloat16's rounding is 4e-3
     if not is_tap:
         what = "The target's last hidden state is not what its lm_head reads."
         fix = (

@@ -128,7 +128,7 @@ def add_lora(model: PreTrainedModel, *, rank: int, alpha: int, dropout: float) -
         lora_dropout=dropout,
         target_modules=linear_layers(model),
     )
-    with warnings.catch_warnings(action="ignore"):  # warns of tied embeddings, see above
+    with warnings.catch_warnings(action="ignore"):  # warnings about tied embeddings
         return get_peft_model(model, settings)
 
 
@@ -154,7 +154,7 @@ def load_tuned(spec: TargetSpec, adapter: Path) -> PreTrainedModel:
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         what = f"There is no adapter of this target here: {one_line(error)}."
         raise DataError(what, str(adapter), "Run again with --fresh train.") from error
-    with warnings.catch_warnings(action="ignore"):  # of tied embeddings, which are untied above
+    with warnings.catch_warnings(action="ignore"):  # warnings about tied embeddings
         merged = adapted.merge_and_unload()
     return merged.eval().requires_grad_(False)
 

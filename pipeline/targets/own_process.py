@@ -80,7 +80,7 @@ def main(directory: str) -> None:
     file = ProgressFile(Path(directory, PROGRESS))
 
     def report(**progress: Any) -> None:
-        file.write(progress, at_once="done" not in progress)  # a part begins
+        file.write(progress, at_once="done" not in progress)  # a new part is written at once
 
     function, task = pickle.loads(Path(directory, CALL).read_bytes())
     try:

@@ -46,7 +46,7 @@ class TargetSpec:
     max_tokens: int | None = None
     trust_remote_code: bool = False
     chat_template: str | None = None
-    rounding: Rounding | None = None  # of the inputs of a quantized checkpoint's layers
+    rounding: Rounding | None = None  # how a quantized checkpoint rounds layer inputs
     date: str = "2024-07-26"  # YYYY-MM-DD, for chat templates that ask for the date
     template_arguments: dict[str, Any] = field(default_factory=dict, hash=False)
 
@@ -137,7 +137,7 @@ def load_tokenizer(spec: TargetSpec) -> PreTrainedTokenizerBase:
             return AutoTokenizer.from_pretrained(
                 spec.model, revision=spec.revision, trust_remote_code=spec.trust_remote_code
             )
-        except Exception as error:  # the tokenizers library raises no narrower one
+        except Exception as error:  # the tokenizers library raises plain Exception
             what = f"The target {spec.model} has no tokenizer that loads."
             fix = "Put the tokenizer's files beside the weights (`tokenizer.save_pretrained`)."
             raise ConfigError(what, files.WHERE, fix) from error
@@ -217,7 +217,7 @@ def input_rounding(config: PretrainedConfig) -> Rounding | None:
             return "8bit"
     if settings.get("load_in_8bit") or settings.get("activation_scheme"):
         return "8bit"
-    if settings.get("quant_method") in ("fbgemm_fp8", "modelopt"):  # not in their settings
+    if settings.get("quant_method") in ("fbgemm_fp8", "modelopt"):  # their settings do not state it
         return "8bit"
     if settings.get("load_in_4bit"):
         in_bfloat16 = str(settings.get("bnb_4bit_compute_dtype")).endswith("bfloat16")

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 MAX_BATCH_TOKENS = 65_536
 WINDOW_BATCHES = 16
-GPU_MULTIPLE = 8  # of padded lengths on a GPU: fewer shapes, and rows start aligned
-WINDOW_BYTES = 2 * 1024**3  # of states, which may all wait for the window's first row
+GPU_MULTIPLE = 8  # padded lengths on a GPU are multiples: fewer shapes, aligned rows
+WINDOW_BYTES = 2 * 1024**3  # states of a window, which may wait for its first row
 
 
 @dataclass
@@ -86,7 +86,7 @@ class TransformersGenerationEngine:
         """
         try:
             joining: list[_Row] = []
-            if len(self._waiting) >= len(self._rows) // 4:  # joining copies the cache: a few wait
+            if len(self._waiting) >= len(self._rows) // 4:  # joining copies the cache
                 joining = self._admit()
             if joining:
                 return self._prefill(joining)
@@ -332,7 +332,7 @@ class TransformersFeatureEngine:
         tokens_in_bytes = WINDOW_BYTES // (self.hidden_size * self.dtype.itemsize)
         num_tokens = min(WINDOW_BATCHES * self.tokens_per_batch, tokens_in_bytes)
         for window in _windows(rows, max(self.tokens_per_batch, num_tokens)):
-            # longest first: fails early if at all
+            # longest first: memory runs out early if at all
             window.sort(key=lambda item: len(item[1]), reverse=True)
             while window:
                 num_rows = max(1, self.tokens_per_batch // len(window[0][1]))

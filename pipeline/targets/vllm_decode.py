@@ -31,7 +31,7 @@ from pipeline.targets.own_process import Report, in_own_process
 from pipeline.targets.spec import TargetSpec, context_length, eos_token_ids
 from pipeline.targets.vllm_engine import RunningEngine, sampling_params, token_prompt
 
-NUM_WARM_UPS = 2  # prompts, not counted
+NUM_WARM_UPS = 2  # prompts that are not timed
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 CPU_KV_CACHE_BYTES = 1 << 30
 CPU_BATCH_TOKENS = 4096
 ROWS_WAITING = 64  # queued in the engine while the caller works
-SET_NUM_THREADS = torch.set_num_threads  # before vLLM replaces it
+SET_NUM_THREADS = torch.set_num_threads  # vLLM replaces it
 LEFT_IN_ENVIRONMENT = ("LD_PRELOAD", "LOCAL_WORLD_SIZE")
 
 
@@ -131,7 +131,7 @@ class VLLMFeatureEngine:
             "convert": "embed",
             "pooler_config": PoolerConfig(task="token_embed", use_activation=False),
             "hf_overrides": {"head_dtype": "model"},
-            "skip_tokenizer_init": False,  # the pooling front end requires one but does not use it
+            "skip_tokenizer_init": False,  # pooling requires a tokenizer but does not use it
             "enable_prefix_caching": False,
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(tokens_per_batch, context_length(spec)),
@@ -321,7 +321,7 @@ def _start_error(
     spec: TargetSpec, engine_args: Mapping[str, Any], error: Exception
 ) -> MedusaDistillError:
     """Return the error for a failed start of vLLM: ConfigError if it names an engine argument."""
-    reason = one_line(error).partition(" [type=")[0]  # which pydantic appends
+    reason = one_line(error).partition(" [type=")[0]  # pydantic appends this part
     is_refusal = isinstance(error, TypeError | ValidationError)
     if is_refusal and any(name in reason for name in engine_args):
         what = f"vLLM rejects an argument: {reason}."

@@ -38,10 +38,10 @@ from pipeline.targets.spec import TargetSpec, context_length, eos_token_ids
 from pipeline.targets.vllm_engine import engine_arguments, import_vllm
 
 HOST = "127.0.0.1"
-NAME = "served"  # of the model, in requests
+NAME = "served"  # the model's name in requests
 SECONDS_BETWEEN_LOOKS = 0.2
 STOPS_WITHIN = 10.0  # seconds
-SERVER = "vllm.entrypoints.openai.api_server"  # `vllm serve` of the CPU build fails, this does not
+SERVER = "vllm.entrypoints.openai.api_server"  # `vllm serve` fails in the CPU build
 ROUNDS = 2  # least number of requests per concurrent request
 WHERE = "check.studies: load"
 FIX = "Take load out of check.studies."
@@ -175,7 +175,7 @@ def running_server(spec: TargetSpec, engine_args: Mapping[str, Any], gpus: int) 
     require_gpus(gpus)
     with socket.socket() as found:
         found.bind((HOST, 0))
-        port = found.getsockname()[1]  # that nobody listens on now
+        port = found.getsockname()[1]  # a free port
     arguments = {
         **engine_arguments(spec, engine_args, gpus),
         "served_model_name": NAME,
