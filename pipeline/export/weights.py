@@ -90,7 +90,7 @@ def _plain_tensors(path: Path) -> dict[str, Tensor]:
     """Read named tensors from a pickle of weights; raise DataError for any other object."""
     fix = "Convert it to safetensors where you trust it, or fetch the file again."
     try:
-        with warnings.catch_warnings(action="ignore"):  # pickle protocols
+        with warnings.catch_warnings(action="ignore"):  # warns of pickle protocols
             content = torch.load(path, map_location="cpu", weights_only=True)
     except UnpicklingError as error:
         what = "This is no file of tensors: it holds other objects, whose code is not run here."
