@@ -91,7 +91,7 @@ class TextStream:
 
 
 def degenerate_loop(ids: Sequence[int]) -> bool:
-    """Return whether token ids end in a loop: an n-gram 4 times in a row, over 32 tokens or more."""
+    """Return whether token ids end in a loop: an n-gram 4 times in a row, at least 32 tokens."""
     tail = np.asarray(ids)
     if len(tail) < MIN_LOOP_TOKENS:
         return False

@@ -111,7 +111,7 @@ class Chat:
         return asked.ids, forgets
 
     def answered(self, ids: Sequence[int], *, ended: bool) -> None:
-        """Append the sampled answer to the chat, end token included; without ids drop the question."""
+        """Append the sampled answer to the chat; without ids drop the question instead."""
         assert self._asked is not None, "nothing was asked"
         if ids:
             message = Message("assistant", self._template.decode(ids))

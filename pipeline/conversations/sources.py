@@ -252,7 +252,7 @@ def source_readers(settings: SeedsConfig) -> list[SourceReader]:
 
 
 def read_questions(path: Path) -> list[Conversation]:
-    """Read a file of benchmark questions (MT-Bench, Spec-Bench, any form), without rejected rows."""
+    """Read a file of benchmark questions (MT-Bench, Spec-Bench, any form); skip rejected rows."""
     rows = SourceReader(SeedSource(path=path), path.stem, max_characters=10**9)
     return [row for row in rows if isinstance(row, Conversation)]
 
