@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from pipeline.errors import DataError, EnvironmentFault
 from pipeline.run import context as run_context
+from pipeline.run.reporting import drawing_data
 from pipeline.stages import features, generate, seeds
 from pipeline.storage import fingerprint
 from pipeline.storage.receipts import read_receipt
@@ -141,6 +142,21 @@ def test_a_shard_of_another_run_is_replaced(copied_run, make_config, tmp_path):
     assert problem.startswith(str(ours.shard_path(1)))
     run = run_again(make_config(tmp_path))
     assert shards_made(run) == [("generate", 1)] and contents(run, "generate") == before
+
+
+def test_no_curve_is_drawn_of_a_damaged_log(copied_run):
+    log = latest(copied_run, "train").path / "metrics.jsonl"
+    assert drawing_data(copied_run).losses
+    log.write_text(log.read_text().replace('"loss": ', '"losr": ', 1))
+    assert drawing_data(copied_run).losses == drawing_data(copied_run).held_out == []
+
+
+def test_a_killed_writer_s_temporary_file_is_removed(copied_run, make_config, tmp_path):
+    stage = latest(copied_run, "generate")
+    orphan = stage.path / "shards" / "00001.parquet.0123456789ab.tmp"
+    orphan.write_bytes(stage.shard_path(1).read_bytes()[:100])
+    assert stages_run(run_again(make_config(tmp_path))) == []
+    assert not orphan.exists()
 
 
 def test_other_content_makes_exactly_its_dependants_again(

@@ -160,6 +160,24 @@ def test_a_missing_stage_of_the_card_stops_the_push(
     assert push_again(copied_run)["repo"] == "me/heads"
 
 
+def test_nothing_is_pushed_after_another_training_since_the_check(
+    copied_run, make_config, tmp_path, hub
+):
+    run_again(make_config(tmp_path, train__lr=0.002), until="train")
+    with pytest.raises(DataError, match="stage train is missing or not the one that"):
+        push_again(copied_run)
+    assert hub.requests == []
+
+
+def test_limits_are_those_of_run_yaml_as_it_is_now(copied_run, hub):
+    settings = copied_run.path / "run.yaml"
+    settings.write_text(
+        settings.read_text().replace("min_acceleration_rate: 1.0", "min_acceleration_rate: 99.0")
+    )
+    with pytest.raises(CheckFailed, match=r"below check.min_acceleration_rate = 99"):
+        push_again(copied_run)
+
+
 def test_the_card_has_the_target_s_commit_at_the_check(copied_run, hub, monkeypatch):
     """The branch may have moved since; the licence is that of the commit."""
     settings, asked = latest(copied_run, "check").summary["configuration"], []
