@@ -21,7 +21,7 @@ from pipeline.artifacts.json_form import to_json
 from pipeline.decoding.decoder import Decoded, Decoder, plain_decoder
 from pipeline.decoding.tree import greedy_tree
 from pipeline.evaluation.prompts import Prompt
-from pipeline.evaluation.speed import ACCELERATED, PLAIN, Pace, speed
+from pipeline.evaluation.speed import ACCELERATED, PLAIN, Pace, check_speed
 from pipeline.heads.medusa import MedusaHeads
 from pipeline.heads.shapes import MedusaShape
 from pipeline.targets.loading import lm_head_weight
@@ -66,7 +66,7 @@ def measure_decoding(model: PreTrainedModel, size: Size, ends: Deadline) -> Resu
     for (kind, num_nodes), with_tree in decoded.items():
         asked = [Prompt(str(number), prompts[number]) for number in range(len(plain))]
         passes = [{PLAIN: plain, ACCELERATED: with_tree}]
-        figures = speed(asked, passes)
+        figures = check_speed(asked, passes)
         identical = sum(
             one.token_ids == other.token_ids for one, other in zip(plain, with_tree, strict=True)
         )
