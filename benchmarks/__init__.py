@@ -1,3 +1,3 @@
-"""Measured claims, each a ratio of two sides in one run: `python -m benchmarks.run`."""
+"""Benchmarks of claims, each a ratio of two sides in one run: `python -m benchmarks.run`."""
 
-import pipeline  # noqa: F401  (says how OpenMP is to wait, before torch loads)
+import pipeline  # noqa: F401  (sets OpenMP's wait policy before torch loads)

@@ -1,11 +1,11 @@
-"""Families of models in miniature, through the flow and in vLLM: which are kept, which refused.
+"""Benchmark of supported model families in miniature, through the flow and in vLLM.
 
     python -m benchmarks.run architectures    # docs/models.md, both kinds of heads: 10 minutes
 
-A family is kept where the whole flow passes its own check natively. For vLLM the table has the
-number of greedy texts that are the same with the export as without it, or why it does not start.
-Weights are random and sizes tiny, so rates mean nothing here. A family is refused where its layers
-cannot verify a tree; the flow says so before it computes.
+A family is supported if the whole flow passes its own check natively. For vLLM the table has the
+number of greedy texts that are the same with the export as without it, or why vLLM does not start.
+Weights are random and sizes tiny, so rates mean nothing here. A family is refused if its layers
+cannot verify a tree; the flow reports this before it computes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NUM_PROMPTS, NEW_TOKENS = 4, 12
 
 
 def measure(*, tiny: bool = False) -> Result:
-    """Every family; at a tiny size one of each sort, natively alone."""
+    """Run the flow on every family; if `tiny`, on one supported and one refused, without vLLM."""
     families = list(FAMILIES)[:1] if tiny else list(FAMILIES)
     found = {name: kept(name, in_vllm=not tiny) for name in families}
     found |= {name: refused(name) for name in (list(REFUSED)[:1] if tiny else REFUSED)}
@@ -49,7 +49,7 @@ def measure(*, tiny: bool = False) -> Result:
 
 
 def kept(name: str, *, in_vllm: bool) -> dict[str, Any]:
-    """A family's row: what the flow and, for each kind of heads, what vLLM made of it."""
+    """Return a supported family's row: the flow's result and, by kind of heads, vLLM's."""
     with tempfile.TemporaryDirectory() as temporary:
         root = Path(temporary)
         target = save_family(name, root / "target")
@@ -73,7 +73,7 @@ def kept(name: str, *, in_vllm: bool) -> dict[str, Any]:
 
 
 def refused(name: str) -> dict[str, Any]:
-    """A refused family's row: what the flow says, and that it made nothing."""
+    """Return a refused family's row: the flow's error, and the files that the flow wrote."""
     with tempfile.TemporaryDirectory() as temporary:
         root = Path(temporary)
         config = _config(name, root, save_refused(name, root / "target"), "recurrent")
@@ -125,9 +125,9 @@ def _run(config: Config) -> Run:
 
 
 def _served(runs: Mapping[str, Run]) -> dict[str, str]:
-    """Count the greedy texts that vLLM writes alike with each kind of heads and without.
+    """Count the greedy texts that are equal in vLLM with and without heads, by kind of heads.
 
-    Where vLLM does not start, state why.
+    If vLLM does not start, the error is returned instead.
     """
     first = next(iter(runs.values()))
     target = resolve(first.config.target, on_gpu=False)
@@ -161,7 +161,7 @@ def _alone(
     prompts: Sequence[list[int]],
     first: MedusaDistillError,
 ) -> str:
-    """State whether vLLM starts with one kind of heads alone; `first` is the error of all kinds."""
+    """Return whether vLLM starts with one kind of heads alone; `first` is the error with all."""
     try:
         decode_in_vllm([DecodeTask(target, prompts, NEW_TOKENS, engine_args)])
     except MedusaDistillError as error:

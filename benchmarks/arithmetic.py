@@ -1,4 +1,4 @@
-"""Floating-point operations by formula, and the machine's peak by measurement.
+"""FLOPs of forward and training by formula, and measurement of a device's peak rate and memory.
 
 Only needed operations count: no padding, no masked half of causal attention, no label of -100, no
 unused gradient. A share of the peak is therefore never overstated.
@@ -22,7 +22,7 @@ PEAK_PRODUCTS = 100  # enough for a GPU's clock to settle
 
 
 def backbone_flops(model: PreTrainedModel, lengths: Iterable[int]) -> float:
-    """One forward of the backbone, without the lm_head, over conversations of these lengths."""
+    """Return the FLOPs of one backbone forward over conversations of these lengths, no lm_head."""
     text = model.config.get_text_config()
     per_token = 2 * sum(
         part.weight.numel() for part in model.base_model.modules() if isinstance(part, nn.Linear)
@@ -30,16 +30,16 @@ def backbone_flops(model: PreTrainedModel, lengths: Iterable[int]) -> float:
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     attention = (
         2 * text.num_hidden_layers * text.num_attention_heads * head_dim
-    )  # two products, half of each masked
+    )  # two matrix products, half of each masked
     return float(sum(per_token * length + attention * length**2 for length in lengths))
 
 
 def training_flops(config: MedusaShape, num_positions: float, num_labels: float) -> float:
-    """Medusa-1, forward and backward, over `num_positions` states with `num_labels` labels, all
-    heads together.
+    """Return the FLOPs of Medusa-1 training, forward and backward, over `num_positions` states.
 
-    A trained lm_head takes three products per label (logits, its input's gradient, its own), a
-    frozen one two; a first block needs no gradient of its input, the states.
+    `num_labels` is the number of labels of all heads together. A trained lm_head takes three
+    products per label (logits, gradient of the input, gradient of the weight), a frozen lm_head
+    two. A head's first block needs no gradient of its input, the states.
     """
     size = config.hidden_size
     lm_head = (4 if config.lm_head == "tied" else 6) * config.vocab_size * size * num_labels
@@ -48,9 +48,7 @@ def training_flops(config: MedusaShape, num_positions: float, num_labels: float)
 
 
 class Peak:
-    """The device's peak rate, by products of two large random matrices; timed in turns with other
-    sides.
-    """
+    """The measurement of a device's peak FLOPs, by products of two large random matrices."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, size: int):
         self._left, self._right = (
@@ -60,7 +58,7 @@ class Peak:
         self.flops = float(PEAK_PRODUCTS * 2 * size**3)
 
     def run(self) -> float:
-        """Seconds of `flops` operations."""
+        """Return the seconds that `flops` operations take."""
         synchronize(self._out.device)
         started = perf_counter()
         for _ in range(PEAK_PRODUCTS):
@@ -70,15 +68,13 @@ class Peak:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for a GPU; a CPU has nothing under way."""
+    """Wait until a GPU has finished its queued work; do nothing for a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def reset_peak_memory(device: torch.device) -> float:
-    """Free what is no longer used and start measuring the peak anew; returns the memory in use, in
-    GB.
-    """
+    """Free unused memory and reset the device's peak memory; return the memory in use, in GB."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -90,7 +86,7 @@ def reset_peak_memory(device: torch.device) -> float:
 
 
 def peak_memory_gb(device: torch.device) -> float:
-    """The most memory in use since then: a GPU's by tensors, else this process's."""
+    """Return the peak memory in GB since `reset_peak_memory`: a GPU's tensors, else the process."""
     return (
         torch.cuda.max_memory_allocated(device) / 1e9
         if device.type == "cuda"

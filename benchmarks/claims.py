@@ -1,8 +1,7 @@
-"""A benchmark's claims, each a measured figure with its aim, and the timing of two sides.
+"""A benchmark's claims, each a measured figure with an aim, and the timing of sides in turns.
 
 Sides take turns, A B A B, so that a drifting machine slows both; a side's figure is its median. A
-missed aim raises
-nothing: it is written down like one that was met.
+missed aim raises no error: it is reported like an aim that is met.
 """
 
 from __future__ import annotations
@@ -12,14 +11,12 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-Side = Callable[[], float]  # works once; returns seconds
+Side = Callable[[], float]  # does the side's work once; returns seconds
 
 
 @dataclass(frozen=True)
 class Claim:
-    """One measured figure. `aim` is a lower bound, or with `at_most` an upper one; None for
-    none.
-    """
+    """A measured figure of a benchmark; `aim` is a lower bound, an upper one with `at_most`."""
 
     what: str
     measured: float
@@ -40,11 +37,11 @@ class Claim:
 
 @dataclass(frozen=True)
 class Result:
-    """A benchmark's outcome: claims for the table, and facts for reproducing them."""
+    """A benchmark's outcome: claims for the table, and facts for reproducing the measurement."""
 
     claims: Sequence[Claim]
     facts: Mapping[str, Any] = field(default_factory=dict)
-    not_measured: Sequence[str] = ()  # what there was no time for
+    not_measured: Sequence[str] = ()  # claims that were left out for lack of time
 
 
 def in_turns(
@@ -54,9 +51,9 @@ def in_turns(
     warm_up: bool = True,
     ends: Callable[[], bool] = lambda: False,
 ) -> dict[str, list[float]]:
-    """Each side's seconds in each of `rounds` rounds, after one warm-up round that is not counted.
+    """Time the sides of a benchmark in turns; return the seconds of each round by side.
 
-    Once it `ends`, there are no more rounds than the first.
+    A warm-up round is not counted. After the first round, no round begins once `ends()` is true.
     """
     if warm_up:
         for side in sides.values():
@@ -68,7 +65,7 @@ def in_turns(
 
 
 def rates(work: float, seconds: Sequence[float]) -> list[float]:
-    """`work` per second, per round."""
+    """Return `work` per second for each round of a benchmark."""
     return [work / each for each in seconds]
 
 
@@ -79,8 +76,9 @@ def ratio(
     sides: Mapping[str, float],
     **more: Any,
 ) -> Claim:
-    """Our median rate over theirs, with the least and the most of the rounds; in percent with
-    `unit` "%".
+    """Return the claim of our median rate over theirs, with the least and the most of the rounds.
+
+    The ratio is in percent if `unit` is "%".
     """
     scale = 100.0 if more.get("unit") == "%" else 1.0
     per_round = [scale * one / other for one, other in zip(ours, theirs, strict=True)]
@@ -95,9 +93,7 @@ def speed_ratio(
     unit: str,
     aim: float | None = None,
 ) -> Claim:
-    """The speed of the first of two sides over that of the second, for the same `work` counted in
-    `unit`.
-    """
+    """Return the claim of the first side's speed over the second's, for `work` in `unit`."""
     by_side = {name: rates(work, each) for name, each in seconds.items()}
     ours, theirs = by_side.values()
     return ratio(

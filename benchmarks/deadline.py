@@ -1,7 +1,7 @@
-"""When the parts of a benchmark have to end, so that all of it ends in a bounded time.
+"""Deadlines for the parts of a benchmark, so that the whole benchmark ends in a bounded time.
 
-A part looks between its rounds, so it ends at most one round late; the next one then has less. What
-a part does not reach is said as not measured.
+A part checks its deadline between rounds, so it ends at most one round late, and the next part has
+less time. Claims that a part does not reach are reported as not measured.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from time import perf_counter
 
 @dataclass(frozen=True)
 class Deadline:
-    """A moment of a clock."""
+    """The time by which a part of a benchmark ends, on the given clock."""
 
     at: float
     clock: Callable[[], float] = perf_counter
 
     def __call__(self) -> bool:
-        """Whether it has passed."""
+        """Return whether the deadline has passed."""
         return self.clock() >= self.at
 
     def halfway(self) -> Deadline:
-        """The middle between now and then."""
+        """Return a deadline halfway between now and this one."""
         now = self.clock()
         return replace(self, at=now + (self.at - now) / 2)
 
@@ -31,7 +31,10 @@ class Deadline:
 def deadlines(
     seconds: Mapping[str, float], clock: Callable[[], float] = perf_counter
 ) -> dict[str, Deadline]:
-    """When each part ends, one after another from now on; what one leaves, those after it have."""
+    """Return the deadlines of a benchmark's parts, which run one after another from now on.
+
+    A part that ends early leaves its time to later parts.
+    """
     end, found = clock(), {}
     for part, share in seconds.items():
         end += share

@@ -1,11 +1,10 @@
-"""The overhead of a step with a tree over a plain one on this machine's CPU, by tree size and batch
-size.
+"""Benchmark of a decoding step's overhead with a tree on a CPU, by tree size and batch size.
 
-Measured: seconds per step of `Decoder` with trees of 1 to 256 nodes over those of `plain_decoder`,
-the same loop without a tree, in turns, on the number of threads at which plain decoding is fastest.
-Batches: the same for a tree of 8 nodes and several texts at once. Heads are untrained and untied
-(the more expensive kind): a step's cost does not depend on what is accepted. The gpu benchmark has
-the curve for a GPU.
+Measured: seconds per step of `Decoder` with trees of 1 to 256 nodes over seconds per step of
+`plain_decoder`, the same loop without a tree. Both run in turns, on the number of threads at which
+plain decoding is fastest. Batches: the same for a tree of 8 nodes and several texts at once. Heads
+are untrained and untied (the more expensive kind): a step's cost does not depend on the number of
+accepted tokens. The gpu benchmark has the curve for a GPU.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ PROMPT_TOKENS, NUM_STEPS, ROUNDS = 64, 12, 7
 
 
 def measure(*, tiny: bool = False) -> Result:
-    """A random backbone of 50M parameters and the demo's target."""
+    """Measure the overheads with a random backbone of 50M parameters and the demo's target."""
     claims: list[Claim] = []
     threads: dict[str, int] = {}
     with tempfile.TemporaryDirectory() as temporary:
@@ -70,7 +69,7 @@ def measure(*, tiny: bool = False) -> Result:
 def overheads(
     model: PreTrainedModel, what: str, prompt: Sequence[int], *, tiny: bool
 ) -> list[Claim]:
-    """One claim per size of the tree, and one per size of the batch."""
+    """Measure a step's overhead; return one claim per tree size and one per batch size."""
     config = MedusaShape(model.config.hidden_size, model.config.vocab_size, NUM_HEADS)
     heads = MedusaHeads.from_lm_head(config, lm_head_weight(model)).eval()
     plain = plain_decoder(model, eos_token_ids=())
@@ -102,7 +101,7 @@ def claim(what: str, with_tree: Sequence[float], plain: Sequence[float]) -> Clai
 
 
 def seconds_per_step(decoder: Decoder, prompts: Sequence[Sequence[int]]) -> float:
-    """Seconds per step of a batch, without its prefills."""
+    """Return a decoder's seconds per step of a batch, without the prefills."""
     steps = decoder.stream_batch(prompts, (NUM_STEPS + 1) * (decoder.tree.max_depth + 1))
     for _ in prompts:
         next(steps)

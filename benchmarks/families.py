@@ -1,8 +1,8 @@
-"""Each family of docs/models.md with random weights in miniature, and a chat template of its
-family's form; and others that are refused.
+"""Miniature models of each family in docs/models.md: random weights, tokenizer and chat template.
 
-Templates are written here after the published ones: the same marks around turns, the same handling
-of a system prompt, of the date, of thoughts, without their branches for tools and pictures.
+Chat templates follow the published ones: the same marks around turns and the same handling of a
+system prompt, the date and thoughts, without the branches for tools and pictures. Configurations of
+refused families are here too.
 """
 
 from __future__ import annotations
@@ -90,9 +90,9 @@ WINDOWED = {"sliding_window": 24, "layer_types": ["sliding_attention", "full_att
 
 @dataclass(frozen=True)
 class Family:
-    """One family in miniature."""
+    """A model family in miniature: transformers' configuration, sizes and chat template."""
 
-    config: str  # of transformers
+    config: str  # name of transformers' configuration class
     template: str
     end_of_turn: str
     marks: tuple[str, ...] = ()
@@ -161,7 +161,7 @@ FAMILIES = {
 
 
 def save_tokenizer(family: Family, directory: Path) -> Any:
-    """Write a small tokenizer with a family's marks and template; returns it."""
+    """Write and return a small tokenizer with a model family's marks and chat template."""
     import transformers
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -190,7 +190,7 @@ def save_tokenizer(family: Family, directory: Path) -> Any:
 
 
 def save_family(name: str, directory: Path) -> Path:
-    """Write the miniature of a family, with its tokenizer and template."""
+    """Write the miniature model of a family, with tokenizer and chat template."""
     import torch
     import transformers
 
@@ -208,12 +208,12 @@ def save_family(name: str, directory: Path) -> Path:
     model = transformers.AutoModelForCausalLM.from_config(
         getattr(transformers, family.config)(**sizes)
     )
-    for parameter in model.parameters():  # wide enough that greedy choices are no ties
+    for parameter in model.parameters():  # wide enough to avoid ties of greedy tokens
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.2)
-    if family.config.startswith(
-        "Gemma"
-    ):  # which multiplies its embedding by the root of its width, and repeats its input
+    # Gemma multiplies its embeddings by the root of the hidden size; the miniature would repeat its
+    # input.
+    if family.config.startswith("Gemma"):
         model.get_input_embeddings().weight.data /= 64
     model.generation_config = transformers.GenerationConfig(
         bos_token_id=0, eos_token_id=[end, *range(100, 108)]
@@ -222,7 +222,7 @@ def save_family(name: str, directory: Path) -> Path:
     return directory
 
 
-# Configurations of transformers whose layers cannot verify a tree, and what is said of each.
+# Configurations of transformers whose layers cannot verify a tree, and a part of the error.
 REFUSED = {
     "Mamba": ("MambaConfig", {"num_hidden_layers": 2, "state_size": 4}, "linear_attention"),
     "Falcon Mamba": (
@@ -243,9 +243,7 @@ REFUSED = {
 
 
 def save_refused(name: str, directory: Path) -> Path:
-    """Write the configuration of such a model, with a tokenizer and a template, and no weights:
-    none are looked at.
-    """
+    """Write the config.json and tokenizer of a refused model, without weights."""
     import json
 
     import transformers

@@ -1,5 +1,6 @@
-"""Claim: the features stage costs little beside the backbone's forward: at least 0.85 of its tokens
-per second.
+"""Benchmark of the features stage's speed over the speed of the backbone's bare forward.
+
+Claim: at least 0.85 of the forward's tokens per second.
 
 Measured: the stage's worker over shards of ragged conversations: reading rows, batching, forward,
 selecting positions, compressing, writing, committing. Against: the bare forward,
@@ -32,7 +33,7 @@ NUM_SHARDS = 2
 
 
 def measure(*, tiny: bool = False) -> Result:
-    """Two backbones; more rounds for the fast one, whose timing is noisier."""
+    """Measure two backbones, the faster one in more rounds, since its timing is noisier."""
     shape, row_tokens = (targets.TINY, (8, 24)) if tiny else (targets.BACKBONE, (64, 512))
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
@@ -79,7 +80,7 @@ def _claim(
 
 
 def record_batches(worker: Worker, tasks: Sequence[ShardTask]) -> list[torch.Tensor]:
-    """Run the worker once and record its backbone's inputs."""
+    """Run the features worker once; return the backbone's input batches."""
     seen: list[torch.Tensor] = []
     hook = backbone(worker).register_forward_pre_hook(
         lambda _, __, given: seen.append(given["input_ids"].clone()), with_kwargs=True
@@ -90,7 +91,7 @@ def record_batches(worker: Worker, tasks: Sequence[ShardTask]) -> list[torch.Ten
 
 
 def stage_seconds(worker: Worker, tasks: Sequence[ShardTask]) -> float:
-    """The whole worker, shard after shard."""
+    """Return the seconds of the whole features worker, shard after shard."""
     started = perf_counter()
     for task in tasks:
         worker(task)
@@ -99,7 +100,7 @@ def stage_seconds(worker: Worker, tasks: Sequence[ShardTask]) -> float:
 
 @torch.inference_mode()
 def forward_seconds(worker: Worker, batches: Sequence[torch.Tensor]) -> float:
-    """The backbone alone; its outputs are discarded."""
+    """Return the seconds of the backbone's forwards alone; the states are discarded."""
     forward = backbone(worker)
     started = perf_counter()
     for ids_BT in batches:
@@ -110,6 +111,6 @@ def forward_seconds(worker: Worker, batches: Sequence[torch.Tensor]) -> float:
 
 
 def backbone(worker: Worker) -> PreTrainedModel:
-    """The module that the worker runs."""
+    """Return the backbone module that the features worker runs."""
     assert isinstance(worker.engine, TransformersFeatureEngine)
     return worker.engine.model.base_model

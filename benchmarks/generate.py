@@ -1,5 +1,6 @@
-"""Claim: conversation-wise generation writes at least 1.25 times as many tokens per second as one
-call per turn.
+"""Benchmark of conversation-wise generation over one vLLM call per turn.
+
+Claim: at least 1.25 times as many tokens per second.
 
 Measured: the stage's own loop (`run_dialogues`: a conversation's next turn is requested as soon as
 its last one ended) on vLLM. Against: one `LLM.generate()` call per turn over all conversations with
@@ -39,7 +40,7 @@ ROUNDS = 4
 
 
 def measure(*, tiny: bool = False) -> Result:
-    """One target, four rounds."""
+    """Measure both ways of generation with one target in four rounds."""
     rng = np.random.default_rng(0)
     with tempfile.TemporaryDirectory() as temporary:
         target = targets.random_demo_target(Path(temporary))
@@ -89,7 +90,7 @@ def measure(*, tiny: bool = False) -> Result:
 
 
 def _conversations(number: int, rng: np.random.Generator) -> list[Conversation]:
-    """Seeds of 1 to 8 questions, taken one after another from the bundled ones."""
+    """Build seeds of 1 to 8 questions from the bundled conversations."""
     questions = cycle(
         message.content[:200]
         for each in targets.bundled_conversations()
@@ -106,9 +107,7 @@ def _conversations(number: int, rng: np.random.Generator) -> list[Conversation]:
 
 
 class RaggedDialogue(Dialogue):
-    """A conversation whose answers end at given lengths, as a real target's answers vary in
-    length.
-    """
+    """A dialogue whose answers end at given lengths, which vary like a real target's answers."""
 
     def __init__(
         self,
@@ -132,9 +131,7 @@ class RaggedDialogue(Dialogue):
 
 
 def by_turn(dialogues: Iterable[Dialogue], llm: Any, eos: tuple[int, ...]) -> None:
-    """One `LLM.generate()` call for all conversations' first turns, one for all second turns, and
-    so on.
-    """
+    """Generate all conversations with one `LLM.generate()` call per turn: the baseline."""
     asking = [(dialogue, request) for dialogue in dialogues if (request := dialogue.next_request())]
     while asking:
         outputs = llm.generate(

@@ -1,15 +1,16 @@
-"""Claims for a GPU: shares of its peak, and the overhead of a tree.
+"""Benchmark of features, decoding and training on a GPU: shares of the peak, overhead of a tree.
 
     python -m benchmarks.gpu           # one GPU; 10 minutes. No Ray, no vLLM, nothing downloaded
     python -m benchmarks.gpu --tiny    # a smoke test on a CPU; figures are meaningless and not kept
 
-Features reach 70 % of the peak, training 55 %, neither limited by files; a tree of 64 nodes costs
-15 %. The target has Mistral-7B's shape and random bfloat16 weights, made on the card. Measured in
-turns with the peak (products of large random matrices in the same dtype): the features stage's
-worker, training from the shards that it wrote, and writing and reading those shards alone. Then
-native decoding, plain and with trees of several sizes, of one text and of several; then a step of
-every kind of head with vocabularies of 32,000 and 128,256 tokens, its memory and a checkpoint. Each
-part has its share of the time; what it does not reach is reported as not measured.
+Claims: features reach 70 % of the peak, training 55 %, neither limited by files; a tree of 64 nodes
+costs 15 %. The target has Mistral-7B's shape and random bfloat16 weights, made on the card.
+Measured in turns with the peak (products of large random matrices in the same dtype): the features
+stage's worker, training from the worker's shards, and writing and reading the shards alone. Then
+native decoding, plain and with trees of several sizes, of one text and of several. Then a training
+step of every kind of head with vocabularies of 32,000 and 128,256 tokens: speed, memory and
+checkpoint. Each part has a share of the time; claims that it does not reach are reported as not
+measured.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from pipeline.targets.spec import TargetSpec
 
 
 def measure(*, tiny: bool = False, clock: Callable[[], float] = perf_counter) -> Result:
-    """Features, decoding, then training, for which the backbone is freed."""
+    """Measure features and decoding, then training, for which the backbone is freed."""
     size = TINY if tiny else FULL
     ends = deadlines(size.seconds, clock)
     made = rows.ragged_rows(size.num_rows, *size.row_tokens, size.shape["vocab_size"])
@@ -59,7 +60,7 @@ def measure(*, tiny: bool = False, clock: Callable[[], float] = perf_counter) ->
 
 
 def random_mistral(size: Size) -> PreTrainedModel:
-    """The target, frozen, its random weights drawn on the device itself."""
+    """Build the frozen target of Mistral-7B's shape, with random weights drawn on the device."""
     torch.manual_seed(0)
     config = MistralConfig(**size.shape, sliding_window=None, tie_word_embeddings=False)
     with size.device:
@@ -68,7 +69,7 @@ def random_mistral(size: Size) -> PreTrainedModel:
 
 
 def lm_head_alone(model: PreTrainedModel, directory: Path) -> TargetSpec:
-    """A target's directory with its configuration and lm_head, which is what training reads."""
+    """Write the target's configuration and lm_head, the only target files that training reads."""
     model.config.save_pretrained(directory)
     save_file(
         {"lm_head.weight": lm_head_weight(model).cpu()},

@@ -1,9 +1,7 @@
-"""Native decoding of several texts at once on a GPU: what a step with a tree takes over a plain
-one, by batch and tree.
+"""Benchmark of native batch decoding on a GPU: overhead of a step, by batch size and tree size.
 
-As in gpu_decoding.py heads and target are random, so hardly a guess is accepted, and the overhead
-is that of trained heads. A batch multiplies the rows that a tree verifies: the larger it is, the
-less of the GPU is idle, and the smaller the tree that pays.
+As in gpu_decoding.py, heads and target are random, so hardly a guess is accepted, and trained heads
+have the same overhead. A larger batch leaves less of the GPU idle, so only smaller trees pay off.
 """
 
 from __future__ import annotations
@@ -26,8 +24,9 @@ from pipeline.targets.loading import lm_head_weight
 
 
 def measure_batches(model: PreTrainedModel, size: Size, ends: Deadline) -> Result:
-    """Each batch plainly and with each tree, in turns; tied heads, which take no memory of their
-    own.
+    """Measure each batch size plain and with each tree, in turns.
+
+    Heads are tied, since tied heads need no lm_heads of their own in memory.
     """
     claims: list[Claim] = []
     missing: list[str] = []
@@ -64,7 +63,7 @@ def measure_batches(model: PreTrainedModel, size: Size, ends: Deadline) -> Resul
 
 
 def _step(decoder: Decoder, prompts: list[list[int]], new_tokens: int) -> Callable[[], float]:
-    """Decodes all prompts as one batch; returns the seconds of a step."""
+    """Return a function that decodes all prompts as one batch and returns the seconds per step."""
 
     def seconds() -> float:
         decoded = decoder.generate_batch(prompts, new_tokens)

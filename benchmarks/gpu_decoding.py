@@ -1,9 +1,9 @@
-"""Native decoding on a GPU: the overhead of a step with a tree over a plain one, by tree size.
+"""Benchmark of native decoding on a GPU: overhead of a step with a tree, by tree size.
 
 Heads and target are random, so hardly a guess is accepted and the acceleration rate is meaningless.
-A step's cost does not depend on what is accepted, so the overhead is that of trained heads. It has
-an aim at 64 nodes: five untied heads with a vocabulary of 32,000 add a tenth to the bytes that a
-step reads, tied ones read the lm_head once more.
+A step's cost does not depend on the number of accepted tokens, so trained heads have the same
+overhead. The overhead has an aim at 64 nodes: five untied heads with a vocabulary of 32,000 add a
+tenth to the bytes that a step reads, tied heads read the lm_head once more.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pipeline.artifacts.json_form import to_json
 from pipeline.decoding.decoder import Decoded, Decoder, plain_decoder
 from pipeline.decoding.tree import greedy_tree
 from pipeline.evaluation.prompts import Prompt
-from pipeline.evaluation.speed import ACCELERATED, PLAIN, Pace, speed
+from pipeline.evaluation.speed import ACCELERATED, PLAIN, Pace, check_speed
 from pipeline.heads.medusa import MedusaHeads
 from pipeline.heads.shapes import MedusaShape
 from pipeline.targets.loading import lm_head_weight
@@ -33,8 +33,9 @@ AIM_NODES, AIMS = 64, {"untied": 1.15, "tied": 1.06}
 
 
 def measure_decoding(model: PreTrainedModel, size: Size, ends: Deadline) -> Result:
-    """Every prompt plainly and with every tree, in turns; those that half of the time is enough to
-    warm up.
+    """Measure every prompt plain and with each tree, in turns.
+
+    Trees that cannot be warmed up in half of the time are not measured.
     """
     if ends():
         return Result([], {}, ["decoding: the overhead of every tree"])
@@ -65,7 +66,7 @@ def measure_decoding(model: PreTrainedModel, size: Size, ends: Deadline) -> Resu
     for (kind, num_nodes), with_tree in decoded.items():
         asked = [Prompt(str(number), prompts[number]) for number in range(len(plain))]
         passes = [{PLAIN: plain, ACCELERATED: with_tree}]
-        figures = speed(asked, passes)
+        figures = check_speed(asked, passes)
         identical = sum(
             one.token_ids == other.token_ids for one, other in zip(plain, with_tree, strict=True)
         )
@@ -93,16 +94,15 @@ def measure_decoding(model: PreTrainedModel, size: Size, ends: Deadline) -> Resu
 def _warmed_up(
     decoders: dict[tuple[str, int], Decoder], prompt: list[int], new_tokens: int, ends: Deadline
 ) -> tuple[dict[tuple[str, int], Decoder], list[tuple[str, int]]]:
-    """Warm decoders up until the deadline, at least the plain one and a tree.
+    """Warm up decoders until the deadline, at least the plain decoder and one with a tree.
 
-    Returns the warm decoders, and the keys of those that came too late.
+    Returns the warm decoders, and the keys of the remaining decoders.
     """
     ready: dict[tuple[str, int], Decoder] = {}
     for key, decoder in decoders.items():
         if len(ready) > 1 and ends():
             break
-        decoder.generate(
-            prompt, new_tokens
-        )  # at full length: each new width is captured as the text grows
+        # At full length: each new width is captured as the text grows.
+        decoder.generate(prompt, new_tokens)
         ready[key] = decoder
     return ready, [key for key in decoders if key not in ready]

@@ -1,6 +1,4 @@
-"""The features stage on a GPU: its share of the card's peak, and whether writing shards limits
-it.
-"""
+"""Benchmark of the features stage on a GPU: share of the peak, and the speed of writing shards."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ from pipeline.stages.features import Worker
 from pipeline.storage.shards import ShardTask
 
 AIM = 70.0  # percent of the peak
-SAMPLE_TOKENS = 131_072  # whose states are written alone
+SAMPLE_TOKENS = 131_072  # tokens whose states are written alone
 
 
 def measure_features(
@@ -39,7 +37,7 @@ def measure_features(
     size: Size,
     ends: Deadline,
 ) -> Result:
-    """Peak, bare forward, whole stage and writing alone, in turns."""
+    """Measure the peak, the bare forward, the whole features stage and writing alone, in turns."""
     if ends():
         return Result([], {}, ["features: shares of the peak, and writing"])
     reset_peak_memory(size.device)
@@ -107,7 +105,7 @@ def _writing_claim(
 
 
 class WritingAlone:
-    """The stage's writing behind the forwards, on states computed before."""
+    """The features stage's writing of shards alone, from states that are computed before."""
 
     def __init__(self, worker: Worker, made: Sequence[rows.Row], path: Path):
         totals = accumulate(len(row["input_ids"]) for row in made)

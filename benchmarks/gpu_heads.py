@@ -1,7 +1,7 @@
-"""A training step of every kind of head with two sizes of vocabulary: its speed and its memory.
+"""Benchmark of a training step on a GPU, by kind of head and size of vocabulary: speed and memory.
 
-And what each kind's checkpoint takes: how long training waits for the copy, and until it is on the
-disk.
+Checkpoints of each kind are measured too: how long training waits for the copy, and how long the
+checkpoint takes to reach the disk.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ KINDS: dict[str, dict[str, Any]] = {
 def measure_heads(
     tasks: Sequence[ShardTask], directory: Path, size: Size, ends: Deadline
 ) -> Result:
-    """Each kind at each size of vocabulary, one after another."""
+    """Measure a training step of each kind of head at each size of vocabulary."""
     claims: list[Claim] = []
     missing: list[str] = []
     for vocabulary in size.vocabularies:
@@ -98,9 +98,7 @@ def _checkpoint(trainer: Trainer, what: str, size: Size) -> Claim:
 
 
 def _matrices_alone(size: Size, vocabulary: int, directory: Path) -> TargetSpec:
-    """A target's directory with its configuration and the two matrices that training reads, random
-    ones.
-    """
+    """Write a target's configuration and, randomly, the two matrices that training reads."""
     MistralConfig(
         **{**size.shape, "vocab_size": vocabulary}, tie_word_embeddings=False
     ).save_pretrained(directory)

@@ -21,7 +21,7 @@ MISTRAL_7B = {
 
 @dataclass(frozen=True)
 class Size:
-    """The amount that is measured, and the device."""
+    """The amounts that the gpu benchmark measures, and the device."""
 
     device: torch.device
     shape: dict[str, int]
@@ -31,7 +31,7 @@ class Size:
     rounds: int = 3
     peak_size: int = 8192
     epochs: int = 2
-    warm_steps: int = 6  # of a training, before its clock counts
+    warm_steps: int = 6  # training steps before the timed ones
     tree_nodes: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
     num_prompts: int = 6
     prompt_tokens: int = 512

@@ -1,6 +1,4 @@
-"""Medusa-1 training on a GPU: its share of the card's peak, its memory, and whether reading limits
-it.
-"""
+"""Benchmark of Medusa-1 training on a GPU: share of the peak, memory, and the speed of reading."""
 
 from __future__ import annotations
 
@@ -48,7 +46,7 @@ def measure_training(
     size: Size,
     ends: Deadline,
 ) -> Result:
-    """Peak, reading alone, untied and tied heads, in turns."""
+    """Measure the peak, reading alone, and training of untied and tied heads, in turns."""
     if ends():
         return Result([], {}, ["training: shares of the peak, and reading"])
     kinds: tuple[Kind, ...] = ("untied", "tied")
@@ -58,7 +56,7 @@ def measure_training(
     spec = trainings["untied"].spec
     peak = Peak(size.device, product_dtype(spec, size.device), size.peak_size)
     reading = ReadingAlone(spec, size)
-    peak.run(), reading.run()  # warm; a training leaves its own first steps out
+    peak.run(), reading.run()  # warm up; training does not time its own first steps
     sides = {"peak": peak.run, "reading": reading.run} | {
         kind: each.run for kind, each in trainings.items()
     }
@@ -98,14 +96,14 @@ def measure_training(
 
 
 class Training:
-    """`train` from the start; its first steps, in which a GPU warms up, are not timed."""
+    """A training from the start; the first steps, in which a GPU warms up, are not timed."""
 
     def __init__(self, spec: TrainSpec, size: Size):
         self.spec, self._size = spec, size
         self.num_positions, self.memory_gb = 0, 0.0
 
     def run(self) -> float:
-        """Seconds of the timed steps, which learn from `num_positions` positions."""
+        """Train; return the seconds of the timed steps, and count their positions."""
         reset_peak_memory(self._size.device)
         self.spec.path.mkdir()
         train(self.spec)
@@ -121,7 +119,7 @@ class Training:
 
 
 class ReadingAlone:
-    """The batches of one epoch, copied to the device and not used."""
+    """Training's reader alone: the batches of one epoch, copied to the device and not used."""
 
     def __init__(self, spec: TrainSpec, size: Size):
         self._rows, self._device = open_features(spec), size.device
@@ -156,7 +154,7 @@ def _spec(
 
 
 def _labels_per_position(made: Sequence[rows.Row]) -> float:
-    """Labels of all heads per position: a little below the number of heads, since spans end."""
+    """Return the labels of all heads per position: below the number of heads, since spans end."""
     labels = [
         head_labels(row["input_ids"], spans_of(row["spans"]), NUM_HEADS, rows.ROLES) != IGNORED
         for row in made

@@ -1,4 +1,6 @@
-"""Claim: a head's loss in chunks at V = 128k is as fast as with full logits, in half the memory.
+"""Benchmark of the heads' loss in chunks of logits over the loss with full logits.
+
+Claim: at V = 128k the loss in chunks is as fast, in half the memory.
 
 Measured in turns, forward and backward, with bfloat16 products and fp32 weights as on a GPU:
 `summed_cross_entropy`, which holds a chunk of logits at a time, and torch's own `cross_entropy` on
@@ -30,7 +32,10 @@ ROUNDS = 3
 
 @dataclass(frozen=True)
 class Inputs:
-    """States [K, N, D] in bfloat16, lm_heads [K, V, D] in fp32, labels [K, N]."""
+    """The inputs of the heads' loss: states [K, N, D], lm_heads [K, V, D], labels [K, N].
+
+    States are in bfloat16, lm_heads in fp32.
+    """
 
     hidden_KND: Tensor
     lm_head_KVD: Tensor
@@ -50,20 +55,20 @@ class Inputs:
 
 
 def in_chunks(inputs: Inputs) -> Tensor:
-    """The sum of all losses."""
+    """Return the sum of the heads' losses, computed in chunks of logits."""
     losses_K = summed_cross_entropy(inputs.hidden_KND, inputs.lm_head_KVD, inputs.labels_KN)
     return losses_K.sum()
 
 
 def with_full_logits(inputs: Inputs) -> Tensor:
-    """The same sum, all logits held."""
+    """Return the sum of the heads' losses, with the logits of all positions in memory."""
     weight_KVD = inputs.lm_head_KVD.to(inputs.hidden_KND.dtype)
     logits_KNV = (inputs.hidden_KND @ weight_KVD.mT).float()
     return cross_entropy(logits_KNV.flatten(0, 1), inputs.labels_KN.flatten(), reduction="sum")
 
 
 class Side:
-    """One way to compute the loss and its gradients; `memory_gb` is the most it took."""
+    """A way to compute the heads' loss and gradients; `memory_gb` is the peak memory."""
 
     def __init__(self, loss: Callable[[Inputs], Tensor], inputs: Inputs):
         self._loss = loss
@@ -71,7 +76,7 @@ class Side:
         self.memory_gb = 0.0
 
     def run(self) -> float:
-        """Seconds of a forward and a backward."""
+        """Return the seconds of a forward and a backward."""
         self._inputs.hidden_KND.grad = None
         self._inputs.lm_head_KVD.grad = None
         before_gb = reset_peak_memory(torch.device("cpu"))
@@ -83,7 +88,7 @@ class Side:
 
 
 def measure(*, tiny: bool = False) -> Result:
-    """Both sides in turns."""
+    """Measure time and memory of the loss in chunks and with full logits, in turns."""
     vocab_size, num_positions = (300, 16) if tiny else (VOCAB_SIZE, NUM_POSITIONS)
     inputs = Inputs.random(vocab_size, num_positions)
     sides = {

@@ -1,4 +1,4 @@
-"""Recipes compared on one target: the same questions, held-out text and number of nodes.
+"""Benchmark of training recipes on one target: same questions, held-out text and number of nodes.
 
     python -m benchmarks.run ladder                             # after `make demo`: 20 minutes
     python -m benchmarks.ladder CONFIG [section.key=value ...]  # any other; prints the table
@@ -7,9 +7,9 @@
 
 The flow runs once per recipe, all in one store, so that target, seeds, text and cached states are
 made once; the figures are read from the reports. All recipes of one method learn from the same
-number of tokens. Rates are those of native decoding with a tree of `NODES` nodes, with the standard
-error over prompts, and of the chain in vLLM. A tuned backbone's answers differ from the original's
-and may be easier or harder to predict. A run whose check fails is in the table like any other. The
+number of tokens. Rates are measured by native decoding with a tree of `NODES` nodes, with the
+standard error over prompts, and by vLLM with the chain. A tuned backbone's answers differ from the
+original's and may be easier or harder to predict. A run whose check fails is in the table too. The
 same command continues an interrupted comparison.
 """
 
@@ -78,7 +78,7 @@ FEW_RECIPES = ("Medusa", "Medusa-2, joint", "recurrent, soft labels")
 
 
 def measure(*, tiny: bool = False) -> Result:
-    """The demo's target, with its own configuration."""
+    """Compare the recipes on the demo's target, with the demo's configuration."""
     if not tiny:
         return compare(DEMO, ["run.store=runs/demo"])
     with tempfile.TemporaryDirectory() as temporary:
@@ -90,7 +90,7 @@ def measure(*, tiny: bool = False) -> Result:
 def compare(
     config: Path, overrides: Sequence[str], names: Sequence[str] = tuple(RECIPES)
 ) -> Result:
-    """Each recipe's acceleration rates, parameters and time of training."""
+    """Run the flow with each recipe; return claims of rates, parameters and training time."""
     claims, facts = [], {}
     for name in names:
         row = figures(config, [*BASE, *overrides], name)
@@ -102,7 +102,7 @@ def compare(
 
 
 def figures(config: Path, overrides: Sequence[str], name: str) -> dict[str, Any]:
-    """One recipe's row; partial where its run has no check."""
+    """Run the flow with one recipe and return its row; the row is partial without a check."""
     number = list(RECIPES).index(name)
     base = load_config(config, overrides)
     sizes = model_config(resolve(base.target)).get_text_config()
@@ -150,7 +150,7 @@ def figures(config: Path, overrides: Sequence[str], name: str) -> dict[str, Any]
 
 
 def as_row(name: str, row: Mapping[str, Any]) -> str:
-    """A row of the table in Markdown."""
+    """Format a recipe's row of the table as Markdown."""
     error = f" ± {row['standard_error']:.2f}" if row["standard_error"] is not None else ""
     vllm = f"{row['vllm']:.2f}" if row["vllm"] is not None else ""
     parameters, seconds = f"{row['parameters'] / 1e6:.2f}M", f"{row['train_seconds']:.0f} s"
@@ -165,7 +165,7 @@ def _given(option: str, arguments: Sequence[str]) -> list[str]:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Compare the recipes on another target and print the table, and each row's ladder of trees."""
+    """Compare the recipes on another target; print the table, and each recipe's study of trees."""
     config, *overrides = [word for word in arguments if not word.startswith(OPTIONS)] or [""]
     if not config:
         raise ConfigError("Name a configuration.", "benchmarks.ladder", f"{DEMO} is one.")

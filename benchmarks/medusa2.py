@@ -1,11 +1,12 @@
-"""Claim: a Medusa-2 step whose losses are chunked takes far less memory than one with full logits,
-and is no slower.
+"""Benchmark of a Medusa-2 training step with chunked losses over a step with full logits.
+
+Claim: the chunked step takes far less memory and is no slower.
 
 Measured: `Trainer.step` (forward of the tuned and of the original model, KL, heads, backward,
 AdamW). Against: the same step written plainly, with the logits of both models at every position and
 of every head held at once and gradients left to autograd; same packed sequences, adapter, optimizer
-and, as `largest_loss_difference` shows, losses. Memory is what a step takes beyond what the trainer
-holds before it. Where there is a GPU: also at 7B shape, in bf16, as a share of the card's peak.
+and, as `largest_loss_difference` shows, losses. A step's memory is its peak beyond the memory that
+the trainer holds before the step. With a GPU also at 7B shape, in bf16, as a share of the peak.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ CPU, PAGE_GB = torch.device("cpu"), 4096 / 1e9
 
 @dataclass(frozen=True)
 class Case:
-    """One training of a random target: steps of `batch_sequences` sequences, one per forward."""
+    """A Medusa-2 training of a random target, with `batch_sequences` sequences per step."""
 
     what: str
     shape: dict[str, int]
@@ -69,7 +70,7 @@ class Case:
 
 
 def measure(*, tiny: bool = False) -> Result:
-    """A vocabulary that is large relative to the model, as in a 7B model."""
+    """Measure a small model whose vocabulary is relatively large, and with a GPU a 7B shape."""
     small = Case("tiny", targets.TINY, "float32", CPU, 64, 2, 2, 1)
     cases = (
         [small]
@@ -130,7 +131,7 @@ def _measured(case: Case, directory: Path) -> tuple[list[Claim], dict[str, Any]]
 
 
 class Steps:
-    """Timed steps of a trainer."""
+    """Timed Medusa-2 steps of a trainer, with the peak memory of a step."""
 
     def __init__(self, learner: BackboneLearner, device: torch.device):
         self.learner, self._device = learner, device
@@ -152,7 +153,7 @@ class Steps:
         return seconds
 
     def flops(self) -> float:
-        """FLOPs of a step: frozen backbone and lm_head twice forward and once back, and heads."""
+        """Return a step's FLOPs: backbone and lm_head twice forward, once backward, and heads."""
         backbone: Any = self.learner.backbone.tuned
         config = self.learner.heads.shape
         labels = sum(int((batch.labels_KN != IGNORED).sum()) for batch in self._batches)
@@ -163,7 +164,7 @@ class Steps:
 
 
 class PlainLearner(BackboneLearner):
-    """The same, its losses by their definition."""
+    """The Medusa-2 learner with losses computed by their definition, from full logits."""
 
     def summed_losses(self, micro_batch: MicroBatch, weights_C: torch.Tensor) -> torch.Tensor:
         batch = micro_batch.texts.to(self.device)

@@ -1,13 +1,14 @@
-"""Claim: the features stage keeps the slower of a card and a disk at work: at least 0.92 of its
-speed, over several shards.
+"""Benchmark of the features stage's overlap of computing and writing, by simulated card and disk.
 
-Measured: the stage's worker; tokens per second from reading the first shard's rows to the last
-commit. The card is simulated: it
-computes 36,000 tokens a second by the clock, batch after batch, whatever the host does, as an H100
-does a 7B model, and returns bfloat16 states of that model's size. So is the disk: it takes so many
-MB a second, from all shards that are being written. Against: what the card computes, or the disk
-takes, by arithmetic. Batches are 16 times smaller than the default, and so are windows and shards,
-so that a run has as many windows as a longer one.
+Claim: over several shards, at least 0.92 of the speed of the slower of card and disk.
+
+Measured: the stage's worker, which learns before each shard which shard follows, as from the
+executors; tokens per second from reading the first shard's rows to the last commit. The simulated
+card computes 36,000 tokens a second by the clock, batch after batch, whatever the host does, as an
+H100 does with a 7B model, and returns bfloat16 states of that model's size. The simulated disk
+writes a fixed number of MB a second, of all shards together. Against: the speed of card or disk, by
+arithmetic. Batches, windows and shards are 16 times smaller than by default, so that a run has as
+many windows as a longer one.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ NUM_SHARDS, ROWS_PER_SHARD, ROW_TOKENS, ROUNDS = 10, 192, (64, 512), 3
 
 
 def measure(*, tiny: bool = False) -> Result:
-    """Three disks, from slower than the card to much faster; the median of three runs with each."""
+    """Measure three runs with each of three disks, from slower than the card to much faster."""
     num_shards, num_rows = (2, 4) if tiny else (NUM_SHARDS, ROWS_PER_SHARD)
     made = rows.ragged_rows(num_shards * num_rows, *ROW_TOKENS, VOCAB_SIZE)
     shards = [made[first : first + num_rows] for first in range(0, len(made), num_rows)]
@@ -78,10 +79,11 @@ def _claim(shards: Sequence[Sequence[rows.Row]], megabytes: int, rounds: int) ->
 
 
 def _seconds(worker: Worker, tasks: Sequence[ShardTask]) -> float:
-    """All shards in order, each deleted when it is there."""
+    """Return the features worker's seconds for all shards; committed shards are deleted."""
     with ThreadPoolExecutor(1) as deleting:
         started = perf_counter()
-        for task in tasks:
+        for task, upcoming in zip(tasks, [*tasks[1:], None], strict=True):
+            worker.expect(upcoming)
             worker(task)
             deleting.submit(Path(task.shard).unlink)
         seconds = perf_counter() - started
@@ -90,11 +92,10 @@ def _seconds(worker: Worker, tasks: Sequence[ShardTask]) -> float:
 
 
 class SimulatedCard:
-    """Takes the place of a loaded model: its states are random numbers, and are there when a card
-    would have them.
+    """A simulated GPU in place of a loaded model: random states, ready when a card would have them.
 
-    A batch begins when the one before it has ended, or later. As from a card, it can be begun
-    before that.
+    A batch begins when the previous batch has ended, or later. As with a card, a batch can be
+    queued before that.
     """
 
     dtype = torch.bfloat16
@@ -108,7 +109,7 @@ class SimulatedCard:
         return SimpleNamespace(weight=self._states_TD)
 
     def base_model(self, input_ids: torch.Tensor, use_cache: bool) -> Any:
-        """The batch begins; returns when the one before it has ended. Padding takes no time."""
+        """Queue a batch; return once the previous batch has ended. Padding takes no time."""
         previous, tokens = self._ends, int(input_ids.count_nonzero())
         self._ends = max(perf_counter(), previous) + tokens / CARD_TOKENS
         sleep(max(0.0, previous - perf_counter()))
@@ -119,8 +120,9 @@ class SimulatedCard:
 
 @contextmanager
 def simulated_disk(bytes_per_second: float) -> Iterator[None]:
-    """Files are written at this speed, all of them together, behind a small page cache; a sync
-    waits for all.
+    """Context manager: write all files together at this speed, behind a small page cache.
+
+    A sync waits until all files are written.
     """
     write, sync, turn = HashedFile._write, HashedFile.sync, threading.Lock()
     idle_from = perf_counter()

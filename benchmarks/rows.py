@@ -1,5 +1,4 @@
-"""Synthetic rows: conversations of random tokens as `generate` writes them, and shards of their
-features.
+"""Synthetic inputs of benchmarks: rows of the generate stage with random tokens, feature shards.
 
 Speed and size depend only on a row's length and on the share that the target wrote.
 """
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pipeline.artifacts.feature_rows import StateFormat
-from pipeline.artifacts.feature_writer import FeatureWriter
+from pipeline.artifacts.feature_writer import FeatureWriter, WaitingMemory
 from pipeline.artifacts.generated_rows import GENERATED, TokenRow
 from pipeline.config import FeaturesConfig, TrainConfig
 from pipeline.conversations.conversation import Role
@@ -37,7 +36,7 @@ Row = dict[str, Any]
 def generated_row(
     name: str, turns: Sequence[tuple[int, int]], vocab_size: int, rng: np.random.Generator
 ) -> Row:
-    """A conversation of turns (tokens asked, tokens answered), of random ids."""
+    """Return a generated row of random token ids; a turn is (tokens asked, tokens answered)."""
     spans, end = [], 0
     for asked, answered in turns:
         spans.append(Span(end + asked, end + asked + answered, "assistant"))
@@ -56,8 +55,9 @@ def generated_row(
 def ragged_rows(
     num_rows: int, shortest: int, longest: int, vocab_size: int, seed: int = 0
 ) -> list[Row]:
-    """Conversations of one to four turns and about `shortest` to `longest` tokens, three quarters
-    of them written.
+    """Return generated rows of one to four turns and about `shortest` to `longest` random tokens.
+
+    The target has written three quarters of the tokens.
     """
     rng = np.random.default_rng(seed)
     rows = []
@@ -74,7 +74,7 @@ def ragged_rows(
 def equal_rows(
     num_rows: int, num_turns: int, per_turn: int, vocab_size: int, seed: int = 0
 ) -> list[Row]:
-    """Conversations of one length."""
+    """Return generated rows of random tokens, all of one length."""
     rng = np.random.default_rng(seed)
     asked = round(per_turn * (1 - WRITTEN_SHARE))
     turns = [(asked, per_turn - asked)] * num_turns
@@ -87,9 +87,11 @@ def write_features(
     hidden: Iterable[Tensor],
     states: StateFormat,
     codec: Codec = DEFAULT_CODEC,
+    waiting: WaitingMemory | None = None,
 ) -> int:
-    """Write one shard of rows and their states TD as the features stage does; returns its number of
-    positions.
+    """Write a feature shard of rows and states [T, D]; return the number of positions.
+
+    T is a row's number of tokens, D the hidden size.
     """
     quarantine, footer = path.with_suffix(".jsonl"), states.footer
     with (
@@ -102,15 +104,15 @@ def write_features(
             footer=footer,
             codec=codec,
         ) as writer,
-        FeatureWriter(writer, rows, states) as features,
+        FeatureWriter(writer, rows, states, waiting or WaitingMemory()) as features,
     ):
         for index, hidden_TD in enumerate(hidden):
             features.put(index, hidden_TD)
-        return int(features.commit("features", None).stats["positions"])
+        return int(features.commit("features", None).result().stats["positions"])
 
 
 def features_tasks(directory: Path, shards: Iterable[Sequence[Row]]) -> list[ShardTask]:
-    """Write shards of generated rows; one features task for each, into `directory`/features."""
+    """Write shards of generated rows; return a features task for each, in `directory`/features."""
     tasks = []
     for index, rows in enumerate(shards):
         source, made = (
@@ -138,9 +140,7 @@ def train_spec(
     tasks: Sequence[ShardTask],
     device: torch.device,
 ) -> TrainSpec:
-    """A training of the heads that the settings name, from the shards and the text of
-    `features_tasks`.
-    """
+    """Return the spec of a training of heads from the shards of `features_tasks`."""
     text = model_config(target).get_text_config()
     return TrainSpec(
         shards=tuple(task.shard for task in tasks),

@@ -4,8 +4,8 @@
     python -m benchmarks.run features train  # some
     python -m benchmarks.run --tiny          # a smoke test; figures are meaningless and not kept
 
-Each benchmark runs in its own process. They need an otherwise idle machine. A missed aim is not a
-failure: the exit code is 1 only when a benchmark crashed.
+Each benchmark runs in its own process, and needs an otherwise idle machine. A missed aim is not a
+failure: the exit code is 1 only if a benchmark crashed.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ BENCHMARKS = {
     "tampering": "damaged and copied runs: `python -m benchmarks.run tampering`, half an hour",
     "soak": "ten minutes of kills and resumes: `python -m benchmarks.soak`",
 }
-# too long to run with all, or after other work
+# too long to run by default, or dependent on other work such as the demos
 WHEN_ASKED = {"architectures", "soak", "tampering", "ladder", "recipe", "serving"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the named benchmarks, or all; returns 1 if any crashed."""
+    """Run the named benchmarks, or the default ones; return 1 if any crashed."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.run", description="Measure the claims about speed."
     )
@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_one(name: str, *, tiny: bool = False) -> None:
-    """Measure one in this process, print its claims and, unless it is `tiny`, write its results."""
+    """Run a benchmark in this process, print the claims and, unless `tiny`, write the result."""
     import torch
 
     if name == NEEDS_GPU and not tiny and not torch.cuda.is_available():
@@ -96,7 +96,7 @@ def run_one(name: str, *, tiny: bool = False) -> None:
 
 
 def keep(name: str, result: Result, seconds: float, *, tiny: bool = False) -> None:
-    """Print claims and, unless `tiny`, write them."""
+    """Print a benchmark's claims and, unless `tiny`, write the result and the table."""
     memory = _peak_memory_gb()
     for claim in result.claims:
         print(f"{name}: {one_line(claim)}")
@@ -113,15 +113,16 @@ def keep(name: str, result: Result, seconds: float, *, tiny: bool = False) -> No
 
 
 def _in_own_process(name: str, *, tiny: bool) -> bool:
-    """Run one in its own process, isolated from threads, memory and settings that others leave
-    (vLLM does).
+    """Run a benchmark in its own process; return whether it succeeded.
+
+    Threads, memory and settings that another benchmark leaves behind (with vLLM) do not matter.
     """
     command = [sys.executable, "-m", "benchmarks.run", name, *(["--tiny"] if tiny else [])]
     return subprocess.run(command, check=False).returncode == 0
 
 
 def _peak_memory_gb() -> float:
-    """The peak RAM of this process and its children."""
+    """Return the peak RAM in GB of this process and its children."""
     who = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
     return max(resource.getrusage(one).ru_maxrss for one in who) * 1024 / 1e9
 

@@ -1,5 +1,6 @@
-"""Claim: the overhead per shard is the same for 100 shards and for 10,000, within 100 MB of the
-driver.
+"""Benchmark of the executor's and the driver's overhead per shard, by number of shards.
+
+Claim: the overhead is the same for 100 shards and for 10,000, within 100 MB of the driver.
 
 One worker sleeps a millisecond instead of computing. Through `RayExecutor.map` alone it returns an
 empty receipt; through `run_sharded` it commits a shard of one row, and the driver reads receipts,
@@ -52,20 +53,20 @@ AIM_OVERHEAD, AIM_MEMORY_MB = (
 
 @dataclass(frozen=True)
 class Cost:
-    """The overhead of a number of shards."""
+    """The overhead per shard of a run: elapsed time, the driver's CPU time and memory."""
 
     milliseconds: float  # per shard, by the clock
     cpu_milliseconds: float  # per shard, of the driver
     peak_mb: float  # of the driver
-    seen_milliseconds: float = 0.0  # per shard, of the driver's CPU, where all are there already
+    seen_milliseconds: float = 0.0  # per shard, of the driver's CPU, if all shards are finished
 
 
 def measure(*, tiny: bool = False) -> Result:
-    """100, 1,000 and 10,000 shards, through the executor alone and through `run_sharded`."""
+    """Measure 100, 1,000 and 10,000 shards, by the executor alone and by `run_sharded`."""
     sizes = TINY_SIZES if tiny else SIZES
     executor = make_executor("ray")
     try:
-        _mapped(executor, sizes[0])  # what is loaded once, is loaded here
+        _mapped(executor, sizes[0])  # a warm-up
         mapped = {size: _mapped(executor, size) for size in sizes}
         staged = {size: _staged(executor, size) for size in sizes}
     finally:
@@ -81,9 +82,7 @@ def measure(*, tiny: bool = False) -> Result:
 
 
 class Stopwatch:
-    """An executor that records when its first worker was ready and the workers' busy time after
-    that.
-    """
+    """An executor that records the first shard's time, and its workers' busy time after that."""
 
     name = "ray"
 
@@ -187,7 +186,7 @@ def _claims(what: str, costs: dict[int, Cost]) -> list[Claim]:
 
 
 def _growth(what: str, milliseconds: dict[int, float]) -> Claim:
-    """A cost per shard with the most shards over that with the fewest."""
+    """Return the claim of the cost per shard with the most shards over the cost with the fewest."""
     few, many = min(milliseconds), max(milliseconds)
     sides = {f"{size:,}, ms": each for size, each in milliseconds.items()}
     growth = milliseconds[many] / milliseconds[few]

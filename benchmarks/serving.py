@@ -1,4 +1,4 @@
-"""Tokens per second of both kinds of heads in vLLM over plain vLLM, one request at a time and many.
+"""Benchmark of vLLM with both kinds of heads over plain vLLM, with one request and with many.
 
     python -m benchmarks.run serving    # after both demos: 3 minutes
 
@@ -30,7 +30,7 @@ AT_ONCE, NUM_PROMPTS, NEW_TOKENS, REPEATS = (1, 32), 32, 64, 3
 
 
 def measure(*, tiny: bool = False) -> Result:
-    """The two demos of this checkout."""
+    """Measure the exports of the two demos in this checkout."""
     if not tiny:
         return served(
             {name: open_run(targets.ROOT / path) for name, path in RUNS.items()}, AT_ONCE, REPEATS
@@ -51,7 +51,7 @@ def measure(*, tiny: bool = False) -> Result:
 def served(
     runs: Mapping[str, Run], at_once: Sequence[int], repeats: int, new_tokens: int = NEW_TOKENS
 ) -> Result:
-    """Measure each run's export in vLLM, by the number of concurrent requests."""
+    """Measure each run's export in vLLM by number of concurrent requests."""
     first = next(iter(runs.values()))
     target = resolve(first.config.target, on_gpu=False)
     found = held_out_prompts(
@@ -75,9 +75,7 @@ def _compared(
     repeats: int,
     new_tokens: int,
 ) -> list[Claim]:
-    """Tokens per second with each export over those of plain vLLM, and how many texts are the
-    same.
-    """
+    """Return claims of each export's tokens per second over plain vLLM's, and of equal texts."""
     chosen = [read_layout(path).engine_args(path, target.model) for path in exports.values()]
     task = DecodeTask(target, prompts, new_tokens, repeats=repeats, at_once=at_once)
     tasks = [task, *(replace(task, engine_args=engine_args) for engine_args in chosen)]

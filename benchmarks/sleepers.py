@@ -1,5 +1,6 @@
-"""Workers that sleep for a millisecond: what a Ray worker imports of `benchmarks.scheduling`, and
-so nothing heavy.
+"""Stage workers of the scheduling benchmark that sleep for a millisecond per shard.
+
+Ray workers import this module, so it imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ SLEEP_SECONDS = 0.001
 
 
 class Sleeper:
-    """Sleeps for a millisecond and returns an empty receipt."""
+    """A stage worker that sleeps for a millisecond per shard and returns an empty receipt."""
 
     def __call__(self, task: ShardTask) -> Receipt:
         time.sleep(SLEEP_SECONDS)
@@ -26,7 +27,7 @@ class Sleeper:
 
 
 class Copier:
-    """Sleeps as long and commits a copy of the shard; its receipt counts all of that as work."""
+    """A stage worker that sleeps and commits a copy of the shard; its receipt counts both."""
 
     def __init__(self, progress: ShardProgress):
         self.progress = progress

@@ -1,13 +1,14 @@
-"""Claim: killed at any moment and started again, a run loses no row, makes none twice, and ends
-with the same bytes.
+"""Benchmark of resuming: runs are killed at random moments and started again.
+
+Claim: a run loses no row, writes no row twice, and ends with the bytes of an undisturbed run.
 
 The sharded stages (seeds, generate, features) run over synthetic conversations, some malformed,
 some repeated. The run is a process group that gets SIGKILL at random moments drawn from a seed, as
 often as the time allows; with Ray a kill may also hit a single worker. Each time the same
 configuration is run again. A finished round is verified and deleted, and the next one starts from
-nothing; the last round runs to its end. Verified is, for each stage: ids in = ids kept + ids
+nothing; the last round runs to its end. Verification, for each stage: ids in = ids kept + ids
 quarantined, each once; every shard and quarantine file has the bytes of an undisturbed inline run;
-`verify` finds nothing; no temporary file is left.
+`verify` reports no problem; no temporary file is left.
 
     python -m benchmarks.soak --minutes 10 --conversations 20000 --seed 0 --executor inline
 
@@ -70,11 +71,11 @@ SECONDS_TO_START_RAY = 10.0
 
 @dataclass
 class Record:
-    """Kills, resumes and problems so far."""
+    """The kills, resumes and problems of a soak so far."""
 
     minutes: float = 0.0
     rounds: int = 0
-    rows: int = 0  # conversations that went in, over all rounds
+    rows: int = 0  # input conversations over all rounds
     kills: int = 0
     workers_killed: int = 0  # with Ray, besides `kills`
     resumes: int = 0
@@ -82,7 +83,7 @@ class Record:
 
 
 def measure(*, tiny: bool = False) -> Result:
-    """Ten minutes with 20,000 conversations."""
+    """Kill and resume runs with 20,000 conversations for ten minutes."""
     record = (
         soak(minutes=0.04, conversations=200) if tiny else soak(minutes=10, conversations=20_000)
     )
@@ -90,10 +91,10 @@ def measure(*, tiny: bool = False) -> Result:
 
 
 def soak(*, minutes: float, conversations: int, seed: int = 0, executor: str = "inline") -> Record:
-    """Disturb runs for so long, verify each that ends, and let the last one finish.
+    """Kill and resume runs until the minutes are over; verify each run when it has ended.
 
     Raises:
-        RuntimeError: A run ended by itself, with an error.
+        RuntimeError: A run ended with an error that no kill caused.
     """
     rng, record = random.Random(seed), Record()
     directory = Path(tempfile.mkdtemp(prefix="soak-"))
@@ -101,7 +102,7 @@ def soak(*, minutes: float, conversations: int, seed: int = 0, executor: str = "
         _make_inputs(directory, conversations)
         reference = Attempts(directory, "reference", "inline")
         reference.finish()
-        # Long enough to get beyond the first stage now and then.
+        # Long enough to get beyond the first stage sometimes.
         longest = 1.5 * (
             _seconds_to_generate(reference.run) + (SECONDS_TO_START_RAY if executor == "ray" else 0)
         )
@@ -129,7 +130,7 @@ def soak(*, minutes: float, conversations: int, seed: int = 0, executor: str = "
 
 
 class Attempts:
-    """One run, started as often as it takes."""
+    """A run of the soak, started again until it ends."""
 
     def __init__(self, directory: Path, name: str, executor: str):
         self.run, self.executor = RunDirectory(directory / name), executor
@@ -142,15 +143,13 @@ class Attempts:
         self.processes.set_forkserver_preload(IMPORTS)
 
     def finish(self) -> None:
-        """Run undisturbed to the end."""
+        """Run to the end without kills."""
         process = self._start()
         process.join()
         self._require_success(process)
 
     def suffer(self, rng: random.Random, longest: float, ends: float, record: Record) -> None:
-        """Kill and resume until the run or the time ends; up to `longest` seconds, often few,
-        before each kill.
-        """
+        """Kill and resume until the run or the time ends, at most `longest` seconds per try."""
         while time.monotonic() < ends:
             process = self._start()
             while True:
@@ -181,7 +180,7 @@ class Attempts:
 
 
 def _drive(config: str, executor: str, log: str) -> None:
-    """Do what `medusa-distill run --until features` does, in a process group of its own."""
+    """Run the flow until features, like `medusa-distill run`, in a process group of its own."""
     os.setsid()
     with open(log, "w") as file:
         os.dup2(file.fileno(), 1)
@@ -194,9 +193,9 @@ def _drive(config: str, executor: str, log: str) -> None:
 
 
 def _seconds_to_generate(run: RunDirectory) -> float:
-    """Seconds from the start of a run to its first generated shard.
+    """Return the seconds from the start of a run to its first generated shard.
 
-    By then the seeds, which start over, are done, and the workers are up.
+    By then the seeds stage, which always starts over, is done, and the workers have started.
     """
     events = [json.loads(line) for line in (run.path / "events.jsonl").read_text().splitlines()]
     first = next(
@@ -206,7 +205,7 @@ def _seconds_to_generate(run: RunDirectory) -> float:
 
 
 def _workers(driver: int) -> list[psutil.Process]:
-    """Ray's processes of this driver that hold one of our workers."""
+    """Return the processes of this driver's Ray actors that run a stage's worker."""
     family = psutil.Process(driver).children(recursive=True)
     found = [
         process
@@ -219,12 +218,12 @@ def _workers(driver: int) -> list[psutil.Process]:
 def _kill_group(leader: int) -> None:
     try:
         os.killpg(leader, signal.SIGKILL)
-    except ProcessLookupError:  # too early: it does not lead a group yet
+    except ProcessLookupError:  # the process does not lead a group yet
         os.kill(leader, signal.SIGKILL)
 
 
 def differences(run: RunDirectory, reference: RunDirectory, ids_in: set[str]) -> list[str]:
-    """The problems of a finished run, one line each; `ids_in` are the ids of the sources' rows."""
+    """List a finished run's problems, one line each; `ids_in` are the ids of the sources' rows."""
     found = [f"{path} was left behind" for path in run.path.rglob("*.tmp")]
     for name in STAGES:
         stage, other = _latest(run, name), _latest(reference, name)
@@ -252,7 +251,7 @@ def differences(run: RunDirectory, reference: RunDirectory, ids_in: set[str]) ->
 
 
 def _different(stage: StageDirectory, other: StageDirectory) -> list[str]:
-    """Shards and quarantine files that only one of two stages has, or whose bytes differ."""
+    """List shards and quarantine files that only one of two stages has, or whose bytes differ."""
     ours, theirs = (
         {file.name: file for file in (*one.parquet_files(), *_quarantine(one))}
         for one in (stage, other)
@@ -276,7 +275,7 @@ def _latest(run: RunDirectory, name: str) -> StageDirectory:
 
 
 def _make_inputs(directory: Path, conversations: int) -> None:
-    """The target, the conversations, and settings without a run's name."""
+    """Write the inputs of a soak: target, conversations, and settings without a run's name."""
     tokenizer = train_tokenizer(targets.bundled_conversations())
     tokenizer.save_pretrained(directory / "target")
     targets.random_target(
@@ -301,8 +300,9 @@ def _make_inputs(directory: Path, conversations: int) -> None:
 
 
 def _conversation(row: int) -> dict[str, Any]:
-    """One or two short exchanges, the first of them like no other row's; each fiftieth row is no
-    conversation.
+    """Return a row of one or two short exchanges, with a unique first question.
+
+    Each fiftieth row is malformed.
     """
     rng = random.Random(row)
     if row % 50 == 7:
@@ -320,7 +320,7 @@ def _conversation(row: int) -> dict[str, Any]:
 
 
 def result_of(record: Record) -> Result:
-    """The claim and its facts."""
+    """Return the result of a soak: the share of rounds without a problem."""
     good = record.rounds - len({problem.split(":")[0] for problem in record.problems})
     sides = {
         "kills": record.kills,
@@ -336,7 +336,7 @@ def result_of(record: Record) -> Result:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Soak and write the result; returns 1 where a row was lost, repeated or differs."""
+    """Run the soak and write the result; return 1 if a run had a problem."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.soak", description="Kill runs, resume them, compare."
     )

@@ -1,24 +1,25 @@
-"""Claim: damage to a finished run is named by `verify` and mended by `run`; a copied run changes
-itself alone.
+"""Benchmark of damaged and copied runs: `verify` names damage, `run` repairs it.
 
-Each case copies or moves a tiny finished run, with or without a store of its own, and gives
-commands to the copy's own run.yaml. In four of five cases a file that a stage's DONE.json names, or
-that record itself, is damaged first, as a bad disk does it: a bit flips (also with the modification
-time kept), the file is cut short, emptied, or gone. Then
+Claim: every damage is named and repaired, and a command on a copied run changes only the copy.
+
+Each case copies or moves a tiny finished run, with or without a store of its own, and runs commands
+on the copy's own run.yaml. In four of five cases a file that a stage's DONE.json names, or
+DONE.json itself, is damaged first as by a bad disk: a bit flips (also with the modification time
+kept), or the file is truncated, emptied or removed. Then
 
 - `verify` ends with 1 and names the file; `status` and `plan` end with 0; none of them writes
   anything;
-- `run` ends with 0 and has the bytes of the undamaged run, and `verify` ends with 0 after it. What
-  `run` does not read (a bit that flipped with the time kept) or never makes again (a training's
-  logs) stays damaged and named.
+- `run` ends with 0 and has the bytes of the undamaged run, and `verify` ends with 0 after it. A
+  file that `run` does not read (a bit flipped with the time kept) or never writes again (a
+  training's logs) stays damaged and named.
 
-In the others `run --fresh STAGE` makes a stage of the copy again. In some of them that stage's
-directory is a link to the original's, which `run` refuses. In no case may a file outside of the
-copy be made, changed or deleted.
+In the other cases `run --fresh STAGE` runs a stage of the copy again. In some of these cases the
+stage's directory is a link to the original's, which `run` refuses. In no case may a file outside of
+the copy be created, changed or deleted.
 
     python -m benchmarks.tampering --cases 100 --seed 0
 
-A flipped bit in a DONE.json is not tried: it is noticed only where the file is no JSON any more.
+A flipped bit in DONE.json is not tried: it is noticed only if the file is no longer JSON.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from tests.forks import in_a_fork
 
 COPIES = ("copied", "moved", "copied with its store", "moved with its store")
 LINKED = "a stage linked to the original's"
-Tree = dict[str, tuple[Any, ...]]  # by path: mode, size, time, and a link's goal
+Tree = dict[str, tuple[Any, ...]]  # by path: mode, size, time, and a link's target
 
 
 def flip(path: Path, rng: random.Random) -> None:
@@ -82,7 +83,7 @@ DAMAGE: dict[str, Callable[[Path, random.Random], None]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """A copy of a run: one file of it damaged, or one stage made again."""
+    """A copied run in which one file is damaged, or one stage runs again."""
 
     number: int
     copy: str
@@ -93,7 +94,7 @@ class Case:
 
 @dataclass
 class Record:
-    """The commands and findings so far."""
+    """The commands and findings of all cases so far."""
 
     seed: int
     commands: int = 0
@@ -103,12 +104,12 @@ class Record:
 
 
 def measure(*, tiny: bool = False) -> Result:
-    """Damage and copy finished runs in 100 cases; `tiny` takes two."""
+    """Damage and copy finished runs in 100 cases; in two if `tiny`."""
     return result_of(tamper(2 if tiny else 100))
 
 
 def tamper(number: int, *, seed: int = 0, only: Sequence[int] = ()) -> Record:
-    """Take so many cases, or `only` some of them, and record what is found."""
+    """Run a number of cases, or `only` some of them, and record the findings."""
     record = Record(seed)
     with tempfile.TemporaryDirectory(prefix="tampering-") as name:
         place = Path(name).resolve()
@@ -126,8 +127,9 @@ def tamper(number: int, *, seed: int = 0, only: Sequence[int] = ()) -> Record:
 
 
 def cases(run: Path, number: int, seed: int) -> Iterator[Case]:
-    """Every fifth case makes a stage again; the others take each file with each damage, in random
-    order, over again.
+    """Yield cases: every fifth runs a stage again, the others damage each file in each way.
+
+    Damages are in random order, and repeat if there are more cases.
     """
     rng = random.Random(seed)
     damaged = []
@@ -151,7 +153,7 @@ def cases(run: Path, number: int, seed: int) -> Iterator[Case]:
 
 
 class Trial:
-    """A case in `place`, where the original runs lie, with what their stages made."""
+    """A case on a copy of the original runs in `place`; `wanted` are the original's results."""
 
     def __init__(self, case: Case, place: Path, wanted: dict[str, str], record: Record):
         self.case, self.place, self.wanted, self.record = case, place, wanted, record
@@ -159,9 +161,7 @@ class Trial:
         self.run = self.copy / "run"
 
     def take(self) -> None:
-        """Copy the run, damage it, give the commands, and record what is wrong with how they
-        end.
-        """
+        """Copy the run, damage the copy, run the commands, and record the findings."""
         self.record.kinds[self.case.damage or "stage made again"] += 1
         original = self.place / ("stored" if "store" in self.case.copy else "plain")
         away = self.place / "away"
@@ -212,7 +212,7 @@ class Trial:
         return stage
 
     def _give(self, name: str, code: int, says: str = "", *words: str) -> None:
-        """Give a command, which is to end with this code and to say this."""
+        """Run a command on the copied run; record any unexpected exit code, output or change."""
         reads = name != "run"
         before = tree_of(self.place, but=None if reads else self.copy)
         given = self.run if name in ("verify", "status") else self.run / "run.yaml"
@@ -229,7 +229,7 @@ class Trial:
             self._note(name, f"has changed {', '.join(changed[:3])}", said)
 
     def _compare(self, but: str = "") -> None:
-        """Hold what the stages of the copy have made against the original's."""
+        """Record a finding if results of the copy's stages differ from the original's."""
         found = results_of(RunDirectory.open(self.run)[0])
         names = sorted(
             name for name in self.wanted if found.get(name) != self.wanted[name] and name != but
@@ -249,8 +249,9 @@ class Trial:
 
 
 def tree_of(place: Path, but: Path | None) -> Tree:
-    """Everything below `place`, without following links, and without what lies in `but`; no times
-    of folders.
+    """Return mode, size and time of all files below `place`, except in `but`.
+
+    Links are not followed, and folders have no time.
     """
     found: Tree = {}
     for path in place.rglob("*"):
@@ -263,8 +264,9 @@ def tree_of(place: Path, but: Path | None) -> Tree:
 
 
 def results_of(run: RunDirectory) -> dict[str, str]:
-    """The sha256 of what comes out the same each time, by stage and file: logs and answers have
-    times in them.
+    """Return the sha256 of a run's reproducible files, by stage and file.
+
+    Logs and answers contain times and are left out.
     """
     found = {}
     for name, stage in run.stages().items():
@@ -276,7 +278,7 @@ def results_of(run: RunDirectory) -> dict[str, str]:
 
 
 def command(name: str, given: Path, *words: str) -> tuple[int | None, str]:
-    """Give a command in a process of its own; its exit code and what it says."""
+    """Run a medusa-distill command in a process of its own; return its exit code and output."""
     executor = ("--executor", "inline") if name == "run" else ()
     return in_a_fork(_obey, [name, str(given), *words, *executor])
 
@@ -294,7 +296,7 @@ def _obey(words: list[str]) -> None:
 
 
 def result_of(record: Record) -> Result:
-    """The claim and its facts."""
+    """Return the result: the share of cases without a finding."""
     number = record.kinds.total()
     good = number - len({finding["number"] for finding in record.findings})
     what = (
@@ -312,7 +314,7 @@ def result_of(record: Record) -> Result:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Take the cases and write the result; returns 1 where anything was found."""
+    """Run the cases and write the result; return 1 if there is a finding."""
     parser = argparse.ArgumentParser("python -m benchmarks.tampering", description=measure.__doc__)
     parser.add_argument("--cases", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)

@@ -1,4 +1,4 @@
-"""Targets with random weights, saved to disk: speed depends only on a model's shape."""
+"""Targets of benchmarks with random weights: speed depends only on a model's shape."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TINY = BACKBONE | {
 
 
 def random_target(directory: Path, shape: dict[str, int], dtype: str = "float32") -> TargetSpec:
-    """A Llama of that shape, without a tokenizer, written to `directory`."""
+    """Write a random Llama target of a shape to `directory`, without a tokenizer."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**shape, tie_word_embeddings=False)).to(
         getattr(torch, dtype)
@@ -46,7 +46,7 @@ def random_target(directory: Path, shape: dict[str, int], dtype: str = "float32"
 
 
 def random_demo_target(directory: Path) -> TargetSpec:
-    """The demo's target as it is before training: its shape, its tokenizer, its chat template."""
+    """Write the demo's target before its training: shape, tokenizer and chat template."""
     torch.manual_seed(0)
     tokenizer = train_tokenizer(bundled_conversations())
     tokenizer.save_pretrained(directory)
@@ -54,15 +54,13 @@ def random_demo_target(directory: Path) -> TargetSpec:
 
 
 def demo_target(directory: Path) -> TargetSpec:
-    """The demo's own target where `make demo` has trained it, else a random one of its shape in
-    `directory`.
-    """
+    """Return the demo's target if `make demo` has trained it, else a random one of its shape."""
     trained = (DEMO_TARGET / "config.json").is_file()
     return TargetSpec(str(DEMO_TARGET)) if trained else random_demo_target(directory)
 
 
 def bundled_conversations() -> list[Conversation]:
-    """The seeds that come with the project."""
+    """Return the seed conversations that are bundled with the project."""
     rows = SourceReader(SeedSource(path=SEEDS), SEEDS.stem, max_characters=10**6)
     return [row for row in rows if isinstance(row, Conversation)]
 

@@ -1,5 +1,6 @@
-"""Claim: training heads from the cache is at least twice as fast as with the backbone's forward in
-every step.
+"""Benchmark of training heads from cached features over training with the backbone in each step.
+
+Claim: training from the cache is at least twice as fast.
 
 Measured: positions learned per second in `train` from a feature cache, waiting for data included.
 Against: a loop that, as the reference implementation does, runs the frozen backbone over each
@@ -41,9 +42,7 @@ ROUNDS = 3
 
 @dataclass(frozen=True)
 class Case:
-    """A training of `num_steps` steps, each of as many rows as the plan has lanes, with `num_turns`
-    turns each.
-    """
+    """A training of `num_steps` steps, each of `LANES` rows with `num_turns` turns."""
 
     what: str
     target: TargetSpec
@@ -55,9 +54,7 @@ class Case:
 
 
 def measure(*, tiny: bool = False) -> Result:
-    """A random backbone of 50M parameters, which carries the aim, and the demo's target with the
-    demo's recipe.
-    """
+    """Measure a random backbone of 50M parameters, which has the aim, and the demo's target."""
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
         large = targets.random_target(
@@ -85,8 +82,7 @@ def measure(*, tiny: bool = False) -> Result:
 
 def _measured(case: Case, directory: Path) -> tuple[Claim, dict[str, Any]]:
     vocab_size = model_config(case.target).get_text_config().vocab_size
-    # As many rows per step as the plan has lanes, all of one length: then a batch is made of whole
-    # rows.
+    # As many rows per step as the plan has lanes, all of one length: batches are whole rows.
     made = rows.equal_rows(LANES * case.num_steps, case.num_turns, case.turn_tokens, vocab_size)
     with tempfile.TemporaryDirectory(dir=directory) as place:
         (task,) = rows.features_tasks(Path(place), [made])
@@ -121,7 +117,7 @@ def _measured(case: Case, directory: Path) -> tuple[Claim, dict[str, Any]]:
 
 
 class CachedLoop:
-    """The project's training, each time in a new directory."""
+    """The project's training of heads from cached features, each time in a new directory."""
 
     def __init__(self, spec: TrainSpec, directory: Path):
         self.spec = spec
@@ -137,9 +133,7 @@ class CachedLoop:
 
 
 class OnlineLoop:
-    """The same steps with the backbone in memory; each state is computed when it is needed and
-    discarded.
-    """
+    """The same training steps with the backbone in memory, which computes each step's states."""
 
     def __init__(self, spec: TrainSpec, made: Sequence[rows.Row]):
         self.spec, self.rows = spec, made
@@ -160,7 +154,7 @@ class OnlineLoop:
 
     @torch.no_grad()
     def _batch(self, step: int) -> Batch:
-        """The step's rows through the backbone: states and labels at the learned positions."""
+        """Compute a step's batch by the backbone: states and labels at the learned positions."""
         chosen = [
             self.rows[self._first_row[piece.group] + piece.row] for piece in self._plan.pieces(step)
         ]

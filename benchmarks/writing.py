@@ -1,13 +1,14 @@
-"""Claim: one core writes 400 MB/s of bfloat16 states of a 7B model, checksums and sha256 included,
-and 2.5 times what the path through Python lists wrote.
+"""Benchmark of writing feature shards, in MB/s per core.
 
-Measured: what the features stage does behind the forwards, from states on the host to a committed
-shard: selecting positions, looking for NaN, Parquet with page checksums, the file's sha256, fsync.
-In bytes of states per second of CPU
-time: what one core does, however many share the work. Against: the path that was there before, kept
-here: a list of Python rows, `from_pylist`, a second serialization for the content's hash, zstd.
-States are random normal numbers, in which zstd finds what it finds in real ones:
-docs/benchmarks.md.
+Claim: one core writes 400 MB/s of a 7B model's bfloat16 states, checksums and sha256 included, and
+is 2.5 times as fast as the former code, which wrote through Python lists.
+
+Measured: the features stage's work after the forwards, from states on the host to a committed
+shard: selecting positions, checking for NaN, Parquet with page checksums, the file's sha256, fsync.
+The speed is in bytes of states per second of CPU time, which is one core's however many share the
+work. Against: the former code, kept here: a list of Python rows, `from_pylist`, a second
+serialization for the content's hash, zstd. States are random normal numbers, which zstd compresses
+like real states: docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from torch import Tensor
 from benchmarks import rows
 from benchmarks.claims import Claim, Result, in_turns, rates, ratio
 from pipeline.artifacts.feature_rows import FEATURES, StateFormat
-from pipeline.artifacts.feature_writer import num_positions, row_groups
+from pipeline.artifacts.feature_writer import WaitingMemory, num_positions, row_groups
 from pipeline.artifacts.generated_rows import TokenRow
 from pipeline.conversations.spans import feature_positions
 from pipeline.storage.shards import HashedFile
@@ -39,7 +40,7 @@ HIDDEN_SIZE, ROW_TOKENS, VOCAB_SIZE = 4096, 1024, 32_000
 
 
 def measure(*, tiny: bool = False) -> Result:
-    """300 MB of states, seven rounds."""
+    """Measure both ways to write 300 MB of states, in seven rounds."""
     torch.set_num_threads(1)  # a core for the stage's writer, and none for torch's threads
     states = StateFormat(torch.bfloat16, 64 if tiny else HIDDEN_SIZE)
     made = [
@@ -54,11 +55,16 @@ def measure(*, tiny: bool = False) -> Result:
     hidden = [few[index % len(few)] for index in range(len(made))]
     with tempfile.TemporaryDirectory() as place:
         path = Path(place) / "shards" / "00000.parquet"
+        waiting = WaitingMemory(2)  # shared by all rounds, as by a worker's shards
         path.parent.mkdir()
         sides = {
             "before": _Side(lambda: write_as_before(path, made, hidden, states), path),
-            "none": _Side(lambda: rows.write_features(path, made, hidden, states, "none"), path),
-            "zstd": _Side(lambda: rows.write_features(path, made, hidden, states, "zstd"), path),
+            "none": _Side(
+                lambda: rows.write_features(path, made, hidden, states, "none", waiting), path
+            ),
+            "zstd": _Side(
+                lambda: rows.write_features(path, made, hidden, states, "zstd", waiting), path
+            ),
         }
         seconds = in_turns(
             {name: side.run for name, side in sides.items()}, rounds=1 if tiny else 7
@@ -92,9 +98,7 @@ def measure(*, tiny: bool = False) -> Result:
 
 
 class _Side:
-    """One way to write a shard: CPU seconds per round, with the seconds by the clock kept
-    beside.
-    """
+    """A way to write a feature shard; `run` returns CPU seconds, `wall` keeps elapsed seconds."""
 
     def __init__(self, write: Callable[[], object], path: Path):
         self._write, self._path = write, path
@@ -111,16 +115,14 @@ class _Side:
         return seconds
 
     def size(self, megabytes: float) -> float:
-        """The file's bytes over those of its states."""
+        """Return the file's bytes over the bytes of its states."""
         return self._bytes / 1e6 / megabytes
 
 
 def write_as_before(
     path: Path, made: Sequence[TokenRow], hidden: Sequence[Tensor], states: StateFormat
 ) -> None:
-    """The path through Python lists: rows of bytes, a batch from them, the batch serialized once
-    more for its hash.
-    """
+    """Write a feature shard by the former code: Python rows, and a second serialization to hash."""
     content, remaining = hashlib.sha256(), iter(hidden)
     with HashedFile(path) as file:
         writer = pq.ParquetWriter(

@@ -26,7 +26,7 @@ from pipeline.execution.executor import check_executor
 from pipeline.execution.progress import print_stage
 from pipeline.formatting import duration
 from pipeline.run.checks import check_placements, check_run, unread_settings
-from pipeline.run.context import Context, Stage
+from pipeline.run.context import Context, Stage, skipped_stages
 from pipeline.run.estimate import check_memory
 from pipeline.run.reporting import publish_report
 from pipeline.run.resolved import resolve_run
@@ -88,9 +88,8 @@ def run_flow(
         try:
             context.resolved = resolved.on(context.machine())
             check_placements(context.resolved)
-            for name, stage in STAGES.items():
-                # A push by command stays linked, although this run does not ask for it.
-                if stage is not push.STAGE and stage.skipped(config) is not None:
+            for name in skipped_stages(config):
+                if name != push.NAME:  # a push by command stays linked
                     run.unlink_latest(name)
             run.event("run-started", stages=wanted, executor=executor)
             advance_all(context, wanted, fresh)
@@ -207,9 +206,9 @@ def push_run(
             "There is no repository to push to.", "push.repo_id", "Give --repo-id USER/NAME."
         )
     if dry_run:
-        receipt = push.push(_finished(run, config, console), dry_run=True)
-        push.print_dry_run(console, receipt)
-        return receipt
+        receipts = push.push(_finished(run, config, console), dry_run=True)
+        push.print_dry_run(console, receipts)
+        return push.flat_receipt(receipts)
     with run.locked():
         context = _finished(run, config, console)
         try:
@@ -240,7 +239,7 @@ def _finished(run: RunDirectory, config: Config, console: Console) -> Context:
 
 
 def statuses_of(run: RunDirectory, config: Config) -> dict[str, StageStatus]:
-    """Determine the status of every stage of a run, upstream first."""
+    """Determine the status of every stage of a run directory, upstream first."""
     return stage_statuses(run, resolve_run(config, tuple(STAGES)), STAGES)
 
 
@@ -262,8 +261,9 @@ def wanted_stages(
     if until:
         stages = stages[: stages.index(until) + 1]
     found: set[str] = set()
+    skipped = skipped_stages(config)
     for name in stages:
-        if STAGES[name].skipped(config) is None:
+        if name not in skipped:
             found.update((name, *STAGES[name].upstream(config)))
     wanted = [name for name in STAGES if name in found]
     if fresh is not None and fresh not in wanted:

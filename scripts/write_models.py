@@ -19,7 +19,7 @@ from pipeline.flow import STAGES  # noqa: E402
 from pipeline.run.estimate import (  # noqa: E402
     StageMemory,
     memory_of_stages,
-    planned,
+    on_planned_gpus,
     target_sizes,
 )
 from pipeline.run.resolved import resolve_run  # noqa: E402
@@ -116,7 +116,7 @@ def fits(config: str, target: Path, gb: int, words: Sequence[str] = ()) -> bool:
 def memory(config: str, target: Path, gb: int, words: Sequence[str] = ()) -> list[StageMemory]:
     places = [f"target.model={target}", f"placement.gpu_memory_gb={gb}"]
     wanted = load_config(ROOT / "configs" / config, [*places, *words])
-    run = planned(resolve_run(wanted, tuple(STAGES)))
+    run = on_planned_gpus(resolve_run(wanted, tuple(STAGES)))
     sizes = target_sizes(run)
     assert sizes is not None, "a published config.json is enough"
     return memory_of_stages(run, sizes)

@@ -13,8 +13,6 @@ from pipeline.flow import statuses_of
 from pipeline.storage.run_directory import RunDirectory
 from tests.flows.tiny import (
     CONTEXT,
-    SHARDED,
-    contents,
     run_again,
     save_target,
     stages_run,
@@ -34,9 +32,8 @@ def lines(rows: list) -> str:
         ("[]", "Expected"),
         (lines([{"price": 3}, {"price": 4}]), "price"),
         (lines([{"prompt": f"{n} " + "moon river " * CONTEXT} for n in range(30)]), "too-long"),
-        (lines([{"prompt": f"{n} moon"} for n in range(9)]), "9 usable conversations"),
     ],
-    ids=["empty", "an empty list", "no conversations", "too long", "too few"],
+    ids=["empty", "an empty list", "no conversations", "too long"],
 )
 def test_an_unusable_file_of_seeds_is_exit_code_3(intact, run_fails, tmp_path, text, says):
     (tmp_path / "seeds.jsonl").write_text(text)
@@ -46,51 +43,6 @@ def test_an_unusable_file_of_seeds_is_exit_code_3(intact, run_fails, tmp_path, t
 def test_a_target_without_a_chat_template(intact, run_fails, tmp_path):
     said = run_fails(2, target__model=str(save_target(tmp_path / "plain", template=None)))
     assert "target.chat_template" in said
-
-
-@pytest.mark.parametrize(
-    ("config", "why"),
-    [
-        ({"model_type": "mamba", "architectures": ["MambaForCausalLM"]}, "mamba"),
-        (
-            {
-                "model_type": "qwen3_next",
-                "architectures": ["Qwen3NextForCausalLM"],
-                "num_hidden_layers": 4,
-            },
-            "linear_attention",
-        ),
-    ],
-)
-def test_a_target_whose_layers_cannot_verify_a_tree(
-    intact, run_fails, tmp_path, tiny_target, config, why
-):
-    target = tmp_path / "recurrent"
-    shutil.copytree(tiny_target, target)
-    (target / "config.json").write_text(json.dumps(config))
-    said = run_fails(2, target__model=str(target))
-    assert "cannot verify a tree" in said and why in said and "Llama" in said
-
-
-@pytest.mark.parametrize("size", [290, 310])
-def test_heads_of_another_vocabulary_are_trained_again(copied_run, make_config, tmp_path, size):
-    import torch
-    from safetensors.torch import load_file, save_file
-
-    heads = copied_run.path / "latest/train/heads.safetensors"
-    tensors = load_file(heads)
-    own = tensors["0.1.weight"].shape
-    shape = {"hidden_size": 64, "vocab_size": size, "num_heads": 3, "num_layers": 1}
-    shape["lm_head"] = "untied"
-    header = json.dumps({"kind": "medusa", **shape})
-    summary = json.dumps(copied_run.latest("train").summary)
-    for name in [name for name in tensors if name.endswith(".1.weight")]:
-        tensors[name] = torch.zeros(size, 64)
-    save_file(tensors, heads, {"heads": header, "summary": summary})
-    before = contents(copied_run, *SHARDED)
-    run_again(make_config(tmp_path))
-    assert stages_run(copied_run)[0] == "train" and load_file(heads)["0.1.weight"].shape == own
-    assert contents(copied_run, *SHARDED) == before
 
 
 @pytest.mark.parametrize(

@@ -276,13 +276,6 @@ def test_workers_without_room_are_refused_at_once(make_config, tmp_path):
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["lock", "run.yaml"]
 
 
-def test_workers_of_a_kept_stage_need_no_room(copied_run, make_config, tmp_path):
-    run = run_again(
-        make_config(tmp_path, placement__generate={"gpus_per_worker": 64}, train__lr=2e-2)
-    )
-    assert stages_run(run) == STAGES[3:]
-
-
 def test_a_run_writes_nothing_to_the_target_s_directory(finished_run, tiny_target: Path):
     names = {
         "config.json",

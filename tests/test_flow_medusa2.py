@@ -20,7 +20,7 @@ from pipeline.conversations.conversation import Message
 from pipeline.errors import CheckFailed, DataError, EnvironmentFault
 from pipeline.evaluation.prompts import held_out_prompts
 from pipeline.export.layout import read_layout
-from pipeline.flow import push_run, statuses_of, wanted_stages
+from pipeline.flow import push_run, statuses_of
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.storage.shards import read_rows
 from pipeline.targets.spec import TargetSpec, load_chat_template, load_tokenizer
@@ -79,11 +79,6 @@ def test_joint_runs_without_the_cache_and_says_so(joint_run, make_settings, tmp_
     out = capsys.readouterr().out
     assert line_of("features", out).split()[1] == "skip"
     assert "no states to cache" in out and "backbone as large as the target" in out
-
-
-def test_until_a_skipped_stage_is_until_the_one_before(make_config, tmp_path):
-    wanted = wanted_stages(make_config(tmp_path, **JOINT), until="features")
-    assert wanted == ["seeds", "generate"]
 
 
 def test_an_unneeded_cache_is_unlinked_and_kept(copied_run, make_config, tmp_path):

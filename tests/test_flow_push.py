@@ -164,7 +164,7 @@ def test_nothing_is_pushed_after_another_training_since_the_check(
     copied_run, make_config, tmp_path, hub
 ):
     run_again(make_config(tmp_path, train__lr=0.002), until="train")
-    with pytest.raises(DataError, match="stage train is not the one that"):
+    with pytest.raises(DataError, match="stage train is missing or not the one that"):
         push_again(copied_run)
     assert hub.requests == []
 

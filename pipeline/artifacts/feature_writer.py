@@ -2,8 +2,8 @@
 
 A row's states are copied into the memory of its row group as they arrive. A thread checks a
 complete group, quantizes it to 8 bits if configured, encodes, checksums and writes it, straight
-from that memory. The number of groups
-that wait is bounded, and so how far computing runs ahead of the disk.
+from that memory. `WaitingMemory` bounds the groups that wait, and so how far computing runs ahead
+of the disk.
 
 Letters: T tokens of a row, N positions of a group, D hidden size.
 """
@@ -35,6 +35,30 @@ from pipeline.storage.shards import ShardWriter
 
 ROW_GROUP_BYTES = 64 * 1024**2  # of states; a reader holds one group at a time
 MAX_WAITING_GROUPS = 32  # 2 GiB, one window of an engine: the next is computed while it is written
+
+
+class WaitingMemory:
+    """Memory of the row groups that wait to be written, shared by a worker's feature shards."""
+
+    def __init__(self, max_groups: int = MAX_WAITING_GROUPS):
+        self.slots = threading.Semaphore(max_groups)
+        self._free: list[Tensor] = []  # memory of groups that are written
+
+    def take(self, num_bytes: int) -> Tensor:
+        """Return memory for a row group, if possible that of a group that has been written.
+
+        The pages of fresh memory take five times as long to fill.
+        """
+        if self._free:
+            memory = self._free.pop()
+            if len(memory) >= num_bytes:
+                return memory
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def give_back(self, memory: Tensor) -> None:
+        """Take a written row group's memory back, and let another group wait."""
+        self._free.append(memory)
+        self.slots.release()
 
 
 class WaitingGroup:
@@ -148,7 +172,7 @@ class FeatureWriter:
     Args:
         writer: The shard's, open. Only this object uses it until `commit`.
         rows: The shard's rows, in order.
-        max_waiting: How many row groups may wait to be written.
+        waiting: The memory for row groups, shared with the shards before and after.
     """
 
     def __init__(
@@ -156,17 +180,15 @@ class FeatureWriter:
         writer: ShardWriter,
         rows: Sequence[TokenRow],
         states: StateFormat,
-        max_waiting: int = MAX_WAITING_GROUPS,
+        waiting: WaitingMemory,
     ):
-        self._writer, self._states = writer, states
+        self._writer, self._states, self._waiting = writer, states, waiting
         self._rows = row_groups(rows, states)
         self._starts = [0, *itertools.accumulate(map(len, self._rows))]  # each group's first row
         self._groups: dict[int, WaitingGroup] = {}
         self._writing: list[Future[int]] = []
         self._thread = ThreadPoolExecutor(1)
         self._failed: BaseException | None = None
-        self._slots = threading.Semaphore(max_waiting)
-        self._free: list[Tensor] = []  # memory of groups that are written
 
     def __enter__(self) -> FeatureWriter:
         return self
@@ -186,27 +208,17 @@ class FeatureWriter:
         if number not in self._groups:
             rows = self._rows[number]
             num_bytes = row_edges(rows)[-1] * self._states.computed_bytes
-            self._groups[number] = WaitingGroup(rows, self._states, self._memory(num_bytes))
+            memory = self._waiting.take(num_bytes)
+            self._groups[number] = WaitingGroup(rows, self._states, memory)
         self._groups[number].put(index - self._starts[number], hidden_TD)
         following = len(self._writing)
         while following in self._groups and not self._groups[following].missing:
             group = self._groups.pop(following)
-            self._slots.acquire()
+            self._waiting.slots.acquire()
             self._writing.append(self._thread.submit(self._write, group))
             following += 1
         if self._failed:
             raise self._failed
-
-    def _memory(self, num_bytes: int) -> Tensor:
-        """Return memory for a row group, if possible that of a group that has been written.
-
-        The pages of fresh memory take five times as long to fill.
-        """
-        if self._free:
-            memory = self._free.pop()
-            if len(memory) >= num_bytes:
-                return memory
-        return torch.empty(num_bytes, dtype=torch.uint8)
 
     def commit(
         self,
@@ -214,8 +226,8 @@ class FeatureWriter:
         ids_in: Sequence[str] | None,
         num_tokens: int = 0,
         started: float = 0.0,
-    ) -> Receipt:
-        """Wait until all row groups are written, then commit the feature shard.
+    ) -> Future[Receipt]:
+        """Commit the feature shard in the thread once all row groups are written.
 
         Args:
             num_tokens: The rows' tokens, as the receipt states them.
@@ -223,6 +235,11 @@ class FeatureWriter:
         """
         lacking = f"{len(self._groups)} row groups of {stage} lack states"
         assert len(self._writing) == len(self._rows), lacking
+        return self._thread.submit(self._commit, stage, ids_in, num_tokens, started)
+
+    def _commit(
+        self, stage: str, ids_in: Sequence[str] | None, num_tokens: int, started: float
+    ) -> Receipt:
         positions = sum(writing.result() for writing in self._writing)
         stats = {"positions": float(positions), "tokens": float(num_tokens)}
         return self._writer.commit(stage, ids_in, stats, time.monotonic() - started)
@@ -235,5 +252,4 @@ class FeatureWriter:
             self._failed = error
             raise
         finally:
-            self._free.append(group.memory)
-            self._slots.release()
+            self._waiting.give_back(group.memory)

@@ -10,6 +10,7 @@ import typer
 
 from pipeline.cli import chat, check, compare, inspect, keys, plan, push, run, status, verify
 from pipeline.cli.ending import ends_well
+from pipeline.errors import ConfigError
 
 app = typer.Typer(
     name="medusa-distill",
@@ -31,6 +32,25 @@ for command in (
     keys.keys,
 ):
     app.command()(command)
+
+
+GONE = {
+    "archive": (
+        "Copy the run directory with rclone, `aws s3 sync` or rsync, then `medusa-distill verify`"
+        " the copy."
+    ),
+    "restore": "Copy the run directory back with the same tool, then `medusa-distill verify` it.",
+}
+
+
+def _refuse_removed_command(context: typer.Context) -> None:
+    name = str(context.info_name)
+    raise ConfigError(f"There is no command '{name}' any more.", name, GONE[name])
+
+
+for gone in GONE:
+    anything = {"allow_extra_args": True, "ignore_unknown_options": True}
+    app.command(gone, hidden=True, context_settings=anything)(_refuse_removed_command)
 
 
 def _print_version(asked: bool) -> None:

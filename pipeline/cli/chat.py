@@ -9,6 +9,8 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 
+from pipeline.errors import ConfigError
+
 
 def chat(
     export_dir: Annotated[
@@ -61,6 +63,11 @@ def chat(
     from pipeline.decoding.acceptance import acceptance_rule
     from pipeline.export.layout import target_of
 
+    try:
+        (system or "").encode()
+    except UnicodeEncodeError:
+        fix = "Type it in a terminal whose encoding is UTF-8."
+        raise ConfigError("The system message is not UTF-8.", "--system", fix) from None
     given = target_settings(settings or ())
     if plain:
         target = load_target(base_model or target_of(export_dir), gpus=gpus, **given)

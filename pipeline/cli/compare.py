@@ -63,7 +63,7 @@ def compared_run(path: Path) -> ComparedRun:
     from pipeline.artifacts.trained_heads import HEADS_FILE
     from pipeline.flow import statuses_of  # imports torch, and --help does not wait for it
     from pipeline.report.comparison import ComparedRun
-    from pipeline.run.reporting import assemble
+    from pipeline.run.reporting import assemble_report
 
     run, config = RunDirectory.open(path)
     unfinished, done = [], {}
@@ -82,7 +82,7 @@ def compared_run(path: Path) -> ComparedRun:
     return ComparedRun(
         path.name or str(path),
         # The link of an unfinished stage may lead to a result of another recipe.
-        assemble(run, config, without=unfinished),
+        assemble_report(run, config, without=unfinished),
         config.model_dump(mode="json"),
         tuple(unfinished),
         heads_bytes,

@@ -67,7 +67,7 @@ def print_plan(run: ResolvedRun) -> None:
     from pipeline.run.estimate import (
         check_memory,
         memory_of_stages,
-        planned,
+        on_planned_gpus,
         run_size,
         target_sizes,
     )
@@ -80,7 +80,7 @@ def print_plan(run: ResolvedRun) -> None:
     _print_stages(console, statuses)
     for note in notes:
         _print(console, f"! {note}")
-    elsewhere = planned(run)
+    elsewhere = on_planned_gpus(run)
     size = run_size(elsewhere, statuses["seeds"].finished, statuses["generate"].finished)
     _print_size(console, size, statuses["features"], directory.store)
     _print_training(console, size)

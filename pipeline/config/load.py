@@ -41,6 +41,11 @@ PATH_OR_NAME_KEYS = {
     ("check", "assistant_model"),
     ("check", "served_model"),
 }
+GONE_KEYS = {
+    "train.shard_heads": (
+        "use train.medusa.lm_head: shared, train.optimizer: adamw-8bit or train.heads: recurrent"
+    ),
+}
 # pydantic's names of the alternatives of a key that may be one thing or another
 ALTERNATIVES = ("int", "float", "bool", "string", "path", "date", "tuple", "list", "dict", "[key]")
 
@@ -237,6 +242,8 @@ def problems(errors: Sequence[Any]) -> list[str]:
 def _problem(key: str, errors: list[Any]) -> str:
     first = errors[0]
     if first["type"] == "extra_forbidden":
+        if key in GONE_KEYS:
+            return f"'{key}' is gone: {GONE_KEYS[key]}"
         near = nearest_key(key)
         hint = f"; did you mean '{near}'?" if near else ""
         return f"there is no key '{key}'{hint}"

@@ -51,7 +51,7 @@ class Turn:
 class Conversation:
     """A conversation: at most one system message, then turns.
 
-    `id` is ours and unique (`source:row`); `source_id` is the dump's own and may repeat. `tools`
+    `id` is unique (`source:row`); `source_id` is the id in the seed file and may repeat. `tools`
     are the functions that the assistant may call, as the JSON list that chat templates take.
     """
 
@@ -81,10 +81,10 @@ class Conversation:
         return self.messages[:1] if self.messages[0].role == "system" else ()
 
     def read_by(self, mode: Mode, rounds: int | None = None) -> tuple[Message, ...]:
-        """The messages that generation reads in a mode.
+        """Return the conversation's messages that generation reads in a mode.
 
-        A replay reads the first `rounds` questions, self-talk the first question, passthrough all
-        messages.
+        Replay reads the first `rounds` questions, self-talk reads the first question, and
+        passthrough reads all messages.
         """
         if mode == "passthrough":
             return self.messages
@@ -147,10 +147,10 @@ class RejectedRow:
 
 
 def utf8_text(text: str, what: str) -> str:
-    """Return a text after checking that UTF-8 can encode it.
+    """Return a seed row's text unchanged after checking that UTF-8 can encode it.
 
     Args:
-        what: The text's name in the detail: "a turn".
+        what: The text's name in the rejection's detail: "a turn".
 
     Raises:
         RowRejected: The text has a lone surrogate, which may stand for bytes that are not UTF-8.
@@ -166,7 +166,7 @@ def utf8_text(text: str, what: str) -> str:
 
 
 def escape_surrogates(text: str) -> str:
-    """Escape lone surrogates, so that UTF-8 can encode the text."""
+    """Escape lone surrogates in a rejected row's text, so that UTF-8 can encode the text."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 

@@ -4,11 +4,10 @@ Call `next_request` and `receive` in turn until there is no request, then `rows`
 message and its answer; a row is one growing list of token ids that holds every answer exactly as it
 was sampled. Three modes:
 
-    replay       the seed's user messages one after another, with the target's own answers in
-                 between; function calls of the seed's assistant, and their results, are context
-                 without labels
-    self-talk    the seed's first message; then the target writes both roles, each under its role's
-                 header
+    replay       the seed's user messages one after another, each answered by the target; function
+                 calls of the seed's assistant and their results are context without labels
+    self-talk    the seed's first user message; then the target writes both roles, each after the
+                 role's header in the chat template
     passthrough  the seed's own answers, rendered as if the target had sampled them; makes no
                  requests
 
@@ -58,8 +57,8 @@ class DialogueSettings:
         seed: The run's seed.
         ends_at_flaws: Whether a degenerate loop or an empty answer ends the conversation, as
             training data needs; a benchmark continues.
-        answers_last: Whether the target answers the last question, too; a reader of prompts alone
-            needs no answer.
+        answers_last: Whether the target also answers the last question, which is not needed to read
+            prompts alone.
         special_tokens: Special tokens in the text of the seed are written as text, kept as control
             tokens, or reject the conversation.
     """
@@ -76,7 +75,7 @@ class DialogueSettings:
 
 
 def require_both_sides(template: ChatTemplate, mode: str) -> None:
-    """Check that the target can write the user's side: self-talk needs a token that ends it.
+    """Check that self-talk is possible: a token of the chat template must end a user's text.
 
     Raises:
         ConfigError: No token of the chat template ends a user's text.
@@ -87,7 +86,7 @@ def require_both_sides(template: ChatTemplate, mode: str) -> None:
 
 
 class Dialogue:
-    """The state of one conversation with the target.
+    """State machine of one conversation with the target.
 
     Attributes:
         cut_at_tools: Whether functions that the template cannot render end the conversation.
@@ -120,7 +119,7 @@ class Dialogue:
             self._ending = RowRejected(Reason.SPECIAL_TOKENS, detail)
 
     def special_tokens(self) -> list[str]:
-        """Find special tokens in the part of the seed that the target reads."""
+        """Return the special tokens in the text of the seed messages that the target reads."""
         read = self._conversation.read_by(self._settings.mode, self._settings.rounds)
         return self._template.special_tokens_in(read)
 
@@ -130,7 +129,7 @@ class Dialogue:
         return len(self._turns) > (0 if self._settings.answers_last else 1)
 
     def next_request(self) -> Request | None:
-        """The next request to the engine, or None when the conversation is over."""
+        """Return the next request to the generation engine, or None if the conversation is over."""
         request = self._request()
         while request is not None and self._settings.mode == "passthrough":
             # The seed's own answer, as if the target had written it.
@@ -162,14 +161,14 @@ class Dialogue:
             self._writer = "user" if self._writer == "assistant" else "assistant"
 
     def prompts(self) -> list[list[int]]:
-        """Token ids of every prompt of the conversation, including an unanswered last one."""
+        """Return the token ids of every prompt, including an unanswered last prompt."""
         found = []
         for builder in self._rows.values():
             found += [builder.ids[: span.start] for span in builder.spans]
         return found + self._unanswered
 
     def rows(self) -> list[GeneratedRow]:
-        """The training rows of the finished conversation.
+        """Return the training rows of the finished conversation.
 
         Raises:
             RowRejected: No answer of the target remains, or `on_truncated` rejects the
@@ -186,7 +185,7 @@ class Dialogue:
         ]
 
     def _usable_turns(self) -> list[Turn]:
-        """The seed's turns up to the first whose function calls the template cannot render."""
+        """Return the seed's turns; end where the chat template cannot render function calls."""
         mode = self._settings.mode
         turns = []
         for turn in self._conversation.turns:
@@ -202,7 +201,7 @@ class Dialogue:
         return turns
 
     def _renders(self, turn: Turn) -> bool:
-        """Whether the template renders a turn's function calls; some take one call at a time."""
+        """Return whether the chat template renders a turn's function calls and their results."""
         if len(turn.asked) == 1:
             return True
         try:
@@ -257,7 +256,7 @@ class Dialogue:
         )
 
     def _prompt(self) -> RowBuilder:
-        """Build the row up to where the next sampled text begins.
+        """Build the token row up to the start of the next sampled text.
 
         Raises:
             RowRejected: No question is left.
@@ -284,7 +283,7 @@ class Dialogue:
     def _flaw(
         self, ids: list[int], text: str, finish: Finish, context_left: int
     ) -> RowRejected | None:
-        """The reason for which a sampled text ends the conversation, or None."""
+        """Return the reason for which a sampled text ends the conversation, or None."""
         policy, writer = self._settings.on_truncated, self._writer
         if self._settings.ends_at_flaws:
             if degenerate_loop(ids):

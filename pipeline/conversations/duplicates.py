@@ -19,8 +19,8 @@ Words = tuple[str, ...]
 NUM_PERMUTATIONS = 128
 NUM_BANDS = 32  # a pair of similarity 0.6 shares one of them with a probability of 0.99
 SHINGLE_WORDS = 3
-ANCHOR_WORDS = 5  # by which a question is looked up
-FEWEST_WORDS = 8  # of a question within a longer text; a shorter one must be a whole message
+ANCHOR_WORDS = 5  # first words of a question, the key of its look-up
+FEWEST_WORDS = 8  # a shorter question must be a whole message
 WORDS = re.compile(
     r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|[^\W_\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]+"
 )
@@ -28,16 +28,16 @@ WORDS = re.compile(
 
 @dataclass
 class Deduplicator:
-    """Filter of duplicate conversations across sources.
+    """Filter of duplicate conversations across seed sources.
 
     Two conversations are duplicates if generation reads the same messages of both.
 
     Args:
         mode, rounds: The messages that generation reads, see `Conversation.read_by`.
-        near: Texts that count as the same besides equal ones. quarantine: those that differ in
-            case, punctuation and white space alone; minhash: also those whose sets of three
-            consecutive words are similar.
-        similarity: The lowest Jaccard similarity, as MinHash estimates it, of similar texts.
+        near: The near-duplicates to reject. keep: none; quarantine: texts that differ only in
+            case, punctuation and white space; minhash: also texts with similar sets of
+            three-word shingles.
+        similarity: The lowest Jaccard similarity of near-duplicates, as estimated by MinHash.
     """
 
     mode: Mode
@@ -50,7 +50,7 @@ class Deduplicator:
         self._similar = SimilarTexts(self.similarity) if self.near == "minhash" else None
 
     def check(self, conversation: Conversation) -> Conversation | RejectedRow:
-        """Return a new conversation; return a duplicate as a `RejectedRow`."""
+        """Return the conversation, or a `RejectedRow` if it duplicates an earlier conversation."""
         read = conversation.read_by(self.mode, self.rounds)
         texts = []
         for message in read:
@@ -75,8 +75,8 @@ class Deduplicator:
 class SimilarTexts:
     """Index of texts by the MinHash of their three-word shingles (Broder 1997), in LSH bands.
 
-    128 permutations estimate a similarity with a standard error of at most 0.045. About 1 KB of
-    memory per text.
+    With 128 permutations the estimated similarity has a standard error of at most 0.045. A text
+    takes about 1 KB of memory.
     """
 
     def __init__(self, similarity: float):
@@ -89,7 +89,7 @@ class SimilarTexts:
         self._texts: list[tuple[str, Any]] = []  # id and MinHash
 
     def first(self, id: str, texts: Sequence[str]) -> tuple[str, float] | None:
-        """Find the first similar text (its id and similarity); add the text if there is none."""
+        """Return id and similarity of the first similar text, or add this text to the index."""
         from rensa import RMinHash
 
         hashed = RMinHash(num_perm=NUM_PERMUTATIONS, seed=0)
@@ -107,10 +107,9 @@ class SimilarTexts:
 class CheckQuestions:
     """Filter of conversations that contain a question of the check (decontamination).
 
-    A question of eight words or more is also found within a message, a shorter one only as a whole
-    message.
-
-    Case, punctuation and white space do not matter. The time is linear in a conversation's words.
+    A question of eight words or more is also found within a message; a shorter question is found
+    only as a whole message. Case, punctuation and white space are ignored. The time is linear in
+    the number of words.
     """
 
     def __init__(self, questions: Iterable[Conversation]):
@@ -122,7 +121,7 @@ class CheckQuestions:
                     self._by_anchor[words[:ANCHOR_WORDS]].append((words, question.id))
 
     def check(self, conversation: Conversation) -> Conversation | RejectedRow:
-        """Return a clean conversation; return a contaminated one as a `RejectedRow`."""
+        """Return the conversation, or a `RejectedRow` if it contains a question of the check."""
         for message in conversation.messages:
             found = self.find_question(message)
             if found is not None:
@@ -131,7 +130,7 @@ class CheckQuestions:
         return conversation
 
     def find_question(self, message: Message) -> str | None:
-        """Find the id of a check question that a message contains."""
+        """Return the id of a check question that the message contains, or None."""
         words = words_of(message.content)
         for start in range(len(words)):
             for question, id in self._by_anchor.get(words[start : start + ANCHOR_WORDS], ()):
@@ -146,7 +145,7 @@ def _rejected(conversation: Conversation, reason: Reason, detail: str) -> Reject
 
 
 def normalize_text(text: str) -> str:
-    """Normalise a text to its letters and digits in lower case, with single spaces between.
+    """Normalize a text to lower-case words of letters and digits, separated by single spaces.
 
     A text without letters and digits is returned unchanged.
     """
@@ -160,7 +159,7 @@ def words_of(text: str) -> Words:
 
 
 def shingles(texts: Iterable[str]) -> set[str]:
-    """Sets of three consecutive words of texts; a shorter text is one shingle."""
+    """Return the three-word shingles of texts; a text of fewer words is one shingle."""
     found = set()
     for text in texts:
         words = words_of(text) or (text,)

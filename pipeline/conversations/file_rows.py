@@ -1,7 +1,7 @@
 """Streaming readers of seed files: text, JSON, CSV and TSV (also gzip), Parquet, Arrow, the Hub.
 
-A row is a value of JSON, or a `RejectedRow` where it cannot be read as one. Bytes that are not
-UTF-8 become lone surrogates, for which a row is rejected later.
+A row is a JSON value, or a `RejectedRow` if the row cannot be read. Bytes that are not UTF-8 become
+lone surrogates, and the row is rejected later.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SEPARATOR = re.compile(r"\s*([,\]])")  # after an item of a JSON array
 
 
 def unreadable_row(reason: Reason, detail: str, text: str = "") -> RejectedRow:
-    """Create the `RejectedRow` of an unreadable row; `SourceReader` sets the id."""
+    """Create the `RejectedRow` of an unreadable row of a seed file; `SourceReader` sets its id."""
     return RejectedRow.of("", RowRejected(reason, detail), text)
 
 
@@ -78,7 +78,7 @@ def _raw_lines(text: io.TextIOWrapper) -> Iterator[str]:
 
 
 def text_lines(file: io.BufferedReader) -> Iterator[str]:
-    """Yield the non-blank lines of a text file."""
+    """Yield the non-blank lines of a seed file of plain text."""
     for line in _raw_lines(_as_text(file)):
         stripped = line.strip(BLANK)
         if stripped:
@@ -86,9 +86,9 @@ def text_lines(file: io.BufferedReader) -> Iterator[str]:
 
 
 def json_rows(file: io.BufferedReader, path: Path) -> Iterator[Any]:
-    """Yield the items of a JSON array or the values of JSON lines.
+    """Yield the rows of a JSON seed file: the items of an array, or the values of JSON lines.
 
-    The first character decides which of both it is. A line that is not JSON is rejected alone.
+    A file that begins with `[` is an array. A line that is not JSON is yielded as a `RejectedRow`.
 
     Raises:
         DataError: An array breaks off or is malformed.
@@ -106,7 +106,7 @@ def json_rows(file: io.BufferedReader, path: Path) -> Iterator[Any]:
 def _array_items(text: io.TextIOWrapper, path: Path) -> Iterator[Any]:
     """Yield the items of a JSON array.
 
-    After a failed parse as much again is read, so that the time is linear in the file's size.
+    After a failed parse the buffer doubles, so that the time is linear in the file's size.
     """
     decoder = json.JSONDecoder(strict=False)
     buffer = text.read(CHUNK).lstrip()
@@ -142,7 +142,7 @@ def _array_items(text: io.TextIOWrapper, path: Path) -> Iterator[Any]:
 
 
 def select_columns(names: Sequence[str], wanted: Sequence[str], where: str) -> list[str]:
-    """Select the columns of a table: the wanted ones, or else those of known forms, or else all.
+    """Select a seed table's columns: the wanted columns, or columns of known forms, or all.
 
     Raises:
         ConfigError: The table lacks a wanted column.
@@ -160,10 +160,10 @@ def select_columns(names: Sequence[str], wanted: Sequence[str], where: str) -> l
 def delimited_rows(
     file: io.BufferedReader, path: Path, columns: Sequence[str], delimiters: str
 ) -> Iterator[Any]:
-    """Yield the records of a CSV or TSV file, keyed by the names in the first line.
+    """Yield the rows of a CSV or TSV seed file as dicts with the header's column names.
 
-    The delimiter is the most frequent of `delimiters` in the first line. A record with another
-    number of fields than the header is rejected alone.
+    The delimiter is the most frequent of `delimiters` in the first line. A record whose number of
+    fields differs from the header's is yielded as a `RejectedRow`.
 
     Raises:
         ConfigError: The file lacks one of `columns`.
@@ -192,7 +192,7 @@ def delimited_rows(
 
 
 def table_rows(path: Path, columns: Sequence[str]) -> Iterator[Any]:
-    """Yield the rows of a Parquet file, an Arrow (Feather) file or an Arrow stream.
+    """Yield the rows of a seed file in Parquet, Arrow (Feather) or Arrow stream format.
 
     Raises:
         ConfigError: The file lacks one of `columns`.
@@ -237,9 +237,9 @@ def _arrow_batches(
 
 
 def _batch_rows(batch: pa.RecordBatch) -> Iterator[Any]:
-    """Yield the rows of an Arrow batch; an unreadable row is rejected alone.
+    """Yield the rows of an Arrow batch; yield an unreadable row as a `RejectedRow`.
 
-    The batch is validated first, since a wrong offset would be read beyond the file's memory.
+    The batch is validated first, because a wrong offset would read beyond the file's memory.
     """
     try:
         batch.validate(full=True)
@@ -254,7 +254,7 @@ def _batch_rows(batch: pa.RecordBatch) -> Iterator[Any]:
 
 
 def hub_rows(hub: str, split: str, columns: Sequence[str]) -> Iterator[Any]:
-    """Stream the rows of a data set on the Hub.
+    """Stream the seed rows of a data set on the Hub.
 
     Raises:
         ConfigError: There is no such data set, split or column.

@@ -9,9 +9,9 @@
                "history": [["question", "answer"], ...]}
     prompts    "question", {"prompt": "question"}, {"prompt": "question", "response": "answer"}
 
-A turn's role and text may use the key names of either format: dumps mix them. What is repaired in
-turns, `repair` says. A new form is one entry of `FORM_KEYS`, its case in `_turns_of`, and its name
-in `seeds.sources[].format`.
+A turn's role and text may use the key names of ShareGPT or OpenAI, because dumps mix both. Turns
+are repaired in `repair`. To add a form, add an entry of `FORM_KEYS`, a case in `_turns_of`, and a
+name in `seeds.sources[].format`.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ EXPECTED = (
 
 @dataclass(frozen=True)
 class RowSettings:
-    """Settings of parsing a dump's rows, from `seeds` and `seeds.sources[]`."""
+    """Settings for parsing a dump's rows, from `seeds` and `seeds.sources[]`."""
 
     form: str = "auto"
     max_characters: int = 200_000
@@ -141,14 +141,14 @@ class DumpObject:
         return DumpObject(renamed)
 
     def first(self, *keys: str) -> Any:
-        """The value of the first key that is present and not null."""
+        """Return the value of the first key that is present and not null."""
         for key in keys:
             if self.fields.get(key) is not None:
                 return self.fields[key]
         return None
 
     def name(self, *keys: str) -> str | None:
-        """The first string or number under these keys, as a string: an id or a category."""
+        """Return the first string or number under these keys as a string: an id or a category."""
         for key in keys:
             value = self.fields.get(key)
             if isinstance(value, str | int) and value != "":
@@ -156,7 +156,7 @@ class DumpObject:
         return None
 
     def items(self, key: str) -> list[Any]:
-        """The list under a key; a cell of a table may hold the list as JSON."""
+        """Return the list under a key; parse the list if a table's cell holds it as JSON."""
         value = self.fields.get(key)
         if isinstance(value, str):
             value = parsed_json(value, f"`{key}`")
@@ -219,7 +219,7 @@ def _alpaca(row: DumpObject) -> list[Message]:
 
 
 def _said(role: Role, value: Any) -> list[Message]:
-    """A text as one turn; preference data has a list of turns in place of the text."""
+    """Convert a text to one turn, or a list of turns, as in preference data, to messages."""
     if not value:
         return []
     if isinstance(value, list):
@@ -230,7 +230,7 @@ def _said(role: Role, value: Any) -> list[Message]:
 def _turn(value: Any) -> Message:
     """Parse one turn's role, text and function calls.
 
-    Mixed dumps have both keys of a pair (`from` and `role`), one of them null.
+    Mixed dumps have both `from` and `role`, and one of the two is null.
     """
     if not isinstance(value, dict):
         detail = f"A turn is {_describe(value)}; expected an object with a role and a text."

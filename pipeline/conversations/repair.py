@@ -1,10 +1,9 @@
 """Repair of a dump's turns: texts, function calls, and the order of turns.
 
-Turns are repaired where their meaning is clear: byte order marks, NULs and white space around a
-text; empty or repeated system prompts; answers before the first question; an empty last answer; a
-user's message that is repeated or split in two. Nothing is guessed: two different consecutive
-answers mean that a question is missing, and the row is rejected; so is a function's result without
-a call.
+Turns are repaired if their meaning is clear: byte order marks, NULs and white space around a text;
+empty or repeated system prompts; answers before the first question; an empty last answer; a user's
+message that is repeated or split in two. A row with an unclear meaning is rejected: two different
+consecutive answers (a question is missing), or a function's result without a call.
 
 Function calls are read as OpenAI and LLaMA-Factory write them, and kept as a JSON list of
 `{"name", "arguments"}`:
@@ -56,7 +55,7 @@ def joined_parts(parts: list[Any]) -> str:
 
 
 def parsed_json(text: Any, what: str) -> Any:
-    """Parse JSON that a row holds as text.
+    """Parse JSON that a seed row holds as text.
 
     Raises:
         RowRejected: The text is not JSON.
@@ -97,7 +96,7 @@ def definitions_json(tools: Any) -> str | None:
 
 
 def _functions(value: Any) -> list[dict[str, Any]]:
-    """Extract named functions, bare or under `function`, from a list or a single object."""
+    """Extract named functions from a list or one object; each may be under the key `function`."""
     functions = []
     for item in value if isinstance(value, list) else [value]:
         function = item
@@ -126,7 +125,8 @@ def repair_turns(
 
     Args:
         turns: The dump's turns, with clean texts.
-        tools: Whether function calls are kept, end the conversation, or reject the row.
+        tools: Keep function calls (context), end the conversation there (cut), or reject the row
+            (quarantine).
 
     Raises:
         RowRejected: The turns do not form a conversation, or have more than `max_characters`

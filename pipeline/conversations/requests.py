@@ -1,4 +1,4 @@
-"""Requests to a generation engine, their completions, streamed text, and loop detection."""
+"""Requests to a generation engine, completions, text streaming and loop detection."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Request:
-    """A request for one text; `id` is unique among all requests of a run."""
+    """A request to a generation engine for one text; `id` is unique within a run."""
 
     id: str
     prompt_ids: list[int]
@@ -52,7 +52,7 @@ class Completion:
 
 
 def sample_seed(run_seed: int, row_id: str, turn: int) -> int:
-    """The 63-bit sampling seed of one text, independent of worker and batch."""
+    """Return the 63-bit sampling seed of one answer, independent of worker and batch."""
     digest = hashlib.sha256(f"{run_seed}:{turn}:{row_id}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 
@@ -60,9 +60,9 @@ def sample_seed(run_seed: int, row_id: str, turn: int) -> int:
 class TextStream:
     """Streaming decoder of sampled tokens into text; special tokens have no text.
 
-    A character can take several tokens, and a token's text can depend on the one before it (a
-    leading space). Text is therefore decoded together with the preceding token, and held back while
-    it ends within a character.
+    A character can take several tokens, and a token's text can depend on the preceding token (a
+    leading space). Each token is therefore decoded together with the preceding token, and text that
+    ends within a character is held back.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
@@ -71,7 +71,7 @@ class TextStream:
         self._held: list[int] = []
 
     def push(self, token_id: int) -> str:
-        """Add a token and return the text that is complete with it, which may be empty."""
+        """Add a sampled token and return the newly completed text, which may be empty."""
         self._held.append(token_id)
         text = self.flush()
         if not text or text.endswith(UNFINISHED):
@@ -91,7 +91,7 @@ class TextStream:
 
 
 def degenerate_loop(ids: Sequence[int]) -> bool:
-    """Whether token ids end in a loop: one n-gram, 4 times in a row and over 32 tokens or more."""
+    """Return whether token ids end in a loop: an n-gram 4 times in a row, at least 32 tokens."""
     tail = np.asarray(ids)
     if len(tail) < MIN_LOOP_TOKENS:
         return False

@@ -1,4 +1,4 @@
-"""Token rows of conversations: under construction, finished, and of an interactive chat."""
+"""Token rows of conversations: a row builder, finished training rows, and interactive chats."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class GeneratedRow:
 
 @dataclass(frozen=True)
 class RowBuilder:
-    """An immutable row of token ids under construction; each step returns a new row."""
+    """Immutable builder of a conversation's token row; each method returns a new builder."""
 
     first_turn: int
     ids: list[int]
@@ -41,7 +41,7 @@ class RowBuilder:
     def opening(
         cls, template: ChatTemplate, messages: tuple[Message, ...], first_turn: int = 0
     ) -> RowBuilder:
-        """Start a row with these messages, the last of which is a question."""
+        """Start a token row with these messages; the last message is a question."""
         return cls(first_turn, template.opening(messages), messages)
 
     @property
@@ -52,35 +52,35 @@ class RowBuilder:
     def with_question(
         self, template: ChatTemplate, asked: Sequence[Message], turn: int = 0
     ) -> RowBuilder:
-        """Append the next question; start a new row if the template rewrites history."""
+        """Append the next question; start a new row if the chat template rewrites history."""
         messages = (*self.messages, *asked)
         if template.rewrites_history(self.messages, asked):
             return RowBuilder.opening(template, messages, turn)
         return self.with_ids(template.separator(self.messages[:-1], self.ended, *asked), *asked)
 
     def with_ids(self, ids: list[int], *messages: Message) -> RowBuilder:
-        """Append prompt tokens, which the target did not write."""
+        """Append prompt tokens, which get no span because the target did not write them."""
         return replace(self, ids=self.ids + ids, messages=self.messages + messages)
 
     def with_text(self, ids: list[int], finish: Finish, message: Message) -> RowBuilder:
-        """Append a text that the target wrote, as a span."""
+        """Append a text that the target sampled, and record its span."""
         span = Span(len(self.ids), len(self.ids) + len(ids), message.role)
         return replace(
             self.with_ids(ids, message), spans=(*self.spans, span), finish=(*self.finish, finish)
         )
 
     def finished(self, row_id: str, parent_id: str) -> GeneratedRow:
-        """Create the training row."""
+        """Return the finished training row."""
         return GeneratedRow(
             row_id, parent_id, self.ids, list(self.spans), list(self.finish), self.messages
         )
 
 
 class Chat:
-    """An interactive chat, with earlier answers in the prompt as their sampled token ids.
+    """Interactive chat whose prompts hold earlier answers as their sampled token ids.
 
     Args:
-        room: The longest prompt in tokens.
+        room: The maximum number of prompt tokens.
         system: A system message, if any.
     """
 
@@ -92,7 +92,7 @@ class Chat:
         self._asked: RowBuilder | None = None
 
     def ask(self, question: str) -> tuple[list[int], bool]:
-        """The prompt's token ids, and whether earlier turns were dropped to make room.
+        """Return the chat prompt's token ids, and whether earlier turns were dropped to make room.
 
         Raises:
             RowRejected: The question alone is too long or undecodable, or the template rejects it;
@@ -111,7 +111,7 @@ class Chat:
         return asked.ids, forgets
 
     def answered(self, ids: Sequence[int], *, ended: bool) -> None:
-        """Append the sampled answer, including its end token; without ids drop the question."""
+        """Append the sampled answer to the chat; without ids drop the question instead."""
         assert self._asked is not None, "nothing was asked"
         if ids:
             message = Message("assistant", self._template.decode(ids))

@@ -1,8 +1,8 @@
 """Sources of seeds: files, directories, and data sets on the Hub, one after another or mixed.
 
 Every row is returned exactly once with the id `source:row`, as a conversation or as a rejected row.
-Files are streamed in linear time. A named file without a conversation is an error; such a file of a
-directory is skipped, and listed with the reason.
+Files are streamed in linear time. A named file without a conversation is an error; in a directory,
+such a file is skipped and listed with the reason.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Row = Conversation | RejectedRow
 TABLE_SUFFIXES = (".parquet", ".arrow", ".feather")
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".txt", ".csv", ".tsv", *TABLE_SUFFIXES)
 TABLE_MAGIC = (b"PAR1", b"ARROW1")
-PROBED_ROWS = 1000  # of a directory's file, to find out whether it holds conversations
+PROBED_ROWS = 1000  # first rows of a directory's file, read to check for conversations
 MAX_SKIPPED_SHOWN = 5
 # Files that describe a folder: their suffix alone would make prompts of them.
 DESCRIPTIONS = re.compile(
@@ -45,7 +45,7 @@ DESCRIPTIONS = re.compile(
 
 @dataclass
 class FileCount:
-    """Counts of the rows read from a file or data set, and of the conversations among them."""
+    """Counts of rows and of conversations read from a seed file or data set."""
 
     name: str
     rows: int = 0
@@ -54,22 +54,22 @@ class FileCount:
 
 @dataclass(frozen=True)
 class SkippedFile:
-    """A skipped file or folder of a source directory; `name` is the path in the source."""
+    """A skipped file or folder of a seed source's directory; `name` is the path in the source."""
 
     name: str
     why: str
 
 
 def plain_suffix(name: str) -> str:
-    """A seed file's suffix in lower case, without `.gz`; empty if not one of `SUFFIXES`."""
+    """Return a seed file's suffix in lower case, without `.gz`; empty if not in `SUFFIXES`."""
     suffix = Path(name.lower().removesuffix(".gz")).suffix
     return suffix if suffix in SUFFIXES else ""
 
 
 def name_sources(sources: Sequence[SeedSource]) -> list[str]:
-    """A short unique name for each seed source, safe in ids and file names.
+    """Return a short unique name for each seed source, safe in ids and file names.
 
-    The name is that of the file or data set, with `-2` if taken.
+    The name is the file's or data set's name; `-2` is appended if the name is taken.
     """
     names: list[str] = []
     for source in sources:
@@ -93,7 +93,7 @@ class SourceReader:
     Args:
         name: The source's unique name, the prefix of row ids.
         max_characters: Longer conversations are rejected.
-        max_file_bytes: Larger files (gzip: unpacked) are an error.
+        max_file_bytes: A file that is larger (for gzip, when decompressed) is an error.
         tools: The policy for function calls, `seeds.tools`.
     """
 
@@ -146,12 +146,12 @@ class SourceReader:
         return files
 
     def __iter__(self) -> Iterator[Row]:
-        """Yield each row with the id `name:row`; rows are counted over all files.
+        """Yield each seed row with the id `name:row`; rows are numbered over all files.
 
         Raises:
-            ConfigError: The source does not exist, or lacks the columns that are named.
-            DataError: The file, or the data set, holds no conversation data; a file is damaged or
-                too large.
+            ConfigError: The source does not exist, or lacks a column of the configuration.
+            DataError: The file or the data set holds no conversation; a file is damaged or too
+                large.
             EnvironmentFault: The source cannot be read now.
         """
         return itertools.islice(self._rows(), self.source.limit)
@@ -190,9 +190,9 @@ class SourceReader:
         return read_row(row, id, self._settings)
 
     def _file_rows(self, path: Path) -> Iterator[Any]:
-        """Yield a file's raw rows, or a `RejectedRow` without an id for an unreadable one.
+        """Yield a seed file's raw rows, or a `RejectedRow` without an id for an unreadable row.
 
-        The first bytes decide how the file is read, or else the suffix; the default is JSON.
+        The first bytes determine the file format, otherwise the suffix; the default is JSON.
         """
         suffix = plain_suffix(path.name)
         with open_seed_file(path) as file:
@@ -215,7 +215,7 @@ class SourceReader:
                 yield row
 
     def _reason_to_skip(self, file: Path) -> str | None:
-        """Explain why a file's first rows hold no conversation; None if one of them does."""
+        """Return why a file's first rows hold no conversation, or None if there is one."""
         first = "it is empty"
         try:
             for row in itertools.islice(self._file_rows(file), PROBED_ROWS):
@@ -224,13 +224,13 @@ class SourceReader:
                     return None
                 if first == "it is empty":
                     first = f"it holds no conversation; the first row: {outcome.detail[:200]}"
-        except ConfigError as error:  # of a table without the columns that are named
+        except ConfigError as error:  # the table lacks a column of the configuration
             return error.what
         return first
 
 
 def _unsuited_name(file: Path, name: Path) -> str | None:
-    """Explain why a file of a directory cannot hold seeds; `name` is its path in the source."""
+    """Return why a file cannot hold seeds by its name or type; `name` is the path in the source."""
     if any(part.startswith(".") for part in name.parts):
         return "it is hidden"
     if not file.is_file():
@@ -252,7 +252,7 @@ def source_readers(settings: SeedsConfig) -> list[SourceReader]:
 
 
 def read_questions(path: Path) -> list[Conversation]:
-    """Read the questions of a file (MT-Bench, Spec-Bench, any form), without rejected rows."""
+    """Read a file of benchmark questions (MT-Bench, Spec-Bench, any form); skip rejected rows."""
     rows = SourceReader(SeedSource(path=path), path.stem, max_characters=10**9)
     return [row for row in rows if isinstance(row, Conversation)]
 
@@ -263,10 +263,10 @@ def mix_sources(
     """Yield the rows of all seed sources, mixed by weight and filtered by `check`.
 
     Without weights the sources are read whole, one after another. With weights conversations are
-    taken in proportion to the weights by d'Hondt's method: the next source is the one with the
-    fewest kept conversations per weight. At every moment the shares are right up to fewer
-    conversations than there are sources. The mixture ends with the first source that has no more
-    rows. Rejected rows are passed on and do not count.
+    taken in proportion to the weights by d'Hondt's method: the next source has the fewest kept
+    conversations per weight. At every moment a source's share deviates by fewer conversations than
+    there are sources. The mixture ends when the chosen source has no more rows. Rejected rows are
+    yielded too and do not count.
     """
     streams = [map(check, reader) for reader in readers]
     weights = [reader.source.weight for reader in readers if reader.source.weight is not None]

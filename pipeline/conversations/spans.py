@@ -37,9 +37,9 @@ class Span:
 
 
 def feature_positions(spans: Sequence[Span]) -> npt.NDArray[np.int32]:
-    """Positions of the hidden states that predict target-written tokens.
+    """Return the positions of the hidden states that predict target-written tokens, int32 [N].
 
-    They are s-1 … e-2 of every span [s, e), in order.
+    These are the positions s-1 … e-2 of every span [s, e), in order.
     """
     ranges = [np.arange(span.start - 1, span.end - 1, dtype=np.int32) for span in spans]
     return np.concatenate(ranges) if ranges else np.empty(0, np.int32)
@@ -48,7 +48,7 @@ def feature_positions(spans: Sequence[Span]) -> npt.NDArray[np.int32]:
 def head_labels(
     input_ids: npt.ArrayLike, spans: Sequence[Span], num_heads: int, roles: Collection[Role]
 ) -> npt.NDArray[np.int32]:
-    """Labels [K, N] of each head at each of `feature_positions(spans)`; `IGNORED` for none.
+    """Return each head's labels [K, N] at `feature_positions(spans)`; `IGNORED` without a label.
 
     Args:
         input_ids: The row's token ids.

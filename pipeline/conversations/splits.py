@@ -1,8 +1,8 @@
 """Splits of conversations (train, calibrate, check), and the number of rows per shard.
 
-Conversations that open with the same question are one group, and a group is never divided: a
-held-out prompt is new. Questions that differ in case, punctuation and white space alone are the
-same.
+Conversations with the same first question form one group, and a group is never divided, so that
+held-out questions are not in training. Questions that differ only in case, punctuation and white
+space are the same question.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ MOST_IN_SHARD = SMALL_SET // NUM_SHARDS
 def batch_into_shards(
     rows: Iterable[Split], rows_per_shard: int | Literal["auto"]
 ) -> Iterator[list[Split]]:
-    """Group rows into shards, in order.
+    """Group seed rows into shards, in order.
 
-    `auto` makes `NUM_SHARDS` of a small set, of `FEWEST_IN_SHARD` rows or more, so that each holds
-    enough work to fill an engine's batch, and shards of `MOST_IN_SHARD` of a larger one. The size
-    depends on nothing but the number of rows.
+    `auto` splits a small set into `NUM_SHARDS` shards of at least `FEWEST_IN_SHARD` rows, so that
+    each shard fills an engine's batch, and a larger set into shards of `MOST_IN_SHARD` rows. The
+    size depends only on the number of rows.
     """
     stream = iter(rows)
     if rows_per_shard == "auto":
@@ -49,9 +49,9 @@ def batch_into_shards(
 def split_rows(rows: Iterable[Conversation | RejectedRow], holdout: float) -> Iterator[Split]:
     """Assign a split to every conversation by the hash of its first question.
 
-    Half of `holdout` calibrates, half checks. In a set of up to `SMALL_SET` rows the held-out rows
-    are counted, see `choose_held_out`. In a larger set the hash alone decides, and the rows are not
-    held in memory. The split of a rejected row is never read.
+    Half of `holdout` is for calibrate, half for check. In a set of up to `SMALL_SET` rows the
+    number of held-out rows is exact, see `choose_held_out`. In a larger set the hash alone decides,
+    and the rows are not held in memory. The split of a rejected row is never read.
     """
     stream = iter(rows)
     head = list(itertools.islice(stream, SMALL_SET + 1))
@@ -71,19 +71,19 @@ def split_rows(rows: Iterable[Conversation | RejectedRow], holdout: float) -> It
 
 
 def first_question(conversation: Conversation) -> str:
-    """The first question of a conversation, normalised."""
+    """Return the normalized first question of a conversation, the key of its split."""
     return normalize_text(conversation.turns[0].asked[0].content)
 
 
 def choose_held_out(group_sizes: Mapping[str, int], holdout: float) -> dict[str, str]:
-    """Choose the groups of questions to hold out, each for the split calibrate or check.
+    """Choose the first questions to hold out, and the split (calibrate or check) of each.
 
-    Each split takes groups in the order of their hashes, as long as they fit into what it is to
-    have (see `held_out_rows`). Where that leaves it fewer than 8 rows, it takes the smallest groups
-    besides. The largest group is always trained on, and calibrate leaves a group to check.
+    Each split takes groups in the order of their hashes, if the group fits into the split's size
+    (see `held_out_rows`). A split that has fewer than 8 rows then also takes the smallest groups.
+    The largest group is always in train, and calibrate leaves at least one group for check.
 
     Args:
-        group_sizes: The number of conversations by their normalised first question.
+        group_sizes: The number of conversations by normalized first question.
     """
     if not group_sizes:
         return {}
@@ -110,7 +110,7 @@ def choose_held_out(group_sizes: Mapping[str, int], holdout: float) -> dict[str,
 
 
 def held_out_rows(num_rows: int, holdout: float) -> int:
-    """The number of rows of each held-out split if no two conversations open alike."""
+    """Return the size of each held-out split if all first questions are different."""
     each = round(num_rows * holdout / 2)
     if num_rows > SMALL_SET:
         return each
@@ -118,5 +118,5 @@ def held_out_rows(num_rows: int, holdout: float) -> int:
 
 
 def _unit_hash(question: str) -> float:
-    """Hash a question to [0, 1)."""
+    """Hash a first question to [0, 1)."""
     return int.from_bytes(hashlib.sha256(b"split:" + question.encode()).digest()[:8], "big") / 2**64

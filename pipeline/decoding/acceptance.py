@@ -1,20 +1,20 @@
 """Acceptance rules: choose the accepted path of a candidate tree and the token that follows it.
 
-    greedy     keeps the target's most probable tokens: the text of greedy decoding
-    typical    keeps tokens that are probable enough for the target's entropy (paper 2.3.1): the
-               fastest, with a different distribution
-    rejection  keeps the tokens that sampling from the target draws: exactly its distribution
+    greedy     accepts the target's most probable tokens; gives the text of greedy decoding
+    typical    accepts tokens above a threshold that depends on the target's entropy (paper 2.3.1);
+               the fastest rule, but it changes the distribution
+    rejection  accepts the tokens that sampling from the target draws; keeps the target's
+               distribution exactly
 
-A rule works on the tree's rows, not on padded lists of candidates: a row is accepted when its token
-and the tokens of all rows above it pass. Every row has a token, so padding can never be accepted
-(token id 0 included). The deepest accepted row wins; the root's token was chosen by the previous
-step and is always accepted.
+A rule works on the tree's rows, not on padded lists of candidates: a row is accepted if its token
+and the tokens of all its ancestors pass. Every row has a token, so padding is never accepted. The
+deepest accepted row wins; the root's token was chosen in the previous step and is always accepted.
 
 A token is sampled as argmax(z / temperature + g) over the logits z, where g = -log(-log u) with
 uniform u: the Gumbel-max form of softmax sampling. The noise g belongs to a position of the text,
-not to a step: a step over several positions uses the noise of each, and the next step reuses the
-noise beyond the last kept token. So a seed gives one text for every tree, up to rounding: the tree
-changes the cost of a step, but not what is written.
+not to a step: a step over several positions uses the noise of each position, and the next step
+reuses the noise after the last accepted token. So a seed gives the same text with every tree, up to
+rounding.
 
 The nucleus at top_p is the smallest set of most probable tokens with at least that probability
 (Holtzman et al., arXiv 1904.09751), as in transformers and vLLM: a token belongs to it when the
@@ -41,8 +41,8 @@ RuleName = Literal["greedy", "typical", "rejection"]
 class Noise:
     """Gumbel noise for sampling one text's next positions, drawn from the text's own generator.
 
-    Each position takes V numbers from the generator, in the order of the text. They are drawn in
-    float64: the 2^-24 resolution of float32 would bias the rare tokens of a large vocabulary. A
+    Each position takes V numbers from the generator, in the order of the text. The numbers are
+    float64, because the 2^-24 resolution of float32 would bias rare tokens of a large vocabulary. A
     generator on the target's device avoids a copy per token.
     """
 
@@ -51,9 +51,9 @@ class Noise:
         self._waiting: list[Tensor] = []
 
     def next_noise(self, num_positions: int, logits_NV: Tensor) -> Tensor | None:
-        """Return the Gumbel noise [T, V] of the next positions, in the logits' upcast dtype.
+        """Return the Gumbel noise [T, V] of the next positions, or None without a generator.
 
-        None without a generator.
+        The noise is in the logits' dtype, at least float32.
         """
         if self._generator is None:
             return None
@@ -127,10 +127,10 @@ greedy_acceptance = GreedyAcceptance()
 class TypicalAcceptance:
     """Typical acceptance: keep tokens with p > min(eps, delta · exp(-H(p))) (paper 2.3.1).
 
-    Both are taken after `temperature`. Among equally long candidates the most probable wins. The
-    token after it is the target's greedy choice as in the paper, so that the output is
-    deterministic at every temperature; with `samples` it is sampled from the target at that
-    temperature. The paper sets eps = 0.09 and delta = sqrt(eps).
+    The distribution p includes `temperature`. Among equally long candidates the most probable wins.
+    The token after the accepted path is the target's greedy choice as in the paper, so that the
+    output is deterministic at every temperature; with `samples` the token is sampled from p. The
+    paper sets eps = 0.09 and delta = sqrt(eps).
     """
 
     temperature: float
@@ -149,7 +149,7 @@ class TypicalAcceptance:
     ) -> Acceptance:
         log_p_NV = torch.log_softmax(_upcast(logits_NV) / self.temperature, -1)
         finite_NV = log_p_NV.clamp(min=torch.finfo(log_p_NV.dtype).min)  # 0 · log 0 is 0
-        # On a CPU in a third of the time of torch.special.entr.
+        # Three times faster on a CPU than torch.special.entr.
         entropy_N = -torch.linalg.vecdot(log_p_NV.exp(), finite_NV)
         threshold_N = (self.delta * torch.exp(-entropy_N)).clamp(max=self.eps)
         at_tokens_N = tree.parent * logits_NV.shape[-1] + tokens_N
@@ -170,12 +170,12 @@ class TypicalAcceptance:
 class RejectionSampling:
     """Rejection sampling: keep exactly the target's distribution at `temperature` and `top_p`.
 
-    Candidates are deterministic proposals. Rejection sampling tries a row's children in order: it
-    accepts a child with its probability p, otherwise sets that p to 0, renormalizes and continues;
-    when none is left it samples from the rest. Child i is then accepted with (1 - p_1 - … -
-    p_{i-1}) · p_i / (1 - p_1 - … - p_{i-1}) = p_i, and any other token sampled with its p. Sampling
-    one token from p and following the child that has it, if any, gives the same distribution with a
-    single draw per position, and is what this rule does.
+    Candidates are deterministic proposals. Rejection sampling tries a row's children in order. It
+    accepts a child with the child's probability p, otherwise sets this p to 0, renormalizes and
+    tries the next child; after the last child it samples from the remaining distribution. Child i
+    is then accepted with probability (1 - p_1 - … - p_{i-1}) · p_i / (1 - p_1 - … - p_{i-1}) = p_i,
+    and every other token is sampled with its own p. This rule samples one token from p and follows
+    the child with that token, if any: the same distribution with one draw per position.
     """
 
     temperature: float
@@ -214,10 +214,10 @@ def acceptance_rule(
     top_p: float = 1.0,
     first_token: Literal["greedy", "sampled"] = "greedy",
 ) -> AcceptanceRule:
-    """Build the acceptance rule of a name; at temperature 0 every rule is greedy acceptance.
+    """Build an acceptance rule by name; at temperature 0 every rule is greedy acceptance.
 
-    `eps`, `delta` and `first_token` belong to typical acceptance, `top_p` to rejection. Raises
-    ValueError when a number is out of range.
+    Typical acceptance reads `eps`, `delta` and `first_token`; rejection sampling reads `top_p`.
+    Raises ValueError if a number is out of range.
     """
     if temperature < 0 or not 0 < top_p <= 1:
         raise ValueError("temperature is at least 0, top_p a probability above 0")

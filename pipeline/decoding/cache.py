@@ -1,11 +1,12 @@
-"""A preallocated KV cache: a candidate tree is written into it, and the accepted path is kept.
+"""Preallocated KV cache that stores a candidate tree and keeps its accepted path.
 
-Keys and values of all layers are views of one tensor (per shape, dtype and device), so keeping a
-path moves the entries of all layers at once, in place. Each sequence of a batch has its own length
-and its own place. Layers keep the full length whatever their attention, since windows are part of
-the mask (see masks.py), and return only the filled part, so that a step costs the length of its
-sequences and not the capacity. Within `fixed_lengths` they return a constant number of slots and
-read the lengths on the device, as a captured step needs (see cuda_graphs.py).
+Keys and values of all layers are views of one tensor (per shape, dtype and device), so the entries
+of an accepted path move in all layers at once, in place. Each sequence of a batch has its own
+length and batch index ("place"). Sliding-window layers also keep all tokens, because windows are
+part of the mask (see masks.py). A layer returns only its filled slots, so the cost of a step grows
+with the length of the sequences and not with the capacity. Within `fixed_lengths` a layer returns a
+constant number of slots and reads the lengths on the device, as CUDA graphs need
+(see cuda_graphs.py).
 
 Letters: L key and value tensors of the layers, B sequences, H key-value heads, S slots, D head
 size, N rows of a forward, T positions of a path.
@@ -28,7 +29,7 @@ _GRANULE = 256  # slots; sequences of similar length then share one allocation
 
 
 class _TreeCacheLayer(CacheLayerMixin):
-    """One layer's keys and values; before the allocation, those of the first prompt."""
+    """One layer of the KV cache; before the allocation it holds the first prompt's tensors."""
 
     def __init__(self, cache: TreeCache):
         super().__init__()
@@ -62,11 +63,11 @@ class _TreeCacheLayer(CacheLayerMixin):
 
 
 class TreeCache(Cache):
-    """The KV cache of a batch of sequences.
+    """The KV cache of a batch of sequences that are decoded with candidate trees.
 
     Call `begin_batch`, then `open_sequence`, a forward and `keep_prompt` for each prompt. After
-    that each forward over the trees writes its rows, `move_accepted_rows` and `extend_lengths` keep
-    the accepted ones, and `drop_sequences` removes finished sequences.
+    that, each forward over the trees writes its rows, `move_accepted_rows` and `extend_lengths`
+    keep the accepted rows, and `drop_sequences` removes finished sequences.
     """
 
     def __init__(self, config: PretrainedConfig):
@@ -84,11 +85,11 @@ class TreeCache(Cache):
 
     @property
     def length(self) -> int:
-        """Cached tokens before the next forward: of the longest sequence, or of a new prompt."""
+        """The number of cached tokens of the longest sequence; 0 while a new prompt is opened."""
         return 0 if self._opening else max(self.lengths, default=0)
 
     def begin_batch(self, num_slots: int, num_sequences: int = 1) -> None:
-        """Start a new batch; `num_slots` holds its longest sequence and one tree."""
+        """Reset the KV cache for a batch whose longest sequence and tree need `num_slots` slots."""
         self.lengths = []
         self._rows = {}
         self._opening = False
@@ -101,18 +102,18 @@ class TreeCache(Cache):
                 layer.keys = layer.values = None
 
     def open_sequence(self) -> None:
-        """Start another sequence: the next forward reads its prompt."""
+        """Add a sequence to the KV cache; the next forward is its prompt."""
         self._opening = True
 
     def keep_prompt(self, num_tokens: int) -> None:
-        """Keep all rows of the prompt; allocate the cache after the first prompt."""
+        """Keep the prompt's rows in the KV cache, which is allocated after the first prompt."""
         self._opening = False
         self.lengths.append(num_tokens)
         if self.num_slots == 0:
             self._allocate()
 
     def write_rows(self, part: Tensor, states: Tensor) -> Tensor:
-        """Write rows [B, H, N, D] into one layer and return its filled part [B, H, S, D]."""
+        """Write rows [B, H, N, D] into one cache layer and return its filled part [B, H, S, D]."""
         num_rows = states.shape[2]
         width = self._fixed_width or self.length + num_rows
         if len(states) == 1 and self._fixed_width is None:
@@ -125,12 +126,12 @@ class TreeCache(Cache):
         return part.narrow(0, 0, len(states)).narrow(2, 0, width)
 
     def fixed_width(self, num_rows: int) -> int:
-        """Return the slots for `num_rows` more rows, rounded up to share captured steps."""
+        """Return the number of slots for `num_rows` more rows, rounded up to share CUDA graphs."""
         return _rounded_up(self.length + num_rows)
 
     @contextmanager
     def fixed_lengths(self, length_B: Tensor, num_rows: int, width: int) -> Iterator[None]:
-        """Context manager: read sequence lengths on the device; layers return `width` slots."""
+        """Context manager: cache layers read lengths on the device and return `width` slots."""
         self._rows = {length_B.device: _rows_after(length_B, num_rows)}
         self._fixed_width = width
         try:
@@ -140,12 +141,12 @@ class TreeCache(Cache):
             self._fixed_width = None
 
     def extend_lengths(self, num_rows: Sequence[int]) -> None:
-        """Extend each sequence by `num_rows` accepted rows of the last forward."""
+        """Extend each sequence's cached length by its number of accepted rows."""
         self.lengths = [sum(pair) for pair in zip(self.lengths, num_rows, strict=True)]
         self._rows = {}
 
     def drop_sequences(self, kept: Sequence[int]) -> None:
-        """Drop all sequences except those at the places `kept` (ascending), and close the gaps."""
+        """Remove all sequences except the batch indices `kept` (ascending) from the KV cache."""
         for place, old in enumerate(kept):
             if place != old:
                 for store in self._stores:
@@ -157,7 +158,7 @@ class TreeCache(Cache):
     def move_accepted_rows(self, rows_BT: Tensor) -> None:
         """Move the accepted rows of the last forward to consecutive slots, the root first.
 
-        Rows past a path's end are padding: their positions are never read.
+        Rows past a path's end are padding; their slots are never read.
         """
         for store in self._stores:
             place_B1, slot_BN = self._rows_on(store.device)
@@ -167,13 +168,13 @@ class TreeCache(Cache):
             store[:, place_B1, :, start_B1 + places_T] = store[:, place_B1, :, start_B1 + moved_BT]
 
     def _rows_on(self, device: torch.device, num_rows: int = 1) -> tuple[Tensor, Tensor]:
-        """Return the places [B, 1] and slots [B, N] that the next rows of the sequences take."""
+        """Return the batch indices [B, 1] and cache slots [B, N] of the next rows."""
         if device not in self._rows:
             self._rows[device] = _rows_after(torch.tensor(self.lengths, device=device), num_rows)
         return self._rows[device]
 
     def _allocate(self) -> None:
-        """Allocate one tensor per shape, dtype and device, and copy the first prompt."""
+        """Allocate one cache tensor per shape, dtype and device, and copy the first prompt."""
         self.allocation += 1
         wanted_slots, self._num_places = self._wanted
         self.num_slots = _rounded_up(wanted_slots)
@@ -185,7 +186,7 @@ class TreeCache(Cache):
                 kinds[num_heads, size, states.dtype, states.device].append((layer, name))
         for (num_heads, size, dtype, device), members in kinds.items():
             shape = (len(members), self._num_places, num_heads, self.num_slots, size)
-            # Zeros, since a masked slot's value must be finite.
+            # Zeros, because a masked slot must hold finite values.
             store = torch.zeros(shape, dtype=dtype, device=device)
             for part, (layer, name) in zip(store, members, strict=True):
                 part[:1].narrow(2, 0, self.lengths[0]).copy_(getattr(layer, name))

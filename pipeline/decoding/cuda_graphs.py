@@ -1,10 +1,10 @@
 """Capture decoding steps as CUDA graphs and replay them.
 
-Launching the thousand short kernels of a forward takes the host longer than the GPU needs to run
+The host needs longer to launch the thousand short kernels of a forward than the GPU needs to run
 them. A captured step is one function of buffers with fixed addresses and shapes: lengths are read
-on the device, the cache returns a width rounded up to a few hundred slots, and the mask hides the
-unused ones. The host reads only what was accepted. One capture serves one batch size, width and
-rule.
+on the device, the KV cache returns a number of slots ("width") that is rounded up to a multiple of
+256, and the mask hides unused slots. The host reads only the accepted tokens. One capture serves
+one batch size, width and acceptance rule.
 
 Letters: B texts, N rows (the root and the nodes), T positions of a path, D hidden size, V
 vocabulary.
@@ -28,7 +28,7 @@ from pipeline.decoding.steps import BatchState, Forward, TreeSteps
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# Uncaptured steps of each kind: the first one selects kernels, the last one is the rehearsal, and a
+# Uncaptured steps of each kind: the first one selects kernels, the last one is the rehearsal. A
 # rare kind is not worth a capture.
 WARM_UP_STEPS = 2
 # Tokens of cache allocated per text from the start: reallocation invalidates captures.
@@ -40,9 +40,9 @@ _Kind = tuple[int, int, AcceptanceRule]  # texts, width, rule
 
 
 class CudaGraphs:
-    """Run and capture decoding steps on one GPU.
+    """Capture of decoding steps as CUDA graphs on one GPU.
 
-    Graphs share one memory pool, since they never run concurrently.
+    All graphs share one memory pool, because no two graphs run concurrently.
     """
 
     def __init__(self, device: torch.device):
@@ -51,7 +51,7 @@ class CudaGraphs:
         self._pool = torch.cuda.graph_pool_handle()
 
     def run(self, function: Callable[[], None]) -> None:
-        """Run a decoding step on the stream on which steps are captured."""
+        """Run a decoding step on the stream that captures CUDA graphs."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         try:
@@ -61,10 +61,10 @@ class CudaGraphs:
             current.wait_stream(self._stream)
 
     def rehearse(self, function: Callable[[], None]) -> None:
-        """Run a decoding step, and raise RuntimeError where the host waits for the GPU.
+        """Run a decoding step, and raise RuntimeError if the host waits for the GPU in it.
 
         A capture that fails half-way may leave the allocator's memory pool unusable (torch 2.13:
-        pull request 190308), so it is not begun.
+        pull request 190308), so a step is rehearsed before its capture.
         """
         mode = torch.cuda.get_sync_debug_mode()
         torch.cuda.set_sync_debug_mode("error")
@@ -74,9 +74,9 @@ class CudaGraphs:
             torch.cuda.set_sync_debug_mode(mode)
 
     def capture(self, function: Callable[[], None]) -> Callable[[], None]:
-        """Capture a decoding step, run it once, and return the function that replays it.
+        """Capture a decoding step as a CUDA graph, replay it once, and return its replay function.
 
-        Raises RuntimeError before the step has an effect if it cannot be captured.
+        Raises RuntimeError, before the step has an effect, if the step cannot be captured.
         """
         graph = torch.cuda.CUDAGraph()
         capturing = torch.cuda.graph(
@@ -91,12 +91,12 @@ class CudaGraphs:
 
 @cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the capture stream of all decoders, since each stream allocates a workspace."""
+    """Return the CUDA stream that all decoders share; each stream allocates a workspace."""
     return torch.cuda.Stream(device)
 
 
 def graph_capture_for(model: PreTrainedModel) -> CudaGraphs | None:
-    """Return CUDA graph capture for a model that is on one GPU, otherwise None."""
+    """Return CUDA graph capture for a model on one GPU, otherwise None."""
     devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
     if len(devices) > 1:
         return None
@@ -106,7 +106,7 @@ def graph_capture_for(model: PreTrainedModel) -> CudaGraphs | None:
 
 @dataclass
 class _Buffers:
-    """Inputs and outputs of captured steps at fixed addresses; noise if the rule samples."""
+    """Inputs and outputs of captured steps at fixed addresses; noise only for sampling rules."""
 
     state: BatchState
     length_B: Tensor
@@ -119,7 +119,7 @@ class _Buffers:
 
 
 class CapturedSteps:
-    """Captured and replayed `TreeSteps`; run uncaptured if the target cannot be captured."""
+    """`TreeSteps` as CUDA graphs; steps run uncaptured if the target cannot be captured."""
 
     def __init__(self, steps: TreeSteps, graph_capture: CudaGraphs):
         self.captures = True
@@ -132,7 +132,7 @@ class CapturedSteps:
         self._allocation = 0
 
     def start(self, state: BatchState) -> None:
-        """Set the state after the prefill; the cache holds the prompts."""
+        """Set the batch's decoding state after the prefill; the KV cache holds the prompts."""
         if self._allocation != self._cache.allocation:  # the cache was reallocated
             self._allocation = self._cache.allocation
             self._captured.clear()
@@ -149,7 +149,7 @@ class CapturedSteps:
         self._steps.start(buffers.state)
 
     def drop_texts(self, kept: Sequence[int]) -> None:
-        """Keep only the texts at the ascending indices `kept`."""
+        """Drop finished texts from the batch; keep the ascending indices `kept`."""
         self._cache.drop_sequences(kept)
         self.start(self._steps.state.at(kept))
 

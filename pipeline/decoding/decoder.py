@@ -4,14 +4,14 @@ One step is one forward of the target over the token that it chose last (the roo
 heads' guesses, with an explicit mask and explicit positions; the longest accepted path is kept in
 the text and in the KV cache (paper 2.1.2, 2.3.1). The heads read one hidden state per step: the
 last accepted one, as the lm_head reads it. Model code is not modified. Plain decoding is the same
-loop without a tree. On a GPU both replay CUDA graphs (see cuda_graphs.py). The acceptance rule
-chooses every token, including the prefill's: greedy acceptance gives the text of greedy decoding,
-rejection sampling that of plain sampling with a generator in the same state, both up to ties within
-rounding.
+loop without a tree. On a GPU both use CUDA graphs (see cuda_graphs.py). The acceptance rule chooses
+every token, including the prefill's. Up to ties within rounding, greedy acceptance gives the text
+of greedy decoding, and rejection sampling gives the text of plain sampling with a generator in the
+same state.
 
-Limits: attention by sdpa or eager (others take no custom mask); rotary or learned positions. Where
-the rotary frequencies depend on the length (dynamic NTK, longrope), text that crosses the switch
-may differ.
+Limits: attention must be sdpa or eager (other implementations take no custom mask), with rotary or
+learned positions. If the rotary frequencies depend on the length (dynamic NTK, longrope), a text
+that crosses the switch may differ.
 
 Letters: B texts, N rows (the root and the nodes), T positions of a path, D hidden size, V
 vocabulary.
@@ -50,11 +50,11 @@ _TREE_ATTENTION = ("sdpa", "eager")
 
 @dataclass(frozen=True)
 class Decoded:
-    """A decoded sequence with its accepted lengths and its wall time.
+    """A decoded sequence with the accepted length and wall time of its decoding.
 
     Attributes:
-        token_ids: The new tokens, an end token included.
-        accepted: How many of them each step after the prefill added; the prefill adds the first.
+        token_ids: The new tokens, including an end token.
+        accepted: The number of tokens that each step after the prefill adds; the prefill adds one.
         seconds: Wall time without the prefill.
     """
 
@@ -71,9 +71,9 @@ class Decoded:
 
 
 def acceleration_rate(decoded: Iterable[Decoded]) -> float:
-    """Compute tokens per target forward, pooled over sequences, without the prefill.
+    """Compute the acceleration rate: tokens per target forward after the prefill, over sequences.
 
-    1.0 for plain decoding; NaN when no sequence took a step.
+    The rate is 1.0 for plain decoding, and NaN if no sequence took a step.
     """
     steps = [kept for one in decoded for kept in one.accepted]
     return sum(steps) / len(steps) if steps else float("nan")
@@ -97,7 +97,7 @@ def check_heads_fit(model: PreTrainedModel, heads: Heads) -> None:
 
 @dataclass
 class _Text:
-    """An unfinished text: its index, the number of tokens left to write, and its noise."""
+    """A text of the batch: its index, the number of tokens left to write, and its noise."""
 
     number: int
     room: int
@@ -107,17 +107,17 @@ class _Text:
 class Decoder:
     """Decode one text or a batch with a target, its heads and a candidate tree.
 
-    Buffers are reused. Raises ConfigError when the heads do not belong to the target or its
-    attention cannot verify a tree.
+    Buffers are reused between calls. Raises ConfigError if the heads do not belong to the target or
+    the target's attention cannot verify a tree.
 
     Args:
-        model: A causal LM in eval mode; `heads` may be None only with an empty tree.
-        choices: The tree's paths, as tuples or lists of ranks, or a tree that grows in every step.
-            Only as many heads as it is deep are evaluated.
+        model: A causal LM in eval mode.
+        heads: The draft heads; None only with an empty tree.
+        choices: The paths of a static tree, as tuples or lists of ranks, or a dynamic tree. Only as
+            many heads as the tree is deep are evaluated.
         eos_token_ids: The tokens that end a sequence.
         max_length: Limit of prompt and new tokens together; by default the model's context.
-        graph_capture: Captures steps; by default CUDA graphs where the model lies on one GPU, and
-            None elsewhere.
+        graph_capture: CUDA graph capture; by default it is used if the model is on one GPU.
     """
 
     def __init__(
@@ -150,9 +150,9 @@ class Decoder:
 
     @property
     def captures(self) -> bool:
-        """Whether steps are captured as CUDA graphs.
+        """Whether decoding steps are captured as CUDA graphs.
 
-        The first texts of a new length or batch size are then slower.
+        With capture, the first texts of a new length or batch size are slower.
         """
         return self._steps.captures
 
@@ -165,9 +165,11 @@ class Decoder:
     ) -> Decoded:
         """Decode one prompt until an end token, `max_new_tokens` or `max_length`.
 
-        A rule that samples draws from `generator`; use a freshly seeded one per text, on the
-        target's device, since noise is drawn a few positions ahead of the text. ValueError without
-        one, or when the prompt leaves no room.
+        A sampling rule draws from `generator`. Use a freshly seeded generator per text, on the
+        target's device, because noise is drawn a few positions ahead of the text.
+
+        Raises:
+            ValueError: A sampling rule has no generator, or the prompt leaves no room.
         """
         generators = [generator] if generator else None
         return self.generate_batch([prompt_ids], max_new_tokens, rule, generators)[0]
@@ -179,7 +181,7 @@ class Decoder:
         rule: AcceptanceRule = greedy_acceptance,
         generators: Sequence[torch.Generator] | None = None,
     ) -> list[Decoded]:
-        """Decode several prompts as one batch, each with its own accepted lengths.
+        """Decode several prompts as one batch, in which each text accepts its own path.
 
         Prompts are prefilled one by one, so `seconds_prefill` includes the earlier prompts'
         prefills; `seconds` counts from the last prefill. A finished text leaves the batch.
@@ -226,7 +228,7 @@ class Decoder:
     ) -> Iterator[list[tuple[int, list[int]]]]:
         """Decode a batch and yield after each forward: one prefill per text, then joint steps.
 
-        Yields lists of (index of the text, the tokens that this forward adds to it).
+        Yields lists of (index of the text, tokens that this forward adds to the text).
         """
         texts = self._begin(prompts, max_new_tokens, rule, generators)
         with forward_with_states(self.model) as forward:
@@ -274,7 +276,7 @@ class Decoder:
         return texts
 
     def _noise(self, texts: Sequence[_Text], logits_NV: Tensor) -> Tensor | None:
-        """Return the noise [B, T, V] of the positions a step may write; None without generators."""
+        """Return the noise [B, T, V] of the positions of the next step; None without generators."""
         num_positions = self.tree.max_depth + 1
         noises = [text.noise.next_noise(num_positions, logits_NV) for text in texts]
         drawn = [noise_TV for noise_TV in noises if noise_TV is not None]
@@ -302,5 +304,5 @@ class Decoder:
 def plain_decoder(
     model: PreTrainedModel, *, eos_token_ids: Collection[int], max_length: int | None = None
 ) -> Decoder:
-    """Build the plain-decoding baseline: a decoder without heads and tree."""
+    """Build the plain decoding baseline: a decoder without heads or tree."""
     return Decoder(model, None, (), eos_token_ids=eos_token_ids, max_length=max_length)

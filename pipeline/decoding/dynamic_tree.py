@@ -1,15 +1,15 @@
-"""Dynamic candidate trees: in every step a tree grows along the paths the heads find probable.
+"""Dynamic candidate trees: every step grows a tree along the heads' most probable paths.
 
-EAGLE-2 (arXiv 2406.16858, section 4): level by level the `top` most probable nodes get their `top`
-best guesses each, a node's probability being the product of the heads' own along its path; of all
-nodes that were so proposed the `num_nodes` most probable are verified. A static tree spends its
-nodes where guesses were right most often on held-out text; this one, where they are likely to be
-right here. Shapes are the same in every step, and nothing is decided on the host, so that a step
-can be captured as a CUDA graph.
+EAGLE-2 (arXiv 2406.16858, section 4): at each depth, the `top` most probable nodes are expanded by
+their `top` best guesses. The probability of a node is the product of the heads' probabilities along
+its path. The target verifies the `num_nodes` most probable of all proposed nodes. A static tree
+has the nodes that were right most often on held-out text; a dynamic tree has the nodes that are
+most probable in this step. Shapes are the same in every step, and nothing is decided on the host,
+so that a step can be captured as a CUDA graph.
 
 Letters: B texts, N rows (the root and the nodes), T positions of a path with its root, C proposed
-nodes, M nodes of them (of one depth, or the verified ones), P nodes that are expanded, R guesses
-per node, D hidden size, V vocabulary, K depths.
+nodes, M selected nodes (of one depth, or to verify), P nodes that are expanded, R guesses per node,
+D hidden size, V vocabulary, K depths.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from pipeline.heads.kind import Heads
 
 NEVER = torch.iinfo(torch.int16).max  # the place of a node that is not proposed
 PREFER_PARENT = 1e-3  # subtracted per depth: a parent comes before an equally probable child
-LEAST = -100.0  # of a guess's log probability, lest fp32 lose the sums
+LEAST = -100.0  # lower bound of a guess's log probability; sums stay exact enough in fp32
 
 
 class Proposed(NamedTuple):
-    """The proposed nodes of dynamic trees, depth after depth, each [B, C].
+    """The proposed nodes of dynamic trees, by depth; each tensor is [B, C].
 
-    Scores are log probabilities of whole paths, less `PREFER_PARENT` per depth. Parents are places
-    among the proposed nodes; -1 is the root.
+    A score is the log probability of the node's path minus `PREFER_PARENT` per depth. Parents are
+    indices of proposed nodes; -1 is the root.
     """
 
     tokens_BC: Tensor
@@ -44,9 +44,9 @@ class Proposed(NamedTuple):
 
 @dataclass(frozen=True)
 class DynamicTree:
-    """Settings of a dynamic tree: `num_nodes` besides the root, `top` guesses per node.
+    """A dynamic candidate tree of `num_nodes` nodes besides the root, with `top` guesses per node.
 
-    Raises ValueError where so many nodes are never proposed.
+    Raises ValueError if fewer than `num_nodes` nodes are proposed.
     """
 
     num_nodes: int
@@ -59,19 +59,19 @@ class DynamicTree:
 
     @property
     def num_proposed(self) -> int:
-        """The number C of nodes that the heads propose in a step."""
+        """The number C of tree nodes that the heads propose in a step."""
         return self.top + (self.max_depth - 1) * self.top**2
 
     def to_json(self) -> dict[str, int]:
         return asdict(self)
 
     def resized(self, num_nodes: int, max_depth: int | None = None) -> DynamicTree:
-        """Return the dynamic tree with at most `num_nodes` nodes and another depth."""
+        """Return a dynamic tree of at most `num_nodes` nodes and, optionally, another depth."""
         widest = replace(self, num_nodes=1, max_depth=max_depth or self.max_depth)
         return replace(widest, num_nodes=min(num_nodes, widest.num_proposed))
 
     def grow(self, heads: Heads, hidden_BD: Tensor, token_B: Tensor) -> tuple[TreeRows, Tensor]:
-        """Grow one tree per text; return the trees and the tokens [B, N] of their rows."""
+        """Grow one dynamic tree per text; return the trees and the tokens [B, N] of their rows."""
         proposed = self.propose(heads, hidden_BD, token_B.to(hidden_BD.device))
         proposed = Proposed(*(column.to(token_B.device) for column in proposed))
         best_BM = proposed.scores_BC.topk(self.num_nodes).indices
@@ -116,9 +116,9 @@ class DynamicTree:
     ) -> Tensor:
         """Rank each true token's node among all proposed nodes, int16 [max_depth, B].
 
-        Places are by probability: a tree of n nodes verifies those below n, so one pass judges
-        trees of every size. `NEVER` where the node or one above it is not proposed, or the label is
-        -100.
+        Nodes are ranked by probability. A tree of n nodes verifies the nodes of rank below n, so
+        one pass evaluates trees of every size. The rank is `NEVER` if the node or an ancestor is
+        not proposed, or the label is -100.
 
         Args:
             hidden_BD: The target's states at positions t.
@@ -134,7 +134,7 @@ class DynamicTree:
         return torch.cat(places, 1)
 
     def _tree(self, chosen_BM: Tensor, proposed: Proposed) -> TreeRows:
-        """Build the trees of the chosen nodes, which are ascending places among `proposed`."""
+        """Build candidate trees of the chosen nodes, given as ascending indices of `proposed`."""
         num_texts, num_nodes = chosen_BM.shape
         itself_BN = torch.arange(num_nodes + 1, device=chosen_BM.device).expand(num_texts, -1)
         row_BC = torch.zeros_like(proposed.parents_BC).scatter(1, chosen_BM, itself_BN[:, 1:])
@@ -145,7 +145,7 @@ class DynamicTree:
         depth_BN = torch.cat((root_B1, proposed.depth_BC.gather(1, chosen_BM)), 1)
         retrieve_BNT = itself_BN.new_zeros(num_texts, num_nodes + 1, self.max_depth + 1)
         row_BN = itself_BN
-        for steps_up in range(self.max_depth + 1):  # past the root it stays the root
+        for steps_up in range(self.max_depth + 1):  # the root's parent is the root
             place_BN = (depth_BN - steps_up).clamp(min=0)
             retrieve_BNT.scatter_(2, place_BN[..., None], row_BN[..., None])
             row_BN = parent_BN.gather(1, row_BN)
@@ -155,10 +155,10 @@ class DynamicTree:
 def check_tree(
     tree: Choices | DynamicTree, max_depth: int, top: int
 ) -> tuple[TreePath, ...] | DynamicTree:
-    """Validate a static or dynamic tree for heads of a depth and a number of guesses.
+    """Validate a static or dynamic candidate tree, and return a static tree as paths.
 
-    Raises ConfigError unless heads that propose `max_depth` tokens ahead, `top` guesses of each,
-    can fill it.
+    Raises ConfigError unless heads that propose `max_depth` tokens ahead, with `top` guesses each,
+    can fill the tree.
     """
     if not isinstance(tree, DynamicTree):
         return check_choices(tree, max_depth, top)
@@ -173,7 +173,7 @@ def check_tree(
 
 
 def _best(logits_BPV: Tensor, top: int) -> tuple[Tensor, Tensor]:
-    """Return the `top` best guesses [B, P, R] of each node and their log probabilities."""
+    """Return the `top` best guesses [B, P, R] below each tree node, and their log probabilities."""
     num_nodes = logits_BPV.shape[1]
     if logits_BPV.stride(1) == 0:  # Medusa heads: the same guesses below every node
         logits_BPV = logits_BPV[:, :1]
@@ -183,7 +183,7 @@ def _best(logits_BPV: Tensor, top: int) -> tuple[Tensor, Tensor]:
 
 
 def _true_places(proposed: Proposed, labels_KB: Tensor) -> Tensor:
-    """Rank the nodes on the true paths among all proposed nodes, [K, B]."""
+    """Rank the nodes of the true tokens among all proposed nodes, [K, B]."""
     order_BC = proposed.scores_BC.argsort(1, descending=True)
     by_place_BC = torch.arange(order_BC.shape[1], device=order_BC.device).expand_as(order_BC)
     place_BC = torch.empty_like(order_BC).scatter_(1, order_BC, by_place_BC)

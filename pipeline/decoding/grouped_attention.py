@@ -1,10 +1,10 @@
-"""Attention of grouped queries under a mask, without expanding keys and values.
+"""Grouped-query attention with a mask, without expanding keys and values.
 
-With a mask transformers repeats every key and value for each query head that reads it: torch's
-flash kernel takes no mask, its memory-efficient one no grouped queries, and together they fall back
-to plain math. A step under a mask would copy the whole cache, several times its size. Here the
-queries of a group are rows of one head instead: exactly the same products, and any kernel that
-takes a mask can run them.
+With a mask, transformers repeats every key and value for each query head of its group: torch's
+flash kernel takes no mask, its memory-efficient kernel takes no grouped queries, and with both
+torch falls back to plain math. A decoding step with a tree mask would copy the whole KV cache
+several times. Here the queries of a group become rows of one head: the products are the same, and
+any kernel that takes a mask can compute them.
 
 Letters: B sequences, H key-value heads, G query heads of each, N rows, S slots, D head size.
 """
@@ -37,7 +37,7 @@ def grouped_attention(
     """Compute sdpa attention with query groups as rows of one head, [B, N, H·G, D].
 
     Shapes: queries [B, H·G, N, D], keys and values [B, H, S, D], additive masks [B, 1, N, S].
-    Attention without groups or mask is left to transformers.
+    Attention without groups or without a mask is computed by transformers.
     """
     num_groups = query.shape[1] // key.shape[1]
     if num_groups == 1 or attention_mask is None:

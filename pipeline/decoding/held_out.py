@@ -1,16 +1,16 @@
 """Expected acceleration rates of trees: replay decoding of held-out text without a forward.
 
-A rank is the place of the held-out token: 0 where a head's first guess is right, 1 where its second
-is. Greedy decoding writes the same text with any tree, so ranks determine which steps it takes with
-a static one. With a dynamic tree places do: the place of the token's node among all that are
-proposed there.
+The rank of a held-out token is its index among a head's guesses: 0 if the first guess is right, 1
+if the second is. Greedy decoding writes the same text with any tree, so the ranks determine its
+steps with a static tree. For a dynamic tree, the steps are determined by places: the rank of the
+token's node among all nodes that are proposed in the step.
 
-A rate is a ratio of sums, tokens over steps. The steps of one conversation are alike, so its
-standard error is a bootstrap over conversations, not over steps (Efron and Tibshirani, An
-Introduction to the Bootstrap, chapters 6 and 8).
+An acceleration rate is a ratio of sums, tokens over steps. The steps of one conversation are
+correlated, so the standard error is a bootstrap over conversations, not over steps (Efron and
+Tibshirani, An Introduction to the Bootstrap, chapters 6 and 8).
 
-Letters: N positions, end to end as the target wrote them, K heads, R ranks, S steps, C
-conversations, B resamples.
+Letters: N positions of all spans, concatenated, K heads, R ranks, S steps, C conversations,
+B resamples.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NUM_RESAMPLES = 1000
 class Estimate:
     """An estimated acceleration rate with its standard error.
 
-    The rate is NaN without a step, the error with fewer than two conversations.
+    The rate is NaN without steps; the standard error is NaN with fewer than two conversations.
     """
 
     rate: float
@@ -44,11 +44,11 @@ class Estimate:
 def rate_of_answers(
     accepted: Sequence[Sequence[int]], conversations: Sequence[Hashable]
 ) -> Estimate:
-    """Estimate the acceleration rate of decoded answers, of any engine.
+    """Estimate the acceleration rate of answers that any engine decoded.
 
     Args:
-        accepted: Per answer, the number of tokens that each forward after the prefill adds, cut
-            where the text ends.
+        accepted: Per answer, the number of tokens that each forward after the prefill adds, without
+            tokens after the end of the text.
         conversations: Per answer, the key of its conversation.
     """
     tokens: Counter[Hashable] = Counter()
@@ -62,8 +62,8 @@ def rate_of_answers(
 def bootstrap_rate(tokens_C: npt.ArrayLike, steps_C: npt.ArrayLike, seed: int = 0) -> Estimate:
     """Estimate tokens per step, with a bootstrap standard error over conversations.
 
-    The resamples' deviation is too small by sqrt((C-1)/C), which is corrected. Conversations
-    without a step are ignored. The same seed gives the same figure.
+    The standard deviation of the resamples is too small by sqrt((C-1)/C) and is corrected.
+    Conversations without a step are ignored. The same seed gives the same estimate.
     """
     tokens_C = np.asarray(tokens_C, np.float64)
     steps_C = np.asarray(steps_C, np.float64)
@@ -82,13 +82,13 @@ def bootstrap_rate(tokens_C: npt.ArrayLike, steps_C: npt.ArrayLike, seed: int = 
 
 @dataclass(frozen=True)
 class HeldOutRanks:
-    """Ranks of held-out tokens among the heads' guesses.
+    """Ranks of held-out tokens among the heads' guesses, to replay decoding with static trees.
 
     Attributes:
         ranks_KN: uint8 ranks of the tokens at t+2+k.
         starts: The first position of each span, ascending from 0.
-        conversations: The number of each span's conversation, whose spans are adjacent.
-        seen: Whether each span is an answer that the target has also written in a training row.
+        conversations: The conversation number of each span; spans of a conversation are adjacent.
+        seen: Whether each span is an answer that is also in a training row.
     """
 
     ranks_KN: npt.NDArray[np.uint8]
@@ -100,20 +100,20 @@ class HeldOutRanks:
         return self.ranks_KN.shape[1]
 
     def conversation_halves(self) -> tuple[HeldOutRanks, HeldOutRanks]:
-        """Split conversations alternately into two halves, to cross-validate a tree search.
+        """Split the held-out conversations alternately into two halves for cross-validation.
 
-        Not every other span: where each conversation has two, one half would hold first answers
-        only.
+        Alternate spans would not do: if each conversation has two spans, one half would hold only
+        first answers.
         """
         _, place = np.unique(self.conversations, return_inverse=True)
         return self._of_spans(place % 2 == 0), self._of_spans(place % 2 == 1)
 
     def new_answers(self) -> HeldOutRanks:
-        """Return the spans of answers that are not in a training row."""
+        """Return the ranks of held-out answers that are not in a training row."""
         return self._of_spans(~self.seen)
 
     def _of_spans(self, chosen: npt.NDArray[np.bool_]) -> HeldOutRanks:
-        """Return the ranks of the chosen spans."""
+        """Return the ranks of the chosen held-out spans."""
         lengths = np.diff(self.starts, append=len(self))
         kept = lengths[chosen]
         ranks_KN = self.ranks_KN[:, np.repeat(chosen, lengths)]
@@ -121,14 +121,17 @@ class HeldOutRanks:
         return HeldOutRanks(ranks_KN, starts, self.conversations[chosen], self.seen[chosen])
 
     def guess_hits(self, top: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Count the hits of each head's r-th guess, [K, R], and each head's labels, [K]."""
+        """Count the hits of each head's r-th guess, [K, R], and the labels of each head, [K]."""
         hits_KR = np.stack([np.bincount(ranks_N, minlength=256)[:top] for ranks_N in self.ranks_KN])
         return hits_KR, (self.ranks_KN != NO_LABEL).sum(1)
 
 
 @dataclass(frozen=True)
 class HeldOutPlaces:
-    """Places of held-out tokens in dynamic trees: `HeldOutRanks` with `DynamicTree.places`."""
+    """Places of held-out tokens in dynamic trees, from `DynamicTree.places`.
+
+    The other attributes are those of `HeldOutRanks`.
+    """
 
     places_KN: npt.NDArray[np.int16]
     starts: npt.NDArray[np.int64]
@@ -143,11 +146,11 @@ class HeldOutPlaces:
 
 @dataclass(frozen=True)
 class Replay:
-    """The steps of replayed decoding; a step adds its accepted guesses and the target's token.
+    """The steps of a replayed decoding; a step adds its accepted guesses and the target's token.
 
     Attributes:
         places_S: The position at which each step begins.
-        kept_S: How many guesses each step adds.
+        kept_S: The number of guesses that each step accepts.
         conversations_S: The conversation of each step.
         seen_S: Whether the step's answer is also in a training row.
     """
@@ -159,7 +162,7 @@ class Replay:
 
     @property
     def acceleration_rate(self) -> float:
-        """Tokens per step; NaN without steps."""
+        """The acceleration rate in tokens per step; NaN without steps."""
         return 1.0 + float(self.kept_S.mean()) if len(self.kept_S) else math.nan
 
     def estimate(self) -> Estimate:
@@ -168,18 +171,22 @@ class Replay:
         return bootstrap_rate(np.bincount(owner_S, self.kept_S + 1), np.bincount(owner_S))
 
     def new_answers(self) -> Replay:
-        """Return the steps in answers that are not in a training row."""
+        """Return the replayed steps in answers that are not in a training row."""
         return Replay(*(column[~self.seen_S] for column in vars(self).values()))
 
     def depth_shares(self) -> list[float]:
-        """Return the shares of steps that accept at least 1, 2, … guesses; the rate is 1 + sum."""
+        """Return the shares of decoding steps that accept at least 1, 2, … guesses.
+
+        The acceleration rate is 1 plus the sum of the shares.
+        """
         deepest = int(self.kept_S.max(initial=0))
         return [float((self.kept_S >= depth).mean()) for depth in range(1, deepest + 1)]
 
     def node_shares(self, ranks: HeldOutRanks, choices: Choices) -> list[float]:
-        """Return the share of steps that accept each tree node; the rate is 1 + their sum.
+        """Return the share of decoding steps that accept each tree node.
 
-        `ranks` and `choices` are those of the replay.
+        The acceleration rate is 1 plus the sum of the shares. Pass the `ranks` and `choices` of the
+        replay.
         """
         shares = []
         for path in choices:
@@ -189,13 +196,13 @@ class Replay:
         return shares
 
     def __add__(self, other: Replay) -> Replay:
-        """Join the steps of replays of different conversations."""
+        """Concatenate the decoding steps of replays of different conversations."""
         columns = zip(vars(self).values(), vars(other).values(), strict=True)
         return Replay(*(np.concatenate(pair) for pair in columns))
 
 
 def replay(ranks: HeldOutRanks, choices: Choices) -> Replay:
-    """Replay greedy decoding of held-out text with a static tree."""
+    """Replay greedy decoding of held-out text with a static candidate tree."""
     right: dict[TreePath, npt.NDArray[np.bool_]] = {(): np.ones(len(ranks), bool)}
     lengths_N = np.zeros(len(ranks), np.int64)
     for path in sorted(map(tuple, choices), key=len):
@@ -206,12 +213,12 @@ def replay(ranks: HeldOutRanks, choices: Choices) -> Replay:
 
 
 def _replay(text: HeldOutRanks | HeldOutPlaces, lengths_N: npt.NDArray[np.int64]) -> Replay:
-    """Replay greedy decoding that accepts `lengths_N` guesses at each position.
+    """Replay greedy decoding that would accept `lengths_N` guesses at each position.
 
-    After a step that accepts a guesses the next one starts a+1 positions on. A span's first token
-    comes from the prefill and is not counted; tokens beyond the span's end are cut. Unlike an
-    average over positions, the replay visits hard positions more often than easy ones, as decoding
-    does.
+    After a step that accepts n guesses, the next step starts n + 1 positions later. A span's first
+    token comes from the prefill and is not counted; guesses beyond the span's end are cut. Unlike
+    an average over positions, the replay visits hard positions more often than easy ones, as
+    decoding does.
     """
     stride = (lengths_N + 1).tolist()
     places: list[int] = []

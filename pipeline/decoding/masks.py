@@ -1,8 +1,8 @@
-"""Additive attention masks with which one forward verifies a whole tree (paper 2.1.2).
+"""Additive attention masks to verify a candidate tree in one forward (paper 2.1.2).
 
-A row attends to the sequence so far, to itself and to the nodes above it, within its layer's
-window. Distances are taken between positions in the text, not between cache slots: siblings share a
-position.
+A row attends to the sequence so far, to itself and to its ancestors, within its layer's sliding
+window. Distances are between positions in the text, not between cache slots, because siblings share
+a position.
 
 Letters: N rows of the tree, S columns (cache slots), B sequences.
 """
@@ -25,7 +25,7 @@ Masks = Tensor | dict[str, Tensor] | None
 def attention_windows(config: PretrainedConfig) -> dict[str, int | None]:
     """Return the sliding window of each kind of attention layer; None for full attention.
 
-    Raises ConfigError for a kind of layer in which no mask can verify a tree.
+    Raises ConfigError for a kind of layer that a tree mask does not support.
     """
     kinds, settings = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
     windows: dict[str, int | None] = {}
@@ -43,18 +43,18 @@ def attention_windows(config: PretrainedConfig) -> dict[str, int | None]:
 
 
 class TreeMasks:
-    """Builder of tree attention masks for a model with these sliding windows."""
+    """Builder of tree attention masks for a model's kinds of layers and sliding windows."""
 
     def __init__(self, windows: dict[str, int | None], dtype: torch.dtype):
         self._windows = windows
         self._dtype = dtype
 
     def masks_of_step(self, lengths: Sequence[int], tree: TreeRows) -> Masks:
-        """Build the tree attention mask of a step that is not recorded, without spare columns."""
+        """Build the tree attention mask of an uncaptured decoding step, without spare columns."""
         num_rows = tree.depth.shape[-1]
         num_columns = max(lengths) + num_rows
         if len(lengths) == 1 and list(self._windows.values()) == [None]:
-            # A tenth of the time of the general mask, which is 7 % of a small target's step.
+            # Ten times faster than the general mask, which takes 7 % of a small target's step.
             shape = (1, 1, num_rows, num_columns)
             mask = torch.zeros(shape, dtype=self._dtype, device=tree.depth.device)
             mask[..., -num_rows:].masked_fill_(~tree.ancestors, torch.finfo(self._dtype).min)
@@ -65,8 +65,8 @@ class TreeMasks:
     def masks_after(self, length_B: Tensor, num_columns: int, tree: TreeRows) -> Masks:
         """Build the tree attention mask [B, 1, N, num_columns] after prefixes of these lengths.
 
-        One per kind of layer where a model has several. Columns beyond a sequence's own rows are
-        hidden.
+        For a model with several kinds of layers, return a mask for each kind. Columns beyond a
+        sequence's own rows are masked.
         """
         num_rows = tree.depth.shape[-1]
         depth_BN = tree.depth.expand(len(length_B), -1)

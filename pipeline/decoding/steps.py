@@ -1,8 +1,8 @@
 """Target forwards with hidden states, and one decoding step (paper 2.1 and 2.3.1).
 
-In a step the heads propose a tree per text, the target verifies it, and the accepted path is kept.
-The hidden states come from a hook on the lm_head and the logits from the model itself, so whatever
-a model does around its lm_head (scaling, soft-capping, adapters) is included.
+In a step the heads propose a tree per text, the target verifies the trees, and the accepted paths
+are kept. The hidden states come from a hook on the lm_head and the logits come from the model
+itself, so they include scaling, soft-capping and adapters around the lm_head.
 
 Letters: B texts, N rows (the root and the nodes), T positions of a text or a path, D hidden size,
 V vocabulary.
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class Forward:
-    """A target forward that returns the hidden states its lm_head reads, and the logits."""
+    """Target forward that returns the lm_head's input hidden states and the logits."""
 
     def __init__(self, model: PreTrainedModel, attention: GroupedRows, seen: list[Tensor]):
         self._model = model
@@ -68,8 +68,8 @@ class Forward:
 
 @contextmanager
 def forward_with_states(model: PreTrainedModel) -> Iterator[Forward]:
-    """Context manager: hook the target's lm_head and yield a forward with hidden states."""
-    # Imports the code of transformers' models, which takes seconds.
+    """Context manager: hook the target's lm_head and yield a `Forward`."""
+    # This import loads transformers' model code, which takes seconds.
     from pipeline.decoding.grouped_attention import GroupedRows
 
     with lm_head_inputs(model) as seen:
@@ -80,10 +80,10 @@ def forward_with_states(model: PreTrainedModel) -> Iterator[Forward]:
 def last_positions(
     model: PreTrainedModel, ids: Sequence[int], number: int
 ) -> tuple[Tensor, Tensor]:
-    """Compute hidden states [number, D] and logits [number, V] of a text's last positions.
+    """Compute the target's hidden states [number, D] and logits [number, V] at a text's end.
 
-    Where the model supports it, no other logits are computed: for a long prompt they would take
-    gigabytes.
+    If the model supports it, logits of earlier positions are not computed: for a long prompt they
+    would take gigabytes.
     """
     ids_1T = torch.tensor([ids], device=input_device(model))
     with lm_head_inputs(model) as seen:
@@ -92,25 +92,25 @@ def last_positions(
 
 
 def _last_logits(model: PreTrainedModel, num_logits: int) -> dict[str, int]:
-    """Return the argument that limits a forward's logits, if the model has one; 0 keeps all."""
+    """Return a forward's `logits_to_keep` argument if the model supports it; 0 keeps all logits."""
     if "logits_to_keep" in signature(model.forward).parameters:
         return {"logits_to_keep": num_logits}
     return {}
 
 
 class BatchState(NamedTuple):
-    """The hidden states the heads read next, and the last chosen tokens, of a batch."""
+    """Decoding state of a batch: the heads' next input states and the last chosen tokens."""
 
     hidden_BD: Tensor
     token_B: Tensor
 
     def at(self, texts: Sequence[int]) -> BatchState:
-        """Select the state of the texts at these indices."""
+        """Select the decoding state of the texts at these batch indices."""
         return BatchState(self.hidden_BD[texts], self.token_B[texts])
 
 
 class TreeSteps:
-    """Uncaptured decoding steps of a batch, with inputs of exactly the current length."""
+    """Decoding steps of a batch without CUDA graphs, with inputs of exactly the current length."""
 
     captures = False  # as CUDA graphs
 
@@ -129,11 +129,11 @@ class TreeSteps:
         self.max_length = max_length
 
     def start(self, state: BatchState) -> None:
-        """Set the state after the prefill; the cache holds the prompts."""
+        """Set the batch's decoding state after the prefill; the KV cache holds the prompts."""
         self.state = state
 
     def drop_texts(self, kept: Sequence[int]) -> None:
-        """Keep only the texts at the ascending indices `kept`."""
+        """Drop finished texts from the batch; keep the ascending indices `kept`."""
         self.cache.drop_sequences(kept)
         self.state = self.state.at(kept)
 
@@ -144,7 +144,7 @@ class TreeSteps:
         lengths = self.cache.lengths
         tree, tokens_BN = self.propose_trees()
         length_B = torch.tensor(lengths, device=tokens_BN.device)
-        # Rows beyond the limit are cut later, but their positions must exist.
+        # Rows beyond the limit are cut later, but their position ids must be valid.
         positions_BN = (tree.depth + length_B[:, None]).clamp_(max=self.max_length - 1)
         mask = None
         if tree.max_depth or len(lengths) > 1:
@@ -154,7 +154,7 @@ class TreeSteps:
         return self.read_tokens(found)
 
     def propose_trees(self) -> tuple[TreeRows, Tensor]:
-        """Propose candidate trees; return the trees and the tokens [B, N] of their rows."""
+        """Propose one candidate tree per text; return the trees and their rows' tokens [B, N]."""
         hidden_BD, token_B = self.state
         if isinstance(self.tree, Tree) and not self.tree.num_nodes:
             return self.tree, token_B[:, None]
@@ -171,10 +171,10 @@ class TreeSteps:
         rule: AcceptanceRule,
         noise_BTV: Tensor | None,
     ) -> tuple[BatchState, Tensor]:
-        """Accept one path per tree with the rule, and keep its rows in the KV cache.
+        """Accept one path per candidate tree with the rule, and keep its rows in the KV cache.
 
-        Returns the new state, and what the host reads of each text, [B, T + 2]: the depth of the
-        accepted row, the tokens from the root to it, padded, and the token after it.
+        Returns the new state, and the tensor [B, T + 2] that the host reads: for each text the
+        depth of the accepted row, the padded tokens from the root to this row, and the next token.
         """
         if not tree.max_depth:
             noise_BV = None if noise_BTV is None else noise_BTV[:, 0]
@@ -191,7 +191,7 @@ class TreeSteps:
         return BatchState(hidden_BD, token_B), torch.cat((depth_B1, path_BT, token_B[:, None]), 1)
 
     def read_tokens(self, found: Tensor) -> list[list[int]]:
-        """Read the tokens that each text gains: a step's only transfer from the device."""
+        """Read the tokens that a decoding step adds to each text: the only transfer to the host."""
         written = []
         for depth, _, *tokens in found.tolist():
             written.append([*tokens[:depth], tokens[-1]])

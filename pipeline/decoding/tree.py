@@ -2,11 +2,11 @@
 
 A path is a sequence of ranks, one per depth: (0, 2) is the third guess of head 1 after the best
 guess of head 0. A tree is a set of paths that contains every prefix of its members. Each path is a
-node; the root, the token that the target has already chosen, is not counted as one (paper 2.1.2,
-2.3.3). Lists of lists, as in JSON, are accepted wherever a tree is.
+node; the root, the token that the target has already chosen, is not counted as a node (paper 2.1.2,
+2.3.3). Functions that take a tree also accept lists of lists, as in JSON.
 
-Stock trees are those of the Medusa authors' code (medusa/model/medusa_choices.py), which were
-searched for models of theirs.
+Stock trees come from the Medusa authors' code (medusa/model/medusa_choices.py), where they were
+searched for the authors' models.
 
 Letters: N rows (the root and the nodes), K heads, R ranks (guesses per head), T positions on a
 path, the root included.
@@ -31,8 +31,8 @@ Choices = Iterable[Sequence[int]]  # the paths of a tree, without the root
 STOCK_TREE = "mc-sim-7b-63"  # searched for Vicuna-7B; the authors' default
 STOCK_NODES = 63  # of each stock tree, without the root
 
-# Stock trees as numbers of children (ranks 0, 1, 2, …) by level: of the root, then of each path of
-# depth 1 in order, and so on; paths after the last number have none.
+# Stock trees as numbers of children (ranks 0, 1, 2, …): first of the root, then of each path of
+# depth 1 in order, and so on. Paths after the last number have no children.
 CHILDREN: dict[str, tuple[str, ...]] = {
     "mc-sim-7b-63": ("10", "10 7 3 2 1 1 1 1 1 1", "10 3 2 1 1 1 1 1 0 0 2 0 0 0 0 0 0 1", "2"),
     "vicuna-7b-stage1": ("10", "10 7 4 3 2 2 1 1 1 1", "9 3 2 1 1 1 0 0 0 0 2 0 0 0 0 0 0 1", "1"),
@@ -67,7 +67,7 @@ CHILDREN: dict[str, tuple[str, ...]] = {
 
 
 def stock_tree(max_depth: int, name: str = STOCK_TREE) -> tuple[TreePath, ...]:
-    """Return a stock tree level by level, cut at `max_depth`; KeyError for an unknown name."""
+    """Return the paths of a stock tree up to `max_depth`; KeyError for an unknown name."""
     level: list[TreePath] = [()]
     paths: list[TreePath] = []
     for numbers in CHILDREN[name][:max_depth]:
@@ -92,9 +92,9 @@ def greedy_tree(
 ) -> tuple[TreePath, ...]:
     """Search the tree of `num_nodes` nodes with the highest expected rate (paper 2.3.3).
 
-    Repeatedly adds the connected node with the largest product of accuracies a_k(i). No node is
-    more probable than its parent, so the result is optimal and its first n nodes are the best tree
-    of n. Guesses with accuracy 0 are left out.
+    Repeatedly add the child node with the largest product of accuracies a_k(i). No node is more
+    probable than its parent, so the result is optimal, and its first n nodes are the best tree of n
+    nodes. Guesses with accuracy 0 are left out.
     """
     depth_limit = min(len(accuracy_KR), max_depth or len(accuracy_KR))
     chosen: list[TreePath] = []
@@ -121,10 +121,10 @@ def expected_acceleration_rate(accuracy_KR: Sequence[Sequence[float]], choices: 
 
 
 def check_choices(choices: Choices, num_heads: int, top: int) -> tuple[TreePath, ...]:
-    """Validate a tree's choices and return them as paths, in their order.
+    """Validate the choices of a static tree and return them as paths, in their order.
 
-    Raises ConfigError unless they form a tree over `num_heads` heads and the best `top` guesses of
-    each.
+    Raises ConfigError unless the choices form a tree over `num_heads` heads and the best `top`
+    guesses of each head.
     """
     paths: list[TreePath] = []
     for choice in choices:
@@ -150,8 +150,8 @@ class TreeRows:
         depth: [N].
         retrieve_indices: [N, T], the rows from the root to row i, padded with 0 past its depth.
         ancestors: [N, N], whether row i attends to row j: j is i or above it.
-        elsewhere: [N, N], whether j is no guess on the path to row i: neither i nor above it, or
-            the root.
+        elsewhere: [N, N], whether row j is not a guess on the path to row i: j is the root, or is
+            neither i nor above i.
     """
 
     def __init__(self, parent: Tensor, depth: Tensor, retrieve_indices: Tensor):
@@ -162,7 +162,7 @@ class TreeRows:
         num_rows = depth.shape[-1]
         itself = torch.eye(num_rows, dtype=torch.bool, device=depth.device)
         itself = itself.expand(*depth.shape, num_rows).clone()
-        # The padding marks the root, which is above every row.
+        # The padding 0 is the root, an ancestor of every row.
         self.ancestors = itself.scatter_(-1, retrieve_indices, True)
         self.elsewhere = ~self.ancestors | (depth == 0)[..., None, :]
 
@@ -209,11 +209,11 @@ class Tree(TreeRows):
         self.levels, self.order = self._levels(device)
 
     def grow(self, heads: Heads, hidden_BD: Tensor, token_B: Tensor) -> tuple[TreeRows, Tensor]:
-        """Fill the tree: return it and the tokens [B, N] of its rows, guessed by the heads."""
+        """Fill the static tree with the heads' guesses; return the tree and tokens [B, N]."""
         return self, torch.cat((token_B[:, None], heads.propose(hidden_BD, token_B, self)), 1)
 
     def _levels(self, device: torch.device | str) -> tuple[tuple[Level, ...], Tensor]:
-        """Return the nodes depth by depth, and the place of each of the `choices` among them."""
+        """Return the tree's levels, and the index of each path of `choices` among their nodes."""
         levels: list[Level] = []
         above: list[TreePath] = [()]
         nodes: list[TreePath] = []

@@ -111,11 +111,11 @@ def best_dynamic_tree(
 def _timed(walks: Mapping[int, Replay], overheads: Overheads) -> list[TimedSize]:
     rows = []
     for size in sorted(overheads):
-        rows.append(TimedSize(nodes=size, **expected(walks[size], overheads[size])))
+        rows.append(TimedSize(nodes=size, **expected_speedup(walks[size], overheads[size])))
     return rows
 
 
-def expected(walked: Replay, overhead: float | None = None) -> dict[str, float | None]:
+def expected_speedup(walked: Replay, overhead: float | None = None) -> dict[str, float | None]:
     """Return the expected acceleration rate and speedup of a replay, as fields of `Expected`."""
     found = walked.estimate()
     figures = {
@@ -148,7 +148,7 @@ def chosen_chain(
         row = ChainLength(
             draft_tokens=num_tokens,
             new=expected_on_new(ranks, walked),
-            **expected(walked, timed.get(num_tokens)),
+            **expected_speedup(walked, timed.get(num_tokens)),
         )
         figures.append(row)
         rates[num_tokens] = walked.acceleration_rate
@@ -162,4 +162,4 @@ def expected_on_new(text: HeldOutRanks | HeldOutPlaces, walked: Replay) -> NewAn
     num_new = int((~text.seen).sum())
     if num_new < ENOUGH_NEW:
         return NewAnswers(answers=num_new)
-    return NewAnswers(answers=num_new, **expected(walked.new_answers()))
+    return NewAnswers(answers=num_new, **expected_speedup(walked.new_answers()))

@@ -1,9 +1,9 @@
 """Heads measured on a target: for a run's check, on the copy that will be served, and without a
 run.
 
-`measure` is one engine's part of any of these, in the process that decodes. `measure_heads` is for
-heads of any origin. Heads of this project are decoded as they are. Others are decoded natively from
-a copy in an export's layout; vLLM gets the original where it reads it unmodified, else the copy.
+`check_with_engine` runs one engine in the process that decodes. `measure_heads` is for heads of any
+origin. Heads of this project are decoded as they are. Others are decoded natively from a copy in an
+export's layout; vLLM gets the original where it reads it unmodified, else the copy.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ BUNDLED = Path(pipeline.__file__).parents[1] / "data" / "seeds.sharegpt.jsonl"
 DRAFT_TOKENS = 5  # of a cell whose directory does not say
 
 
-def measure(
+def check_with_engine(
     request: CheckRequest, engine: str, progress: ProgressReporter = SILENT
 ) -> tuple[CheckResult, AnswerLines]:
-    """Run one engine's part of a check; also return native decoding's answers.
+    """Check heads with one engine; also return native decoding's answers.
 
     `engine` is `native` or `vllm`.
 
@@ -149,9 +149,9 @@ def measure_heads(
             speculative_config=found.speculative_config,
         )
         if "native" in settings.engines:
-            native, answers = measure(request, "native", progress)
+            native, answers = check_with_engine(request, "native", progress)
         if "vllm" in settings.engines:
-            vllm, _ = measure(request, "vllm", progress)
+            vllm, _ = check_with_engine(request, "vllm", progress)
     result = join_engines(native, vllm)
     if result.vllm is not None and result.native is not None:
         result = replace(result, vllm=with_expectations(result.vllm, result.native.chain, None))

@@ -42,9 +42,9 @@ from pipeline.evaluation.speed import (
     baseline,
     baseline_figures,
     by_category,
+    check_speed,
     decode_by,
     require_steps,
-    speed,
     steps_by_accepted_length,
     take_turns,
     with_new_answers,
@@ -120,7 +120,7 @@ def check_native(
         baselines[name] = baseline(name, model, eos, settings.max_new_tokens, request.assistant)
     endless = plain_decoder(model, eos_token_ids=(), max_length=room)
     with fastest_threads(endless, prompts[0].ids) as threads:
-        measured = measure(request, plain, accelerated, baselines, progress)
+        measured = decode_check_prompts(request, plain, accelerated, baselines, progress)
         greedy = token_ids(measured.greedy_passes[0][PLAIN])
         decoding = Decoding(plain, accelerated, prompts, greedy)
         chain = chain_rate(decoding, layout.num_speculative_tokens)
@@ -142,14 +142,14 @@ def check_native(
     return result, answers
 
 
-def measure(
+def decode_check_prompts(
     request: CheckRequest,
     plain: Decoder,
     accelerated: Decoder,
     baselines: dict[str, Decode],
     progress: ProgressReporter,
 ) -> Measurement:
-    """Decode every prompt by every method in turns, after a warm-up.
+    """Decode the check's prompts by every method in turns, after a warm-up.
 
     Under a sampling rule, greedy text is decoded once. A baseline that fails on any prompt is left
     out from there on; the other methods continue.
@@ -204,7 +204,7 @@ def native_figures(measured: Measurement, comparison: Comparison) -> NativeFigur
             figures = baseline_figures(measured.greedy_passes, name)
             baselines.append(replace(figures, greedy_match=match))
     found = NativeFigures(
-        **vars(speed(prompts, passes)),
+        **vars(check_speed(prompts, passes)),
         greedy_match=comparison.match,
         largest_gap=comparison.largest_gap,
         tie_tolerance=tie_tolerance(request.target, settings),

@@ -34,7 +34,7 @@ from pipeline.artifacts.tree_file import ChainLength
 from pipeline.config import LatencyLimits
 from pipeline.evaluation.answers import compare, tie_tolerance, top_2_gap
 from pipeline.evaluation.prompts import SILENT, CheckRequest
-from pipeline.evaluation.speed import rate, require_steps, with_new_answers
+from pipeline.evaluation.speed import check_rate, require_steps, with_new_answers
 from pipeline.execution.progress import ProgressReporter
 from pipeline.export.layout import read_layout
 from pipeline.targets.loading import load_on_gpus
@@ -83,7 +83,7 @@ def check_served(request: CheckRequest, progress: ProgressReporter = SILENT) -> 
 
     tolerance = tie_tolerance(request.target, settings)
     comparison = compare(prompts, plain.token_ids, answers, gap_at, tolerance)
-    measured = rate(prompts, accepted)
+    measured = check_rate(prompts, accepted)
     figures = VllmFigures(
         num_speculative_tokens=num_tokens,
         acceleration_rate=round(measured.rate, 4),

@@ -203,15 +203,15 @@ def require_steps(accepted: Iterable[Sequence[int]]) -> None:
         raise ConfigError(what, "check.max_new_tokens", "Raise it, or check with other prompts.")
 
 
-def speed(prompts: Sequence[Prompt], passes: Sequence[Pass]) -> Speed:
-    """Compute the speed of decoding with the heads and of plain decoding."""
+def check_speed(prompts: Sequence[Prompt], passes: Sequence[Pass]) -> Speed:
+    """Compute the check's decoding speed with the heads and without them."""
     plain = Pace.of(passes, PLAIN)
     accelerated = Pace.of(passes, ACCELERATED)
     speedup = accelerated.tokens_per_second / plain.tokens_per_second
     accepted = [one.accepted for one in passes[0][ACCELERATED]]
     return Speed(
         acceleration_rate=rounded(accelerated.acceleration_rate),
-        standard_error=rounded(rate(prompts, accepted).standard_error),
+        standard_error=rounded(check_rate(prompts, accepted).standard_error),
         overhead=rounded(accelerated.acceleration_rate / speedup),
         speedup=rounded(speedup),
         **_timed(accelerated),
@@ -227,8 +227,8 @@ def _timed(pace: Pace, prefix: str = "") -> dict[str, Any]:
     }
 
 
-def rate(prompts: Sequence[Prompt], accepted: Sequence[Sequence[int]]) -> Estimate:
-    """Estimate the acceleration rate of decoded answers, with its standard error.
+def check_rate(prompts: Sequence[Prompt], accepted: Sequence[Sequence[int]]) -> Estimate:
+    """Estimate the acceleration rate of the check's answers, with its standard error.
 
     `accepted` is as in `Decoded`.
     """
@@ -253,7 +253,7 @@ def with_new_answers(
             new_accepted.append(kept)
     new = NewAnswers(answers=len(prompts))
     if len(prompts) >= ENOUGH_NEW:
-        found = rate(prompts, new_accepted)
+        found = check_rate(prompts, new_accepted)
         error = rounded(found.standard_error)
         new = replace(new, acceleration_rate=rounded(found.rate), standard_error=error)
     return replace(figures, seen_share=round(1 - len(prompts) / len(answers), 4), new=new)
@@ -286,7 +286,7 @@ def by_category(prompts: Sequence[Prompt], passes: Sequence[Pass]) -> list[Categ
         for each in passes:
             part = {name: [answers[i] for i in indices] for name, answers in each.items()}
             parts.append(part)
-        found = speed([prompts[i] for i in indices], parts)
+        found = check_speed([prompts[i] for i in indices], parts)
         rows.append(Category(category=category, prompts=len(indices), **vars(found)))
     return rows
 

@@ -30,7 +30,7 @@ class InlineExecutor:
     name = "inline"
 
     def resources(self) -> Resources:
-        """Return the cores and GPUs that workers can be placed on."""
+        """Return the CPU cores and GPUs that workers can be placed on."""
         import torch
 
         return Resources(((len(os.sched_getaffinity(0)), torch.cuda.device_count()),))
@@ -47,10 +47,10 @@ class InlineExecutor:
         """Run `worker(**arguments)` over shard tasks; yield outcomes as they finish, in any order.
 
         Args:
-            tasks: Consumed. The caller may append more while it iterates, such as one that failed.
+            tasks: Consumed. The caller may append tasks meanwhile, such as one that failed.
             seconds_per_task: A worker that takes longer is ended and counts as dead (inline: no
                 limit).
-            progress: Passed to the worker under that name, and shown while it works.
+            progress: Passed to the worker's constructor, and shown while the worker runs.
         """
         lazy = LazyWorker(worker, with_progress(arguments, progress))
         try:
@@ -68,9 +68,9 @@ class InlineExecutor:
         placement: Placement,
         progress: ProgressReporter | None = None,
     ) -> Any:
-        """Call one function on resources of its own; return its result or raise its error.
+        """Call one function on CPU cores and GPUs of its own; return its result or raise its error.
 
-        `progress` is passed to the function under that name, and shown while it runs.
+        `progress` is passed to the function, and shown while the function runs.
         """
         try:
             return function(**with_progress(arguments, progress))
@@ -100,7 +100,7 @@ def make_executor(name: str) -> Executor:
     """Start the executor `ray` or `inline`.
 
     Raises:
-        ConfigError: It has another name.
+        ConfigError: There is no executor of this name.
         EnvironmentFault: Ray cannot be started or reached.
     """
     check_executor(name)

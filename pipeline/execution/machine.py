@@ -31,7 +31,7 @@ def physical_memory() -> int:
 
 
 def machine_memory(limits: tuple[str, ...] = CGROUP_LIMITS) -> float:
-    """Return the bytes of memory of this machine, or of its container's limit."""
+    """Return this machine's memory in bytes, or its container's limit if that is lower."""
     smallest = float(physical_memory())
     for path in map(Path, limits):
         if path.is_file():
@@ -44,9 +44,9 @@ def machine_memory(limits: tuple[str, ...] = CGROUP_LIMITS) -> float:
 def unusable_driver(
     environment: Mapping[str, str] = os.environ, driver: Path = Path("/proc/driver/nvidia/version")
 ) -> str | None:
-    """Return why torch cannot use the GPU of an installed driver; None if it can.
+    """Return why torch finds no GPU although a GPU driver is installed; None without a problem.
 
-    A torch that was built without CUDA, and GPUs hidden by CUDA_VISIBLE_DEVICES, are intended.
+    A torch that was built without CUDA, and GPUs hidden by CUDA_VISIBLE_DEVICES, are no problem.
     """
     import torch
 

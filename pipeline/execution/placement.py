@@ -1,7 +1,7 @@
 """Place a stage's workers on the CPU cores and GPUs of the cluster's nodes.
 
-Ray would wait forever for resources that no node has, so a placement that the cluster can never
-schedule is refused here, with the sum spelled out in the error.
+Ray would wait forever for resources that no node has. A placement that the cluster can never
+schedule is therefore refused here; the error compares its CPU cores and GPUs with the nodes'.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class Placement:
 
 
 def place(stage: str, wanted: PlacementOf, have: Resources) -> Placement:
-    """Place a stage: fill in defaults and check that each worker fits on a node.
+    """Place a stage's workers: fill in defaults, and check that all workers fit on the nodes.
 
     Raises:
-        EnvironmentFault: The cluster can never schedule it; the sum is spelled out.
+        EnvironmentFault: The cluster can never schedule all workers.
     """
     gpus = gpus_of(wanted, have)
     workers = max(1, most_workers(wanted, have)) if wanted.workers == "auto" else wanted.workers
@@ -60,18 +60,17 @@ def place(stage: str, wanted: PlacementOf, have: Resources) -> Placement:
 
 
 def gpus_of(wanted: PlacementOf, have: Resources) -> int:
-    """Return the GPUs of each worker: the configured number, or one if the cluster has GPUs."""
+    """Return the number of GPUs per worker: as configured, or one if the cluster has GPUs."""
     if wanted.gpus_per_worker is None:
         return min(1, have.gpus)
     return wanted.gpus_per_worker
 
 
 def most_workers(wanted: PlacementOf, have: Resources) -> int:
-    """Return how many workers the cluster can run at once.
+    """Return how many of a stage's workers the cluster can run at once.
 
-    This is one per node if neither GPUs nor a number of cores is given.
-
-    Two workers on the same cores and in the same memory are no faster than one.
+    Without GPUs and without a configured number of cores, this is one per node: two workers on the
+    same cores and in the same memory are no faster than one.
     """
     gpus = gpus_of(wanted, have)
     if not gpus and wanted.cpus_per_worker is None:
@@ -80,9 +79,10 @@ def most_workers(wanted: PlacementOf, have: Resources) -> int:
 
 
 def _cpus_per_worker(workers: int, gpus: int, have: Resources) -> int:
-    """Return the CPU cores of each worker.
+    """Return the default number of CPU cores per worker.
 
-    A worker with GPUs gets their share of the smallest node, other workers an equal share.
+    With GPUs, each worker gets its GPUs' share of the smallest node's cores. Without GPUs, all
+    workers get an equal share.
     """
     if gpus:
         shares = []
@@ -97,7 +97,7 @@ def _cpus_per_worker(workers: int, gpus: int, have: Resources) -> int:
 
 
 def _num_that_fit(have: Resources, cpus: int, gpus: int) -> int:
-    """Return how many workers of this size fit on the nodes at once."""
+    """Return how many workers of this size fit on the cluster's nodes at once."""
     room = 0
     for node_cpus, node_gpus in have.nodes:
         fits = node_cpus // cpus

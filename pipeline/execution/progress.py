@@ -1,8 +1,8 @@
 """Report a stage's progress, also from worker processes, and display it.
 
 On a terminal `Meter` shows a live bar, elsewhere a plain line now and then. In the process that
-made a `ProgressReporter` or a `ShardProgress`, a report is shown at once. A copy that was pickled
-to another process writes a `ProgressFile` instead, which the waiting process reads (`poll`).
+created a `ProgressReporter` or a `ShardProgress`, a report is shown at once. A copy that was
+pickled to another process writes a `ProgressFile`, which the waiting process reads in `poll`.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from pipeline.formatting import duration, visible
 from pipeline.storage.progress_file import ProgressFile
 from pipeline.storage.shards import ShardTask
 
-STAGE_WIDTH = len("tuned-features")  # of the column with the stages' names
+STAGE_WIDTH = len("tuned-features")  # characters of the column with stage names
 SECONDS_BETWEEN_LINES = 15.0
-SECONDS_OF_RATE = 600.0  # from which the time left is estimated
-SUFFIX = ".progress.tmp"  # of the files of shards under way
-NOWHERE = Path(os.devnull)  # no folder: writing fails, which ProgressFile ignores
+SECONDS_OF_RATE = 600.0  # the window from which the remaining time is estimated
+SUFFIX = ".progress.tmp"  # of a progress file's name, one file per running shard
+NOWHERE = Path(os.devnull)  # not a folder: ProgressFile ignores the failed writes
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Progress:
 
 
 class ProgressReporter:
-    """Reports a function's progress; a pickled copy reports from another process.
+    """The reporter of a function's progress; a pickled copy reports from another process.
 
     Args:
         path: The file that pickled copies write to; both processes must see it.
@@ -54,19 +54,19 @@ class ProgressReporter:
         self._file = None if path is None else ProgressFile(path)
         self._now = Progress()
         self._began = 0.0
-        self._tokens = 0  # of this part
+        self._tokens = 0  # generated tokens of this part
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ProgressReporter, (self.path,)
 
     def begin(self, part: str, total: int, *, done: int = 0, unit: str = "prompts") -> None:
-        """Start the next part of the progress."""
+        """Start the next part of the stage's progress."""
         self._now = Progress(part, done, total, unit)
         self._began, self._tokens = time.monotonic(), 0
         self._report(at_once=True)
 
     def advance(self, number: int = 1, tokens: int = 0) -> None:
-        """Count further finished units, and their tokens."""
+        """Add finished units, and their tokens, to the progress of the current part."""
         self._tokens += tokens
         note = ""
         if self._tokens:
@@ -75,7 +75,7 @@ class ProgressReporter:
         self.update(self._now.done + number, note)
 
     def update(self, done: int, note: str = "") -> None:
-        """Set the number of finished units."""
+        """Set the number of finished units in the progress of the current part."""
         self._now = replace(self._now, done=done, note=note)
         self._report(at_once=done == self._now.total)
 
@@ -103,7 +103,7 @@ class ProgressReporter:
 
 
 class ShardProgress:
-    """Counts the finished conversations of each shard that is not committed yet.
+    """The numbers of finished conversations in the shards that are not committed yet.
 
     Args:
         folder: Where pickled copies write, one file per shard; both processes must see it.
@@ -119,7 +119,7 @@ class ShardProgress:
         return ShardProgress, (self.folder,)
 
     def begin(self, task: ShardTask) -> None:
-        """Count a shard from zero; a trial of single rows is not counted."""
+        """Start the progress count of a shard at zero; trials of some of its rows do not count."""
         if task.rows is None:
             self._done[task.index] = Counter()
             self._report(task.index, at_once=True)
@@ -131,7 +131,7 @@ class ShardProgress:
             self._report(task.index)
 
     def drop(self, task: ShardTask) -> None:
-        """Forget the counts of a shard that is committed or failed."""
+        """Delete the counts of a shard that is committed or failed."""
         self._done.pop(task.index, None)
         self._file(task.index).remove()
 
@@ -168,14 +168,14 @@ class ShardProgress:
 
 
 def with_progress(arguments: dict[str, Any], progress: object) -> dict[str, Any]:
-    """Add `progress` to a function's arguments, unless `progress` is None."""
+    """Return a function's arguments with `progress` added, unless `progress` is None."""
     if progress is None:
         return arguments
     return {**arguments, "progress": progress}
 
 
 class Meter:
-    """Displays a stage's progress: a live bar on a terminal, plain lines elsewhere."""
+    """The display of a stage's progress: a live bar on a terminal, plain lines elsewhere."""
 
     def __init__(self, console: Console, name: str):
         self.console, self.name = console, name

@@ -1,9 +1,11 @@
 """Start a private Ray cluster or join the one at RAY_ADDRESS, and detect its death.
 
-Ray itself retries for minutes where nobody listens. It ends a driver whose cluster's head has died
-after a minute, with exit code 1 and no message. Here both are an `EnvironmentFault` within seconds.
+If nothing listens at an address, Ray retries for minutes. If the head node dies, Ray ends the
+driver after a minute, with exit code 1 and no message. Here both raise `EnvironmentFault` within
+seconds.
 
-Limit: a test opens a connection and sends nothing, so a port where another program listens passes.
+Limit: the test opens a connection and sends nothing, so a port where another program listens
+passes.
 """
 
 from __future__ import annotations
@@ -39,10 +41,10 @@ PATIENCE, PATIENCE_WITH_OTHERS = 1.0, 20.0  # seconds; the head of a shared clus
 
 
 def connect(address: str) -> None:
-    """Connect to the Ray cluster at `address`, or start a private cluster if it is empty.
+    """Connect to the Ray cluster at `address`, or start a private cluster if `address` is empty.
 
     Raises:
-        EnvironmentFault: Nobody listens there, or Ray does not start.
+        EnvironmentFault: Nothing listens at `address`, or Ray does not start.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
@@ -68,10 +70,9 @@ def connect(address: str) -> None:
 def start_cluster(num_cpus: int) -> Any:
     """Start a private Ray cluster; return the context of `ray.init`.
 
-    Workers inherit the driver's environment variables.
-
-    With a runtime environment instead, Ray would not use the workers that it starts with the
-    cluster, and would import itself twice in every other one.
+    Workers inherit the driver's environment variables. With a runtime environment instead, Ray
+    would discard the workers that start with the cluster, and import itself twice in every other
+    worker.
     """
     with environment(WORKER_ENVIRONMENT):
         return ray.init(
@@ -91,7 +92,7 @@ def host_and_port(address: str) -> str:
 
 
 def driver_needs(address: str) -> list[str]:
-    """Return `host:port` of the Ray processes that this driver needs.
+    """Return `host:port` of the Ray processes that this driver needs to stay alive.
 
     These are the head and the raylet, or the Ray Client server.
     """
@@ -106,7 +107,7 @@ def driver_needs(address: str) -> list[str]:
 
 
 def connection_error(address: str) -> str | None:
-    """Return why `host:port` accepts no connection; None if it accepts one."""
+    """Return why a Ray process at `host:port` accepts no connection; None if it accepts one."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=SECONDS_TO_CONNECT).close()
@@ -116,7 +117,7 @@ def connection_error(address: str) -> str | None:
 
 
 class ClusterWatch:
-    """Detects the death of the Ray processes that this driver needs.
+    """A watch on the Ray processes that this driver needs, which detects their death.
 
     Args:
         addresses: `host:port` of each process.
@@ -151,8 +152,8 @@ class ClusterWatch:
     def connection(self) -> Iterator[None]:
         """Context manager: translate Ray Client's ConnectionError into EnvironmentFault.
 
-        Behind `ray://` a call blocks while Ray Client reconnects, by default for 30 seconds; when
-        it gives up, the session is lost, also if the head answers again.
+        Behind `ray://` a call blocks while Ray Client reconnects, by default for 30 seconds. After
+        that the session is lost, even if the head answers again.
         """
         try:
             yield
@@ -166,7 +167,7 @@ class ClusterWatch:
 
 
 def start_error(error: Exception, address: str) -> EnvironmentFault:
-    """Return the EnvironmentFault for an error of Ray's start."""
+    """Return the EnvironmentFault for an error that Ray raised at its start."""
     what = f"Ray did not start: {last_line(error)}."
     fix = (
         "Check RAY_ADDRESS, `ray status`, and that TMPDIR and RAY_TMPDIR have at most 40"
@@ -207,7 +208,7 @@ def own_signals() -> Iterator[None]:
     except SystemExit:
         stopped = True
     finally:
-        if threading.current_thread() is threading.main_thread():  # no other may set handlers
+        if threading.current_thread() is threading.main_thread():  # other threads may not
             for signum, handler in kept.items():
                 signal.signal(signum, handler)
     if stopped:

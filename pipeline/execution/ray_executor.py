@@ -1,11 +1,11 @@
 """Run shards in a pool of Ray actors, and single functions in Ray tasks.
 
 Tensors never travel through the object store: an actor gets a shard's path, reads and writes the
-shard itself, and returns a receipt. The pool is our own and not Ray Data's because of failures: it
+shard itself, and returns a receipt. The pool is our own, not Ray Data's, because of failures: it
 knows which shard ended its worker's process, the other workers continue meanwhile, and a failed
-shard goes to a worker that has its model loaded.
+shard is retried by a worker whose model is already loaded.
 
-A private cluster is started unless RAY_ADDRESS (which `ray job submit` sets) names one.
+A private cluster is started unless RAY_ADDRESS names one; `ray job submit` sets this variable.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from pipeline.storage.shards import ShardTask
 
 MAX_FAILED_STARTS = 3  # consecutive workers that end before their first shard
 SECONDS_TO_CLOSE = 30.0
-LEAST_SECONDS = 900.0  # for a few rows of a shard, including loading the model
+LEAST_SECONDS = 900.0  # time limit for a few rows of a shard, including loading the model
 DEATH_FIX = (
     "If memory ran out, use smaller batches or more GPUs. What was committed is kept; run it again."
     " MEDUSA_DISTILL_TRACEBACK=1 shows where an error was raised."
@@ -47,7 +47,7 @@ DEATH_FIX = (
 
 
 class RayExecutor:
-    """An executor that runs workers and functions in Ray's processes."""
+    """An executor that runs a stage's workers and single functions in Ray's worker processes."""
 
     name = "ray"
 
@@ -88,7 +88,7 @@ class RayExecutor:
         placement: Placement,
         progress: ProgressReporter | None = None,
     ) -> Any:
-        # max_calls=1: the process ends with the call, and with it what an engine holds.
+        # max_calls=1: the process ends with the call, which frees an engine's memory.
         remote = ray.remote(
             num_cpus=placement.cpus, num_gpus=placement.gpus, max_calls=1, max_retries=1
         )(run_and_carry_errors)
@@ -99,7 +99,7 @@ class RayExecutor:
                 result, error = ray.get(reference)
         except RayError as death:
             self.watch.settle()
-            raise worker_died(death) from death
+            raise worker_death_error(death) from death
         if error:
             raise error
         return result
@@ -117,7 +117,7 @@ class ShardActor:
         self._seconds_per_task = seconds_per_task
 
     def ready(self) -> None:
-        """Return once the actor's process has started; no shard is assigned before."""
+        """Return once the Ray actor's process has started; no shard is assigned before."""
 
     def run(self, task: ShardTask, upcoming: ShardTask | None) -> Outcome:
         least = min(self._seconds_per_task, LEAST_SECONDS)
@@ -151,7 +151,7 @@ def time_limit(task: ShardTask, seconds: float) -> Iterator[None]:
 
 @dataclass
 class Slot:
-    """An actor of the pool, its current task, and the task announced to it as next."""
+    """A Ray actor of the pool, with its current shard task and the announced next one."""
 
     actor: Any
     task: ShardTask | None = None  # None while its process starts
@@ -160,9 +160,9 @@ class Slot:
 
 @dataclass
 class ActorPool:
-    """A pool of at most `placement.workers` actors that process shard tasks.
+    """A pool of at most `placement.workers` Ray actors that process shard tasks.
 
-    It starts no more actors than there are tasks for; the arguments are those of `map`.
+    No more actors are started than there are tasks. The arguments are those of `RayExecutor.map`.
     """
 
     worker: LazyWorker
@@ -183,7 +183,7 @@ class ActorPool:
                 while self._unfinished():
                     answer = wait_for_one(self._running, self.watch, self.progress)
                     outcome = self._outcome(answer, self._running.pop(answer))
-                    self._assign()  # before the caller handles the outcome: no worker waits for it
+                    self._assign()  # first, so that no worker waits while the caller handles it
                     if outcome:
                         yield outcome
                         self._assign()
@@ -191,9 +191,9 @@ class ActorPool:
             self._close()
 
     def _unfinished(self) -> bool:
-        """Return whether tasks are left.
+        """Return whether the pool has unfinished shard tasks.
 
-        An actor that starts is not waited for without one, since it may never have room.
+        Actors that start do not count: the cluster may never have room for them.
         """
         return bool(self.tasks) or any(slot.task for slot in self._running.values())
 
@@ -233,14 +233,14 @@ class ActorPool:
                 return Outcome(slot.task, death=hang_report(slot.task) or last_line(error))
             self._failed_starts += 1
             if self._failed_starts == MAX_FAILED_STARTS:
-                raise worker_died(error) from error
+                raise worker_death_error(error) from error
             return None
         self._idle.append(slot)
         self._failed_starts = 0
         return outcome
 
     def _close(self) -> None:
-        """End the actors; idle ones release their engine's memory first."""
+        """End the Ray actors; idle ones release their engine's memory first."""
         if self.watch.is_dead:
             return
         with contextlib.suppress(RayError):
@@ -250,7 +250,7 @@ class ActorPool:
 
 
 def hang_report(task: ShardTask) -> str:
-    """Return the stacks of a worker that was ended because it hung; empty for other deaths."""
+    """Return the logged stacks of a Ray worker that hung and was ended; empty for other deaths."""
     try:
         text = task.attempt_log.read_text(encoding="utf-8")
         task.attempt_log.unlink()
@@ -283,7 +283,7 @@ def run_and_carry_errors(
 ) -> tuple[Any, MedusaDistillError | None]:
     """Call a function in a Ray task; return (result, error).
 
-    Errors meant for the user cross process borders as values, not wrapped in Ray's own.
+    Errors meant for the user are returned, since Ray would wrap a raised error in its own.
     """
     try:
         with disk_errors():
@@ -293,6 +293,6 @@ def run_and_carry_errors(
     return result, None
 
 
-def worker_died(error: Exception) -> EnvironmentFault:
+def worker_death_error(error: Exception) -> EnvironmentFault:
     """Return the EnvironmentFault for a Ray error that ended a worker."""
     return EnvironmentFault(f"A worker died: {last_line(error)}.", "Ray", DEATH_FIX)

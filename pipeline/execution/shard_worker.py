@@ -4,9 +4,9 @@ A worker is a plain class: its constructor loads the model, its call takes a `Sh
 the shard itself and returns the receipt. It does not depend on Ray.
 
 A shard that ended its worker's process several times is tried once more by itself, then bisected
-down to single rows (`find_crashing_rows`). A row is given up only when it has killed its worker
-alone as often as the limit says: the loss of a machine, or memory that runs out over many rows,
-blames no row.
+down to single rows (`find_crashing_rows`). A row is quarantined only after it has killed its worker
+alone `max_deaths` times, so no row is blamed for a lost machine or for memory that many rows
+exhaust together.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from pipeline.storage.receipts import Receipt
 from pipeline.storage.shards import ShardTask, read_rows
 from pipeline.storage.stage_directory import StageDirectory
 
-# Commits a shard. If it has `expect(task | None)`, that is called first with the next shard.
+# Commits a shard. If the worker has `expect(task | None)`, `expect` is called first with the next
+# shard's task.
 ShardWorker: TypeAlias = Callable[[ShardTask], Receipt]
 
 
@@ -41,7 +42,7 @@ class Outcome:
 
 
 class LazyWorker:
-    """Builds a stage's worker on its first shard, and turns failures into outcomes."""
+    """A stage's worker that is built on its first shard, and whose failures become outcomes."""
 
     def __init__(self, worker: Callable[..., ShardWorker], arguments: dict[str, Any]):
         self._make, self._arguments = worker, arguments
@@ -69,7 +70,7 @@ class LazyWorker:
         return self._worker(task)
 
     def close(self) -> None:
-        """Let the worker release its engine's memory, which the next stage needs."""
+        """Let the stage's worker release its engine's memory, which the next stage needs."""
         close = getattr(self._worker, "close", None)
         if close:
             close()
@@ -82,15 +83,14 @@ def find_crashing_rows(
     stage: StageDirectory,
     max_deaths: int,
 ) -> dict[str, str]:
-    """Bisect a shard that kills its worker; return the ids of crashing rows, and how each died.
+    """Bisect a shard that kills its worker; return crashing rows' ids, and how each row crashed.
 
-    Rows that were known before are included.
-
-    No new row is found if the shard succeeds when it is tried alone.
+    Rows that were known before are included. No new row is found if the shard succeeds when it is
+    tried alone.
 
     Args:
-        map_tasks: An executor's `map` that lacks only the tasks.
-        max_deaths: A row is given up after this many deaths.
+        map_tasks: An executor's `map` with all arguments but the tasks bound.
+        max_deaths: A row counts as crashing after it has ended its worker this many times.
 
     Raises:
         EnvironmentFault: The shard's rows kill the worker together, but none alone.
@@ -134,7 +134,7 @@ def find_crashing_rows(
 
 
 def _trial(task: ShardTask, start: int, stop: int, num_rows: int, scratch: Path) -> ShardTask:
-    """Return a task of rows [start, stop) whose shard is thrown away."""
+    """Return a trial task of rows [start, stop), whose shard is deleted afterwards."""
     place = scratch / f"{task.index:05d}-{start}-{stop}"
     return replace(
         task,

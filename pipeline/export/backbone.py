@@ -20,7 +20,7 @@ from pipeline.storage.receipts import Identity
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-BACKBONE_FILE = "backbone.json"  # its inputs
+BACKBONE_FILE = "backbone.json"  # the backbone's inputs
 SHARD_SIZE = "5GB"
 GENERATION_FILE = "generation_config.json"
 
@@ -33,17 +33,17 @@ def write_backbone(
     as_they_are: Iterable[Path],
     made_of: Identity,
 ) -> None:
-    """Write a tuned backbone as a model directory; replaces `directory` atomically.
+    """Write a tuned backbone as a model directory; an existing `directory` is deleted first.
 
     Args:
-        tokenizer: Anything with `save_pretrained(directory)`, its chat template included.
-        as_they_are: Files of the target to copy: generation settings, its code.
-        made_of: The inputs, for `backbone.json`.
+        tokenizer: Anything with `save_pretrained(directory)`, which also writes the chat template.
+        as_they_are: Files of the target to copy: generation settings and modelling code.
+        made_of: The backbone's inputs, for `backbone.json`.
     """
     from transformers import GenerationConfig
 
     remove(directory)
-    # The target's settings are copied: saving refuses some that loading accepts.
+    # The target's generation settings are copied as a file: saving rejects some valid ones.
     model.generation_config = GenerationConfig()
     with atomic_directory(directory, last=CONFIG_FILE) as partial:
         model.save_pretrained(partial, max_shard_size=SHARD_SIZE)
@@ -55,7 +55,7 @@ def write_backbone(
 
 
 def link_backbone(source: Path, directory: Path, files: Iterable[str]) -> list[Path]:
-    """Copy a tuned backbone's files into an export, by hard links where possible."""
+    """Hard-link a tuned backbone's files into an export, or copy them; return the new files."""
     remove(directory)
     with atomic_directory(directory, last=CONFIG_FILE) as partial:
         for file in files:

@@ -1,8 +1,8 @@
 """Hub cards of heads, of a tuned backbone, and of the data set of conversations.
 
 The templates `card_*.md` show the report's own tables. A value that is missing at any depth renders
-as nothing. Local paths and file names are private and never stated: a local model has no name, a
-local source of seeds is a number. The Hub checks the YAML above the text.
+as nothing. Local paths and file names are private and never stated: a local model is "a local
+model", a local seed source is `local-1`. The Hub validates the YAML front matter.
 """
 
 from __future__ import annotations
@@ -66,18 +66,18 @@ def licence_of(model: str, revision: str | None, *, online: bool) -> Licence | N
         return None
     link = data.license_link
     if link and "://" not in link:
-        link = None  # a file beside the model's card, and not beside ours
+        link = None  # a relative link is valid only in the model's own repository
     return Licence(data.license, data.license_name, link)
 
 
 @dataclass(frozen=True)
 class Published:
-    """A run as the Hub cards describe it.
+    """The facts about a run that the Hub cards state.
 
     Attributes:
         report: Possibly partial.
-        config: The configuration that the heads were made by.
-        repo_id: The repository that the card belongs to; None where it is not known.
+        config: The configuration of the run.
+        repo_id: The repository that the card belongs to; None if unknown.
         base_model: The heads' target or tuned backbone, or the model that a backbone was tuned from
             or that wrote the answers. For None or a local path the card says "a local model".
         tuned: Whether the heads belong to a backbone that was trained with them.
@@ -163,7 +163,7 @@ def _metadata(
 
 
 def _rendered(template: str, facts: Facts, metadata: ModelCardData | DatasetCardData) -> str:
-    """Fill the template of a Hub card."""
+    """Render a Hub card from its template, with the metadata as YAML front matter."""
     kind = facts["kind"]
     of_kind = {"about": kind.card_about, "engines": kind.card_engines}
     environment = Environment(
@@ -185,17 +185,17 @@ def _rendered(template: str, facts: Facts, metadata: ModelCardData | DatasetCard
 
 
 def _number(value: Any, spec: str = ",.0f") -> str:
-    """Format a number for a card; empty if it is unknown."""
+    """Format a number for a Hub card; empty if the number is unknown."""
     return format(value, spec) if isinstance(value, int | float) else ""
 
 
 def _words(value: Any) -> str:
-    """Format a setting as a cell of a card's table."""
+    """Format a setting as a table cell of a Hub card."""
     return " ".join(pairs(value).replace("|", "\\|").split())
 
 
 def _facts(published: Published) -> Facts:
-    """Collect the variables of the card templates."""
+    """Collect the variables of the Hub card templates."""
     report, config, kind = published.report, published.config, published.kind
     here = published.repo_id or "PATH_TO_THIS_DIRECTORY"
     num_heads = report.num_heads or config.train.num_heads
@@ -219,7 +219,7 @@ def _facts(published: Published) -> Facts:
         "served": is_served,
         "speculative_config": json.dumps(kind.speculative_config(here, num_tokens)),
         "num_heads": num_heads,
-        "shared": config.export.formats[0] == "shared",  # of the export's root
+        "shared": config.export.formats[0] == "shared",  # the root's format
         "train": _trained_with(report, config),
         "generate": config.generate,
         "data_sets": data_sets,
@@ -238,7 +238,7 @@ def _facts(published: Published) -> Facts:
 
 
 def _with_public_names(report: Report, names: Mapping[str, str]) -> Report:
-    """Replace local source names in a report's categories by public names."""
+    """Replace local source names in a report's categories by the public names of a Hub card."""
     if not report.check or not report.native:
         return report
     categories = []
@@ -249,14 +249,14 @@ def _with_public_names(report: Report, names: Mapping[str, str]) -> Report:
 
 
 def public_model(model: str | None) -> str | None:
-    """Return a model's Hub id; None for a local path, which is private."""
+    """Return the Hub id of a model for its Hub card; None for a local path, which is private."""
     if model is None or os.path.isabs(model):
         return None
     return model
 
 
 def public_names(sources: Sequence[SeedSource]) -> dict[str, str]:
-    """Map the name of each seed source to its public name."""
+    """Map each seed source's name to its public name in Hub cards: its Hub id, or `local-1`."""
     found = {}
     names = name_sources(sources)
     for number, (name, source) in enumerate(zip(names, sources, strict=True), start=1):
@@ -265,10 +265,10 @@ def public_names(sources: Sequence[SeedSource]) -> dict[str, str]:
 
 
 def recipe_yaml(config: Config, revision: str | None) -> str:
-    """Write a run's non-default settings as YAML; local paths become `PATH_TO_…`.
+    """Return a run's non-default settings as YAML for a card; local paths become `PATH_TO_…`.
 
     Args:
-        revision: The commit of a Hub target that was read.
+        revision: The commit of the Hub target that the run used.
     """
     chosen = config.model_dump(
         mode="json", exclude=NO_RECIPE, exclude_defaults=True, exclude_none=True
@@ -290,7 +290,7 @@ def _without_paths(value: Any, key: str = "") -> Any:
 
 
 def _trained_with(report: Report, config: Config) -> Facts:
-    """Return the `train` settings, with `auto` replaced by the chosen values."""
+    """Return the `train` settings for a Hub card, with `auto` replaced by the chosen values."""
     train = config.train.model_dump(mode="json")
     chosen = {}
     if report.train:

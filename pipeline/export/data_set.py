@@ -1,7 +1,7 @@
-"""The conversations that the target wrote, as a data set that `datasets.load_dataset` reads.
+"""Upload of the target's conversations as a Hub data set that `datasets.load_dataset` reads.
 
-A card and Parquet files of each split. Local file names are private: the ids of a local source
-begin with `local-1`, `local-2`. A second push replaces the files of the first.
+The data set is a card and a Parquet file per split. Local file names are private: the ids of a
+local source begin with `local-1`, `local-2`. A second push replaces the files of the first.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class DataSetUpload(Upload):
         return others
 
     def outdated(self, names: Collection[str]) -> list[str]:
-        """List files of an earlier push that this push does not replace."""
+        """List files of an earlier push to the Hub data set that this push does not replace."""
         kept = {file.path_in_repo for file in self.files}
         return sorted(name for name in names if OURS.fullmatch(name) and name not in kept)
 
@@ -47,16 +47,19 @@ class DataSetUpload(Upload):
 def data_set_upload(
     shards: Collection[Path], fingerprint: str, published: Published, directory: Path
 ) -> Upload:
-    """Prepare the upload of the conversations; `directory` must exist until they are sent.
+    """Prepare the Hub upload of the target's conversations as a data set.
 
     Args:
-        shards: Of the generate stage, as is `fingerprint`.
+        shards: The shards of the generate stage.
+        fingerprint: The fingerprint of the generate stage.
         published: `base_model` is the model that wrote the answers.
+        directory: For the Parquet files; must exist until the upload is sent.
 
     Raises:
         CheckFailed: The check failed or was not run.
         ConfigError: The id is invalid.
-        DataError: A shard is of another run; DamagedShard: it cannot be read.
+        DataError: A shard is of another run.
+        DamagedShard: A shard cannot be read.
     """
     repo_id = require_allowed(published, "push.dataset")
     names = public_names(published.config.seeds.sources)
@@ -85,10 +88,10 @@ def _write_split(
     names: Mapping[str, str],
     directory: Path,
 ) -> int:
-    """Write a split's rows to `SPLIT-00000.parquet`; return their number."""
+    """Write a split's conversations to `SPLIT-00000.parquet`; return the number of rows."""
     num_rows = 0
     writer: pq.ParquetWriter | None = None
-    for table in _tables(split, shards, fingerprint):
+    for table in _split_tables(split, shards, fingerprint):
         if writer is None:
             path = directory / f"{split}-00000.parquet"
             writer = pq.ParquetWriter(path, table.schema, compression="zstd")
@@ -99,8 +102,8 @@ def _write_split(
     return num_rows
 
 
-def _tables(split: str, shards: Collection[Path], fingerprint: str) -> Iterator[pa.Table]:
-    """Yield a split's rows as Arrow tables, one per shard."""
+def _split_tables(split: str, shards: Collection[Path], fingerprint: str) -> Iterator[pa.Table]:
+    """Yield a split's conversations as Arrow tables, one per shard of the generate stage."""
     for path in shards:
         with open_rows(path, fingerprint) as shard:
             table = shard.read(columns=[*COLUMNS, "split"])
@@ -110,7 +113,7 @@ def _tables(split: str, shards: Collection[Path], fingerprint: str) -> Iterator[
 
 
 def _anonymous(table: pa.Table, names: Mapping[str, str]) -> pa.Table:
-    """Replace the source in each row's id (`SOURCE:ROW`) by its public name."""
+    """Replace the seed source in each row's id (`SOURCE:ROW`) by the source's public name."""
     ids = []
     for id in table["id"].to_pylist():
         source, _, row = id.rpartition(":")

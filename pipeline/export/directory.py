@@ -1,8 +1,8 @@
-"""The export directory of trained heads, which engines load unmodified: written and read.
+"""Write and read the export directory of trained heads, which engines load unmodified.
 
 The weights file holds exactly the tensors of the kind of heads, finite and bit for bit as trained:
-engines drop unknown tensors silently and run on garbage where one is missing. No other weights lie
-beside it. Each further format is a whole directory inside, named like the format.
+engines drop unknown tensors silently and run on garbage where one is missing. The directory holds
+no other weights. Each further format is a complete subdirectory, named after the format.
 
 70B Medusa heads with a vocabulary of 128k are about 12 GB in bfloat16. Conversion to another dtype
 holds the converted heads beside the original ones.
@@ -47,7 +47,7 @@ def write_export(
     card: str,
     further: Sequence[str] = (),
 ) -> list[Path]:
-    """Write an export: heads, config.json, tokenizer, tree and card; weights are read back.
+    """Write an export: heads, config.json, tokenizer, tree and card; verify the written weights.
 
     Args:
         directory: Created by one rename. If it exists, its files are replaced one by one, the
@@ -81,7 +81,7 @@ def write_export(
                 (place / one.kind.choices_file).write_text(f"{paths}\n", "utf-8")
                 config = json.dumps(one.to_json(target), indent=2)
                 (place / CONFIG_FILE).write_text(f"{config}\n", "utf-8")
-                _compare(place, saved, one)
+                _verify_weights(place, saved, one)
             (partial / CARD_FILE).write_text(card, "utf-8")
             files = files_in(partial)
     except (OSError, SafetensorError) as error:
@@ -91,7 +91,7 @@ def write_export(
 
 
 def read_heads(directory: str | os.PathLike[str], model: PreTrainedModel) -> Heads:
-    """Read the heads of an export, in its dtype, on the CPU.
+    """Read the heads of an export, in the export's dtype, on the CPU.
 
     Matrices that the export leaves out are taken from `model`, the target.
 
@@ -114,8 +114,8 @@ def read_tree(directory: str | os.PathLike[str]) -> tuple[TreePath, ...] | Dynam
     """Read the tree of an export: the dynamic tree in `config.json`, or the choices file.
 
     Raises:
-        ConfigError: It is no tree, or not one of these heads.
-        DataError: It cannot be read.
+        ConfigError: The content is not a tree, or not a tree of these heads.
+        DataError: The file cannot be read.
     """
     layout = read_layout(directory)
     tree = layout.dynamic_tree or read_paths(Path(directory, layout.kind.choices_file))
@@ -123,10 +123,12 @@ def read_tree(directory: str | os.PathLike[str]) -> tuple[TreePath, ...] | Dynam
 
 
 def tensors_as_saved(heads: Heads, layout: ExportLayout) -> dict[str, Tensor]:
-    """Convert the heads' tensors for the weights file: contiguous, on the CPU, in its dtype.
+    """Convert the heads' tensors to the export's dtype, contiguous and on the CPU.
 
-    Names that share a tensor share the converted tensor too. Raises DataError for numbers that
-    are not finite.
+    Names that share a tensor share the converted tensor too.
+
+    Raises:
+        DataError: A number is not finite.
     """
     dtype = getattr(torch, layout.dtype)
     converted: dict[tuple[Any, ...], Tensor] = {}
@@ -144,8 +146,8 @@ def tensors_as_saved(heads: Heads, layout: ExportLayout) -> dict[str, Tensor]:
     return saved
 
 
-def _compare(directory: Path, saved: Mapping[str, Tensor], layout: ExportLayout) -> None:
-    """Raise DataError unless the weights file holds the saved tensors bit for bit."""
+def _verify_weights(directory: Path, saved: Mapping[str, Tensor], layout: ExportLayout) -> None:
+    """Raise DataError unless the export's weights file holds the saved tensors bit for bit."""
     file = _open_weights(directory, layout)
     for name, tensor in saved.items():
         if not torch.equal(file.tensor(name).view(torch.uint8), tensor.view(torch.uint8)):
@@ -154,7 +156,7 @@ def _compare(directory: Path, saved: Mapping[str, Tensor], layout: ExportLayout)
 
 
 def _open_weights(directory: Path, layout: ExportLayout) -> WeightsFile:
-    """Open an export's weights file; DataError for unexpected tensors or further weights files."""
+    """Open an export's weights file; raise DataError for unexpected tensors or weights files."""
     path = directory / layout.weights_file
     others = []
     for file in sorted(directory.iterdir()):

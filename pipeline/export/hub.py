@@ -2,7 +2,7 @@
 
 Nothing is uploaded before everything is verified: the check has passed, all files are the checked
 ones, no file contains a local path, and no repository holds anything else that engines would load.
-The conversations are in `data_set.py`.
+`data_set.py` prepares the upload of the conversations.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from pipeline.storage.atomic import read_file
 from pipeline.targets.files import check_repo_id, hub_errors
 
 COMMIT_MESSAGE = "Upload from medusa-distill"
-EXPORT_AGAIN = "Run the run again: it makes what has changed anew and checks it."
+EXPORT_AGAIN = "Run again: stages whose files have changed run again, and the check too."
 
-Receipt = dict[str, Any]  # as receipt.json has it
+Receipt = dict[str, Any]  # the content of receipt.json
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Repositories:
 
 
 def repositories(push: PushConfig, kind: type[Heads], target: str, *, tuned: bool) -> Repositories:
-    """Return the Hub repositories that `push` names.
+    """Return the Hub repositories of a push: of heads, tuned backbone and data set.
 
     `push.repo_id` is the heads' repository. With a tuned backbone it is the backbone's, and the
     heads go to `NAME-speculator.METHOD`, the naming of vLLM's speculators. `USER/` alone is
@@ -81,7 +81,7 @@ def _completed(repo_id: str | None, name: str) -> str | None:
 
 @dataclass(frozen=True)
 class Upload(ABC):
-    """The upload of one Hub commit: its files and its repository.
+    """An upload to one Hub repository, sent as one commit.
 
     Attributes:
         repo_id: USER/NAME.
@@ -105,7 +105,7 @@ class Upload(ABC):
 
     @property
     def missing(self) -> list[str]:
-        """List settings that the push lacks."""
+        """List settings that the push to the Hub lacks."""
         if self.base_model and os.path.isabs(self.base_model):
             return ["the Hub id of the target (push.base_model): nobody else can load a local one"]
         return []
@@ -127,7 +127,7 @@ class Upload(ABC):
         return {**self.receipt(private), "dry_run": True, "commit": None, "missing": self.missing}
 
     def require_publishable(self) -> None:
-        """Raise ConfigError for a local base model, DataError for a local path in a file."""
+        """Raise ConfigError for a local base model, DataError for a local path in a pushed file."""
         for missing in self.missing:
             fix = "Publish the target first, then push with push.base_model=USER/NAME."
             raise ConfigError(f"The push lacks {missing}.", self.base_model, fix)
@@ -141,8 +141,8 @@ class Upload(ABC):
                     what = f"{file.path_in_repo} contains a local path."
                     raise DataError(what, path, "Remove the path from it, then push again.")
 
-    def require_room(self, existing: Any, private: bool) -> None:
-        """Raise ConfigError for a repository that should be private, or that holds other files.
+    def require_suitable(self, existing: Any, private: bool) -> None:
+        """Raise ConfigError if the Hub repository should be private, or holds unrelated files.
 
         Args:
             existing: `ModelInfo` or `DatasetInfo` of the repository.
@@ -181,11 +181,11 @@ def _names(existing: Any) -> set[str]:
 
 
 def send_all(uploads: Mapping[str, Upload], *, private: bool) -> dict[str, Receipt]:
-    """Send uploads to the Hub in order, or none if one is refused; return their receipts.
+    """Send all uploads to the Hub in order, or none if one is refused; return the receipts.
 
     Args:
-        private: Make new repositories private. An existing public one is an error, an existing
-            private one stays private.
+        private: Make new repositories private. An existing public repository is an error. An
+            existing private repository stays private, whatever this says.
 
     Raises:
         ConfigError, DataError: An upload may not be published, or not to this repository.
@@ -204,7 +204,7 @@ def send_all(uploads: Mapping[str, Upload], *, private: bool) -> dict[str, Recei
         with hub_errors(f"repository {upload.repo_id}", upload.repo_id, writes=True):
             existing[name] = _existing(api, upload)
         if existing[name] is not None:
-            upload.require_room(existing[name], private)
+            upload.require_suitable(existing[name], private)
     for name, upload in uploads.items():
         with hub_errors(f"repository {upload.repo_id}", upload.repo_id, writes=True):
             receipts[name] = upload.send(api, existing[name], private)
@@ -226,7 +226,7 @@ class HeadsUpload(Upload):
     kind: type[Heads]
 
     def conflicting(self, names: Collection[str]) -> list[str]:
-        """List weights in the repository that are not these heads', and models without a tree."""
+        """List conflicting files in the Hub repository: other weights, or a model without heads."""
         others = []
         for name in sorted(names):
             is_weights = Path(name).suffix in WEIGHT_SUFFIXES and name != self.kind.weights_file
@@ -239,7 +239,7 @@ class HeadsUpload(Upload):
 
 class BackboneUpload(Upload):
     def conflicting(self, names: Collection[str]) -> list[str]:
-        """List files in the repository of a model that this project has not tuned."""
+        """List the Hub repository's model files, unless they are a backbone of this project."""
         if BACKBONE_FILE in names:
             return []
         weights = {name for name in names if Path(name).suffix in WEIGHT_SUFFIXES}
@@ -247,13 +247,13 @@ class BackboneUpload(Upload):
 
 
 def heads_upload(directory: Path, published: Published, checked: Mapping[str, str]) -> Upload:
-    """Prepare the upload of an export, with a new card and the target's Hub id in config.json.
+    """Prepare the Hub upload of an export, with a new card and the target's Hub id in config.json.
 
     Args:
         directory: The export, which is not changed.
-        published: With `base_model` None the target is the one that the export names.
-        checked: The sha256 (hex) of each file of the heads as it was checked, by name. No other
-            file is uploaded.
+        published: If `base_model` is None, the target is the one that the export names.
+        checked: The sha256 (hex) of each checked file of the heads, by name. No other file is
+            uploaded.
 
     Raises:
         CheckFailed: The check failed or was not run.
@@ -267,7 +267,7 @@ def heads_upload(directory: Path, published: Published, checked: Mapping[str, st
         check_repo_id(base, "push.base_model")
     written = {CARD_FILE: model_card(replace(published, base_model=base))}
     for name in checked:
-        if Path(name).name == CONFIG_FILE:  # one in the directory of each format
+        if Path(name).name == CONFIG_FILE:  # each format's directory has a config.json
             content, _ = read_json_config((directory / name).parent)
             written[name] = json.dumps(with_base_model(content, base), indent=2) + "\n"
     return HeadsUpload(
@@ -280,7 +280,7 @@ def heads_upload(directory: Path, published: Published, checked: Mapping[str, st
 
 
 def backbone_upload(directory: Path, published: Published, checked: Mapping[str, str]) -> Upload:
-    """Prepare the upload of a tuned backbone; arguments and errors as in `heads_upload`."""
+    """Prepare the Hub upload of a tuned backbone; arguments and errors as in `heads_upload`."""
     repo_id = require_allowed(published, "push.repo_id")
     directory = directory.resolve()
     return BackboneUpload(
@@ -292,7 +292,7 @@ def backbone_upload(directory: Path, published: Published, checked: Mapping[str,
 
 
 def require_allowed(published: Published, where: str) -> str:
-    """Return the id of the Hub repository, if a push is allowed.
+    """Return the id of the Hub repository to push to, after verifying that the check passed.
 
     Raises:
         CheckFailed: The check did not pass.
@@ -308,7 +308,7 @@ def require_allowed(published: Published, where: str) -> str:
 
 
 def local_paths(published: Published, *further: str) -> set[str]:
-    """Return local model paths, which no published file may contain."""
+    """Return local model paths, which no file uploaded to the Hub may contain."""
     models = (published.config.target.model, *further)
     return {model for model in models if os.path.isabs(model)}
 
@@ -316,10 +316,10 @@ def local_paths(published: Published, *further: str) -> set[str]:
 def _verified(
     directory: Path, checked: Mapping[str, str], written: Mapping[str, str]
 ) -> list[CommitOperationAdd]:
-    """Return an upload's files, sorted by name: the checked files and the `written` texts.
+    """Return a Hub upload's files, sorted by name: the checked files and the `written` texts.
 
-    The Hub compares uploaded weights with their checked sha256. Of any other file the bytes that
-    were compared here are uploaded.
+    The Hub compares uploaded weights with their checked sha256. For any other file, the bytes that
+    were compared here are the bytes that are uploaded.
 
     Raises:
         DataError: A file is missing, or is not what was checked.

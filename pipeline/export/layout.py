@@ -22,7 +22,7 @@ from pipeline.targets.files import check_repo_id
 
 CONFIG_FILE = "config.json"
 CARD_FILE = "README.md"
-Content = dict[str, Any]  # of a config.json, or vLLM's arguments
+Content = dict[str, Any]  # content of a config.json, or vLLM's arguments
 BACKBONE_DIRECTORY = "backbone"  # the tuned backbone, beside its heads
 
 # vLLM's rejection sampler asserts at most 128 draft tokens (MAX_SPEC_LEN), one per head.
@@ -94,8 +94,8 @@ class ExportLayout:
     def engine_args(self, directory: str | os.PathLike[str], target: str) -> Content:
         """Return the arguments that start vLLM with a target and the heads in `directory`.
 
-        If the export names this target, its directory is enough. Otherwise vLLM gets both: target
-        or export were moved, or the heads are served with another model.
+        If the export names this target, the export's directory is enough. Otherwise vLLM gets
+        target and heads: one was moved, or the heads are served with another model.
         """
         export = str(Path(directory).resolve())
         named = self.base_model_name_or_path
@@ -111,7 +111,7 @@ class ExportLayout:
 def with_base_model(content: Mapping[str, Any], base_model: str) -> Content:
     """Replace the target in the content of an export's config.json."""
     replaced = {**content, "base_model_name_or_path": base_model}
-    speculators = content.get("speculators_config")  # only of heads that vLLM serves
+    speculators = content.get("speculators_config")  # only if vLLM serves the heads
     if speculators:
         verifier = {**speculators["verifier"], "name_or_path": base_model}
         replaced["speculators_config"] = {**speculators, "verifier": verifier}
@@ -119,10 +119,10 @@ def with_base_model(content: Mapping[str, Any], base_model: str) -> Content:
 
 
 def read_json_config(directory: str | os.PathLike[str]) -> tuple[Content, ExportLayout]:
-    """Read an export's config.json: its content, and the parsed layout.
+    """Read an export's config.json; return its content and the parsed layout.
 
     Raises:
-        DataError: It is missing, or was not written by this project.
+        DataError: The file is missing, or was not written by this project.
     """
     path = Path(directory) / CONFIG_FILE
     fix = "Give the directory that the export stage wrote, or export again."
@@ -154,10 +154,10 @@ def read_layout(directory: str | os.PathLike[str]) -> ExportLayout:
 
 
 def target_of(directory: str | os.PathLike[str]) -> str:
-    """Find the target that an export names; a tuned backbone is beside its heads.
+    """Return the target that an export names: a Hub id, a directory, or its own tuned backbone.
 
     Raises:
-        ConfigError: It is a local directory that does not exist.
+        ConfigError: The target is a local directory that does not exist.
     """
     named = read_layout(directory).base_model_name_or_path
     if not os.path.isabs(named):
@@ -172,7 +172,7 @@ def target_of(directory: str | os.PathLike[str]) -> str:
 
 
 def check_num_heads(num_heads: int) -> None:
-    """Raise ConfigError unless there are 1 to 128 heads, the most that vLLM drafts with."""
+    """Raise ConfigError unless an export has 1 to 128 heads, the most that vLLM drafts with."""
     if not 1 <= num_heads <= MAX_NUM_HEADS:
         what = (
             f"{num_heads} heads cannot be exported: vLLM drafts one token per head, at least 1 and"
@@ -196,7 +196,7 @@ def check_formats(kind: type[Heads], shape: Any, names: Sequence[str]) -> None:
 
 
 def check_vocabulary(shape: HeadsShape, target_vocab_size: int) -> None:
-    """Raise DataError unless heads and target have the same vocabulary size."""
+    """Raise DataError unless an export's heads and the target have the same vocabulary size."""
     if shape.target_vocab_size != target_vocab_size:
         what = (
             f"The heads are of a vocabulary of {shape.target_vocab_size} tokens, and the target's"

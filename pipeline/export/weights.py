@@ -1,4 +1,4 @@
-"""Weights files, read and written: safetensors, or pickles of plain tensors.
+"""Read and write weights files of heads: safetensors, or pickles of plain tensors.
 
 Pickles are read with `weights_only=True`, which runs none of their code. Safetensors files are
 serialized from pointers, so names that share a tensor expand on disk and not in memory.
@@ -34,10 +34,10 @@ DTYPES = {
 
 
 class WeightsFile:
-    """A weights file: shapes and dtypes of its tensors by name; tensors are read on demand."""
+    """An open weights file: shapes and dtypes by tensor name; tensors are read on demand."""
 
     def __init__(self, path: Path):
-        """Open the weights file; DataError if it is damaged or holds anything but tensors."""
+        """Open the weights file; raise DataError if it is damaged or holds more than tensors."""
         self._pickled: dict[str, Tensor] | None = None
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, str] = {}
@@ -67,14 +67,14 @@ class WeightsFile:
 
 
 def write_weights(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Write contiguous CPU tensors to a weights file; OSError for a full disk."""
+    """Write contiguous CPU tensors to a weights file; raise OSError if the disk is full."""
     if path.suffix in PICKLES:
         try:
             torch.save(dict(tensors), path)
         except RuntimeError as error:  # torch's error for a full disk
             raise OSError(f"{path.name}: {error}") from error
         return
-    # `safetensors.torch.save_file` refuses shared memory: the copies would have to be in memory.
+    # `safetensors.torch.save_file` refuses tensors that share memory, and copies need more memory.
     specs = {}
     for name, tensor in tensors.items():
         specs[name] = TensorSpec(
@@ -87,14 +87,15 @@ def write_weights(tensors: Mapping[str, Tensor], path: Path) -> None:
 
 
 def _plain_tensors(path: Path) -> dict[str, Tensor]:
+    """Read named tensors from a pickle of weights; raise DataError for any other object."""
     fix = "Convert it to safetensors where you trust it, or fetch the file again."
     try:
-        with warnings.catch_warnings(action="ignore"):  # of other writers' pickle protocols
+        with warnings.catch_warnings(action="ignore"):  # warns of pickle protocols
             content = torch.load(path, map_location="cpu", weights_only=True)
     except UnpicklingError as error:
         what = "This is no file of tensors: it holds other objects, whose code is not run here."
         raise DataError(what, str(path), fix) from error
-    except Exception as error:  # zip, pickle and torch each raise their own for damaged bytes
+    except Exception as error:  # zip, pickle and torch raise errors of their own
         first = " ".join(str(error).split())[:200].rstrip(".")
         what = f"The weights cannot be read ({type(error).__name__}: {first})."
         raise DataError(what, str(path), fix) from error
@@ -105,10 +106,12 @@ def _plain_tensors(path: Path) -> dict[str, Tensor]:
 
 
 class DirectoryTensors:
-    """The tensors in all weights files of a directory, without the prefix `model.`.
+    """The tensors in a directory's weights files, by name without the prefix `model.`.
 
-    Tensors are read on demand, from pickles only where there is no safetensors file. Raises
-    DataError without weights.
+    Tensors are read on demand. Pickles are read only if there is no safetensors file.
+
+    Raises:
+        DataError: The directory holds no weights.
     """
 
     def __init__(self, directory: Path):
@@ -137,10 +140,10 @@ class DirectoryTensors:
 
 
 def heads_directory(name: str) -> Path:
-    """Find a local directory of heads, or download their Hub repository.
+    """Return the local directory of heads, after a download if `name` is a Hub repository.
 
     Raises:
-        ConfigError: There is neither.
+        ConfigError: There is no such directory or repository.
         EnvironmentFault: The Hub cannot be reached.
     """
     if is_local(name):

@@ -1,6 +1,6 @@
-"""The tables of the check: one column per engine, one row per decoding method, and studies.
+"""Tables of the check in a report: engines, decoding methods, question categories, studies.
 
-An unknown cell is `-`; a table without rows was not run.
+An unknown cell is `-`. A table has no rows if its measurement was not run.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _engine_cells(
 
 
 def served_model_table(report: Report) -> Table:
-    """Tabulate the report's rates on the served copy of the target beside the target's own."""
+    """Tabulate the check's acceleration rates on the target and on its served copy."""
     columns = ["", "rate on the target", "rate on the copy", "speedup", "tokens/s"]
     table = Table("Served model", [*columns, "greedy identical"])
     copy = report.served_model
@@ -122,7 +122,7 @@ def served_model_table(report: Report) -> Table:
 
 
 def methods_table(report: Report) -> Table:
-    """Tabulate the report's decoding methods: tokens per forward and per second, and latencies."""
+    """Tabulate decoding methods for the report: tokens per forward and second, and latencies."""
     columns = ["method", "per step", "tokens/s", "speedup", "to first", "per token", "identical"]
     table = Table("Methods", columns)
     table.note = (
@@ -184,13 +184,13 @@ def categories_table(report: Report) -> Table:
 
 
 def _speeds(row: Category | BatchRow | LoadRow) -> tuple[str, str, str]:
-    """Format tokens per second, plain and with heads, and the speedup as table cells."""
+    """Format tokens per second, plain and with heads, and the speedup as report table cells."""
     plain = rate(row.baseline_tokens_per_second)
     return plain, rate(row.tokens_per_second), times(row.speedup)
 
 
 def exact_match_table(report: Report) -> Table:
-    """Tabulate the share of answers that equal their reference; no rows without references."""
+    """Tabulate the share of the check's answers that match their reference, by category."""
     table = Table("Exact match", ["category", "answers"])
     table.note = (
         "Answers that are their reference, but for case, punctuation and articles; of a number the"
@@ -212,7 +212,7 @@ def exact_match_table(report: Report) -> Table:
 
 
 def study_tables(report: Report) -> dict[str, Table]:
-    """Tabulate the check's studies, by name (`study_…`); no rows for a study that was not run."""
+    """Return the tables of the check's studies by name (`study_…`); a study not run has no rows."""
     studies = report.studies
     trees = Table("Study: trees", ["tree", "nodes", *COSTS])
     trees.note = "Trees from plain decoding to the export's own, on all the check's prompts."

@@ -1,4 +1,4 @@
-"""The comparison of runs: settings that differ, and results. Opens no file."""
+"""Comparison of several runs in one table: settings that differ, and results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pipeline.report.report import Report
 from pipeline.report.text_table import Table
 
 NO_RECIPE = ("run", "placement", "limits", "push")  # sections that no result depends on
-LONGEST = 40  # characters of a setting
+LONGEST = 40  # characters of a setting that are shown
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class ComparedRun:
     """A run as a column of the comparison, possibly unfinished.
 
     Attributes:
-        recipe: Its resolved configuration as plain data.
+        recipe: The resolved configuration as plain data.
         unfinished: The stages that have not run.
         heads_bytes: The size of the trained heads.
         questions: A text that is equal for checks with the same prompts; None without a check.
@@ -44,7 +44,7 @@ class ComparedRun:
 
 
 def compare_runs(runs: Sequence[ComparedRun]) -> tuple[Table, list[str]]:
-    """Tabulate runs side by side, with notes on which columns do not compare."""
+    """Tabulate runs side by side; return the table, and notes on runs that cannot be compared."""
     columns = ["", *(run.name for run in runs)]
     table = Table("Runs", columns, words=tuple(range(len(columns))))
     settings = [dict(_settings(run)) for run in runs]
@@ -62,7 +62,7 @@ def compare_runs(runs: Sequence[ComparedRun]) -> tuple[Table, list[str]]:
 
 
 def _settings(run: ComparedRun) -> Iterator[tuple[str, str]]:
-    """Yield a run's settings by dotted key; `auto` is followed by the chosen value."""
+    """Yield a run's settings for the comparison by dotted key; `auto` shows the chosen value."""
     train = run.report.train
     chosen = (train.hyperparameters if train else None) or {}
     for section, value in run.recipe.items():
@@ -116,7 +116,7 @@ def _results(run: ComparedRun) -> dict[str, str]:
 
 
 def _notes(runs: Sequence[ComparedRun]) -> list[str]:
-    """List unfinished runs, missing checks, and differences that forbid a comparison."""
+    """List notes for a comparison of runs: unfinished runs, missing checks, other questions."""
     notes = []
     questions, machines = set(), set()
     for run in runs:

@@ -1,8 +1,8 @@
-"""A run's report as report.json, report.md, report.html, and in a terminal.
+"""Rendering of a run's report as report.json, report.md, report.html, and in a terminal.
 
-report.html is self-contained, for desktop and phone, light and dark: it loads nothing and runs no
-script, which its security policy forbids. The template escapes all text; only our own drawings and
-the style sheet are markup.
+report.html is self-contained, for desktop and phone, light and dark. Its Content-Security-Policy
+forbids loading files and running scripts. The template escapes all text; only the plots and the
+style sheet are inserted as markup.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def report_texts(report: Report, extras: Extras) -> dict[str, str]:
 
 
 def report_tables(report: Report, extras: Extras) -> dict[str, Table]:
-    """Make all tables of a report, by name, in reading order: results first, then stages."""
+    """Return all tables of a report by name, in reading order: results first, then stages."""
     tables = {
         "check": check_table(report),
         "methods": methods_table(report),
@@ -126,7 +126,7 @@ def render_html(report: Report, extras: Extras) -> str:
 def print_report(report: Report, console: Console, extras: Extras) -> None:
     """Print a report's headline figures and main tables; the report may be incomplete.
 
-    At most 100 columns wide; plain text without escape codes where the output is no terminal.
+    The output is at most 100 columns wide, and has escape codes only in a terminal.
     """
     outcome = check_outcome(report)
     print_text(report_title(report), console, "bold")

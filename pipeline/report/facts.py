@@ -1,4 +1,4 @@
-"""Title, outcome, headline figures and warnings of a report, the same in every form."""
+"""Title, outcome, headline figures and warnings of a report, shared by all its formats."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from pipeline.formatting import (
 from pipeline.report.report import SEARCHED_TREE, STOCK_TREE, Report, TrainFigures
 from pipeline.report.text_table import Table
 
-SAME_TEXT_GAP = 0.1  # of the gain over plain decoding
+SAME_TEXT_GAP = 0.1  # as a share of the gain over plain decoding
 NOTABLE_GAP = 3  # standard errors between the expected acceleration rate and the measured one
-ENOUGH_COVERAGE = 0.9  # of held-out text by the draft vocabulary
+ENOUGH_COVERAGE = 0.9  # share of held-out text in the draft vocabulary
 NATIVE_FIGURES = (
     "Acceleration rate",
     "Overhead",
@@ -47,12 +47,12 @@ class CheckOutcome:
 
 
 def report_title(report: Report) -> str:
-    """The title of a report, which names the target."""
+    """Return the title of a report, which names the target."""
     return f"Heads for {report.target or 'an unnamed target'}"
 
 
 def report_subtitle(report: Report) -> str:
-    """The subtitle of a report: method, heads, run and date, as far as known."""
+    """Return the subtitle of a report: method, heads, run and date, as far as known."""
     parts = [report.method]
     if report.train:
         parts.append(report.train.recipe)
@@ -63,7 +63,7 @@ def report_subtitle(report: Report) -> str:
 
 
 def check_outcome(report: Report) -> CheckOutcome:
-    """Find whether the check of a report passed, with its failures as sentences."""
+    """Return whether a report's check passed, with its failures as sentences."""
     if not report.check:
         return CheckOutcome(None, "check not run")
     if not report.check.passed:
@@ -72,7 +72,7 @@ def check_outcome(report: Report) -> CheckOutcome:
 
 
 def expected_rate(prediction: Prediction | None) -> str:
-    """Format the expected acceleration rate with its standard error: `4.03 ± 0.32`."""
+    """Format a report's expected acceleration rate with its standard error: `4.03 ± 0.32`."""
     if not prediction:
         return UNKNOWN
     error = prediction.expected_standard_error
@@ -80,14 +80,14 @@ def expected_rate(prediction: Prediction | None) -> str:
 
 
 def measured_rate(engine: EngineFigures | NewAnswers | None) -> str:
-    """Format the measured acceleration rate with its standard error."""
+    """Format a report's measured acceleration rate with its standard error."""
     if not engine:
         return UNKNOWN
     return with_error(engine.acceleration_rate, engine.standard_error)
 
 
 def on_new_answers(engine: EngineFigures | None) -> str:
-    """Format the acceleration rate on answers not seen in training; `-` if no answer is seen."""
+    """Format the acceleration rate on answers not seen in training; `-` if all answers are new."""
     if not engine or not engine.seen_share or not engine.new:
         return UNKNOWN
     if engine.new.acceleration_rate is None:
@@ -96,10 +96,10 @@ def on_new_answers(engine: EngineFigures | None) -> str:
 
 
 def is_disturbed(engine: EngineFigures) -> bool:
-    """Return whether a step with heads was measured as faster than a plain step.
+    """Return whether other load disturbed the check: steps with heads were faster than plain ones.
 
-    A step with heads does more work: other load has slowed the plain steps, and the measured
-    speedup means nothing.
+    A step with heads does more work than a plain one. If it is measured as faster, other load has
+    slowed the plain steps, and the measured speedup means nothing.
     """
     if isinstance(engine, NativeFigures) and engine.overhead is not None:
         return engine.overhead < 1
@@ -107,28 +107,28 @@ def is_disturbed(engine: EngineFigures) -> bool:
 
 
 def speedup_of(engine: EngineFigures | None) -> str:
-    """Format the measured speedup; `-` if other load disturbed the measurement."""
+    """Format a report's measured speedup; `-` if other load disturbed the measurement."""
     if not engine or is_disturbed(engine):
         return UNKNOWN
     return times(engine.speedup)
 
 
 def overhead_of(native: NativeFigures | None) -> str:
-    """Format the measured overhead; `-` if other load disturbed the measurement."""
+    """Format a report's measured overhead; `-` if other load disturbed the measurement."""
     if not native or is_disturbed(native):
         return UNKNOWN
     return times(native.overhead)
 
 
 def greedy_matches(match: GreedyMatch | None) -> str:
-    """Format the number of greedy sequences that equal plain decoding: `31/32`."""
+    """Format for the report how many greedy sequences equal plain decoding: `31/32`."""
     if not match:
         return UNKNOWN
     return f"{count(match.identical)}/{count(match.sequences)}"
 
 
 def headline_table(report: Report) -> Table:
-    """Tabulate the headline figures, in the paper's terms (section 3 and appendix B)."""
+    """Tabulate a report's headline figures, in the paper's terms (section 3 and appendix B)."""
     table = Table("Headline", ["figure", "value", "meaning"], words=(0, 2))
     vllm = report.vllm
     if report.native:
@@ -196,7 +196,7 @@ def report_warnings(report: Report) -> list[str]:
             found += _rate_gap_warnings("The measured acceleration rate", native, tree)
     if vllm:
         found += _load_warnings("vLLM", vllm)
-        found += _rate_gap_warnings("vLLM's acceleration rate", vllm, vllm)  # of its own chain
+        found += _rate_gap_warnings("vLLM's acceleration rate", vllm, vllm)  # the chain's rates
         found += _same_text_warnings(vllm)
     return found + _speedup_warnings(tree, native)
 
@@ -240,7 +240,7 @@ def _same_text_warnings(vllm: VllmFigures) -> list[str]:
 
 
 def _speedup_warnings(tree: TreeFigures | None, native: NativeFigures | None) -> list[str]:
-    """Warn if the measured speedup, or every expected one without a check, is below 1."""
+    """Return a warning if the best speedup, measured or else expected, is below 1."""
     speedups = []
     if native and native.speedup is not None:
         speedups = [native.speedup]
@@ -258,7 +258,7 @@ def _speedup_warnings(tree: TreeFigures | None, native: NativeFigures | None) ->
 def _rate_gap_warnings(
     name: str, engine: EngineFigures, prediction: TreeFigures | VllmFigures
 ) -> list[str]:
-    """Warn if measured and expected rate differ by more than `NOTABLE_GAP` standard errors.
+    """Return a warning if measured and expected rate differ by over `NOTABLE_GAP` standard errors.
 
     Rates on new answers are compared where both are known: the share of seen answers may differ.
     """

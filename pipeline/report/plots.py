@@ -1,10 +1,10 @@
-"""Plots as SVG elements inside report.html; all text in them is ours and ASCII.
+"""Plots of report.html, drawn by matplotlib as inline SVG elements.
 
-Drawn by matplotlib through its object-oriented API. The same data gives the same bytes: no date, a
-fixed salt for ids, the user's matplotlibrc ignored. Colours are CSS variables, so that one drawing
-serves the light and the dark scheme; text stays text, in the page's font.
+The same data gives the same bytes: no date, a fixed salt for ids, the user's matplotlibrc ignored.
+Colours are CSS variables, so that one plot serves the light and the dark scheme. Text stays text,
+in the page's font; it is our own and ASCII, so it needs no escaping.
 
-Letters: K heads, N nodes of a tree.
+Letters: K heads, N nodes of a tree, D coordinates of a node.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def draw_plots(report: Report, extras: Extras) -> dict[str, str]:
 
 
 def _axes(height: float, x: str = "", y: str = "") -> Axes:
-    """Create the axes of a new figure, `height` inches high, with axis labels."""
+    """Create the axes of a new plot, `height` inches high, with axis labels."""
     axes = Figure(figsize=(WIDTH, height), layout="constrained").add_subplot()
     axes.set_xlabel(x)
     axes.set_ylabel(y)
@@ -90,7 +90,7 @@ def _axes(height: float, x: str = "", y: str = "") -> Axes:
 
 
 def _svg(axes: Axes, name: str) -> str:
-    """Render a figure as an `<svg>` element without style sheet; its ids begin with `name`."""
+    """Render a plot as an `<svg>` element without style sheet; ids begin with `name`."""
     figure = axes.get_figure(root=True)
     assert figure
     if axes.get_legend_handles_labels()[1]:
@@ -159,7 +159,7 @@ def plot_speeds(x: Sequence[int], rows: Sequence[BatchRow | LoadRow], label: str
 
 
 def _plot(axes: Axes, x: Sequence[int], y: Sequence[float | None], **style: Any) -> None:
-    axes.plot(x, np.array(y, dtype=float), marker="o", **style)  # None is a gap
+    axes.plot(x, np.array(y, dtype=float), marker="o", **style)  # None leaves a gap in the curve
 
 
 def _powers_of_two(axes: Axes, ticks: Sequence[int]) -> None:
@@ -183,7 +183,7 @@ def plot_head_accuracy(heads: Sequence[Accuracy]) -> Axes:
 
 
 def plot_accepted_lengths(num_steps: Sequence[int]) -> Axes:
-    """Plot the share of decoding steps by accepted length; entry i counts steps with i guesses."""
+    """Plot the share of decoding steps by accepted length; entry i counts steps with i tokens."""
     axes = _axes(3.0, "guessed tokens kept in a step", "share of steps")
     total = max(sum(num_steps), 1)
     names = list(map(str, range(len(num_steps))))
@@ -202,7 +202,7 @@ def _bars(axes: Axes, names: Sequence[str], shares: Sequence[float], **style: An
 
 
 def tree_layout(choices: Sequence[TreePath]) -> dict[TreePath, tuple[int, int]]:
-    """Place the tree's nodes, the root included, as (depth, line).
+    """Return the (depth, line) of each node in the tree's plot, the root included.
 
     A first child is on its parent's line, and further children take new lines: the path of first
     guesses is the top line.
@@ -217,10 +217,11 @@ def tree_layout(choices: Sequence[TreePath]) -> dict[TreePath, tuple[int, int]]:
 
 
 def plot_tree(choices: Sequence[TreePath], node_shares: Sequence[float]) -> Axes:
-    """Draw the tree from left to right, one column per head.
+    """Plot the tree from left to right, one column per head.
 
-    A node's area and colour show the share of steps that add it. Above each column is the share of
-    steps that add any of its nodes: 1 and their sum are the expected rate.
+    A node's area and colour show the share of steps that accept the node. The label of a column is
+    the share of steps that accept any of the column's nodes. One plus the sum of these shares is
+    the expected acceleration rate.
     """
     places = tree_layout(choices)
     shares = {(): 1.0, **dict(zip(choices, node_shares, strict=True))}

@@ -1,4 +1,4 @@
-"""The content of report.json, and the data of the drawings beside it.
+"""Dataclasses of a report: the content of report.json, and the data of plots and samples.
 
 Field names are the keys of report.json, which leaves out None: a part is None until its stage
 has run.
@@ -50,7 +50,7 @@ class SkippedFile:
 
 @dataclass(frozen=True, kw_only=True)
 class SourceFiles:
-    """The files of one source of seeds: read and skipped."""
+    """The files of one seed source in report.json: read and skipped."""
 
     source: str
     read: list[ReadFile]
@@ -76,17 +76,17 @@ class StageFigures:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainFigures(StageFigures):
-    """The train stage's figures in report.json; the last four are Medusa-2's."""
+    """The train stage's figures in report.json; the last four fields are Medusa-2's."""
 
     steps: int | None = None
     best_step: int | None = None
     final_loss: float | None = None
     hyperparameters: dict[str, Any] | None = None
-    draft_coverage: float | None = None  # of held-out text by the draft vocabulary
+    draft_coverage: float | None = None  # share of held-out text in the draft vocabulary
     recipe: str | None = None
     quantization: str | None = None
     drift: TunedDrift | None = None
-    adapter_drift: TunedDrift | None = None  # before the adapter was merged, if drift is of after
+    adapter_drift: TunedDrift | None = None  # before merging, if `drift` is after it
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,8 @@ class ExportFigures:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
+    """A run's report: the content of report.json."""
+
     run: RunFacts | None = None
     target: str | None = None
     method: str | None = None
@@ -127,7 +129,7 @@ class Report:
 
     @property
     def studies(self) -> Studies:
-        """Combine the studies of native decoding and of vLLM."""
+        """Return the check's studies: vLLM's load study together with those of native decoding."""
         found = Studies()
         if self.native and self.native.studies:
             found = self.native.studies
@@ -138,14 +140,14 @@ class Report:
 
 @dataclass(frozen=True, kw_only=True)
 class CurvePoint:
-    """A point of the training curves: a line of metrics.jsonl."""
+    """A point of the training curves, read from one line of metrics.jsonl."""
 
     step: int
     loss: float | None = None
     head_losses: list[float | None] = field(default_factory=list)
     backbone_loss: float | None = None
     head_top1: list[float | None] = field(default_factory=list)
-    kl: float | None = None  # to the original
+    kl: float | None = None  # KL divergence to the original target
 
 
 @dataclass(frozen=True, kw_only=True)

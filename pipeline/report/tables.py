@@ -1,6 +1,6 @@
-"""The tables of heads, tree and chain, and of a run's stages, data and machine.
+"""Tables of a report: heads, tree, chain, drift, stages, quarantine and provenance.
 
-A table without rows stands for something that was not run. An unknown cell is `-`.
+An unknown cell is `-`. A table has no rows if its stage or measurement was not run.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def sizes_table(tree: TreeFigures | None) -> Table:
 
 
 def chain_table(tree: TreeFigures | None) -> Table:
-    """Tabulate the chain that vLLM drafts, by number of draft tokens."""
+    """Tabulate overhead, expected rate and speedup of vLLM's chain by number of draft tokens."""
     table = Table("Chain", ["tokens", *EXPECTED], words=())
     if tree:
         drafted = count(tree.num_speculative_tokens)
@@ -91,7 +91,7 @@ def _expected_cells(expected: Expected) -> tuple[str, str, str]:
 
 
 def drift_table(report: Report) -> Table:
-    """Tabulate Medusa-2's drift from the original, on held-out text of the original."""
+    """Tabulate Medusa-2's drift from the original target: KL, perplexity, greedy agreement."""
     table = Table("Drift", ["", "value"])
     train = report.train
     if not train or not train.drift:
@@ -137,7 +137,7 @@ def stages_table(report: Report) -> Table:
 
 
 def _stage_output(part: StageFigures) -> str:
-    """Describe the output of a stage in a few words."""
+    """Describe a stage's output in one table cell: rows, positions, tokens or loss."""
     facts = []
     if part.tool_rows is not None:
         facts.append(f"{count(part.tool_rows)} rows call functions")
@@ -157,7 +157,7 @@ def _stage_output(part: StageFigures) -> str:
 
 
 def quarantine_table(report: Report) -> Table:
-    """Tabulate quarantined rows by stage and reason."""
+    """Tabulate for the report the quarantined rows by stage and reason."""
     table = Table("Quarantine", ["stage", "reason", "rows"], words=(0, 1))
     if report.quarantine is None:
         return table
@@ -170,7 +170,7 @@ def quarantine_table(report: Report) -> Table:
 
 
 def skipped_files_table(report: Report) -> Table:
-    """Tabulate the seed files that were not read, with the reason."""
+    """Tabulate for the report the seed files that were not read, with the reason."""
     table = Table("Skipped files", ["file", "why"], words=(0, 1))
     sources = report.seeds.sources if report.seeds else None
     num_read = 0

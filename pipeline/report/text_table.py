@@ -1,6 +1,6 @@
-"""A report's table of text, rendered as Markdown and in a terminal.
+"""A report's table of text, rendered as Markdown or printed in a terminal.
 
-In a terminal neither rich's markup nor control characters in texts from data have an effect.
+In a terminal, rich markup and control characters in text from data have no effect.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rich.text import Text
 from pipeline.formatting import NOT_RUN, UNKNOWN, escaped
 
 MAX_WIDTH = 100  # columns of a terminal
-SHORT_NAME = 24  # characters of a first column that is never broken
+SHORT_NAME = 24  # longest first column, in characters, that is never wrapped
 
 
 @dataclass
@@ -61,7 +61,7 @@ def _line(cells: Iterable[str]) -> str:
 
 
 def print_text(text: str, console: Console, style: str = "") -> None:
-    """Print untrusted text in a terminal, at most 100 columns wide."""
+    """Print a report's text in a terminal without markup, at most 100 columns wide."""
     shown = _rich_text(text, style)
     console.print(shown, width=min(console.width, MAX_WIDTH), highlight=False)
 

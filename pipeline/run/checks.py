@@ -25,13 +25,13 @@ from pipeline.training.metrics import require_trackers
 
 
 def check_run(run: ResolvedRun) -> None:
-    """Raise the first problem that a check finds."""
+    """Run every check of a resolved run; raise the first problem."""
     for check in CHECKS:
         check(run)
 
 
 def check_plan(run: ResolvedRun) -> list[str]:
-    """Raise the first problem that no machine solves; return those of this machine."""
+    """Run every check of a plan; raise problems of the settings, return those of this machine."""
     notes: list[str] = []
     for check in CHECKS:
         try:
@@ -87,21 +87,26 @@ def check_tree(run: ResolvedRun) -> None:
 
 def check_quantization(run: ResolvedRun) -> None:
     """Refuse vLLM for a target that bitsandbytes quantizes on loading."""
-    config = run.config
-    instead = []
-    if config.generate.engine == "vllm":
-        instead.append("generate.engine=transformers")
-    if config.features.engine == "vllm":
-        instead.append("features.engine=transformers")
-    if "vllm" in config.check.engines:
-        instead.append("check.engines=[native]")
-    if config.target.quantization and instead:
+    keys = _keys_of_vllm(run)
+    if run.config.target.quantization and keys:
         raise ConfigError(
             "vLLM cannot load a target that bitsandbytes quantizes.",
-            f"target.quantization = {config.target.quantization}",
-            f"Set {' '.join(instead)}; or name a checkpoint that is quantized already (AWQ, GPTQ,"
-            " FP8) as the target.",
+            f"target.quantization, {', '.join(keys)}",
+            "Name transformers or native there; or name a checkpoint that is quantized already"
+            " (AWQ, GPTQ, FP8) as the target.",
         )
+
+
+def _keys_of_vllm(run: ResolvedRun) -> list[str]:
+    """List the configuration keys that ask for vLLM."""
+    config, keys = run.config, []
+    if config.generate.engine == "vllm" and config.generate.mode != "passthrough":
+        keys.append("generate.engine")
+    if config.features.engine == "vllm":
+        keys.append("features.engine")
+    if "vllm" in config.check.engines:
+        keys.append("check.engines")
+    return keys
 
 
 def check_labels(run: ResolvedRun) -> None:
@@ -177,13 +182,13 @@ def check_readers(run: ResolvedRun) -> None:
         config.generate.engine: "generate",
         config.features.engine: "features",
     }
-    for name in config.check.engines:
-        engines[name] = ENGINE_SECTIONS[name]
+    engines |= {name: ENGINE_SECTIONS[name] for name in config.check.engines}
     for engine, section in engines.items():
         on_gpu = run.gpus_of(section) > 0
         require_readable(run.target, engine, on_gpu=on_gpu, where=TARGET)
-        if engine in run.served_copies:
-            require_readable(run.served_copies[engine], engine, on_gpu=on_gpu, where=SERVED)
+        copy = run.served_copies.get(engine)
+        if copy is not None:
+            require_readable(copy, engine, on_gpu=on_gpu, where=SERVED)
 
 
 def check_driver(run: ResolvedRun) -> None:
@@ -272,24 +277,21 @@ def check_packages(run: ResolvedRun) -> None:
     for stage, package in _packages(run):
         if stage in run.open_stages and not importlib.util.find_spec(package.name):
             what = f"{package.name} is not installed here, and {stage} needs it."
-            raise EnvironmentFault(what, package.key, package.fix)
+            fix = "Install it with the right lock (`make install`), or change this key."
+            raise EnvironmentFault(what, package.key, fix)
 
 
 def _packages(run: ResolvedRun) -> list[tuple[str, Package]]:
     """List the packages that the run needs, each with the stage that needs it."""
-    config, fix = run.config, "Install it with the right lock (`make install`), or change this key."
+    config = run.config
     packages = [("train", package) for package in run.method.packages(config)]
-    if config.generate.engine == "vllm" and config.generate.mode != "passthrough":
-        packages.append(("generate", Package("vllm", "generate.engine", fix)))
-    if config.features.engine == "vllm":
-        packages.append(("features", Package("vllm", "features.engine", fix)))
-    if "vllm" in config.check.engines:
-        packages.append(("check", Package("vllm", "check.engines", fix)))
+    for key in _keys_of_vllm(run):
+        packages.append((key.partition(".")[0], Package("vllm", key)))
     if config.train.optimizer == "adamw-8bit":
-        packages.append(("train", Package("bitsandbytes", "train.optimizer", fix)))
+        packages.append(("train", Package("bitsandbytes", "train.optimizer")))
     if config.target.quantization:
         stage = "tuned-features" if run.method.tunes_backbone else "features"
-        packages.append((stage, Package("bitsandbytes", "target.quantization", fix)))
+        packages.append((stage, Package("bitsandbytes", "target.quantization")))
     return packages
 
 

@@ -23,6 +23,7 @@ from pipeline.storage.receipts import Identity, Summary
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.spec import TargetSpec, asks_for_date, weight_files
+from pipeline.training.methods import method_of
 
 
 @dataclass
@@ -128,9 +129,15 @@ class Context:
                 progress.close()
 
 
-def never_skipped(config: Config) -> str | None:
-    """Return None: every run has the stage."""
-    return None
+def skipped_stages(config: Config) -> dict[str, str]:
+    """The stages that a run of this configuration leaves out, and why ("" needs no words)."""
+    method = method_of(config.train)
+    skipped = dict(method.skipped_stages(config.train))
+    if not method.tunes_backbone:
+        skipped["tuned-features"] = ""
+    if not config.push.asks_for_something:
+        skipped["push"] = ""
+    return skipped
 
 
 @dataclass(frozen=True)
@@ -143,9 +150,7 @@ class Stage:
     """The stages that it reads; a sharded stage has a shard for each of the first one's."""
     identity: Callable[[Context], Identity]  # what its result depends on besides them
     run: Callable[[Context, StageDirectory], Summary]  # makes the result exist
-    one_line: Callable[[Summary], str]  # of a finished stage, for the terminal
-    skipped: Callable[[Config], str | None] = never_skipped
-    """Why a run leaves the stage out, "" where that needs no words; None where it is wanted."""
+    figures: tuple[str, ...]  # keys of the summary to print at the end; a dot leads into a section
     sharded: bool = False  # the result is shards
     scratch: tuple[str, ...] = ()  # files and folders that do not count once the stage is done
     parts: tuple[str, ...] = ()  # folders that are made again alone when a file is damaged
@@ -156,6 +161,18 @@ class Stage:
         for name in self.upstream(context.config):
             upstream[name] = context.upstream[name].fingerprint
         return {"version": self.version, "settings": self.identity(context), "upstream": upstream}
+
+    def one_line(self, summary: Summary) -> str:
+        """Format the stage's figures in a summary for the terminal."""
+        parts = []
+        for key in self.figures:
+            section, _, name = key.rpartition(".")
+            values = summary.get(section) if section else summary
+            value = (values or {}).get(name)
+            if value is not None:
+                text = value if isinstance(value, str) else f"{value:,}"
+                parts.append(f"{name.replace('_', ' ')} {text}")
+        return ", ".join(parts)
 
     def locate(self, context: Context) -> StageDirectory:
         """Find the stage's directory by its fingerprint; create nothing."""

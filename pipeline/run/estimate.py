@@ -61,7 +61,7 @@ class RunSize:
         return None if self.tokens is None else self.tokens * self.bytes_per_position
 
 
-def planned(run: ResolvedRun) -> ResolvedRun:
+def on_planned_gpus(run: ResolvedRun) -> ResolvedRun:
     """Assume GPUs of `placement.gpu_memory_gb` where the configuration gives their memory."""
     if run.config.placement.gpu_memory_gb is None:
         return run
@@ -188,7 +188,7 @@ class StageMemory:
 def memory_of_stages(
     run: ResolvedRun, target: TargetSizes, positions: int = 0
 ) -> list[StageMemory]:
-    """Estimate each stage's memory.
+    """Estimate the memory of a worker of each stage.
 
     Args:
         positions: To train on; without them batches are the largest that the recipe makes.
@@ -301,7 +301,7 @@ def _training(
 
 def check_memory(run: ResolvedRun) -> None:
     """Refuse open stages that exceed the memory of their device by more than the tolerance."""
-    run = planned(run)
+    run = on_planned_gpus(run)
     target = target_sizes(run) if run.open_stages else None
     if target is None:
         return

@@ -36,7 +36,7 @@ from pipeline.training.metrics import read_curves
 def publish_report(context: Context) -> None:
     """Write report.json, .md and .html, renew the export's model card, and print the report."""
     config = context.config
-    report, extras = assemble(context.run, config), drawing_data(context.run)
+    report, extras = assemble_report(context.run, config), drawing_data(context.run)
     for name, text in report_texts(report, extras).items():
         write_text(context.run.path / name, text)
     export = context.run.latest("export")
@@ -57,7 +57,7 @@ def publish_report(context: Context) -> None:
     print_report(report, context.console, extras)
 
 
-def assemble(run: RunDirectory, config: Config, without: Collection[str] = ()) -> Report:
+def assemble_report(run: RunDirectory, config: Config, without: Collection[str] = ()) -> Report:
     """Assemble the report of the finished stages, except those in `without`.
 
     Speeds, hardware, versions and a Hub target's commit are those of the check.
@@ -114,17 +114,18 @@ def assemble(run: RunDirectory, config: Config, without: Collection[str] = ()) -
 
 def drawing_data(run: RunDirectory) -> Extras:
     """Read the tree, the training curves and the samples that the report draws."""
-    stages = {name: stage for name, stage in run.stages().items() if stage.done is not None}
-    calibration = None
+    calibration, check = None, CheckResult()
     losses: list[dict[str, Any]] = []
     held_out: list[dict[str, Any]] = []
-    if "calibrate" in stages:
-        calibration = read_calibration(stages["calibrate"].path)
-    if "train" in stages and stages["train"].intact(METRICS_FILE):  # damaged: drawn without curves
-        losses, held_out = read_curves(stages["train"].path)
-    check = CheckResult()
-    if "check" in stages:
-        check = from_json(CheckResult, stages["check"].summary)
+    for name, stage in run.stages().items():
+        if stage.done is None:
+            continue
+        if name == "calibrate":
+            calibration = read_calibration(stage.path)
+        elif name == "check":
+            check = from_json(CheckResult, stage.summary)
+        elif name == "train" and stage.intact(METRICS_FILE):  # damaged: drawn without curves
+            losses, held_out = read_curves(stage.path)
     return Extras(
         calibration=calibration,
         losses=[from_json(CurvePoint, line) for line in losses],

@@ -74,7 +74,7 @@ class ResolvedRun:
         return replace(self, machine=machine)
 
     def model(self, key: str) -> ResolvedModel:
-        """Look up the model that a key names; raise the error that resolving it met."""
+        """Look up the model that a key names; raise the error of an unavailable model."""
         if key in self.problems:
             raise self.problems[key]
         return self.models[key]

@@ -29,16 +29,14 @@ def run_sharded(
     worker: Callable[..., ShardWorker],
     arguments: dict[str, Any],
     placement: Placement,
-    unit: str,
     split: str | None = None,
 ) -> Summary:
-    """Make every missing shard of `stage` with its worker.
+    """Map a stage's worker over the shards that the stage lacks.
 
     Args:
         worker: A class whose instances take a `ShardTask` and return its `Receipt`.
         arguments: What the class is constructed with, in the worker's own process; `progress` is
             added, which it counts its work into.
-        unit: The receipt's statistic that the rate is shown in.
         split: The only rows of `upstream` that the worker reads; None for all.
 
     Returns:
@@ -61,7 +59,7 @@ def run_sharded(
     failures = Failures(stage, limits.max_consecutive_failures)
     with (
         Meter(context.console, stage.stage) as meter,
-        contextlib.closing(ShardMeter(meter, stage, sizes, have, unit)) as shown,
+        contextlib.closing(ShardMeter(meter, stage, sizes, have)) as shown,
     ):
         map_tasks = functools.partial(
             context.executor.map,
@@ -87,9 +85,9 @@ def run_sharded(
                 context.console.print(
                     f"{stage.stage}: looking for what kills the worker in shard {killer.task.index}"
                 )
-                failures.find_rows(map_tasks, killer)
+                failures.find_crashing_rows_of(map_tasks, killer)
             left = stage.pending(tasks, stage.receipts())
-            pending.extend(failures.left_over(left, killers))
+            pending.extend(failures.remaining_tasks(left, killers))
     totals = StageTotals(stage.receipts().values())
     totals.check_quarantine(stage.stage, where, most, final=True)
     return totals.summary()
@@ -101,7 +99,6 @@ class ShardMeter:
     Args:
         sizes: The conversations of each shard.
         have: The receipts of the shards that are committed.
-        unit: The statistic of receipts that the rate is shown in.
     """
 
     def __init__(
@@ -110,13 +107,12 @@ class ShardMeter:
         stage: StageDirectory,
         sizes: Mapping[int, int],
         have: Mapping[int, Receipt],
-        unit: str,
     ):
         self.progress = ShardProgress(stage.path.absolute() / "attempts", self._show)
         self.totals = StageTotals(have.values())
-        self._meter, self._sizes, self._unit = meter, sizes, unit
+        self._meter, self._sizes = meter, sizes
         self._committed = set(have)
-        self._before = self.totals.stats[unit]
+        self._before = self.totals.stats["tokens"]
         self._started: float | None = None  # when the first worker had loaded its model
 
     def count(self, outcome: Outcome) -> None:
@@ -136,9 +132,9 @@ class ShardMeter:
             self._started = time.monotonic()
         note = f"{len(self._committed)} of {len(self._sizes)} shards"
         if self._started is not None:
-            made = self.totals.stats[self._unit] - self._before + now["amount"]
+            made = self.totals.stats["tokens"] - self._before + now["amount"]
             seconds = max(time.monotonic() - self._started, 1e-9)
-            note += f", {made / seconds:,.0f} {self._unit}/s"
+            note += f", {made / seconds:,.0f} tokens/s"
         if self.totals.quarantined:
             note += f", {self.totals.quarantined} quarantined"
         done = sum(self._sizes[index] for index in self._committed) + now["conversations"]
@@ -178,7 +174,9 @@ class Failures:
             " command continues.",
         )
 
-    def find_rows(self, map_tasks: Callable[..., Iterator[Outcome]], killer: Outcome) -> None:
+    def find_crashing_rows_of(
+        self, map_tasks: Callable[..., Iterator[Outcome]], killer: Outcome
+    ) -> None:
         """Find the rows that crash a shard's worker; raise EnvironmentFault if there are none."""
         index = killer.task.index
         found = find_crashing_rows(map_tasks, killer, self.stage, self.limit)
@@ -192,7 +190,9 @@ class Failures:
             )
         self._crashing[index] = found
 
-    def left_over(self, tasks: Sequence[ShardTask], killers: Sequence[Outcome]) -> list[ShardTask]:
+    def remaining_tasks(
+        self, tasks: Sequence[ShardTask], killers: Sequence[Outcome]
+    ) -> list[ShardTask]:
         """Return the remaining shard tasks, without the rows that crash a worker.
 
         Raises:

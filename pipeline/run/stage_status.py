@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from rich.console import Console
 
 from pipeline.artifacts.check_result import CheckResult, Limits
 from pipeline.artifacts.json_form import from_json
 from pipeline.errors import DataError, MedusaDistillError
-from pipeline.run.context import Context, Stage
+from pipeline.run.context import Context, Stage, skipped_stages
 from pipeline.run.resolved import ResolvedRun
 from pipeline.storage.receipts import Identity, StageTotals, Summary
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.storage.stage_directory import StageDirectory
 
-MOST_NAMES = 4  # of changed settings or damaged files
+MOST_NAMES = 4  # of changed settings
 CACHES = ("features", "tuned-features")  # stages whose results may be deleted
 
 
@@ -63,11 +61,11 @@ def stage_statuses(
     context = Context(resolved, run, Console(quiet=True), read_only=True)
     statuses: dict[str, StageStatus] = {}
     obstacle: MedusaDistillError | None = None
+    skipped = skipped_stages(resolved.config)
     for name, stage in stages.items():
-        why = stage.skipped(resolved.config)
-        if why is not None:
-            if why:
-                statuses[name] = StageStatus("skipped", why)
+        if name in skipped:
+            if skipped[name]:
+                statuses[name] = StageStatus("skipped", skipped[name])
             continue
         if obstacle is None:
             try:
@@ -118,32 +116,22 @@ def _status(context: Context, stage: Stage, before: dict[str, StageStatus]) -> S
     if done is None:
         return StageStatus("partial", "unfinished", directory, made, expected)
     if resized_files:
-        names = [str(path.relative_to(directory.path)) for path in resized_files[:MOST_NAMES]]
-        return StageStatus("partial", f"damaged: {', '.join(names)}", directory, made, expected)
+        return StageStatus("partial", "damaged files", directory, made, expected)
     why = "what it is made from has changed or is not finished"
     return StageStatus("stale", why, directory, made, expected)
 
 
 def _difference(before: Identity, now: Identity) -> str:
-    """Name the settings that made a stage stale, or else its input or its code."""
-    old = dict(_flat(before.get("settings", {})))
-    new = dict(_flat(now["settings"]))
-    changed = sorted({key for key, _ in old.items() ^ new.items()})
+    """Name the changed settings of a stale stage, or else the changed input or code."""
+    old, new = before.get("settings", {}), now["settings"]
+    if "settings" in new:  # beside the target, whose files say nothing to a reader
+        old, new = old.get("settings", {}), new["settings"]
+    changed = sorted(key for key in new if new[key] != old.get(key))
     if changed:
-        names = [key.removeprefix("settings.") for key in changed[:MOST_NAMES]]
-        return f"changed: {', '.join(names)}"
+        return f"changed: {', '.join(changed[:MOST_NAMES])}"
     if before.get("upstream") != now["upstream"]:
         return "what comes before it changed"
-    return "the stage's code changed"
-
-
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield every value of nested settings, as JSON, with its dotted key."""
-    for key, value in settings.items():
-        if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", json.dumps(value)
+    return "the target, the seed or the stage's code changed"
 
 
 def require_one_history(run: RunDirectory) -> None:
@@ -161,10 +149,8 @@ def require_one_history(run: RunDirectory) -> None:
         if stage.done is None:
             raise DataError(f"The stage {name} is not finished.", str(stage.path), fix)
         for source, content in stage.done.upstream.items():
-            link = str(run.path / "latest" / source)
-            if source not in stages:
-                if source not in CACHES:
-                    raise DataError(f"The stage {source} is missing.", link, fix)
-            elif stages[source].content != content:
-                what = f"The stage {source} is not the one that {name} was made from."
-                raise DataError(what, link, fix)
+            if source not in stages and source in CACHES:
+                continue
+            if source not in stages or stages[source].content != content:
+                what = f"The stage {source} is missing or not the one that {name} was made from."
+                raise DataError(what, str(run.path / "latest" / source), fix)

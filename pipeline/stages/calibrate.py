@@ -20,7 +20,7 @@ from __future__ import annotations
 import numpy as np
 
 from pipeline.artifacts.generated_rows import read_token_rows
-from pipeline.artifacts.json_form import from_json, rounded, to_json
+from pipeline.artifacts.json_form import rounded, to_json
 from pipeline.artifacts.seen_answers import ENOUGH_NEW, training_text
 from pipeline.artifacts.trained_heads import HEADS_FILE
 from pipeline.artifacts.tree_file import Accuracy, CalibrateResult, Calibration, TreeFigures
@@ -38,14 +38,13 @@ from pipeline.evaluation.choosing import (
     best_tree,
     chains,
     chosen_chain,
-    expected,
     expected_on_new,
+    expected_speedup,
     given_tree,
 )
 from pipeline.evaluation.overhead import NUM_PROMPTS, NUM_STEPS, measure_overheads
 from pipeline.evaluation.prompts import held_out_prompts
 from pipeline.execution.progress import ProgressReporter
-from pipeline.formatting import with_error
 from pipeline.run.checks import check_files
 from pipeline.run.context import Context, Stage
 from pipeline.run.resolved import ENGINE_SECTIONS
@@ -62,6 +61,7 @@ from pipeline.training.methods import method_of
 
 NAME = "calibrate"
 VERSION = 13
+FIGURES = ("tree.nodes", "tree.expected_acceleration_rate", "tree.expected_standard_error")
 MEASURED_SIZES = (1, 3, 7, 15, 31, 63, 127, 255)
 """With the root powers of two, which matrix products are fastest at."""
 
@@ -155,7 +155,7 @@ def run(context: Context, stage: StageDirectory) -> Summary:
         new=expected_on_new(judged, tree.walked),
         num_speculative_tokens=num_tokens,
         chain=chain,
-        **expected(tree.walked),
+        **expected_speedup(tree.walked),
     )
     result = CalibrateResult(
         heads=_accuracies(ranks, settings.top, config.train.num_heads),
@@ -184,12 +184,11 @@ def _accuracies(ranks: HeldOutRanks, top: int, num_heads: int) -> list[Accuracy]
 
 
 def _accuracy(hits_R: np.ndarray, count: int, new: Accuracy | None = None) -> Accuracy:
-    shares: list[float | None] = [None] * 5
+    shares = {}
     if count:
-        for rank, hits in enumerate(hits_R.cumsum()[:5].tolist()):
-            shares[rank] = round(hits / count, 4)
-    top1, top2, top3, top4, top5 = shares
-    return Accuracy(labels=count, top1=top1, top2=top2, top3=top3, top4=top4, top5=top5, new=new)
+        for rank, hits in enumerate(hits_R.cumsum()[:5].tolist(), start=1):
+            shares[f"top{rank}"] = round(hits / count, 4)
+    return Accuracy(labels=count, new=new, **shares)
 
 
 def _require_labels(counts_K: np.ndarray, num_conversations: int, where: str) -> None:
@@ -294,17 +293,4 @@ def _on_answers(
     return context.executor.call(measured_on_answers, arguments, placement, progress)
 
 
-def one_line(summary: Summary) -> str:
-    """Format the heads' accuracies and the expected acceleration rate of the tree."""
-    result = from_json(CalibrateResult, summary)
-    tree = result.tree
-    accuracies = " ".join(f"{head.top1 or 0:.0%}" for head in result.heads)
-    rate = with_error(tree.expected_acceleration_rate, tree.expected_standard_error)
-    line = f"top-1 {accuracies}; {tree.nodes} nodes, expected acceleration rate {rate}"
-    if tree.seen_share:
-        new = with_error(tree.new.expected_acceleration_rate, tree.new.expected_standard_error)
-        line += f", {new} on new answers"
-    return line
-
-
-STAGE = Stage(NAME, VERSION, upstream, identity, run, one_line)
+STAGE = Stage(NAME, VERSION, upstream, identity, run, FIGURES)

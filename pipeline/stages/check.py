@@ -12,7 +12,7 @@ original's own beside a tuned backbone's.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,16 +20,16 @@ from typing import Any
 from pipeline.artifacts.check_result import (
     CheckResult,
     Difference,
-    EngineFigures,
     Limits,
     ServedModel,
     Studies,
     TunedDrift,
+    VllmFigures,
     read_answers,
     write_answers,
     write_model_answers,
 )
-from pipeline.artifacts.generated_rows import num_contaminated, read_token_rows
+from pipeline.artifacts.generated_rows import TokenRow, num_contaminated, read_token_rows
 from pipeline.artifacts.json_form import from_json, to_json
 from pipeline.artifacts.seen_answers import training_text
 from pipeline.artifacts.tree_file import read_calibration
@@ -37,7 +37,7 @@ from pipeline.config import Config
 from pipeline.config.load import validate
 from pipeline.conversations.duplicates import CheckQuestions
 from pipeline.conversations.sources import read_questions
-from pipeline.evaluation.measuring import join_engines, measure
+from pipeline.evaluation.measuring import AnswerLines, check_with_engine, join_engines
 from pipeline.evaluation.original import beside_the_original
 from pipeline.evaluation.prompts import (
     CheckRequest,
@@ -53,7 +53,6 @@ from pipeline.evaluation.served import load_study, with_expectations
 from pipeline.execution.progress import ProgressReporter
 from pipeline.export.directory import read_tree
 from pipeline.export.layout import read_layout
-from pipeline.formatting import with_error
 from pipeline.run.checks import check_files
 from pipeline.run.context import Context, Stage
 from pipeline.run.resolved import ENGINE_SECTIONS
@@ -72,6 +71,7 @@ from pipeline.training.methods import method_of
 
 NAME = "check"
 VERSION = 20
+FIGURES = ("native.acceleration_rate", "native.speedup", "vllm.acceleration_rate")
 LIMITS = {"min_acceleration_rate", "require_learning", "max_tie_share"}  # see `Limits`
 
 
@@ -106,12 +106,8 @@ def identity(context: Context) -> Identity:
 
 
 @dataclass(frozen=True)
-class Decoding:
-    """Runs the engines of a check, each on the placement of its workers.
-
-    Each engine's result is kept in a file until the check is done, so that a later failure or an
-    interruption does not cost it.
-    """
+class CheckEngines:
+    """The engines of a check, each on the placement of its workers."""
 
     context: Context
     stage: StageDirectory
@@ -124,64 +120,47 @@ class Decoding:
     def gpus(self, engine: str) -> int:
         return self.context.placement(ENGINE_SECTIONS[engine]).gpus
 
-    def file(self, engine: str) -> Path:
-        return self.stage.path / f"{engine}.json"
+    def measure(self, request: CheckRequest, engine: str) -> tuple[CheckResult, AnswerLines]:
+        """Decode with and without the heads in one engine."""
+        request = replace(request, gpus=self.gpus(engine))
+        return self.call(check_with_engine, engine, request=request, engine=engine)
 
     def prompts(self, target: TargetSpec) -> Prompts:
         """Read held-out prompts, or answer the earlier turns of a file of questions."""
         settings = self.context.config.check
-        generated = self.context.upstream["generate"]
         if isinstance(settings.prompts, Path):
-            native = "native" in settings.engines
-            engine = "native" if native else "vllm"
+            engine = min(settings.engines)
             prompts = self.call(
                 question_prompts,
                 engine,
                 target=target,
                 questions=read_questions(settings.prompts),
                 settings=settings,
-                engine="transformers" if native else "vllm",
+                engine="transformers" if engine == "native" else "vllm",
                 gpus=self.gpus(engine),
             )
         else:
             room = context_length(target) - settings.max_new_tokens
-            rows = read_token_rows(generated.shards(), generated.fingerprint)
-            prompts = held_out_prompts(rows, settings.prompts, room)
+            prompts = held_out_prompts(_generated_rows(self.context), settings.prompts, room)
         require_prompts(prompts, settings)
         return prompts
 
-    def request(self, target: TargetSpec, prompts: Prompts) -> CheckRequest:
-        context, settings = self.context, self.context.config.check
-        export = context.upstream["export"].path
-        most = read_layout(export).shape.max_depth
-        return CheckRequest(
-            with_room_for(target, prompts.kept, settings.max_new_tokens, most),
-            str(export),
-            prompts.kept,
-            settings,
-            tree=read_tree(export),
-            name=Path(context.config.target.model).name,
-            assistant=context.resolved.assistant,
-            calibration=read_calibration(context.upstream["calibrate"].path),
-            trained=training_text(context.upstream["generate"]),
-        )
-
-    def engine_result(self, request: CheckRequest, engine: str) -> CheckResult:
-        """Read one engine's figures from their file, or decode and write them."""
-        file = self.file(engine)
-        if read_json(file) is None:
-            request = replace(request, gpus=self.gpus(engine))
-            result, answers = self.call(measure, engine, request=request, engine=engine)
+    def stored_result(self, request: CheckRequest, engine: str) -> CheckResult:
+        """Check in one engine, or read the engine's result from before an interruption."""
+        file = self.stage.path / f"{engine}.json"
+        stored = read_json(file)
+        if stored is None:
+            result, answers = self.measure(request, engine)
             write_answers(self.stage.path, answers)
             if isinstance(request.settings.prompts, Path):
                 for lines in answers.values():
                     write_model_answers(self.stage.path, lines)
-            write_json(file, to_json(result))
-        return from_json(CheckResult, read_json(file))
+            stored = to_json(result)
+            write_json(file, stored)
+        return from_json(CheckResult, stored)
 
-    def with_vllm(self, request: CheckRequest, native: CheckResult | None) -> CheckResult:
-        """Add vLLM's figures, the expected rate of its chain, and the study of load."""
-        result = join_engines(native, self.engine_result(request, "vllm"))
+    def vllm_figures(self, request: CheckRequest, result: CheckResult) -> VllmFigures:
+        """Add the expected rate of vLLM's chain, and the study of load."""
         calibration, held_out, chain = request.calibration, None, None
         assert result.vllm is not None and calibration is not None
         if result.native is not None:
@@ -193,7 +172,7 @@ class Decoding:
         if "load" in request.settings.studies:
             load = self.call(load_study, "vllm", request=replace(request, gpus=self.gpus("vllm")))
             figures = replace(figures, studies=Studies(load=load))
-        return replace(result, vllm=figures)
+        return figures
 
     def on_served_model(self, request: CheckRequest) -> tuple[ServedModel, list[Difference]]:
         """Check the heads on the copy of the target that will be served, in every engine.
@@ -203,28 +182,27 @@ class Decoding:
         """
         plain: dict[str, Any] = {"baselines": (), "assistant_model": None, "studies": ()}
         settings = request.settings.model_copy(update=plain)
-        native, vllm, differing = None, None, []
+        results = {}
         for engine, copy in self.context.resolved.served_copies.items():
             target = replace(copy, max_tokens=request.target.max_tokens)
             asked = replace(request, target=target, settings=settings, assistant=None)
-            asked = replace(asked, gpus=self.gpus(engine))
-            result, _ = self.call(measure, engine, request=asked, engine=engine)
-            native, vllm = result.native or native, result.vllm or vllm
-            differing += [replace(each, model=copy.model) for each in result.differing]
+            results[engine], _ = self.measure(asked, engine)
+        result = join_engines(results.get("native"), results.get("vllm"))
         form = quantization_format(model_config(target)) or "not quantized"
-        return ServedModel(model=target.model, format=form, native=native, vllm=vllm), differing
+        copy_figures = ServedModel(
+            model=target.model, format=form, native=result.native, vllm=result.vllm
+        )
+        return copy_figures, [replace(each, model=target.model) for each in result.differing]
 
     def drift_of_published(self, questions: Path | None) -> TunedDrift:
         """Measure the published weights' drift; write the original's answers."""
         context = self.context
-        generated = context.upstream["generate"]
-        rows = read_token_rows(generated.shards(), generated.fingerprint)
         drift, lines = self.call(
             beside_the_original,
             "native",
             original=with_room(context.target, context.config.check),
             published=with_room(context.backbone("export"), context.config.check),
-            rows=[row for row in rows if row.split == "calibrate"],
+            rows=[row for row in _generated_rows(context) if row.split == "calibrate"],
             questions=[] if questions is None else read_questions(questions),
             settings=context.config.check,
             gpus=self.gpus("native"),
@@ -234,50 +212,70 @@ class Decoding:
         return drift
 
 
+def _generated_rows(context: Context) -> Iterator[TokenRow]:
+    generated = context.upstream["generate"]
+    return read_token_rows(generated.shards(), generated.fingerprint)
+
+
 def run(context: Context, stage: StageDirectory) -> Summary:
-    """Decode with every configured engine and compare the results with plain decoding."""
-    engines = context.config.check.engines
+    """Decode with every configured engine and compare the results with plain decoding.
+
+    Each engine's result is kept in a file until the check is done, so that a later failure or an
+    interruption does not cost it.
+    """
+    settings = context.config.check
+    export = context.upstream["export"].path
     with context.progress(stage) as progress:
-        decoding = Decoding(context, stage, progress)
-        target = with_room(context.backbone("export"), context.config.check)
-        prompts = decoding.prompts(target)
-        request = decoding.request(target, prompts)
-        result = None
-        if "native" in engines:
-            result = decoding.engine_result(request, "native")
-            assert result.native is not None
+        engines = CheckEngines(context, stage, progress)
+        target = with_room(context.backbone("export"), settings)
+        prompts = engines.prompts(target)
+        most = read_layout(export).shape.max_depth
+        request = CheckRequest(
+            with_room_for(target, prompts.kept, settings.max_new_tokens, most),
+            str(export),
+            prompts.kept,
+            settings,
+            tree=read_tree(export),
+            name=Path(context.config.target.model).name,
+            assistant=context.resolved.assistant,
+            calibration=read_calibration(context.upstream["calibrate"].path),
+            trained=training_text(context.upstream["generate"]),
+        )
+        results = {}
+        for engine in sorted(settings.engines):
+            results[engine] = engines.stored_result(request, engine)
+        result = join_engines(results.get("native"), results.get("vllm"))
+        if result.native is not None:
             native = replace(result.native, skipped_prompts=prompts.skipped)
             result = replace(result, native=native)
-        if "vllm" in engines:
-            result = decoding.with_vllm(request, result)
-        assert result is not None
-        result = replace(result, skipped_prompts=prompts.skipped)
-        if context.config.check.served_model:
-            copy, differing = decoding.on_served_model(request)
+        if result.vllm is not None:
+            result = replace(result, vllm=engines.vllm_figures(request, result))
+        if settings.served_model:
+            copy, differing = engines.on_served_model(request)
             result = replace(result, served_model=copy, differing=result.differing + differing)
-        result = _with_comparisons(decoding, result)
-    for engine in engines:
-        decoding.file(engine).unlink(missing_ok=True)
-    revision = None if is_local(context.target.model) else context.target.revision
+        result = _with_comparisons(engines, result)
+    for engine in results:
+        (stage.path / f"{engine}.json").unlink(missing_ok=True)
     result = replace(
         result,
+        skipped_prompts=prompts.skipped,
         configuration=context.config.model_dump(mode="json"),
-        target_revision=revision,
+        target_revision=None if is_local(context.target.model) else context.target.revision,
         passed=not result.failures(Limits.of(context.config)),
     )
     return to_json(result)
 
 
-def _with_comparisons(decoding: Decoding, result: CheckResult) -> CheckResult:
+def _with_comparisons(engines: CheckEngines, result: CheckResult) -> CheckResult:
     """Add head 0's accuracy, the backbone's drift, exact matches and contaminated rows."""
-    context = decoding.context
+    context = engines.context
     trained = context.upstream["train"].summary
     prompts = context.config.check.prompts
     questions = prompts if isinstance(prompts, Path) else None
     if trained["held_out"]:
         result = replace(result, head_0=trained["held_out"][0], frequency=trained["frequency"])
     if method_of(context.config.train).tunes_backbone:
-        drift = decoding.drift_of_published(questions)
+        drift = engines.drift_of_published(questions)
         if drift.positions is None:
             drift = from_json(TunedDrift, trained["drift"])
         result = replace(result, drift=drift)
@@ -286,13 +284,13 @@ def _with_comparisons(decoding: Decoding, result: CheckResult) -> CheckResult:
         result = replace(
             result,
             contaminated_rows=num_contaminated(shards, CheckQuestions(read_questions(questions))),
-            exact_match=exact_match(read_answers(decoding.stage.path), read_references(questions)),
+            exact_match=exact_match(read_answers(engines.stage.path), read_references(questions)),
         )
     return result
 
 
 def configuration(stage: StageDirectory, now: Config) -> Config:
-    """The configuration of a finished check, with the limits, `run` and `push` of `now`."""
+    """Return a finished check's configuration with the limits, `run` and `push` of `now`."""
     found = validate(stage.summary["configuration"], str(stage.path))
     limits = {name: getattr(now.check, name) for name in LIMITS}
     backbone = found.train.backbone.model_copy(update={"max_kl": now.train.backbone.max_kl})
@@ -305,24 +303,4 @@ def configuration(stage: StageDirectory, now: Config) -> Config:
     return found.model_copy(update=parts)
 
 
-def one_line(summary: Summary) -> str:
-    """Format the engines' acceleration rates and the number of identical greedy answers."""
-    result = from_json(CheckResult, summary)
-    parts = []
-    if result.native is not None:
-        speedup = result.native.speedup or 0
-        parts.append(f"native: {_rates(result.native)}, speedup {speedup:.2f}x")
-    if result.vllm is not None:
-        parts.append(f"vLLM: {_rates(result.vllm)}")
-    return "; ".join(parts)
-
-
-def _rates(engine: EngineFigures) -> str:
-    text = f"acceleration rate {engine.acceleration_rate:.2f}"
-    new = engine.new
-    if engine.seen_share and new is not None and new.acceleration_rate is not None:
-        text += f", on new answers {with_error(new.acceleration_rate, new.standard_error)}"
-    return f"{text}, {engine.greedy_match.identical}/{engine.greedy_match.sequences} identical"
-
-
-STAGE = Stage(NAME, VERSION, upstream, identity, run, one_line)
+STAGE = Stage(NAME, VERSION, upstream, identity, run, FIGURES)

@@ -37,12 +37,13 @@ def identity(context: Context) -> Identity:
 
 
 def run(context: Context, stage: StageDirectory) -> Summary:
+    """Write the trained heads, their tree and card as an export, and list its files."""
     settings, spec, trained = context.config.export, context.target, context.upstream["train"]
     target, tunes = context.resolved.target_config.to_dict(), context.resolved.method.tunes_backbone
-    base, backbone, tuned = spec.model, stage.path.resolve() / BACKBONE_DIRECTORY, []
+    base, backbone = spec.model, stage.path.resolve() / BACKBONE_DIRECTORY
     if tunes:
         learned = trained.files_below(BACKBONE_DIRECTORY)
-        tuned = link_backbone(trained.path / BACKBONE_DIRECTORY, backbone, learned)
+        link_backbone(trained.path / BACKBONE_DIRECTORY, backbone, learned)
         base = str(backbone)
     heads = read_trained_heads(trained.path / HEADS_FILE)
     check_vocabulary(heads.shape, context.resolved.shape.vocab_size)
@@ -67,24 +68,13 @@ def run(context: Context, stage: StageDirectory) -> Summary:
         further=settings.formats[1:],
         card=model_card(card),
     )
-    summary = {
+    return {
         "files": [path.relative_to(stage.path).as_posix() for path in files],
         "bytes": sum(path.stat().st_size for path in files),
         "dtype": layout.dtype,
         "formats": list(settings.formats),
         "vllm": layout.kind.not_served(layout.shape, target) is None,
     }
-    if tuned:
-        summary["backbone_bytes"] = sum(path.stat().st_size for path in tuned)
-    return summary
-
-
-def one_line(summary: Summary) -> str:
-    line = f"{len(summary['files'])} files, {summary['bytes'] / 1e6:,.1f} MB, {summary['dtype']}"
-    line += ", read back and compared"
-    if "backbone_bytes" in summary:
-        line += f"; the tuned backbone, {summary['backbone_bytes'] / 1e6:,.1f} MB"
-    return line
 
 
 STAGE = Stage(
@@ -93,7 +83,7 @@ STAGE = Stage(
     reads("train", "calibrate"),
     identity,
     run,
-    one_line,
+    ("bytes", "dtype"),
     scratch=(CARD_FILE,),  # written again with every report
     parts=(BACKBONE_DIRECTORY,),
 )

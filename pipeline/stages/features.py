@@ -15,11 +15,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
+from concurrent.futures import Future
 
 from pipeline.artifacts.feature_rows import StateFormat
-from pipeline.artifacts.feature_writer import FeatureWriter
+from pipeline.artifacts.feature_writer import FeatureWriter, WaitingMemory
 from pipeline.artifacts.generated_rows import TOKEN_COLUMNS, TokenRow
-from pipeline.config import Config, FeaturesConfig
+from pipeline.config import FeaturesConfig
 from pipeline.execution.progress import ShardProgress
 from pipeline.export.layout import BACKBONE_DIRECTORY
 from pipeline.run.context import Context, Stage, reads
@@ -31,17 +32,18 @@ from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.engines import make_feature_engine, semantic_arguments
 from pipeline.targets.spec import TargetSpec
 from pipeline.training.held_out_accuracy import SPLIT
-from pipeline.training.methods import method_of
 
 NAME = "features"
 VERSION = 3
 TUNED_NAME = "tuned-features"
+FIGURES = ("positions", "bytes_per_position", "tokens_per_second", "quarantined")
 
 
 class Worker:
     """Turns a shard of generated rows, or of one split of them, into a shard of features.
 
-    Rows are written behind the forwards.
+    Rows are written behind the forwards, and the states of the next shard are computed while one is
+    committed.
     """
 
     def __init__(
@@ -49,39 +51,97 @@ class Worker:
         target: TargetSpec,
         settings: FeaturesConfig,
         gpus: int,
-        split: str | None = None,
         progress: ShardProgress | None = None,
+        split: str | None = None,
     ):
         self.settings, self.split, self.progress = settings, split, progress or ShardProgress()
         self.engine = make_feature_engine(
             settings.engine, target, settings.tokens_per_batch, settings.engine_args, gpus
         )
         self.states = StateFormat(self.engine.dtype, self.engine.hidden_size, settings.precision)
+        self.waiting = WaitingMemory()
+        self._upcoming: ShardTask | None = None
+        self._ahead: ShardInProgress | None = None
+
+    def expect(self, upcoming: ShardTask | None) -> None:
+        """Remember the shard that comes after the next call's."""
+        self._upcoming = upcoming
 
     def __call__(self, task: ShardTask) -> Receipt:
         started = time.monotonic()
-        self.progress.begin(task)
-        rows = [TokenRow.of(row) for row in task_rows(task, TOKEN_COLUMNS)]
-        if self.split is not None:
-            rows = [row for row in rows if row.split == self.split]
-        schema, footer = self.states.schema, self.states.footer
-        with (
-            shard_writer(task, schema, footer=footer, codec=self.settings.codec) as writer,
-            FeatureWriter(writer, rows, self.states) as features,
-            # An engine would go on with rows that nobody takes.
-            contextlib.closing(
-                self.engine.stream(row.input_ids.tolist() for row in rows)
-            ) as states,
-        ):
-            for index, hidden_TD in states:
-                features.put(index, hidden_TD)
-                self.progress.add(task, 1, len(rows[index].input_ids))
-            tokens = sum(len(row.input_ids) for row in rows)
-            ids_in = [*task.crashing, *(row.id for row in rows)]
-            return features.commit(NAME, ids_in, tokens, started)
+        shard, self._ahead = self._ahead, None
+        if shard is not None and shard.task != task:
+            shard.close()
+            shard = None
+        if shard is None:
+            shard = ShardInProgress(self, task)
+        with contextlib.closing(shard):
+            while shard.advance():
+                pass
+            committing = shard.commit(started)
+            if self._upcoming is not None:
+                self._compute_ahead(self._upcoming, committing)
+            return committing.result()
+
+    def _compute_ahead(self, task: ShardTask, committing: Future[Receipt]) -> None:
+        """Compute the next shard's states until this one is committed.
+
+        After an error the shard begins again in its turn, and raises the error then.
+        """
+        with contextlib.suppress(Exception), contextlib.ExitStack() as undo:
+            ahead = undo.enter_context(contextlib.closing(ShardInProgress(self, task)))
+            while not committing.done() and ahead.advance():
+                pass
+            undo.pop_all()
+            self._ahead = ahead
 
     def close(self) -> None:
+        if self._ahead is not None:
+            self._ahead.close()
         self.engine.close()
+
+
+class ShardInProgress:
+    """A feature shard whose states are computed row by row, and written behind that."""
+
+    def __init__(self, worker: Worker, task: ShardTask):
+        self.task = task
+        self._progress = worker.progress
+        self._progress.begin(task)
+        rows = [TokenRow.of(row) for row in task_rows(task, TOKEN_COLUMNS)]
+        if worker.split is not None:
+            rows = [row for row in rows if row.split == worker.split]
+        self._rows = rows
+        states, codec = worker.states, worker.settings.codec
+        with contextlib.ExitStack() as opened:
+            writer = opened.enter_context(
+                shard_writer(task, states.schema, footer=states.footer, codec=codec)
+            )
+            self._features = opened.enter_context(
+                FeatureWriter(writer, rows, states, worker.waiting)
+            )
+            self._computed = worker.engine.stream(row.input_ids.tolist() for row in rows)
+            # Without it the engine would go on with rows that nobody takes.
+            opened.callback(self._computed.close)
+            self._opened = opened.pop_all()
+
+    def advance(self) -> bool:
+        """Compute one more row's states; return False after the last."""
+        for index, hidden_TD in self._computed:
+            self._features.put(index, hidden_TD)
+            self._progress.add(self.task, 1, len(self._rows[index].input_ids))
+            return True
+        return False
+
+    def commit(self, started: float) -> Future[Receipt]:
+        """Commit the shard once its rows are written; `started` is when its worker began."""
+        num_tokens = sum(len(row.input_ids) for row in self._rows)
+        ids_in = [*self.task.crashing, *(row.id for row in self._rows)]
+        return self._features.commit(NAME, ids_in, num_tokens, started)
+
+    def close(self) -> None:
+        """Close the shard; without a commit before it, nothing is left behind."""
+        self._opened.close()
 
 
 def engine_identity(settings: FeaturesConfig) -> Identity:
@@ -119,7 +179,7 @@ def run(context: Context, stage: StageDirectory, *, tuned: bool = False) -> Summ
         "split": split,
     }
     summary = run_sharded(
-        context, stage, context.upstream["generate"], Worker, arguments, placement, "tokens", split
+        context, stage, context.upstream["generate"], Worker, arguments, placement, split
     )
     size = sum(path.stat().st_size for path in stage.shards())
     return summary | {
@@ -128,33 +188,13 @@ def run(context: Context, stage: StageDirectory, *, tuned: bool = False) -> Summ
     }
 
 
-def one_line(summary: Summary) -> str:
-    line = f"{summary.get('positions', 0):,.0f} positions"
-    line += f" of {summary['bytes_per_position']:,.0f} bytes"
-    if "tokens_per_second" in summary:
-        line += f", {summary['tokens_per_second']:,.0f} tokens/s"
-    return f"{line}, {summary['quarantined']} quarantined"
-
-
-def skipped(config: Config) -> str | None:
-    """Explain why the method needs no cache of states; None where it needs one."""
-    return method_of(config.train).skipped_stages(config.train).get(NAME)
-
-
-def tuned_skipped(config: Config) -> str | None:
-    return None if method_of(config.train).tunes_backbone else ""
-
-
-STAGE = Stage(
-    NAME, VERSION, reads("generate"), identity, run, one_line, skipped=skipped, sharded=True
-)
+STAGE = Stage(NAME, VERSION, reads("generate"), identity, run, FIGURES, sharded=True)
 TUNED = Stage(
     TUNED_NAME,
     VERSION,
     reads("generate", "train"),
     tuned_identity,
     functools.partial(run, tuned=True),
-    one_line,
-    skipped=tuned_skipped,
+    FIGURES,
     sharded=True,
 )

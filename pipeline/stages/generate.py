@@ -32,6 +32,7 @@ from pipeline.targets.spec import TargetSpec, context_length, eos_token_ids, loa
 
 NAME = "generate"
 VERSION = 4
+FIGURES = ("rows", "tokens", "tokens_per_second", "quarantined", "special_token_rows")
 
 MIN_ROWS = 2  # of a split; a standard error takes two
 
@@ -51,6 +52,7 @@ def identity(context: Context) -> Identity:
 
 
 def run(context: Context, stage: StageDirectory) -> Summary:
+    """Generate the conversations of every seed, shard by shard."""
     placement = context.placement(NAME)
     settings = context.config.generate
     template = load_chat_template(context.target)
@@ -62,35 +64,22 @@ def run(context: Context, stage: StageDirectory) -> Summary:
         "gpus": placement.gpus,
         "special_tokens": context.config.seeds.special_tokens,
     }
-    summary = run_sharded(
-        context, stage, context.upstream["seeds"], Worker, arguments, placement, unit="tokens"
-    )
-    require_enough(summary, stage)
+    summary = run_sharded(context, stage, context.upstream["seeds"], Worker, arguments, placement)
+    require_rows_of_splits(summary, stage)
     return summary
 
 
-def require_enough(summary: Summary, stage: StageDirectory) -> None:
-    """Refuse a split that has lost its rows, before training is spent on it."""
+def require_rows_of_splits(summary: Summary, stage: StageDirectory) -> None:
+    """Refuse a split whose generated rows are too few, before training is spent on it."""
     fewest = min(SPLITS, key=lambda split: summary[f"{split}_rows"])
     if summary[f"{fewest}_rows"] < MIN_ROWS:
         counts = ", ".join(f"{split} {summary[f'{split}_rows']:.0f}" for split in SPLITS)
-        reasons = ", ".join(f"{reason} {count}" for reason, count in summary["reasons"].items())
-        what = f"Too few rows are left to {fewest}: {counts}; quarantined: {reasons or 'none'}."
+        what = f"Too few rows are left to {fewest}: {counts}."
         fix = (
             "Read the quarantine files there: correct the seeds, name more of them, or change"
             " seeds.holdout."
         )
         raise DataError(what, str(stage.path), fix)
-
-
-def one_line(summary: Summary) -> str:
-    line = f"{summary['rows']:,} rows, {summary.get('tokens', 0):,.0f} tokens written"
-    if "tokens_per_second" in summary:
-        line += f", {summary['tokens_per_second']:,.0f} tokens/s"
-    line += f", {summary['quarantined']} quarantined"
-    if summary.get("special_token_rows"):
-        line += f", {summary['special_token_rows']:,.0f} with special tokens in the seed's text"
-    return line
 
 
 class Worker:
@@ -198,4 +187,4 @@ def _counts_of_seeds(dialogues: list[Dialogue]) -> dict[str, float]:
     return {name: float(rows) for name, rows in counts.items()}
 
 
-STAGE = Stage(NAME, VERSION, reads("seeds"), identity, run, one_line, sharded=True)
+STAGE = Stage(NAME, VERSION, reads("seeds"), identity, run, FIGURES, sharded=True)

@@ -21,9 +21,8 @@ from pipeline.export.hub import backbone_upload, heads_upload, repositories, sen
 from pipeline.export.layout import BACKBONE_DIRECTORY
 from pipeline.formatting import visible
 from pipeline.run.context import Context, Stage
-from pipeline.run.reporting import assemble
+from pipeline.run.reporting import assemble_report
 from pipeline.storage.atomic import write_json
-from pipeline.storage.fingerprint import FileFacts
 from pipeline.storage.receipts import Identity, Summary
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.files import is_local
@@ -46,20 +45,18 @@ def identity(context: Context) -> Identity:
 
 def run(context: Context, stage: StageDirectory) -> Summary:
     """Push to the Hub and write the receipt; the summary counts the files."""
-    receipt = push(context, work_in=stage.path)
-    write_json(stage.path / "receipt.json", receipt)
-    summary: Summary = {}
-    for name, part in _parts(receipt).items():
-        counted = {key: part[key] for key in ("repo", "commit", "unchanged")}
-        counted["files"] = len(part["files"])
-        if name == HEADS:
-            summary.update(counted)
-        else:
-            summary[name] = counted
-    return summary
+    receipts = push(context, work_in=stage.path)
+    write_json(stage.path / "receipt.json", flat_receipt(receipts))
+    counted = {}
+    for name, part in receipts.items():
+        counted[name] = {key: part[key] for key in ("repo", "commit", "unchanged")}
+        counted[name]["files"] = len(part["files"])
+    return flat_receipt(counted)
 
 
-def push(context: Context, *, dry_run: bool = False, work_in: Path | None = None) -> dict[str, Any]:
+def push(
+    context: Context, *, dry_run: bool = False, work_in: Path | None = None
+) -> dict[str, dict[str, Any]]:
     """Send the configured repositories with fresh cards; a dry run touches no network.
 
     Cards are made of the stages' records, not of report.json or of the Hub as they are now.
@@ -69,13 +66,12 @@ def push(context: Context, *, dry_run: bool = False, work_in: Path | None = None
             place by default.
 
     Returns:
-        The heads' receipt, with the data set's under `data_set` and a tuned backbone's under
-        `backbone`.
+        The receipts by repository: `data_set`, `backbone`, `heads`.
     """
     config, settings = context.config, context.config.push
     target, tuned = config.target.model, context.resolved.method.tunes_backbone
     to = repositories(settings, context.resolved.kind, target, tuned=tuned)
-    report = assemble(context.run, config)
+    report = assemble_report(context.run, config)
     if settings.license:
         licence: Licence | None = Licence(settings.license)
     else:
@@ -101,7 +97,8 @@ def push(context: Context, *, dry_run: bool = False, work_in: Path | None = None
                 generated.shards(), generated.fingerprint, card, Path(directory)
             )
         if to.backbone:
-            checked = _sha256(exported.files_below(BACKBONE_DIRECTORY))
+            tuned_files = exported.files_below(BACKBONE_DIRECTORY)
+            checked = {name: facts.sha256 for name, facts in tuned_files.items()}
             card = replace(published, repo_id=to.backbone)
             path = exported.path / BACKBONE_DIRECTORY
             uploads["backbone"] = backbone_upload(path, card, checked)
@@ -109,23 +106,18 @@ def push(context: Context, *, dry_run: bool = False, work_in: Path | None = None
             base = to.backbone or settings.base_model
             card = replace(published, repo_id=to.heads, base_model=base)
             assert exported.done, "only a finished export is pushed"
-            names = set(exported.summary["files"])
-            files = {name: facts for name, facts in exported.done.files.items() if name in names}
-            uploads[HEADS] = heads_upload(exported.path, card, _sha256(files))
+            names = set(exported.summary["files"])  # among them the card, which is not in DONE.json
+            files = exported.done.files.items()
+            checked = {name: facts.sha256 for name, facts in files if name in names}
+            uploads[HEADS] = heads_upload(exported.path, card, checked)
         if dry_run:
-            receipts = {name: upload.dry_run(settings.private) for name, upload in uploads.items()}
-        else:
-            receipts = send_all(uploads, private=settings.private)
-    return {**receipts.pop(HEADS, {}), **receipts}
+            return {name: upload.dry_run(settings.private) for name, upload in uploads.items()}
+        return send_all(uploads, private=settings.private)
 
 
-def _sha256(files: Mapping[str, FileFacts]) -> dict[str, str]:
-    return {name: facts.sha256 for name, facts in files.items()}
-
-
-def print_dry_run(console: Console, receipt: dict[str, Any]) -> None:
+def print_dry_run(console: Console, receipts: Mapping[str, dict[str, Any]]) -> None:
     """Print the files that a push would send to each repository, and what it still lacks."""
-    for part in _parts(receipt).values():
+    for part in receipts.values():
         visibility = "private" if part["private"] else "public"
         lines = [f"Would push to {part['repo']} ({visibility}), as one commit:"]
         for file in part["files"]:
@@ -134,28 +126,10 @@ def print_dry_run(console: Console, receipt: dict[str, Any]) -> None:
         console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
 
 
-def one_line(summary: Summary) -> str:
-    parts = []
-    for part in _parts(summary).values():
-        commit = "has it already" if part["unchanged"] else f"commit {str(part['commit'])[:8]}"
-        parts.append(f"{part['files']} files to {part['repo']}, {commit}")
-    return "; ".join(parts)
+def flat_receipt(receipts: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return the receipt of a push: the heads' own, with those of other repositories in it."""
+    others = {name: part for name, part in receipts.items() if name != HEADS}
+    return {**receipts.get(HEADS, {}), **others}
 
 
-def _parts(receipt: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Split a receipt or a summary by repository; the heads' part is the receipt itself."""
-    parts: dict[str, dict[str, Any]] = {}
-    for name in ("data_set", "backbone"):
-        if name in receipt:
-            parts[name] = receipt[name]
-    if "repo" in receipt:
-        parts[HEADS] = receipt
-    return parts
-
-
-def skipped(config: Config) -> str | None:
-    """Skip the stage if no repository is configured."""
-    return None if config.push.asks_for_something else ""
-
-
-STAGE = Stage(NAME, VERSION, upstream, identity, run, one_line, skipped=skipped)
+STAGE = Stage(NAME, VERSION, upstream, identity, run, ("repo", "commit", "files"))

@@ -16,7 +16,7 @@ from typing import Any
 
 from pipeline.artifacts.seed_rows import SEEDS, SPLITS, SeedRow, most_frequent_opening
 from pipeline.config import GenerateConfig
-from pipeline.conversations.conversation import Conversation, Reason, RejectedRow, escape_surrogates
+from pipeline.conversations.conversation import Conversation, RejectedRow, escape_surrogates
 from pipeline.conversations.duplicates import CheckQuestions, Deduplicator
 from pipeline.conversations.sources import (
     Row,
@@ -44,6 +44,7 @@ from pipeline.storage.stage_directory import StageDirectory
 
 NAME = "seeds"
 VERSION = 6
+FIGURES = ("rows", "calibrate_rows", "check_rows", "quarantined")
 LONGEST_QUESTION = 200  # characters of a question that a message repeats
 
 MOST_SHOWN = 8  # of skipped files in the terminal
@@ -116,6 +117,7 @@ def _source_identity(context: Context, reader: SourceReader) -> Identity:
 
 
 def run(context: Context, stage: StageDirectory) -> Summary:
+    """Read the sources, quarantine and deduplicate their rows, and write the split seeds."""
     settings = context.config.seeds
     receipts: dict[int, Receipt] = {}
     readers = source_readers(settings)
@@ -134,7 +136,7 @@ def run(context: Context, stage: StageDirectory) -> Summary:
     totals.check_quarantine(NAME, where, context.config.limits.max_quarantine_fraction, final=True)
     summary = {**totals.summary(), "sources": [_source_summary(reader) for reader in readers]}
     _print_sources(context, summary)
-    warning = require_enough(stage, summary, settings.holdout)
+    warning = require_rows_of_splits(stage, summary, settings.holdout)
     if warning:
         summary["warnings"] = [warning]
         _print(context, warning)
@@ -156,30 +158,16 @@ def _source_summary(reader: SourceReader) -> dict[str, Any]:
 
 
 def _print_sources(context: Context, summary: Summary) -> None:
-    """Print the skipped files and the number of contaminated rows."""
+    """Print the skipped files of each source."""
     for source in summary["sources"]:
         skipped = source["skipped"]
         if skipped:
             shown = [f"{file['name']} ({file['why']})" for file in skipped[:MOST_SHOWN]]
             _print(context, f"skipped {len(skipped)} files: {', '.join(shown)}")
-    number = summary["reasons"].get(Reason.CONTAMINATED)
-    if number:
-        _print(
-            context,
-            f"{number:,} conversations hold a question of check.prompts and are left out;"
-            " seeds.decontaminate=false keeps them.",
-        )
 
 
 def _print(context: Context, line: str) -> None:
     context.console.print(visible(f"{NAME}: {line}"), markup=False, highlight=False, soft_wrap=True)
-
-
-def one_line(summary: Summary) -> str:
-    rows = f"{summary['rows']:,} conversations"
-    calibrate, check = summary["calibrate_rows"], summary["check_rows"]
-    held_out = f"({calibrate:,.0f} to calibrate, {check:,.0f} to check)"
-    return f"{rows} {held_out}, {summary['quarantined']} quarantined"
 
 
 def _read(context: Context, readers: Sequence[SourceReader]) -> Iterator[Row]:
@@ -226,7 +214,7 @@ def _write_shard(stage: StageDirectory, index: int, chunk: Sequence[Split]) -> R
         return writer.commit(NAME, [row.id for row, _ in chunk], counts)
 
 
-def require_enough(stage: StageDirectory, summary: Summary, holdout: float) -> str | None:
+def require_rows_of_splits(stage: StageDirectory, summary: Summary, holdout: float) -> str | None:
     """Check that every split of the seeds has at least 8 rows.
 
     Returns:
@@ -262,4 +250,4 @@ def require_enough(stage: StageDirectory, summary: Summary, holdout: float) -> s
     return too_alike
 
 
-STAGE = Stage(NAME, VERSION, reads(), identity, run, one_line, sharded=True)
+STAGE = Stage(NAME, VERSION, reads(), identity, run, FIGURES, sharded=True)

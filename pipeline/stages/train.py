@@ -57,16 +57,15 @@ def run(context: Context, stage: StageDirectory) -> Summary:
     """Train the heads, and merge the backbone if the method tunes it."""
     placement, resolved = context.placement(NAME), context.resolved
     method = resolved.method
-    shards: dict[str, tuple[str, ...]] = {"features": (), "generate": ()}
-    fingerprints = {"features": "", "generate": ""}
+    shards, fingerprints = {}, {}
     for name in upstream(context.config):
         shards[name] = tuple(map(str, context.upstream[name].shards()))
         fingerprints[name] = context.upstream[name].fingerprint
     spec = TrainSpec(
-        shards=shards["features"],
-        fingerprint=fingerprints["features"],
-        texts=shards["generate"],
-        texts_fingerprint=fingerprints["generate"],
+        shards=shards.get("features", ()),
+        fingerprint=fingerprints.get("features", ""),
+        texts=shards.get("generate", ()),
+        texts_fingerprint=fingerprints.get("generate", ""),
         settings=context.config.train,
         kind=resolved.kind,
         phases=method.phases(context.config.train),
@@ -118,23 +117,13 @@ def _train(
     return context.executor.call(train_on_ray, arguments, Placement(1, 0, 0), progress)
 
 
-def one_line(summary: Summary) -> str:
-    line = f"{summary['steps']:,} steps, loss {summary['final_loss']:.3f}"
-    line += f", {summary['tokens_per_second']:,.0f} positions/s"
-    if summary.get("drift"):
-        line += f"; KL {summary['drift']['kl']:.4f} nats from the target"
-    if summary.get("quantization"):
-        line += f" in {summary['quantization']}"
-    return line
-
-
 STAGE = Stage(
     NAME,
     VERSION,
     upstream,
     identity,
     run,
-    one_line,
+    ("steps", "final_loss", "tokens_per_second", "drift.kl"),
     scratch=("checkpoints", "tensorboard", "wandb", TRACKING_FILE, "ray"),
     parts=(BACKBONE_DIRECTORY,),
 )

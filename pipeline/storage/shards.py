@@ -95,21 +95,14 @@ class HashedFile(io.FileIO):
     def write(self, data: Any) -> int:
         """Hash and write all of `data`."""
         self._digest.update(data)
-        self._write(data)
-        return len(data)
-
-    def _write(self, data: Any) -> None:
         unwritten = memoryview(data)
         while unwritten:
             unwritten = unwritten[super().write(unwritten) :]
+        return len(data)
 
     def sha256(self) -> str:
         """Return the sha256 (hex) of the content so far."""
         return self._digest.hexdigest()
-
-    def sync(self) -> None:
-        """Flush the file's content to the disk."""
-        os.fsync(self.fileno())
 
 
 class ShardWriter:
@@ -227,7 +220,7 @@ class ShardWriter:
         self._writer.add_key_value_metadata({RECEIPT_KEY.decode(): json.dumps(stored)})
         with disk_errors(self.path):
             self._writer.close()
-            self._file.sync()
+            os.fsync(self._file.fileno())
             facts = FileFacts.of(self._temporary, self._file.sha256())
             publish(self._temporary, self.path)
         note = Note(receipt.content_sha256, facts, float(busy_seconds))
@@ -237,13 +230,13 @@ class ShardWriter:
     def _check_complete(self, ids_in: set[str], stage: str) -> None:
         """Assert ids(in) = ids(kept) + ids(quarantined); `<id>#<turn>` counts as its parent."""
         rejected = [row.id for row in self.rejected]
-        kept = _owners(self.ids, ids_in)
+        kept = _parents(self.ids, ids_in)
         where = f"shard {self.index} of {stage}"
-        assert kept | _owners(rejected, ids_in) == ids_in, f"{where} lost a row or made one up"
+        assert kept | _parents(rejected, ids_in) == ids_in, f"{where} lost a row or made one up"
         assert not kept & set(rejected), f"{where} kept and rejected the same row"
 
 
-def _owners(ids: Iterable[str], ids_in: set[str]) -> set[str]:
+def _parents(ids: Iterable[str], ids_in: set[str]) -> set[str]:
     return {row_id if row_id in ids_in else parent_of(row_id) for row_id in ids}
 
 

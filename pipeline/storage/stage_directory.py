@@ -28,7 +28,6 @@ from pipeline.storage.receipts import (
     note_path,
     read_note,
     read_receipt,
-    write_note,
 )
 from pipeline.storage.shards import ShardTask, read_rows
 
@@ -266,8 +265,8 @@ class StageDirectory:
     def examine(self) -> list[Path]:
         """Return files that are missing or changed; read those with another modification time.
 
-        The new time of an unchanged file is stored, so that it is not read again. The caller holds
-        the lock.
+        The new time of an unchanged file is stored in DONE.json, so that it is not read again. The
+        caller holds the lock.
         """
         damaged, touched = [], {}
         for path, facts in self._facts().items():
@@ -283,11 +282,6 @@ class StageDirectory:
             for path, facts in touched.items():
                 files[str(path.relative_to(self.path))] = facts
             replace(done, files=files).write(self.path)
-        else:
-            for path, facts in touched.items():
-                note = read_note(path)
-                if note:
-                    write_note(path, replace(note, file=facts))
         return damaged
 
     def discard(self, damaged: Sequence[Path]) -> None:

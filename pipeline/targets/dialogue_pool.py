@@ -2,8 +2,9 @@
 
 The next turn of a conversation is requested as soon as its last turn is answered.
 
-As many conversations are open as the engine has capacity for; the others are queued, so that open
-ones still find their prefix in the cache. When the queue is empty, the caller may add more.
+As many conversations are open as the engine has capacity for. The others are queued, so that the
+prefixes of open conversations stay in the engine's cache. When the queue is empty, the caller may
+add more.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from pipeline.conversations.dialogue import Dialogue
 from pipeline.targets.engines import GenerationEngine
 
-# called with finished conversations and written tokens, each as they come
+# called with numbers of finished conversations and generated tokens as they come
 Report = Callable[[int, int], None]
 
 
@@ -26,7 +27,7 @@ def report_nothing(conversations: int, tokens: int) -> None:
 
 @dataclass
 class DialogueGroup:
-    """Dialogues of one shard, and how many of them are unfinished."""
+    """The dialogues of one shard in a pool, and the number of unfinished ones."""
 
     dialogues: list[Dialogue]
     num_left: int
@@ -34,7 +35,7 @@ class DialogueGroup:
 
 
 class DialoguePool:
-    """The dialogues that share one generation engine.
+    """A pool of dialogues that run at the same time on one generation engine.
 
     The engine may be None if no dialogue makes a request.
     """
@@ -53,7 +54,7 @@ class DialoguePool:
         return group
 
     def finish(self, group: DialogueGroup, add_more: Callable[[], None] = lambda: None) -> None:
-        """Run until all dialogues of a group are finished.
+        """Run the engine until all dialogues of a group are finished.
 
         `add_more` is called whenever the engine has capacity and no dialogue is queued.
         """

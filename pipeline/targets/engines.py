@@ -1,8 +1,8 @@
 """Protocols and constructors of generation and feature engines (vLLM, transformers).
 
 Token ids in, token ids or states out: no engine tokenizes, detokenizes or adds special tokens. The
-two protocols are separate because they are loaded at different times and use memory differently.
-An implementation is imported when it is made; none imports this module.
+two protocols are separate because their engines are loaded at different times and use memory
+differently. An implementation's module is imported only when an engine is constructed.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class GenerationEngine(Protocol):
 
     Requests may be added at any time, so that the next turn of a conversation can follow at once.
 
-    A text ends with a token of the target's EOS set or of the request's `stop_token_ids` (included;
-    finished "stop"), or at `max_new_tokens` or the end of the context ("length").
+    A text ends with a token of the target's EOS ids or of the request's `stop_token_ids`, which is
+    part of the text (finish "stop"), or at `max_new_tokens` or the end of the context ("length").
     """
 
     capacity: int  # concurrent requests; more are queued
@@ -69,9 +69,9 @@ class FeatureEngine(Protocol):
     ) -> Generator[tuple[int, torch.Tensor], None, None]:
         """Yield the index and the states [T_i, D] of each row, on the host and in any order.
 
-        Later rows are computed meanwhile. A tensor may be a view of a shared buffer: copy what is
-        to be kept. Close the generator before the next one is begun: until then the engine computes
-        its rows.
+        Later rows are computed while the caller works. A tensor may be a view of a shared buffer,
+        so copy a tensor to keep it. Close a generator before the next call: until then the engine
+        computes the generator's rows.
         """
 
     def close(self) -> None:
@@ -79,7 +79,7 @@ class FeatureEngine(Protocol):
 
 
 def semantic_arguments(engine_args: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the engine arguments that are part of a stage's fingerprint."""
+    """Return the engine arguments that can change results, for a stage's fingerprint."""
     return {name: value for name, value in engine_args.items() if name not in PLACEMENT_ARGUMENTS}
 
 
@@ -90,7 +90,7 @@ def make_generation_engine(
     gpus: int,
     batch_invariant: bool = False,
 ) -> GenerationEngine:
-    """Load the target into a generation engine; raise as the engine does."""
+    """Load the target into a vLLM or transformers generation engine."""
     if name == "vllm":
         from pipeline.targets.vllm_engine import VLLMGenerationEngine
 
@@ -110,7 +110,7 @@ def make_feature_engine(
     engine_args: Mapping[str, Any],
     gpus: int,
 ) -> FeatureEngine:
-    """Load the target into a feature engine; raise as the engine does."""
+    """Load the target into a vLLM or transformers feature engine."""
     if name == "vllm":
         from pipeline.targets.vllm_engine import VLLMFeatureEngine
 

@@ -1,8 +1,8 @@
 """Find, download and check a target's files, in a directory or a Hub repository.
 
-The Hub's errors become ConfigError for what does not exist and EnvironmentFault for what cannot be
-reached now. Weights are read from safetensors; where a repository has none (Vicuna), `*.bin` is
-read by torch's weights-only loader, which runs no code.
+The Hub's errors become ConfigError if a file or repository does not exist, and EnvironmentFault if
+the Hub cannot be reached. Weights are read from safetensors. If a repository has none (Vicuna),
+`*.bin` is read by torch's weights-only loader, which runs no code.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ NETWORK = "Check the network, HF_ENDPOINT, HF_HUB_OFFLINE and the disk"
 
 
 def is_local(model: str) -> bool:
-    """Return whether a target is a directory, and not a Hub id."""
+    """Return whether a target names a local directory rather than a Hub id."""
     if model.startswith(("/", "./", "../", "~")) or model.count("/") > 1:
         return True
     return Path(model).is_dir()
@@ -49,7 +49,7 @@ def local_directory(model: str) -> Path:
     """Return the absolute directory of a local target.
 
     Raises:
-        ConfigError: There is none, or it holds no config.json.
+        ConfigError: The directory does not exist or has no config.json.
     """
     directory = Path(model).expanduser().resolve()
     if not (directory / "config.json").is_file():
@@ -107,7 +107,7 @@ def weight_names(directory: Path) -> list[str]:
     """Return the names of a target's weight files: an index and its shards, or one file.
 
     Raises:
-        ConfigError: There are none, or shards are missing.
+        ConfigError: There are no weight files, or shards are missing.
     """
     for single, index in zip(SINGLE_WEIGHTS, WEIGHT_INDEXES, strict=True):
         if (directory / single).is_file():
@@ -138,7 +138,7 @@ def read_index(path: Path) -> dict[str, str]:
     """Return the file of each tensor of a sharded checkpoint, by tensor name.
 
     Raises:
-        ConfigError: The file is no such index.
+        ConfigError: The file is not such an index.
     """
     index: dict[str, str] = parse_json_object(path).get("weight_map", {})
     if not index:
@@ -176,13 +176,13 @@ def hub_errors(subject: str, where: str, *, writes: bool = False) -> Iterator[No
     """Context manager: translate errors of huggingface_hub, and silence its warnings.
 
     Args:
-        subject: What is read or written, such as `target owner/name`.
+        subject: The repository in words, such as `target owner/name`.
         where: The configuration key or the repository.
         writes: Whether files are sent. The client wraps errors of an upload in RuntimeError and
             ValueError too.
 
     Raises:
-        ConfigError: What is read does not exist, or is gated.
+        ConfigError: The repository does not exist, or is gated.
         EnvironmentFault: The Hub cannot be reached or refuses. The message never contains the
             token.
     """

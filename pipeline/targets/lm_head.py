@@ -30,15 +30,15 @@ INPUT_EMBEDDINGS = (
     "embed_in.weight",
     "word_embeddings.weight",
 )
-# of the logits: Cohere, Falcon-H1, Muse
+# factors of the logits in Cohere, Falcon-H1 and Muse
 MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
 
 
 def read_lm_head(spec: TargetSpec) -> Tensor:
     """Read the target's lm_head weight [V, D] from its files, in the target's dtype.
 
-    For a tied target this is the input embedding. Of a Hub target only the file that holds it is
-    downloaded.
+    For a tied target this is the input embedding. For a Hub target only the file that holds the
+    matrix is downloaded.
 
     Raises:
         ConfigError: The target has no linear lm_head, or cannot be loaded.
@@ -66,16 +66,17 @@ def read_embedding(spec: TargetSpec) -> Tensor:
 def require_lm_head(spec: TargetSpec) -> None:
     """Raise ConfigError if the target's files lack its lm_head.
 
-    vLLM would leave it uninitialised without an error; any other missing tensor it reports.
+    vLLM would leave a missing lm_head uninitialised without an error; it reports any other missing
+    tensor.
     """
     names = _weight_map(spec)
     is_tied = model_config(spec).get_text_config().tie_word_embeddings
     if names and not is_tied and not _named(names, OUTPUT_EMBEDDINGS):
-        load_causal_lm(spec)  # which refuses it, unless this family has another name for it
+        load_causal_lm(spec)  # raises, unless this family has another name for its lm_head
 
 
 class LogitChanges(NamedTuple):
-    """The target's changes to the product W x of its lm_head.
+    """The bias, scale and soft cap that a target applies after its lm_head's product W x.
 
     The logits are `softcap · tanh(scale · (W x + bias_V) / softcap)`.
     """
@@ -99,7 +100,7 @@ def read_logit_changes(spec: TargetSpec) -> LogitChanges:
     text = model_config(spec).get_text_config()
     scale = math.prod(float(getattr(text, name, None) or 1.0) for name in MULTIPLIERS)
     scaling = float(getattr(text, "logits_scaling", None) or 1.0)
-    if text.model_type.startswith("granite"):  # a divisor there, a factor elsewhere
+    if text.model_type.startswith("granite"):  # a divisor in Granite, a factor elsewhere
         scale /= scaling
     else:
         scale *= scaling
@@ -108,7 +109,7 @@ def read_logit_changes(spec: TargetSpec) -> LogitChanges:
 
 
 def _read_matrix(spec: TargetSpec, file_of: dict[str, str], names: list[str]) -> Tensor | None:
-    """Read the only tensor of these names; None unless its shape is [V, D]."""
+    """Read the target's matrix; None unless `names` is one name, of a float tensor [V, D]."""
     if len(names) != 1:
         return None
     weight = _read(spec, file_of[names[0]], names[0])
@@ -119,7 +120,7 @@ def _read_matrix(spec: TargetSpec, file_of: dict[str, str], names: list[str]) ->
 
 
 def _weight_map(spec: TargetSpec) -> dict[str, str]:
-    """Map the names of the target's tensors to their files; empty without weight files."""
+    """Map the names of the target's tensors to weight file names; empty without weight files."""
     for single, index in zip(files.SINGLE_WEIGHTS, files.WEIGHT_INDEXES, strict=True):
         path = files.find_file(spec.model, spec.revision, single)
         if path is not None:

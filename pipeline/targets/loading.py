@@ -50,16 +50,16 @@ def require_gpus(num_gpus: int) -> None:
 def require_readable(spec: TargetSpec, engine: str, *, on_gpu: bool, where: str) -> None:
     """Refuse a quantized target that an engine cannot read, before the target is loaded.
 
-    transformers itself names the package or GPU that a format needs. vLLM does when it starts; that
-    it has no bitsandbytes (0.32) is known.
+    transformers names the package or GPU that a format needs. vLLM does so only when it starts,
+    except that vLLM 0.32 is known to lack bitsandbytes.
 
     Args:
         engine: native (or transformers), or vllm.
-        where: The key that names the target.
+        where: The configuration key that names the target.
 
     Raises:
-        ConfigError: vLLM has no reader of the format.
-        EnvironmentFault: transformers needs a package or a GPU that is not here.
+        ConfigError: vLLM cannot read the format.
+        EnvironmentFault: transformers needs a package or a GPU that this machine lacks.
     """
     from transformers.quantizers import AutoHfQuantizer
 
@@ -90,8 +90,9 @@ def require_readable(spec: TargetSpec, engine: str, *, on_gpu: bool, where: str)
 def _on_gpus(device: str | torch.device, num_gpus: int) -> dict[str, Any]:
     """Return arguments of `from_pretrained` that place the target on its GPUs."""
     require_gpus(num_gpus)
-    # torch's first choice on Hopper and Blackwell builds a plan for every new shape, in up to half
-    # a second, and the shapes of batches and of growing texts are always new. vLLM has it off too.
+    # cuDNN's attention, torch's first choice on Hopper and Blackwell, builds a plan for every new
+    # shape in up to half a second, and the shapes of batches and growing texts are always new. vLLM
+    # disables it too.
     torch.backends.cuda.enable_cudnn_sdp(False)
     if num_gpus == 1:
         return {"device_map": {"": device}}
@@ -113,11 +114,11 @@ def load_causal_lm(
     """Load the frozen target on `device`, or over the first `num_gpus` GPUs.
 
     Args:
-        too_large: The advice in the error where it does not fit.
+        too_large: The advice in the error if the target does not fit.
 
     Raises:
-        ConfigError: transformers cannot load it, or its files lack tensors, or hold others than the
-            model has.
+        ConfigError: transformers cannot load the target, or its files lack tensors or hold unknown
+            ones.
         EnvironmentFault: The GPU is missing, too small or lacks a kernel, a package is missing, or
             the weights cannot be read.
     """
@@ -130,7 +131,7 @@ def load_causal_lm(
     settings: dict[str, Any] = {"device_map": {"": device}}
     if on_gpu:
         settings = _on_gpus(device, num_gpus)
-    if spec.quantization:  # None would take away the quantization of a checkpoint
+    if spec.quantization:  # passing None would disable a checkpoint's own quantization
         settings["quantization_config"] = _bitsandbytes(spec)
     what = f"The target {spec.model} does not fit."
     does_not_fit = EnvironmentFault(what, f"{num_gpus} GPU(s)", too_large)
@@ -148,27 +149,27 @@ def load_causal_lm(
             raise does_not_fit from error
         except OSError:
             raise
-        except Exception as error:  # a family's code raises whatever it likes on other weights
+        except Exception as error:  # a family's code may raise any error for unexpected weights
             raise _loading_error(spec, error) from error
     placed = set(getattr(model, "hf_device_map", {}).values())
-    if on_gpu and placed & {"cpu", "disk"}:  # it would run a hundred times slower
+    if on_gpu and placed & {"cpu", "disk"}:  # offloaded layers run a hundred times slower
         raise does_not_fit
     if spec.quantization is None and getattr(model, "hf_quantizer", None):
-        # Quantizers leave in their files what transformers has no place for: biases of zeros, the
+        # Quantized checkpoints hold tensors that transformers does not load: biases of zeros, the
         # scales of a cache.
         report["unexpected_keys"] = ()
     _require_whole(spec, report)
     if not on_gpu:
-        _keep_ragged_layers_unpacked(model)
+        _avoid_packed_cpu_kernel(model)
     return model.eval().requires_grad_(False)
 
 
 def _loading_error(spec: TargetSpec, error: Exception) -> MedusaDistillError:
-    """Return the error for a failed load: EnvironmentFault for a missing package or kernel."""
+    """Return the error for a target that fails to load: EnvironmentFault if a kernel is missing."""
     what = f"transformers cannot load {spec.model}: {one_line(error)}."
     of_machine: tuple[type[Exception], ...] = (ImportError, torch.AcceleratorError)
     if spec.quantization or quantization_of(model_config(spec)):
-        of_machine += (ValueError, RuntimeError)  # of a quantizer
+        of_machine += (ValueError, RuntimeError)  # raised by quantizers
     if isinstance(error, of_machine):
         return EnvironmentFault(what, files.WHERE, OTHER_KERNELS)
     fix = (
@@ -181,10 +182,8 @@ def _loading_error(spec: TargetSpec, error: Exception) -> MedusaDistillError:
 def _require_whole(spec: TargetSpec, report: Mapping[str, Collection[Any]]) -> None:
     """Raise ConfigError if tensors of the target are missing, unknown or of another shape.
 
-    transformers would fill missing tensors with random numbers.
-
-    `report` is transformers' loading report. It leaves out what a family may lack: tied matrices,
-    buffers.
+    transformers would fill missing tensors with random numbers. `report` is its loading report,
+    which leaves out tensors that a family may lack: tied matrices and buffers.
     """
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         keys = sorted(map(str, report[problem]))
@@ -195,7 +194,7 @@ def _require_whole(spec: TargetSpec, report: Mapping[str, Collection[Any]]) -> N
 
 
 def _bitsandbytes(spec: TargetSpec) -> BitsAndBytesConfig:
-    # On a CPU it warns of missing kernels at import, and once per layer and forward.
+    # bitsandbytes warns of missing CPU kernels at import, and once per layer and forward.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     from transformers import BitsAndBytesConfig
 
@@ -209,10 +208,11 @@ def _bitsandbytes(spec: TargetSpec) -> BitsAndBytesConfig:
     )
 
 
-def _keep_ragged_layers_unpacked(model: PreTrainedModel) -> None:
-    """Keep ragged 4-bit layers out of bitsandbytes' packed CPU kernel, which would raise.
+def _avoid_packed_cpu_kernel(model: PreTrainedModel) -> None:
+    """Disable bitsandbytes' packed CPU kernel for 4-bit layers with an incomplete block per row.
 
-    They are dequantized and multiplied, as on a CPU without that kernel.
+    The kernel would raise for these layers. They are dequantized and multiplied instead, as on a
+    CPU without the kernel.
     """
     for layer in model.modules():
         state = getattr(getattr(layer, "weight", None), "quant_state", None)
@@ -239,8 +239,8 @@ def lm_head_weight(model: PreTrainedModel) -> torch.Tensor:
 def verify_tap(model: PreTrainedModel) -> None:
     """Check that the target's last hidden state is exactly the input of its lm_head.
 
-    Runs eight tokens with a hook on the lm_head. Some model families apply something in between;
-    heads would then train well and have no guess accepted.
+    Runs eight tokens with a hook on the lm_head. Some model families apply another operation in
+    between; their heads would train well, and no guess would be accepted.
 
     Raises:
         ConfigError: The states differ, or are not finite in the target's dtype.
@@ -263,7 +263,7 @@ def verify_tap(model: PreTrainedModel) -> None:
     is_tap = len(read_by_head) == 1 and read_by_head[0].shape == tapped_BTD.shape
     if is_tap:
         difference = (read_by_head[0].float() - tapped_BTD).norm()
-        is_tap = bool(difference <= 1e-2 * tapped_BTD.norm())  # bf16 rounds at 4e-3
+        is_tap = bool(difference <= 1e-2 * tapped_BTD.norm())  # bfloat16's rounding is 4e-3
     if not is_tap:
         what = "The target's last hidden state is not what its lm_head reads."
         fix = (

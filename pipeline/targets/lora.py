@@ -2,7 +2,7 @@
 
 Every linear layer is adapted, lm_head included. Targets with weights that peft does not adapt are
 rejected before any weight is loaded (`require_tunable`). The adapter of a tied lm_head does not
-change the shared embedding, which stays frozen; merging unties the two.
+change the shared embedding, which stays frozen; merging unties lm_head and embedding.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def linear_layers(model: PreTrainedModel) -> list[str]:
     """Return the names of the target's layers that LoRA adapts.
 
     Raises:
-        ConfigError: There are none, lm_head is not among them, or there are other matrices: a
-            mixture's experts stored as one parameter, or layers of a kind that peft does not know.
+        ConfigError: The target has a matrix that peft cannot adapt: an lm_head that is not linear,
+            a mixture's experts stored as one parameter, or a layer type that peft does not know.
     """
     from transformers.pytorch_utils import Conv1D
 
@@ -60,7 +60,7 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """Return the target's decoder layers, which are the units of FSDP sharding.
 
     Raises:
-        ConfigError: It has none that support transformers' gradient checkpointing.
+        ConfigError: No layer supports transformers' gradient checkpointing.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -76,9 +76,9 @@ def require_tunable(spec: TargetSpec, rank: int, *, sharded: bool = False) -> No
     """Check that LoRA can tune the target, without loading its weights.
 
     Raises:
-        ConfigError: It is quantized on disk, changes its logits after lm_head, has weights that
-            LoRA does not adapt, the rank exceeds its hidden size, or it is to be `sharded` and has
-            no layers to shard.
+        ConfigError: The target is quantized on disk, changes its logits after lm_head, has weights
+            that LoRA does not adapt, has a hidden size below the rank, or, if `sharded`, has no
+            layers to shard.
     """
     from transformers import AutoModelForCausalLM
 
@@ -128,19 +128,18 @@ def add_lora(model: PreTrainedModel, *, rank: int, alpha: int, dropout: float) -
         lora_dropout=dropout,
         target_modules=linear_layers(model),
     )
-    with warnings.catch_warnings(action="ignore"):  # warns of tied embeddings, see above
+    with warnings.catch_warnings(action="ignore"):  # warnings about tied embeddings
         return get_peft_model(model, settings)
 
 
 def load_tuned(spec: TargetSpec, adapter: Path) -> PreTrainedModel:
     """Load the target on the CPU with a LoRA adapter merged into its weights.
 
-    `adapter` is a directory of peft's `save_pretrained`.
-
-    The merge is computed in fp32 and rounded once to the target's dtype, in unquantized weights
-    also for a target that runs in 4 or 8 bit. Tied embeddings are untied: the lm_head was trained
-    and the input embedding was not. Memory: the target once, plus the fp32 change of one matrix at
-    a time (for a 70B target 140 GB and 4 GB).
+    `adapter` is a directory written by peft's `save_pretrained`. The merge is computed in fp32 and
+    rounded once to the target's dtype. The weights are unquantized, even if the target runs in 4 or
+    8 bit. Tied embeddings are untied: the lm_head was trained and the input embedding was not.
+    Memory: the target once, plus the fp32 change of one matrix at a time (for a 70B target 140 GB
+    and 4 GB).
 
     Raises:
         ConfigError: transformers cannot load the target.
@@ -155,7 +154,7 @@ def load_tuned(spec: TargetSpec, adapter: Path) -> PreTrainedModel:
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         what = f"There is no adapter of this target here: {one_line(error)}."
         raise DataError(what, str(adapter), "Run again with --fresh train.") from error
-    with warnings.catch_warnings(action="ignore"):  # of tied embeddings, which are untied above
+    with warnings.catch_warnings(action="ignore"):  # warnings about tied embeddings
         merged = adapted.merge_and_unload()
     return merged.eval().requires_grad_(False)
 

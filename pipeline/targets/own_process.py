@@ -1,7 +1,7 @@
 """Call a function in a new Python process, so that vLLM leaves nothing behind in this one.
 
-The function, its task and its result are pickled. Its progress travels in a `ProgressFile`, which
-the waiting caller reads twice a second.
+The function, its task and its result are pickled. Progress is passed on through a `ProgressFile`,
+which the waiting caller reads twice a second.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ CALL, RESULT, PROGRESS = "call.pickle", "result.pickle", "progress.json"
 def in_own_process(
     function: Callable[[Any, Report], Any], task: object, on_report: Report | None = None
 ) -> Any:
-    """Return `function(task, report)`, called in a new Python process.
+    """Call `function(task, report)` in a new Python process, and return its result.
 
     Args:
-        function: One of a module, since it is pickled.
+        function: A module-level function, since it is pickled.
         on_report: Called with the progress that the function reports, as keywords.
 
     Raises:
-        MedusaDistillError: What the function raised, and EnvironmentFault where its process ended
-            without a result.
+        MedusaDistillError: The function raised it.
+        EnvironmentFault: The process ended without a result.
     """
     with tempfile.TemporaryDirectory(prefix="vllm-") as directory:
         Path(directory, CALL).write_bytes(pickle.dumps((function, task)))
@@ -60,7 +60,7 @@ def in_own_process(
 
 
 def _wait(process: subprocess.Popen[str], file: ProgressFile, on_report: Report | None) -> str:
-    """Wait for the process and return its standard error; kill the process if this call is left."""
+    """Wait for the new process and return its standard error; kill the process on an exception."""
     with process:
         try:
             while True:
@@ -76,11 +76,11 @@ def _wait(process: subprocess.Popen[str], file: ProgressFile, on_report: Report 
 
 
 def main(directory: str) -> None:
-    """Call the pickled function in the new process, and write its result or its error."""
+    """Entry point of the new process: call the pickled function, write its result or error."""
     file = ProgressFile(Path(directory, PROGRESS))
 
     def report(**progress: Any) -> None:
-        file.write(progress, at_once="done" not in progress)  # a part begins
+        file.write(progress, at_once="done" not in progress)  # a new part is written at once
 
     function, task = pickle.loads(Path(directory, CALL).read_bytes())
     try:
@@ -91,14 +91,14 @@ def main(directory: str) -> None:
 
 
 def environment() -> dict[str, str]:
-    """Return this process's environment with the package on PYTHONPATH, for a new process."""
+    """Return the environment variables for a new process, with the package on PYTHONPATH."""
     package = str(Path(pipeline.__file__).parents[1])
     path = os.pathsep.join([package, os.environ.get("PYTHONPATH", "")])
     return {**os.environ, "PYTHONPATH": path.rstrip(os.pathsep)}
 
 
 def last_line(text: str) -> str:
-    """Return the last line of a process's output, cut to 300 characters."""
+    """Return the last line of a vLLM process's output, cut to 300 characters."""
     lines = text.strip().splitlines()
     return lines[-1][:300] if lines else "no output"
 

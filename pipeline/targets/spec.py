@@ -1,8 +1,8 @@
 """A target's settings before its weights are loaded: dtype, context, EOS ids, chat template.
 
-What must be equal in every engine is decided here: `resolve` pins a Hub target to a commit and
-"auto" to a dtype, and `eos_token_ids` is the set that ends a text. A spec is plain data that can be
-pickled.
+Settings that must be equal in every engine are resolved here: `resolve` pins a Hub target to a
+commit and "auto" to a dtype, and `eos_token_ids` is the set that ends a text. A spec is plain data
+that can be pickled.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 Rounding = Literal["4bit", "8bit"]
 
 VERIFIABLE_LAYERS = {"full_attention", "sliding_attention", "attention"}
-# Their configurations list no layers that are not attention.
+# Families with recurrent layers that their configurations do not list.
 STATEFUL_TYPES = {"rwkv", "xlstm", "lfm2", "lfm2_moe", "plamo2"}
 SLOT_BIASED_TYPES = {"bloom", "mpt"}
 
 
 @dataclass(frozen=True)
 class TargetSpec:
-    """A target as engines and workers load it.
+    """The resolved settings by which engines and workers load a target.
 
     `dtype` is resolved; `chat_template` is text, not a path.
     """
@@ -46,7 +46,7 @@ class TargetSpec:
     max_tokens: int | None = None
     trust_remote_code: bool = False
     chat_template: str | None = None
-    rounding: Rounding | None = None  # of the inputs of a quantized checkpoint's layers
+    rounding: Rounding | None = None  # how a quantized checkpoint rounds layer inputs
     date: str = "2024-07-26"  # YYYY-MM-DD, for chat templates that ask for the date
     template_arguments: dict[str, Any] = field(default_factory=dict, hash=False)
 
@@ -58,7 +58,7 @@ def resolve(target: TargetConfig, *, on_gpu: bool | None = None) -> TargetSpec:
         on_gpu: Whether workers have a GPU, which decides dtype "auto"; None checks this machine.
 
     Raises:
-        ConfigError: No such target, one that cannot verify a tree, or settings that contradict it.
+        ConfigError: The target does not exist, cannot verify a tree, or contradicts the settings.
         EnvironmentFault: The Hub cannot be reached.
     """
     model, revision = target.model, target.revision
@@ -109,7 +109,7 @@ def model_config(spec: TargetSpec) -> PretrainedConfig:
             )
         except OSError:
             raise
-        except Exception as error:  # a family's configuration raises whatever it likes
+        except Exception as error:  # a family's configuration may raise any error
             what = f"transformers cannot read the target {spec.model}: {one_line(error)}."
             fix = (
                 "Repair its config.json, upgrade transformers, or set target.trust_remote_code:"
@@ -119,7 +119,7 @@ def model_config(spec: TargetSpec) -> PretrainedConfig:
 
 
 def one_line(error: Exception) -> str:
-    """Return the first 300 characters of an error's message, on one line."""
+    """Return the message of a transformers or vLLM error on one line, cut to 300 characters."""
     text = str(error) or type(error).__name__
     return shorten(text, 300, placeholder=" ...").strip(" .")
 
@@ -128,7 +128,7 @@ def load_tokenizer(spec: TargetSpec) -> PreTrainedTokenizerBase:
     """Load the target's tokenizer.
 
     Raises:
-        ConfigError: It has none that transformers can load.
+        ConfigError: transformers can load no tokenizer of the target.
     """
     from transformers import AutoTokenizer
 
@@ -137,7 +137,7 @@ def load_tokenizer(spec: TargetSpec) -> PreTrainedTokenizerBase:
             return AutoTokenizer.from_pretrained(
                 spec.model, revision=spec.revision, trust_remote_code=spec.trust_remote_code
             )
-        except Exception as error:  # the tokenizers library raises no narrower one
+        except Exception as error:  # the tokenizers library raises plain Exception
             what = f"The target {spec.model} has no tokenizer that loads."
             fix = "Put the tokenizer's files beside the weights (`tokenizer.save_pretrained`)."
             raise ConfigError(what, files.WHERE, fix) from error
@@ -149,7 +149,7 @@ def load_chat_template(
     """Load the target's chat template, and its tokenizer if none is given.
 
     Raises:
-        ConfigError: It has no tokenizer that loads, or no template that renders a conversation.
+        ConfigError: No tokenizer loads, or no template renders a conversation.
     """
     if tokenizer is None:
         tokenizer = load_tokenizer(spec)
@@ -206,10 +206,10 @@ def quantization_format(config: PretrainedConfig) -> str | None:
 
 
 def input_rounding(config: PretrainedConfig) -> Rounding | None:
-    """Return how a quantized checkpoint rounds layer inputs; None if it rounds weights alone.
+    """Return how a quantized checkpoint rounds layer inputs; None if only weights are rounded.
 
-    "8bit" layers do so on every device, "4bit" layers on a CPU alone. bitsandbytes' 4-bit layers
-    round to 8 bits where their checkpoint states that they multiply in bfloat16.
+    "8bit" layers round inputs on every device, "4bit" layers only on a CPU. bitsandbytes' 4-bit
+    layers round inputs to 8 bits if their checkpoint states that they multiply in bfloat16.
     """
     settings = quantization_of(config) or {}
     for group in (settings.get("config_groups") or {}).values():
@@ -217,7 +217,7 @@ def input_rounding(config: PretrainedConfig) -> Rounding | None:
             return "8bit"
     if settings.get("load_in_8bit") or settings.get("activation_scheme"):
         return "8bit"
-    if settings.get("quant_method") in ("fbgemm_fp8", "modelopt"):  # not in their settings
+    if settings.get("quant_method") in ("fbgemm_fp8", "modelopt"):  # their settings do not state it
         return "8bit"
     if settings.get("load_in_4bit"):
         in_bfloat16 = str(settings.get("bnb_4bit_compute_dtype")).endswith("bfloat16")
@@ -244,10 +244,10 @@ def cached_numbers(config: PretrainedConfig) -> int:
 def eos_token_ids(spec: TargetSpec) -> tuple[int, ...]:
     """Return the sorted EOS ids of the target; may be empty.
 
-    They come from generation_config.json, else config.json, else the tokenizer.
+    The ids are read from generation_config.json, else config.json, else the tokenizer.
 
     Raises:
-        ConfigError: One of the first two holds something else than tokens of the vocabulary.
+        ConfigError: A JSON file states EOS ids that are not tokens of the vocabulary.
     """
     stated = _stated_eos_ids(spec, model_config(spec))
     if stated is not None:
@@ -277,10 +277,8 @@ def _stated_eos_ids(spec: TargetSpec, config: PretrainedConfig) -> tuple[int, ..
 def weight_files(spec: TargetSpec, *, fetch: bool = True) -> list[Path]:
     """Return the local files whose content identifies the target, sorted by name.
 
-    These are weights, configuration, tokenizer, chat template and trusted code.
-
-    A Hub target is downloaded. Its files are links into the Hub cache, named there by the content's
-    hash.
+    These are weights, configuration, tokenizer, chat template and trusted code. A Hub target is
+    downloaded. Its files are links into the Hub cache, named there by the content's hash.
 
     Args:
         fetch: False downloads nothing.
@@ -313,7 +311,7 @@ def require_verifiable(config: PretrainedConfig) -> None:
     and a bias by cache slot (ALiBi) treats siblings as successors.
 
     Raises:
-        ConfigError: The target is not a decoder, or has such layers.
+        ConfigError: The target is not a decoder, or has recurrent or slot-biased layers.
     """
     reason = _why_not_verifiable(config)
     if reason is not None:
@@ -330,6 +328,8 @@ def _why_not_verifiable(config: PretrainedConfig) -> str | None:
     if config.is_encoder_decoder:
         return "it is an encoder-decoder"
     architectures = config.architectures or []
+    if not isinstance(architectures, list):
+        return f"its architectures are {architectures!r}, no list of names"
     names = " ".join([*architectures, *(getattr(config, "auto_map", None) or {})])
     if architectures and "CausalLM" not in names and "LMHeadModel" not in names:
         return f"{architectures[0]} is no causal language model"
@@ -348,6 +348,7 @@ def _why_not_verifiable(config: PretrainedConfig) -> str | None:
 
 
 def own_dtype(config: PretrainedConfig, on_gpu: bool | None) -> str:
+    """Return the dtype for target.dtype "auto": the checkpoint's on a GPU, float32 on a CPU."""
     if on_gpu is None:
         import torch
 
@@ -360,7 +361,7 @@ def own_dtype(config: PretrainedConfig, on_gpu: bool | None) -> str:
 
 
 def _template_text(template: str | None) -> str | None:
-    """Return the chat template's text; the configuration gives the text or a path."""
+    """Return the text of the configured chat template, which is given as text or as a path."""
     if template is None or "{" in template:
         return template
     path = Path(template).expanduser()

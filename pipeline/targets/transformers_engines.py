@@ -5,8 +5,8 @@ left-padded; a step either prefills waiting requests and adds them to the batch,
 token for each row. There is no prefix cache: each turn prefills its whole history.
 
 Features are the backbone's last hidden states, in right-padded batches of similar lengths. No mask
-is passed: under causal attention no token sees the padding to its right, so a row's states do not
-depend on its batch and the fast causal kernel is used. The lm_head does not run.
+is passed: under causal attention no token sees the padding to its right. So a row's states do not
+depend on its batch, and the fast causal kernel is used. The lm_head does not run.
 
 Letters: B batch, T positions, D hidden size, V vocabulary.
 """
@@ -33,12 +33,13 @@ if TYPE_CHECKING:
 
 MAX_BATCH_TOKENS = 65_536
 WINDOW_BATCHES = 16
-WINDOW_BYTES = 2 * 1024**3  # of states; a window's first row may be computed last
+GPU_MULTIPLE = 8  # padded lengths on a GPU are multiples: fewer shapes, aligned rows
+WINDOW_BYTES = 2 * 1024**3  # states of a window, which may wait for its first row
 
 
 @dataclass
 class _Row:
-    """A running request of the batch."""
+    """A running request of the generation batch."""
 
     request: Request
     limit: int
@@ -51,7 +52,7 @@ class TransformersGenerationEngine:
 
     Args:
         spec: The target.
-        max_batch_tokens: Budget of the KV cache: rows times the longest row's prompt and answer.
+        max_batch_tokens: Size of the KV cache in tokens: rows times the longest prompt and answer.
         gpus: GPUs that the target spans; 0 is the CPU.
 
     Raises:
@@ -85,7 +86,7 @@ class TransformersGenerationEngine:
         """
         try:
             joining: list[_Row] = []
-            if len(self._waiting) >= len(self._rows) // 4:  # joining copies the cache: a few wait
+            if len(self._waiting) >= len(self._rows) // 4:  # joining copies the cache
                 joining = self._admit()
             if joining:
                 return self._prefill(joining)
@@ -117,7 +118,7 @@ class TransformersGenerationEngine:
         self._mask_BT = torch.ones(0, 0, dtype=torch.long, device=self._device)
 
     def _admit(self) -> list[_Row]:
-        """Dequeue the requests that fit beside the running rows; at least one if none runs."""
+        """Dequeue the requests that fit into the batch; at least one if no row is running."""
         width = self._mask_BT.shape[1]
         remaining = max((row.limit - len(row.token_ids) for row in self._rows), default=0)
         admitted: list[_Row] = []
@@ -139,7 +140,7 @@ class TransformersGenerationEngine:
     @torch.inference_mode()
     def _prefill(self, joining: list[_Row]) -> list[Completion]:
         running = len(self._rows)
-        self._rows = self._rows + joining  # also if the forward exceeds the memory
+        self._rows = self._rows + joining  # first: if memory runs out, `step` requeues these rows
         prompts = [torch.tensor(row.request.prompt_ids) for row in joining]
         ids_BT = pad_sequence(prompts, batch_first=True, padding_side="left")
         is_prompt = [torch.ones_like(prompt_T) for prompt_T in prompts]
@@ -184,7 +185,7 @@ class TransformersGenerationEngine:
         return output.logits[:, -1]
 
     def _accept(self, rows: list[_Row], logits_BV: torch.Tensor) -> list[Completion]:
-        """Append a sampled token to each row, remove finished rows, and return their texts."""
+        """Append a sampled token to each row, remove finished rows, and return finished texts."""
         requests = [row.request for row in rows]
         next_B = sample_tokens(logits_BV, requests, [row.generator for row in rows])
         ended: list[Completion] = []
@@ -222,7 +223,7 @@ class TransformersGenerationEngine:
 
 
 def _stack(above: torch.Tensor, below: torch.Tensor) -> torch.Tensor:
-    """Concatenate rows [B, heads, T, size] after left-padding T to the longer one."""
+    """Concatenate KV cache rows [B, heads, T, size] after left-padding T to the longer one."""
     width = max(above.shape[2], below.shape[2])
     parts = [pad(part, (0, 0, width - part.shape[2], 0)) for part in (above, below)]
     return torch.cat(parts)
@@ -296,10 +297,9 @@ class TransformersFeatureEngine:
     ) -> Generator[tuple[int, torch.Tensor], None, None]:
         """Yield the index and the states [T_i, D] of each row, on the host.
 
-        The next batch runs while the caller works.
-
-        Rows are read in windows of sixteen batches' tokens, or `WINDOW_BYTES` of states where these
-        are less, each sorted by length. A tensor is a view into its batch's buffer.
+        The next batch runs while the caller works. Rows are read in windows of sixteen batches, or
+        of `WINDOW_BYTES` of states if that is less, and sorted by length within a window. A tensor
+        is a view into its batch's buffer.
 
         Raises:
             EnvironmentFault: A batch does not fit into the GPU's memory.
@@ -328,11 +328,11 @@ class TransformersFeatureEngine:
     def _batches(
         self, rows: Iterable[Sequence[int]]
     ) -> Iterator[tuple[list[int], list[Sequence[int]]]]:
-        """Yield the row indices and the token ids of each batch."""
+        """Yield the row indices and the token ids of each feature batch."""
         tokens_in_bytes = WINDOW_BYTES // (self.hidden_size * self.dtype.itemsize)
         num_tokens = min(WINDOW_BATCHES * self.tokens_per_batch, tokens_in_bytes)
         for window in _windows(rows, max(self.tokens_per_batch, num_tokens)):
-            # longest first: fails early if at all
+            # longest first: memory runs out early if at all
             window.sort(key=lambda item: len(item[1]), reverse=True)
             while window:
                 num_rows = max(1, self.tokens_per_batch // len(window[0][1]))
@@ -342,9 +342,15 @@ class TransformersFeatureEngine:
     @torch.inference_mode()
     def _forward(self, indices: list[int], rows: list[Sequence[int]]) -> _Batch:
         lengths = [len(ids) for ids in rows]
-        size = (len(rows), max(lengths))
+        longest = max(lengths)
         on_gpu = self._device.type == "cuda"
-        # From pinned memory, or the host would wait for the batch before to upload this one.
+        if on_gpu:
+            rounded = -(-longest // GPU_MULTIPLE) * GPU_MULTIPLE
+            config = self.model.config.get_text_config()
+            context = getattr(config, "max_position_embeddings", longest)
+            longest = max(longest, min(rounded, context))
+        size = (len(rows), longest)
+        # Pinned: otherwise this upload would make the host wait for the previous batch.
         ids_BT = torch.zeros(size, dtype=torch.long, pin_memory=on_gpu)
         for row_T, ids in zip(ids_BT, rows, strict=True):
             row_T[: len(ids)] = torch.as_tensor(ids)
@@ -362,7 +368,7 @@ class TransformersFeatureEngine:
 
 @dataclass(frozen=True)
 class _Batch:
-    """The states of a batch; the event `copied` is set once they are on the host."""
+    """The states of a feature batch; the event `copied` is set once states are on the host."""
 
     indices: list[int]
     lengths: list[int]
@@ -380,7 +386,7 @@ class _Batch:
 def _windows(
     rows: Iterable[Sequence[int]], num_tokens: int
 ) -> Iterator[list[tuple[int, Sequence[int]]]]:
-    """Yield windows of consecutive rows with their indices, of at most `num_tokens` or one row."""
+    """Yield windows of a feature engine's rows with indices, of at most `num_tokens` or one row."""
     window: list[tuple[int, Sequence[int]]] = []
     held = 0
     for index, ids in enumerate(rows):

@@ -1,19 +1,20 @@
 """Decode prompts greedily in vLLM, with or without exported heads.
 
-Engines run in a process of their own, so that nothing of vLLM stays behind in the caller: one
-process for all on a CPU, which imports vLLM once, and one each on a GPU, whose memory is free for
-certain only when a process ends. vLLM proposes the heads' top-1 chain,
+Engines run in other processes, so that vLLM leaves nothing behind in the caller. On a CPU one
+process runs all engines and imports vLLM once. On a GPU each engine has its own process, since only
+the end of a process is certain to free the GPU's memory. vLLM proposes the heads' top-1 chain,
 never a tree, so its acceleration rate is below the tree's.
 
-A request's steps are counted by what it returns. Its first output is the prefill's token, and each
-later one holds the tokens that one forward of the target has added, cut where the text ends. vLLM's
-own counters go on beyond that end (1 + accepted / drafts is 2 to 4 % above the tokens kept per step
-on the demos), and count a draft of padding for a prompt of one token that joins a running batch.
+A request's steps are counted from its outputs. The first output is the prefill's token, and each
+later output holds the tokens that one forward of the target has added, cut where the text ends.
+vLLM's own counters continue beyond the end of the text (1 + accepted / drafts is 2 to 4 % above the
+tokens kept per step on the demos), and count a draft of padding for a prompt of one token that
+joins a running batch.
 
-vLLM 0.32 drafts for no request of a batch while one of them is so long that its text, the draft
-that is being verified and one more exceed the context: each then takes steps of one token. With
-room for a single draft this cost 5 of 398 steps of a recurrent chain of 14 tokens. The check leaves
-room for two, as far as the target's own context has it.
+vLLM 0.32 drafts for no request of a batch while the context lacks room for one request's text, the
+draft being verified and one more draft: every request then takes steps of one token. With room for
+a single draft this cost 5 of 398 steps of a recurrent chain of 14 tokens. The check leaves room for
+two drafts, if the target's context allows.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from pipeline.targets.own_process import Report, in_own_process
 from pipeline.targets.spec import TargetSpec, context_length, eos_token_ids
 from pipeline.targets.vllm_engine import RunningEngine, sampling_params, token_prompt
 
-NUM_WARM_UPS = 2  # prompts, not counted
+NUM_WARM_UPS = 2  # prompts that are not timed
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class VLLMTexts:
     Attributes:
         token_ids: Per prompt.
         accepted: Per prompt, the number of tokens that each forward after the prefill adds.
-        seconds: For all prompts at once: the median of the repeats.
+        seconds: For all prompts together, the median of the repeats.
     """
 
     token_ids: list[list[int]]
@@ -61,8 +62,8 @@ class DecodeTask:
     """The prompts and settings of one vLLM engine that decodes.
 
     Attributes:
-        engine_args: Empty is plain decoding. Others start vLLM with heads: a `speculative_config`,
-            or `model`, an export that names this target itself.
+        engine_args: Empty for plain decoding. With heads: a `speculative_config`, or as `model` an
+            export that names this target itself.
         at_once: How many prompts are decoded at the same time; None for all.
     """
 
@@ -84,8 +85,8 @@ def decode_in_vllm(tasks: Sequence[DecodeTask], on_report: Report | None = None)
         on_report: Called with the progress, as `in_own_process` does.
 
     Raises:
-        ConfigError, EnvironmentFault: As VLLMGenerationEngine does, and EnvironmentFault where an
-        engine dies.
+        ConfigError, EnvironmentFault: As VLLMGenerationEngine does.
+        EnvironmentFault: An engine dies.
     """
     if any(task.gpus for task in tasks):
         return [in_own_process(decode_task, task, on_report) for task in tasks]
@@ -94,7 +95,7 @@ def decode_in_vllm(tasks: Sequence[DecodeTask], on_report: Report | None = None)
 
 
 def decode_tasks(tasks: Sequence[DecodeTask], report: Report) -> list[VLLMTexts]:
-    """Decode with one vLLM engine after another in this process."""
+    """Decode all tasks in this process, with one vLLM engine after another."""
     return [decode_task(task, report) for task in tasks]
 
 
@@ -135,11 +136,11 @@ def _generate(
     part: str,
     report: Report,
 ) -> list[list[list[int]]]:
-    """Generate all requests at once; return each one's tokens by step, the prefill's first.
+    """Generate all requests in vLLM; return the tokens of each step of each request, prefill first.
 
-    A forward that returns nothing for a request is no step of it: a part of a prompt in chunked
-    prefill, or one that asynchronous scheduling has begun before the request's end was known. A
-    request that was preempted is computed again, and the forward that continues its text is a step.
+    A forward that returns no token for a request is not a step of the request: it computed a chunk
+    of the prompt, or was scheduled asynchronously before the request's end was known. A preempted
+    request is computed again, and the forward that continues its text is a step.
     """
     from vllm.sampling_params import RequestOutputKind
 

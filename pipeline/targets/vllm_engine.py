@@ -5,7 +5,7 @@ share prefixes, and nothing is tokenized or detokenized. On a CPU a seeded reque
 when its prefill is chunked ("CPU Generator does not use offset"), so chunked prefill is off there.
 
 Features come from the pooling runner: `token_embed` without activation returns the state after the
-final norm of each prompt token, in the target's dtype. The defaults would normalise it
+final norm of each prompt token, in the target's dtype. vLLM's defaults would normalise the states
 (use_activation) and return fp32 (head_dtype); prefix caching would omit shared positions.
 
 Limits: on a GPU a request's tokens may depend on its batch unless `batch_invariant` (beta) is on;
@@ -46,8 +46,8 @@ if TYPE_CHECKING:
 
 CPU_KV_CACHE_BYTES = 1 << 30
 CPU_BATCH_TOKENS = 4096
-ROWS_WAITING = 64  # in the engine, which batches them while the caller works
-SET_NUM_THREADS = torch.set_num_threads  # before vLLM replaces it
+ROWS_WAITING = 64  # queued in the engine while the caller works
+SET_NUM_THREADS = torch.set_num_threads  # vLLM replaces it
 LEFT_IN_ENVIRONMENT = ("LD_PRELOAD", "LOCAL_WORLD_SIZE")
 
 
@@ -56,13 +56,12 @@ class VLLMGenerationEngine:
 
     Args:
         spec: The target.
-        engine_args: vLLM's own arguments; they override ours.
+        engine_args: Arguments of `vllm.LLM`, which override ours.
         gpus: Tensor-parallel size; 0 runs on the CPU.
-        batch_invariant: The same tokens in any batch, on a GPU; slower.
+        batch_invariant: Whether a GPU gives the same tokens in any batch, at lower speed.
 
     Raises:
-        ConfigError: An engine argument that vLLM does not know, or a quantization that it does not
-            have.
+        ConfigError: vLLM does not know an engine argument, or lacks the quantization.
         EnvironmentFault: vLLM is not importable or cannot start here, or GPUs are missing.
     """
 
@@ -109,7 +108,7 @@ class VLLMGenerationEngine:
 class VLLMFeatureEngine:
     """The feature engine that runs the target in vLLM.
 
-    Arguments and errors are those of `VLLMGenerationEngine`.
+    Other arguments and the errors are those of `VLLMGenerationEngine`.
 
     Args:
         tokens_per_batch: Maximum tokens of one forward; at least one whole conversation.
@@ -132,7 +131,7 @@ class VLLMFeatureEngine:
             "convert": "embed",
             "pooler_config": PoolerConfig(task="token_embed", use_activation=False),
             "hf_overrides": {"head_dtype": "model"},
-            "skip_tokenizer_init": False,  # the pooling front end requires one but does not use it
+            "skip_tokenizer_init": False,  # pooling requires a tokenizer but does not use it
             "enable_prefix_caching": False,
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(tokens_per_batch, context_length(spec)),
@@ -149,7 +148,7 @@ class VLLMFeatureEngine:
     ) -> Generator[tuple[int, torch.Tensor], None, None]:
         """Yield the index and the states [T_i, D] of each row, on the host.
 
-        The engine always has further rows waiting.
+        Up to `ROWS_WAITING` rows are queued in the engine.
         """
         engine = self._running.llm.llm_engine
         self._streams += 1
@@ -201,10 +200,10 @@ def sampling_params(request: Request, eos: tuple[int, ...]) -> Any:
 
 
 class RunningEngine:
-    """A running `vllm.LLM`; closing it restores this process's state.
+    """A running `vllm.LLM`; `close` undoes vLLM's changes to this process.
 
-    vLLM's CPU worker turns `torch.set_num_threads` into a no-op and changes the environment for its
-    children; later work in this process must not inherit that.
+    vLLM's CPU worker turns `torch.set_num_threads` into a no-op and changes environment variables
+    for its children. Later work in this process must not inherit these changes.
     """
 
     def __init__(self, spec: TargetSpec, engine_args: Mapping[str, Any], gpus: int):
@@ -244,7 +243,7 @@ def engine_arguments(spec: TargetSpec, engine_args: Mapping[str, Any], gpus: int
     """Return the arguments of `vllm.LLM` for the target; `engine_args` override them.
 
     Raises:
-        ConfigError: The target is to be quantized by bitsandbytes, which vLLM no longer has.
+        ConfigError: `target.quantization` asks for bitsandbytes, which vLLM no longer has.
     """
     if spec.quantization and "quantization" not in engine_args:
         what = f"vLLM cannot load a target in {spec.quantization}."
@@ -281,9 +280,9 @@ def engine_arguments(spec: TargetSpec, engine_args: Mapping[str, Any], gpus: int
 
 
 def spec_for_vllm(spec: TargetSpec, *, on_gpu: bool) -> TargetSpec:
-    """Return the spec in a dtype that vLLM can run.
+    """Return the target's spec in a dtype that vLLM can run.
 
-    On a CPU, vLLM has no float32 for packed weights and fp8.
+    On a CPU, vLLM cannot run packed weights and fp8 in float32.
     """
     settings = quantization_of(model_config(spec)) or {}
     is_packed = settings.get("format") == "pack-quantized"
@@ -296,7 +295,7 @@ def import_vllm() -> Any:
     """Import vLLM, with quiet logs and its engine core in this process.
 
     Raises:
-        EnvironmentFault: It is not installed, or does not import beside this torch.
+        EnvironmentFault: vLLM is not installed, or does not import beside this torch.
     """
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     # CUDA is initialised by now (require_gpus), and a forked child could not use it.
@@ -321,8 +320,8 @@ def import_vllm() -> Any:
 def _start_error(
     spec: TargetSpec, engine_args: Mapping[str, Any], error: Exception
 ) -> MedusaDistillError:
-    """Return the error for a failed start: ConfigError if vLLM names an engine argument."""
-    reason = one_line(error).partition(" [type=")[0]  # which pydantic appends
+    """Return the error for a failed start of vLLM: ConfigError if it names an engine argument."""
+    reason = one_line(error).partition(" [type=")[0]  # pydantic appends this part
     is_refusal = isinstance(error, TypeError | ValidationError)
     if is_refusal and any(name in reason for name in engine_args):
         what = f"vLLM rejects an argument: {reason}."

@@ -1,13 +1,13 @@
 """Measure latencies of vLLM's OpenAI server under a load of concurrent requests.
 
 The server runs on this machine's loopback, as `python -m pipeline.targets.vllm_server FLAGS`, in a
-process group of its own. It ends with the process that started it, however that ends: a thread
-waits for the end of its standard input.
+process group of its own. The server always ends with the process that started it: a thread waits
+for the end of its standard input.
 
-Requests are sent and timed by the client of vLLM's own benchmark (`vllm bench serve`), as many at
-once as asked: the next one the moment that one has ended. The client does not see a request's
-steps. The acceleration rate is the tokens of the answers without the first of each, which the
-prefill yields, over the drafts that the server has counted.
+Requests are sent and timed by the client of vLLM's own benchmark (`vllm bench serve`) at a fixed
+concurrency: a request is sent when another ends. The client does not see a request's steps. The
+acceleration rate is the number of answer tokens, without each answer's first token, which the
+prefill yields, over the number of drafts that the server has counted.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from pipeline.targets.spec import TargetSpec, context_length, eos_token_ids
 from pipeline.targets.vllm_engine import engine_arguments, import_vllm
 
 HOST = "127.0.0.1"
-NAME = "served"  # of the model, in requests
+NAME = "served"  # the model's name in requests
 SECONDS_BETWEEN_LOOKS = 0.2
 STOPS_WITHIN = 10.0  # seconds
-SERVER = "vllm.entrypoints.openai.api_server"  # `vllm serve` of the CPU build fails, this does not
-ROUNDS = 2  # requests for each one under way, at least
+SERVER = "vllm.entrypoints.openai.api_server"  # `vllm serve` fails in the CPU build
+ROUNDS = 2  # least number of requests per concurrent request
 WHERE = "check.studies: load"
 FIX = "Take load out of check.studies."
 
@@ -51,10 +51,10 @@ FIX = "Take load out of check.studies."
 class LoadTask:
     """The prompts and load levels of one vLLM server; `engine_args` are empty without heads.
 
-    Prompts repeat in order until there are `ROUNDS` requests for each one under way. All levels of
-    concurrent requests are measured `repeats` times in turns, and the pass of median length counts
-    for each: other work on the machine disturbs one pass of several levels, and not all passes of
-    one.
+    A level is a number of concurrent requests. Prompts repeat in order until there are at least
+    `ROUNDS` times as many requests. All levels are measured `repeats` times in turns, and each
+    level reports its pass of median duration: other work on the machine disturbs one pass of
+    several levels rather than all passes of one level.
     """
 
     spec: TargetSpec
@@ -71,12 +71,12 @@ def serve_under_load(
 ) -> list[list[dict[str, Any]]]:
     """Measure one vLLM server per task under load.
 
-    Prefixes are not cached. Texts are greedy and end as the target's own.
+    Prefixes are not cached. Texts are greedy and end at the target's own EOS ids.
 
     Returns:
-        Per server and level {"requests": at once, "seconds", "num_tokens", "ttft": seconds from
-        each request to its first token, "tpot": seconds per further token, None for an answer of
-        one token, "acceleration_rate": None without drafts}.
+        Per server and level {"requests": concurrent requests, "seconds", "num_tokens", "ttft":
+        seconds from each request to its first token, "tpot": seconds per further token, None for an
+        answer of one token, "acceleration_rate": None without drafts}.
 
     Raises:
         EnvironmentFault: The server cannot start, or requests fail.
@@ -114,7 +114,7 @@ def measure_server(task: LoadTask, report: Report) -> list[dict[str, Any]]:
 async def _benchmark(
     address: str, requests: Sequence[tuple[list[int], int]], level: int, eos: Sequence[int]
 ) -> dict[str, Any]:
-    """Run vLLM's benchmark client on these requests after a warm-up; return its figures."""
+    """Send requests to a server with vLLM's benchmark client, after a warm-up; return figures."""
     from vllm.benchmarks.datasets import SampleRequest
     from vllm.benchmarks.serve import TaskType, benchmark
 
@@ -175,7 +175,7 @@ def running_server(spec: TargetSpec, engine_args: Mapping[str, Any], gpus: int) 
     require_gpus(gpus)
     with socket.socket() as found:
         found.bind((HOST, 0))
-        port = found.getsockname()[1]  # that nobody listens on now
+        port = found.getsockname()[1]  # a free port
     arguments = {
         **engine_arguments(spec, engine_args, gpus),
         "served_model_name": NAME,

@@ -30,7 +30,7 @@ from pipeline.training.backbone_losses import TunedHead
 from pipeline.training.task import Workers
 from pipeline.training.text_batches import TextBatch
 
-NAME = "default"  # of an adapter in peft
+NAME = "default"  # peft's name for the adapter
 SAVES_MEMORY = (
     "Set train.backbone.shard: true with several workers, or train.backbone.quantization: 4bit."
 )
@@ -41,13 +41,14 @@ class Backbone(nn.Module):
 
     Args:
         spec: The target. The adapter starts as the identity, drawn from torch's generator.
-        dtype: Of matrix products; other than fp32 they run under autocast.
-        workers: With `settings.shard`, several share the frozen layers.
+        dtype: The dtype of matrix products; any dtype but fp32 uses autocast.
+        workers: The training workers; with `settings.shard` the frozen layers are sharded over
+            them.
 
     Raises:
-        ConfigError: LoRA does not find the target's layers, its lm_head does not read the last
-            states, or packed conversations see each other.
-        EnvironmentFault: It does not fit on the device.
+        ConfigError: LoRA does not find the target's layers, the lm_head does not read the last
+            hidden states, or packed conversations attend to each other.
+        EnvironmentFault: The target does not fit on the device.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class Backbone(nn.Module):
         self.eval()
 
     def states(self, batch: TextBatch) -> Tensor:
-        """Compute the tuned backbone's states at the learned positions, [N, D], differentiable."""
+        """Compute the tuned backbone's hidden states [N, D] at the learned positions."""
         found = self._target.base_model(
             input_ids=batch.ids_BT, position_ids=batch.positions_BT, use_cache=False
         )
@@ -92,12 +93,12 @@ class Backbone(nn.Module):
 
     @torch.no_grad()
     def original_states(self, batch: TextBatch) -> Tensor:
-        """Compute the original target's states at the learned positions, [N, D]."""
+        """Compute the original target's hidden states [N, D], with the LoRA adapter disabled."""
         with self.tuned.disable_adapter():
             return self.states(batch)
 
     def lora_inner(self, hidden_ND: Tensor) -> Tensor:
-        """Apply the inner half of the lm_head's LoRA to states, with dropout and scale, [N, R]."""
+        """Apply lora_A of the lm_head to hidden states, with dropout and scale; return [N, R]."""
         layer = self._lm_head
         inner = layer.lora_A[NAME]
         dropped_ND = layer.lora_dropout[NAME](hidden_ND.to(inner.weight.dtype))
@@ -105,13 +106,13 @@ class Backbone(nn.Module):
 
     @property
     def head(self) -> TunedHead:
-        """The weights that turn states and `lora_inner` into the tuned model's logits."""
+        """The tuned lm_head: frozen weight, bias and lora_B."""
         own = self._lm_head.get_base_layer()
         return TunedHead(own.weight, own.bias, self._lm_head.lora_B[NAME].weight)
 
     @torch.no_grad()
     def tuned_matrices(self) -> TargetWeights:
-        """The lm_head with its LoRA merged, and the untuned embedding, in fp32."""
+        """Return the lm_head with its LoRA merged, in fp32, and the untuned embedding."""
         weight_VD, _, lora_VR = self.head
         unit_DD = torch.eye(weight_VD.shape[1], device=weight_VD.device)
         embedding_VD = self._target.get_input_embeddings().weight.detach()
@@ -127,7 +128,7 @@ class Backbone(nn.Module):
         return self._target.get_output_embeddings()
 
     def train(self, mode: bool = True) -> Backbone:
-        """Switch LoRA's dropout and activation checkpointing on or off, nothing else."""
+        """Switch only LoRA dropout and activation checkpointing on or off."""
         super().train(False)
         _keep_differentiable(self)
         if mode:
@@ -143,7 +144,7 @@ class Backbone(nn.Module):
 
 
 def _keep_differentiable(module: nn.Module) -> None:
-    """Put 4-bit layers into training mode: on a CPU bitsandbytes' other kernel has no backward."""
+    """Put 4-bit layers into training mode, since bitsandbytes on a CPU needs it for backward."""
     for layer in module.modules():
         if type(layer).__module__.startswith("bitsandbytes"):
             layer.training = True
@@ -154,10 +155,11 @@ def shard_layers(target: Any, device: torch.device, workers: Workers) -> None:
 
     Moves `target` from the CPU to `device`.
 
-    A worker keeps its part of every layer, gathers a whole layer to run it, forward and again in
-    backward, and frees it; at most two are whole at a time. LoRA stays whole on every worker, and
-    with it gradients, optimizer and checkpoints; so do embeddings, the last norm and lm_head. Every
-    worker has to run the layers equally often, also without text: a gather waits for all workers.
+    Each worker keeps a shard of every layer. It gathers a whole layer for its forward and again for
+    its backward, and frees the layer afterwards; at most two layers are whole at a time. LoRA
+    weights, their gradients and optimizer state, embeddings, the last norm and the lm_head are
+    replicated. Every worker must run the layers equally often, even without text, because a gather
+    waits for all workers.
 
     Raises:
         ConfigError: The target has no layers that can be sharded.
@@ -171,7 +173,7 @@ def shard_layers(target: Any, device: torch.device, workers: Workers) -> None:
     for layer in decoder_layers(target):
         fully_shard(layer, mesh=mesh, ignored_params=trained)
     whole = [parameter for parameter in target.parameters() if not isinstance(parameter, DTensor)]
-    # Without parameters of its own; it lets a layer be gathered while another runs.
+    # This root has no sharded parameters; FSDP2 needs it to prefetch layers.
     fully_shard(target.base_model, mesh=mesh, ignored_params=set(whole))
     for tensor in (*whole, *target.buffers()):
         tensor.data = tensor.data.to(device)
@@ -196,7 +198,7 @@ def verify_packing(model: Any) -> None:
 
 
 def write_adapter(directory: Path, backbone: Backbone, spec: TargetSpec) -> None:
-    """Write the trained LoRA adapter in peft's format, without a model card."""
+    """Write the backbone's trained LoRA adapter in peft's format, without a model card."""
     config = backbone.tuned.peft_config[NAME]
     config.base_model_name_or_path = spec.model
     config.revision = spec.revision
@@ -209,7 +211,7 @@ def write_adapter(directory: Path, backbone: Backbone, spec: TargetSpec) -> None
 def merge_backbone(target: TargetSpec, directory: str) -> None:
     """Merge target and trained adapter on the CPU and write the tuned backbone.
 
-    Reads `adapter/` and writes `backbone/` in a train stage's directory.
+    Read `adapter/` and write `backbone/` in the train stage's directory.
 
     Raises:
         ConfigError, DataError: As `load_tuned` does.

@@ -29,7 +29,7 @@ from pipeline.heads.losses import chunk_bytes_on
 
 
 class TunedHead(NamedTuple):
-    """An lm_head with LoRA, of which only `lora_VR` is trained."""
+    """The lm_head of a backbone tuned with LoRA; only `lora_VR` is trained."""
 
     weight_VD: Tensor
     bias_V: Tensor | None
@@ -48,11 +48,12 @@ def summed_divergence(
     *,
     chunk_bytes: int | None = None,
 ) -> Tensor:
-    """Sum the tuned backbone's divergence from `truth` over the rows.
+    """Sum the tuned backbone's KL divergence or cross entropy over the rows.
 
-    With the original's states [N, D]: KL(original ‖ tuned) over the whole vocabulary at temperature
-    1 (paper 2.3.2). With token ids, int64 [N]: their cross entropy. Differentiable in `hidden_ND`,
-    `low_NR` and `head.lora_VR`. `chunk_bytes` bounds the logits held at a time.
+    If `truth` is the original model's hidden states [N, D], compute KL(original ‖ tuned) over the
+    whole vocabulary at temperature 1 (paper 2.3.2). If `truth` is token ids, int64 [N], compute
+    their cross entropy. Differentiable in `hidden_ND`, `low_NR` and `head.lora_VR`. `chunk_bytes`
+    bounds the memory of the logits.
     """
     return _SummedDivergence.apply(hidden_ND, low_NR, head.lora_VR, head, truth, chunk_bytes)
 
@@ -96,7 +97,7 @@ class _SummedDivergence(torch.autograd.Function):
 
 
 def _cross_entropy(log_q_CV: Tensor, labels_C1: Tensor) -> tuple[Tensor, Tensor]:
-    """Cross entropy, summed, and its gradient q - onehot(label), written over log q."""
+    """Return the summed cross entropy and its gradient q - onehot(label), stored in log_q_CV."""
     label_log_q_C1 = log_q_CV.gather(1, labels_C1)
     # The label's entry is expm1(log q): q - 1 would round to 0 for a confident model.
     grad_CV = log_q_CV.exp_().scatter_(1, labels_C1, label_log_q_C1.expm1())
@@ -104,7 +105,7 @@ def _cross_entropy(log_q_CV: Tensor, labels_C1: Tensor) -> tuple[Tensor, Tensor]
 
 
 def _divergence(log_q_CV: Tensor, log_p_CV: Tensor) -> tuple[Tensor, Tensor]:
-    """KL(p ‖ q), summed, and its gradient in the logits of q, q - p, written over log q."""
+    """Return the summed KL(p ‖ q) and its gradient q - p in q's logits, stored in log_q_CV."""
     p_CV = log_p_CV.exp()
     loss = log_p_CV.sub_(log_q_CV).mul_(p_CV).sum()
     return loss, log_q_CV.exp_().sub_(p_CV)
@@ -124,7 +125,7 @@ class Drift(NamedTuple):
         return cls(*torch.zeros(5, dtype=torch.float64, device=device).unbind())
 
     def add(self, log_p_NV: Tensor, log_q_NV: Tensor, labels_N: Tensor) -> None:
-        """Add positions, given the original's and the tuned model's log-probabilities, in place."""
+        """Add the drift at positions, given the original and tuned models' log-probabilities."""
         labels_N1 = labels_N[:, None]
         self.kl.add_((log_p_NV.exp() * (log_p_NV - log_q_NV)).sum(dtype=torch.float64))
         self.original_loss.sub_(log_p_NV.gather(1, labels_N1).sum(dtype=torch.float64))
@@ -133,7 +134,7 @@ class Drift(NamedTuple):
         self.positions.add_(len(labels_N))
 
     def figures(self) -> TunedDrift:
-        """The mean drift per position; all None if there are no positions."""
+        """Return the backbone's mean drift per position; all fields are None without positions."""
         kl, original_loss, tuned_loss, agreed, positions = (float(total) for total in self)
         if not positions:
             return TunedDrift()
@@ -168,7 +169,7 @@ def add_drift(
 
 
 def _chunks(hidden_ND: Tensor, head: TunedHead, chunk_bytes: int | None) -> Iterator[slice]:
-    """Yield ranges of rows whose logits of both models take about `chunk_bytes`."""
+    """Yield slices of rows such that the logits of both models take about `chunk_bytes`."""
     exact_bytes = _exact(hidden_ND.dtype).itemsize
     row_bytes = len(head.weight_VD) * (2 * hidden_ND.element_size() + 3 * exact_bytes)
     num_rows = max(1, (chunk_bytes or chunk_bytes_on(hidden_ND.device)) // row_bytes)
@@ -177,7 +178,7 @@ def _chunks(hidden_ND: Tensor, head: TunedHead, chunk_bytes: int | None) -> Iter
 
 
 def _logits(hidden_CD: Tensor, head: TunedHead, low_CR: Tensor | None = None) -> Tensor:
-    """The original's logits [C, V], or with `low_CR` the tuned model's."""
+    """Compute the original model's logits [C, V], or with `low_CR` the tuned model's logits."""
     logits_CV = hidden_CD @ head.weight_VD.t()
     if low_CR is not None:
         logits_CV.addmm_(low_CR.to(hidden_CD.dtype), head.lora_VR.t())

@@ -1,10 +1,10 @@
-"""Checkpoints of a training as safetensors files, each whole or absent, without pickle.
+"""Training checkpoints: atomically written safetensors files, without pickle.
 
-A checkpoint holds all that a resume needs to end with the same weights: named tensors (heads,
-optimizer) and, in its header, a JSON state (step, running sums) and a sha256 of everything. The
-first worker writes it and every worker reads it, however many there are. Training waits only for a
-copy; hashing and writing, a minute for 30 GB of state, run in the background. Where the newest
-checkpoint is damaged, the one before is used.
+A checkpoint holds everything that a resumed training needs to end with the same weights: named
+tensors (heads, optimizer) and, in the file's header, a JSON state (step, running sums) and a
+sha256 of both. The first worker writes the checkpoint and every worker reads it, for any number of
+workers. Training waits only for a copy of the tensors; hashing and writing (a minute for 30 GB)
+run in the background. If the newest checkpoint is damaged, the previous one is used.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class Checkpoint(NamedTuple):
 
 
 class Checkpoints:
-    """The checkpoints in one training directory; a context that awaits the last write.
+    """Checkpoints of one training directory; a context manager that waits for the last write.
 
     Args:
-        settings: How often they are due, and how many are kept.
+        settings: How often a checkpoint is due, and how many are kept.
     """
 
     def __init__(self, directory: Path, settings: TrainConfig):
@@ -66,12 +66,12 @@ class Checkpoints:
         return self.directory / f"step-{step:08d}.safetensors"
 
     def saved_steps(self) -> list[int]:
-        """The steps that have a checkpoint, newest first."""
+        """Return the training steps that have a checkpoint, newest first."""
         names = [FILE.fullmatch(path.name) for path in self.directory.glob("step-*")]
         return sorted((int(match[1]) for match in names if match), reverse=True)
 
     def is_due(self, step: int) -> bool:
-        """Whether to save a checkpoint after this step, by steps or by minutes."""
+        """Return whether a checkpoint is due after this step, by steps or by minutes."""
         if self.settings.checkpoint_every:
             return step % self.settings.checkpoint_every == 0
         return time.monotonic() - self._saved >= 60 * self.settings.checkpoint_minutes
@@ -79,10 +79,10 @@ class Checkpoints:
     def save(self, step: int, checkpoint: Checkpoint) -> None:
         """Copy the training state now and write its checkpoint in the background.
 
-        Awaits the write before.
+        Waits until the previous checkpoint is written.
 
         Raises:
-            EnvironmentFault: The disk was full at the write before.
+            EnvironmentFault: The disk was full at the previous write.
         """
         self.wait()
         self._saved = time.monotonic()
@@ -99,7 +99,7 @@ class Checkpoints:
         self._writing = None
 
     def read_newest(self, workers: Workers, device: torch.device) -> Checkpoint | None:
-        """Read the newest undamaged checkpoint, which the first worker chooses for all."""
+        """Read the newest undamaged checkpoint; the first worker chooses it for all workers."""
         newest = 0
         checkpoint = None
         if workers.is_first:
@@ -120,7 +120,7 @@ class Checkpoints:
             save_file(
                 tensors, temporary, {"state": state, "sha256": checkpoint_digest(tensors, state)}
             )
-        # Later ones are damaged, or from before a resume.
+        # Checkpoints of later steps are damaged or older than the last resume.
         saved = self.saved_steps()
         history = [each for each in saved if each <= step]
         for each in set(saved) - set(history[: self.settings.keep_checkpoints]):
@@ -140,7 +140,7 @@ def read_checkpoint(path: Path) -> Checkpoint | None:
 
 
 def checkpoint_digest(tensors: Mapping[str, Tensor], state: str) -> str:
-    """The sha256 of a checkpoint: names, dtypes, shapes and bytes of tensors, and the state."""
+    """Compute a checkpoint's sha256 over its state and its tensors (name, dtype, shape, bytes)."""
     total = hashlib.sha256(state.encode())
     for name in sorted(tensors):
         tensor = tensors[name]
@@ -169,7 +169,7 @@ def load_optimizer(
     tensors: Mapping[str, Tensor],
     numbers: Mapping[str, int | float],
 ) -> None:
-    """Restore an `optimizer_state`; learning rates and weight decays stay as set."""
+    """Load an optimizer's state from a checkpoint; learning rates and weight decays stay as set."""
     parameters = _parameters(optimizer)
     for key, value in (*tensors.items(), *numbers.items()):
         index, _, name = key.partition(".")

@@ -1,18 +1,17 @@
-"""Training batches of cached states: the plan of an epoch, and loading ahead of use.
+"""Training batches of cached hidden states: the plan of an epoch, and prefetching.
 
-Heads read one state each, so a batch is a flat set of *positions*, without padding: rows are cut
-wherever a batch ends, and a row longer than the budget needs no rule of its own. The epoch's row
-groups are shuffled, and the rows within each; laid end to end they form a line of positions, cut
-into `LANES` equal lanes. Step s takes the s-th equal part of every lane. So:
+Heads read one hidden state each, so a batch is a flat set of *positions*, without padding: a row
+may be split between batches, whatever its length. The epoch's row groups are shuffled, and the
+rows within each group. Placed end to end, the rows form a line of positions, which is cut into
+`LANES` equal lanes. Step s takes the s-th equal part of every lane. So:
 
 - every position is read once per epoch;
-- batches have one size, give or take one position per lane;
+- batch sizes differ by at most one position per lane;
 - each batch mixes rows of `LANES` row groups from all over the data, and few more are open at once;
-- any (epoch, step) is reached by arithmetic;
-- a batch is the same for any number of workers, which read contiguous, equal shares of it.
+- the positions of any (epoch, step) are computed directly, without reading the steps before;
+- a batch is the same for any number of workers; each worker reads a contiguous, equal share.
 
-Limits: shuffling between row groups is as fine as they are small; a group that lies in two lanes is
-read twice.
+Limits: large row groups are shuffled less finely; a row group that lies in two lanes is read twice.
 
 A pool of threads reads row groups in the order in which the plan needs them; one more thread
 assembles batches.
@@ -57,14 +56,14 @@ class Piece:
 
 
 class EpochPlan:
-    """The batches of one epoch: which cached positions each training step reads.
+    """Plan of one training epoch: the cached positions that each step reads.
 
     Args:
         lengths: Per row group, the number of positions of each of its rows; 0 leaves a row out.
-        batch_tokens: Positions per step, over all workers, at most (give or take one per lane).
+        batch_tokens: The maximum number of positions per step over all workers, up to one per lane.
         seed: Seed of the shuffle.
-        epoch: Each epoch has an order of its own.
-        limit: Plan only this many positions, the first of the shuffled line.
+        epoch: The epoch's number; each epoch has its own order.
+        limit: Plan only the first `limit` positions of the shuffled line.
     """
 
     def __init__(
@@ -95,15 +94,15 @@ class EpochPlan:
         ]
 
     def size(self, step: int) -> int:
-        """The number of positions in a step, over all workers."""
+        """Return the number of positions in a training step, over all workers."""
         return sum(stop - start for start, stop in self._ranges(step))
 
     def share(self, step: int, workers: Workers) -> tuple[int, int]:
-        """The range of a step's positions that one worker reads."""
+        """Return the range of a training step's positions that one worker reads."""
         return split_range(0, self.size(step), workers.rank, workers.world_size)
 
     def pieces(self, step: int, workers: Workers = ALONE) -> list[Piece]:
-        """The row pieces that one worker reads in a step, in the line's order; maybe none."""
+        """Return the pieces of rows that one worker reads in a training step; may be empty."""
         first, last = self.share(step, workers)
         found = []
         offset = 0  # of a range within the step
@@ -111,16 +110,16 @@ class EpochPlan:
             start = low + max(first - offset, 0)
             stop = min(low + last - offset, high)
             if start < stop:
-                found += self._between(start, stop)
+                found += self._pieces_between(start, stop)
             offset += high - low
         return found
 
     def _ranges(self, step: int) -> list[tuple[int, int]]:
-        """The ranges of the line that a step reads, one per lane."""
+        """Return the position ranges that a step reads, one per lane."""
         return [split_range(start, stop, step, self.num_steps) for start, stop in self._lanes]
 
-    def _between(self, start: int, stop: int) -> list[Piece]:
-        """The rows, whole or in part, within the range [start, stop) of the line."""
+    def _pieces_between(self, start: int, stop: int) -> list[Piece]:
+        """Return the pieces of rows within the position range [start, stop) of the epoch."""
         first, last = np.searchsorted(self._edges, [start, stop - 1], side="right") - 1
         found = []
         for i in range(first, last + 1):
@@ -133,17 +132,18 @@ class EpochPlan:
 
 
 def split_range(start: int, stop: int, index: int, count: int) -> tuple[int, int]:
-    """Part `index` of `count` nearly equal parts of the range [start, stop)."""
+    """Return part `index` when the range [start, stop) is split into `count` nearly equal parts."""
     length = stop - start
     return start + length * index // count, start + length * (index + 1) // count
 
 
 @dataclass(frozen=True)
 class Batch:
-    """A training batch: cached states, next tokens and labels (-100 without one).
+    """A training batch of cached hidden states, next tokens and labels.
 
-    Tokens are int64. With soft labels, `teacher_MD` holds the states from which the target
-    predicted the labels, and `teacher_KN` each label's row among them, -1 where it has none.
+    Tokens are int64; a missing label is -100. With soft labels, `teacher_MD` holds the hidden
+    states from which the target predicted the labels, and `teacher_KN` holds the row of
+    `teacher_MD` for each label, or -1.
     """
 
     hidden_ND: Tensor
@@ -167,7 +167,7 @@ def load_batches(
 ) -> Iterator[Batch]:
     """Yield one worker's training batches for `steps`, in order, on `device`.
 
-    Without soft labels, their tensors are empty.
+    Without soft labels, the teacher tensors are empty.
 
     Raises:
         DataError: A page fails its checksum, or a row does not belong to this target.

@@ -1,9 +1,9 @@
-"""Medusa-2: train heads and backbone together, held to the original (paper 2.2.2, 2.3.2).
+"""Medusa-2: train heads and backbone jointly with self-distillation (paper 2.2.2, 2.3.2).
 
 The loss is L_backbone + lambda_0(t) · sum over heads of 0.8^(k+1) CE_k. L_backbone is KL(original ‖
-tuned) over every position whose next token the target wrote, or that token's cross entropy. The
-heads' soft labels (`train.soft_labels`) are the original's predictions. The adapter and the heads
-are fp32. Dropout and noise depend on (seed, step, sequence) alone.
+tuned) over every position whose next token the target wrote, or the cross entropy of that token.
+The heads' soft labels (`train.soft_labels`) are the original model's predictions. The adapter and
+the heads are fp32. Dropout and noise depend only on (seed, step, sequence).
 
 Letters: N learned positions, C components of the loss (the backbone's, then the heads'), K heads.
 """
@@ -54,11 +54,11 @@ class MicroBatch(NamedTuple):
 
 
 class BackboneLearner(Learner):
-    """Learner of heads and a LoRA adapter on the backbone, from generated conversations.
+    """Medusa-2 learner of heads and a LoRA adapter on the backbone, from generated conversations.
 
     Raises:
         ConfigError: The target cannot be tuned; see `Backbone`.
-        DataError: See `Learner`; also if no held-out text is there to measure the drift on.
+        DataError: As in `Learner`, or there is no held-out text to measure the drift on.
     """
 
     tunes_backbone = True
@@ -104,9 +104,9 @@ class BackboneLearner(Learner):
             yield list(self.batches(step))
 
     def batches(self, step: int) -> Iterator[MicroBatch]:
-        """Yield this worker's micro-batches of a step, equally many on all workers.
+        """Yield this worker's micro-batches of a training step.
 
-        The last may be empty.
+        Every worker has the same number of micro-batches; the last one may be empty.
         """
         epoch, of_epoch = divmod(step, self.recipe.steps_per_epoch)
         size = self.settings.micro_batch
@@ -129,7 +129,7 @@ class BackboneLearner(Learner):
         return torch.cat([torch.ones(1, device=self.device), weights_K])
 
     def heads_weight(self, step: int) -> float:
-        """The weight of the heads' losses in this step, lambda_0(t)."""
+        """Return lambda_0(t), the weight of the heads' losses in this step."""
         return heads_weight(
             step, self.recipe.total_steps, self.settings.lambda_0, self.settings.schedule
         )
@@ -171,7 +171,7 @@ class BackboneLearner(Learner):
 
     @torch.no_grad()
     def evaluate(self) -> Evaluation:
-        """Evaluate heads and drift on about `MAX_POSITIONS` held-out positions."""
+        """Evaluate the heads and the backbone's drift on about `MAX_POSITIONS` positions."""
         if not self.held_out:
             where = "train.backbone.sequence_length"
             raise DataError(
@@ -205,7 +205,7 @@ class BackboneLearner(Learner):
         return summarize_scores(total, drift.figures())
 
     def write(self) -> None:
-        """Write the adapter, and copy tuned matrices into heads that share the target's."""
+        """Write the LoRA adapter, and update head matrices that are shared with the target."""
         write_adapter(self.spec.adapter_path, self.backbone, self.spec.target)
         with torch.no_grad():
             self.heads.take_from(
@@ -214,9 +214,9 @@ class BackboneLearner(Learner):
 
 
 def open_texts(spec: TrainSpec) -> dict[str, list[Text]]:
-    """Read the generated conversations by split.
+    """Read the generated conversations that Medusa-2 trains on, by split.
 
-    Raises DataError unless they match the run and hold something to learn.
+    Raises DataError if the conversations belong to another run or hold no text to learn from.
     """
     texts = read_texts(
         spec.texts,
@@ -245,5 +245,5 @@ def recipe_of(spec: TrainSpec, texts: Sequence[Text]) -> Recipe:
 
 
 def num_positions(texts: Sequence[Text]) -> int:
-    """The number of target-written tokens that training learns from."""
+    """Return the number of target-written tokens that training learns from."""
     return sum(text.num_learned for text in texts)

@@ -1,8 +1,8 @@
 """Medusa-1: train heads alone from cached hidden states, without the backbone (paper 2.2.1).
 
-The loss is the sum over heads of 0.8^(k+1) CE_k, each CE a mean over the labels of the whole batch.
-With soft labels (`train.soft_labels`), a share of CE_k is the cross entropy with the target's own
-distribution, computed from states of the same cache.
+The loss is the sum over heads of 0.8^(k+1) CE_k; each CE_k is a mean over the batch's labels. With
+soft labels (`train.soft_labels`), a share of CE_k is the cross entropy with the target's own
+distribution, computed from the same cached hidden states.
 
 Letters: N positions, D hidden size, V vocabulary, K heads.
 """
@@ -40,7 +40,7 @@ from pipeline.training.task import Learner, TrainSpec, Workers, product_dtype
 
 
 class HeadsLearner(Learner):
-    """Learner of heads of any kind, from the features stage's cached states."""
+    """Medusa-1 learner of heads alone, from the features stage's cached hidden states."""
 
     saves_memory = ("train.optimizer: adamw-8bit", "a smaller train.batch_tokens")
 
@@ -127,14 +127,14 @@ def recipe_of(spec: TrainSpec, rows: FeatureRows) -> Recipe:
 
 
 def num_positions(rows: FeatureRows, split: str = "train") -> int:
-    """The number of cached positions of a split that have a label."""
+    """Return the number of cached positions in a split that have a label."""
     return sum(int(lengths.sum()) for lengths in rows.lengths(split))
 
 
 def open_features(spec: TrainSpec) -> FeatureRows:
-    """Open the cached states.
+    """Open the cached hidden states that the heads train on.
 
-    Raises DataError unless they match the run and hold something to learn.
+    Raises DataError if the cache belongs to another run or holds no labelled position.
     """
     rows = FeatureRows(
         spec.shards,
@@ -154,7 +154,7 @@ def open_features(spec: TrainSpec) -> FeatureRows:
 
 
 def initial_heads(spec: TrainSpec, heads_from: Path | None = None) -> Heads:
-    """Read heads from a file, or initialize untrained ones; in fp32 on the CPU."""
+    """Read the heads that training starts from, or initialize new heads; fp32 on the CPU."""
     if heads_from:
         return read_trained_heads(heads_from)
     target = TargetWeights(
@@ -171,7 +171,7 @@ def initial_heads(spec: TrainSpec, heads_from: Path | None = None) -> Heads:
 
 
 def _count_written_tokens(spec: TrainSpec) -> npt.NDArray[np.int64]:
-    """Count the tokens that the target wrote in train rows' learned roles, [V]."""
+    """Count how often the target wrote each token in the roles to learn, in train rows, [V]."""
     shards = spec.shards
     fingerprint = spec.fingerprint
     if not shards:
@@ -186,24 +186,25 @@ def _count_written_tokens(spec: TrainSpec) -> npt.NDArray[np.int64]:
 
 
 def read_target_head(spec: TrainSpec, device: torch.device) -> TargetHead:
-    """Read the target's output layer for soft labels, in the dtype of matrix products."""
+    """Read the target's lm_head for soft labels, in the dtype of matrix products."""
     head = TargetHead(read_lm_head(spec.target), *read_logit_changes(spec.target))
     return head.to(device, product_dtype(spec, device))
 
 
 def head_weights(spec: TrainSpec, device: torch.device) -> Tensor:
-    """The weight of each head's loss, decay^(k+1), [K]."""
+    """Return the weight decay^(k+1) of each head's loss, [K]."""
     return spec.settings.decay ** torch.arange(1, spec.settings.num_heads + 1, device=device)
 
 
 def add_noise(
     states_ND: Tensor, noise: float, seed: tuple[int, ...], first: int = 0, total: int | None = None
 ) -> Tensor:
-    """Add uniform noise, at most `noise` times each state's RMS, against memorizing a small cache.
+    """Add uniform noise to training hidden states, bounded by `noise` times each state's RMS.
 
-    EAGLE (arXiv 2401.15077) adds U(-0.1, 0.1) to every entry of a Llama target's states; other
-    targets have larger or smaller states, so here the bound is relative. The noise is drawn for a
-    batch of `total` states, of which this worker has those from `first` on.
+    The noise keeps heads from memorizing a small cache. EAGLE (arXiv 2401.15077) adds U(-0.1, 0.1)
+    to every entry of a Llama target's hidden states; the scale of the hidden states differs between
+    targets, so the bound is relative here. The noise is drawn for a batch of `total` states; this
+    worker holds the states from index `first` on.
     """
     if not noise:
         return states_ND

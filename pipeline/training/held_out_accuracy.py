@@ -1,4 +1,4 @@
-"""The heads' accuracy on held-out text, and the guess ranks that calibrate searches trees on.
+"""The heads' accuracy on held-out text, and the guess ranks for calibrate's tree search.
 
 Letters: N positions, D hidden size, K heads, R ranks.
 """
@@ -33,14 +33,14 @@ TOP = 5
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The heads' losses and accuracy on held-out text; empty if nothing is held out.
+    """Losses and accuracy of the heads on held-out text; empty if nothing is held out.
 
     Attributes:
         held_out: Per head {loss, top1, …, top5}. Losses are means over labels in the draft
             vocabulary.
-        frequency: {top1, …, top5} of head 0 if it guessed its most frequent labels: the upper bound
-            for guesses that read nothing.
-        draft_coverage: The share of head 0's labels in the draft vocabulary; None for all of them.
+        frequency: {top1, …, top5} of a head 0 that always guesses the most frequent labels: the
+            upper bound for guesses that ignore the text.
+        draft_coverage: The share of head 0's labels in the draft vocabulary; None if all are.
         drift: The distance of a tuned backbone from the original.
     """
 
@@ -50,14 +50,14 @@ class Evaluation:
     drift: TunedDrift | None = None
 
     def loss(self, decay: float) -> float | None:
-        """The heads' held-out losses, weighted by decay^(k+1) and summed; None without any."""
+        """Return the sum of the heads' held-out losses, weighted by decay^(k+1), or None."""
         if not self.held_out:
             return None
         return sum(decay ** (k + 1) * head["loss"] for k, head in enumerate(self.held_out))
 
 
 def summarize_scores(score: Score, drift: TunedDrift | None = None) -> Evaluation:
-    """Turn summed scores on held-out text into losses and accuracies."""
+    """Convert summed scores on held-out text into the heads' mean losses and accuracies."""
     num_labels = int(score.counts_K[0])
     if num_labels == 0:
         return Evaluation([], {}, drift=drift)
@@ -81,7 +81,7 @@ class HeldOutText:
     Attributes:
         shards, fingerprint, roles: As in `FeatureRows`.
         heads: Path of the trained heads.
-        trained: The training rows' answers; without them no answer counts as seen.
+        trained: The training rows' answers; if None, no answer counts as seen in training.
     """
 
     shards: tuple[str, ...]
@@ -96,8 +96,7 @@ def held_out_ranks(
 ) -> HeldOutRanks:
     """Rank each held-out token among the heads' first `top` guesses.
 
-    Computed in fp32 on `device`, for about `MAX_POSITIONS` positions of rows from all over the
-    data.
+    The ranks are computed in fp32 on `device`, for about `MAX_POSITIONS` positions of random rows.
     """
     rows = _HeldOutRows(text, device)
     for hidden_ND, next_N, labels_KN in rows.read(MAX_POSITIONS, progress):
@@ -108,9 +107,9 @@ def held_out_ranks(
 def held_out_places(
     text: HeldOutText, tree: DynamicTree, device: str, progress: ProgressReporter | None = None
 ) -> HeldOutPlaces:
-    """Find the place of each held-out token among the nodes of a dynamic tree.
+    """Rank each held-out token's node among the proposed nodes of a dynamic tree.
 
-    As `held_out_ranks`, for about `GROWN_POSITIONS` positions.
+    The places are computed in fp32 on `device`, for about `GROWN_POSITIONS` positions.
     """
     rows = _HeldOutRows(text, device)
     for hidden_ND, next_N, labels_KN in rows.read(GROWN_POSITIONS, progress):
@@ -119,7 +118,7 @@ def held_out_places(
 
 
 class _HeldOutRows:
-    """Held-out rows, and the measurements at their positions."""
+    """Held-out rows, and the ranks or places measured at each of their positions."""
 
     def __init__(self, text: HeldOutText, device: str):
         self.text = text
@@ -164,13 +163,13 @@ class _HeldOutRows:
             progress.advance(tokens=len(row.learnable))
 
     def joined(self) -> npt.NDArray[Any]:
-        """All measurements as one array [K, N]."""
+        """Return the measurements of all held-out rows as one array [K, N]."""
         if not self.measured:
             return np.empty((self.heads.shape.max_depth, 0), np.uint8)
         return torch.cat([each.cpu() for each in self.measured], 1).numpy()
 
     def spans(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        """Each held-out answer's first position, its conversation, and whether training saw it."""
+        """Return each answer's first position, its conversation, and whether training saw it."""
         seen_answers = self.text.trained.answers() if self.text.trained else SeenAnswers()
         seen = [answer in seen_answers for answer in self.answers]
         lengths = np.array([len(answer) - 1 for answer in self.answers], np.int64)
@@ -179,7 +178,7 @@ class _HeldOutRows:
 
 
 def sample_rows(sizes: Sequence[int], limit: int) -> list[int]:
-    """Choose random rows until `limit` positions are reached; deterministic."""
+    """Choose random held-out rows with about `limit` positions in total; deterministic."""
     order = np.random.default_rng(0).permutation(len(sizes))
     totals = np.cumsum(np.array(sizes, np.int64)[order])
     return order[: np.searchsorted(totals, limit) + 1].tolist()

@@ -1,4 +1,4 @@
-"""The training methods: the stages they read, their settings, requirements and phases.
+"""Training methods (`train.method`): input stages, settings, requirements and phases.
 
 `train.method` names an object in `METHODS`. Importing this module does not import torch.
 """
@@ -21,15 +21,14 @@ BOOKKEEPING = {"checkpoint_minutes", "checkpoint_every", "keep_checkpoints", "re
 
 
 class Package(NamedTuple):
-    """A package that training requires, the setting that needs it, and the fix if missing."""
+    """A Python package that a stage requires, and the setting that needs the package."""
 
     name: str
     key: str
-    fix: str
 
 
 class Method(ABC):
-    """A method of training heads of any kind (`train.method`); stateless."""
+    """A training method for heads of any kind (`train.method`); stateless."""
 
     name: ClassVar[str]
     tunes_backbone: ClassVar[bool] = False
@@ -40,27 +39,27 @@ class Method(ABC):
 
     @abstractmethod
     def reads(self, train: TrainConfig) -> tuple[str, ...]:
-        """The stages whose output training reads: `features`, `generate` or both."""
+        """Return the stages whose output training reads: `features`, `generate` or both."""
 
     def skipped_stages(self, train: TrainConfig) -> dict[str, str]:
-        """The stages that this method does not need, and why."""
+        """Return the stages that this training method does not need, with the reason."""
         if "features" in self.reads(train):
             return {}
         return {"features": "not needed: joint Medusa-2 learns from the text"}
 
     def report_entries(self, train: TrainConfig) -> dict[str, Any]:
-        """The training method's entries in report.json."""
+        """Return the training method's entries in report.json."""
         return {}
 
     def settings(self, train: TrainConfig, target_quantization: Bits | None) -> dict[str, Any]:
-        """The settings of `train` that the trained heads depend on, as plain data."""
+        """Return the `train` settings that the trained heads depend on, as plain data."""
         unread = self.unread_sections(train)
         found = train.model_dump(mode="json", exclude=BOOKKEEPING | unread)
         found["recipe"] = recipe.VERSION
         return found
 
     def unread_keys(self, train: TrainConfig) -> list[str]:
-        """The keys of `train` that are set without effect, of another kind or method."""
+        """Return `train` keys that are set but belong to another head kind or training method."""
         keys = []
         for name in sorted(self.unread_sections(train)):
             for key in getattr(train, name).model_dump(exclude_defaults=True):
@@ -68,7 +67,7 @@ class Method(ABC):
         return keys
 
     def unread_sections(self, train: TrainConfig) -> set[str]:
-        """The nested sections of `train` that belong to another kind or method."""
+        """Return the sections of `train` that belong to another head kind or training method."""
         sections = set()
         for name in type(train).model_fields:
             if isinstance(getattr(train, name), Section):
@@ -76,15 +75,15 @@ class Method(ABC):
         return sections - {train.heads, *self.sections}
 
     def check(self, config: Config, target: TargetSpec) -> None:  # noqa: B027  (most train any)
-        """Raise ConfigError for settings and targets that this method cannot train."""
+        """Raise ConfigError for settings and targets that this training method cannot train."""
 
     def packages(self, config: Config) -> list[Package]:
-        """The packages that training needs beyond torch and transformers."""
+        """Return the packages that training needs beyond torch and transformers."""
         return []
 
     @abstractmethod
     def phases(self, train: TrainConfig) -> Phases:
-        """The phases of training in order, each with its directory; the last has no name."""
+        """Return the training phases in order as (directory, learner); the last directory is ""."""
 
 
 class HeadsOnly(Method):
@@ -150,12 +149,10 @@ class HeadsAndBackbone(Method):
         require_tunable(target, settings.lora_rank, sharded=settings.shard)
 
     def packages(self, config: Config) -> list[Package]:
-        fix = "Install it with the right lock (`make install`), or set train.method to medusa-1."
-        needed = [Package("peft", "train.method", fix)]
+        needed = [Package("peft", "train.method")]
         settings = config.train.backbone
         if settings.quantization_beside(config.target.quantization):
-            key = "train.backbone.quantization"
-            needed.append(Package("bitsandbytes", key, f"Install it, or set {key} to none."))
+            needed.append(Package("bitsandbytes", "train.backbone.quantization"))
         return needed
 
     def phases(self, train: TrainConfig) -> Phases:
@@ -171,7 +168,7 @@ METHODS: dict[str, Method] = {method.name: method for method in (HeadsOnly(), He
 
 
 def method_of(train: TrainConfig) -> Method:
-    """The training method that `train.method` names; raises ConfigError if there is none."""
+    """Return the training method that `train.method` names; raise ConfigError if unknown."""
     if train.method not in METHODS:
         raise ConfigError(
             f"There is no training method '{train.method}'.",

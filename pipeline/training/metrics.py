@@ -1,10 +1,10 @@
-"""Training metrics: metrics.jsonl, a line per step, and TensorBoard, Trackio, W&B.
+"""Training metrics: metrics.jsonl with one line per step, and TensorBoard, Trackio, W&B.
 
-A resume repeats no step, and goes on with the same run of each tracker; points that a killed
-process had not sent are lost there. A tracker that fails is dropped and training goes on. A library
-is imported only if `train.report_to` names it. TensorBoard's and Weights & Biases' files lie beside
-the heads, Trackio's where its dashboard looks for them. Weights & Biases is online or offline by
-its own settings.
+A resumed training logs no step twice and continues the same run in each tracker; points that a
+killed process had not sent are missing in the tracker. A tracker that fails is dropped and training
+continues. A library is imported only if `train.report_to` names it. The files of TensorBoard and
+Weights & Biases are beside the heads; Trackio's files are where its dashboard looks for them.
+Weights & Biases' own settings decide whether it is online.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ TRACKING_FILE = "tracking.json"  # the id of the trackers' runs, which a resume 
 KEY = "train.report_to"
 PROJECT = "medusa-distill"
 SECONDS_TO_START = 30  # the most that an unreachable server costs at the start
-SECONDS_TO_FINISH = 120  # the same at the end; heads are written after that
+SECONDS_TO_FINISH = 120  # the most at the end; heads are written afterwards
 log = logging.getLogger(__name__)
 
 
 class MetricsLog:
-    """Writer of metrics.jsonl and of trackers, on the first worker; a context.
+    """Context manager on the first training worker that writes metrics.jsonl and trackers.
 
     Args:
-        directory: Of the training.
-        step: The step that training resumes from. Lines of later steps are dropped, by a rename,
-            so that a worker that outlived its driver cannot append to the new file.
+        directory: The training directory.
+        step: The step that training resumes from. Lines of later steps are dropped. The file is
+            replaced by a rename, so that a worker that outlived its driver cannot append to it.
         report_to: Names of trackers.
         run_name, configuration: Shown by trackers.
     """
@@ -88,9 +88,9 @@ class MetricsLog:
                     tracker.log(step, dict(flatten_metrics(metrics)))
 
     def finish(self, result: Mapping[str, Any] | None = None) -> list[str]:
-        """Report the final figures, close all trackers, and return warnings of failed ones.
+        """Log the final figures, close all trackers, and return the warnings of failed trackers.
 
-        Without figures the training counts as interrupted.
+        Without final figures, the trackers show the training as interrupted.
         """
         for name, tracker in list(self._trackers.items()):
             with self._dropping(name):
@@ -113,7 +113,7 @@ class MetricsLog:
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """A training as trackers show it; `reported` is the last reported step, -1 if new."""
+    """A training run in the trackers; `reported` is the last logged step, or -1 if new."""
 
     id: str
     name: str
@@ -207,10 +207,10 @@ TRACKERS: dict[str, type[Tracker]] = {
 
 
 def require_trackers(names: Sequence[str]) -> None:
-    """Check that trackers are installed, and that Weights & Biases has a login or is offline.
+    """Check that the trackers are installed and that Weights & Biases is logged in or offline.
 
     Raises:
-        EnvironmentFault: One is not.
+        EnvironmentFault: A tracker is not installed, or Weights & Biases has no login.
     """
     for name in names:
         try:
@@ -230,7 +230,7 @@ def require_trackers(names: Sequence[str]) -> None:
 
 
 def flatten_metrics(figures: Any, name: str = "") -> Iterator[tuple[str, float]]:
-    """Yield flat names and numbers, `held_out/head_2/top1`; skip other values."""
+    """Flatten nested training metrics to names and numbers, such as `held_out/head_2/top1`."""
     if isinstance(figures, Mapping):
         for key, value in figures.items():
             yield from flatten_metrics(value, f"{name}/{key}" if name else key)
@@ -242,7 +242,7 @@ def flatten_metrics(figures: Any, name: str = "") -> Iterator[tuple[str, float]]
 
 
 def read_metrics(directory: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of metrics.jsonl, without one that a kill cut short."""
+    """Yield the lines of a training's metrics.jsonl; skip a line that a kill cut short."""
     path = directory / FILE
     if not path.is_file():
         return
@@ -252,9 +252,9 @@ def read_metrics(directory: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_curves(directory: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Read the report's training curves: lines of steps, and rows of evaluations.
+    """Read the training curves for the report from metrics.jsonl: steps, and evaluations.
 
-    Rows hold step, head_losses, head_top1 and, of Medusa-2, the `kl` to the original.
+    Each evaluation holds step, head_losses, head_top1 and, for Medusa-2, the `kl` to the original.
     """
     trained = []
     held_out = []

@@ -1,6 +1,6 @@
-"""AdamW with 32-bit or 8-bit moments, and the schedules of learning rate and heads' weight.
+"""AdamW with 32-bit or 8-bit moments, and schedules of the learning rate and the heads' weight.
 
-Schedules are functions of the step alone, so that a resumed run agrees.
+Schedules depend only on the step, so a resumed training uses the same values.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pipeline.errors import EnvironmentFault
 
 
 def trainable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that require gradients, by name."""
+    """Return the module's parameters that require gradients, by name."""
     named = module.named_parameters()
     return {name: parameter for name, parameter in named if parameter.requires_grad}
 
@@ -25,7 +25,7 @@ def trainable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 def make_optimizer(
     modules: Mapping[str, nn.Module], peak_lrs: Mapping[str, float], settings: TrainConfig
 ) -> torch.optim.Optimizer:
-    """Create AdamW over the trainable parameters; biases and norms do not decay.
+    """Create AdamW over the trainable parameters; biases and norms have no weight decay.
 
     Each group's `peak_lr` is the peak learning rate of its module.
 
@@ -56,9 +56,9 @@ def make_optimizer(
 def _adamw_8bit(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     """Create bitsandbytes' 8-bit AdamW, one matrix at a time.
 
-    Its CUDA kernels count elements in 32 bits: five lm_heads of a 128k vocabulary in one tensor
-    (2.6e9) would overflow. So each matrix of a stack is a parameter to it, a view that shares the
-    stack's memory.
+    The CUDA kernels count elements in 32 bits: five lm_heads of a 128k vocabulary in one tensor
+    (2.6e9 elements) would overflow. So the optimizer sees each matrix of a stack as a parameter of
+    its own, a view that shares the stack's memory.
     """
     try:
         from bitsandbytes.optim import AdamW8bit
@@ -85,7 +85,7 @@ def _adamw_8bit(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
                 parameter.grad = gradient
 
     def free_gradients(*_: Any) -> None:
-        optimizer.zero_grad()  # of the slices; those of the stacks are the trainer's
+        optimizer.zero_grad()  # of the slices; the trainer clears the stacks' gradients
 
     optimizer.register_step_pre_hook(pass_gradients)
     optimizer.register_step_post_hook(free_gradients)
@@ -93,22 +93,22 @@ def _adamw_8bit(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
 
 
 def _matrices(stack: Tensor) -> list[Tensor]:
-    """Views of a stack's matrices: [..., A, B] as many [A, B]; a single one as it is."""
+    """Split a parameter [..., A, B] into views of its matrices [A, B]."""
     if stack.dim() <= 2:
         return [stack]
     return list(stack.flatten(0, -3).unbind(0))
 
 
 def set_lr(optimizer: torch.optim.Optimizer, share: float) -> None:
-    """Set each group's learning rate to this share of its peak."""
+    """Set each parameter group's learning rate to `share` of its peak."""
     for group in optimizer.param_groups:
         group["lr"] = share * group["peak_lr"]
 
 
 def cosine_with_warmup(step: int, total_steps: int, warmup_steps: int) -> float:
-    """Learning rate factor: linear warmup, then half a cosine to 0 (paper, appendix B).
+    """Return the learning rate factor: linear warmup, then cosine decay to 0 (paper, appendix B).
 
-    The same multiplier as transformers' `get_cosine_schedule_with_warmup`.
+    Equals the multiplier of transformers' `get_cosine_schedule_with_warmup`.
     """
     if step < warmup_steps:
         return step / warmup_steps
@@ -119,10 +119,10 @@ def cosine_with_warmup(step: int, total_steps: int, warmup_steps: int) -> float:
 def heads_weight(
     step: int, total_steps: int, lambda_0: float, schedule: Literal["sine", "linear", "constant"]
 ) -> float:
-    """Weight of the heads' losses beside the backbone's (paper 2.2.2, 2.3.2, appendix B).
+    """Return lambda_0(t), the weight of the heads' losses (paper 2.2.2, 2.3.2, appendix B).
 
-    `sine`: lambda_0 · sin(pi/2 · t/T), a quarter wave, so that untrained heads do not disturb the
-    backbone; `linear`: lambda_0 · t/T; `constant`: lambda_0.
+    `sine` is lambda_0 · sin(pi/2 · t/T), which rises slowly enough that untrained heads do not
+    disturb the backbone; `linear` is lambda_0 · t/T; `constant` is lambda_0.
     """
     progress = step / total_steps
     if schedule == "sine":

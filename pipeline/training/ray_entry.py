@@ -1,9 +1,9 @@
 """Training on a Ray cluster: Ray Train starts the workers and restarts them when one dies.
 
-Resume is the trainer's: the workers report no checkpoint to Ray, so a restarted group (or a new
-driver) continues from the newest checkpoint in the stage directory. Ray's own files therefore have
-a new name in every call and are removed afterwards. Each worker computes on one device, however
-many GPUs it reserves.
+The trainer resumes by itself: the workers report no checkpoint to Ray, so a restarted worker group
+(or a new driver) continues from the newest checkpoint in the stage directory. Ray's own files
+therefore have a new name in every call and are removed afterwards. Each worker computes on one
+device, even if it reserves several GPUs.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ def train_on_ray(
 ) -> TrainResult:
     """Train on Ray workers and return the first worker's result.
 
-    Call it in a Ray task, through the executor: Ray Train's `fit` blocks and takes SIGINT for
-    itself, and in a thread of the driver it would not survive the shutdown of Ray, by which a
-    driver stops.
+    Call this function in a Ray task, through the executor: Ray Train's `fit` blocks and handles
+    SIGINT itself, and a driver stops by shutting down Ray, which `fit` in one of its threads would
+    not survive.
 
     Args:
-        max_failures: After fewer deaths of workers than this, the group restarts from the newest
-            checkpoint.
+        max_failures: The number of worker deaths at which training fails; after fewer deaths the
+            worker group restarts from the newest checkpoint.
         on_death: Called with `error="..."` for each death, in the process of Ray Train's
             controller; picklable.
         progress: Updated by the first worker.
 
     Raises:
-        MedusaDistillError: As a worker raised it.
+        MedusaDistillError: A worker raised this error.
         EnvironmentFault: Workers died too often.
     """
     # Absolute paths: Ray Train moves its workers to a directory of its own.
@@ -90,7 +90,7 @@ def train_on_ray(
     try:
         outcome: WorkerResult = trainer.fit().return_value
     except Exception as failure:
-        raise _readable(failure, spec) from failure
+        raise _training_error(failure, spec) from failure
     finally:
         shutil.rmtree(bookkeeping, ignore_errors=True)
     result, error = outcome
@@ -101,7 +101,7 @@ def train_on_ray(
 
 
 class DeathReporter(UserCallback):
-    """Ray Train callback that reports the deaths of training workers."""
+    """Ray Train callback that reports each death of a training worker."""
 
     def __init__(self, on_death: Callable[..., None]):
         self.on_death = on_death
@@ -112,10 +112,10 @@ class DeathReporter(UserCallback):
 
 
 def run_worker(config: dict[str, Any]) -> WorkerResult:
-    """Train as one Ray worker; Ray has formed the process group and chosen the GPU.
+    """Train as one Ray Train worker, in the process group and on the GPU that Ray has set up.
 
-    An error that a restart would only repeat is returned. If it may occur on this worker alone, it
-    is raised instead: the others wait for this worker, and Ray has to end them.
+    An error that a restart would repeat is returned. An error that may occur on this worker alone
+    is raised instead: the other workers wait for this worker, and Ray has to end them.
     """
     import torch
 
@@ -131,8 +131,8 @@ def run_worker(config: dict[str, Any]) -> WorkerResult:
     return result, error
 
 
-def _readable(error: Exception, spec: TrainSpec) -> MedusaDistillError:
-    """The user's error that a training worker raised, else one with Ray's message."""
+def _training_error(error: Exception, spec: TrainSpec) -> MedusaDistillError:
+    """Return the project's error that a training worker raised, or else one with Ray's message."""
     failures = list(getattr(error, "worker_failures", {}).values())
     for failure in failures:
         if isinstance(failure, MedusaDistillError):

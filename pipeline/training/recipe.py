@@ -1,22 +1,22 @@
-"""The recipe of a training: epochs, learning rate, batch and warmup; resolves `auto`.
+"""Training recipe: resolves `auto` for epochs, learning rate, batch size and warmup.
 
 The rule, with its evidence in docs/recipes-and-methods.md and `python -m benchmarks.run recipe`:
 
-- Epochs are the paper's two from 4 million positions on (MANY_STEPS / 2 of its batches), else as
-  many as make MANY_STEPS such batches, at most MAX_EPOCHS.
-- A batch is the power of two that comes nearest to MANY_STEPS steps, at most the paper's 16,384
-  positions (of Medusa-2 its 128 sequences) and at least MIN_BATCH: smaller ones cost time and gain
-  nothing.
-- The learning rate is the paper's 1e-3 at its width, D = 4,096, times the square root of how much
-  narrower the target is, times the kind's `Heads.lr_scale`.
-- Warmup is a tenth of the steps, at most the paper's 40.
+- Epochs: the paper's 2 from 4 million positions on (MANY_STEPS / 2 of the paper's batches). With
+  fewer positions, as many epochs as give MANY_STEPS such batches, at most MAX_EPOCHS.
+- Batch size: the power of two that gives a number of steps nearest to MANY_STEPS, at most the
+  paper's 16,384 positions (for Medusa-2, 128 sequences) and at least MIN_BATCH, since smaller
+  batches take more time without better heads.
+- Learning rate: the paper's 1e-3 at D = 4,096, times sqrt(4,096 / D), times the kind's
+  `Heads.lr_scale`.
+- Warmup: a tenth of the steps, at most the paper's 40.
 
-Explicit settings are kept, and the others fit them. The rule is a function of counts alone, so that
-every worker and every resume agree. Raise `VERSION` when the rule changes: it is part of every
-training's fingerprint. Importing this module does not import torch.
+Explicit settings are kept, and the other values are computed from them. The rule depends only on
+counts, so that every worker and every resume agree. Raise `VERSION` when the rule changes: it is
+part of every training's fingerprint. Importing this module does not import torch.
 
-Source: the paper's settings are those of appendix B, for 100,000 conversations and targets of 7B
-    and more.
+Source: the paper's settings are in its appendix B, for 100,000 conversations and targets of 7B and
+    more.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ PAPER_WARMUP = 40
 PAPER_WIDTH = 4096
 MIN_BATCH = 128
 MAX_EPOCHS = 4
-MANY_STEPS = 500  # the paper's own 9,800 and less
-FEW_STEPS = 40  # heads of fewer guess hardly better than untrained ones
-EVALUATIONS = 10  # of a training
-EVALUATION_SHARE = 0.2  # of positions, evaluated over trained; evaluating costs a third as much
+MANY_STEPS = 500  # the paper has 9,800 or fewer
+FEW_STEPS = 40  # with fewer steps, heads guess hardly better than untrained heads
+EVALUATIONS = 10  # per training
+EVALUATION_SHARE = 0.2  # positions evaluated over trained; an evaluated one takes a third as long
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Epochs, learning rate, warmup and batch of one training, with `auto` resolved."""
+    """Epochs, learning rate, warmup and batch size of one training, with `auto` resolved."""
 
     epochs: int
     lr: float  # peak, of the heads
@@ -59,7 +59,7 @@ class Recipe:
         return self.steps_per_epoch * self.epochs
 
     def describe(self) -> str:
-        """Describe the recipe in words: `4 epochs of 146 steps, …`."""
+        """Describe the training recipe in words: `4 epochs of 146 steps, …`."""
         unit = "epoch" if self.epochs == 1 else "epochs"
         return (
             f"{self.epochs:,} {unit} of {self.steps_per_epoch:,} steps, {self.batch_tokens:,}"
@@ -67,12 +67,13 @@ class Recipe:
         )
 
     def evaluates_after(self, step: int, held_out_share: float) -> bool:
-        """Whether an evaluation follows this step: at each epoch's end and at equal parts of one.
+        """Return whether a held-out evaluation follows this training step.
 
-        There are EVALUATIONS in the whole training, or fewer if that costs too much.
+        Evaluations are at each epoch's end and at equal intervals within. The whole training has
+        about EVALUATIONS of them, or fewer if they would take too much time.
 
         Args:
-            held_out_share: The positions of one evaluation over those of an epoch.
+            held_out_share: The number of positions of one evaluation over that of an epoch.
         """
         parts = 1
         if held_out_share:
@@ -90,11 +91,11 @@ def make_recipe(
     lr_scale: float = 1.0,
     sequences: int | None = None,
 ) -> Recipe:
-    """Resolve `auto` for a number of training positions and the target's hidden size.
+    """Resolve `auto` in the training settings, given the number of positions and the hidden size.
 
     Args:
         lr_scale: See `Heads.lr_scale`.
-        sequences: The number of packed sequences of heads and backbone; None for heads alone.
+        sequences: The number of packed sequences for Medusa-2; None for heads alone.
     """
     items = positions
     given_batch = train.batch_tokens
@@ -129,7 +130,7 @@ def make_recipe(
 
 
 def too_few_steps(recipes: Sequence[Recipe]) -> str | None:
-    """Warn, with advice, if a training phase has too few steps for useful heads; else None."""
+    """Return a warning if a training phase has too few steps for useful heads, otherwise None."""
     fewest = min(recipe.total_steps for recipe in recipes)
     if fewest >= FEW_STEPS:
         return None

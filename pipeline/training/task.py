@@ -1,4 +1,4 @@
-"""One training: specification, result, workers, and the `Learner` interface of methods.
+"""Specification, result and workers of a training, and the `Learner` interface of its phases.
 
 Letters: C components of the loss.
 """
@@ -32,7 +32,7 @@ from pipeline.training.recipe import Recipe, make_recipe
 
 @dataclass(frozen=True)
 class TrainSpec:
-    """The input of one training; picklable. It holds classes, so workers need no registry."""
+    """Specification of one training, sent to its workers; picklable."""
 
     shards: tuple[str, ...]  # of the features stage, in order; empty if the cache is not read
     fingerprint: str  # of the features stage
@@ -76,14 +76,14 @@ class TrainSpec:
         return shape.drafting(self.settings.draft_vocab)
 
     def of_phase(self, name: str) -> TrainSpec:
-        """The specification of one phase, in its own directory; the last phase has no name."""
+        """Return the specification of one training phase; the last phase's name is empty."""
         run_name = f"{self.run_name}-{name}" if name else self.run_name
         return replace(self, directory=str(self.path / name), run_name=run_name)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainResult:
-    """The result of one training; held-out figures are those of the best state."""
+    """The result of one training; held-out figures belong to the best state."""
 
     steps: int
     tokens: int  # positions, over all workers and epochs
@@ -101,7 +101,7 @@ class TrainResult:
     earlier: dict[str, TrainResult] = field(default_factory=dict)  # of earlier phases, by name
 
     def to_json(self) -> dict[str, Any]:
-        """The training result as plain data, earlier phases beside the last one's fields."""
+        """Return the training result as plain data, with earlier phases beside its fields."""
         data = to_json(self)
         del data["earlier"]
         if not self.warnings:
@@ -131,12 +131,12 @@ class Workers:
             dist.barrier()
 
     def sum_in_place(self, tensor: Tensor) -> None:
-        """Replace a tensor by its sum over all workers, bitwise equal on each."""
+        """Replace a tensor by its sum over all training workers, bitwise equal on each."""
         if self.world_size > 1:
             dist.all_reduce(tensor)
 
     def from_first(self, number: int, device: torch.device) -> int:
-        """Broadcast the first worker's number to every worker."""
+        """Broadcast the first training worker's number to every worker."""
         sent = torch.tensor(number, device=device)
         if self.world_size > 1:
             dist.broadcast(sent, src=0)
@@ -144,18 +144,18 @@ class Workers:
 
 
 class Learner(ABC):
-    """One phase of training: modules, batches, losses, evaluation and output.
+    """Interface of one training phase: modules, batches, losses, evaluation and output.
 
     A subclass's `__init__` reads the training data and sets the attributes below. Torch's generator
-    is seeded before the call, equally on every worker.
+    is seeded beforehand, equally on every worker.
 
     Args:
         spec: The phase's specification.
-        device: Where to compute.
-        heads_from: A file of heads to start from, written by the phase before.
+        device: The device to compute on.
+        heads_from: A file of heads to start from, written by the previous phase.
 
     Raises:
-        DataError: The training data is damaged, of another run, or empty.
+        DataError: The training data is damaged, belongs to another run, or is empty.
     """
 
     tunes_backbone: ClassVar[bool] = False
@@ -181,15 +181,16 @@ class Learner(ABC):
     @classmethod
     @abstractmethod
     def recipe_of(cls, spec: TrainSpec) -> Recipe:
-        """The phase's recipe; reads the training data, and raises DataError if it is bad."""
+        """Read the training data and return the phase's recipe; raise DataError for bad data."""
 
     @classmethod
     def expected_recipe(
         cls, settings: TrainConfig, positions: int, hidden_size: int, lr_scale: float
     ) -> Recipe:
-        """Estimate the recipe for a number of target-written positions, before data exists.
+        """Estimate the training recipe from a number of target-written positions, without data.
 
-        As if packed sequences held only such positions: there are a few more steps in truth.
+        The estimate assumes packed sequences of target-written positions only. The real recipe has
+        a few more steps.
         """
         sequences = None
         if cls.tunes_backbone:
@@ -206,7 +207,7 @@ class Learner(ABC):
 
     @abstractmethod
     def loss_weights(self, step: int) -> Tensor:
-        """The weight of each loss component in this step, [C]."""
+        """Return the weight of each loss component in this training step, [C]."""
 
     @abstractmethod
     def summed_losses(self, batch: Any, weights_C: Tensor) -> Tensor:
@@ -216,21 +217,21 @@ class Learner(ABC):
         """
 
     def lr_share(self, step: int) -> float:
-        """The factor on all peak learning rates: linear warmup, then half a cosine."""
+        """Return the factor on all peak learning rates: linear warmup, then cosine decay."""
         total = self.recipe.total_steps
         warmup_steps = min(self.recipe.warmup_steps, total // 2)  # the peak is always reached
         return cosine_with_warmup(step, total, warmup_steps)
 
     @abstractmethod
     def metrics(self, step: int, means: list[float]) -> dict[str, Any]:
-        """A step's entries in metrics.jsonl, given the mean of each loss component."""
+        """Return a step's entries in metrics.jsonl, given the mean of each loss component."""
 
     @abstractmethod
     def evaluate(self) -> Evaluation:
         """Evaluate the trained modules on held-out text, all workers together."""
 
     def write(self) -> None:  # noqa: B027  (most write nothing)
-        """Write outputs other than the heads; called on the first worker."""
+        """Write the training's outputs other than the heads; called on the first worker."""
 
     def autocast(self) -> torch.autocast:
         dtype = product_dtype(self.spec, self.device)
@@ -242,7 +243,7 @@ Phases = tuple[tuple[str, type[Learner]], ...]
 
 
 def choose_device(spec: TrainSpec) -> torch.device:
-    """The device that this training worker computes on.
+    """Return the device that this training worker computes on.
 
     Raises:
         EnvironmentFault: A GPU is required and none is visible.
@@ -275,7 +276,7 @@ def gpu_errors(spec: TrainSpec, saves_memory: Sequence[str]) -> Iterator[None]:
 
 
 def product_dtype(spec: TrainSpec, device: torch.device) -> torch.dtype:
-    """The dtype of matrix products in training; weights, sums and softmax are fp32."""
+    """Return the dtype of matrix products in training; weights, sums and softmax are fp32."""
     precision = spec.settings.precision
     if precision == "bf16" or (precision == "auto" and device.type == "cuda"):
         return torch.bfloat16

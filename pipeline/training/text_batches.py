@@ -1,10 +1,10 @@
 """Training batches of generated conversations, packed into sequences, for Medusa-2.
 
-Conversations in one sequence do not see each other: positions start from 0 in each, from which
-transformers finds and masks the others. A conversation is cut after the last state that learns
-something; what exceeds `sequence_length` is left out. Sequences are packed once, as
-densely as the longest-first rule can. Every epoch shuffles them, so all epochs have equally many
-steps and any (epoch, step) is reached by arithmetic.
+Conversations in one sequence do not attend to each other: position ids restart from 0 in each
+conversation, and transformers builds the block-diagonal mask from them. A conversation is cut
+after its last learned position, and at `sequence_length`. Sequences are packed once, by
+best-fit decreasing. Every epoch shuffles the same sequences, so all epochs have equally many steps,
+and the sequences of any (epoch, step) are computed directly.
 
 Letters: B sequences, T tokens of the longest, N learned positions of all of them, K heads.
 """
@@ -29,7 +29,7 @@ from pipeline.training.task import Workers
 
 @dataclass(frozen=True)
 class Text:
-    """A conversation: tokens, the target's spans in learned roles, and the tokens read."""
+    """A conversation to train on: token ids, spans in learned roles, number of tokens read."""
 
     ids: npt.NDArray[np.int32]
     spans: tuple[Span, ...]
@@ -37,7 +37,7 @@ class Text:
 
     @property
     def num_learned(self) -> int:
-        """The number of target-written tokens that training learns from."""
+        """The number of target-written tokens in the conversation that training learns from."""
         return int(np.count_nonzero(feature_positions(self.spans) < self.num_read))
 
 
@@ -52,11 +52,11 @@ def read_texts(
     roles: Collection[Role],
     sequence_length: int,
 ) -> dict[str, list[Text]]:
-    """Read each split's conversations with target-written text within `sequence_length`.
+    """Read the generated conversations with target-written text in `sequence_length`, by split.
 
     Raises:
         DamagedShard: A shard cannot be read.
-        DataError: A shard is of another run, or a token is outside the target's vocabulary.
+        DataError: A shard belongs to another run, or a token is outside the target's vocabulary.
     """
     texts: dict[str, list[Text]] = {}
     for row in read_token_rows(shards, fingerprint, vocab_size):
@@ -70,9 +70,10 @@ def read_texts(
 
 
 def pack_sequences(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Pack conversations into sequences of at most `capacity` tokens.
+    """Pack conversations into training sequences of at most `capacity` tokens.
 
-    Returns indices into `lengths` by sequence: longest first, each where it fits tightest.
+    Return, for each sequence, the indices of its conversations in `lengths`. The longest
+    conversation comes first; each goes into the sequence with the least free space that holds it.
     """
     groups: list[list[int]] = []
     free: list[tuple[int, int]] = []  # (tokens that still fit, group), sorted
@@ -103,21 +104,21 @@ class TextPlan:
     def sequences(
         self, epoch: int, step: int, workers: Workers = ALONE
     ) -> list[tuple[int, list[int]]]:
-        """One worker's share of a step, maybe empty: sequence numbers and their conversations."""
+        """Return one worker's sequences of a training step, as (number, conversations) pairs."""
         order = np.random.default_rng([self._seed, epoch]).permutation(len(self.groups))
         start, stop = split_range(0, len(order), step, self.steps_per_epoch)
         first, last = split_range(start, stop, workers.rank, workers.world_size)
         return [(place - start, self.groups[order[place]]) for place in range(first, last)]
 
     def largest_share(self, step: int, world_size: int) -> int:
-        """The number of a step's sequences on the worker that has the most."""
+        """Return the largest number of sequences that any worker has in a training step."""
         first, last = split_range(0, len(self.groups), step, self.steps_per_epoch)
         return -(-(last - first) // world_size)
 
 
 @dataclass(frozen=True)
 class TextBatch:
-    """Packed sequences [B, T], with labels at the learned positions of the flattened [B·T]."""
+    """Batch of packed sequences [B, T] with labels at learned positions of the flattened [B·T]."""
 
     ids_BT: Tensor
     positions_BT: Tensor
@@ -133,9 +134,9 @@ class TextBatch:
 
 
 def assemble_texts(sequences: Sequence[Sequence[Text]], num_heads: int) -> TextBatch:
-    """Assemble one batch of packed sequences; each padding token is its own conversation.
+    """Assemble a training batch of packed sequences; each padding token is its own conversation.
 
-    Without sequences it is one token that nothing is learned from.
+    Without sequences the batch is one token without a label.
     """
     sequences = sequences or [[NOTHING]]
     longest = max(sum(text.num_read for text in texts) for texts in sequences)

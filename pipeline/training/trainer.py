@@ -1,13 +1,13 @@
 """The training loop: steps, evaluation, checkpoints and resume, the same for every learner.
 
-The trainer divides each component of the loss by its labels over all micro-batches of all workers,
-so that the curve depends neither on micro-batches nor on the number of workers, beyond rounding.
-Weights are fp32; products may be bf16. A run that was interrupted continues from its newest
-undamaged checkpoint at the next step; on a CPU it ends with the same weights, bit for bit. The
-state with the lowest held-out loss is written; training ends early once that loss stops falling.
+The trainer divides each loss component by its number of labels over all micro-batches of all
+workers. So, up to rounding, losses depend neither on the micro-batch size nor on the number of
+workers. Weights are fp32; matrix products may be bf16. An interrupted training continues after its
+newest undamaged checkpoint; on a CPU it ends with the same weights, bit for bit. The state with
+the lowest held-out loss is written; training ends early once that loss stops falling.
 
-A training has one or more phases. Each resumes on its own, in a directory of its own, and starts
-from the heads of the phase before.
+A training has one or more phases. Each phase has its own directory and checkpoints, and starts from
+the heads of the previous phase.
 
 Letters: C components of the loss.
 """
@@ -55,7 +55,7 @@ LAST_STEPS = 50  # `final_loss` is their mean
 def train(
     spec: TrainSpec, workers: Workers | None = None, progress: ProgressReporter | None = None
 ) -> TrainResult:
-    """Train all phases and return the result; a finished training is only read.
+    """Train all phases and return the result; read the result of a finished phase from disk.
 
     Writes `heads.safetensors`, `summary.jsonl`, `metrics.jsonl`, `checkpoints/`, trackers' files
     and the learner's outputs.
@@ -63,8 +63,8 @@ def train(
     Raises:
         CheckFailed: The loss or its gradient is no longer finite.
         ConfigError: The target cannot be trained on; see the learners.
-        DataError: Training data is damaged, of another run, or empty, or the directory holds heads
-            of another shape.
+        DataError: Training data is damaged, belongs to another run, or is empty, or the directory
+            holds heads of another shape.
         EnvironmentFault: A GPU or bitsandbytes is missing, memory is too small, or the disk is
             full.
     """
@@ -105,13 +105,13 @@ def _train_phase(
 
 
 def recipes_of(spec: TrainSpec) -> list[Recipe]:
-    """The recipe of each training phase; reads the data, and raises DataError if it is bad."""
+    """Read the training data and return each phase's recipe; raise DataError for bad data."""
     return [learner.recipe_of(spec.of_phase(name)) for name, learner in spec.phases]
 
 
 @dataclass
 class TrainState:
-    """The progress of a training, saved in every checkpoint."""
+    """Progress of a training, saved in every checkpoint."""
 
     step: int = 0
     tokens: int = 0  # positions learned from, over all workers
@@ -165,7 +165,7 @@ class TrainState:
 
 @dataclass(frozen=True)
 class StepResult:
-    """One optimizer step over all workers, with its entries in metrics.jsonl."""
+    """Result of one optimizer step over all workers, with its entries in metrics.jsonl."""
 
     loss: float
     positions: int  # learned from
@@ -173,7 +173,7 @@ class StepResult:
 
 
 class Trainer:
-    """The training of one phase: a learner, its optimizer, and one step after another."""
+    """Training loop of one phase, with its learner and optimizer."""
 
     def __init__(self, learner: Learner):
         self.learner = learner
@@ -186,7 +186,7 @@ class Trainer:
         self.best: dict[str, Tensor] = {}
 
     def step(self, step: int, batches: Sequence[Any]) -> StepResult:
-        """Take one optimizer step, of which this worker computes a share.
+        """Take one optimizer step together with the other workers, on this worker's micro-batches.
 
         Raises:
             CheckFailed: The loss or its gradient is not finite.
@@ -209,7 +209,7 @@ class Trainer:
 
         learner.workers.sum_in_place(sums_C)
         for parameter in self.parameters:
-            if parameter.grad is None:  # without a backward on this worker
+            if parameter.grad is None:  # this worker had no backward
                 parameter.grad = torch.zeros_like(parameter)
             learner.workers.sum_in_place(parameter.grad)
         norm = nn.utils.clip_grad_norm_(self.parameters, self.settings.max_grad_norm)
@@ -233,7 +233,7 @@ class Trainer:
         return StepResult(loss, int(num_positions), metrics)
 
     def run(self, progress: ProgressReporter, phase: str = "") -> TrainResult:
-        """Train to the last step or early stopping, write the best state, return the result."""
+        """Train to the last step or early stopping, write the best heads, return the result."""
         learner = self.learner
         spec = learner.spec
         recipe = learner.recipe
@@ -273,7 +273,7 @@ class Trainer:
         return result
 
     def open_log(self, step: int) -> MetricsLog | None:
-        """Open metrics.jsonl after `step` on the first worker; None on the others."""
+        """Open metrics.jsonl after `step` on the first worker; return None on other workers."""
         spec = self.learner.spec
         if not self.learner.workers.is_first:
             return None
@@ -286,14 +286,14 @@ class Trainer:
         )
 
     def write_best(self, result: TrainResult) -> None:
-        """Write the best adapter and, last, the best heads with the result."""
+        """Write the best adapter and then the best heads with the training result."""
         if self.best:
             self.modules.load_state_dict(self.best, strict=False)  # frozen weights stay
         self.learner.write()
         write_heads(self.learner.spec.heads_path, self.learner.heads, result.to_json())
 
     def evaluate(self, state: TrainState) -> Evaluation:
-        """Evaluate on held-out text; copy the weights if they are the best so far."""
+        """Evaluate on held-out text; copy the weights if this state is the best so far."""
         evaluation = self.learner.evaluate()
         is_best = state.record(evaluation, evaluation.loss(self.settings.decay))
         if is_best and self.learner.workers.is_first:
@@ -302,7 +302,7 @@ class Trainer:
         return evaluation
 
     def save(self, checkpoints: Checkpoints, state: TrainState) -> None:
-        """Save everything that a resume needs as a checkpoint."""
+        """Save weights, optimizer state and progress as a checkpoint."""
         moments, numbers = optimizer_state(self.optimizer)
         tensors = {f"optimizer/{name}": tensor for name, tensor in moments.items()}
         for name, weight in self.trained.items():
@@ -313,7 +313,7 @@ class Trainer:
         checkpoints.save(state.step, Checkpoint(tensors, state_json))
 
     def resume(self, checkpoints: Checkpoints) -> TrainState:
-        """Restore the newest undamaged checkpoint on every worker, or start anew."""
+        """Restore the newest undamaged checkpoint on every worker, or start a new training."""
         learner = self.learner
         saved = checkpoints.read_newest(learner.workers, learner.device)
         if saved is None:

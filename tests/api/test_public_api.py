@@ -66,7 +66,7 @@ def test_a_run_that_has_not_come_so_far_says_so(tmp_path, copied_run):
     (copied_run.path / "latest" / "export").unlink()
     with pytest.raises(DataError, match="no finished export stage"):
         _ = open_run(copied_run.path).export
-    with pytest.raises(ConfigError, match="There is no such directory"):
+    with pytest.raises(ConfigError, match="absent"):
         open_run(tmp_path / "absent")
 
 

@@ -14,7 +14,12 @@ from hypothesis import strategies as st
 
 from pipeline.artifacts import feature_writer
 from pipeline.artifacts.feature_rows import FEATURES, StateFormat
-from pipeline.artifacts.feature_writer import MAX_WAITING_GROUPS, FeatureWriter, row_groups
+from pipeline.artifacts.feature_writer import (
+    MAX_WAITING_GROUPS,
+    FeatureWriter,
+    WaitingMemory,
+    row_groups,
+)
 from pipeline.artifacts.generated_rows import TokenRow
 from pipeline.conversations.spans import Span, feature_positions
 from pipeline.errors import EnvironmentFault
@@ -50,11 +55,11 @@ def shard(path, rows, order, max_waiting=MAX_WAITING_GROUPS):
         ShardWriter(
             path, path.with_suffix(".q"), FEATURES, index=0, fingerprint="f", codec="none"
         ) as writer,
-        FeatureWriter(writer, rows, STATES, max_waiting) as features,
+        FeatureWriter(writer, rows, STATES, WaitingMemory(max_waiting)) as features,
     ):
         for number in order:
             features.put(number, states_of(number, rows[number]))
-        return features.commit("features", [row.id for row in rows])
+        return features.commit("features", [row.id for row in rows]).result()
 
 
 @settings(max_examples=25, deadline=None)

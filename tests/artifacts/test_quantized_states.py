@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pipeline.artifacts import quantized_states
 from pipeline.artifacts.feature_rows import FeatureRows, StateFormat
-from pipeline.artifacts.feature_writer import FeatureWriter
+from pipeline.artifacts.feature_writer import FeatureWriter, WaitingMemory
 from pipeline.artifacts.generated_rows import TokenRow
 from pipeline.artifacts.quantized_states import STORED_DTYPES, dequantize, quantize
 from pipeline.conversations.spans import Span
@@ -75,11 +75,11 @@ def test_an_8_bit_shard_is_read_in_the_target_dtype(tmp_path, precision):
             footer=states.footer,
             codec="none",
         ) as writer,
-        FeatureWriter(writer, rows, states) as features,
+        FeatureWriter(writer, rows, states, WaitingMemory()) as features,
     ):
         for index in (2, 0, 1):
             features.put(index, hidden[index])
-        receipt = features.commit("features", "abc")
+        receipt = features.commit("features", "abc").result()
     assert (receipt.num_rows, receipt.num_quarantined) == (2, 1)
     with open_shard(path) as shard:
         assert StateFormat.of(shard.schema_arrow.metadata) == states

@@ -56,6 +56,7 @@ def test_help_imports_no_torch():
         ("run", "--what"),
         ("status", "--deep", "x"),
         ("keys", "trian"),
+        ("archive", "runs/my-7b", "s3://my-bucket"),
     ],
 )
 def test_a_wrong_command_line_is_exit_code_2(command, words):

@@ -93,6 +93,7 @@ def test_paths_in_an_override_are_relative_to_the_working_directory(file, tmp_pa
         ("seeds.sources=[]", "'seeds.sources'"),
         *((f"check.prompts={value}", "'check.prompts'") for value in ("0", "-3", "1.5", "true")),
         ("train.lr=.inf", "'train.lr'"),
+        ("train.shard_heads=true", "'train.shard_heads' is gone"),
         ("generate.engine_args={hf_token: not-to-be-shown}", "hf_token would be written"),
         ("generate.engine_args={x: ['http://me:word@host']}", "generate.engine_args.x holds"),
         ("check.assistant_model=not-to-be-shown", "'check': "),

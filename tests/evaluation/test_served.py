@@ -31,7 +31,7 @@ from pipeline.evaluation.served import (
     load_study,
     with_expectations,
 )
-from pipeline.evaluation.speed import speed
+from pipeline.evaluation.speed import check_speed
 from pipeline.export.layout import ExportLayout
 from pipeline.heads.shapes import MedusaShape
 from pipeline.targets.spec import TargetSpec
@@ -80,7 +80,7 @@ def test_equal_steps_give_vllm_the_native_rate(check):
     asked += [Prompt("a", [7]), Prompt("b", [8])]
     found = check([[1]] * 4, [[1]] * 4, asked, accepted=accepted).vllm
     decoded = [Decoded([0] * (1 + sum(kept)), "length", kept, 0.1, 1.0) for kept in accepted]
-    natively = speed(asked, [{"plain": decoded, "accelerated": decoded}])
+    natively = check_speed(asked, [{"plain": decoded, "accelerated": decoded}])
     assert found.acceleration_rate == natively.acceleration_rate == 18 / 9
     assert found.standard_error == natively.standard_error
     assert found.standard_error == error_of([13 / 5, 18 / 9, 18 / 9, 5 / 4])

@@ -17,7 +17,7 @@ from pipeline.evaluation.speed import (
     baseline,
     baseline_figures,
     by_category,
-    speed,
+    check_speed,
     steps_by_accepted_length,
     take_turns,
 )
@@ -43,7 +43,7 @@ def test_rates_are_pooled_over_sequences_and_seconds_are_medians():
     passes = [{"plain": PLAIN, "accelerated": side} for side in (MEDUSA, SLOW, MEDUSA)]
     # Two answers, bootstrapped: 8/3, 4/2 or both, in 1, 1 and 2 of 4 draws, widened by sqrt(2).
     draws = [8 / 3, 12 / 5, 12 / 5, 2.0]
-    assert speed(PROMPTS, passes) == Speed(
+    assert check_speed(PROMPTS, passes) == Speed(
         acceleration_rate=pytest.approx(12 / 5),
         standard_error=pytest.approx(math.sqrt(2) * statistics.pstdev(draws), rel=0.1),
         overhead=pytest.approx(0.2 / 0.1),

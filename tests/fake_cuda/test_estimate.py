@@ -12,7 +12,7 @@ from transformers import LlamaConfig
 
 from pipeline.heads.kinds import head_kind
 from pipeline.heads.losses import TargetHead
-from pipeline.run.estimate import TOLERANCE, memory_of_stages, planned, target_sizes
+from pipeline.run.estimate import TOLERANCE, memory_of_stages, on_planned_gpus, target_sizes
 from pipeline.training.feature_batches import BATCHES_AHEAD, Batch
 from pipeline.training.heads_only import HeadsLearner
 from pipeline.training.recipe import make_recipe
@@ -88,6 +88,6 @@ def test_a_step_of_heads_takes_about_the_estimate(
     with Ledger(held) as ledger:
         trainer.step(2, [batch])
     peak = ledger.peak["cuda:0"] + BATCHES_AHEAD * sum(each.nbytes for each in batch.tensors())
-    run = planned(resolved(config))
+    run = on_planned_gpus(resolved(config))
     stages = {memory.stage: memory for memory in memory_of_stages(run, target_sizes(run))}
     assert stages["train"].total == pytest.approx(peak, rel=TOLERANCE)

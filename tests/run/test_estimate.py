@@ -17,7 +17,7 @@ from pipeline.run.estimate import (
     TargetSizes,
     check_memory,
     memory_of_stages,
-    planned,
+    on_planned_gpus,
     target_sizes,
 )
 from pipeline.run.resolved import ResolvedRun
@@ -58,7 +58,7 @@ def plan_of(make_config, tmp_path):
         directory.mkdir(exist_ok=True)
         (directory / "config.json").write_text(json.dumps(content))
         usual = {"target__model": str(directory), "placement__gpu_memory_gb": 80, **MEDUSA}
-        return planned(resolved(make_config(tmp_path, **usual | changes)))
+        return on_planned_gpus(resolved(make_config(tmp_path, **usual | changes)))
 
     return make
 

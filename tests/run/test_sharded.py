@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import json
-import re
 from collections import Counter
 from pathlib import Path
 
@@ -14,7 +12,6 @@ from rich.console import Console
 from pipeline.artifacts.seed_rows import SEEDS
 from pipeline.conversations.conversation import Reason, RejectedRow
 from pipeline.errors import DataError, EnvironmentFault, MedusaDistillError
-from pipeline.execution import progress
 from pipeline.execution.placement import Placement
 from pipeline.execution.progress import ShardProgress
 from pipeline.run.sharded import run_sharded
@@ -36,10 +33,9 @@ class Copier:
         reason=Reason.EMPTY,
         failures: dict[int, int] | None = None,
         error=None,
-        watch=lambda: None,
     ):
         self.refuse, self.reason, self.failures = refuse, reason, failures or {}
-        self.progress, self.watch = progress, watch
+        self.progress = progress
         self.error = error or ZeroDivisionError("by\nzero")
 
     def __call__(self, task: ShardTask):
@@ -47,7 +43,6 @@ class Copier:
         self.progress.begin(task)
         for _ in range(ROWS):
             self.progress.add(task, 1, 2)
-            self.watch()
         if CALLS[task.index] <= self.failures.get(task.index, 0):
             raise self.error
         rows = list(read_rows(task.source))
@@ -74,20 +69,18 @@ def upstream(tmp_path) -> StageDirectory:
 
 
 @pytest.fixture
-def go(tmp_path, upstream, make_config, monkeypatch):
-    """Run the stage; `go.said` has a line for every report."""
-    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
+def go(tmp_path, upstream, make_config):
+    """Run the stage."""
     CALLS.clear()
     stage = StageDirectory(tmp_path / "run", "copy", "b" * 64)
     stage.create({})
 
     def run(limits: dict | None = None, split: str | None = None, **arguments):
         changes = {f"limits__{key}": value for key, value in (limits or {}).items()}
-        run.said = io.StringIO()
-        console = Console(file=run.said, width=200)
+        console = Console(quiet=True)
         context, place = context_of(make_config(tmp_path, **changes), console=console), (1, 1, 0)
         worker = (Copier, arguments, Placement(*place))
-        return run_sharded(context, stage, upstream, *worker, unit="tokens", split=split)
+        return run_sharded(context, stage, upstream, *worker, split=split)
 
     run.stage = stage
     return run
@@ -98,32 +91,6 @@ def test_totals_are_sums_and_rates_per_busy_second(go):
     counts = {"rows": 27, "quarantined": 3, "reasons": {"empty": 3}, "tokens": 21.0}
     assert totals == {**counts, "tokens_per_second": 14.0}
     assert go() == totals and CALLS == {0: 1, 1: 1, 2: 1}, "a second call does nothing"
-
-
-class Clock:
-    now = 0.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def tick(self) -> None:
-        self.now += 1
-
-
-def test_progress_counts_conversations_and_takes_back_a_failed_attempt(go, monkeypatch):
-    monkeypatch.setattr("pipeline.run.sharded.time", clock := Clock())
-    go(failures={1: 1}, watch=clock.tick)
-    done, notes = [], {}
-    for line in go.said.getvalue().splitlines():
-        number, note = re.fullmatch(r"copy: (\d+) of 30 conversations, (.*)", line).groups()
-        done.append(int(number))
-        notes[int(number)] = note
-    up, down = done[: done.index(20) + 1], done[done.index(20) + 1 :]
-    assert up == sorted(up) and set(range(21)) <= set(up), "of shards 0 and 1, as each is done"
-    assert down[0] == 10 and max(down) == down[-1] == 30, "shard 1 failed: its own are to do again"
-    assert notes[25].endswith("2 of 3 shards, 1 tokens/s")  # 24 tokens by two of 7 and 5 times 2
-    assert notes[30].endswith("3 of 3 shards, 1 tokens/s"), "21 tokens, as in the receipts"
-    assert not list(go.stage.path.rglob("*.tmp"))
 
 
 def test_a_shard_that_fails_too_often_ends_the_stage(go, tmp_path):

@@ -15,7 +15,6 @@ from pipeline.artifacts.json_form import from_json
 from pipeline.artifacts.tree_file import CalibrateResult, read_calibration
 from pipeline.errors import ConfigError, DataError
 from pipeline.flow import run_flow
-from pipeline.stages import calibrate
 from pipeline.storage.shards import read_rows
 from tests.flows.tiny import stages_run
 
@@ -271,17 +270,3 @@ def test_a_file_without_usable_rows_is_named(copied_run, run_again, tmp_path, te
     assert caught.value.exit_code == 3 and "\n" not in str(caught.value)
     with pytest.raises(ConfigError, match=r"calibrate\.data"):
         run_again(calibrate__data=str(tmp_path / "absent.jsonl"))
-
-
-@pytest.mark.parametrize("recipe", ["joint", "two-stage"])
-def test_heads_of_a_tuned_backbone_are_measured_on_its_states(make_config, tmp_path, recipe):
-    method = {"train__method": "medusa-2", "train__backbone__recipe": recipe}
-    read = calibrate.upstream(make_config(tmp_path, **method))
-    assert "tuned-features" in read and "features" not in read
-
-
-def test_answers_too_short_for_the_last_head_are_named(run_again, monkeypatch):
-    """Here they are cut, which is refused before a run where the checks are not left out."""
-    monkeypatch.setattr("pipeline.run.checks.CHECKS", ())
-    with pytest.raises(DataError, match="Head 2 has nothing to be measured on"):
-        run_again(generate__max_new_tokens=3)

@@ -174,10 +174,7 @@ def test_native_answers_are_kept_when_vllm_fails(copied_run, run_again, monkeypa
     )
 
 
-def test_progress_is_shown_and_a_question_of_training_warned_of(
-    copied_run, make_config, tmp_path, monkeypatch
-):
-    monkeypatch.setattr("pipeline.execution.progress.SECONDS_BETWEEN_LINES", 0.0)
+def test_a_question_of_training_is_warned_of(copied_run, make_config, tmp_path):
     rows = []
     for path in copied_run.latest("generate").shards():
         rows += [row for row in read_rows(path) if row["split"] == "train"]
@@ -188,19 +185,12 @@ def test_progress_is_shown_and_a_question_of_training_warned_of(
         tmp_path,
         check__prompts=file,
         seeds__decontaminate=False,
-        check__repeats=2,
-        check__studies=["heads"],
     )
     run = run_flow(config, executor="inline", console=Console(file=out, width=200))
     holding = sum(any(message["content"] == trained for message in row["messages"]) for row in rows)
     assert result_of(run).contaminated_rows == holding >= 1
     shown = " ".join(out.getvalue().split())
     assert f"{holding} training rows hold a question of the check" in shown
-    assert re.search(r"check: \d of 4 questions, .+, the prompts of later turns", out.getvalue())
-    found = re.findall(r"check: (\d+) of 16 prompts, .+, native", out.getvalue())
-    counts = [int(count) for count in found]
-    assert counts == sorted(counts) and len(set(counts)) > 2
-    assert not (run.latest("check").path / "progress.tmp").exists()
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ from pipeline.flow import run_flow
 from pipeline.report.facts import report_warnings
 from pipeline.report.report import Report, StageFigures
 from pipeline.report.tables import skipped_files_table
-from pipeline.run.reporting import assemble
+from pipeline.run.reporting import assemble_report
 from pipeline.storage.shards import ShardWriter
 from pipeline.storage.stage_directory import StageDirectory
 from tests.flows.tiny import latest, quarantined, run_again, save_seeds, stored
@@ -253,7 +253,7 @@ def test_the_files_of_a_directory_are_named(make_config, tmp_path):
     assert [file["name"] for file in source["skipped"]] == skipped
     text = said.getvalue()
     assert "README.txt (" in text and "[red]x" in text and "\x1b" not in text
-    assert [row[0] for row in skipped_files_table(assemble(run, config)).rows] == skipped
+    assert [row[0] for row in skipped_files_table(assemble_report(run, config)).rows] == skipped
 
 
 def test_rows_with_a_question_of_the_check_are_skipped(made, tmp_path, monkeypatch):

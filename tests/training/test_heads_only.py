@@ -11,15 +11,26 @@ from hypothesis import strategies as st
 from torch.nn.functional import cross_entropy
 
 from pipeline.conversations.spans import IGNORED
-from pipeline.errors import CheckFailed, DataError
+from pipeline.errors import CheckFailed, DataError, EnvironmentFault
 from pipeline.heads.medusa import MedusaHeads
 from pipeline.storage.shards import read_rows
 from pipeline.targets.lm_head import read_lm_head
 from pipeline.training.checkpoints import read_checkpoint
 from pipeline.training.heads_only import add_noise, initial_heads
+from pipeline.training.metrics import read_metrics
 from pipeline.training.trainer import train
 from tests.training.conftest import STATES, V
 from tests.training.trainings import trainer_of
+
+
+@pytest.mark.parametrize("lm_head", ["shared", pytest.param("untied", marks=pytest.mark.slow)])
+def test_heads_learn_what_can_be_learned(make_spec, lm_head):
+    spec = make_spec(epochs=24, lm_head=lm_head)
+    after = train(spec).held_out
+    before = next(read_metrics(spec.path))["held_out"]
+    for start, end in zip(before, after, strict=True):
+        assert end["loss"] < 0.5 * start["loss"] and end["top1"] > 0.5
+    assert before[0]["top1"] < 0.1, "the target's own guess is t+1"
 
 
 @pytest.mark.parametrize("lm_head", ["untied", "shared", "tied"])
@@ -106,6 +117,12 @@ def test_divergence_stops_training_and_spoils_no_checkpoint(make_spec, monkeypat
 def test_missing_rows_are_refused(make_spec):
     with pytest.raises(DataError, match=r"train\.roles"):
         train(replace(make_spec(), shards=()))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_missing_gpu_is_refused(make_spec):
+    with pytest.raises(EnvironmentFault, match=r"placement\.train"):
+        train(replace(make_spec(), device="cuda"))
 
 
 NUM_NOISED = 800

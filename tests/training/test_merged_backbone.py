@@ -68,6 +68,20 @@ def test_dtype_chat_template_and_generation_settings_are_kept(backbone, tiny_tar
     assert load_tokenizer(TargetSpec(str(backbone))).chat_template == spec.chat_template
 
 
+def test_a_merge_that_breaks_off_is_made_whole_on_resume(backbone, tiny_target, monkeypatch):
+    def broken(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    spec = TargetSpec(str(tiny_target))
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "copyfile", broken)  # after the weights
+        with pytest.raises(KeyboardInterrupt):
+            merge(spec, backbone)
+    assert not backbone.exists()
+    whole = merge(spec, backbone)
+    assert whole.keys() >= {"generation_config.json", "model.safetensors", "tokenizer.json"}
+
+
 @pytest.mark.parametrize("has_hard_links", [True, False])
 def test_a_link_to_it_takes_room_only_without_hard_links(
     backbone, tiny_target, tmp_path, monkeypatch, has_hard_links

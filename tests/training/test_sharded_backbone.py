@@ -16,7 +16,7 @@ from pipeline.targets.lora import decoder_layers
 from pipeline.targets.spec import TargetSpec
 from pipeline.training.task import TrainSpec, Workers
 from pipeline.training.trainer import train
-from tests.training.trainings import same_curve, same_weights, trainer_of
+from tests.training.trainings import Stopped, same_curve, same_weights, stop_at, trainer_of
 from tests.training.two_workers import train_as_two
 
 
@@ -54,6 +54,16 @@ def train_and_count(specs: tuple[TrainSpec, ...], workers: Workers) -> None:
     (specs[-1].path / f"held-{workers.rank}.json").write_text(json.dumps(counts))
 
 
+def train_and_interrupt(specs: tuple[TrainSpec, ...], workers: Workers) -> None:
+    """Train the first, and the second with a break in the same step on both workers."""
+    whole, broken = specs
+    train(whole, workers)
+    with pytest.raises(Stopped):
+        train(broken, workers, stop_at(7))
+    assert not broken.heads_path.exists()
+    train(broken, workers)
+
+
 def num_held(model: nn.Module) -> int:
     """The elements of the layers' frozen weights on this worker."""
     total = 0
@@ -76,3 +86,10 @@ def test_sharded_layers_train_as_whole_ones_in_half_the_memory(make, tmp_path, l
     for rank in range(2):
         before, after = json.loads((split.path / f"held-{rank}.json").read_text())
         assert before == after == pytest.approx(half, rel=0.03)  # an odd row more or less
+
+
+@pytest.mark.slow
+def test_an_interrupted_sharded_training_ends_as_a_whole_one(make, tmp_path):
+    whole, broken = make("whole", shard=True), make("broken", shard=True)
+    train_as_two(train_and_interrupt, (whole, broken), tmp_path)
+    assert same_weights(whole, broken) and same_curve(whole.path, broken.path)
