@@ -234,7 +234,10 @@ def _upcast(logits_V: Tensor) -> Tensor:
 
 
 def _accepted_rows(passes_N: Tensor, tree: TreeRows) -> Tensor:
-    """Mask the tree rows that pass together with all their ancestors; the root always passes."""
+    """Return a boolean mask of the accepted tree rows, which pass with all their ancestors.
+
+    The root always passes.
+    """
     return (passes_N[..., None, :] | tree.elsewhere).all(-1)
 
 

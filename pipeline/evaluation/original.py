@@ -85,7 +85,10 @@ def published_drift(
 def first_positions(
     rows: Sequence[TokenRow], room: int = MAX_POSITIONS
 ) -> tuple[list[Prompt], list[list[int]]]:
-    """Return the first `room` tokens that the target wrote, by span, and the text before each."""
+    """Split generated rows into prompts and answers, one pair per span, up to `room` answer tokens.
+
+    A span's prompt is the row's tokens before the span.
+    """
     prompts = []
     answers = []
     for row in rows:

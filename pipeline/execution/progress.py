@@ -119,7 +119,10 @@ class ShardProgress:
         return ShardProgress, (self.folder,)
 
     def begin(self, task: ShardTask) -> None:
-        """Start the progress count of a shard at zero; trials of some of its rows do not count."""
+        """Set a shard's progress to zero.
+
+        Attempts at some of its rows, which look for a crashing row, are not counted.
+        """
         if task.rows is None:
             self._done[task.index] = Counter()
             self._report(task.index, at_once=True)

@@ -3,21 +3,22 @@
 At K = 5, V = 32,000 and 16,384 rows the logits alone would be 10 GB in fp32. Here the forward pass
 computes losses and gradients together, one chunk of rows after another. For each chunk:
 
-    1. Choose its rows: labelled ones that one lm_head reads and, with soft labels, whose teaching
-       states are in one block.
+    1. Select labelled rows that use the same lm_head and, with soft labels, whose target states
+       are in the same block.
     2. Compute their logits, into a buffer that all chunks share.
     3. Compute the losses and, in place of the logits, the gradient of the losses, by slices in
        fp32.
     4. Multiply that gradient with the lm_head: the gradient of the hidden states.
     5. Multiply it with the hidden states and add the product to the gradient of the lm_head.
 
-Backward only scales: it runs once per forward and has no second derivative. One buffer of logits is
-held beside the gradients. Soft labels need a second one, for the target's distributions; they are
-computed once per block of its states and used by all heads. Softmax and sums are in fp32 (fp64 for
-fp64), matrix products in the dtype of the hidden states. fp16's range is too small.
+The backward pass only scales the stored gradients. It can run once per forward and has no second
+derivative. One buffer of logits is held beside the gradients. Soft labels need a second buffer for
+the target's distributions, which are computed once per block of target states and used by all
+heads. Softmax and sums are in fp32 (fp64 for fp64), matrix products in the dtype of the hidden
+states. fp16 is not supported: its range is too small for the summed loss.
 
-Letters: N rows (positions), C rows of a chunk, S of a slice, M states of the target, D hidden size,
-V vocabulary, B of its rows, K heads.
+Letters: N rows (positions), C rows of a chunk, S rows of a slice, M target states, D hidden size,
+V vocabulary size, B vocabulary rows of a block, K heads.
 """
 
 from __future__ import annotations

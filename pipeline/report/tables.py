@@ -157,7 +157,7 @@ def _stage_output(part: StageFigures) -> str:
 
 
 def quarantine_table(report: Report) -> Table:
-    """Tabulate for the report the quarantined rows by stage and reason."""
+    """Tabulate the report's quarantined rows by stage and reason."""
     table = Table("Quarantine", ["stage", "reason", "rows"], words=(0, 1))
     if report.quarantine is None:
         return table

@@ -249,7 +249,7 @@ def _num_trained(heads: Heads) -> int:
 def _training(
     run: ResolvedRun, target: TargetSizes, name: str, learner: type[Learner], positions: int
 ) -> StageMemory:
-    """Estimate a training step at its peak in the loss."""
+    """Estimate the peak memory of a training step, which the loss computation reaches."""
     train, tuned = run.config.train, run.config.train.backbone
     stage = _on_device(run, "train", "train")
     hidden_size, vocab_size = run.shape.hidden_size, run.shape.vocab_size

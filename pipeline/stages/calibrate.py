@@ -269,7 +269,7 @@ def _on_held_out_rows(
 def _on_answers(
     context: Context, progress: ProgressReporter
 ) -> tuple[HeldOutRanks, HeldOutPlaces | None]:
-    """Rank the tokens of the target's answers to the questions in `calibrate.data`."""
+    """Compute the heads' ranks of tokens in the target's answers to `calibrate.data`."""
     settings, target = context.config.calibrate, context.backbone("train")
     assert settings.data is not None
     placement = context.placement("generate")

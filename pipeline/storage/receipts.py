@@ -178,7 +178,7 @@ class StageTotals:
     def check_quarantine(self, stage: str, where: str, max_fraction: float, *, final: bool) -> None:
         """Refuse a stage with too large a fraction of quarantined rows.
 
-        Before the stage's end, only `ENOUGH_TO_JUDGE` rows are judged.
+        Before the stage's end, the fraction is checked once `ENOUGH_TO_JUDGE` rows have been read.
 
         Raises:
             DataError: States the fraction and the most frequent reasons.
