@@ -1,8 +1,9 @@
 """Check heads on a target, in a run or without one.
 
 `check_with_engine` is a run's check, with one engine, on the target or on the copy that will be
-served. `measure_heads` checks heads of any origin. Heads of this project are decoded as they are. Others are decoded natively from a copy in an
-export's layout; vLLM gets the original where it reads it unmodified, else the copy.
+served. `measure_heads` checks heads of any origin. Heads of this project are decoded as they are.
+Others are decoded natively from a copy in an export's layout; vLLM gets the original where it reads
+it unmodified, else the copy.
 """
 
 from __future__ import annotations
