@@ -13,6 +13,7 @@ many windows as a longer one.
 
 from __future__ import annotations
 
+import os
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
@@ -124,22 +125,23 @@ def simulated_disk(bytes_per_second: float) -> Iterator[None]:
 
     A sync waits until all files are written.
     """
-    write, sync, turn = HashedFile._write, HashedFile.sync, threading.Lock()
+    write, sync, turn = HashedFile.write, os.fsync, threading.Lock()
     idle_from = perf_counter()
 
-    def cached(file: HashedFile, data: memoryview) -> None:
+    def cached(file: HashedFile, data: Any) -> int:
         nonlocal idle_from
-        write(file, data)
+        num_bytes = write(file, data)
         with turn:
-            idle_from = max(perf_counter(), idle_from) + len(data) / bytes_per_second
+            idle_from = max(perf_counter(), idle_from) + num_bytes / bytes_per_second
         sleep(max(0.0, idle_from - PAGE_CACHE_BYTES / bytes_per_second - perf_counter()))
+        return num_bytes
 
-    def synced(file: HashedFile) -> None:
-        sync(file)
+    def synced(handle: int) -> None:
+        sync(handle)
         sleep(max(0.0, idle_from - perf_counter()))
 
     with (
-        mock.patch.object(HashedFile, "_write", cached),
-        mock.patch.object(HashedFile, "sync", synced),
+        mock.patch.object(HashedFile, "write", cached),
+        mock.patch("os.fsync", synced),
     ):
         yield

@@ -128,7 +128,7 @@ def _staged(executor: Executor, size: int) -> Cost:
 
         def run(watch: Stopwatch) -> None:
             context.__dict__["executor"] = watch
-            totals = run_sharded(context, stage, upstream, Copier, {}, PLACEMENT, unit="tokens")
+            totals = run_sharded(context, stage, upstream, Copier, {}, PLACEMENT)
             stage.finish(totals, {})
             assert totals["rows"] == size
 

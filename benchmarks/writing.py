@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -140,7 +141,7 @@ def write_as_before(
             content.update(memoryview(batch.serialize()))
             writer.write_batch(batch, row_group_size=len(listed))
         writer.close()
-        file.sync()
+        os.fsync(file.fileno())
 
 
 def _listed(row: TokenRow, hidden_TD: Tensor) -> dict[str, Any]:

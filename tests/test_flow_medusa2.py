@@ -78,7 +78,7 @@ def test_joint_runs_without_the_cache_and_says_so(joint_run, make_settings, tmp_
     app(["plan", str(tmp_path / "joint.yaml")], standalone_mode=False)
     out = capsys.readouterr().out
     assert line_of("features", out).split()[1] == "skip"
-    assert "no states to cache" in out and "backbone as large as the target" in out
+    assert "no states to cache" in out and "a tuned backbone of" in out
 
 
 def test_an_unneeded_cache_is_unlinked_and_kept(copied_run, make_config, tmp_path):

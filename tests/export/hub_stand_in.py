@@ -1,4 +1,5 @@
-"""A Hub on loopback, as far as huggingface_hub 2.4 speaks to one when it pushes.
+"""A Hub on loopback, as far as huggingface_hub 2.4 speaks to one when it pushes, and datasets 5.2
+when it reads.
 
 Models are under their id, data sets under `datasets/ID`, as in the Hub's addresses. A commit whose
 card huggingface_hub cannot read is refused. It keeps real commits: a file is in one only if its
@@ -151,6 +152,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self._batch(json.loads(body)["objects"])
         if not path.startswith("/api/"):
             return self._resolve(unquote(path).strip("/"))
+        if not path.startswith(("/api/models/", "/api/datasets/")):
+            return self._send(404, {"error": "Not found"})
         kind, owner, name, *action = path.removeprefix("/api/").split("/")
         place = {"models": "", "datasets": "datasets/"}[kind]
         return self._repository(f"{place}{owner}/{name}", action, body)
@@ -188,13 +191,31 @@ class _Handler(BaseHTTPRequestHandler):
         if what == "commit":
             lines = [json.loads(line) for line in body.splitlines()]
             return self._commit(repo_id, repository, lines)
+        if what == "tree":
+            return self._tree(repository, "/".join(action[2:]))
         known = {
             "id": repo_id.removeprefix("datasets/"),
             "private": repository.private,
             "sha": repository.sha,
             "siblings": [{"rfilename": name} for name in repository.files],
         }
-        return self._send(200, known)
+        unread = {"author": "", "tags": [], "downloads": 0, "likes": 0, "gated": False}
+        return self._send(200, known | unread | {"disabled": False})
+
+    def _tree(self, repository: Repository, folder: str) -> None:
+        """The files and folders below a folder; 404 where there is none."""
+        prefix = f"{folder}/" if folder else ""
+        entries, folders = [], set()
+        for name, data in repository.files.items():
+            if name.startswith(prefix):
+                oid = hashlib.sha1(data).hexdigest()
+                entries.append({"type": "file", "path": name, "size": len(data), "oid": oid})
+                folders.add(name.rpartition("/")[0])
+        if folder and not entries:
+            return self._missing("EntryNotFound")
+        for name in sorted(folders - {folder, ""}):
+            entries.append({"type": "directory", "path": name, "size": 0, "oid": "0" * 40})
+        return self._send(200, entries)
 
     def _resolve(self, path: str) -> None:
         """A file's bytes: `OWNER/NAME/resolve/REVISION/FILE`, of a data set with `datasets/`."""
