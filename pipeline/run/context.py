@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -117,6 +118,19 @@ class Context:
     def placement(self, section: str) -> Placement:
         """Place the workers of a `placement` section; raise EnvironmentFault if they never fit."""
         return self.resolved.on(self.executor.resources()).placement(section)
+
+    def call(
+        self,
+        function: Callable[..., Any],
+        section: str,
+        progress: ProgressReporter,
+        /,
+        **arguments: Any,
+    ) -> Any:
+        """Call a function on a worker of a `placement` section, with `gpus` as an argument."""
+        placement = self.placement(section)
+        arguments["gpus"] = placement.gpus
+        return self.executor.call(function, arguments, placement, progress)
 
     @contextlib.contextmanager
     def progress(self, stage: StageDirectory) -> Iterator[ProgressReporter]:
