@@ -25,7 +25,7 @@ from transformers import DynamicCache
 
 from pipeline.conversations.requests import Completion, Finish, Request
 from pipeline.errors import EnvironmentFault
-from pipeline.targets.loading import input_device, load_causal_lm, verify_tap
+from pipeline.targets.loading import input_device, load_on_gpus, verify_tap
 from pipeline.targets.spec import TargetSpec, context_length, eos_token_ids
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ class _Row:
     limit: int
     generator: torch.Generator | None
     token_ids: list[int] = field(default_factory=list)
+    is_finished: bool = False
 
 
 class TransformersGenerationEngine:
@@ -62,7 +63,7 @@ class TransformersGenerationEngine:
     def __init__(
         self, spec: TargetSpec, *, max_batch_tokens: int = MAX_BATCH_TOKENS, gpus: int = 0
     ):
-        self.model = load_causal_lm(spec, "cuda" if gpus else "cpu", max(gpus, 1))
+        self.model = load_on_gpus(spec, gpus)
         self.max_batch_tokens = max_batch_tokens
         self._context = context_length(spec)
         # rows are rarely as long as the context
@@ -71,11 +72,9 @@ class TransformersGenerationEngine:
         self._device = input_device(self.model)
         self._last_only = {"logits_to_keep": 1} if self.model._supports_logits_to_keep() else {}
         self._waiting: deque[Request] = deque()
-        self._ids: set[str] = set()
         self._clear()
 
     def add(self, request: Request) -> None:
-        self._ids.add(request.id)
         self._waiting.append(request)
 
     def step(self) -> list[Completion]:
@@ -193,7 +192,7 @@ class TransformersGenerationEngine:
             row.token_ids.append(token)
             finish = self._finish(row)
             if finish is not None:
-                self._ids.remove(row.request.id)
+                row.is_finished = True
                 ended.append(Completion(row.request.id, row.token_ids, finish))
         if ended:
             self._remove_ended()
@@ -207,7 +206,7 @@ class TransformersGenerationEngine:
 
     def _remove_ended(self) -> None:
         """Remove finished rows, and left padding that no other row needs."""
-        kept = [index for index, row in enumerate(self._rows) if row.request.id in self._ids]
+        kept = [index for index, row in enumerate(self._rows) if not row.is_finished]
         if not kept:
             self._clear()
             return
@@ -284,7 +283,7 @@ class TransformersFeatureEngine:
         self, target: TargetSpec | PreTrainedModel, *, tokens_per_batch: int = 16_384, gpus: int = 0
     ):
         if isinstance(target, TargetSpec):
-            target = load_causal_lm(target, "cuda" if gpus else "cpu", max(gpus, 1))
+            target = load_on_gpus(target, gpus)
             verify_tap(target)
         self.model: PreTrainedModel = target
         self.tokens_per_batch = tokens_per_batch
