@@ -70,7 +70,7 @@ def resolve(target: TargetConfig, *, on_gpu: bool = False) -> TargetSpec:
     files.parse_json_object(config_file)
     if files.is_local(model):
         model = str(config_file.parent)
-    elif config_file.parent.parent.name == "snapshots":
+    else:
         revision = config_file.parent.name  # all workers load this commit, also after a resume
     spec = TargetSpec(
         model=model,

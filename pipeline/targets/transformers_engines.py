@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.functional import pad
@@ -27,9 +26,6 @@ from pipeline.conversations.requests import Completion, Finish, Request
 from pipeline.errors import EnvironmentFault
 from pipeline.targets.loading import input_device, load_on_gpus, verify_tap
 from pipeline.targets.spec import TargetSpec, context_length, eos_token_ids
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 MAX_BATCH_TOKENS = 65_536
 WINDOW_BATCHES = 16
@@ -271,25 +267,21 @@ class TransformersFeatureEngine:
     """The feature engine that runs the target in transformers, also in 4 or 8 bit.
 
     Args:
-        target: The spec to load and verify (`verify_tap`), or a loaded model, used as it is.
+        spec: The target.
         tokens_per_batch: Maximum tokens of one forward, padding included. A longer row runs alone.
-        gpus: GPUs that the target spans; 0 is the CPU. Only for loading.
+        gpus: GPUs that the target spans; 0 is the CPU.
 
     Raises:
         ConfigError, EnvironmentFault: As `load_causal_lm` and `verify_tap` do.
     """
 
-    def __init__(
-        self, target: TargetSpec | PreTrainedModel, *, tokens_per_batch: int = 16_384, gpus: int = 0
-    ):
-        if isinstance(target, TargetSpec):
-            target = load_on_gpus(target, gpus)
-            verify_tap(target)
-        self.model: PreTrainedModel = target
+    def __init__(self, spec: TargetSpec, *, tokens_per_batch: int = 16_384, gpus: int = 0):
+        self.model = load_on_gpus(spec, gpus)
+        verify_tap(self.model)
         self.tokens_per_batch = tokens_per_batch
-        self.hidden_size: int = target.config.get_text_config().hidden_size
-        self.dtype: torch.dtype = target.dtype
-        self._device = input_device(target)
+        self.hidden_size: int = self.model.config.get_text_config().hidden_size
+        self.dtype: torch.dtype = self.model.dtype
+        self._device = input_device(self.model)
 
     def stream(
         self, rows: Iterable[Sequence[int]]
