@@ -27,7 +27,7 @@ from pipeline.artifacts.tree_file import Accuracy, CalibrateResult, Calibration,
 from pipeline.config import Config
 from pipeline.conversations.sources import read_questions
 from pipeline.decoding.dynamic_tree import DynamicTree
-from pipeline.decoding.held_out import HeldOutPlaces, HeldOutRanks
+from pipeline.decoding.held_out import HeldOutRanks
 from pipeline.decoding.tree import STOCK_NODES, Choices
 from pipeline.decoding.tree_search import CrossFit, rank_accuracies
 from pipeline.errors import DataError
@@ -147,7 +147,7 @@ def run(context: Context, stage: StageDirectory) -> Summary:
 def _choose_tree(
     context: Context,
     ranks: HeldOutRanks,
-    places: HeldOutPlaces | None,
+    places: HeldOutRanks | None,
     progress: ProgressReporter,
 ) -> tuple[ChosenTree, Overheads]:
     """Choose the tree of native decoding; also return the chains' overheads if they are timed."""
@@ -242,7 +242,7 @@ def _timed_trees(fits: CrossFit, dynamic: DynamicTree | None) -> dict[int, Choic
 
 def _on_held_out_rows(
     context: Context, progress: ProgressReporter
-) -> tuple[HeldOutRanks, HeldOutPlaces | None]:
+) -> tuple[HeldOutRanks, HeldOutRanks | None]:
     """Rank held-out tokens among the heads' guesses, and place them in a dynamic tree."""
     features = context.upstream[upstream(context.config)[0]]
     tree, top = context.resolved.dynamic_tree, context.config.calibrate.top
@@ -261,7 +261,7 @@ def _on_held_out_rows(
 
 def _on_answers(
     context: Context, progress: ProgressReporter
-) -> tuple[HeldOutRanks, HeldOutPlaces | None]:
+) -> tuple[HeldOutRanks, HeldOutRanks | None]:
     """Rank tokens of the target's answers to `calibrate.data`, and place them in a dynamic tree."""
     settings, target = context.config.calibrate, context.backbone("train")
     assert settings.data is not None
