@@ -54,31 +54,26 @@ __all__ = [
     "run_flow",
 ]
 
-_MODULES = {
-    "pipeline.api.models": (
-        "Export",
-        "Target",
-        "load_export",
-        "load_heads",
-        "load_target",
-        "load_tree",
-    ),
-    "pipeline.api.runs": ("Run", "open_run", "run_flow"),
-    "pipeline.config": ("Config",),
-    "pipeline.config.load": ("load_config",),
-    "pipeline.decoding.acceptance": ("acceptance_rule",),
-    "pipeline.decoding.decoder": ("Decoded", "Decoder", "acceleration_rate"),
-    "pipeline.decoding.dynamic_tree": ("DynamicTree",),
-    "pipeline.decoding.tree": ("expected_acceleration_rate",),
-    "pipeline.errors": ("MedusaDistillError",),
-}
-_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+# Where the names are looked up, in this order: the modules that import no torch come first.
+_MODULES = (
+    "pipeline.errors",
+    "pipeline.config",
+    "pipeline.config.load",
+    "pipeline.decoding.acceptance",
+    "pipeline.decoding.decoder",
+    "pipeline.decoding.dynamic_tree",
+    "pipeline.decoding.tree",
+    "pipeline.api.models",
+    "pipeline.api.runs",
+)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module 'pipeline' has no attribute {name!r}")
-    return getattr(importlib.import_module(_MODULE_OF[name]), name)
+    if name in __all__:
+        for module in map(importlib.import_module, _MODULES):
+            if hasattr(module, name):
+                return getattr(module, name)
+    raise AttributeError(f"module 'pipeline' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
