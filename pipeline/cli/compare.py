@@ -44,7 +44,7 @@ def compare(
 
 
 def compared_run(path: Path) -> ComparedRun:
-    """Read the figures of one run from the records of its stages.
+    """Read the settings and figures of one run for `compare`.
 
     Raises:
         ConfigError: This is no run directory.

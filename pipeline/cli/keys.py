@@ -50,6 +50,7 @@ def reference(section: str | None = None) -> str:
 
 
 def _rows(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield each configuration key of a section, and the key's row in the Markdown table."""
     for name, field in model.model_fields.items():
         key = f"{prefix}{name}"
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):

@@ -136,7 +136,7 @@ def test_an_unknown_key_suggests_the_nearest_one(file, key, meant):
 def test_a_file_that_is_no_configuration_is_refused(tmp_path, content):
     if content is not None:
         (tmp_path / "bad.yaml").write_text(content)
-    with pytest.raises(ConfigError, match=r"^.*bad\.yaml.*$"):  # one paragraph
+    with pytest.raises(ConfigError, match=r"bad\.yaml"):
         load_config(tmp_path / "bad.yaml")
 
 

@@ -145,7 +145,6 @@ def test_every_public_name_is_documented():
 
 
 def test_the_configuration_page_lists_every_key():
-    """As `medusa-distill keys` prints them."""
     page = text("docs/configuration.md").partition("<!-- keys -->")[2]
     keys = page.partition("<!-- /keys -->")[0].strip()
     assert keys == reference(), "run python scripts/write_keys.py"
