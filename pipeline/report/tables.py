@@ -138,7 +138,7 @@ def stages_table(report: Report) -> Table:
 def _stage_output(part: StageFigures) -> str:
     """Describe a stage's output in one table cell: rows, positions, tokens or loss."""
     facts = []
-    if part.tool_rows is not None:
+    if part.tool_rows:
         facts.append(f"{count(part.tool_rows)} rows call functions")
     if part.positions is not None:
         facts.append(f"{count(part.positions)} positions")

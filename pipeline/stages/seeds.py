@@ -12,11 +12,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from textwrap import shorten
-from typing import Any
 
 from pipeline.artifacts.seed_rows import SEEDS, SPLITS, SeedRow, most_frequent_opening
 from pipeline.config import GenerateConfig
-from pipeline.conversations.conversation import Conversation, RejectedRow, escape_surrogates
+from pipeline.conversations.conversation import Conversation, RejectedRow, storable_json
 from pipeline.conversations.duplicates import CheckQuestions, Deduplicator
 from pipeline.conversations.sources import (
     Row,
@@ -33,8 +32,7 @@ from pipeline.conversations.splits import (
     split_rows,
 )
 from pipeline.errors import DataError
-from pipeline.execution.progress import Meter, Progress
-from pipeline.formatting import visible
+from pipeline.execution.progress import Meter, Progress, print_stage
 from pipeline.run.checks import check_files
 from pipeline.run.context import Context, Stage, reads
 from pipeline.storage.fingerprint import fingerprint, ids_digest
@@ -46,7 +44,6 @@ NAME = "seeds"
 VERSION = 6
 FIGURES = ("rows", "calibrate_rows", "check_rows", "quarantined")
 LONGEST_QUESTION = 200  # characters of a question that a message repeats
-
 MOST_SHOWN = 8  # of skipped files in the terminal
 
 
@@ -64,7 +61,7 @@ def identity(context: Context) -> Identity:
         "rows_per_shard": settings.rows_per_shard,
         "holdout": settings.holdout,
         "near_duplicates": settings.near_duplicates,
-        "questions": _contaminated_digest(context, readers, rows),
+        "questions": _questions_identity(context, readers, rows),
         "read_by": _read_settings(context.config.generate),
     }
     if settings.near_duplicates == "minhash":
@@ -79,32 +76,32 @@ def _read_settings(generate: GenerateConfig) -> Identity:
     return {"mode": generate.mode}
 
 
-def _contaminated_digest(
-    context: Context, readers: Sequence[SourceReader], rows: Identity
-) -> str | None:
-    """The digest of the rows that contain a question of the check; None for no such row.
+def _questions_identity(context: Context, readers: Sequence[SourceReader], rows: Identity) -> str:
+    """Return the digest of the seed rows that contain a question of the check.
 
-    Sources on the Hub are read by the run alone: then it is the digest of the questions' file.
+    Questions that are in no row leave the seeds as they are. The sources are read for it once, then
+    the digest is cached. Rows from the Hub are not read before the stage runs: with such a source,
+    the digest is that of the questions' file.
     """
     questions = _check_questions(context)
     if questions is None:
-        return None
+        return ids_digest(())
     content = context.digests.of(questions)
     if any(reader.source.hub for reader in readers):
         return content
-
-    def digest() -> str:
-        check, rejected = CheckQuestions(read_questions(questions)), []
-        for reader in readers:
-            for row in reader:
-                found = check.check(row) if isinstance(row, Conversation) else None
-                if isinstance(found, RejectedRow):
-                    rejected.append(f"{found.id}: {found.detail}")
-        return ids_digest(rejected)
-
     key = fingerprint({"contaminated": VERSION, "questions": content, **rows})
-    known = context.digests.derived(key, digest)
-    return None if known == ids_digest(()) else known
+    return context.digests.derived(key, lambda: ids_digest(_contaminated(readers, questions)))
+
+
+def _contaminated(readers: Sequence[SourceReader], questions: Path) -> Iterator[str]:
+    """Yield id and question of each seed row that contains a question of the check."""
+    check = CheckQuestions(read_questions(questions))
+    for reader in readers:
+        for row in reader:
+            if isinstance(row, Conversation):
+                checked = check.check(row)
+                if isinstance(checked, RejectedRow):
+                    yield f"{row.id}: {checked.detail}"
 
 
 def _source_identity(context: Context, reader: SourceReader) -> Identity:
@@ -119,72 +116,67 @@ def _source_identity(context: Context, reader: SourceReader) -> Identity:
 def run(context: Context, stage: StageDirectory) -> Summary:
     """Read the sources, quarantine and deduplicate their rows, and write the split seeds."""
     settings = context.config.seeds
-    receipts: dict[int, Receipt] = {}
     readers = source_readers(settings)
-    num_rows = 0
+    totals = StageTotals()
     with Meter(context.console, NAME) as meter:
         rows = split_rows(_read(context, readers), settings.holdout)
         for index, chunk in enumerate(batch_into_shards(rows, settings.rows_per_shard)):
             receipt = _write_shard(stage, index, chunk)
-            receipts[index] = receipt
+            totals.add(receipt)
             counts = {"rows": receipt.num_rows, "quarantined": receipt.num_quarantined}
             context.run.event("shard", stage=NAME, shard=index, **counts)
-            num_rows += receipt.num_rows
-            meter.show(Progress(done=num_rows, unit="conversations"))
-    stage.drop_shards_but(receipts)
-    totals, where = StageTotals(receipts.values()), str(stage.path)
-    totals.check_quarantine(NAME, where, context.config.limits.max_quarantine_fraction, final=True)
+            meter.show(Progress(done=totals.rows, unit="conversations"))
+    stage.drop_shards_but(range(totals.shards))
+    most = context.config.limits.max_quarantine_fraction
+    totals.check_quarantine(NAME, str(stage.path), most, final=True)
     summary = {**totals.summary(), "sources": [_source_summary(reader) for reader in readers]}
-    _print_sources(context, summary)
+    _print_skipped_files(context, summary)
     warning = require_rows_of_splits(stage, summary, settings.holdout)
     if warning:
         summary["warnings"] = [warning]
-        _print(context, warning)
+        print_stage(context.console, "[yellow]![/]", NAME, warning)
     return summary
 
 
-def _source_summary(reader: SourceReader) -> dict[str, Any]:
+def _source_summary(reader: SourceReader) -> Summary:
     """The summary of a source: its files with their rows, and its skipped files."""
-    found: dict[str, Any] = {"source": reader.name, "read": [], "skipped": []}
+    found: Summary = {
+        "source": reader.name,
+        "read": [asdict(count) for count in reader.read],
+        "skipped": [asdict(file) for file in reader.skipped],
+    }
     if reader.source.weight:
         found["weight"] = reader.source.weight
-    for count in reader.read:
-        found["read"].append({**asdict(count), "name": escape_surrogates(count.name)})
-    for file in reader.skipped:
-        found["skipped"].append(
-            {"name": escape_surrogates(file.name), "why": escape_surrogates(file.why)}
-        )
-    return found
+    return dict(storable_json(found))
 
 
-def _print_sources(context: Context, summary: Summary) -> None:
-    """Print the skipped files of each source."""
+def _print_skipped_files(context: Context, summary: Summary) -> None:
+    """Print the first skipped files of each seed source."""
     for source in summary["sources"]:
         skipped = source["skipped"]
         if skipped:
             shown = [f"{file['name']} ({file['why']})" for file in skipped[:MOST_SHOWN]]
-            _print(context, f"skipped {len(skipped)} files: {', '.join(shown)}")
-
-
-def _print(context: Context, line: str) -> None:
-    context.console.print(visible(f"{NAME}: {line}"), markup=False, highlight=False, soft_wrap=True)
+            line = f"skipped {len(skipped)} files: {', '.join(shown)}"
+            print_stage(context.console, "[yellow]![/]", NAME, line)
 
 
 def _read(context: Context, readers: Sequence[SourceReader]) -> Iterator[Row]:
+    """Yield the rows of all sources; duplicates and rows with a check's question are rejected."""
     settings, questions = context.config.seeds, _check_questions(context)
+    decontamination = CheckQuestions(read_questions(questions) if questions else ())
     deduplicator = Deduplicator(
         **_read_settings(context.config.generate),
         near=settings.near_duplicates,
         similarity=settings.similarity,
     )
-    check = CheckQuestions(read_questions(questions) if questions else ())
 
-    def checked(row: Row) -> Row:
-        if isinstance(row, Conversation):
-            row = check.check(row)
-        return deduplicator.check(row) if isinstance(row, Conversation) else row
+    def filtered(row: Row) -> Row:
+        for each in (decontamination, deduplicator):
+            if isinstance(row, Conversation):
+                row = each.check(row)
+        return row
 
-    return mix_sources(readers, checked)
+    return mix_sources(readers, filtered)
 
 
 def _check_questions(context: Context) -> Path | None:
@@ -197,20 +189,17 @@ def _check_questions(context: Context) -> Path | None:
 
 
 def _write_shard(stage: StageDirectory, index: int, chunk: Sequence[Split]) -> Receipt:
-    paths = stage.shard_path(index), stage.quarantine_path(index)
-    with ShardWriter(*paths, SEEDS, index=index, fingerprint=stage.fingerprint) as writer:
-        kept, tool_rows = [], 0.0
-        counts = {f"{split}_rows": 0.0 for split in SPLITS}
+    with ShardWriter(stage.task(index), SEEDS) as writer:
+        kept = []
+        counts = {"tool_rows": 0.0, **{f"{split}_rows": 0.0 for split in SPLITS}}
         for row, split in chunk:
             if isinstance(row, RejectedRow):
                 writer.reject(row)
                 continue
             kept.append(SeedRow(row, split).stored())
             counts[f"{split}_rows"] += 1
-            tool_rows += any(message.uses_tools for message in row.messages)
+            counts["tool_rows"] += any(message.uses_tools for message in row.messages)
         writer.write(kept)
-        if tool_rows:
-            counts["tool_rows"] = tool_rows
         return writer.commit(NAME, [row.id for row, _ in chunk], counts)
 
 
