@@ -27,7 +27,7 @@ from pipeline.conversations.dialogue import Dialogue, DialogueSettings
 from pipeline.conversations.requests import Sampling
 from pipeline.conversations.spans import IGNORED
 from pipeline.decoding.dynamic_tree import DynamicTree
-from pipeline.decoding.held_out import HeldOutPlaces, HeldOutRanks
+from pipeline.decoding.held_out import HeldOutRanks
 from pipeline.decoding.steps import last_positions
 from pipeline.evaluation.prompts import SILENT, Prompt, answer_all
 from pipeline.execution.progress import ProgressReporter
@@ -98,9 +98,9 @@ def guess_ranks(heads: Heads, states: Iterable[AnswerStates], top: int) -> HeldO
     return HeldOutRanks(*_measured(heads, states, partial(label_ranks, heads, top=top)))
 
 
-def guess_places(heads: Heads, states: Iterable[AnswerStates], tree: DynamicTree) -> HeldOutPlaces:
+def guess_places(heads: Heads, states: Iterable[AnswerStates], tree: DynamicTree) -> HeldOutRanks:
     """Find the places of the answers' tokens among the nodes that a dynamic tree proposes."""
-    return HeldOutPlaces(*_measured(heads, states, partial(tree.places, heads)))
+    return HeldOutRanks(*_measured(heads, states, partial(tree.places, heads)))
 
 
 @torch.inference_mode()
@@ -169,7 +169,7 @@ def measured_on_answers(
     gpus: int,
     trained: TrainingText,
     progress: ProgressReporter = SILENT,
-) -> tuple[HeldOutRanks, HeldOutPlaces | None]:
+) -> tuple[HeldOutRanks, HeldOutRanks | None]:
     """Measure trained heads on the target's answers: ranks, and places in a dynamic tree.
 
     Args:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +39,7 @@ from pipeline.execution.progress import ProgressReporter
 from pipeline.export.layout import read_layout
 from pipeline.targets.loading import load_on_gpus
 from pipeline.targets.vllm_decode import DecodeTask, decode_in_vllm
-from pipeline.targets.vllm_server import LoadTask, serve_under_load
+from pipeline.targets.vllm_server import LoadFigures, LoadTask, serve_under_load
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -157,9 +157,9 @@ def load_study(request: CheckRequest, progress: ProgressReporter = SILENT) -> li
         request.target,
         [prompt.ids for prompt in request.prompts],
         settings.max_new_tokens,
-        LEVELS,
         repeats=settings.repeats,
         gpus=request.gpus,
+        levels=LEVELS,
     )
     tasks = [task, replace(task, engine_args=with_heads)]
     plain, accelerated = serve_under_load(tasks, progress.report)
@@ -167,9 +167,7 @@ def load_study(request: CheckRequest, progress: ProgressReporter = SILENT) -> li
 
 
 def load_rows(
-    plain: Sequence[Mapping[str, Any]],
-    with_heads: Sequence[Mapping[str, Any]],
-    limits: LatencyLimits,
+    plain: Sequence[LoadFigures], with_heads: Sequence[LoadFigures], limits: LatencyLimits
 ) -> list[LoadRow]:
     """Build the load study's rows from the measurements of both servers."""
     rows = []
@@ -179,9 +177,9 @@ def load_rows(
         speedup = found["tokens_per_second"] / baseline["tokens_per_second"]
         rows.append(
             LoadRow(
-                requests=after["requests"],
+                requests=after.requests,
                 speedup=rounded(speedup),
-                acceleration_rate=after["acceleration_rate"],
+                acceleration_rate=after.acceleration_rate,
                 **found,
                 **{f"baseline_{name}": figure for name, figure in baseline.items()},
             )
@@ -189,12 +187,12 @@ def load_rows(
     return rows
 
 
-def _side(measured: Mapping[str, Any], limits: LatencyLimits) -> dict[str, Any]:
+def _side(measured: LoadFigures, limits: LatencyLimits) -> dict[str, Any]:
     """Return one server's figures under load, by their names in `LoadRow`."""
     return {
-        "tokens_per_second": rounded(measured["num_tokens"] / measured["seconds"]),
-        "ttft_ms": _percentiles(measured["ttft"]),
-        "tpot_ms": _percentiles(measured["tpot"]),
+        "tokens_per_second": rounded(measured.num_tokens / measured.seconds),
+        "ttft_ms": _percentiles(measured.ttft),
+        "tpot_ms": _percentiles(measured.tpot),
         "within_slo": _within(limits, measured),
     }
 
@@ -208,14 +206,14 @@ def _percentiles(seconds: Sequence[float | None]) -> Percentiles:
     return Percentiles(p50=rounded(p50), p90=rounded(p90), p99=rounded(p99))
 
 
-def _within(limits: LatencyLimits, measured: Mapping[str, Any]) -> float | None:
+def _within(limits: LatencyLimits, measured: LoadFigures) -> float | None:
     """Compute the share of requests within the latency limits; None without limits."""
     if not limits.ttft_ms and not limits.tpot_ms:
         return None
     within = 0
-    for ttft, tpot in zip(measured["ttft"], measured["tpot"], strict=True):
+    for ttft, tpot in zip(measured.ttft, measured.tpot, strict=True):
         first_in_time = 1000 * ttft <= (limits.ttft_ms or math.inf)
         # An answer of one token has no further ones that could be late.
         others_in_time = tpot is None or 1000 * tpot <= (limits.tpot_ms or math.inf)
         within += first_in_time and others_in_time
-    return round(within / len(measured["ttft"]), 4)
+    return round(within / len(measured.ttft), 4)

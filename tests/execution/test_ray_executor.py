@@ -91,9 +91,7 @@ def die():
 
 def tasks(number, root):
     path = root / "shards"
-    return deque(
-        ShardTask(index, "", "", str(path / str(index)), "", "f") for index in range(number)
-    )
+    return deque(ShardTask(index, path / str(index), path, "f") for index in range(number))
 
 
 def assert_results_are_right(executor, root):
