@@ -22,7 +22,7 @@ from pipeline.artifacts.tree_file import read_calibration
 from pipeline.config import Config
 from pipeline.conversations.conversation import Conversation
 from pipeline.decoding.dynamic_tree import DynamicTree, check_tree
-from pipeline.decoding.held_out import replay
+from pipeline.decoding.held_out import replay, replay_dynamic
 from pipeline.decoding.tree import TreePath
 from pipeline.errors import DataError
 from pipeline.heads.kind import Heads
@@ -134,7 +134,8 @@ class Run:
         shards = tuple(map(str, features.shards()))
         text = HeldOutText(shards, features.fingerprint, str(heads), settings.train.roles)
         if isinstance(chosen, DynamicTree):
-            return held_out_places(text, chosen, "cpu").replay(chosen.num_nodes).acceleration_rate
+            places = held_out_places(text, chosen, "cpu")
+            return replay_dynamic(places, chosen.num_nodes).acceleration_rate
         return replay(held_out_ranks(text, top, "cpu"), chosen).acceleration_rate
 
     def accuracies(self) -> list[list[float]]:

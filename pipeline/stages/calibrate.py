@@ -27,7 +27,7 @@ from pipeline.artifacts.tree_file import Accuracy, CalibrateResult, Calibration,
 from pipeline.config import Config
 from pipeline.conversations.sources import read_questions
 from pipeline.decoding.dynamic_tree import DynamicTree
-from pipeline.decoding.held_out import HeldOutPlaces, HeldOutRanks
+from pipeline.decoding.held_out import HeldOutRanks
 from pipeline.decoding.tree import STOCK_NODES, Choices
 from pipeline.decoding.tree_search import CrossFit, rank_accuracies
 from pipeline.errors import DataError
@@ -113,7 +113,7 @@ def run(context: Context, stage: StageDirectory) -> Summary:
         chain_overheads: Overheads = {}
         if fits is not None and resolved.times_trees:
             tree_overheads, chain_overheads = _native_overheads(context, fits, progress)
-    judged: HeldOutRanks | HeldOutPlaces = ranks
+    judged = ranks
     if fits is None:
         assert resolved.choices is not None
         tree = given_tree(ranks, resolved.choices)
@@ -245,7 +245,7 @@ def _timed_trees(fits: CrossFit, dynamic: DynamicTree | None) -> dict[int, Choic
 
 def _on_held_out_rows(
     context: Context, progress: ProgressReporter
-) -> tuple[HeldOutRanks, HeldOutPlaces | None]:
+) -> tuple[HeldOutRanks, HeldOutRanks | None]:
     """Rank held-out tokens among the heads' guesses, and place them in a dynamic tree."""
     features = context.upstream[upstream(context.config)[0]]
     placement, tree = context.placement("train"), context.resolved.dynamic_tree
@@ -268,7 +268,7 @@ def _on_held_out_rows(
 
 def _on_answers(
     context: Context, progress: ProgressReporter
-) -> tuple[HeldOutRanks, HeldOutPlaces | None]:
+) -> tuple[HeldOutRanks, HeldOutRanks | None]:
     """Compute the heads' ranks of tokens in the target's answers to `calibrate.data`."""
     settings, target = context.config.calibrate, context.backbone("train")
     assert settings.data is not None

@@ -21,7 +21,7 @@ from pipeline.artifacts.seen_answers import SeenAnswers, TrainingText
 from pipeline.artifacts.trained_heads import read_trained_heads
 from pipeline.conversations.conversation import Role
 from pipeline.decoding.dynamic_tree import DynamicTree
-from pipeline.decoding.held_out import HeldOutPlaces, HeldOutRanks
+from pipeline.decoding.held_out import HeldOutRanks
 from pipeline.execution.progress import ProgressReporter
 from pipeline.heads.accuracy import Score, label_ranks
 
@@ -106,7 +106,7 @@ def held_out_ranks(
 
 def held_out_places(
     text: HeldOutText, tree: DynamicTree, device: str, progress: ProgressReporter | None = None
-) -> HeldOutPlaces:
+) -> HeldOutRanks:
     """Rank each held-out token's node among the proposed nodes of a dynamic tree.
 
     The places are computed in fp32 on `device`, for about `GROWN_POSITIONS` positions.
@@ -114,7 +114,7 @@ def held_out_places(
     rows = _HeldOutRows(text, device)
     for hidden_ND, next_N, labels_KN in rows.read(GROWN_POSITIONS, progress):
         rows.measured.append(tree.places(rows.heads, hidden_ND, next_N, labels_KN))
-    return HeldOutPlaces(rows.joined(), *rows.spans())
+    return HeldOutRanks(rows.joined(), *rows.spans())
 
 
 class _HeldOutRows:
