@@ -1,7 +1,6 @@
 """Runs from Python: run a flow, open a run, read what its stages made. See docs/python.md.
 
-Everything here is thin: the rooms below do the work, and their errors come through, each a
-`MedusaDistillError` with a message for a person.
+Errors that are meant for the user are `MedusaDistillError`s.
 """
 
 from __future__ import annotations

@@ -150,10 +150,11 @@ def chosen_chain(
             **expected_speedup(walked, timed.get(num_tokens)),
         )
         figures.append(row)
-        rates[num_tokens] = walked.acceleration_rate
+        if num_tokens in timed:
+            rates[num_tokens] = walked.acceleration_rate
     if not timed:
         return default, figures
-    return fastest_choice({number: rates[number] for number in timed}, timed), figures
+    return fastest_choice(rates, timed), figures
 
 
 def expected_on_new(text: HeldOutRanks, walked: Replay) -> NewAnswers:
