@@ -96,8 +96,6 @@ def identity(context: Context) -> Identity:
         weights = weight_files(next(iter(copies.values())), fetch=fetch)
         dtypes = {engine: copy.dtype for engine, copy in copies.items()}
         settings["served_model"] = {"weights": context.digests.of_all(weights), "dtypes": dtypes}
-    else:
-        settings.pop("served_model")
     assistant = context.resolved.assistant
     if assistant is not None:
         weights = weight_files(assistant, fetch=fetch)
@@ -114,15 +112,11 @@ class CheckEngines:
     progress: ProgressReporter
 
     def call(self, function: Callable[..., Any], engine: str, /, **arguments: Any) -> Any:
-        placement = self.context.placement(ENGINE_SECTIONS[engine])
-        return self.context.executor.call(function, arguments, placement, self.progress)
-
-    def gpus(self, engine: str) -> int:
-        return self.context.placement(ENGINE_SECTIONS[engine]).gpus
+        """Call a function on the workers of one engine, which adds the argument `gpus`."""
+        return self.context.call(function, ENGINE_SECTIONS[engine], self.progress, **arguments)
 
     def measure(self, request: CheckRequest, engine: str) -> tuple[CheckResult, AnswerLines]:
         """Decode with and without the heads in one engine."""
-        request = replace(request, gpus=self.gpus(engine))
         return self.call(check_with_engine, engine, request=request, engine=engine)
 
     def prompts(self, target: TargetSpec) -> Prompts:
@@ -137,7 +131,6 @@ class CheckEngines:
                 questions=read_questions(settings.prompts),
                 settings=settings,
                 engine="transformers" if engine == "native" else "vllm",
-                gpus=self.gpus(engine),
             )
         else:
             room = context_length(target) - settings.max_new_tokens
@@ -170,7 +163,7 @@ class CheckEngines:
             held_out = calibration.chain[calibration.num_speculative_tokens - 1]
         figures = with_expectations(result.vllm, chain, held_out)
         if "load" in request.settings.studies:
-            load = self.call(load_study, "vllm", request=replace(request, gpus=self.gpus("vllm")))
+            load = self.call(load_study, "vllm", request=request)
             figures = replace(figures, studies=Studies(load=load))
         return figures
 
@@ -180,12 +173,11 @@ class CheckEngines:
         Greedy text is compared with that copy alone, whose own text differs from the full target's.
         Neither baselines nor studies are repeated.
         """
-        plain: dict[str, Any] = {"baselines": (), "assistant_model": None, "studies": ()}
-        settings = request.settings.model_copy(update=plain)
+        settings = request.settings.model_copy(update={"baselines": (), "studies": ()})
         results = {}
         for engine, copy in self.context.resolved.served_copies.items():
             target = replace(copy, max_tokens=request.target.max_tokens)
-            asked = replace(request, target=target, settings=settings, assistant=None)
+            asked = replace(request, target=target, settings=settings)
             results[engine], _ = self.measure(asked, engine)
         result = join_engines(results)
         form = quantization_format(model_config(target)) or "not quantized"
@@ -205,7 +197,6 @@ class CheckEngines:
             rows=[row for row in _generated_rows(context) if row.split == "calibrate"],
             questions=[] if questions is None else read_questions(questions),
             settings=context.config.check,
-            gpus=self.gpus("native"),
             name=Path(context.config.target.model).name,
         )
         write_model_answers(self.stage.path, lines)
@@ -258,7 +249,6 @@ def run(context: Context, stage: StageDirectory) -> Summary:
         (stage.path / f"{engine}.json").unlink(missing_ok=True)
     result = replace(
         result,
-        skipped_prompts=prompts.skipped,
         configuration=context.config.model_dump(mode="json"),
         target_revision=None if is_local(context.target.model) else context.target.revision,
         passed=not result.failures(Limits.of(context.config)),
@@ -275,10 +265,7 @@ def _with_comparisons(engines: CheckEngines, result: CheckResult) -> CheckResult
     if trained["held_out"]:
         result = replace(result, head_0=trained["held_out"][0], frequency=trained["frequency"])
     if method_of(context.config.train).tunes_backbone:
-        drift = engines.drift_of_published(questions)
-        if drift.positions is None:
-            drift = from_json(TunedDrift, trained["drift"])
-        result = replace(result, drift=drift)
+        result = replace(result, drift=engines.drift_of_published(questions))
     if questions is not None:
         shards = context.upstream["generate"].shards()
         result = replace(

@@ -37,14 +37,17 @@ def identity(context: Context) -> Identity:
 
 
 def run(context: Context, stage: StageDirectory) -> Summary:
-    """Write the trained heads, their tree and card as an export, and list its files."""
+    """Write the trained heads, their tree and card as an export."""
     settings, spec, trained = context.config.export, context.target, context.upstream["train"]
     target, tunes = context.resolved.target_config.to_dict(), context.resolved.method.tunes_backbone
-    base, backbone = spec.model, stage.path.resolve() / BACKBONE_DIRECTORY
+    base, published = spec.model, None
     if tunes:
+        backbone = stage.path.resolve() / BACKBONE_DIRECTORY
         learned = trained.files_below(BACKBONE_DIRECTORY)
         link_backbone(trained.path / BACKBONE_DIRECTORY, backbone, learned)
         base = str(backbone)
+    else:
+        published = base
     heads = read_trained_heads(trained.path / HEADS_FILE)
     check_vocabulary(heads.shape, context.resolved.shape.vocab_size)
     calibration = read_calibration(context.upstream["calibrate"].path)
@@ -56,7 +59,6 @@ def run(context: Context, stage: StageDirectory) -> Summary:
         num_speculative_tokens=calibration.num_speculative_tokens,
         dynamic_tree=calibration.dynamic,
     )
-    published = None if tunes else base
     card = Published(Report(), context.config, base_model=published, tuned=tunes)
     files = write_export(
         stage.path,
@@ -69,10 +71,8 @@ def run(context: Context, stage: StageDirectory) -> Summary:
         card=model_card(card),
     )
     return {
-        "files": [path.relative_to(stage.path).as_posix() for path in files],
         "bytes": sum(path.stat().st_size for path in files),
         "dtype": layout.dtype,
-        "formats": list(settings.formats),
         "vllm": layout.kind.not_served(layout.shape, target) is None,
     }
 

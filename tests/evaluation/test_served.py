@@ -152,7 +152,7 @@ def test_both_servers_are_asked_alike_and_the_study_is_reported(tiny_target, mon
     config = {"method": "medusa", "model": "export", "num_speculative_tokens": 3}
     target = TargetSpec(str(tiny_target))
     request = CheckRequest(target, "export", PROMPTS, settings, speculative_config=config)
-    found = load_study(request)
+    found = load_study(request, gpus=0)
     task = LoadTask(target, [[0, 5], [0, 6]], 9, repeats=settings.repeats, levels=LEVELS)
     assert asked == [task, replace(task, engine_args={"speculative_config": config})]
     assert [row.requests for row in found] == [1, 2, 4, 8, 16, 32, 64]

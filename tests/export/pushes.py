@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from pipeline.export.card import Published
 from pipeline.export.data_set import data_set_upload
 from pipeline.export.hub import Upload, backbone_upload, heads_upload, send_all
 from pipeline.report.report import Report
+from pipeline.storage.fingerprint import FileFacts
 from pipeline.storage.stage_directory import StageDirectory
 from tests.export.exports import TokenizerStub, config_of, write
 
@@ -93,12 +93,12 @@ def send(upload: Upload, *, private: bool = False) -> dict[str, Any]:
     return send_all({"it": upload}, private=private)["it"]
 
 
-def sums(directory: Path) -> dict[str, str]:
-    """The sha256 of every file that a stage's record would name: no bookkeeping, no card."""
+def sums(directory: Path) -> dict[str, FileFacts]:
+    """The facts of every file that a stage's record would name: no bookkeeping, no card."""
     found = {}
     for file in directory.rglob("*"):
         name = file.relative_to(directory).as_posix()
         is_other = name in ("stage.json", "DONE.json", "lock", ".hidden", "README.md")
         if file.is_file() and not is_other:
-            found[name] = hashlib.sha256(file.read_bytes()).hexdigest()
+            found[name] = FileFacts.of(file)
     return found
