@@ -17,6 +17,8 @@ Limits: one request is decoded at a time, and native overheads stand for those o
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from pipeline.artifacts.generated_rows import read_token_rows
@@ -135,8 +137,13 @@ def run(context: Context, stage: StageDirectory) -> Summary:
         chain=chain,
         **expected_speedup(tree.walked),
     )
+    heads = _accuracies(ranks, settings.top, num_heads)
+    new = ranks.new_answers()
+    if len(new.starts) >= ENOUGH_NEW:
+        on_new = _accuracies(new, settings.top, num_heads)
+        heads = [replace(head, new=each) for head, each in zip(heads, on_new, strict=True)]
     result = CalibrateResult(
-        heads=_accuracies(ranks, settings.top, num_heads),
+        heads=heads,
         tree=figures,
         positions=int(counts_K.max()),
         conversations=num_conversations,
@@ -167,28 +174,20 @@ def _choose_tree(
 
 
 def _accuracies(ranks: HeldOutRanks, top: int, num_heads: int) -> list[Accuracy]:
-    """Compute each head's accuracies, and those on new answers if there are enough.
+    """Compute how often a label is among the first 1 to 5 guesses of each trained head.
 
     A kind may propose deeper than it trains heads.
     """
     hits_KR, counts_K = ranks.guess_hits(top)
-    new = ranks.new_answers()
-    new_hits_KR, new_counts_K = new.guess_hits(top)
     heads = []
     for head in range(num_heads):
-        on_new = None
-        if len(new.starts) >= ENOUGH_NEW:
-            on_new = _accuracy(new_hits_KR[head], int(new_counts_K[head]))
-        heads.append(_accuracy(hits_KR[head], int(counts_K[head]), on_new))
+        count = int(counts_K[head])
+        shares = {}
+        if count:
+            for rank, hits in enumerate(hits_KR[head].cumsum()[:5].tolist(), start=1):
+                shares[f"top{rank}"] = round(hits / count, 4)
+        heads.append(Accuracy(labels=count, **shares))
     return heads
-
-
-def _accuracy(hits_R: np.ndarray, count: int, new: Accuracy | None = None) -> Accuracy:
-    shares = {}
-    if count:
-        for rank, hits in enumerate(hits_R.cumsum()[:5].tolist(), start=1):
-            shares[f"top{rank}"] = round(hits / count, 4)
-    return Accuracy(labels=count, new=new, **shares)
 
 
 def _require_labels(counts_K: np.ndarray, num_conversations: int, where: str) -> None:

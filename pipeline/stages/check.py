@@ -35,6 +35,7 @@ from pipeline.artifacts.seen_answers import training_text
 from pipeline.artifacts.tree_file import read_calibration
 from pipeline.config import Config
 from pipeline.config.load import validate
+from pipeline.conversations.conversation import Conversation
 from pipeline.conversations.duplicates import CheckQuestions
 from pipeline.conversations.sources import read_questions
 from pipeline.evaluation.measuring import AnswerLines, check_with_engine, join_engines
@@ -110,6 +111,7 @@ class CheckEngines:
     context: Context
     stage: StageDirectory
     progress: ProgressReporter
+    questions: list[Conversation] | None  # of a file of questions; None for held-out prompts
 
     def call(self, function: Callable[..., Any], engine: str, /, **arguments: Any) -> Any:
         """Call a function on the workers of one engine, which adds the argument `gpus`."""
@@ -122,19 +124,19 @@ class CheckEngines:
     def prompts(self, target: TargetSpec) -> Prompts:
         """Read held-out prompts, or answer the earlier turns of a file of questions."""
         settings = self.context.config.check
-        if isinstance(settings.prompts, Path):
+        if isinstance(settings.prompts, int):
+            room = context_length(target) - settings.max_new_tokens
+            prompts = held_out_prompts(_generated_rows(self.context), settings.prompts, room)
+        else:
             engine = min(settings.engines)
             prompts = self.call(
                 question_prompts,
                 engine,
                 target=target,
-                questions=read_questions(settings.prompts),
+                questions=self.questions,
                 settings=settings,
                 engine="transformers" if engine == "native" else "vllm",
             )
-        else:
-            room = context_length(target) - settings.max_new_tokens
-            prompts = held_out_prompts(_generated_rows(self.context), settings.prompts, room)
         require_prompts(prompts, settings)
         return prompts
 
@@ -145,7 +147,7 @@ class CheckEngines:
         if stored is None:
             result, answers = self.measure(request, engine)
             write_answers(self.stage.path, answers)
-            if isinstance(request.settings.prompts, Path):
+            if self.questions is not None:
                 for lines in answers.values():
                     write_model_answers(self.stage.path, lines)
             stored = to_json(result)
@@ -159,7 +161,7 @@ class CheckEngines:
         if result.native is not None:
             chain = result.native.chain
         by_calibration = self.context.config.calibrate.data is None
-        if by_calibration and not isinstance(request.settings.prompts, Path):
+        if by_calibration and self.questions is None:
             held_out = calibration.chain[calibration.num_speculative_tokens - 1]
         figures = with_expectations(result.vllm, chain, held_out)
         if "load" in request.settings.studies:
@@ -186,8 +188,8 @@ class CheckEngines:
         )
         return copy_figures, [replace(each, model=target.model) for each in result.differing]
 
-    def drift_of_published(self, questions: Path | None) -> TunedDrift:
-        """Measure the published weights' drift; write the original's answers."""
+    def drift_of_published(self) -> TunedDrift:
+        """Measure the drift of the published backbone; write the original target's answers."""
         context = self.context
         drift, lines = self.call(
             beside_the_original,
@@ -195,7 +197,7 @@ class CheckEngines:
             original=with_room(context.target, context.config.check),
             published=with_room(context.backbone("export"), context.config.check),
             rows=[row for row in _generated_rows(context) if row.split == "calibrate"],
-            questions=[] if questions is None else read_questions(questions),
+            questions=self.questions or [],
             settings=context.config.check,
             name=Path(context.config.target.model).name,
         )
@@ -216,8 +218,11 @@ def run(context: Context, stage: StageDirectory) -> Summary:
     """
     settings = context.config.check
     export = context.upstream["export"].path
+    questions = None
+    if isinstance(settings.prompts, Path):
+        questions = read_questions(settings.prompts)
     with context.progress(stage) as progress:
-        engines = CheckEngines(context, stage, progress)
+        engines = CheckEngines(context, stage, progress, questions)
         target = with_room(context.backbone("export"), settings)
         prompts = engines.prompts(target)
         most = read_layout(export).shape.max_depth
@@ -261,17 +266,16 @@ def _with_comparisons(engines: CheckEngines, result: CheckResult) -> CheckResult
     context = engines.context
     trained = context.upstream["train"].summary
     prompts = context.config.check.prompts
-    questions = prompts if isinstance(prompts, Path) else None
     if trained["held_out"]:
         result = replace(result, head_0=trained["held_out"][0], frequency=trained["frequency"])
     if method_of(context.config.train).tunes_backbone:
-        result = replace(result, drift=engines.drift_of_published(questions))
-    if questions is not None:
+        result = replace(result, drift=engines.drift_of_published())
+    if isinstance(prompts, Path):
         shards = context.upstream["generate"].shards()
         result = replace(
             result,
-            contaminated_rows=num_contaminated(shards, CheckQuestions(read_questions(questions))),
-            exact_match=exact_match(read_answers(engines.stage.path), read_references(questions)),
+            contaminated_rows=num_contaminated(shards, CheckQuestions(engines.questions or ())),
+            exact_match=exact_match(read_answers(engines.stage.path), read_references(prompts)),
         )
     return result
 

@@ -35,7 +35,6 @@ from pipeline.training.held_out_accuracy import SPLIT
 
 NAME = "features"
 VERSION = 3
-TUNED_NAME = "tuned-features"
 FIGURES = ("positions", "bytes_per_position", "tokens_per_second", "quarantined")
 
 
@@ -144,26 +143,24 @@ class ShardInProgress:
         self._opened.close()
 
 
-def engine_identity(settings: FeaturesConfig) -> Identity:
-    """The settings that the states depend on; the batch size only moves rounding noise."""
-    return {
+def identity(context: Context, *, tuned: bool = False) -> Identity:
+    """The settings that the states depend on, and the target or the tuned backbone's files.
+
+    The batch size is not among them: it only moves rounding noise.
+    """
+    settings = context.config.features
+    found: Identity = {
         "engine": settings.engine,
         "codec": settings.codec,
         "precision": settings.precision,
         "engine_args": semantic_arguments(settings.engine_args),
     }
-
-
-def identity(context: Context) -> Identity:
-    """The engine, how states are stored, and the target."""
-    return {**engine_identity(context.config.features), "target": context.target_identity}
-
-
-def tuned_identity(context: Context) -> Identity:
-    """The engine, how states are stored, and the backbone's files, which no shard names."""
-    files = context.upstream["train"].files_below(BACKBONE_DIRECTORY)
-    content = fingerprint({name: facts.sha256 for name, facts in files.items()})
-    return {**engine_identity(context.config.features), "backbone": content}
+    if tuned:
+        files = context.upstream["train"].files_below(BACKBONE_DIRECTORY)
+        found["backbone"] = fingerprint({name: facts.sha256 for name, facts in files.items()})
+    else:
+        found["target"] = context.target_identity
+    return found
 
 
 def run(context: Context, stage: StageDirectory, *, tuned: bool = False) -> Summary:
@@ -190,10 +187,10 @@ def run(context: Context, stage: StageDirectory, *, tuned: bool = False) -> Summ
 
 STAGE = Stage(NAME, VERSION, reads("generate"), identity, run, FIGURES, sharded=True)
 TUNED = Stage(
-    TUNED_NAME,
+    "tuned-features",
     VERSION,
     reads("generate", "train"),
-    tuned_identity,
+    functools.partial(identity, tuned=True),
     functools.partial(run, tuned=True),
     FIGURES,
     sharded=True,

@@ -137,5 +137,5 @@ def test_a_tuned_backbone_s_states_are_named_by_its_content(make_config, tmp_pat
         (train.path / "backbone" / "model.safetensors").write_text(content)
         train.finish({}, {})
         context.upstream["train"] = train
-        names.append(features_stage.tuned_identity(context))
+        names.append(features_stage.identity(context, tuned=True))
     assert names[0] != names[1]
