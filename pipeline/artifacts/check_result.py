@@ -64,31 +64,11 @@ class Difference:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChainRate:
-    """The acceleration rate of a top-1 chain, replayed on plain greedy answers."""
-
-    draft_tokens: int
-    acceleration_rate: float | None = None
-    standard_error: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Baseline:
-    """The figures of a decoding method of transformers; `failed` is the reason for having none."""
-
-    name: str
-    failed: str | None = None
-    acceleration_rate: float | None = None
-    speedup: float | None = None
-    tokens_per_second: float | None = None
-    time_to_first_token: float | None = None
-    time_per_output_token: float | None = None
-    greedy_match: GreedyMatch | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
 class Speed:
-    """Decoding speed with heads, and of plain decoding (`baseline_…`); times in seconds."""
+    """Decoding speed with heads, and of plain decoding (`baseline_…`); times in seconds.
+
+    A figure that was not measured is None.
+    """
 
     acceleration_rate: float | None = None
     standard_error: float | None = None
@@ -103,6 +83,22 @@ class Speed:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ChainRate(Speed):
+    """The acceleration rate of a top-1 chain, replayed on plain greedy answers."""
+
+    draft_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Baseline(Speed):
+    """The speed of a decoding method of transformers; `failed` is the reason for having none."""
+
+    name: str
+    failed: str | None = None
+    greedy_match: GreedyMatch | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Category(Speed):
     """Decoding speed on the prompts of one category."""
 
@@ -111,59 +107,48 @@ class Category(Speed):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TreeRow:
+class TreeRow(Speed):
     """One tree in the study `trees`, or the tree cut at `heads` heads in the study `heads`."""
 
     tree: str | None = None
     heads: int | None = None
     nodes: int
-    acceleration_rate: float | None = None
-    overhead: float | None = None
-    speedup: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class TypicalRow:
+class TypicalRow(Speed):
     """One acceptance rule in the study `typical`."""
 
     temperature: float
     rule: str
     eps: float | None = None
-    acceleration_rate: float | None = None
-    overhead: float | None = None
-    speedup: float | None = None
     log_likelihood: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class BatchRow:
+class BatchRow(Speed):
     """One number of sequences in the study `batch`."""
 
     batch_size: int
-    tokens_per_second: float
-    baseline_tokens_per_second: float
-    speedup: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class Percentiles:
+    """Percentiles of a time under load, in milliseconds."""
+
     p50: float | None = None
     p90: float | None = None
     p99: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadRow:
-    """One number of concurrent requests in the study `load`; times in milliseconds."""
+class LoadRow(Speed):
+    """One number of concurrent requests in the study `load`: speeds, latencies, share in time."""
 
     requests: int
-    speedup: float | None = None
-    acceleration_rate: float | None = None
-    tokens_per_second: float | None = None
     ttft_ms: Percentiles | None = None
     tpot_ms: Percentiles | None = None
     within_slo: float | None = None
-    baseline_tokens_per_second: float | None = None
     baseline_ttft_ms: Percentiles | None = None
     baseline_tpot_ms: Percentiles | None = None
     baseline_within_slo: float | None = None
@@ -226,17 +211,42 @@ class VllmFigures(EngineFigures):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServedModel:
+class Engines:
+    """The check's figures by decoding engine; None for an engine that was not run."""
+
+    native: NativeFigures | None = None
+    vllm: VllmFigures | None = None
+
+    def engine_failures(self, limits: Limits) -> list[str]:
+        """Return the reasons why the decoding engines fail the check."""
+        found, vllm = [], self.vllm
+        if self.native is not None:
+            found += _failures_of_engine("native", self.native, limits)
+        if vllm is not None:
+            found += _failures_of_engine("vllm", vllm, limits)
+            if vllm.accepted_per_position is not None and not any(vllm.accepted_per_position):
+                found.append("vllm: no draft token was accepted")
+            expected = _missed_rate(vllm)
+            if expected is not None:
+                found.append(
+                    f"vllm: acceleration rate {vllm.acceleration_rate:.2f} is far below the"
+                    f" {expected:.2f} to expect of this chain: vLLM does not draft what was trained"
+                )
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedModel(Engines):
     """The check's figures on the copy of the target that will be served."""
 
     model: str
     format: str
-    native: NativeFigures | None = None
-    vllm: VllmFigures | None = None
 
 
 @dataclass(frozen=True)
 class SampleToken:
+    """One decoded token and the decoding step that yielded it."""
+
     text: str
     step: int  # 0 is the prefill
 
@@ -261,11 +271,9 @@ class TunedDrift:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckFigures:
+class CheckFigures(Engines):
     """The section `check` of report.json."""
 
-    native: NativeFigures | None = None
-    vllm: VllmFigures | None = None
     contaminated_rows: int | None = None
     exact_match: list[dict[str, str | int | float]] | None = None
     passed: bool
@@ -273,11 +281,9 @@ class CheckFigures:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckResult:
+class CheckResult(Engines):
     """The summary of a check; the part of one engine has only the fields of that engine."""
 
-    native: NativeFigures | None = None
-    vllm: VllmFigures | None = None
     served_model: ServedModel | None = None
     skipped_prompts: int | None = None
     differing: list[Difference] = field(default_factory=list)
@@ -295,10 +301,10 @@ class CheckResult:
 
     def failures(self, limits: Limits) -> list[str]:
         """Return the reasons why the heads must not be published; empty if the check passed."""
-        found = _failures_of_engines(self.native, self.vllm, limits)
+        found = self.engine_failures(limits)
         copy = self.served_model
         if copy is not None:
-            for reason in _failures_of_engines(copy.native, copy.vllm, limits):
+            for reason in copy.engine_failures(limits):
                 found.append(f"on {copy.model}: {reason}")
         if limits.require_learning:
             found += self._learning_failures()
@@ -343,25 +349,6 @@ class CheckResult:
                     f" get {LEAST_LEARNED:.0%} of what that misses"
                 ]
         return []
-
-
-def _failures_of_engines(
-    native: NativeFigures | None, vllm: VllmFigures | None, limits: Limits
-) -> list[str]:
-    found = []
-    if native is not None:
-        found += _failures_of_engine("native", native, limits)
-    if vllm is not None:
-        found += _failures_of_engine("vllm", vllm, limits)
-        if vllm.accepted_per_position is not None and not any(vllm.accepted_per_position):
-            found.append("vllm: no draft token was accepted")
-        expected = _missed_rate(vllm)
-        if expected is not None:
-            found.append(
-                f"vllm: acceleration rate {vllm.acceleration_rate:.2f} is far below the"
-                f" {expected:.2f} to expect of this chain: vLLM does not draft what was trained"
-            )
-    return found
 
 
 def _failures_of_engine(name: str, engine: EngineFigures, limits: Limits) -> list[str]:
@@ -425,11 +412,11 @@ def _write_lines(path: Path, lines: Iterable[Line]) -> None:
 
 def read_answers(directory: Path) -> dict[str, list[Line]]:
     """Read the answers of a check by method: plain decoding first, the original model last."""
-    files = {path.stem: path for path in sorted((directory / "answers").glob("*.jsonl"))}
-    for path in sorted((directory / "model_answer").glob("*-original.jsonl")):
-        files["original"] = path
+    paths = sorted((directory / "answers").glob("*.jsonl"))
+    paths.sort(key=lambda path: path.stem != "plain")
+    paths += (directory / "model_answer").glob("*-original.jsonl")
     found = {}
-    for name in sorted(files, key=lambda name: (name == "original", name != "plain", name)):
-        lines = files[name].read_text("utf-8").splitlines()
-        found[name] = [json.loads(line) for line in lines]
+    for path in paths:
+        name = "original" if path.parent.name == "model_answer" else path.stem
+        found[name] = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
     return found

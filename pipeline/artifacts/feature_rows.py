@@ -42,7 +42,6 @@ FEATURES = pa.schema(
 )
 SCALES = pa.field("scales", pa.list_(pa.float32()))  # of states of 8 bits: one per position
 TAP = "last hidden state after the final norm"
-BATCH_COLUMNS = ["input_ids", "spans", "hidden"]
 
 
 @dataclass(frozen=True)
@@ -160,10 +159,6 @@ class FeatureRows:
                     self._lengths.append(_num_learnable(table["spans"], self.roles))
                     self._splits.append(table["split"].to_numpy())
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.states.dtype
-
     def lengths(self, split: str) -> list[npt.NDArray[np.int64]]:
         """Return, per row group, each row's learnable positions in a split; 0 for other splits."""
         return [
@@ -178,10 +173,10 @@ class FeatureRows:
             DamagedShard: A page fails its checksum, or the file is gone.
         """
         path, group = self._groups[index]
+        columns = ["input_ids", "spans", "hidden"]
+        if self.states.precision != "native":
+            columns.append(SCALES.name)
         with open_rows(path, self.fingerprint) as shard:
-            columns = BATCH_COLUMNS
-            if self.states.precision != "native":
-                columns = [*columns, SCALES.name]
             table = shard.read_row_group(group, columns=columns, use_threads=False)
         return RowGroup(self, table)
 

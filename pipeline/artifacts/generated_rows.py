@@ -70,7 +70,7 @@ class TokenRow:
 
 
 def spans_of(stored: Iterable[Mapping[str, Any]]) -> list[Span]:
-    return [Span(span["start"], span["end"], span["role"]) for span in stored]
+    return [Span(**span) for span in stored]
 
 
 def generated_columns(row: GeneratedRow, split: str) -> Row:

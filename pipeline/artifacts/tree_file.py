@@ -51,23 +51,28 @@ class ChainLength(Expected):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Calibration:
-    """The calibrated tree and chain of first guesses, with their expected rates.
+class TreeRates(Expected):
+    """The expected rates of the calibrated tree, of trees of other sizes, and of chains."""
 
-    A `dynamic` tree is used where there is one: the expected rate is its own, and `choices` are
-    a static tree of the same size. The last four fields are None for a tree of the user's own.
-    """
-
-    choices: tuple[TreePath, ...]
-    node_shares: list[float]  # of the steps that add each node of `choices`
-    accuracies: list[list[float]]  # [K, R], how often each guess was right
-    expected_acceleration_rate: float
-    expected_standard_error: float | None = None
     num_speculative_tokens: int  # of the chain
     chain: list[ChainLength]  # of 1, 2, … draft tokens
     dynamic: DynamicTree | None = None
     searches: dict[str, float] | None = None  # each search's rate on text that it has not seen
     sizes: list[TimedSize] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration(TreeRates):
+    """The calibrated tree and chain of first guesses, with their expected rates.
+
+    A `dynamic` tree is used where there is one: the expected rate is its own, and `choices` are
+    a static tree of the same size. `searches`, `sizes`, `judged` and `searched` are None for a tree
+    of the user's own.
+    """
+
+    choices: tuple[TreePath, ...]
+    node_shares: list[float]  # of the steps that add each node of `choices`
+    accuracies: list[list[float]]  # [K, R], how often each guess was right
     judged: list[tuple[TreePath, ...]] | None = None  # each half's tree, judged on the other half
     searched: tuple[TreePath, ...] | None = None  # on all rows, up to the stock tree's size
 
@@ -94,7 +99,7 @@ class Accuracy:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TreeFigures:
+class TreeFigures(TreeRates):
     """The section `tree` of report.json."""
 
     nodes: int
@@ -102,16 +107,9 @@ class TreeFigures:
     source: str
     text: str  # what it was measured on
     tokens_by_depth: list[float]
-    dynamic: DynamicTree | None = None
-    searches: dict[str, float] | None = None
-    sizes: list[TimedSize] | None = None
-    expected_acceleration_rate: float | None = None
-    expected_standard_error: float | None = None
     answers: int
     seen_share: float
     new: NewAnswers
-    num_speculative_tokens: int
-    chain: list[ChainLength]
 
 
 @dataclass(frozen=True, kw_only=True)
