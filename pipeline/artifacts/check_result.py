@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pipeline.artifacts.json_form import result
 from pipeline.artifacts.seen_answers import NewAnswers
 from pipeline.config import Config
 from pipeline.storage.atomic import write_text
@@ -63,7 +64,7 @@ class Difference:
     model: str | None = None  # the copy that was decoded, where it is not the target
 
 
-@dataclass(frozen=True, kw_only=True)
+@result
 class Speed:
     """Decoding speed with heads, and of plain decoding (`baseline_…`); times in seconds.
 
@@ -82,14 +83,14 @@ class Speed:
     baseline_time_per_output_token: float | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@result
 class ChainRate(Speed):
     """The acceleration rate of a top-1 chain, replayed on plain greedy answers."""
 
     draft_tokens: int
 
 
-@dataclass(frozen=True, kw_only=True)
+@result
 class Baseline(Speed):
     """The speed of a decoding method of transformers; `failed` is the reason for having none."""
 
@@ -98,7 +99,7 @@ class Baseline(Speed):
     greedy_match: GreedyMatch | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@result
 class Category(Speed):
     """Decoding speed on the prompts of one category."""
 
@@ -106,7 +107,7 @@ class Category(Speed):
     prompts: int
 
 
-@dataclass(frozen=True, kw_only=True)
+@result
 class TreeRow(Speed):
     """One tree in the study `trees`, or the tree cut at `heads` heads in the study `heads`."""
 
@@ -115,7 +116,7 @@ class TreeRow(Speed):
     nodes: int
 
 
-@dataclass(frozen=True, kw_only=True)
+@result
 class TypicalRow(Speed):
     """One acceptance rule in the study `typical`."""
 
@@ -125,14 +126,14 @@ class TypicalRow(Speed):
     log_likelihood: float | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@result
 class BatchRow(Speed):
     """One number of sequences in the study `batch`."""
 
     batch_size: int
 
 
-@dataclass(frozen=True, kw_only=True)
+@result
 class Percentiles:
     """Percentiles of a time under load, in milliseconds."""
 
@@ -141,7 +142,7 @@ class Percentiles:
     p99: float | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@result
 class LoadRow(Speed):
     """One number of concurrent requests in the study `load`: speeds, latencies, share in time."""
 
@@ -154,7 +155,7 @@ class LoadRow(Speed):
     baseline_within_slo: float | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@result
 class Studies:
     """The rows of each study that was run."""
 
@@ -165,7 +166,7 @@ class Studies:
     load: list[LoadRow] | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@result
 class EngineFigures(Speed):
     """The check's figures that native decoding and vLLM have in common."""
 
@@ -179,7 +180,7 @@ class EngineFigures(Speed):
     studies: Studies | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@result
 class NativeFigures(EngineFigures):
     """The check's figures of native decoding with the tree."""
 
@@ -199,7 +200,7 @@ class NativeFigures(EngineFigures):
     chain: ChainRate | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@result
 class VllmFigures(EngineFigures):
     """The check's figures of vLLM with the heads' top-1 chain."""
 
@@ -210,7 +211,7 @@ class VllmFigures(EngineFigures):
     expected_standard_error: float | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@result
 class Engines:
     """The check's figures by decoding engine; None for an engine that was not run."""
 
@@ -235,7 +236,7 @@ class Engines:
         return found
 
 
-@dataclass(frozen=True, kw_only=True)
+@result
 class ServedModel(Engines):
     """The check's figures on the copy of the target that will be served."""
 
@@ -259,7 +260,7 @@ class Sample:
     tokens: list[SampleToken]
 
 
-@dataclass(frozen=True, kw_only=True)
+@result
 class TunedDrift:
     """Distance of a tuned backbone's predictions from the original's; None without positions."""
 
@@ -270,7 +271,7 @@ class TunedDrift:
     positions: int | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@result
 class CheckFigures(Engines):
     """The section `check` of report.json."""
 
@@ -280,7 +281,7 @@ class CheckFigures(Engines):
     failures: list[str]
 
 
-@dataclass(frozen=True, kw_only=True)
+@result
 class CheckResult(Engines):
     """The summary of a check; the part of one engine has only the fields of that engine."""
 
@@ -354,11 +355,10 @@ class CheckResult(Engines):
 def _failures_of_engine(name: str, engine: EngineFigures, limits: Limits) -> list[str]:
     found, match = [], engine.greedy_match
     if match.differing:
-        differ = f"{match.differing} of {match.sequences} greedy sequences differ"
-        gap = ""
-        if engine.largest_gap is not None:
-            gap = f" (top-2 gap up to {engine.largest_gap:g}; ties: check.tie_tolerance)"
-        found.append(f"{name}: {differ} from plain decoding{gap}")
+        found.append(
+            f"{name}: {match.differing} of {match.sequences} greedy sequences differ from plain"
+            f" decoding (top-2 gap up to {engine.largest_gap}; ties: check.tie_tolerance)"
+        )
     if match.ties > max(1, limits.max_tie_share * match.sequences):
         found.append(
             f"{name}: {match.ties} of {match.sequences} greedy sequences differ at ties, more than"

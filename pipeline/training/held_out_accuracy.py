@@ -136,7 +136,6 @@ class _HeldOutRows:
         rows = FeatureRows(
             self.text.shards,
             fingerprint=self.text.fingerprint,
-            hidden_size=shape.hidden_size,
             num_heads=shape.max_depth,
             roles=self.text.roles,
         )
