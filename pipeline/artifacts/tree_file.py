@@ -54,20 +54,16 @@ class Calibration:
     """The calibrated tree and chain of first guesses, with their expected rates.
 
     A `dynamic` tree is used where there is one: the expected rate is its own, and `choices` are
-    a static tree of the same size. The last four fields are None for a tree of the user's own.
+    a static tree of the same size. `searched` is None for a tree of the user's own.
     """
 
     choices: tuple[TreePath, ...]
     node_shares: list[float]  # of the steps that add each node of `choices`
     accuracies: list[list[float]]  # [K, R], how often each guess was right
     expected_acceleration_rate: float
-    expected_standard_error: float | None = None
     num_speculative_tokens: int  # of the chain
     chain: list[ChainLength]  # of 1, 2, … draft tokens
     dynamic: DynamicTree | None = None
-    searches: dict[str, float] | None = None  # each search's rate on text that it has not seen
-    sizes: list[TimedSize] | None = None
-    judged: list[tuple[TreePath, ...]] | None = None  # each half's tree, judged on the other half
     searched: tuple[TreePath, ...] | None = None  # on all rows, up to the stock tree's size
 
     @property
@@ -102,7 +98,7 @@ class TreeFigures(Expected):
     text: str  # what it was measured on
     tokens_by_depth: list[float]
     dynamic: DynamicTree | None = None
-    searches: dict[str, float] | None = None
+    searches: dict[str, float] | None = None  # each search's rate on text that it has not seen
     sizes: list[TimedSize] | None = None
     answers: int
     seen_share: float
