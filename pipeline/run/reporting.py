@@ -80,7 +80,7 @@ def assemble_report(run: RunDirectory, config: Config, without: Collection[str] 
     train = calibrated = export = None
     if "train" in summaries:
         train = from_json(TrainFigures, summaries["train"])
-        train = replace(train, **method.report_entries(config.train))
+        train = replace(train, recipe=method.recipe_name(config.train))
         if check.drift is not None and check.drift.positions:
             # Training has measured the adapter, the check the published weights.
             train = replace(train, drift=check.drift, adapter_drift=train.drift)
