@@ -24,6 +24,7 @@ from benchmarks.gpu_decoding import ACCURACY_KR, NUM_HEADS
 from pipeline.decoding.decoder import Decoder, plain_decoder
 from pipeline.decoding.tree import greedy_tree
 from pipeline.evaluation.overhead import fastest_threads
+from pipeline.heads.kind import TargetWeights
 from pipeline.heads.medusa import MedusaHeads
 from pipeline.heads.shapes import MedusaShape
 from pipeline.targets.loading import lm_head_weight, load_causal_lm
@@ -71,7 +72,10 @@ def overheads(
 ) -> list[Claim]:
     """Measure a step's overhead; return one claim per tree size and one per batch size."""
     config = MedusaShape(model.config.hidden_size, model.config.vocab_size, NUM_HEADS)
-    heads = MedusaHeads.from_lm_head(config, lm_head_weight(model)).eval()
+    lm_head_VD = lm_head_weight(model)
+    heads = MedusaHeads.initial(
+        config, TargetWeights(lambda: lm_head_VD, lambda: lm_head_VD)
+    ).eval()
     plain = plain_decoder(model, eos_token_ids=())
     trees = {
         size: Decoder(model, heads, greedy_tree(ACCURACY_KR, size), eos_token_ids=())

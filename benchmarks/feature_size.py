@@ -58,7 +58,7 @@ def _claim(
     (task,) = rows.features_tasks(directory, [made])
     receipt = Worker(target, FeaturesConfig(tokens_per_batch=4096, codec=codec), gpus=0)(task)
     state = hidden_size * getattr(torch, target.dtype).itemsize
-    position = Path(task.shard).stat().st_size / receipt.stats["positions"]
+    position = task.shard.stat().st_size / receipt.stats["positions"]
     name = (
         f"bytes per position over the state's own, D = {hidden_size:,}, {target.dtype}, codec"
         f" {codec}"

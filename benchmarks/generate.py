@@ -57,7 +57,7 @@ def measure(*, tiny: bool = False) -> Result:
             "replay", Sampling(temperature=0.7), max_tokens=context_length(target)
         )
         rounds = 1 if tiny else ROUNDS
-        engine = VLLMGenerationEngine(target)
+        engine = VLLMGenerationEngine(target, {})
         llm = (
             engine._running.llm
         )  # the engine's own `LLM`: both sides share its weights, its cache and its settings

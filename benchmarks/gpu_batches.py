@@ -18,6 +18,7 @@ from benchmarks.gpu_decoding import ACCURACY_KR, NUM_HEADS
 from benchmarks.gpu_size import Size
 from pipeline.decoding.decoder import Decoder, plain_decoder
 from pipeline.decoding.tree import greedy_tree
+from pipeline.heads.kind import TargetWeights
 from pipeline.heads.medusa import MedusaHeads
 from pipeline.heads.shapes import MedusaShape
 from pipeline.targets.loading import lm_head_weight
@@ -32,7 +33,8 @@ def measure_batches(model: PreTrainedModel, size: Size, ends: Deadline) -> Resul
     missing: list[str] = []
     text = model.config.get_text_config()
     shape = MedusaShape(text.hidden_size, text.vocab_size, NUM_HEADS, lm_head="tied")
-    heads = MedusaHeads.from_lm_head(shape, lm_head_weight(model))
+    lm_head_VD = lm_head_weight(model)
+    heads = MedusaHeads.initial(shape, TargetWeights(lambda: lm_head_VD, lambda: lm_head_VD))
     generator = torch.Generator().manual_seed(0)
     for num_texts in size.batches:
         prompts = torch.randint(

@@ -22,6 +22,7 @@ from pipeline.decoding.decoder import Decoded, Decoder, plain_decoder
 from pipeline.decoding.tree import greedy_tree
 from pipeline.evaluation.prompts import Prompt
 from pipeline.evaluation.speed import ACCELERATED, PLAIN, Pace, check_speed
+from pipeline.heads.kind import TargetWeights
 from pipeline.heads.medusa import MedusaHeads
 from pipeline.heads.shapes import MedusaShape
 from pipeline.targets.loading import lm_head_weight
@@ -47,9 +48,10 @@ def measure_decoding(model: PreTrainedModel, size: Size, ends: Deadline) -> Resu
     reset_peak_memory(size.device)
     trees = {num_nodes: greedy_tree(ACCURACY_KR, num_nodes) for num_nodes in size.tree_nodes}
     decoders: dict[tuple[str, int], Decoder] = {("", 0): plain_decoder(model, eos_token_ids=())}
+    lm_head_VD = lm_head_weight(model)
     for kind in AIMS:
         shape = MedusaShape(text.hidden_size, text.vocab_size, NUM_HEADS, lm_head=kind)
-        heads = MedusaHeads.from_lm_head(shape, lm_head_weight(model))
+        heads = MedusaHeads.initial(shape, TargetWeights(lambda: lm_head_VD, lambda: lm_head_VD))
         decoders |= {
             (kind, n): Decoder(model, heads, tree, eos_token_ids=()) for n, tree in trees.items()
         }

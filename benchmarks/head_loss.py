@@ -56,7 +56,10 @@ class Inputs:
 
 def in_chunks(inputs: Inputs) -> Tensor:
     """Return the sum of the heads' losses, computed in chunks of logits."""
-    losses_K = summed_cross_entropy(inputs.hidden_KND, inputs.lm_head_KVD, inputs.labels_KN)
+    weights_K = torch.ones(len(inputs.labels_KN), device=inputs.labels_KN.device)
+    losses_K = summed_cross_entropy(
+        inputs.hidden_KND, inputs.lm_head_KVD, inputs.labels_KN, None, weights_K
+    )
     return losses_K.sum()
 
 

@@ -86,7 +86,7 @@ def _seconds(worker: Worker, tasks: Sequence[ShardTask]) -> float:
         for task, upcoming in zip(tasks, [*tasks[1:], None], strict=True):
             worker.expect(upcoming)
             worker(task)
-            deleting.submit(Path(task.shard).unlink)
+            deleting.submit(task.shard.unlink)
         seconds = perf_counter() - started
     worker.close()
     return seconds

@@ -93,17 +93,9 @@ def write_features(
 
     T is a row's number of tokens, D the hidden size.
     """
-    quarantine, footer = path.with_suffix(".jsonl"), states.footer
+    task = ShardTask(0, path, path.with_suffix(".jsonl"), FINGERPRINT)
     with (
-        ShardWriter(
-            path,
-            quarantine,
-            states.schema,
-            index=0,
-            fingerprint=FINGERPRINT,
-            footer=footer,
-            codec=codec,
-        ) as writer,
+        ShardWriter(task, states.schema, footer=states.footer, codec=codec) as writer,
         FeatureWriter(writer, rows, states, waiting or WaitingMemory()) as features,
     ):
         for index, hidden_TD in enumerate(hidden):
@@ -119,17 +111,12 @@ def features_tasks(directory: Path, shards: Iterable[Sequence[Row]]) -> list[Sha
             directory / "generate" / f"{index:05d}.parquet",
             directory / "features" / f"{index:05d}.parquet",
         )
-        with ShardWriter(
-            source, source.with_suffix(".jsonl"), GENERATED, index=index, fingerprint="rows"
-        ) as writer:
+        task = ShardTask(index, source, source.with_suffix(".jsonl"), "rows")
+        with ShardWriter(task, GENERATED) as writer:
             writer.write(rows)
-            receipt = writer.commit("generate", None)
-        quarantine = str(made.with_suffix(".jsonl"))
-        tasks.append(
-            ShardTask(
-                index, str(source), receipt.content_sha256, str(made), quarantine, FINGERPRINT
-            )
-        )
+            content = writer.commit("generate", None).content_sha256
+        quarantine = made.with_suffix(".jsonl")
+        tasks.append(ShardTask(index, made, quarantine, FINGERPRINT, source, content))
     return tasks
 
 
@@ -143,7 +130,7 @@ def train_spec(
     """Return the spec of a training of heads from the shards of `features_tasks`."""
     text = model_config(target).get_text_config()
     return TrainSpec(
-        shards=tuple(task.shard for task in tasks),
+        shards=tuple(str(task.shard) for task in tasks),
         fingerprint=FINGERPRINT,
         settings=settings,
         kind=head_kind(settings.heads),
@@ -154,6 +141,6 @@ def train_spec(
         seed=0,
         directory=str(directory),
         device="cuda" if device.type == "cuda" else "cpu",
-        texts=tuple(task.source for task in tasks),
+        texts=tuple(str(task.source) for task in tasks),
         texts_fingerprint="rows",
     )

@@ -35,7 +35,7 @@ from pipeline.run.context import Context
 from pipeline.run.resolved import resolve_run
 from pipeline.run.sharded import run_sharded
 from pipeline.storage.run_directory import RunDirectory
-from pipeline.storage.shards import ShardTask, ShardWriter
+from pipeline.storage.shards import ShardWriter
 from pipeline.storage.stage_directory import StageDirectory
 
 SIZES, TINY_SIZES = (100, 1_000, 10_000), (4, 16)
@@ -102,8 +102,8 @@ class Stopwatch:
 
 def _mapped(executor: Executor, size: int) -> Cost:
     with tempfile.TemporaryDirectory(dir=IN_MEMORY) as temporary:
-        paths = (f"{temporary}/shards/{index:05d}.parquet" for index in range(size))
-        tasks = deque(ShardTask(index, "", "", path, "", "f") for index, path in enumerate(paths))
+        stage = StageDirectory(Path(temporary), "sleep", "f")
+        tasks = deque(map(stage.task, range(size)))
         return _cost(
             executor,
             size,
@@ -150,8 +150,7 @@ def _cost(executor: Executor, size: int, work: Callable[[Stopwatch], Any]) -> Co
 
 
 def _write_seed(stage: StageDirectory, index: int) -> None:
-    paths = stage.shard_path(index), stage.quarantine_path(index)
-    with ShardWriter(*paths, SEEDS, index=index, fingerprint=stage.fingerprint) as writer:
+    with ShardWriter(stage.task(index), SEEDS) as writer:
         row = {
             "id": f"s:{index}",
             "source_id": None,

@@ -77,8 +77,9 @@ def _compared(
 ) -> list[Claim]:
     """Return claims of each export's tokens per second over plain vLLM's, and of equal texts."""
     chosen = [read_layout(path).engine_args(path, target.model) for path in exports.values()]
-    task = DecodeTask(target, prompts, new_tokens, repeats=repeats, at_once=at_once)
-    tasks = [task, *(replace(task, engine_args=engine_args) for engine_args in chosen)]
+    limit = {"max_num_seqs": at_once}
+    task = DecodeTask(target, prompts, new_tokens, limit, repeats=repeats)
+    tasks = [task, *(replace(task, engine_args={**limit, **with_heads}) for with_heads in chosen)]
     plain, *others = decode_in_vllm(tasks)
     speed = {"plain, tokens/s": plain.tokens_per_second}
     claims = []

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pipeline.artifacts.seed_rows import SEEDS
 from pipeline.execution.progress import ShardProgress
 from pipeline.storage.receipts import Receipt
-from pipeline.storage.shards import ShardTask, shard_writer, task_rows
+from pipeline.storage.shards import ShardTask, ShardWriter, task_rows
 
 SLEEP_SECONDS = 0.001
 
@@ -37,7 +37,7 @@ class Copier:
         time.sleep(SLEEP_SECONDS)
         rows = task_rows(task)
         self.progress.begin(task)
-        with shard_writer(task, SEEDS) as writer:
+        with ShardWriter(task, SEEDS) as writer:
             writer.write(rows)
             self.progress.add(task, len(rows), 0)
             receipt = writer.commit("copy", [row["id"] for row in rows])

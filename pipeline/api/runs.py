@@ -1,7 +1,6 @@
 """Runs from Python: run a flow, open a run, read what its stages made. See docs/python.md.
 
-Everything here is thin: the rooms below do the work, and their errors come through, each a
-`MedusaDistillError` with a message for a person.
+Errors that are meant for the user are `MedusaDistillError`s.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from pipeline.artifacts.tree_file import read_calibration
 from pipeline.config import Config
 from pipeline.conversations.conversation import Conversation
 from pipeline.decoding.dynamic_tree import DynamicTree, check_tree
-from pipeline.decoding.held_out import replay
+from pipeline.decoding.held_out import replay, replay_dynamic
 from pipeline.decoding.tree import TreePath
 from pipeline.errors import DataError
 from pipeline.heads.kind import Heads
@@ -135,8 +134,9 @@ class Run:
         shards = tuple(map(str, features.shards()))
         text = HeldOutText(shards, features.fingerprint, str(heads), settings.train.roles)
         if isinstance(chosen, DynamicTree):
-            return held_out_places(text, chosen, "cpu").replay(chosen.num_nodes).acceleration_rate
-        return replay(held_out_ranks(text, top, "cpu"), chosen).acceleration_rate
+            places = held_out_places(text, chosen)
+            return replay_dynamic(places, chosen.num_nodes).acceleration_rate
+        return replay(held_out_ranks(text, top), chosen).acceleration_rate
 
     def accuracies(self) -> list[list[float]]:
         """Return how often each head's r-th guess is right on held-out rows, [heads][ranks]."""

@@ -14,7 +14,7 @@ D hidden size, V vocabulary, K depths.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -32,8 +32,8 @@ LEAST = -100.0  # lower bound of a guess's log probability; sums stay exact enou
 class Proposed(NamedTuple):
     """The proposed nodes of dynamic trees, by depth; each tensor is [B, C].
 
-    A score is the log probability of the node's path minus `PREFER_PARENT` per depth. Parents are
-    indices of proposed nodes; -1 is the root.
+    A score is the log probability of the node's path minus `PREFER_PARENT` per depth. A
+    parent is 0 for the root, and i + 1 for the proposed node i.
     """
 
     tokens_BC: Tensor
@@ -62,9 +62,6 @@ class DynamicTree:
         """The number C of tree nodes that the heads propose in a step."""
         return self.top + (self.max_depth - 1) * self.top**2
 
-    def to_json(self) -> dict[str, int]:
-        return asdict(self)
-
     def resized(self, num_nodes: int, max_depth: int | None = None) -> DynamicTree:
         """Return a dynamic tree of at most `num_nodes` nodes and, optionally, another depth."""
         widest = replace(self, num_nodes=1, max_depth=max_depth or self.max_depth)
@@ -84,9 +81,9 @@ class DynamicTree:
         hidden_BPD = hidden_BD[:, None]
         tokens_BP = token_B[:, None]
         scores_BP = torch.zeros_like(tokens_BP, dtype=torch.float32)
-        places_BP = torch.full_like(tokens_BP, -1)
+        places_BP = torch.zeros_like(tokens_BP)
         levels: list[Proposed] = []
-        num_proposed = 0
+        num_before = 1  # the root
         for depth in range(self.max_depth):
             hidden_BPD, logits_BPV = heads.expand(hidden_BPD, tokens_BP, depth)
             rows_BPR, log_p_BPR = _best(logits_BPV, self.top)
@@ -99,9 +96,9 @@ class DynamicTree:
             best_BP = scores_BM.topk(self.top).indices  # expanded next
             tokens_BP = tokens_BM.gather(1, best_BP)
             scores_BP = scores_BM.gather(1, best_BP)
-            places_BP = best_BP + num_proposed
+            places_BP = best_BP + num_before
             hidden_BPD = hidden_BPD.take_along_dim((best_BP // self.top)[..., None], 1)
-            num_proposed += tokens_BM.shape[1]
+            num_before += tokens_BM.shape[1]
         return Proposed(*(torch.cat(column, 1) for column in zip(*levels, strict=True)))
 
     @torch.no_grad()
@@ -135,21 +132,15 @@ class DynamicTree:
 
     def _tree(self, chosen_BM: Tensor, proposed: Proposed) -> TreeRows:
         """Build candidate trees of the chosen nodes, given as ascending indices of `proposed`."""
-        num_texts, num_nodes = chosen_BM.shape
-        itself_BN = torch.arange(num_nodes + 1, device=chosen_BM.device).expand(num_texts, -1)
-        row_BC = torch.zeros_like(proposed.parents_BC).scatter(1, chosen_BM, itself_BN[:, 1:])
-        above_BM = proposed.parents_BC.gather(1, chosen_BM)
-        parent_BM = row_BC.gather(1, above_BM.clamp(min=0)).where(above_BM >= 0, 0)
-        root_B1 = torch.zeros_like(parent_BM[:, :1])
-        parent_BN = torch.cat((root_B1, parent_BM), 1)
-        depth_BN = torch.cat((root_B1, proposed.depth_BC.gather(1, chosen_BM)), 1)
-        retrieve_BNT = itself_BN.new_zeros(num_texts, num_nodes + 1, self.max_depth + 1)
-        row_BN = itself_BN
-        for steps_up in range(self.max_depth + 1):  # the root's parent is the root
-            place_BN = (depth_BN - steps_up).clamp(min=0)
-            retrieve_BNT.scatter_(2, place_BN[..., None], row_BN[..., None])
-            row_BN = parent_BN.gather(1, row_BN)
-        return TreeRows(parent_BN, depth_BN, retrieve_BNT)
+        rows_BM = torch.arange(1, self.num_nodes + 1, device=chosen_BM.device).expand_as(chosen_BM)
+        root_B1 = torch.zeros_like(chosen_BM[:, :1])
+        row_BC = torch.zeros_like(proposed.parents_BC).scatter(1, chosen_BM, rows_BM)
+        row_of_node = torch.cat((root_B1, row_BC), 1)
+        parent_BM = row_of_node.gather(1, proposed.parents_BC.gather(1, chosen_BM))
+        depth_BM = proposed.depth_BC.gather(1, chosen_BM)
+        return TreeRows(
+            torch.cat((root_B1, parent_BM), 1), torch.cat((root_B1, depth_BM), 1), self.max_depth
+        )
 
 
 def check_tree(
@@ -187,12 +178,14 @@ def _true_places(proposed: Proposed, labels_KB: Tensor) -> Tensor:
     order_BC = proposed.scores_BC.argsort(1, descending=True)
     by_place_BC = torch.arange(order_BC.shape[1], device=order_BC.device).expand_as(order_BC)
     place_BC = torch.empty_like(order_BC).scatter_(1, order_BC, by_place_BC)
-    node_B1 = torch.full_like(order_BC[:, :1], -1)  # the root
+    parent_B1 = torch.zeros_like(order_BC[:, :1])  # the root
     places = []
     for labels_B in labels_KB:
-        is_child_BC = proposed.parents_BC == node_B1
+        is_child_BC = proposed.parents_BC == parent_B1
         right_BC = is_child_BC & (proposed.tokens_BC == labels_B[:, None])
-        node_B1 = right_BC.int().argmax(1, keepdim=True).where(right_BC.any(1, keepdim=True), -2)
-        place_B1 = place_BC.gather(1, node_B1.clamp(min=0)).where(node_B1 >= 0, NEVER)
+        is_proposed_B1 = right_BC.any(1, keepdim=True)
+        node_B1 = right_BC.int().argmax(1, keepdim=True)
+        parent_B1 = (node_B1 + 1).where(is_proposed_B1, -1)
+        place_B1 = place_BC.gather(1, node_B1).where(is_proposed_B1, NEVER)
         places.append(place_B1.clamp(max=NEVER)[:, 0])
     return torch.stack(places).to(torch.int16)

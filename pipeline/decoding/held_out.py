@@ -2,8 +2,8 @@
 
 The rank of a held-out token is its index among a head's guesses: 0 if the first guess is right, 1
 if the second is. Greedy decoding writes the same text with any tree, so the ranks determine its
-steps with a static tree. For a dynamic tree, the steps are determined by places: the rank of the
-token's node among all nodes that are proposed in the step.
+steps with a static tree. For a dynamic tree, its steps are determined by the token's place: the
+rank of the token's node among all nodes that are proposed in the step.
 
 An acceleration rate is a ratio of sums, tokens over steps. The steps of one conversation are
 correlated, so the standard error is a bootstrap over conversations, not over steps (Efron and
@@ -82,16 +82,17 @@ def bootstrap_rate(tokens_C: npt.ArrayLike, steps_C: npt.ArrayLike, seed: int = 
 
 @dataclass(frozen=True)
 class HeldOutRanks:
-    """Ranks of held-out tokens among the heads' guesses, to replay decoding with static trees.
+    """Ranks of held-out tokens, to replay decoding with any static or dynamic tree.
 
     Attributes:
-        ranks_KN: uint8 ranks of the tokens at t+2+k.
+        ranks_KN: The ranks of the tokens at t+2+k. For static trees uint8, among the guesses of
+            head k; for dynamic trees int16, among the nodes of a step (`DynamicTree.places`).
         starts: The first position of each span, ascending from 0.
         conversations: The conversation number of each span; spans of a conversation are adjacent.
         seen: Whether each span is an answer that is also in a training row.
     """
 
-    ranks_KN: npt.NDArray[np.uint8]
+    ranks_KN: npt.NDArray[np.uint8 | np.int16]
     starts: npt.NDArray[np.int64]
     conversations: npt.NDArray[np.int64]
     seen: npt.NDArray[np.bool_]
@@ -124,24 +125,6 @@ class HeldOutRanks:
         """Count the hits of each head's r-th guess, [K, R], and the labels of each head, [K]."""
         hits_KR = np.stack([np.bincount(ranks_N, minlength=256)[:top] for ranks_N in self.ranks_KN])
         return hits_KR, (self.ranks_KN != NO_LABEL).sum(1)
-
-
-@dataclass(frozen=True)
-class HeldOutPlaces:
-    """Places of held-out tokens in dynamic trees, from `DynamicTree.places`.
-
-    The other attributes are those of `HeldOutRanks`.
-    """
-
-    places_KN: npt.NDArray[np.int16]
-    starts: npt.NDArray[np.int64]
-    conversations: npt.NDArray[np.int64]
-    seen: npt.NDArray[np.bool_]
-
-    def replay(self, num_nodes: int) -> Replay:
-        """Replay greedy decoding of the held-out text with dynamic trees of `num_nodes` nodes."""
-        lengths_N = (self.places_KN < num_nodes).cumprod(0).sum(0)
-        return _replay(self, lengths_N)
 
 
 @dataclass(frozen=True)
@@ -212,7 +195,12 @@ def replay(ranks: HeldOutRanks, choices: Choices) -> Replay:
     return _replay(ranks, lengths_N)
 
 
-def _replay(text: HeldOutRanks | HeldOutPlaces, lengths_N: npt.NDArray[np.int64]) -> Replay:
+def replay_dynamic(places: HeldOutRanks, num_nodes: int) -> Replay:
+    """Replay greedy decoding of held-out text with dynamic trees of `num_nodes` nodes."""
+    return _replay(places, (places.ranks_KN < num_nodes).cumprod(0).sum(0))
+
+
+def _replay(text: HeldOutRanks, lengths_N: npt.NDArray[np.int64]) -> Replay:
     """Replay greedy decoding that would accept `lengths_N` guesses at each position.
 
     After a step that accepts n guesses, the next step starts n + 1 positions later. A span's first

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 
 import torch
@@ -148,22 +148,27 @@ class TreeRows:
     Attributes:
         parent: [N], each row's parent; the root's is itself.
         depth: [N].
-        retrieve_indices: [N, T], the rows from the root to row i, padded with 0 past its depth.
+        retrieve_indices: [N, T], the rows on the path from the root to row i, padded with 0.
         ancestors: [N, N], whether row i attends to row j: j is i or above it.
         elsewhere: [N, N], whether row j is not a guess on the path to row i: j is the root, or is
             neither i nor above i.
     """
 
-    def __init__(self, parent: Tensor, depth: Tensor, retrieve_indices: Tensor):
+    def __init__(self, parent: Tensor, depth: Tensor, max_depth: int):
         self.parent = parent
         self.depth = depth
-        self.retrieve_indices = retrieve_indices
-        self.max_depth = retrieve_indices.shape[-1] - 1
+        self.max_depth = max_depth
         num_rows = depth.shape[-1]
-        itself = torch.eye(num_rows, dtype=torch.bool, device=depth.device)
-        itself = itself.expand(*depth.shape, num_rows).clone()
+        device = depth.device
+        self.retrieve_indices = depth.new_zeros(*depth.shape, max_depth + 1)
+        row = torch.arange(num_rows, device=device).expand_as(depth)
+        for steps_up in range(max_depth + 1):
+            place = (depth - steps_up).clamp(min=0)
+            self.retrieve_indices.scatter_(-1, place[..., None], row[..., None])
+            row = parent.gather(-1, row)
         # The padding 0 is the root, an ancestor of every row.
-        self.ancestors = itself.scatter_(-1, retrieve_indices, True)
+        ancestors = torch.zeros(*depth.shape, num_rows, dtype=torch.bool, device=device)
+        self.ancestors = ancestors.scatter_(-1, self.retrieve_indices, True)
         self.elsewhere = ~self.ancestors | (depth == 0)[..., None, :]
 
     def path_to(self, row_B: Tensor) -> Tensor:
@@ -179,59 +184,44 @@ class TreeRows:
 class Tree(TreeRows):
     """A static candidate tree; row 0 is the root, row i + 1 is `choices[i]`.
 
-    Rows are in depth-first order: parents come before their children.
-    `Tree(())` is plain decoding. `top`, `guess`, `levels` and `order` are those of `ProposalTree`.
-    The choices form a tree, see `check_choices`.
+    Rows are in order of depth, so parents come before their children. `Tree(())` is plain decoding.
+    `top`, `guess` and `levels` are described in `ProposalTree`. The choices must form a tree, see
+    `check_choices`.
     """
 
     def __init__(self, choices: Choices, device: torch.device | str = "cpu"):
-        self.choices: tuple[TreePath, ...] = tuple(sorted(map(tuple, choices)))
-        self.num_nodes = len(self.choices)
-        self.top = 0
-        row_of: dict[TreePath, int] = {(): 0}
-        parents = [0]
-        rows_to = [[0]]
-        for row, path in enumerate(self.choices, start=1):
-            row_of[path] = row
-            self.top = max(self.top, path[-1] + 1)
-            parents.append(row_of[path[:-1]])
-            rows_to.append([*rows_to[parents[-1]], row])
-        depths = [len(rows) - 1 for rows in rows_to]
-        for rows in rows_to:
-            rows += [0] * (max(depths) + 1 - len(rows))
+        paths = sorted(map(tuple, choices), key=lambda path: (len(path), path))
+        self.choices: tuple[TreePath, ...] = tuple(paths)
+        self.num_nodes = len(paths)
+        self.top = max((path[-1] + 1 for path in paths), default=0)
+        rows = [(), *paths]
+        parents = [rows.index(path[:-1]) for path in rows]  # the root's is the root
+        depths = [len(path) for path in rows]
         super().__init__(
-            parent=torch.tensor(parents, device=device),
-            depth=torch.tensor(depths, device=device),
-            retrieve_indices=torch.tensor(rows_to, device=device),
+            torch.tensor(parents, device=device), torch.tensor(depths, device=device), depths[-1]
         )
-        guesses = [(len(path) - 1) * self.top + path[-1] for path in self.choices]
+        guesses = [(len(path) - 1) * self.top + path[-1] for path in paths]
         self.guess = torch.tensor(guesses, dtype=torch.int64, device=device)
-        self.levels, self.order = self._levels(device)
+        self.levels = tuple(self._levels(device))
 
     def grow(self, heads: Heads, hidden_BD: Tensor, token_B: Tensor) -> tuple[TreeRows, Tensor]:
         """Fill the static tree with the heads' guesses; return the tree and tokens [B, N]."""
         return self, torch.cat((token_B[:, None], heads.propose(hidden_BD, token_B, self)), 1)
 
-    def _levels(self, device: torch.device | str) -> tuple[tuple[Level, ...], Tensor]:
-        """Return the tree's levels, and the index of each path of `choices` among their nodes."""
-        levels: list[Level] = []
+    def _levels(self, device: torch.device | str) -> Iterator[Level]:
+        """Yield the tree's nodes level by level, from the root's children on."""
         above: list[TreePath] = [()]
-        nodes: list[TreePath] = []
-        for depth in range(1, self.max_depth + 1):
-            level = [path for path in self.choices if len(path) == depth]
+        for _, nodes in itertools.groupby(self.choices, len):
+            level = list(nodes)
             inner = sorted({path[:-1] for path in level})
             top = 1 + max(path[-1] for path in level)
             parent = [inner.index(path[:-1]) for path in level]
             guess = [place * top + path[-1] for place, path in zip(parent, level, strict=True)]
             places = [above.index(path) for path in inner]
-            one = Level(
+            yield Level(
                 inner=torch.tensor(places, device=device),
                 parent=torch.tensor(parent, device=device),
                 guess=torch.tensor(guess, device=device),
                 top=top,
             )
-            levels.append(one)
-            nodes += level
             above = level
-        order = [nodes.index(path) for path in self.choices]
-        return tuple(levels), torch.tensor(order, dtype=torch.int64, device=device)

@@ -27,7 +27,7 @@ from pipeline.conversations.dialogue import Dialogue, DialogueSettings
 from pipeline.conversations.requests import Sampling
 from pipeline.conversations.spans import IGNORED
 from pipeline.decoding.dynamic_tree import DynamicTree
-from pipeline.decoding.held_out import HeldOutPlaces, HeldOutRanks
+from pipeline.decoding.held_out import HeldOutRanks
 from pipeline.decoding.steps import last_positions
 from pipeline.evaluation.prompts import SILENT, Prompt, answer_all
 from pipeline.execution.progress import ProgressReporter
@@ -98,9 +98,9 @@ def guess_ranks(heads: Heads, states: Iterable[AnswerStates], top: int) -> HeldO
     return HeldOutRanks(*_measured(heads, states, partial(label_ranks, heads, top=top)))
 
 
-def guess_places(heads: Heads, states: Iterable[AnswerStates], tree: DynamicTree) -> HeldOutPlaces:
+def guess_places(heads: Heads, states: Iterable[AnswerStates], tree: DynamicTree) -> HeldOutRanks:
     """Find the places of the answers' tokens among the nodes that a dynamic tree proposes."""
-    return HeldOutPlaces(*_measured(heads, states, partial(tree.places, heads)))
+    return HeldOutRanks(*_measured(heads, states, partial(tree.places, heads)))
 
 
 @torch.inference_mode()
@@ -169,7 +169,7 @@ def measured_on_answers(
     gpus: int,
     trained: TrainingText,
     progress: ProgressReporter = SILENT,
-) -> tuple[HeldOutRanks, HeldOutPlaces | None]:
+) -> tuple[HeldOutRanks, HeldOutRanks | None]:
     """Measure trained heads on the target's answers: ranks, and places in a dynamic tree.
 
     Args:
@@ -181,11 +181,13 @@ def measured_on_answers(
     prompts = [prompt for prompt, _ in answers]
     texts = [text for _, text in answers]
     seen = trained.answers()
-    progress.begin("the heads' accuracies", len(texts), unit="answers")
-    states = answer_states(model, module, prompts, texts, seen, progress)
-    ranks = guess_ranks(module, states, top)
-    if tree is None:
-        return ranks, None
-    progress.begin("a dynamic tree's places", len(texts), unit="answers")
-    states = answer_states(model, module, prompts, texts, seen, progress)
-    return ranks, guess_places(module, states, tree)
+
+    def states() -> Iterator[AnswerStates]:
+        progress.begin("the heads' guesses", len(texts), unit="answers")
+        return answer_states(model, module, prompts, texts, seen, progress)
+
+    ranks = guess_ranks(module, states(), top)
+    places = None
+    if tree is not None:
+        places = guess_places(module, states(), tree)
+    return ranks, places

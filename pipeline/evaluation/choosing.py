@@ -15,7 +15,7 @@ from pipeline.artifacts.json_form import rounded
 from pipeline.artifacts.seen_answers import ENOUGH_NEW, NewAnswers
 from pipeline.artifacts.tree_file import ChainLength, TimedSize
 from pipeline.decoding.dynamic_tree import DynamicTree
-from pipeline.decoding.held_out import HeldOutPlaces, HeldOutRanks, Replay, replay
+from pipeline.decoding.held_out import HeldOutRanks, Replay, replay, replay_dynamic
 from pipeline.decoding.tree import STOCK_NODES, TreePath, cartesian_tree
 from pipeline.decoding.tree_search import CrossFit, fastest_choice
 
@@ -27,7 +27,8 @@ class ChosenTree:
     """A candidate tree, its source, the replay that judges it, and each node's share of steps.
 
     A `dynamic` tree is judged by its own replay; all else is of a static tree of the same size. The
-    last four fields are as in `Calibration`, None for a tree of the user's own.
+    last three fields are None for a tree of the user's own: each search's rate, the timed sizes,
+    and the searched tree up to the stock tree's size.
     """
 
     source: str
@@ -37,7 +38,6 @@ class ChosenTree:
     dynamic: DynamicTree | None = None
     searches: dict[str, float] | None = None
     sizes: list[TimedSize] | None = None
-    judged: list[tuple[TreePath, ...]] | None = None
     searched: tuple[TreePath, ...] | None = None
 
     @property
@@ -83,13 +83,12 @@ def best_tree(fits: CrossFit, num_nodes: int, overheads: Overheads) -> ChosenTre
         fits.replay(source, size),
         searches=searches,
         sizes=_timed({each: fits.replay(source, each) for each in overheads}, overheads),
-        judged=[fits.half_tree(half, source, size) for half in (0, 1)],
         searched=fits.whole[source][:STOCK_NODES],
     )
 
 
 def best_dynamic_tree(
-    tree: DynamicTree, places: HeldOutPlaces, fits: CrossFit, overheads: Overheads
+    tree: DynamicTree, places: HeldOutRanks, fits: CrossFit, overheads: Overheads
 ) -> ChosenTree:
     """Choose the size of the dynamic tree with the highest expected speedup.
 
@@ -97,7 +96,7 @@ def best_dynamic_tree(
     fitted on held-out text, so all of it judges every size.
     """
     costs = overheads or {tree.num_nodes: 1.0}
-    walks = {size: places.replay(size) for size in sorted(costs)}
+    walks = {size: replay_dynamic(places, size) for size in sorted(costs)}
     rates = {size: walked.acceleration_rate for size, walked in walks.items()}
     size = fastest_choice(rates, costs)
     return replace(
@@ -151,13 +150,14 @@ def chosen_chain(
             **expected_speedup(walked, timed.get(num_tokens)),
         )
         figures.append(row)
-        rates[num_tokens] = walked.acceleration_rate
+        if num_tokens in timed:
+            rates[num_tokens] = walked.acceleration_rate
     if not timed:
         return default, figures
-    return fastest_choice({number: rates[number] for number in timed}, timed), figures
+    return fastest_choice(rates, timed), figures
 
 
-def expected_on_new(text: HeldOutRanks | HeldOutPlaces, walked: Replay) -> NewAnswers:
+def expected_on_new(text: HeldOutRanks, walked: Replay) -> NewAnswers:
     """Return the expected rate on answers that are in no training row, and their number."""
     num_new = int((~text.seen).sum())
     if num_new < ENOUGH_NEW:

@@ -41,7 +41,7 @@ from pipeline.decoding.acceptance import AcceptanceRule, acceptance_rule
 from pipeline.decoding.cuda_graphs import WARM_UP_STEPS
 from pipeline.decoding.decoder import Decoder, plain_decoder
 from pipeline.decoding.dynamic_tree import DynamicTree
-from pipeline.decoding.held_out import replay
+from pipeline.decoding.held_out import replay, replay_dynamic
 from pipeline.decoding.tree import STOCK_NODES, TreePath, cartesian_tree, greedy_tree, stock_tree
 from pipeline.evaluation.answer_states import AnswerStates, answer_states, guess_places, guess_ranks
 from pipeline.evaluation.answers import mean_log_likelihood
@@ -189,7 +189,7 @@ def tree_rows(decoding: Decoding, trees: Sequence[AnyTree]) -> list[TreeRow]:
     for number, tree in enumerate(trees):
         if isinstance(tree, DynamicTree):
             nodes = tree.num_nodes
-            rate = guess_places(heads, states, tree).replay(nodes).acceleration_rate
+            rate = replay_dynamic(guess_places(heads, states, tree), nodes).acceleration_rate
         else:
             nodes = len(tree)
             rate = replay(ranks, tree).acceleration_rate

@@ -50,7 +50,7 @@ class LazyWorker:
 
     def run(self, task: ShardTask, upcoming: ShardTask | None = None) -> Outcome:
         try:
-            with disk_errors(Path(task.shard)):
+            with disk_errors(task.shard):
                 return Outcome(task, receipt=self._make_shard(task, upcoming))
         except MedusaDistillError as error:
             return Outcome(task, error=error)
@@ -140,6 +140,6 @@ def _trial(task: ShardTask, start: int, stop: int, num_rows: int, scratch: Path)
         task,
         rows=(start, stop),
         share=(stop - start) / max(1, num_rows),
-        shard=str(place / "shards" / "trial.parquet"),
-        quarantine=str(place / "quarantine" / "trial.jsonl"),
+        shard=place / "shards" / "trial.parquet",
+        quarantine=place / "quarantine" / "trial.jsonl",
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +69,7 @@ class ExportLayout:
         """Return the content of the export's config.json; `target` is the target's config.json."""
         heads = {"format": self.format, "num_speculative_tokens": self.num_speculative_tokens}
         if self.dynamic_tree:
-            heads["dynamic_tree"] = self.dynamic_tree.to_json()
+            heads["dynamic_tree"] = asdict(self.dynamic_tree)
         content: Content = {
             **self.kind.engine_config(self.shape, self.stored, target),
             "hidden_size": self.shape.hidden_size,

@@ -71,8 +71,6 @@ def score_guesses(
     next_N: Tensor,
     labels_KN: Tensor,
     top: int,
-    *,
-    chunk_bytes: int = RANKED_BYTES,
 ) -> Score:
     """Sum the heads' losses, and count the labels among their first 1, 2, … `top` guesses.
 
@@ -83,7 +81,7 @@ def score_guesses(
     first_N = first_N[first_N != IGNORED]
     total.tokens_V.index_add_(0, first_N, torch.ones_like(first_N))
     total.drafted_K.add_(heads.vocabulary.num_learned(labels_KN))
-    for guesses in _guess_labels(heads, hidden_ND, next_N, labels_KN, top, chunk_bytes):
+    for guesses in _guess_labels(heads, hidden_ND, next_N, labels_KN, top):
         logits_CV = guesses.logits_CV.float()
         total.losses_K[guesses.head] += cross_entropy(
             logits_CV, guesses.labels_C, ignore_index=IGNORED, reduction="sum"
@@ -100,24 +98,22 @@ def label_ranks(
     next_N: Tensor,
     labels_KN: Tensor,
     top: int,
-    *,
-    chunk_bytes: int = RANKED_BYTES,
 ) -> Tensor:
     """Rank each label among its head's guesses, uint8 [K, N], from 0; or `MISS` or `NO_LABEL`."""
     ranks_KN = torch.full(labels_KN.shape, NO_LABEL, dtype=torch.uint8, device=hidden_ND.device)
-    for guesses in _guess_labels(heads, hidden_ND, next_N, labels_KN, top, chunk_bytes):
+    for guesses in _guess_labels(heads, hidden_ND, next_N, labels_KN, top):
         ranks_C = torch.where(guesses.hits_CR.any(1), guesses.hits_CR.int().argmax(1), MISS)
         ranks_KN[guesses.head, guesses.rows_C] = ranks_C.to(torch.uint8)
     return ranks_KN
 
 
 def _guess_labels(
-    heads: Heads, hidden_ND: Tensor, next_N: Tensor, labels_KN: Tensor, top: int, chunk_bytes: int
+    heads: Heads, hidden_ND: Tensor, next_N: Tensor, labels_KN: Tensor, top: int
 ) -> Iterator[_Guesses]:
     """Yield the heads' guesses for labelled rows, one head and one chunk of rows at a time."""
     states_KND = heads.states(hidden_ND, next_N, labels_KN)
     drafted_KN = heads.vocabulary.rows_of_labels(labels_KN)
-    num_rows = max(1, chunk_bytes // (heads.shape.vocab_size * states_KND.element_size()))
+    num_rows = max(1, RANKED_BYTES // (heads.shape.vocab_size * states_KND.element_size()))
     for head, labels_N in enumerate(labels_KN):
         weight_VD = heads.lm_head_of(head).to(states_KND.dtype)
         for rows_C in (labels_N != IGNORED).nonzero()[:, 0].split(num_rows):

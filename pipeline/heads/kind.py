@@ -67,8 +67,7 @@ class ProposalTree(Protocol):
     max_depth: int
     top: int  # guesses per head
     guess: Tensor  # [N]: each node's place in the flattened [max_depth, top] guesses
-    levels: tuple[Level, ...]  # from the root's children on
-    order: Tensor  # [N]: each node's place among the levels' nodes, end to end
+    levels: tuple[Level, ...]  # from the root's children on; end to end they are all nodes
 
 
 class DraftVocabulary(nn.Module):
@@ -213,8 +212,8 @@ class Heads(nn.Module, ABC):
         hidden_ND: Tensor,
         next_N: Tensor,
         labels_KN: Tensor,
-        teacher: Teacher | None = None,
-        weights_K: Tensor | None = None,
+        teacher: Teacher | None,
+        weights_K: Tensor,
     ) -> Tensor:
         """Sum each head's cross entropy over its labels, [K]; see `summed_cross_entropy`.
 
@@ -261,7 +260,7 @@ class Heads(nn.Module, ABC):
             tokens_BM = self.vocabulary.tokens_of_rows(rows_BM)
             hidden_BMD = hidden_BPD.index_select(1, parent)
             proposed.append(tokens_BM)
-        return torch.cat(proposed, 1).to(token_B.device).index_select(1, tree.order)
+        return torch.cat(proposed, 1).to(token_B.device)
 
     # Export: one directory that engines load; config.json, weights, tree, tokenizer and card
 

@@ -92,10 +92,8 @@ def summed_cross_entropy(
     hidden_KND: Tensor,
     lm_head: Tensor,
     labels_KN: Tensor,
-    teacher: Teacher | None = None,
-    weights_K: Tensor | None = None,
-    *,
-    chunk_bytes: int | None = None,
+    teacher: Teacher | None,
+    weights_K: Tensor,
 ) -> Tensor:
     """Sum each head's cross entropy over its labels: [K], weighted by the caller (paper 2.2.1).
 
@@ -105,19 +103,10 @@ def summed_cross_entropy(
     Args:
         labels_KN: int64, -100 where a head has nothing to learn.
         teacher: The target's distributions; without it the loss comes from the labels only.
-        weights_K: The weights of the caller's sum over heads, exactly (asserted in
-            backward); 1 by default. Needed for a shared lm_head that trains, whose gradient is one
-            sum over all heads.
-        chunk_bytes: Bounds the logits held at a time.
+        weights_K: The weights of the caller's sum over heads, exactly (asserted in backward). A
+            shared lm_head that trains needs them: its gradient is one sum over all heads.
     """
-    device = hidden_KND.device
-    if weights_K is None:
-        weights_K = torch.ones(len(labels_KN), device=device)
-    if chunk_bytes is None:
-        chunk_bytes = chunk_bytes_on(device)
-    return _SummedCrossEntropy.apply(
-        hidden_KND, lm_head, labels_KN, teacher, weights_K, chunk_bytes
-    )
+    return _SummedCrossEntropy.apply(hidden_KND, lm_head, labels_KN, teacher, weights_K)
 
 
 class _SummedCrossEntropy(torch.autograd.Function):
@@ -129,10 +118,9 @@ class _SummedCrossEntropy(torch.autograd.Function):
         labels_KN: Tensor,
         teacher: Teacher | None,
         weights_K: Tensor,
-        chunk_bytes: int,
     ) -> Tensor:
         with torch.autocast(hidden_KND.device.type, enabled=False):
-            loss = _Loss(hidden_KND, lm_head, labels_KN, teacher, weights_K, chunk_bytes)
+            loss = _Loss(hidden_KND, lm_head, labels_KN, teacher, weights_K)
             if ctx.needs_input_grad[1]:
                 loss.grad_lm_head = torch.zeros_like(lm_head)
             for chunk in loss.chunks():
@@ -151,14 +139,14 @@ class _SummedCrossEntropy(torch.autograd.Function):
         elif grad_lm_head is not None:
             weights_K = ctx.weights_K.to(grad_sums_K)
             assert torch.equal(grad_sums_K, weights_K), "weigh the sums by forward's weights_K"
-        return grad_hidden_KND, grad_lm_head, None, None, None, None
+        return grad_hidden_KND, grad_lm_head, None, None, None
 
 
 @dataclass(frozen=True)
 class _Chunk:
     """A chunk of the flattened [K·N] rows that one lm_head reads."""
 
-    head: int | None  # None where one lm_head reads the rows of all heads
+    head: int  # of the lm_head; 0 if all heads share one
     rows_C: Tensor
     first_state: int  # of the block of the target's states that teaches
     states_C: Tensor | None  # each row's state, counted from `first_state`; None without a teacher
@@ -174,7 +162,6 @@ class _Loss:
         labels_KN: Tensor,
         teacher: Teacher | None,
         weights_K: Tensor,
-        chunk_bytes: int,
     ):
         self.hidden_KND = hidden_KND.contiguous()
         self.lm_head = lm_head
@@ -196,6 +183,7 @@ class _Loss:
             bytes_per_logit += exact.itemsize
             num_exact = 2
             most_rows = max(most_rows, min(len(teacher.states_MD), num_labels))
+        chunk_bytes = chunk_bytes_on(hidden_KND.device)
         slice_bytes = chunk_bytes // SLICES
         self.chunk_rows = max(1, min(most_rows, chunk_bytes // (vocab_size * bytes_per_logit)))
         slice_rows = max(1, slice_bytes // (vocab_size * exact.itemsize * num_exact))
@@ -235,8 +223,7 @@ class _Loss:
             for chosen in members.split(self.chunk_rows):
                 states_C = states[chosen] - first_state if number % 2 == 0 else None
                 if len(chosen):
-                    own_head = None if self.is_shared else head
-                    yield _Chunk(own_head, rows[chosen], first_state, states_C)
+                    yield _Chunk(head, rows[chosen], first_state, states_C)
 
     def add(self, chunk: _Chunk) -> None:
         """Compute the chunk's losses and add its gradients (passes 2 to 5)."""
@@ -244,7 +231,7 @@ class _Loss:
         dtype = self.hidden_KND.dtype
         hidden_CD = self.hidden_KND.flatten(0, 1)[rows_C]
         labels_C1 = self.labels_KN.flatten()[rows_C, None]
-        weight_VD = self.lm_head if chunk.head is None else self.lm_head[chunk.head]
+        weight_VD = self.lm_head if self.is_shared else self.lm_head[chunk.head]
         weight_VD = weight_VD.to(dtype)
         if chunk.states_C is not None:
             self._fill_p_buffer(chunk.first_state)  # overwrites the buffer of logits
@@ -264,7 +251,7 @@ class _Loss:
         if self.grad_lm_head is None:
             return
         total_VD = self.grad_lm_head
-        if chunk.head is None:
+        if self.is_shared:
             weights_C = self.weights_K[rows_C // self.labels_KN.shape[1]]
             hidden_CD = (hidden_CD * weights_C[:, None]).to(dtype)
         else:

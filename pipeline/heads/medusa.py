@@ -118,15 +118,11 @@ least {{ report.tree.nodes | number or "the tree's nodes" }}; the content of `{{
 
     @classmethod
     def initial(cls, shape: MedusaShape, target: TargetWeights) -> MedusaHeads:
-        """Build Medusa heads that start as the target's own prediction (paper 2.1.1)."""
-        return cls.from_lm_head(shape, target.lm_head())
+        """Build Medusa heads that start with the target's own prediction (paper 2.1.1).
 
-    @classmethod
-    def from_lm_head(cls, shape: MedusaShape, lm_head_VD: Tensor) -> MedusaHeads:
-        """Build Medusa heads from the target's lm_head, in its dtype (paper 2.1.1).
-
-        Tied heads share the storage of `lm_head_VD`.
+        Tied heads share the storage of the target's lm_head; others copy it.
         """
+        lm_head_VD = target.lm_head()
         heads = cls(shape, dtype=lm_head_VD.dtype, device=lm_head_VD.device)
         if shape.lm_head == "tied":
             heads.lm_head = nn.Parameter(lm_head_VD.detach(), requires_grad=False)

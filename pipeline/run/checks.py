@@ -15,7 +15,7 @@ from pipeline.errors import ConfigError, EnvironmentFault
 from pipeline.evaluation.prompts import with_room
 from pipeline.execution.machine import SUBMITTED_JOB, unusable_driver
 from pipeline.export.hub import repositories
-from pipeline.export.layout import check_formats, check_num_heads
+from pipeline.export.layout import check_formats
 from pipeline.run.resolved import ENGINE_SECTIONS, SERVED, TARGET, ResolvedRun
 from pipeline.targets.files import check_repo_id, is_local
 from pipeline.targets.loading import require_readable
@@ -51,14 +51,6 @@ def unread_settings(run: ResolvedRun) -> list[str]:
     return [f"Not read by {train.heads} heads and {train.method}: {', '.join(unread)}."]
 
 
-def not_served(run: ResolvedRun) -> str | None:
-    """Explain why vLLM cannot serve these heads with this target; None if it can."""
-    if not run.kind.vllm_method:
-        return run.kind.not_served(run.shape, {})
-    target = run.target_config.to_dict()
-    return run.kind.not_served(run.shape.drafting(run.config.train.draft_vocab), target)
-
-
 def check_placements(run: ResolvedRun) -> None:
     """Raise EnvironmentFault for workers of open stages that can never be placed."""
     for stage in run.open_stages:
@@ -67,22 +59,21 @@ def check_placements(run: ResolvedRun) -> None:
 
 
 def check_heads(run: ResolvedRun) -> None:
-    check_num_heads(run.config.train.num_heads)
+    """Refuse export formats that cannot store the heads."""
     check_formats(run.kind, run.shape, run.config.export.formats)
 
 
 def check_tree(run: ResolvedRun) -> None:
-    """Refuse a tree or a chain that the heads cannot propose."""
-    settings, deepest = run.config.calibrate, run.shape.max_depth
-    fix = "Lower it or raise train.num_heads."
-    if settings.depth is not None and settings.depth > deepest:
-        what = f"These heads cannot propose a tree of depth {settings.depth}, only of {deepest}."
-        raise ConfigError(what, "calibrate.depth", fix)
+    """Refuse a tree or a chain of draft tokens that the heads cannot propose."""
+    settings = run.config.calibrate
+    most_by_key = {"depth": run.shape.max_depth, "draft_tokens": run.max_draft_tokens}
+    for key, most in most_by_key.items():
+        wanted = getattr(settings, key)
+        if isinstance(wanted, int) and wanted > most:
+            what = f"These heads propose {most} tokens in a row, and {wanted} are asked for."
+            fix = "Lower it or raise train.num_heads."
+            raise ConfigError(what, f"calibrate.{key}", fix)
     _ = run.dynamic_tree, run.choices  # which raise
-    wanted, longest = settings.draft_tokens, run.max_draft_tokens
-    if wanted != "auto" and wanted > longest:
-        what = f"These heads cannot draft {wanted} tokens, only {longest}."
-        raise ConfigError(what, "calibrate.draft_tokens", fix)
 
 
 def check_quantization(run: ResolvedRun) -> None:
@@ -124,6 +115,7 @@ def check_labels(run: ResolvedRun) -> None:
 
 
 def check_sources(run: ResolvedRun) -> None:
+    """Refuse seed sources that name no readable file."""
     for reader in source_readers(run.config.seeds):
         reader.files()
 
@@ -148,10 +140,10 @@ def check_target(run: ResolvedRun) -> None:
     if top > most and (most < vocab_size or config.calibrate.tree == "dynamic"):
         what = f"{top} guesses of each head are asked for, and it can propose only {most} tokens."
         raise ConfigError(what, "calibrate.top", f"Lower it to at most {most}.")
-    if "vllm" in config.check.engines:
-        reason = not_served(run)
-        if reason:
-            raise ConfigError(reason, "check.engines", "Set check.engines to [native].")
+    shape = run.shape.drafting(config.train.draft_vocab)
+    not_served = run.kind.not_served(shape, run.target_config.to_dict())
+    if "vllm" in config.check.engines and not_served:
+        raise ConfigError(not_served, "check.engines", "Set check.engines to [native].")
     context = context_length(with_room(run.target, config.check), run.target_config)
     longest = config.check.max_new_tokens
     if "check" in run.stages and longest >= context:
@@ -207,6 +199,7 @@ def check_driver(run: ResolvedRun) -> None:
 
 
 def check_method(run: ResolvedRun) -> None:
+    """Refuse settings and targets that the training method cannot train."""
     if "train" in run.stages and TARGET in run.models:
         run.method.check(run.config, run.target)
 
@@ -222,9 +215,8 @@ def check_files(run: ResolvedRun) -> None:
 
 def check_acceptance(run: ResolvedRun) -> None:
     """Refuse parameters that the acceptance rule does not use."""
-    check = run.config.check
+    check, key = run.config.check, None
     rule = check.acceptance
-    key = None
     if rule != "greedy" and check.temperature == 0:
         key = "check.temperature"
     elif rule != "rejection" and check.top_p < 1:
@@ -260,11 +252,12 @@ def check_root(run: ResolvedRun) -> None:
     """Refuse results inside the uploaded directory of a submitted job, which Ray deletes later."""
     if not os.environ.get(SUBMITTED_JOB):
         return
-    for key, path in (("run.root", run.config.run.root), ("run.store", run.config.run.store)):
+    for key in ("root", "store"):
+        path = getattr(run.config.run, key)
         if path is not None and path.resolve().is_relative_to(Path.cwd().resolve()):
             what = "A submitted job runs in an uploaded copy of the directory, which is deleted."
             fix = "Give an absolute path on storage that every node sees, such as /mnt/runs."
-            raise ConfigError(what, f"{key} = {path}", fix)
+            raise ConfigError(what, f"run.{key} = {path}", fix)
 
 
 def check_packages(run: ResolvedRun) -> None:
@@ -296,6 +289,7 @@ def _packages(run: ResolvedRun) -> list[tuple[str, Package]]:
 
 
 def check_trackers(run: ResolvedRun) -> None:
+    """Refuse trackers that are not installed here or that nobody is logged in to."""
     if "train" in run.open_stages and not os.environ.get("RAY_ADDRESS"):
         require_trackers(run.config.train.report_to)
 

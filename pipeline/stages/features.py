@@ -27,7 +27,7 @@ from pipeline.run.context import Context, Stage, reads
 from pipeline.run.sharded import run_sharded
 from pipeline.storage.fingerprint import fingerprint
 from pipeline.storage.receipts import Identity, Receipt, Summary
-from pipeline.storage.shards import ShardTask, shard_writer, task_rows
+from pipeline.storage.shards import ShardTask, ShardWriter, task_rows
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.engines import make_feature_engine, semantic_arguments
 from pipeline.targets.spec import TargetSpec
@@ -115,7 +115,7 @@ class ShardInProgress:
         states, codec = worker.states, worker.settings.codec
         with contextlib.ExitStack() as opened:
             writer = opened.enter_context(
-                shard_writer(task, states.schema, footer=states.footer, codec=codec)
+                ShardWriter(task, states.schema, footer=states.footer, codec=codec)
             )
             self._features = opened.enter_context(
                 FeatureWriter(writer, rows, states, worker.waiting)
@@ -136,7 +136,7 @@ class ShardInProgress:
     def commit(self, started: float) -> Future[Receipt]:
         """Commit the shard once its rows are written; `started` is when its worker began."""
         num_tokens = sum(len(row.input_ids) for row in self._rows)
-        ids_in = [*self.task.crashing, *(row.id for row in self._rows)]
+        ids_in = [row.id for row in self._rows]
         return self._features.commit(NAME, ids_in, num_tokens, started)
 
     def close(self) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import time
 from collections import Counter
+from pathlib import Path
 
 from pipeline.artifacts.generated_rows import GENERATED, count_generated, generated_columns
 from pipeline.artifacts.seed_rows import SPLITS, SeedRow
@@ -24,7 +25,7 @@ from pipeline.execution.progress import ShardProgress
 from pipeline.run.context import Context, Stage, reads
 from pipeline.run.sharded import run_sharded
 from pipeline.storage.receipts import Identity, Receipt, Summary
-from pipeline.storage.shards import Row, ShardTask, shard_writer, task_rows
+from pipeline.storage.shards import Row, ShardTask, ShardWriter, task_rows
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.dialogue_pool import DialogueGroup, DialoguePool
 from pipeline.targets.engines import GenerationEngine, make_generation_engine, semantic_arguments
@@ -107,7 +108,7 @@ class Worker:
             arguments = (settings.engine_args, gpus, settings.batch_invariant)
             self.engine = make_generation_engine(settings.engine, target, *arguments)
         self.pool = DialoguePool(self.engine)
-        self._begun: dict[str, tuple[list[SeedRow], DialogueGroup]] = {}
+        self._begun: dict[Path, tuple[list[SeedRow], DialogueGroup]] = {}
         self._upcoming: ShardTask | None = None
 
     def expect(self, upcoming: ShardTask | None) -> None:
@@ -119,19 +120,21 @@ class Worker:
         seeds, group = self._begin(task)
         self.pool.finish(group, self._begin_upcoming)
         del self._begun[task.shard]
-        with shard_writer(task, GENERATED) as writer:
+        with ShardWriter(task, GENERATED) as writer:
             rows: list[Row] = []
             for seed, dialogue in zip(seeds, group.dialogues, strict=True):
                 try:
                     generated = dialogue.rows()
                 except RowRejected as rejected:
                     writer.reject(
-                        RejectedRow(seed.id, rejected.reason, rejected.detail, seed.stored())
+                        RejectedRow(
+                            seed.conversation.id, rejected.reason, rejected.detail, seed.stored()
+                        )
                     )
                     continue
                 rows += [generated_columns(row, seed.split) for row in generated]
             writer.write(rows)
-            ids_in = [*task.crashing, *(seed.id for seed in seeds)]
+            ids_in = [seed.conversation.id for seed in seeds]
             counts = count_generated(rows) | _counts_of_seeds(group.dialogues)
             return writer.commit(NAME, ids_in, counts, time.monotonic() - started)
 

@@ -189,8 +189,7 @@ def _check_questions(context: Context) -> Path | None:
 
 
 def _write_shard(stage: StageDirectory, index: int, chunk: Sequence[Split]) -> Receipt:
-    paths = stage.shard_path(index), stage.quarantine_path(index)
-    with ShardWriter(*paths, SEEDS, index=index, fingerprint=stage.fingerprint) as writer:
+    with ShardWriter(stage.task(index), SEEDS) as writer:
         kept = []
         counts = {"tool_rows": 0.0, **{f"{split}_rows": 0.0 for split in SPLITS}}
         for row, split in chunk:

@@ -186,10 +186,8 @@ def _own_number(error: BaseException) -> int | None:
 
 def write_json(path: Path, data: Any) -> None:
     """Write a JSON file atomically and durably."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_path(path) as temporary, temporary.open("w", encoding="utf-8") as file:
-        json.dump(data, file, indent=2, ensure_ascii=False, allow_nan=False)
-        file.write("\n")
+    text = json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False)
+    write_text(path, f"{text}\n")
 
 
 def write_text(path: Path, text: str) -> None:

@@ -39,11 +39,11 @@ class ShardTask:
     """The task of making one shard, for a worker; picklable."""
 
     index: int
-    source: str  # path of the upstream shard
-    upstream: str  # its content hash
-    shard: str
-    quarantine: str
+    shard: Path
+    quarantine: Path
     fingerprint: str
+    source: Path = Path()  # the upstream shard, if there is one
+    upstream: str = ""  # its content hash
     crashing: dict[str, str] = field(default_factory=dict)  # ids of rows that kill workers, and how
     rows: tuple[int, int] | None = None  # only rows [start, stop), in a search for such rows
     share: float = 1.0  # of all rows, and so of the time that the shard may take
@@ -51,7 +51,7 @@ class ShardTask:
     @property
     def attempt_log(self) -> Path:
         """The file to which a hanging worker writes its stack."""
-        return Path(self.shard).parent.with_name("attempts") / f"{self.index:05d}.txt"
+        return self.shard.parent.with_name("attempts") / f"{self.index:05d}.txt"
 
 
 def task_rows(task: ShardTask, columns: Sequence[str] | None = None) -> list[Row]:
@@ -60,29 +60,6 @@ def task_rows(task: ShardTask, columns: Sequence[str] | None = None) -> list[Row
     if task.rows is not None:
         rows = rows[slice(*task.rows)]
     return [row for row in rows if row["id"] not in task.crashing]
-
-
-@contextlib.contextmanager
-def shard_writer(task: ShardTask, schema: pa.Schema, **more: Any) -> Iterator[ShardWriter]:
-    """Context manager: open the writer of a task's shard, with its crashing rows quarantined.
-
-    `commit` it with the ids of `task_rows` and of `task.crashing`.
-    """
-    with ShardWriter(
-        task.shard,
-        task.quarantine,
-        schema,
-        index=task.index,
-        fingerprint=task.fingerprint,
-        upstream=task.upstream,
-        **more,
-    ) as writer:
-        if task.crashing:
-            for row in read_rows(task.source):
-                how = task.crashing.get(row["id"])
-                if how is not None:
-                    writer.reject(RejectedRow(row["id"], Reason.KILLED_WORKER, how, row))
-        yield writer
 
 
 class HashedFile(io.FileIO):
@@ -106,31 +83,32 @@ class HashedFile(io.FileIO):
 
 
 class ShardWriter:
-    """Writes one shard, row group by row group, until `commit`.
+    """Writes the shard of a task, row group by row group, until `commit`.
+
+    The task's crashing rows are quarantined.
 
     Args:
-        quarantine: The path of the file of rejected rows.
         footer: More schema metadata (dtype, hidden size, tap point).
         codec: The compression of binary columns, which hold states; other columns use zstd.
     """
 
     def __init__(
         self,
-        path: str | Path,
-        quarantine: str | Path,
+        task: ShardTask,
         schema: pa.Schema,
         *,
-        index: int,
-        fingerprint: str,
-        upstream: str = "",
         footer: dict[str, str] | None = None,
         codec: Codec = "zstd",
     ):
-        self.path, self.quarantine_path, self.schema = Path(path), Path(quarantine), schema
-        self.index, self.fingerprint, self.upstream = index, fingerprint, upstream
+        self.task, self.path, self.schema = task, task.shard, schema
         self.footer, self.codec = footer or {}, codec
         self.ids: list[str] = []
         self.rejected: list[RejectedRow] = []
+        if task.crashing:
+            for row in read_rows(task.source):
+                how = task.crashing.get(row["id"])
+                if how is not None:
+                    self.reject(RejectedRow(row["id"], Reason.KILLED_WORKER, how, row))
 
     def __enter__(self) -> ShardWriter:
         codecs: dict[str, Codec] = {}
@@ -141,11 +119,11 @@ class ShardWriter:
         with contextlib.ExitStack() as undo, disk_errors(self.path):
             undo.callback(self._temporary.unlink, missing_ok=True)
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.quarantine_path.parent.mkdir(parents=True, exist_ok=True)
+            self.task.quarantine.parent.mkdir(parents=True, exist_ok=True)
             self._file = HashedFile(self._temporary)
             self._writer = pq.ParquetWriter(
                 pa.PythonFile(self._file, mode="w"),
-                self.schema.with_metadata({**self.footer, "fingerprint": self.fingerprint}),
+                self.schema.with_metadata({**self.footer, "fingerprint": self.task.fingerprint}),
                 compression=codecs,
                 compression_level={leaf: 1 for leaf, codec in codecs.items() if codec == "zstd"},
                 use_dictionary=False,
@@ -189,7 +167,7 @@ class ShardWriter:
         """Check that no row was lost, then commit the quarantine file and the shard.
 
         Args:
-            ids_in: The upstream rows' ids; every one must be kept (itself, or as `id#turn`) or
+            ids_in: The ids of `task_rows`; every one must be kept (itself, or as `id#turn`) or
                 quarantined, once.
             stats: Counts of the content; no times, for equal content has equal stats.
             busy_seconds: How long a worker was busy with the shard.
@@ -198,13 +176,14 @@ class ShardWriter:
             AssertionError: A row is missing or occurs twice; a defect of the stage, never of the
                 data.
         """
-        assert len(set(self.ids)) == len(self.ids), f"shard {self.index} of {stage} repeats an id"
+        where = f"shard {self.task.index} of {stage}"
+        assert len(set(self.ids)) == len(self.ids), f"{where} repeats an id"
         if ids_in is not None:
-            self._check_complete(set(ids_in), stage)
+            self._check_complete({*ids_in, *self.task.crashing}, where)
         receipt = Receipt(
-            index=self.index,
-            fingerprint=self.fingerprint,
-            upstream=self.upstream,
+            index=self.task.index,
+            fingerprint=self.task.fingerprint,
+            upstream=self.task.upstream,
             num_rows=len(self.ids),
             num_quarantined=len(self.rejected),
             ids_sha256=ids_digest(self.ids),
@@ -212,7 +191,7 @@ class ShardWriter:
             reasons=dict(Counter(str(rejected.reason) for rejected in self.rejected)),
             stats=stats or {},
         )
-        with atomic_path(self.quarantine_path) as temporary:
+        with atomic_path(self.task.quarantine) as temporary:
             lines = [quarantine_line(rejected, stage) for rejected in self.rejected]
             temporary.write_text("".join(lines), encoding="utf-8")
         stored = asdict(receipt)
@@ -227,11 +206,10 @@ class ShardWriter:
         write_note(self.path, note)
         return replace(receipt, note=note)
 
-    def _check_complete(self, ids_in: set[str], stage: str) -> None:
+    def _check_complete(self, ids_in: set[str], where: str) -> None:
         """Assert ids(in) = ids(kept) + ids(quarantined); `<id>#<turn>` counts as its parent."""
         rejected = [row.id for row in self.rejected]
         kept = _parents(self.ids, ids_in)
-        where = f"shard {self.index} of {stage}"
         assert kept | _parents(rejected, ids_in) == ids_in, f"{where} lost a row or made one up"
         assert not kept & set(rejected), f"{where} kept and rejected the same row"
 

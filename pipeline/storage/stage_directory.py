@@ -218,16 +218,17 @@ class StageDirectory:
         """Return all Parquet files in the shard folder, whole or not."""
         return sorted((self.path / "shards").glob("*.parquet"))
 
+    def task(self, index: int) -> ShardTask:
+        """Return the task of making a shard that has no upstream shard."""
+        shard, quarantine = self.shard_path(index), self.quarantine_path(index)
+        return ShardTask(index, shard, quarantine, self.fingerprint)
+
     def tasks(self, upstream: StageDirectory, receipts: dict[int, Receipt]) -> list[ShardTask]:
         """Return one shard task per upstream shard; `receipts` are those of `upstream`."""
         tasks = []
         for index, receipt in sorted(receipts.items()):
-            source, shard = upstream.shard_path(index), self.shard_path(index)
-            quarantine = str(self.quarantine_path(index))
-            content = receipt.content_sha256
-            tasks.append(
-                ShardTask(index, str(source), content, str(shard), quarantine, self.fingerprint)
-            )
+            source, content = upstream.shard_path(index), receipt.content_sha256
+            tasks.append(replace(self.task(index), source=source, upstream=content))
         return tasks
 
     def pending(self, tasks: Sequence[ShardTask], receipts: dict[int, Receipt]) -> list[ShardTask]:

@@ -7,11 +7,11 @@ differently. An implementation's module is imported only when an engine is const
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from pipeline.errors import ConfigError
-from pipeline.targets.spec import TargetSpec
+from pipeline.targets.spec import EngineArgs, TargetSpec
 
 if TYPE_CHECKING:
     import torch
@@ -78,7 +78,7 @@ class FeatureEngine(Protocol):
         """Release the target's memory; the engine cannot be used again."""
 
 
-def semantic_arguments(engine_args: Mapping[str, Any]) -> dict[str, Any]:
+def semantic_arguments(engine_args: EngineArgs) -> dict[str, Any]:
     """Return the engine arguments that can change results, for a stage's fingerprint."""
     return {name: value for name, value in engine_args.items() if name not in PLACEMENT_ARGUMENTS}
 
@@ -86,7 +86,7 @@ def semantic_arguments(engine_args: Mapping[str, Any]) -> dict[str, Any]:
 def make_generation_engine(
     name: EngineName,
     target: TargetSpec,
-    engine_args: Mapping[str, Any],
+    engine_args: EngineArgs,
     gpus: int,
     batch_invariant: bool = False,
 ) -> GenerationEngine:
@@ -94,9 +94,7 @@ def make_generation_engine(
     if name == "vllm":
         from pipeline.targets.vllm_engine import VLLMGenerationEngine
 
-        return VLLMGenerationEngine(
-            target, engine_args=engine_args, gpus=gpus, batch_invariant=batch_invariant
-        )
+        return VLLMGenerationEngine(target, engine_args, gpus=gpus, batch_invariant=batch_invariant)
     from pipeline.targets.transformers_engines import TransformersGenerationEngine
 
     _refuse_unknown(engine_args, {"max_batch_tokens"})
@@ -107,23 +105,21 @@ def make_feature_engine(
     name: EngineName,
     target: TargetSpec,
     tokens_per_batch: int,
-    engine_args: Mapping[str, Any],
+    engine_args: EngineArgs,
     gpus: int,
 ) -> FeatureEngine:
     """Load the target into a vLLM or transformers feature engine."""
     if name == "vllm":
         from pipeline.targets.vllm_engine import VLLMFeatureEngine
 
-        return VLLMFeatureEngine(
-            target, engine_args=engine_args, gpus=gpus, tokens_per_batch=tokens_per_batch
-        )
+        return VLLMFeatureEngine(target, engine_args, gpus=gpus, tokens_per_batch=tokens_per_batch)
     from pipeline.targets.transformers_engines import TransformersFeatureEngine
 
     _refuse_unknown(engine_args, set())
     return TransformersFeatureEngine(target, tokens_per_batch=tokens_per_batch, gpus=gpus)
 
 
-def _refuse_unknown(engine_args: Mapping[str, Any], known: set[str]) -> None:
+def _refuse_unknown(engine_args: EngineArgs, known: set[str]) -> None:
     for name in engine_args.keys() - known:
         fix = "Generation takes max_batch_tokens, features take none."
         raise ConfigError(f"The transformers engine has no argument {name}.", "engine_args", fix)

@@ -46,7 +46,7 @@ def read_lm_head(spec: TargetSpec) -> Tensor:
     """
     file_of = _weight_map(spec)
     names = _named(file_of, OUTPUT_EMBEDDINGS)
-    if not names and model_config(spec).get_text_config().tie_word_embeddings:
+    if not names and _is_tied(spec):
         names = _named(file_of, INPUT_EMBEDDINGS)
     weight_VD = _read_matrix(spec, file_of, names)
     if weight_VD is None:
@@ -70,8 +70,7 @@ def require_lm_head(spec: TargetSpec) -> None:
     tensor.
     """
     names = _weight_map(spec)
-    is_tied = model_config(spec).get_text_config().tie_word_embeddings
-    if names and not is_tied and not _named(names, OUTPUT_EMBEDDINGS):
+    if names and not _is_tied(spec) and not _named(names, OUTPUT_EMBEDDINGS):
         load_causal_lm(spec)  # raises, unless this family has another name for its lm_head
 
 
@@ -129,6 +128,10 @@ def _weight_map(spec: TargetSpec) -> dict[str, str]:
         if path is not None:
             return files.read_index(path)
     return {}
+
+
+def _is_tied(spec: TargetSpec) -> bool:
+    return bool(model_config(spec).get_text_config().tie_word_embeddings)
 
 
 def _named(names: Collection[str], endings: tuple[str, ...]) -> list[str]:

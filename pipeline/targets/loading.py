@@ -87,17 +87,18 @@ def require_readable(spec: TargetSpec, engine: str, *, on_gpu: bool, where: str)
         raise EnvironmentFault(what, where, fix) from error
 
 
-def _on_gpus(device: str | torch.device, num_gpus: int) -> dict[str, Any]:
-    """Return arguments of `from_pretrained` that place the target on its GPUs."""
-    require_gpus(num_gpus)
-    # cuDNN's attention, torch's first choice on Hopper and Blackwell, builds a plan for every new
-    # shape in up to half a second, and the shapes of batches and growing texts are always new. vLLM
-    # disables it too.
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    if num_gpus == 1:
-        return {"device_map": {"": device}}
-    free = {gpu: torch.cuda.mem_get_info(gpu)[0] for gpu in range(num_gpus)}
-    return {"device_map": "auto", "max_memory": free}
+def _placement(device: torch.device, num_gpus: int) -> dict[str, Any]:
+    """Return arguments of `from_pretrained` that place the target on a device or its GPUs."""
+    if device.type == "cuda":
+        require_gpus(num_gpus)
+        # cuDNN's attention, torch's first choice on Hopper and Blackwell, builds a plan for every
+        # new shape in up to half a second, and the shapes of batches and growing texts are always
+        # new. vLLM disables it too.
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        if num_gpus > 1:
+            free = {gpu: torch.cuda.mem_get_info(gpu)[0] for gpu in range(num_gpus)}
+            return {"device_map": "auto", "max_memory": free}
+    return {"device_map": {"": device}}
 
 
 def load_on_gpus(spec: TargetSpec, gpus: int) -> PreTrainedModel:
@@ -127,10 +128,9 @@ def load_causal_lm(
 
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
-    on_gpu = torch.device(device).type == "cuda"
-    settings: dict[str, Any] = {"device_map": {"": device}}
-    if on_gpu:
-        settings = _on_gpus(device, num_gpus)
+    device = torch.device(device)
+    on_gpu = device.type == "cuda"
+    settings = _placement(device, num_gpus)
     if spec.quantization:  # passing None would disable a checkpoint's own quantization
         settings["quantization_config"] = _bitsandbytes(spec)
     what = f"The target {spec.model} does not fit."

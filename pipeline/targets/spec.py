@@ -7,7 +7,7 @@ that can be pickled.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import date
 from pathlib import Path
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from pipeline.config import TargetConfig
 
 Rounding = Literal["4bit", "8bit"]
+EngineArgs = Mapping[str, Any]  # arguments of vLLM or of the transformers engine
 
 VERIFIABLE_LAYERS = {"full_attention", "sliding_attention", "attention"}
 # Families with recurrent layers that their configurations do not list.
@@ -51,11 +52,11 @@ class TargetSpec:
     template_arguments: dict[str, Any] = field(default_factory=dict, hash=False)
 
 
-def resolve(target: TargetConfig, *, on_gpu: bool | None = None) -> TargetSpec:
+def resolve(target: TargetConfig, *, on_gpu: bool = False) -> TargetSpec:
     """Resolve a configured target to a spec, and validate it without loading weights.
 
     Args:
-        on_gpu: Whether workers have a GPU, which decides dtype "auto"; None checks this machine.
+        on_gpu: Whether workers have a GPU, which decides dtype "auto".
 
     Raises:
         ConfigError: The target does not exist, cannot verify a tree, or contradicts the settings.
@@ -69,7 +70,7 @@ def resolve(target: TargetConfig, *, on_gpu: bool | None = None) -> TargetSpec:
     files.parse_json_object(config_file)
     if files.is_local(model):
         model = str(config_file.parent)
-    elif config_file.parent.parent.name == "snapshots":
+    else:
         revision = config_file.parent.name  # all workers load this commit, also after a resume
     spec = TargetSpec(
         model=model,
@@ -195,14 +196,16 @@ def quantization_format(config: PretrainedConfig) -> str | None:
     settings = quantization_of(config)
     if settings is None:
         return None
-    method = str(settings.get("quant_method", "an unknown format"))
-    if settings.get("format"):
-        return f"{method} ({settings['format']})"
+    method = settings.get("quant_method", "an unknown format")
+    bits = settings.get("bits")
     if settings.get("load_in_4bit"):
-        return f"{method} (4 bits)"
-    if settings.get("load_in_8bit"):
-        return f"{method} (8 bits)"
-    return f"{method} ({settings['bits']} bits)" if "bits" in settings else method
+        bits = 4
+    elif settings.get("load_in_8bit"):
+        bits = 8
+    detail = settings.get("format")
+    if not detail and bits:
+        detail = f"{bits} bits"
+    return f"{method} ({detail})" if detail else method
 
 
 def input_rounding(config: PretrainedConfig) -> Rounding | None:
@@ -347,12 +350,8 @@ def _why_not_verifiable(config: PretrainedConfig) -> str | None:
     return None
 
 
-def own_dtype(config: PretrainedConfig, on_gpu: bool | None) -> str:
+def own_dtype(config: PretrainedConfig, on_gpu: bool) -> str:
     """Return the dtype for target.dtype "auto": the checkpoint's on a GPU, float32 on a CPU."""
-    if on_gpu is None:
-        import torch
-
-        on_gpu = torch.cuda.is_available()
     if not on_gpu:
         return "float32"
     own = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)

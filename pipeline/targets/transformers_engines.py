@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.functional import pad
@@ -25,11 +24,8 @@ from transformers import DynamicCache
 
 from pipeline.conversations.requests import Completion, Finish, Request
 from pipeline.errors import EnvironmentFault
-from pipeline.targets.loading import input_device, load_causal_lm, verify_tap
+from pipeline.targets.loading import input_device, load_on_gpus, verify_tap
 from pipeline.targets.spec import TargetSpec, context_length, eos_token_ids
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 MAX_BATCH_TOKENS = 65_536
 WINDOW_BATCHES = 16
@@ -45,6 +41,7 @@ class _Row:
     limit: int
     generator: torch.Generator | None
     token_ids: list[int] = field(default_factory=list)
+    is_finished: bool = False
 
 
 class TransformersGenerationEngine:
@@ -62,7 +59,7 @@ class TransformersGenerationEngine:
     def __init__(
         self, spec: TargetSpec, *, max_batch_tokens: int = MAX_BATCH_TOKENS, gpus: int = 0
     ):
-        self.model = load_causal_lm(spec, "cuda" if gpus else "cpu", max(gpus, 1))
+        self.model = load_on_gpus(spec, gpus)
         self.max_batch_tokens = max_batch_tokens
         self._context = context_length(spec)
         # rows are rarely as long as the context
@@ -71,11 +68,9 @@ class TransformersGenerationEngine:
         self._device = input_device(self.model)
         self._last_only = {"logits_to_keep": 1} if self.model._supports_logits_to_keep() else {}
         self._waiting: deque[Request] = deque()
-        self._ids: set[str] = set()
         self._clear()
 
     def add(self, request: Request) -> None:
-        self._ids.add(request.id)
         self._waiting.append(request)
 
     def step(self) -> list[Completion]:
@@ -193,7 +188,7 @@ class TransformersGenerationEngine:
             row.token_ids.append(token)
             finish = self._finish(row)
             if finish is not None:
-                self._ids.remove(row.request.id)
+                row.is_finished = True
                 ended.append(Completion(row.request.id, row.token_ids, finish))
         if ended:
             self._remove_ended()
@@ -207,7 +202,7 @@ class TransformersGenerationEngine:
 
     def _remove_ended(self) -> None:
         """Remove finished rows, and left padding that no other row needs."""
-        kept = [index for index, row in enumerate(self._rows) if row.request.id in self._ids]
+        kept = [index for index, row in enumerate(self._rows) if not row.is_finished]
         if not kept:
             self._clear()
             return
@@ -272,25 +267,21 @@ class TransformersFeatureEngine:
     """The feature engine that runs the target in transformers, also in 4 or 8 bit.
 
     Args:
-        target: The spec to load and verify (`verify_tap`), or a loaded model, used as it is.
+        spec: The target.
         tokens_per_batch: Maximum tokens of one forward, padding included. A longer row runs alone.
-        gpus: GPUs that the target spans; 0 is the CPU. Only for loading.
+        gpus: GPUs that the target spans; 0 is the CPU.
 
     Raises:
         ConfigError, EnvironmentFault: As `load_causal_lm` and `verify_tap` do.
     """
 
-    def __init__(
-        self, target: TargetSpec | PreTrainedModel, *, tokens_per_batch: int = 16_384, gpus: int = 0
-    ):
-        if isinstance(target, TargetSpec):
-            target = load_causal_lm(target, "cuda" if gpus else "cpu", max(gpus, 1))
-            verify_tap(target)
-        self.model: PreTrainedModel = target
+    def __init__(self, spec: TargetSpec, *, tokens_per_batch: int = 16_384, gpus: int = 0):
+        self.model = load_on_gpus(spec, gpus)
+        verify_tap(self.model)
         self.tokens_per_batch = tokens_per_batch
-        self.hidden_size: int = target.config.get_text_config().hidden_size
-        self.dtype: torch.dtype = target.dtype
-        self._device = input_device(target)
+        self.hidden_size: int = self.model.config.get_text_config().hidden_size
+        self.dtype: torch.dtype = self.model.dtype
+        self._device = input_device(self.model)
 
     def stream(
         self, rows: Iterable[Sequence[int]]

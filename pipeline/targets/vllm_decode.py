@@ -21,14 +21,13 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
 
 from pipeline.conversations.requests import Request
 from pipeline.targets.own_process import Report, in_own_process
-from pipeline.targets.spec import TargetSpec, context_length, eos_token_ids
+from pipeline.targets.spec import EngineArgs, TargetSpec, context_length, eos_token_ids
 from pipeline.targets.vllm_engine import RunningEngine, sampling_params, token_prompt
 
 NUM_WARM_UPS = 2  # prompts that are not timed
@@ -64,16 +63,23 @@ class DecodeTask:
     Attributes:
         engine_args: Empty for plain decoding. With heads: a `speculative_config`, or as `model` an
             export that names this target itself.
-        at_once: How many prompts are decoded at the same time; None for all.
     """
 
     spec: TargetSpec
     prompts: Sequence[Sequence[int]]
     max_new_tokens: int
-    engine_args: Mapping[str, Any] = field(default_factory=dict)
+    engine_args: EngineArgs = field(default_factory=dict)
     repeats: int = 1
     gpus: int = 0
-    at_once: int | None = None
+
+    def requests(self) -> list[Request]:
+        """Return a greedy vLLM request per prompt, with a limit within the target's context."""
+        context = context_length(self.spec)
+        requests = []
+        for row, ids in enumerate(self.prompts):
+            limit = min(self.max_new_tokens, context - len(ids))
+            requests.append(Request(str(row), list(ids), limit))
+        return requests
 
 
 def decode_in_vllm(tasks: Sequence[DecodeTask], on_report: Report | None = None) -> list[VLLMTexts]:
@@ -103,16 +109,10 @@ def decode_task(task: DecodeTask, report: Report) -> VLLMTexts:
     """Decode a task's prompts in vLLM, in this process."""
     part = "vLLM with the heads" if task.engine_args else "plain vLLM"
     report(part=f"{part} starts")
-    arguments: dict[str, Any] = {"enable_prefix_caching": False}
-    if task.at_once:
-        arguments["max_num_seqs"] = task.at_once
-    running = RunningEngine(task.spec, {**arguments, **task.engine_args}, task.gpus)
+    arguments = {**task.engine_args, "enable_prefix_caching": False}
+    running = RunningEngine(task.spec, arguments, task.gpus)
     eos = eos_token_ids(task.spec)
-    context = context_length(task.spec)
-    requests = []
-    for row, ids in enumerate(task.prompts):
-        limit = min(task.max_new_tokens, context - len(ids))
-        requests.append(Request(str(row), list(ids), limit))
+    requests = task.requests()
     _generate(running, requests[:NUM_WARM_UPS], eos, f"{part} warms up", report)
     answers: list[list[list[int]]] = []
     seconds = []

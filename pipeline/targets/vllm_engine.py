@@ -18,7 +18,7 @@ import gc
 import logging
 import os
 import warnings
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -32,6 +32,7 @@ from pipeline.targets import files
 from pipeline.targets.lm_head import require_lm_head
 from pipeline.targets.loading import require_gpus
 from pipeline.targets.spec import (
+    EngineArgs,
     TargetSpec,
     cached_numbers,
     context_length,
@@ -68,36 +69,30 @@ class VLLMGenerationEngine:
     def __init__(
         self,
         spec: TargetSpec,
+        engine_args: EngineArgs,
         *,
-        engine_args: Mapping[str, Any] | None = None,
         gpus: int = 0,
         batch_invariant: bool = False,
     ):
         if batch_invariant and gpus:
             os.environ["VLLM_BATCH_INVARIANT"] = "1"
-        arguments = {"enable_prefix_caching": True, **(engine_args or {})}
+        arguments = {"enable_prefix_caching": True, **engine_args}
         self._running = RunningEngine(spec, arguments, gpus)
         self._engine = self._running.llm.llm_engine
         self.capacity: int = self._engine.vllm_config.scheduler_config.max_num_seqs
         self._eos = eos_token_ids(spec)
-        self._ids: set[str] = set()
 
     def add(self, request: Request) -> None:
-        self._ids.add(request.id)
         params = sampling_params(request, self._eos)
         self._engine.add_request(request.id, token_prompt(request.prompt_ids), params)
 
     def step(self) -> list[Completion]:
         """Advance every running request; return finished completions."""
-        if not self._ids:
-            return []
         ended = []
-        for output in self._engine.step():
-            if output.finished:
-                text = output.outputs[0]
-                finish: Finish = "stop" if text.finish_reason == "stop" else "length"
-                ended.append(Completion(output.request_id, list(text.token_ids), finish))
-                self._ids.remove(output.request_id)
+        for output in self._engine.step():  # of FINAL_ONLY requests: finished ones
+            text = output.outputs[0]
+            finish: Finish = "stop" if text.finish_reason == "stop" else "length"
+            ended.append(Completion(output.request_id, list(text.token_ids), finish))
         return ended
 
     def close(self) -> None:
@@ -117,8 +112,8 @@ class VLLMFeatureEngine:
     def __init__(
         self,
         spec: TargetSpec,
+        engine_args: EngineArgs,
         *,
-        engine_args: Mapping[str, Any] | None = None,
         gpus: int = 0,
         tokens_per_batch: int = 16_384,
     ):
@@ -135,7 +130,7 @@ class VLLMFeatureEngine:
             "enable_prefix_caching": False,
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(tokens_per_batch, context_length(spec)),
-            **(engine_args or {}),
+            **engine_args,
         }
         self._running = RunningEngine(spec, arguments, gpus)
         self.hidden_size: int = self._running.llm.model_config.get_hidden_size()
@@ -206,7 +201,7 @@ class RunningEngine:
     for its children. Later work in this process must not inherit these changes.
     """
 
-    def __init__(self, spec: TargetSpec, engine_args: Mapping[str, Any], gpus: int):
+    def __init__(self, spec: TargetSpec, engine_args: EngineArgs, gpus: int):
         require_gpus(gpus)
         require_lm_head(spec)
         arguments = engine_arguments(spec, engine_args, gpus)
@@ -239,7 +234,7 @@ class RunningEngine:
         cleanup_dist_env_and_memory()
 
 
-def engine_arguments(spec: TargetSpec, engine_args: Mapping[str, Any], gpus: int) -> dict[str, Any]:
+def engine_arguments(spec: TargetSpec, engine_args: EngineArgs, gpus: int) -> dict[str, Any]:
     """Return the arguments of `vllm.LLM` for the target; `engine_args` override them.
 
     Raises:
@@ -317,9 +312,7 @@ def import_vllm() -> Any:
         raise EnvironmentFault(what, "engine: vllm", fix) from error
 
 
-def _start_error(
-    spec: TargetSpec, engine_args: Mapping[str, Any], error: Exception
-) -> MedusaDistillError:
+def _start_error(spec: TargetSpec, engine_args: EngineArgs, error: Exception) -> MedusaDistillError:
     """Return the error for a failed start of vLLM: ConfigError if it names an engine argument."""
     reason = one_line(error).partition(" [type=")[0]  # pydantic appends this part
     is_refusal = isinstance(error, TypeError | ValidationError)

@@ -6,8 +6,8 @@ for the end of its standard input.
 
 Requests are sent and timed by the client of vLLM's own benchmark (`vllm bench serve`) at a fixed
 concurrency: a request is sent when another ends. The client does not see a request's steps. The
-acceleration rate is the number of answer tokens, without each answer's first token, which the
-prefill yields, over the number of drafts that the server has counted.
+acceleration rate is the number of tokens after each answer's first one, which the prefill yields,
+divided by the number of drafts that the server has counted.
 """
 
 from __future__ import annotations
@@ -26,15 +26,17 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import cycle, islice
-from typing import IO, Any
+from typing import IO
 
+from pipeline.conversations.requests import Request
 from pipeline.errors import EnvironmentFault
 from pipeline.targets.loading import require_gpus
 from pipeline.targets.own_process import Report, environment, in_own_process, last_line
-from pipeline.targets.spec import TargetSpec, context_length, eos_token_ids
+from pipeline.targets.spec import EngineArgs, TargetSpec, eos_token_ids
+from pipeline.targets.vllm_decode import DecodeTask
 from pipeline.targets.vllm_engine import engine_arguments, import_vllm
 
 HOST = "127.0.0.1"
@@ -48,8 +50,8 @@ FIX = "Take load out of check.studies."
 
 
 @dataclass(frozen=True)
-class LoadTask:
-    """The prompts and load levels of one vLLM server; `engine_args` are empty without heads.
+class LoadTask(DecodeTask):
+    """The prompts and load levels of one vLLM server.
 
     A level is a number of concurrent requests. Prompts repeat in order until there are at least
     `ROUNDS` times as many requests. All levels are measured `repeats` times in turns, and each
@@ -57,26 +59,36 @@ class LoadTask:
     several levels rather than all passes of one level.
     """
 
-    spec: TargetSpec
-    prompts: Sequence[Sequence[int]]
-    max_new_tokens: int
-    levels: Sequence[int]
-    engine_args: Mapping[str, Any] = field(default_factory=dict)
-    repeats: int = 1
-    gpus: int = 0
+    levels: Sequence[int] = ()
+
+
+@dataclass(frozen=True)
+class LoadFigures:
+    """The figures of one vLLM server at one load level.
+
+    Attributes:
+        requests: The number of concurrent requests.
+        seconds: The duration of all requests together.
+        num_tokens: The number of tokens in all answers.
+        ttft: Seconds to the first token, per request.
+        tpot: Seconds per further token, per request; None for an answer of one token.
+        acceleration_rate: None without drafts.
+    """
+
+    requests: int
+    seconds: float
+    num_tokens: int
+    ttft: Sequence[float]
+    tpot: Sequence[float | None]
+    acceleration_rate: float | None
 
 
 def serve_under_load(
     tasks: Sequence[LoadTask], on_report: Report | None = None
-) -> list[list[dict[str, Any]]]:
-    """Measure one vLLM server per task under load.
+) -> list[list[LoadFigures]]:
+    """Measure one vLLM server per task under load; return its figures per level.
 
     Prefixes are not cached. Texts are greedy and end at the target's own EOS ids.
-
-    Returns:
-        Per server and level {"requests": concurrent requests, "seconds", "num_tokens", "ttft":
-        seconds from each request to its first token, "tpot": seconds per further token, None for an
-        answer of one token, "acceleration_rate": None without drafts}.
 
     Raises:
         EnvironmentFault: The server cannot start, or requests fail.
@@ -84,17 +96,14 @@ def serve_under_load(
     return [in_own_process(measure_server, task, on_report) for task in tasks]
 
 
-def measure_server(task: LoadTask, report: Report) -> list[dict[str, Any]]:
+def measure_server(task: LoadTask, report: Report) -> list[LoadFigures]:
     """Start one vLLM server and return its figures per load level."""
     import_vllm()
     side = "vLLM's server with the heads" if task.engine_args else "vLLM's server"
     report(part=f"{side} starts")
-    context = context_length(task.spec)
     eos = eos_token_ids(task.spec)
-    questions = []
-    for ids in task.prompts:
-        questions.append((list(ids), min(task.max_new_tokens, context - len(ids))))
-    passes: dict[int, list[dict[str, Any]]] = {level: [] for level in task.levels}
+    questions = task.requests()
+    passes: dict[int, list[LoadFigures]] = {level: [] for level in task.levels}
     loads = [*task.levels] * task.repeats
     arguments = {**task.engine_args, "enable_prefix_caching": False}
     with running_server(task.spec, arguments, task.gpus) as address:
@@ -106,19 +115,23 @@ def measure_server(task: LoadTask, report: Report) -> list[dict[str, Any]]:
             passes[level].append(asyncio.run(_benchmark(address, requests, level, eos)))
     rows = []
     for of_level in passes.values():
-        by_length = sorted(of_level, key=lambda row: row["seconds"])
+        by_length = sorted(of_level, key=lambda figures: figures.seconds)
         rows.append(by_length[(len(by_length) - 1) // 2])
     return rows
 
 
 async def _benchmark(
-    address: str, requests: Sequence[tuple[list[int], int]], level: int, eos: Sequence[int]
-) -> dict[str, Any]:
-    """Send requests to a server with vLLM's benchmark client, after a warm-up; return figures."""
+    address: str, requests: Sequence[Request], level: int, eos: Sequence[int]
+) -> LoadFigures:
+    """Send requests to a vLLM server with vLLM's benchmark client, after a warm-up."""
     from vllm.benchmarks.datasets import SampleRequest
     from vllm.benchmarks.serve import TaskType, benchmark
 
-    found = await benchmark(
+    samples = []
+    for request in requests:
+        ids = request.prompt_ids
+        samples.append(SampleRequest(ids, len(ids), request.max_new_tokens))
+    result = await benchmark(
         task_type=TaskType.GENERATION,
         endpoint_type="openai",
         api_url=f"{address}/v1/completions",
@@ -126,7 +139,7 @@ async def _benchmark(
         model_id=NAME,
         model_name=NAME,
         tokenizer=None,
-        input_requests=[SampleRequest(ids, len(ids), limit) for ids, limit in requests],
+        input_requests=samples,
         logprobs=None,
         request_rate=math.inf,
         burstiness=1.0,
@@ -142,30 +155,26 @@ async def _benchmark(
         extra_headers=None,
         extra_body={"temperature": 0, "stop_token_ids": list(eos)},
     )
-    if found["failed"]:
-        reason = last_line("\n".join(found["errors"]))
-        what = f"{found['failed']} requests to vLLM's server failed: {reason}"
+    if result["failed"]:
+        reason = last_line("\n".join(result["errors"]))
+        what = f"{result['failed']} requests to vLLM's server failed: {reason}"
         raise EnvironmentFault(what, WHERE, FIX)
     tpot: list[float | None] = []
-    answers = zip(found["ttfts"], found["latencies"], found["output_lens"], strict=True)
-    for ttft, latency, num in answers:
-        tpot.append((latency - ttft) / (num - 1) if num > 1 else None)
+    answers = zip(result["ttfts"], result["latencies"], result["output_lens"], strict=True)
+    for ttft, latency, num_tokens in answers:
+        num_further = num_tokens - 1
+        tpot.append((latency - ttft) / num_further if num_further else None)
+    num_tokens = result["total_output_tokens"]
+    num_drafts = result.get("spec_decode_num_drafts")
     rate = None
-    num_tokens, num_drafts = found["total_output_tokens"], found.get("spec_decode_num_drafts")
     if num_drafts:
+        # Each answer's first token comes from the prefill, all others from verified drafts.
         rate = (num_tokens - len(requests)) / num_drafts
-    return {
-        "requests": level,
-        "seconds": found["duration"],
-        "num_tokens": num_tokens,
-        "ttft": found["ttfts"],
-        "tpot": tpot,
-        "acceleration_rate": rate,
-    }
+    return LoadFigures(level, result["duration"], num_tokens, result["ttfts"], tpot, rate)
 
 
 @contextlib.contextmanager
-def running_server(spec: TargetSpec, engine_args: Mapping[str, Any], gpus: int) -> Iterator[str]:
+def running_server(spec: TargetSpec, engine_args: EngineArgs, gpus: int) -> Iterator[str]:
     """Context manager: run a vLLM server of the target; yield its address.
 
     Raises:
@@ -224,14 +233,14 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 def is_healthy(address: str) -> bool:
     """Return whether the vLLM server answers health checks."""
     try:
-        with urllib.request.urlopen(f"{address}/health", timeout=5) as response:
-            return bool(response.status == 200)
-    except OSError:
+        urllib.request.urlopen(f"{address}/health", timeout=5).close()
+        return True
+    except OSError:  # no connection, or a status other than 200
         return False
 
 
-def server_flags(arguments: Mapping[str, Any]) -> list[str]:
-    """Convert engine arguments to command-line flags of vLLM's server; None is left out."""
+def server_flags(arguments: EngineArgs) -> list[str]:
+    """Convert vLLM engine arguments to command-line flags of the server; leave out None."""
     words: list[str] = []
     for name, value in arguments.items():
         flag = name.replace("_", "-")
@@ -247,6 +256,7 @@ def server_flags(arguments: Mapping[str, Any]) -> list[str]:
 
 
 def _end_with_the_caller() -> None:
+    """Wait until the caller of the vLLM server has ended, then end the server's processes."""
     sys.stdin.buffer.read()
     os.killpg(os.getpgrp(), signal.SIGTERM)
 

@@ -22,7 +22,7 @@ from pipeline.artifacts.seen_answers import SeenAnswers, TrainingText
 from pipeline.artifacts.trained_heads import read_trained_heads
 from pipeline.conversations.conversation import Role
 from pipeline.decoding.dynamic_tree import DynamicTree
-from pipeline.decoding.held_out import HeldOutPlaces, HeldOutRanks
+from pipeline.decoding.held_out import HeldOutRanks
 from pipeline.execution.progress import ProgressReporter
 from pipeline.heads.accuracy import Score, label_ranks
 from pipeline.heads.kind import Heads
@@ -76,13 +76,6 @@ def summarize_scores(score: Score, drift: TunedDrift | None = None) -> Evaluatio
     return Evaluation(held_out, frequency, coverage if coverage < 1 else None, drift)
 
 
-Measured = tuple[
-    npt.NDArray[Any], npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.bool_]
-]
-"""A figure per head and position, and the spans: their starts, their conversations, and whether
-training has seen them."""
-
-
 @dataclass(frozen=True)
 class HeldOutText:
     """Held-out feature shards, and the trained heads to evaluate on them.
@@ -101,51 +94,52 @@ class HeldOutText:
 
 
 def held_out_ranks(
-    text: HeldOutText, top: int, device: str, progress: ProgressReporter | None = None
+    text: HeldOutText, top: int, gpus: int = 0, progress: ProgressReporter | None = None
 ) -> HeldOutRanks:
     """Rank each held-out token among the heads' first `top` guesses.
 
-    The ranks are computed in fp32 on `device`, for about `MAX_POSITIONS` positions of random rows.
+    The ranks are computed in fp32 for about `MAX_POSITIONS` positions of random rows, on a GPU if
+    `gpus` is not 0.
     """
-    rank = partial(label_ranks, top=top)
-    return HeldOutRanks(*_measure_rows(text, rank, MAX_POSITIONS, device, progress))
+    return _measure_rows(text, partial(label_ranks, top=top), MAX_POSITIONS, gpus, progress)
 
 
 def held_out_places(
-    text: HeldOutText, tree: DynamicTree, device: str, progress: ProgressReporter | None = None
-) -> HeldOutPlaces:
+    text: HeldOutText, tree: DynamicTree, gpus: int = 0, progress: ProgressReporter | None = None
+) -> HeldOutRanks:
     """Rank each held-out token's node among the proposed nodes of a dynamic tree.
 
-    The places are computed in fp32 on `device`, for about `GROWN_POSITIONS` positions.
+    The places are computed in fp32 for about `GROWN_POSITIONS` positions, on a GPU if `gpus` is not
+    0.
     """
-    return HeldOutPlaces(*_measure_rows(text, tree.places, GROWN_POSITIONS, device, progress))
+    return _measure_rows(text, tree.places, GROWN_POSITIONS, gpus, progress)
 
 
 def _measure_rows(
     text: HeldOutText,
     measure: Callable[[Heads, Tensor, Tensor, Tensor], Tensor],
     limit: int,
-    device: str,
+    gpus: int,
     progress: ProgressReporter | None,
-) -> Measured:
-    """Measure the heads at about `limit` positions of random held-out rows.
+) -> HeldOutRanks:
+    """Rank each held-out token by `measure`, at about `limit` positions of random rows.
 
     Args:
-        measure: Returns a figure for each label [K, N], given the heads, and the hidden states,
-            next tokens and labels of one row.
+        measure: Returns the rank of each label [K, N], given the heads, and the hidden states, next
+            tokens and labels of one row.
     """
+    device = "cuda" if gpus else "cpu"
     heads = read_trained_heads(Path(text.heads)).to(device)
     rows = FeatureRows(
         text.shards,
         fingerprint=text.fingerprint,
-        hidden_size=heads.shape.hidden_size,
         num_heads=heads.shape.max_depth,
         roles=text.roles,
     )
     chosen = _choose_rows(rows.lengths(SPLIT), limit)
     progress = progress or ProgressReporter()
     progress.begin("held-out rows", len(chosen), unit="conversations")
-    figures: list[Tensor] = []
+    ranks: list[Tensor] = []
     answers: list[npt.NDArray[np.int32]] = []
     conversations: list[int] = []  # of each answer
     open_group = None
@@ -157,7 +151,7 @@ def _measure_rows(
         hidden_ND = row.hidden_ND[row.learnable].to(device, torch.float32)
         next_N = torch.from_numpy(row.next_N).to(device, torch.int64)
         labels_KN = torch.from_numpy(row.labels_KN).to(device, torch.int64)
-        figures.append(measure(heads, hidden_ND, next_N, labels_KN))
+        ranks.append(measure(heads, hidden_ND, next_N, labels_KN))
         of_row = row.answers()
         answers += of_row
         conversations += [number] * len(of_row)
@@ -166,10 +160,12 @@ def _measure_rows(
     seen = [answer in seen_answers for answer in answers]
     lengths = np.array([len(answer) - 1 for answer in answers], np.int64)
     starts = lengths.cumsum() - lengths
-    measured: npt.NDArray[Any] = np.empty((heads.shape.max_depth, 0), np.uint8)
-    if figures:
-        measured = torch.cat(figures, 1).cpu().numpy()
-    return measured, starts, np.array(conversations, np.int64), np.array(seen, np.bool_)
+    ranks_KN: npt.NDArray[Any] = np.empty((heads.shape.max_depth, 0), np.uint8)
+    if ranks:
+        ranks_KN = torch.cat(ranks, 1).cpu().numpy()
+    return HeldOutRanks(
+        ranks_KN, starts, np.array(conversations, np.int64), np.array(seen, np.bool_)
+    )
 
 
 def _choose_rows(

@@ -8,7 +8,7 @@ import torch
 
 from pipeline.artifacts.feature_rows import FEATURES, FeatureRows, StateFormat
 from pipeline.conversations.spans import IGNORED, Span, feature_positions, head_labels
-from pipeline.storage.shards import ShardWriter, read_rows
+from pipeline.storage.shards import ShardTask, ShardWriter, read_rows
 
 V, D, K, FINGERPRINT = 40, 32, 3, "f" * 64
 
@@ -17,7 +17,6 @@ def open_rows(*shards: str | Path, roles=("assistant",)):
     return FeatureRows(
         tuple(map(str, shards)),
         fingerprint=FINGERPRINT,
-        hidden_size=D,
         num_heads=K,
         roles=roles,
     )
@@ -25,9 +24,8 @@ def open_rows(*shards: str | Path, roles=("assistant",)):
 
 def write(path: Path, groups: list[list[dict]]) -> Path:
     footer = StateFormat(torch.float32, D).footer
-    with ShardWriter(
-        path, path.with_suffix(".q"), FEATURES, index=0, fingerprint=FINGERPRINT, footer=footer
-    ) as writer:
+    task = ShardTask(0, path, path.with_suffix(".q"), FINGERPRINT)
+    with ShardWriter(task, FEATURES, footer=footer) as writer:
         for group in groups:
             writer.write(group)
         writer.commit("features", None)

@@ -23,7 +23,7 @@ from pipeline.artifacts.feature_writer import (
 from pipeline.artifacts.generated_rows import TokenRow
 from pipeline.conversations.spans import Span, feature_positions
 from pipeline.errors import EnvironmentFault
-from pipeline.storage.shards import ShardWriter, read_rows
+from pipeline.storage.shards import ShardTask, ShardWriter, read_rows
 
 D = 4
 STATES = StateFormat(torch.bfloat16, D)
@@ -53,7 +53,7 @@ def shard(path, rows, order, max_waiting=MAX_WAITING_GROUPS):
     """Write rows, whose states arrive in `order`."""
     with (
         ShardWriter(
-            path, path.with_suffix(".q"), FEATURES, index=0, fingerprint="f", codec="none"
+            ShardTask(0, path, path.with_suffix(".q"), "f"), FEATURES, codec="none"
         ) as writer,
         FeatureWriter(writer, rows, STATES, WaitingMemory(max_waiting)) as features,
     ):

@@ -16,7 +16,7 @@ from pipeline.artifacts.feature_writer import FeatureWriter, WaitingMemory
 from pipeline.artifacts.generated_rows import TokenRow
 from pipeline.artifacts.quantized_states import STORED_DTYPES, dequantize, quantize
 from pipeline.conversations.spans import Span
-from pipeline.storage.shards import ShardWriter, open_shard, read_rows
+from pipeline.storage.shards import ShardTask, ShardWriter, open_shard, read_rows
 
 UNIT_ROUNDOFF = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
@@ -65,16 +65,9 @@ def test_an_8_bit_shard_is_read_in_the_target_dtype(tmp_path, precision):
     hidden = torch.randn(3, 40, 64, generator=random).bfloat16()
     hidden[1, 5, 7] = torch.nan
     path = tmp_path / "0.parquet"
+    task = ShardTask(0, path, path.with_suffix(".q"), "f")
     with (
-        ShardWriter(
-            path,
-            path.with_suffix(".q"),
-            states.schema,
-            index=0,
-            fingerprint="f",
-            footer=states.footer,
-            codec="none",
-        ) as writer,
+        ShardWriter(task, states.schema, footer=states.footer, codec="none") as writer,
         FeatureWriter(writer, rows, states, WaitingMemory()) as features,
     ):
         for index in (2, 0, 1):
@@ -89,7 +82,6 @@ def test_an_8_bit_shard_is_read_in_the_target_dtype(tmp_path, precision):
     opened = FeatureRows(
         [str(path)],
         fingerprint="f",
-        hidden_size=64,
         num_heads=2,
         roles=["assistant"],
     )

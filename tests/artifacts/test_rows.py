@@ -21,7 +21,7 @@ from pipeline.conversations.duplicates import CheckQuestions
 from pipeline.conversations.row_builder import GeneratedRow
 from pipeline.conversations.spans import Span
 from pipeline.errors import DamagedShard, DataError
-from pipeline.storage.shards import ShardWriter, read_rows
+from pipeline.storage.shards import ShardTask, ShardWriter, read_rows
 
 FINGERPRINT = "f" * 64
 TALK = (Message("user", "Why?"), Message("assistant", "Because."))
@@ -31,9 +31,8 @@ GENERATED_ROW = GeneratedRow(
 
 
 def write(path: Path, schema, rows: list[dict]) -> Path:
-    with ShardWriter(
-        path, path.with_suffix(".jsonl"), schema, index=0, fingerprint=FINGERPRINT
-    ) as writer:
+    task = ShardTask(0, path, path.with_suffix(".jsonl"), FINGERPRINT)
+    with ShardWriter(task, schema) as writer:
         writer.write(rows)
         writer.commit("seeds", None)
     return path

@@ -14,8 +14,9 @@ from pipeline.heads.shapes import MedusaShape
 
 @pytest.mark.parametrize("lm_head", ["untied", "shared", "tied"])
 def test_trained_heads_come_back_with_their_summary(tmp_path, lm_head):
-    heads = MedusaHeads.from_lm_head(MedusaShape(8, 12, 3, 2, lm_head), torch.randn(12, 8))
-    torch.nn.init.normal_(heads.block_weight)
+    heads = MedusaHeads(MedusaShape(8, 12, 3, 2, lm_head))
+    for parameter in heads.parameters():
+        torch.nn.init.normal_(parameter)
     path = tmp_path / "heads.safetensors"
     assert read_summary(path, heads.shape) is None
     write_heads(path, heads, {"steps": 7})
@@ -57,7 +58,7 @@ def test_damaged_and_foreign_files_are_no_trained_heads(tmp_path):
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
 def test_heads_with_a_non_finite_number_are_refused(tmp_path, number):
-    heads = MedusaHeads.from_lm_head(MedusaShape(8, 12, 3), torch.randn(12, 8))
+    heads = MedusaHeads(MedusaShape(8, 12, 3))
     heads.lm_head.data[2, 5, 1] = number
     write_heads(tmp_path / "heads.safetensors", heads, {})
     with pytest.raises(DataError, match="not finite"):

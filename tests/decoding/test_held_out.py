@@ -16,9 +16,9 @@ from pipeline.decoding.decoder import Decoder, acceleration_rate
 from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.decoding.held_out import (
     NUM_RESAMPLES,
-    HeldOutPlaces,
     bootstrap_rate,
     replay,
+    replay_dynamic,
 )
 from pipeline.decoding.tree_search import joint_tree
 from pipeline.heads.accuracy import label_ranks
@@ -90,10 +90,10 @@ def test_replays_take_the_decoder_s_steps(num_nodes, target_of, continuation, fi
     for roots, labels in held_out_answers(model, PROMPTS, texts, 3):
         ranks.append(label_ranks(heads, *roots, labels, 4).numpy())
         places.append(dynamic.places(heads, *roots, labels).numpy())
-    text = ranks_of(np.concatenate(ranks, axis=1), np.arange(len(PROMPTS)) * 39)
-    spans = text.starts, text.conversations, text.seen
+    starts = np.arange(len(PROMPTS)) * 39
+    text = ranks_of(np.concatenate(ranks, axis=1), starts)
     choices = joint_tree(text, num_nodes)
-    grown = HeldOutPlaces(np.concatenate(places, axis=1), *spans).replay(num_nodes)
+    grown = replay_dynamic(ranks_of(np.concatenate(places, axis=1), starts), num_nodes)
     for tree, replayed in ((choices, replay(text, choices)), (dynamic, grown)):
         decoder = Decoder(model, heads, tree, eos_token_ids=())
         decoded = [decoder.generate(prompt, 40) for prompt in PROMPTS]

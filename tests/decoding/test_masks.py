@@ -36,8 +36,8 @@ def test_rows_see_prefix_and_ancestors_within_the_window(own_trees, choices, len
     window = data.draw(st.none() | st.integers(1, 15))
     rows = tree = Tree(choices)
     if own_trees:  # one per text
-        tensors = (tree.parent, tree.depth, tree.retrieve_indices)
-        rows = TreeRows(*(each.expand(len(lengths), *each.shape) for each in tensors))
+        parent, depth = tree.parent.expand(len(lengths), -1), tree.depth.expand(len(lengths), -1)
+        rows = TreeRows(parent, depth, tree.max_depth)
     masks = TreeMasks({"any": window}, torch.float32)
     paths = [(), *tree.choices]
     longest = max(lengths) + len(paths)

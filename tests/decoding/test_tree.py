@@ -99,7 +99,8 @@ def test_choices_that_are_no_tree_are_refused(choices):
 def test_tensors_describe_the_paths(choices):
     tree = Tree([list(path) for path in choices])
     paths = [(), *tree.choices]
-    assert tree.choices == Tree(choices).choices == tuple(sorted(choices))
+    by_depth = sorted(choices, key=lambda path: (len(path), path))
+    assert tree.choices == Tree(choices).choices == tuple(by_depth)
     assert tree.depth.tolist() == [len(path) for path in paths]
     assert [paths[row] for row in tree.parent.tolist()] == [path[:-1] for path in paths]
     above = [[row[: len(other)] == other for other in paths] for row in paths]

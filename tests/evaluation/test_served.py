@@ -36,7 +36,7 @@ from pipeline.export.layout import ExportLayout
 from pipeline.heads.shapes import MedusaShape
 from pipeline.targets.spec import TargetSpec
 from pipeline.targets.vllm_decode import VLLMTexts
-from pipeline.targets.vllm_server import LoadTask
+from pipeline.targets.vllm_server import LoadFigures, LoadTask
 
 PROMPTS = [Prompt("a", [0, 5]), Prompt("b", [0, 6])]
 
@@ -114,8 +114,7 @@ def test_the_chain_s_rate_is_expected_from_both_texts():
 
 
 def measured(requests=1, seconds=2.0, num_tokens=100, ttft=(0.1,), tpot=(0.01,), rate=None):
-    times = {"ttft": list(ttft), "tpot": list(tpot), "acceleration_rate": rate}
-    return {"requests": requests, "seconds": seconds, "num_tokens": num_tokens} | times
+    return LoadFigures(requests, seconds, num_tokens, ttft, tpot, rate)
 
 
 def test_a_row_has_both_servers_speeds_and_their_waiting_times():
@@ -145,8 +144,7 @@ def test_both_servers_are_asked_alike_and_the_study_is_reported(tiny_target, mon
     def serve_under_load(tasks, told):
         asked.extend(tasks)
         plain = [measured(level, seconds=1.0, num_tokens=100) for level in tasks[0].levels]
-        slower = [each | {"num_tokens": 100 if each["requests"] < 8 else 50} for each in plain]
-        return plain, slower
+        return plain, plain
 
     asked: list[LoadTask] = []
     monkeypatch.setattr(served, "serve_under_load", serve_under_load)
@@ -155,6 +153,6 @@ def test_both_servers_are_asked_alike_and_the_study_is_reported(tiny_target, mon
     target = TargetSpec(str(tiny_target))
     request = CheckRequest(target, "export", PROMPTS, settings, speculative_config=config)
     found = load_study(request)
-    task = LoadTask(target, [[0, 5], [0, 6]], 9, LEVELS, repeats=settings.repeats, gpus=0)
+    task = LoadTask(target, [[0, 5], [0, 6]], 9, repeats=settings.repeats, levels=LEVELS)
     assert asked == [task, replace(task, engine_args={"speculative_config": config})]
     assert [row.requests for row in found] == [1, 2, 4, 8, 16, 32, 64]

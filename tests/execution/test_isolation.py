@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +12,6 @@ from hypothesis import strategies as st
 
 from pipeline.errors import EnvironmentFault
 from pipeline.execution.shard_worker import Outcome, find_crashing_rows
-from pipeline.storage.shards import ShardTask
 from pipeline.storage.stage_directory import StageDirectory
 from tests.storage.rows import seed_row, write_shard
 
@@ -37,8 +37,8 @@ def search(tmp_path_factory):
         root = tmp_path_factory.mktemp("isolation")
         write_shard(root / "in" / "0", [seed_row(str(row)) for row in range(number)])
         stage = StageDirectory(root, "generate", "a" * 64)
-        source, shard = str(root / "in" / "0"), str(stage.shard_path(0))
-        task = ShardTask(0, source, "", shard, "", "f", {"before": "known"})
+        source, known = root / "in" / "0", {"before": "known"}
+        task = replace(stage.task(0), source=source, crashing=known)
         died = Outcome(task, death="Killed.\nIt.")
         found = find_crashing_rows(executor.map, died, stage, max_deaths)
         assert found.pop("before") and not (stage.path / "isolation").exists()

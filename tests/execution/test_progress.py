@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -104,7 +105,7 @@ def test_a_full_disk_stops_no_work(tmp_path):
 
 
 def task(index):
-    return ShardTask(index, "source", "upstream", "shard", "quarantine", "f")
+    return ShardTask(index, Path("shard"), Path("quarantine"), "f")
 
 
 def test_workers_counts_are_summed_until_their_shards_are_dropped(tmp_path, monkeypatch):

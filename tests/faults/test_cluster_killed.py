@@ -40,7 +40,7 @@ def drive(root, line):
         children = psutil.Process().children(recursive=True)
         waiting = [{process.name(): process.pid for process in children}]
         progress = ShardProgress(root / "attempts", lambda: waiting and line.send(waiting.pop()))
-        task = ShardTask(0, "source", "upstream", str(root / "shards" / "0"), "quarantine", "f")
+        task = ShardTask(0, root / "shards" / "0", root / "quarantine", "f")
         try:
             list(executor.map(Endless, {}, deque([task]), Placement(1, 1, 0), PATIENCE, progress))
         finally:

@@ -15,7 +15,7 @@ from typing import Any
 from pipeline.artifacts.generated_rows import GENERATED
 from pipeline.conversations.conversation import Reason, RejectedRow
 from pipeline.storage.receipts import read_receipt
-from pipeline.storage.shards import read_rows, shard_writer, task_rows
+from pipeline.storage.shards import ShardWriter, read_rows, task_rows
 from tests.faults.processes import at, die, lose_node
 from tests.forks import PATIENCE
 
@@ -81,7 +81,7 @@ class Copying(Stand):
             for line in map(json.loads, file.read_text().splitlines()):
                 rejected[line["id"]] = line
         seeds = task_rows(task, ["id"])
-        with shard_writer(task, GENERATED) as writer:
+        with ShardWriter(task, GENERATED) as writer:
             for seed in seeds:
                 if line := rejected.get(seed["id"]):
                     writer.reject(
@@ -91,7 +91,7 @@ class Copying(Stand):
             writer.write([row for row in rows if row["parent_id"] in ids])
             made = read_receipt(finished / "shards" / f"{task.index:05d}.parquet")
             assert made is not None
-            return writer.commit("generate", [*task.crashing, *ids], made.stats, 0.1)
+            return writer.commit("generate", ids, made.stats, 0.1)
 
 
 class KilledOnce(Stand):
@@ -170,7 +170,7 @@ def diary_of(task, name):
 def events_of(task):
     """Return the path of the events of a task's run."""
     return next(
-        path for folder in Path(task.source).parents if (path := folder / "events.jsonl").exists()
+        path for folder in task.source.parents if (path := folder / "events.jsonl").exists()
     )
 
 

@@ -31,10 +31,11 @@ def case(lm_head: str = "untied") -> tuple[MedusaHeads, torch.Tensor, torch.Tens
 @pytest.mark.parametrize("lm_head", ["untied", "shared", "tied"])
 @pytest.mark.parametrize("chunk_bytes", [1, 4 * VOCAB * 4, 1 << 20])
 @pytest.mark.parametrize("top", [5, VOCAB + 2])
-def test_ranks_hits_and_losses_follow_from_the_logits(lm_head: str, chunk_bytes: int, top: int):
+def test_ranks_hits_and_losses_follow_from_the_logits(lm_head, chunk_bytes, top, monkeypatch):
+    monkeypatch.setattr("pipeline.heads.accuracy.RANKED_BYTES", chunk_bytes)
     heads, hidden, _, labels = text = case(lm_head)
-    ranks_KN = label_ranks(*text, top, chunk_bytes=chunk_bytes)
-    found = score_guesses(*text, top, chunk_bytes=chunk_bytes)
+    ranks_KN = label_ranks(*text, top)
+    found = score_guesses(*text, top)
     logits_KNV = heads(hidden)
     for k, n in np.ndindex(*labels.shape):
         expected = NO_LABEL

@@ -103,9 +103,10 @@ def test_losses_and_gradients_leave_the_other_tokens_out(kind: str, share: float
 
 
 @every_kind
-def test_a_token_outside_is_a_miss_everywhere(kind: str):
+def test_a_token_outside_is_a_miss_everywhere(kind: str, monkeypatch):
+    monkeypatch.setattr("pipeline.heads.accuracy.RANKED_BYTES", 400)
     (whole, drafting), (hidden, following, labels) = heads_of(kind), text()
-    ranks = label_ranks(drafting, hidden, following, labels, 4, chunk_bytes=400)
+    ranks = label_ranks(drafting, hidden, following, labels, 4)
     logits = masked_logits(whole, hidden, following, labels)
     for k, n in np.ndindex(K, N):
         label, expected = int(labels[k, n]), NO_LABEL
@@ -114,7 +115,7 @@ def test_a_token_outside_is_a_miss_everywhere(kind: str):
             expected = rank if label in TOKENS and rank < 4 else MISS
         assert ranks[k, n] == expected
 
-    found = score_guesses(drafting, hidden, following, labels, 4, chunk_bytes=400)
+    found = score_guesses(drafting, hidden, following, labels, 4)
     assert found.counts_K.tolist() == (labels != IGNORED).sum(1).tolist()
     assert found.hits_KR.T.tolist() == [(ranks <= r).sum(1).tolist() for r in range(4)]
     figures = summarize_scores(found)
@@ -155,7 +156,7 @@ def test_the_tokens_are_part_of_the_trained_heads_file(tmp_path, kind: str):
     found = read_trained_heads(path)
     assert found.shape == drafting.shape and read_summary(path, drafting.shape)
     assert found.vocabulary.token_map.tolist() == TOKENS
-    losses = [each.summed_losses(*text()) for each in (found, drafting)]
+    losses = [each.summed_losses(*text(), None, WEIGHTS) for each in (found, drafting)]
     assert torch.equal(*losses)
 
 

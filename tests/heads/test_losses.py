@@ -5,6 +5,8 @@ chunk of logits held.
 from __future__ import annotations
 
 import math
+from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,9 +23,16 @@ from tests.heads.plain_loss import plain_summed_cross_entropy
 
 K, N, M, D, V = 3, 23, 26, 8, 19
 WEIGHTS = torch.tensor([0.8, 0.0, 0.3], dtype=torch.float64)
+ONES = torch.ones(K)
+chunked = partial(summed_cross_entropy, weights_K=WEIGHTS)
 ROW_BYTES = V * 8 * 2  # of logits in fp64, with the target's
 LM_HEADS = ("untied", "tied", "shared")  # tied: one, frozen; shared: one that trains
 every_lm_head = pytest.mark.parametrize("lm_heads", LM_HEADS)
+
+
+def chunks_of(num_bytes: int):
+    """Let the loss hold logits of `num_bytes` bytes at a time."""
+    return patch.dict("pipeline.heads.losses.CHUNK_BYTES", cpu=num_bytes)
 
 
 def case(lm_heads: str, share: float | None = None, dtype: torch.dtype = torch.float64):
@@ -45,11 +54,11 @@ def case(lm_heads: str, share: float | None = None, dtype: torch.dtype = torch.f
     return hidden, lm_head.requires_grad_(lm_heads != "tied"), labels, teacher
 
 
-def summed(compute, hidden, lm_head, labels, teacher, **settings) -> list[torch.Tensor]:
+def summed(compute, hidden, lm_head, labels, teacher) -> list[torch.Tensor]:
     """Compute the sums and the gradients of trained tensors, on copies."""
     hidden = hidden.detach().clone().requires_grad_()
     lm_head = lm_head.detach().clone().requires_grad_(lm_head.requires_grad)
-    sums = compute(hidden, lm_head, labels, teacher, **settings)
+    sums = compute(hidden, lm_head, labels, teacher)
     (WEIGHTS * sums).sum().backward()
     return [sums.detach(), *(each.grad for each in (hidden, lm_head) if each.requires_grad)]
 
@@ -74,8 +83,8 @@ def test_values_and_gradients_equal_the_definition(
 
     labels = drawn(V, labelled, IGNORED)
     teacher = teacher and teacher._replace(rows_KN=drawn(M, taught, -1))
-    settings = {"weights_K": WEIGHTS, "chunk_bytes": num_rows * ROW_BYTES}
-    found = summed(summed_cross_entropy, hidden, lm_head, labels, teacher, **settings)
+    with chunks_of(num_rows * ROW_BYTES):
+        found = summed(chunked, hidden, lm_head, labels, teacher)
     expected = summed(plain_summed_cross_entropy, hidden, lm_head, labels, teacher)
     assert len(found) == (2 if lm_heads == "tied" else 3)
     torch.testing.assert_close(found, expected)
@@ -91,7 +100,7 @@ def test_logits_are_scaled_together_with_their_bias_and_then_capped():
 @pytest.mark.parametrize("share", [None, 0.5])
 def test_bfloat16_stays_within_its_rounding(lm_heads, share):
     hidden, lm_head, labels, teacher = half = case(lm_heads, share, torch.bfloat16)
-    sums, *gradients = summed(summed_cross_entropy, *half, weights_K=WEIGHTS)
+    sums, *gradients = summed(chunked, *half)
     assert sums.dtype == torch.float32
     if teacher:
         head = TargetHead(teacher.head.weight_VD.double())
@@ -111,7 +120,7 @@ def test_a_confident_head_in_bfloat16_still_learns(share):
     label = torch.zeros(1, 1, dtype=torch.int64)
     teacher = Teacher(TargetHead(own), states, label, share) if share else None
     lm_head.requires_grad_()
-    summed_cross_entropy(states[None], lm_head, label, teacher).sum().backward()
+    summed_cross_entropy(states[None], lm_head, label, teacher, ONES[:1]).sum().backward()
     q, p = (torch.sigmoid(torch.tensor(logit)) for logit in (6.9375, 9.6875))
     expected = q - 0.5 - 0.5 * p if share else q - 1
     torch.testing.assert_close(lm_head.grad[0, 0].float(), expected, rtol=1e-2, atol=0)
@@ -123,9 +132,9 @@ def test_under_autocast_gradients_stay_in_the_weights_dtype():
     torch.nn.init.normal_(heads.block_weight)
     exact = plain_summed_cross_entropy(heads.hidden(hidden[0]), lm_head, labels)
     (expected,) = torch.autograd.grad(exact.sum(), lm_head)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast("cpu", torch.bfloat16), chunks_of(7 * ROW_BYTES):
         in_half = heads.hidden(hidden[0])
-        sums = summed_cross_entropy(in_half, lm_head, labels, chunk_bytes=7 * ROW_BYTES)
+        sums = summed_cross_entropy(in_half, lm_head, labels, None, ONES)
     sums.sum().backward()
     assert in_half.dtype == torch.bfloat16
     assert lm_head.grad.dtype == heads.block_weight.grad.dtype == torch.float32
@@ -134,12 +143,12 @@ def test_under_autocast_gradients_stay_in_the_weights_dtype():
 
 
 def test_gradients_are_used_once_and_with_the_weights_given():
-    loss = summed_cross_entropy(*case("untied")).sum()
+    loss = summed_cross_entropy(*case("untied"), ONES).sum()
     loss.backward(retain_graph=True)
     with pytest.raises(TypeError):
         loss.backward()
     with pytest.raises(AssertionError, match="weigh the sums"):
-        (2 * summed_cross_entropy(*case("shared"))).sum().backward()
+        (2 * summed_cross_entropy(*case("shared"), ONES)).sum().backward()
 
 
 def test_logits_are_chunked_and_the_target_s_computed_once():
@@ -156,8 +165,8 @@ def test_logits_are_chunked_and_the_target_s_computed_once():
             return result
 
     inputs = case("untied", share=0.5)
-    with Watch():
-        summed_cross_entropy(*inputs, chunk_bytes=7 * ROW_BYTES).sum().backward()
+    with chunks_of(7 * ROW_BYTES), Watch():
+        summed_cross_entropy(*inputs, ONES).sum().backward()
     assert 7 <= largest <= D < N and num_taught == M
 
 
@@ -168,7 +177,7 @@ def test_memory_is_bounded_by_the_rows_of_an_lm_head(tied: bool):
     if not tied:
         lm_head = lm_head.expand(3, -1, -1).contiguous().requires_grad_()
     labels = torch.zeros(3, 64, dtype=torch.int64)
-    with Ledger() as ledger:
-        summed_cross_entropy(hidden, lm_head, labels, chunk_bytes=1 << 30)
+    with chunks_of(1 << 30), Ledger() as ledger:
+        summed_cross_entropy(hidden, lm_head, labels, None, ONES)
     of_one_head, read_by_one = 64 * 300 * 8, 3 if tied else 1
     assert 2 * read_by_one <= ledger.peak["cpu"] / of_one_head < 2 * read_by_one + 1

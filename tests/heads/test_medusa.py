@@ -5,6 +5,7 @@ import torch
 from torch.nn.functional import linear, silu
 
 from pipeline.errors import DataError
+from pipeline.heads.kind import TargetWeights
 from pipeline.heads.medusa import MedusaHeads
 from pipeline.heads.shapes import EXPANDED, SHARED, MedusaShape
 
@@ -25,7 +26,8 @@ def random_heads(num_heads: int = 3, num_layers: int = 2, lm_head: str = "untied
 def test_heads_start_as_the_target_and_leave_it_alone(kind: str):
     lm_head, hidden = torch.randn(VOCAB, SIZE), torch.randn(4, SIZE)
     before = lm_head.clone()
-    heads = MedusaHeads.from_lm_head(MedusaShape(SIZE, VOCAB, 3, 2, kind), lm_head)
+    target = TargetWeights(lambda: lm_head, lambda: lm_head)
+    heads = MedusaHeads.initial(MedusaShape(SIZE, VOCAB, 3, 2, kind), target)
     torch.testing.assert_close(heads(hidden), linear(hidden, lm_head).expand(3, -1, -1))
     torch.testing.assert_close(heads(hidden, 2), heads(hidden)[:2])
     assert heads.lm_head.shape == ((3, VOCAB, SIZE) if kind == "untied" else (VOCAB, SIZE))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -15,7 +14,7 @@ from pipeline.errors import DataError, EnvironmentFault, MedusaDistillError
 from pipeline.execution.placement import Placement
 from pipeline.execution.progress import ShardProgress
 from pipeline.run.sharded import run_sharded
-from pipeline.storage.shards import ShardTask, ShardWriter, read_rows, shard_writer
+from pipeline.storage.shards import ShardTask, ShardWriter, read_rows
 from pipeline.storage.stage_directory import StageDirectory
 from tests.flows.tiny import context_of
 
@@ -46,7 +45,7 @@ class Copier:
         if CALLS[task.index] <= self.failures.get(task.index, 0):
             raise self.error
         rows = list(read_rows(task.source))
-        with shard_writer(task, SEEDS) as writer:
+        with ShardWriter(task, SEEDS) as writer:
             for row in rows[: self.refuse]:
                 writer.reject(RejectedRow(row["id"], self.reason, "", None))
             writer.write(rows[self.refuse :])
@@ -60,8 +59,7 @@ def upstream(tmp_path) -> StageDirectory:
     stage = StageDirectory(tmp_path / "run", "seeds", "a" * 64)
     empty = {"source_id": None, "category": None, "split": "train", "messages": []}
     for index in range(3):
-        paths = stage.shard_path(index), stage.quarantine_path(index)
-        with ShardWriter(*paths, SEEDS, index=index, fingerprint=stage.fingerprint) as writer:
+        with ShardWriter(stage.task(index), SEEDS) as writer:
             names = [f"s:{index * ROWS + number}" for number in range(ROWS)]
             writer.write([{"id": name, **empty} for name in names])
             writer.commit("seeds", names, {"calibrate_rows": 4.0})
@@ -112,7 +110,7 @@ def test_shards_that_are_not_seen_from_here_end_the_stage(go, monkeypatch):
 
     def elsewhere(self, task):
         receipt = make(self, task)
-        Path(task.shard).unlink()
+        task.shard.unlink()
         return receipt
 
     monkeypatch.setattr(Copier, "__call__", elsewhere)

@@ -64,10 +64,7 @@ def tasks(tmp_path):
     span = {"start": 1, "end": 4, "role": "assistant"}
     usual = {"parent_id": "", "split": "train", "spans": [span], "finish": ["stop"], "messages": []}
     for index in range(2):
-        paths = (upstream.shard_path(index), upstream.quarantine_path(index))
-        with ShardWriter(
-            *paths, GENERATED, index=index, fingerprint=upstream.fingerprint
-        ) as writer:
+        with ShardWriter(upstream.task(index), GENERATED) as writer:
             numbers = range(5 * index, 5 * index + 5)
             writer.write([{"id": f"s:{n}", "input_ids": [n, 7, 8, 9], **usual} for n in numbers])
             writer.commit("generate", [f"s:{n}" for n in numbers])
@@ -87,7 +84,7 @@ def test_the_next_shard_is_computed_during_a_commit(card, tasks, monkeypatch):
     work, real = worker(), ShardWriter.commit
 
     def slow(self, *arguments):
-        if self.index == 0:
+        if self.task.index == 0:
             assert card.all_of_two.wait(10), "nothing is computed while shard 0 is committed"
         return real(self, *arguments)
 
@@ -111,7 +108,7 @@ def test_an_error_is_raised_for_its_own_shard(card, tasks, tmp_path, monkeypatch
     work, real, under_way = worker(), ShardWriter.commit, threading.Event()
 
     def commit(self, *arguments):
-        if self.index == 0:
+        if self.task.index == 0:
             under_way.wait(0.2)  # the next shard has time to fail first
             if fails == "commit":
                 raise EnvironmentFault("The disk is full.")

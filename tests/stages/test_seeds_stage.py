@@ -201,8 +201,7 @@ def test_fewer_seeds_than_before_leave_no_stray_shard(made, tiny_seeds):
     """A Hub data set may lose rows under the same name."""
     stage = made(tiny_seeds)
     kept, stray = stored(stage), stage.shard_path(4)
-    where = {"index": 4, "fingerprint": stage.fingerprint}
-    with ShardWriter(stray, stage.quarantine_path(4), SEEDS, **where) as writer:
+    with ShardWriter(stage.task(4), SEEDS) as writer:
         writer.write(kept[:1])
         writer.commit("seeds", [kept[0]["id"]], {})
     (stage.path / "DONE.json").unlink()

@@ -9,7 +9,7 @@ from typing import Any
 from pipeline.artifacts.seed_rows import SEEDS
 from pipeline.conversations.conversation import RejectedRow
 from pipeline.storage.receipts import Receipt
-from pipeline.storage.shards import ShardWriter
+from pipeline.storage.shards import ShardTask, ShardWriter
 
 
 def seed_row(row_id: str, text: str = "hello") -> dict[str, Any]:
@@ -36,9 +36,8 @@ def write_shard(
 ) -> Receipt:
     """Write a shard and its quarantine file as in a stage directory."""
     quarantine = path.parent.with_name("quarantine") / f"{path.stem}.jsonl"
-    with ShardWriter(
-        path, quarantine, SEEDS, index=index, fingerprint=fingerprint, upstream=upstream
-    ) as writer:
+    task = ShardTask(index, path, quarantine, fingerprint, upstream=upstream)
+    with ShardWriter(task, SEEDS) as writer:
         for start in range(0, len(rows), group_size):
             writer.write(rows[start : start + group_size])
         for row in refused:

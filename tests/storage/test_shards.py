@@ -11,7 +11,7 @@ from pipeline.artifacts.seed_rows import SEEDS
 from pipeline.conversations.conversation import Reason, RejectedRow
 from pipeline.errors import DamagedShard
 from pipeline.storage.receipts import note_path, read_receipt
-from pipeline.storage.shards import ShardWriter, open_shard, read_rows
+from pipeline.storage.shards import ShardTask, ShardWriter, open_shard, read_rows
 from tests.storage.rows import seed_row as row
 from tests.storage.rows import write_shard
 
@@ -79,7 +79,7 @@ def test_a_shard_that_was_not_committed_leaves_nothing(tmp_path):
     with (
         pytest.raises(KeyboardInterrupt),
         ShardWriter(
-            tmp_path / "0.parquet", tmp_path / "q.jsonl", SEEDS, index=0, fingerprint="f"
+            ShardTask(0, tmp_path / "0.parquet", tmp_path / "q.jsonl", "f"), SEEDS
         ) as writer,
     ):
         writer.write([row("a")])

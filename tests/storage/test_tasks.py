@@ -6,22 +6,21 @@ import json
 from dataclasses import replace
 
 from pipeline.artifacts.seed_rows import SEEDS
-from pipeline.storage.shards import ShardTask, read_rows, shard_writer, task_rows
+from pipeline.storage.shards import ShardTask, ShardWriter, read_rows, task_rows
 from tests.storage.rows import seed_row, write_shard
 
 
 def test_tasks_take_a_row_range_and_quarantine_crashing_rows(tmp_path):
-    source, shard, quarantine = (str(tmp_path / name) for name in ("a/up", "down", "down.jsonl"))
-    write_shard(tmp_path / "a" / "up", [seed_row(name) for name in "abcd"])
-    task = ShardTask(0, source, "", shard, quarantine, "f")
+    source, shard, quarantine = tmp_path / "a" / "up", tmp_path / "down", tmp_path / "down.jsonl"
+    write_shard(source, [seed_row(name) for name in "abcd"])
+    task = ShardTask(0, shard, quarantine, "f", source)
     assert [row["id"] for row in task_rows(task)] == ["a", "b", "c", "d"]
     task = replace(task, crashing={"b": "signal 9"})
     assert [row["id"] for row in task_rows(replace(task, rows=(1, 3)))] == ["c"]
-    with shard_writer(task, SEEDS) as writer:
+    with ShardWriter(task, SEEDS) as writer:
         writer.write(task_rows(task))
-        receipt = writer.commit("generate", "abcd")
+        receipt = writer.commit("generate", "acd")
     assert [row["id"] for row in read_rows(shard)] == ["a", "c", "d"]
-    with open(quarantine) as file:
-        (line,) = map(json.loads, file)
+    line = json.loads(quarantine.read_text())
     assert (line["id"], line["detail"], line["row"]["id"]) == ("b", "signal 9", "b")
     assert receipt.reasons == {line["reason"]: 1}

@@ -190,7 +190,7 @@ def test_a_target_is_spread_over_the_first_gpus_alone(random_target, loads):
     for num_gpus in (1, 2):
         load_causal_lm(random_target, "cuda", num_gpus)
     placed = [(call["device_map"], call.get("max_memory")) for call in calls]
-    assert placed == [({"": "cuda"}, None), ("auto", {0: 900_000, 1: 800_000})]
+    assert placed == [({"": torch.device("cuda")}, None), ("auto", {0: 900_000, 1: 800_000})]
     # its plan for every new shape takes half a second
     assert not torch.backends.cuda.cudnn_sdp_enabled() and torch.backends.cuda.flash_sdp_enabled()
 

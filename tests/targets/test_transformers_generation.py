@@ -24,11 +24,11 @@ def engine(random_target):
 def run(engine, requests, *, one_per_step=False):
     """Return completions by request; add the requests at once, or one before each step."""
     waiting, texts = list(requests), {}
-    while waiting or engine._ids:
-        while waiting:
-            engine.add(waiting.pop(0))
-            if one_per_step:
-                break
+    num_added = 1 if one_per_step else len(waiting)
+    while len(texts) < len(requests):
+        for request in waiting[:num_added]:
+            engine.add(request)
+        del waiting[:num_added]
         texts |= {completion.id: completion for completion in engine.step()}
     return texts
 

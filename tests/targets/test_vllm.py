@@ -45,11 +45,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("vllm_here")]
 def engine(random_target):
     """A vLLM generation engine; closing it restores this process's state."""
     before = dict(os.environ)
-    engine = VLLMGenerationEngine(random_target)
+    engine = VLLMGenerationEngine(random_target, {})
     yield engine
     engine.close()
     with pytest.raises(EnvironmentFault, match="Available memory"):
-        VLLMGenerationEngine(random_target, engine_args={"kv_cache_memory_bytes": 1 << 50})
+        VLLMGenerationEngine(random_target, {"kv_cache_memory_bytes": 1 << 50})
     assert "vllm" not in torch.set_num_threads.__module__
     for name in ("LD_PRELOAD", "LOCAL_WORLD_SIZE"):
         assert os.environ.get(name) == before.get(name)
@@ -78,7 +78,7 @@ def test_a_seeded_text_ends_at_its_first_stop_token(engine, prompts):
 
 
 def test_states_equal_those_of_transformers(random_target, prompts):
-    engine = VLLMFeatureEngine(random_target)
+    engine = VLLMFeatureEngine(random_target, {})
     next(engine.stream(prompts))  # an abandoned stream leaves nothing to the next one
     # a prefix cache would leave out repeated rows; more rows than the engine is given at once
     states = dict(engine.stream(prompts * 9))
@@ -249,10 +249,10 @@ def test_vllm_takes_the_steps_that_a_text_takes_natively(
     heads = make(counting_target, noise)
     export = exported(counting_target, heads, "expanded", tmp_path)
     args = {"speculative_config": heads.speculative_config(str(export), num_tokens)}
-    args |= {"enable_chunked_prefill": True, "max_num_batched_tokens": 32}
+    args |= {"enable_chunked_prefill": True, "max_num_batched_tokens": 32, "max_num_seqs": 3}
     prompts = [[100], [9] * 70, [300, 17], [7] * 45 + [200], [500], [510], [1]]
     target = with_room_for(counting_target, [Prompt("a", ids) for ids in prompts], 33, num_tokens)
-    with_heads, reports = DecodeTask(target, prompts, 33, args, at_once=3), []
+    with_heads, reports = DecodeTask(target, prompts, 33, args), []
     plain, found = decode_in_vllm(
         [replace(with_heads, engine_args={}), with_heads],
         lambda **progress: reports.append(progress),
@@ -276,11 +276,11 @@ def test_a_server_with_right_heads_answers_in_fewer_steps(counting_target, tmp_p
     work_here(monkeypatch, vllm_server)
     # vLLM's default, which starts faster
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
-    (found,) = serve_under_load([LoadTask(counting_target, PROMPTS, 33, (1, 2), alone)])
+    (found,) = serve_under_load([LoadTask(counting_target, PROMPTS, 33, alone, levels=(1, 2))])
     for row, level, num_requests in zip(found, (1, 2), (3, 4), strict=True):
-        assert (row["requests"], row["num_tokens"]) == (level, 33 * num_requests)
-        assert row["acceleration_rate"] == 4, "of 32 tokens after the prefill's, in 8 drafts"
-        assert len(row["ttft"]) == len(row["tpot"]) == num_requests
+        assert (row.requests, row.num_tokens) == (level, 33 * num_requests)
+        assert row.acceleration_rate == 4, "of 32 tokens after the prefill's, in 8 drafts"
+        assert len(row.ttft) == len(row.tpot) == num_requests
 
 
 # --- what cannot start
@@ -289,4 +289,4 @@ def test_a_server_with_right_heads_answers_in_fewer_steps(counting_target, tmp_p
 @pytest.mark.parametrize("arguments", [{"num_wheels": 4}, {"dtype": "float13"}])
 def test_an_argument_that_vllm_refuses_is_a_configuration_error(random_target, arguments):
     with pytest.raises(ConfigError, match=f"rejects an argument: .*{next(iter(arguments))}"):
-        VLLMGenerationEngine(random_target, engine_args=arguments)
+        VLLMGenerationEngine(random_target, arguments)

@@ -16,12 +16,12 @@ from tests.targets.conftest import CONTEXT, edit
 def test_a_missing_vllm_is_an_environment_fault(random_target, monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(EnvironmentFault, match=r"not importable.*engine: transformers"):
-        VLLMGenerationEngine(random_target)
+        VLLMGenerationEngine(random_target, {})
 
 
 def test_a_quantization_of_transformers_is_refused(random_target):
     with pytest.raises(ConfigError, match="engine: transformers"):
-        VLLMGenerationEngine(replace(random_target, quantization="4bit"))
+        VLLMGenerationEngine(replace(random_target, quantization="4bit"), {})
 
 
 def test_prompts_are_prefilled_whole_on_a_cpu(random_target):

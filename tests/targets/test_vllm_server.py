@@ -13,7 +13,7 @@ import pytest
 
 from pipeline.errors import EnvironmentFault
 from pipeline.targets import vllm_server
-from pipeline.targets.vllm_server import LoadTask, running_server, server_flags
+from pipeline.targets.vllm_server import LoadFigures, LoadTask, running_server, server_flags
 from tests.forks import has_ended
 
 
@@ -24,15 +24,15 @@ def test_loads_take_turns_and_the_median_pass_counts(random_target, monkeypatch)
     async def benchmark(address, requests, level, eos):
         asked.append((level, len(requests)))
         turn = (len(asked) - 1) // 2
-        return {"requests": level, "seconds": (2.0, 90.0, 2.0 + level)[turn]}
+        return LoadFigures(level, (2.0, 90.0, 2.0 + level)[turn], 0, [], [], None)
 
     monkeypatch.setattr(vllm_server, "import_vllm", lambda: None)
     monkeypatch.setattr(vllm_server, "running_server", lambda *_: contextlib.nullcontext(""))
     monkeypatch.setattr(vllm_server, "_benchmark", benchmark)
-    task = LoadTask(random_target, [[1, 2], [3]], 9, [1, 4], repeats=3)
+    task = LoadTask(random_target, [[1, 2], [3]], 9, repeats=3, levels=[1, 4])
     rows = vllm_server.measure_server(task, lambda **progress: reports.append(progress))
     assert asked == [(1, 2), (4, 8)] * 3
-    assert rows == [{"requests": 1, "seconds": 3.0}, {"requests": 4, "seconds": 6.0}]
+    assert [(row.requests, row.seconds) for row in rows] == [(1, 3.0), (4, 6.0)]
     assert [each["done"] for each in reports[1:]] == [0, 1, 2, 3, 4, 5]
 
 

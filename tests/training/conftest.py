@@ -18,7 +18,7 @@ from pipeline.artifacts.generated_rows import GENERATED
 from pipeline.config import BackboneConfig, TrainConfig
 from pipeline.conversations.spans import Span, feature_positions
 from pipeline.heads.kinds import head_kind
-from pipeline.storage.shards import ShardWriter
+from pipeline.storage.shards import ShardTask, ShardWriter
 from pipeline.targets.spec import TargetSpec
 from pipeline.training.methods import method_of
 from pipeline.training.task import TrainSpec
@@ -85,8 +85,8 @@ def shards(tmp_path_factory) -> tuple[str, ...]:
     paths = []
     for index, rows in enumerate(rows_of_shards(0)):
         path = directory / f"{index:05d}.parquet"
-        opened = {"index": 0, "fingerprint": FINGERPRINT, "footer": footer}
-        with ShardWriter(path, path.with_suffix(".jsonl"), FEATURES, **opened) as writer:
+        task = ShardTask(0, path, path.with_suffix(".jsonl"), FINGERPRINT)
+        with ShardWriter(task, FEATURES, footer=footer) as writer:
             for start in range(0, 15, 5):
                 writer.write(rows[start : start + 5])
             writer.commit("features", None)
@@ -104,9 +104,8 @@ def texts(tmp_path_factory) -> tuple[str, ...]:
         for row in rows:
             kept = {name: row[name] for name in ("id", "parent_id", "split", "input_ids", "spans")}
             written.append({**kept, "finish": [], "messages": []})
-        with ShardWriter(
-            path, path.with_suffix(".q"), GENERATED, index=0, fingerprint=TEXTS_FINGERPRINT
-        ) as writer:
+        task = ShardTask(0, path, path.with_suffix(".q"), TEXTS_FINGERPRINT)
+        with ShardWriter(task, GENERATED) as writer:
             writer.write(written)
             writer.commit("generate", None)
         paths.append(str(path))
