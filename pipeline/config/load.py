@@ -140,17 +140,17 @@ def dump_config(config: Config) -> str:
 
 
 def _place_in(settings: dict[str, Any], run: Path) -> None:
-    """Set run.root, run.name and run.store of a run.yaml to the place where it lies now."""
+    """Set run.root, run.name and run.store of a run.yaml to where the run directory lies now."""
     place = settings.setdefault("run", {})
     if isinstance(place, dict):
         place.update(root=str(run.parent), name=run.name)
-        store = linked_store(run)
+        store = _store_of_run_file(run)
         if store is not None:
             place["store"] = None if store == run else str(store)
 
 
-def linked_store(run: Path) -> Path | None:
-    """Return the directory of most stage directories that a run links to, or None."""
+def _store_of_run_file(run: Path) -> Path | None:
+    """Find the `run.store` of a run.yaml: where most links of the run directory lead, or None."""
     stores: Counter[Path] = Counter()
     for link in sorted((run / "latest").glob("[!.]*")):
         if link.is_symlink() and link.is_dir():
