@@ -60,7 +60,7 @@ def unusable_driver(
     )
 
 
-def hardware() -> dict[str, Any]:
+def hardware() -> dict[str, object]:
     """Return this machine's CPU name, usable cores, memory in GB, and GPU names."""
     import torch
 
