@@ -164,7 +164,7 @@ def learned(
         summary = Trainer(learner).run(ProgressReporter()).to_json()
         heads = str(Path(directory) / HEADS_FILE)
         text = HeldOutText(shards, features.fingerprint, heads, settings.roles)
-        ranks = held_out_ranks(text, TOP, "cpu")
+        ranks = held_out_ranks(text, TOP)
     figures = {
         "tree": tree_rate(ranks),
         "chain": replay(ranks, chain(NUM_HEADS)).acceleration_rate,

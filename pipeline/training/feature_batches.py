@@ -208,7 +208,7 @@ def _assemble(
 ) -> Batch:
     """Copy the cached positions of `pieces` into one batch, in pinned memory for a GPU."""
     num_positions = sum(len(piece) for piece in pieces)
-    hidden_ND = torch.empty(num_positions, rows.states.hidden_size, dtype=rows.dtype)
+    hidden_ND = torch.empty(num_positions, rows.states.hidden_size, dtype=rows.states.dtype)
     next_N = torch.empty(num_positions, dtype=torch.int64)
     labels_KN = torch.empty(rows.num_heads, num_positions, dtype=torch.int64)
     states = [hidden_ND[:0]]

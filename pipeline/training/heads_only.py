@@ -139,7 +139,6 @@ def open_features(spec: TrainSpec) -> FeatureRows:
     rows = FeatureRows(
         spec.shards,
         fingerprint=spec.fingerprint,
-        hidden_size=spec.hidden_size,
         num_heads=spec.settings.num_heads,
         roles=spec.settings.roles,
     )

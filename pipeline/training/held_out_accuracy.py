@@ -92,26 +92,28 @@ class HeldOutText:
 
 
 def held_out_ranks(
-    text: HeldOutText, top: int, device: str, progress: ProgressReporter | None = None
+    text: HeldOutText, top: int, gpus: int = 0, progress: ProgressReporter | None = None
 ) -> HeldOutRanks:
     """Rank each held-out token among the heads' first `top` guesses.
 
-    The ranks are computed in fp32 on `device`, for about `MAX_POSITIONS` positions of random rows.
+    The ranks are computed in fp32 for about `MAX_POSITIONS` positions of random rows, on a GPU if
+    `gpus` is not 0.
     """
-    rows = _HeldOutRows(text, device)
+    rows = _HeldOutRows(text, gpus)
     for hidden_ND, next_N, labels_KN in rows.read(MAX_POSITIONS, progress):
         rows.measured.append(label_ranks(rows.heads, hidden_ND, next_N, labels_KN, top))
     return HeldOutRanks(rows.joined(), *rows.spans())
 
 
 def held_out_places(
-    text: HeldOutText, tree: DynamicTree, device: str, progress: ProgressReporter | None = None
+    text: HeldOutText, tree: DynamicTree, gpus: int = 0, progress: ProgressReporter | None = None
 ) -> HeldOutRanks:
     """Rank each held-out token's node among the proposed nodes of a dynamic tree.
 
-    The places are computed in fp32 on `device`, for about `GROWN_POSITIONS` positions.
+    The places are computed in fp32 for about `GROWN_POSITIONS` positions, on a GPU if `gpus` is not
+    0.
     """
-    rows = _HeldOutRows(text, device)
+    rows = _HeldOutRows(text, gpus)
     for hidden_ND, next_N, labels_KN in rows.read(GROWN_POSITIONS, progress):
         rows.measured.append(tree.places(rows.heads, hidden_ND, next_N, labels_KN))
     return HeldOutRanks(rows.joined(), *rows.spans())
@@ -120,10 +122,10 @@ def held_out_places(
 class _HeldOutRows:
     """Held-out rows, and the ranks or places measured at each of their positions."""
 
-    def __init__(self, text: HeldOutText, device: str):
+    def __init__(self, text: HeldOutText, gpus: int):
         self.text = text
-        self.device = device
-        self.heads = read_trained_heads(Path(text.heads)).to(device)
+        self.device = "cuda" if gpus else "cpu"
+        self.heads = read_trained_heads(Path(text.heads)).to(self.device)
         self.measured: list[Tensor] = []  # [K, N] of each row
         self.answers: list[npt.NDArray[np.int32]] = []
         self.conversations: list[int] = []  # of each answer
@@ -136,7 +138,6 @@ class _HeldOutRows:
         rows = FeatureRows(
             self.text.shards,
             fingerprint=self.text.fingerprint,
-            hidden_size=shape.hidden_size,
             num_heads=shape.max_depth,
             roles=self.text.roles,
         )

@@ -17,7 +17,6 @@ def open_rows(*shards: str | Path, roles=("assistant",)):
     return FeatureRows(
         tuple(map(str, shards)),
         fingerprint=FINGERPRINT,
-        hidden_size=D,
         num_heads=K,
         roles=roles,
     )
