@@ -17,7 +17,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from pipeline.errors import EnvironmentFault, MedusaDistillError
 from pipeline.storage.atomic import disk_errors
