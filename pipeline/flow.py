@@ -6,6 +6,7 @@ that it was made from is kept; any other is made.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,12 +17,7 @@ from rich.console import Console
 from pipeline.artifacts.check_result import CheckResult, Limits
 from pipeline.artifacts.json_form import from_json
 from pipeline.config import Config
-from pipeline.errors import (
-    CheckFailed,
-    ConfigError,
-    DamagedShard,
-    DataError,
-)
+from pipeline.errors import CheckFailed, ConfigError, DamagedShard, DataError
 from pipeline.execution.executor import check_executor
 from pipeline.execution.progress import print_stage
 from pipeline.formatting import duration
@@ -38,15 +34,18 @@ from pipeline.storage.run_directory import RunDirectory
 from pipeline.storage.stage_directory import StageDirectory
 
 STAGES: dict[str, Stage] = {
-    "seeds": seeds.STAGE,
-    "generate": generate.STAGE,
-    "features": features.STAGE,
-    "train": train.STAGE,
-    "tuned-features": features.TUNED,
-    "calibrate": calibrate.STAGE,
-    "export": export.STAGE,
-    "check": check.STAGE,
-    "push": push.STAGE,
+    stage.name: stage
+    for stage in (
+        seeds.STAGE,
+        generate.STAGE,
+        features.STAGE,
+        train.STAGE,
+        features.TUNED,
+        calibrate.STAGE,
+        export.STAGE,
+        check.STAGE,
+        push.STAGE,
+    )
 }
 """In the order in which they run."""
 
@@ -73,7 +72,7 @@ def run_flow(
         MedusaDistillError: With the exit code that fits; what was committed is kept, and the same
             call continues.
     """
-    console = console or Console(stderr=False)
+    console = console or Console()
     wanted = wanted_stages(config, stages, until, fresh)
     check_executor(executor)
     resolved = resolve_run(config, wanted, fresh)
@@ -82,19 +81,16 @@ def run_flow(
         console.print(f"[yellow]![/] {warning}", highlight=False, soft_wrap=True)
     check_memory(resolved)
     run = RunDirectory.create(config)
-    with disk_errors(run.path), run.locked():
+    context = Context(resolved, run, console, executor)
+    with disk_errors(run.path), run.locked(), contextlib.closing(context):
         run.write_config(config)
-        context = Context(resolved, run, console, executor)
-        try:
-            context.resolved = resolved.on(context.machine())
-            check_placements(context.resolved)
-            for name in skipped_stages(config):
-                if name != push.NAME:  # a push by command stays linked
-                    run.unlink_latest(name)
-            run.event("run-started", stages=wanted, executor=executor)
-            advance_all(context, wanted, fresh)
-        finally:
-            context.close()
+        context.resolve_on_cluster()
+        check_placements(context.resolved)
+        for name in skipped_stages(config):
+            if name != push.NAME:  # a push by command stays linked
+                run.unlink_latest(name)
+        run.event("run-started", stages=wanted, executor=executor)
+        advance_all(context, wanted, fresh)
         run.event("run-finished")
     return run
 
@@ -110,13 +106,13 @@ def advance_all(context: Context, wanted: Sequence[str], fresh: str | None) -> N
             position += 1
         except DamagedShard as damaged:
             shard = Path(str(damaged.where))
-            owners = [made for made in context.upstream.values() if made.path in shard.parents]
-            if not owners or shard in discarded:
+            owner = context.directories.get(shard.parent.parent)
+            if owner is None or shard in discarded:
                 raise
             discarded.add(shard)
-            owners[0].discard([shard])
-            _print_damage(context, owners[0], [shard])
-            position = wanted.index(owners[0].stage)
+            owner.discard([shard])
+            _print_damage(context, owner, [shard])
+            position = wanted.index(owner.stage)
             fresh = None  # what was thrown away once is not thrown away again
 
 
@@ -150,12 +146,12 @@ def require_passed(checked: StageDirectory, config: Config) -> None:
     """Raise CheckFailed where a finished check exceeds the limits of the configuration."""
     failures = from_json(CheckResult, checked.summary).failures(Limits.of(config))
     if failures:
-        fix = (
+        raise CheckFailed(
+            f"The check failed: {'; '.join(failures)}.",
+            str(checked.path),
             "Nothing was pushed. Sequences that differ are in DONE.json there. More data or epochs"
-            " raise a low rate; where few tree sizes were timed, calibrate again with --fresh"
-            " calibrate."
+            " raise a low rate; where few tree sizes were timed, run with --fresh calibrate.",
         )
-        raise CheckFailed(f"The check failed: {'; '.join(failures)}.", str(checked.path), fix)
 
 
 def require_same_inputs(context: Context, stage: Stage, directory: StageDirectory) -> None:
@@ -172,9 +168,11 @@ def require_same_inputs(context: Context, stage: Stage, directory: StageDirector
     if not is_same:
         directory.begin(stage.contents(context), fresh=True)
         changed = ", ".join(map(str, context.digests.changed()))
-        what = f"The input of {stage.name} changed while it ran: {changed or 'files came or went'}."
-        fix = "Its result is dropped. Run the same command again, and leave the input alone."
-        raise DataError(what, str(directory.path), fix)
+        raise DataError(
+            f"The input of {stage.name} changed while it ran: {changed or 'files came or went'}.",
+            str(directory.path),
+            "Its result is dropped. Run the same command again, and leave the input alone.",
+        )
 
 
 def _print_damage(context: Context, directory: StageDirectory, damaged: Sequence[Path]) -> None:
@@ -200,21 +198,17 @@ def push_run(
     run, config = RunDirectory.open(path)
     chosen = {key: value for key, value in settings.items() if value}
     config = config.model_copy(update={"push": config.push.model_copy(update=chosen)})
-    console = console or Console()
     if not config.push.asks_for_something:
         raise ConfigError(
             "There is no repository to push to.", "push.repo_id", "Give --repo-id USER/NAME."
         )
-    if dry_run:
-        receipts = push.push(_finished(run, config, console), dry_run=True)
-        push.print_dry_run(console, receipts)
-        return push.flat_receipt(receipts)
-    with run.locked():
-        context = _finished(run, config, console)
-        try:
+    lock = contextlib.nullcontext() if dry_run else run.locked()
+    with lock, contextlib.closing(_finished(run, config, console or Console())) as context:
+        if not dry_run:
             return advance(context, push.STAGE).summary
-        finally:
-            context.close()
+        receipts = push.push(context, dry_run=True)
+        push.print_dry_run(context.console, receipts)
+        return push.flat_receipt(receipts)
 
 
 def _finished(run: RunDirectory, config: Config, console: Console) -> Context:
@@ -226,8 +220,11 @@ def _finished(run: RunDirectory, config: Config, console: Console) -> Context:
     for name in push.STAGE.upstream(config):
         directory = run.latest(name)
         if directory is None or not directory.done:
-            fix = f"Run it: medusa-distill run {run.path / 'run.yaml'}"
-            raise ConfigError(f"This run has no finished {name} stage.", str(run.path), fix)
+            raise ConfigError(
+                f"This run has no finished {name} stage.",
+                str(run.path),
+                f"Run it: medusa-distill run {run.path / 'run.yaml'}",
+            )
         directories[name] = directory
     exported, checked = directories["export"], directories["check"]
     require_passed(checked, config)
@@ -254,19 +251,19 @@ def wanted_stages(
     Raises:
         ConfigError: There is no such stage, or it is no part of this run.
     """
-    for name in (until, fresh):
-        if name is not None and name not in stages:
-            fix = f"The stages are {', '.join(stages)}."
-            raise ConfigError(f"There is no stage '{name}'.", "--until, --fresh", fix)
-    if until:
-        stages = stages[: stages.index(until) + 1]
-    found: set[str] = set()
     skipped = skipped_stages(config)
+    found: set[str] = set()
     for name in stages:
         if name not in skipped:
             found.update((name, *STAGES[name].upstream(config)))
+        if name == until:
+            break
     wanted = [name for name in STAGES if name in found]
-    if fresh is not None and fresh not in wanted:
-        fix = f"It runs {', '.join(wanted)}."
-        raise ConfigError(f"The stage '{fresh}' is not part of this run.", "--fresh", fix)
+    for option, stage, known in (("--until", until, stages), ("--fresh", fresh, wanted)):
+        if stage is not None and stage not in known:
+            raise ConfigError(
+                f"This run has no stage '{stage}'.",
+                option,
+                f"Its stages are {', '.join(known)}.",
+            )
     return wanted

@@ -127,7 +127,9 @@ def load_heads(export: str | Path, target: Target) -> Heads:
 
 
 def load_tree(source: GivenTree) -> tuple[TreePath, ...] | DynamicTree:
-    """Load a decoding tree from a list of paths, a JSON file of paths, or a run's tree.json.
+    """Load the tree that a user of the Python API gives: paths, a file, or a `DynamicTree`.
+
+    A file holds a list of paths in JSON, or is a run's tree.json.
 
     Raises:
         DataError: The file cannot be read, or holds no list of paths.

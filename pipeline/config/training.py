@@ -136,7 +136,13 @@ class TrainConfig(Section):
         ),
     )
     num_heads: int = Field(
-        5, description="K: how many tokens ahead of the next the heads guess.", ge=1
+        5,
+        description=(
+            "K: how many tokens ahead of the next the heads guess; at most 128, as many as vLLM"
+            " drafts."
+        ),
+        ge=1,
+        le=128,
     )
     epochs: PositiveInt | Literal["auto"] = Field(
         "auto",

@@ -181,11 +181,13 @@ def measured_on_answers(
     prompts = [prompt for prompt, _ in answers]
     texts = [text for _, text in answers]
     seen = trained.answers()
-    progress.begin("the heads' accuracies", len(texts), unit="answers")
-    states = answer_states(model, module, prompts, texts, seen, progress)
-    ranks = guess_ranks(module, states, top)
-    if tree is None:
-        return ranks, None
-    progress.begin("a dynamic tree's places", len(texts), unit="answers")
-    states = answer_states(model, module, prompts, texts, seen, progress)
-    return ranks, guess_places(module, states, tree)
+
+    def states() -> Iterator[AnswerStates]:
+        progress.begin("the heads' guesses", len(texts), unit="answers")
+        return answer_states(model, module, prompts, texts, seen, progress)
+
+    ranks = guess_ranks(module, states(), top)
+    places = None
+    if tree is not None:
+        places = guess_places(module, states(), tree)
+    return ranks, places

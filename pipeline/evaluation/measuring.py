@@ -38,7 +38,7 @@ from pipeline.evaluation.served import check_served, with_expectations
 from pipeline.execution.machine import hardware, versions
 from pipeline.execution.progress import ProgressReporter
 from pipeline.export.directory import read_tree, write_export
-from pipeline.export.layout import CONFIG_FILE, ExportLayout, read_layout
+from pipeline.export.layout import CONFIG_FILE, Content, ExportLayout, read_layout
 from pipeline.export.weights import DirectoryTensors
 from pipeline.heads.kind import TargetWeights
 from pipeline.heads.kinds import Sizes, foreign_heads
@@ -71,8 +71,9 @@ def check_with_engine(
     return replace(found, hardware=hardware(), versions=versions()), answers
 
 
-def join_engines(native: CheckResult | None, vllm: CheckResult | None) -> CheckResult:
+def join_engines(results: Mapping[str, CheckResult]) -> CheckResult:
     """Join the check results of native decoding and vLLM; hardware and versions are native's."""
+    native, vllm = results.get("native"), results.get("vllm")
     if native is None:
         return vllm or CheckResult()
     if vllm is None:
@@ -88,7 +89,7 @@ class MeasuredHeads:
     target: str
     read_as: str
     check: CheckFigures
-    hardware: dict[str, Any]
+    hardware: dict[str, object]
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ class Candidate:
     described: str
     export: Path
     max_depth: int
-    speculative_config: dict[str, Any] | None
+    speculative_config: Content | None
     tree: Choices | DynamicTree = ()
 
 
@@ -131,7 +132,7 @@ def measure_heads(
     for each in settings.engines:
         require_readable(target, each, on_gpu=gpus > 0, where="--target")
     answers: AnswerLines = {}
-    native = vllm = None
+    results: dict[str, CheckResult] = {}
     with _candidate(directory, target, settings, draft_tokens) as found:
         target = with_room(target, settings)
         engine: EngineName = "transformers" if "native" in settings.engines else "vllm"
@@ -148,11 +149,10 @@ def measure_heads(
             name=Path(target.model).name,
             speculative_config=found.speculative_config,
         )
-        if "native" in settings.engines:
-            native, answers = check_with_engine(request, "native", progress)
-        if "vllm" in settings.engines:
-            vllm, _ = check_with_engine(request, "vllm", progress)
-    result = join_engines(native, vllm)
+        for name in sorted(settings.engines):
+            results[name], lines = check_with_engine(request, name, progress)
+            answers.update(lines)
+    result = join_engines(results)
     if result.vllm is not None and result.native is not None:
         result = replace(result, vllm=with_expectations(result.vllm, result.native.chain, None))
     limits = Limits(settings.min_acceleration_rate, settings.max_tie_share, False, math.inf)

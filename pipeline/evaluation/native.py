@@ -201,7 +201,7 @@ def native_figures(measured: Measurement, comparison: Comparison) -> NativeFigur
             baselines.append(Baseline(name=name, failed=measured.failed[name]))
         else:
             match = measured.comparison(name).match
-            figures = baseline_figures(measured.greedy_passes, name)
+            figures = baseline_figures(prompts, measured.greedy_passes, name)
             baselines.append(replace(figures, greedy_match=match))
     found = NativeFigures(
         **vars(check_speed(prompts, passes)),

@@ -10,6 +10,7 @@ Letters: T answer tokens, V vocabulary.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Sequence
 
@@ -18,9 +19,9 @@ import torch
 from pipeline.artifacts.check_result import Line, TunedDrift
 from pipeline.artifacts.generated_rows import TokenRow
 from pipeline.config import CheckConfig
-from pipeline.conversations.conversation import Conversation
+from pipeline.conversations.conversation import Conversation, RowRejected
 from pipeline.evaluation.answers import log_probabilities, model_answer
-from pipeline.evaluation.prompts import SILENT, Prompt, answered_questions
+from pipeline.evaluation.prompts import SILENT, Prompt, ask_questions, question_ids
 from pipeline.execution.progress import ProgressReporter
 from pipeline.targets.loading import load_on_gpus
 from pipeline.targets.spec import TargetSpec, load_tokenizer
@@ -56,11 +57,15 @@ def beside_the_original(
     drift = published_drift(original, published, rows, gpus)
     tokenizer = load_tokenizer(original)
     lines: list[Line] = []
-    for question, turns in answered_questions(
-        original, questions, settings, "transformers", gpus, progress
-    ):
-        texts = [tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in turns]
-        lines.append(model_answer(question, f"{name}-{ORIGINAL}", texts))
+    dialogues = ask_questions(original, questions, settings, "transformers", gpus, progress)
+    for question, dialogue in zip(question_ids(questions), dialogues, strict=True):
+        texts = []
+        with contextlib.suppress(RowRejected):  # it has no answer
+            for row in dialogue.rows():
+                for span in row.spans:
+                    ids = row.input_ids[span.start : span.end]
+                    texts.append(tokenizer.decode(ids, skip_special_tokens=True).strip())
+            lines.append(model_answer(question, f"{name}-{ORIGINAL}", texts))
     return drift, lines
 
 

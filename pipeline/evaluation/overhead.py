@@ -13,10 +13,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -33,7 +33,8 @@ from pipeline.targets.spec import TargetSpec, context_length
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-Name = TypeVar("Name", bound=Hashable)
+Trees = Mapping[int, Choices | DynamicTree]  # by number of nodes, or of tokens of a chain
+
 NUM_STEPS, NUM_PROMPTS = 8, 6
 NUM_TRIALS = 3  # prompts, before a tree is skipped
 NUM_ROUNDS = 4  # per number of threads
@@ -43,8 +44,8 @@ LONG_STEP = 0.03  # seconds
 def measure_overheads(
     target: TargetSpec,
     heads: str,
-    trees: Mapping[int, Choices | DynamicTree],
-    chains: Mapping[int, Choices | DynamicTree],
+    trees: Trees,
+    chains: Trees,
     prompts: list[list[int]],
     gpus: int,
     progress: ProgressReporter = SILENT,
@@ -62,7 +63,7 @@ def measure_overheads(
 def overhead_curve(
     model: PreTrainedModel,
     heads: Heads,
-    trees: Mapping[int, Choices | DynamicTree],
+    trees: Trees,
     prompts: Sequence[Sequence[int]],
     max_length: int,
     progress: ProgressReporter = SILENT,
@@ -91,16 +92,16 @@ def overhead_curve(
 
 def overheads(
     plain: Decoder,
-    others: Mapping[Name, Decoder],
+    others: Mapping[int, Decoder],
     prompts: Sequence[Sequence[int]],
     progress: ProgressReporter = SILENT,
-) -> dict[Name, float]:
+) -> dict[int, float]:
     """Time each decoder's step relative to a plain step on the same prompts, without warm-up.
 
     The decoders must have no end tokens, since a text could end before its first step.
     """
     plainly: list[float] = []
-    seconds: dict[Name, list[float]] = {name: [] for name in others}
+    seconds: dict[int, list[float]] = {name: [] for name in others}
     for prompt_ids in prompts:
         plainly += step_seconds(plain, prompt_ids)
         for name, decoder in others.items():

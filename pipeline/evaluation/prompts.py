@@ -19,7 +19,7 @@ from pipeline.artifacts.generated_rows import TokenRow
 from pipeline.artifacts.seen_answers import TrainingText
 from pipeline.artifacts.tree_file import Calibration
 from pipeline.config import CheckConfig
-from pipeline.conversations.conversation import Conversation, RowRejected
+from pipeline.conversations.conversation import Conversation
 from pipeline.conversations.dialogue import Dialogue, DialogueSettings
 from pipeline.conversations.requests import Sampling
 from pipeline.decoding.acceptance import AcceptanceRule, acceptance_rule
@@ -34,7 +34,6 @@ from pipeline.targets.spec import (
     context_length,
     eos_token_ids,
     load_chat_template,
-    load_tokenizer,
 )
 
 SILENT = ProgressReporter()  # shows nothing
@@ -170,7 +169,9 @@ def question_prompts(
         engine: The engine that answers; it takes all questions at once, and is not started where
             each has one turn.
     """
-    dialogues = _converse(target, questions, settings, engine, gpus, progress, answers_last=False)
+    dialogues = ask_questions(
+        target, questions, settings, engine, gpus, progress, answers_last=False
+    )
     room = context_length(target) - settings.max_new_tokens
     num_turns = 0
     kept: list[Prompt] = []
@@ -182,30 +183,7 @@ def question_prompts(
     return Prompts(kept, num_turns - len(kept))
 
 
-def answered_questions(
-    target: TargetSpec,
-    questions: Sequence[Conversation],
-    settings: CheckConfig,
-    engine: EngineName,
-    gpus: int,
-    progress: ProgressReporter = SILENT,
-) -> list[tuple[int | str, list[list[int]]]]:
-    """Generate the target's own answers to every turn of each question, as token ids.
-
-    Arguments are those of `question_prompts`.
-    """
-    dialogues = _converse(target, questions, settings, engine, gpus, progress)
-    found = []
-    for name, dialogue in zip(question_ids(questions), dialogues, strict=True):
-        with contextlib.suppress(RowRejected):  # it has no answer
-            answers = []
-            for row in dialogue.rows():
-                answers += [row.input_ids[span.start : span.end] for span in row.spans]
-            found.append((name, answers))
-    return found
-
-
-def _converse(
+def ask_questions(
     target: TargetSpec,
     questions: Sequence[Conversation],
     settings: CheckConfig,
@@ -215,8 +193,14 @@ def _converse(
     *,
     answers_last: bool = True,
 ) -> list[Dialogue]:
-    """Run the questions as dialogues with the target, turn by turn."""
-    template = load_chat_template(target, load_tokenizer(target))
+    """Ask the target every turn of the questions; return the finished dialogues.
+
+    Args:
+        engine: The engine that answers; it takes all questions at once, and is not started where
+            there is nothing to answer.
+        answers_last: Whether the target answers the last turn of a question too.
+    """
+    template = load_chat_template(target)
     sampling = Sampling(0.0, 1.0, settings.max_new_tokens, eos_token_ids(target))
     if rule_of(settings).samples:
         sampling = replace(sampling, temperature=settings.temperature, top_p=settings.top_p)

@@ -10,6 +10,7 @@ Limit: free texts, such as a model essay, match nothing; their tasks are left to
 from __future__ import annotations
 
 import re
+import statistics
 import string
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ from pipeline.artifacts.check_result import Line
 from pipeline.conversations.file_rows import json_rows, open_seed_file
 from pipeline.conversations.forms import ID_KEYS
 
-NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 ARTICLES = re.compile(r"\b(a|an|the)\b")
 PUNCTUATION = str.maketrans("", "", string.punctuation)
 FINAL = "####"
@@ -47,9 +48,10 @@ def read_references(path: Path) -> dict[str, list[str]]:
 def matches(answer: str, reference: str) -> bool:
     """Tell whether an answer matches its reference by the rules of SQuAD."""
     reference = reference.rpartition(FINAL)[2].strip()
-    if NUMBER.fullmatch(reference):
-        numbers = NUMBER.findall(answer.rpartition(FINAL)[2])
-        return bool(numbers) and _number(numbers[-1]) == _number(reference)
+    number = reference.replace(",", "")
+    if NUMBER.fullmatch(number):
+        found = NUMBER.findall(answer.rpartition(FINAL)[2].replace(",", ""))
+        return bool(found) and float(found[-1]) == float(number)
     return _plain(answer) == _plain(reference)
 
 
@@ -65,34 +67,34 @@ def exact_match(
         [{"category", "answers": how many are compared, METHOD: share, …}]; empty where nothing can
         be compared.
     """
-    categories: dict[str, str] = {}
-    found: dict[str, dict[str, list[bool]]] = {}
+    categories: dict[str, str] = {}  # by question; only lines in Spec-Bench's schema name theirs
+    verdicts: dict[str, dict[str, list[bool]]] = {}  # of each answer, by category and method
     for method, lines in answers.items():
         for line in lines:
-            name = str(line["question_id"])
-            category = categories.setdefault(name, line.get("category", ""))
-            turns = line["choices"][0]["turns"]
-            expected = references.get(name, [])
-            if len(expected) == 1:  # of the last turn
-                turns = turns[-1:]
-            by_method = found.setdefault(category, {})
-            for turn, reference in zip(turns, expected, strict=False):
-                if reference:
-                    by_method.setdefault(method, []).append(matches(turn, reference))
+            question = str(line["question_id"])
+            category = categories.setdefault(question, line.get("category", ""))
+            found = _verdicts(line["choices"][0]["turns"], references.get(question, []))
+            if found:
+                by_method = verdicts.setdefault(category, {})
+                by_method.setdefault(method, []).extend(found)
     rows = []
-    for category, by_method in found.items():
+    for category, by_method in verdicts.items():
         row: dict[str, str | int | float] = {"category": category}
-        row["answers"] = max(map(len, by_method.values()), default=0)
-        for method, right in by_method.items():
-            row[method] = round(sum(right) / len(right), 4)
-        if by_method:
-            rows.append(row)
+        row["answers"] = max(map(len, by_method.values()))
+        for method, found in by_method.items():
+            row[method] = round(statistics.fmean(found), 4)
+        rows.append(row)
     return rows
 
 
-def _number(text: str) -> float:
-    return float(text.replace(",", ""))
+def _verdicts(turns: Sequence[str], expected: Sequence[str]) -> list[bool]:
+    """Tell for each answer that has a reference whether it matches."""
+    if len(expected) == 1:  # of the last turn
+        turns = turns[-1:]
+    pairs = zip(turns, expected, strict=False)
+    return [matches(turn, reference) for turn, reference in pairs if reference]
 
 
 def _plain(text: str) -> str:
+    """Remove case, punctuation, articles and repeated white space from an answer, as in SQuAD."""
     return " ".join(ARTICLES.sub(" ", text.lower().translate(PUNCTUATION)).split())

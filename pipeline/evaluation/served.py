@@ -17,7 +17,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -36,7 +36,7 @@ from pipeline.evaluation.answers import compare, tie_tolerance, top_2_gap
 from pipeline.evaluation.prompts import SILENT, CheckRequest
 from pipeline.evaluation.speed import check_rate, require_steps, with_new_answers
 from pipeline.execution.progress import ProgressReporter
-from pipeline.export.layout import read_layout
+from pipeline.export.layout import Content, read_layout
 from pipeline.targets.loading import load_on_gpus
 from pipeline.targets.vllm_decode import DecodeTask, decode_in_vllm
 from pipeline.targets.vllm_server import LoadFigures, LoadTask, serve_under_load
@@ -78,11 +78,10 @@ def check_served(request: CheckRequest, progress: ProgressReporter = SILENT) -> 
     def model() -> PreTrainedModel:  # loaded only where sequences differ
         return load_on_gpus(request.target, gpus)
 
-    def gap_at(prefix: list[int]) -> float:
-        return top_2_gap(model(), prefix)
-
     tolerance = tie_tolerance(request.target, settings)
-    comparison = compare(prompts, plain.token_ids, answers, gap_at, tolerance)
+    comparison = compare(
+        prompts, plain.token_ids, answers, lambda prefix: top_2_gap(model(), prefix), tolerance
+    )
     measured = check_rate(prompts, accepted)
     figures = VllmFigures(
         num_speculative_tokens=num_tokens,
@@ -115,7 +114,7 @@ def accepted_per_position(accepted: Sequence[Sequence[int]], num_tokens: int) ->
     return shares
 
 
-def drafting_arguments(request: CheckRequest) -> tuple[dict[str, Any], int]:
+def drafting_arguments(request: CheckRequest) -> tuple[Content, int]:
     """Return the arguments that start vLLM with the heads, and the number of draft tokens."""
     config = request.speculative_config
     if config is not None:
@@ -172,29 +171,24 @@ def load_rows(
     """Build the load study's rows from the measurements of both servers."""
     rows = []
     for before, after in zip(plain, with_heads, strict=True):
-        found = _side(after, limits)
-        baseline = _side(before, limits)
-        speedup = found["tokens_per_second"] / baseline["tokens_per_second"]
+        plain_speed = before.num_tokens / before.seconds
+        speed = after.num_tokens / after.seconds
         rows.append(
             LoadRow(
                 requests=after.requests,
-                speedup=rounded(speedup),
+                speedup=rounded(speed / plain_speed),
                 acceleration_rate=after.acceleration_rate,
-                **found,
-                **{f"baseline_{name}": figure for name, figure in baseline.items()},
+                tokens_per_second=rounded(speed),
+                ttft_ms=_percentiles(after.ttft),
+                tpot_ms=_percentiles(after.tpot),
+                within_slo=_within(limits, after),
+                baseline_tokens_per_second=rounded(plain_speed),
+                baseline_ttft_ms=_percentiles(before.ttft),
+                baseline_tpot_ms=_percentiles(before.tpot),
+                baseline_within_slo=_within(limits, before),
             )
         )
     return rows
-
-
-def _side(measured: LoadFigures, limits: LatencyLimits) -> dict[str, Any]:
-    """Return one server's figures under load, by their names in `LoadRow`."""
-    return {
-        "tokens_per_second": rounded(measured.num_tokens / measured.seconds),
-        "ttft_ms": _percentiles(measured.ttft),
-        "tpot_ms": _percentiles(measured.tpot),
-        "within_slo": _within(limits, measured),
-    }
 
 
 def _percentiles(seconds: Sequence[float | None]) -> Percentiles:

@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import torch
 from transformers import GenerationConfig
@@ -113,10 +113,10 @@ def baseline(
         pad_token_id=0,
         prompt_lookup_num_tokens=NUM_LOOKED_UP if name == "prompt-lookup" else None,
     )
-    arguments: dict[str, Any] = {"generation_config": generation}
+    assistant_model = None
     if name == "assistant":
         assert assistant is not None, "CheckConfig asks for both or neither"
-        arguments["assistant_model"] = load_causal_lm(assistant, device)
+        assistant_model = load_causal_lm(assistant, device)
     model.generation_config = GenerationConfig()  # generate takes unset values from it
 
     def decode(prompt_ids: list[int], seed: int) -> Decoded:
@@ -125,7 +125,13 @@ def baseline(
         recorder = ForwardRecorder()
         start = perf_counter()
         try:
-            model.generate(ids_1T, attention_mask=mask_1T, streamer=recorder, **arguments)
+            model.generate(
+                ids_1T,
+                attention_mask=mask_1T,
+                streamer=recorder,
+                generation_config=generation,
+                assistant_model=assistant_model,
+            )
         except Exception as error:  # of any code of a model or a cache
             reason = str(error) or type(error).__name__
             raise CannotDecode(reason.splitlines()[0]) from error
@@ -203,28 +209,26 @@ def require_steps(accepted: Iterable[Sequence[int]]) -> None:
         raise ConfigError(what, "check.max_new_tokens", "Raise it, or check with other prompts.")
 
 
-def check_speed(prompts: Sequence[Prompt], passes: Sequence[Pass]) -> Speed:
-    """Compute the check's decoding speed with the heads and without them."""
+def check_speed(
+    prompts: Sequence[Prompt], passes: Sequence[Pass], method: str = ACCELERATED
+) -> Speed:
+    """Compute a decoding method's speed in the check, beside that of plain decoding."""
     plain = Pace.of(passes, PLAIN)
-    accelerated = Pace.of(passes, ACCELERATED)
-    speedup = accelerated.tokens_per_second / plain.tokens_per_second
-    accepted = [one.accepted for one in passes[0][ACCELERATED]]
+    pace = Pace.of(passes, method)
+    speedup = pace.tokens_per_second / plain.tokens_per_second
+    accepted = [one.accepted for one in passes[0][method]]
     return Speed(
-        acceleration_rate=rounded(accelerated.acceleration_rate),
+        acceleration_rate=rounded(pace.acceleration_rate),
         standard_error=rounded(check_rate(prompts, accepted).standard_error),
-        overhead=rounded(accelerated.acceleration_rate / speedup),
+        overhead=rounded(pace.acceleration_rate / speedup),
         speedup=rounded(speedup),
-        **_timed(accelerated),
-        **_timed(plain, "baseline_"),
+        tokens_per_second=rounded(pace.tokens_per_second, 2),
+        baseline_tokens_per_second=rounded(plain.tokens_per_second, 2),
+        time_to_first_token=rounded(pace.time_to_first_token, 6),
+        baseline_time_to_first_token=rounded(plain.time_to_first_token, 6),
+        time_per_output_token=rounded(pace.time_per_output_token, 6),
+        baseline_time_per_output_token=rounded(plain.time_per_output_token, 6),
     )
-
-
-def _timed(pace: Pace, prefix: str = "") -> dict[str, Any]:
-    return {
-        f"{prefix}tokens_per_second": rounded(pace.tokens_per_second, 2),
-        f"{prefix}time_to_first_token": rounded(pace.time_to_first_token, 6),
-        f"{prefix}time_per_output_token": rounded(pace.time_per_output_token, 6),
-    }
 
 
 def check_rate(prompts: Sequence[Prompt], accepted: Sequence[Sequence[int]]) -> Estimate:
@@ -259,15 +263,16 @@ def with_new_answers(
     return replace(figures, seen_share=round(1 - len(prompts) / len(answers), 4), new=new)
 
 
-def baseline_figures(passes: Sequence[Pass], method: str) -> Baseline:
-    """Compute a baseline's speed; its speedup is over plain decoding."""
-    plain = Pace.of(passes, PLAIN)
-    other = Pace.of(passes, method)
+def baseline_figures(prompts: Sequence[Prompt], passes: Sequence[Pass], name: str) -> Baseline:
+    """Compute the speed of one of transformers' baselines; its speedup is over plain decoding."""
+    found = check_speed(prompts, passes, name)
     return Baseline(
-        name=method,
-        acceleration_rate=rounded(other.acceleration_rate),
-        speedup=rounded(other.tokens_per_second / plain.tokens_per_second),
-        **_timed(other),
+        name=name,
+        acceleration_rate=found.acceleration_rate,
+        speedup=found.speedup,
+        tokens_per_second=found.tokens_per_second,
+        time_to_first_token=found.time_to_first_token,
+        time_per_output_token=found.time_per_output_token,
     )
 
 

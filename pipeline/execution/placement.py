@@ -42,8 +42,7 @@ def place(stage: str, wanted: PlacementOf, have: Resources) -> Placement:
     Raises:
         EnvironmentFault: The cluster can never schedule all workers.
     """
-    gpus = gpus_of(wanted, have)
-    workers = max(1, most_workers(wanted, have)) if wanted.workers == "auto" else wanted.workers
+    gpus, workers = gpus_of(wanted, have), workers_of(wanted, have)
     cpus = wanted.cpus_per_worker or _cpus_per_worker(workers, gpus, have)
     fits = _num_that_fit(have, cpus, gpus)
     if fits < workers:
@@ -64,6 +63,13 @@ def gpus_of(wanted: PlacementOf, have: Resources) -> int:
     if wanted.gpus_per_worker is None:
         return min(1, have.gpus)
     return wanted.gpus_per_worker
+
+
+def workers_of(wanted: PlacementOf, have: Resources) -> int:
+    """Return the number of a stage's workers; `auto` fills the cluster."""
+    if wanted.workers == "auto":
+        return max(1, most_workers(wanted, have))
+    return wanted.workers
 
 
 def most_workers(wanted: PlacementOf, have: Resources) -> int:

@@ -199,12 +199,10 @@ def exact_match_table(report: Report) -> Table:
     rows = []
     if report.check:
         rows = report.check.exact_match or []
-    methods: dict[str, object] = {}
     for row in rows:
-        methods.update(row)
-    for name in methods:
-        if name not in table.columns:
-            table.columns.append(name)
+        for name in row:
+            if name not in table.columns:
+                table.columns.append(name)
     for row in rows:
         shares = [percent(row.get(method)) for method in table.columns[2:]]
         table.add(str(row["category"]), count(row["answers"]), *shares)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pipeline.artifacts.check_result import EngineFigures, GreedyMatch, NativeFigures, VllmFigures
@@ -101,8 +102,6 @@ def is_disturbed(engine: EngineFigures) -> bool:
     A step with heads does more work than a plain one. If it is measured as faster, other load has
     slowed the plain steps, and the measured speedup means nothing.
     """
-    if isinstance(engine, NativeFigures) and engine.overhead is not None:
-        return engine.overhead < 1
     return engine.speedup is not None and engine.speedup > engine.acceleration_rate
 
 
@@ -198,67 +197,67 @@ def report_warnings(report: Report) -> list[str]:
         found += _load_warnings("vLLM", vllm)
         found += _rate_gap_warnings("vLLM's acceleration rate", vllm, vllm)  # the chain's rates
         found += _same_text_warnings(vllm)
-    return found + _speedup_warnings(tree, native)
+    found += _speedup_warnings(tree, native)
+    return found
 
 
-def _training_warnings(train: TrainFigures) -> list[str]:
-    found = list(train.warnings or [])
+def _training_warnings(train: TrainFigures) -> Iterator[str]:
+    """Yield warnings of the train stage for the report."""
+    yield from train.warnings or []
     if train.best_step == 0:
-        found.append(
+        yield (
             f"None of {count(train.steps)} steps lowered the held-out loss: the result is the state"
             " that training began with. Lower train.lr, or give more seeds."
         )
     coverage = train.draft_coverage
     if coverage is not None and coverage < ENOUGH_COVERAGE:
-        found.append(
+        yield (
             f"Only {percent(coverage)} of held-out text is in the draft vocabulary, and any other"
             " token ends what can be accepted: raise train.draft_vocab."
         )
-    return found
 
 
-def _load_warnings(name: str, engine: EngineFigures) -> list[str]:
-    if not is_disturbed(engine):
-        return []
-    return [
-        f"{name}: a step with heads was measured as faster than a plain one, although it does more."
-        f" Other load probably slowed the plain steps, and the speedup of {times(engine.speedup)}"
-        f" at an acceleration rate of {ratio(engine.acceleration_rate)} is too high;"
-        " `--fresh check` measures again."
-    ]
+def _load_warnings(name: str, engine: EngineFigures) -> Iterator[str]:
+    """Yield a warning if other load disturbed an engine's check."""
+    if is_disturbed(engine):
+        yield (
+            f"{name}: a step with heads was measured as faster than a plain one, although it does"
+            " more. Other load probably slowed the plain steps, and the speedup of"
+            f" {times(engine.speedup)} at an acceleration rate of {ratio(engine.acceleration_rate)}"
+            " is too high; `--fresh check` measures again."
+        )
 
 
-def _same_text_warnings(vllm: VllmFigures) -> list[str]:
+def _same_text_warnings(vllm: VllmFigures) -> Iterator[str]:
+    """Yield a warning if vLLM's rate is far below the same chain's native rate on the same text."""
     same_text, reached = vllm.same_text_acceleration_rate, vllm.acceleration_rate
-    if same_text is None or same_text - reached <= SAME_TEXT_GAP * (same_text - 1):
-        return []
-    return [
-        f"vLLM's acceleration rate is {ratio(reached)}, and the same chain reaches"
-        f" {ratio(same_text)} natively on the same text: vLLM may compute the heads in another"
-        " precision or not as they were trained, or draft nothing near the end of the context."
-    ]
+    if same_text is not None and same_text - reached > SAME_TEXT_GAP * (same_text - 1):
+        yield (
+            f"vLLM's acceleration rate is {ratio(reached)}, and the same chain reaches"
+            f" {ratio(same_text)} natively on the same text: vLLM may compute the heads in another"
+            " precision or not as they were trained, or draft nothing near the end of the context."
+        )
 
 
-def _speedup_warnings(tree: TreeFigures | None, native: NativeFigures | None) -> list[str]:
-    """Return a warning if the best speedup, measured or else expected, is below 1."""
+def _speedup_warnings(tree: TreeFigures | None, native: NativeFigures | None) -> Iterator[str]:
+    """Yield a warning if the best speedup, measured or else expected, is below 1."""
     speedups = []
     if native and native.speedup is not None:
         speedups = [native.speedup]
     elif tree:
         speedups = [size.expected_speedup or 1 for size in tree.sizes or []]
     best = max(speedups, default=1)
-    if best >= 1:
-        return []
-    return [
-        f"The heads do not pay off on this device: the best speedup is {times(best)}. Decoding is"
-        " slower with them than without."
-    ]
+    if best < 1:
+        yield (
+            f"The heads do not pay off on this device: the best speedup is {times(best)}. Decoding"
+            " is slower with them than without."
+        )
 
 
 def _rate_gap_warnings(
     name: str, engine: EngineFigures, prediction: TreeFigures | VllmFigures
-) -> list[str]:
-    """Return a warning if measured and expected rate differ by over `NOTABLE_GAP` standard errors.
+) -> Iterator[str]:
+    """Yield a warning if measured and expected rate differ by over `NOTABLE_GAP` standard errors.
 
     Rates on new answers are compared where both are known: the share of seen answers may differ.
     """
@@ -266,15 +265,14 @@ def _rate_gap_warnings(
     if engine.new and prediction.new:
         found = _rates_to_compare(engine.new, prediction.new) or found
     if found is None:
-        return []
+        return
     measured, expected, error = found
-    if abs(measured - expected) <= NOTABLE_GAP * error:
-        return []
-    return [
-        f"{name} is {ratio(measured)}, and {ratio(expected)} was expected, further apart than"
-        f" {NOTABLE_GAP} standard errors: the check's prompts may differ in kind from the text of"
-        " calibration."
-    ]
+    if abs(measured - expected) > NOTABLE_GAP * error:
+        yield (
+            f"{name} is {ratio(measured)}, and {ratio(expected)} was expected, further apart than"
+            f" {NOTABLE_GAP} standard errors: the check's prompts may differ in kind from the text"
+            " of calibration."
+        )
 
 
 def _rates_to_compare(

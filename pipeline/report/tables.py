@@ -51,12 +51,12 @@ def tree_table(report: Report, calibration: Calibration | None) -> Table:
     tree = report.tree
     if not tree:
         return table
-    kind = "nodes"
-    depths = [len(path) for path in calibration.choices] if calibration else []
+    table.note = f"{count(tree.nodes)} nodes; expected acceleration rate {expected_rate(tree)}."
+    depths = []
     if tree.dynamic:
-        depths = []
-        kind = "nodes, in every step those that the heads hold most probable: a dynamic tree"
-    table.note = f"{count(tree.nodes)} {kind}; expected acceleration rate {expected_rate(tree)}."
+        table.note += " The tree is dynamic: each step verifies the nodes that are most probable."
+    elif calibration:
+        depths = [len(path) for path in calibration.choices]
     for name, reached in (tree.searches or {}).items():
         table.note += f" On text not used for it, the {name} search reaches {ratio(reached)}."
     table.add("0", "the target's own token", ratio(1.0))
@@ -126,12 +126,11 @@ def stages_table(report: Report) -> Table:
         "train": report.train,
     }
     for name in (*further, *STAGES):
-        part = figures.get(name)
-        if name not in seconds and not part:
+        if name not in seconds:
             table.add(name, NOT_RUN, NOT_RUN, NOT_RUN, (report.skipped or {}).get(name, ""))
             continue
-        part = part or StageFigures()
-        time = duration(seconds.get(name))
+        part = figures.get(name) or StageFigures()
+        time = duration(seconds[name])
         table.add(name, count(part.rows), count(part.quarantined), time, _stage_output(part))
     return table
 
@@ -189,10 +188,9 @@ def provenance_table(report: Report) -> Table:
     if report.run:
         facts["run"] = report.run.name
         facts["date"] = report.run.date
+        facts["fingerprints"] = pairs(report.run.fingerprints)
     facts["hardware"] = pairs(report.hardware)
     facts["versions"] = pairs(report.versions)
-    if report.run:
-        facts["fingerprints"] = pairs(report.run.fingerprints)
     for name, text in facts.items():
         if text:
             table.add(name, text)

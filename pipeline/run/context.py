@@ -9,12 +9,13 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from pipeline.config import Config
-from pipeline.execution.executor import Executor, InlineExecutor, make_executor
-from pipeline.execution.placement import Placement, Resources
+from pipeline.execution.executor import Executor, make_executor
+from pipeline.execution.placement import Placement
 from pipeline.execution.progress import Meter, ProgressReporter
 from pipeline.export.layout import BACKBONE_DIRECTORY
 from pipeline.run.resolved import ResolvedRun
@@ -54,13 +55,12 @@ class Context:
         """The executor, started when the first stage needs one."""
         return make_executor(self.executor_name)
 
-    def machine(self) -> Resources:
-        """Resources of the Ray cluster that is named or connected, else of this machine."""
+    def resolve_on_cluster(self) -> None:
+        """Resolve the run on the Ray cluster that is named or connected, if there is one."""
         ray = sys.modules.get("ray")
         cluster = os.environ.get("RAY_ADDRESS") or (ray and ray.is_initialized())
         if self.executor_name == "ray" and cluster:
-            return self.executor.resources()
-        return InlineExecutor().resources()
+            self.resolved = self.resolved.on(self.executor.resources())
 
     def close(self) -> None:
         """Stop the executor and release the locks of the stage directories."""
@@ -99,9 +99,8 @@ class Context:
             "quantization": spec.quantization,
             "max_tokens": spec.max_tokens,
             "chat_template": spec.chat_template,
+            "template_arguments": spec.template_arguments,
         }
-        if spec.template_arguments:
-            identity["template_arguments"] = spec.template_arguments
         if asks_for_date(spec, paths):
             identity["date"] = spec.date
         return identity
@@ -117,6 +116,19 @@ class Context:
     def placement(self, section: str) -> Placement:
         """Place the workers of a `placement` section; raise EnvironmentFault if they never fit."""
         return self.resolved.on(self.executor.resources()).placement(section)
+
+    def call(
+        self,
+        function: Callable[..., Any],
+        section: str,
+        progress: ProgressReporter,
+        /,
+        **arguments: Any,
+    ) -> Any:
+        """Call a function on a worker of a `placement` section, with `gpus` as an argument."""
+        placement = self.placement(section)
+        arguments["gpus"] = placement.gpus
+        return self.executor.call(function, arguments, placement, progress)
 
     @contextlib.contextmanager
     def progress(self, stage: StageDirectory) -> Iterator[ProgressReporter]:
@@ -166,9 +178,9 @@ class Stage:
         """Format the stage's figures in a summary for the terminal."""
         parts = []
         for key in self.figures:
-            section, _, name = key.rpartition(".")
-            values = summary.get(section) if section else summary
-            value = (values or {}).get(name)
+            value: Any = summary
+            for name in key.split("."):
+                value = (value or {}).get(name)
             if value is not None:
                 text = value if isinstance(value, str) else f"{value:,}"
                 parts.append(f"{name.replace('_', ' ')} {text}")

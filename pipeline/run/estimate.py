@@ -166,8 +166,7 @@ class StageMemory:
     stage: str
     name: str  # as `plan` prints it
     device_bytes: float | None  # without GPUs a share of the machine; None: unknown
-    on_gpu: bool
-    saves_memory: tuple[str, ...] = ()  # the settings that help most
+    saves_memory: tuple[str, ...]  # the settings that help most
     weights: float = 0  # the target's
     heads: float = 0  # with the adapter, where one trains
     gradients: float = 0
@@ -210,16 +209,15 @@ def memory_of_stages(
     return memory
 
 
-def _on_device(run: ResolvedRun, stage: str, section: str) -> StageMemory:
-    """An empty estimate on the devices that a section of `placement` gives the stage."""
+def _device_bytes(run: ResolvedRun, stage: str, section: str) -> float | None:
+    """Return the memory of a worker's device, in bytes; None if it cannot be known here."""
     if run.gpus_of(section):
         gigabytes = run.config.placement.gpu_memory_gb
-        return StageMemory(stage, stage, gigabytes * GIB if gigabytes else gpu_memory(), True)
-    memory = machine_memory()
-    if memory is None or os.environ.get("RAY_ADDRESS"):
-        return StageMemory(stage, stage, None, False)
+        return gigabytes * GIB if gigabytes else gpu_memory()
+    if os.environ.get("RAY_ADDRESS"):
+        return None
     workers = 1 if stage == "check" else run.workers_of(section)
-    return StageMemory(stage, stage, memory / workers, False)
+    return machine_memory() / workers
 
 
 def _decoding(
@@ -228,9 +226,11 @@ def _decoding(
     """Estimate a stage that runs the target without gradients and caches `num_texts` texts."""
     gpus = max(1, run.gpus_of(section))
     cached = num_texts * CACHED_TOKENS * cached_numbers(run.target_config)
-    return replace(
-        _on_device(run, stage, section),
-        saves_memory=(f"placement.{section}.gpus_per_worker: {2 * gpus}", *SMALLER_TARGET),
+    return StageMemory(
+        stage,
+        stage,
+        _device_bytes(run, stage, section),
+        (f"placement.{section}.gpus_per_worker: {2 * gpus}", *SMALLER_TARGET),
         weights=target.weight_bytes(run.config.target.quantization) / gpus,
         cache=cached * target.itemsize / gpus,
     )
@@ -249,54 +249,68 @@ def _num_trained(heads: Heads) -> int:
 def _training(
     run: ResolvedRun, target: TargetSizes, name: str, learner: type[Learner], positions: int
 ) -> StageMemory:
-    """Estimate the peak memory of a training step, which the loss computation reaches."""
-    train, tuned = run.config.train, run.config.train.backbone
-    stage = _on_device(run, "train", "train")
-    hidden_size, vocab_size = run.shape.hidden_size, run.shape.vocab_size
-    heads, one_head = _heads(run, train.num_heads), _heads(run, 1)
-    num_trained, of_one_head = _num_trained(heads), _num_trained(one_head)
-    if one_head.lm_head.requires_grad:
-        of_one_head -= one_head.lm_head.numel()
-    workers, weights, adapter, gradients = run.workers_of("train"), 0.0, 0, num_trained
-    width = FP32
-    if train.precision == "bf16" or (train.precision == "auto" and stage.on_gpu):
+    """Estimate the memory of a training step at its peak, while the loss is computed.
+
+    A worker holds weights, gradients and moments in fp32; the states or the activations of the
+    backbone that belong to a micro-batch; and what the heads compute from these.
+    """
+    train, workers = run.config.train, run.workers_of("train")
+    on_gpu = run.gpus_of("train") > 0
+    hidden_size = run.shape.hidden_size
+    width = FP32  # bytes of a number in matrix products
+    if train.precision == "bf16" or (train.precision == "auto" and on_gpu):
         width = 2
+    heads = _heads(run, train.num_heads)
+    num_trained = _num_trained(heads)
+    weights, num_adapter, num_gradients = 0.0, 0, num_trained
     if learner.tunes_backbone:
-        num_positions = tuned.micro_batch * tuned.sequence_length
-        weights = target.weight_bytes(tuned.quantization_beside(run.config.target.quantization))
-        if tuned.shard:
-            weights -= target.linear * target.itemsize * (1 - 1 / workers)
+        backbone = train.backbone
+        num_positions = backbone.micro_batch * backbone.sequence_length
         num_layers = run.target_config.get_text_config().num_hidden_layers
-        layers = KEPT_FOR_BACKWARD * num_layers
-        if tuned.gradient_checkpointing:
-            layers = KEPT_FOR_BACKWARD + num_layers
-        activations = layers * hidden_size * num_positions * width
-        adapter = tuned.lora_rank * target.adapted
+        kept_by_layers = KEPT_FOR_BACKWARD * num_layers
+        if backbone.gradient_checkpointing:  # one layer's numbers, and the input of each
+            kept_by_layers = KEPT_FOR_BACKWARD + num_layers
+        activations = num_positions * kept_by_layers * hidden_size * width
+        weights = target.weight_bytes(backbone.quantization_beside(run.config.target.quantization))
+        if backbone.shard:
+            weights -= target.linear * target.itemsize * (1 - 1 / workers)
+        num_adapter = backbone.lora_rank * target.adapted
         # The heads' gradients of a micro-batch lie beside the sum of the earlier ones.
-        gradients = adapter + 2 * num_trained
+        num_gradients = num_adapter + 2 * num_trained
     else:
         recipe = learner.expected_recipe(train, positions, hidden_size, run.kind.lr_scale)
         num_positions = -(-recipe.batch_tokens // workers)
         activations = (BATCHES_AHEAD + 1) * num_positions * hidden_size * target.itemsize
         if train.soft_labels:
-            activations *= 2
-    kept = train.num_heads * (KEPT_BY_MATRICES * of_one_head / hidden_size + hidden_size)
-    lm_heads = one_head.lm_head.numel()
-    if train.soft_labels:
-        lm_heads += vocab_size * hidden_size
-    chunk = chunk_bytes_on(torch.device("cuda" if stage.on_gpu else "cpu"))
-    logits = min(chunk, num_positions * vocab_size * (width + FP32))
+            activations *= 2  # the states that the teacher reads
+    activations += width * _kept_by_heads(run, num_positions)
+    chunk = chunk_bytes_on(torch.device("cuda" if on_gpu else "cpu"))
+    activations += min(chunk, num_positions * run.shape.vocab_size * (width + FP32))  # logits
     num_weights = sum(weight.numel() for weight in heads.parameters())
-    return replace(
-        stage,
-        name=name,
-        saves_memory=(*run.kind.saves_memory, *learner.saves_memory)[:3],
+    return StageMemory(
+        "train",
+        name,
+        _device_bytes(run, "train", "train"),
+        (*run.kind.saves_memory, *learner.saves_memory)[:3],
         weights=weights,
-        heads=FP32 * (adapter + num_weights),
-        gradients=FP32 * gradients,
-        optimizer=MOMENTS[train.optimizer] * (adapter + num_trained),
-        activations=activations + width * (num_positions * kept + lm_heads) + logits,
+        heads=FP32 * (num_adapter + num_weights),
+        gradients=FP32 * num_gradients,
+        optimizer=MOMENTS[train.optimizer] * (num_adapter + num_trained),
+        activations=activations,
     )
+
+
+def _kept_by_heads(run: ResolvedRun, num_positions: int) -> float:
+    """Count the numbers that heads keep for the backward, and those of the lm_heads they read."""
+    one_head, hidden_size = _heads(run, 1), run.shape.hidden_size
+    lm_heads = one_head.lm_head.numel()
+    matrices = _num_trained(one_head)
+    if one_head.lm_head.requires_grad:
+        matrices -= lm_heads
+    if run.config.train.soft_labels:
+        lm_heads += run.shape.vocab_size * hidden_size  # the teacher's
+    kept_by_head = KEPT_BY_MATRICES * matrices / hidden_size + hidden_size
+    return num_positions * run.config.train.num_heads * kept_by_head + lm_heads
 
 
 def check_memory(run: ResolvedRun) -> None:
@@ -311,13 +325,10 @@ def check_memory(run: ResolvedRun) -> None:
     for stage in memory:
         if stage.stage in run.open_stages and not stage.fits():
             room = (stage.device_bytes or 0) / GIB
-            what = (
-                f"{stage.name} does not fit into memory: a worker needs about"
-                f" {stage.total / GIB:.1f} GiB (an estimate, ±{TOLERANCE:.0%}), and there are"
-                f" {room:.1f}."
-            )
-            fix = (
+            raise EnvironmentFault(
+                f"{stage.name} does not fit into memory: a worker needs {stage.total / GIB:.1f} GiB"
+                f" (an estimate, ±{TOLERANCE:.0%}), and there are {room:.1f}.",
+                "placement",
                 f"What helps most: {', '.join(stage.saves_memory)}. To plan for GPUs that are"
-                " elsewhere, give placement.gpu_memory_gb."
+                " elsewhere, give placement.gpu_memory_gb.",
             )
-            raise EnvironmentFault(what, "placement", fix)

@@ -5,32 +5,24 @@ from __future__ import annotations
 import time
 from collections.abc import Collection
 from dataclasses import replace
-from typing import Any
 
-from pipeline.artifacts.check_result import CheckResult, Limits
+from pipeline.artifacts.check_result import CheckResult, Limits, Sample
 from pipeline.artifacts.json_form import from_json
-from pipeline.artifacts.tree_file import CalibrateResult, read_calibration
+from pipeline.artifacts.tree_file import read_calibration
 from pipeline.config import Config
 from pipeline.execution.machine import hardware, versions
 from pipeline.export.card import Licence, Published, model_card
-from pipeline.export.hub import repositories
 from pipeline.heads.kinds import head_kind
 from pipeline.report.documents import print_report, report_texts
-from pipeline.report.report import (
-    CurvePoint,
-    ExportFigures,
-    Extras,
-    Report,
-    RunFacts,
-    StageFigures,
-    TrainFigures,
-)
+from pipeline.report.report import CurvePoint, Extras, Report, RunFacts
 from pipeline.run.context import Context
 from pipeline.storage.atomic import write_text
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.training.methods import method_of
 from pipeline.training.metrics import FILE as METRICS_FILE
 from pipeline.training.metrics import read_curves
+
+FIGURES = ("seeds", "generate", "features", "train", "export")  # parts of Report: stage summaries
 
 
 def publish_report(context: Context) -> None:
@@ -41,14 +33,12 @@ def publish_report(context: Context) -> None:
         write_text(context.run.path / name, text)
     export = context.run.latest("export")
     if export is not None:
-        tuned = context.resolved.method.tunes_backbone
-        kind, target = context.resolved.kind, config.target.model
-        to = repositories(config.push, kind, target, tuned=tuned)
+        to, tuned = context.resolved.repositories, context.resolved.method.tunes_backbone
         published = Published(
             report,
             config,
             repo_id=to.heads,
-            base_model=to.backbone if tuned else target,
+            base_model=to.backbone if tuned else config.target.model,
             tuned=tuned,
             licence=Licence(config.push.license) if config.push.license else None,
             data_set=to.data_set,
@@ -58,37 +48,35 @@ def publish_report(context: Context) -> None:
 
 
 def assemble_report(run: RunDirectory, config: Config, without: Collection[str] = ()) -> Report:
-    """Assemble the report of the finished stages, except those in `without`.
+    """Assemble the report of a run's finished stages, except those in `without`.
 
     Speeds, hardware, versions and a Hub target's commit are those of the check.
     """
-    summaries, seconds, quarantine, fingerprints = {}, {}, {}, {}
+    figures, seconds, quarantine, fingerprints = {}, {}, {}, {}
+    check = CheckResult()
     for name, stage in run.stages().items():
         if stage.done is None or name in without:
             continue
-        summary = summaries[name] = stage.summary
+        summary = stage.summary
         fingerprints[name] = stage.fingerprint[:8]
         seconds[name] = summary["seconds"]
         if summary.get("reasons"):
             quarantine[name] = summary["reasons"]
-    figures = {}
-    for name in ("seeds", "generate", "features"):
-        if name in summaries:
-            figures[name] = from_json(StageFigures, summaries[name])
-    check = from_json(CheckResult, summaries.get("check", {}))
-    method = method_of(config.train)
-    train = calibrated = export = None
-    if "train" in summaries:
-        train = from_json(TrainFigures, summaries["train"])
-        train = replace(train, **method.report_entries(config.train))
+        if name in FIGURES:
+            figures[name] = summary
+        elif name == "calibrate":
+            figures.update(heads=summary["heads"], tree=summary["tree"])
+        elif name == "check":
+            check = from_json(CheckResult, summary)
+    report, method = from_json(Report, figures), method_of(config.train)
+    train = report.train
+    if train is not None:
+        train = replace(train, recipe=method.recipe_name(config.train))
         if check.drift is not None and check.drift.positions:
             # Training has measured the adapter, the check the published weights.
             train = replace(train, drift=check.drift, adapter_drift=train.drift)
-    if "calibrate" in summaries:
-        calibrated = from_json(CalibrateResult, summaries["calibrate"])
-    if "export" in summaries:
-        export = from_json(ExportFigures, summaries["export"])
-    return Report(
+    return replace(
+        report,
         run=RunFacts(
             name=config.run.name, date=time.strftime("%Y-%m-%d"), fingerprints=fingerprints
         ),
@@ -97,13 +85,9 @@ def assemble_report(run: RunDirectory, config: Config, without: Collection[str] 
         method=config.train.method,
         num_heads=config.train.num_heads,
         drafter=f"{config.train.num_heads} {head_kind(config.train.heads).units}",
-        **figures,
         train=train,
         skipped=method.skipped_stages(config.train) or None,
-        heads=calibrated.heads if calibrated is not None else [],
-        tree=calibrated.tree if calibrated is not None else None,
-        export=export,
-        check=check.figures(Limits.of(config)) if "check" in summaries else None,
+        check=check.figures(Limits.of(config)) if "check" in seconds else None,
         served_model=check.served_model,
         quarantine=quarantine,
         hardware=check.hardware or hardware(),
@@ -113,22 +97,24 @@ def assemble_report(run: RunDirectory, config: Config, without: Collection[str] 
 
 
 def drawing_data(run: RunDirectory) -> Extras:
-    """Read the tree, the training curves and the samples that the report draws."""
-    calibration, check = None, CheckResult()
-    losses: list[dict[str, Any]] = []
-    held_out: list[dict[str, Any]] = []
+    """Read the tree, the training curves and the samples that the report draws.
+
+    Without the curves where their log is damaged.
+    """
+    extras = Extras()
     for name, stage in run.stages().items():
         if stage.done is None:
             continue
         if name == "calibrate":
-            calibration = read_calibration(stage.path)
+            extras = replace(extras, calibration=read_calibration(stage.path))
         elif name == "check":
-            check = from_json(CheckResult, stage.summary)
-        elif name == "train" and stage.intact(METRICS_FILE):  # damaged: drawn without curves
+            samples = from_json(list[Sample], stage.summary.get("samples", []))
+            extras = replace(extras, samples=samples)
+        elif name == "train" and stage.intact(METRICS_FILE):
             losses, held_out = read_curves(stage.path)
-    return Extras(
-        calibration=calibration,
-        losses=[from_json(CurvePoint, line) for line in losses],
-        held_out=[from_json(CurvePoint, row) for row in held_out],
-        samples=check.samples,
-    )
+            extras = replace(
+                extras,
+                losses=from_json(list[CurvePoint], losses),
+                held_out=from_json(list[CurvePoint], held_out),
+            )
+    return extras

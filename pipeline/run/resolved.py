@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.artifacts.tree_file import read_paths
-from pipeline.config import Config, TargetConfig
+from pipeline.config import Config, PlacementOf, TargetConfig
 from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.decoding.tree import CHILDREN, TreePath, check_choices, stock_tree
 from pipeline.errors import ConfigError, DataError, MedusaDistillError
 from pipeline.execution.executor import InlineExecutor
-from pipeline.execution.placement import Placement, Resources, gpus_of, most_workers, place
+from pipeline.execution.placement import Placement, Resources, gpus_of, place, workers_of
+from pipeline.export.hub import Repositories, repositories
 from pipeline.export.layout import MAX_NUM_HEADS
 from pipeline.heads.kind import Heads
 from pipeline.heads.kinds import head_kind
@@ -29,6 +30,14 @@ if TYPE_CHECKING:
 TARGET, SERVED, ASSISTANT = "target.model", "check.served_model", "check.assistant_model"
 ENGINE_SECTIONS = {"native": "features", "vllm": "generate"}
 """The section of `placement` whose workers each engine of the check runs on."""
+SECTIONS = {
+    "generate": "generate",
+    "features": "features",
+    "tuned-features": "features",
+    "train": "train",
+    "calibrate": "train",
+}
+"""The section of `placement` whose workers each stage runs on, except the check."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +79,7 @@ class ResolvedRun:
     machine: Resources
 
     def on(self, machine: Resources) -> ResolvedRun:
-        """The same run with the dtypes and workers of another machine or cluster."""
+        """Return the same run with the dtypes and workers of another machine or cluster."""
         return replace(self, machine=machine)
 
     def model(self, key: str) -> ResolvedModel:
@@ -116,16 +125,19 @@ class ResolvedRun:
             return None
         return replace(self.model(ASSISTANT).spec, dtype=self.target.dtype)
 
+    @property
+    def repositories(self) -> Repositories:
+        """The Hub repositories that a push of this run goes to."""
+        push, target = self.config.push, self.config.target.model
+        return repositories(push, self.kind, target, tuned=self.method.tunes_backbone)
+
     def gpus_of(self, section: str) -> int:
         """Number of GPUs of each worker in a section of `placement`."""
-        return gpus_of(self.config.placement.of_stages()[section], self.machine)
+        return gpus_of(self._wanted(section), self.machine)
 
     def workers_of(self, section: str) -> int:
         """Number of workers in a section of `placement`; `auto` fills the machine."""
-        wanted = self.config.placement.of_stages()[section]
-        if wanted.workers == "auto":
-            return max(1, most_workers(wanted, self.machine))
-        return wanted.workers
+        return workers_of(self._wanted(section), self.machine)
 
     def placement(self, section: str) -> Placement:
         """Place the workers of a section of `placement`.
@@ -133,17 +145,17 @@ class ResolvedRun:
         Raises:
             EnvironmentFault: The machine or cluster can never fit them; the sum is spelled out.
         """
-        return place(section, self.config.placement.of_stages()[section], self.machine)
+        return place(section, self._wanted(section), self.machine)
+
+    def _wanted(self, section: str) -> PlacementOf:
+        return self.config.placement.of_stages()[section]
 
     def sections_of(self, stage: str) -> list[str]:
         """List the sections of `placement` whose workers a stage always uses."""
         if stage == "check":
             return [ENGINE_SECTIONS[engine] for engine in self.config.check.engines]
-        if stage == "tuned-features":
-            return ["features"]
-        if stage == "calibrate":
-            return ["train"]
-        return [stage] if stage in self.config.placement.of_stages() else []
+        section = SECTIONS.get(stage)
+        return [section] if section else []
 
     @property
     def times_trees(self) -> bool:
@@ -201,11 +213,11 @@ class ResolvedRun:
             return smallest
         most = smallest.num_proposed
         if settings.nodes > most:
-            what = (
-                f"A dynamic tree of {settings.nodes} nodes is asked for, and {most} are proposed."
+            raise ConfigError(
+                f"A dynamic tree of {settings.nodes} nodes is asked for, and {most} are proposed.",
+                "calibrate.nodes",
+                "Lower it, or raise calibrate.top or calibrate.depth.",
             )
-            fix = "Lower it, or raise calibrate.top or calibrate.depth."
-            raise ConfigError(what, "calibrate.nodes", fix)
         return smallest.resized(settings.nodes)
 
 
@@ -226,10 +238,9 @@ def resolve_run(config: Config, stages: Sequence[str], fresh: str | None = None)
     for key, settings in _models_of(config, stages).items():
         try:
             models[key] = ResolvedModel.of(settings)
-        except ConfigError as error:
-            where = error.where if key == TARGET else key
-            problems[key] = ConfigError(error.what, where, error.fix)
         except MedusaDistillError as error:
+            if key != TARGET:
+                error.where = key
             problems[key] = error
     hidden_size, vocab_size = 1, 1
     if TARGET in models:

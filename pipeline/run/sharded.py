@@ -49,7 +49,7 @@ def run_sharded(
     most = limits.max_quarantine_fraction
     sources = upstream.receipts()
     tasks = stage.tasks(upstream, sources)
-    have = stage.drop_shards_but({task.index for task in tasks})
+    have = stage.drop_shards_but(sources)
     pending = deque(stage.pending(tasks, have))
     for task in pending:
         have.pop(task.index, None)
@@ -111,7 +111,7 @@ class ShardMeter:
         self.progress = ShardProgress(stage.path.absolute() / "attempts", self._show)
         self.totals = StageTotals(have.values())
         self._meter, self._sizes = meter, sizes
-        self._committed = set(have)
+        self._done = sum(sizes[index] for index in have)
         self._before = self.totals.stats["tokens"]
         self._started: float | None = None  # when the first worker had loaded its model
 
@@ -119,7 +119,7 @@ class ShardMeter:
         """Count a shard that a worker has finished or failed on."""
         self.progress.drop(outcome.task)
         if outcome.receipt:
-            self._committed.add(outcome.task.index)
+            self._done += self._sizes[outcome.task.index]
             self.totals.add(outcome.receipt)
         self._show()
 
@@ -130,15 +130,14 @@ class ShardMeter:
         now = self.progress.total()
         if self._started is None and self.progress.begun:
             self._started = time.monotonic()
-        note = f"{len(self._committed)} of {len(self._sizes)} shards"
+        note = f"{self.totals.shards} of {len(self._sizes)} shards"
         if self._started is not None:
             made = self.totals.stats["tokens"] - self._before + now["amount"]
             seconds = max(time.monotonic() - self._started, 1e-9)
             note += f", {made / seconds:,.0f} tokens/s"
         if self.totals.quarantined:
             note += f", {self.totals.quarantined} quarantined"
-        done = sum(self._sizes[index] for index in self._committed) + now["conversations"]
-        total = sum(self._sizes.values())
+        done, total = self._done + now["conversations"], sum(self._sizes.values())
         self._meter.show(Progress("", done, total, "conversations", note))
 
 
@@ -214,18 +213,20 @@ class Failures:
 
 def _record(context: Context, stage: StageDirectory, outcome: Outcome) -> None:
     """Write a shard's outcome to events.jsonl."""
-    facts: dict[str, Any] = {"stage": stage.stage, "shard": outcome.task.index}
+    event = functools.partial(context.run.event, stage=stage.stage, shard=outcome.task.index)
     receipt = outcome.receipt
     if receipt:
-        facts |= {"rows": receipt.num_rows, "quarantined": receipt.num_quarantined}
-        facts |= receipt.stats
-        if receipt.note:
-            facts["busy_seconds"] = receipt.note.busy_seconds
-        context.run.event("shard", **facts)
+        event(
+            "shard",
+            rows=receipt.num_rows,
+            quarantined=receipt.num_quarantined,
+            busy_seconds=receipt.note and receipt.note.busy_seconds,
+            **receipt.stats,
+        )
     elif outcome.death:
-        context.run.event("worker-died", **facts, error=outcome.death)
+        event("worker-died", error=outcome.death)
     else:
-        context.run.event("shard-failed", **facts, error=str(outcome.error or outcome.traceback))
+        event("shard-failed", error=str(outcome.error or outcome.traceback))
 
 
 def _check_disk(limits: LimitsConfig, stage: StageDirectory) -> None:

@@ -88,16 +88,17 @@ def _as_linked(linked: StageDirectory | None, obstacle: MedusaDistillError) -> S
     if linked is None:
         return StageStatus("not run", obstacle.what, expected=None)
     why, made = f"taken to be unchanged: {obstacle.what}", len(linked.shards())
-    if linked.done:
-        return StageStatus("done", why, linked, made, made)
-    return StageStatus("partial", why, linked, made, None)
+    if linked.done is None:
+        return StageStatus("partial", why, linked, made, None)
+    return StageStatus("done", why, linked, made, made)
 
 
 def _status(context: Context, stage: Stage, before: dict[str, StageStatus]) -> StageStatus:
     directory, sources = context.upstream[stage.name], stage.upstream(context.config)
-    done, resized_files = directory.done, directory.resized_files()
-    if done and directory.is_current(stage.contents(context)) and not resized_files:
-        return StageStatus("done", "", directory, len(done.shards), len(done.shards))
+    resized_files = directory.resized_files()
+    if directory.is_current(stage.contents(context)) and not resized_files:
+        made = len(directory.shards())
+        return StageStatus("done", "", directory, made, made)
     expected: int | None = 0
     if stage.sharded:  # as many as the stage before has; those of seeds are unknown
         expected = before[sources[0]].expected if sources else None
@@ -113,12 +114,12 @@ def _status(context: Context, stage: Stage, before: dict[str, StageStatus]) -> S
     if source is not None and source.done:
         tasks = directory.tasks(source, {receipt.index: receipt for receipt in source.done.shards})
         made = len(tasks) - len(directory.pending(tasks, receipts))
-    if done is None:
-        return StageStatus("partial", "unfinished", directory, made, expected)
-    if resized_files:
-        return StageStatus("partial", "damaged files", directory, made, expected)
-    why = "what it is made from has changed or is not finished"
-    return StageStatus("stale", why, directory, made, expected)
+    status, why = "stale", "what it is made from has changed or is not finished"
+    if directory.done is None:
+        status, why = "partial", "unfinished"
+    elif resized_files:
+        status, why = "partial", "damaged files"
+    return StageStatus(status, why, directory, made, expected)
 
 
 def _difference(before: Identity, now: Identity) -> str:
@@ -152,5 +153,8 @@ def require_one_history(run: RunDirectory) -> None:
             if source not in stages and source in CACHES:
                 continue
             if source not in stages or stages[source].content != content:
-                what = f"The stage {source} is missing or not the one that {name} was made from."
-                raise DataError(what, str(run.path / "latest" / source), fix)
+                raise DataError(
+                    f"The stage {source} is missing or not the one that {name} was made from.",
+                    str(run.path / "latest" / source),
+                    fix,
+                )

@@ -187,7 +187,7 @@ class CheckEngines:
             target = replace(copy, max_tokens=request.target.max_tokens)
             asked = replace(request, target=target, settings=settings, assistant=None)
             results[engine], _ = self.measure(asked, engine)
-        result = join_engines(results.get("native"), results.get("vllm"))
+        result = join_engines(results)
         form = quantization_format(model_config(target)) or "not quantized"
         copy_figures = ServedModel(
             model=target.model, format=form, native=result.native, vllm=result.vllm
@@ -241,10 +241,10 @@ def run(context: Context, stage: StageDirectory) -> Summary:
             calibration=read_calibration(context.upstream["calibrate"].path),
             trained=training_text(context.upstream["generate"]),
         )
-        results = {}
+        results: dict[str, CheckResult] = {}
         for engine in sorted(settings.engines):
             results[engine] = engines.stored_result(request, engine)
-        result = join_engines(results.get("native"), results.get("vllm"))
+        result = join_engines(results)
         if result.native is not None:
             native = replace(result.native, skipped_prompts=prompts.skipped)
             result = replace(result, native=native)
@@ -254,7 +254,7 @@ def run(context: Context, stage: StageDirectory) -> Summary:
             copy, differing = engines.on_served_model(request)
             result = replace(result, served_model=copy, differing=result.differing + differing)
         result = _with_comparisons(engines, result)
-    for engine in results:
+    for engine in settings.engines:
         (stage.path / f"{engine}.json").unlink(missing_ok=True)
     result = replace(
         result,

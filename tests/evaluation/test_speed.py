@@ -74,7 +74,7 @@ def test_a_category_has_the_figures_of_its_own_prompts():
 
 def test_another_method_is_measured_against_plain_decoding():
     other = [decoded([2] * 4, 0.4), decoded([1] * 4, 0.2)]  # 12 tokens in 8 steps and 0.6 s
-    found = baseline_figures([{"plain": PLAIN, "generate": other}], "generate")
+    found = baseline_figures(PROMPTS, [{"plain": PLAIN, "generate": other}], "generate")
     assert found.acceleration_rate == pytest.approx(12 / 8)
     assert found.speedup == pytest.approx(2.0) and found.tokens_per_second == pytest.approx(20.0)
     assert found.time_per_output_token == pytest.approx(0.05)
