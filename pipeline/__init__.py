@@ -1,8 +1,7 @@
-"""Medusa heads for any chat model, by self-distillation. The public Python API is what `__all__`
-names.
+"""Medusa heads for any chat model, by self-distillation; `__all__` lists the public Python API.
 
-Names are imported when they are first used, so that `import pipeline` takes no time: torch is not
-loaded. docs/python.md describes them; anything else in this package may change without notice.
+A name is imported when it is first used, so that `import pipeline` does not load torch.
+docs/python.md describes the public names; anything else in this package may change without notice.
 """
 
 from __future__ import annotations
@@ -11,12 +10,12 @@ import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
-# OpenMP's idle threads spin for long and take the cores from their neighbours: beside one busy
-# process on two cores the demo target trained at a fifth of its speed. Threads that sleep at once
-# take, on cores of their own, two thirds longer to train it and three times as long to decode with
-# it. So those of libgomp, torch's own, spin 10,000 times, which is some tenths of a millisecond;
-# and, `passive`, not at all where there are more threads than cores. It is read when torch loads,
-# here and in every process that is started.
+# Idle OpenMP threads spin for a long time and take cores from other processes: beside one busy
+# process on two cores, the demo target trained at a fifth of its speed. Threads that never spin are
+# slow even on free cores: training takes two thirds longer, decoding three times as long. So the
+# threads of libgomp, which torch uses, spin 10,000 times (some tenths of a millisecond) and, with
+# `passive`, not at all where there are more threads than cores. The variables are read when torch
+# loads, here and in every child process.
 OPENMP = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "10000"}
 
 if not OPENMP.keys() & os.environ.keys():
@@ -54,31 +53,26 @@ __all__ = [
     "run_flow",
 ]
 
-_MODULES = {
-    "pipeline.api.models": (
-        "Export",
-        "Target",
-        "load_export",
-        "load_heads",
-        "load_target",
-        "load_tree",
-    ),
-    "pipeline.api.runs": ("Run", "open_run", "run_flow"),
-    "pipeline.config": ("Config",),
-    "pipeline.config.load": ("load_config",),
-    "pipeline.decoding.acceptance": ("acceptance_rule",),
-    "pipeline.decoding.decoder": ("Decoded", "Decoder", "acceleration_rate"),
-    "pipeline.decoding.dynamic_tree": ("DynamicTree",),
-    "pipeline.decoding.tree": ("expected_acceleration_rate",),
-    "pipeline.errors": ("MedusaDistillError",),
-}
-_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+# Where the names are looked up, in this order: the modules that import no torch come first.
+_MODULES = (
+    "pipeline.errors",
+    "pipeline.config",
+    "pipeline.config.load",
+    "pipeline.decoding.acceptance",
+    "pipeline.decoding.decoder",
+    "pipeline.decoding.dynamic_tree",
+    "pipeline.decoding.tree",
+    "pipeline.api.models",
+    "pipeline.api.runs",
+)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module 'pipeline' has no attribute {name!r}")
-    return getattr(importlib.import_module(_MODULE_OF[name]), name)
+    if name in __all__:
+        for module in map(importlib.import_module, _MODULES):
+            if hasattr(module, name):
+                return getattr(module, name)
+    raise AttributeError(f"module 'pipeline' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -70,7 +70,7 @@ class EnvironmentFault(MedusaDistillError, RuntimeError):
 class Interrupted(MedusaDistillError):
     """A signal ended the run cleanly; the same command continues it."""
 
-    def __init__(self, signum: int, what: str = "Stopped by a signal.", fix: str | None = None):
+    def __init__(self, signum: int, what: str, fix: str | None = None):
         super().__init__(what, signal.Signals(signum).name, fix)
         self.args = (signum, what, fix)
         self.exit_code = 128 + signum

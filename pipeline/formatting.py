@@ -1,7 +1,4 @@
-"""Number formats, the same in every output (`-` for an unknown number), and texts made safe.
-
-Nothing here knows what the numbers are.
-"""
+"""Format numbers the same way in every output, and escape texts for terminals and Markdown."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ class Target:
     @cached_property
     def eos_token_ids(self) -> frozenset[int]:
         """The ids of the tokens that end an answer."""
-        return frozenset({*eos_token_ids(self.spec), *self.template.end_of_turn_ids})
+        return frozenset({*eos_token_ids(self.spec), *self.template.end_ids["assistant"]})
 
     def prompt(self, messages: str | Sequence[Mapping[str, str]]) -> list[int]:
         """Tokenize a question, or a history that ends with a question, as a chat prompt."""
@@ -127,7 +127,9 @@ def load_heads(export: str | Path, target: Target) -> Heads:
 
 
 def load_tree(source: GivenTree) -> tuple[TreePath, ...] | DynamicTree:
-    """Load a decoding tree from a list of paths, a JSON file of paths, or a run's tree.json.
+    """Load the tree that a user of the Python API gives: paths, a file, or a `DynamicTree`.
+
+    A file holds a list of paths in JSON, or is a run's tree.json.
 
     Raises:
         DataError: The file cannot be read, or holds no list of paths.

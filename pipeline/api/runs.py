@@ -1,7 +1,6 @@
 """Runs from Python: run a flow, open a run, read what its stages made. See docs/python.md.
 
-Everything here is thin: the rooms below do the work, and their errors come through, each a
-`MedusaDistillError` with a message for a person.
+Errors that are meant for the user are `MedusaDistillError`s.
 """
 
 from __future__ import annotations
@@ -135,9 +134,9 @@ class Run:
         shards = tuple(map(str, features.shards()))
         text = HeldOutText(shards, features.fingerprint, str(heads), settings.train.roles)
         if isinstance(chosen, DynamicTree):
-            places = held_out_places(text, chosen, "cpu")
+            places = held_out_places(text, chosen)
             return replay_dynamic(places, chosen.num_nodes).acceleration_rate
-        return replay(held_out_ranks(text, top, "cpu"), chosen).acceleration_rate
+        return replay(held_out_ranks(text, top), chosen).acceleration_rate
 
     def accuracies(self) -> list[list[float]]:
         """Return how often each head's r-th guess is right on held-out rows, [heads][ranks]."""

@@ -64,11 +64,12 @@ class WaitingMemory:
 class WaitingGroup:
     """Feature rows that become one row group, and the memory for their states."""
 
-    def __init__(self, rows: Sequence[TokenRow], states: StateFormat, memory: Tensor):
-        self.rows, self.states, self.memory = rows, states, memory
+    def __init__(self, rows: Sequence[TokenRow], states: StateFormat, waiting: WaitingMemory):
+        self.rows, self.states = rows, states
         self.edges = row_edges(rows)
         num_bytes = self.edges[-1] * states.computed_bytes
-        self.hidden_ND = memory[:num_bytes].view(states.dtype).view(-1, states.hidden_size)
+        self.memory = waiting.take(num_bytes)
+        self.hidden_ND = self.memory[:num_bytes].view(states.dtype).view(-1, states.hidden_size)
         self.missing = len(rows)
 
     def put(self, index: int, hidden_TD: Tensor) -> None:
@@ -206,10 +207,8 @@ class FeatureWriter:
         """
         number = bisect.bisect(self._starts, index) - 1
         if number not in self._groups:
-            rows = self._rows[number]
-            num_bytes = row_edges(rows)[-1] * self._states.computed_bytes
-            memory = self._waiting.take(num_bytes)
-            self._groups[number] = WaitingGroup(rows, self._states, memory)
+            group = WaitingGroup(self._rows[number], self._states, self._waiting)
+            self._groups[number] = group
         self._groups[number].put(index - self._starts[number], hidden_TD)
         following = len(self._writing)
         while following in self._groups and not self._groups[following].missing:
@@ -235,14 +234,13 @@ class FeatureWriter:
         """
         lacking = f"{len(self._groups)} row groups of {stage} lack states"
         assert len(self._writing) == len(self._rows), lacking
-        return self._thread.submit(self._commit, stage, ids_in, num_tokens, started)
 
-    def _commit(
-        self, stage: str, ids_in: Sequence[str] | None, num_tokens: int, started: float
-    ) -> Receipt:
-        positions = sum(writing.result() for writing in self._writing)
-        stats = {"positions": float(positions), "tokens": float(num_tokens)}
-        return self._writer.commit(stage, ids_in, stats, time.monotonic() - started)
+        def finish() -> Receipt:
+            positions = sum(writing.result() for writing in self._writing)
+            stats = {"positions": float(positions), "tokens": float(num_tokens)}
+            return self._writer.commit(stage, ids_in, stats, time.monotonic() - started)
+
+        return self._thread.submit(finish)
 
     def _write(self, group: WaitingGroup) -> int:
         """Write a row group unless writing has failed before; return its number of positions."""

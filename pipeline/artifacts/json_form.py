@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import math
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar, dataclass_transform
 
 from pydantic import TypeAdapter
 
 Result = TypeVar("Result")
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True)
+def result(kind: type[Result]) -> type[Result]:
+    """Class decorator: make a class of figures a frozen dataclass with keyword arguments."""
+    return dataclass(frozen=True, kw_only=True)(kind)
 
 
 def to_json(result: object) -> dict[str, Any]:

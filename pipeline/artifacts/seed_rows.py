@@ -36,10 +36,6 @@ class SeedRow:
     conversation: Conversation
     split: str
 
-    @property
-    def id(self) -> str:
-        return self.conversation.id
-
     @classmethod
     def of(cls, row: Row) -> SeedRow:
         """Make a seed row of a stored row."""

@@ -15,13 +15,14 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.artifacts.generated_rows import read_token_rows
+from pipeline.artifacts.json_form import result
 from pipeline.storage.stage_directory import StageDirectory
 
 PREFIX = 32  # tokens
 ENOUGH_NEW = 8  # answers; figures of fewer say nothing
 
 
-@dataclass(frozen=True, kw_only=True)
+@result
 class NewAnswers:
     """Rates on answers that are not seen; None if there are fewer than `ENOUGH_NEW`."""
 
@@ -64,12 +65,13 @@ class SeenAnswers:
         self._beginnings: set[bytes] = set()
 
     def add(self, answer: Tokens) -> None:
-        self._beginnings.add(_digest(answer[:PREFIX]))
+        self._beginnings.add(_digest(answer))
 
     def __contains__(self, answer: Tokens) -> bool:
-        return _digest(answer[:PREFIX]) in self._beginnings
+        return _digest(answer) in self._beginnings
 
 
-def _digest(tokens: Tokens) -> bytes:
-    data = np.asarray(tokens, np.int32).tobytes()
+def _digest(answer: Tokens) -> bytes:
+    """Return a digest of an answer's first 32 tokens, 8 bytes."""
+    data = np.asarray(answer[:PREFIX], np.int32).tobytes()
     return hashlib.blake2b(data, digest_size=8).digest()

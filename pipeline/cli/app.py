@@ -44,6 +44,7 @@ GONE = {
 
 
 def _refuse_removed_command(context: typer.Context) -> None:
+    """Raise the ConfigError of a command that is gone, with what to do instead."""
     name = str(context.info_name)
     raise ConfigError(f"There is no command '{name}' any more.", name, GONE[name])
 

@@ -6,28 +6,26 @@ import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
-import typer
 from rich.console import Console
+from typer import Argument, Option
 
+from pipeline.cli.arguments import Gpus, TargetSettings
 from pipeline.errors import ConfigError
 
 
 def chat(
     export_dir: Annotated[
-        Path, typer.Argument(help="An export: RUN_DIR/latest/export, or a copy of it.")
+        Path, Argument(help="An export: RUN_DIR/latest/export, or a copy of it.")
     ],
-    settings: Annotated[
-        list[str] | None,
-        typer.Argument(help="Settings of the target as in a run, such as target.dtype=bfloat16."),
-    ] = None,
+    settings: TargetSettings = None,
     plain: Annotated[
-        bool, typer.Option("--plain", help="Decode without the heads, for comparison.")
+        bool, Option("--plain", help="Decode without the heads, for comparison.")
     ] = False,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 512,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
+    max_new_tokens: Annotated[int, Option(min=1, help="Longest answer.")] = 512,
+    temperature: Annotated[float, Option(min=0.0, help="0 is greedy.")] = 0.0,
     rule: Annotated[
         Literal["rejection", "typical"],
-        typer.Option(
+        Option(
             help=(
                 "Above temperature 0: rejection keeps the model's distribution; typical accepts"
                 " more and changes it."
@@ -35,19 +33,16 @@ def chat(
         ),
     ] = "rejection",
     seed: Annotated[
-        int, typer.Option(help="Sampling seed; the text is the same with and without the heads.")
+        int, Option(help="Sampling seed; the text is the same with and without the heads.")
     ] = 0,
-    system: Annotated[str | None, typer.Option(help="A system message.")] = None,
+    system: Annotated[str | None, Option(help="A system message.")] = None,
     base_model: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="The target as a directory or a Hub id. Default: the target named in the export."
         ),
     ] = None,
-    gpus: Annotated[
-        int | None,
-        typer.Option(min=0, help="GPUs for the target. Default: one where there is one."),
-    ] = None,
+    gpus: Gpus = None,
 ) -> None:
     """Chat with an export's target and heads; accepted guesses are green.
 

@@ -1,4 +1,4 @@
-"""The dialogue of `medusa-distill chat`, with a person or with a pipe."""
+"""The dialogue of `medusa-distill chat`, with a person or with lines from a pipe."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HELP = (
 
 @dataclass(frozen=True)
 class Sampling:
-    """The settings of decoding; answer n is sampled with seed `seed` + n."""
+    """Decoding settings of a chat; answer n is sampled with seed `seed` + n."""
 
     max_new_tokens: int
     rule: AcceptanceRule
@@ -40,7 +40,7 @@ class Sampling:
 
 @dataclass
 class Answer:
-    """The token ids of an answer, and their speed; the prefill gives the first token."""
+    """An answer in a chat: its token ids, and the speed of all tokens but the prefill's."""
 
     ids: list[int]
     num_steps: int = -1
@@ -68,7 +68,7 @@ class Answer:
 
 
 class ChatSession:
-    """A chat on the terminal; prompts leave room for an answer, at most half of the context."""
+    """A chat on the terminal; a prompt leaves room for an answer, at most half of the context."""
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ class ChatSession:
         self.notes.print(line, style="dim", markup=False)
 
     def decode(self, prompt: list[int]) -> Answer:
-        """Decode an answer and print each token."""
+        """Decode the answer to a prompt and print each token; accepted guesses are green."""
         rule, generator = self.sampling.rule, None
         if rule.samples:
             seed = self.sampling.seed + self.num_answers

@@ -7,9 +7,10 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
-import typer
 from rich.console import Console
+from typer import Argument, Option
 
+from pipeline.cli.arguments import Gpus, TargetSettings
 from pipeline.errors import CheckFailed
 from pipeline.formatting import visible
 from pipeline.storage.atomic import write_json, write_text
@@ -23,37 +24,30 @@ class Engine(StrEnum):
 def check(
     heads: Annotated[
         str,
-        typer.Argument(help="A directory of heads, or a Hub id: an export, Medusa heads, EAGLE-1."),
+        Argument(help="A directory of heads, or a Hub id: an export, Medusa heads, EAGLE-1."),
     ],
     target: Annotated[
-        str, typer.Option(help="The model that they were trained on: a directory or a Hub id.")
+        str, Option(help="The model that they were trained on: a directory or a Hub id.")
     ],
-    settings: Annotated[
-        list[str] | None,
-        typer.Argument(help="Settings of the target as in a run, such as target.dtype=bfloat16."),
-    ] = None,
+    settings: TargetSettings = None,
     prompts: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             exists=True,
             dir_okay=False,
             help="A file of questions (MT-Bench, any form of seeds). Default: bundled ones.",
         ),
     ] = None,
-    number: Annotated[int, typer.Option(min=1, help="How many of them to ask.")] = 32,
-    max_new_tokens: Annotated[int, typer.Option(min=2, help="Tokens decoded per prompt.")] = 64,
-    engine: Annotated[
-        list[Engine] | None, typer.Option(help="native, vllm. Default: both.")
-    ] = None,
+    number: Annotated[int, Option(min=1, help="How many of them to ask.")] = 32,
+    max_new_tokens: Annotated[int, Option(min=2, help="Tokens decoded per prompt.")] = 64,
+    engine: Annotated[list[Engine] | None, Option(help="native, vllm. Default: both.")] = None,
     draft_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Drafted by vLLM. Default: as the files say.")
+        int | None, Option(min=1, help="Drafted by vLLM. Default: as the files say.")
     ] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Timed repetitions.")] = 3,
-    gpus: Annotated[
-        int | None, typer.Option(min=0, help="GPUs for the target. Default: one if there.")
-    ] = None,
+    repeats: Annotated[int, Option(min=1, help="Timed repetitions.")] = 3,
+    gpus: Gpus = None,
     out: Annotated[
-        Path | None, typer.Option(help="Write check.json, check.md and the answers there.")
+        Path | None, Option(help="Write check.json, check.md and the answers there.")
     ] = None,
 ) -> None:
     """Measure any heads on their target: rates, speed, greedy text against the target alone.

@@ -6,11 +6,9 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+from typer import Argument
 
+from pipeline.cli.grid import print_grid, wide_console
 from pipeline.errors import ConfigError
 from pipeline.formatting import visible
 from pipeline.storage.run_directory import RunDirectory
@@ -18,12 +16,13 @@ from pipeline.storage.run_directory import RunDirectory
 if TYPE_CHECKING:
     from pipeline.report.comparison import ComparedRun
 
+FINISHED = {"done", "failed", "skipped"}  # statuses of stages
 QUESTION_KEYS = {"prompts", "max_new_tokens", "max_tokens"}  # what a check asks
 
 
 def compare(
     run_dirs: Annotated[
-        list[Path], typer.Argument(help="Two or more run directories.", metavar="RUN_DIR...")
+        list[Path], Argument(help="Two or more run directories.", metavar="RUN_DIR...")
     ],
 ) -> None:
     """Compare runs: differing settings, rates with errors, speed, training time.
@@ -38,24 +37,14 @@ def compare(
     if len(run_dirs) < 2:
         raise ConfigError("One run is no comparison.", "compare", "Name two runs or more.")
     table, notes = compare_runs([compared_run(path) for path in run_dirs])
-    console = Console(width=None if Console().is_terminal else 160, highlight=False)
-    grid = Table(box=None, header_style="bold")
-    for name in table.columns:
-        grid.add_column(visible_text(name))
-    for row in table.rows:
-        grid.add_row(*map(visible_text, row))
-    console.print(grid)
+    console = wide_console()
+    print_grid(console, table.columns, table.rows)
     for note in notes:
-        console.print(visible_text(f"! {note}"))
-
-
-def visible_text(cell: str) -> Text:
-    """Return a cell without markup and with its control characters shown."""
-    return Text(visible(cell))
+        console.print(visible(f"! {note}"), markup=False)
 
 
 def compared_run(path: Path) -> ComparedRun:
-    """Read the figures of one run from the records of its stages.
+    """Read the settings and figures of one run for `compare`.
 
     Raises:
         ConfigError: This is no run directory.
@@ -66,21 +55,19 @@ def compared_run(path: Path) -> ComparedRun:
     from pipeline.run.reporting import assemble_report
 
     run, config = RunDirectory.open(path)
-    unfinished, done = [], {}
+    unfinished = []
     for name, state in statuses_of(run, config).items():
-        if state.directory and state.status in ("done", "failed"):
-            done[name] = state.directory.done
-        elif state.status != "skipped":
+        if state.status not in FINISHED:
             unfinished.append(name)
-    heads_bytes, questions = None, None
-    trained, checked = done.get("train"), done.get("check")
-    if trained and HEADS_FILE in trained.files:
-        heads_bytes = trained.files[HEADS_FILE].size
-    if checked:
+    stages, heads_bytes, questions = run.stages(), None, None
+    if "train" not in unfinished:
+        heads_bytes = (stages["train"].path / HEADS_FILE).stat().st_size
+    if "check" not in unfinished:
         asked = config.check.model_dump(mode="json", include=QUESTION_KEYS)
-        questions = json.dumps([asked, checked.upstream.get("generate")], sort_keys=True)
+        answers = stages["check"].identity["upstream"]["generate"]
+        questions = json.dumps([asked, answers], sort_keys=True)
     return ComparedRun(
-        path.name or str(path),
+        run.path.name,
         # The link of an unfinished stage may lead to a result of another recipe.
         assemble_report(run, config, without=unfinished),
         config.model_dump(mode="json"),

@@ -1,8 +1,7 @@
 """The end of a command: errors become one paragraph on stderr and an exit code.
 
-A signal's exit code is 128 plus its number.
-Exit codes are those of `pipeline.errors`, and `UNEXPECTED` for a defect, whose traceback is kept in
-a file.
+Exit codes are those of `pipeline.errors`, 128 plus its number for a signal, and `UNEXPECTED` for a
+defect, whose traceback is kept in a file.
 """
 
 from __future__ import annotations
@@ -119,7 +118,7 @@ def _output() -> Iterator[None]:
 
 
 class _Output:
-    """A text stream whose failed writes raise errors for users."""
+    """Standard output whose failed writes raise errors for users."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
 from rich.console import Console
 from rich.text import Text
+from typer import Argument
 
 from pipeline.artifacts.generated_rows import TokenRow
 from pipeline.artifacts.seed_rows import SeedRow
+from pipeline.cli.arguments import RunArgument
 from pipeline.config import Config
 from pipeline.errors import ConfigError, DataError, MedusaDistillError
 from pipeline.formatting import visible
@@ -22,13 +23,13 @@ COLOURS = {"assistant": "green", "user": "cyan"}
 
 
 def inspect(
-    run_dir: Annotated[Path, typer.Argument(help="A run's directory.")],
+    run_dir: RunArgument,
     stage: Annotated[
-        str, typer.Argument(help="seeds, generate or features; of the others the summary is shown.")
+        str, Argument(help="seeds, generate or features; of the others the summary is shown.")
     ],
     row: Annotated[
         str | None,
-        typer.Argument(help="A row's id, or its number counted from 0. Default: the first."),
+        Argument(help="A row's id, or its number counted from 0. Default: the first."),
     ] = None,
 ) -> None:
     """Show a row with what the target wrote in colour (assistant green, user cyan)."""
@@ -48,7 +49,7 @@ def inspect(
 
 
 def _print_row(console: Console, row: Row, run: RunDirectory, config: Config) -> None:
-    console.print(Text.assemble((visible(row["id"]), "bold"), visible(f"  split {row['split']}")))
+    console.print(visible(f"{row['id']}  split {row['split']}"), style="bold", markup=False)
     if "input_ids" in row:
         console.print(coloured_text(TokenRow.of(row), _tokenizer(run, config)))
         if "positions" in row:

@@ -9,9 +9,9 @@ from datetime import date
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-import typer
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
+from typer import Argument
 
 from pipeline.config import Config
 from pipeline.errors import ConfigError
@@ -27,7 +27,7 @@ TYPE_NAMES = {
 
 
 def keys(
-    section: Annotated[str | None, typer.Argument(help="Only this section, such as train.")] = None,
+    section: Annotated[str | None, Argument(help="Only this section, such as train.")] = None,
 ) -> None:
     """Print every configuration key as a Markdown table: its values, its default, what it means."""
     print(reference(section))
@@ -50,6 +50,7 @@ def reference(section: str | None = None) -> str:
 
 
 def _rows(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield each configuration key of a section, and the key's row in the Markdown table."""
     for name, field in model.model_fields.items():
         key = f"{prefix}{name}"
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):

@@ -2,37 +2,36 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Option
+
+from pipeline.cli.arguments import RunArgument
 
 
 def push(
-    run_dir: Annotated[Path, typer.Argument(help="A finished run's directory.")],
+    run_dir: RunArgument,
     repo_id: Annotated[
         str | None,
-        typer.Option(help="USER/NAME on the Hub, or USER/. Default: push.repo_id of the run."),
+        Option(help="USER/NAME on the Hub, or USER/. Default: push.repo_id of the run."),
     ] = None,
     dataset: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="USER/NAME, or USER/, of a data set for the conversations that the target wrote."
         ),
     ] = None,
     base_model: Annotated[
         str | None,
-        typer.Option(
-            help="The target's Hub id, needed for Medusa-1 where the run's target is local."
-        ),
+        Option(help="The target's Hub id, needed for Medusa-1 where the run's target is local."),
     ] = None,
     license: Annotated[
         str | None,
-        typer.Option(help="The licence that the cards declare. Default: the target's own."),
+        Option(help="The licence that the cards declare. Default: the target's own."),
     ] = None,
-    private: Annotated[bool, typer.Option(help="Make the repositories private.")] = False,
+    private: Annotated[bool, Option(help="Make the repositories private.")] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show what would go, touch no network.")
+        bool, Option("--dry-run", help="Show what would go, touch no network.")
     ] = False,
 ) -> None:
     """Push the export and its model card to the Hub, as one commit. Requires a passed check.

@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Option
 
+from pipeline.cli.arguments import ConfigArgument, Overrides
 from pipeline.config.load import load_config
 
 
 def run(
-    config: Annotated[
-        Path,
-        typer.Argument(help="A YAML file such as configs/qwen2.5-7b.yaml, or a run's run.yaml."),
-    ],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(help="section.key=value; values parse as YAML, paths are relative to here."),
-    ] = None,
-    until: Annotated[str | None, typer.Option(help="Stop after this stage.")] = None,
-    executor: Annotated[
-        str, typer.Option(help="ray, or inline: everything in this process.")
-    ] = "ray",
+    config: ConfigArgument,
+    overrides: Overrides = None,
+    until: Annotated[str | None, Option(help="Stop after this stage.")] = None,
+    executor: Annotated[str, Option(help="ray, or inline: everything in this process.")] = "ray",
     fresh: Annotated[
-        str | None, typer.Option(help="Throw this stage's result away and make it again.")
+        str | None, Option(help="Throw this stage's result away and make it again.")
     ] = None,
 ) -> None:
     """Run the stages of a configuration, or those up to --until.

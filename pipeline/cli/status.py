@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated
-
-import typer
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
-from pipeline.formatting import visible
+from pipeline.cli.arguments import RunArgument
+from pipeline.cli.grid import print_grid, wide_console
 from pipeline.storage.run_directory import RunDirectory
 
 COLUMNS = (
@@ -26,15 +19,12 @@ COLUMNS = (
 )
 
 
-def status(
-    run_dir: Annotated[Path, typer.Argument(help="A run's directory, such as runs/demo.")],
-) -> None:
+def status(run_dir: RunArgument) -> None:
     """Print the state of each stage and why, rows, quarantined rows, seconds and tokens/s."""
     from pipeline.flow import statuses_of  # imports torch, and --help does not wait for it
 
-    run, config = RunDirectory.open(run_dir)
-    table = Table(*COLUMNS, box=None, header_style="bold")
-    for name, state in statuses_of(run, config).items():
+    rows = []
+    for name, state in statuses_of(*RunDirectory.open(run_dir)).items():
         directory, shards, why = "", "", ""
         if state.directory:
             directory = state.directory.path.name
@@ -48,5 +38,5 @@ def status(
             if isinstance(figure, float):
                 figure = round(figure, 1)
             cells.append(f"{figure:,}" if figure != "" else "")
-        table.add_row(*(Text(visible(cell)) for cell in [*cells, directory, why]))
-    Console(width=None if Console().is_terminal else 160).print(table)
+        rows.append([*cells, directory, why])
+    print_grid(wide_console(), COLUMNS, rows)

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from textwrap import shorten
-from typing import Annotated
 
-import typer
 from rich.console import Console
 
+from pipeline.cli.arguments import RunArgument
 from pipeline.errors import CheckFailed, ConfigError
 from pipeline.execution.progress import print_stage
 from pipeline.storage.run_directory import RunDirectory
 
 
 def verify(
-    run_dir: Annotated[Path, typer.Argument(help="A run's directory, such as runs/demo.")],
+    run_dir: RunArgument,
 ) -> None:
     """Compare size and sha256 of every file with DONE.json; exit 1 names damaged files.
 

@@ -27,7 +27,8 @@ class ChosenTree:
     """A candidate tree, its source, the replay that judges it, and each node's share of steps.
 
     A `dynamic` tree is judged by its own replay; all else is of a static tree of the same size. The
-    last four fields are as in `Calibration`, None for a tree of the user's own.
+    last three fields are None for a tree of the user's own: each search's rate, the timed sizes,
+    and the searched tree up to the stock tree's size.
     """
 
     source: str
@@ -37,7 +38,6 @@ class ChosenTree:
     dynamic: DynamicTree | None = None
     searches: dict[str, float] | None = None
     sizes: list[TimedSize] | None = None
-    judged: list[tuple[TreePath, ...]] | None = None
     searched: tuple[TreePath, ...] | None = None
 
     @property
@@ -83,7 +83,6 @@ def best_tree(fits: CrossFit, num_nodes: int, overheads: Overheads) -> ChosenTre
         fits.replay(source, size),
         searches=searches,
         sizes=_timed({each: fits.replay(source, each) for each in overheads}, overheads),
-        judged=[fits.half_tree(half, source, size) for half in (0, 1)],
         searched=fits.whole[source][:STOCK_NODES],
     )
 

@@ -27,6 +27,7 @@ def gpu_memory() -> float | None:
 
 
 def physical_memory() -> int:
+    """Return this machine's physical memory in bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 

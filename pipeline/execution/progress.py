@@ -27,7 +27,7 @@ STAGE_WIDTH = len("tuned-features")  # characters of the column with stage names
 SECONDS_BETWEEN_LINES = 15.0
 SECONDS_OF_RATE = 600.0  # the window from which the remaining time is estimated
 SUFFIX = ".progress.tmp"  # of a progress file's name, one file per running shard
-NOWHERE = Path(os.devnull)  # not a folder: ProgressFile ignores the failed writes
+NOWHERE = Path(os.devnull, "none")  # no such folder: ProgressFile ignores the failed writes
 
 
 @dataclass(frozen=True)
@@ -42,16 +42,16 @@ class Progress:
 
 
 class ProgressReporter:
-    """The reporter of a function's progress; a pickled copy reports from another process.
+    """Reporter of a function's progress; a pickled copy reports from another process.
 
     Args:
         path: The file that pickled copies write to; both processes must see it.
         show: Called with each report, in the process that made the reporter; None shows nothing.
     """
 
-    def __init__(self, path: Path | None = None, show: Callable[[Progress], None] | None = None):
+    def __init__(self, path: Path = NOWHERE, show: Callable[[Progress], None] | None = None):
         self.path, self._show = path, show
-        self._file = None if path is None else ProgressFile(path)
+        self._file = ProgressFile(path)
         self._now = Progress()
         self._began = 0.0
         self._tokens = 0  # generated tokens of this part
@@ -86,24 +86,22 @@ class ProgressReporter:
 
     def poll(self) -> None:
         """Show the last progress that a copy in another process reported."""
-        if self._file and self._show:
-            report = self._file.read()
-            if report is not None:
-                self._show(Progress(**report))
+        report = self._file.read()
+        if self._show and report is not None:
+            self._show(Progress(**report))
 
     def close(self) -> None:
-        if self._file:
-            self._file.remove()
+        self._file.remove()
 
     def _report(self, at_once: bool = False) -> None:
         if self._show:
             self._show(self._now)
-        elif self._file:
+        else:
             self._file.write(asdict(self._now), at_once=at_once)
 
 
 class ShardProgress:
-    """The numbers of finished conversations in the shards that are not committed yet.
+    """Counts of finished conversations and tokens in the shards that are not committed yet.
 
     Args:
         folder: Where pickled copies write, one file per shard; both processes must see it.

@@ -117,6 +117,19 @@ class Context:
         """Place the workers of a `placement` section; raise EnvironmentFault if they never fit."""
         return self.resolved.on(self.executor.resources()).placement(section)
 
+    def call(
+        self,
+        function: Callable[..., Any],
+        section: str,
+        progress: ProgressReporter,
+        /,
+        **arguments: Any,
+    ) -> Any:
+        """Call a function on a worker of a `placement` section, with `gpus` as an argument."""
+        placement = self.placement(section)
+        arguments["gpus"] = placement.gpus
+        return self.executor.call(function, arguments, placement, progress)
+
     @contextlib.contextmanager
     def progress(self, stage: StageDirectory) -> Iterator[ProgressReporter]:
         """Context manager: a progress reporter for one stage, shown by a meter."""

@@ -20,7 +20,7 @@ from __future__ import annotations
 import numpy as np
 
 from pipeline.artifacts.generated_rows import read_token_rows
-from pipeline.artifacts.json_form import rounded, to_json
+from pipeline.artifacts.json_form import to_json
 from pipeline.artifacts.seen_answers import ENOUGH_NEW, training_text
 from pipeline.artifacts.trained_heads import HEADS_FILE
 from pipeline.artifacts.tree_file import Accuracy, CalibrateResult, Calibration, TreeFigures
@@ -33,6 +33,7 @@ from pipeline.decoding.tree_search import CrossFit, rank_accuracies
 from pipeline.errors import DataError
 from pipeline.evaluation.answer_states import measured_on_answers, written_answers
 from pipeline.evaluation.choosing import (
+    ChosenTree,
     Overheads,
     best_dynamic_tree,
     best_tree,
@@ -50,7 +51,6 @@ from pipeline.run.context import Context, Stage
 from pipeline.run.resolved import ENGINE_SECTIONS
 from pipeline.storage.receipts import Identity, Summary
 from pipeline.storage.stage_directory import StageDirectory
-from pipeline.targets.spec import context_length
 from pipeline.training.held_out_accuracy import (
     SPLIT,
     HeldOutText,
@@ -95,52 +95,30 @@ def identity(context: Context) -> Identity:
 
 def run(context: Context, stage: StageDirectory) -> Summary:
     """Measure the heads, search the tree, and choose the sizes of the tree and the chain."""
-    config, resolved = context.config, context.resolved
-    settings = config.calibrate
+    config, settings = context.config, context.config.calibrate
+    num_heads = config.train.num_heads
     with context.progress(stage) as progress:
         measured = _on_answers if settings.data else _on_held_out_rows
         ranks, places = measured(context, progress)
         hits_KR, counts_K = ranks.guess_hits(settings.top)
         num_conversations = len(np.unique(ranks.conversations))
         where = str(settings.data or stage.path)
-        _require_labels(counts_K[: config.train.num_heads], num_conversations, where)
-        num_nodes = MEASURED_SIZES[-1] if settings.nodes == "auto" else settings.nodes
-        fits = None
-        if not settings.choices:
-            most_nodes = max(num_nodes, STOCK_NODES)
-            fits = CrossFit(ranks, most_nodes, settings.depth, settings.top)
-        tree_overheads: Overheads = {}
-        chain_overheads: Overheads = {}
-        if fits is not None and resolved.times_trees:
-            tree_overheads, chain_overheads = _native_overheads(context, fits, progress)
-    judged = ranks
-    if fits is None:
-        assert resolved.choices is not None
-        tree = given_tree(ranks, resolved.choices)
-    elif resolved.dynamic_tree is not None and places is not None:
-        tree = best_dynamic_tree(resolved.dynamic_tree, places, fits, tree_overheads)
-        judged = places
-    else:
-        tree = best_tree(fits, num_nodes, tree_overheads)
-    default = settings.draft_tokens
-    if default == "auto":
-        default = config.train.num_heads
-    num_tokens, chain = chosen_chain(ranks, resolved.max_draft_tokens, default, chain_overheads)
-    estimate = tree.walked.estimate()
+        _require_labels(counts_K[:num_heads], num_conversations, where)
+        tree, chain_overheads = _choose_tree(context, ranks, places, progress)
+    default = num_heads if settings.draft_tokens == "auto" else settings.draft_tokens
+    most = context.resolved.max_draft_tokens
+    num_tokens, chain = chosen_chain(ranks, most, default, chain_overheads)
     Calibration(
         choices=tree.choices,
         node_shares=tree.node_shares,
         accuracies=rank_accuracies(hits_KR, counts_K),
-        expected_acceleration_rate=estimate.rate,
-        expected_standard_error=rounded(estimate.standard_error),
+        expected_acceleration_rate=tree.walked.acceleration_rate,
         num_speculative_tokens=num_tokens,
         chain=chain,
         dynamic=tree.dynamic,
-        searches=tree.searches,
-        sizes=tree.sizes,
-        judged=tree.judged,
         searched=tree.searched,
     ).write(stage.path)
+    judged = ranks if places is None else places
     figures = TreeFigures(
         nodes=tree.num_nodes,
         depth=tree.depth,
@@ -158,12 +136,34 @@ def run(context: Context, stage: StageDirectory) -> Summary:
         **expected_speedup(tree.walked),
     )
     result = CalibrateResult(
-        heads=_accuracies(ranks, settings.top, config.train.num_heads),
+        heads=_accuracies(ranks, settings.top, num_heads),
         tree=figures,
         positions=int(counts_K.max()),
         conversations=num_conversations,
     )
     return to_json(result)
+
+
+def _choose_tree(
+    context: Context,
+    ranks: HeldOutRanks,
+    places: HeldOutRanks | None,
+    progress: ProgressReporter,
+) -> tuple[ChosenTree, Overheads]:
+    """Choose the tree of native decoding; also return the chains' overheads if they are timed."""
+    settings, resolved = context.config.calibrate, context.resolved
+    if resolved.choices is not None:
+        return given_tree(ranks, resolved.choices), {}
+    num_nodes = MEASURED_SIZES[-1] if settings.nodes == "auto" else settings.nodes
+    fits = CrossFit(ranks, max(num_nodes, STOCK_NODES), settings.depth, settings.top)
+    tree_overheads: Overheads = {}
+    chain_overheads: Overheads = {}
+    if resolved.times_trees:
+        tree_overheads, chain_overheads = _native_overheads(context, fits, progress)
+    if resolved.dynamic_tree is None or places is None:
+        return best_tree(fits, num_nodes, tree_overheads), chain_overheads
+    tree = best_dynamic_tree(resolved.dynamic_tree, places, fits, tree_overheads)
+    return tree, chain_overheads
 
 
 def _accuracies(ranks: HeldOutRanks, top: int, num_heads: int) -> list[Accuracy]:
@@ -192,11 +192,12 @@ def _accuracy(hits_R: np.ndarray, count: int, new: Accuracy | None = None) -> Ac
 
 
 def _require_labels(counts_K: np.ndarray, num_conversations: int, where: str) -> None:
-    """Refuse held-out rows with no label for a head, or of a single conversation."""
-    if int(counts_K.min()) == 0 or num_conversations < 2:
+    """Refuse held-out answers with no label for a head, or of a single conversation."""
+    head = int(counts_K.argmin())
+    if counts_K[head] == 0 or num_conversations < 2:
         raise DataError(
-            f"Head {int(counts_K.argmin())} has nothing to be measured on: the held-out answers"
-            " are too short for it.",
+            f"Answers of {num_conversations} conversations have {counts_K[head]} labels for head"
+            f" {head}; at least one label and two conversations are needed to measure it.",
             where,
             "Train fewer heads (train.num_heads), hold out more rows (seeds.holdout) or let answers"
             " be longer.",
@@ -210,36 +211,32 @@ def _native_overheads(
 
     On held-out prompts, one request at a time.
     """
-    features = context.upstream[upstream(context.config)[0]]
-    room = context_length(context.target)
-    rows = read_token_rows(features.shards(), features.fingerprint)
-    prompts = held_out_prompts(rows, NUM_PROMPTS, room, SPLIT).kept
-    longest = max(1, room - 1 - NUM_STEPS)  # longer prompts lose their beginning
-    resolved = context.resolved
-    placement = context.placement(ENGINE_SECTIONS["native"])
-    arguments = {
-        "target": context.backbone("train"),
-        "heads": str(context.upstream["train"].path / HEADS_FILE),
-        "trees": _timed_trees(fits, resolved.dynamic_tree),
-        "chains": chains(resolved.max_draft_tokens) if resolved.times_chain else {},
-        "prompts": [prompt.ids[-longest:] for prompt in prompts],
-        "gpus": placement.gpus,
-    }
-    return context.executor.call(measure_overheads, arguments, placement, progress)
+    resolved, generated = context.resolved, context.upstream["generate"]
+    rows = read_token_rows(generated.shards(), generated.fingerprint)
+    prompts = held_out_prompts(rows, NUM_PROMPTS, resolved.context, SPLIT).kept
+    longest = max(1, resolved.context - 1 - NUM_STEPS)  # longer prompts lose their beginning
+    return context.call(
+        measure_overheads,
+        ENGINE_SECTIONS["native"],
+        progress,
+        target=context.backbone("train"),
+        heads=str(context.upstream["train"].path / HEADS_FILE),
+        trees=_timed_trees(fits, resolved.dynamic_tree),
+        chains=chains(resolved.max_draft_tokens) if resolved.times_chain else {},
+        prompts=[prompt.ids[-longest:] for prompt in prompts],
+    )
 
 
 def _timed_trees(fits: CrossFit, dynamic: DynamicTree | None) -> dict[int, Choices | DynamicTree]:
-    """Trees of the measured sizes, and for a static search the largest tree too."""
-    trees: dict[int, Choices | DynamicTree] = {}
-    if dynamic is not None:
-        for size in MEASURED_SIZES:
-            if size <= dynamic.num_proposed:
-                trees[size] = dynamic.resized(size)
-        return trees
+    """Build trees of the measured sizes; the largest static tree may be of a size between."""
     largest = max(fits.whole.values(), key=len)
-    for size in (*MEASURED_SIZES, len(largest)):
-        if size <= len(largest):
-            trees[size] = largest[:size]
+    trees: dict[int, Choices | DynamicTree] = {}
+    for size in MEASURED_SIZES:
+        if dynamic is None:
+            tree = largest[:size]
+            trees[len(tree)] = tree
+        elif size <= dynamic.num_proposed:
+            trees[size] = dynamic.resized(size)
     return trees
 
 
@@ -248,7 +245,7 @@ def _on_held_out_rows(
 ) -> tuple[HeldOutRanks, HeldOutRanks | None]:
     """Rank held-out tokens among the heads' guesses, and place them in a dynamic tree."""
     features = context.upstream[upstream(context.config)[0]]
-    placement, tree = context.placement("train"), context.resolved.dynamic_tree
+    tree, top = context.resolved.dynamic_tree, context.config.calibrate.top
     text = HeldOutText(
         tuple(map(str, features.shards())),
         features.fingerprint,
@@ -256,41 +253,37 @@ def _on_held_out_rows(
         context.config.train.roles,
         training_text(context.upstream["generate"]),
     )
-    device = "cuda" if placement.gpus else "cpu"
-    arguments = {"text": text, "top": context.config.calibrate.top, "device": device}
-    ranks = context.executor.call(held_out_ranks, arguments, placement, progress)
-    places = None
-    if tree:
-        arguments = {"text": text, "tree": tree, "device": device}
-        places = context.executor.call(held_out_places, arguments, placement, progress)
-    return ranks, places
+    ranks = context.call(held_out_ranks, "train", progress, text=text, top=top)
+    if tree is None:
+        return ranks, None
+    return ranks, context.call(held_out_places, "train", progress, text=text, tree=tree)
 
 
 def _on_answers(
     context: Context, progress: ProgressReporter
 ) -> tuple[HeldOutRanks, HeldOutRanks | None]:
-    """Compute the heads' ranks of tokens in the target's answers to `calibrate.data`."""
+    """Rank tokens of the target's answers to `calibrate.data`, and place them in a dynamic tree."""
     settings, target = context.config.calibrate, context.backbone("train")
     assert settings.data is not None
-    placement = context.placement("generate")
-    arguments = {
-        "target": target,
-        "conversations": read_questions(settings.data),
-        "settings": context.config.generate,
-        "gpus": placement.gpus,
-    }
-    answers = context.executor.call(written_answers, arguments, placement, progress)
-    placement = context.placement("features")
-    arguments = {
-        "target": target,
-        "heads": str(context.upstream["train"].path / HEADS_FILE),
-        "answers": answers,
-        "top": settings.top,
-        "tree": context.resolved.dynamic_tree,
-        "gpus": placement.gpus,
-        "trained": training_text(context.upstream["generate"]),
-    }
-    return context.executor.call(measured_on_answers, arguments, placement, progress)
+    answers = context.call(
+        written_answers,
+        "generate",
+        progress,
+        target=target,
+        conversations=read_questions(settings.data),
+        settings=context.config.generate,
+    )
+    return context.call(
+        measured_on_answers,
+        "features",
+        progress,
+        target=target,
+        heads=str(context.upstream["train"].path / HEADS_FILE),
+        answers=answers,
+        top=settings.top,
+        tree=context.resolved.dynamic_tree,
+        trained=training_text(context.upstream["generate"]),
+    )
 
 
 STAGE = Stage(NAME, VERSION, upstream, identity, run, FIGURES)

@@ -127,12 +127,14 @@ class Worker:
                     generated = dialogue.rows()
                 except RowRejected as rejected:
                     writer.reject(
-                        RejectedRow(seed.id, rejected.reason, rejected.detail, seed.stored())
+                        RejectedRow(
+                            seed.conversation.id, rejected.reason, rejected.detail, seed.stored()
+                        )
                     )
                     continue
                 rows += [generated_columns(row, seed.split) for row in generated]
             writer.write(rows)
-            ids_in = [seed.id for seed in seeds]
+            ids_in = [seed.conversation.id for seed in seeds]
             counts = count_generated(rows) | _counts_of_seeds(group.dialogues)
             return writer.commit(NAME, ids_in, counts, time.monotonic() - started)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config import Config
-from pipeline.config.load import dump_config, linked_store, load_config
+from pipeline.config.load import dump_config, load_config
 from pipeline.errors import ConfigError
 from pipeline.redact import redacted_values
 from pipeline.storage.atomic import disk_errors, write_text
@@ -57,8 +57,7 @@ class RunDirectory:
             fix = "Name the directory that `run` printed, such as runs/demo."
             raise ConfigError("There is no run here: no run.yaml.", str(path), fix)
         config = load_config(path / "run.yaml")
-        path = path.resolve()
-        return cls(path, linked_store(path) or config.run.store), config  # it may be copied along
+        return cls(path.resolve(), config.run.store), config
 
     def latest(self, name: str) -> StageDirectory | None:
         """Return a stage's current directory, or None if the run has not reached the stage."""

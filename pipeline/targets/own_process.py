@@ -76,7 +76,7 @@ def _wait(process: subprocess.Popen[str], file: ProgressFile, on_report: Report 
 
 
 def main(directory: str) -> None:
-    """Entry point of the new process: call the pickled function, write its result or error."""
+    """Entry point of vLLM's own process: run the pickled task, write its result or error."""
     file = ProgressFile(Path(directory, PROGRESS))
 
     def report(**progress: Any) -> None:

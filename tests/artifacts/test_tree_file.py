@@ -10,7 +10,6 @@ from pipeline.artifacts.tree_file import (
     TREE_FILE,
     Calibration,
     ChainLength,
-    TimedSize,
     read_calibration,
     read_paths,
     read_tree,
@@ -23,18 +22,10 @@ OWN = Calibration(
     node_shares=[0.4, 0.2],
     accuracies=[[0.5, 0.1], [0.25, 0.1]],
     expected_acceleration_rate=1.6,
-    expected_standard_error=None,
     num_speculative_tokens=1,
     chain=[ChainLength(draft_tokens=1, expected_acceleration_rate=1.5, new=NewAnswers(answers=2))],
 )
-SEARCHED = replace(
-    OWN,
-    expected_standard_error=0.2,
-    searches={"product": 1.5, "joint": 1.6},
-    sizes=[TimedSize(nodes=1, overhead=1.1)],
-    judged=[((0,),), ((0,), (0, 0))],
-    searched=((0,), (1,)),
-)
+SEARCHED = replace(OWN, searched=((0,), (1,)))
 DYNAMIC = replace(SEARCHED, dynamic=DynamicTree(2, 2, 3))
 
 

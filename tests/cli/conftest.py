@@ -5,13 +5,11 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
-import yaml
 
 from pipeline.cli.app import app
-from pipeline.cli.ending import ends_well
+from pipeline.cli.ending import STOPS, ends_well
 
 
 @dataclass(frozen=True)
@@ -26,24 +24,22 @@ class Ended:
 Command = Callable[..., Ended]
 
 
+@pytest.fixture(autouse=True)
+def signal_handlers() -> Iterator[None]:
+    """Restore the signal handlers that a command replaces; nohup may have had one ignored."""
+    handlers = {signum: signal.signal(signum, signal.SIG_DFL) for signum in STOPS}
+    yield
+    for signum, handler in handlers.items():
+        signal.signal(signum, handler)
+
+
 @pytest.fixture
-def command(capsys: pytest.CaptureFixture[str]) -> Iterator[Command]:
+def command(capsys: pytest.CaptureFixture[str]) -> Command:
     """`command("status", path)`: exit code, stdout, stderr."""
-    handlers = {name: signal.getsignal(name) for name in (signal.SIGINT, signal.SIGTERM)}
 
     def call(*words: object) -> Ended:
         capsys.readouterr()
         code = ends_well(lambda: app([str(word) for word in words], standalone_mode=False))
         return Ended(code, *capsys.readouterr())
 
-    yield call
-    for name, handler in handlers.items():
-        signal.signal(name, handler)
-
-
-@pytest.fixture
-def config_file(tmp_path: Path, make_settings) -> Path:
-    """A configuration of a tiny run at `tmp_path/run`, as a YAML file."""
-    path = tmp_path / "tiny.yaml"
-    path.write_text(yaml.safe_dump(make_settings(tmp_path)))
-    return path
+    return call

@@ -18,8 +18,8 @@ from rich.text import Text
 
 from pipeline.config.running import LimitsConfig
 from pipeline.flow import run_flow
-from tests.cli.tables import STAGES, line_of, one_paragraph, states
-from tests.flows.tiny import latest, run_again, stages_run, stored
+from tests.cli.tables import line_of, one_paragraph, states
+from tests.flows.tiny import STAGES, latest, run_again, stages_run, stored
 
 INLINE = ("--executor", "inline")
 
@@ -105,12 +105,6 @@ def test_a_mistake_in_the_words_of_run_starts_nothing(command, config_file, tmp_
     assert not (tmp_path / "run").exists()
 
 
-def test_a_yaml_error_of_many_lines_is_one_paragraph(command, tmp_path):
-    (tmp_path / "bad.yaml").write_text("run: {name: x\nseeds: [")
-    ended = command("run", tmp_path / "bad.yaml")
-    assert ended.code == 2 and "bad.yaml" in one_paragraph(ended.err)
-
-
 def test_a_failed_check_is_exit_code_1_after_the_report(command, config_file, copied_run):
     ended = command("run", config_file, "check.min_acceleration_rate=9", *INLINE)
     assert ended.code == 1 and "acceleration rate" in one_paragraph(ended.err)
@@ -126,19 +120,13 @@ def test_a_failed_check_is_exit_code_1_after_the_report(command, config_file, co
 def test_push_hands_over_every_option(command, monkeypatch, tmp_path):
     asked = []
     monkeypatch.setattr("pipeline.flow.push_run", lambda path, **options: asked.append(options))
-    names = ("repo_id", "dataset", "base_model", "license")
-    usual = dict.fromkeys(names) | {"private": False, "dry_run": False}
-    words = []
-    for name in names:
-        words += [f"--{name.replace('_', '-')}", f"me/{name}"]
-    assert command("push", tmp_path).code == 0 and asked.pop() == usual
-    assert command("push", tmp_path, *words, "--private").code == 0
-    assert asked.pop() == {name: f"me/{name}" for name in names} | {
-        "private": True,
-        "dry_run": False,
-    }
-    assert command("push", tmp_path, "--dry-run").code == 0
-    assert asked.pop() == usual | {"dry_run": True}
+    options = {"repo_id": "me/a", "dataset": "me/b", "base_model": "me/c", "license": "mit"}
+    words = ["--private", "--dry-run"]
+    for name, value in options.items():
+        words += [f"--{name.replace('_', '-')}", value]
+    assert command("push", tmp_path).code == command("push", tmp_path, *words).code == 0
+    usual = dict.fromkeys(options) | {"private": False, "dry_run": False}
+    assert asked == [usual, options | {"private": True, "dry_run": True}]
 
 
 def test_status_and_verify_of_a_finished_run_write_nothing(command, copied_run):
@@ -241,7 +229,7 @@ def test_a_half_done_run_counts_what_is_there(command, half_done, config_file, m
     assert "4 done " in line_of("generate", out)
     assert "cached" in out
     free = type("Usage", (), {"free": 100_000})
-    monkeypatch.setattr("pipeline.cli.plan.shutil.disk_usage", lambda _: free)
+    monkeypatch.setattr("pipeline.cli.plan_output.shutil.disk_usage", lambda _: free)
     assert "does not fit" not in command("plan", config_file).out, "three quarters are there"
     assert "does not fit" in command("plan", config_file, "generate.temperature=1.5").out
 

@@ -14,18 +14,8 @@ import time
 
 import pytest
 
-from pipeline.cli.ending import STOPS, ends_well
+from pipeline.cli.ending import ends_well
 from pipeline.errors import CheckFailed, ConfigError, DataError, EnvironmentFault
-
-
-@pytest.fixture(autouse=True)
-def signals_as_they_were():
-    handlers = {
-        name: signal.signal(name, signal.SIG_DFL) for name in STOPS
-    }  # also where nohup had one ignored
-    yield
-    for name, handler in handlers.items():
-        signal.signal(name, handler)
 
 
 def test_a_run_that_is_to_outlive_its_terminal_does(capsys):

@@ -144,6 +144,12 @@ def test_every_public_name_is_documented():
     assert [name for name in pipeline.__all__ if f"`{name}" not in page] == []
 
 
+def test_the_configuration_page_lists_every_key():
+    page = text("docs/configuration.md").partition("<!-- keys -->")[2]
+    keys = page.partition("<!-- /keys -->")[0].strip()
+    assert keys == reference(), "run python scripts/write_keys.py"
+
+
 def test_pictures_are_what_the_script_draws():
     names = runpy.run_path(str(ROOT / "scripts" / "draw_images.py"))
     for name, draw in names["PICTURES"].items():

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -23,13 +22,6 @@ def example(monkeypatch, capsys):
         return capsys.readouterr().out
 
     return run
-
-
-@pytest.fixture
-def config_file(tmp_path, make_settings):
-    path = tmp_path / "tiny.yaml"
-    path.write_text(yaml.safe_dump(make_settings(tmp_path / "runs")))
-    return path
 
 
 @pytest.mark.slow

@@ -21,6 +21,16 @@ from pipeline.storage.shards import ShardTask
 from tests.forks import PATIENCE
 
 ONE = Placement(1, 1, 0)
+STOPS = (signal.SIGTERM, signal.SIGINT)
+
+
+@pytest.fixture(autouse=True)
+def signal_handlers():
+    """Let signals interrupt a test as Ctrl-C does, and restore their handlers."""
+    handlers = {signum: signal.signal(signum, signal.default_int_handler) for signum in STOPS}
+    yield
+    for signum, handler in handlers.items():
+        signal.signal(signum, handler)
 
 
 class Worker:
@@ -153,13 +163,9 @@ def test_inline_gives_results_errors_and_progress(tmp_path):
 def test_ray_does_the_same_and_outlives_dead_workers(tmp_path, monkeypatch, capfd):
     for name in WORKER_ENVIRONMENT:
         monkeypatch.setenv(name, "ours")
-    before = {
-        name: signal.signal(name, signal.default_int_handler)
-        for name in (signal.SIGTERM, signal.SIGINT)
-    }
     executor = make_executor("ray")
     try:
-        assert {signal.getsignal(name) for name in before} == {signal.default_int_handler}
+        assert {signal.getsignal(signum) for signum in STOPS} == {signal.default_int_handler}
         assert executor.resources().cpus == len(os.sched_getaffinity(0))
         assert_results_are_right(executor, tmp_path)
         assert_progress_is_shown(executor, tmp_path)
@@ -170,8 +176,6 @@ def test_ray_does_the_same_and_outlives_dead_workers(tmp_path, monkeypatch, capf
         assert_deaths_are_outlived(executor, tmp_path)
     finally:
         executor.close()
-        for name, handler in before.items():
-            signal.signal(name, handler)
 
 
 def test_a_worker_expects_the_next_shard_except_in_trials(tmp_path):
@@ -183,11 +187,7 @@ def test_a_worker_expects_the_next_shard_except_in_trials(tmp_path):
 
 
 def test_a_signal_while_ray_starts_is_still_ours():
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        with pytest.raises(KeyboardInterrupt), own_signals():
-            signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(signum))  # as ray.init
-            signal.raise_signal(signal.SIGTERM)
-        assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    with pytest.raises(KeyboardInterrupt), own_signals():
+        signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(signum))  # as ray.init
+        signal.raise_signal(signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import yaml
 
 from pipeline.artifacts.generated_rows import TokenRow, read_token_rows
 from pipeline.config import Config
@@ -231,6 +232,14 @@ def make_settings(tiny_target: Path, tiny_seeds: Path) -> Callable[..., dict[str
 def make_config(make_settings: Callable[..., dict[str, Any]]) -> MakeConfig:
     """The same as a configuration."""
     return lambda root, **changes: validate(make_settings(root, **changes), "test")
+
+
+@pytest.fixture
+def config_file(tmp_path: Path, make_settings: Callable[..., dict[str, Any]]) -> Path:
+    """A configuration of a tiny run at `tmp_path/run`, as a YAML file."""
+    path = tmp_path / "tiny.yaml"
+    path.write_text(yaml.safe_dump(make_settings(tmp_path)))
+    return path
 
 
 @pytest.fixture(scope="session")

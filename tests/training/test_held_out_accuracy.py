@@ -60,7 +60,7 @@ def by_definition(learner: HeadsLearner, k: int) -> Expected:
 
 def test_held_out_figures_and_ranks_are_those_of_their_definition(learner, text):
     found = learner.evaluate()
-    alone_KR, counts_K = held_out_ranks(text, 5, "cpu").guess_hits(5)
+    alone_KR, counts_K = held_out_ranks(text, 5).guess_hits(5)
     for k, head in enumerate(found.held_out):
         expected = by_definition(learner, k)
         shares = [hits / expected.count for hits in expected.hits]
@@ -81,7 +81,7 @@ def test_spans_begin_where_the_target_began_to_write(text):
             if row["split"] == "calibrate" and found:
                 lengths += found
                 conversations.append(len(found))
-    ranks = held_out_ranks(text, 5, "cpu")
+    ranks = held_out_ranks(text, 5)
     assert np.diff(ranks.starts, append=len(ranks)).tolist() == lengths
     assert np.unique(ranks.conversations, return_counts=True)[1].tolist() == conversations
 
@@ -89,7 +89,7 @@ def test_spans_begin_where_the_target_began_to_write(text):
 @pytest.mark.parametrize("limit", [1, 20])
 def test_conversations_are_sampled_until_the_limit_is_reached(text, learner, monkeypatch, limit):
     monkeypatch.setattr(room, "MAX_POSITIONS", limit)
-    found = held_out_ranks(text, 5, "cpu")
+    found = held_out_ranks(text, 5)
     lengths = open_features(learner.spec).lengths("calibrate")
     longest = max(int(of_group.max(initial=0)) for of_group in lengths)
     assert limit <= len(found) < limit + longest

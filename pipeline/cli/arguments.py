@@ -1,0 +1,25 @@
+"""Command-line arguments that several commands take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from typer import Argument, Option
+
+RunArgument = Annotated[Path, Argument(help="A run's directory, such as runs/demo.")]
+TargetSettings = Annotated[
+    list[str] | None,
+    Argument(help="Settings of the target as in a run, such as target.dtype=bfloat16."),
+]
+Gpus = Annotated[
+    int | None,
+    Option(min=0, help="GPUs for the target. Default: one where there is one."),
+]
+ConfigArgument = Annotated[
+    Path, Argument(help="A YAML file such as configs/qwen2.5-7b.yaml, or a run's run.yaml.")
+]
+Overrides = Annotated[
+    list[str] | None,
+    Argument(help="section.key=value; values parse as YAML, paths are relative to here."),
+]

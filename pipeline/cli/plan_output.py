@@ -1,0 +1,188 @@
+"""The output of `medusa-distill plan`.
+
+It has the state of each stage, tokens and disk space, training steps, workers, hours and memory.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.filesize import decimal
+
+from pipeline.cli.grid import print_grid, wide_console
+from pipeline.errors import EnvironmentFault
+from pipeline.execution.placement import most_workers
+from pipeline.flow import STAGES
+from pipeline.formatting import duration, rate
+from pipeline.run.checks import check_plan, unread_settings
+from pipeline.run.estimate import (
+    GIB,
+    TOLERANCE,
+    RunSize,
+    StageMemory,
+    check_memory,
+    memory_of_stages,
+    on_planned_gpus,
+    run_size,
+    target_sizes,
+)
+from pipeline.run.resolved import ResolvedRun
+from pipeline.run.stage_status import StageStatus, stage_statuses
+from pipeline.storage.run_directory import RunDirectory
+from pipeline.storage.stage_directory import StageDirectory
+from pipeline.training.recipe import too_few_steps
+
+ACTIONS = {"done": "kept", "failed": "kept", "skipped": "skip"}  # by a stage's status; else it runs
+COLUMNS = {
+    "weights": "weights",
+    "heads": "heads",
+    "gradients": "grads",
+    "optimizer": "optim",
+    "activations": "states",
+    "cache": "cache",
+    "total": "total",
+}
+TIMED_STAGES = {"generate": "tokens", "features": "positions", "train": "tokens"}
+"""Stages whose hours are estimated, and the figure of their summary that hours are counted by."""
+
+
+def print_plan(run: ResolvedRun) -> None:
+    """Print the plan of a run; raise EnvironmentFault where a stage does not fit into memory."""
+    notes = [f"! {note}" for note in (*check_plan(run), *unread_settings(run))]
+    directory = RunDirectory(run.config.run.directory, run.config.run.store)
+    statuses = stage_statuses(directory, run, STAGES)
+    elsewhere = on_planned_gpus(run)
+    size = run_size(elsewhere, statuses["seeds"].finished, statuses["generate"].finished)
+    unfinished = [name for name, state in statuses.items() if state.status != "done"]
+    console = wide_console()
+    _print_stages(console, statuses)
+    _print_lines(console, notes)
+    _print_lines(console, _size_lines(size, statuses["features"], directory.store))
+    _print_lines(console, _training_lines(size))
+    _print_lines(console, _worker_lines(run))
+    _print_lines(console, _hour_lines(run, size, directory.store, unfinished))
+    target = target_sizes(elsewhere)
+    if target is not None:
+        memory = memory_of_stages(elsewhere, target, size.positions)
+        _print_memory(console, memory)
+        trained = [stage for stage in memory if stage.stage == "train"]
+        checkpoint = decimal(int(max(stage.heads + stage.optimizer for stage in trained)))
+        line = f"Disk: {run.config.train.keep_checkpoints} checkpoint(s) of {checkpoint}"
+        if run.method.tunes_backbone:
+            line += f", a tuned backbone of {decimal(int(target.weight_bytes()))}"
+        _print_lines(console, [f"{line}."])
+        check_memory(run)
+
+
+def _print_lines(console: Console, lines: Iterable[str]) -> None:
+    """Print sentences; a terminal's width breaks them between words."""
+    for line in lines:
+        console.print(line, markup=False, soft_wrap=not console.is_terminal)
+
+
+def _print_stages(console: Console, statuses: Mapping[str, StageStatus]) -> None:
+    rows = []
+    for name, state in statuses.items():
+        shards = [f"{state.made} done"] if state.made else []
+        pending = (state.expected or 0) - state.made
+        if pending > 0:
+            shards.append(f"{pending} pending")
+        rows.append((name, ACTIONS.get(state.status, "run"), ", ".join(shards), state.why))
+    print_grid(console, ("stage", "what", "shards", "why"), rows)
+
+
+def _size_lines(size: RunSize, features: StageStatus, store: Path) -> Iterator[str]:
+    """Yield conversations, tokens and bytes on disk; warn where the disk has less."""
+    need = f"{size.bytes_per_position:,} bytes of states per token"
+    if not size.bytes_per_position:
+        need = "no states to cache"
+    if size.conversations is None or size.disk_bytes is None:
+        work = "An unknown number of conversations (data sets on the Hub have no limit)"
+    else:
+        bound = "" if size.written else "at most "
+        work = f"{size.conversations:,} conversations, {bound}{size.tokens:,} tokens"
+        need += f", {decimal(size.disk_bytes)}"
+    cached = 0
+    if features.directory is not None and features.made:
+        cached = sum(path.stat().st_size for path in features.directory.parquet_files())
+        need += f", {decimal(cached)} of them cached"
+    parents = [path for path in (store, *store.parents) if path.exists()]
+    free = shutil.disk_usage(parents[0]).free
+    yield f"\n{work}, {need}; {decimal(free)} of the disk are free."
+    if features.status != "done" and (size.disk_bytes or 0) - cached > free:
+        yield "! This does not fit on the disk: name a larger run.store, or set limits."
+
+
+def _training_lines(size: RunSize) -> Iterator[str]:
+    """Yield the optimizer steps of each training phase; warn where they are too few."""
+    bound = "about" if size.written else "at most"
+    for recipe in size.recipes:
+        yield f"Training: {bound} {recipe.total_steps:,} steps: {recipe.describe()}."
+    too_few = too_few_steps(size.recipes) if size.recipes else None
+    if too_few:
+        yield f"! {too_few}"
+
+
+def _worker_lines(run: ResolvedRun) -> Iterator[str]:
+    """Yield the workers of each stage, if the run is on this machine."""
+    placement = run.config.placement
+    if os.environ.get("RAY_ADDRESS") or placement.gpu_memory_gb:
+        return
+    for section, wanted in placement.of_stages().items():
+        try:
+            placed = run.placement(section)
+        except EnvironmentFault as error:
+            yield f"{section}: not on this machine. {error.what}"
+            continue
+        line = (
+            f"{section}: {placed.workers} worker(s), {placed.gpus} GPU and {placed.cpus} CPU each"
+        )
+        most = most_workers(wanted, run.machine)
+        if most > placed.workers:
+            line += f"; there is room for {most}: placement.{section}.workers=auto takes them"
+        yield line
+
+
+def _hour_lines(
+    run: ResolvedRun, size: RunSize, store: Path, unfinished: Sequence[str]
+) -> Iterator[str]:
+    """Yield the hours of unfinished stages, at the rate of the store's newest finished one."""
+    for stage, counted in TIMED_STAGES.items():
+        done = sorted(store.glob(f"{stage}-*/DONE.json"), key=lambda path: path.stat().st_mtime)
+        if stage not in unfinished or size.tokens is None or not done:
+            continue
+        newest = StageDirectory.at(done[-1].parent)
+        summary = newest.summary
+        if not summary.get("tokens_per_second") or not summary.get("tokens"):
+            continue
+        speed = summary["tokens_per_second"] * summary[counted] / summary["tokens"]
+        if stage == "train":  # its rate is that of all workers
+            steps = (recipe.total_steps * recipe.batch_tokens for recipe in size.recipes)
+            seconds = sum(steps) / speed
+        else:
+            seconds = size.tokens / (speed * run.workers_of(stage))
+        measured = f"{rate(speed)} tokens/s of {newest.path.name}"
+        yield f"{stage}: at most {duration(seconds)}, at the {measured}."
+
+
+def _print_memory(console: Console, memory: Sequence[StageMemory]) -> None:
+    """Print GiB of each stage's worker on one of its devices, and the size of the device."""
+    rows, notes = [], []
+    for stage in memory:
+        cells = [stage.name]
+        for part in COLUMNS:
+            gib = getattr(stage, part) / GIB
+            cells.append(f"{gib:.1f}" if gib else "")
+        device = "?" if stage.device_bytes is None else f"{stage.device_bytes / GIB:.1f}"
+        rows.append([*cells, device])
+        if stage.fits() and not stage.fits(-TOLERANCE):
+            settings = ", ".join(stage.saves_memory)
+            notes.append(f"{stage.name} may not fit. What helps most: {settings}.")
+    caption = f"\nMemory of one worker on each of its devices, an estimate, ±{TOLERANCE:.0%}:"
+    _print_lines(console, [caption])
+    print_grid(console, ("GiB", *COLUMNS.values(), "there is"), rows, numbers=True)
+    _print_lines(console, notes)
