@@ -71,7 +71,7 @@ def assemble_report(run: RunDirectory, config: Config, without: Collection[str] 
     report, method = from_json(Report, figures), method_of(config.train)
     train = report.train
     if train is not None:
-        train = replace(train, **method.report_entries(config.train))
+        train = replace(train, recipe=method.recipe_name(config.train))
         if check.drift is not None and check.drift.positions:
             # Training has measured the adapter, the check the published weights.
             train = replace(train, drift=check.drift, adapter_drift=train.drift)
