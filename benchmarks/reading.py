@@ -60,7 +60,6 @@ def _claim(path: Path, positions: int, hidden_size: int, dtype: torch.dtype) -> 
     features = FeatureRows(
         [str(path)],
         fingerprint=rows.FINGERPRINT,
-        hidden_size=hidden_size,
         num_heads=NUM_HEADS,
         roles=rows.ROLES,
     )

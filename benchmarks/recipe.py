@@ -43,7 +43,7 @@ from pipeline.flow import run_flow
 from pipeline.heads.kinds import head_kind
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.targets.spec import model_config, resolve
-from pipeline.training.heads_only import HeadsLearner, num_positions, recipe_of
+from pipeline.training.heads_only import HeadsLearner, num_positions
 from pipeline.training.held_out_accuracy import HeldOutText, held_out_ranks
 from pipeline.training.methods import METHODS
 from pipeline.training.task import TrainSpec, Workers
@@ -215,7 +215,7 @@ class PartLearner(HeadsLearner):
         whole = num_positions(self.rows)
         self.rows = FirstRows(self.rows, amount)
         self.held_out_share *= whole / num_positions(self.rows)
-        self.recipe = recipe_of(spec, self.rows)
+        self.recipe = spec.recipe(num_positions(self.rows))
         self.peak_lrs = {"heads": self.recipe.lr}
 
 

@@ -146,12 +146,12 @@ def require_passed(checked: StageDirectory, config: Config) -> None:
     """Raise CheckFailed where a finished check exceeds the limits of the configuration."""
     failures = from_json(CheckResult, checked.summary).failures(Limits.of(config))
     if failures:
-        fix = (
+        raise CheckFailed(
+            f"The check failed: {'; '.join(failures)}.",
+            str(checked.path),
             "Nothing was pushed. Sequences that differ are in DONE.json there. More data or epochs"
-            " raise a low rate; where few tree sizes were timed, calibrate again with --fresh"
-            " calibrate."
+            " raise a low rate; where few tree sizes were timed, run with --fresh calibrate.",
         )
-        raise CheckFailed(f"The check failed: {'; '.join(failures)}.", str(checked.path), fix)
 
 
 def require_same_inputs(context: Context, stage: Stage, directory: StageDirectory) -> None:
@@ -168,9 +168,11 @@ def require_same_inputs(context: Context, stage: Stage, directory: StageDirector
     if not is_same:
         directory.begin(stage.contents(context), fresh=True)
         changed = ", ".join(map(str, context.digests.changed()))
-        what = f"The input of {stage.name} changed while it ran: {changed or 'files came or went'}."
-        fix = "Its result is dropped. Run the same command again, and leave the input alone."
-        raise DataError(what, str(directory.path), fix)
+        raise DataError(
+            f"The input of {stage.name} changed while it ran: {changed or 'files came or went'}.",
+            str(directory.path),
+            "Its result is dropped. Run the same command again, and leave the input alone.",
+        )
 
 
 def _print_damage(context: Context, directory: StageDirectory, damaged: Sequence[Path]) -> None:
@@ -218,8 +220,11 @@ def _finished(run: RunDirectory, config: Config, console: Console) -> Context:
     for name in push.STAGE.upstream(config):
         directory = run.latest(name)
         if directory is None or not directory.done:
-            fix = f"Run it: medusa-distill run {run.path / 'run.yaml'}"
-            raise ConfigError(f"This run has no finished {name} stage.", str(run.path), fix)
+            raise ConfigError(
+                f"This run has no finished {name} stage.",
+                str(run.path),
+                f"Run it: medusa-distill run {run.path / 'run.yaml'}",
+            )
         directories[name] = directory
     exported, checked = directories["export"], directories["check"]
     require_passed(checked, config)
@@ -256,6 +261,9 @@ def wanted_stages(
     wanted = [name for name in STAGES if name in found]
     for option, stage, known in (("--until", until, stages), ("--fresh", fresh, wanted)):
         if stage is not None and stage not in known:
-            what = f"This run has no stage '{stage}'."
-            raise ConfigError(what, option, f"Its stages are {', '.join(known)}.")
+            raise ConfigError(
+                f"This run has no stage '{stage}'.",
+                option,
+                f"Its stages are {', '.join(known)}.",
+            )
     return wanted

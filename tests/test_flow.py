@@ -105,7 +105,7 @@ def test_held_out_prompts_get_the_target_s_own_answers(finished_run):
 
 
 def test_the_same_command_again_keeps_everything_and_computes_nothing(
-    copied_run, make_config, tmp_path, monkeypatch
+    copied_run, again, monkeypatch
 ):
     def forbidden(*_: object, **__: object) -> None:
         raise AssertionError("an engine was asked for")
@@ -113,16 +113,14 @@ def test_the_same_command_again_keeps_everything_and_computes_nothing(
     monkeypatch.setattr("pipeline.stages.generate.make_generation_engine", forbidden)
     monkeypatch.setattr("pipeline.stages.features.make_feature_engine", forbidden)
     before = {p: p.stat().st_mtime_ns for p in copied_run.path.rglob("*.parquet")}
-    run = run_again(make_config(tmp_path))
+    run = again()
     assert stages_run(run) == [] and shards_made(run) == []
     assert {p: p.stat().st_mtime_ns for p in run.path.rglob("*.parquet")} == before
     _, config = RunDirectory.open(copied_run.path)
     assert stages_run(run_again(config)) == [], "run.yaml gives the same run"
 
 
-def test_a_copied_run_yaml_leaves_the_original_alone(
-    copied_run, finished_run, make_config, tmp_path
-):
+def test_a_copied_run_yaml_leaves_the_original_alone(copied_run, finished_run, again, tmp_path):
     def state(path: Path) -> dict[Path, int]:
         return {file: file.lstat().st_mtime_ns for file in path.rglob("*")}
 
@@ -131,7 +129,7 @@ def test_a_copied_run_yaml_leaves_the_original_alone(
     run = run_again(load_config(copied_run.path / "run.yaml", ["calibrate.nodes=7"]))
     assert run.path == copied_run.path and stages_run(run) == ["calibrate", "export", "check"]
     assert state(finished_run.path) == before
-    beside = run_again(make_config(tmp_path, run__name="beside", run__store=str(copied_run.path)))
+    beside = again(run__name="beside", run__store=str(copied_run.path))
     shutil.copytree(tmp_path, tmp_path.with_name("moved"), symlinks=True)
     moved = load_config(tmp_path.with_name("moved") / "beside" / "run.yaml")
     assert stages_run(beside) == [] and moved.run.store == tmp_path.with_name("moved") / "run"
@@ -154,15 +152,13 @@ def test_a_copied_run_yaml_leaves_the_original_alone(
         ),
     ],
 )
-def test_a_changed_setting_redoes_its_stage_and_what_follows(
-    copied_run, make_config, tmp_path, changes, redone
-):
+def test_a_changed_setting_redoes_its_stage_and_what_follows(copied_run, again, changes, redone):
     kept = {name: latest(copied_run, name).path for name in STAGES}
-    run = run_again(make_config(tmp_path, **changes))
+    run = again(**changes)
     assert stages_run(run) == redone
     for name in STAGES:
         assert (latest(run, name).path == kept[name]) == (name not in redone)
-    assert stages_run(run_again(make_config(tmp_path))) == [], "nothing is overwritten"
+    assert stages_run(again()) == [], "nothing is overwritten"
 
 
 def test_runs_that_name_one_store_share_the_feature_cache(copied_run, make_config, tmp_path):
@@ -182,40 +178,40 @@ def test_runs_that_name_one_store_share_the_feature_cache(copied_run, make_confi
     assert json.loads((run.path / "report.json").read_text())["run"]["name"] == "recipe"
 
 
-def test_until_stops_after_a_stage_and_runs_continue(make_config, tmp_path):
-    run = run_again(make_config(tmp_path), until="generate")
+def test_until_stops_after_a_stage_and_runs_continue(again):
+    run = again(until="generate")
     assert stages_run(run) == ["seeds", "generate"]
     assert run.latest("features") is None and not (run.path / "report.json").exists()
-    run = run_again(make_config(tmp_path), until="features")
+    run = again(until="features")
     assert stages_run(run) == ["features"]
 
 
-def test_fresh_keeps_later_stages_if_the_result_is_equal(copied_run, make_config, tmp_path):
+def test_fresh_keeps_later_stages_if_the_result_is_equal(copied_run, again):
     before = contents(copied_run, *SHARDED)
-    run = run_again(make_config(tmp_path), fresh="features")
+    run = again(fresh="features")
     assert stages_run(run) == ["features"]
     assert shards_made(run) == [("features", index) for index in range(4)]
     assert contents(run, *SHARDED) == before
 
 
-def test_fresh_refuses_a_stage_in_use(copied_run, make_config, tmp_path):
+def test_fresh_refuses_a_stage_in_use(copied_run, again):
     features = latest(copied_run, "features")
     with features.lock as lock:
         lock.share()  # as a run does that trains from it
         with pytest.raises(EnvironmentFault, match="holds the features stage"):
-            run_again(make_config(tmp_path), fresh="features")
+            again(fresh="features")
     assert features.verify() == [] and len(features.shards()) == 4
 
 
 @pytest.mark.parametrize("option", ["until", "fresh"])
-def test_a_stage_that_does_not_exist_is_named(make_config, tmp_path, option):
+def test_a_stage_that_does_not_exist_is_named(again, tmp_path, option):
     with pytest.raises(ConfigError, match=r"no stage 'trian'.*seeds, generate, features, train"):
-        run_again(make_config(tmp_path), **{option: "trian"})
+        again(**{option: "trian"})
     assert not (tmp_path / "run").exists()
 
 
-def test_the_number_of_shards_does_not_change_generated_rows(finished_run, make_config, tmp_path):
-    run = run_again(make_config(tmp_path, seeds__rows_per_shard=17), until="generate")
+def test_the_number_of_shards_does_not_change_generated_rows(finished_run, again):
+    run = again(until="generate", seeds__rows_per_shard=17)
 
     def rows(of: RunDirectory) -> dict[str, dict]:
         return {

@@ -81,11 +81,11 @@ def test_joint_runs_without_the_cache_and_says_so(joint_run, make_settings, tmp_
     assert "no states to cache" in out and "a tuned backbone of" in out
 
 
-def test_an_unneeded_cache_is_unlinked_and_kept(copied_run, make_config, tmp_path):
+def test_an_unneeded_cache_is_unlinked_and_kept(copied_run, again):
     cache = latest(copied_run, "features").path
-    run_again(make_config(tmp_path, **JOINT), until="generate")
+    again(until="generate", **JOINT)
     assert copied_run.latest("features") is None and cache.is_dir()
-    assert stages_run(run_again(make_config(tmp_path))) == []
+    assert stages_run(again()) == []
 
 
 def test_the_exported_backbone_is_merged_and_named_by_heads(joint_run, tiny_target):
@@ -119,11 +119,11 @@ def test_calibration_looks_at_held_out_rows_through_the_tuned_backbone(joint_run
         np.testing.assert_allclose(hidden_ND, expected_TD[row["positions"]], atol=2e-4)
 
 
-def test_another_tree_is_searched_on_the_same_states(run, make_config, tmp_path, monkeypatch):
+def test_another_tree_is_searched_on_the_same_states(run, again, monkeypatch):
     states = latest(run, "tuned-features")
     with monkeypatch.context() as patched:
         patched.setattr("pipeline.stages.features.Worker", None)
-        changed = run_again(make_config(tmp_path, **JOINT, calibrate__nodes=4), until="calibrate")
+        changed = again(until="calibrate", **JOINT, calibrate__nodes=4)
     assert (
         stages_run(changed) == ["calibrate"]
         and latest(run, "calibrate").summary["tree"]["nodes"] == 4
@@ -133,7 +133,7 @@ def test_another_tree_is_searched_on_the_same_states(run, make_config, tmp_path,
     shard = states.shard_path(0)
     shard.write_bytes(bytes(reversed(shard.read_bytes())))
     assert states.verify()
-    run_again(make_config(tmp_path, **JOINT, calibrate__nodes=4), until="calibrate")
+    again(until="calibrate", **JOINT, calibrate__nodes=4)
     assert stages_run(run) == ["tuned-features"] and states.verify() == []
 
 
@@ -226,12 +226,12 @@ def test_original_and_tuned_target_answer_a_file_of_questions(
     assert matched.keys() == {"category", "answers", "plain", "medusa", "original"}
 
 
-def test_a_drift_beyond_the_limit_fails_without_new_work(run, make_config, tmp_path):
+def test_a_drift_beyond_the_limit_fails_without_new_work(run, again):
     kl = latest(run, "check").summary["drift"]["kl"]
-    run_again(make_config(tmp_path, **JOINT | {"train__backbone__max_kl": 1.1 * kl}))
+    again(**JOINT | {"train__backbone__max_kl": 1.1 * kl})
     assert stages_run(run) == []
     with pytest.raises(CheckFailed, match=r"nats from the target, above train\.backbone\.max_kl"):
-        run_again(make_config(tmp_path, **JOINT | {"train__backbone__max_kl": 0.9 * kl}))
+        again(**JOINT | {"train__backbone__max_kl": 0.9 * kl})
     assert stages_run(run) == []
 
 
@@ -269,10 +269,8 @@ def test_damaged_backbones_and_states_are_repaired_without_training(
     assert path.read_bytes() == whole
 
 
-def test_a_two_stage_training_calibrates_on_the_tuned_backbone(make_config, tmp_path):
-    run = run_again(
-        make_config(tmp_path, **JOINT, train__backbone__recipe="two-stage"), until="export"
-    )
+def test_a_two_stage_training_calibrates_on_the_tuned_backbone(again):
+    run = again(until="export", **JOINT, train__backbone__recipe="two-stage")
     assert stages_run(run) == [
         "seeds",
         "generate",

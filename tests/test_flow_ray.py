@@ -13,11 +13,9 @@ import os
 import shutil
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -27,8 +25,6 @@ from safetensors.torch import load_file
 
 from pipeline.artifacts.trained_heads import HEADS_FILE
 from pipeline.cli.app import main
-from pipeline.execution.progress import Progress, ProgressReporter
-from pipeline.execution.ray_executor import RayExecutor
 from pipeline.flow import run_flow
 from pipeline.stages import features
 from pipeline.storage.run_directory import RunDirectory
@@ -92,36 +88,6 @@ def curve_of(run: RunDirectory) -> list[tuple[int, float, float]]:
     """Step, learning rate and loss."""
     lines = read_metrics(latest(run, "train").path)
     return [(line["step"], line["lr"], line["loss"]) for line in lines if "loss" in line]
-
-
-class Training(NamedTuple):
-    """A training as its driver sees it."""
-
-    arguments: dict[str, Any]
-    threads_before: set[threading.Thread]
-    threads: set[threading.Thread]
-    shown: list[tuple[int, int]]
-
-
-def watched_trainings(monkeypatch: pytest.MonkeyPatch) -> list[Training]:
-    """Each training through Ray from now on, of which one worker is killed, the first time."""
-    trainings, call = [], RayExecutor.call
-
-    def watched(executor, function, arguments, placement, progress=None):
-        if function is not train_and_be_killed:
-            return call(executor, function, arguments, placement, progress)
-        training = Training(arguments, set(threading.enumerate()), set(), [])
-        trainings.append(training)
-
-        def show(now: Progress) -> None:
-            training.shown.append((now.done, now.total))
-            training.threads.update(threading.enumerate())
-
-        return call(executor, function, arguments, placement, ProgressReporter(progress.path, show))
-
-    monkeypatch.setattr(ray_entry, "train_on_ray", train_and_be_killed)
-    monkeypatch.setattr(RayExecutor, "call", watched)
-    return trainings
 
 
 def assert_trained_as_in_one_process(
@@ -193,7 +159,7 @@ def test_an_interrupted_ray_run_equals_the_inline_run(
     assert len(list((run.path / "come").iterdir())) == WORKERS
     assert contents(run, *SHARDED) == contents(finished_run, *SHARDED)
 
-    calls = watched_trainings(monkeypatch)
+    monkeypatch.setattr(ray_entry, "train_on_ray", train_and_be_killed)
     run = run_flow(make_config(tmp_path, **TRAINING, **sharing), console=Console(quiet=True))
     assert stages_run(run) == ["train", "calibrate", "export", "check"]
     assert run.latest("check").summary["passed"]
@@ -201,15 +167,9 @@ def test_an_interrupted_ray_run_equals_the_inline_run(
         run.latest(name).verify() == [] for name in ("generate", "features", "train", "export")
     )
 
-    (call,) = calls
-    (done, total), *_ = reversed(call.shown)
-    assert done == total and call.shown == sorted(call.shown)
-    assert (
-        call.threads <= call.threads_before
-    )  # one that waits in Ray ends the process when Ray is shut down
     processes = (tmp_path / "trainer.txt").read_text().split()
     before, after = STEPS_BEFORE_DEATH + 1, len(processes) - STEPS_BEFORE_DEATH - 1
-    assert 0 < after < total, "it did not begin again"
+    assert 0 < after < latest(run, "train").summary["steps"], "it did not begin again"
     assert processes[:before] == processes[:1] * before and processes[0] not in processes[before:]
     deaths = [event for event in last_events(run) if event["event"] == "worker-died"]
     assert {event["stage"] for event in deaths} == {"train"} and len(deaths) <= 2, (

@@ -10,16 +10,16 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
+from pipeline.artifacts.json_form import result
 from pipeline.artifacts.seen_answers import NewAnswers
 from pipeline.config import Config
-from pipeline.storage.atomic import write_text
+from pipeline.storage.atomic import JsonObject, write_text
 
 LEAST_SHORTFALL = 0.1  # tokens per step
 LEAST_LEARNED = 0.1  # of the tokens that guessing by frequency misses
 
-Line = dict[str, Any]  # one question's answer, in Spec-Bench's or FastChat's schema
+Line = JsonObject  # one question's answer, in Spec-Bench's or FastChat's schema
 
 
 @dataclass(frozen=True)
@@ -63,32 +63,12 @@ class Difference:
     model: str | None = None  # the copy that was decoded, where it is not the target
 
 
-@dataclass(frozen=True, kw_only=True)
-class ChainRate:
-    """The acceleration rate of a top-1 chain, replayed on plain greedy answers."""
-
-    draft_tokens: int
-    acceleration_rate: float | None = None
-    standard_error: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Baseline:
-    """The figures of a decoding method of transformers; `failed` is the reason for having none."""
-
-    name: str
-    failed: str | None = None
-    acceleration_rate: float | None = None
-    speedup: float | None = None
-    tokens_per_second: float | None = None
-    time_to_first_token: float | None = None
-    time_per_output_token: float | None = None
-    greedy_match: GreedyMatch | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
+@result
 class Speed:
-    """Decoding speed with heads, and of plain decoding (`baseline_…`); times in seconds."""
+    """Decoding speed with heads, and of plain decoding (`baseline_…`); times in seconds.
+
+    A figure that was not measured is None.
+    """
 
     acceleration_rate: float | None = None
     standard_error: float | None = None
@@ -102,7 +82,23 @@ class Speed:
     baseline_time_per_output_token: float | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@result
+class ChainRate(Speed):
+    """The acceleration rate of a top-1 chain, replayed on plain greedy answers."""
+
+    draft_tokens: int
+
+
+@result
+class Baseline(Speed):
+    """The speed of a decoding method of transformers; `failed` is the reason for having none."""
+
+    name: str
+    failed: str | None = None
+    greedy_match: GreedyMatch | None = None
+
+
+@result
 class Category(Speed):
     """Decoding speed on the prompts of one category."""
 
@@ -110,66 +106,55 @@ class Category(Speed):
     prompts: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class TreeRow:
+@result
+class TreeRow(Speed):
     """One tree in the study `trees`, or the tree cut at `heads` heads in the study `heads`."""
 
     tree: str | None = None
     heads: int | None = None
     nodes: int
-    acceleration_rate: float | None = None
-    overhead: float | None = None
-    speedup: float | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class TypicalRow:
+@result
+class TypicalRow(Speed):
     """One acceptance rule in the study `typical`."""
 
     temperature: float
     rule: str
     eps: float | None = None
-    acceleration_rate: float | None = None
-    overhead: float | None = None
-    speedup: float | None = None
     log_likelihood: float | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class BatchRow:
+@result
+class BatchRow(Speed):
     """One number of sequences in the study `batch`."""
 
     batch_size: int
-    tokens_per_second: float
-    baseline_tokens_per_second: float
-    speedup: float
 
 
-@dataclass(frozen=True, kw_only=True)
+@result
 class Percentiles:
+    """Percentiles of a time under load, in milliseconds."""
+
     p50: float | None = None
     p90: float | None = None
     p99: float | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class LoadRow:
-    """One number of concurrent requests in the study `load`; times in milliseconds."""
+@result
+class LoadRow(Speed):
+    """One number of concurrent requests in the study `load`: speeds, latencies, share in time."""
 
     requests: int
-    speedup: float | None = None
-    acceleration_rate: float | None = None
-    tokens_per_second: float | None = None
     ttft_ms: Percentiles | None = None
     tpot_ms: Percentiles | None = None
     within_slo: float | None = None
-    baseline_tokens_per_second: float | None = None
     baseline_ttft_ms: Percentiles | None = None
     baseline_tpot_ms: Percentiles | None = None
     baseline_within_slo: float | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@result
 class Studies:
     """The rows of each study that was run."""
 
@@ -180,7 +165,7 @@ class Studies:
     load: list[LoadRow] | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@result
 class EngineFigures(Speed):
     """The check's figures that native decoding and vLLM have in common."""
 
@@ -194,7 +179,7 @@ class EngineFigures(Speed):
     studies: Studies | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@result
 class NativeFigures(EngineFigures):
     """The check's figures of native decoding with the tree."""
 
@@ -214,7 +199,7 @@ class NativeFigures(EngineFigures):
     chain: ChainRate | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@result
 class VllmFigures(EngineFigures):
     """The check's figures of vLLM with the heads' top-1 chain."""
 
@@ -225,18 +210,43 @@ class VllmFigures(EngineFigures):
     expected_standard_error: float | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class ServedModel:
+@result
+class Engines:
+    """The check's figures by decoding engine; None for an engine that was not run."""
+
+    native: NativeFigures | None = None
+    vllm: VllmFigures | None = None
+
+    def engine_failures(self, limits: Limits) -> list[str]:
+        """Return the reasons why the decoding engines fail the check."""
+        found, vllm = [], self.vllm
+        if self.native is not None:
+            found += _failures_of_engine("native", self.native, limits)
+        if vllm is not None:
+            found += _failures_of_engine("vllm", vllm, limits)
+            if vllm.accepted_per_position is not None and not any(vllm.accepted_per_position):
+                found.append("vllm: no draft token was accepted")
+            expected = _missed_rate(vllm)
+            if expected is not None:
+                found.append(
+                    f"vllm: acceleration rate {vllm.acceleration_rate:.2f} is far below the"
+                    f" {expected:.2f} to expect of this chain: vLLM does not draft what was trained"
+                )
+        return found
+
+
+@result
+class ServedModel(Engines):
     """The check's figures on the copy of the target that will be served."""
 
     model: str
     format: str
-    native: NativeFigures | None = None
-    vllm: VllmFigures | None = None
 
 
 @dataclass(frozen=True)
 class SampleToken:
+    """One decoded token and the decoding step that yielded it."""
+
     text: str
     step: int  # 0 is the prefill
 
@@ -249,7 +259,7 @@ class Sample:
     tokens: list[SampleToken]
 
 
-@dataclass(frozen=True, kw_only=True)
+@result
 class TunedDrift:
     """Distance of a tuned backbone's predictions from the original's; None without positions."""
 
@@ -260,24 +270,20 @@ class TunedDrift:
     positions: int | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class CheckFigures:
+@result
+class CheckFigures(Engines):
     """The section `check` of report.json."""
 
-    native: NativeFigures | None = None
-    vllm: VllmFigures | None = None
     contaminated_rows: int | None = None
     exact_match: list[dict[str, str | int | float]] | None = None
     passed: bool
     failures: list[str]
 
 
-@dataclass(frozen=True, kw_only=True)
-class CheckResult:
-    """The summary of a check; the part of one engine has only the fields of that engine."""
+@result
+class CheckResult(Engines):
+    """The summary of the check stage, or the part of it that one decoding engine measured."""
 
-    native: NativeFigures | None = None
-    vllm: VllmFigures | None = None
     served_model: ServedModel | None = None
     differing: list[Difference] = field(default_factory=list)
     head_0: dict[str, float] | None = None  # its top1 to top5 on held-out text
@@ -286,18 +292,18 @@ class CheckResult:
     samples: list[Sample] = field(default_factory=list)
     exact_match: list[dict[str, str | int | float]] | None = None  # by category
     contaminated_rows: int | None = None  # training rows that hold a question of the check's file
-    hardware: dict[str, Any] | None = None  # of the machine that decoded
+    hardware: JsonObject | None = None  # of the machine that decoded
     versions: dict[str, str] | None = None
-    configuration: dict[str, Any] | None = None
+    configuration: JsonObject | None = None
     target_revision: str | None = None  # the commit of a target from the Hub
     passed: bool | None = None
 
     def failures(self, limits: Limits) -> list[str]:
         """Return the reasons why the heads must not be published; empty if the check passed."""
-        found = _failures_of_engines(self.native, self.vllm, limits)
+        found = self.engine_failures(limits)
         copy = self.served_model
         if copy is not None:
-            for reason in _failures_of_engines(copy.native, copy.vllm, limits):
+            for reason in copy.engine_failures(limits):
                 found.append(f"on {copy.model}: {reason}")
         if limits.require_learning:
             found += self._learning_failures()
@@ -323,12 +329,12 @@ class CheckResult:
         )
 
     def _learning_failures(self) -> list[str]:
-        """Return a reason if head 0 hardly beats token frequencies at top-1 or top-5.
+        """Return a reason if head 0 hardly beats always guessing the most frequent tokens.
 
-        The most that guesses which read nothing can reach is the share of the most frequent tokens.
-        Head 0 has to get `LEAST_LEARNED` of the rest right. Untrained heads get none of it, heads
+        Such guesses get the share of these tokens right, at top-1 and at top-5. Head 0 has to get
+        at least `LEAST_LEARNED` of the other tokens right. Untrained heads get none of them, heads
         trained for a few steps 5 %, useful heads 33 % or more, independent of target and
-        vocabulary. Text that frequencies guess completely proves nothing.
+        vocabulary. Text without other tokens is not judged.
         """
         if not self.head_0 or not self.frequency:
             return []
@@ -344,33 +350,14 @@ class CheckResult:
         return []
 
 
-def _failures_of_engines(
-    native: NativeFigures | None, vllm: VllmFigures | None, limits: Limits
-) -> list[str]:
-    found = []
-    if native is not None:
-        found += _failures_of_engine("native", native, limits)
-    if vllm is not None:
-        found += _failures_of_engine("vllm", vllm, limits)
-        if vllm.accepted_per_position is not None and not any(vllm.accepted_per_position):
-            found.append("vllm: no draft token was accepted")
-        expected = _missed_rate(vllm)
-        if expected is not None:
-            found.append(
-                f"vllm: acceleration rate {vllm.acceleration_rate:.2f} is far below the"
-                f" {expected:.2f} to expect of this chain: vLLM does not draft what was trained"
-            )
-    return found
-
-
 def _failures_of_engine(name: str, engine: EngineFigures, limits: Limits) -> list[str]:
+    """Return the reasons why one engine's greedy answers or its rate fail the check."""
     found, match = [], engine.greedy_match
     if match.differing:
-        differ = f"{match.differing} of {match.sequences} greedy sequences differ"
-        gap = ""
-        if engine.largest_gap is not None:
-            gap = f" (top-2 gap up to {engine.largest_gap:g}; ties: check.tie_tolerance)"
-        found.append(f"{name}: {differ} from plain decoding{gap}")
+        found.append(
+            f"{name}: {match.differing} of {match.sequences} greedy sequences differ from plain"
+            f" decoding (top-2 gap up to {engine.largest_gap}; ties: check.tie_tolerance)"
+        )
     if match.ties > max(1, limits.max_tie_share * match.sequences):
         found.append(
             f"{name}: {match.ties} of {match.sequences} greedy sequences differ at ties, more than"
@@ -387,10 +374,11 @@ def _failures_of_engine(name: str, engine: EngineFigures, limits: Limits) -> lis
 def _missed_rate(vllm: VllmFigures) -> float | None:
     """Return the expected rate of the served chain if vLLM's rate is far below it, else None.
 
-    Far below is at least half of the gain over plain decoding, and more than 3 standard errors of
-    what was measured and expected together, and a tenth of a token. On the same text there is no
-    sampling error: the chain was replayed on the answers of native decoding. Heads that an engine
-    has read wrongly gain next to nothing; prompts and engines differ by less than half of the gain.
+    A rate is far below if it misses more than half of the expected gain over plain decoding, more
+    than 3 standard errors of the measured and the expected rate together, and more than a tenth of
+    a token per step. A rate on the same text has no sampling error: the chain was replayed on the
+    answers of native decoding. Heads that an engine reads wrongly gain next to nothing; other
+    prompts and engines change the gain by less than half.
     """
     expected, error = vllm.same_text_acceleration_rate, 0.0
     if expected is None:
@@ -419,16 +407,17 @@ def write_model_answers(directory: Path, lines: Sequence[Line]) -> None:
 
 
 def _write_lines(path: Path, lines: Iterable[Line]) -> None:
+    """Write answers as JSON lines."""
     write_text(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
 
 
 def read_answers(directory: Path) -> dict[str, list[Line]]:
     """Read the answers of a check by method: plain decoding first, the original model last."""
-    files = {path.stem: path for path in sorted((directory / "answers").glob("*.jsonl"))}
-    for path in sorted((directory / "model_answer").glob("*-original.jsonl")):
-        files["original"] = path
+    paths = sorted((directory / "answers").glob("*.jsonl"))
+    paths.sort(key=lambda path: path.stem != "plain")
+    paths += (directory / "model_answer").glob("*-original.jsonl")
     found = {}
-    for name in sorted(files, key=lambda name: (name == "original", name != "plain", name)):
-        lines = files[name].read_text("utf-8").splitlines()
-        found[name] = [json.loads(line) for line in lines]
+    for path in paths:
+        name = "original" if path.parent.name == "model_answer" else path.stem
+        found[name] = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
     return found

@@ -19,11 +19,10 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 import torch
 from torch import Tensor
 
-from pipeline.artifacts.generated_rows import SPANS, open_rows, spans_of
+from pipeline.artifacts.generated_rows import SPANS, StoredSpans, open_rows, spans_of
 from pipeline.artifacts.quantized_states import SCALE_BYTES, STORED_DTYPES, dequantize
 from pipeline.config import Precision
 from pipeline.conversations.conversation import Role
@@ -42,7 +41,6 @@ FEATURES = pa.schema(
 )
 SCALES = pa.field("scales", pa.list_(pa.float32()))  # of states of 8 bits: one per position
 TAP = "last hidden state after the final norm"
-BATCH_COLUMNS = ["input_ids", "spans", "hidden"]
 
 
 @dataclass(frozen=True)
@@ -126,7 +124,6 @@ class FeatureRows:
     Args:
         shards: The shards' paths, in order; all of one run.
         fingerprint: The features stage's fingerprint, which every shard must carry.
-        hidden_size: The target's.
         num_heads: K.
         roles: The roles whose spans give labels.
 
@@ -140,7 +137,6 @@ class FeatureRows:
         shards: Sequence[str],
         *,
         fingerprint: str,
-        hidden_size: int,
         num_heads: int,
         roles: Collection[Role],
     ):
@@ -149,7 +145,6 @@ class FeatureRows:
         self._groups: list[tuple[str, int]] = []
         self._lengths: list[npt.NDArray[np.int64]] = []
         self._splits: list[npt.NDArray[np.object_]] = []
-        self.states = StateFormat(torch.float32, hidden_size)
         for path in shards:
             with open_rows(path, fingerprint) as shard:
                 self.states = StateFormat.of(shard.schema_arrow.metadata)
@@ -157,12 +152,8 @@ class FeatureRows:
                     self._groups.append((path, group))
                     columns = ["split", "spans"]
                     table = shard.read_row_group(group, columns=columns, use_threads=False)
-                    self._lengths.append(_num_learnable(table["spans"], self.roles))
+                    self._lengths.append(_num_learnable(table["spans"].to_pylist(), self.roles))
                     self._splits.append(table["split"].to_numpy())
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.states.dtype
 
     def lengths(self, split: str) -> list[npt.NDArray[np.int64]]:
         """Return, per row group, each row's learnable positions in a split; 0 for other splits."""
@@ -178,10 +169,10 @@ class FeatureRows:
             DamagedShard: A page fails its checksum, or the file is gone.
         """
         path, group = self._groups[index]
+        columns = ["input_ids", "spans", "hidden"]
+        if self.states.precision != "native":
+            columns.append(SCALES.name)
         with open_rows(path, self.fingerprint) as shard:
-            columns = BATCH_COLUMNS
-            if self.states.precision != "native":
-                columns = [*columns, SCALES.name]
             table = shard.read_row_group(group, columns=columns, use_threads=False)
         return RowGroup(self, table)
 
@@ -199,6 +190,7 @@ class RowGroup:
         return self._taken[index]
 
     def _take(self, index: int) -> FeatureRow:
+        """Decode a row's states, and compute its labels from its tokens and spans."""
         ids = self._table["input_ids"][index].values.to_numpy()
         spans = spans_of(self._table["spans"][index].as_py())
         rows = self._rows
@@ -221,12 +213,11 @@ class RowGroup:
         return dequantize(stored_ND, scales_N, states.precision, states.dtype)
 
 
-def _num_learnable(spans: pa.ChunkedArray, roles: Sequence[Role]) -> npt.NDArray[np.int64]:
+def _num_learnable(rows: Sequence[StoredSpans], roles: Sequence[Role]) -> npt.NDArray[np.int64]:
     """Count each row's learnable positions: all but the last of each span in `roles`."""
-    sizes = pc.list_value_length(spans).to_numpy()
-    flat = pc.list_flatten(spans)
-    starts, ends, role = (pc.struct_field(flat, name) for name in ("start", "end", "role"))
-    learned = pc.is_in(role, pa.array(roles)).to_numpy()
-    numbers = (ends.to_numpy() - starts.to_numpy() - 1) * learned
-    row = np.repeat(np.arange(len(sizes)), sizes)
-    return np.bincount(row, weights=numbers, minlength=len(sizes)).astype(np.int64)
+    lengths = np.zeros(len(rows), np.int64)
+    for index, spans in enumerate(rows):
+        for span in spans_of(spans):
+            if span.role in roles:
+                lengths[index] += len(span) - 1
+    return lengths

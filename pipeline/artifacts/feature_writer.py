@@ -17,7 +17,6 @@ import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -64,11 +63,12 @@ class WaitingMemory:
 class WaitingGroup:
     """Feature rows that become one row group, and the memory for their states."""
 
-    def __init__(self, rows: Sequence[TokenRow], states: StateFormat, memory: Tensor):
-        self.rows, self.states, self.memory = rows, states, memory
+    def __init__(self, rows: Sequence[TokenRow], states: StateFormat, waiting: WaitingMemory):
+        self.rows, self.states = rows, states
         self.edges = row_edges(rows)
         num_bytes = self.edges[-1] * states.computed_bytes
-        self.hidden_ND = memory[:num_bytes].view(states.dtype).view(-1, states.hidden_size)
+        self.memory = waiting.take(num_bytes)
+        self.hidden_ND = self.memory[:num_bytes].view(states.dtype).view(-1, states.hidden_size)
         self.missing = len(rows)
 
     def put(self, index: int, hidden_TD: Tensor) -> None:
@@ -89,8 +89,10 @@ class WaitingGroup:
             if not len(hidden_ND) or torch.isfinite(torch.stack(hidden_ND.aminmax())).all():
                 rows.append(row)
                 states.append(hidden_ND)
-            else:
-                writer.reject(_rejected(row, hidden_ND))
+                continue
+            num_bad = int((~torch.isfinite(hidden_ND).all(dim=1)).sum())
+            detail = f"{num_bad} of {len(hidden_ND)} states are NaN or infinite"
+            writer.reject(RejectedRow(row.id, Reason.NON_FINITE, detail, row.stored()))
         hidden_ND = self.hidden_ND
         if len(rows) < len(self.rows):
             hidden_ND = torch.cat(states)
@@ -99,6 +101,7 @@ class WaitingGroup:
         return len(hidden_ND)
 
     def _batch(self, rows: Sequence[TokenRow], hidden_ND: Tensor) -> pa.RecordBatch:
+        """Return rows with their states as a record batch, in the stored precision."""
         if self.states.precision == "native":
             return feature_batch(rows, hidden_ND)
         stored_ND = (
@@ -110,13 +113,8 @@ class WaitingGroup:
         return feature_batch(rows, stored_ND).append_column(SCALES, scales)
 
 
-def _rejected(row: TokenRow, hidden_ND: Tensor) -> RejectedRow:
-    num_bad = int((~torch.isfinite(hidden_ND).all(dim=1)).sum())
-    detail = f"{num_bad} of {len(hidden_ND)} states are NaN or infinite"
-    return RejectedRow(row.id, Reason.NON_FINITE, detail, row.stored())
-
-
 def num_positions(row: TokenRow) -> int:
+    """Count the states that are stored of a row: one per target-written token."""
     return sum(map(len, row.spans))
 
 
@@ -147,7 +145,7 @@ def feature_batch(rows: Sequence[TokenRow], hidden_ND: Tensor) -> pa.RecordBatch
     ends = np.asarray(row_edges(rows), np.int64) * hidden_ND.shape[1] * hidden_ND.itemsize
     data = pa.py_buffer(hidden_ND.view(torch.uint8).numpy())
     buffers = [None, pa.py_buffer(ends), data]
-    columns: dict[str, Any] = {
+    columns = {
         "id": [row.id for row in rows],
         "parent_id": [row.parent_id for row in rows],
         "split": [row.split for row in rows],
@@ -160,6 +158,7 @@ def feature_batch(rows: Sequence[TokenRow], hidden_ND: Tensor) -> pa.RecordBatch
 
 
 def _lists(values: Sequence[npt.NDArray[np.int32]]) -> pa.ListArray:
+    """Return NumPy arrays as one Arrow column of lists."""
     ends = np.cumsum([0, *map(len, values)], dtype=np.int32)
     return pa.ListArray.from_arrays(pa.array(ends), pa.array(np.concatenate(values)))
 
@@ -206,10 +205,8 @@ class FeatureWriter:
         """
         number = bisect.bisect(self._starts, index) - 1
         if number not in self._groups:
-            rows = self._rows[number]
-            num_bytes = row_edges(rows)[-1] * self._states.computed_bytes
-            memory = self._waiting.take(num_bytes)
-            self._groups[number] = WaitingGroup(rows, self._states, memory)
+            group = WaitingGroup(self._rows[number], self._states, self._waiting)
+            self._groups[number] = group
         self._groups[number].put(index - self._starts[number], hidden_TD)
         following = len(self._writing)
         while following in self._groups and not self._groups[following].missing:
@@ -235,14 +232,13 @@ class FeatureWriter:
         """
         lacking = f"{len(self._groups)} row groups of {stage} lack states"
         assert len(self._writing) == len(self._rows), lacking
-        return self._thread.submit(self._commit, stage, ids_in, num_tokens, started)
 
-    def _commit(
-        self, stage: str, ids_in: Sequence[str] | None, num_tokens: int, started: float
-    ) -> Receipt:
-        positions = sum(writing.result() for writing in self._writing)
-        stats = {"positions": float(positions), "tokens": float(num_tokens)}
-        return self._writer.commit(stage, ids_in, stats, time.monotonic() - started)
+        def finish() -> Receipt:
+            positions = sum(writing.result() for writing in self._writing)
+            stats = {"positions": float(positions), "tokens": float(num_tokens)}
+            return self._writer.commit(stage, ids_in, stats, time.monotonic() - started)
+
+        return self._thread.submit(finish)
 
     def _write(self, group: WaitingGroup) -> int:
         """Write a row group unless writing has failed before; return its number of positions."""

@@ -38,6 +38,7 @@ GENERATED = pa.schema(
         ("messages", MESSAGES),
     ]
 )
+StoredSpans = Iterable[Mapping[str, Any]]
 TOKEN_COLUMNS = ("id", "parent_id", "split", "input_ids", "spans")
 REDO = "Delete this file and run the same command again: it is made anew."
 
@@ -69,8 +70,9 @@ class TokenRow:
         }
 
 
-def spans_of(stored: Iterable[Mapping[str, Any]]) -> list[Span]:
-    return [Span(span["start"], span["end"], span["role"]) for span in stored]
+def spans_of(stored: StoredSpans) -> list[Span]:
+    """Make spans of their stored form."""
+    return [Span(**span) for span in stored]
 
 
 def generated_columns(row: GeneratedRow, split: str) -> Row:

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import math
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar, dataclass_transform
 
 from pydantic import TypeAdapter
+
+from pipeline.storage.atomic import JsonObject
 
 Result = TypeVar("Result")
 
 
-def to_json(result: object) -> dict[str, Any]:
+@dataclass_transform(kw_only_default=True, frozen_default=True)
+def result(kind: type[Result]) -> type[Result]:
+    """Class decorator: make a class of figures a frozen dataclass with keyword arguments."""
+    return dataclass(frozen=True, kw_only=True)(kind)
+
+
+def to_json(result: object) -> JsonObject:
     """Return the fields of a result dataclass as JSON, without those that are None."""
     return dict(TypeAdapter(type(result)).dump_python(result, mode="json", exclude_none=True))
 

@@ -1,8 +1,8 @@
 """Seen answers: held-out answers that the target has also written in a training row.
 
-A new prompt may have an old answer. Heads have then learned the answer by heart, and rates on it
-are too high to say anything of new text. An answer is *seen* where its first 32 tokens, or
-all of a shorter one, are those of an answer in the split `train`.
+The answer to a held-out prompt may also be in a training row. The heads then know it by heart, and
+rates on it overestimate rates on new text. An answer is *seen* if its first 32 tokens, or all
+tokens of a shorter answer, equal those of an answer in the split `train`.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.artifacts.generated_rows import read_token_rows
+from pipeline.artifacts.json_form import result
 from pipeline.storage.stage_directory import StageDirectory
 
 PREFIX = 32  # tokens
-ENOUGH_NEW = 8  # answers; figures of fewer say nothing
+ENOUGH_NEW = 8  # answers; rates of fewer are too uncertain
 
 
-@dataclass(frozen=True, kw_only=True)
+@result
 class NewAnswers:
     """Rates on answers that are not seen; None if there are fewer than `ENOUGH_NEW`."""
 
@@ -64,12 +65,14 @@ class SeenAnswers:
         self._beginnings: set[bytes] = set()
 
     def add(self, answer: Tokens) -> None:
-        self._beginnings.add(_digest(answer[:PREFIX]))
+        """Add an answer of a training row."""
+        self._beginnings.add(_digest(answer))
 
     def __contains__(self, answer: Tokens) -> bool:
-        return _digest(answer[:PREFIX]) in self._beginnings
+        return _digest(answer) in self._beginnings
 
 
-def _digest(tokens: Tokens) -> bytes:
-    data = np.asarray(tokens, np.int32).tobytes()
+def _digest(answer: Tokens) -> bytes:
+    """Return a digest of an answer's first 32 tokens, 8 bytes."""
+    data = np.asarray(answer[:PREFIX], np.int32).tobytes()
     return hashlib.blake2b(data, digest_size=8).digest()

@@ -8,13 +8,12 @@ Letters: K heads, R ranks.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from pipeline.artifacts.json_form import from_json, to_json
+from pipeline.artifacts.json_form import from_json, result, to_json
 from pipeline.artifacts.seen_answers import NewAnswers
 from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.decoding.tree import TreePath
@@ -25,7 +24,7 @@ TREE_FILE = "tree.json"
 FIX = "Give a JSON list of paths, such as [[0], [0, 0], [1]]."
 
 
-@dataclass(frozen=True, kw_only=True)
+@result
 class Expected:
     """An expected acceleration rate and, if the overhead was timed, an expected speedup."""
 
@@ -35,14 +34,14 @@ class Expected:
     expected_speedup: float | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@result
 class TimedSize(Expected):
     """The expected speedup of a tree of so many nodes."""
 
     nodes: int
 
 
-@dataclass(frozen=True, kw_only=True)
+@result
 class ChainLength(Expected):
     """The expected speedup of a chain of first guesses, as vLLM drafts it."""
 
@@ -50,7 +49,7 @@ class ChainLength(Expected):
     new: NewAnswers
 
 
-@dataclass(frozen=True, kw_only=True)
+@result
 class Calibration:
     """The calibrated tree and chain of first guesses, with their expected rates.
 
@@ -76,7 +75,7 @@ class Calibration:
         write_json(directory / TREE_FILE, to_json(self))
 
 
-@dataclass(frozen=True, kw_only=True)
+@result
 class Accuracy:
     """The share of labels that are among a head's first 1 to 5 guesses."""
 
@@ -89,8 +88,8 @@ class Accuracy:
     new: Accuracy | None = None  # on new answers alone
 
 
-@dataclass(frozen=True, kw_only=True)
-class TreeFigures:
+@result
+class TreeFigures(Expected):
     """The section `tree` of report.json."""
 
     nodes: int
@@ -101,8 +100,6 @@ class TreeFigures:
     dynamic: DynamicTree | None = None
     searches: dict[str, float] | None = None  # each search's rate on text that it has not seen
     sizes: list[TimedSize] | None = None
-    expected_acceleration_rate: float | None = None
-    expected_standard_error: float | None = None
     answers: int
     seen_share: float
     new: NewAnswers
@@ -110,7 +107,7 @@ class TreeFigures:
     chain: list[ChainLength]
 
 
-@dataclass(frozen=True, kw_only=True)
+@result
 class CalibrateResult:
     """The summary of the calibrate stage."""
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, PositiveInt, field_validator, model_validator
 
-from pipeline.config.running import Dtype, Precision, Section
+from pipeline.config.running import Dtype, PlainData, Precision, Section
 
 TEMPLATE_GIVEN = {
     "messages",
@@ -42,7 +42,7 @@ class TargetConfig(Section):
     chat_template: str | None = Field(
         None, description="Jinja chat template, as text or as a path; for targets that ship none."
     )
-    template_arguments: dict[str, Any] = Field(
+    template_arguments: PlainData = Field(
         default_factory=dict,
         description=(
             "Variables that the chat template is given, such as {enable_thinking: false} of"
@@ -59,7 +59,7 @@ class TargetConfig(Section):
 
     @field_validator("template_arguments")
     @classmethod
-    def leaves_ours(cls, value: dict[str, Any]) -> dict[str, Any]:
+    def leaves_ours(cls, value: PlainData) -> PlainData:
         taken = sorted(value.keys() & TEMPLATE_GIVEN)
         if taken:
             raise ValueError(f"{taken[0]} is given to every template already")
@@ -205,7 +205,7 @@ class SeedsConfig(Section):
         return value
 
 
-def without_secrets(engine_args: dict[str, Any]) -> dict[str, Any]:
+def without_secrets(engine_args: PlainData) -> PlainData:
     """Refuse engine arguments that hold a secret, since run.yaml stores every setting."""
     for name in engine_args:
         if name.endswith(("token", "password", "api_key")):
@@ -216,7 +216,7 @@ def without_secrets(engine_args: dict[str, Any]) -> dict[str, Any]:
     return engine_args
 
 
-EngineArgs = Annotated[dict[str, Any], AfterValidator(without_secrets)]
+EngineArgs = Annotated[PlainData, AfterValidator(without_secrets)]
 
 
 class GenerateConfig(Section):

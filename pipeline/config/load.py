@@ -22,6 +22,7 @@ from pydantic import BaseModel, ValidationError
 
 from pipeline.config import Config, TargetConfig
 from pipeline.config.outcome import StockTree
+from pipeline.config.running import PlainData
 from pipeline.errors import ConfigError
 from pipeline.redact import redacted
 
@@ -83,20 +84,20 @@ def load_config(file: str | Path, overrides: Iterable[str] = ()) -> Config:
     return validate(settings, str(file))
 
 
-def target_settings(words: Iterable[str]) -> dict[str, Any]:
+def target_settings(words: Iterable[str]) -> PlainData:
     """Return the settings of `target` in `target.key=value` words of a command line.
 
     Raises:
         ConfigError: As `load_config` does, or for another section.
     """
-    settings: dict[str, Any] = {"target": {}}
+    settings: PlainData = {"target": {}}
     for word in words:
         _override(settings, word)
         if len(settings) > 1 or "model" in settings["target"]:
             what = f"Only settings of the target are read here, and not '{word}'."
             fix = "The model itself has an option of its own (see --help)."
             raise ConfigError(what, "command line", fix)
-    found: dict[str, Any] = settings["target"]
+    found: PlainData = settings["target"]
     try:
         TargetConfig.model_validate({"model": "any"} | found)
     except ValidationError as error:
@@ -107,7 +108,7 @@ def target_settings(words: Iterable[str]) -> dict[str, Any]:
     return found
 
 
-def validate(settings: dict[str, Any], where: str) -> Config:
+def validate(settings: PlainData, where: str) -> Config:
     """Make a `Config` of plain data; a ConfigError names every wrong key."""
     try:
         config = Config.model_validate(settings)
@@ -139,18 +140,18 @@ def dump_config(config: Config) -> str:
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
-def _place_in(settings: dict[str, Any], run: Path) -> None:
-    """Set run.root, run.name and run.store of a run.yaml to the place where it lies now."""
+def _place_in(settings: PlainData, run: Path) -> None:
+    """Set run.root, run.name and run.store of a run.yaml to where the run directory lies now."""
     place = settings.setdefault("run", {})
     if isinstance(place, dict):
         place.update(root=str(run.parent), name=run.name)
-        store = linked_store(run)
+        store = _store_of_run_file(run)
         if store is not None:
             place["store"] = None if store == run else str(store)
 
 
-def linked_store(run: Path) -> Path | None:
-    """Return the directory of most stage directories that a run links to, or None."""
+def _store_of_run_file(run: Path) -> Path | None:
+    """Find the `run.store` of a run.yaml: where most links of the run directory lead, or None."""
     stores: Counter[Path] = Counter()
     for link in sorted((run / "latest").glob("[!.]*")):
         if link.is_symlink() and link.is_dir():
@@ -158,7 +159,7 @@ def linked_store(run: Path) -> Path | None:
     return stores.most_common(1)[0][0] if stores else None
 
 
-def _override(settings: dict[str, Any], word: str) -> None:
+def _override(settings: PlainData, word: str) -> None:
     key, equals, text = word.partition("=")
     names, where = tuple(key.split(".")), "command line"
     if not equals or len(names) < 2 or not all(names):

@@ -149,8 +149,7 @@ def normalize_text(text: str) -> str:
 
     A text without letters and digits is returned unchanged.
     """
-    folded = unicodedata.normalize("NFKC", text).casefold()
-    return re.sub(r"[\W_]+", " ", folded).strip() or text
+    return " ".join(words_of(text)) or text
 
 
 def words_of(text: str) -> Words:

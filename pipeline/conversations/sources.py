@@ -201,7 +201,7 @@ class SourceReader:
             if file.peek(6).startswith(TABLE_MAGIC) or suffix in TABLE_SUFFIXES:
                 rows = table_rows(path, self._columns)
             elif suffix == ".csv":
-                rows = delimited_rows(file, path, self._columns, ",;\t|")
+                rows = delimited_rows(file, path, self._columns)
             elif suffix == ".tsv":
                 rows = delimited_rows(file, path, self._columns, "\t")
             elif suffix == ".txt":

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.export.layout import CONFIG_FILE
-from pipeline.storage.atomic import atomic_directory, files_in, remove, write_json
+from pipeline.storage.atomic import atomic_directory, remove, write_json
 from pipeline.storage.receipts import Identity
 
 if TYPE_CHECKING:
@@ -54,8 +54,8 @@ def write_backbone(
         write_json(partial / BACKBONE_FILE, made_of)
 
 
-def link_backbone(source: Path, directory: Path, files: Iterable[str]) -> list[Path]:
-    """Hard-link a tuned backbone's files into an export, or copy them; return the new files."""
+def link_backbone(source: Path, directory: Path, files: Iterable[str]) -> None:
+    """Hard-link a tuned backbone's files into an export, or copy them."""
     remove(directory)
     with atomic_directory(directory, last=CONFIG_FILE) as partial:
         for file in files:
@@ -64,4 +64,3 @@ def link_backbone(source: Path, directory: Path, files: Iterable[str]) -> list[P
                 os.link(source / file, partial / file)
             except OSError:
                 shutil.copy(source / file, partial / file)
-    return [directory / file for file in files_in(directory)]

@@ -106,14 +106,14 @@ Facts = dict[str, Any]  # the variables of a template
 def model_card(published: Published) -> str:
     """Render the Hub card of heads, which are an adapter of their base model."""
     kind, facts = published.kind, _facts(published)
-    tags = [kind.vllm_method or kind.Shape.kind, "speculative-decoding", "self-distillation"]
+    tags = {kind.Shape.kind, "speculative-decoding", "self-distillation"}
+    if kind.vllm_method:
+        tags.add(kind.vllm_method)
     library = "medusa-distill"
     if facts["served"]:
-        tags += ["vllm", "speculators"]
+        tags |= {"vllm", "speculators"}
         library = "vllm"
-    if kind.Shape.kind not in tags:
-        tags.append(kind.Shape.kind)
-    metadata = _metadata(published, facts, "adapter", library, tags)
+    metadata = _metadata(published, facts, "adapter", library, sorted(tags))
     return _rendered("card_heads.md", facts, metadata)
 
 
@@ -221,7 +221,6 @@ def _facts(published: Published) -> Facts:
         "num_heads": num_heads,
         "shared": config.export.formats[0] == "shared",  # the root's format
         "train": _trained_with(report, config),
-        "generate": config.generate,
         "data_sets": data_sets,
         "disturbed": has_disturbance,
         "tables": {
@@ -232,7 +231,6 @@ def _facts(published: Published) -> Facts:
             "heads": heads_table(report),
             "drift": drift_table(report),
         },
-        "fingerprints": report.run.fingerprints if report.run else {},
         "recipe_yaml": recipe_yaml(config, report.target_revision),
     }
 

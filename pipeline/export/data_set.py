@@ -7,7 +7,7 @@ local source begin with `local-1`, `local-2`. A second push replaces the files o
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,6 +28,8 @@ BESIDE = re.compile(r"README\.md|\.gitattributes|LICEN[CS]E.*|NOTICE.*")
 
 
 class DataSetUpload(Upload):
+    """An upload of conversations to a Hub data set, which replaces an earlier upload."""
+
     repo_type = "dataset"
 
     def conflicting(self, names: Collection[str]) -> list[str]:
@@ -63,15 +65,16 @@ def data_set_upload(
     """
     repo_id = require_allowed(published, "push.dataset")
     names = public_names(published.config.seeds.sources)
-    (directory / "data").mkdir()
+    data = directory / "data"
+    data.mkdir()
     num_rows = {}
     for split in SPLITS:
-        number = _write_split(split, shards, fingerprint, names, directory / "data")
+        number = _write_split(split, shards, fingerprint, names, data)
         if number:
             num_rows[split] = number
     card = data_set_card(replace(published, data_set=None), num_rows)
     files = [CommitOperationAdd(CARD_FILE, card.encode(errors="replace"))]
-    for path in sorted((directory / "data").iterdir()):
+    for path in sorted(data.iterdir()):
         files.append(CommitOperationAdd(f"data/{path.name}", path))
     return DataSetUpload(
         repo_id=repo_id,
@@ -91,25 +94,21 @@ def _write_split(
     """Write a split's conversations to `SPLIT-00000.parquet`; return the number of rows."""
     num_rows = 0
     writer: pq.ParquetWriter | None = None
-    for table in _split_tables(split, shards, fingerprint):
-        if writer is None:
-            path = directory / f"{split}-00000.parquet"
-            writer = pq.ParquetWriter(path, table.schema, compression="zstd")
-        writer.write_table(_anonymous(table, names))
-        num_rows += len(table)
-    if writer is not None:
-        writer.close()
-    return num_rows
-
-
-def _split_tables(split: str, shards: Collection[Path], fingerprint: str) -> Iterator[pa.Table]:
-    """Yield a split's conversations as Arrow tables, one per shard of the generate stage."""
     for path in shards:
         with open_rows(path, fingerprint) as shard:
             table = shard.read(columns=[*COLUMNS, "split"])
         table = table.filter(pc.equal(table["split"], split)).select(COLUMNS)
-        if len(table):
-            yield table.replace_schema_metadata(None)
+        if not len(table):
+            continue
+        table = _anonymous(table, names).replace_schema_metadata(None)
+        if writer is None:
+            path = directory / f"{split}-00000.parquet"
+            writer = pq.ParquetWriter(path, table.schema, compression="zstd")
+        writer.write_table(table)
+        num_rows += len(table)
+    if writer is not None:
+        writer.close()
+    return num_rows
 
 
 def _anonymous(table: pa.Table, names: Mapping[str, str]) -> pa.Table:

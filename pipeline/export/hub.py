@@ -22,18 +22,12 @@ from pipeline.config import PushConfig
 from pipeline.errors import CheckFailed, ConfigError, DataError, EnvironmentFault
 from pipeline.export.backbone import BACKBONE_FILE
 from pipeline.export.card import Published, backbone_card, model_card
-from pipeline.export.layout import (
-    CARD_FILE,
-    CONFIG_FILE,
-    read_json_config,
-    read_layout,
-    with_base_model,
-)
+from pipeline.export.layout import CARD_FILE, CONFIG_FILE, read_layout, with_base_model
 from pipeline.export.weights import WEIGHT_SUFFIXES
 from pipeline.heads.kind import Heads
 from pipeline.heads.shapes import FORMATS
 from pipeline.redact import redacted
-from pipeline.storage.atomic import read_file
+from pipeline.storage.atomic import read_file, read_object
 from pipeline.storage.fingerprint import FileFacts
 from pipeline.targets.files import check_repo_id, hub_errors
 
@@ -129,9 +123,9 @@ class Upload(ABC):
 
     def require_publishable(self) -> None:
         """Raise ConfigError for a local base model, DataError for a local path in a pushed file."""
-        for missing in self.missing:
+        if self.missing:
             fix = "Publish the target first, then push with push.base_model=USER/NAME."
-            raise ConfigError(f"The push lacks {missing}.", self.base_model, fix)
+            raise ConfigError(f"The push lacks {self.missing[0]}.", self.base_model, fix)
         for file in self.files:
             if Path(file.path_in_repo).suffix in WEIGHT_SUFFIXES:
                 continue
@@ -268,7 +262,7 @@ def heads_upload(directory: Path, published: Published, checked: Mapping[str, Fi
     written = {CARD_FILE: model_card(replace(published, base_model=base))}
     for name in checked:
         if Path(name).name == CONFIG_FILE:  # each format's directory has a config.json
-            content, _ = read_json_config((directory / name).parent)
+            content = read_object(directory / name)
             written[name] = json.dumps(with_base_model(content, base), indent=2) + "\n"
     return HeadsUpload(
         repo_id=repo_id,

@@ -31,11 +31,17 @@ MAX_NUM_HEADS = 128
 
 @dataclass(frozen=True)
 class ExportLayout:
-    """The layout of an export: the heads' shape and target, format and dtype.
+    """The layout of an export: the heads' shape, their target, the file format and the dtype.
 
-    `format` names one of `FORMATS`. `num_speculative_tokens` is the draft length of an engine's
-    step; 0 means all heads. With a `dynamic_tree` native decoding does not use the static tree of
-    the choices file. Raises ConfigError for settings that no engine or file supports.
+    Attributes:
+        base_model_name_or_path: The target: a Hub id or an absolute directory.
+        format: One of `FORMATS`.
+        num_speculative_tokens: How many tokens vLLM drafts per step; 0 stands for one per head.
+        dynamic_tree: The tree of native decoding, instead of the static one in the choices file.
+
+    Raises:
+        ConfigError: No engine can load heads of this shape in this format, or the target's id is
+            invalid.
     """
 
     base_model_name_or_path: str
@@ -118,8 +124,8 @@ def with_base_model(content: Mapping[str, Any], base_model: str) -> Content:
     return replaced
 
 
-def read_json_config(directory: str | os.PathLike[str]) -> tuple[Content, ExportLayout]:
-    """Read an export's config.json; return its content and the parsed layout.
+def read_layout(directory: str | os.PathLike[str]) -> ExportLayout:
+    """Read the layout in an export's config.json.
 
     Raises:
         DataError: The file is missing, or was not written by this project.
@@ -134,7 +140,7 @@ def read_json_config(directory: str | os.PathLike[str]) -> tuple[Content, Export
         format = heads.pop("format")
         num_tokens = heads.pop("num_speculative_tokens")
         tree = heads.pop("dynamic_tree", None)
-        layout = ExportLayout(
+        return ExportLayout(
             base_model_name_or_path=content["base_model_name_or_path"],
             shape=shape_from_json(heads),
             format=format,
@@ -145,12 +151,6 @@ def read_json_config(directory: str | os.PathLike[str]) -> tuple[Content, Export
     except (ConfigError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         what = f"This is not the configuration of an export ({type(error).__name__}: {error})."
         raise DataError(what, str(path), fix) from error
-    return content, layout
-
-
-def read_layout(directory: str | os.PathLike[str]) -> ExportLayout:
-    """Read the layout in an export's config.json; errors as in `read_json_config`."""
-    return read_json_config(directory)[1]
 
 
 def target_of(directory: str | os.PathLike[str]) -> str:

@@ -21,6 +21,7 @@ from pipeline.export.layout import CONFIG_FILE
 from pipeline.heads.kinds import NOT_HERE
 from pipeline.storage.atomic import read_object
 from pipeline.targets.files import hub_errors, is_local
+from pipeline.targets.spec import one_line
 
 PICKLES = (".pt", ".pth", ".bin")
 WEIGHT_SUFFIXES = (".safetensors", *PICKLES, ".ckpt", ".gguf")  # files that engines load
@@ -96,11 +97,10 @@ def _plain_tensors(path: Path) -> dict[str, Tensor]:
         what = "This is no file of tensors: it holds other objects, whose code is not run here."
         raise DataError(what, str(path), fix) from error
     except Exception as error:  # zip, pickle and torch raise errors of their own
-        first = " ".join(str(error).split())[:200].rstrip(".")
-        what = f"The weights cannot be read ({type(error).__name__}: {first})."
+        what = f"The weights cannot be read: {one_line(error)}."
         raise DataError(what, str(path), fix) from error
-    named = isinstance(content, dict) and all(isinstance(name, str) for name in content)
-    if not named or not all(isinstance(tensor, Tensor) for tensor in content.values()):
+    is_named = isinstance(content, dict) and all(isinstance(name, str) for name in content)
+    if not is_named or not all(isinstance(tensor, Tensor) for tensor in content.values()):
         raise DataError("This is no file of named tensors.", str(path), fix)
     return dict(content)
 

@@ -58,7 +58,6 @@ class Level(NamedTuple):
     inner: Tensor  # [P]: places of the parents among the nodes of the depth above
     parent: Tensor  # [M]: each node's parent, as a place in `inner`
     guess: Tensor  # [M]: each node's place in the parents' flattened [P, top] guesses
-    top: int
 
 
 class ProposalTree(Protocol):
@@ -252,11 +251,11 @@ class Heads(nn.Module, ABC):
         tokens_BM = token_B.to(hidden_BD.device)[:, None]
         proposed = []
         for depth, level in enumerate(tree.levels):
-            inner, parent, guess = (places.to(hidden_BD.device) for places in level[:3])
+            inner, parent, guess = (places.to(hidden_BD.device) for places in level)
             inner_BPD = hidden_BMD.index_select(1, inner)
             inner_BP = tokens_BM.index_select(1, inner)
             hidden_BPD, logits_BPV = self.expand(inner_BPD, inner_BP, depth)
-            rows_BM = logits_BPV.topk(level.top).indices.flatten(1).index_select(1, guess)
+            rows_BM = logits_BPV.topk(tree.top).indices.flatten(1).index_select(1, guess)
             tokens_BM = self.vocabulary.tokens_of_rows(rows_BM)
             hidden_BMD = hidden_BPD.index_select(1, parent)
             proposed.append(tokens_BM)

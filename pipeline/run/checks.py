@@ -14,7 +14,6 @@ from pipeline.conversations.sources import source_readers
 from pipeline.errors import ConfigError, EnvironmentFault
 from pipeline.evaluation.prompts import with_room
 from pipeline.execution.machine import SUBMITTED_JOB, unusable_driver
-from pipeline.export.hub import repositories
 from pipeline.export.layout import check_formats
 from pipeline.run.resolved import ENGINE_SECTIONS, SERVED, TARGET, ResolvedRun
 from pipeline.targets.files import check_repo_id, is_local
@@ -45,10 +44,8 @@ def check_plan(run: ResolvedRun) -> list[str]:
 def unread_settings(run: ResolvedRun) -> list[str]:
     """Warn of configuration keys that only another kind of heads or another method reads."""
     train = run.config.train
-    unread = run.method.unread_keys(train)
-    if not unread:
-        return []
-    return [f"Not read by {train.heads} heads and {train.method}: {', '.join(unread)}."]
+    unread = ", ".join(run.method.unread_keys(train))
+    return [f"Not read by {train.heads} heads and {train.method}: {unread}."] if unread else []
 
 
 def check_placements(run: ResolvedRun) -> None:
@@ -70,9 +67,11 @@ def check_tree(run: ResolvedRun) -> None:
     for key, most in most_by_key.items():
         wanted = getattr(settings, key)
         if isinstance(wanted, int) and wanted > most:
-            what = f"These heads propose {most} tokens in a row, and {wanted} are asked for."
-            fix = "Lower it or raise train.num_heads."
-            raise ConfigError(what, f"calibrate.{key}", fix)
+            raise ConfigError(
+                f"These heads propose {most} tokens in a row, and {wanted} are asked for.",
+                f"calibrate.{key}",
+                "Lower it or raise train.num_heads.",
+            )
     _ = run.dynamic_tree, run.choices  # which raise
 
 
@@ -83,8 +82,7 @@ def check_quantization(run: ResolvedRun) -> None:
         raise ConfigError(
             "vLLM cannot load a target that bitsandbytes quantizes.",
             f"target.quantization, {', '.join(keys)}",
-            "Name transformers or native there; or name a checkpoint that is quantized already"
-            " (AWQ, GPTQ, FP8) as the target.",
+            "Name transformers or native there, or a target that is quantized already.",
         )
 
 
@@ -109,9 +107,11 @@ def check_labels(run: ResolvedRun) -> None:
     num_heads, longest = run.config.train.num_heads, run.config.generate.max_new_tokens
     is_written = run.config.generate.mode != "passthrough"
     if is_written and num_heads >= longest and "train" in run.stages:
-        what = f"Answers of at most {longest} tokens have no labels for head {num_heads - 1}."
-        fix = "Train fewer heads or raise generate.max_new_tokens."
-        raise ConfigError(what, "train.num_heads", fix)
+        raise ConfigError(
+            f"Answers of at most {longest} tokens have no labels for head {num_heads - 1}.",
+            "train.num_heads",
+            "Train fewer heads or raise generate.max_new_tokens.",
+        )
 
 
 def check_sources(run: ResolvedRun) -> None:
@@ -134,12 +134,18 @@ def check_target(run: ResolvedRun) -> None:
     vocab_size = run.model(TARGET).config.get_text_config().vocab_size
     top, most = config.calibrate.top, config.train.draft_vocab or vocab_size
     if most > vocab_size:
-        what = f"A draft vocabulary of {most} tokens exceeds the target's of {vocab_size}."
-        raise ConfigError(what, "train.draft_vocab", "Lower it or leave it unset.")
+        raise ConfigError(
+            f"A draft vocabulary of {most} tokens exceeds the target's of {vocab_size}.",
+            "train.draft_vocab",
+            "Lower it or leave it unset.",
+        )
     # A static tree uses as many guesses as there are.
     if top > most and (most < vocab_size or config.calibrate.tree == "dynamic"):
-        what = f"{top} guesses of each head are asked for, and it can propose only {most} tokens."
-        raise ConfigError(what, "calibrate.top", f"Lower it to at most {most}.")
+        raise ConfigError(
+            f"{top} guesses of each head are asked for, and it can propose only {most} tokens.",
+            "calibrate.top",
+            f"Lower it to at most {most}.",
+        )
     shape = run.shape.drafting(config.train.draft_vocab)
     not_served = run.kind.not_served(shape, run.target_config.to_dict())
     if "vllm" in config.check.engines and not_served:
@@ -147,8 +153,11 @@ def check_target(run: ResolvedRun) -> None:
     context = context_length(with_room(run.target, config.check), run.target_config)
     longest = config.check.max_new_tokens
     if "check" in run.stages and longest >= context:
-        what = f"{longest} tokens after a prompt do not fit in the target's context of {context}."
-        raise ConfigError(what, "check.max_new_tokens", "Lower it.")
+        raise ConfigError(
+            f"{longest} tokens after a prompt do not fit in the target's context of {context}.",
+            "check.max_new_tokens",
+            "Lower it.",
+        )
 
 
 def check_served_copy(run: ResolvedRun) -> None:
@@ -157,9 +166,11 @@ def check_served_copy(run: ResolvedRun) -> None:
         return
     copy, target = run.model(SERVED).config.get_text_config(), run.target_config.get_text_config()
     if (copy.vocab_size, copy.hidden_size) != (target.vocab_size, target.hidden_size):
-        what = "The copy has another vocabulary or hidden size than the target."
-        fix = "Name a copy of the target, such as a quantized one."
-        raise ConfigError(what, f"{SERVED} = {run.config.check.served_model}", fix)
+        raise ConfigError(
+            "The copy has another vocabulary or hidden size than the target.",
+            f"{SERVED} = {run.config.check.served_model}",
+            "Name a copy of the target, such as a quantized one.",
+        )
 
 
 def check_readers(run: ResolvedRun) -> None:
@@ -190,12 +201,12 @@ def check_driver(run: ResolvedRun) -> None:
         return
     reason = unusable_driver()
     if reason:
-        fix = (
-            "Update the driver or install torch for an older CUDA; to compute on the CPU all the"
-            " same, set placement.generate.gpus_per_worker,"
-            " placement.features.gpus_per_worker and placement.train.gpus_per_worker to 0."
+        raise EnvironmentFault(
+            f"{reason}.",
+            "nvidia driver",
+            "Update the driver or install torch for an older CUDA. To compute on the CPU, set"
+            " gpus_per_worker of placement.generate, placement.features and placement.train to 0.",
         )
-        raise EnvironmentFault(f"{reason}.", "nvidia driver", fix)
 
 
 def check_method(run: ResolvedRun) -> None:
@@ -209,8 +220,11 @@ def check_files(run: ResolvedRun) -> None:
     files = {"check.prompts": run.config.check.prompts, "calibrate.data": run.config.calibrate.data}
     for key, path in files.items():
         if isinstance(path, Path) and not path.is_file():
-            fix = "Name a file of conversations, or leave it unset for held-out rows."
-            raise ConfigError(f"There is no file {path}.", key, fix)
+            raise ConfigError(
+                f"There is no file {path}.",
+                key,
+                "Name a file of conversations, or leave it unset for held-out rows.",
+            )
 
 
 def check_acceptance(run: ResolvedRun) -> None:
@@ -224,28 +238,26 @@ def check_acceptance(run: ResolvedRun) -> None:
     elif rule != "typical" and check.first_token == "sampled":
         key = "check.first_token"
     if key is not None:
-        what = f"The value of {key} does not go with {rule} acceptance."
-        fix = (
-            "Greedy acceptance is at temperature 0, the others above; top_p is rejection's, and"
-            " first_token typical's."
+        raise ConfigError(
+            f"The value of {key} does not go with {rule} acceptance.",
+            key,
+            "Greedy is at temperature 0; top_p is rejection's, and first_token typical's.",
         )
-        raise ConfigError(what, key, fix)
 
 
 def check_push(run: ResolvedRun) -> None:
     """Refuse settings that the Hub would refuse after hours of work."""
-    push, target = run.config.push, run.config.target.model
-    if not push.asks_for_something:
-        return
-    tuned = run.method.tunes_backbone
-    for repo_id in repositories(push, run.kind, target, tuned=tuned):
+    push = run.config.push
+    for repo_id in run.repositories:
         check_repo_id(repo_id, "push.repo_id, push.dataset", with_owner=True)
     if push.base_model:
         check_repo_id(push.base_model, "push.base_model")
-    elif push.repo_id and is_local(target) and not tuned:
-        what = "Nobody else can load heads for a target that is only here."
-        fix = "Publish the target and name it there, or leave push.repo_id unset."
-        raise ConfigError(what, "push.base_model", fix)
+    elif push.repo_id and is_local(run.config.target.model) and not run.method.tunes_backbone:
+        raise ConfigError(
+            "Nobody else can load heads for a target that is only here.",
+            "push.base_model",
+            "Publish the target and name it there, or leave push.repo_id unset.",
+        )
 
 
 def check_root(run: ResolvedRun) -> None:
@@ -255,9 +267,11 @@ def check_root(run: ResolvedRun) -> None:
     for key in ("root", "store"):
         path = getattr(run.config.run, key)
         if path is not None and path.resolve().is_relative_to(Path.cwd().resolve()):
-            what = "A submitted job runs in an uploaded copy of the directory, which is deleted."
-            fix = "Give an absolute path on storage that every node sees, such as /mnt/runs."
-            raise ConfigError(what, f"run.{key} = {path}", fix)
+            raise ConfigError(
+                "A submitted job runs in an uploaded copy of the directory, which is deleted.",
+                f"run.{key} = {path}",
+                "Give an absolute path on storage that every node sees, such as /mnt/runs.",
+            )
 
 
 def check_packages(run: ResolvedRun) -> None:
@@ -267,25 +281,22 @@ def check_packages(run: ResolvedRun) -> None:
     """
     if os.environ.get("RAY_ADDRESS"):
         return
-    for stage, package in _packages(run):
-        if stage in run.open_stages and not importlib.util.find_spec(package.name):
-            what = f"{package.name} is not installed here, and {stage} needs it."
-            fix = "Install it with the right lock (`make install`), or change this key."
-            raise EnvironmentFault(what, package.key, fix)
-
-
-def _packages(run: ResolvedRun) -> list[tuple[str, Package]]:
-    """List the packages that the run needs, each with the stage that needs it."""
     config = run.config
-    packages = [("train", package) for package in run.method.packages(config)]
+    needed = [("train", package) for package in run.method.packages(config)]
     for key in _keys_of_vllm(run):
-        packages.append((key.partition(".")[0], Package("vllm", key)))
+        needed.append((key.partition(".")[0], Package("vllm", key)))
     if config.train.optimizer == "adamw-8bit":
-        packages.append(("train", Package("bitsandbytes", "train.optimizer")))
+        needed.append(("train", Package("bitsandbytes", "train.optimizer")))
     if config.target.quantization:
         stage = "tuned-features" if run.method.tunes_backbone else "features"
-        packages.append((stage, Package("bitsandbytes", "target.quantization")))
-    return packages
+        needed.append((stage, Package("bitsandbytes", "target.quantization")))
+    for stage, package in needed:
+        if stage in run.open_stages and not importlib.util.find_spec(package.name):
+            raise EnvironmentFault(
+                f"{package.name} is not installed here, and {stage} needs it.",
+                package.key,
+                "Install it with the right lock (`make install`), or change this key.",
+            )
 
 
 def check_trackers(run: ResolvedRun) -> None:

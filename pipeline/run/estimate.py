@@ -325,13 +325,10 @@ def check_memory(run: ResolvedRun) -> None:
     for stage in memory:
         if stage.stage in run.open_stages and not stage.fits():
             room = (stage.device_bytes or 0) / GIB
-            what = (
-                f"{stage.name} does not fit into memory: a worker needs about"
-                f" {stage.total / GIB:.1f} GiB (an estimate, ±{TOLERANCE:.0%}), and there are"
-                f" {room:.1f}."
-            )
-            fix = (
+            raise EnvironmentFault(
+                f"{stage.name} does not fit into memory: a worker needs {stage.total / GIB:.1f} GiB"
+                f" (an estimate, ±{TOLERANCE:.0%}), and there are {room:.1f}.",
+                "placement",
                 f"What helps most: {', '.join(stage.saves_memory)}. To plan for GPUs that are"
-                " elsewhere, give placement.gpu_memory_gb."
+                " elsewhere, give placement.gpu_memory_gb.",
             )
-            raise EnvironmentFault(what, "placement", fix)

@@ -12,7 +12,6 @@ from pipeline.artifacts.tree_file import read_calibration
 from pipeline.config import Config
 from pipeline.execution.machine import hardware, versions
 from pipeline.export.card import Licence, Published, model_card
-from pipeline.export.hub import repositories
 from pipeline.heads.kinds import head_kind
 from pipeline.report.documents import print_report, report_texts
 from pipeline.report.report import CurvePoint, Extras, Report, RunFacts
@@ -34,14 +33,12 @@ def publish_report(context: Context) -> None:
         write_text(context.run.path / name, text)
     export = context.run.latest("export")
     if export is not None:
-        tuned = context.resolved.method.tunes_backbone
-        kind, target = context.resolved.kind, config.target.model
-        to = repositories(config.push, kind, target, tuned=tuned)
+        to, tuned = context.resolved.repositories, context.resolved.method.tunes_backbone
         published = Published(
             report,
             config,
             repo_id=to.heads,
-            base_model=to.backbone if tuned else target,
+            base_model=to.backbone if tuned else config.target.model,
             tuned=tuned,
             licence=Licence(config.push.license) if config.push.license else None,
             data_set=to.data_set,
@@ -74,7 +71,7 @@ def assemble_report(run: RunDirectory, config: Config, without: Collection[str] 
     report, method = from_json(Report, figures), method_of(config.train)
     train = report.train
     if train is not None:
-        train = replace(train, **method.report_entries(config.train))
+        train = replace(train, recipe=method.recipe_name(config.train))
         if check.drift is not None and check.drift.positions:
             # Training has measured the adapter, the check the published weights.
             train = replace(train, drift=check.drift, adapter_drift=train.drift)

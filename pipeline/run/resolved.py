@@ -15,6 +15,7 @@ from pipeline.decoding.tree import CHILDREN, TreePath, check_choices, stock_tree
 from pipeline.errors import ConfigError, DataError, MedusaDistillError
 from pipeline.execution.executor import InlineExecutor
 from pipeline.execution.placement import Placement, Resources, gpus_of, place, workers_of
+from pipeline.export.hub import Repositories, repositories
 from pipeline.export.layout import MAX_NUM_HEADS
 from pipeline.heads.kind import Heads
 from pipeline.heads.kinds import head_kind
@@ -124,6 +125,12 @@ class ResolvedRun:
             return None
         return replace(self.model(ASSISTANT).spec, dtype=self.target.dtype)
 
+    @property
+    def repositories(self) -> Repositories:
+        """The Hub repositories that a push of this run goes to."""
+        push, target = self.config.push, self.config.target.model
+        return repositories(push, self.kind, target, tuned=self.method.tunes_backbone)
+
     def gpus_of(self, section: str) -> int:
         """Number of GPUs of each worker in a section of `placement`."""
         return gpus_of(self._wanted(section), self.machine)
@@ -206,11 +213,11 @@ class ResolvedRun:
             return smallest
         most = smallest.num_proposed
         if settings.nodes > most:
-            what = (
-                f"A dynamic tree of {settings.nodes} nodes is asked for, and {most} are proposed."
+            raise ConfigError(
+                f"A dynamic tree of {settings.nodes} nodes is asked for, and {most} are proposed.",
+                "calibrate.nodes",
+                "Lower it, or raise calibrate.top or calibrate.depth.",
             )
-            fix = "Lower it, or raise calibrate.top or calibrate.depth."
-            raise ConfigError(what, "calibrate.nodes", fix)
         return smallest.resized(settings.nodes)
 
 

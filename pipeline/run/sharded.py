@@ -213,18 +213,20 @@ class Failures:
 
 def _record(context: Context, stage: StageDirectory, outcome: Outcome) -> None:
     """Write a shard's outcome to events.jsonl."""
-    facts: dict[str, Any] = {"stage": stage.stage, "shard": outcome.task.index}
+    event = functools.partial(context.run.event, stage=stage.stage, shard=outcome.task.index)
     receipt = outcome.receipt
     if receipt:
-        facts |= {"rows": receipt.num_rows, "quarantined": receipt.num_quarantined}
-        facts |= receipt.stats
-        if receipt.note:
-            facts["busy_seconds"] = receipt.note.busy_seconds
-        context.run.event("shard", **facts)
+        event(
+            "shard",
+            rows=receipt.num_rows,
+            quarantined=receipt.num_quarantined,
+            busy_seconds=receipt.note and receipt.note.busy_seconds,
+            **receipt.stats,
+        )
     elif outcome.death:
-        context.run.event("worker-died", **facts, error=outcome.death)
+        event("worker-died", error=outcome.death)
     else:
-        context.run.event("shard-failed", **facts, error=str(outcome.error or outcome.traceback))
+        event("shard-failed", error=str(outcome.error or outcome.traceback))
 
 
 def _check_disk(limits: LimitsConfig, stage: StageDirectory) -> None:

@@ -153,5 +153,8 @@ def require_one_history(run: RunDirectory) -> None:
             if source not in stages and source in CACHES:
                 continue
             if source not in stages or stages[source].content != content:
-                what = f"The stage {source} is missing or not the one that {name} was made from."
-                raise DataError(what, str(run.path / "latest" / source), fix)
+                raise DataError(
+                    f"The stage {source} is missing or not the one that {name} was made from.",
+                    str(run.path / "latest" / source),
+                    fix,
+                )

@@ -139,11 +139,11 @@ class Worker:
                 try:
                     generated = dialogue.rows()
                 except RowRejected as rejected:
-                    writer.reject(RejectedRow.of(seed.id, rejected, seed.stored()))
+                    writer.reject(RejectedRow.of(seed.conversation.id, rejected, seed.stored()))
                     continue
                 rows += [generated_columns(row, seed.split) for row in generated]
             writer.write(rows)
-            ids_in = [seed.id for seed in seeds]
+            ids_in = [seed.conversation.id for seed in seeds]
             counts = defaultdict(float, count_generated(rows))
             for dialogue in group.dialogues:
                 if dialogue.special_tokens():

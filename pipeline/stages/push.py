@@ -16,7 +16,7 @@ from rich.console import Console
 from pipeline.config import Config
 from pipeline.export.card import Licence, Published, licence_of
 from pipeline.export.data_set import data_set_upload
-from pipeline.export.hub import Receipt, backbone_upload, heads_upload, repositories, send_all
+from pipeline.export.hub import Receipt, backbone_upload, heads_upload, send_all
 from pipeline.export.layout import BACKBONE_DIRECTORY
 from pipeline.formatting import visible
 from pipeline.run.context import Context, Stage
@@ -66,7 +66,7 @@ def push(
     """
     config, settings = context.config, context.config.push
     target, tuned = config.target.model, context.resolved.method.tunes_backbone
-    to = repositories(settings, context.resolved.kind, target, tuned=tuned)
+    to = context.resolved.repositories
     report = assemble_report(context.run, config)
     if settings.license:
         licence: Licence | None = Licence(settings.license)

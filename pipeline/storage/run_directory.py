@@ -1,7 +1,7 @@
 """A run's directory: run.yaml, events, the lock, and links to stage directories.
 
-Stage directories lie beside it or, when runs share a `store`, over there; `latest/<stage>` is
-always a relative link.
+Stage directories lie in the run directory, or in a `store` that several runs share.
+`latest/<stage>` is a relative link to a stage's current directory.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config import Config
-from pipeline.config.load import dump_config, linked_store, load_config
+from pipeline.config.load import dump_config, load_config
 from pipeline.errors import ConfigError
 from pipeline.redact import redacted_values
 from pipeline.storage.atomic import disk_errors, write_text
@@ -57,8 +57,7 @@ class RunDirectory:
             fix = "Name the directory that `run` printed, such as runs/demo."
             raise ConfigError("There is no run here: no run.yaml.", str(path), fix)
         config = load_config(path / "run.yaml")
-        path = path.resolve()
-        return cls(path, linked_store(path) or config.run.store), config  # it may be copied along
+        return cls(path.resolve(), config.run.store), config
 
     def latest(self, name: str) -> StageDirectory | None:
         """Return a stage's current directory, or None if the run has not reached the stage."""
@@ -78,6 +77,7 @@ class RunDirectory:
         return {name: found[name] for name in order.static_order()}
 
     def links(self) -> list[Path]:
+        """Return the links `latest/<stage>`, sorted by name."""
         return sorted(path for path in (self.path / "latest").glob("[!.]*") if path.is_symlink())
 
     def link_latest(self, stage: StageDirectory) -> None:
@@ -116,5 +116,5 @@ class RunDirectory:
 
 
 def finished_before(store: Path, stage: str) -> bool:
-    """Return whether a store has a finished directory of a stage."""
+    """Return whether any directory of this stage in the store is finished."""
     return any(store.glob(f"{stage}-*/DONE.json"))

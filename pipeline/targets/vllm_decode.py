@@ -48,12 +48,8 @@ class VLLMTexts:
     seconds: float
 
     @property
-    def num_tokens(self) -> int:
-        return sum(map(len, self.token_ids))
-
-    @property
     def tokens_per_second(self) -> float:
-        return self.num_tokens / self.seconds
+        return sum(map(len, self.token_ids)) / self.seconds
 
 
 @dataclass(frozen=True)

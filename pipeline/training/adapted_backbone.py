@@ -19,6 +19,7 @@ from pipeline.errors import ConfigError
 from pipeline.export.backbone import GENERATION_FILE, write_backbone
 from pipeline.export.layout import BACKBONE_DIRECTORY
 from pipeline.heads.kind import TargetWeights
+from pipeline.heads.losses import TargetHead
 from pipeline.storage.atomic import disk_errors
 from pipeline.storage.fingerprint import FileFacts
 from pipeline.targets import files
@@ -26,7 +27,6 @@ from pipeline.targets.files import find_file, is_local
 from pipeline.targets.loading import input_device, load_causal_lm, verify_tap
 from pipeline.targets.lora import HEADS_ALONE, add_lora, decoder_layers, load_tuned
 from pipeline.targets.spec import TargetSpec, load_tokenizer
-from pipeline.training.backbone_losses import TunedHead
 from pipeline.training.task import Workers
 from pipeline.training.text_batches import TextBatch
 
@@ -105,18 +105,24 @@ class Backbone(nn.Module):
         return inner(dropped_ND) * layer.scaling[NAME]
 
     @property
-    def head(self) -> TunedHead:
-        """The tuned lm_head: frozen weight, bias and lora_B."""
-        own = self._lm_head.get_base_layer()
-        return TunedHead(own.weight, own.bias, self._lm_head.lora_B[NAME].weight)
+    def lora_outer(self) -> Tensor:
+        """The weight of lora_B of the lm_head, [V, R]."""
+        return self._lm_head.lora_B[NAME].weight
+
+    @property
+    def head(self) -> TargetHead:
+        """The target's own lm_head, without LoRA."""
+        layer = self._lm_head.get_base_layer()
+        return TargetHead(layer.weight, layer.bias)
 
     @torch.no_grad()
     def tuned_matrices(self) -> TargetWeights:
         """Return the lm_head with its LoRA merged, in fp32, and the untuned embedding."""
-        weight_VD, _, lora_VR = self.head
+        weight_VD = self.head.weight_VD
         unit_DD = torch.eye(weight_VD.shape[1], device=weight_VD.device)
+        lora_RD = self.lora_inner(unit_DD).float().T
+        tuned_VD = weight_VD.float() + self.lora_outer.float() @ lora_RD
         embedding_VD = self._target.get_input_embeddings().weight.detach()
-        tuned_VD = weight_VD.float() + lora_VR.float() @ self.lora_inner(unit_DD).float().T
         return TargetWeights(lambda: tuned_VD, lambda: embedding_VD)
 
     @property

@@ -1,16 +1,17 @@
-"""The tuned backbone's loss against the original or the text, without the [N, V] logits.
+"""The backbone's loss in Medusa-2, without the [N, V] logits.
 
-The tuned logits are `hidden · Wᵀ + low · Bᵀ`: W is the target's frozen lm_head, B the outer half of
-its LoRA, and `low` the inner half applied to the hidden states, with scale and dropout. The
-original's logits are `original · Wᵀ`. The forward pass computes loss and gradients together, one
-chunk of rows after another. For each chunk:
+The tuned backbone's logits are `hidden · Wᵀ + low · Bᵀ + bias`. W is the target's lm_head and
+frozen. B is lora_B of the lm_head, and `low` is lora_A applied to the hidden states, with dropout
+and scale. The original model's logits are `original · Wᵀ + bias`. The forward pass computes loss
+and gradients together, one chunk of rows after another. For each chunk:
 
-    1. compute both models' log-probabilities, in fp32 (fp64 for fp64)
-    2. compute the loss and, in the same memory, its gradient in the logits: q - p
-    3. multiply that gradient with W, with B, and with `low`: the gradients of hidden, low and B
+    1. Compute log-probabilities in fp32 (fp64 for fp64): the tuned model's and, for the KL
+       divergence, the original's.
+    2. Compute the loss and, in the same memory, its gradient in the tuned logits: q - p.
+    3. Multiply that gradient with W, with B and with `low`: the gradients of hidden, low and B.
 
-Backward only scales; there is no second derivative. Matrix products are in the dtype of
-the hidden states.
+The backward pass only scales these gradients; there is no second derivative. Matrix products are in
+the dtype of the hidden states.
 
 Letters: N rows (positions), C rows of a chunk, D hidden size, V vocabulary, R rank.
 """
@@ -25,75 +26,78 @@ import torch
 from torch import Tensor
 
 from pipeline.artifacts.check_result import TunedDrift
-from pipeline.heads.losses import chunk_bytes_on
+from pipeline.heads.losses import TargetHead, chunk_bytes_on
 
 
-class TunedHead(NamedTuple):
-    """The lm_head of a backbone tuned with LoRA; only `lora_VR` is trained."""
-
-    weight_VD: Tensor
-    bias_V: Tensor | None
-    lora_VR: Tensor
-
-    def to(self, dtype: torch.dtype) -> TunedHead:
-        bias_V = None if self.bias_V is None else self.bias_V.to(dtype)
-        return TunedHead(self.weight_VD.to(dtype), bias_V, self.lora_VR.to(dtype))
-
-
-def summed_divergence(
+def summed_backbone_loss(
     hidden_ND: Tensor,
     low_NR: Tensor,
-    head: TunedHead,
-    truth: Tensor,
+    lora_VR: Tensor,
+    head: TargetHead,
+    labels_N: Tensor,
+    original_ND: Tensor | None = None,
     *,
     chunk_bytes: int | None = None,
 ) -> Tensor:
-    """Sum the tuned backbone's KL divergence or cross entropy over the rows.
+    """Sum the tuned backbone's loss over the rows: KL divergence or cross entropy.
 
-    If `truth` is the original model's hidden states [N, D], compute KL(original ‖ tuned) over the
-    whole vocabulary at temperature 1 (paper 2.3.2). If `truth` is token ids, int64 [N], compute
-    their cross entropy. Differentiable in `hidden_ND`, `low_NR` and `head.lora_VR`. `chunk_bytes`
-    bounds the memory of the logits.
+    With the original model's hidden states, the loss is KL(original ‖ tuned) over the whole
+    vocabulary at temperature 1 (paper 2.3.2). Without them, it is the cross entropy of the next
+    tokens. Differentiable in the first three arguments.
+
+    Args:
+        low_NR: lora_A of the lm_head applied to the hidden states.
+        lora_VR: The weight of lora_B of the lm_head.
+        head: The target's lm_head; frozen.
+        labels_N: The next tokens, int64.
+        chunk_bytes: Bounds the memory of the logits.
     """
-    return _SummedDivergence.apply(hidden_ND, low_NR, head.lora_VR, head, truth, chunk_bytes)
+    return _SummedBackboneLoss.apply(
+        hidden_ND, low_NR, lora_VR, head, labels_N, original_ND, chunk_bytes
+    )
 
 
-class _SummedDivergence(torch.autograd.Function):
+class _SummedBackboneLoss(torch.autograd.Function):
+    """The backbone's summed loss; its forward pass also computes the gradients."""
+
     @staticmethod
     def forward(
         ctx: Any,
         hidden_ND: Tensor,
         low_NR: Tensor,
         lora_VR: Tensor,
-        head: TunedHead,
-        truth: Tensor,
+        head: TargetHead,
+        labels_N: Tensor,
+        original_ND: Tensor | None,
         chunk_bytes: int | None,
     ) -> Tensor:
+        """Compute the summed loss, and keep its gradients in the first three arguments."""
         dtype = hidden_ND.dtype
         loss = torch.zeros((), dtype=_exact(dtype), device=hidden_ND.device)
         ctx.gradients = [torch.zeros_like(each) for each in (hidden_ND, low_NR, lora_VR)]
         grad_hidden_ND, grad_low_NR, grad_lora_VR = ctx.gradients
-        head = head.to(dtype)
+        head = head.to(hidden_ND.device, dtype)
+        lora_VR = lora_VR.to(dtype)
         with torch.autocast(hidden_ND.device.type, enabled=False):
             for rows in _chunks(hidden_ND, head, chunk_bytes):
                 low_CR = low_NR[rows].to(dtype)
-                log_q_CV = _log_softmax(_logits(hidden_ND[rows], head, low_CR))
-                if truth.dtype == torch.int64:
-                    chunk_loss, grad_CV = _cross_entropy(log_q_CV, truth[rows, None])
+                log_q_CV = _tuned_log_probabilities(hidden_ND[rows], low_CR, lora_VR, head)
+                if original_ND is None:
+                    chunk_loss, grad_CV = _cross_entropy(log_q_CV, labels_N[rows, None])
                 else:
-                    log_p_CV = _log_softmax(_logits(truth[rows].to(dtype), head))
+                    log_p_CV = _log_softmax(head.logits(original_ND[rows].to(dtype)))
                     chunk_loss, grad_CV = _divergence(log_q_CV, log_p_CV)
                 loss += chunk_loss
                 grad_CV = grad_CV.to(dtype)
                 grad_hidden_ND[rows] = grad_CV @ head.weight_VD
-                grad_low_NR[rows] = (grad_CV @ head.lora_VR).to(low_NR.dtype)
+                grad_low_NR[rows] = (grad_CV @ lora_VR).to(low_NR.dtype)
                 grad_lora_VR += grad_CV.t() @ low_CR
         return loss
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor):
         gradients = [gradient * grad_loss for gradient in ctx.gradients]
-        return *gradients, None, None, None
+        return *gradients, None, None, None, None
 
 
 def _cross_entropy(log_q_CV: Tensor, labels_C1: Tensor) -> tuple[Tensor, Tensor]:
@@ -154,21 +158,28 @@ def add_drift(
     total: Drift,
     hidden_ND: Tensor,
     low_NR: Tensor,
-    head: TunedHead,
-    original_ND: Tensor,
+    lora_VR: Tensor,
+    head: TargetHead,
     labels_N: Tensor,
+    original_ND: Tensor,
     *,
     chunk_bytes: int | None = None,
 ) -> None:
-    """Add the tuned backbone's drift at positions with next tokens `labels_N` to `total`."""
-    head = head.to(hidden_ND.dtype)
+    """Add the tuned backbone's drift at some positions to `total`.
+
+    The arguments are those of `summed_backbone_loss`.
+    """
+    dtype = hidden_ND.dtype
+    head = head.to(hidden_ND.device, dtype)
+    low_NR = low_NR.to(dtype)
+    lora_VR = lora_VR.to(dtype)
     for rows in _chunks(hidden_ND, head, chunk_bytes):
-        log_q_CV = _log_softmax(_logits(hidden_ND[rows], head, low_NR[rows]))
-        log_p_CV = _log_softmax(_logits(original_ND[rows].to(hidden_ND.dtype), head))
+        log_q_CV = _tuned_log_probabilities(hidden_ND[rows], low_NR[rows], lora_VR, head)
+        log_p_CV = _log_softmax(head.logits(original_ND[rows].to(dtype)))
         total.add(log_p_CV, log_q_CV, labels_N[rows])
 
 
-def _chunks(hidden_ND: Tensor, head: TunedHead, chunk_bytes: int | None) -> Iterator[slice]:
+def _chunks(hidden_ND: Tensor, head: TargetHead, chunk_bytes: int | None) -> Iterator[slice]:
     """Yield slices of rows such that the logits of both models take about `chunk_bytes`."""
     exact_bytes = _exact(hidden_ND.dtype).itemsize
     row_bytes = len(head.weight_VD) * (2 * hidden_ND.element_size() + 3 * exact_bytes)
@@ -177,14 +188,11 @@ def _chunks(hidden_ND: Tensor, head: TunedHead, chunk_bytes: int | None) -> Iter
         yield slice(start, start + num_rows)
 
 
-def _logits(hidden_CD: Tensor, head: TunedHead, low_CR: Tensor | None = None) -> Tensor:
-    """Compute the original model's logits [C, V], or with `low_CR` the tuned model's logits."""
-    logits_CV = hidden_CD @ head.weight_VD.t()
-    if low_CR is not None:
-        logits_CV.addmm_(low_CR.to(hidden_CD.dtype), head.lora_VR.t())
-    if head.bias_V is not None:
-        logits_CV.add_(head.bias_V)
-    return logits_CV
+def _tuned_log_probabilities(
+    hidden_CD: Tensor, low_CR: Tensor, lora_VR: Tensor, head: TargetHead
+) -> Tensor:
+    """Compute the tuned backbone's log-probabilities [C, V]; all arguments have one dtype."""
+    return _log_softmax(head.logits(hidden_CD).addmm_(low_CR, lora_VR.t()))
 
 
 def _log_softmax(logits_CV: Tensor) -> Tensor:
@@ -192,4 +200,5 @@ def _log_softmax(logits_CV: Tensor) -> Tensor:
 
 
 def _exact(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of softmax and sums: fp32, or fp64 for fp64."""
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -24,7 +24,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -137,8 +138,7 @@ def split_range(start: int, stop: int, index: int, count: int) -> tuple[int, int
     return start + length * index // count, start + length * (index + 1) // count
 
 
-@dataclass(frozen=True)
-class Batch:
+class Batch(NamedTuple):
     """A training batch of cached hidden states, next tokens and labels.
 
     Tokens are int64; a missing label is -100. With soft labels, `teacher_MD` holds the hidden
@@ -151,9 +151,6 @@ class Batch:
     labels_KN: Tensor
     teacher_MD: Tensor
     teacher_KN: Tensor
-
-    def tensors(self) -> list[Tensor]:
-        return [getattr(self, field.name) for field in fields(self)]
 
 
 def load_batches(
@@ -192,8 +189,7 @@ def load_batches(
                     waiting.append(assembler.submit(_assemble, *arguments))
                 if number >= STEPS_AHEAD + BATCHES_AHEAD:
                     batch = waiting.popleft().result()
-                    moved = [tensor.to(device, non_blocking=True) for tensor in batch.tensors()]
-                    yield Batch(*moved)
+                    yield Batch(*(tensor.to(device, non_blocking=True) for tensor in batch))
         finally:  # also when the loop stops early: read nothing more
             assembler.shutdown(wait=False, cancel_futures=True)
             readers.shutdown(wait=False, cancel_futures=True)
@@ -208,7 +204,7 @@ def _assemble(
 ) -> Batch:
     """Copy the cached positions of `pieces` into one batch, in pinned memory for a GPU."""
     num_positions = sum(len(piece) for piece in pieces)
-    hidden_ND = torch.empty(num_positions, rows.states.hidden_size, dtype=rows.dtype)
+    hidden_ND = torch.empty(num_positions, rows.states.hidden_size, dtype=rows.states.dtype)
     next_N = torch.empty(num_positions, dtype=torch.int64)
     labels_KN = torch.empty(rows.num_heads, num_positions, dtype=torch.int64)
     states = [hidden_ND[:0]]
@@ -230,4 +226,6 @@ def _assemble(
             num_states += len(states_MD)
     teacher_KN = torch.from_numpy(np.concatenate(rows_of_labels, 1))
     batch = Batch(hidden_ND, next_N, labels_KN, torch.cat(states), teacher_KN)
-    return Batch(*(tensor.pin_memory() for tensor in batch.tensors())) if pin else batch
+    if pin:
+        return Batch(*(tensor.pin_memory() for tensor in batch))
+    return batch

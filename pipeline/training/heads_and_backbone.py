@@ -11,8 +11,7 @@ Letters: N learned positions, C components of the loss (the backbone's, then the
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,9 +19,9 @@ from torch import Tensor
 
 from pipeline.errors import DataError
 from pipeline.heads.accuracy import Score, score_guesses
-from pipeline.heads.losses import TargetHead, Teacher
+from pipeline.heads.losses import Teacher
 from pipeline.training.adapted_backbone import Backbone, write_adapter
-from pipeline.training.backbone_losses import Drift, add_drift, summed_divergence
+from pipeline.training.backbone_losses import Drift, add_drift, summed_backbone_loss
 from pipeline.training.feature_batches import split_range
 from pipeline.training.heads_only import add_noise, head_weights, initial_heads
 from pipeline.training.held_out_accuracy import (
@@ -34,14 +33,14 @@ from pipeline.training.held_out_accuracy import (
     summarize_scores,
 )
 from pipeline.training.optimizers import heads_weight
-from pipeline.training.recipe import Recipe, make_recipe
-from pipeline.training.task import Learner, TrainSpec, Workers, product_dtype
+from pipeline.training.recipe import Recipe
+from pipeline.training.task import Learner, StepMetrics, TrainSpec, Workers
 from pipeline.training.text_batches import (
     Text,
     TextBatch,
     TextPlan,
     assemble_texts,
-    pack_sequences,
+    pack_texts,
     read_texts,
 )
 
@@ -67,37 +66,28 @@ class BackboneLearner(Learner):
         "train.backbone.shard: true with several placement.train.workers",
     )
 
-    def __init__(
-        self,
-        spec: TrainSpec,
-        workers: Workers,
-        device: torch.device,
-        heads_from: Path | None = None,
-    ):
-        super().__init__(spec, workers, device, heads_from)
+    def __init__(self, spec: TrainSpec, workers: Workers, device: torch.device):
+        super().__init__(spec, workers, device)
         self.settings = spec.settings.backbone
-        self.dtype = product_dtype(spec, device)
         texts = open_texts(spec)
         self.texts = texts["train"]
         self.held_out = texts.get(SPLIT, [])
-        self.recipe = recipe_of(spec, self.texts)
+        groups = pack_texts(self.texts, self.settings.sequence_length)
+        self.recipe = spec.recipe(num_positions(self.texts), len(groups))
         assert self.recipe.batch_sequences is not None
-        self.plan = TextPlan(
-            self.texts,
-            sequence_length=self.settings.sequence_length,
-            batch_sequences=self.recipe.batch_sequences,
-            seed=spec.seed,
-        )
+        self.plan = TextPlan(groups, self.recipe.batch_sequences, spec.seed)
         evaluated = min(num_positions(self.held_out), MAX_POSITIONS)
         self.held_out_share = evaluated / num_positions(self.texts)
         self.backbone = Backbone(spec.trained_target, self.settings, device, self.dtype, workers)
-        self.heads = initial_heads(spec, heads_from).to(device)
+        self.heads = initial_heads(spec).to(device)
         self.modules = {"heads": self.heads, "backbone": self.backbone}
         self.peak_lrs = {"heads": self.recipe.lr, "backbone": self.settings.peak_lr(self.recipe.lr)}
 
     @classmethod
     def recipe_of(cls, spec: TrainSpec) -> Recipe:
-        return recipe_of(spec, open_texts(spec)["train"])
+        texts = open_texts(spec)["train"]
+        groups = pack_texts(texts, spec.settings.backbone.sequence_length)
+        return spec.recipe(num_positions(texts), len(groups))
 
     def steps(self, first: int) -> Iterator[Sequence[MicroBatch]]:
         for step in range(first, self.recipe.total_steps):
@@ -138,30 +128,33 @@ class BackboneLearner(Learner):
         torch.manual_seed(batch.seed)
         texts = batch.texts.to(self.device)
         share = self.spec.settings.soft_labels
-        truth = texts.next_N
+        learns_kl = self.settings.loss == "kl"
+        head = self.backbone.head
+        original_ND = None
         teacher = None
         with self.autocast():
             # The original first, while no activations of the tuned model are held.
-            if share or self.settings.loss == "kl":
+            if share or learns_kl:
                 original_ND = self.backbone.original_states(texts)
-            if share:
-                tuned = self.backbone.head
-                target_head = TargetHead(tuned.weight_VD, tuned.bias_V)
-                teacher = Teacher(target_head, original_ND, texts.teacher_KN, share)
-            if self.settings.loss == "kl":
-                truth = original_ND
+                if share:
+                    teacher = Teacher(head, original_ND, texts.teacher_KN, share)
             hidden_ND = self.backbone.states(texts)
             low_NR = self.backbone.lora_inner(hidden_ND)
             read_ND = add_noise(hidden_ND, self.spec.settings.noise, (batch.seed,))
             head_losses_K = self.heads.summed_losses(
                 read_ND, texts.next_N, texts.labels_KN, teacher, weights_C[1:]
             )
-        backbone_loss = summed_divergence(
-            hidden_ND.to(self.dtype), low_NR, self.backbone.head, truth
+        backbone_loss = summed_backbone_loss(
+            hidden_ND.to(self.dtype),
+            low_NR,
+            self.backbone.lora_outer,
+            head,
+            texts.next_N,
+            original_ND if learns_kl else None,
         )
         return torch.cat([backbone_loss[None], head_losses_K])
 
-    def metrics(self, step: int, means: list[float]) -> dict[str, Any]:
+    def metrics(self, step: int, means: list[float]) -> StepMetrics:
         return {
             "backbone_loss": means[0],
             "head_losses": means[1:],
@@ -181,7 +174,7 @@ class BackboneLearner(Learner):
             )
         chosen = sample_rows([text.num_learned for text in self.held_out], MAX_POSITIONS)
         texts = [self.held_out[index] for index in chosen]
-        groups = pack_sequences([text.num_read for text in texts], self.settings.sequence_length)
+        groups = pack_texts(texts, self.settings.sequence_length)
         drift = Drift.zero(self.device)
         total = Score.zero(self.heads.shape, TOP, self.device)
         self.backbone.eval()
@@ -198,8 +191,15 @@ class BackboneLearner(Learner):
                 original_ND = self.backbone.original_states(batch)
                 low_NR = self.backbone.lora_inner(hidden_ND)
                 total.add(score_guesses(self.heads, hidden_ND, batch.next_N, batch.labels_KN, TOP))
-            head = self.backbone.head
-            add_drift(drift, hidden_ND.to(self.dtype), low_NR, head, original_ND, batch.next_N)
+            add_drift(
+                drift,
+                hidden_ND.to(self.dtype),
+                low_NR,
+                self.backbone.lora_outer,
+                self.backbone.head,
+                batch.next_N,
+                original_ND,
+            )
         for sums in (*drift, *total):
             self.workers.sum_in_place(sums)
         return summarize_scores(total, drift.figures())
@@ -233,15 +233,6 @@ def open_texts(spec: TrainSpec) -> dict[str, list[Text]]:
             "Generate more answers, learn from other roles or raise the length.",
         )
     return texts
-
-
-def recipe_of(spec: TrainSpec, texts: Sequence[Text]) -> Recipe:
-    sequences = len(
-        pack_sequences([text.num_read for text in texts], spec.settings.backbone.sequence_length)
-    )
-    return make_recipe(
-        spec.settings, num_positions(texts), spec.hidden_size, spec.kind.lr_scale, sequences
-    )
 
 
 def num_positions(texts: Sequence[Text]) -> int:

@@ -10,9 +10,6 @@ Letters: N positions, D hidden size, V vocabulary, K heads.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -35,8 +32,8 @@ from pipeline.training.held_out_accuracy import (
     Evaluation,
     summarize_scores,
 )
-from pipeline.training.recipe import Recipe, make_recipe
-from pipeline.training.task import Learner, TrainSpec, Workers, product_dtype
+from pipeline.training.recipe import Recipe
+from pipeline.training.task import Learner, StepMetrics, TrainSpec, Workers
 
 
 class HeadsLearner(Learner):
@@ -44,28 +41,23 @@ class HeadsLearner(Learner):
 
     saves_memory = ("train.optimizer: adamw-8bit", "a smaller train.batch_tokens")
 
-    def __init__(
-        self,
-        spec: TrainSpec,
-        workers: Workers,
-        device: torch.device,
-        heads_from: Path | None = None,
-    ):
-        super().__init__(spec, workers, device, heads_from)
+    def __init__(self, spec: TrainSpec, workers: Workers, device: torch.device):
+        super().__init__(spec, workers, device)
         self.rows = open_features(spec)
-        self.recipe = recipe_of(spec, self.rows)
+        self.recipe = spec.recipe(num_positions(self.rows))
         evaluated = min(num_positions(self.rows, SPLIT), MAX_POSITIONS)
         self.held_out_share = evaluated / num_positions(self.rows)
-        self.heads = initial_heads(spec, heads_from).to(device)
+        self.heads = initial_heads(spec).to(device)
         self.modules = {"heads": self.heads}
         self.peak_lrs = {"heads": self.recipe.lr}
         self.target_head: TargetHead | None = None
         if spec.settings.soft_labels:
-            self.target_head = read_target_head(spec, device)
+            head = TargetHead(read_lm_head(spec.target), *read_logit_changes(spec.target))
+            self.target_head = head.to(device, self.dtype)
 
     @classmethod
     def recipe_of(cls, spec: TrainSpec) -> Recipe:
-        return recipe_of(spec, open_features(spec))
+        return spec.recipe(num_positions(open_features(spec)))
 
     def steps(self, first: int) -> Iterator[Sequence[Batch]]:
         seed = self.spec.seed
@@ -82,7 +74,7 @@ class HeadsLearner(Learner):
                 place, _ = plan.share(step, self.workers)
                 size = plan.size(step)
                 hidden_ND = add_noise(batch.hidden_ND, noise, (seed, first), place, size)
-                yield [replace(batch, hidden_ND=hidden_ND)]
+                yield [batch._replace(hidden_ND=hidden_ND)]
                 first += 1
 
     def label_counts(self, batches: Sequence[Batch]) -> Tensor:
@@ -102,7 +94,7 @@ class HeadsLearner(Learner):
                 batch.hidden_ND, batch.next_N, batch.labels_KN, teacher, weights_C
             )
 
-    def metrics(self, step: int, means: list[float]) -> dict[str, Any]:
+    def metrics(self, step: int, means: list[float]) -> StepMetrics:
         return {"head_losses": means}
 
     def evaluate(self) -> Evaluation:
@@ -122,10 +114,6 @@ class HeadsLearner(Learner):
         return summarize_scores(total)
 
 
-def recipe_of(spec: TrainSpec, rows: FeatureRows) -> Recipe:
-    return make_recipe(spec.settings, num_positions(rows), spec.hidden_size, spec.kind.lr_scale)
-
-
 def num_positions(rows: FeatureRows, split: str = "train") -> int:
     """Return the number of cached positions in a split that have a label."""
     return sum(int(lengths.sum()) for lengths in rows.lengths(split))
@@ -139,7 +127,6 @@ def open_features(spec: TrainSpec) -> FeatureRows:
     rows = FeatureRows(
         spec.shards,
         fingerprint=spec.fingerprint,
-        hidden_size=spec.hidden_size,
         num_heads=spec.settings.num_heads,
         roles=spec.settings.roles,
     )
@@ -153,10 +140,10 @@ def open_features(spec: TrainSpec) -> FeatureRows:
     return rows
 
 
-def initial_heads(spec: TrainSpec, heads_from: Path | None = None) -> Heads:
+def initial_heads(spec: TrainSpec) -> Heads:
     """Read the heads that training starts from, or initialize new heads; fp32 on the CPU."""
-    if heads_from:
-        return read_trained_heads(heads_from)
+    if spec.heads_from:
+        return read_trained_heads(spec.heads_from)
     target = TargetWeights(
         lambda: read_lm_head(spec.target).float(),
         lambda: read_embedding(spec.target).float(),
@@ -183,12 +170,6 @@ def _count_written_tokens(spec: TrainSpec) -> npt.NDArray[np.int64]:
             if row.split == "train" and span.role in spec.settings.roles:
                 np.add.at(counts_V, row.input_ids[span.start : span.end], 1)
     return counts_V
-
-
-def read_target_head(spec: TrainSpec, device: torch.device) -> TargetHead:
-    """Read the target's lm_head for soft labels, in the dtype of matrix products."""
-    head = TargetHead(read_lm_head(spec.target), *read_logit_changes(spec.target))
-    return head.to(device, product_dtype(spec, device))
 
 
 def head_weights(spec: TrainSpec, device: torch.device) -> Tensor:

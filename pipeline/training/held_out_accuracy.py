@@ -5,8 +5,9 @@ Letters: N positions, D hidden size, K heads, R ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.decoding.held_out import HeldOutRanks
 from pipeline.execution.progress import ProgressReporter
 from pipeline.heads.accuracy import Score, label_ranks
+from pipeline.heads.kind import Heads
 
 SPLIT = "calibrate"
 MAX_POSITIONS = 131_072  # an accuracy's standard error is then under 0.15 %
@@ -99,10 +101,7 @@ def held_out_ranks(
     The ranks are computed in fp32 for about `MAX_POSITIONS` positions of random rows, on a GPU if
     `gpus` is not 0.
     """
-    rows = _HeldOutRows(text, gpus)
-    for hidden_ND, next_N, labels_KN in rows.read(MAX_POSITIONS, progress):
-        rows.measured.append(label_ranks(rows.heads, hidden_ND, next_N, labels_KN, top))
-    return HeldOutRanks(rows.joined(), *rows.spans())
+    return _measure_rows(text, partial(label_ranks, top=top), MAX_POSITIONS, gpus, progress)
 
 
 def held_out_places(
@@ -113,70 +112,73 @@ def held_out_places(
     The places are computed in fp32 for about `GROWN_POSITIONS` positions, on a GPU if `gpus` is not
     0.
     """
-    rows = _HeldOutRows(text, gpus)
-    for hidden_ND, next_N, labels_KN in rows.read(GROWN_POSITIONS, progress):
-        rows.measured.append(tree.places(rows.heads, hidden_ND, next_N, labels_KN))
-    return HeldOutRanks(rows.joined(), *rows.spans())
+    return _measure_rows(text, tree.places, GROWN_POSITIONS, gpus, progress)
 
 
-class _HeldOutRows:
-    """Held-out rows, and the ranks or places measured at each of their positions."""
+def _measure_rows(
+    text: HeldOutText,
+    measure: Callable[[Heads, Tensor, Tensor, Tensor], Tensor],
+    limit: int,
+    gpus: int,
+    progress: ProgressReporter | None,
+) -> HeldOutRanks:
+    """Rank each held-out token by `measure`, at about `limit` positions of random rows.
 
-    def __init__(self, text: HeldOutText, gpus: int):
-        self.text = text
-        self.device = "cuda" if gpus else "cpu"
-        self.heads = read_trained_heads(Path(text.heads)).to(self.device)
-        self.measured: list[Tensor] = []  # [K, N] of each row
-        self.answers: list[npt.NDArray[np.int32]] = []
-        self.conversations: list[int] = []  # of each answer
+    Args:
+        measure: Returns the rank of each label [K, N], given the heads, and the hidden states, next
+            tokens and labels of one row.
+    """
+    device = "cuda" if gpus else "cpu"
+    heads = read_trained_heads(Path(text.heads)).to(device)
+    rows = FeatureRows(
+        text.shards,
+        fingerprint=text.fingerprint,
+        num_heads=heads.shape.max_depth,
+        roles=text.roles,
+    )
+    chosen = _choose_rows(rows.lengths(SPLIT), limit)
+    progress = progress or ProgressReporter()
+    progress.begin("held-out rows", len(chosen), unit="conversations")
+    ranks: list[Tensor] = []
+    answers: list[npt.NDArray[np.int32]] = []
+    conversations: list[int] = []  # of each answer
+    open_group = None
+    for number, (group, index) in enumerate(chosen, 1):
+        if group != open_group:
+            opened = rows.read_group(group)
+            open_group = group
+        row = opened[index]
+        hidden_ND = row.hidden_ND[row.learnable].to(device, torch.float32)
+        next_N = torch.from_numpy(row.next_N).to(device, torch.int64)
+        labels_KN = torch.from_numpy(row.labels_KN).to(device, torch.int64)
+        ranks.append(measure(heads, hidden_ND, next_N, labels_KN))
+        of_row = row.answers()
+        answers += of_row
+        conversations += [number] * len(of_row)
+        progress.advance(tokens=len(row.learnable))
+    seen_answers = text.trained.answers() if text.trained else SeenAnswers()
+    seen = [answer in seen_answers for answer in answers]
+    lengths = np.array([len(answer) - 1 for answer in answers], np.int64)
+    starts = lengths.cumsum() - lengths
+    ranks_KN: npt.NDArray[Any] = np.empty((heads.shape.max_depth, 0), np.uint8)
+    if ranks:
+        ranks_KN = torch.cat(ranks, 1).cpu().numpy()
+    return HeldOutRanks(
+        ranks_KN, starts, np.array(conversations, np.int64), np.array(seen, np.bool_)
+    )
 
-    def read(
-        self, limit: int, progress: ProgressReporter | None
-    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield states, next tokens and labels of held-out rows with about `limit` positions."""
-        shape = self.heads.shape
-        rows = FeatureRows(
-            self.text.shards,
-            fingerprint=self.text.fingerprint,
-            hidden_size=shape.hidden_size,
-            num_heads=shape.max_depth,
-            roles=self.text.roles,
-        )
-        lengths = rows.lengths(SPLIT)
-        places = []
-        for group, of_group in enumerate(lengths):
-            places += [(group, int(index)) for index in np.flatnonzero(of_group)]
-        chosen = sample_rows([int(lengths[group][index]) for group, index in places], limit)
-        progress = progress or ProgressReporter()
-        progress.begin("held-out rows", len(chosen), unit="conversations")
-        open_group = None
-        for number, (group, index) in enumerate(sorted(places[i] for i in chosen), 1):
-            if group != open_group:
-                opened = rows.read_group(group)
-                open_group = group
-            row = opened[index]
-            answers = row.answers()
-            self.answers += answers
-            self.conversations += [number] * len(answers)
-            labels_KN = torch.from_numpy(row.labels_KN).to(self.device, torch.int64)
-            hidden_ND = row.hidden_ND[row.learnable].to(self.device, torch.float32)
-            next_N = torch.from_numpy(row.next_N).to(self.device, torch.int64)
-            yield hidden_ND, next_N, labels_KN
-            progress.advance(tokens=len(row.learnable))
 
-    def joined(self) -> npt.NDArray[Any]:
-        """Return the measurements of all held-out rows as one array [K, N]."""
-        if not self.measured:
-            return np.empty((self.heads.shape.max_depth, 0), np.uint8)
-        return torch.cat([each.cpu() for each in self.measured], 1).numpy()
-
-    def spans(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        """Return each answer's first position, its conversation, and whether training saw it."""
-        seen_answers = self.text.trained.answers() if self.text.trained else SeenAnswers()
-        seen = [answer in seen_answers for answer in self.answers]
-        lengths = np.array([len(answer) - 1 for answer in self.answers], np.int64)
-        conversations = np.array(self.conversations, np.int64)
-        return lengths.cumsum() - lengths, conversations, np.array(seen, np.bool_)
+def _choose_rows(
+    lengths_of_groups: Sequence[npt.NDArray[np.int64]], limit: int
+) -> list[tuple[int, int]]:
+    """Choose random cached rows with about `limit` positions, as sorted (row group, row) pairs."""
+    places = []
+    sizes = []
+    for group, lengths in enumerate(lengths_of_groups):
+        for index in np.flatnonzero(lengths).tolist():
+            places.append((group, index))
+            sizes.append(int(lengths[index]))
+    return sorted(places[i] for i in sample_rows(sizes, limit))
 
 
 def sample_rows(sizes: Sequence[int], limit: int) -> list[int]:

@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from pipeline.config import Config, Section, TrainConfig
 from pipeline.config.training import Bits
 from pipeline.errors import ConfigError
+from pipeline.storage.receipts import Identity
 from pipeline.training import recipe
 
 if TYPE_CHECKING:
@@ -47,11 +48,11 @@ class Method(ABC):
             return {}
         return {"features": "not needed: joint Medusa-2 learns from the text"}
 
-    def report_entries(self, train: TrainConfig) -> dict[str, Any]:
-        """Return the training method's entries in report.json."""
-        return {}
+    def recipe_name(self, train: TrainConfig) -> str | None:
+        """Return the training recipe to name in the report, if the method has several."""
+        return None
 
-    def settings(self, train: TrainConfig, target_quantization: Bits | None) -> dict[str, Any]:
+    def settings(self, train: TrainConfig, target_quantization: Bits | None) -> Identity:
         """Return the `train` settings that the trained heads depend on, as plain data."""
         unread = self.unread_sections(train)
         found = train.model_dump(mode="json", exclude=BOOKKEEPING | unread)
@@ -113,10 +114,10 @@ class HeadsAndBackbone(Method):
     def reads(self, train: TrainConfig) -> tuple[str, ...]:
         return ("generate",) if train.backbone.recipe == "joint" else ("features", "generate")
 
-    def report_entries(self, train: TrainConfig) -> dict[str, Any]:
-        return {"recipe": train.backbone.recipe}
+    def recipe_name(self, train: TrainConfig) -> str:
+        return train.backbone.recipe
 
-    def settings(self, train: TrainConfig, target_quantization: Bits | None) -> dict[str, Any]:
+    def settings(self, train: TrainConfig, target_quantization: Bits | None) -> Identity:
         found = super().settings(train, target_quantization)
         backbone = found["backbone"]
         for key in ("micro_batch", "gradient_checkpointing", "shard", "max_kl"):

@@ -16,12 +16,14 @@ import logging
 import os
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import EnvironmentFault
 from pipeline.storage.atomic import read_object, write_json, write_text
+
+if TYPE_CHECKING:
+    from pipeline.training.task import TrainSpec
 
 FILE = "metrics.jsonl"
 TRACKING_FILE = "tracking.json"  # the id of the trackers' runs, which a resume continues
@@ -31,27 +33,20 @@ SECONDS_TO_START = 30  # the most that an unreachable server costs at the start
 SECONDS_TO_FINISH = 120  # the most at the end; heads are written afterwards
 log = logging.getLogger(__name__)
 
+Line = dict[str, Any]  # of metrics.jsonl
+
 
 class MetricsLog:
     """Context manager on the first training worker that writes metrics.jsonl and trackers.
 
     Args:
-        directory: The training directory.
+        spec: The training, with its directory and its trackers.
         step: The step that training resumes from. Lines of later steps are dropped. The file is
             replaced by a rename, so that a worker that outlived its driver cannot append to it.
-        report_to: Names of trackers.
-        run_name, configuration: Shown by trackers.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        step: int,
-        *,
-        report_to: Sequence[str] = (),
-        run_name: str = "run",
-        configuration: dict[str, Any] | None = None,
-    ):
+    def __init__(self, spec: TrainSpec, step: int):
+        directory = spec.path
         before = list(read_metrics(directory))
         kept = [json.dumps(line) + "\n" for line in before if step and line["step"] <= step]
         write_text(directory / FILE, "".join(kept))
@@ -59,17 +54,16 @@ class MetricsLog:
         self._reported = max((line["step"] for line in before), default=-1)
         self._trackers: dict[str, Tracker] = {}
         self._warnings: list[str] = []
-        if report_to:
+        if spec.settings.report_to:
             run_id = read_object(directory / TRACKING_FILE).get("id")
             if run_id is None:
                 run_id = uuid.uuid4().hex
                 self._reported = -1
             write_json(directory / TRACKING_FILE, {"id": run_id})
-            run = TrackedRun(run_id, run_name, directory, configuration or {}, self._reported)
-            for name in report_to:
+            for name in spec.settings.report_to:
                 tracker = self._trackers[name] = TRACKERS[name]()
                 with self._dropping(name):
-                    tracker.begin(run)
+                    tracker.begin(spec, run_id, self._reported)
 
     def __enter__(self) -> MetricsLog:
         return self
@@ -111,24 +105,16 @@ class MetricsLog:
             log.warning("%s. Training goes on.", warning)
 
 
-@dataclass(frozen=True)
-class TrackedRun:
-    """A training run in the trackers; `reported` is the last logged step, or -1 if new."""
-
-    id: str
-    name: str
-    directory: Path
-    configuration: dict[str, Any]
-    reported: int
-
-
 class TensorBoard:
-    def begin(self, run: TrackedRun) -> None:
+    """Tracker that writes TensorBoard's event files."""
+
+    def begin(self, spec: TrainSpec, run_id: str, reported: int) -> None:
+        """Open the event files; steps up to `reported` are logged already."""
         from torch.utils.tensorboard import SummaryWriter
 
-        self.step = run.reported + 1
-        self.writer = SummaryWriter(str(run.directory / "tensorboard"), purge_step=self.step)
-        self.writer.add_text("configuration", json.dumps(run.configuration), self.step)
+        self.step = reported + 1
+        self.writer = SummaryWriter(str(spec.path / "tensorboard"), purge_step=self.step)
+        self.writer.add_text("configuration", json.dumps(spec.configuration), self.step)
 
     def log(self, step: int, numbers: dict[str, float]) -> None:
         self.step = step
@@ -143,14 +129,17 @@ class TensorBoard:
 
 
 class Trackio:
-    def begin(self, run: TrackedRun) -> None:
+    """Tracker that logs to Trackio's local database."""
+
+    def begin(self, spec: TrainSpec, run_id: str, reported: int) -> None:
+        """Start or continue the Trackio run."""
         import trackio
 
         with contextlib.redirect_stdout(None):
             self.run = trackio.init(
                 project=PROJECT,
-                name=f"{run.name}-{run.id[:8]}",
-                config=run.configuration,
+                name=f"{spec.run_name}-{run_id[:8]}",
+                config=spec.configuration,
                 resume="allow",
                 embed=False,
                 auto_log_gpu=False,
@@ -170,16 +159,19 @@ class Trackio:
 
 
 class WeightsAndBiases:
-    def begin(self, run: TrackedRun) -> None:
+    """Tracker that logs to Weights & Biases."""
+
+    def begin(self, spec: TrainSpec, run_id: str, reported: int) -> None:
+        """Start or continue the Weights & Biases run."""
         import wandb
 
         self.run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", PROJECT),
-            name=run.name,
-            id=run.id,
+            name=spec.run_name,
+            id=run_id,
             resume="allow",
-            config=run.configuration,
-            dir=str(run.directory),
+            config=spec.configuration,
+            dir=str(spec.path),
             settings=wandb.Settings(
                 silent=True,
                 console="off",
@@ -241,7 +233,7 @@ def flatten_metrics(figures: Any, name: str = "") -> Iterator[tuple[str, float]]
         yield name, figures
 
 
-def read_metrics(directory: Path) -> Iterator[dict[str, Any]]:
+def read_metrics(directory: Path) -> Iterator[Line]:
     """Yield the lines of a training's metrics.jsonl; skip a line that a kill cut short."""
     path = directory / FILE
     if not path.is_file():
@@ -251,7 +243,7 @@ def read_metrics(directory: Path) -> Iterator[dict[str, Any]]:
             yield json.loads(line)
 
 
-def read_curves(directory: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def read_curves(directory: Path) -> tuple[list[Line], list[Line]]:
     """Read the training curves for the report from metrics.jsonl: steps, and evaluations.
 
     Each evaluation holds step, head_losses, head_top1 and, for Medusa-2, the `kl` to the original.

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from pipeline.config import TrainConfig
 from pipeline.errors import EnvironmentFault
 
+ParameterGroup = dict[str, Any]  # the arguments of one group of torch's optimizers
+
 
 def trainable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """Return the module's parameters that require gradients, by name."""
@@ -32,7 +34,7 @@ def make_optimizer(
     Raises:
         EnvironmentFault: 8-bit moments are required and bitsandbytes cannot be imported.
     """
-    groups: list[dict[str, Any]] = []
+    groups: list[ParameterGroup] = []
     for module_name, module in modules.items():
         weights = []
         others = []
@@ -53,7 +55,7 @@ def make_optimizer(
     return _adamw_8bit(groups)
 
 
-def _adamw_8bit(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+def _adamw_8bit(groups: list[ParameterGroup]) -> torch.optim.Optimizer:
     """Create bitsandbytes' 8-bit AdamW, one matrix at a time.
 
     The CUDA kernels count elements in 32 bits: five lm_heads of a 128k vocabulary in one tensor

@@ -24,10 +24,14 @@ from pipeline.config.training import Bits
 from pipeline.errors import EnvironmentFault
 from pipeline.heads.kind import Heads
 from pipeline.heads.shapes import HeadsShape
+from pipeline.storage.receipts import Summary
 from pipeline.targets.spec import TargetSpec, one_line
 from pipeline.training.held_out_accuracy import Evaluation
 from pipeline.training.optimizers import cosine_with_warmup
 from pipeline.training.recipe import Recipe, make_recipe
+
+StepMetrics = dict[str, float | list[float]]
+"""Figures of one training step; a list has an entry per head."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,8 @@ class TrainSpec:
     texts: tuple[str, ...] = ()  # the generate stage's shards, in order
     texts_fingerprint: str = ""
     run_name: str = "run"  # in trackers
-    configuration: dict[str, Any] = field(default_factory=dict)  # of the run, for trackers
+    configuration: dict[str, object] = field(default_factory=dict)  # of the run, for trackers
+    heads_from: Path | None = None  # heads of the previous phase, to start from
 
     @property
     def path(self) -> Path:
@@ -75,10 +80,16 @@ class TrainSpec:
         shape = self.kind.shape_of(self.settings, self.hidden_size, self.vocab_size)
         return shape.drafting(self.settings.draft_vocab)
 
-    def of_phase(self, name: str) -> TrainSpec:
+    def of_phase(self, name: str, heads_from: Path | None = None) -> TrainSpec:
         """Return the specification of one training phase; the last phase's name is empty."""
         run_name = f"{self.run_name}-{name}" if name else self.run_name
-        return replace(self, directory=str(self.path / name), run_name=run_name)
+        directory = str(self.path / name)
+        return replace(self, directory=directory, run_name=run_name, heads_from=heads_from)
+
+    def recipe(self, positions: int, sequences: int | None = None) -> Recipe:
+        """Resolve `auto` in the training settings; the arguments are those of `make_recipe`."""
+        scale = self.kind.lr_scale
+        return make_recipe(self.settings, positions, self.hidden_size, scale, sequences)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +111,7 @@ class TrainResult:
     warnings: list[str] = field(default_factory=list)
     earlier: dict[str, TrainResult] = field(default_factory=dict)  # of earlier phases, by name
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Summary:
         """Return the training result as plain data, with earlier phases beside its fields."""
         data = to_json(self)
         del data["earlier"]
@@ -152,7 +163,6 @@ class Learner(ABC):
     Args:
         spec: The phase's specification.
         device: The device to compute on.
-        heads_from: A file of heads to start from, written by the previous phase.
 
     Raises:
         DataError: The training data is damaged, belongs to another run, or is empty.
@@ -167,16 +177,11 @@ class Learner(ABC):
     recipe: Recipe  # `auto` resolved, equal on every worker
     held_out_share: float  # positions of one evaluation over those of one epoch
 
-    def __init__(
-        self,
-        spec: TrainSpec,
-        workers: Workers,
-        device: torch.device,
-        heads_from: Path | None = None,
-    ):
+    def __init__(self, spec: TrainSpec, workers: Workers, device: torch.device):
         self.spec = spec
         self.workers = workers
         self.device = device
+        self.dtype = product_dtype(spec, device)
 
     @classmethod
     @abstractmethod
@@ -223,7 +228,7 @@ class Learner(ABC):
         return cosine_with_warmup(step, total, warmup_steps)
 
     @abstractmethod
-    def metrics(self, step: int, means: list[float]) -> dict[str, Any]:
+    def metrics(self, step: int, means: list[float]) -> StepMetrics:
         """Return a step's entries in metrics.jsonl, given the mean of each loss component."""
 
     @abstractmethod
@@ -234,8 +239,9 @@ class Learner(ABC):
         """Write the training's outputs other than the heads; called on the first worker."""
 
     def autocast(self) -> torch.autocast:
-        dtype = product_dtype(self.spec, self.device)
-        return torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32)
+        """Return a context manager in which matrix products are in `self.dtype`."""
+        enabled = self.dtype != torch.float32
+        return torch.autocast(self.device.type, self.dtype, enabled=enabled)
 
 
 Phases = tuple[tuple[str, type[Learner]], ...]

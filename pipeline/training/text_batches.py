@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -69,21 +70,21 @@ def read_texts(
     return texts
 
 
-def pack_sequences(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Pack conversations into training sequences of at most `capacity` tokens.
+def pack_texts(texts: Sequence[Text], sequence_length: int) -> list[list[int]]:
+    """Pack conversations into training sequences of at most `sequence_length` tokens.
 
-    Return, for each sequence, the indices of its conversations in `lengths`. The longest
+    Return, for each sequence, the indices of its conversations in `texts`. The longest
     conversation comes first; each goes into the sequence with the least free space that holds it.
     """
     groups: list[list[int]] = []
     free: list[tuple[int, int]] = []  # (tokens that still fit, group), sorted
-    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        length = lengths[index]
+    for index in sorted(range(len(texts)), key=lambda i: -texts[i].num_read):
+        length = texts[index].num_read
         place = bisect.bisect_left(free, (length, 0))
         if place < len(free):
             space, group = free.pop(place)
         else:
-            space = capacity
+            space = sequence_length
             group = len(groups)
             groups.append([])
         groups[group].append(index)
@@ -92,13 +93,17 @@ def pack_sequences(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 class TextPlan:
-    """The packed sequences of each training step, over all workers."""
+    """The packed sequences of each training step, over all workers.
 
-    def __init__(
-        self, texts: Sequence[Text], *, sequence_length: int, batch_sequences: int, seed: int
-    ):
-        self.groups = pack_sequences([text.num_read for text in texts], sequence_length)
-        self.steps_per_epoch = -(-len(self.groups) // batch_sequences)
+    Args:
+        groups: The packed sequences, as `pack_texts` returns them.
+        batch_sequences: The maximum number of sequences per step over all workers.
+        seed: Seed of each epoch's shuffle.
+    """
+
+    def __init__(self, groups: Sequence[list[int]], batch_sequences: int, seed: int):
+        self.groups = groups
+        self.steps_per_epoch = -(-len(groups) // batch_sequences)
         self._seed = seed
 
     def sequences(
@@ -116,8 +121,7 @@ class TextPlan:
         return -(-(last - first) // world_size)
 
 
-@dataclass(frozen=True)
-class TextBatch:
+class TextBatch(NamedTuple):
     """Batch of packed sequences [B, T] with labels at learned positions of the flattened [B·T]."""
 
     ids_BT: Tensor
@@ -129,8 +133,8 @@ class TextBatch:
     teacher_KN: Tensor
 
     def to(self, device: torch.device) -> TextBatch:
-        moved = (getattr(self, field.name) for field in fields(self))
-        return TextBatch(*(tensor.to(device, non_blocking=True) for tensor in moved))
+        """Copy the batch's tensors to a device."""
+        return TextBatch(*(tensor.to(device, non_blocking=True) for tensor in self))
 
 
 def assemble_texts(sequences: Sequence[Sequence[Text]], num_heads: int) -> TextBatch:

@@ -20,7 +20,6 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,11 +36,12 @@ from pipeline.training.checkpoints import (
     optimizer_state,
 )
 from pipeline.training.held_out_accuracy import Evaluation
-from pipeline.training.metrics import MetricsLog
+from pipeline.training.metrics import Line, MetricsLog
 from pipeline.training.optimizers import make_optimizer, set_lr, trainable_parameters
 from pipeline.training.recipe import Recipe
 from pipeline.training.task import (
     Learner,
+    StepMetrics,
     TrainResult,
     TrainSpec,
     Workers,
@@ -73,10 +73,10 @@ def train(
     results: dict[str, TrainResult] = {}
     heads_from = None
     for name, learner in spec.phases:
-        phase = spec.of_phase(name)
+        phase = spec.of_phase(name, heads_from)
         summary = read_summary(phase.heads_path, phase.heads_shape)
         if summary is None:
-            result = _train_phase(name, learner, phase, workers, heads_from, progress)
+            result = _train_phase(name, learner, phase, workers, progress)
             gc.collect()  # the next phase needs the memory of weights and moments
             workers.wait()  # for the first worker to write the heads
         else:
@@ -92,7 +92,6 @@ def _train_phase(
     learner: type[Learner],
     spec: TrainSpec,
     workers: Workers,
-    heads_from: Path | None,
     progress: ProgressReporter,
 ) -> TrainResult:
     spec.path.mkdir(exist_ok=True)
@@ -100,7 +99,7 @@ def _train_phase(
     devices = [device] if device.type == "cuda" else []
     with gpu_errors(spec, learner.saves_memory), torch.random.fork_rng(devices):
         torch.manual_seed(spec.seed)  # equal on every worker
-        trainer = Trainer(learner(spec, workers, device, heads_from))
+        trainer = Trainer(learner(spec, workers, device))
         return trainer.run(progress, name)
 
 
@@ -169,7 +168,7 @@ class StepResult:
 
     loss: float
     positions: int  # learned from
-    metrics: dict[str, Any]
+    metrics: StepMetrics
 
 
 class Trainer:
@@ -229,7 +228,8 @@ class Trainer:
             )
         set_lr(self.optimizer, lr_share)
         self.optimizer.step()
-        metrics = {"loss": loss, **learner.metrics(step, means), "grad_norm": grad_norm, "lr": lr}
+        metrics: StepMetrics = {"loss": loss}
+        metrics.update(learner.metrics(step, means), grad_norm=grad_norm, lr=lr)
         return StepResult(loss, int(num_positions), metrics)
 
     def run(self, progress: ProgressReporter, phase: str = "") -> TrainResult:
@@ -239,7 +239,7 @@ class Trainer:
         recipe = learner.recipe
         checkpoints = Checkpoints(spec.path / "checkpoints", self.settings)
         state = self.resume(checkpoints)
-        log = self.open_log(state.step)
+        log = MetricsLog(spec, state.step) if learner.workers.is_first else None
         progress.begin(phase, recipe.total_steps, done=state.step, unit="steps")
         with checkpoints, log or nullcontext():
             if state.step == 0:
@@ -252,7 +252,7 @@ class Trainer:
                     break  # early stopping; a resumed training may already be there
                 step = self.step(state.step, batches)
                 state.advance(step.loss, step.positions, time.monotonic() - started)
-                metrics = dict(step.metrics)
+                metrics: Line = dict(step.metrics)
                 metrics["epoch"] = state.step / recipe.steps_per_epoch
                 metrics["tokens"] = state.tokens
                 metrics["tokens_per_second"] = state.tokens_per_second
@@ -271,19 +271,6 @@ class Trainer:
         if learner.workers.is_first:
             self.write_best(result)
         return result
-
-    def open_log(self, step: int) -> MetricsLog | None:
-        """Open metrics.jsonl after `step` on the first worker; return None on other workers."""
-        spec = self.learner.spec
-        if not self.learner.workers.is_first:
-            return None
-        return MetricsLog(
-            spec.path,
-            step,
-            report_to=self.settings.report_to,
-            run_name=spec.run_name,
-            configuration=spec.configuration,
-        )
 
     def write_best(self, result: TrainResult) -> None:
         """Write the best adapter and then the best heads with the training result."""

@@ -82,7 +82,6 @@ def test_an_8_bit_shard_is_read_in_the_target_dtype(tmp_path, precision):
     opened = FeatureRows(
         [str(path)],
         fingerprint="f",
-        hidden_size=64,
         num_heads=2,
         roles=["assistant"],
     )

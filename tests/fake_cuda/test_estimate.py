@@ -81,13 +81,13 @@ def test_a_step_of_heads_takes_about_the_estimate(
     for weight in trainer.parameters:
         weight.grad = torch.empty_like(weight)
     trainer.optimizer.step()
-    held = [*batch.tensors(), learner.target_head.weight_VD, *trainer.modules.parameters()]
+    held = [*batch, learner.target_head.weight_VD, *trainer.modules.parameters()]
     held += [weight.grad for weight in trainer.parameters]
     for state in trainer.optimizer.state.values():
         held += state.values()
     with Ledger(held) as ledger:
         trainer.step(2, [batch])
-    peak = ledger.peak["cuda:0"] + BATCHES_AHEAD * sum(each.nbytes for each in batch.tensors())
+    peak = ledger.peak["cuda:0"] + BATCHES_AHEAD * sum(each.nbytes for each in batch)
     run = on_planned_gpus(resolved(config))
     stages = {memory.stage: memory for memory in memory_of_stages(run, target_sizes(run))}
     assert stages["train"].total == pytest.approx(peak, rel=TOLERANCE)

@@ -63,8 +63,8 @@ def test_tied_heads_carry_the_target_s_own_lm_head(
         assert torch.equal(read_heads(run.path / "latest/export" / name, None).lm_head, lm_head_VD)
 
 
-def test_another_dtype_is_exported_from_the_same_heads(copied_run, make_config, tmp_path):
-    run = run_again(make_config(tmp_path, export__dtype="bfloat16"), until="export")
+def test_another_dtype_is_exported_from_the_same_heads(copied_run, again):
+    run = again(until="export", export__dtype="bfloat16")
     assert stages_run(run) == ["export"]
     trained = load_file(run.path / "latest/train/heads.safetensors")
     stored = load_file(run.path / "latest/export/medusa_lm_head.safetensors")

@@ -62,8 +62,9 @@ def save_llama(directory, **sizes) -> TargetSpec:
 
 
 def logits(backbone: Backbone, batch: TextBatch) -> torch.Tensor:
-    hidden, head = backbone.states(batch), backbone.head
-    return hidden @ head.weight_VD.T + backbone.lora_inner(hidden) @ head.lora_VR.T
+    hidden = backbone.states(batch)
+    own = hidden @ backbone.head.weight_VD.T
+    return own + backbone.lora_inner(hidden) @ backbone.lora_outer.T
 
 
 def logits_of(model, batch: TextBatch) -> torch.Tensor:

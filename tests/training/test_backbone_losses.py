@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from torch.nn.functional import cross_entropy, kl_div
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeline.training.backbone_losses import Drift, TunedHead, add_drift, summed_divergence
+from pipeline.heads.losses import TargetHead
+from pipeline.training.backbone_losses import Drift, add_drift, summed_backbone_loss
 
 NUM_ROWS, SIZE, VOCAB, RANK = 37, 8, 19, 3
 ONE_ROW, SEVEN_ROWS = 1, 7 * VOCAB * 5 * 8  # chunk sizes in bytes, for fp64
@@ -27,7 +28,7 @@ class Case:
         self.hidden = (self.original + far * random(rows, SIZE)).requires_grad_()
         self.low = random(rows, RANK).requires_grad_()
         self.lora = (far * random(VOCAB, RANK)).requires_grad_()
-        self.head = TunedHead(random(VOCAB, SIZE), random(VOCAB) if bias else None, self.lora)
+        self.head = TargetHead(random(VOCAB, SIZE), random(VOCAB) if bias else None)
         self.labels = torch.randint(VOCAB, (rows,), generator=draw)
 
     def log_probabilities(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -47,8 +48,9 @@ class Case:
         return kl_div(tuned, original, reduction="sum", log_target=True)
 
     def chunked(self, loss: str, chunk_bytes: int | None = None) -> torch.Tensor:
-        truth = self.labels if loss == "ce" else self.original
-        return summed_divergence(self.hidden, self.low, self.head, truth, chunk_bytes=chunk_bytes)
+        original = self.original if loss == "kl" else None
+        arguments = (self.hidden, self.low, self.lora, self.head, self.labels, original)
+        return summed_backbone_loss(*arguments, chunk_bytes=chunk_bytes)
 
     def gradients(self) -> list[torch.Tensor]:
         return [self.hidden.grad, self.low.grad, self.lora.grad]
@@ -74,9 +76,10 @@ def test_values_and_gradients_equal_the_definition(loss, rows, seed, far, chunk_
 
 def test_a_confident_model_in_bfloat16_still_learns():
     """q = 1 - 2^-10 rounds to 1 in bfloat16; its gradient q - 1 must not."""
-    head = TunedHead(torch.tensor([[6.9375], [0.0]]).bfloat16(), None, torch.zeros(2, 1))
+    head = TargetHead(torch.tensor([[6.9375], [0.0]]).bfloat16())
     hidden = torch.ones(1, 1, dtype=torch.bfloat16, requires_grad=True)
-    summed_divergence(hidden, torch.zeros(1, 1), head, torch.zeros(1, dtype=torch.int64)).backward()
+    label = torch.zeros(1, dtype=torch.int64)
+    summed_backbone_loss(hidden, torch.zeros(1, 1), torch.zeros(2, 1), head, label).backward()
     q = torch.softmax(torch.tensor([6.9375, 0.0]), 0)
     assert float(hidden.grad) == pytest.approx(float((q[0] - 1) * 6.9375), rel=1e-2)
 
@@ -103,7 +106,7 @@ def test_the_logits_of_all_rows_are_never_held(loss):
 def test_drift_is_that_of_its_definition(chunk_bytes):
     case, rows = Case(far=0.4), torch.arange(NUM_ROWS)
     log_q, log_p = (each.detach() for each in case.log_probabilities())
-    arguments = (case.hidden, case.low, case.head, case.original, case.labels)
+    arguments = (case.hidden, case.low, case.lora, case.head, case.labels, case.original)
     found = Drift.zero(torch.device("cpu"))
     add_drift(found, *arguments, chunk_bytes=chunk_bytes)
     expected = (

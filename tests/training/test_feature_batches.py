@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pipeline.artifacts.feature_rows import FeatureRows
 from pipeline.errors import DataError
 from pipeline.training.feature_batches import LANES, EpochPlan, Piece, load_batches
-from tests.training.conftest import FINGERPRINT, STATES, D
+from tests.training.conftest import FINGERPRINT, STATES
 from tests.training.trainings import team
 
 lengths_of_groups = st.lists(st.lists(st.integers(0, 40), max_size=6), max_size=8)
@@ -96,7 +96,6 @@ def rows(shards) -> FeatureRows:
     return FeatureRows(
         shards,
         fingerprint=FINGERPRINT,
-        hidden_size=D,
         num_heads=3,
         roles=("assistant", "user"),
     )

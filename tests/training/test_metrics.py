@@ -19,48 +19,51 @@ from pipeline.training.metrics import (
     read_metrics,
     require_trackers,
 )
+from pipeline.training.task import TrainSpec
 from pipeline.training.trainer import train
 from tests.flows.tiny import resolved
 from tests.training.trainings import Stopped, stop_at
 
 
-def write(directory: Path, step: int, *steps: int) -> None:
-    with MetricsLog(directory, step) as log:
+def write(spec: TrainSpec, step: int, *steps: int) -> None:
+    with MetricsLog(spec, step) as log:
         for number in steps:
-            log.write(number, {"loss": float(number), "head_losses": [1.0, 2.0]})
+            log.write(number, {"loss": float(number)})
 
 
-def steps_in(directory: Path) -> list[int]:
-    return [line["step"] for line in read_metrics(directory)]
+def steps_in(spec: TrainSpec) -> list[int]:
+    return [line["step"] for line in read_metrics(spec.path)]
 
 
-def test_a_resume_drops_what_it_will_write_again(tmp_path):
-    write(tmp_path, 0, 0, 1, 2, 3, 4)
-    with (tmp_path / FILE).open("a") as file:
+def test_a_resume_drops_what_it_will_write_again(make_spec):
+    spec = make_spec()
+    write(spec, 0, 0, 1, 2, 3, 4)
+    with (spec.path / FILE).open("a") as file:
         file.write('{"step": 5, "lo')  # cut short by a kill
-    write(tmp_path, 2, 3, 4, 5)
-    assert steps_in(tmp_path) == [0, 1, 2, 3, 4, 5]
-    write(tmp_path, 0, 0, 1)
-    assert steps_in(tmp_path) == [0, 1]
+    write(spec, 2, 3, 4, 5)
+    assert steps_in(spec) == [0, 1, 2, 3, 4, 5]
+    write(spec, 0, 0, 1)
+    assert steps_in(spec) == [0, 1]
 
 
-def test_a_worker_that_outlived_its_driver_cannot_append(tmp_path):
-    with MetricsLog(tmp_path, 0) as orphan:
+def test_a_worker_that_outlived_its_driver_cannot_append(make_spec):
+    spec = make_spec()
+    with MetricsLog(spec, 0) as orphan:
         orphan.write(1, {"loss": 1.0})
-        with MetricsLog(tmp_path, 1) as log:
+        with MetricsLog(spec, 1) as log:
             orphan.write(2, {"loss": 9.0})
             log.write(2, {"loss": 2.0})
-            orphan.write(3, {"loss": 9.0})
-    assert [line["loss"] for line in read_metrics(tmp_path)] == [1.0, 2.0]
+    assert [line["loss"] for line in read_metrics(spec.path)] == [1.0, 2.0]
 
 
-def test_the_reports_curves_are_per_head_by_step(tmp_path):
+def test_the_reports_curves_are_per_head_by_step(make_spec):
+    spec = make_spec()
     drift = {"kl": 0.01, "positions": 9}
-    with MetricsLog(tmp_path, 0) as log:
+    with MetricsLog(spec, 0) as log:
         log.write(0, {"held_out": [{"loss": 3.0, "top1": 0.1}, {"loss": 4.0, "top1": 0.2}]})
         log.write(1, {"loss": 2.0, "head_losses": [1.0, 2.0]})
         log.write(2, {"loss": 1.0, "held_out": [{"loss": 1.0}, {"loss": 2.0}], "drift": drift})
-    trained, held_out = read_curves(tmp_path)
+    trained, held_out = read_curves(spec.path)
     assert [(line["step"], line["loss"]) for line in trained] == [(1, 2.0), (2, 1.0)]
     assert held_out == [
         {"step": 0, "head_losses": [3.0, 4.0], "head_top1": [0.1, 0.2]},

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pipeline.conversations.spans import IGNORED, Span
 from pipeline.storage.shards import read_rows
-from pipeline.training.text_batches import Text, TextPlan, assemble_texts, pack_sequences
+from pipeline.training.text_batches import Text, TextPlan, assemble_texts, pack_texts
 from tests.training.conftest import opened
 from tests.training.trainings import team
 
@@ -25,15 +25,18 @@ def text(length: int, *spans: tuple[int, int], num_read: int | None = None, firs
     return Text(ids, tuple(Span(start, end, "assistant") for start, end in spans), num_read)
 
 
+def texts_of(lengths) -> list[Text]:
+    return [text(length + 2, (1, length + 2), num_read=length) for length in lengths]
+
+
 def plan_of(lengths, batch_sequences: int, seed: int = 0) -> TextPlan:
-    texts = [text(length + 2, (1, length + 2), num_read=length) for length in lengths]
-    return TextPlan(texts, sequence_length=40, batch_sequences=batch_sequences, seed=seed)
+    return TextPlan(pack_texts(texts_of(lengths), 40), batch_sequences, seed)
 
 
 @given(lengths=lengths_of_texts)
 def test_packing_places_every_text_once_and_densely(lengths):
     """No two sequences would fit into one, so more than half of all is filled."""
-    groups = pack_sequences(lengths, 40)
+    groups = pack_texts(texts_of(lengths), 40)
     placed = sorted(index for group in groups for index in group)
     assert placed == list(range(len(lengths)))
     fills = sorted(sum(lengths[index] for index in group) for group in groups)
