@@ -69,22 +69,21 @@ MEASURED_SIZES = (1, 3, 7, 15, 31, 63, 127, 255)
 
 
 def upstream(config: Config) -> tuple[str, ...]:
-    """The stages with the states and the heads to measure, and the training answers."""
+    """List the stages that calibrate reads: cached states, trained heads and generated answers."""
     states = "tuned-features" if method_of(config.train).tunes_backbone else "features"
     return (states, "train", "generate")
 
 
 def identity(context: Context) -> Identity:
-    """The tree's budget or the user's tree, and the settings of the chain."""
+    """Collect what calibrate's result depends on: the settings of the tree and of the chain."""
     settings = context.config.calibrate
-    chain = {"draft_tokens": settings.draft_tokens, "timed": context.resolved.times_chain}
     found: Identity = {
         "tree": settings.tree,
         "nodes": settings.nodes,
         "depth": settings.depth,
         "top": settings.top,
         "choices": context.resolved.choices,
-        "chain": chain,
+        "draft_tokens": settings.draft_tokens,
     }
     if settings.data:
         check_files(context.resolved)
@@ -96,7 +95,7 @@ def identity(context: Context) -> Identity:
 
 
 def run(context: Context, stage: StageDirectory) -> Summary:
-    """Measure the heads, search the tree, and choose the sizes of the tree and the chain."""
+    """Run calibrate: measure the heads, search the tree, choose the sizes of tree and chain."""
     config, settings = context.config, context.config.calibrate
     num_heads = config.train.num_heads
     with context.progress(stage) as progress:
@@ -206,9 +205,9 @@ def _require_labels(counts_K: np.ndarray, num_conversations: int, where: str) ->
 def _native_overheads(
     context: Context, fits: CrossFit, progress: ProgressReporter
 ) -> tuple[Overheads, Overheads]:
-    """Time trees and chains of several sizes in native decoding.
+    """Time trees and chains of several sizes in native decoding of held-out prompts.
 
-    On held-out prompts, one request at a time.
+    One request is decoded at a time.
     """
     resolved, generated = context.resolved, context.upstream["generate"]
     rows = read_token_rows(generated.shards(), generated.fingerprint)
@@ -227,7 +226,7 @@ def _native_overheads(
 
 
 def _timed_trees(fits: CrossFit, dynamic: DynamicTree | None) -> dict[int, Choices | DynamicTree]:
-    """Build trees of the measured sizes; the largest static tree may be of a size between."""
+    """Build the candidate trees to time, by size; the largest static tree may be of any size."""
     largest = max(fits.whole.values(), key=len)
     trees: dict[int, Choices | DynamicTree] = {}
     for size in MEASURED_SIZES:

@@ -55,7 +55,7 @@ from pipeline.execution.progress import ProgressReporter
 from pipeline.export.directory import read_tree
 from pipeline.export.layout import read_layout
 from pipeline.run.checks import check_files
-from pipeline.run.context import Context, Stage
+from pipeline.run.context import Context, Stage, reads
 from pipeline.run.resolved import ENGINE_SECTIONS
 from pipeline.storage.atomic import read_json, write_json
 from pipeline.storage.receipts import Identity, Summary
@@ -76,13 +76,8 @@ FIGURES = ("native.acceleration_rate", "native.speedup", "vllm.acceleration_rate
 LIMITS = {"min_acceleration_rate", "require_learning", "max_tie_share"}  # see `Limits`
 
 
-def upstream(config: Config) -> tuple[str, ...]:
-    """The stages that the check reads."""
-    return ("generate", "export", "train")
-
-
 def identity(context: Context) -> Identity:
-    """The settings except the limits, with the content of the questions and the assistant."""
+    """Collect what the check depends on: settings except the limits, and the files they name."""
     check_files(context.resolved)
     check = context.config.check
     fetch = not context.read_only
@@ -106,7 +101,7 @@ def identity(context: Context) -> Identity:
 
 @dataclass(frozen=True)
 class CheckEngines:
-    """The engines of a check, each on the placement of its workers."""
+    """The engines that decode in the check stage, each on the placement of its workers."""
 
     context: Context
     stage: StageDirectory
@@ -114,15 +109,15 @@ class CheckEngines:
     questions: list[Conversation] | None  # of a file of questions; None for held-out prompts
 
     def call(self, function: Callable[..., Any], engine: str, /, **arguments: Any) -> Any:
-        """Call a function on the workers of one engine, which adds the argument `gpus`."""
+        """Call a function on a worker of one engine, with the further argument `gpus`."""
         return self.context.call(function, ENGINE_SECTIONS[engine], self.progress, **arguments)
 
     def measure(self, request: CheckRequest, engine: str) -> tuple[CheckResult, AnswerLines]:
-        """Decode with and without the heads in one engine."""
+        """Check the heads in one engine; also return the answers of native decoding."""
         return self.call(check_with_engine, engine, request=request, engine=engine)
 
     def prompts(self, target: TargetSpec) -> Prompts:
-        """Read held-out prompts, or answer the earlier turns of a file of questions."""
+        """Build the check's prompts, of held-out rows or of a file of questions."""
         settings = self.context.config.check
         if isinstance(settings.prompts, int):
             room = context_length(target) - settings.max_new_tokens
@@ -141,7 +136,7 @@ class CheckEngines:
         return prompts
 
     def stored_result(self, request: CheckRequest, engine: str) -> CheckResult:
-        """Check in one engine, or read the engine's result from before an interruption."""
+        """Check the heads in one engine, or read the result from before an interruption."""
         file = self.stage.path / f"{engine}.json"
         stored = read_json(file)
         if stored is None:
@@ -155,7 +150,7 @@ class CheckEngines:
         return from_json(CheckResult, stored)
 
     def vllm_figures(self, request: CheckRequest, result: CheckResult) -> VllmFigures:
-        """Add the expected rate of vLLM's chain, and the study of load."""
+        """Return vLLM's figures with the expected rate of its chain, and the study of load."""
         calibration, held_out, chain = request.calibration, None, None
         assert result.vllm is not None and calibration is not None
         if result.native is not None:
@@ -172,8 +167,8 @@ class CheckEngines:
     def on_served_model(self, request: CheckRequest) -> tuple[ServedModel, list[Difference]]:
         """Check the heads on the copy of the target that will be served, in every engine.
 
-        Greedy text is compared with that copy alone, whose own text differs from the full target's.
-        Neither baselines nor studies are repeated.
+        Greedy text is compared with the text of that copy alone, since the full target writes other
+        text. Baselines and studies are not repeated.
         """
         settings = request.settings.model_copy(update={"baselines": (), "studies": ()})
         results = {}
@@ -206,15 +201,16 @@ class CheckEngines:
 
 
 def _generated_rows(context: Context) -> Iterator[TokenRow]:
+    """Yield the conversations of the generate stage, as token ids."""
     generated = context.upstream["generate"]
     return read_token_rows(generated.shards(), generated.fingerprint)
 
 
 def run(context: Context, stage: StageDirectory) -> Summary:
-    """Decode with every configured engine and compare the results with plain decoding.
+    """Run the check: decode with each engine, with the heads and plainly, and compare.
 
-    Each engine's result is kept in a file until the check is done, so that a later failure or an
-    interruption does not cost it.
+    Each engine's result is kept in a file until the check is done, so that it survives a later
+    failure or an interruption.
     """
     settings = context.config.check
     export = context.upstream["export"].path
@@ -262,7 +258,7 @@ def run(context: Context, stage: StageDirectory) -> Summary:
 
 
 def _with_comparisons(engines: CheckEngines, result: CheckResult) -> CheckResult:
-    """Add head 0's accuracy, the backbone's drift, exact matches and contaminated rows."""
+    """Add head 0's accuracy, the backbone's drift, exact matches and contaminated training rows."""
     context = engines.context
     trained = context.upstream["train"].summary
     prompts = context.config.check.prompts
@@ -281,7 +277,7 @@ def _with_comparisons(engines: CheckEngines, result: CheckResult) -> CheckResult
 
 
 def configuration(stage: StageDirectory, now: Config) -> Config:
-    """Return a finished check's configuration with the limits, `run` and `push` of `now`."""
+    """Return the configuration of a finished check, with the limits, `run` and `push` of `now`."""
     found = validate(stage.summary["configuration"], str(stage.path))
     limits = {name: getattr(now.check, name) for name in LIMITS}
     backbone = found.train.backbone.model_copy(update={"max_kl": now.train.backbone.max_kl})
@@ -294,4 +290,4 @@ def configuration(stage: StageDirectory, now: Config) -> Config:
     return found.model_copy(update=parts)
 
 
-STAGE = Stage(NAME, VERSION, upstream, identity, run, FIGURES)
+STAGE = Stage(NAME, VERSION, reads("generate", "export", "train"), identity, run, FIGURES)

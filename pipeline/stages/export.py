@@ -2,9 +2,8 @@
 
 Promises: exactly the expected tensors and shapes, read back and compared bit for bit; heads,
 tokenizer, configuration, tree and model card together; further formats in directories of their
-names. With Medusa-2 the tuned backbone lies in `backbone/`, and the configuration names it by its
-absolute path, where it was made: of an export that was moved since, that directory is meant all the
-same.
+names. With Medusa-2 the tuned backbone is in `backbone/`, and the configuration names it by the
+absolute path at which it was made. Readers of an export that was moved use its own `backbone/`.
 """
 
 from __future__ import annotations
@@ -27,7 +26,10 @@ VERSION = 5
 
 
 def identity(context: Context) -> Identity:
-    """The format, the dtype and the name of the target; a tuned backbone is named relatively."""
+    """Collect what the export depends on: formats, dtype, and the target's name.
+
+    A tuned backbone has a relative name, so that a run can be moved.
+    """
     tuned = context.resolved.method.tunes_backbone
     return {
         "settings": context.config.export.model_dump(mode="json"),

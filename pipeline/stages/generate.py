@@ -40,7 +40,7 @@ MIN_ROWS = 2  # of a split; a standard error takes two
 
 
 def identity(context: Context) -> Identity:
-    """Every setting of the text, the target, and the run's seed."""
+    """Collect what generated text depends on: settings, target and the run's seed."""
     settings = context.config.generate.model_dump(mode="json")
     settings["engine_args"] = semantic_arguments(settings["engine_args"])
     return {
@@ -52,7 +52,7 @@ def identity(context: Context) -> Identity:
 
 
 def run(context: Context, stage: StageDirectory) -> Summary:
-    """Generate the conversations of every seed, shard by shard."""
+    """Run the generate stage: let the target write the conversation of each seed."""
     placement = context.placement(NAME)
     settings = context.config.generate
     template = load_chat_template(context.target)
@@ -70,7 +70,7 @@ def run(context: Context, stage: StageDirectory) -> Summary:
 
 
 def require_rows_of_splits(summary: Summary, stage: StageDirectory) -> None:
-    """Refuse a split whose generated rows are too few, before training is spent on it."""
+    """Refuse generated rows of which a split has too few, before anything is trained."""
     fewest = min(SPLITS, key=lambda split: summary[f"{split}_rows"])
     if summary[f"{fewest}_rows"] < MIN_ROWS:
         counts = ", ".join(f"{split} {summary[f'{split}_rows']:.0f}" for split in SPLITS)
@@ -83,7 +83,7 @@ def require_rows_of_splits(summary: Summary, stage: StageDirectory) -> None:
 
 
 class Worker:
-    """Turns one shard of seeds into one shard of generated rows.
+    """Worker of the generate stage: makes a shard of generated rows of a shard of seeds.
 
     When the last conversations of a shard leave the engine half empty, those of the next one begin.
     """
@@ -125,7 +125,7 @@ class Worker:
         self._upcoming: ShardTask | None = None
 
     def expect(self, upcoming: ShardTask | None) -> None:
-        """Remember the shard that follows the next call."""
+        """Remember the shard of seeds to begin when the next call leaves the engine half empty."""
         self._upcoming = upcoming
 
     def __call__(self, task: ShardTask) -> Receipt:

@@ -32,19 +32,19 @@ HEADS = "heads"
 
 
 def upstream(config: Config) -> tuple[str, ...]:
-    """The export and its check, and the conversations where they are published."""
+    """List the stages that push reads: export, check, and generate where it sends a data set."""
     if config.push.dataset:
         return ("export", "check", "generate")
     return ("export", "check")
 
 
 def identity(context: Context) -> Identity:
-    """The settings of the push."""
+    """Collect what a push depends on: its settings."""
     return context.config.push.model_dump(mode="json")
 
 
 def run(context: Context, stage: StageDirectory) -> Summary:
-    """Push to the Hub and write the receipt, which is the summary too."""
+    """Run the push stage: push to the Hub and write the receipt, which is also the summary."""
     receipt = flat_receipt(push(context, work_in=stage.path))
     write_json(stage.path / "receipt.json", receipt)
     return receipt
@@ -111,7 +111,7 @@ def push(
 
 
 def print_dry_run(console: Console, receipts: Mapping[str, Receipt]) -> None:
-    """Print the files that a push would send to each repository, and what it still lacks."""
+    """Print the files that a push would send to each Hub repository, and missing settings."""
     for part in receipts.values():
         visibility = "private" if part["private"] else "public"
         lines = [f"Would push to {part['repo']} ({visibility}), as one commit:"]
@@ -122,7 +122,7 @@ def print_dry_run(console: Console, receipts: Mapping[str, Receipt]) -> None:
 
 
 def flat_receipt(receipts: Mapping[str, Receipt]) -> Receipt:
-    """Return the receipt of a push: the heads' own, with those of other repositories in it."""
+    """Merge the receipts of a push: the receipt of the heads holds the others by name."""
     others = {name: part for name, part in receipts.items() if name != HEADS}
     return {**receipts.get(HEADS, {}), **others}
 

@@ -96,8 +96,8 @@ def test_a_file_of_questions_replaces_held_out_rows(copied_run, again, tmp_path)
     assert sum(lengths) / len(lengths) == pytest.approx(native.acceleration_rate, abs=1e-3)
 
     write(tmp_path / "questions.jsonl", questions[0])
-    again = again(check__prompts=file, check__baselines=["generate"])
-    assert result_of(again).native.prompts == 2, "the file's content counts"
+    other = again(check__prompts=file, check__baselines=["generate"])
+    assert result_of(other).native.prompts == 2, "the file's content counts"
     write(tmp_path / "questions.jsonl", long)
     with pytest.raises(DataError, match=f"No prompt leaves room for {NEW_TOKENS} tokens"):
         again(check__prompts=file)
@@ -127,8 +127,8 @@ def test_an_assistant_s_content_counts(copied_run, again, tmp_path, tiny_target)
     (row,) = from_json(CheckResult, first.summary).native.baselines
     assert row.greedy_match.identical == 8 and row.acceleration_rate >= 1.5
     moved = assistant.rename(tmp_path / "elsewhere")
-    again = again(**asked, check__assistant_model=str(moved)).latest("check")
-    assert again.fingerprint == first.fingerprint
+    second = again(**asked, check__assistant_model=str(moved)).latest("check")
+    assert second.fingerprint == first.fingerprint
 
 
 def test_native_answers_are_kept_when_vllm_fails(copied_run, again, monkeypatch):
