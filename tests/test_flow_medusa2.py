@@ -22,11 +22,19 @@ from pipeline.evaluation.prompts import held_out_prompts
 from pipeline.export.layout import read_layout
 from pipeline.flow import push_run, statuses_of
 from pipeline.storage.run_directory import RunDirectory
-from pipeline.storage.shards import read_rows
 from pipeline.targets.spec import TargetSpec, load_chat_template, load_tokenizer
 from tests.cli.tables import line_of
 from tests.export.hub_stand_in import hub_on_loopback
-from tests.flows.tiny import CONTEXT, NEW_TOKENS, latest, run_again, stages_run, token_rows
+from tests.flows.tiny import (
+    CONTEXT,
+    NEW_TOKENS,
+    latest,
+    report_of,
+    run_again,
+    stages_run,
+    stored,
+    token_rows,
+)
 from tests.targets.adapters import logits_with_adapter_on
 
 pytestmark = pytest.mark.slow
@@ -63,7 +71,7 @@ def backbone_of(run: RunDirectory) -> Path:
 
 def test_joint_runs_without_the_cache_and_says_so(joint_run, make_settings, tmp_path, capsys):
     assert stages_run(joint_run) == STAGES and joint_run.latest("features") is None
-    report = json.loads((joint_run.path / "report.json").read_text())
+    report = report_of(joint_run)
     assert (report["method"], report["train"]["recipe"]) == ("medusa-2", "joint")
     assert "learns from the text" in report["skipped"]["features"] and "features" not in report
     assert "learns from the text" in (joint_run.path / "report.md").read_text()
@@ -106,8 +114,8 @@ def test_the_exported_backbone_is_merged_and_named_by_heads(joint_run, tiny_targ
 
 
 def test_calibration_looks_at_held_out_rows_through_the_tuned_backbone(joint_run):
-    rows = [row for path in latest(joint_run, "tuned-features").shards() for row in read_rows(path)]
-    generated = [row for path in latest(joint_run, "generate").shards() for row in read_rows(path)]
+    rows = stored(latest(joint_run, "tuned-features"))
+    generated = stored(latest(joint_run, "generate"))
     assert [row["id"] for row in rows] == [
         row["id"] for row in generated if row["split"] == "calibrate"
     ]
@@ -190,7 +198,7 @@ def test_the_drift_is_that_of_the_published_weights(joint_run, tiny_target):
                 kl += float((log_p_TV[place].exp() * (log_p_TV[place] - log_q_TV[place])).sum())
                 agreed += int(log_p_TV[place].argmax() == log_q_TV[place].argmax())
                 positions += 1
-    report = json.loads((joint_run.path / "report.json").read_text())["train"]
+    report = report_of(joint_run)["train"]
     assert report["drift"]["positions"] == positions and report["drift"]["kl"] == pytest.approx(
         kl / positions, rel=1e-4
     )
@@ -309,7 +317,7 @@ def test_backbone_and_heads_are_pushed_without_local_paths(
             assert (
                 str(tmp_path).encode() not in content and str(tiny_target).encode() not in content
             ), name
-    receipt = json.loads((run.path / "latest/push/receipt.json").read_text())
+    receipt = latest(run, "push").summary
     assert (receipt["repo"], receipt["backbone"]["repo"]) == (
         "me/small-speculator.medusa",
         "me/small",
@@ -339,5 +347,5 @@ def test_a_push_interrupted_between_repositories_continues(run, make_config, tmp
     assert [
         len(hub.repositories[name].commits) for name in ("me/small", "me/small-speculator.medusa")
     ] == [2, 2]
-    receipt = json.loads((run.path / "latest/push/receipt.json").read_text())
+    receipt = latest(run, "push").summary
     assert receipt["backbone"]["unchanged"] and not receipt["unchanged"]

@@ -18,7 +18,13 @@ from pipeline.errors import CheckFailed, ConfigError, DataError, EnvironmentFaul
 from pipeline.flow import push_run
 from pipeline.stages import push
 from tests.export.hub_stand_in import TOKEN, hub_on_loopback, push_to
-from tests.flows.tiny import edit_summary, latest, run_again, stages_run
+from tests.flows.tiny import (
+    edit_summary,
+    latest,
+    report_of,
+    run_again,
+    stages_run,
+)
 from tests.forks import FORKS, PATIENCE
 
 pytestmark = pytest.mark.slow
@@ -50,6 +56,14 @@ def push_again(run, **changes):
     return push_run(run.path, **{**usual, **changes}, console=Console(quiet=True))
 
 
+def assert_refused(run, hub, error, failure):
+    """Neither a push nor a dry run is made."""
+    for dry_run in (True, False):
+        with pytest.raises(error, match=failure):
+            push_again(run, dry_run=dry_run)
+    assert hub.requests == []
+
+
 def test_a_passed_check_gives_one_commit_and_a_receipt(copied_run, again, tmp_path, hub):
     run = again(**HUB_IDS)
     assert stages_run(run) == ["push"]
@@ -63,9 +77,7 @@ def test_a_passed_check_gives_one_commit_and_a_receipt(copied_run, again, tmp_pa
         == (export / "medusa_lm_head.safetensors").read_bytes()
     )
     assert json.loads(repository.files["config.json"])["base_model_name_or_path"] == "owner/target"
-    rate = json.loads((run.path / "report.json").read_text())["check"]["native"][
-        "acceleration_rate"
-    ]
+    rate = report_of(run)["check"]["native"]["acceleration_rate"]
     card = repository.files["README.md"].decode()
     assert f"{rate:.2f}" in card and "owner/target" in card and str(tmp_path) not in card
 
@@ -81,20 +93,14 @@ def test_a_failed_check_keeps_everything_at_home(copied_run, again, hub, limit, 
     with pytest.raises(CheckFailed, match=failure):
         again(**limit, **HUB_IDS)
     assert stages_run(copied_run) == [], "limits are applied to the check that was made"
-    assert json.loads((copied_run.path / "report.json").read_text())["check"]["passed"] is False
-    for dry_run in (True, False):
-        with pytest.raises(CheckFailed, match=failure):
-            push_again(copied_run, dry_run=dry_run)
-    assert hub.requests == [] and copied_run.latest("push") is None
+    assert report_of(copied_run)["check"]["passed"] is False
+    assert_refused(copied_run, hub, CheckFailed, failure)
+    assert copied_run.latest("push") is None
 
 
 def test_heads_that_the_check_has_not_seen_are_not_pushed(copied_run, again, hub):
     again(until="export", export__dtype="bfloat16")
-    for dry_run in (True, False):
-        with pytest.raises(CheckFailed, match="check") as caught:
-            push_again(copied_run, dry_run=dry_run)
-        assert caught.value.exit_code == 1
-    assert hub.requests == []
+    assert_refused(copied_run, hub, CheckFailed, "check")
     again(export__dtype="bfloat16")
     assert push_again(copied_run)["repo"] == "me/heads"
 
@@ -144,19 +150,14 @@ def test_the_card_is_made_from_the_stages_records(copied_run, again, hub):
 )
 def test_a_missing_stage_of_the_card_stops_the_push(copied_run, again, hub, damage, found):
     damage(copied_run.path / "latest")
-    for dry_run in (True, False):
-        with pytest.raises(DataError, match=f"{found}.*Run the same"):
-            push_again(copied_run, dry_run=dry_run)
-    assert hub.requests == []
+    assert_refused(copied_run, hub, DataError, found)
     again()
     assert push_again(copied_run)["repo"] == "me/heads"
 
 
 def test_nothing_is_pushed_after_another_training_since_the_check(copied_run, again, hub):
     again(until="train", train__lr=0.002)
-    with pytest.raises(DataError, match="stage train is missing or not the one that"):
-        push_again(copied_run)
-    assert hub.requests == []
+    assert_refused(copied_run, hub, DataError, "stage train is missing or not the one that")
 
 
 def test_limits_are_those_of_run_yaml_as_it_is_now(copied_run, hub):
@@ -198,7 +199,7 @@ def test_a_user_alone_names_repositories_and_dataset_after_the_target(
     }
     heads = ModelCard(hub.repositories["me/target-speculator.medusa"].files["README.md"].decode())
     assert heads.data.license == "mit" and heads.data.datasets == ["me/target-self-distillation"]
-    receipt = json.loads((run.path / "latest/push/receipt.json").read_text())
+    receipt = latest(run, "push").summary
     assert (
         receipt["data_set"]["commit"]
         == hub.repositories["datasets/me/target-self-distillation"].sha
@@ -285,7 +286,7 @@ def test_a_killed_push_that_is_repeated_is_one_commit(
     )
     assert repository.files.keys() == EXPORTED
     sums = {name: hashlib.sha256(data).hexdigest() for name, data in repository.files.items()}
-    receipt = json.loads((run.path / "latest/push/receipt.json").read_text())
+    receipt = latest(run, "push").summary
     assert {file["path"]: file["sha256"] for file in receipt["files"]} == sums
     assert (receipt["commit"], receipt["unchanged"]) == (repository.sha, bool(arrived))
     asked = len(hub.requests)
@@ -306,7 +307,4 @@ def test_nothing_is_pushed_of_an_export_with_a_flipped_byte(copied_run, hub):
     data = bytearray(weights.read_bytes())
     data[-5] ^= 1
     weights.write_bytes(data)
-    for dry_run in (True, False):
-        with pytest.raises(DataError, match="is not what was checked"):
-            push_again(copied_run, dry_run=dry_run)
-    assert hub.requests == []
+    assert_refused(copied_run, hub, DataError, "is not what was checked")

@@ -301,6 +301,11 @@ def again(make_config: MakeConfig, tmp_path: Path) -> Callable[..., RunDirectory
     return run
 
 
+def report_of(run: RunDirectory) -> dict[str, Any]:
+    """The content of report.json."""
+    return json.loads((run.path / "report.json").read_text())
+
+
 def stored(stage: StageDirectory | None) -> list[dict[str, Any]]:
     """Every row of a stage, in order."""
     assert stage is not None

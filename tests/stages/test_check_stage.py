@@ -16,8 +16,14 @@ from pipeline.artifacts.json_form import from_json
 from pipeline.errors import CheckFailed, ConfigError, DataError, EnvironmentFault
 from pipeline.flow import push_run, run_flow
 from pipeline.stages import check
-from pipeline.storage.shards import read_rows
-from tests.flows.tiny import NEW_TOKENS, context_of, last_events, stages_run
+from tests.flows.tiny import (
+    NEW_TOKENS,
+    context_of,
+    last_events,
+    report_of,
+    stages_run,
+    stored,
+)
 from tests.targets.quantized_copies import compressed
 
 MEASURING = "pipeline.evaluation.measuring"
@@ -28,10 +34,6 @@ SERVED = VllmFigures(
 
 def result_of(run) -> CheckResult:
     return from_json(CheckResult, run.latest("check").summary)
-
-
-def report_of(run) -> dict:
-    return json.loads((run.path / "report.json").read_text())
 
 
 def write(path: Path, *rows: dict) -> str:
@@ -154,9 +156,7 @@ def test_native_answers_are_kept_when_vllm_fails(copied_run, again, monkeypatch)
 
 
 def test_a_question_of_training_is_warned_of(copied_run, make_config, tmp_path):
-    rows = []
-    for path in copied_run.latest("generate").shards():
-        rows += [row for row in read_rows(path) if row["split"] == "train"]
+    rows = [row for row in stored(copied_run.latest("generate")) if row["split"] == "train"]
     trained, out = rows[0]["messages"][0]["content"], io.StringIO()
     asked = [f"{trained.upper()}!", "why 1?", "why 2?", "why 3?"]
     file = write(tmp_path / "q.jsonl", *({"turns": [question, "how?"]} for question in asked))
