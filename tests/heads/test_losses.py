@@ -152,7 +152,7 @@ def test_gradients_are_used_once_and_with_the_weights_given():
 
 @pytest.mark.parametrize(("num_bytes", "factor"), [(1 << 30, 2), (1 << 14, 0)])
 @pytest.mark.parametrize("tied", [False, True])
-def test_memory_is_bounded_by_a_chunk_and_an_lm_head_s_rows(num_bytes, factor, tied: bool):
+def test_memory_is_bounded_by_a_chunk_and_a_head(num_bytes, factor, tied: bool):
     """Logits in fp64 and their softmax; all else is smaller than one head's logits."""
     hidden, lm_head = torch.randn(3, 64, 2).double(), torch.randn(300, 2).double()
     if not tied:
