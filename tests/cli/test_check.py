@@ -14,15 +14,14 @@ from transformers import AutoConfig
 from pipeline.artifacts.check_result import CheckResult, GreedyMatch, VllmFigures
 from tests.cli.tables import one_paragraph
 
-QUICK = ("--engine", "native", "--number", "3", "--max-new-tokens", "12", "--repeats", "1")
+QUICK = ("--number", "3", "--max-new-tokens", "12", "--repeats", "1")
 
 
 @pytest.fixture
 def checked(command, tiny_target, tiny_seeds):
-    def call(heads: object, *words: object):
-        return command(
-            "check", heads, "--target", tiny_target, "--prompts", tiny_seeds, *QUICK, *words
-        )
+    def call(heads: object, *words: object, engine: str = "native", prompts: Path = tiny_seeds):
+        given = ("--target", tiny_target, "--prompts", prompts, "--engine", engine)
+        return command("check", heads, *given, *QUICK, *words)
 
     return call
 
@@ -67,8 +66,7 @@ def asked_of_vllm(monkeypatch, accepted: float) -> list[dict]:
 
 def test_vllm_drafts_as_asked_and_has_to_accept(checked, finished_run, tmp_path, monkeypatch):
     export, asked = finished_run.latest("export").path, asked_of_vllm(monkeypatch, accepted=0.0)
-    words = ("--engine", "vllm", "--draft-tokens", 2, "--out", tmp_path)
-    ended = checked(export, *words)
+    ended = checked(export, "--engine", "vllm", "--draft-tokens", 2, "--out", tmp_path)
     assert ended.code == 1 and "no draft token was accepted" in one_paragraph(ended.err)
     assert json.loads((tmp_path / "check.json").read_text())["check"]["passed"] is False
     expected = {"method": "medusa", "model": str(export.resolve()), "num_speculative_tokens": 2}
@@ -131,30 +129,14 @@ def test_what_cannot_be_measured_is_one_paragraph(checked, tmp_path, change, cod
     assert ended.code == code and says in one_paragraph(ended.err)
 
 
-def test_heads_with_attention_are_served_by_vllm_only(
-    checked, command, tiny_target, tmp_path, monkeypatch
-):
+def test_heads_with_attention_are_served_by_vllm_only(checked, tmp_path, monkeypatch):
     asked = asked_of_vllm(monkeypatch, accepted=0.5)
     attention = {"layers.0.self_attn.o_proj.weight": torch.ones(64, 64)}
-    save_file({"fc.weight": torch.zeros(64, 128)} | attention, Path(tmp_path, "model.safetensors"))
+    save_file({"fc.weight": torch.zeros(64, 128)} | attention, tmp_path / "model.safetensors")
     ended = checked(tmp_path)
     assert ended.code == 3 and "--engine vllm" in one_paragraph(ended.err) and not asked
-    questions = (
-        tmp_path / "questions.jsonl"
-    )  # of one turn: nothing has to be written before they are asked
-    questions.write_text(
-        "".join(json.dumps({"prompt": word}) + "\n" for word in ("red", "why cat", "how"))
-    )
-    words = (
-        "--prompts",
-        questions,
-        "--max-new-tokens",
-        12,
-        "--engine",
-        "vllm",
-        "--draft-tokens",
-        3,
-    )
-    served = command("check", tmp_path, "--target", tiny_target, *words)
+    questions = tmp_path / "questions.jsonl"  # one turn each, so vLLM writes no first answers
+    questions.write_text('{"prompt": "red"}\n{"prompt": "why cat"}\n{"prompt": "how"}\n')
+    served = checked(tmp_path, "--draft-tokens", 3, engine="vllm", prompts=questions)
     assert served.code == 0 and "an EAGLE-1 model with attention" in served.out
     assert asked == [{"method": "eagle", "model": str(tmp_path), "num_speculative_tokens": 3}]
