@@ -190,6 +190,7 @@ class RowGroup:
         return self._taken[index]
 
     def _take(self, index: int) -> FeatureRow:
+        """Decode a row's states, and compute its labels from its tokens and spans."""
         ids = self._table["input_ids"][index].values.to_numpy()
         spans = spans_of(self._table["spans"][index].as_py())
         rows = self._rows

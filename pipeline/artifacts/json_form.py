@@ -8,6 +8,8 @@ from typing import Any, TypeVar, dataclass_transform
 
 from pydantic import TypeAdapter
 
+from pipeline.storage.atomic import JsonObject
+
 Result = TypeVar("Result")
 
 
@@ -17,7 +19,7 @@ def result(kind: type[Result]) -> type[Result]:
     return dataclass(frozen=True, kw_only=True)(kind)
 
 
-def to_json(result: object) -> dict[str, Any]:
+def to_json(result: object) -> JsonObject:
     """Return the fields of a result dataclass as JSON, without those that are None."""
     return dict(TypeAdapter(type(result)).dump_python(result, mode="json", exclude_none=True))
 

@@ -23,11 +23,11 @@ Overheads = Mapping[int, float]  # by nodes; empty where nothing was timed
 
 @dataclass(frozen=True)
 class ChosenTree:
-    """A candidate tree, its source, the replay that judges it, and each node's share of steps.
+    """The tree that calibration chose, its source, its replay, and each node's share of steps.
 
-    A `dynamic` tree is judged by its own replay; all else is of a static tree of the same size. The
-    last three fields are None for a tree of the user's own: each search's rate, the timed sizes,
-    and the searched tree up to the stock tree's size.
+    If `dynamic` is set, `walked` and `sizes` are of the dynamic tree, and the other fields are of a
+    static tree of the same size. The last three fields are None for a tree that the user gave: each
+    search's rate, the timed sizes, and the searched tree up to the stock tree's size.
     """
 
     source: str
@@ -48,7 +48,7 @@ class ChosenTree:
         return self.dynamic.max_depth if self.dynamic else max(map(len, self.choices))
 
     def tokens_by_depth(self) -> list[float]:
-        """Return the tokens that each depth adds to a step; with 1 they sum to the expected rate."""
+        """Return the tokens that each depth adds to a step; with 1 they sum to the rate."""
         added = self.walked.depth_shares()
         return [round(tokens, 4) for tokens in added + [0.0] * (self.depth - len(added))]
 
@@ -60,9 +60,10 @@ def given_tree(ranks: HeldOutRanks, choices: tuple[TreePath, ...]) -> ChosenTree
 
 
 def best_tree(fits: CrossFit, num_nodes: int, overheads: Overheads) -> ChosenTree:
-    """Choose the search and the number of nodes with the highest expected speedup.
+    """Choose the static candidate tree with the highest expected speedup in the evaluation.
 
-    Without overheads the tree has `num_nodes` nodes, or fewer if the search found fewer.
+    Each search and each number of nodes is judged by its replay on held-out text and its measured
+    overhead. Without overheads, the tree has `num_nodes` nodes, or as many as were found.
     """
     costs: dict[tuple[str, int], float] = {}
     for name, tree in fits.whole.items():

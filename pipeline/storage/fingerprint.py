@@ -16,12 +16,11 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from pipeline.storage.atomic import read_object, write_text
+from pipeline.storage.atomic import JsonObject, read_object, write_text
 
 
-def fingerprint(parts: dict[str, Any]) -> str:
+def fingerprint(parts: JsonObject) -> str:
     """Return the sha256 (hex) of JSON data, independent of the order of keys."""
     canonical = json.dumps(
         parts, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
@@ -86,10 +85,10 @@ class FileFacts:
 class FileDigests:
     """The sha256 of files, cached by size, times and inode in a JSON file.
 
-    Hashing 140 GB of weights takes minutes; a second run skips it. A file that changes behind the
-    same path changes one of them and is hashed again: the time of its last change (ctime) is the
-    kernel's own, also if a copying tool sets the modification time back. The file's position in a
-    directory counts, not its path. `read_only` leaves the JSON file as it is.
+    Hashing 140 GB of weights takes minutes; a second run skips it. A file that changes gets another
+    ctime, which the kernel sets even if a copying tool restores the modification time, and is
+    hashed again. The key has the file's name, not its directory. `read_only` leaves the JSON file
+    as it is.
     """
 
     def __init__(self, cache: Path, *, read_only: bool = False):
@@ -98,7 +97,7 @@ class FileDigests:
         self.known: dict[str, str] = read_object(cache)
 
     def of(self, path: Path) -> str:
-        """Return a file's sha256 (hex), for large files of the Hub's cache from their name."""
+        """Return a file's sha256 (hex); the Hub's cache names large files by theirs."""
         digest = self._digest(path)
         self.seen.setdefault(path, digest)
         return digest
@@ -124,6 +123,7 @@ class FileDigests:
         return self.known[key]
 
     def _digest(self, path: Path) -> str:
+        """Return a file's current sha256 (hex) from its name, from the cache, or by reading it."""
         blob = path.resolve()
         if blob.parent.name == "blobs" and re.fullmatch(r"[0-9a-f]{64}", blob.name):
             return blob.name

@@ -20,7 +20,7 @@ class Lock:
     """A lock on a directory by its lock file `path`; held from `share` or `own` until `release`.
 
     Args:
-        what: The held object as a noun phrase: "the train stage".
+        what: The locked object in error messages, such as "the train stage".
     """
 
     def __init__(self, path: Path, what: str):
@@ -58,6 +58,7 @@ class Lock:
         self._file.close()
 
     def _take(self, kind: int) -> None:
+        """Take a shared or an exclusive lock without waiting, or raise an EnvironmentFault."""
         try:
             fcntl.flock(self._file, kind | fcntl.LOCK_NB)
         except BlockingIOError:
