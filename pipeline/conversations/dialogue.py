@@ -212,6 +212,7 @@ class Dialogue:
         return tuple(sorted({*self._settings.sampling.stop_token_ids, *ends}))
 
     def _request(self) -> Request | None:
+        """Build the request of the next text; None ends the conversation, with `_ending` set."""
         assert self._pending is None, "the last request has no answer yet"
         if self._ending is not None:
             return None

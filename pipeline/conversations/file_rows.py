@@ -224,6 +224,7 @@ def _parquet_batches(
 def _arrow_batches(
     file: pa.NativeFile, columns: Sequence[str], where: str
 ) -> Iterator[pa.RecordBatch]:
+    """Yield the batches of an Arrow file or Arrow stream, with the selected columns."""
     try:
         reader = pa.ipc.open_file(file)
         batches = (reader.get_batch(index) for index in range(reader.num_record_batches))

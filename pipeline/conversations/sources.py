@@ -167,6 +167,7 @@ class SourceReader:
             yield from self._counted(str(file), name, self._file_rows(file))
 
     def _counted(self, where: str, name: str, rows: Iterator[Any]) -> Iterator[Row]:
+        """Parse and count the rows of one file or data set; DataError if it has no conversation."""
         start = sum(count.rows for count in self.read)
         count = FileCount(name)
         self.read.append(count)

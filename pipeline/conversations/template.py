@@ -72,7 +72,7 @@ class ChatTemplate:
             raise self._error("The target's tokenizer has no chat template.")
         self._escapes = True
         self._tools = "null"
-        self._variables: dict[str, Any] = dict(arguments or {})
+        self._variables = dict(arguments or {})
         if today is not None:
             self._variables["strftime_now"] = today.strftime
         added = tokenizer.added_tokens_decoder
@@ -286,7 +286,9 @@ def _unused_word(messages: Sequence[Message]) -> str:
     return word
 
 
-def for_template(messages: Sequence[Message], marked: Callable[[str], str]) -> list[dict[str, Any]]:
+def for_template(
+    messages: Sequence[Message], marked: Callable[[str], str]
+) -> list[dict[str, object]]:
     """Convert messages to the dicts that chat templates take.
 
     A call and its result share an id of nine characters, as Mistral's template asks.
@@ -294,19 +296,20 @@ def for_template(messages: Sequence[Message], marked: Callable[[str], str]) -> l
     Args:
         marked: Applied to every text, see `ChatTemplate`.
     """
-    given: list[dict[str, Any]] = []
+    given: list[dict[str, object]] = []
     open_calls: list[tuple[str, str]] = []
     number = 0
     for message in messages:
-        fields: dict[str, Any] = {"role": message.role, "content": marked(message.content)}
+        fields: dict[str, object] = {"role": message.role, "content": marked(message.content)}
         if message.tool_calls is not None:
             open_calls = []
-            fields["tool_calls"] = []
+            calls = []
             for call in marked_values(json.loads(message.tool_calls), marked):
                 id = f"call{number:05d}"
                 number += 1
                 open_calls.append((id, call["name"]))
-                fields["tool_calls"].append({"type": "function", "id": id, "function": call})
+                calls.append({"type": "function", "id": id, "function": call})
+            fields["tool_calls"] = calls
         elif message.role == "tool":
             id, name = open_calls.pop(0) if open_calls else ("call00000", "")
             fields["tool_call_id"] = id

@@ -139,15 +139,15 @@ class CheckEngines:
         """Check the heads in one engine, or read the result from before an interruption."""
         file = self.stage.path / f"{engine}.json"
         stored = read_json(file)
-        if stored is None:
-            result, answers = self.measure(request, engine)
-            write_answers(self.stage.path, answers)
-            if self.questions is not None:
-                for lines in answers.values():
-                    write_model_answers(self.stage.path, lines)
-            stored = to_json(result)
-            write_json(file, stored)
-        return from_json(CheckResult, stored)
+        if stored is not None:
+            return from_json(CheckResult, stored)
+        result, answers = self.measure(request, engine)
+        write_answers(self.stage.path, answers)
+        if self.questions is not None:
+            for lines in answers.values():
+                write_model_answers(self.stage.path, lines)
+        write_json(file, to_json(result))
+        return result
 
     def vllm_figures(self, request: CheckRequest, result: CheckResult) -> VllmFigures:
         """Return vLLM's figures with the expected rate of its chain, and the study of load."""

@@ -71,10 +71,10 @@ def run(context: Context, stage: StageDirectory) -> Summary:
 
 def require_rows_of_splits(summary: Summary, stage: StageDirectory) -> None:
     """Refuse generated rows of which a split has too few, before anything is trained."""
-    fewest = min(SPLITS, key=lambda split: summary[f"{split}_rows"])
-    if summary[f"{fewest}_rows"] < MIN_ROWS:
-        counts = ", ".join(f"{split} {summary[f'{split}_rows']:.0f}" for split in SPLITS)
-        what = f"Too few rows are left to {fewest}: {counts}."
+    rows_of = {split: int(summary[f"{split}_rows"]) for split in SPLITS}
+    if min(rows_of.values()) < MIN_ROWS:
+        counts = ", ".join(f"{split} {number:,}" for split, number in rows_of.items())
+        what = f"Each split needs at least {MIN_ROWS} rows, and these are left: {counts}."
         fix = (
             "Read the quarantine files there: correct the seeds, name more of them, or change"
             " seeds.holdout."

@@ -65,7 +65,7 @@ def train_on_ray(
     )
     bookkeeping = spec.path / "ray"
     bookkeeping.mkdir(exist_ok=True)
-    # At Ray's default of 2 s a finished training returned 1.2 s later on average than at 0.5 s.
+    # At Ray's default of 2 s a finished training returned about 1 s later than at 0.5 s.
     os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")
     resources: dict[str, float] = {"CPU": placement.cpus}
     if placement.gpus:

@@ -77,27 +77,15 @@ def test_vllm_drafts_as_asked_and_has_to_accept(checked, finished_run, tmp_path,
 
 def test_an_eagle_container_made_by_hand_is_measured(checked, tiny_target, tmp_path):
     """A cell that passes on its state: it guesses what the target's lm_head reads there."""
-    config = AutoConfig.from_pretrained(tiny_target).to_dict() | {
-        "num_hidden_layers": 1,
-        "intermediate_size": 8,
-    }
-    (tmp_path / "config.json").write_text(
-        json.dumps(config | {"architectures": ["LlamaForCausalLM"]})
-    )
-    attention = {"q": (64, 64), "k": (32, 64), "v": (32, 64), "o": (64, 64)}
-    save_file(
-        {
-            "fc.weight": torch.eye(64, 128).roll(64, 1).contiguous(),
-            **{f"layers.0.mlp.{name}_proj.weight": torch.zeros(8, 64) for name in ("gate", "up")},
-            "layers.0.mlp.down_proj.weight": torch.zeros(64, 8),
-            "layers.0.post_attention_layernorm.weight": torch.ones(64),
-            **{
-                f"layers.0.self_attn.{name}_proj.weight": torch.zeros(size)
-                for name, size in attention.items()
-            },
-        },
-        tmp_path / "model.safetensors",
-    )
+    config = AutoConfig.from_pretrained(tiny_target, num_hidden_layers=1, intermediate_size=8)
+    config.save_pretrained(tmp_path)
+    shapes = {f"mlp.{name}_proj": (8, 64) for name in ("gate", "up")}
+    shapes |= {"mlp.down_proj": (64, 8), "self_attn.q_proj": (64, 64), "self_attn.o_proj": (64, 64)}
+    shapes |= {f"self_attn.{name}_proj": (32, 64) for name in ("k", "v")}
+    tensors = {f"layers.0.{name}.weight": torch.zeros(shape) for name, shape in shapes.items()}
+    tensors["layers.0.post_attention_layernorm.weight"] = torch.ones(64)
+    tensors["fc.weight"] = torch.eye(64, 128).roll(64, 1).contiguous()
+    save_file(tensors, tmp_path / "model.safetensors")
     ended = checked(tmp_path, "--draft-tokens", 2)
     assert ended.code == 0, ended.err
     assert "a recurrent cell in EAGLE-1's container" in ended.out and "6/6" in ended.out
