@@ -35,9 +35,7 @@ def summed_backbone_loss(
     lora_VR: Tensor,
     head: TargetHead,
     labels_N: Tensor,
-    original_ND: Tensor | None = None,
-    *,
-    chunk_bytes: int | None = None,
+    original_ND: Tensor | None,
 ) -> Tensor:
     """Sum the tuned backbone's loss over the rows: KL divergence or cross entropy.
 
@@ -50,11 +48,8 @@ def summed_backbone_loss(
         lora_VR: The weight of lora_B of the lm_head.
         head: The target's lm_head; frozen.
         labels_N: The next tokens, int64.
-        chunk_bytes: Bounds the memory of the logits.
     """
-    return _SummedBackboneLoss.apply(
-        hidden_ND, low_NR, lora_VR, head, labels_N, original_ND, chunk_bytes
-    )
+    return _SummedBackboneLoss.apply(hidden_ND, low_NR, lora_VR, head, labels_N, original_ND)
 
 
 class _SummedBackboneLoss(torch.autograd.Function):
@@ -69,7 +64,6 @@ class _SummedBackboneLoss(torch.autograd.Function):
         head: TargetHead,
         labels_N: Tensor,
         original_ND: Tensor | None,
-        chunk_bytes: int | None,
     ) -> Tensor:
         """Compute the summed loss, and keep its gradients in the first three arguments."""
         dtype = hidden_ND.dtype
@@ -79,7 +73,7 @@ class _SummedBackboneLoss(torch.autograd.Function):
         head = head.to(hidden_ND.device, dtype)
         lora_VR = lora_VR.to(dtype)
         with torch.autocast(hidden_ND.device.type, enabled=False):
-            for rows in _chunks(hidden_ND, head, chunk_bytes):
+            for rows in _chunks(hidden_ND, head):
                 low_CR = low_NR[rows].to(dtype)
                 log_q_CV = _tuned_log_probabilities(hidden_ND[rows], low_CR, lora_VR, head)
                 if original_ND is None:
@@ -97,7 +91,7 @@ class _SummedBackboneLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor):
         gradients = [gradient * grad_loss for gradient in ctx.gradients]
-        return *gradients, None, None, None, None
+        return *gradients, None, None, None
 
 
 def _cross_entropy(log_q_CV: Tensor, labels_C1: Tensor) -> tuple[Tensor, Tensor]:
@@ -162,8 +156,6 @@ def add_drift(
     head: TargetHead,
     labels_N: Tensor,
     original_ND: Tensor,
-    *,
-    chunk_bytes: int | None = None,
 ) -> None:
     """Add the tuned backbone's drift at some positions to `total`.
 
@@ -173,17 +165,17 @@ def add_drift(
     head = head.to(hidden_ND.device, dtype)
     low_NR = low_NR.to(dtype)
     lora_VR = lora_VR.to(dtype)
-    for rows in _chunks(hidden_ND, head, chunk_bytes):
+    for rows in _chunks(hidden_ND, head):
         log_q_CV = _tuned_log_probabilities(hidden_ND[rows], low_NR[rows], lora_VR, head)
         log_p_CV = _log_softmax(head.logits(original_ND[rows].to(dtype)))
         total.add(log_p_CV, log_q_CV, labels_N[rows])
 
 
-def _chunks(hidden_ND: Tensor, head: TargetHead, chunk_bytes: int | None) -> Iterator[slice]:
-    """Yield slices of rows such that the logits of both models take about `chunk_bytes`."""
+def _chunks(hidden_ND: Tensor, head: TargetHead) -> Iterator[slice]:
+    """Yield slices of rows such that both models' logits take about `chunk_bytes_on` the device."""
     exact_bytes = _exact(hidden_ND.dtype).itemsize
     row_bytes = len(head.weight_VD) * (2 * hidden_ND.element_size() + 3 * exact_bytes)
-    num_rows = max(1, (chunk_bytes or chunk_bytes_on(hidden_ND.device)) // row_bytes)
+    num_rows = max(1, chunk_bytes_on(hidden_ND.device) // row_bytes)
     for start in range(0, len(hidden_ND), num_rows):
         yield slice(start, start + num_rows)
 

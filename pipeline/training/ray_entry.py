@@ -65,9 +65,6 @@ def train_on_ray(
     )
     bookkeeping = spec.path / "ray"
     bookkeeping.mkdir(exist_ok=True)
-    resources: dict[str, float] = {"CPU": placement.cpus}
-    if placement.gpus:
-        resources["GPU"] = placement.gpus
     trainer = TorchTrainer(
         run_worker,
         train_loop_config={"spec": spec, "cpus": placement.cpus, "progress": progress},
@@ -75,7 +72,7 @@ def train_on_ray(
         scaling_config=ScalingConfig(
             num_workers=placement.workers,
             use_gpu=bool(placement.gpus),
-            resources_per_worker=resources,
+            resources_per_worker={"CPU": placement.cpus, "GPU": placement.gpus},
         ),
         run_config=RunConfig(
             name=uuid.uuid4().hex[:12],
