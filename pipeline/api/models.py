@@ -79,7 +79,7 @@ class Target:
     @cached_property
     def eos_token_ids(self) -> frozenset[int]:
         """The ids of the tokens that end an answer."""
-        return frozenset({*eos_token_ids(self.spec), *self.template.end_of_turn_ids})
+        return frozenset({*eos_token_ids(self.spec), *self.template.end_ids["assistant"]})
 
     def prompt(self, messages: str | Sequence[Mapping[str, str]]) -> list[int]:
         """Tokenize a question, or a history that ends with a question, as a chat prompt."""

@@ -80,7 +80,7 @@ def require_both_sides(template: ChatTemplate, mode: str) -> None:
     Raises:
         ConfigError: No token of the chat template ends a user's text.
     """
-    if mode == "self-talk" and not template.end_of_user_ids:
+    if mode == "self-talk" and not template.end_ids["user"]:
         what = "The target cannot write the user's side: no token of its chat template ends it."
         raise ConfigError(what, "generate.mode: self-talk", "Use generate.mode=replay.")
 
@@ -95,13 +95,10 @@ class Dialogue:
     def __init__(
         self, conversation: Conversation, template: ChatTemplate, settings: DialogueSettings
     ):
-        if settings.special_tokens == "keep":
-            template = template.keeping_special_tokens()
-        if conversation.tools:
-            template = template.offering(conversation.tools)
         self._conversation = conversation
         self._settings = settings
-        self._template = template
+        escapes = settings.special_tokens != "keep"
+        self._template = template.variant(tools=conversation.tools, escapes=escapes)
         self.cut_at_tools = False
         self._turns = deque(self._usable_turns())
         self._unanswered: list[list[int]] = []  # the last prompt, where `answers_last` is not set
@@ -178,11 +175,11 @@ class Dialogue:
         if not self._rows:
             raise self._ending
         parent = self._conversation.id
-        if len(self._rows) == 1:
-            return [builder.finished(parent, parent) for builder in self._rows.values()]
-        return [
-            builder.finished(f"{parent}#{turn}", parent) for turn, builder in self._rows.items()
-        ]
+        rows = []
+        for turn, builder in self._rows.items():
+            id = parent if len(self._rows) == 1 else f"{parent}#{turn}"
+            rows.append(builder.finished(id, parent))
+        return rows
 
     def _usable_turns(self) -> list[Turn]:
         """Return the seed's turns; end where the chat template cannot render function calls."""
@@ -211,12 +208,11 @@ class Dialogue:
         return self._template.renders_tools
 
     def _stop_token_ids(self) -> tuple[int, ...]:
-        ends = self._template.end_of_turn_ids
-        if self._writer == "user":
-            ends = self._template.end_of_user_ids
+        ends = self._template.end_ids[self._writer]
         return tuple(sorted({*self._settings.sampling.stop_token_ids, *ends}))
 
     def _request(self) -> Request | None:
+        """Build the request of the next text; None ends the conversation, with `_ending` set."""
         assert self._pending is None, "the last request has no answer yet"
         if self._ending is not None:
             return None
@@ -269,7 +265,8 @@ class Dialogue:
         if builder is not None and builder.messages[-1].role == "user":  # the target's question
             if template.rewrites_history(builder.messages[:-1], builder.messages[-1:]):
                 return RowBuilder.opening(template, builder.messages, self._num_answers)
-            return builder.with_ids(template.role_footer(builder.messages[:-1], builder.ended))
+            ids = template.separator(builder.messages[:-1], "user", builder.ended)
+            return builder.with_ids(ids)
         if not self._turns:
             detail = "The seed has no question, or for passthrough no answer."
             raise RowRejected(Reason.NOTHING_GENERATED, detail)

@@ -145,12 +145,11 @@ def _rejected(conversation: Conversation, reason: Reason, detail: str) -> Reject
 
 
 def normalize_text(text: str) -> str:
-    """Normalize a text to lower-case words of letters and digits, separated by single spaces.
+    """Normalize a text to its words in lower case, separated by single spaces.
 
     A text without letters and digits is returned unchanged.
     """
-    folded = unicodedata.normalize("NFKC", text).casefold()
-    return re.sub(r"[\W_]+", " ", folded).strip() or text
+    return " ".join(words_of(text)) or text
 
 
 def words_of(text: str) -> Words:

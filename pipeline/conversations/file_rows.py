@@ -29,7 +29,6 @@ from pipeline.errors import ConfigError, DataError, EnvironmentFault
 CHUNK = 1 << 16
 MAX_ROW = 1 << 26  # characters; a packed file of 2 MB can hold a line of 2 GB
 BATCH_ROWS = 64
-MAX_COLUMNS_SHOWN = 20
 BLANK = "\ufeff \t\r\n"
 GZIP_MAGIC = b"\x1f\x8b"
 SPACE = re.compile(r"\s*")
@@ -149,7 +148,7 @@ def select_columns(names: Sequence[str], wanted: Sequence[str], where: str) -> l
     """
     for name in wanted:
         if name not in names:
-            shown = ", ".join(f"`{name[:40]}`" for name in names[:MAX_COLUMNS_SHOWN])
+            shown = ", ".join(f"`{name[:40]}`" for name in names[:20])
             what = f"There is no column `{name}`; the columns are {shown or 'none'}."
             fix = "Correct seeds.sources[].columns; a CSV or TSV file names its columns in line 1."
             raise ConfigError(what, where, fix)
@@ -158,7 +157,7 @@ def select_columns(names: Sequence[str], wanted: Sequence[str], where: str) -> l
 
 
 def delimited_rows(
-    file: io.BufferedReader, path: Path, columns: Sequence[str], delimiters: str
+    file: io.BufferedReader, path: Path, columns: Sequence[str], delimiters: str = ",;\t|"
 ) -> Iterator[Any]:
     """Yield the rows of a CSV or TSV seed file as dicts with the header's column names.
 
@@ -225,6 +224,7 @@ def _parquet_batches(
 def _arrow_batches(
     file: pa.NativeFile, columns: Sequence[str], where: str
 ) -> Iterator[pa.RecordBatch]:
+    """Yield the batches of an Arrow file or Arrow stream, with the selected columns."""
     try:
         reader = pa.ipc.open_file(file)
         batches = (reader.get_batch(index) for index in range(reader.num_record_batches))

@@ -102,6 +102,7 @@ def read_row(row: Any, id: str, settings: RowSettings) -> Conversation | Rejecte
 
 
 def _conversation(row: Any, id: str, settings: RowSettings) -> Conversation:
+    """Parse a dump's row into a conversation with repaired turns; RowRejected if it is unusable."""
     if isinstance(row, str):
         row = {"prompt": row}
     if not isinstance(row, dict):

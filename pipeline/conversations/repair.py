@@ -109,7 +109,7 @@ def _functions(value: Any) -> list[dict[str, Any]]:
     return functions
 
 
-def _tool_json(value: list[dict[str, Any]]) -> str:
+def _tool_json(value: Sequence[object]) -> str:
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (ValueError, TypeError, RecursionError) as error:

@@ -56,7 +56,8 @@ class RowBuilder:
         messages = (*self.messages, *asked)
         if template.rewrites_history(self.messages, asked):
             return RowBuilder.opening(template, messages, turn)
-        return self.with_ids(template.separator(self.messages[:-1], self.ended, *asked), *asked)
+        ids = template.separator(self.messages[:-1], "assistant", self.ended, *asked)
+        return self.with_ids(ids, *asked)
 
     def with_ids(self, ids: list[int], *messages: Message) -> RowBuilder:
         """Append prompt tokens, which get no span because the target did not write them."""

@@ -167,6 +167,7 @@ class SourceReader:
             yield from self._counted(str(file), name, self._file_rows(file))
 
     def _counted(self, where: str, name: str, rows: Iterator[Any]) -> Iterator[Row]:
+        """Parse and count the rows of one file or data set; DataError if it has no conversation."""
         start = sum(count.rows for count in self.read)
         count = FileCount(name)
         self.read.append(count)
@@ -201,7 +202,7 @@ class SourceReader:
             if file.peek(6).startswith(TABLE_MAGIC) or suffix in TABLE_SUFFIXES:
                 rows = table_rows(path, self._columns)
             elif suffix == ".csv":
-                rows = delimited_rows(file, path, self._columns, ",;\t|")
+                rows = delimited_rows(file, path, self._columns)
             elif suffix == ".tsv":
                 rows = delimited_rows(file, path, self._columns, "\t")
             elif suffix == ".txt":

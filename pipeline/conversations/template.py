@@ -50,8 +50,8 @@ class ChatTemplate:
         arguments: Further variables of the template, such as Qwen3's `enable_thinking`.
 
     Attributes:
-        end_of_turn_ids: The token that ends an answer in this template; empty if there is none.
-        end_of_user_ids: The same for a user's text; empty where only text marks its end (Vicuna,
+        end_ids: The token that ends a text, by the writer's role ("assistant" or "user"). Empty if
+            there is none, for example where only text marks the end of a user's message (Vicuna,
             Llama-2).
 
     Raises:
@@ -72,7 +72,7 @@ class ChatTemplate:
             raise self._error("The target's tokenizer has no chat template.")
         self._escapes = True
         self._tools = "null"
-        self._variables: dict[str, Any] = dict(arguments or {})
+        self._variables = dict(arguments or {})
         if today is not None:
             self._variables["strftime_now"] = today.strftime
         added = tokenizer.added_tokens_decoder
@@ -84,26 +84,28 @@ class ChatTemplate:
         self._special = re.compile("|".join(map(re.escape, self._special_texts)) or r"(?!)")
         hello = Message("user", "Hello")
         try:
-            self.end_of_turn_ids = self._first_mark(self._after([hello], "assistant", hello))
-            self.end_of_user_ids = self._first_mark(self._after([], "user"))
+            answer_end = self._first_mark(self._after([hello], "assistant", hello))
+            user_end = self._first_mark(self._after([], "user"))
         except RowRejected as error:
             what = "The chat template cannot render a conversation of two questions: "
             raise self._error(f"{what}{error.detail}") from error
+        self.end_ids: dict[Role, tuple[int, ...]] = {"assistant": answer_end, "user": user_end}
 
     def _error(self, what: str) -> ConfigError:
         where = str(self._tokenizer.name_or_path)
         return ConfigError(what, where, "Give one in target.chat_template.")
 
-    def keeping_special_tokens(self) -> ChatTemplate:
-        """A copy of the template that keeps special tokens in messages as control tokens."""
-        other = copy.copy(self)
-        other._escapes = False
-        return other
+    def variant(self, *, tools: str | None = None, escapes: bool = True) -> ChatTemplate:
+        """Return a copy of the chat template with other settings.
 
-    def offering(self, tools: str) -> ChatTemplate:
-        """A copy of the template that offers these functions (`Conversation.tools`)."""
+        Args:
+            tools: The functions that the template offers (`Conversation.tools`).
+            escapes: Whether special tokens in messages become plain text, instead of staying
+                control tokens.
+        """
         other = copy.copy(self)
-        other._tools = tools
+        other._tools = tools or "null"
+        other._escapes = escapes
         return other
 
     @functools.cached_property
@@ -115,7 +117,7 @@ class ChatTemplate:
             Message("tool", "PlaceholderResult"),
         ]
         try:
-            text = self._rendered(asked, asks=True)
+            text = self.render(asked, asks=True)
         except RowRejected:
             return False
         return all(word in text for word in PROBE_WORDS)
@@ -126,15 +128,13 @@ class ChatTemplate:
         return list(dict.fromkeys(self._special.findall(text)))
 
     def render(self, messages: Sequence[Message], *, asks: bool) -> str:
-        """Render messages as text; with `asks`, up to where the next answer begins.
+        """Render messages as text, with marks in place of special tokens in the messages' text.
+
+        With `asks`, the rendered text ends where the next answer begins.
 
         Raises:
             RowRejected: The template raised, for example because it takes no system prompt.
         """
-        return self._restored(self._rendered(messages, asks=asks))
-
-    def _rendered(self, messages: Sequence[Message], *, asks: bool) -> str:
-        """Render messages, with marks in place of special tokens in their text."""
         try:
             return self._tokenizer.apply_chat_template(
                 for_template(messages, self._marked),
@@ -156,9 +156,6 @@ class ChatTemplate:
         text = text.replace(MARK, "\ufffd")
         return self._special.sub(lambda match: f"{MARK}{index(match[0])}{MARK}", text)
 
-    def _restored(self, text: str) -> str:
-        return MARKED.sub(lambda match: self._special_texts[int(match[1])], text)
-
     def decode(self, ids: Sequence[int]) -> str:
         """Decode sampled ids into a message's text, without special tokens and outer spaces."""
         text = self._tokenizer.decode(
@@ -168,50 +165,54 @@ class ChatTemplate:
 
     def opening(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a prompt that ends with a question; the template sets BOS."""
-        return self._tokenize(self._rendered(messages, asks=True))
+        return self._tokenize(self.render(messages, asks=True))
 
     def separator(
-        self, messages: Sequence[Message], answer_ended: bool, *asked: Message
+        self, messages: Sequence[Message], writer: Role, ended: bool, *asked: Message
     ) -> list[int]:
-        """Token ids between a sampled answer and the next answer.
+        """Return the token ids between a sampled text and the next answer.
 
         Args:
-            messages: The history before that answer, including the question.
-            answer_ended: Whether the sampled ids include the end-of-turn token; otherwise the
+            messages: The history before the sampled text.
+            writer: The role of the sampled text.
+            ended: Whether the sampled ids include the token that ends the text; otherwise the
                 separator begins with it.
             asked: The messages up to the next answer: the user's, and function calls with their
                 results.
         """
-        tail = self._tokenize_after(self._after(messages, "assistant", *asked))
-        return _without_end(tail, self.end_of_turn_ids, answer_ended)
+        return self._without_end(self._after(messages, writer, *asked), writer, ended)
 
-    def role_header(self, messages: Sequence[Message], answer_ended: bool) -> list[int]:
-        """Token ids between a sampled answer and a user's text to be sampled; see `separator`."""
+    def role_header(self, messages: Sequence[Message], ended: bool) -> list[int]:
+        """Return the token ids between a sampled answer and a user's text to be sampled."""
         next_user = _unused_word(messages)
         text = self._after(messages, "assistant", Message("user", next_user))
         # A space before a text belongs to the text's first token, as after the generation prompt
         # "ASSISTANT:".
-        ids = self._tokenize_after(text.partition(next_user)[0].rstrip(" "))
-        return _without_end(ids, self.end_of_turn_ids, answer_ended)
+        header = text.partition(next_user)[0].rstrip(" ")
+        return self._without_end(header, "assistant", ended)
 
-    def role_footer(self, messages: Sequence[Message], user_ended: bool) -> list[int]:
-        """Token ids between a sampled user's text, which follows `messages`, and its answer."""
-        ids = self._tokenize_after(self._after(messages, "user"))
-        return _without_end(ids, self.end_of_user_ids, user_ended)
+    def _without_end(self, text: str, writer: Role, ended: bool) -> list[int]:
+        """Tokenize the text after a sampled text, from its end token on unless it has `ended`."""
+        ids = self._tokenize_after(text)
+        for index, id in enumerate(ids):
+            if ended and id in self.end_ids[writer]:
+                return ids[index + 1 :]
+        return ids
 
     def recite(self, messages: Sequence[Message], answer: str) -> list[int]:
         """Token ids of a given answer with its end of turn, as if the target had sampled them."""
-        before = self._rendered(messages, asks=True)
-        whole = self._rendered([*messages, Message("assistant", answer)], asks=False)
+        before = self.render(messages, asks=True)
+        whole = self.render([*messages, Message("assistant", answer)], asks=False)
         tail = self._after(messages, "assistant", asks=False)
         text = self._marked(answer) + tail
         if whole.startswith(before) and whole.endswith(tail):
             text = whole.removeprefix(before)
-        context = self._restored(before)[-CONTEXT_CHARACTERS:]
+        before = MARKED.sub(lambda match: self._special_texts[int(match[1])], before)
+        context = before[-CONTEXT_CHARACTERS:]
         end = self._first_mark(tail)
         if not end:  # this template ends a turn only when another one follows
             ids = self._tokenize_after(text.removesuffix(tail), context)
-            return [*ids, *self.end_of_turn_ids]
+            return [*ids, *self.end_ids["assistant"]]
         ids = self._tokenize_after(text, context)
         while ids[-1] not in end:
             ids.pop()
@@ -223,8 +224,8 @@ class ChatTemplate:
         The history ends with an answer; the next prompt then does not extend the last one.
         """
         *before_answer, answer = history
-        before = self._rendered(before_answer, asks=True)
-        after = self._rendered([*history, *asked], asks=True)
+        before = self.render(before_answer, asks=True)
+        after = self.render([*history, *asked], asks=True)
         if not after.startswith(before):
             return True
         return not after[len(before) :].lstrip().startswith(self._marked(answer.content.strip()))
@@ -234,7 +235,7 @@ class ChatTemplate:
     ) -> str:
         """Render the template's text after a message of this role, up to the next answer."""
         word = _unused_word([*messages, *asked])
-        rendered = self._rendered([*messages, Message(role, word), *asked], asks=asks)
+        rendered = self.render([*messages, Message(role, word), *asked], asks=asks)
         if word not in rendered:
             raise RowRejected(Reason.TEMPLATE_REFUSED, "The template leaves out a message.")
         return rendered.rpartition(word)[2]
@@ -262,10 +263,7 @@ class ChatTemplate:
     def _as_text(self, special: str) -> list[int]:
         """Tokenize a special token as plain text: its text in two parts."""
         for at in range(1, len(special)):
-            first, second = special[:at], special[at:]
-            if self._special.search(first) or self._special.search(second):
-                continue
-            ids = self._tokenize_after(first) + self._tokenize_after(second)
+            ids = self._tokenize_after(special[:at]) + self._tokenize_after(special[at:])
             if not self._special_ids.intersection(ids):
                 return ids
         detail = f"The special token {special!r} cannot be written as text."
@@ -280,14 +278,6 @@ class ChatTemplate:
         return self._tokenize(text)
 
 
-def _without_end(ids: list[int], end_ids: tuple[int, ...], ended: bool) -> list[int]:
-    """Drop ids up to the first end-of-turn token if the text before has `ended` with it."""
-    for index, id in enumerate(ids):
-        if ended and id in end_ids:
-            return ids[index + 1 :]
-    return ids
-
-
 def _unused_word(messages: Sequence[Message]) -> str:
     """A placeholder word that no message contains and no template trims or rewrites."""
     word = "Placeholder"
@@ -296,7 +286,9 @@ def _unused_word(messages: Sequence[Message]) -> str:
     return word
 
 
-def for_template(messages: Sequence[Message], marked: Callable[[str], str]) -> list[dict[str, Any]]:
+def for_template(
+    messages: Sequence[Message], marked: Callable[[str], str]
+) -> list[dict[str, object]]:
     """Convert messages to the dicts that chat templates take.
 
     A call and its result share an id of nine characters, as Mistral's template asks.
@@ -304,19 +296,20 @@ def for_template(messages: Sequence[Message], marked: Callable[[str], str]) -> l
     Args:
         marked: Applied to every text, see `ChatTemplate`.
     """
-    given: list[dict[str, Any]] = []
+    given: list[dict[str, object]] = []
     open_calls: list[tuple[str, str]] = []
     number = 0
     for message in messages:
-        fields: dict[str, Any] = {"role": message.role, "content": marked(message.content)}
+        fields: dict[str, object] = {"role": message.role, "content": marked(message.content)}
         if message.tool_calls is not None:
             open_calls = []
-            fields["tool_calls"] = []
+            calls = []
             for call in marked_values(json.loads(message.tool_calls), marked):
                 id = f"call{number:05d}"
                 number += 1
                 open_calls.append((id, call["name"]))
-                fields["tool_calls"].append({"type": "function", "id": id, "function": call})
+                calls.append({"type": "function", "id": id, "function": call})
+            fields["tool_calls"] = calls
         elif message.role == "tool":
             id, name = open_calls.pop(0) if open_calls else ("call00000", "")
             fields["tool_call_id"] = id

@@ -139,6 +139,7 @@ class TypicalAcceptance:
     samples: bool = False
 
     def choose(self, logits_V: Tensor, noise_V: Tensor | None = None) -> Tensor:
+        """Choose the most probable tokens, or sample them if the rule samples."""
         if not self.samples:
             return logits_V.argmax(-1)
         assert noise_V is not None
@@ -147,6 +148,7 @@ class TypicalAcceptance:
     def accept(
         self, logits_NV: Tensor, tokens_N: Tensor, tree: TreeRows, noise_TV: Tensor | None = None
     ) -> Acceptance:
+        """Accept the longest candidate path of plausible tokens; see `GreedyAcceptance.accept`."""
         log_p_NV = torch.log_softmax(_upcast(logits_NV) / self.temperature, -1)
         finite_NV = log_p_NV.clamp(min=torch.finfo(log_p_NV.dtype).min)  # 0 · log 0 is 0
         # Three times faster on a CPU than torch.special.entr.
@@ -183,12 +185,14 @@ class RejectionSampling:
     samples = True
 
     def choose(self, logits_V: Tensor, noise_V: Tensor | None = None) -> Tensor:
+        """Sample the next tokens [...] from the target's distribution."""
         assert noise_V is not None
         return sample_tokens(logits_V, noise_V, self.temperature, self.top_p)
 
     def accept(
         self, logits_NV: Tensor, tokens_N: Tensor, tree: TreeRows, noise_TV: Tensor | None = None
     ) -> Acceptance:
+        """Accept the path of the tokens that are sampled; see `GreedyAcceptance.accept`."""
         assert noise_TV is not None
         row = torch.zeros_like(tokens_N[..., 0])
         token = row

@@ -43,6 +43,7 @@ class _TreeCacheLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
+        """Store a forward's keys and values; return the keys and values of all filled slots."""
         if self.cache.num_slots == 0:
             self.keys = key_states
             self.values = value_states

@@ -114,6 +114,7 @@ class _Buffers:
     noise_BTV: Tensor | None = None
 
     def set_state(self, state: BatchState) -> None:
+        """Copy a decoding state into the buffers."""
         for column, values in zip(self.state, state, strict=True):
             column.copy_(values)
 
@@ -168,6 +169,10 @@ class CapturedSteps:
         return self._steps.read_tokens(buffers.found)
 
     def _run(self, kind: _Kind, step: Callable[[], None]) -> None:
+        """Replay the CUDA graph of a kind of steps; warm up, rehearse and capture it before.
+
+        If a step cannot be captured, this step and all later ones run uncaptured.
+        """
         self._num_steps[kind] += 1
         if kind in self._captured:
             self._captured[kind]()

@@ -259,6 +259,7 @@ class Decoder:
         rule: AcceptanceRule,
         generators: Sequence[torch.Generator] | None,
     ) -> list[_Text]:
+        """Check the prompts, reset the KV cache for them, and return the batch's texts."""
         if rule.samples and generators is None:
             raise ValueError("a rule that samples needs a generator")
         texts: list[_Text] = []

@@ -174,7 +174,10 @@ def _best(logits_BPV: Tensor, top: int) -> tuple[Tensor, Tensor]:
 
 
 def _true_places(proposed: Proposed, labels_KB: Tensor) -> Tensor:
-    """Rank the nodes of the true tokens among all proposed nodes, [K, B]."""
+    """Return the rank of each true token's node among all proposed nodes, [K, B].
+
+    Walks down from the root: the node of a true token must be a child of the previous one.
+    """
     order_BC = proposed.scores_BC.argsort(1, descending=True)
     by_place_BC = torch.arange(order_BC.shape[1], device=order_BC.device).expand_as(order_BC)
     place_BC = torch.empty_like(order_BC).scatter_(1, order_BC, by_place_BC)

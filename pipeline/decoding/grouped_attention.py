@@ -70,6 +70,7 @@ class GroupedRows:
 
     @contextmanager
     def grouped(self) -> Iterator[None]:
+        """Context manager: the model's forwards use `grouped_attention`."""
         for config in self._configs:
             config._attn_implementation_internal = NAME
         try:

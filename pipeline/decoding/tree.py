@@ -214,14 +214,12 @@ class Tree(TreeRows):
         for _, nodes in itertools.groupby(self.choices, len):
             level = list(nodes)
             inner = sorted({path[:-1] for path in level})
-            top = 1 + max(path[-1] for path in level)
             parent = [inner.index(path[:-1]) for path in level]
-            guess = [place * top + path[-1] for place, path in zip(parent, level, strict=True)]
+            guess = [at * self.top + path[-1] for at, path in zip(parent, level, strict=True)]
             places = [above.index(path) for path in inner]
             yield Level(
                 inner=torch.tensor(places, device=device),
                 parent=torch.tensor(parent, device=device),
                 guess=torch.tensor(guess, device=device),
-                top=top,
             )
             above = level

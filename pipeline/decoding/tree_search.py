@@ -62,7 +62,7 @@ def joint_tree(
 
 
 def search_trees(ranks: HeldOutRanks, num_nodes: int, max_depth: int | None, top: int) -> Trees:
-    """Search trees by the `product` of accuracies (2.3.3) and by `joint` path frequencies.
+    """Search candidate trees by accuracy `product` (paper 2.3.3) and by `joint` path frequency.
 
     Each has at least one node; its first n nodes are its best tree of n.
     """

@@ -61,9 +61,10 @@ def given_tree(ranks: HeldOutRanks, choices: tuple[TreePath, ...]) -> ChosenTree
 
 
 def best_tree(fits: CrossFit, num_nodes: int, overheads: Overheads) -> ChosenTree:
-    """Choose the search and the number of nodes with the highest expected speedup.
+    """Choose the static candidate tree with the highest expected speedup in the evaluation.
 
-    Without overheads `num_nodes`, or all there are, are taken.
+    Each search and each number of nodes is judged by its replay on held-out text and its measured
+    overhead. Without overheads, the tree has `num_nodes` nodes, or as many as were found.
     """
     costs: dict[tuple[str, int], float] = {}
     for name, tree in fits.whole.items():

@@ -39,7 +39,7 @@ from pipeline.execution.machine import hardware, versions
 from pipeline.execution.progress import ProgressReporter
 from pipeline.export.directory import read_tree, write_export
 from pipeline.export.layout import CONFIG_FILE, Content, ExportLayout, read_layout
-from pipeline.export.weights import DirectoryTensors
+from pipeline.export.weights import DirectoryTensors, heads_directory
 from pipeline.heads.kind import TargetWeights
 from pipeline.heads.kinds import Sizes, foreign_heads
 from pipeline.storage.atomic import read_object
@@ -109,7 +109,7 @@ class Candidate:
 
 
 def measure_heads(
-    directory: Path,
+    heads: str | Path,
     target: TargetSpec,
     settings: CheckConfig,
     *,
@@ -118,9 +118,10 @@ def measure_heads(
     draft_tokens: int | None = None,
     progress: ProgressReporter = SILENT,
 ) -> tuple[MeasuredHeads, AnswerLines]:
-    """Check the heads of a directory, of any origin, on questions in each engine of `settings`.
+    """Check heads of any origin on questions in each engine of `settings`.
 
     Args:
+        heads: A directory of heads, or a Hub id.
         settings: `prompts` is the file of questions, of which the first `num_prompts` are asked.
         draft_tokens: How many tokens vLLM drafts, and how deep the tree of a cell of another
             trainer is; by default what the directory says.
@@ -129,6 +130,7 @@ def measure_heads(
         ConfigError: No answer took a step, or an engine cannot have these heads or this target.
         DataError: The directory holds no known heads, or those of another target; no question fits.
     """
+    directory = heads_directory(str(heads))
     for each in settings.engines:
         require_readable(target, each, on_gpu=gpus > 0, where="--target")
     answers: AnswerLines = {}
@@ -157,7 +159,7 @@ def measure_heads(
         result = replace(result, vllm=with_expectations(result.vllm, result.native.chain, None))
     limits = Limits(settings.min_acceleration_rate, settings.max_tie_share, False, math.inf)
     measured = MeasuredHeads(
-        heads=str(directory),
+        heads=str(heads),
         target=target.model,
         read_as=found.described,
         check=result.figures(limits),
@@ -243,7 +245,7 @@ def _own_heads(
 
 def _require_served(layout: ExportLayout, target: TargetSpec, settings: CheckConfig) -> None:
     """Refuse heads that vLLM is asked to measure and does not serve."""
-    reason = layout.kind.not_served(layout.shape, model_config(target).to_dict())
+    reason = layout.kind.vllm_refusal(layout.shape, model_config(target).to_dict())
     if reason and "vllm" in settings.engines:
         raise ConfigError(reason, "--engine vllm", "Measure them natively: --engine native.")
 

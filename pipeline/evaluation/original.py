@@ -87,13 +87,12 @@ def published_drift(
     return drift.figures()
 
 
-def first_positions(
-    rows: Sequence[TokenRow], room: int = MAX_POSITIONS
-) -> tuple[list[Prompt], list[list[int]]]:
-    """Split generated rows into prompts and answers, one pair per span, up to `room` answer tokens.
+def first_positions(rows: Sequence[TokenRow]) -> tuple[list[Prompt], list[list[int]]]:
+    """Split generated rows into prompts and answers with `MAX_POSITIONS` answer tokens in total.
 
-    A span's prompt is the row's tokens before the span.
+    Each span is an answer; its prompt is the row's tokens before it.
     """
+    room = MAX_POSITIONS
     prompts = []
     answers = []
     for row in rows:

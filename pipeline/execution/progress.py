@@ -168,7 +168,7 @@ class ShardProgress:
         return self._files.setdefault(index, ProgressFile(self.folder / f"{index:05d}{SUFFIX}"))
 
 
-def with_progress(arguments: dict[str, Any], progress: object) -> dict[str, Any]:
+def with_progress(arguments: dict[str, object], progress: object) -> dict[str, object]:
     """Return a function's arguments with `progress` added, unless `progress` is None."""
     if progress is None:
         return arguments

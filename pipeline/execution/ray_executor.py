@@ -72,7 +72,7 @@ class RayExecutor:
     def map(
         self,
         worker: Callable[..., ShardWorker],
-        arguments: dict[str, Any],
+        arguments: dict[str, object],
         tasks: deque[ShardTask],
         placement: Placement,
         seconds_per_task: float,
@@ -84,7 +84,7 @@ class RayExecutor:
     def call(
         self,
         function: Callable[..., Any],
-        arguments: dict[str, Any],
+        arguments: dict[str, object],
         placement: Placement,
         progress: ProgressReporter | None = None,
     ) -> Any:
@@ -279,7 +279,7 @@ def wait_for_one(
 
 
 def run_and_carry_errors(
-    function: Callable[..., Any], arguments: dict[str, Any]
+    function: Callable[..., Any], arguments: dict[str, object]
 ) -> tuple[Any, MedusaDistillError | None]:
     """Call a function in a Ray task; return (result, error).
 

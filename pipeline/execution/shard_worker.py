@@ -17,7 +17,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from pipeline.errors import EnvironmentFault, MedusaDistillError
 from pipeline.storage.atomic import disk_errors
@@ -44,7 +44,7 @@ class Outcome:
 class LazyWorker:
     """A stage's worker that is built on its first shard, and whose failures become outcomes."""
 
-    def __init__(self, worker: Callable[..., ShardWorker], arguments: dict[str, Any]):
+    def __init__(self, worker: Callable[..., ShardWorker], arguments: dict[str, object]):
         self._make, self._arguments = worker, arguments
         self._worker: ShardWorker | None = None
 

@@ -42,7 +42,7 @@ class Score(NamedTuple):
 
     @classmethod
     def zero(cls, shape: HeadsShape, top: int, device: torch.device) -> Score:
-        """Return a score of zero labels."""
+        """Return the score of no labels, in which every sum is 0."""
         hits_KR = torch.zeros(shape.num_heads, top, dtype=torch.int64, device=device)
         counts_K = torch.zeros_like(hits_KR[:, 0])
         tokens_V = counts_K.new_zeros(shape.vocab_size)

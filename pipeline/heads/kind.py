@@ -46,7 +46,7 @@ class TargetWeights:
     embedding: Callable[[], Tensor]
 
     def drafting(self, tokens: Tensor | None) -> TargetWeights:
-        """Restrict `lm_head` to the rows of a draft vocabulary; unchanged for None."""
+        """Return the weights with a draft vocabulary's rows of `lm_head`; all rows for None."""
         if tokens is None:
             return self
         return replace(self, lm_head=lambda: self.lm_head()[tokens])
@@ -58,7 +58,6 @@ class Level(NamedTuple):
     inner: Tensor  # [P]: places of the parents among the nodes of the depth above
     parent: Tensor  # [M]: each node's parent, as a place in `inner`
     guess: Tensor  # [M]: each node's place in the parents' flattened [P, top] guesses
-    top: int
 
 
 class ProposalTree(Protocol):
@@ -149,10 +148,11 @@ def most_frequent_tokens(counts_W: npt.NDArray[np.int64], num_tokens: int) -> Te
 
 
 class Heads(nn.Module, ABC):
-    """A set of K draft heads of one kind; zeros until `initial` or `from_named_tensors` fills it.
+    """Base class of the kinds of draft heads; an object holds the parameters of K heads.
 
-    A subclass defines an `__init__` with this signature and everything without a default below.
-    Parameters that do not train have `requires_grad=False`.
+    The parameters are zeros until `initial` or `from_named_tensors` sets them. A subclass defines
+    an `__init__` with this signature and everything without a default below. Parameters that do not
+    train have `requires_grad=False`.
     """
 
     Shape: ClassVar[type[HeadsShape]]
@@ -183,7 +183,7 @@ class Heads(nn.Module, ABC):
     @classmethod
     @abstractmethod
     def shape_of(cls, settings: TrainConfig, hidden_size: int, vocab_size: int) -> HeadsShape:
-        """Return the heads' shape for a configuration and a target of these sizes."""
+        """Return the shape of the heads that `train` configures for a target of these sizes."""
 
     @classmethod
     @abstractmethod
@@ -192,6 +192,7 @@ class Heads(nn.Module, ABC):
 
     @property
     def device(self) -> torch.device:
+        """The device of the heads' parameters."""
         return next(self.parameters()).device
 
     # Training and calibration
@@ -252,11 +253,11 @@ class Heads(nn.Module, ABC):
         tokens_BM = token_B.to(hidden_BD.device)[:, None]
         proposed = []
         for depth, level in enumerate(tree.levels):
-            inner, parent, guess = (places.to(hidden_BD.device) for places in level[:3])
+            inner, parent, guess = (places.to(hidden_BD.device) for places in level)
             inner_BPD = hidden_BMD.index_select(1, inner)
             inner_BP = tokens_BM.index_select(1, inner)
             hidden_BPD, logits_BPV = self.expand(inner_BPD, inner_BP, depth)
-            rows_BM = logits_BPV.topk(level.top).indices.flatten(1).index_select(1, guess)
+            rows_BM = logits_BPV.topk(tree.top).indices.flatten(1).index_select(1, guess)
             tokens_BM = self.vocabulary.tokens_of_rows(rows_BM)
             hidden_BMD = hidden_BPD.index_select(1, parent)
             proposed.append(tokens_BM)
@@ -279,7 +280,7 @@ class Heads(nn.Module, ABC):
     @abstractmethod
     def engine_config(
         cls, shape: Any, format: ExportFormat, target: Mapping[str, Any]
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         """Return the kind's keys of the export's config.json; `target` is the target's config.json.
 
         The exporter adds sizes, dtype, `base_model_name_or_path` and the keys of vLLM's speculators
@@ -287,12 +288,14 @@ class Heads(nn.Module, ABC):
         """
 
     @classmethod
-    def not_served(cls, shape: Any, target: Mapping[str, Any]) -> str | None:
-        """Explain why vLLM cannot serve these heads with a target of this config.json, or None."""
+    def vllm_refusal(cls, shape: Any, target: Mapping[str, Any]) -> str | None:
+        """Return why vLLM cannot serve these heads with a target of this config.json, or None."""
         return None if cls.vllm_method else f"vLLM does not serve {cls.Shape.kind} heads."
 
     @classmethod
-    def speculative_config(cls, export: str, num_speculative_tokens: int | str) -> dict[str, Any]:
+    def speculative_config(
+        cls, export: str, num_speculative_tokens: int | str
+    ) -> dict[str, object]:
         """Return vLLM's `speculative_config` for drafting with an export of these heads."""
         return {
             "method": cls.vllm_method,
@@ -349,12 +352,15 @@ class Heads(nn.Module, ABC):
 
     @classmethod
     def shapes(cls, shape: Any, format: ExportFormat | None = None) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the tensors that a heads file holds."""
+        """Return the shapes of the tensors in a heads file or export, by name."""
         views = cls(shape, device=torch.device("meta")).stored_tensors(format)
         return {name: tuple(view.shape) for name, view in views.items()}
 
     def take_from(self, target: TargetWeights) -> None:
-        """Set the matrices that the heads borrow from the target; exports lack these matrices."""
+        """Replace the heads' frozen lm_head and embedding by the target's, if they have any.
+
+        Exports leave these matrices out, because engines take them from the target.
+        """
 
 
 def is_finite(tensor: Tensor) -> bool:

@@ -1,15 +1,15 @@
-"""The kinds of draft heads, by name, and recognition of heads of other trainers.
+"""The table of the kinds of draft heads, and readers of heads that other trainers wrote.
 
-Known layouts of other trainers:
+Layouts of other trainers that are recognized:
 
 - Medusa heads under the names of their authors (`{k}.{l}.linear.weight`, `{k}.{L}.weight`, also
   inside a whole model as `medusa_head.…`) or of vLLM (`blocks.{k}.layers.{l}.weight`,
   `lm_heads.{k}.weight`). Without an lm_head they read the target's, as in TGI.
-- EAGLE-1's container where its attention adds nothing (`o_proj` is zero) and `fc` has no bias: a
-  recurrent cell.
+- EAGLE-1 models whose attention adds nothing (`o_proj` is zero) and whose `fc` has no bias. They
+  are read as a recurrent cell.
 
-An EAGLE-1 model with attention needs the states of every earlier position, which native decoding
-does not keep: only vLLM can measure it.
+Other EAGLE-1 models need the states of every earlier position, which native decoding does not keep.
+Only vLLM can measure them.
 """
 
 from __future__ import annotations
@@ -78,11 +78,13 @@ class NamedTensors(Protocol):
     config: dict[str, Any]
 
     @property
-    def names(self) -> Collection[str]: ...
+    def names(self) -> Collection[str]:
+        """The names of all tensors in the directory."""
 
     def __getitem__(self, name: str) -> Tensor: ...
 
-    def refuse(self, what: str, fix: str = NOT_HERE) -> DataError: ...
+    def refuse(self, what: str, fix: str = NOT_HERE) -> DataError:
+        """Return the error that refuses these heads."""
 
 
 @dataclass(frozen=True)
@@ -128,6 +130,7 @@ def foreign_heads(
 
 
 def _medusa_heads(tensors: NamedTensors, target: TargetWeights, sizes: Sizes) -> ForeignHeads:
+    """Build another trainer's Medusa heads; without an lm_head they use the target's."""
     blocks, lm_heads = _medusa_names(tensors)
     num_heads = 1 + max(k for k, _, _ in blocks)
     num_layers = 1 + max(layer for _, layer, _ in blocks)
@@ -180,6 +183,7 @@ def _medusa_names(
 def _eagle_heads(
     tensors: NamedTensors, target: TargetWeights, sizes: Sizes, num_tokens: int
 ) -> ForeignHeads:
+    """Build a recurrent cell from an EAGLE-1 model whose attention adds nothing."""
     names = tensors.names
     for name in (OUTPUT, FC_BIAS):
         if name in names and tensors[name].any():

@@ -46,6 +46,7 @@ class TargetHead(NamedTuple):
     softcap: float | None = None  # Gemma 2
 
     def to(self, device: torch.device, dtype: torch.dtype) -> TargetHead:
+        """Move the output layer to a device and dtype."""
         bias_V = None if self.bias_V is None else self.bias_V.to(device, dtype)
         return self._replace(weight_VD=self.weight_VD.to(device, dtype), bias_V=bias_V)
 
@@ -110,6 +111,8 @@ def summed_cross_entropy(
 
 
 class _SummedCrossEntropy(torch.autograd.Function):
+    """Autograd function of the chunked loss; its forward pass computes the gradients as well."""
+
     @staticmethod
     def forward(
         ctx: Any,

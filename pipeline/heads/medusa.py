@@ -157,7 +157,7 @@ least {{ report.tree.nodes | number or "the tree's nodes" }}; the content of `{{
         return (self.lm_head[: len(hidden_KND)] @ hidden_KND.mT).mT
 
     def expand(self, hidden_BPD: Tensor, tokens_BP: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-        """Expand the root's state: a Medusa head guesses the same below every node of a depth."""
+        """Compute head `depth`'s logits from the root's state; all nodes of a depth share them."""
         root_B1D = hidden_BPD[:, :1]
         num_nodes = hidden_BPD.shape[1]
         weights_DD = self.block_weight[:, depth]
@@ -168,7 +168,7 @@ least {{ report.tree.nodes | number or "the tree's nodes" }}; the content of `{{
         return hidden_BPD, linear(read_B1D, self.lm_head_of(depth)).expand(-1, num_nodes, -1)
 
     def propose(self, hidden_BD: Tensor, token_B: Tensor, tree: ProposalTree) -> Tensor:
-        """Propose with all Medusa heads in one product; equal to `expand` depth by depth."""
+        """Propose the tree's tokens with one product of all heads; equal to `expand` by depth."""
         rows_KBR = self(hidden_BD, tree.max_depth).topk(tree.top).indices
         guesses_KBR = self.vocabulary.tokens_of_rows(rows_KBR).to(token_B.device)
         return guesses_KBR.transpose(0, 1).flatten(1).index_select(1, tree.guess)
@@ -192,8 +192,8 @@ least {{ report.tree.nodes | number or "the tree's nodes" }}; the content of `{{
     @classmethod
     def engine_config(
         cls, shape: MedusaShape, format: ExportFormat, target: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        config: dict[str, Any] = {
+    ) -> dict[str, object]:
+        config: dict[str, object] = {
             "model_type": "medusa",
             "medusa_num_heads": shape.num_heads,
             "medusa_num_layers": shape.num_layers,

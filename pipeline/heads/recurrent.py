@@ -64,7 +64,7 @@ SERVED = (
 
 
 class RecurrentHeads(Heads):
-    """One cell for all steps.
+    """Recurrent draft heads: one cell that drafts a token per step, from its own last state.
 
     Parameters: `fc` [D, 2D], which reads the embedding first; `gate`, `up` [I, D] and `down` [D,
     I]; `norm` [D]; `embedding` and `lm_head` [V, D], frozen; the embedding is of all the target's
@@ -129,6 +129,7 @@ model, with an attention that adds nothing; embedding and lm_head are the target
         return heads
 
     def take_from(self, target: TargetWeights) -> None:
+        """Use the target's embedding and lm_head, which do not train."""
         dtype = self.fc.dtype
         self.embedding = nn.Parameter(target.embedding().detach().to(dtype), requires_grad=False)
         self.lm_head = nn.Parameter(target.lm_head().detach().to(dtype), requires_grad=False)
@@ -166,7 +167,7 @@ model, with an attention that adds nothing; embedding and lm_head are the target
     # Export: vLLM's EAGLE-1 container
 
     @classmethod
-    def not_served(cls, shape: RecurrentShape, target: Mapping[str, Any]) -> str | None:
+    def vllm_refusal(cls, shape: RecurrentShape, target: Mapping[str, Any]) -> str | None:
         if shape.is_pruned:
             return (
                 "vLLM's EAGLE-1 model drafts with its target's whole lm_head: recurrent heads with"
@@ -192,7 +193,7 @@ model, with an attention that adds nothing; embedding and lm_head are the target
     @classmethod
     def engine_config(
         cls, shape: RecurrentShape, format: ExportFormat, target: Mapping[str, Any]
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         return {
             "model_type": "llama",
             "architectures": [format.architecture or "LlamaForCausalLM"],

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, ClassVar, Self, get_args
+from typing import ClassVar, Self, get_args
 
 from pipeline.config.training import LmHead
 from pipeline.errors import DataError
@@ -65,7 +65,7 @@ class HeadsShape:
         fields = ", ".join(f"{name} {value}" for name, value in asdict(self).items())
         return f"{self.kind} heads ({fields})"
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the kind and every field, as stored in the headers of heads files."""
         return {"kind": self.kind, **asdict(self)}
 

@@ -146,9 +146,3 @@ def test_a_full_disk_ends_the_shard(small_groups, tmp_path, monkeypatch):
     with pytest.raises(EnvironmentFault, match="The disk is full"):
         shard(tmp_path / "a" / "0.parquet", small_groups, range(6), 1)
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
-
-
-def test_a_row_without_states_leaves_no_shard(small_groups, tmp_path):
-    with pytest.raises(AssertionError, match="lack states"):
-        shard(tmp_path / "0.parquet", small_groups, range(5))
-    assert list(tmp_path.iterdir()) == []

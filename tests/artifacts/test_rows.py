@@ -15,13 +15,14 @@ from pipeline.artifacts.generated_rows import (
     num_contaminated,
     read_token_rows,
 )
-from pipeline.artifacts.seed_rows import SEEDS, SeedRow, read_seeds
+from pipeline.artifacts.seed_rows import SeedRow, read_seeds
 from pipeline.conversations.conversation import Conversation, Message
 from pipeline.conversations.duplicates import CheckQuestions
 from pipeline.conversations.row_builder import GeneratedRow
 from pipeline.conversations.spans import Span
 from pipeline.errors import DamagedShard, DataError
-from pipeline.storage.shards import ShardTask, ShardWriter, read_rows
+from pipeline.storage.shards import read_rows
+from tests.storage.rows import write_shard
 
 FINGERPRINT = "f" * 64
 TALK = (Message("user", "Why?"), Message("assistant", "Because."))
@@ -30,26 +31,23 @@ GENERATED_ROW = GeneratedRow(
 )
 
 
-def write(path: Path, schema, rows: list[dict]) -> Path:
-    task = ShardTask(0, path, path.with_suffix(".jsonl"), FINGERPRINT)
-    with ShardWriter(task, schema) as writer:
-        writer.write(rows)
-        writer.commit("seeds", None)
-    return path
+@pytest.fixture
+def path(tmp_path) -> Path:
+    return tmp_path / "shards" / "a.parquet"
 
 
-def test_seed_rows_are_read_back_by_split(tmp_path):
+def test_seed_rows_are_read_back_by_split(path):
     rows = [
         SeedRow(Conversation("s:1", TALK, "7", "riddles"), "train"),
         SeedRow(Conversation("s:2", TALK[:1]), "check"),
     ]
-    path = write(tmp_path / "a.parquet", SEEDS, [row.stored() for row in rows])
+    write_shard(path, [row.stored() for row in rows])
     assert [SeedRow.of(row) for row in read_rows(path)] == rows
     assert list(read_seeds([path], "train")) == [rows[0].conversation]
 
 
-def test_token_rows_come_back(tmp_path):
-    path = write(tmp_path / "a.parquet", GENERATED, [generated_columns(GENERATED_ROW, "check")])
+def test_token_rows_come_back(path):
+    write_shard(path, [generated_columns(GENERATED_ROW, "check")], schema=GENERATED)
     (found,) = read_token_rows([path], FINGERPRINT, vocab_size=9)
     (again,) = map(TokenRow.of, read_rows(path))
     for row in (found, again):
@@ -60,8 +58,8 @@ def test_token_rows_come_back(tmp_path):
     assert {key: stored[key] for key in found.stored()} == found.stored()
 
 
-def test_damaged_rows_and_rows_of_another_run_are_refused(tmp_path):
-    path = write(tmp_path / "a.parquet", GENERATED, [generated_columns(GENERATED_ROW, "check")])
+def test_damaged_rows_and_rows_of_another_run_are_refused(path):
+    write_shard(path, [generated_columns(GENERATED_ROW, "check")], schema=GENERATED)
     with pytest.raises(DataError, match=f"another run: its fingerprint is {FINGERPRINT}, not 0000"):
         next(read_token_rows([path], "0" * 64))
     with pytest.raises(DataError, match="vocabulary of 8") as caught:
@@ -72,7 +70,7 @@ def test_damaged_rows_and_rows_of_another_run_are_refused(tmp_path):
         next(read_token_rows([path], FINGERPRINT))
 
 
-def test_training_rows_with_a_question_of_the_check_are_counted(tmp_path):
+def test_training_rows_with_a_question_of_the_check_are_counted(path):
     question, answer = Message("user", "Why?"), Message("assistant", "Why?")
     other = (Message("user", "How?"), Message("assistant", "So."))
     talks = [
@@ -85,5 +83,5 @@ def test_training_rows_with_a_question_of_the_check_are_counted(tmp_path):
         generated_columns(replace(GENERATED_ROW, id=f"s:{n}", messages=said), of)
         for n, (of, said) in enumerate(talks)
     ]
-    path = write(tmp_path / "a.parquet", GENERATED, rows)
+    write_shard(path, rows, schema=GENERATED)
     assert num_contaminated([path], CheckQuestions([Conversation("q:0", (question,))])) == 2

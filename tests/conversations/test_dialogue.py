@@ -6,8 +6,6 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from pipeline.conversations.conversation import Conversation, Message, Reason, RowRejected
 from pipeline.conversations.dialogue import Dialogue, require_both_sides
@@ -131,26 +129,6 @@ def test_replay_at_the_context_s_end_keeps_finished_turns(policy, chatml, tokeni
     row = only_row(dialogue)
     assert row.finish == (["stop", "length"] if policy == "keep" else ["stop"])
     assert len(row.input_ids) <= room
-
-
-@given(
-    st.integers(1, 120),
-    st.lists(st.sampled_from(["Yes.", "A cat and the moon…", LOOP, "", "Hm…"]), max_size=4),
-)
-def test_rows_fit_the_context_and_spans_are_sampled_texts(chatml, tokenizer, max_tokens, texts):
-    dialogue = seed_dialogue(chatml, max_tokens=max_tokens)
-    requests = hold(dialogue, tokenizer, *texts, "Yes.", "Yes.", "Yes.")
-    assert dialogue.next_request() is None
-    assert all(request.max_new_tokens >= 1 for request in requests)
-    try:
-        (row,) = dialogue.rows()
-    except RowRejected:
-        return
-    assert len(row.input_ids) <= max_tokens
-    prompts = [request.prompt_ids for request in requests[: len(row.spans)]]
-    assert [row.input_ids[: span.start] for span in row.spans] == prompts
-    assert row.spans[-1].end == len(row.input_ids)
-    assert len(row.finish) == len(row.spans) == len(answers(row))
 
 
 def test_an_unusable_seed_is_rejected_unasked(chatml, templates, tokenizer):

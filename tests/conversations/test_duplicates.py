@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import random
 from fractions import Fraction
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from pipeline.config import SeedSource
 from pipeline.conversations.conversation import Conversation, Message, Reason, RejectedRow
@@ -43,53 +40,26 @@ def test_the_same_messages_are_a_duplicate_across_sources():
     assert (again.id, again.reason) == ("b:0", Reason.DUPLICATE) and "a:0" in again.detail
 
 
-def overlap(one: list[str], other: list[str]) -> float:
-    """The Jaccard similarity of the sets of three consecutive words, counted anew."""
-    sets = [{tuple(words[at : at + 3]) for at in range(len(words) - 2)} for words in (one, other)]
-    return len(sets[0] & sets[1]) / len(sets[0] | sets[1])
-
-
-def test_minhash_rejects_similar_prompts_and_keeps_others():
-    """300 pairs of a prompt and a changed copy, against the true similarity; five standard errors
-    are left between.
-    """
-    rng = random.Random(0)
-    counts = {True: 0, False: 0}
-    for number in range(300):
-        words = rng.choices(WORDS, k=60)
-        copy = list(words)
-        for at in rng.sample(range(60), rng.choice((0, 1, 2, 12, 20, 40))):
-            copy[at] = rng.choice(WORDS)
-        seen = Deduplicator("replay", near="minhash", similarity=0.7)
-        assert isinstance(seen.check(asks(" ".join(words))), Conversation)
-        outcome = seen.check(asks(" ".join(copy).title() + "!", f"s:{number + 1}"))
-        true = overlap(words, copy)
-        if not 0.55 <= true <= 0.85:
-            similar = isinstance(outcome, RejectedRow)
-            assert similar == (true > 0.85)
-            counts[similar] += 1
-    assert min(counts.values()) > 100
-
-
 SKY = "Why is the sky blue and the sun so red when the day comes to its end"
 CHINESE = "请告诉我明天在巴黎天气怎么样我要不要带一把雨伞出门"
 
 
 @pytest.mark.parametrize(
-    ("near", "first", "second", "rejected"),
+    ("near", "similarity", "first", "second", "rejected"),
     [
-        ("keep", SKY, SKY.upper() + "!", False),
-        ("quarantine", SKY, SKY.upper() + "!", True),
-        ("quarantine", SKY, SKY + " indeed", False),
-        ("minhash", SKY, SKY + " indeed", True),
-        ("minhash", SKY, SKY.replace("the", "a"), False),
-        ("minhash", CHINESE, CHINESE + "呢", True),
-        ("minhash", CHINESE, "从前有一只猫它住在一座高高的山上每天都看月亮", False),
+        ("keep", 0.8, SKY, SKY.upper() + "!", False),
+        ("quarantine", 0.8, SKY, SKY.upper() + "!", True),
+        ("quarantine", 0.8, SKY, SKY + " indeed", False),
+        ("minhash", 0.8, SKY, SKY + " indeed", True),
+        ("minhash", 0.98, SKY, SKY + " indeed", False),
+        ("minhash", 0.8, SKY, SKY.replace("the", "a"), False),
+        ("minhash", 0.8, CHINESE, CHINESE + "呢", True),
+        ("minhash", 0.8, CHINESE, "从前有一只猫它住在一座高高的山上每天都看月亮", False),
     ],
 )
-def test_nearness_decides_which_prompts_are_the_same(near, first, second, rejected):
+def test_nearness_decides_which_prompts_are_the_same(near, similarity, first, second, rejected):
     """A system prompt that recurs makes no two prompts similar."""
-    seen = Deduplicator("replay", near=near)
+    seen = Deduplicator("replay", near=near, similarity=similarity)
     system = Message("system", " ".join(WORDS))
     earlier = Conversation("a:0", (system, Message("user", first)))
     assert seen.check(earlier) is earlier
@@ -118,22 +88,6 @@ def test_a_question_of_the_check_is_found_in_any_turn(text, held):
         outcome = check.check(Conversation("s:0", tuple(messages)))
         assert isinstance(outcome, RejectedRow) == held
         assert not held or (outcome.reason is Reason.CONTAMINATED and "bench:" in outcome.detail)
-
-
-some_words = st.lists(st.sampled_from(WORDS[:9]), max_size=12)
-more_words = st.lists(st.sampled_from(WORDS[:9]), min_size=1, max_size=12)
-
-
-@given(some_words, more_words, some_words, more_words)
-def test_questions_are_found_as_by_a_search_for_their_words(before, question, after, other):
-    def holds(words: list[str], wanted: list[str]) -> bool:
-        within = any(words[at : at + len(wanted)] == wanted for at in range(len(words)))
-        return words == wanted or (len(wanted) >= 8 and within)
-
-    words = before + question + after
-    check = CheckQuestions([asks(" ".join(question)), asks(" ".join(other))])
-    expected = holds(words, question) or holds(words, other)
-    assert (check.find_question(Message("user", ", ".join(words))) is not None) == expected
 
 
 def mixed_ids(folder: Path, sizes: list[int], weights: list[float | None]) -> list[str]:

@@ -7,8 +7,6 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from pipeline.config import SeedSource
 from pipeline.conversations.conversation import Conversation, Message, RejectedRow
@@ -114,14 +112,6 @@ def test_names_of_sources_are_unique_and_safe():
     sources.append(SeedSource(hub="HuggingFaceH4/ultrachat_200k"))
     expected = "chat chat-2 chat-2-2 a.gpt source a-b-c-d d ultrachat_200k"
     assert name_sources(sources) == expected.split()
-
-
-@given(st.lists(st.text(min_size=1).filter(lambda name: "\0" not in name), max_size=8))
-def test_any_names_give_ids_that_split_again(names):
-    paths = [Path("/seeds") / f"x{name}.jsonl" for name in names]
-    made = name_sources([SeedSource(path=path) for path in paths])
-    assert len(set(made)) == len(names)
-    assert not any(set(name) & set(":#/ ") for name in made)
 
 
 ROWS = [{"q": f"问题 {n}?", "a": "So.", "number": n, "prompt": "not this one"} for n in range(5)]

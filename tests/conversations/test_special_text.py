@@ -42,7 +42,7 @@ def test_no_token_of_a_seed_s_text_is_special(family, kind, tokenizers, template
         asked = messages[: 4 if len(messages) > 3 else 2]
         parts = [
             template.opening(asked),
-            template.separator(asked, True, messages[1]),
+            template.separator(asked, "assistant", True, messages[1]),
             template.recite(asked[:2], messages[-1].content),
         ]
         return [[id for id in ids if id in special] for ids in parts]
@@ -59,21 +59,25 @@ def test_no_token_of_a_seed_s_text_is_special(family, kind, tokenizers, template
 @settings(max_examples=50)
 @given(chats, st.sampled_from(FAMILIES))
 def test_the_target_reads_the_text_that_the_template_writes(tokenizer, templates, messages, family):
-    template = ChatTemplate(tokenizer, templates[family])
-    text = template.render(messages[:2], asks=True)
-    assert tokenizer.decode(template.opening(messages[:2])) == text
+    clean = []
     for message in messages[:2]:
-        assert message.content.replace("\ufdd1", "\ufffd") in text
+        content = message.content.replace("\ufdd1", "\ufffd")
+        clean.append({"role": message.role, "content": content})
+    text = tokenizer.apply_chat_template(
+        clean, chat_template=templates[family], add_generation_prompt=True, tokenize=False
+    )
+    opening = ChatTemplate(tokenizer, templates[family]).opening(messages[:2])
+    assert tokenizer.decode(opening) == text
 
 
 @pytest.mark.parametrize("kind", ["byte-level", "metaspace", "legacy"])
 def test_other_text_and_kept_tokens_are_tokenized_as_ever(kind, tokenizers, templates):
     tokenizer = tokenizers[kind]
     template = ChatTemplate(tokenizer, templates["chatml"])
-    keeping = template.keeping_special_tokens()
+    keeping = template.variant(escapes=False)
     for text, read_by in (("Hello </ s> there", template), ("Hello</s> there", keeping)):
         messages = [Message("user", text)]
-        assert read_by.opening(messages) == ids_of(template.render(messages, asks=True), tokenizer)
+        assert read_by.opening(messages) == ids_of(read_by.render(messages, asks=True), tokenizer)
     assert template.special_tokens_in([Message("user", "</s><s></s>")]) == ["</s>", "<s>"]
 
 

@@ -58,8 +58,8 @@ def test_prompts_and_answers_add_up_to_the_ids_of_transformers(
     """Sampled answers and recited ones alike."""
     tokenizer = tokenizers[kind]
     template = ChatTemplate(tokenizer, templates[family])
-    assert tokenizer.convert_ids_to_tokens(template.end_of_turn_ids) == [END_OF_TURN[family]]
-    (end_id,) = template.end_of_turn_ids
+    assert tokenizer.convert_ids_to_tokens(template.end_ids["assistant"]) == [END_OF_TURN[family]]
+    (end_id,) = template.end_ids["assistant"]
     _, expected = reference(tokenizer, templates[family], chat)
     first = [message.role for message in chat].index("user") + 1
     ids = template.opening(chat[:first])
@@ -70,7 +70,7 @@ def test_prompts_and_answers_add_up_to_the_ids_of_transformers(
         ids = ids + answer
         if asked + 1 < len(chat):
             assert not template.rewrites_history(chat[: asked + 1], chat[asked + 1 : asked + 2])
-            ids = ids + template.separator(chat[:asked], True, chat[asked + 1])
+            ids = ids + template.separator(chat[:asked], "assistant", True, chat[asked + 1])
     assert ids == expected[: len(ids)]
     assert tokenizer.decode(expected[len(ids) :]).strip() == ""
 
@@ -81,7 +81,7 @@ def test_a_truncated_answer_is_followed_by_the_end_of_turn(family, tokenizer, te
     cut = [*CHAT[:2], Message("assistant", "I am a sm"), CHAT[3]]
     text = " I am a sm" if family in ("llama-2", "vicuna") else "I am a sm"
     ids = template.opening(cut[:2]) + tokenizer(text, add_special_tokens=False)["input_ids"]
-    ids += template.separator(cut[:2], False, cut[3])
+    ids += template.separator(cut[:2], "assistant", False, cut[3])
     assert tokenizer.decode(ids) == reference(tokenizer, templates[family], cut, asks=True)[0]
 
 
@@ -90,14 +90,14 @@ def test_a_truncated_answer_is_followed_by_the_end_of_turn(family, tokenizer, te
 def test_headers_and_footers_give_the_ids_of_transformers(family, kind, tokenizers, templates):
     tokenizer = tokenizers[kind]
     template = ChatTemplate(tokenizer, templates[family])
-    (end_id,) = template.end_of_turn_ids
+    (end_id,) = template.end_ids["assistant"]
     _, expected = reference(tokenizer, templates[family], CHAT)
     ids = template.opening(CHAT[:2])
     ids = ids + up_to(expected, len(ids), end_id)
     ids = ids + template.role_header(CHAT[:2], True)
     assert ids == expected[: len(ids)]
     ids = ids + up_to(expected, len(ids), end_id)
-    ids = ids + template.role_footer(CHAT[:3], True)
+    ids = ids + template.separator(CHAT[:3], "user", True)
     assert ids == expected[: len(ids)]
     assert tokenizer.decode(up_to(expected, len(ids), end_id)).strip().startswith("今天")
 
@@ -105,14 +105,14 @@ def test_headers_and_footers_give_the_ids_of_transformers(family, kind, tokenize
 def test_user_turns_ended_by_text_have_no_end_token(tokenizer, templates):
     marked_later = templates["llama-2"].replace("' [/INST]'", "' [/INST]<|im_start|>'")
     for template in (templates["llama-2"], templates["vicuna"], marked_later):
-        assert ChatTemplate(tokenizer, template).end_of_user_ids == ()
+        assert ChatTemplate(tokenizer, template).end_ids["user"] == ()
 
 
 def test_a_line_break_that_is_a_token_ends_no_turn(tokenizer, templates):
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.add_tokens(["\n"])
     broken_line = templates["chatml"].replace("'<|im_end|>'", "'\\n<|im_end|>'")
-    found = ChatTemplate(tokenizer, broken_line).end_of_turn_ids
+    found = ChatTemplate(tokenizer, broken_line).end_ids["assistant"]
     assert tokenizer.convert_ids_to_tokens(found) == ["<|im_end|>"]
 
 
@@ -148,7 +148,7 @@ def test_a_message_that_holds_the_placeholder_changes_nothing(tokenizer, templat
         Message("user", "Placeholder"),
     ]
     ids = template.opening(odd[:1]) + template.recite(odd[:1], odd[1].content)
-    ids += template.separator(odd[:1], True, odd[2])
+    ids += template.separator(odd[:1], "assistant", True, odd[2])
     assert ids == reference(tokenizer, templates["chatml"], odd, asks=True)[1]
 
 
@@ -182,9 +182,9 @@ def test_a_template_that_raises_rejects_the_row_or_the_target(
 
 def test_the_argument_goes_before_the_tokenizer_s_own_template(tokenizer, templates, monkeypatch):
     monkeypatch.setattr(tokenizer, "chat_template", templates["zephyr"])
-    assert tokenizer.convert_ids_to_tokens(ChatTemplate(tokenizer).end_of_turn_ids) == ["</s>"]
+    assert tokenizer.convert_ids_to_tokens(ChatTemplate(tokenizer).end_ids["assistant"]) == ["</s>"]
     own = ChatTemplate(tokenizer, templates["chatml"])
-    assert tokenizer.convert_ids_to_tokens(own.end_of_turn_ids) == ["<|im_end|>"]
+    assert tokenizer.convert_ids_to_tokens(own.end_ids["assistant"]) == ["<|im_end|>"]
 
 
 def test_a_template_s_date_is_the_given_one(tokenizer, templates):

@@ -133,7 +133,7 @@ def test_calls_and_results_are_context_between_the_answers(first, calling, token
     assert prompt.endswith(f"{RESULT}</tool_response>{END}\n<|im_start|>assistant\n")
     text = tokenizer.decode(row.input_ids)
     assert "Says the weather." in text and "Clear." not in text and text.count("<tool_call>") == 1
-    reference = calling.offering(seed.tools).render(row.messages, asks=False)
+    reference = calling.variant(tools=seed.tools).render(row.messages, asks=False)
     assert reference.startswith(text)
 
 

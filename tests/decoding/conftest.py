@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -26,6 +26,7 @@ from transformers import (
 )
 
 from pipeline.conversations.spans import IGNORED
+from pipeline.decoding.decoder import Decoder
 from pipeline.decoding.steps import last_positions
 from pipeline.heads.medusa import MedusaHeads
 from pipeline.heads.shapes import MedusaShape
@@ -68,6 +69,9 @@ FAMILIES = {
     "cohere-scaled": (CohereForCausalLM, CohereConfig, {"logit_scale": 0.25}),
     "gpt2-positions": (GPT2LMHeadModel, GPT2Config, GPT2),
 }
+
+
+endless = partial(Decoder, eos_token_ids=())  # no token ends a text
 
 
 def seeded(seed: int) -> torch.Generator:

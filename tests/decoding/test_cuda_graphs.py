@@ -17,7 +17,7 @@ from pipeline.decoding.cuda_graphs import graph_capture_for
 from pipeline.decoding.decoder import Decoder
 from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.decoding.tree import cartesian_tree
-from tests.decoding.conftest import CONTEXT, FAMILIES, PROMPT, PROMPTS, SPARSE, seeded
+from tests.decoding.conftest import CONTEXT, FAMILIES, PROMPT, PROMPTS, SPARSE, endless, seeded
 from tests.decoding.test_acceptance import RULES
 
 TREES = {
@@ -94,7 +94,7 @@ def test_a_replayed_step_writes_what_transformers_writes(family, pair, continuat
     expected = continuation(model, PROMPT, 36)
     for tree in (SPARSE, ()):
         tape = Tape()
-        decoder = Decoder(model, heads, tree, eos_token_ids=(), graph_capture=tape)
+        decoder = endless(model, heads, tree, graph_capture=tape)
         first, again = decoder.generate(PROMPT, 36), decoder.generate(PROMPT, 36)
         assert first.token_ids == again.token_ids == expected
         assert tape.replayed > again.num_steps > 10, "the second text needs no new captures"
@@ -103,7 +103,7 @@ def test_a_replayed_step_writes_what_transformers_writes(family, pair, continuat
 def test_captured_text_ends_at_the_context_of_a_position_table(pair, continuation):
     model, heads = pair("gpt2-positions")
     prompt, room = PROMPT * 11, CONTEXT - 11 * len(PROMPT)
-    decoder = Decoder(model, heads, SPARSE, eos_token_ids=(), graph_capture=Tape())
+    decoder = endless(model, heads, SPARSE, graph_capture=Tape())
     assert decoder.generate(prompt, 30).token_ids == continuation(model, prompt, room)
 
 
@@ -125,7 +125,7 @@ def test_every_rule_and_a_batch_that_shrinks(rule, tree, pair):
 def test_a_reallocated_cache_invalidates_captures(pair, continuation):
     model, heads = pair("llama")
     tape = Tape()
-    decoder = Decoder(model, heads, SPARSE, eos_token_ids=(), graph_capture=tape)
+    decoder = endless(model, heads, SPARSE, graph_capture=tape)
     for number in (1, 1, 3, 1):
         tape.rehearsed = 0
         expected = [continuation(model, prompt, 12) for prompt in PROMPTS[:number]]
@@ -135,7 +135,7 @@ def test_a_reallocated_cache_invalidates_captures(pair, continuation):
 
 
 def test_a_deleted_decoder_frees_its_memory_at_once(pair):
-    decoder = Decoder(*pair("llama"), SPARSE, eos_token_ids=(), graph_capture=Tape())
+    decoder = endless(*pair("llama"), SPARSE, graph_capture=Tape())
     decoder.generate(PROMPT, 12)
     cache = weakref.ref(decoder._cache)
     gc.disable()
@@ -151,7 +151,7 @@ def test_a_target_that_cannot_be_captured_is_decoded_anyway(
 ):
     model, heads = pair("llama")
     tape = Tape()
-    decoder = Decoder(model, heads, SPARSE, eos_token_ids=(), graph_capture=tape)
+    decoder = endless(model, heads, SPARSE, graph_capture=tape)
     never = lambda step: pytest.fail("a capture that fails breaks the allocator")  # noqa: E731
     monkeypatch.setattr(tape, "capture", never)
     monkeypatch.setattr(tape, "rehearse", lambda step: Tape.capture(tape, step))

@@ -7,13 +7,22 @@ import math
 import pytest
 
 from pipeline.decoding.acceptance import RejectionSampling, greedy_acceptance
-from pipeline.decoding.decoder import Decoded, Decoder, acceleration_rate, plain_decoder
+from pipeline.decoding.decoder import Decoded, Decoder, acceleration_rate
 from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.decoding.tree import cartesian_tree
 from pipeline.errors import ConfigError
 from pipeline.heads.medusa import MedusaHeads
 from pipeline.heads.shapes import MedusaShape
-from tests.decoding.conftest import CHAIN, CONTEXT, FAMILIES, PROMPT, PROMPTS, SPARSE, seeded
+from tests.decoding.conftest import (
+    CHAIN,
+    CONTEXT,
+    FAMILIES,
+    PROMPT,
+    PROMPTS,
+    SPARSE,
+    endless,
+    seeded,
+)
 from tests.decoding.test_acceptance import RULES
 
 TREES = {
@@ -28,8 +37,8 @@ TREES = {
 def test_texts_are_what_transformers_writes(family, pair, continuation):
     model, heads = pair(family)
     expected = [continuation(model, prompt, 24) for prompt in PROMPTS]
-    decoder = Decoder(model, heads, SPARSE, eos_token_ids=())
-    plain = plain_decoder(model, eos_token_ids=())
+    decoder = endless(model, heads, SPARSE)
+    plain = endless(model, None, ())
     together = decoder.generate_batch(PROMPTS, 24)
     assert [one.token_ids for one in together] == expected
     alone, text = decoder.generate(PROMPT, 40), continuation(model, PROMPT, 40)
@@ -43,7 +52,7 @@ def test_texts_are_what_transformers_writes(family, pair, continuation):
 @pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
 def test_a_batch_is_judged_as_each_text_is(rule, tree, pair):
     model, heads = pair("mistral-window")
-    decoder = Decoder(model, heads, tree, eos_token_ids=())
+    decoder = endless(model, heads, tree)
     together = decoder.generate_batch(PROMPTS, 16, rule, list(map(seeded, range(5))))
     for number, one in enumerate(together):
         alone = decoder.generate(PROMPTS[number], 16, rule, seeded(number))
@@ -58,7 +67,7 @@ def test_accepted_rows_are_moved_within_the_cache(family, target_of, continuatio
     heads = fitted_heads(model, PROMPT + text, 3)
     wrong = min(set(range(24)) - set(text))
     heads.lm_head.data[:, wrong] = 4 * heads.lm_head.data.sum(1)  # one-hot logits sum to about 1
-    decoder = Decoder(model, heads, cartesian_tree((2, 2, 2)), eos_token_ids=())
+    decoder = endless(model, heads, cartesian_tree((2, 2, 2)))
     decoded = decoder.generate(PROMPT, 40)
     assert (decoded.token_ids, decoded.accepted) == (text, [4] * 9 + [3])
 
@@ -66,7 +75,7 @@ def test_accepted_rows_are_moved_within_the_cache(family, target_of, continuatio
 @pytest.mark.parametrize("tree", [(), SPARSE], ids=["plain", "tree"])
 def test_a_step_is_one_forward(tree, pair):
     model, heads = pair("llama")
-    decoder = Decoder(model, heads, tree, eos_token_ids=())
+    decoder = endless(model, heads, tree)
     rows = []
     hook = model.register_forward_pre_hook(
         lambda _, args, kwargs: rows.append(kwargs["input_ids"].shape[1]), with_kwargs=True
@@ -81,7 +90,7 @@ def test_a_step_is_one_forward(tree, pair):
 @pytest.mark.parametrize("position", [1, 4, 5, 6, 11])
 def test_an_end_token_inside_a_path_ends_the_text(position, rule, target_of, fitted_heads):
     model = target_of("qwen3-head-dim")
-    text = plain_decoder(model, eos_token_ids=()).generate(PROMPT, 24, rule, seeded(3)).token_ids
+    text = endless(model, None, ()).generate(PROMPT, 24, rule, seeded(3)).token_ids
     heads, ends = fitted_heads(model, PROMPT + text, 3), [text[position], 23]
     decoded = Decoder(model, heads, CHAIN, eos_token_ids=ends).generate(PROMPT, 24, rule, seeded(3))
     assert decoded.token_ids == text[: text.index(text[position]) + 1]
@@ -120,7 +129,7 @@ def test_a_text_that_has_ended_leaves_the_batch(pair, continuation):
 def test_texts_end_at_the_context_of_a_position_table(pair, continuation):
     model, heads = pair("gpt2-positions")
     prompts = [PROMPT * 11, PROMPT * 5, [2] * (CONTEXT - 1)]
-    decoder = Decoder(model, heads, SPARSE, eos_token_ids=())
+    decoder = endless(model, heads, SPARSE)
     alone = [decoder.generate(prompt, 30) for prompt in prompts]
     for prompt, one, same in zip(prompts, alone, decoder.generate_batch(prompts, 30), strict=True):
         text = continuation(model, prompt, min(30, CONTEXT - len(prompt)))
@@ -131,8 +140,8 @@ def test_texts_end_at_the_context_of_a_position_table(pair, continuation):
 def test_batches_follow_one_another_in_one_cache(granule, pair, continuation, monkeypatch):
     monkeypatch.setattr("pipeline.decoding.cache._GRANULE", granule)
     model, heads = pair("mistral-window")
-    decoder = Decoder(model, heads, SPARSE, eos_token_ids=())
-    plain = plain_decoder(model, eos_token_ids=())
+    decoder = endless(model, heads, SPARSE)
+    plain = endless(model, None, ())
     for prompts in (PROMPTS[1:2], PROMPTS[:2], PROMPTS[4:], PROMPTS, PROMPTS[:1]):
         texts = [continuation(model, prompt, 12) for prompt in prompts]
         for one in (decoder, plain):
@@ -151,17 +160,17 @@ def test_heads_of_another_target_are_refused(target_of, monkeypatch):
     model = target_of("llama")
     for size, vocab in ((48, 25), (40, 24)):
         with pytest.raises(ConfigError):
-            Decoder(model, MedusaHeads(MedusaShape(size, vocab, 3)), CHAIN, eos_token_ids=())
+            endless(model, MedusaHeads(MedusaShape(size, vocab, 3)), CHAIN)
     with pytest.raises(ValueError, match="deeper than these heads"):
-        Decoder(model, MedusaHeads(MedusaShape(48, 24, 2)), CHAIN, eos_token_ids=())
+        endless(model, MedusaHeads(MedusaShape(48, 24, 2)), CHAIN)
     monkeypatch.setattr(model.config, "_attn_implementation_internal", "flash_attention_2")
     with pytest.raises(ConfigError):
-        Decoder(model, MedusaHeads(MedusaShape(48, 24, 3)), CHAIN, eos_token_ids=())
+        endless(model, MedusaHeads(MedusaShape(48, 24, 3)), CHAIN)
 
 
 def test_a_decoder_refuses_what_it_cannot_decode(target_of):
     model = target_of("llama")
-    decoder = plain_decoder(model, eos_token_ids=())
+    decoder = endless(model, None, ())
     for prompt in ([], list(range(20)) * 5):
         with pytest.raises(ValueError, match="no room"):
             decoder.generate(prompt, 4)
@@ -171,7 +180,7 @@ def test_a_decoder_refuses_what_it_cannot_decode(target_of):
 
 def test_decoding_leaves_the_model_as_it_was(target_of):
     model = target_of("llama")
-    stream = plain_decoder(model, eos_token_ids=()).stream(PROMPT, 5)
+    stream = endless(model, None, ()).stream(PROMPT, 5)
     next(stream)
     stream.close()
     assert not model.get_output_embeddings()._forward_pre_hooks

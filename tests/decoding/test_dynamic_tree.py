@@ -12,12 +12,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from pipeline.conversations.spans import IGNORED
-from pipeline.decoding.decoder import Decoder
 from pipeline.decoding.dynamic_tree import NEVER, PREFER_PARENT, DynamicTree, check_tree
 from pipeline.errors import ConfigError
 from pipeline.heads.medusa import MedusaHeads
 from pipeline.heads.shapes import MedusaShape
-from tests.decoding.conftest import PROMPTS
 from tests.heads.test_recurrent import SIZE, VOCAB, random_cell
 
 TREES = [DynamicTree(1, 1, 1), DynamicTree(7, 3, 3), DynamicTree(30, 3, 4)]
@@ -71,19 +69,6 @@ def test_the_most_probable_nodes_are_chosen_and_form_a_tree(tree: DynamicTree, s
                 assert grown.parent[text, below] == above
             paths.add(tuple(tokens_BN[text, rows[1:]].tolist()))
         assert paths == {(), *expected}
-
-
-@pytest.mark.parametrize("family", ["llama", "mistral-window", "gemma2-both-windows"])
-@pytest.mark.parametrize("tree", TREES, ids=str)
-def test_greedy_text_is_the_target_s_own(family, tree, pair, continuation):
-    model, heads = pair(family)
-    decoder = Decoder(model, heads, tree, eos_token_ids=())
-    together = decoder.generate_batch(PROMPTS[:3], 30)
-    for prompt, decoded in zip(PROMPTS, together, strict=False):
-        assert decoded.token_ids == continuation(model, prompt, 30)
-        alone = decoder.generate(prompt, 30)
-        assert (decoded.token_ids, decoded.accepted) == (alone.token_ids, alone.accepted)
-    assert max(together[0].accepted) > min(tree.max_depth, 2), "the heads know the answer"
 
 
 @given(dynamic_trees(), st.integers(0, 99), st.data())

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.decoding.decoder import Decoder, acceleration_rate
+from pipeline.decoding.decoder import acceleration_rate
 from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.decoding.held_out import (
     NUM_RESAMPLES,
@@ -22,7 +22,7 @@ from pipeline.decoding.held_out import (
 )
 from pipeline.decoding.tree_search import joint_tree
 from pipeline.heads.accuracy import label_ranks
-from tests.decoding.conftest import PROMPT, PROMPTS, held_out_answers
+from tests.decoding.conftest import PROMPT, PROMPTS, endless, held_out_answers
 from tests.decoding.ranks import held_out, ranks_of
 
 CHAIN = ((0,), (0, 0))
@@ -95,7 +95,7 @@ def test_replays_take_the_decoder_s_steps(num_nodes, target_of, continuation, fi
     choices = joint_tree(text, num_nodes)
     grown = replay_dynamic(ranks_of(np.concatenate(places, axis=1), starts), num_nodes)
     for tree, replayed in ((choices, replay(text, choices)), (dynamic, grown)):
-        decoder = Decoder(model, heads, tree, eos_token_ids=())
+        decoder = endless(model, heads, tree)
         decoded = [decoder.generate(prompt, 40) for prompt in PROMPTS]
         assert [one.token_ids for one in decoded] == texts
         assert (replayed.kept_S + 1).tolist() == [kept for one in decoded for kept in one.accepted]

@@ -10,14 +10,14 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from pipeline.conversations.spans import IGNORED
-from pipeline.decoding.decoder import Decoded, Decoder
+from pipeline.decoding.decoder import Decoded
 from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.decoding.steps import last_positions
 from pipeline.decoding.tree import cartesian_tree
 from pipeline.heads.kind import TargetWeights
 from pipeline.heads.recurrent import RecurrentHeads
 from pipeline.heads.shapes import RecurrentShape
-from tests.decoding.conftest import PROMPT, SIZE, VOCAB
+from tests.decoding.conftest import PROMPT, SIZE, VOCAB, endless
 from tests.decoding.test_cuda_graphs import Tape
 from tests.heads.pruning import pruned
 
@@ -70,9 +70,9 @@ def cell_pair(target_of, continuation):
 
 def require_same_captured(model, heads, tree, prompts: list[list[int]]) -> list[Decoded]:
     """Decode with and without captured steps; return their common result."""
-    expected = Decoder(model, heads, tree, eos_token_ids=()).generate_batch(prompts, 40)
+    expected = endless(model, heads, tree).generate_batch(prompts, 40)
     tape = Tape()
-    captured = Decoder(model, heads, tree, eos_token_ids=(), graph_capture=tape)
+    captured = endless(model, heads, tree, graph_capture=tape)
     for _ in range(2):
         for one, same in zip(captured.generate_batch(prompts, 40), expected, strict=True):
             assert (one.token_ids, one.accepted) == (same.token_ids, same.accepted)

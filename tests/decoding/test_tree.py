@@ -63,14 +63,6 @@ def test_no_tree_within_the_limits_is_expected_to_be_faster(accuracy, num_nodes,
     assert expected_acceleration_rate(accuracy, found) == pytest.approx(max(rates))
 
 
-def test_greedy_tree_of_a_worked_example():
-    # Products: (0) .6, (0,0) .30, (1) .2, (0,1) .06, (1,0) .10, (1,1) .02.
-    accuracy = [[0.6, 0.2], [0.5, 0.1]]
-    assert greedy_tree(accuracy, 4) == ((0,), (0, 0), (1,), (1, 0))
-    rate = expected_acceleration_rate(accuracy, greedy_tree(accuracy, 4))
-    assert rate == pytest.approx(1 + 0.6 + 0.3 + 0.2 + 0.1)
-
-
 def test_guesses_that_are_never_right_are_left_out():
     assert greedy_tree([[0.5, 0.0], [0.0, 0.0]], 10) == ((0,),)
 

@@ -57,11 +57,3 @@ def test_losses_of_heads_in_half_precision_are_in_fp32():
     labels = torch.zeros(NUM_HEADS, 1, dtype=torch.int64)
     found = score_guesses(heads, torch.zeros(1, SIZE), NEXT[:1], labels, 5)
     assert found.losses_K.tolist() == pytest.approx([math.log(VOCAB)] * NUM_HEADS, rel=1e-6)
-
-
-def test_batches_add_up():
-    heads, hidden, following, labels = text = case()
-    first = score_guesses(heads, hidden[:9], following[:9], labels[:, :9], 4)
-    second = score_guesses(heads, hidden[9:], following[9:], labels[:, 9:], 4)
-    for whole, *parts in zip(score_guesses(*text, 4), first, second, strict=True):
-        torch.testing.assert_close(sum(parts), whole, rtol=1e-6, atol=1e-6)

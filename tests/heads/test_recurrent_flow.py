@@ -34,20 +34,6 @@ def trained_tensors(run: RunDirectory) -> dict[str, torch.Tensor]:
     return load_file(latest(run, "train").path / "heads.safetensors")
 
 
-@pytest.mark.slow
-def test_a_draft_vocabulary_through_the_whole_flow(make_config, tmp_path):
-    settings = {"train__draft_vocab": 40, "train__epochs": 6, "calibrate__tree": "dynamic"}
-    run = run_again(make_config(tmp_path, **settings))
-    trained = trained_tensors(run)
-    assert trained["token_map"].tolist() == most_written(run, 40)
-    export = latest(run, "export").path
-    assert len(load_file(export / "medusa_lm_head.safetensors")["0.1.weight"]) == 300
-    report = json.loads((run.path / "report.json").read_text())
-    assert report["check"]["native"]["greedy_match"]["identical"] == 8
-    assert report["check"]["native"]["acceleration_rate"] > 1
-    assert 0.25 < report["train"]["draft_coverage"] < 1
-
-
 def test_the_whole_flow_changes_no_token(make_config, tmp_path):
     settings = {
         "train__heads": "recurrent",

@@ -94,12 +94,6 @@ def test_a_chain_that_vllm_accepts_less_of_is_warned_of(report):
     assert len(report_warnings(typed(report))) == 1
 
 
-def test_differing_sequences_are_counted_beside_the_ties(report):
-    report["check"]["native"]["greedy_match"] = {"sequences": 32, "identical": 29, "ties": 1}
-    value, note = figures_of(report)["Greedy identical"]
-    assert value == "29/32" and "1 equal" in note and "2 not" in note
-
-
 def test_the_headline_has_the_search_s_gain(report):
     assert "Search over stock tree" not in figures_of(report)
     names = {"stock (Vicuna-7B's)": 2.0, "searched, stock size": 2.25}

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+
 from pipeline.artifacts.seed_rows import SEEDS
 from pipeline.conversations.conversation import RejectedRow
 from pipeline.storage.receipts import Receipt
@@ -33,11 +35,12 @@ def write_shard(
     index: int = 0,
     fingerprint: str = "f" * 64,
     upstream: str = "",
+    schema: pa.Schema = SEEDS,
 ) -> Receipt:
     """Write a shard and its quarantine file as in a stage directory."""
     quarantine = path.parent.with_name("quarantine") / f"{path.stem}.jsonl"
     task = ShardTask(index, path, quarantine, fingerprint, upstream=upstream)
-    with ShardWriter(task, SEEDS) as writer:
+    with ShardWriter(task, schema) as writer:
         for start in range(0, len(rows), group_size):
             writer.write(rows[start : start + group_size])
         for row in refused:

@@ -8,9 +8,7 @@ import sys
 
 import pytest
 
-from pipeline.config import Config
 from pipeline.storage.run_directory import RunDirectory
-from pipeline.storage.stage_directory import StageDirectory
 
 # Dies where the file is written and not yet in its place, or the link made and not yet in its
 # place.
@@ -46,21 +44,11 @@ def files(run: RunDirectory) -> set[str]:
 
 @pytest.mark.slow
 def test_leftovers_of_killed_drivers_are_removed_and_nothing_else(tmp_path):
-    config = Config.model_validate(
-        {
-            "run": {"name": "some", "root": tmp_path},
-            "target": {"model": "any"},
-            "seeds": {"sources": [{"path": "x"}]},
-        }
-    )
-    run = RunDirectory.create(config)
-    run.write_config(config)
-    StageDirectory(run.store, "seeds", "1" * 64).path.mkdir()
-    (StageDirectory(run.store, "seeds", "1" * 64).path / "of-a-live-run.tmp").touch()
-    for theirs in ("mine.tmp", "latest/.notes"):
-        (run.path / theirs).parent.mkdir(exist_ok=True)
+    run = RunDirectory(tmp_path)
+    for folder in ("seeds-11111111", "latest/.ipynb_checkpoints"):
+        (run.path / folder).mkdir(parents=True)
+    for theirs in ("run.yaml", "seeds-11111111/of-a-live-run.tmp", "mine.tmp", "latest/.notes"):
         (run.path / theirs).touch()
-    (run.path / "latest" / ".ipynb_checkpoints").mkdir()
     before = files(run)
     for what in ("file", "link"):
         died = subprocess.run(
