@@ -53,7 +53,7 @@ def summed_backbone_loss(
 
 
 class _SummedBackboneLoss(torch.autograd.Function):
-    """The backbone's summed loss; its forward pass also computes the gradients."""
+    """Autograd function of `summed_backbone_loss`."""
 
     @staticmethod
     def forward(
@@ -65,7 +65,7 @@ class _SummedBackboneLoss(torch.autograd.Function):
         labels_N: Tensor,
         original_ND: Tensor | None,
     ) -> Tensor:
-        """Compute the summed loss, and keep its gradients in the first three arguments."""
+        """Compute the loss, and keep its gradients with respect to the first three arguments."""
         dtype = hidden_ND.dtype
         loss = torch.zeros((), dtype=_exact(dtype), device=hidden_ND.device)
         ctx.gradients = [torch.zeros_like(each) for each in (hidden_ND, low_NR, lora_VR)]
@@ -90,12 +90,13 @@ class _SummedBackboneLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor):
+        """Scale the gradients of the forward pass."""
         gradients = [gradient * grad_loss for gradient in ctx.gradients]
         return *gradients, None, None, None
 
 
 def _cross_entropy(log_q_CV: Tensor, labels_C1: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the summed cross entropy and its gradient q - onehot(label), stored in log_q_CV."""
+    """Return the summed cross entropy and its gradient q - onehot(label), which replaces log q."""
     label_log_q_C1 = log_q_CV.gather(1, labels_C1)
     # The label's entry is expm1(log q): q - 1 would round to 0 for a confident model.
     grad_CV = log_q_CV.exp_().scatter_(1, labels_C1, label_log_q_C1.expm1())
@@ -103,14 +104,14 @@ def _cross_entropy(log_q_CV: Tensor, labels_C1: Tensor) -> tuple[Tensor, Tensor]
 
 
 def _divergence(log_q_CV: Tensor, log_p_CV: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the summed KL(p ‖ q) and its gradient q - p in q's logits, stored in log_q_CV."""
+    """Return the summed KL(p ‖ q) and its gradient in q's logits, q - p, which replaces log q."""
     p_CV = log_p_CV.exp()
     loss = log_p_CV.sub_(log_q_CV).mul_(p_CV).sum()
     return loss, log_q_CV.exp_().sub_(p_CV)
 
 
 class Drift(NamedTuple):
-    """Sums of a tuned backbone's drift over positions, as fp64 scalars."""
+    """Sums of a tuned backbone's drift from the original over positions, as fp64 scalars."""
 
     kl: Tensor
     original_loss: Tensor  # cross entropy of the text
@@ -172,7 +173,7 @@ def add_drift(
 
 
 def _chunks(hidden_ND: Tensor, head: TargetHead) -> Iterator[slice]:
-    """Yield slices of rows such that both models' logits take about `chunk_bytes_on` the device."""
+    """Yield slices of rows; both models' logits of one take about `chunk_bytes_on` bytes."""
     exact_bytes = _exact(hidden_ND.dtype).itemsize
     row_bytes = len(head.weight_VD) * (2 * hidden_ND.element_size() + 3 * exact_bytes)
     num_rows = max(1, chunk_bytes_on(hidden_ND.device) // row_bytes)

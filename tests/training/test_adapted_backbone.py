@@ -130,7 +130,7 @@ def test_dropout_is_loras_alone_and_only_while_training(target, batch):
     assert torch.equal(backbone.states(batch), backbone.states(batch))
 
 
-def test_the_merged_adapter_of_a_tied_lm_head_computes_the_same(batch, tmp_path):
+def test_merging_the_adapter_of_a_tied_lm_head_changes_nothing(batch, tmp_path):
     tiny_llama(tie_word_embeddings=True).save_pretrained(tmp_path / "target")
     spec = TargetSpec(str(tmp_path / "target"))
     backbone = tune(make(spec))
