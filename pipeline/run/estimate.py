@@ -47,7 +47,7 @@ FOUR_BITS = ("'num_bits': 4", "'bits': 4", "'w_bit': 4", "'load_in_4bit': True")
 
 @dataclass(frozen=True)
 class RunSize:
-    """Conversations, tokens and optimizer steps of a run; upper bounds until generate has run."""
+    """Numbers of conversations, tokens and optimizer steps; upper bounds until generate has run."""
 
     conversations: int | None  # None where a data set on the Hub has no limit
     tokens: int | None  # to write, and to cache a state of each
@@ -62,7 +62,7 @@ class RunSize:
 
 
 def on_planned_gpus(run: ResolvedRun) -> ResolvedRun:
-    """Assume GPUs of `placement.gpu_memory_gb` where the configuration gives their memory."""
+    """Return the run on GPUs of `placement.gpu_memory_gb`; unchanged where that is not set."""
     if run.config.placement.gpu_memory_gb is None:
         return run
     return run.on(Resources(((run.machine.cpus, 1),)))
@@ -161,7 +161,7 @@ def target_sizes(run: ResolvedRun) -> TargetSizes | None:
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Peak bytes that one worker of a stage holds on one of its devices."""
+    """Estimated peak memory, in bytes, of one worker of a stage on one of its devices."""
 
     stage: str
     name: str  # as `plan` prints it
@@ -187,7 +187,7 @@ class StageMemory:
 def memory_of_stages(
     run: ResolvedRun, target: TargetSizes, positions: int = 0
 ) -> list[StageMemory]:
-    """Estimate the memory of a worker of each stage.
+    """Estimate the memory of one worker of each stage that loads the target or trains.
 
     Args:
         positions: To train on; without them batches are the largest that the recipe makes.
@@ -243,6 +243,7 @@ def _heads(run: ResolvedRun, num_heads: int) -> Heads:
 
 
 def _num_trained(heads: Heads) -> int:
+    """Count the parameters of heads that train."""
     return sum(weight.numel() for weight in heads.parameters() if weight.requires_grad)
 
 

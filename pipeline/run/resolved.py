@@ -42,7 +42,7 @@ SECTIONS = {
 
 @dataclass(frozen=True)
 class ResolvedModel:
-    """A model of the run before its weights are loaded; `on` settles `spec.dtype`."""
+    """A target, served copy or assistant of the run, before its weights are loaded."""
 
     spec: TargetSpec
     config: PretrainedConfig
@@ -50,11 +50,12 @@ class ResolvedModel:
 
     @classmethod
     def of(cls, settings: TargetConfig) -> ResolvedModel:
+        """Look up a model's files and configuration; raise as `resolve` does."""
         spec = resolve(settings, on_gpu=False)
         return cls(spec, model_config(spec), settings.dtype)
 
     def on(self, *, on_gpu: bool) -> TargetSpec:
-        """The spec in the dtype of workers with or without GPUs."""
+        """Return the model's spec in the dtype of workers with or without GPUs."""
         if self.dtype != "auto":
             return self.spec
         return replace(self.spec, dtype=own_dtype(self.config, on_gpu))
