@@ -97,8 +97,8 @@ class Candidate:
     """Heads to measure: their directory, their tree, and vLLM's speculative configuration.
 
     Attributes:
-        export: In an export's layout, but for heads that vLLM alone can have.
-        speculative_config: None where vLLM reads `export`.
+        export: A directory in an export's layout, or the original heads if only vLLM reads them.
+        speculative_config: None if vLLM drafts with `export`.
     """
 
     described: str
@@ -127,7 +127,8 @@ def measure_heads(
             trainer is; by default what the directory says.
 
     Raises:
-        ConfigError: No answer took a step, or an engine cannot have these heads or this target.
+        ConfigError: No answer took a step, or an engine cannot decode with these heads or this
+            target.
         DataError: The directory holds no known heads, or those of another target; no question fits.
     """
     directory = heads_directory(str(heads))
@@ -244,7 +245,7 @@ def _own_heads(
 
 
 def _require_served(layout: ExportLayout, target: TargetSpec, settings: CheckConfig) -> None:
-    """Refuse heads that vLLM is asked to measure and does not serve."""
+    """Refuse a check in vLLM of heads that vLLM does not serve."""
     reason = layout.kind.vllm_refusal(layout.shape, model_config(target).to_dict())
     if reason and "vllm" in settings.engines:
         raise ConfigError(reason, "--engine vllm", "Measure them natively: --engine native.")

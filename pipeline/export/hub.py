@@ -60,10 +60,11 @@ def repositories(push: PushConfig, kind: type[Heads], target: str, *, tuned: boo
     suffix = f"-speculator.{kind.vllm_method or kind.Shape.kind}"
     name = (push.base_model or target).rstrip("/").rpartition("/")[2]
     data_set = _completed(push.dataset, f"{name}-self-distillation")
-    if not tuned:
-        return Repositories(_completed(push.repo_id, f"{name}{suffix}"), None, data_set)
-    backbone = _completed(push.repo_id, f"{name}-tuned")
-    heads = f"{backbone}{suffix}" if backbone else None
+    backbone = None
+    heads = _completed(push.repo_id, f"{name}{suffix}")
+    if tuned and push.repo_id:
+        backbone = _completed(push.repo_id, f"{name}-tuned")
+        heads = f"{backbone}{suffix}"
     return Repositories(heads, backbone, data_set)
 
 
@@ -217,6 +218,8 @@ def _existing(api: HfApi, upload: Upload) -> Any | None:
 
 @dataclass(frozen=True)
 class HeadsUpload(Upload):
+    """An upload of an export of heads to a Hub repository."""
+
     kind: type[Heads]
 
     def conflicting(self, names: Collection[str]) -> list[str]:
@@ -232,6 +235,8 @@ class HeadsUpload(Upload):
 
 
 class BackboneUpload(Upload):
+    """An upload of a tuned backbone to a Hub repository."""
+
     def conflicting(self, names: Collection[str]) -> list[str]:
         """List the Hub repository's model files, unless they are a backbone of this project."""
         if BACKBONE_FILE in names:
