@@ -25,7 +25,7 @@ def to_json(result: object) -> JsonObject:
 
 
 def from_json(kind: type[Result], found: Any) -> Result:
-    """Make a result dataclass of the JSON of `to_json`; other keys are ignored.
+    """Make a result dataclass from the JSON of `to_json`; other keys are ignored.
 
     Raises:
         pydantic.ValidationError: It is of another form.

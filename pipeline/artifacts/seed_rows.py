@@ -38,7 +38,7 @@ class SeedRow:
 
     @classmethod
     def of(cls, row: Row) -> SeedRow:
-        """Make a seed row of a stored row."""
+        """Make a seed row from a row of a seed shard."""
         messages = tuple(Message(**message) for message in row["messages"])
         conversation = Conversation(
             row["id"], messages, row["source_id"], row["category"], row["tools"]

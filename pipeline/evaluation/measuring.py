@@ -245,7 +245,7 @@ def _own_heads(
 
 def _require_served(layout: ExportLayout, target: TargetSpec, settings: CheckConfig) -> None:
     """Refuse heads that vLLM is asked to measure and does not serve."""
-    reason = layout.kind.not_served(layout.shape, model_config(target).to_dict())
+    reason = layout.kind.vllm_refusal(layout.shape, model_config(target).to_dict())
     if reason and "vllm" in settings.engines:
         raise ConfigError(reason, "--engine vllm", "Measure them natively: --engine native.")
 

@@ -84,7 +84,8 @@ class ExportLayout:
             "heads": {**heads, **self.shape.to_json()},  # for `read_layout`
         }
         method = self.kind.vllm_method
-        if method and self.stored.at_root and not self.kind.not_served(self.shape, target):
+        refusal = self.kind.vllm_refusal(self.shape, target)
+        if self.stored.at_root and refusal is None:
             num_tokens = self.num_speculative_tokens
             proposal = {"proposal_type": "greedy", "speculative_tokens": num_tokens}
             content["speculators_model_type"] = method

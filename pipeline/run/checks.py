@@ -147,9 +147,9 @@ def check_target(run: ResolvedRun) -> None:
             f"Lower it to at most {most}.",
         )
     shape = run.shape.drafting(config.train.draft_vocab)
-    not_served = run.kind.not_served(shape, run.target_config.to_dict())
-    if "vllm" in config.check.engines and not_served:
-        raise ConfigError(not_served, "check.engines", "Set check.engines to [native].")
+    refusal = run.kind.vllm_refusal(shape, run.target_config.to_dict())
+    if "vllm" in config.check.engines and refusal:
+        raise ConfigError(refusal, "check.engines", "Set check.engines to [native].")
     context = context_length(with_room(run.target, config.check), run.target_config)
     longest = config.check.max_new_tokens
     if "check" in run.stages and longest >= context:

@@ -73,7 +73,7 @@ def run(context: Context, stage: StageDirectory) -> Summary:
         "bytes": sum(path.stat().st_size for path in files),
         "dtype": layout.dtype,
         "formats": list(settings.formats),
-        "vllm": layout.kind.not_served(layout.shape, target) is None,
+        "vllm": layout.kind.vllm_refusal(layout.shape, target) is None,
     }
 
 

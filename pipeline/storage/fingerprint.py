@@ -57,7 +57,7 @@ class FileFacts:
         return cls(found.st_size, found.st_mtime_ns, sha256 or sha256_of(path))
 
     def renewed(self, path: Path) -> FileFacts | None:
-        """Return the facts with the file's current time, or None if the content has changed."""
+        """Return the facts with the current modification time; None if the content has changed."""
         if not self.fit(path):
             return None
         mtime_ns = path.stat().st_mtime_ns
@@ -68,11 +68,11 @@ class FileFacts:
         return replace(self, mtime_ns=mtime_ns)
 
     def fit(self, path: Path) -> bool:
-        """Return whether `path` is a file of this size, without reading the file."""
+        """Return whether `path` is a file of the recorded size, without reading it."""
         return path.is_file() and path.stat().st_size == self.size
 
     def problems(self, path: Path) -> list[str]:
-        """Read the file and return its problem as one line, or an empty list."""
+        """Compare the file's sha256; return its problem as one line, or an empty list."""
         if not path.is_file():
             return [f"{path} is missing"]
         found = FileFacts.of(path)
@@ -115,7 +115,7 @@ class FileDigests:
         return changed
 
     def derived(self, key: str, make: Callable[[], str]) -> str:
-        """Return a cached sha256 (hex) by its key, a fingerprint; `make` computes a missing one."""
+        """Return the sha256 (hex) cached under a key; `make` computes a missing one."""
         if key not in self.known:
             self.known[key] = make()
             if not self.read_only:

@@ -17,7 +17,7 @@ from pipeline.storage.atomic import disk_errors
 
 
 class Lock:
-    """A lock on a directory by its lock file `path`; held from `share` or `own` until `release`.
+    """A file lock on a run or stage directory, held from `share` or `own` until `release`.
 
     Args:
         what: The locked object in error messages, such as "the train stage".

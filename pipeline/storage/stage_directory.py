@@ -45,7 +45,7 @@ BOOKKEEPING = (
 
 
 class StageDirectory:
-    """The directory of a stage and a fingerprint.
+    """The directory of one stage's result, for one fingerprint.
 
     To make the result, call `enter`, then, unless it `is_whole`, `begin` and `finish`. From `enter`
     until `release` the directory is locked against changes by others.
@@ -243,7 +243,7 @@ class StageDirectory:
         return pending
 
     def drop_shards_but(self, indices: Collection[int]) -> dict[int, Receipt]:
-        """Drop shards of other indices than these; return the receipts of the shards kept."""
+        """Drop all shards but those of these indices; return the receipts of the shards kept."""
         kept = {}
         for index, receipt in self.receipts().items():
             if index in indices:
@@ -304,7 +304,7 @@ class StageDirectory:
                 self._drop(keep=SHARD_FOLDERS)
 
     def intact(self, name: str) -> bool:
-        """Return whether a recorded file is unchanged."""
+        """Return whether a file recorded by the stage is unchanged."""
         facts = self._facts().get(self.path / name)
         return facts is not None and facts.renewed(self.path / name) is not None
 

@@ -32,7 +32,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pipeline.artifacts.feature_rows import FeatureRows, RowGroup
+from pipeline.artifacts.feature_rows import FeatureRow, FeatureRows
 from pipeline.training.task import Workers
 
 LANES = 16
@@ -171,7 +171,7 @@ def load_batches(
     """
     is_gpu = device.type == "cuda"
     ahead: deque[list[Piece]] = deque()
-    groups: dict[int, Future[RowGroup]] = {}  # open, or being read
+    groups: dict[int, Future[list[FeatureRow]]] = {}  # open, or being read
     waiting: deque[Future[Batch]] = deque()
     with ThreadPoolExecutor(NUM_READERS) as readers, ThreadPoolExecutor(1) as assembler:
         try:
@@ -198,7 +198,7 @@ def load_batches(
 def _assemble(
     rows: FeatureRows,
     pieces: Sequence[Piece],
-    groups: Mapping[int, Future[RowGroup]],
+    groups: Mapping[int, Future[list[FeatureRow]]],
     soft_labels: bool,
     pin: bool,
 ) -> Batch:
