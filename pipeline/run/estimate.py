@@ -26,7 +26,7 @@ from pipeline.storage.receipts import Summary
 from pipeline.targets.spec import cached_numbers, quantization_of
 from pipeline.training.feature_batches import BATCHES_AHEAD
 from pipeline.training.recipe import Recipe
-from pipeline.training.task import Learner
+from pipeline.training.task import Learner, product_dtype
 
 TOLERANCE = 0.2  # of an estimate of memory
 ASSUMED_HIDDEN_SIZE = 4096  # a 7B model's, while the target cannot be looked up
@@ -257,11 +257,9 @@ def _training(
     heads and the loss compute from these.
     """
     train, workers = run.config.train, run.workers_of("train")
-    on_gpu = run.gpus_of("train") > 0
+    device = torch.device("cuda" if run.gpus_of("train") else "cpu")
+    width = product_dtype(train, device).itemsize
     hidden_size = run.shape.hidden_size
-    width = FP32  # bytes of a number in matrix products
-    if train.precision == "bf16" or (train.precision == "auto" and on_gpu):
-        width = 2
     heads = _heads(run, train.num_heads)
     num_trained = _num_trained(heads)
     weights, num_adapter, num_gradients = 0.0, 0, num_trained
@@ -285,8 +283,7 @@ def _training(
         states = (BATCHES_AHEAD + 1) * num_positions * hidden_size * target.itemsize
         if train.soft_labels:
             states *= 2  # those that the teacher reads
-    chunk = chunk_bytes_on(torch.device("cuda" if on_gpu else "cpu"))
-    logits = min(chunk, num_positions * run.shape.vocab_size * (width + FP32))
+    logits = min(chunk_bytes_on(device), num_positions * run.shape.vocab_size * (width + FP32))
     num_weights = sum(weight.numel() for weight in heads.parameters())
     return StageMemory(
         "train",
