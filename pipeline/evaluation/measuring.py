@@ -53,9 +53,9 @@ DRAFT_TOKENS = 5  # of a cell whose directory does not say
 
 
 def check_with_engine(
-    request: CheckRequest, engine: str, progress: ProgressReporter = SILENT
+    request: CheckRequest, engine: str, gpus: int, progress: ProgressReporter = SILENT
 ) -> tuple[CheckResult, AnswerLines]:
-    """Check heads with one engine; also return native decoding's answers.
+    """Check heads with one engine on so many GPUs; also return native decoding's answers.
 
     `engine` is `native` or `vllm`.
 
@@ -63,10 +63,11 @@ def check_with_engine(
         ConfigError: No answer took a step.
     """
     answers: AnswerLines = {}
+    request = replace(request, gpus=gpus)
     if engine == "native":
         found, answers = check_native(request, progress)
     else:
-        target = spec_for_vllm(request.target, on_gpu=request.gpus > 0)
+        target = spec_for_vllm(request.target, on_gpu=gpus > 0)
         found = check_served(replace(request, target=target), progress)
     return replace(found, hardware=hardware(), versions=versions()), answers
 
@@ -97,8 +98,8 @@ class Candidate:
     """Heads to measure: their directory, their tree, and vLLM's speculative configuration.
 
     Attributes:
-        export: In an export's layout, but for heads that vLLM alone can have.
-        speculative_config: None where vLLM reads `export`.
+        export: A directory in an export's layout, or the original heads if only vLLM reads them.
+        speculative_config: None if vLLM drafts with `export`.
     """
 
     described: str
@@ -127,7 +128,8 @@ def measure_heads(
             trainer is; by default what the directory says.
 
     Raises:
-        ConfigError: No answer took a step, or an engine cannot have these heads or this target.
+        ConfigError: No answer took a step, or an engine cannot decode with these heads or this
+            target.
         DataError: The directory holds no known heads, or those of another target; no question fits.
     """
     directory = heads_directory(str(heads))
@@ -147,12 +149,11 @@ def measure_heads(
             prompts.kept,
             settings,
             tree=found.tree,
-            gpus=gpus,
             name=Path(target.model).name,
             speculative_config=found.speculative_config,
         )
         for name in sorted(settings.engines):
-            results[name], lines = check_with_engine(request, name, progress)
+            results[name], lines = check_with_engine(request, name, gpus, progress)
             answers.update(lines)
     result = join_engines(results)
     if result.vllm is not None and result.native is not None:
@@ -244,7 +245,7 @@ def _own_heads(
 
 
 def _require_served(layout: ExportLayout, target: TargetSpec, settings: CheckConfig) -> None:
-    """Refuse heads that vLLM is asked to measure and does not serve."""
+    """Refuse a check in vLLM of heads that vLLM does not serve."""
     reason = layout.kind.vllm_refusal(layout.shape, model_config(target).to_dict())
     if reason and "vllm" in settings.engines:
         raise ConfigError(reason, "--engine vllm", "Measure them natively: --engine native.")

@@ -1,5 +1,4 @@
-"""The original model beside the tuned one that is published: the drift of the weights, and its own
-answers.
+"""Compare a tuned and published model with its original: drift, and the original's own answers.
 
 Drift is measured on the published weights, merged and rounded, not on the adapter that they were
 made from. Both models are loaded one after the other and read the same held-out rows; the
@@ -41,7 +40,7 @@ def beside_the_original(
     name: str,
     progress: ProgressReporter = SILENT,
 ) -> tuple[TunedDrift, list[Line]]:
-    """Compare the published backbone with the original, which also answers the questions.
+    """Measure the published backbone's drift; let the original model answer the check's questions.
 
     Args:
         original, published: The model that was tuned, and the merged one, both with room for the

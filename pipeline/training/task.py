@@ -87,7 +87,7 @@ class TrainSpec:
         return replace(self, directory=directory, run_name=run_name, heads_from=heads_from)
 
     def recipe(self, positions: int, sequences: int | None = None) -> Recipe:
-        """Resolve `auto` in the training settings; the arguments are those of `make_recipe`."""
+        """Return the training recipe for these numbers of positions and packed sequences."""
         scale = self.kind.lr_scale
         return make_recipe(self.settings, positions, self.hidden_size, scale, sequences)
 
@@ -239,7 +239,7 @@ class Learner(ABC):
         """Write the training's outputs other than the heads; called on the first worker."""
 
     def autocast(self) -> torch.autocast:
-        """Return a context manager in which matrix products are in `self.dtype`."""
+        """Return a context manager in which training computes matrix products in `self.dtype`."""
         enabled = self.dtype != torch.float32
         return torch.autocast(self.device.type, self.dtype, enabled=enabled)
 
