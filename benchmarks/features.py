@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 from time import perf_counter
 
@@ -93,7 +94,8 @@ def record_batches(worker: Worker, tasks: Sequence[ShardTask]) -> list[torch.Ten
 def stage_seconds(worker: Worker, tasks: Sequence[ShardTask]) -> float:
     """Return the seconds of the whole features worker, shard after shard."""
     started = perf_counter()
-    for task in tasks:
+    for task, upcoming in zip_longest(tasks, tasks[1:]):
+        worker.expect(upcoming)
         worker(task)
     return perf_counter() - started
 

@@ -45,7 +45,10 @@ def measure(*, tiny: bool = False, clock: Callable[[], float] = perf_counter) ->
     made = rows.ragged_rows(size.num_rows, *size.row_tokens, size.shape["vocab_size"])
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
-        tasks = rows.features_tasks(directory, [made])
+        shards = [
+            made[first : first + size.shard_rows] for first in range(0, len(made), size.shard_rows)
+        ]
+        tasks = rows.features_tasks(directory, shards)
         model = random_mistral(size)
         target = lm_head_alone(model, directory / "target")
         parts = [measure_features(model, tasks, made, size, ends["features"])]

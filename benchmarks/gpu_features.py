@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from transformers import PreTrainedModel
@@ -25,6 +26,8 @@ from pipeline.artifacts.generated_rows import TokenRow, spans_of
 from pipeline.config import FeaturesConfig
 from pipeline.stages.features import Worker
 from pipeline.storage.shards import ShardTask
+from pipeline.targets import transformers_engines
+from pipeline.targets.spec import TargetSpec
 
 AIM = 70.0  # percent of the peak
 SAMPLE_TOKENS = 131_072  # tokens whose states are written alone
@@ -41,12 +44,10 @@ def measure_features(
     if ends():
         return Result([], {}, ["features: shares of the peak, and writing"])
     reset_peak_memory(size.device)
-    # The worker passes its target to the engine, which also accepts a loaded model.
-    worker = Worker(
-        model,
-        FeaturesConfig(tokens_per_batch=size.batch_tokens),
-        gpus=int(size.device.type == "cuda"),
-    )
+    settings = FeaturesConfig(tokens_per_batch=size.batch_tokens)
+    # The random target is on the card, and in no file that the engine could load.
+    with patch.object(transformers_engines, "load_on_gpus", lambda *_: model):
+        worker = Worker(TargetSpec("random"), settings, gpus=int(size.device.type == "cuda"))
     batches = record_batches(worker, tasks)
     memory = peak_memory_gb(size.device)
     peak = Peak(size.device, torch.bfloat16, size.peak_size)

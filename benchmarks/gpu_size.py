@@ -26,6 +26,7 @@ class Size:
     device: torch.device
     shape: dict[str, int]
     num_rows: int = 320
+    shard_rows: int = 64
     row_tokens: tuple[int, int] = (512, 2048)
     batch_tokens: int = 16_384  # of a features forward and of a training step: the defaults of both
     rounds: int = 3
@@ -63,6 +64,7 @@ TINY = Size(
     }
     | {"num_attention_heads": 2, "num_key_value_heads": 1},
     num_rows=24,
+    shard_rows=8,
     row_tokens=(16, 96),
     batch_tokens=256,
     rounds=1,

@@ -96,7 +96,7 @@ def run_flow(
 
 
 def advance_all(context: Context, wanted: Sequence[str], fresh: str | None) -> None:
-    """Bring stages up to date in order; go back to a stage if a shard of it is damaged."""
+    """Bring the wanted stages up to date in order; go back to a stage whose shard is damaged."""
     discarded: set[Path] = set()
     position = 0
     while position < len(wanted):
@@ -117,7 +117,7 @@ def advance_all(context: Context, wanted: Sequence[str], fresh: str | None) -> N
 
 
 def advance(context: Context, stage: Stage, *, fresh: bool = False) -> StageDirectory:
-    """Bring one stage up to date and link its directory, which stays locked, as the latest."""
+    """Run a stage unless its result is kept; link its directory as the latest, still locked."""
     directory = stage.locate(context)
     directory.enter(stage.identity_of(context))
     context.run.link_latest(directory)
@@ -176,6 +176,7 @@ def require_same_inputs(context: Context, stage: Stage, directory: StageDirector
 
 
 def _print_damage(context: Context, directory: StageDirectory, damaged: Sequence[Path]) -> None:
+    """Print and log the damaged files of a stage, which are made again."""
     if damaged:
         names = [str(path.relative_to(directory.path)) for path in damaged]
         context.run.event("damaged", stage=directory.stage, files=names)
@@ -212,27 +213,25 @@ def push_run(
 
 
 def _finished(run: RunDirectory, config: Config, console: Console) -> Context:
-    """Open a finished run to push, with the configuration that its check used.
+    """Open a finished run for a push, with the configuration that its check used.
 
     `run.yaml` may have changed since.
     """
-    directories = {}
+    stages = run.stages()
     for name in push.STAGE.upstream(config):
-        directory = run.latest(name)
-        if directory is None or not directory.done:
+        if name not in stages or not stages[name].done:
             raise ConfigError(
                 f"This run has no finished {name} stage.",
                 str(run.path),
                 f"Run it: medusa-distill run {run.path / 'run.yaml'}",
             )
-        directories[name] = directory
-    exported, checked = directories["export"], directories["check"]
+    exported, checked = stages["export"], stages["check"]
     require_passed(checked, config)
     if checked.done and checked.done.upstream.get("export") != exported.content:
         raise CheckFailed("The check has not seen these heads.", str(exported.path))
     require_one_history(run)
     resolved = resolve_run(check.configuration(checked, config), [push.STAGE.name])
-    return Context(resolved, run, console, "inline", upstream=directories)
+    return Context(resolved, run, console, "inline", upstream=stages)
 
 
 def statuses_of(run: RunDirectory, config: Config) -> dict[str, StageStatus]:

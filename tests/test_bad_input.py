@@ -55,6 +55,7 @@ def test_a_target_without_a_chat_template(intact, run_fails, tmp_path):
         ("config.json", "{"),
         ("generation_config.json", {"eos_token_id": "1"}),
         ("generation_config.json", {"eos_token_id": []}),
+        ("generation_config.json", {"eos_token_id": [True]}),
         ("generation_config.json", {"eos_token_id": [1, 300]}),
         ("tokenizer.json", "{}"),
         (

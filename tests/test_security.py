@@ -24,35 +24,15 @@ from tests.forks import in_a_fork
 pytest_plugins = ["tests.flows.failing"]
 
 ROOT = Path(__file__).parent.parent
-UNPICKLERS = {"pickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
-EVALUATORS = {"eval", "exec", "compile", "__import__", "os.system", "yaml.load"}
-ALLOWED = {
-    ("export/weights.py", "pickle.UnpicklingError"),  # to catch it
-    ("targets/own_process.py", "pickle"),  # results of its own child, in a directory of its own
-}
 
 
-def unsafe_nodes(file: Path) -> set[str]:
-    """Return what in a module could run a stranger's bytes."""
-    found = set()
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.Import):
-            found |= UNPICKLERS.intersection(name.name for name in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module in UNPICKLERS:
-            found |= {f"{node.module}.{name.name}" for name in node.names}
-        elif isinstance(node, ast.Call):
-            call, name = ast.unparse(node), ast.unparse(node.func)
-            is_open_load = name == "torch.load" and "weights_only=True" not in call
-            if is_open_load or name in EVALUATORS or "allow_pickle=" in call or "shell=" in call:
-                found.add(call)
-    return found
-
-
-def test_no_module_unpickles_or_evaluates_anything():
-    found = set()
+def test_no_module_loads_weights_or_arrays_that_hold_code():
+    """Other ways to run a stranger's bytes are refused by ruff's rules S."""
     for file in (ROOT / "pipeline").rglob("*.py"):
-        found |= {(str(file.relative_to(ROOT / "pipeline")), node) for node in unsafe_nodes(file)}
-    assert found == ALLOWED
+        for node in ast.walk(ast.parse(file.read_text())):
+            call = ast.unparse(node) if isinstance(node, ast.Call) else ""
+            assert not call.startswith("torch.load(") or "weights_only=True" in call, file
+            assert "allow_pickle=" not in call, file
 
 
 @pytest.fixture

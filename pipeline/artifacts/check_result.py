@@ -10,17 +10,16 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from pipeline.artifacts.json_form import result
 from pipeline.artifacts.seen_answers import NewAnswers
 from pipeline.config import Config
-from pipeline.storage.atomic import write_text
+from pipeline.storage.atomic import JsonObject, write_text
 
 LEAST_SHORTFALL = 0.1  # tokens per step
 LEAST_LEARNED = 0.1  # of the tokens that guessing by frequency misses
 
-Line = dict[str, Any]  # one question's answer, in Spec-Bench's or FastChat's schema
+Line = JsonObject  # one question's answer, in Spec-Bench's or FastChat's schema
 
 
 @dataclass(frozen=True)
@@ -283,10 +282,9 @@ class CheckFigures(Engines):
 
 @result
 class CheckResult(Engines):
-    """The summary of a check; the part of one engine has only the fields of that engine."""
+    """The summary of the check stage, or the part of it that one decoding engine measured."""
 
     served_model: ServedModel | None = None
-    skipped_prompts: int | None = None
     differing: list[Difference] = field(default_factory=list)
     head_0: dict[str, float] | None = None  # its top1 to top5 on held-out text
     frequency: dict[str, float] | None = None  # those of guessing the most frequent tokens
@@ -294,9 +292,9 @@ class CheckResult(Engines):
     samples: list[Sample] = field(default_factory=list)
     exact_match: list[dict[str, str | int | float]] | None = None  # by category
     contaminated_rows: int | None = None  # training rows that hold a question of the check's file
-    hardware: dict[str, Any] | None = None  # of the machine that decoded
+    hardware: JsonObject | None = None  # of the machine that decoded
     versions: dict[str, str] | None = None
-    configuration: dict[str, Any] | None = None
+    configuration: JsonObject | None = None
     target_revision: str | None = None  # the commit of a target from the Hub
     passed: bool | None = None
 
@@ -331,12 +329,12 @@ class CheckResult(Engines):
         )
 
     def _learning_failures(self) -> list[str]:
-        """Return a reason if head 0 hardly beats token frequencies at top-1 or top-5.
+        """Return a reason if head 0 hardly beats always guessing the most frequent tokens.
 
-        The most that guesses which read nothing can reach is the share of the most frequent tokens.
-        Head 0 has to get `LEAST_LEARNED` of the rest right. Untrained heads get none of it, heads
+        Such guesses get the share of these tokens right, at top-1 and at top-5. Head 0 has to get
+        at least `LEAST_LEARNED` of the other tokens right. Untrained heads get none of them, heads
         trained for a few steps 5 %, useful heads 33 % or more, independent of target and
-        vocabulary. Text that frequencies guess completely proves nothing.
+        vocabulary. Text without other tokens is not judged.
         """
         if not self.head_0 or not self.frequency:
             return []
@@ -353,6 +351,7 @@ class CheckResult(Engines):
 
 
 def _failures_of_engine(name: str, engine: EngineFigures, limits: Limits) -> list[str]:
+    """Return the reasons why one engine's greedy answers or its rate fail the check."""
     found, match = [], engine.greedy_match
     if match.differing:
         found.append(
@@ -375,10 +374,11 @@ def _failures_of_engine(name: str, engine: EngineFigures, limits: Limits) -> lis
 def _missed_rate(vllm: VllmFigures) -> float | None:
     """Return the expected rate of the served chain if vLLM's rate is far below it, else None.
 
-    Far below is at least half of the gain over plain decoding, and more than 3 standard errors of
-    what was measured and expected together, and a tenth of a token. On the same text there is no
-    sampling error: the chain was replayed on the answers of native decoding. Heads that an engine
-    has read wrongly gain next to nothing; prompts and engines differ by less than half of the gain.
+    A rate is far below if it misses more than half of the expected gain over plain decoding, more
+    than 3 standard errors of the measured and the expected rate together, and more than a tenth of
+    a token per step. A rate on the same text has no sampling error: the chain was replayed on the
+    answers of native decoding. Heads that an engine reads wrongly gain next to nothing; other
+    prompts and engines change the gain by less than half.
     """
     expected, error = vllm.same_text_acceleration_rate, 0.0
     if expected is None:
@@ -407,6 +407,7 @@ def write_model_answers(directory: Path, lines: Sequence[Line]) -> None:
 
 
 def _write_lines(path: Path, lines: Iterable[Line]) -> None:
+    """Write answers as JSON lines."""
     write_text(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
 
 

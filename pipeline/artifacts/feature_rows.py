@@ -105,9 +105,9 @@ class FeatureRow:
         return answers
 
     def teachers(self, start: int, stop: int) -> tuple[Tensor, npt.NDArray[np.int64]]:
-        """Return the teacher states [M, D] of the labels at learnable positions [start, stop), and
-        each label's row among them [K, N].
+        """Return the teacher states [M, D] of labels, and each label's row among them [K, N].
 
+        The labels are those at learnable positions [start, stop).
         Head k's label at position t, the token at t+2+k, is predicted from the state at t+1+k,
         which is stored wherever there is such a label. Rows are -1 where there is no label.
         """
@@ -162,7 +162,7 @@ class FeatureRows:
             for splits, n in zip(self._splits, self._lengths, strict=True)
         ]
 
-    def read_group(self, index: int) -> RowGroup:
+    def read_group(self, index: int) -> list[FeatureRow]:
         """Read one row group of features into memory.
 
         Raises:
@@ -174,40 +174,26 @@ class FeatureRows:
             columns.append(SCALES.name)
         with open_rows(path, self.fingerprint) as shard:
             table = shard.read_row_group(group, columns=columns, use_threads=False)
-        return RowGroup(self, table)
+        return [self._decode(table, index) for index in range(len(table))]
 
-
-class RowGroup:
-    """The feature rows of one row group, each decoded on first use."""
-
-    def __init__(self, rows: FeatureRows, table: pa.Table):
-        self._rows, self._table = rows, table
-        self._taken: dict[int, FeatureRow] = {}
-
-    def __getitem__(self, index: int) -> FeatureRow:
-        if index not in self._taken:
-            self._taken[index] = self._take(index)
-        return self._taken[index]
-
-    def _take(self, index: int) -> FeatureRow:
-        ids = self._table["input_ids"][index].values.to_numpy()
-        spans = spans_of(self._table["spans"][index].as_py())
-        rows = self._rows
-        labels_KN = head_labels(ids, spans, rows.num_heads, rows.roles)
+    def _decode(self, table: pa.Table, index: int) -> FeatureRow:
+        """Decode a row's states, and compute its labels from its tokens and spans."""
+        ids = table["input_ids"][index].values.to_numpy()
+        spans = spans_of(table["spans"][index].as_py())
+        labels_KN = head_labels(ids, spans, self.num_heads, self.roles)
         learnable = np.flatnonzero(labels_KN[0] != IGNORED)
         next_N = ids[feature_positions(spans)[learnable] + 1]
-        return FeatureRow(
-            self._hidden(index), torch.from_numpy(learnable), next_N, labels_KN[:, learnable]
-        )
+        hidden_ND = self._hidden(table, index)
+        return FeatureRow(hidden_ND, torch.from_numpy(learnable), next_N, labels_KN[:, learnable])
 
-    def _hidden(self, index: int) -> Tensor:
-        """Return a row's states in the target's dtype."""
-        states, buffer = self._rows.states, self._table["hidden"][index].as_buffer()
+    def _hidden(self, table: pa.Table, index: int) -> Tensor:
+        """Return a feature row's hidden states in the target's dtype."""
+        states, buffer = self.states, table["hidden"][index].as_buffer()
         # DLPack, since torch.frombuffer warns of memory that is read-only.
         stored = torch.from_dlpack(pa.Array.from_buffers(pa.uint8(), buffer.size, [None, buffer]))
         if states.precision == "native":
             return stored.view(states.dtype).view(-1, states.hidden_size)
-        scales_N = self._table["scales"][index].values.to_numpy()
+        scales_N = table["scales"][index].values.to_numpy()
         stored_ND = stored.view(-1, states.hidden_size).numpy()
         return dequantize(stored_ND, scales_N, states.precision, states.dtype)
 

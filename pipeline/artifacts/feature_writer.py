@@ -17,7 +17,6 @@ import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -90,8 +89,10 @@ class WaitingGroup:
             if not len(hidden_ND) or torch.isfinite(torch.stack(hidden_ND.aminmax())).all():
                 rows.append(row)
                 states.append(hidden_ND)
-            else:
-                writer.reject(_rejected(row, hidden_ND))
+                continue
+            num_bad = int((~torch.isfinite(hidden_ND).all(dim=1)).sum())
+            detail = f"{num_bad} of {len(hidden_ND)} states are NaN or infinite"
+            writer.reject(RejectedRow(row.id, Reason.NON_FINITE, detail, row.stored()))
         hidden_ND = self.hidden_ND
         if len(rows) < len(self.rows):
             hidden_ND = torch.cat(states)
@@ -100,6 +101,7 @@ class WaitingGroup:
         return len(hidden_ND)
 
     def _batch(self, rows: Sequence[TokenRow], hidden_ND: Tensor) -> pa.RecordBatch:
+        """Return rows with their states as a record batch, in the stored precision."""
         if self.states.precision == "native":
             return feature_batch(rows, hidden_ND)
         stored_ND = (
@@ -111,13 +113,8 @@ class WaitingGroup:
         return feature_batch(rows, stored_ND).append_column(SCALES, scales)
 
 
-def _rejected(row: TokenRow, hidden_ND: Tensor) -> RejectedRow:
-    num_bad = int((~torch.isfinite(hidden_ND).all(dim=1)).sum())
-    detail = f"{num_bad} of {len(hidden_ND)} states are NaN or infinite"
-    return RejectedRow(row.id, Reason.NON_FINITE, detail, row.stored())
-
-
 def num_positions(row: TokenRow) -> int:
+    """Count the states that are stored of a row: one per target-written token."""
     return sum(map(len, row.spans))
 
 
@@ -148,7 +145,7 @@ def feature_batch(rows: Sequence[TokenRow], hidden_ND: Tensor) -> pa.RecordBatch
     ends = np.asarray(row_edges(rows), np.int64) * hidden_ND.shape[1] * hidden_ND.itemsize
     data = pa.py_buffer(hidden_ND.view(torch.uint8).numpy())
     buffers = [None, pa.py_buffer(ends), data]
-    columns: dict[str, Any] = {
+    columns = {
         "id": [row.id for row in rows],
         "parent_id": [row.parent_id for row in rows],
         "split": [row.split for row in rows],
@@ -161,6 +158,7 @@ def feature_batch(rows: Sequence[TokenRow], hidden_ND: Tensor) -> pa.RecordBatch
 
 
 def _lists(values: Sequence[npt.NDArray[np.int32]]) -> pa.ListArray:
+    """Return NumPy arrays as one Arrow column of lists."""
     ends = np.cumsum([0, *map(len, values)], dtype=np.int32)
     return pa.ListArray.from_arrays(pa.array(ends), pa.array(np.concatenate(values)))
 

@@ -55,7 +55,7 @@ class TokenRow:
 
     @classmethod
     def of(cls, row: Row) -> TokenRow:
-        """Make a token row of a stored row."""
+        """Make a token row from a row of a generate or feature shard."""
         ids = np.asarray(row["input_ids"], np.int32)
         return cls(row["id"], row["parent_id"], row["split"], ids, spans_of(row["spans"]))
 
@@ -71,7 +71,7 @@ class TokenRow:
 
 
 def spans_of(stored: StoredSpans) -> list[Span]:
-    """Make spans of their stored form."""
+    """Make spans from a row's column `spans`."""
     return [Span(**span) for span in stored]
 
 

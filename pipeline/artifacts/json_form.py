@@ -8,6 +8,8 @@ from typing import Any, TypeVar, dataclass_transform
 
 from pydantic import TypeAdapter
 
+from pipeline.storage.atomic import JsonObject
+
 Result = TypeVar("Result")
 
 
@@ -17,13 +19,13 @@ def result(kind: type[Result]) -> type[Result]:
     return dataclass(frozen=True, kw_only=True)(kind)
 
 
-def to_json(result: object) -> dict[str, Any]:
+def to_json(result: object) -> JsonObject:
     """Return the fields of a result dataclass as JSON, without those that are None."""
     return dict(TypeAdapter(type(result)).dump_python(result, mode="json", exclude_none=True))
 
 
 def from_json(kind: type[Result], found: Any) -> Result:
-    """Make a result dataclass of the JSON of `to_json`; other keys are ignored.
+    """Make a result dataclass from the JSON of `to_json`; other keys are ignored.
 
     Raises:
         pydantic.ValidationError: It is of another form.

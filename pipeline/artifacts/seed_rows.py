@@ -38,7 +38,7 @@ class SeedRow:
 
     @classmethod
     def of(cls, row: Row) -> SeedRow:
-        """Make a seed row of a stored row."""
+        """Make a seed row from a row of a seed shard."""
         messages = tuple(Message(**message) for message in row["messages"])
         conversation = Conversation(
             row["id"], messages, row["source_id"], row["category"], row["tools"]
@@ -50,31 +50,31 @@ class SeedRow:
         return {**asdict(self.conversation), "split": self.split}
 
 
+def read_seed_rows(shards: Iterable[Path]) -> Iterator[SeedRow]:
+    """Yield the rows of seed shards, in order."""
+    for path in shards:
+        yield from map(SeedRow.of, read_rows(path))
+
+
 def read_seeds(shards: Iterable[Path], split: str) -> Iterator[Conversation]:
     """Yield the seed conversations of one split, in order."""
-    for path in shards:
-        for row in read_rows(path):
-            if row["split"] == split:
-                yield SeedRow.of(row).conversation
+    for row in read_seed_rows(shards):
+        if row.split == split:
+            yield row.conversation
 
 
 def most_frequent_opening(shards: Iterable[Path]) -> tuple[str, int]:
     """Return the first question that opens most seeds, normalised, and how many it opens."""
-    openings: Counter[str] = Counter()
-    for path in shards:
-        for row in read_rows(path):
-            openings[first_question(SeedRow.of(row).conversation)] += 1
-    ((question, num_seeds),) = openings.most_common(1)
-    return question, num_seeds
+    openings = Counter(first_question(row.conversation) for row in read_seed_rows(shards))
+    return openings.most_common(1)[0]
 
 
 def questions_in_two_splits(shards: Iterable[Path]) -> list[str]:
     """Return first questions, normalised, that open seeds of more than one split."""
     split_of: dict[str, str] = {}
     shared: dict[str, None] = {}
-    for path in shards:
-        for row in map(SeedRow.of, read_rows(path)):
-            question = first_question(row.conversation)
-            if split_of.setdefault(question, row.split) != row.split:
-                shared[question] = None
+    for row in read_seed_rows(shards):
+        question = first_question(row.conversation)
+        if split_of.setdefault(question, row.split) != row.split:
+            shared[question] = None
     return list(shared)

@@ -1,8 +1,8 @@
 """Seen answers: held-out answers that the target has also written in a training row.
 
-A new prompt may have an old answer. Heads have then learned the answer by heart, and rates on it
-are too high to say anything of new text. An answer is *seen* where its first 32 tokens, or
-all of a shorter one, are those of an answer in the split `train`.
+The answer to a held-out prompt may also be in a training row. The heads then know it by heart, and
+rates on it overestimate rates on new text. An answer is *seen* if its first 32 tokens, or all
+tokens of a shorter answer, equal those of an answer in the split `train`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pipeline.artifacts.json_form import result
 from pipeline.storage.stage_directory import StageDirectory
 
 PREFIX = 32  # tokens
-ENOUGH_NEW = 8  # answers; figures of fewer say nothing
+ENOUGH_NEW = 8  # answers; rates of fewer are too uncertain
 
 
 @result
@@ -65,6 +65,7 @@ class SeenAnswers:
         self._beginnings: set[bytes] = set()
 
     def add(self, answer: Tokens) -> None:
+        """Add an answer of a training row."""
         self._beginnings.add(_digest(answer))
 
     def __contains__(self, answer: Tokens) -> bool:

@@ -154,6 +154,7 @@ def read_tree(path: Path) -> tuple[TreePath, ...] | DynamicTree:
 
 
 def _calibration(content: Any, path: Path) -> Calibration:
+    """Make the calibrated tree from the content of tree.json, or raise a DataError."""
     try:
         return from_json(Calibration, content)
     except ValidationError as error:
@@ -163,6 +164,7 @@ def _calibration(content: Any, path: Path) -> Calibration:
 
 
 def _read_json(path: Path) -> Any:
+    """Read the JSON file of a tree, or raise a DataError."""
     try:
         return json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:

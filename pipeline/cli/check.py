@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -64,7 +63,6 @@ def check(
     from pipeline.config.load import target_settings
     from pipeline.evaluation.measuring import BUNDLED, measure_heads
     from pipeline.execution.progress import Meter, ProgressReporter
-    from pipeline.export.weights import heads_directory
     from pipeline.report.check_tables import categories_table, check_table
     from pipeline.report.report import Report
     from pipeline.report.text_table import markdown_section, print_tables
@@ -83,7 +81,7 @@ def check(
     wanted = TargetConfig(model=target, **target_settings(settings or ()))
     with Meter(Console(stderr=True), "check") as meter:
         measured, answers = measure_heads(
-            heads_directory(heads),
+            heads,
             resolve(wanted, on_gpu=gpus > 0),
             decoded,
             gpus=gpus,
@@ -91,7 +89,6 @@ def check(
             draft_tokens=draft_tokens,
             progress=ProgressReporter(show=meter.show),
         )
-    measured = replace(measured, heads=heads)
     report, console = Report(check=measured.check), Console()
     tables = [table for table in (check_table(report), categories_table(report)) if table.rows]
     title = visible(f"{heads}: {measured.read_as}; target {measured.target}")

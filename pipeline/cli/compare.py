@@ -55,10 +55,8 @@ def compared_run(path: Path) -> ComparedRun:
     from pipeline.run.reporting import assemble_report
 
     run, config = RunDirectory.open(path)
-    unfinished = []
-    for name, state in statuses_of(run, config).items():
-        if state.status not in FINISHED:
-            unfinished.append(name)
+    states = statuses_of(run, config)
+    unfinished = [name for name, state in states.items() if state.status not in FINISHED]
     stages, heads_bytes, questions = run.stages(), None, None
     if "train" not in unfinished:
         heads_bytes = (stages["train"].path / HEADS_FILE).stat().st_size

@@ -19,14 +19,8 @@ def wide_console() -> Console:
     return Console(width=width, highlight=False)
 
 
-def print_grid(
-    console: Console,
-    columns: Iterable[str],
-    rows: Iterable[Iterable[str]],
-    *,
-    numbers: bool = False,
-) -> None:
-    """Print a table without lines; `numbers` aligns all columns but the first to the right.
+def print_grid(console: Console, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
+    """Print the table of a command's output, without lines.
 
     Cells have no markup, and their control characters are shown as symbols.
     """
@@ -35,7 +29,4 @@ def print_grid(
         table.add_column(Text(visible(name)))
     for row in rows:
         table.add_row(*(Text(visible(cell)) for cell in row))
-    if numbers:
-        for column in table.columns[1:]:
-            column.justify = "right"
     console.print(table)

@@ -85,6 +85,7 @@ def _print_lines(console: Console, lines: Iterable[str]) -> None:
 
 
 def _print_stages(console: Console, statuses: Mapping[str, StageStatus]) -> None:
+    """Print whether each stage runs or is kept, its shards, and why."""
     rows = []
     for name, state in statuses.items():
         shards = [f"{state.made} done"] if state.made else []
@@ -176,13 +177,13 @@ def _print_memory(console: Console, memory: Sequence[StageMemory]) -> None:
         cells = [stage.name]
         for part in COLUMNS:
             gib = getattr(stage, part) / GIB
-            cells.append(f"{gib:.1f}" if gib else "")
-        device = "?" if stage.device_bytes is None else f"{stage.device_bytes / GIB:.1f}"
+            cells.append(f"{gib:5.1f}" if gib else "")
+        device = "?" if stage.device_bytes is None else f"{stage.device_bytes / GIB:5.1f}"
         rows.append([*cells, device])
         if stage.fits() and not stage.fits(-TOLERANCE):
             settings = ", ".join(stage.saves_memory)
             notes.append(f"{stage.name} may not fit. What helps most: {settings}.")
     caption = f"\nMemory of one worker on each of its devices, an estimate, ±{TOLERANCE:.0%}:"
     _print_lines(console, [caption])
-    print_grid(console, ("GiB", *COLUMNS.values(), "there is"), rows, numbers=True)
+    print_grid(console, ("GiB", *COLUMNS.values(), "there is"), rows)
     _print_lines(console, notes)

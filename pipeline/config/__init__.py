@@ -67,6 +67,8 @@ __all__ = [
 
 
 class Config(Section):
+    """Settings of a run, one section for each part of the pipeline."""
+
     run: RunConfig
     target: TargetConfig
     seeds: SeedsConfig

@@ -21,6 +21,8 @@ TEMPLATE_GIVEN = {
 
 
 class TargetConfig(Section):
+    """Settings of `target`: the chat model that the heads accelerate."""
+
     model: str = Field(description="Hub id or local directory of the chat model to accelerate.")
     revision: str | None = Field(None, description="Branch, tag or commit on the Hub.")
     dtype: Dtype = Field(
@@ -85,6 +87,8 @@ Column = Literal[
 
 
 class SeedSource(Section):
+    """Settings of one entry of `seeds.sources`: a file, a directory or a data set on the Hub."""
+
     path: Path | None = Field(
         None,
         description=(
@@ -123,6 +127,8 @@ class SeedSource(Section):
 
 
 class SeedsConfig(Section):
+    """Settings of the seeds stage: where seed conversations come from, and which are left out."""
+
     sources: tuple[SeedSource, ...] = Field(
         description="Where the prompts come from; `seeds.sources=PATH` is shorthand for one."
     )
@@ -220,6 +226,8 @@ EngineArgs = Annotated[PlainData, AfterValidator(without_secrets)]
 
 
 class GenerateConfig(Section):
+    """Settings of the generate stage, which has the target answer the seeds."""
+
     mode: Literal["replay", "self-talk", "passthrough"] = Field(
         "replay",
         description=(
@@ -250,6 +258,8 @@ class GenerateConfig(Section):
 
 
 class FeaturesConfig(Section):
+    """Settings of the features stage, which caches the target's hidden states."""
+
     engine: Literal["transformers", "vllm"] = Field(
         "transformers", description="Which engine runs the backbone."
     )

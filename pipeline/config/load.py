@@ -1,4 +1,4 @@
-"""Loading of a `Config` from a YAML file and `section.key=value` overrides.
+"""Load a `Config` from a YAML file and `section.key=value` overrides.
 
 In the file, paths are relative to the file; in an override, to the working directory. A run
 directory's own run.yaml means that directory, wherever it lies now. Override values parse as YAML.
@@ -160,6 +160,7 @@ def _store_of_run_file(run: Path) -> Path | None:
 
 
 def _override(settings: PlainData, word: str) -> None:
+    """Set the key of a `section.key=value` override; raise ConfigError for any other word."""
     key, equals, text = word.partition("=")
     names, where = tuple(key.split(".")), "command line"
     if not equals or len(names) < 2 or not all(names):
@@ -198,6 +199,7 @@ def _resolved(key: tuple[str, ...], value: Any, base: Path) -> Any:
 
 
 def _resolved_source(source: Any, base: Path) -> Any:
+    """Return a seed source of the configuration with an absolute path."""
     if isinstance(source, str):
         source = {"path": source}
     if isinstance(source, dict) and isinstance(source.get("path"), str):
@@ -206,6 +208,7 @@ def _resolved_source(source: Any, base: Path) -> Any:
 
 
 def _read_template(path: str) -> str:
+    """Read the file of `target.chat_template`; raise ConfigError if it cannot be read."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -219,6 +222,7 @@ def _absolute(value: str, base: Path) -> str:
 
 
 def _is_path(value: str, base: Path) -> bool:
+    """Return whether a setting that may be a Hub id or a text is the path of a file."""
     if value.startswith((".", "/", "~")):
         return True
     return len(value) < 4096 and "\n" not in value and (base / value).exists()
@@ -241,6 +245,7 @@ def problems(errors: Sequence[Any]) -> list[str]:
 
 
 def _problem(key: str, errors: list[Any]) -> str:
+    """Describe one wrong key: gone, unknown, missing, or of another value than allowed."""
     first = errors[0]
     if first["type"] == "extra_forbidden":
         if key in GONE_KEYS:

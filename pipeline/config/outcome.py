@@ -15,6 +15,8 @@ StudyName = Literal["trees", "typical", "heads", "batch", "load"]
 
 
 class LatencyLimits(Section):
+    """Latency limits of requests in the study of load, in milliseconds."""
+
     ttft_ms: float | None = Field(
         None,
         description=(
@@ -44,6 +46,8 @@ def _are_paths(value: Any) -> bool:
 
 
 class CalibrateConfig(Section):
+    """Settings of the calibrate stage, which chooses the candidate tree and the draft length."""
+
     tree: Literal["static", "dynamic"] = Field(
         "static",
         description=(
@@ -116,6 +120,8 @@ class CalibrateConfig(Section):
 
 
 class ExportConfig(Section):
+    """Settings of the export stage: formats and dtype of the heads' files."""
+
     dtype: Dtype = Field("auto", description="Dtype of the exported heads; auto: the target's.")
     formats: tuple[FormatName, ...] = Field(
         ("expanded",),
@@ -138,6 +144,8 @@ class ExportConfig(Section):
 
 
 class CheckConfig(Section):
+    """Settings of the check stage: prompts, engines, acceptance rule, studies and limits."""
+
     prompts: int | Path = Field(
         32,
         description=(
@@ -263,6 +271,8 @@ class CheckConfig(Section):
 
 
 class PushConfig(Section):
+    """Settings of the push stage: repositories on the Hub and their cards."""
+
     repo_id: str | None = Field(
         None,
         description=(

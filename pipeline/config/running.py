@@ -22,6 +22,8 @@ DTYPES = tuple(name for name in get_args(Dtype) if name != "auto")
 
 
 class Section(BaseModel):
+    """Base class of every section of settings: frozen, and strict about unknown keys."""
+
     model_config = ConfigDict(
         frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False
     )
@@ -34,6 +36,8 @@ class Section(BaseModel):
 
 
 class RunConfig(Section):
+    """Settings of `run`: name, directories and seed of a run."""
+
     name: str = Field(
         description="Name of the run; its directory is root/name.",
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
@@ -62,6 +66,8 @@ class RunConfig(Section):
 
 
 class PlacementOf(Section):
+    """Settings of one stage's workers: their number, and the CPU cores and GPUs of each."""
+
     workers: PositiveInt | Literal["auto"] = Field(
         1,
         description=(
@@ -78,6 +84,8 @@ class PlacementOf(Section):
 
 
 class PlacementConfig(Section):
+    """Settings of `placement`: the workers of generate, features and train."""
+
     generate: PlacementOf = Field(default_factory=PlacementOf, description="Workers of generate.")
     features: PlacementOf = Field(default_factory=PlacementOf, description="Workers of features.")
     train: PlacementOf = Field(default_factory=PlacementOf, description="Workers of train.")
@@ -95,6 +103,8 @@ class PlacementConfig(Section):
 
 
 class LimitsConfig(Section):
+    """Settings of `limits`: when a stage stops for quarantine, disk space, failures or time."""
+
     max_quarantine_fraction: float = Field(
         0.2,
         description="A stage stops (exit 3) when it refuses more; duplicates do not count.",

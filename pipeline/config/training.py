@@ -16,6 +16,8 @@ LmHead = Literal["untied", "shared", "tied"]
 
 
 class MedusaConfig(Section):
+    """Settings of Medusa heads."""
+
     num_layers: int = Field(1, description="L: residual blocks per head.", ge=1)
     lm_head: LmHead = Field(
         "untied",
@@ -27,6 +29,8 @@ class MedusaConfig(Section):
 
 
 class RecurrentConfig(Section):
+    """Settings of recurrent heads."""
+
     intermediate_size: PositiveInt | None = Field(
         None,
         description="Inner size of the cell's MLP. Default: four times the target's hidden size.",
@@ -34,6 +38,8 @@ class RecurrentConfig(Section):
 
 
 class BackboneConfig(Section):
+    """Settings of Medusa-2: the LoRA adapter of the backbone and its training."""
+
     recipe: Literal["joint", "two-stage"] = Field(
         "joint",
         description=(
@@ -120,6 +126,8 @@ class BackboneConfig(Section):
 
 
 class TrainConfig(Section):
+    """Settings of the train stage: kind of heads, method, batches and optimizer."""
+
     heads: str = Field(
         "recurrent",
         description=(

@@ -44,7 +44,7 @@ Answers = list[tuple[Prompt, list[int]]]  # up to where each answer begins, and 
 
 
 class AnswerStates(NamedTuple):
-    """Hidden states and following tokens at the positions of an answer where steps may begin.
+    """An answer's hidden states, tokens and labels, at positions where decoding steps may begin.
 
     The turns of one question are one `conversation`. `seen`: whether the answer is also in a
     training row.
@@ -65,10 +65,10 @@ def answer_states(
     trained: SeenAnswers | None = None,
     progress: ProgressReporter = SILENT,
 ) -> Iterator[AnswerStates]:
-    """Yield the hidden states and tokens of every answer that takes a step, by one forward each.
+    """Yield the hidden states and tokens of every answer with a decoding step, by one forward each.
 
-    An answer's first token comes from the prefill: steps begin there and at each later token but
-    the last.
+    The prefill gives an answer's first token. Steps begin at this token and at each later one,
+    except the last.
 
     Args:
         trained: The answers in training rows; None counts no answer as seen.
@@ -95,12 +95,12 @@ def answer_states(
 
 def guess_ranks(heads: Heads, states: Iterable[AnswerStates], top: int) -> HeldOutRanks:
     """Rank the tokens of the target's answers among the heads' first `top` guesses."""
-    return HeldOutRanks(*_measured(heads, states, partial(label_ranks, heads, top=top)))
+    return _measured(heads, states, partial(label_ranks, heads, top=top))
 
 
 def guess_places(heads: Heads, states: Iterable[AnswerStates], tree: DynamicTree) -> HeldOutRanks:
-    """Find the places of the answers' tokens among the nodes that a dynamic tree proposes."""
-    return HeldOutRanks(*_measured(heads, states, partial(tree.places, heads)))
+    """Rank the tokens of the target's answers among the nodes that a dynamic tree proposes."""
+    return _measured(heads, states, partial(tree.places, heads))
 
 
 @torch.inference_mode()
@@ -108,8 +108,8 @@ def _measured(
     heads: Heads,
     states: Iterable[AnswerStates],
     measure: Callable[[Tensor, Tensor, Tensor], Tensor],
-) -> tuple[np.ndarray, ...]:
-    """Concatenate `measure` [K, N] over all answers; also return starts, conversations and seen."""
+) -> HeldOutRanks:
+    """Measure every answer by `measure` -> [K, N], and concatenate the results."""
     parts_KN: list[np.ndarray] = []
     starts: list[int] = []
     numbers: dict[int | str, int] = {}
@@ -123,7 +123,7 @@ def _measured(
         length += found_KN.shape[1]
         conversations.append(numbers.setdefault(answer.conversation, len(numbers)))
         seen.append(answer.seen)
-    return (
+    return HeldOutRanks(
         np.concatenate(parts_KN or [np.empty((heads.shape.max_depth, 0), np.uint8)], axis=1),
         np.array(starts, np.int64),
         np.array(conversations, np.int64),

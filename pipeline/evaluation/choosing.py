@@ -1,5 +1,4 @@
-"""The tree of native decoding, and how many tokens the chain drafts that vLLM serves: by expected
-speedup.
+"""Choose the tree of native decoding and the length of vLLM's chain by their expected speedup.
 
 Rates are counted on held-out text, overheads are timed on the device.
 """
@@ -24,11 +23,11 @@ Overheads = Mapping[int, float]  # by nodes; empty where nothing was timed
 
 @dataclass(frozen=True)
 class ChosenTree:
-    """A candidate tree, its source, the replay that judges it, and each node's share of steps.
+    """The tree that calibration chose, its source, its replay, and each node's share of steps.
 
-    A `dynamic` tree is judged by its own replay; all else is of a static tree of the same size. The
-    last three fields are None for a tree of the user's own: each search's rate, the timed sizes,
-    and the searched tree up to the stock tree's size.
+    If `dynamic` is set, `walked` and `sizes` are of the dynamic tree, and the other fields are of a
+    static tree of the same size. The last three fields are None for a tree that the user gave: each
+    search's rate, the timed sizes, and the searched tree up to the stock tree's size.
     """
 
     source: str
@@ -49,7 +48,7 @@ class ChosenTree:
         return self.dynamic.max_depth if self.dynamic else max(map(len, self.choices))
 
     def tokens_by_depth(self) -> list[float]:
-        """The tokens that each depth adds to a step; with 1 they sum to the expected rate."""
+        """Return the tokens that each depth adds to a step; with 1 they sum to the rate."""
         added = self.walked.depth_shares()
         return [round(tokens, 4) for tokens in added + [0.0] * (self.depth - len(added))]
 
@@ -93,8 +92,8 @@ def best_dynamic_tree(
 ) -> ChosenTree:
     """Choose the size of the dynamic tree with the highest expected speedup.
 
-    Without overheads the size stays. Beside it is the best static tree of that size. Nothing is
-    fitted on held-out text, so all of it judges every size.
+    Without overheads the tree keeps its size. The result also holds the best static tree of the
+    same size. A dynamic tree is not fitted to held-out text, so every size is judged on all of it.
     """
     costs = overheads or {tree.num_nodes: 1.0}
     walks = {size: replay_dynamic(places, size) for size in sorted(costs)}
@@ -109,6 +108,7 @@ def best_dynamic_tree(
 
 
 def _timed(walks: Mapping[int, Replay], overheads: Overheads) -> list[TimedSize]:
+    """Compute the expected speedup of each tree size whose overhead was timed."""
     rows = []
     for size in sorted(overheads):
         rows.append(TimedSize(nodes=size, **expected_speedup(walks[size], overheads[size])))

@@ -39,7 +39,7 @@ from pipeline.execution.machine import hardware, versions
 from pipeline.execution.progress import ProgressReporter
 from pipeline.export.directory import read_tree, write_export
 from pipeline.export.layout import CONFIG_FILE, Content, ExportLayout, read_layout
-from pipeline.export.weights import DirectoryTensors
+from pipeline.export.weights import DirectoryTensors, heads_directory
 from pipeline.heads.kind import TargetWeights
 from pipeline.heads.kinds import Sizes, foreign_heads
 from pipeline.storage.atomic import read_object
@@ -53,9 +53,9 @@ DRAFT_TOKENS = 5  # of a cell whose directory does not say
 
 
 def check_with_engine(
-    request: CheckRequest, engine: str, progress: ProgressReporter = SILENT
+    request: CheckRequest, engine: str, gpus: int, progress: ProgressReporter = SILENT
 ) -> tuple[CheckResult, AnswerLines]:
-    """Check heads with one engine; also return native decoding's answers.
+    """Check heads with one engine on so many GPUs; also return native decoding's answers.
 
     `engine` is `native` or `vllm`.
 
@@ -63,10 +63,11 @@ def check_with_engine(
         ConfigError: No answer took a step.
     """
     answers: AnswerLines = {}
+    request = replace(request, gpus=gpus)
     if engine == "native":
         found, answers = check_native(request, progress)
     else:
-        target = spec_for_vllm(request.target, on_gpu=request.gpus > 0)
+        target = spec_for_vllm(request.target, on_gpu=gpus > 0)
         found = check_served(replace(request, target=target), progress)
     return replace(found, hardware=hardware(), versions=versions()), answers
 
@@ -97,8 +98,8 @@ class Candidate:
     """Heads to measure: their directory, their tree, and vLLM's speculative configuration.
 
     Attributes:
-        export: In an export's layout, but for heads that vLLM alone can have.
-        speculative_config: None where vLLM reads `export`.
+        export: A directory in an export's layout, or the original heads if only vLLM reads them.
+        speculative_config: None if vLLM drafts with `export`.
     """
 
     described: str
@@ -109,7 +110,7 @@ class Candidate:
 
 
 def measure_heads(
-    directory: Path,
+    heads: str | Path,
     target: TargetSpec,
     settings: CheckConfig,
     *,
@@ -118,17 +119,20 @@ def measure_heads(
     draft_tokens: int | None = None,
     progress: ProgressReporter = SILENT,
 ) -> tuple[MeasuredHeads, AnswerLines]:
-    """Check the heads of a directory, of any origin, on questions in each engine of `settings`.
+    """Check heads of any origin on questions in each engine of `settings`.
 
     Args:
+        heads: A directory of heads, or a Hub id.
         settings: `prompts` is the file of questions, of which the first `num_prompts` are asked.
         draft_tokens: How many tokens vLLM drafts, and how deep the tree of a cell of another
             trainer is; by default what the directory says.
 
     Raises:
-        ConfigError: No answer took a step, or an engine cannot have these heads or this target.
+        ConfigError: No answer took a step, or an engine cannot decode with these heads or this
+            target.
         DataError: The directory holds no known heads, or those of another target; no question fits.
     """
+    directory = heads_directory(str(heads))
     for each in settings.engines:
         require_readable(target, each, on_gpu=gpus > 0, where="--target")
     answers: AnswerLines = {}
@@ -145,19 +149,18 @@ def measure_heads(
             prompts.kept,
             settings,
             tree=found.tree,
-            gpus=gpus,
             name=Path(target.model).name,
             speculative_config=found.speculative_config,
         )
         for name in sorted(settings.engines):
-            results[name], lines = check_with_engine(request, name, progress)
+            results[name], lines = check_with_engine(request, name, gpus, progress)
             answers.update(lines)
     result = join_engines(results)
     if result.vllm is not None and result.native is not None:
         result = replace(result, vllm=with_expectations(result.vllm, result.native.chain, None))
     limits = Limits(settings.min_acceleration_rate, settings.max_tie_share, False, math.inf)
     measured = MeasuredHeads(
-        heads=str(directory),
+        heads=str(heads),
         target=target.model,
         read_as=found.described,
         check=result.figures(limits),
@@ -242,8 +245,8 @@ def _own_heads(
 
 
 def _require_served(layout: ExportLayout, target: TargetSpec, settings: CheckConfig) -> None:
-    """Refuse heads that vLLM is asked to measure and does not serve."""
-    reason = layout.kind.not_served(layout.shape, model_config(target).to_dict())
+    """Refuse a check in vLLM of heads that vLLM does not serve."""
+    reason = layout.kind.vllm_refusal(layout.shape, model_config(target).to_dict())
     if reason and "vllm" in settings.engines:
         raise ConfigError(reason, "--engine vllm", "Measure them natively: --engine native.")
 

@@ -1,5 +1,4 @@
-"""The original model beside the tuned one that is published: the drift of the weights, and its own
-answers.
+"""Compare a tuned and published model with its original: drift, and the original's own answers.
 
 Drift is measured on the published weights, merged and rounded, not on the adapter that they were
 made from. Both models are loaded one after the other and read the same held-out rows; the
@@ -41,7 +40,7 @@ def beside_the_original(
     name: str,
     progress: ProgressReporter = SILENT,
 ) -> tuple[TunedDrift, list[Line]]:
-    """Compare the published backbone with the original, which also answers the questions.
+    """Measure the published backbone's drift; let the original model answer the check's questions.
 
     Args:
         original, published: The model that was tuned, and the merged one, both with room for the
@@ -87,13 +86,12 @@ def published_drift(
     return drift.figures()
 
 
-def first_positions(
-    rows: Sequence[TokenRow], room: int = MAX_POSITIONS
-) -> tuple[list[Prompt], list[list[int]]]:
-    """Split generated rows into prompts and answers, one pair per span, up to `room` answer tokens.
+def first_positions(rows: Sequence[TokenRow]) -> tuple[list[Prompt], list[list[int]]]:
+    """Split generated rows into prompts and answers with `MAX_POSITIONS` answer tokens in total.
 
-    A span's prompt is the row's tokens before the span.
+    Each span is an answer; its prompt is the row's tokens before it.
     """
+    room = MAX_POSITIONS
     prompts = []
     answers = []
     for row in rows:

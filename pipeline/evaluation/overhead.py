@@ -70,8 +70,8 @@ def overhead_curve(
 ) -> dict[int, float]:
     """Measure the overhead of each tree by its number of nodes; empty without trees.
 
-    Prompts are such as the check's. Trees that cost more than max_depth + 1 plain steps are left
-    out: they cannot gain. The smallest is always measured.
+    The prompts are of the same kind as the check's. Trees whose step costs more than max_depth + 1
+    plain steps are left out, since they cannot gain. The smallest tree is always measured.
     """
     if not trees:
         return {}
@@ -132,10 +132,10 @@ def lower_quartile(seconds: Sequence[float]) -> float:
 def fastest_threads(plain: Decoder, prompt_ids: Sequence[int]) -> Iterator[int]:
     """Context manager: set the number of CPU threads at which plain decoding steps are fastest.
 
-    On a GPU nothing is changed. For a small target that may be fewer than there are cores: threads
-    synchronise after each of hundreds of short operations, longest where the cores have other work.
-    Tried are all, half of them, …, 1, in turn. A target with long steps uses all threads, and
-    trying would take minutes.
+    On a GPU nothing is changed. A small target is often fastest with fewer threads than cores:
+    threads synchronise after each of hundreds of short operations, which takes longer if the cores
+    have other work. All threads, half of them, a quarter and so on to 1 are tried in turns. A
+    target with long steps keeps all threads, because trying would take minutes.
     """
     most = torch.get_num_threads()
     if plain.device.type != "cpu":

@@ -85,13 +85,13 @@ class CheckRequest:
 
     Attributes:
         export: The export directory.
-        tree: The export's, for native decoding.
-        gpus: How many the engine spans; 0 is the CPU.
-        name: The target's in the files of answers: `NAME-plain` and `NAME-KIND`.
-        assistant: The model behind the baseline of that name.
+        tree: The export's tree, for native decoding.
+        gpus: The number of GPUs that the engine spans; 0 is the CPU.
+        name: The target's name in the files of answers: `NAME-plain` and `NAME-KIND`.
+        assistant: The model of the baseline `assistant`.
         calibration: The calibrate stage's trees, for the studies.
-        trained: The target's answers in training rows; None where they are not known.
-        speculative_config: vLLM's, where it does not read `export`.
+        trained: The target's answers in training rows; None if they are not known.
+        speculative_config: vLLM's configuration if it does not draft with `export`.
     """
 
     target: TargetSpec
@@ -166,8 +166,8 @@ def question_prompts(
     chat template rejects, are skipped and counted.
 
     Args:
-        engine: The engine that answers; it takes all questions at once, and is not started where
-            each has one turn.
+        engine: The engine that answers; it takes all questions at once, and is not started if
+            every question has one turn.
     """
     dialogues = ask_questions(
         target, questions, settings, engine, gpus, progress, answers_last=False
@@ -196,8 +196,8 @@ def ask_questions(
     """Ask the target every turn of the questions; return the finished dialogues.
 
     Args:
-        engine: The engine that answers; it takes all questions at once, and is not started where
-            there is nothing to answer.
+        engine: The engine that answers; it takes all questions at once, and is not started if there
+            is nothing to answer.
         answers_last: Whether the target answers the last turn of a question too.
     """
     template = load_chat_template(target)
@@ -254,7 +254,7 @@ def with_room_for(
 
 
 def question_ids(questions: Sequence[Conversation]) -> list[int | str]:
-    """Return the file's own question ids, or ours where an id is missing or repeated.
+    """Return the ids in a file of questions, or our own if an id is missing or repeated.
 
     Decimal ids become integers.
     """

@@ -1,9 +1,10 @@
 """The checks in vLLM: the export against vLLM without it, offline and as a server under load.
 
-vLLM is started as `vllm serve EXPORT` starts it, with the export as its only model, wherever that
-names the target that is checked; else with the two named apart. It proposes the chain of the heads'
-top-1 guesses, never a tree, so its acceleration rate is lower than the native one. It is counted by
-the same rule: tokens kept over forwards of the target, after the prefill and its token.
+If the export names the checked target, vLLM is started as `vllm serve EXPORT` starts it, with the
+export as its only model; otherwise target and heads are named separately. vLLM proposes the chain
+of the heads' top-1 guesses, never a tree, so its acceleration rate is lower than the native one. It
+is counted by the same rule: tokens kept over forwards of the target, after the prefill and its
+token.
 
 The study of load (`check.studies: [load]`) sends ever more requests at once to the server, with the
 heads and without: heads spend computation that few requests leave idle. It has the check's prompts;
@@ -103,9 +104,8 @@ def check_served(request: CheckRequest, progress: ProgressReporter = SILENT) -> 
 def accepted_per_position(accepted: Sequence[Sequence[int]], num_tokens: int) -> list[float]:
     """Compute the share of vLLM's steps that keep at least 1, 2, … drafted tokens.
 
-    A step that adds n tokens counts as n - 1 kept drafts and one token of the target's own, so that
-    1 and the sum of the shares are the acceleration rate. Where the text ends within a step, what
-    lies beyond is not counted.
+    A step that adds n tokens keeps n - 1 drafted tokens and one of the target's own, so that 1 plus
+    the sum of the shares is the acceleration rate. Tokens after the end of the text do not count.
     """
     steps = [kept for answer in accepted for kept in answer]
     shares = []
@@ -147,7 +147,9 @@ def with_expectations(
     return replace(found, expected_acceleration_rate=rate, expected_standard_error=error, new=new)
 
 
-def load_study(request: CheckRequest, progress: ProgressReporter = SILENT) -> list[LoadRow]:
+def load_study(
+    request: CheckRequest, gpus: int, progress: ProgressReporter = SILENT
+) -> list[LoadRow]:
     """Measure vLLM's server under load, with the heads and without, `check.repeats` times."""
     progress.begin("vLLM's server starts", 0, unit="loads")
     settings = request.settings
@@ -157,7 +159,7 @@ def load_study(request: CheckRequest, progress: ProgressReporter = SILENT) -> li
         [prompt.ids for prompt in request.prompts],
         settings.max_new_tokens,
         repeats=settings.repeats,
-        gpus=request.gpus,
+        gpus=gpus,
         levels=LEVELS,
     )
     tasks = [task, replace(task, engine_args=with_heads)]
@@ -192,7 +194,7 @@ def load_rows(
 
 
 def _percentiles(seconds: Sequence[float | None]) -> Percentiles:
-    """Compute percentiles [ms] of request times; None counts no request."""
+    """Compute percentiles [ms] of the times [s] of vLLM's requests; None is left out."""
     times_N = 1000 * np.array([each for each in seconds if each is not None])
     if not len(times_N):
         return Percentiles()

@@ -154,21 +154,20 @@ def take_turns(
 ) -> Pass:
     """Decode all prompts once, with the methods in turn for each prompt.
 
-    So a drifting machine slows all methods alike. A prompt's index is its seed. A method that fails
-    on a prompt is skipped from there on and left out of the result; `failed` receives the reason,
-    and methods already in it are skipped.
+    A machine whose speed drifts thus slows all methods alike. A prompt's index is its seed. A
+    method that fails on a prompt is skipped from there on and left out of the result; `failed`
+    receives the reason, and methods already in it are skipped.
     """
-    written: dict[str, list[Decoded]] = {name: [] for name in methods}
+    written: dict[str, list[Decoded]] = {name: [] for name in methods if name not in failed}
     for seed, prompt in enumerate(prompts):
-        for name, decode in methods.items():
-            if name in failed:
-                continue
+        for name in list(written):
             try:
-                written[name].append(decode(prompt.ids, seed))
+                written[name].append(methods[name](prompt.ids, seed))
             except CannotDecode as reason:
                 failed[name] = str(reason)
+                del written[name]
         progress.advance()
-    return {name: answers for name, answers in written.items() if name not in failed}
+    return written
 
 
 @dataclass(frozen=True)

@@ -50,14 +50,7 @@ from pipeline.evaluation.prompts import SILENT, Prompt
 from pipeline.evaluation.speed import Decode, Pace, decode_by, take_turns
 from pipeline.execution.progress import ProgressReporter
 from pipeline.heads.kind import Heads
-from pipeline.report.report import (
-    DYNAMIC_TREE,
-    SEARCHED_TREE,
-    STATIC_TREE,
-    STOCK_TREE,
-    USED_DYNAMIC_TREE,
-    USED_TREE,
-)
+from pipeline.report.report import SEARCHED_TREE, STOCK_TREE
 
 NUM_PROMPTS, MAX_NEW_TOKENS = 8, 64
 TEMPERATURES = (0.3, 0.7, 1.0)
@@ -85,6 +78,7 @@ class Decoding:
         return self.accelerated.heads
 
     def states(self) -> Iterator[AnswerStates]:
+        """Yield the hidden states at the plain answers' decoding steps."""
         return answer_states(self.plain.model, self.heads, self.prompts, self.answers)
 
 
@@ -123,8 +117,8 @@ def run_studies(
 def tree_ladder(decoding: Decoding, calibration: Calibration) -> list[TreeRow]:
     """Compare trees of each kind, from none to the export's own (study `trees`).
 
-    Beside a static tree is a dynamic one of its size, beside a dynamic one the static tree of the
-    export.
+    A dynamic tree of the same size is compared with a static export tree, and the export's static
+    tree with a dynamic one.
     """
     shape = decoding.heads.shape
     used = decoding.accelerated.tree
@@ -136,12 +130,12 @@ def tree_ladder(decoding: Decoding, calibration: Calibration) -> list[TreeRow]:
         SEARCHED_TREE: searched_tree(calibration)[: len(stock)],
     }
     if isinstance(used, DynamicTree):
-        trees[STATIC_TREE] = calibration.choices
-        trees[USED_DYNAMIC_TREE] = used
+        trees["searched, the export's size"] = calibration.choices
+        trees["the export's, dynamic"] = used
     else:
         smallest = DynamicTree(1, shape.num_heads, min(GUESSES, shape.vocab_size))
-        trees[DYNAMIC_TREE] = smallest.resized(used.num_nodes)
-        trees[USED_TREE] = used.choices
+        trees["dynamic, the export's size"] = smallest.resized(used.num_nodes)
+        trees["the export's"] = used.choices
     rows = tree_rows(decoding, list(trees.values()))
     return [replace(row, tree=name) for name, row in zip(trees, rows, strict=True)]
 
@@ -221,7 +215,7 @@ def typical_sweep(
 ) -> list[TypicalRow]:
     """Sweep typical acceptance over eps and temperature, beside exact sampling (2.3.1).
 
-    Greedy decoding, plain sampling and rejection stand beside it. Each speedup is over plain
+    Greedy decoding, plain sampling and rejection are compared too. Each speedup is over plain
     decoding at the same temperature.
     """
     greedy = acceptance_rule("rejection", 0.0)  # at temperature 0 it is greedy
@@ -247,7 +241,7 @@ def rule_rows(
 ) -> list[TypicalRow]:
     """Decode by each row's acceptance rule and fill in its figures; the first row is plain.
 
-    A figure is None where no answer took a step.
+    A figure is None if no answer took a step.
     """
     methods: dict[str, Decode] = {}
     for row, rule in sides.items():
@@ -312,6 +306,7 @@ def batch_sizes(decoding: Decoding, num_tokens: int, repeats: int) -> list[Batch
 def _tokens_per_second(
     decoder: Decoder, batches: Sequence[list[list[int]]], num_tokens: int
 ) -> float:
+    """Decode all batches of prompts once; return the tokens per second."""
     started = perf_counter()
     written = 0
     for batch in batches:

@@ -38,7 +38,7 @@ class InlineExecutor:
     def map(
         self,
         worker: Callable[..., ShardWorker],
-        arguments: dict[str, Any],
+        arguments: dict[str, object],
         tasks: deque[ShardTask],
         placement: Placement,
         seconds_per_task: float,
@@ -64,7 +64,7 @@ class InlineExecutor:
     def call(
         self,
         function: Callable[..., Any],
-        arguments: dict[str, Any],
+        arguments: dict[str, object],
         placement: Placement,
         progress: ProgressReporter | None = None,
     ) -> Any:

@@ -8,7 +8,6 @@ import platform
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 GIB = 1 << 30
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
@@ -60,7 +59,7 @@ def unusable_driver(
     )
 
 
-def hardware() -> dict[str, Any]:
+def hardware() -> dict[str, object]:
     """Return this machine's CPU name, usable cores, memory in GB, and GPU names."""
     import torch
 

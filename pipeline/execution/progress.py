@@ -168,7 +168,7 @@ class ShardProgress:
         return self._files.setdefault(index, ProgressFile(self.folder / f"{index:05d}{SUFFIX}"))
 
 
-def with_progress(arguments: dict[str, Any], progress: object) -> dict[str, Any]:
+def with_progress(arguments: dict[str, object], progress: object) -> dict[str, object]:
     """Return a function's arguments with `progress` added, unless `progress` is None."""
     if progress is None:
         return arguments
@@ -205,6 +205,7 @@ class Meter:
         self._bar.stop()
 
     def show(self, now: Progress) -> None:
+        """Update the bar of the terminal, or print a line if the last one is some time ago."""
         part = (now.part, now.unit, now.total)
         if part != self._part:
             self._part = part
@@ -217,6 +218,7 @@ class Meter:
             self.console.print(self._line(now, note), highlight=False, soft_wrap=True)
 
     def _line(self, now: Progress, note: str) -> str:
+        """Return a stage's progress, and the estimated time left, as one line."""
         parts = [f"{self.name}: {now.done} {now.unit}"]
         if now.total:
             parts = [f"{self.name}: {now.done} of {now.total} {now.unit}"]

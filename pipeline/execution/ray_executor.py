@@ -72,22 +72,24 @@ class RayExecutor:
     def map(
         self,
         worker: Callable[..., ShardWorker],
-        arguments: dict[str, Any],
+        arguments: dict[str, object],
         tasks: deque[ShardTask],
         placement: Placement,
         seconds_per_task: float,
         progress: ShardProgress | None = None,
     ) -> Iterator[Outcome]:
+        """Run shard tasks in a pool of Ray actors, as `InlineExecutor.map` does in this process."""
         lazy = LazyWorker(worker, with_progress(arguments, progress))
         return ActorPool(lazy, tasks, placement, seconds_per_task, progress, self.watch).outcomes()
 
     def call(
         self,
         function: Callable[..., Any],
-        arguments: dict[str, Any],
+        arguments: dict[str, object],
         placement: Placement,
         progress: ProgressReporter | None = None,
     ) -> Any:
+        """Call one function in a Ray task; return its result or raise its error."""
         # max_calls=1: the process ends with the call, which frees an engine's memory.
         remote = ray.remote(
             num_cpus=placement.cpus, num_gpus=placement.gpus, max_calls=1, max_retries=1
@@ -279,7 +281,7 @@ def wait_for_one(
 
 
 def run_and_carry_errors(
-    function: Callable[..., Any], arguments: dict[str, Any]
+    function: Callable[..., Any], arguments: dict[str, object]
 ) -> tuple[Any, MedusaDistillError | None]:
     """Call a function in a Ray task; return (result, error).
 

@@ -17,7 +17,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from pipeline.errors import EnvironmentFault, MedusaDistillError
 from pipeline.storage.atomic import disk_errors
@@ -44,11 +44,12 @@ class Outcome:
 class LazyWorker:
     """A stage's worker that is built on its first shard, and whose failures become outcomes."""
 
-    def __init__(self, worker: Callable[..., ShardWorker], arguments: dict[str, Any]):
+    def __init__(self, worker: Callable[..., ShardWorker], arguments: dict[str, object]):
         self._make, self._arguments = worker, arguments
         self._worker: ShardWorker | None = None
 
     def run(self, task: ShardTask, upcoming: ShardTask | None = None) -> Outcome:
+        """Run the worker on a shard; `upcoming` is the shard that it will get next."""
         try:
             with disk_errors(task.shard):
                 return Outcome(task, receipt=self._make_shard(task, upcoming))
@@ -60,6 +61,7 @@ class LazyWorker:
             return Outcome(task, traceback=failure)
 
     def _make_shard(self, task: ShardTask, upcoming: ShardTask | None) -> Receipt:
+        """Build the worker if there is none, announce the next shard, and run it on this one."""
         if self._worker is None:
             self._worker = self._make(**self._arguments)
         if task.rows is not None:

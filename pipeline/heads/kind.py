@@ -288,8 +288,8 @@ class Heads(nn.Module, ABC):
         """
 
     @classmethod
-    def not_served(cls, shape: Any, target: Mapping[str, Any]) -> str | None:
-        """Explain why vLLM cannot serve these heads with a target of this config.json, or None."""
+    def vllm_refusal(cls, shape: Any, target: Mapping[str, Any]) -> str | None:
+        """Return why vLLM cannot serve these heads with a target of this config.json, or None."""
         return None if cls.vllm_method else f"vLLM does not serve {cls.Shape.kind} heads."
 
     @classmethod

@@ -167,7 +167,7 @@ model, with an attention that adds nothing; embedding and lm_head are the target
     # Export: vLLM's EAGLE-1 container
 
     @classmethod
-    def not_served(cls, shape: RecurrentShape, target: Mapping[str, Any]) -> str | None:
+    def vllm_refusal(cls, shape: RecurrentShape, target: Mapping[str, Any]) -> str | None:
         if shape.is_pruned:
             return (
                 "vLLM's EAGLE-1 model drafts with its target's whole lm_head: recurrent heads with"

@@ -57,6 +57,7 @@ def check_table(report: Report) -> Table:
 
 
 def _native_cells(native: NativeFigures, tree: TreeFigures | None) -> dict[str, str]:
+    """Format native decoding's column of the report's check table, by row label."""
     cells = _engine_cells(native, tree)
     cells["overhead"] = overhead_of(native)
     cells["acceptance"] = native.acceptance or UNKNOWN
@@ -77,6 +78,7 @@ def _native_cells(native: NativeFigures, tree: TreeFigures | None) -> dict[str, 
 
 
 def _vllm_cells(vllm: VllmFigures) -> dict[str, str]:
+    """Format vLLM's column of the report's check table, by row label."""
     cells = _engine_cells(vllm, vllm)
     cells["the same chain on the same text, natively"] = ratio(vllm.same_text_acceleration_rate)
     cells["accepted per position"] = " ".join(map(percent, vllm.accepted_per_position or []))
@@ -86,6 +88,7 @@ def _vllm_cells(vllm: VllmFigures) -> dict[str, str]:
 def _engine_cells(
     engine: EngineFigures, prediction: TreeFigures | VllmFigures | None
 ) -> dict[str, str]:
+    """Format the rows of the report's check table that all engines have, by label."""
     return {
         "acceleration rate": measured_rate(engine),
         "expected": expected_rate(prediction),
@@ -146,6 +149,7 @@ def methods_table(report: Report) -> Table:
 
 
 def _add_plain(table: Table, name: str, engine: EngineFigures) -> None:
+    """Add an engine's plain decoding to the report's table of methods."""
     table.add(
         name,
         ratio(1.0),
@@ -158,6 +162,7 @@ def _add_plain(table: Table, name: str, engine: EngineFigures) -> None:
 
 
 def _add_method(table: Table, name: str, method: EngineFigures | Baseline) -> None:
+    """Add a decoding method to the report's table of methods."""
     table.add(
         name,
         ratio(method.acceleration_rate),
@@ -243,10 +248,12 @@ def study_tables(report: Report) -> dict[str, Table]:
 
 
 def _costs(row: TreeRow) -> tuple[str, str, str]:
+    """Format a tree's acceleration rate, overhead and speedup as report table cells."""
     return ratio(row.acceleration_rate), times(row.overhead), times(row.speedup)
 
 
 def _load_study(report: Report) -> Table:
+    """Tabulate vLLM's speed and latencies by number of concurrent requests."""
     table = Table("Study: load", ["requests", "per step", *SPEEDS])
     for measure in ("to first", "per token", "within limits"):
         table.columns += [f"{measure}, plain", f"{measure}, with heads"]
@@ -266,6 +273,7 @@ def _load_study(report: Report) -> Table:
 
 
 def _percentiles(times: Percentiles | None) -> str:
+    """Format latency percentiles as one report table cell: `31 / 40 / 52`."""
     if times is None:
         return UNKNOWN
     return " / ".join(show(time, ".3g") for time in (times.p50, times.p90, times.p99))

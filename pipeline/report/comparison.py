@@ -81,6 +81,7 @@ def _settings(run: ComparedRun) -> Iterator[tuple[str, str]]:
 
 
 def _flat(value: Any, key: str) -> Iterator[tuple[str, Any]]:
+    """Yield the innermost settings of a recipe by dotted key."""
     if isinstance(value, Mapping) and value:
         for name, inner in value.items():
             yield from _flat(inner, f"{key}.{name}")

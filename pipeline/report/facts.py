@@ -146,6 +146,7 @@ def headline_table(report: Report) -> Table:
 
 
 def _add_native_figures(table: Table, native: NativeFigures, report: Report) -> None:
+    """Add native decoding's rates, speeds and greedy matches to the report's headline."""
     tree, match = report.tree, native.greedy_match
     note = f"tokens per target forward, with the tree; {expected_rate(tree)} expected"
     table.add("Acceleration rate", measured_rate(native), note)
@@ -167,6 +168,7 @@ def _add_native_figures(table: Table, native: NativeFigures, report: Report) -> 
 def _add_new_answers(
     table: Table, label: str, engine: EngineFigures, prediction: TreeFigures | VllmFigures | None
 ) -> None:
+    """Add the rate on answers not seen in training to the report's headline, if some were seen."""
     if not engine.seen_share:
         return
     note = f"{percent(engine.seen_share)} of the answers are in the training text as well"

@@ -81,7 +81,7 @@ def draw_plots(report: Report, extras: Extras) -> dict[str, str]:
         return {name: _svg(axes, name) for name, axes in plots.items()}
 
 
-def _axes(height: float, x: str = "", y: str = "") -> Axes:
+def _axes(x: str = "", y: str = "", height: float = 2.8) -> Axes:
     """Create the axes of a new plot, `height` inches high, with axis labels."""
     axes = Figure(figsize=(WIDTH, height), layout="constrained").add_subplot()
     axes.set_xlabel(x)
@@ -117,7 +117,7 @@ def _svg(axes: Axes, name: str) -> str:
 
 def plot_head_losses(steps: Sequence[CurvePoint], held_out: Sequence[CurvePoint]) -> Axes:
     """Plot every head's cross-entropy over the training steps, held-out losses dashed."""
-    axes = _axes(2.8, "optimizer step", "cross-entropy (nats)")
+    axes = _axes("optimizer step", "cross-entropy (nats)")
     for k in range(len(steps[-1].head_losses)):
         colour = SERIES[k % len(SERIES)]
         _plot_losses(axes, steps, k, color=colour, label=f"head {k}")
@@ -136,7 +136,7 @@ def _plot_losses(axes: Axes, points: Sequence[CurvePoint], k: int, **style: Any)
 
 def plot_tree_sizes(sizes: Sequence[TimedSize], chosen: int) -> Axes:
     """Plot overhead, expected rate and speedup by number of nodes; a line at the chosen size."""
-    axes = _axes(2.8, "nodes")
+    axes = _axes("nodes")
     nodes = [size.nodes for size in sizes]
     rates = [size.expected_acceleration_rate for size in sizes]
     _plot(axes, nodes, rates, color=SERIES[1], label="tokens per step")
@@ -150,7 +150,7 @@ def plot_tree_sizes(sizes: Sequence[TimedSize], chosen: int) -> Axes:
 
 def plot_speeds(x: Sequence[int], rows: Sequence[BatchRow | LoadRow], label: str) -> Axes:
     """Plot tokens per second, plain and with heads, by sequences or requests at once."""
-    axes = _axes(2.8, label, "tokens/s")
+    axes = _axes(label, "tokens/s")
     plain = [row.baseline_tokens_per_second for row in rows]
     _plot(axes, x, plain, color=MUTED, label="plain")
     _plot(axes, x, [row.tokens_per_second for row in rows], color=ACCENT, label="with heads")
@@ -159,10 +159,12 @@ def plot_speeds(x: Sequence[int], rows: Sequence[BatchRow | LoadRow], label: str
 
 
 def _plot(axes: Axes, x: Sequence[int], y: Sequence[float | None], **style: Any) -> None:
-    axes.plot(x, np.array(y, dtype=float), marker="o", **style)  # None leaves a gap in the curve
+    """Plot a curve with a marker at each point; unknown values leave a gap."""
+    axes.plot(x, np.array(y, dtype=float), marker="o", **style)
 
 
 def _powers_of_two(axes: Axes, ticks: Sequence[int]) -> None:
+    """Give a plot an x axis of powers of two and a y axis that begins at 0."""
     axes.set_ylim(bottom=0)
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, list(map(str, ticks)))
@@ -174,7 +176,7 @@ def _powers_of_two(axes: Axes, ticks: Sequence[int]) -> None:
 
 def plot_head_accuracy(heads: Sequence[Accuracy]) -> Axes:
     """Plot the top-1 and top-5 accuracy of each head on held-out tokens."""
-    axes = _axes(3.0)
+    axes = _axes()
     names = [f"head {k}\nt+{k + 2}" for k in range(len(heads))]
     top5_K, top1_K = [head.top5 or 0 for head in heads], [head.top1 or 0 for head in heads]
     _bars(axes, names, top5_K, color=SERIES[1], label="top-5")
@@ -184,7 +186,7 @@ def plot_head_accuracy(heads: Sequence[Accuracy]) -> Axes:
 
 def plot_accepted_lengths(num_steps: Sequence[int]) -> Axes:
     """Plot the share of decoding steps by accepted length; entry i counts steps with i tokens."""
-    axes = _axes(3.0, "guessed tokens kept in a step", "share of steps")
+    axes = _axes("guessed tokens kept in a step", "share of steps")
     total = max(sum(num_steps), 1)
     names = list(map(str, range(len(num_steps))))
     _bars(axes, names, [number / total for number in num_steps], color=ACCENT)
@@ -192,6 +194,7 @@ def plot_accepted_lengths(num_steps: Sequence[int]) -> Axes:
 
 
 def _bars(axes: Axes, names: Sequence[str], shares: Sequence[float], **style: Any) -> None:
+    """Plot shares as bars that are labelled in percent."""
     bars = axes.bar(names, shares, **style)
     axes.bar_label(bars, fmt="{:.0%}", color=INK)
     axes.margins(y=0.15)
@@ -228,7 +231,7 @@ def plot_tree(choices: Sequence[TreePath], node_shares: Sequence[float]) -> Axes
     column_shares = np.bincount(list(map(len, choices)), node_shares)[1:]
     names = ["token", *(f"head {k}\n{share:.0%}" for k, share in enumerate(column_shares))]
     num_lines = 1 + max(line for _, line in places.values())
-    axes = _axes(0.7 + min(0.15 * max(num_lines, 6), 12))  # large trees have closer lines
+    axes = _axes(height=0.7 + min(0.15 * max(num_lines, 6), 12))  # large trees have closer lines
     for node, place in places.items():
         edge_ND = np.array([places[node[:-1]], place])
         axes.plot(*edge_ND.T, color=LINE, linewidth=1 + 4 * shares[node], zorder=1)

@@ -7,7 +7,6 @@ has run.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from pipeline.artifacts.check_result import (
     CheckFigures,
@@ -23,13 +22,13 @@ from pipeline.artifacts.tree_file import Accuracy, Calibration, TreeFigures
 STAGES = ("seeds", "generate", "features", "train", "calibrate", "export", "check", "push")
 
 # Names in the study of trees.
-STOCK_TREE, SEARCHED_TREE, USED_TREE = "stock (Vicuna-7B's)", "searched, stock size", "the export's"
-DYNAMIC_TREE, STATIC_TREE = "dynamic, the export's size", "searched, the export's size"
-USED_DYNAMIC_TREE = "the export's, dynamic"
+STOCK_TREE, SEARCHED_TREE = "stock (Vicuna-7B's)", "searched, stock size"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
+    """The run that a report is about, in report.json."""
+
     name: str
     date: str
     fingerprints: dict[str, str]  # by stage, the first eight digits
@@ -37,6 +36,8 @@ class RunFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class ReadFile:
+    """A seed file that was read, in report.json."""
+
     name: str
     rows: int | None = None
     conversations: int | None = None
@@ -44,6 +45,8 @@ class ReadFile:
 
 @dataclass(frozen=True, kw_only=True)
 class SkippedFile:
+    """A seed file that was not read, in report.json."""
+
     name: str
     why: str
 
@@ -81,7 +84,7 @@ class TrainFigures(StageFigures):
     steps: int | None = None
     best_step: int | None = None
     final_loss: float | None = None
-    hyperparameters: dict[str, Any] | None = None
+    hyperparameters: dict[str, object] | None = None
     draft_coverage: float | None = None  # share of held-out text in the draft vocabulary
     recipe: str | None = None
     quantization: str | None = None
@@ -91,6 +94,8 @@ class TrainFigures(StageFigures):
 
 @dataclass(frozen=True)
 class ExportFigures:
+    """The export stage's figures in report.json."""
+
     vllm: bool  # whether vLLM serves these heads
 
 
@@ -111,7 +116,7 @@ class Report:
     tree: TreeFigures | None = None
     check: CheckFigures | None = None
     quarantine: dict[str, dict[str, int]] | None = None  # rows by stage and reason
-    hardware: dict[str, Any] | None = None
+    hardware: dict[str, object] | None = None
     versions: dict[str, str] | None = None
     seconds_by_stage: dict[str, float] = field(default_factory=dict)
     export: ExportFigures | None = None
@@ -121,10 +126,12 @@ class Report:
 
     @property
     def native(self) -> NativeFigures | None:
+        """Return the check's figures of native decoding, if it was checked."""
         return self.check.native if self.check else None
 
     @property
     def vllm(self) -> VllmFigures | None:
+        """Return the check's figures of vLLM, if it was checked."""
         return self.check.vllm if self.check else None
 
     @property

@@ -87,6 +87,7 @@ def chain_table(tree: TreeFigures | None) -> Table:
 
 
 def _expected_cells(expected: Expected) -> tuple[str, str, str]:
+    """Format an expected overhead, rate and speedup as report table cells."""
     return times(expected.overhead), expected_rate(expected), times(expected.expected_speedup)
 
 

@@ -31,6 +31,7 @@ class Table:
     rows: list[tuple[str, ...]] = field(default_factory=list)
 
     def add(self, *cells: str) -> None:
+        """Add a row to the table."""
         self.rows.append(cells)
 
     def add_known(self, label: str, *cells: str) -> None:
@@ -57,6 +58,7 @@ def markdown_table(table: Table) -> str:
 
 
 def _line(cells: Iterable[str]) -> str:
+    """Format a row of a report's table in Markdown."""
     return f"| {' | '.join(map(escaped, cells))} |"
 
 
@@ -79,6 +81,7 @@ def print_tables(tables: Iterable[Table], console: Console) -> None:
 
 
 def _rich_table(table: Table) -> RichTable:
+    """Lay out a report's table for a terminal."""
     columns = RichTable(box=box.SIMPLE, pad_edge=False, show_edge=False, collapse_padding=True)
     longest = max(len(row[0]) for row in (table.columns, *table.rows))
     for i, name in enumerate(table.columns):
@@ -92,5 +95,6 @@ def _rich_table(table: Table) -> RichTable:
 
 
 def _rich_text(text: str, style: str = "") -> Text:
+    """Make a text safe for a terminal: no markup, no control characters."""
     shown = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
     return Text(shown, style, overflow="fold")

@@ -30,7 +30,7 @@ def check_run(run: ResolvedRun) -> None:
 
 
 def check_plan(run: ResolvedRun) -> list[str]:
-    """Run every check of a plan; raise problems of the settings, return those of this machine."""
+    """Run every check for `plan`: raise errors of settings, return faults of this machine."""
     notes: list[str] = []
     for check in CHECKS:
         try:
@@ -42,7 +42,7 @@ def check_plan(run: ResolvedRun) -> list[str]:
 
 
 def unread_settings(run: ResolvedRun) -> list[str]:
-    """Warn of configuration keys that only another kind of heads or another method reads."""
+    """Return a warning of keys that only another kind of heads or training method reads."""
     train = run.config.train
     unread = ", ".join(run.method.unread_keys(train))
     return [f"Not read by {train.heads} heads and {train.method}: {unread}."] if unread else []
@@ -147,9 +147,9 @@ def check_target(run: ResolvedRun) -> None:
             f"Lower it to at most {most}.",
         )
     shape = run.shape.drafting(config.train.draft_vocab)
-    not_served = run.kind.not_served(shape, run.target_config.to_dict())
-    if "vllm" in config.check.engines and not_served:
-        raise ConfigError(not_served, "check.engines", "Set check.engines to [native].")
+    refusal = run.kind.vllm_refusal(shape, run.target_config.to_dict())
+    if "vllm" in config.check.engines and refusal:
+        raise ConfigError(refusal, "check.engines", "Set check.engines to [native].")
     context = context_length(with_room(run.target, config.check), run.target_config)
     longest = config.check.max_new_tokens
     if "check" in run.stages and longest >= context:
@@ -195,7 +195,7 @@ def check_readers(run: ResolvedRun) -> None:
 
 
 def check_driver(run: ResolvedRun) -> None:
-    """Refuse a GPU that torch cannot use, unless every stage is to do without GPUs."""
+    """Refuse a GPU driver that torch cannot use, unless no stage is to use GPUs."""
     sections = run.config.placement.of_stages().values()
     if set(run.stages) == {"seeds"} or all(wanted.gpus_per_worker == 0 for wanted in sections):
         return
@@ -261,7 +261,7 @@ def check_push(run: ResolvedRun) -> None:
 
 
 def check_root(run: ResolvedRun) -> None:
-    """Refuse results inside the uploaded directory of a submitted job, which Ray deletes later."""
+    """Refuse `run.root` or `run.store` in the uploaded copy of a Ray job, which Ray deletes."""
     if not os.environ.get(SUBMITTED_JOB):
         return
     for key in ("root", "store"):

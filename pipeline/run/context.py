@@ -29,9 +29,10 @@ from pipeline.training.methods import method_of
 
 @dataclass
 class Context:
-    """State that the stages of one run share; `upstream` fills up as stages finish.
+    """Shared state of a run's stages: configuration, run directory, executor, console.
 
-    With `read_only` nothing is written to the run and no weights are downloaded.
+    `upstream` holds the stage directories that this run has finished or kept. With `read_only`
+    nothing is written to the run and no weights are downloaded.
     """
 
     resolved: ResolvedRun
@@ -74,7 +75,7 @@ class Context:
         return FileDigests(self.run.store / "digests.json", read_only=self.read_only)
 
     def backbone(self, stage: str) -> TargetSpec:
-        """The model under the heads: the target, or the backbone in the directory of `stage`."""
+        """The model under the heads: the target, or the tuned backbone that `stage` wrote."""
         if not self.resolved.method.tunes_backbone:
             return self.target
         tuned = str(self.upstream[stage].path / BACKBONE_DIRECTORY)
@@ -82,7 +83,7 @@ class Context:
 
     @functools.cached_property
     def target_identity(self) -> Identity:
-        """The target's part of a fingerprint: hashes of its files, dtype, quantization, template.
+        """The target's part of a stage fingerprint: file hashes, dtype, quantization, template.
 
         Raises:
             EnvironmentFault: Its weights would have to be downloaded first, and the context is
@@ -91,6 +92,7 @@ class Context:
         return self._identify_target(fetch=not self.read_only)
 
     def _identify_target(self, *, fetch: bool) -> Identity:
+        """Hash the target's files, and collect the settings that change its text."""
         spec = self.target
         paths = weight_files(spec, fetch=fetch)
         identity = {
@@ -142,7 +144,7 @@ class Context:
 
 
 def skipped_stages(config: Config) -> dict[str, str]:
-    """The stages that a run of this configuration leaves out, and why ("" needs no words)."""
+    """Return the stages that a run of this configuration skips, with reasons ("" needs none)."""
     method = method_of(config.train)
     skipped = dict(method.skipped_stages(config.train))
     if not method.tunes_backbone:
@@ -175,7 +177,7 @@ class Stage:
         return {"version": self.version, "settings": self.identity(context), "upstream": upstream}
 
     def one_line(self, summary: Summary) -> str:
-        """Format the stage's figures in a summary for the terminal."""
+        """Format the figures of a finished stage for its line on the terminal."""
         parts = []
         for key in self.figures:
             value: Any = summary
@@ -187,7 +189,7 @@ class Stage:
         return ", ".join(parts)
 
     def locate(self, context: Context) -> StageDirectory:
-        """Find the stage's directory by its fingerprint; create nothing."""
+        """Return the stage's directory in the store, named by its fingerprint; create nothing."""
         meaning = fingerprint({"stage": self.name, **self.identity_of(context)})
         directory = StageDirectory(
             context.run.store, self.name, meaning, scratch=self.scratch, parts=self.parts
@@ -195,7 +197,7 @@ class Stage:
         return context.directories.setdefault(directory.path, directory)
 
     def contents(self, context: Context) -> dict[str, str]:
-        """Content hashes of the upstream stages, by name."""
+        """Return the content hashes of the upstream stages' results, by stage name."""
         return {name: context.upstream[name].content for name in self.upstream(context.config)}
 
 

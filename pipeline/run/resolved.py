@@ -42,7 +42,7 @@ SECTIONS = {
 
 @dataclass(frozen=True)
 class ResolvedModel:
-    """A model of the run before its weights are loaded; `on` settles `spec.dtype`."""
+    """A target, served copy or assistant of the run, before its weights are loaded."""
 
     spec: TargetSpec
     config: PretrainedConfig
@@ -50,11 +50,12 @@ class ResolvedModel:
 
     @classmethod
     def of(cls, settings: TargetConfig) -> ResolvedModel:
+        """Look up a model's files and configuration; raise as `resolve` does."""
         spec = resolve(settings, on_gpu=False)
         return cls(spec, model_config(spec), settings.dtype)
 
     def on(self, *, on_gpu: bool) -> TargetSpec:
-        """The spec in the dtype of workers with or without GPUs."""
+        """Return the model's spec in the dtype of workers with or without GPUs."""
         if self.dtype != "auto":
             return self.spec
         return replace(self.spec, dtype=own_dtype(self.config, on_gpu))
@@ -165,8 +166,8 @@ class ResolvedRun:
     @property
     def times_chain(self) -> bool:
         """Whether native decoding is timed to choose the number of vLLM's draft tokens."""
-        is_served = self.kind.vllm_method is not None
-        return self.times_trees and self.config.calibrate.draft_tokens == "auto" and is_served
+        is_auto = self.times_trees and self.config.calibrate.draft_tokens == "auto"
+        return is_auto and self.kind.vllm_method is not None
 
     @property
     def max_draft_tokens(self) -> int:

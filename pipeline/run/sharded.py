@@ -94,7 +94,7 @@ def run_sharded(
 
 
 class ShardMeter:
-    """Shows conversations, rate, shards and quarantined rows of a sharded stage on a meter.
+    """Show a sharded stage's conversations, token rate, shards and quarantined rows on a meter.
 
     Args:
         sizes: The conversations of each shard.
@@ -142,7 +142,7 @@ class ShardMeter:
 
 
 class Failures:
-    """Counts the failures of each shard, up to `limit`, and keeps the rows that crash a worker."""
+    """Count the failures of each shard, up to `limit`, and collect the rows that crash a worker."""
 
     def __init__(self, stage: StageDirectory, limit: int):
         self.stage, self.limit = stage, limit
@@ -176,7 +176,7 @@ class Failures:
     def find_crashing_rows_of(
         self, map_tasks: Callable[..., Iterator[Outcome]], killer: Outcome
     ) -> None:
-        """Find the rows that crash a shard's worker; raise EnvironmentFault if there are none."""
+        """Find the rows that crash a shard's worker; raise EnvironmentFault if none is new."""
         index = killer.task.index
         found = find_crashing_rows(map_tasks, killer, self.stage, self.limit)
         if found == self._crashing.get(index):
@@ -230,6 +230,7 @@ def _record(context: Context, stage: StageDirectory, outcome: Outcome) -> None:
 
 
 def _check_disk(limits: LimitsConfig, stage: StageDirectory) -> None:
+    """Raise EnvironmentFault if the disk has less free space than `limits.min_free_disk_gb`."""
     free = shutil.disk_usage(stage.path).free / 1e9
     if free < limits.min_free_disk_gb:
         raise EnvironmentFault(

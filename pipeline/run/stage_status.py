@@ -85,6 +85,7 @@ def stage_statuses(
 
 
 def _as_linked(linked: StageDirectory | None, obstacle: MedusaDistillError) -> StageStatus:
+    """Return the status of the stage that a run links to, whose identity cannot be computed."""
     if linked is None:
         return StageStatus("not run", obstacle.what, expected=None)
     why, made = f"taken to be unchanged: {obstacle.what}", len(linked.shards())
@@ -94,6 +95,7 @@ def _as_linked(linked: StageDirectory | None, obstacle: MedusaDistillError) -> S
 
 
 def _status(context: Context, stage: Stage, before: dict[str, StageStatus]) -> StageStatus:
+    """Compare a stage's directory with the configuration and with its upstream stages."""
     directory, sources = context.upstream[stage.name], stage.upstream(context.config)
     resized_files = directory.resized_files()
     if directory.is_current(stage.contents(context)) and not resized_files:
@@ -123,7 +125,7 @@ def _status(context: Context, stage: Stage, before: dict[str, StageStatus]) -> S
 
 
 def _difference(before: Identity, now: Identity) -> str:
-    """Name the changed settings of a stale stage, or else the changed input or code."""
+    """Name the settings that make a stage stale, or else the changed input or code."""
     old, new = before.get("settings", {}), now["settings"]
     if "settings" in new:  # beside the target, whose files say nothing to a reader
         old, new = old.get("settings", {}), new["settings"]
@@ -136,12 +138,12 @@ def _difference(before: Identity, now: Identity) -> str:
 
 
 def require_one_history(run: RunDirectory) -> None:
-    """Refuse stages that were not made from one another, whose card would be wrong.
+    """Refuse a run whose stages were not made from one another: its card would be wrong.
 
-    They are not after `run --until train` with another setting. A cache may be deleted.
+    This happens after `run --until train` with another setting. Cached states may be deleted.
 
     Raises:
-        DataError: Names the stage that is unfinished, missing, or another one.
+        DataError: A stage is unfinished, missing, or made from another one; it is named.
     """
     fix = "Run the same configuration again, and then push."
     stages = run.stages()

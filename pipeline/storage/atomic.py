@@ -20,6 +20,8 @@ from typing import Any
 
 from pipeline.errors import EnvironmentFault, MedusaDistillError
 
+JsonObject = dict[str, Any]
+
 FULL_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # the last one of `ulimit -f` and of FAT32
 FAILED_ERRORS = {errno.EIO, errno.ESTALE}  # ESTALE: a network file system has lost the file
 REFUSED_ERRORS = {
@@ -58,11 +60,10 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def atomic_directory(directory: Path, last: str = "") -> Iterator[Path]:
-    """Context manager: yield an empty directory whose files become those of `directory`, durably.
+    """Context manager: yield an empty directory whose files are moved to `directory`, durably.
 
-    `directory` is made by one rename if it does not exist. If it does, its files are replaced one
-    by one, the one named `last` at the end, and its owner records when it is whole. There is one
-    writer at a time.
+    A new directory appears by one rename. In an existing one the files are replaced one by one, the
+    file named `last` at the end. There is at most one writer at a time.
     """
     partial = directory.with_name(f".{directory.name}.partial")
     remove(partial)  # of a killed process
@@ -224,7 +225,7 @@ def read_json(path: Path) -> Any | None:
         return None
 
 
-def read_object(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> JsonObject:
     """Read a JSON object from a file; empty if the file is absent, damaged or no object."""
     found = read_json(path)
     return found if isinstance(found, dict) else {}

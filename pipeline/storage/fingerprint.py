@@ -16,12 +16,11 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from pipeline.storage.atomic import read_object, write_text
+from pipeline.storage.atomic import JsonObject, read_object, write_text
 
 
-def fingerprint(parts: dict[str, Any]) -> str:
+def fingerprint(parts: JsonObject) -> str:
     """Return the sha256 (hex) of JSON data, independent of the order of keys."""
     canonical = json.dumps(
         parts, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
@@ -58,7 +57,7 @@ class FileFacts:
         return cls(found.st_size, found.st_mtime_ns, sha256 or sha256_of(path))
 
     def renewed(self, path: Path) -> FileFacts | None:
-        """Return the facts with the file's current time, or None if the content has changed."""
+        """Return the facts with the current modification time; None if the content has changed."""
         if not self.fit(path):
             return None
         mtime_ns = path.stat().st_mtime_ns
@@ -69,11 +68,11 @@ class FileFacts:
         return replace(self, mtime_ns=mtime_ns)
 
     def fit(self, path: Path) -> bool:
-        """Return whether `path` is a file of this size, without reading the file."""
+        """Return whether `path` is a file of the recorded size, without reading it."""
         return path.is_file() and path.stat().st_size == self.size
 
     def problems(self, path: Path) -> list[str]:
-        """Read the file and return its problem as one line, or an empty list."""
+        """Compare the file's sha256; return its problem as one line, or an empty list."""
         if not path.is_file():
             return [f"{path} is missing"]
         found = FileFacts.of(path)
@@ -86,10 +85,10 @@ class FileFacts:
 class FileDigests:
     """The sha256 of files, cached by size, times and inode in a JSON file.
 
-    Hashing 140 GB of weights takes minutes; a second run skips it. A file that changes behind the
-    same path changes one of them and is hashed again: the time of its last change (ctime) is the
-    kernel's own, also if a copying tool sets the modification time back. The file's position in a
-    directory counts, not its path. `read_only` leaves the JSON file as it is.
+    Hashing 140 GB of weights takes minutes; a second run skips it. A file that changes gets another
+    ctime, which the kernel sets even if a copying tool restores the modification time, and is
+    hashed again. The key has the file's name, not its directory. `read_only` leaves the JSON file
+    as it is.
     """
 
     def __init__(self, cache: Path, *, read_only: bool = False):
@@ -98,7 +97,7 @@ class FileDigests:
         self.known: dict[str, str] = read_object(cache)
 
     def of(self, path: Path) -> str:
-        """Return a file's sha256 (hex), for large files of the Hub's cache from their name."""
+        """Return a file's sha256 (hex); the Hub's cache names large files by theirs."""
         digest = self._digest(path)
         self.seen.setdefault(path, digest)
         return digest
@@ -116,7 +115,7 @@ class FileDigests:
         return changed
 
     def derived(self, key: str, make: Callable[[], str]) -> str:
-        """Return a cached sha256 (hex) by its key, a fingerprint; `make` computes a missing one."""
+        """Return the sha256 (hex) cached under a key; `make` computes a missing one."""
         if key not in self.known:
             self.known[key] = make()
             if not self.read_only:
@@ -124,6 +123,7 @@ class FileDigests:
         return self.known[key]
 
     def _digest(self, path: Path) -> str:
+        """Return a file's current sha256 (hex) from its name, from the cache, or by reading it."""
         blob = path.resolve()
         if blob.parent.name == "blobs" and re.fullmatch(r"[0-9a-f]{64}", blob.name):
             return blob.name

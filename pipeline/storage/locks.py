@@ -17,10 +17,10 @@ from pipeline.storage.atomic import disk_errors
 
 
 class Lock:
-    """A lock on a directory by its lock file `path`; held from `share` or `own` until `release`.
+    """A file lock on a run or stage directory, held from `share` or `own` until `release`.
 
     Args:
-        what: The held object as a noun phrase: "the train stage".
+        what: The locked object in error messages, such as "the train stage".
     """
 
     def __init__(self, path: Path, what: str):
@@ -58,6 +58,7 @@ class Lock:
         self._file.close()
 
     def _take(self, kind: int) -> None:
+        """Take a shared or an exclusive lock without waiting, or raise an EnvironmentFault."""
         try:
             fcntl.flock(self._file, kind | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -11,7 +11,8 @@ import json
 import math
 import time
 from pathlib import Path
-from typing import Any
+
+from pipeline.storage.atomic import JsonObject
 
 SECONDS_BETWEEN_REPORTS = 0.5
 
@@ -23,17 +24,18 @@ class ProgressFile:
         self.path = path
         self._written = -math.inf
 
-    def write(self, report: dict[str, Any], *, at_once: bool = False) -> None:
+    def write(self, report: JsonObject, *, at_once: bool = False) -> None:
+        """Write a progress report, unless the last one was written less than half a second ago."""
         now = time.monotonic()
         if at_once or now - self._written >= SECONDS_BETWEEN_REPORTS:
             self._written = now
             with contextlib.suppress(OSError):
                 self.path.write_text(json.dumps(report), encoding="utf-8")
 
-    def read(self) -> dict[str, Any] | None:
+    def read(self) -> JsonObject | None:
         """Return the last progress report; None if there is none, or while one is written."""
         try:
-            report: dict[str, Any] = json.loads(self.path.read_text(encoding="utf-8"))
+            report: JsonObject = json.loads(self.path.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return None
         return report

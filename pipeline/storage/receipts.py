@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -20,15 +20,15 @@ from pydantic import TypeAdapter, ValidationError
 
 from pipeline.conversations.conversation import Reason
 from pipeline.errors import DataError
-from pipeline.storage.atomic import FAILED_ERRORS, read_file, read_json, write_json
+from pipeline.storage.atomic import FAILED_ERRORS, JsonObject, read_file, read_json, write_json
 from pipeline.storage.fingerprint import FileFacts
 
 RECEIPT_KEY = b"medusa-distill.receipt"
 STAGE_FILE, DONE_FILE = "stage.json", "DONE.json"
 ENOUGH_TO_JUDGE = 100  # rows; a fraction of fewer is not significant yet
 
-Identity = dict[str, Any]  # what a result depends on; JSON
-Summary = dict[str, Any]  # what a finished stage reports; each stage has its own keys
+Identity = JsonObject  # what a result depends on
+Summary = JsonObject  # what a finished stage reports; each stage has its own keys
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Receipt:
     content_sha256: str
     reasons: dict[str, int] = field(default_factory=dict)  # quarantined rows by reason
     stats: dict[str, float] = field(default_factory=dict)  # tokens, positions
-    note: Note | None = None  # None if its writer was killed before it, or it is of another file
+    note: Note | None = None  # None if the writer was killed before writing it
 
 
 @dataclass(frozen=True)
@@ -154,6 +154,7 @@ class StageTotals:
             self.add(receipt)
 
     def add(self, receipt: Receipt) -> None:
+        """Add the counts of one committed shard."""
         self.shards += 1
         self.rows += receipt.num_rows
         self.quarantined += receipt.num_quarantined

@@ -1,7 +1,7 @@
 """A run's directory: run.yaml, events, the lock, and links to stage directories.
 
-Stage directories lie beside it or, when runs share a `store`, over there; `latest/<stage>` is
-always a relative link.
+Stage directories lie in the run directory, or in a `store` that several runs share.
+`latest/<stage>` is a relative link to a stage's current directory.
 """
 
 from __future__ import annotations
@@ -77,6 +77,7 @@ class RunDirectory:
         return {name: found[name] for name in order.static_order()}
 
     def links(self) -> list[Path]:
+        """Return the links `latest/<stage>`, sorted by name."""
         return sorted(path for path in (self.path / "latest").glob("[!.]*") if path.is_symlink())
 
     def link_latest(self, stage: StageDirectory) -> None:
@@ -115,5 +116,5 @@ class RunDirectory:
 
 
 def finished_before(store: Path, stage: str) -> bool:
-    """Return whether a store has a finished directory of a stage."""
+    """Return whether any directory of this stage in the store is finished."""
     return any(store.glob(f"{stage}-*/DONE.json"))

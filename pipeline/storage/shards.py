@@ -1,4 +1,4 @@
-"""Shards: Parquet files of a stage, each committed by one rename; tasks of making them.
+"""Shards: a stage's Parquet files, each committed by one rename; the tasks of making them.
 
 The order is: quarantine file (also when empty), then the shard, then a note beside it. The Parquet
 footer carries the receipt (fingerprint, ids, counts, content hash, the upstream shard's content
@@ -44,7 +44,7 @@ class ShardTask:
     fingerprint: str
     source: Path = Path()  # the upstream shard, if there is one
     upstream: str = ""  # its content hash
-    crashing: dict[str, str] = field(default_factory=dict)  # ids of rows that kill workers, and how
+    crashing: dict[str, str] = field(default_factory=dict)  # by id of a row that kills workers: how
     rows: tuple[int, int] | None = None  # only rows [start, stop), in a search for such rows
     share: float = 1.0  # of all rows, and so of the time that the shard may take
 
@@ -111,6 +111,7 @@ class ShardWriter:
                     self.reject(RejectedRow(row["id"], Reason.KILLED_WORKER, how, row))
 
     def __enter__(self) -> ShardWriter:
+        """Open the shard's temporary file, with a compression codec for each Parquet column."""
         codecs: dict[str, Codec] = {}
         for column in self.schema:
             codec = self.codec if pa.types.is_large_binary(column.type) else "zstd"
@@ -148,13 +149,14 @@ class ShardWriter:
             self.write_batch(pa.RecordBatch.from_pylist(list(rows), schema=self.schema))
 
     def write_batch(self, batch: pa.RecordBatch) -> None:
-        """Append a record batch to the shard as one row group; its buffers may change then."""
+        """Append a record batch to the shard as one row group; its buffers may be reused then."""
         self.ids += batch.column("id").to_pylist()
         table = pa.Table.from_batches([batch])  # a batch's pages would be written with the next one
         with disk_errors(self.path):
             self._writer.write_table(table, row_group_size=max(1, len(batch)))
 
     def reject(self, rejected: RejectedRow) -> None:
+        """Put a row into the shard's quarantine file."""
         self.rejected.append(rejected)
 
     def commit(
@@ -215,6 +217,7 @@ class ShardWriter:
 
 
 def _parents(ids: Iterable[str], ids_in: set[str]) -> set[str]:
+    """Return the upstream ids of row ids; `<id>#<turn>` comes from `<id>`."""
     return {row_id if row_id in ids_in else parent_of(row_id) for row_id in ids}
 
 
@@ -231,6 +234,7 @@ def _leaves(name: str, of: pa.DataType) -> list[str]:
 
 
 def quarantine_line(rejected: RejectedRow, stage: str) -> str:
+    """Return a rejected row as a JSON line of the quarantine file."""
     row = {
         "id": rejected.id,
         "stage": stage,

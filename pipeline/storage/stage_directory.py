@@ -45,7 +45,7 @@ BOOKKEEPING = (
 
 
 class StageDirectory:
-    """The directory of a stage and a fingerprint.
+    """The directory of one stage's result, for one fingerprint.
 
     To make the result, call `enter`, then, unless it `is_whole`, `begin` and `finish`. From `enter`
     until `release` the directory is locked against changes by others.
@@ -53,7 +53,7 @@ class StageDirectory:
     Args:
         store: The directory of the stage directories.
         scratch: Names of files and folders in it that do not count once the stage is done.
-        parts: Folders in it that are made again alone when one of their files is damaged.
+        parts: Folders in it that can be made again alone when one of their files is damaged.
     """
 
     def __init__(
@@ -98,6 +98,7 @@ class StageDirectory:
             sweep_temporary(self.path / folder)
 
     def create(self, identity: Identity) -> None:
+        """Create the stage directory with its stage.json."""
         self.path.mkdir(parents=True, exist_ok=True)
         Description(self.stage, self.fingerprint, identity).write(self.path)
 
@@ -108,8 +109,9 @@ class StageDirectory:
     def begin(self, upstream: dict[str, str], *, fresh: bool = False) -> list[Path]:
         """Own the stage directory, drop damaged and stale files, and return the damaged ones.
 
-        All of it is dropped if `fresh`, else damaged files and those of another upstream; shards
-        record their own upstream shard and are kept if it is unchanged.
+        With `fresh`, everything is dropped. Otherwise damaged files are dropped, and everything but
+        the shards if the upstream content has changed: `pending` compares each shard with its
+        upstream shard.
 
         Raises:
             EnvironmentFault: Another process holds the directory.
@@ -168,7 +170,7 @@ class StageDirectory:
 
     @property
     def content(self) -> str:
-        """The hash of the stage's result without logs (*.jsonl); a new hash makes readers stale."""
+        """The hash of the stage's result, without logs (*.jsonl); later stages depend on it."""
         done = self.done
         if done and done.shards:
             return fingerprint({"made": [receipt.content_sha256 for receipt in done.shards]})
@@ -241,7 +243,7 @@ class StageDirectory:
         return pending
 
     def drop_shards_but(self, indices: Collection[int]) -> dict[int, Receipt]:
-        """Drop shards of other indices than these; return the receipts of the shards kept."""
+        """Drop all shards but those of these indices; return the receipts of the shards kept."""
         kept = {}
         for index, receipt in self.receipts().items():
             if index in indices:
@@ -288,8 +290,8 @@ class StageDirectory:
     def discard(self, damaged: Sequence[Path]) -> None:
         """Own the stage directory, remove DONE.json, and drop damaged files.
 
-        A shard goes with its quarantine file and is made again alone, and so is a folder of
-        `parts`. Any other file takes all but the shards along.
+        A damaged shard is dropped with its quarantine file, a damaged file in a folder of `parts`
+        with the folder. Any other damaged file drops everything but the shards.
         """
         self.lock.own()
         (self.path / DONE_FILE).unlink(missing_ok=True)
@@ -302,7 +304,7 @@ class StageDirectory:
                 self._drop(keep=SHARD_FOLDERS)
 
     def intact(self, name: str) -> bool:
-        """Return whether a recorded file is unchanged."""
+        """Return whether a file recorded by the stage is unchanged."""
         facts = self._facts().get(self.path / name)
         return facts is not None and facts.renewed(self.path / name) is not None
 

@@ -70,7 +70,6 @@ def test_template_and_variables_are_given_as_in_a_run(piped, tmp_path):
     ("words", "key"),
     [
         (("target.dtyp=float32",), "target.dtype"),
-        (("target.dtype=float31",), "target.dtype"),
         (("train.lr=1e-3",), "train.lr"),
         (("target.model=elsewhere",), "target.model"),
         (("fast",), "fast"),

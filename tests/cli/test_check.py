@@ -14,15 +14,14 @@ from transformers import AutoConfig
 from pipeline.artifacts.check_result import CheckResult, GreedyMatch, VllmFigures
 from tests.cli.tables import one_paragraph
 
-QUICK = ("--engine", "native", "--number", "3", "--max-new-tokens", "12", "--repeats", "1")
+QUICK = ("--number", "3", "--max-new-tokens", "12", "--repeats", "1")
 
 
 @pytest.fixture
 def checked(command, tiny_target, tiny_seeds):
-    def call(heads: object, *words: object):
-        return command(
-            "check", heads, "--target", tiny_target, "--prompts", tiny_seeds, *QUICK, *words
-        )
+    def call(heads: object, *words: object, engine: str = "native", prompts: Path = tiny_seeds):
+        given = ("--target", tiny_target, "--prompts", prompts, "--engine", engine)
+        return command("check", heads, *given, *QUICK, *words)
 
     return call
 
@@ -67,8 +66,7 @@ def asked_of_vllm(monkeypatch, accepted: float) -> list[dict]:
 
 def test_vllm_drafts_as_asked_and_has_to_accept(checked, finished_run, tmp_path, monkeypatch):
     export, asked = finished_run.latest("export").path, asked_of_vllm(monkeypatch, accepted=0.0)
-    words = ("--engine", "vllm", "--draft-tokens", 2, "--out", tmp_path)
-    ended = checked(export, *words)
+    ended = checked(export, "--engine", "vllm", "--draft-tokens", 2, "--out", tmp_path)
     assert ended.code == 1 and "no draft token was accepted" in one_paragraph(ended.err)
     assert json.loads((tmp_path / "check.json").read_text())["check"]["passed"] is False
     expected = {"method": "medusa", "model": str(export.resolve()), "num_speculative_tokens": 2}
@@ -79,27 +77,15 @@ def test_vllm_drafts_as_asked_and_has_to_accept(checked, finished_run, tmp_path,
 
 def test_an_eagle_container_made_by_hand_is_measured(checked, tiny_target, tmp_path):
     """A cell that passes on its state: it guesses what the target's lm_head reads there."""
-    config = AutoConfig.from_pretrained(tiny_target).to_dict() | {
-        "num_hidden_layers": 1,
-        "intermediate_size": 8,
-    }
-    (tmp_path / "config.json").write_text(
-        json.dumps(config | {"architectures": ["LlamaForCausalLM"]})
-    )
-    attention = {"q": (64, 64), "k": (32, 64), "v": (32, 64), "o": (64, 64)}
-    save_file(
-        {
-            "fc.weight": torch.eye(64, 128).roll(64, 1).contiguous(),
-            **{f"layers.0.mlp.{name}_proj.weight": torch.zeros(8, 64) for name in ("gate", "up")},
-            "layers.0.mlp.down_proj.weight": torch.zeros(64, 8),
-            "layers.0.post_attention_layernorm.weight": torch.ones(64),
-            **{
-                f"layers.0.self_attn.{name}_proj.weight": torch.zeros(size)
-                for name, size in attention.items()
-            },
-        },
-        tmp_path / "model.safetensors",
-    )
+    config = AutoConfig.from_pretrained(tiny_target, num_hidden_layers=1, intermediate_size=8)
+    config.save_pretrained(tmp_path)
+    shapes = {f"mlp.{name}_proj": (8, 64) for name in ("gate", "up")}
+    shapes |= {"mlp.down_proj": (64, 8), "self_attn.q_proj": (64, 64), "self_attn.o_proj": (64, 64)}
+    shapes |= {f"self_attn.{name}_proj": (32, 64) for name in ("k", "v")}
+    tensors = {f"layers.0.{name}.weight": torch.zeros(shape) for name, shape in shapes.items()}
+    tensors["layers.0.post_attention_layernorm.weight"] = torch.ones(64)
+    tensors["fc.weight"] = torch.eye(64, 128).roll(64, 1).contiguous()
+    save_file(tensors, tmp_path / "model.safetensors")
     ended = checked(tmp_path, "--draft-tokens", 2)
     assert ended.code == 0, ended.err
     assert "a recurrent cell in EAGLE-1's container" in ended.out and "6/6" in ended.out
@@ -131,30 +117,14 @@ def test_what_cannot_be_measured_is_one_paragraph(checked, tmp_path, change, cod
     assert ended.code == code and says in one_paragraph(ended.err)
 
 
-def test_heads_with_attention_are_served_by_vllm_only(
-    checked, command, tiny_target, tmp_path, monkeypatch
-):
+def test_heads_with_attention_are_served_by_vllm_only(checked, tmp_path, monkeypatch):
     asked = asked_of_vllm(monkeypatch, accepted=0.5)
     attention = {"layers.0.self_attn.o_proj.weight": torch.ones(64, 64)}
-    save_file({"fc.weight": torch.zeros(64, 128)} | attention, Path(tmp_path, "model.safetensors"))
+    save_file({"fc.weight": torch.zeros(64, 128)} | attention, tmp_path / "model.safetensors")
     ended = checked(tmp_path)
     assert ended.code == 3 and "--engine vllm" in one_paragraph(ended.err) and not asked
-    questions = (
-        tmp_path / "questions.jsonl"
-    )  # of one turn: nothing has to be written before they are asked
-    questions.write_text(
-        "".join(json.dumps({"prompt": word}) + "\n" for word in ("red", "why cat", "how"))
-    )
-    words = (
-        "--prompts",
-        questions,
-        "--max-new-tokens",
-        12,
-        "--engine",
-        "vllm",
-        "--draft-tokens",
-        3,
-    )
-    served = command("check", tmp_path, "--target", tiny_target, *words)
+    questions = tmp_path / "questions.jsonl"  # one turn each, so vLLM writes no first answers
+    questions.write_text('{"prompt": "red"}\n{"prompt": "why cat"}\n{"prompt": "how"}\n')
+    served = checked(tmp_path, "--draft-tokens", 3, engine="vllm", prompts=questions)
     assert served.code == 0 and "an EAGLE-1 model with attention" in served.out
     assert asked == [{"method": "eagle", "model": str(tmp_path), "num_speculative_tokens": 3}]

@@ -93,7 +93,6 @@ def test_run_takes_overrides_until_and_fresh(command, config_file, copied_run):
 @pytest.mark.parametrize(
     ("words", "key"),
     [
-        (("train.num_haeds=3",), "train.num_heads"),
         (("--until", "trian"), "--until"),
         (("--until", "generate", "--fresh", "train"), "--fresh"),
         (("--executor", "slurm"), "--executor"),

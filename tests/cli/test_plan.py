@@ -90,19 +90,11 @@ def test_plan_goes_on_without_the_target(command, config_file, copied_run):
     assert "taken to be unchanged" not in command("plan", config_file).out
 
 
-@pytest.mark.parametrize(
-    ("wrong", "key"),
-    [
-        ("seeds.sources=/absent.jsonl", "seeds.sources"),
-        ("target.model=/absent", "target.model"),
-        ("calibrate.depth=9", "calibrate.depth"),
-    ],
-)
-def test_plan_refuses_what_run_refuses(command, config_file, copied_run, wrong, key):
+def test_plan_refuses_what_run_refuses(command, config_file, copied_run):
     """Also where all is finished."""
-    planned, ran = (command(name, config_file, wrong) for name in ("plan", "run"))
+    planned, ran = (command(name, config_file, "calibrate.depth=9") for name in ("plan", "run"))
     assert (planned.code, planned.err) == (ran.code, ran.err) and ran.code == 2
-    assert key in one_paragraph(planned.err)
+    assert "calibrate.depth" in one_paragraph(planned.err)
 
 
 @pytest.mark.parametrize(("gpus", "width"), [(0, 4), (1, 2)])

@@ -98,6 +98,7 @@ def test_paths_in_an_override_are_relative_to_the_working_directory(file, tmp_pa
         ("generate.engine_args={hf_token: not-to-be-shown}", "hf_token would be written"),
         ("generate.engine_args={x: ['http://me:word@host']}", "generate.engine_args.x holds"),
         ("check.assistant_model=not-to-be-shown", "'check': "),
+        ("target.template_arguments={messages: []}", "template"),
     ],
 )
 def test_a_mistake_is_named_in_one_paragraph(file, word, says):

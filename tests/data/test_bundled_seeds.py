@@ -82,16 +82,6 @@ def test_every_text_is_a_text_without_open_slots(conversations):
         assert text == text.strip() and not text[0].islower(), text
 
 
-def test_answers_are_long_and_repeat_nothing(conversations):
-    answers = [answer for each in conversations for answer in each[1::2]]
-    words = sorted(len(answer.split()) for answer in answers if not HAN.search(answer))
-    assert words[len(words) // 20] >= 25 and words[-1] <= 150
-    for answer in answers:
-        found = pieces(answer)
-        ngrams = list(zip(*(found[start:] for start in range(4)), strict=False))
-        assert len(set(ngrams)) > 0.75 * len(ngrams), answer
-
-
 def test_all_rows_of_each_form_s_example_are_read():
     folder = DATA / "forms"
     (reader,) = source_readers(SeedsConfig.model_validate({"sources": [{"path": folder}]}))

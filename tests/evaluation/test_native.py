@@ -116,7 +116,6 @@ def test_a_baseline_that_fails_is_named_and_spoils_no_other(check, asked, monkey
         {"acceptance": "typical", "first_token": "sampled"},
         {"acceptance": "rejection", "top_p": 0.95},
     ],
-    ids=lambda settings: "-".join(map(str, settings.values())),
 )
 def test_every_rule_is_timed_and_greedy_text_is_compared_too(check, asked, settings):
     result, _ = check(asked[1][:5], temperature=0.8, **settings)

@@ -8,7 +8,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from pipeline.decoding.cache import TreeCache
 from pipeline.decoding.decoder import Decoder, plain_decoder
@@ -30,17 +29,8 @@ TREES = {1: CHAIN[:1], 2: CHAIN, 4: (*CHAIN, (1,), (1, 0))}
 
 
 @pytest.fixture(scope="module")
-def pair():
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        vocab_size=50,
-        max_position_embeddings=131_072,
-    )
-    return LlamaForCausalLM(config).eval(), MedusaHeads(MedusaShape(32, 50, 2, 1)).eval()
+def pair(model):
+    return model, MedusaHeads(MedusaShape(64, 300, 2, 1)).eval()
 
 
 @pytest.fixture(scope="module")

@@ -61,29 +61,25 @@ def test_an_earlier_turn_is_asked_where_no_later_one_fits(generated, rows):
     assert len(found.kept) + found.skipped == len(rows)
 
 
-def write(path, *questions: dict):
-    path.write_text("".join(json.dumps(question) + "\n" for question in questions))
-    return path
-
-
-@pytest.fixture(scope="module")
-def ask(tiny_target):
-    def run(path, **settings):
+@pytest.fixture
+def ask(tiny_target, tmp_path):
+    def run(*questions: dict, **settings):
+        path = tmp_path / "q.jsonl"
+        path.write_text("".join(json.dumps(question) + "\n" for question in questions))
+        check = CheckConfig(prompts=path, **settings)
         spec = TargetSpec(str(tiny_target))
-        return question_prompts(
-            spec, read_questions(path), CheckConfig(prompts=path, **settings), "transformers", 0
-        )
+        return question_prompts(spec, read_questions(path), check, "transformers", 0)
 
     return run
 
 
 @pytest.mark.parametrize("rule", [{}, {"acceptance": "typical", "temperature": 0.7}])
-def test_a_second_turn_follows_the_target_s_own_answer(ask, tmp_path, tiny_target, model, rule):
+def test_a_second_turn_follows_the_target_s_own_answer(ask, tiny_target, model, rule):
     """Also by typical acceptance with a greedy first token, which is deterministic."""
     questions = [
         {"question_id": n, "category": "c", "turns": [f"why {n}?", "how?"]} for n in range(6)
     ]
-    found = ask(write(tmp_path / "mt.jsonl", *questions), max_new_tokens=16, **rule)
+    found = ask(*questions, max_new_tokens=16, **rule)
     tokenizer = AutoTokenizer.from_pretrained(tiny_target)
     settings = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": EOS, "pad_token_id": 1}
 
@@ -106,17 +102,15 @@ def test_a_second_turn_follows_the_target_s_own_answer(ask, tmp_path, tiny_targe
     assert len({prompt.id for prompt in found.kept}) == 12
 
 
-def test_a_looping_answer_does_not_end_the_questions(ask, tmp_path, monkeypatch):
+def test_a_looping_answer_does_not_end_the_questions(ask, monkeypatch):
     monkeypatch.setattr("pipeline.conversations.dialogue.degenerate_loop", lambda ids: True)
-    found = ask(write(tmp_path / "q.jsonl", {"turns": ["why?", "how?", "what?"]}), max_new_tokens=4)
+    found = ask({"turns": ["why?", "how?", "what?"]}, max_new_tokens=4)
     assert [prompt.id for prompt in found.kept] == ["q:0/0", "q:0/1", "q:0/2"]
 
 
-def test_turns_that_do_not_fit_are_counted(ask, tmp_path):
+def test_turns_that_do_not_fit_are_counted(ask):
     short, long = {"turns": ["why?", "how?"]}, {"turns": ["why?", "moon " * 150, "how?"]}
-    found = ask(
-        write(tmp_path / "q.jsonl", short, long, {"turns": ["moon " * 400]}), max_new_tokens=16
-    )
+    found = ask(short, long, {"turns": ["moon " * 400]}, max_new_tokens=16)
     assert [prompt.id for prompt in found.kept] == ["q:0/0", "q:0/1", "q:1/0"]
     assert found.skipped == 3
     assert all(len(prompt.ids) <= 192 - 16 for prompt in found.kept)
@@ -139,22 +133,24 @@ def test_a_model_without_context_has_the_target_s_limit(monkeypatch, tiny_target
     assert context_length(with_room(spec, CheckConfig())) == 64
 
 
-def test_no_engine_starts_for_questions_of_one_turn(ask, tmp_path, tiny_target, monkeypatch):
+def test_no_engine_starts_for_questions_of_one_turn(ask, tiny_target, monkeypatch):
     monkeypatch.setattr(prompts, "make_generation_engine", None)
-    found = ask(write(tmp_path / "q.jsonl", {"turns": ["why?"]}, {"turns": ["how?"]}))
+    found = ask({"turns": ["why?"]}, {"turns": ["how?"]})
     assert len(found.kept) == 2 and found.skipped == 0
     spec = with_room_for(TargetSpec(str(tiny_target)), found.kept, 18, 3)
     assert spec.max_tokens == max(len(prompt.ids) for prompt in found.kept) + 18 + 2 * 3
 
 
-def test_sampled_rules_ask_on_with_answers_of_their_nucleus(ask, tmp_path):
-    path = write(tmp_path / "q.jsonl", *({"turns": [f"why {n}?", "how?"]} for n in range(4)))
+def test_sampled_rules_ask_on_with_answers_of_their_nucleus(ask):
+    questions = [{"turns": [f"why {n}?", "how?"]} for n in range(4)]
     rule = {"acceptance": "rejection", "temperature": 1.0, "max_new_tokens": 16}
-    greedy, drawn = ask(path, max_new_tokens=16), ask(path, **rule)
-    assert drawn == ask(path, **rule) != greedy
+    greedy, drawn = ask(*questions, max_new_tokens=16), ask(*questions, **rule)
+    assert drawn == ask(*questions, **rule) != greedy
     first_turns = [[prompt.ids for prompt in each.kept[::2]] for each in (drawn, greedy)]
     assert first_turns[0] == first_turns[1]
-    assert ask(path, **rule, top_p=1e-6) == greedy, "a nucleus of one token is greedy decoding"
+    assert ask(*questions, **rule, top_p=1e-6) == greedy, (
+        "a nucleus of one token is greedy decoding"
+    )
 
 
 def test_missing_and_repeated_question_ids_are_replaced():

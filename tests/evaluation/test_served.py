@@ -32,13 +32,12 @@ from pipeline.evaluation.served import (
     with_expectations,
 )
 from pipeline.evaluation.speed import check_speed
-from pipeline.export.layout import ExportLayout
-from pipeline.heads.shapes import MedusaShape
 from pipeline.targets.spec import TargetSpec
 from pipeline.targets.vllm_decode import VLLMTexts
 from pipeline.targets.vllm_server import LoadFigures, LoadTask
 
 PROMPTS = [Prompt("a", [0, 5]), Prompt("b", [0, 6])]
+CHAIN = {"method": "medusa", "model": "export", "num_speculative_tokens": 3}
 
 
 @pytest.fixture
@@ -49,11 +48,10 @@ def check(monkeypatch, tiny_target):
             VLLMTexts(accelerated, accepted, seconds=sum(map(len, accelerated)) / 30.0),
         ]
         monkeypatch.setattr(served, "decode_in_vllm", lambda *arguments, **more: decoded)
-        shape = MedusaShape(hidden_size=64, vocab_size=300, num_heads=3)
-        layout = ExportLayout("owner/target", shape)
-        monkeypatch.setattr(served, "read_layout", lambda _: layout)
         target = TargetSpec(str(tiny_target))
-        return served.check_served(CheckRequest(target, "export", prompts, CheckConfig()))
+        return served.check_served(
+            CheckRequest(target, "export", prompts, CheckConfig(), speculative_config=CHAIN)
+        )
 
     return run
 
@@ -140,7 +138,7 @@ def test_a_request_keeps_the_limits_if_neither_is_broken(limits, share):
     assert row.within_slo == share
 
 
-def test_both_servers_are_asked_alike_and_the_study_is_reported(tiny_target, monkeypatch):
+def test_both_servers_are_asked_alike(tiny_target, monkeypatch):
     def serve_under_load(tasks, told):
         asked.extend(tasks)
         plain = [measured(level, seconds=1.0, num_tokens=100) for level in tasks[0].levels]
@@ -149,10 +147,9 @@ def test_both_servers_are_asked_alike_and_the_study_is_reported(tiny_target, mon
     asked: list[LoadTask] = []
     monkeypatch.setattr(served, "serve_under_load", serve_under_load)
     settings = CheckConfig(max_new_tokens=9, studies=["load"], slo={"ttft_ms": 200})
-    config = {"method": "medusa", "model": "export", "num_speculative_tokens": 3}
     target = TargetSpec(str(tiny_target))
-    request = CheckRequest(target, "export", PROMPTS, settings, speculative_config=config)
-    found = load_study(request)
+    request = CheckRequest(target, "export", PROMPTS, settings, speculative_config=CHAIN)
+    found = load_study(request, gpus=0)
     task = LoadTask(target, [[0, 5], [0, 6]], 9, repeats=settings.repeats, levels=LEVELS)
-    assert asked == [task, replace(task, engine_args={"speculative_config": config})]
+    assert asked == [task, replace(task, engine_args={"speculative_config": CHAIN})]
     assert [row.requests for row in found] == [1, 2, 4, 8, 16, 32, 64]

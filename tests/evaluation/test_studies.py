@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from pipeline.artifacts.check_result import CheckFigures, GreedyMatch, NativeFigures, Studies
+from pipeline.artifacts.check_result import CheckFigures, GreedyMatch, NativeFigures
 from pipeline.artifacts.tree_file import Calibration, read_calibration
 from pipeline.config import CheckConfig
 from pipeline.decoding.acceptance import TypicalAcceptance
@@ -21,17 +21,11 @@ from pipeline.evaluation.prompts import Prompt, held_out_prompts
 from pipeline.evaluation.studies import Decoding, run_studies, searched_tree
 from pipeline.export.directory import read_heads
 from pipeline.report.documents import report_texts
-from pipeline.report.report import STATIC_TREE, USED_DYNAMIC_TREE, Extras, Report
+from pipeline.report.report import Extras, Report
 from tests.decoding.test_cuda_graphs import Tape
 from tests.flows.tiny import token_rows
 
 TREE = [(0,), (1,), (0, 0), (0, 1), (0, 0, 0)]
-
-
-def report_of(found: Studies) -> Report:
-    match = GreedyMatch(1, 1, 0)
-    native = NativeFigures(acceleration_rate=1.0, greedy_match=match, studies=found)
-    return Report(check=CheckFigures(native=native, passed=True, failures=[]))
 
 
 def settings(*names: str, **changes) -> CheckConfig:
@@ -42,17 +36,6 @@ def settings(*names: str, **changes) -> CheckConfig:
 @pytest.fixture(scope="module")
 def calibration(finished_run) -> Calibration:
     return read_calibration(finished_run.path / "latest/calibrate")
-
-
-@pytest.fixture(scope="module")
-def plain(model) -> Decoder:
-    return plain_decoder(model, eos_token_ids=(1,))
-
-
-@pytest.fixture(scope="module")
-def medusa(model, finished_run) -> Decoder:
-    heads = read_heads(finished_run.path / "latest/export", model)
-    return Decoder(model, heads, TREE, eos_token_ids=(1,))
 
 
 @pytest.fixture(scope="module")
@@ -68,8 +51,12 @@ def prompts(finished_run) -> list[Prompt]:
 
 
 @pytest.fixture(scope="module")
-def texts(plain, prompts) -> list[list[int]]:
-    return [plain.generate(prompt.ids, 10).token_ids for prompt in prompts]
+def decoding(model, finished_run, prompts) -> Decoding:
+    heads = read_heads(finished_run.path / "latest/export", model)
+    plain = plain_decoder(model, eos_token_ids=(1,))
+    medusa = Decoder(model, heads, TREE, eos_token_ids=(1,))
+    texts = [plain.generate(prompt.ids, 10).token_ids for prompt in prompts]
+    return Decoding(plain, medusa, prompts, texts)
 
 
 @pytest.fixture(autouse=True)
@@ -80,12 +67,8 @@ def smaller(monkeypatch):
     monkeypatch.setattr(studies, "BATCH_SIZES", (1, 4))
 
 
-def studied(asked, plain, accelerated, prompts, answers, calibration=None):
-    return run_studies(Decoding(plain, accelerated, prompts, answers), asked, calibration)
-
-
-def test_the_ladder_ends_with_the_export_s_tree(plain, medusa, prompts, texts, calibration):
-    rows = studied(settings("trees"), plain, medusa, prompts, texts, calibration).trees
+def test_the_ladder_ends_with_the_export_s_tree(decoding, calibration):
+    rows = run_studies(decoding, settings("trees"), calibration).trees
     assert [(row.tree, row.nodes) for row in rows] == [
         ("plain", 0),
         ("top-1 chain", 3),
@@ -123,9 +106,9 @@ def test_the_stock_size_tree_is_searched_or_from_accuracies(calibration):
     assert searched_tree(replace(own, searched=((0,), (1,)))) == ((0,), (1,))
 
 
-def test_exact_sampling_writes_the_text_of_plain_sampling(plain, medusa, prompts):
+def test_exact_sampling_writes_the_text_of_plain_sampling(decoding):
     """Greedily and by rejection: so the target finds either side's text equally likely."""
-    rows = studied(settings("typical"), plain, medusa, prompts, []).typical
+    rows = run_studies(decoding, settings("typical"), None).typical
     names = ["plain", "greedy", "plain", "rejection", "typical", "typical"]
     assert [row.rule for row in rows] == names
     assert [row.temperature for row in rows] == [0.0] * 2 + [0.8] * 4
@@ -136,12 +119,12 @@ def test_exact_sampling_writes_the_text_of_plain_sampling(plain, medusa, prompts
     assert rows[2].log_likelihood < rows[0].log_likelihood
 
 
-def test_delta_is_the_root_of_eps_in_every_typical_row(plain, medusa, monkeypatch):
+def test_delta_is_the_root_of_eps_in_every_typical_row(decoding, monkeypatch):
     rules = []
     monkeypatch.setattr(
         studies, "rule_rows", lambda _, sides, __: rules.extend(sides.values()) or []
     )
-    studied(settings("typical", first_token="sampled"), plain, medusa, [], [])
+    run_studies(decoding, settings("typical", first_token="sampled"), None)
     assert rules[-2:] == [
         TypicalAcceptance(0.8, eps=0.04, delta=0.2, samples=True),
         TypicalAcceptance(0.8, eps=0.25, delta=0.5, samples=True),
@@ -153,8 +136,8 @@ def test_heads_are_used_up_to_each_depth_of_the_tree(exact, prompts, calibration
     plain = plain_decoder(exact[0], eos_token_ids=(1,))
     medusa = Decoder(*exact, tree, eos_token_ids=(1,))
     texts = [plain.generate(prompt.ids, 10).token_ids for prompt in prompts]
-    asked = settings("trees", "heads")
-    found = studied(asked, plain, medusa, prompts, texts, calibration)
+    decoding = Decoding(plain, medusa, prompts, texts)
+    found = run_studies(decoding, settings("trees", "heads"), calibration)
     assert [row.heads for row in found.heads] == [1, 2, 3]
     for row in found.heads:
         cut = [path for path in TREE if len(path) <= row.heads]
@@ -166,15 +149,15 @@ def test_heads_are_used_up_to_each_depth_of_the_tree(exact, prompts, calibration
         assert row.nodes == decoder.tree.num_nodes
     assert found.heads[-1].acceleration_rate == found.trees[-1].acceleration_rate
     if tree is not TREE:
-        assert [row.tree for row in found.trees[-2:]] == [STATIC_TREE, USED_DYNAMIC_TREE]
-    assert report_texts(report_of(found), Extras())
+        names = ["searched, the export's size", "the export's, dynamic"]
+        assert [row.tree for row in found.trees[-2:]] == names
 
 
-def test_every_batch_size_decodes_the_same_prompts(plain, medusa, prompts, monkeypatch):
+def test_every_batch_size_decodes_the_same_prompts(decoding, monkeypatch):
     """They are repeated until they fill the largest batch."""
     monkeypatch.setattr(studies, "NUM_PROMPTS", 3)
     monkeypatch.setattr(studies, "BATCH_SIZES", (1, 2, 4))
-    asked: dict[Decoder, list] = {plain: [], medusa: []}
+    asked: dict[Decoder, list] = {decoding.plain: [], decoding.accelerated: []}
     generate = Decoder.generate_batch
 
     def generate_batch(decoder, ids, num_tokens):
@@ -183,27 +166,30 @@ def test_every_batch_size_decodes_the_same_prompts(plain, medusa, prompts, monke
         return generate(decoder, ids, num_tokens)
 
     monkeypatch.setattr(Decoder, "generate_batch", generate_batch)
-    rows = studied(settings("batch", repeats=2), plain, medusa, prompts, []).batch
-    one, two, three = (prompt.ids for prompt in prompts)
+    rows = run_studies(decoding, settings("batch", repeats=2), None).batch
+    one, two, three = (prompt.ids for prompt in decoding.prompts)
     alone, pairs = [[one], [two], [three], [one]], [[one, two], [three, one]]
     batches = [*alone * 2, *pairs * 2, *[[one, two, three, one]] * 2]
-    assert asked[plain] == asked[medusa] == batches
+    assert list(asked.values()) == [batches, batches]
     assert [row.batch_size for row in rows] == [1, 2, 4]
     for row in rows:
         speedup = row.tokens_per_second / row.baseline_tokens_per_second
         assert row.speedup == pytest.approx(speedup, rel=1e-2)
 
 
-def test_answers_without_a_step_have_no_figures(plain, medusa, prompts, texts, calibration):
-    first = [text[:1] for text in texts]
+def test_answers_without_a_step_have_no_figures(decoding, calibration):
+    decoding = replace(decoding, answers=[text[:1] for text in decoding.answers])
     asked = settings("trees", "heads", max_new_tokens=1)
-    found = studied(asked, plain, medusa, prompts, first, calibration)
+    found = run_studies(decoding, asked, calibration)
     assert {row.speedup for row in (*found.trees, *found.heads)} == {None}
-    assert report_texts(report_of(found), Extras())
-    assert studied(settings(), plain, medusa, prompts, []) is None
+    match = GreedyMatch(1, 1, 0)
+    native = NativeFigures(acceleration_rate=1.0, greedy_match=match, studies=found)
+    check = CheckFigures(native=native, passed=True, failures=[])
+    assert report_texts(Report(check=check), Extras())
+    assert run_studies(decoding, settings(), None) is None
 
 
-def test_batches_are_captured_before_they_are_timed(model, medusa, prompts, monkeypatch):
+def test_batches_are_captured_before_they_are_timed(model, decoding, monkeypatch):
     """Also of the few texts that are left when others have ended."""
     captures: list[int] = []  # within each batch
     capture, generate = Tape.capture, Decoder.generate_batch
@@ -222,6 +208,6 @@ def test_batches_are_captured_before_they_are_timed(model, medusa, prompts, monk
     monkeypatch.setattr(studies, "BATCH_SIZES", (4,))
     tape, ends = Tape(), tuple(range(300))[::7]
     plain = Decoder(model, None, (), eos_token_ids=ends, graph_capture=tape)
-    tree = Decoder(model, medusa.heads, TREE, eos_token_ids=ends, graph_capture=tape)
-    studies.batch_sizes(Decoding(plain, tree, prompts, []), 40, 1)
+    tree = Decoder(model, decoding.heads, TREE, eos_token_ids=ends, graph_capture=tape)
+    studies.batch_sizes(Decoding(plain, tree, decoding.prompts, []), 40, 1)
     assert any(captures) and not any(captures[-2:])

@@ -9,7 +9,7 @@ import pytest
 from pipeline.errors import EnvironmentFault
 from pipeline.execution import ray_cluster
 from pipeline.execution.executor import make_executor
-from pipeline.execution.ray_cluster import SECONDS_BETWEEN_TESTS, ClusterWatch, start_error
+from pipeline.execution.ray_cluster import SECONDS_BETWEEN_TESTS, ClusterWatch
 
 
 @pytest.mark.parametrize(
@@ -23,11 +23,6 @@ def test_an_address_where_nobody_listens_is_refused(monkeypatch, address):
     with pytest.raises(EnvironmentFault, match="No Ray cluster answers at RAY_ADDRESS") as caught:
         make_executor("ray")
     assert caught.value.where == address and "\n" not in str(caught.value)
-
-
-def test_only_the_last_line_of_a_servers_traceback_is_shown():
-    error = ConnectionError("Traceback (most recent call last):\n  File ...\nRuntimeError: no port")
-    assert str(start_error(error, "")).startswith("Ray did not start: RuntimeError: no port")
 
 
 class Cluster:

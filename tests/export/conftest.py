@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 
-from pipeline.export.hub import Upload
 from tests.export.hub_stand_in import hub_on_loopback
 from tests.export.pushes import (
     backbone_of,
@@ -20,7 +16,7 @@ from tests.flows.tiny import latest
 
 
 @pytest.fixture
-def export(tmp_path) -> Path:
+def export(tmp_path):
     return export_to(tmp_path / "export")
 
 
@@ -33,7 +29,7 @@ def hub(monkeypatch, tmp_path):
 
 
 @pytest.fixture(params=["heads", "backbone", "conversations"])
-def part(request, tmp_path) -> Callable[..., Upload]:
+def part(request, tmp_path):
     """Each of the three that a run may publish: a function that prepares it."""
     if request.param == "heads":
         export = export_to(tmp_path / "export")

@@ -24,21 +24,19 @@ LM_HEAD_AND_FORMAT = [
 
 
 class TokenizerStub:
-    def __init__(self, text: str = "{}"):
+    def __init__(self, text="{}"):
         self.text = text
 
-    def save_pretrained(self, directory: str) -> None:
+    def save_pretrained(self, directory):
         Path(directory, "tokenizer.json").write_text(self.text)
 
 
-def config_of(
-    base_model="owner/target", format="expanded", dtype="float32", **shape
-) -> ExportLayout:
+def config_of(base_model="owner/target", format="expanded", dtype="float32", **shape):
     usual = {"hidden_size": 4, "vocab_size": 6, "num_heads": 3}
     return ExportLayout(base_model, MedusaShape(**usual | shape), format, dtype)
 
 
-def heads_of(config: ExportLayout, seed: int = 0) -> MedusaHeads:
+def heads_of(config, seed=0):
     """Random heads."""
     draw = torch.Generator().manual_seed(seed)
     heads = MedusaHeads(config.shape)
@@ -47,7 +45,7 @@ def heads_of(config: ExportLayout, seed: int = 0) -> MedusaHeads:
     return heads
 
 
-def tensors_of(heads: MedusaHeads) -> dict[str, torch.Tensor]:
+def tensors_of(heads):
     """Every head's tensors under the names of FACTS' table, written out here once more; one lm_head
     K times.
     """
@@ -62,23 +60,23 @@ def tensors_of(heads: MedusaHeads) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def write(directory: Path, config: ExportLayout, heads=None, **changes) -> Path:
+def write(directory, config, heads=None, **changes):
     """Write an export; by default of random heads."""
     usual = {"target": TARGET, "tokenizer": TokenizerStub(), "choices": TREE, "card": "card"}
     write_export(directory, heads or heads_of(config), config, **usual | changes)
     return directory
 
 
-def weights_of(directory: Path) -> dict[str, torch.Tensor]:
+def weights_of(directory):
     return load_file(directory / "medusa_lm_head.safetensors")
 
 
-def read(directory: Path) -> MedusaHeads:
+def read(directory):
     """The heads of an export, which take nothing from their target."""
     return read_heads(directory, None)
 
 
-def holds(directory: Path, config: ExportLayout, heads: MedusaHeads) -> bool:
+def holds(directory, config, heads):
     """Whether an export, read back, is these heads bit for bit."""
     found = read(directory)
     same = all(

@@ -15,10 +15,8 @@ import hashlib
 import json
 import sys
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import huggingface_hub.constants
@@ -36,15 +34,15 @@ class Repository:
     commits: list[dict[str, bytes]] = field(default_factory=lambda: [{}])
 
     @property
-    def files(self) -> dict[str, bytes]:
+    def files(self):
         return self.commits[-1]
 
     @property
-    def sha(self) -> str:
+    def sha(self):
         return self.shas[-1]
 
     @property
-    def shas(self) -> list[str]:
+    def shas(self):
         """The commits' names, oldest first."""
         shas = []
         for number, files in enumerate(self.commits):
@@ -62,7 +60,7 @@ class HubStandIn:
             answered; `stalled` is set while a client waits, until `gone` is set.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.repositories: dict[str, Repository] = {}
         self.lfs: dict[str, bytes] = {}
         self.requests: list[str] = []
@@ -72,24 +70,24 @@ class HubStandIn:
         self.stalled, self.gone = threading.Event(), threading.Event()
 
     @property
-    def fetched(self) -> list[str]:
+    def fetched(self):
         """The names of the files whose bytes were asked for."""
         gets = [request for request in self.requests if request.startswith("GET /")]
         return [request.rpartition("/")[2] for request in gets if "/resolve/" in request]
 
-    def __enter__(self) -> HubStandIn:
+    def __enter__(self):
         handler = type("Handler", (_Handler,), {"hub": self})
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
         self.endpoint = f"http://127.0.0.1:{self._server.server_address[1]}"
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, *exception):
         self._server.shutdown()
         self._server.server_close()
 
 
-def hub_on_loopback(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubStandIn]:
+def hub_on_loopback(monkeypatch, tmp_path):
     """A stand-in that huggingface_hub takes for the Hub, with a token that may write; what fixtures
     yield from.
     """
@@ -99,7 +97,7 @@ def hub_on_loopback(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator
     close_session()
 
 
-def take_for_the_hub(monkeypatch: pytest.MonkeyPatch, endpoint: str, tmp_path: Path) -> None:
+def take_for_the_hub(monkeypatch, endpoint, tmp_path):
     """Let this process's huggingface_hub speak to this address, with a token that may write."""
     constants = huggingface_hub.constants
     monkeypatch.setattr(constants, "ENDPOINT", endpoint)
@@ -113,7 +111,7 @@ def take_for_the_hub(monkeypatch: pytest.MonkeyPatch, endpoint: str, tmp_path: P
     close_session()
 
 
-def push_to(endpoint: str, config: Path) -> None:
+def push_to(endpoint, config):
     """Run the command line in this process with the Hub at `endpoint`."""
     take_for_the_hub(pytest.MonkeyPatch(), endpoint, config.parent)
     sys.argv = ["medusa-distill", "run", str(config), "--executor", "inline"]
@@ -124,10 +122,10 @@ class _Handler(BaseHTTPRequestHandler):
     hub: HubStandIn
     protocol_version = "HTTP/1.1"
 
-    def log_message(self, *_: object) -> None:
+    def log_message(self, *_):
         pass
 
-    def _answer(self) -> None:
+    def _answer(self):
         body, path = self._body(), urlsplit(self.path).path
         request = f"{self.command} {path}"
         self.hub.requests.append(request)
@@ -143,7 +141,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self._send(401, {"error": "Invalid user token."})
         return self._serve(path, body)
 
-    def _serve(self, path: str, body: bytes) -> None:
+    def _serve(self, path, body):
         if path == "/api/validate-yaml":
             return self._send(200, {"errors": [], "warnings": []})
         if path == "/api/repos/create":
@@ -160,7 +158,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_GET = do_HEAD = do_POST = do_PUT = _answer
 
-    def _body(self) -> bytes:
+    def _body(self):
         if self.headers.get("Transfer-Encoding") != "chunked":
             return self.rfile.read(int(self.headers.get("Content-Length") or 0))
         body = b""
@@ -170,7 +168,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.rfile.readline()
         return body
 
-    def _create(self, asked: dict) -> None:
+    def _create(self, asked):
         place = "datasets/" if asked.get("type") == "dataset" else ""
         repo_id = f"{place}{asked['organization']}/{asked['name']}"
         url = {"url": f"{self.hub.endpoint}/{repo_id}"}
@@ -179,7 +177,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.hub.repositories[repo_id] = Repository(asked.get("visibility") == "private")
         return self._send(200, url)
 
-    def _repository(self, repo_id: str, action: list[str], body: bytes) -> None:
+    def _repository(self, repo_id, action, body):
         repository = self.hub.repositories.get(repo_id)
         if repository is None:
             return self._missing("RepoNotFound")
@@ -202,7 +200,7 @@ class _Handler(BaseHTTPRequestHandler):
         unread = {"author": "", "tags": [], "downloads": 0, "likes": 0, "gated": False}
         return self._send(200, known | unread | {"disabled": False})
 
-    def _tree(self, repository: Repository, folder: str) -> None:
+    def _tree(self, repository, folder):
         """The files and folders below a folder; 404 where there is none."""
         prefix = f"{folder}/" if folder else ""
         entries, folders = [], set()
@@ -217,7 +215,7 @@ class _Handler(BaseHTTPRequestHandler):
             entries.append({"type": "directory", "path": name, "size": 0, "oid": "0" * 40})
         return self._send(200, entries)
 
-    def _resolve(self, path: str) -> None:
+    def _resolve(self, path):
         """A file's bytes: `OWNER/NAME/resolve/REVISION/FILE`, of a data set with `datasets/`."""
         repo_id, _, rest = path.partition("/resolve/")
         revision, _, name = rest.partition("/")
@@ -233,21 +231,21 @@ class _Handler(BaseHTTPRequestHandler):
         tag = f'"{hashlib.sha256(data).hexdigest()}"'
         return self._send(200, data, {"ETag": tag, "X-Repo-Commit": commit})
 
-    def _batch(self, objects: list[dict]) -> None:
+    def _batch(self, objects):
         for item in objects:
             if item["oid"] not in self.hub.lfs:
                 href = f"{self.hub.endpoint}/lfs/{item['oid']}"
                 item["actions"] = {"upload": {"href": href}}
         self._send(200, {"transfer": "basic", "objects": objects})
 
-    def _store(self, oid: str, body: bytes) -> None:
+    def _store(self, oid, body):
         if hashlib.sha256(body).hexdigest() != oid:
             return self._send(400, {"error": "sha256 mismatch"})
         self.hub.lfs[oid] = body
         self.hub.bytes_uploaded += len(body)
         return self._send(200, {})
 
-    def _commit(self, repo_id: str, repository: Repository, lines: list[dict]) -> None:
+    def _commit(self, repo_id, repository, lines):
         files = dict(repository.files)
         for line in lines:
             value = line["value"]
@@ -268,16 +266,16 @@ class _Handler(BaseHTTPRequestHandler):
         url = f"{self.hub.endpoint}/{repo_id}/commit/{repository.sha}"
         return self._send(200, {"commitUrl": url, "commitOid": repository.sha})
 
-    def _keep_waiting(self) -> None:
+    def _keep_waiting(self):
         self.hub.stalled.set()
         self.hub.gone.wait(120)
         self.close_connection = True
 
-    def _missing(self, what: str, commit: str = "") -> None:
+    def _missing(self, what, commit=""):
         headers = {"X-Error-Code": what, "X-Repo-Commit": commit}
         self._send(404, {"error": what}, headers)
 
-    def _send(self, status: int, content: dict | list | bytes, headers: dict | None = None) -> None:
+    def _send(self, status, content, headers=None):
         stalls = self.hub.stalls_after
         if stalls and stalls in f"{self.command} {self.path}":
             return self._keep_waiting()
@@ -292,7 +290,7 @@ class _Handler(BaseHTTPRequestHandler):
         return None
 
 
-def _upload_mode(path: str, repository: Repository) -> dict:
+def _upload_mode(path, repository):
     content = repository.files.get(path)
     is_lfs = path.endswith((".safetensors", ".parquet"))
     oid = None

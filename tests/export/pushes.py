@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from pipeline.artifacts.json_form import from_json
-from pipeline.config import Config
 from pipeline.config.load import validate
 from pipeline.export.card import Published
 from pipeline.export.data_set import data_set_upload
-from pipeline.export.hub import Upload, backbone_upload, heads_upload, send_all
+from pipeline.export.hub import backbone_upload, heads_upload, send_all
 from pipeline.report.report import Report
-from pipeline.storage.stage_directory import StageDirectory
+from pipeline.storage.fingerprint import FileFacts
 from tests.export.exports import TokenizerStub, config_of, write
 
 MATCH = {"sequences": 4, "identical": 4, "ties": 0}
@@ -42,7 +39,7 @@ BACKBONE = {
 }
 
 
-def run_config(target: str = "owner/target", source: dict | None = None, **sections: Any) -> Config:
+def run_config(target="owner/target", source=None, **sections):
     """The configuration of a run."""
     sections = {"train": {"heads": "medusa"}, **sections}
     sections["target"] = {"model": target, **sections.get("target", {})}
@@ -50,9 +47,7 @@ def run_config(target: str = "owner/target", source: dict | None = None, **secti
     return validate({"run": {"name": "pushed"}, "seeds": {"sources": sources}, **sections}, "test")
 
 
-def export_to(
-    directory: Path, *further: str, base_model: str = "owner/target", tokenizer: str = "{}"
-) -> Path:
+def export_to(directory, *further, base_model="owner/target", tokenizer="{}"):
     rest = {"tokenizer": TokenizerStub(tokenizer), "card": "before the check", "further": further}
     write(directory, config_of(base_model, num_heads=1), choices=[[0]], **rest)
     for bookkeeping in ("stage.json", "DONE.json", "lock", ".hidden"):
@@ -60,28 +55,28 @@ def export_to(
     return directory
 
 
-def backbone_to(directory: Path) -> Path:
+def backbone_to(directory):
     directory.mkdir()
     for name, text in BACKBONE.items():
         (directory / name).write_text(text)
     return directory
 
 
-def published(report: dict = PASSED, config: Config | None = None, **changes: Any) -> Published:
+def published(report=PASSED, config=None, **changes):
     report = from_json(Report, report)
     return Published(report, config or run_config(), **{"repo_id": "me/pushed", **changes})
 
 
-def heads_of_export(export: Path, **changes: Any) -> Upload:
+def heads_of_export(export, **changes):
     return heads_upload(export, published(**changes), sums(export))
 
 
-def backbone_of(directory: Path, **changes: Any) -> Upload:
+def backbone_of(directory, **changes):
     usual = {"base_model": "owner/target", "tuned": True, "heads_repo_id": "me/heads"}
     return backbone_upload(directory, published(**{**usual, **changes}), sums(directory))
 
 
-def conversations_of(stage: StageDirectory, directory: Path, **changes: Any) -> Upload:
+def conversations_of(stage, directory, **changes):
     directory = Path(tempfile.mkdtemp(dir=directory))
     usual = {"base_model": "owner/target"}
     return data_set_upload(
@@ -89,16 +84,16 @@ def conversations_of(stage: StageDirectory, directory: Path, **changes: Any) -> 
     )
 
 
-def send(upload: Upload, *, private: bool = False) -> dict[str, Any]:
+def send(upload, *, private=False):
     return send_all({"it": upload}, private=private)["it"]
 
 
-def sums(directory: Path) -> dict[str, str]:
-    """The sha256 of every file that a stage's record would name: no bookkeeping, no card."""
+def sums(directory):
+    """The facts of every file that a stage's record would name: no bookkeeping, no card."""
     found = {}
     for file in directory.rglob("*"):
         name = file.relative_to(directory).as_posix()
         is_other = name in ("stage.json", "DONE.json", "lock", ".hidden", "README.md")
         if file.is_file() and not is_other:
-            found[name] = hashlib.sha256(file.read_bytes()).hexdigest()
+            found[name] = FileFacts.of(file)
     return found

@@ -11,7 +11,6 @@ from huggingface_hub import DatasetCard
 from pipeline.errors import ConfigError, DataError
 from pipeline.export.data_set import data_set_upload
 from pipeline.storage.shards import read_rows
-from pipeline.storage.stage_directory import StageDirectory
 from tests.export.hub_stand_in import Repository
 from tests.export.pushes import PASSED, conversations_of, published, run_config, send
 from tests.flows.tiny import latest
@@ -25,7 +24,7 @@ PLACE = "datasets/me/pushed"
 
 
 @pytest.fixture
-def generated(finished_run) -> StageDirectory:
+def generated(finished_run):
     return latest(finished_run, "generate")
 
 
@@ -33,13 +32,13 @@ def generated(finished_run) -> StageDirectory:
 def push_it(generated, tmp_path):
     """Push the conversations."""
 
-    def push(config=LOCAL) -> dict:
+    def push(config=LOCAL):
         return send(conversations_of(generated, tmp_path, report=REPORT, config=config))
 
     return push
 
 
-def rows_of(generated: StageDirectory, split: str) -> list[dict]:
+def rows_of(generated, split):
     rows = [dict(row) for shard in generated.shards() for row in read_rows(shard)]
     return [row for row in rows if row["split"] == split]
 

@@ -5,9 +5,7 @@ reads.
 from __future__ import annotations
 
 import json
-import pickle
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -55,7 +53,7 @@ def test_the_reference_implementation_loads_its_file_without_running_code(tmp_pa
         def forward(self, x):
             return x + nn.functional.silu(self.linear(x))
 
-    def head() -> nn.Module:
+    def head():
         return nn.Sequential(ResBlock(), nn.Linear(4, 6, bias=False))
 
     theirs = nn.ModuleList([head(), head(), head()])
@@ -116,7 +114,7 @@ def test_a_format_that_its_engine_would_not_load_is_refused(shape, names):
 class Harmful:
     """A pickle of this creates a file when it is loaded."""
 
-    def __init__(self, path: str):
+    def __init__(self, path):
         self.path = path
 
     def __reduce__(self):
@@ -124,29 +122,28 @@ class Harmful:
 
 
 @pytest.fixture
-def pickled(tmp_path) -> Path:
+def pickled(tmp_path):
     """The pickle of an export in the reference's format."""
     directory = write(tmp_path / "export", config_of(), further=["reference"])
     return directory / "reference" / "medusa_lm_head.pt"
 
 
-@pytest.mark.parametrize(
-    "save", [torch.save, lambda harm, path: path.write_bytes(pickle.dumps(harm))]
-)
-def test_a_pickle_of_code_is_refused_without_running(tmp_path, pickled, save):
-    save({"0.0.linear.weight": Harmful(str(tmp_path / "harm"))}, pickled)
+def test_a_pickle_of_code_is_refused_without_running(tmp_path, pickled):
+    torch.save({"0.0.linear.weight": Harmful(str(tmp_path / "harm"))}, pickled)
     with pytest.raises(DataError):
         read(pickled.parent)
     assert not (tmp_path / "harm").exists()
 
 
-@pytest.mark.parametrize(
-    "content", [[torch.ones(1)], {"a": 1}, {1: torch.ones(1)}, b"", b"PK\x03\x04", b"no pickle"]
-)
+@pytest.mark.parametrize("content", [[torch.ones(1)], {"a": 1}, {1: torch.ones(1)}])
 def test_a_pickle_of_anything_but_named_tensors_is_refused(pickled, content):
-    if isinstance(content, bytes):
-        pickled.write_bytes(content)
-    else:
-        torch.save(content, pickled)
+    torch.save(content, pickled)
+    with pytest.raises(DataError):
+        read(pickled.parent)
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"cos\nsystem\n."])
+def test_a_file_that_is_no_pickle_is_refused(pickled, content):
+    pickled.write_bytes(content)
     with pytest.raises(DataError):
         read(pickled.parent)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import resource
-from pathlib import Path
 
 import pytest
 import torch
@@ -57,13 +56,13 @@ def test_a_damaged_tensor_is_named_and_nothing_is_left(tmp_path, monkeypatch, bi
     assert list(tmp_path.iterdir()) == []
 
 
-def drop_a_tensor(path: Path) -> None:
+def drop_a_tensor(path):
     tensors = load_file(path)
     del tensors["1.1.weight"]
     save_file(tensors, path)
 
 
-def halve(path: Path) -> None:
+def halve(path):
     save_file({name: tensor.half() for name, tensor in load_file(path).items()}, path)
 
 

@@ -5,18 +5,16 @@ with its reason.
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 
 from pipeline.errors import DataError
 from pipeline.export.weights import DirectoryTensors
 from pipeline.heads.kind import TargetWeights
-from pipeline.heads.kinds import ForeignHeads, Sizes, foreign_heads
-from pipeline.heads.medusa import MedusaHeads
+from pipeline.heads.kinds import Sizes, foreign_heads
 from pipeline.heads.recurrent import RecurrentHeads
 from pipeline.heads.shapes import RecurrentShape
 from tests.export.exports import config_of, heads_of, tensors_of
@@ -29,26 +27,26 @@ TARGET = TargetWeights(
 )
 
 
-def read(directory: Path, sizes: Sizes = SIZES, num_tokens: int = 3) -> ForeignHeads:
+def read(directory, sizes=SIZES, num_tokens=3):
     return foreign_heads(DirectoryTensors(directory), TARGET, sizes, num_tokens)
 
 
-def save(tensors: dict[str, Tensor], directory: Path, name: str = "model.safetensors") -> None:
+def save(tensors, directory, name="model.safetensors"):
     save_file({key: tensor.clone() for key, tensor in tensors.items()}, directory / name)
 
 
-def pickled(tensors: dict[str, Tensor], directory: Path) -> None:
+def pickled(tensors, directory):
     torch.save(tensors, directory / "medusa_lm_head.pt")
 
 
-def inside_of_a_model(tensors: dict[str, Tensor], directory: Path) -> None:
+def inside_of_a_model(tensors, directory):
     inside = [(f"medusa_head.{name}", tensor) for name, tensor in tensors.items()]
     own = {"model.embed_tokens.weight": torch.ones(6, 4)}
     save(own | dict(inside[:3]), directory, "model-00001-of-00002.safetensors")
     save(dict(inside[3:]), directory, "model-00002-of-00002.safetensors")
 
 
-def as_vllm_names_them(tensors: dict[str, Tensor], directory: Path) -> None:
+def as_vllm_names_them(tensors, directory):
     named = {}
     for name, tensor in tensors.items():
         k, place, *rest = name.split(".")
@@ -57,7 +55,7 @@ def as_vllm_names_them(tensors: dict[str, Tensor], directory: Path) -> None:
     save(named, directory)
 
 
-def assert_guesses(directory: Path, heads: MedusaHeads) -> None:
+def assert_guesses(directory, heads):
     found, hidden_ND = read(directory).heads, torch.randn(7, 4)
     assert found and found.shape.num_heads == 3
     torch.testing.assert_close(found(hidden_ND), heads(hidden_ND))
@@ -87,7 +85,7 @@ def test_a_missing_lm_head_is_the_first_or_the_targets(tmp_path, missing):
     assert_guesses(tmp_path, heads)
 
 
-def eagle(directory: Path, epsilon: float = 1e-5, **changed: Tensor | None) -> dict[str, Tensor]:
+def eagle(directory, epsilon=1e-5, **changed):
     """An EAGLE-1 container made by hand: two query heads of size 2 and no embedding."""
     torch.manual_seed(0)
     tensors = {
@@ -139,7 +137,7 @@ def test_a_draft_model_with_attention_is_left_to_vllm(tmp_path, name, tensor):
     assert found.vllm_method == "eagle"
 
 
-def medusa(directory: Path) -> None:
+def medusa(directory):
     save(tensors_of(heads_of(config_of())), directory)
 
 

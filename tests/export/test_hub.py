@@ -12,7 +12,7 @@ import pytest
 
 from pipeline.errors import CheckFailed, ConfigError, DataError, EnvironmentFault
 from pipeline.export.hub import heads_upload, send_all
-from tests.export.hub_stand_in import TOKEN, HubStandIn, Repository
+from tests.export.hub_stand_in import TOKEN, Repository
 from tests.export.pushes import (
     EXPORTED,
     PASSED,
@@ -30,7 +30,7 @@ WEIGHTS = "medusa_lm_head.safetensors"
 CHECK = PASSED["check"]
 
 
-def only_repository(hub: HubStandIn) -> Repository:
+def only_repository(hub):
     (repository,) = hub.repositories.values()
     return repository
 

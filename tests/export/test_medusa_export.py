@@ -32,7 +32,7 @@ from tests.heads.pruning import pruned
 every_form = pytest.mark.parametrize(("lm_head", "format"), LM_HEAD_AND_FORMAT)
 
 
-def config_in(directory: Path) -> dict:
+def config_in(directory):
     return json.loads((directory / "config.json").read_text())
 
 

@@ -10,7 +10,6 @@ import pytest
 from huggingface_hub import ModelCard
 
 from pipeline.artifacts.json_form import from_json
-from pipeline.config import Config
 from pipeline.config.load import load_config, validate
 from pipeline.export.card import Licence, Published, backbone_card, licence_of, model_card
 from pipeline.report.report import Report
@@ -23,7 +22,7 @@ REPORT = report_of_a_run.REPORT | {"target": SECRET, "num_heads": 3}
 NATIVE, VLLM = REPORT["check"]["native"], REPORT["check"]["vllm"]
 
 
-def config_of(**sections) -> Config:
+def config_of(**sections):
     usual = {
         "run": {"name": "secret-name"},
         "target": {"model": SECRET},
@@ -33,17 +32,17 @@ def config_of(**sections) -> Config:
     return validate({**usual, **sections}, "test")
 
 
-def card_of(report=REPORT, config=None, **changes) -> str:
+def card_of(report=REPORT, config=None, **changes):
     usual = {"base_model": "owner/target", "repo_id": "me/heads"}
     report = from_json(Report, report)
     return model_card(Published(report, config or config_of(), **usual | changes))
 
 
-def with_check(**engines) -> dict:
+def with_check(**engines):
     return {**REPORT, "check": {**REPORT["check"], **engines}}
 
 
-def table_under(card: str, heading: str) -> list[list[str]]:
+def table_under(card, heading):
     section = card.split(f"## {heading}\n")[1].split("\n## ")[0]
     return [
         [cell.strip() for cell in line.strip("|").split("|")]

@@ -6,30 +6,27 @@ freed once its backward has run. Hooks on tensors and nodes are not called.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import compress
-from typing import Any
 
 import torch
-from torch import Tensor
 
 
 class _Saved:
     """A tensor that forward saved."""
 
-    def __init__(self, tensor: Tensor):
-        self.tensor: Tensor | None = tensor
+    def __init__(self, tensor):
+        self.tensor = tensor
 
 
-_read: list[_Saved] = []  # by the node that runs
+_read = []  # by the node that runs
 
 
 @contextmanager
-def saved_tensors_freed() -> Iterator[None]:
+def saved_tensors_freed():
     """Context manager: forwards save their tensors so that `run_backward` can free them."""
 
-    def unpack(saved: _Saved) -> Tensor:
+    def unpack(saved):
         assert saved.tensor is not None, "backward runs a second time"
         _read.append(saved)
         return saved.tensor
@@ -39,11 +36,11 @@ def saved_tensors_freed() -> Iterator[None]:
 
 
 @torch.no_grad()
-def run_backward(loss: Tensor, gradient: Tensor | None = None) -> None:
+def run_backward(loss, gradient=None):
     """`loss.backward(gradient)`."""
     if gradient is None:
         gradient = torch.ones_like(loss)
-    waiting: dict[Any, dict[int, Tensor]] = {loss.grad_fn: {0: gradient}}  # by output
+    waiting = {loss.grad_fn: {0: gradient}}  # by output
     while waiting:
         node = max(waiting, key=lambda node: node._sequence_nr())
         for (into, number), grad in _gradients(node, waiting.pop(node)):
@@ -59,7 +56,7 @@ def run_backward(loss: Tensor, gradient: Tensor | None = None) -> None:
                 into.variable.grad.add_(grad)
 
 
-def _gradients(node: Any, grads: dict[int, Tensor]) -> list[tuple[tuple[Any, int], Tensor]]:
+def _gradients(node, grads):
     """The edges of a node that require a gradient, and their gradients."""
     _read.clear()
     edges = node.next_functions

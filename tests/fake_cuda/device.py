@@ -14,11 +14,9 @@ from __future__ import annotations
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -31,7 +29,7 @@ from tests.fake_cuda.observer import Observer
 
 
 @cache
-def load_guard() -> None:
+def load_guard():
     """Give this process fake CUDA devices, for good; only fake tensors notice.
 
     Skips the test where there is no C++ compiler, and in a CUDA build of torch, which has a guard
@@ -54,7 +52,7 @@ def load_guard() -> None:
 
 
 @contextmanager
-def fake_cuda() -> Iterator[Observer]:
+def fake_cuda():
     """Context manager: make every new tensor fake, on the CPU too, and allow CUDA devices.
 
     Yields an observer that records the program's syncs and transfers.
@@ -83,13 +81,13 @@ def fake_cuda() -> Iterator[Observer]:
 class FakeGenerator(torch.Generator):
     """A generator of any device; random numbers on a fake device are not drawn."""
 
-    def __new__(cls, device: Any = "cpu") -> FakeGenerator:
+    def __new__(cls, device="cpu"):
         made = super().__new__(cls)
         made.its_device = torch.device(device)
         return made
 
     @property
-    def device(self) -> torch.device:
+    def device(self):
         return self.its_device
 
 
@@ -100,24 +98,24 @@ class FakeGraphs:
     tensors of the host.
     """
 
-    def __init__(self, observer: Observer):
+    def __init__(self, observer):
         self._observer = observer
         self.num_captured = 0
 
-    def run(self, function: Callable[[], None]) -> None:
+    def run(self, function):
         function()
 
-    def rehearse(self, function: Callable[[], None]) -> None:
+    def rehearse(self, function):
         with self._observer.recording():
             function()
 
-    def capture(self, function: Callable[[], None]) -> Callable[[], None]:
+    def capture(self, function):
         self.rehearse(function)
         self.num_captured += 1
         return lambda: None
 
 
-def _stubs(observer: Observer) -> dict[str, Any]:
+def _stubs(observer):
     """The functions of `torch.cuda` that the program calls."""
     return {
         "is_bf16_supported": lambda including_emulation=True: True,
@@ -125,9 +123,7 @@ def _stubs(observer: Observer) -> dict[str, Any]:
     }
 
 
-def _apply(
-    module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True
-) -> nn.Module:
+def _apply(module, function, recurse=True):
     """`Module._apply`, which swaps parameters in place and cannot where a weak reference to them
     exists.
     """

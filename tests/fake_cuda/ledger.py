@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable
-from typing import Any
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,17 +24,15 @@ class Ledger(TorchDispatchMode):
     the start.
     """
 
-    def __init__(self, held: Iterable[Tensor] = ()):
+    def __init__(self, held=()):
         super().__init__()
-        self.live: Counter[str] = Counter()
-        self.peak: Counter[str] = Counter()
-        self._storages: dict[int, Any] = {}
+        self.live = Counter()
+        self.peak = Counter()
+        self._storages = {}
         for tensor in held:
             self._enter(tensor)
 
-    def __torch_dispatch__(
-        self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, Tensor):
                 self._enter(leaf, counts=False)  # it was there before, and is not held
@@ -46,14 +42,14 @@ class Ledger(TorchDispatchMode):
                 self._enter(leaf)
         return made
 
-    def _enter(self, tensor: Tensor, counts: bool = True) -> None:
+    def _enter(self, tensor, counts=True):
         storage, device = tensor.untyped_storage(), str(tensor.device)
         key = storage._cdata
         if key in self._storages:
             return
         num_bytes = storage.nbytes() if counts else 0
 
-        def leave(_: Any) -> None:
+        def leave(_):
             del self._storages[key]
             self.live[device] -= num_bytes
 

@@ -9,9 +9,7 @@ that depends on it raises DataDependentOutputException.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,26 +41,26 @@ class Observer(TorchDispatchMode):
     `downloads`: the devices of copies to the host that block it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.waits: list[str] = []
-        self.downloads: list[str] = []
-        self.answer: Callable[[Tensor], Any] = _zeros
+        self.waits = []
+        self.downloads = []
+        self.answer = _zeros
         self._is_recording = False
-        self._known: Any = WeakIdKeyDictionary()  # the integers of a fake tensor
-        self._lost: Any = WeakIdKeyDictionary()  # storages that something unknown was written into
+        self._known = WeakIdKeyDictionary()  # the integers of a fake tensor
+        self._lost = WeakIdKeyDictionary()  # storages that something unknown was written into
 
-    def clear(self) -> None:
+    def clear(self):
         """Forget waits and copies."""
         self.waits.clear()
         self.downloads.clear()
 
     @classmethod
-    def _should_skip_dynamo(cls) -> bool:
+    def _should_skip_dynamo(cls):
         return False  # nothing compiles here, and the check costs as much as the operator
 
     @contextmanager
-    def recording(self) -> Iterator[None]:
+    def recording(self):
         """Context manager: as a CUDA graph is captured, raise RuntimeError for what it cannot
         hold.
         """
@@ -72,22 +70,20 @@ class Observer(TorchDispatchMode):
         finally:
             self._is_recording = False
 
-    def wait(self, what: str) -> None:
+    def wait(self, what):
         """The host waits for the device."""
         if self._is_recording:
             raise RuntimeError(f"{what}: operation not permitted when stream is capturing")
         self.waits.append(what)
 
-    def fetched(self, tensor: Tensor) -> Any:
+    def fetched(self, tensor):
         """`tensor.tolist()`."""
         if tensor.is_cuda:
             self.wait("tolist")
         values = self._values(tensor)
         return self.answer(tensor) if values is None else values.tolist()
 
-    def __torch_dispatch__(
-        self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         packet, kwargs = operator.overloadpacket, kwargs or {}
         if packet is torch.ops.prim.device:
             return operator(*args, **kwargs)
@@ -120,14 +116,14 @@ class Observer(TorchDispatchMode):
             self._note_copy(operator, args, kwargs, inputs, str(output.device))
         return made
 
-    def _values(self, tensor: Tensor) -> Tensor | None:
+    def _values(self, tensor):
         """The tensor's integers, on the CPU; None where they are not known."""
         if not isinstance(tensor, FakeTensor):
             return tensor if _is_integer(tensor) else None
         values = self._known.get(tensor)
         return None if values is None or values.untyped_storage() in self._lost else values
 
-    def _compute(self, operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _compute(self, operator, args, kwargs):
         """The operator's result for known integers."""
         kwargs = dict(kwargs)
         if "device" in kwargs:
@@ -137,16 +133,14 @@ class Observer(TorchDispatchMode):
         with _disable_current_modes():
             return operator(*args, **kwargs)
 
-    def _lose(self, *written: Any) -> None:
+    def _lose(self, *written):
         """Something unknown was written into these, and so into all their views."""
         for tensor in _tensors(written):
             values = self._known.get(tensor)
             if values is not None:
                 self._lost[values.untyped_storage()] = True
 
-    def _note_copy(
-        self, operator: Any, args: Any, kwargs: dict[str, Any], inputs: list[Tensor], into: str
-    ) -> None:
+    def _note_copy(self, operator, args, kwargs, inputs, into):
         if operator.overloadpacket not in COPIES:
             # a kernel takes a number of the host's as an argument
             inputs = [tensor for tensor in inputs if tensor.dim() or tensor.is_cuda]
@@ -157,14 +151,14 @@ class Observer(TorchDispatchMode):
             self.downloads += [str(tensor.device) for tensor in inputs if tensor.is_cuda]
 
 
-def _tensors(tree: Any) -> list[Tensor]:
+def _tensors(tree):
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def _is_integer(tensor: Tensor) -> bool:
+def _is_integer(tensor):
     return not tensor.dtype.is_floating_point and not tensor.dtype.is_complex
 
 
-def _zeros(tensor: Tensor) -> Any:
+def _zeros(tensor):
     with _disable_current_modes():
         return torch.zeros(tensor.shape, dtype=tensor.dtype).tolist()

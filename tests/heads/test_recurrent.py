@@ -104,5 +104,5 @@ def test_exported_attention_is_four_zeros():
     ("architecture", "served"), [("LlamaForCausalLM", True), ("GPT2LMHeadModel", False)]
 )
 def test_which_targets_vllm_serves_such_heads_with(architecture: str, served: bool):
-    reason = RecurrentHeads.not_served(SHAPE, {"architectures": [architecture]})
+    reason = RecurrentHeads.vllm_refusal(SHAPE, {"architectures": [architecture]})
     assert (reason is None) == served and (served or architecture in str(reason))

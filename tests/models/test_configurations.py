@@ -54,11 +54,9 @@ def test_every_row_of_the_page_is_the_estimate(tmp_path):
     seen = set()
     for line in table.splitlines()[2:]:
         row = [cell.strip() for cell in line.strip("|").split("|")]
-        model, link, heads, weights = row[:4]
+        model, link, heads = row[:3]
         name = re.findall(r"\[(.*?)\]", link)[0]
         assert row == write_models.row(name, model, write(model, tmp_path / model), heads)
-        gib = PUBLISHED[model]["billions"] * 2e9 / 2**30
-        assert float(weights.split()[0]) == pytest.approx(gib, abs=1.1)
         seen.add(model)
     usual = ("lmsys/", "HuggingFaceH4/")  # of the paper
     assert {name for name in PUBLISHED if not name.startswith(usual)} <= seen

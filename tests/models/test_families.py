@@ -8,11 +8,9 @@ import json
 
 import pytest
 
-from benchmarks.families import FAMILIES, REFUSED, save_family, save_refused, save_tokenizer
-from pipeline.conversations.conversation import Message
+from benchmarks.families import FAMILIES, REFUSED, save_family, save_refused
 from pipeline.errors import ConfigError
 from pipeline.storage.shards import read_rows
-from pipeline.targets.spec import TargetSpec, load_chat_template
 from tests.flows.tiny import latest, run_again
 
 SMALL = {
@@ -41,19 +39,6 @@ def test_a_family_runs_to_an_exact_check(name, make_config, tiny_seeds, tmp_path
         assert match["identical"] + match["ties"] == match["sequences"] == 3
     rows = [row for path in latest(run, "generate").shards() for row in read_rows(path)]
     assert len(rows) >= 20 and all(row["spans"] for row in rows)
-
-
-def test_template_arguments_reach_the_template(make_config, tmp_path):
-    save_tokenizer(FAMILIES["Qwen3, with thinking"], tmp_path / "target")
-    rendered = {}
-    for thinking in (None, True, False):
-        arguments = {} if thinking is None else {"enable_thinking": thinking}
-        spec = TargetSpec(str(tmp_path / "target"), template_arguments=arguments)
-        rendered[thinking] = load_chat_template(spec).render([Message("user", "why")], asks=True)
-    assert rendered[None] == rendered[True] != rendered[False]
-    assert rendered[False] == rendered[True] + "<think>\n\n</think>\n\n"
-    with pytest.raises(ConfigError, match="template"):
-        make_config(tmp_path, target__template_arguments={"messages": []})
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -152,27 +152,13 @@ def test_a_missing_package_is_refused_where_it_is_needed(
     [HUB, {"check__assistant_model": "owner/model", "check__baselines": ["assistant"]}],
 )
 def test_an_unavailable_model_is_noted_in_a_plan(make_config, tmp_path, changes):
-    run = resolved(make_config(tmp_path, **changes))
+    """Seeds alone need no target."""
+    config = make_config(tmp_path, **changes)
+    run = resolved(config)
     assert "owner/model" in " ".join(check_plan(run))
     with pytest.raises(EnvironmentFault, match="owner/model"):
         check_run(run)
-
-
-def test_seeds_alone_need_no_target(make_config, tmp_path):
-    config = make_config(tmp_path, **HUB)
     check_run(resolved(config, ["seeds"]))
-    with pytest.raises(EnvironmentFault, match="owner/model"):
-        check_run(resolved(config, ["seeds", "generate"]))
-
-
-@pytest.mark.parametrize("stages", [None, ["seeds", "generate"]], ids=["all", "until generate"])
-def test_a_target_that_ends_at_no_token_is_refused(make_config, tmp_path, tiny_target, stages):
-    target = shutil.copytree(tiny_target, tmp_path / "target")
-    config = make_config(tmp_path / "runs", target__model=str(target))
-    check_run(resolved(config, stages))
-    (target / "generation_config.json").write_text(json.dumps({"eos_token_id": [True]}))
-    with pytest.raises(ConfigError, match=r"eos_token_id.*generation_config\.json"):
-        check_run(resolved(config, stages))
 
 
 def test_workers_without_gpus_read_a_target_on_the_cpu(

@@ -4,18 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.execution.progress import STAGE_WIDTH
 from pipeline.flow import STAGES
 from pipeline.run.context import skipped_stages
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.storage.stage_directory import StageDirectory
 from tests.flows.tiny import resolved
-
-
-def test_a_stage_has_a_short_name_and_parts_that_count():
-    for name, stage in STAGES.items():
-        assert len(name) <= STAGE_WIDTH
-        assert not {*stage.parts} & {*stage.scratch}
 
 
 @pytest.mark.parametrize("method", ["medusa-1", "medusa-2"])

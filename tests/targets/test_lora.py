@@ -82,15 +82,6 @@ def tied_target(tmp_path_factory):
     return TargetSpec(str(directory))
 
 
-def test_merged_logits_are_those_of_the_separate_adapter(random_target, adapter):
-    expected = logits_with_adapter_on(random_target.model, adapter, IDS_BT)
-    model = load_tuned(random_target, adapter)
-    torch.testing.assert_close(model(input_ids=IDS_BT).logits, expected, atol=1e-4, rtol=1e-5)
-    original = AutoModelForCausalLM.from_pretrained(random_target.model)(input_ids=IDS_BT).logits
-    assert (original - expected).abs().max() > 0.5, "the adapter does something"
-    assert not (model.training or model.lm_head.weight.requires_grad)
-
-
 ADAPTED = ("model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj", "lm_head")
 
 
@@ -115,6 +106,7 @@ def test_a_tied_lm_head_is_adapted_without_the_embedding(tied_target, tmp_path):
     adapter = save_adapter(tied_target.model, tmp_path / "adapter")
     expected = logits_with_adapter_on(tied_target.model, adapter, IDS_BT)
     model = load_tuned(tied_target, adapter)
+    assert not (model.training or model.lm_head.weight.requires_grad)
     tensors = load_file(Path(tied_target.model) / "model.safetensors")
     embedding = tensors["model.embed_tokens.weight"]
     assert torch.equal(model.get_input_embeddings().weight, embedding)

@@ -1,14 +1,8 @@
-"""Engines and exports in real vLLM, most of them in this process.
-
-In processes of their own are a server, and engines that know nothing of this project.
-"""
+"""Engines in real vLLM in this process, and exports in its server."""
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -155,59 +149,6 @@ def counted(prompt, num_tokens=33):
 
 PROMPTS = [[3, 100], [7, 7, 250], [300, 17]]
 
-SERVE_ALONE = """
-import gc, json, os, sys
-from vllm import LLM, SamplingParams
-
-gc.collect()
-gc.freeze()  # no collection that an engine asks for looks through vLLM
-
-def serve(export):
-    llm = LLM(model=export, dtype="float32", max_model_len=128, enforce_eager=True, disable_log_stats=False)
-    prompts = [{"prompt_token_ids": ids} for ids in json.loads(sys.argv[1])]
-    wanted = SamplingParams(temperature=0, max_tokens=33, detokenize=False)
-    outputs = llm.generate(prompts, wanted, use_tqdm=False)
-    counted = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
-    accepted, drafts = (counted[f"vllm:spec_decode_num_{name}"] for name in ("accepted_tokens", "drafts"))
-    found = [[list(output.outputs[0].token_ids) for output in outputs], 1 + accepted / drafts]
-    with open(os.path.join(export, "found.json"), "w") as file:
-        json.dump(found, file)
-
-for export in sys.argv[2:]:  # each in a process of its own, which has vLLM loaded
-    child = os.fork()
-    if not child:
-        serve(export)
-        os._exit(0)
-    if os.waitpid(child, 0)[1]:
-        sys.exit(1)
-"""  # noqa: E501
-
-
-def rate_alone(*exports):
-    """Return the acceleration rates of exports in vLLM, in processes without this project."""
-    settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    command = [sys.executable, "-c", SERVE_ALONE, json.dumps(PROMPTS), *map(str, exports)]
-    ended = subprocess.run(
-        command, env=os.environ | settings, cwd=exports[0], stderr=subprocess.PIPE, check=False
-    )
-    assert ended.returncode == 0, ended.stderr[-2000:]
-    rates = []
-    for export in exports:
-        texts, rate = json.loads((export / "found.json").read_text())
-        assert texts == [counted(ids) for ids in PROMPTS]
-        rates.append(rate)
-    return rates
-
-
-def test_vllm_serves_target_and_heads_of_an_export_alone(counting_target, tmp_path):
-    """Heads with a shared lm_head read it from the export's file."""
-    heads, cell = heads_of_one_lm_head(counting_target), right_cell(counting_target)
-    of_heads, of_cell = rate_alone(
-        exported(counting_target, heads, "shared", tmp_path / "one"),
-        exported(counting_target, cell, "expanded", tmp_path / "cell"),
-    )
-    assert 1.4 < of_heads < 1.6 and 3.5 < of_cell <= 4
-
 
 # --- the decode check
 
@@ -269,8 +210,15 @@ def test_vllm_takes_the_steps_that_a_text_takes_natively(
     assert lengths == set(range(1, num_tokens + 2)), "guesses are wrong at every depth"
 
 
-def test_a_server_with_right_heads_answers_in_fewer_steps(counting_target, tmp_path, monkeypatch):
-    export = exported(counting_target, right_heads(counting_target), "expanded", tmp_path)
+@pytest.mark.parametrize(
+    ("make", "format", "least", "most"),
+    [(heads_of_one_lm_head, "shared", 1.3, 1.7), (right_cell, "expanded", 3.5, 4)],
+)
+def test_a_server_starts_with_target_and_heads_of_an_export(
+    counting_target, tmp_path, monkeypatch, make, format, least, most
+):
+    """Heads with a shared lm_head read it from the export's file."""
+    export = exported(counting_target, make(counting_target), format, tmp_path)
     alone = read_layout(export).engine_args(export, counting_target.model)
     assert alone == {"model": str(export)}, "the export names target and number of tokens"
     work_here(monkeypatch, vllm_server)
@@ -279,7 +227,7 @@ def test_a_server_with_right_heads_answers_in_fewer_steps(counting_target, tmp_p
     (found,) = serve_under_load([LoadTask(counting_target, PROMPTS, 33, alone, levels=(1, 2))])
     for row, level, num_requests in zip(found, (1, 2), (3, 4), strict=True):
         assert (row.requests, row.num_tokens) == (level, 33 * num_requests)
-        assert row.acceleration_rate == 4, "of 32 tokens after the prefill's, in 8 drafts"
+        assert least < row.acceleration_rate <= most
         assert len(row.ttft) == len(row.tpot) == num_requests
 
 
