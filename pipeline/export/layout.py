@@ -73,7 +73,8 @@ class ExportLayout:
 
     def to_json(self, target: Mapping[str, Any]) -> Content:
         """Return the content of the export's config.json; `target` is the target's config.json."""
-        heads = {"format": self.format, "num_speculative_tokens": self.num_speculative_tokens}
+        num_tokens = self.num_speculative_tokens
+        heads = {"format": self.format, "num_speculative_tokens": num_tokens}
         if self.dynamic_tree:
             heads["dynamic_tree"] = asdict(self.dynamic_tree)
         content: Content = {
@@ -86,7 +87,6 @@ class ExportLayout:
         method = self.kind.vllm_method
         refusal = self.kind.vllm_refusal(self.shape, target)
         if self.stored.at_root and refusal is None:
-            num_tokens = self.num_speculative_tokens
             proposal = {"proposal_type": "greedy", "speculative_tokens": num_tokens}
             content["speculators_model_type"] = method
             content["transformer_layer_config"] = {}
@@ -105,11 +105,8 @@ class ExportLayout:
         target and heads: one was moved, or the heads are served with another model.
         """
         export = str(Path(directory).resolve())
-        named = self.base_model_name_or_path
-        is_same = named == target
-        if os.path.isabs(named):
-            is_same = Path(named).resolve() == Path(target).resolve()
-        if is_same:
+        named = Path(self.base_model_name_or_path)
+        if named.resolve() == Path(target).resolve():
             return {"model": export}
         config = self.kind.speculative_config(export, self.num_speculative_tokens)
         return {"speculative_config": config}

@@ -35,7 +35,7 @@ DTYPES = {
 
 
 class WeightsFile:
-    """An open weights file: shapes and dtypes by tensor name; tensors are read on demand."""
+    """An open weights file of heads: shapes and dtypes by name; tensors are read on demand."""
 
     def __init__(self, path: Path):
         """Open the weights file; raise DataError if it is damaged or holds more than tensors."""
@@ -106,7 +106,7 @@ def _plain_tensors(path: Path) -> dict[str, Tensor]:
 
 
 class DirectoryTensors:
-    """The tensors in a directory's weights files, by name without the prefix `model.`.
+    """The tensors of a directory of heads, by name without the prefix `model.`.
 
     Tensors are read on demand. Pickles are read only if there is no safetensors file.
 

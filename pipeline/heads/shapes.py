@@ -122,15 +122,15 @@ def require_shapes(
 
 @dataclass(frozen=True)
 class ExportFormat:
-    """A file layout of exported heads.
+    """A format in which heads are exported.
 
     Attributes:
-        at_root: Whether vLLM and the check read it. The first of `export.formats` must be, since it
-            is what is checked.
-        weights_file: Its name, where it is not the kind's own safetensors file.
+        at_root: Whether vLLM and the check can read this format. The first of `export.formats` must
+            be such a format, because the check decodes it.
+        weights_file: The name of the weights file; None for the kind's own safetensors file.
         one_lm_head: Whether an lm_head that all heads share is stored once.
-        architecture: The model class that its engine looks for, where it is not vLLM's.
-        fc_bias: Whether that class has a bias beside `fc.weight`.
+        architecture: The model class that `config.json` names; None for vLLM's class.
+        fc_bias: Whether the engine's model class has a bias beside `fc.weight`.
     """
 
     name: str

@@ -47,6 +47,7 @@ class DialoguePool:
         self._waiting: dict[str, tuple[Dialogue, DialogueGroup]] = {}  # by request id
 
     def add(self, dialogues: Iterable[Dialogue], report: Report = report_nothing) -> DialogueGroup:
+        """Queue the dialogues of a shard for the generation engine; return them as a group."""
         listed = list(dialogues)
         group = DialogueGroup(listed, len(listed), report)
         for dialogue in listed:

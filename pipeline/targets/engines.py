@@ -52,7 +52,7 @@ class GenerationEngine(Protocol):
         """
 
     def step(self) -> list[Completion]:
-        """Advance every running request by at least one token; return finished completions."""
+        """Advance every running generation request by at least one token; return finished texts."""
 
     def close(self) -> None:
         """Release the target's memory; the engine cannot be used again."""

@@ -108,7 +108,7 @@ def read_logit_changes(spec: TargetSpec) -> LogitChanges:
 
 
 def _read_matrix(spec: TargetSpec, file_of: dict[str, str], names: list[str]) -> Tensor | None:
-    """Read the target's matrix; None unless `names` is one name, of a float tensor [V, D]."""
+    """Read a [V, D] matrix of the target; None if it has several names or another shape."""
     if len(names) != 1:
         return None
     weight = _read(spec, file_of[names[0]], names[0])
@@ -136,7 +136,7 @@ def _is_tied(spec: TargetSpec) -> bool:
 
 def _named(names: Collection[str], endings: tuple[str, ...]) -> list[str]:
     dotted = tuple(f".{ending}" for ending in endings)
-    return [name for name in names if name in endings or name.endswith(dotted)]
+    return [name for name in names if f".{name}".endswith(dotted)]
 
 
 def _names(path: Path) -> list[str]:

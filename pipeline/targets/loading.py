@@ -209,7 +209,7 @@ def _bitsandbytes(spec: TargetSpec) -> BitsAndBytesConfig:
 
 
 def _avoid_packed_cpu_kernel(model: PreTrainedModel) -> None:
-    """Disable bitsandbytes' packed CPU kernel for 4-bit layers with an incomplete block per row.
+    """Disable bitsandbytes' packed CPU kernel for 4-bit layers whose rows end in part of a block.
 
     The kernel would raise for these layers. They are dequantized and multiplied instead, as on a
     CPU without the kernel.

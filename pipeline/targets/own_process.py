@@ -7,7 +7,6 @@ which the waiting caller reads twice a second.
 from __future__ import annotations
 
 import contextlib
-import os
 import pickle
 import subprocess
 import sys
@@ -16,7 +15,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pipeline
 from pipeline.errors import EnvironmentFault, MedusaDistillError
 from pipeline.storage.progress_file import SECONDS_BETWEEN_REPORTS, ProgressFile
 
@@ -41,7 +39,6 @@ def in_own_process(
         Path(directory, CALL).write_bytes(pickle.dumps((function, task)))
         process = subprocess.Popen(
             [sys.executable, "-m", __name__, directory],
-            env=environment(),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
@@ -88,13 +85,6 @@ def main(directory: str) -> None:
     except MedusaDistillError as error:
         outcome = error
     Path(directory, RESULT).write_bytes(pickle.dumps(outcome))
-
-
-def environment() -> dict[str, str]:
-    """Return the environment variables for a new process, with the package on PYTHONPATH."""
-    package = str(Path(pipeline.__file__).parents[1])
-    path = os.pathsep.join([package, os.environ.get("PYTHONPATH", "")])
-    return {**os.environ, "PYTHONPATH": path.rstrip(os.pathsep)}
 
 
 def last_line(text: str) -> str:

@@ -85,7 +85,7 @@ class TransformersGenerationEngine:
                 joining = self._admit()
             if joining:
                 return self._prefill(joining)
-            return self._decode() if self._rows else []
+            return self._decode()
         except torch.cuda.OutOfMemoryError as error:
             if len(self._rows) <= 1:
                 what = "One conversation exceeds the GPU's memory."
@@ -104,8 +104,7 @@ class TransformersGenerationEngine:
     def close(self) -> None:
         self._clear()
         del self.model
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
 
     def _clear(self) -> None:
         self._rows: list[_Row] = []
@@ -313,8 +312,7 @@ class TransformersFeatureEngine:
 
     def close(self) -> None:
         del self.model
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
 
     def _batches(
         self, rows: Iterable[Sequence[int]]
@@ -322,7 +320,7 @@ class TransformersFeatureEngine:
         """Yield the row indices and the token ids of each feature batch."""
         tokens_in_bytes = WINDOW_BYTES // (self.hidden_size * self.dtype.itemsize)
         num_tokens = min(WINDOW_BATCHES * self.tokens_per_batch, tokens_in_bytes)
-        for window in _windows(rows, max(self.tokens_per_batch, num_tokens)):
+        for window in _windows(rows, num_tokens):
             # longest first: memory runs out early if at all
             window.sort(key=lambda item: len(item[1]), reverse=True)
             while window:
@@ -340,20 +338,18 @@ class TransformersFeatureEngine:
             config = self.model.config.get_text_config()
             context = getattr(config, "max_position_embeddings", longest)
             longest = max(longest, min(rounded, context))
-        size = (len(rows), longest)
         # Pinned: otherwise this upload would make the host wait for the previous batch.
-        ids_BT = torch.zeros(size, dtype=torch.long, pin_memory=on_gpu)
+        ids_BT = torch.zeros(len(rows), longest, dtype=torch.long, pin_memory=on_gpu)
         for row_T, ids in zip(ids_BT, rows, strict=True):
             row_T[: len(ids)] = torch.as_tensor(ids)
         ids_BT = ids_BT.to(self._device, non_blocking=True)
         hidden_BTD = self.model.base_model(input_ids=ids_BT, use_cache=False).last_hidden_state
         hidden_BTD = hidden_BTD.to(self.dtype)  # the dtype in the shard's footer
-        if hidden_BTD.device.type != "cuda":
-            return _Batch(indices, lengths, hidden_BTD, None)
-        host_BTD = torch.empty(hidden_BTD.shape, dtype=hidden_BTD.dtype, pin_memory=True)
-        host_BTD.copy_(hidden_BTD, non_blocking=True)
-        copied = torch.cuda.Event()
-        copied.record(torch.cuda.current_stream(hidden_BTD.device))
+        host_BTD = hidden_BTD.to("cpu", non_blocking=True)  # from a GPU into pinned memory
+        copied = None
+        if on_gpu:
+            copied = torch.cuda.Event()
+            copied.record(torch.cuda.current_stream(hidden_BTD.device))
         return _Batch(indices, lengths, host_BTD, copied)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import GenerationConfig
 
 from pipeline.targets.spec import TargetSpec
@@ -77,3 +78,10 @@ def edit(path, **changes):
     """Change keys of a JSON file; None removes a key."""
     content = {**json.loads(path.read_text()), **changes}
     path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
+
+
+def without(directory, name):
+    """Remove a tensor from a target's weights."""
+    tensors = load_file(directory / "model.safetensors")
+    del tensors[name]
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})

@@ -7,12 +7,6 @@ import shutil
 import torch
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-DESCRIBING = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "generation_config.json",
-    "chat_template.jinja",
-)
 SCHEMES = {"int8": "W8A8", "fp8": "FP8_DYNAMIC", "packed": "W4A16"}  # compressed-tensors' own names
 GROUP = 32  # weights that share a scale, of packed ones
 
@@ -28,6 +22,7 @@ def compressed(source, directory, name):
     )
     from compressed_tensors.quantization.utils import calculate_qparams
 
+    shutil.copytree(source, directory, dirs_exist_ok=True)
     model = AutoModelForCausalLM.from_pretrained(source)
     scheme = preset_name_to_scheme(SCHEMES[name], ["Linear"])
     if name == "packed":
@@ -50,11 +45,12 @@ def compressed(source, directory, name):
     compressor.compress_model(model)
     model.save_pretrained(directory)
     compressor.update_config(directory)
-    return described(source, directory)
+    return directory
 
 
 def by_bitsandbytes(source, directory, bits=8):
     """Write a copy in bitsandbytes' 8 or 4 bits (NF4)."""
+    shutil.copytree(source, directory, dirs_exist_ok=True)
     settings = BitsAndBytesConfig(
         load_in_8bit=bits == 8,
         load_in_4bit=bits == 4,
@@ -66,11 +62,4 @@ def by_bitsandbytes(source, directory, bits=8):
         source, quantization_config=settings, dtype=torch.float32
     )
     model.save_pretrained(directory)
-    return described(source, directory)
-
-
-def described(source, directory):
-    for name in DESCRIBING:
-        if (source / name).is_file():
-            shutil.copy(source / name, directory / name)
     return directory

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import (
     CohereConfig,
     Gemma2Config,
@@ -24,7 +24,7 @@ from pipeline.targets.lm_head import (
     require_lm_head,
 )
 from pipeline.targets.spec import TargetSpec
-from tests.targets.conftest import edit
+from tests.targets.conftest import edit, without
 from tests.targets.hub_cache import COMMIT, cached_at_commit
 from tests.tiny_models import SIZES, tiny_llama, tiny_model
 
@@ -126,9 +126,7 @@ def test_logits_follow_from_states_and_files(config, tmp_path, no_loading):
 def test_a_missing_lm_head_that_vllm_ignores_is_refused(copied):
     spec = TargetSpec(str(copied))
     require_lm_head(spec)
-    tensors = load_file(copied / "model.safetensors")
-    del tensors["lm_head.weight"]
-    save_file(tensors, copied / "model.safetensors", {"format": "pt"})
+    without(copied, "lm_head.weight")
     with pytest.raises(ConfigError, match=r"missing keys, lm_head\.weight"):
         require_lm_head(spec)
     edit(copied / "config.json", tie_word_embeddings=True)

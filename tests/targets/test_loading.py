@@ -5,14 +5,14 @@ from functools import partial
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from pipeline.errors import ConfigError, EnvironmentFault
 from pipeline.targets import loading
 from pipeline.targets.loading import lm_head_weight, load_causal_lm, require_gpus, verify_tap
 from pipeline.targets.spec import TargetSpec, weight_files
-from tests.targets.conftest import edit
+from tests.targets.conftest import edit, without
 
 WHOLE = {"missing_keys": set(), "unexpected_keys": set(), "mismatched_keys": set()}
 
@@ -76,12 +76,6 @@ def test_pickled_weights_run_no_code(pickled, tmp_path):
 def cut_in_half(directory):
     weights = (directory / "model.safetensors").read_bytes()
     (directory / "model.safetensors").write_bytes(weights[: len(weights) // 2])
-
-
-def without(directory, name):
-    tensors = load_file(directory / "model.safetensors")
-    del tensors[name]
-    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
 
 
 def resized(directory, **sizes):

@@ -166,7 +166,6 @@ NOT_FOUND = httpx.Response(404, request=httpx.Request("GET", "http://hub"))
     ("error", "expected"),
     [
         (hub.RepositoryNotFoundError("no", response=NOT_FOUND), ConfigError),
-        (hub.GatedRepoError("no", response=NOT_FOUND), ConfigError),
         (hub.RevisionNotFoundError("no", response=NOT_FOUND), ConfigError),
         (hub.LocalEntryNotFoundError("no"), EnvironmentFault),
         (hub.OfflineModeIsEnabled("no"), EnvironmentFault),
