@@ -35,7 +35,7 @@ from tests.targets.hub_cache import COMMIT, cached_at_commit
 from tests.tiny_models import SIZES, tiny_model
 
 
-def resolved(model, on_gpu=None, **settings):
+def resolved(model, on_gpu=False, **settings):
     return resolve(TargetConfig(model=str(model), **settings), on_gpu=on_gpu)
 
 
