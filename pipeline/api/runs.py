@@ -84,7 +84,7 @@ class Run:
 
     @property
     def report(self) -> dict[str, Any]:
-        """The content of report.json."""
+        """The run's report: the content of report.json."""
         try:
             return json.loads((self.path / "report.json").read_bytes())
         except FileNotFoundError:
@@ -93,19 +93,19 @@ class Run:
 
     @property
     def export(self) -> Path:
-        """The directory that engines load."""
+        """The directory of the run's export, which engines load."""
         return self._stage("export").path
 
     def shards(self, stage: str) -> list[Path]:
-        """List the Parquet files of `seeds`, `generate` or `features`, in order."""
+        """List the Parquet files of this run's `seeds`, `generate` or `features`, in order."""
         return self._stage(stage).shards()
 
     def conversations(self, split: str) -> Iterator[Conversation]:
-        """Yield the seed conversations of a split: `train`, `calibrate` or `check`."""
+        """Yield the run's seed conversations of a split: `train`, `calibrate` or `check`."""
         return read_seeds(self.shards("seeds"), split)
 
     def generated(self, split: str | None = None) -> Iterator[TokenRow]:
-        """Yield the generated rows, as token ids with the target's spans; all, or of one split."""
+        """Yield the run's generated rows, all or of a split: token ids with the target's spans."""
         stage = self._stage("generate")
         rows = read_token_rows(stage.shards(), stage.fingerprint)
         return (row for row in rows if split in (None, row.split))

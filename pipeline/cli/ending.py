@@ -136,6 +136,7 @@ class _Output:
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
+        """Context manager: turn an OSError of the stream into an error for the user."""
         try:
             yield
         except OSError as error:

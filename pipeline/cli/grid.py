@@ -20,7 +20,7 @@ def wide_console() -> Console:
 
 
 def print_grid(console: Console, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
-    """Print a table without lines.
+    """Print the table of a command's output, without lines.
 
     Cells have no markup, and their control characters are shown as symbols.
     """

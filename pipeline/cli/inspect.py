@@ -49,6 +49,7 @@ def inspect(
 
 
 def _print_row(console: Console, row: Row, run: RunDirectory, config: Config) -> None:
+    """Print a row of seeds as messages, any other row as the text of its token ids."""
     console.print(visible(f"{row['id']}  split {row['split']}"), style="bold", markup=False)
     if "input_ids" in row:
         console.print(coloured_text(TokenRow.of(row), _tokenizer(run, config)))
@@ -88,7 +89,7 @@ def _tokenizer(run: RunDirectory, config: Config) -> Any:
 
 
 def _find_row(shards: Sequence[Path], wanted: str | None) -> Row:
-    """Return the row of an id or a number; by default the first."""
+    """Return the row to print, by its id or its number; by default the first."""
     number = 0
     for path in shards:
         for row in read_rows(path):

@@ -64,7 +64,7 @@ def _rows(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str]]
 
 
 def _values(annotation: Any) -> str:
-    """Return the possible values of a key in words."""
+    """Describe the possible values of a configuration key in words, from its type."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Literal:
         return ", ".join(f"`{value}`" for value in arguments)
@@ -78,6 +78,7 @@ def _values(annotation: Any) -> str:
 
 
 def _default(field: FieldInfo) -> str:
+    """Return a key's default value as a cell of the Markdown table."""
     if field.is_required():
         return "needed"
     value = field.get_default(call_default_factory=True, validated_data={})

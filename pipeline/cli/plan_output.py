@@ -85,6 +85,7 @@ def _print_lines(console: Console, lines: Iterable[str]) -> None:
 
 
 def _print_stages(console: Console, statuses: Mapping[str, StageStatus]) -> None:
+    """Print whether each stage runs or is kept, its shards, and why."""
     rows = []
     for name, state in statuses.items():
         shards = [f"{state.made} done"] if state.made else []

@@ -205,6 +205,7 @@ class Meter:
         self._bar.stop()
 
     def show(self, now: Progress) -> None:
+        """Update the bar of the terminal, or print a line if the last one is some time ago."""
         part = (now.part, now.unit, now.total)
         if part != self._part:
             self._part = part
@@ -217,6 +218,7 @@ class Meter:
             self.console.print(self._line(now, note), highlight=False, soft_wrap=True)
 
     def _line(self, now: Progress, note: str) -> str:
+        """Return a stage's progress, and the estimated time left, as one line."""
         parts = [f"{self.name}: {now.done} {now.unit}"]
         if now.total:
             parts = [f"{self.name}: {now.done} of {now.total} {now.unit}"]

@@ -17,7 +17,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import ray
@@ -74,14 +74,15 @@ def start_cluster(num_cpus: int) -> Any:
     would discard the workers that start with the cluster, and import itself twice in every other
     worker.
     """
-    with environment(WORKER_ENVIRONMENT):
-        return ray.init(
-            "local",
-            num_cpus=num_cpus,
-            include_dashboard=False,
-            object_store_memory=OBJECT_STORE_BYTES,
-            **QUIET,
-        )
+    for name, value in WORKER_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    return ray.init(
+        "local",
+        num_cpus=num_cpus,
+        include_dashboard=False,
+        object_store_memory=OBJECT_STORE_BYTES,
+        **QUIET,
+    )
 
 
 def host_and_port(address: str) -> str:
@@ -180,19 +181,6 @@ def last_line(error: Exception) -> str:
     """Return the last line of a Ray error, which follows Ray's own frames."""
     lines = str(error).strip().splitlines() or [repr(error)]
     return lines[-1].strip().rstrip(".")
-
-
-@contextlib.contextmanager
-def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Context manager: set environment variables for the Ray processes started within."""
-    kept = {name: os.environ[name] for name in variables if name in os.environ}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name in variables:
-            del os.environ[name]
-        os.environ.update(kept)
 
 
 @contextlib.contextmanager

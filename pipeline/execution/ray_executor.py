@@ -78,6 +78,7 @@ class RayExecutor:
         seconds_per_task: float,
         progress: ShardProgress | None = None,
     ) -> Iterator[Outcome]:
+        """Run shard tasks in a pool of Ray actors, as `InlineExecutor.map` does in this process."""
         lazy = LazyWorker(worker, with_progress(arguments, progress))
         return ActorPool(lazy, tasks, placement, seconds_per_task, progress, self.watch).outcomes()
 
@@ -88,6 +89,7 @@ class RayExecutor:
         placement: Placement,
         progress: ProgressReporter | None = None,
     ) -> Any:
+        """Call one function in a Ray task; return its result or raise its error."""
         # max_calls=1: the process ends with the call, which frees an engine's memory.
         remote = ray.remote(
             num_cpus=placement.cpus, num_gpus=placement.gpus, max_calls=1, max_retries=1

@@ -49,6 +49,7 @@ class LazyWorker:
         self._worker: ShardWorker | None = None
 
     def run(self, task: ShardTask, upcoming: ShardTask | None = None) -> Outcome:
+        """Run the worker on a shard; `upcoming` is the shard that it will get next."""
         try:
             with disk_errors(task.shard):
                 return Outcome(task, receipt=self._make_shard(task, upcoming))
@@ -60,6 +61,7 @@ class LazyWorker:
             return Outcome(task, traceback=failure)
 
     def _make_shard(self, task: ShardTask, upcoming: ShardTask | None) -> Receipt:
+        """Build the worker if there is none, announce the next shard, and run it on this one."""
         if self._worker is None:
             self._worker = self._make(**self._arguments)
         if task.rows is not None:

@@ -87,7 +87,7 @@ class TrainSpec:
         return replace(self, directory=directory, run_name=run_name, heads_from=heads_from)
 
     def recipe(self, positions: int, sequences: int | None = None) -> Recipe:
-        """Resolve `auto` in the training settings; the arguments are those of `make_recipe`."""
+        """Return the training recipe for these numbers of positions and packed sequences."""
         scale = self.kind.lr_scale
         return make_recipe(self.settings, positions, self.hidden_size, scale, sequences)
 
@@ -181,7 +181,7 @@ class Learner(ABC):
         self.spec = spec
         self.workers = workers
         self.device = device
-        self.dtype = product_dtype(spec, device)
+        self.dtype = product_dtype(spec.settings, device)
 
     @classmethod
     @abstractmethod
@@ -239,7 +239,7 @@ class Learner(ABC):
         """Write the training's outputs other than the heads; called on the first worker."""
 
     def autocast(self) -> torch.autocast:
-        """Return a context manager in which matrix products are in `self.dtype`."""
+        """Return a context manager in which training computes matrix products in `self.dtype`."""
         enabled = self.dtype != torch.float32
         return torch.autocast(self.device.type, self.dtype, enabled=enabled)
 
@@ -281,9 +281,9 @@ def gpu_errors(spec: TrainSpec, saves_memory: Sequence[str]) -> Iterator[None]:
         ) from error
 
 
-def product_dtype(spec: TrainSpec, device: torch.device) -> torch.dtype:
+def product_dtype(settings: TrainConfig, device: torch.device) -> torch.dtype:
     """Return the dtype of matrix products in training; weights, sums and softmax are fp32."""
-    precision = spec.settings.precision
+    precision = settings.precision
     if precision == "bf16" or (precision == "auto" and device.type == "cuda"):
         return torch.bfloat16
     return torch.float32

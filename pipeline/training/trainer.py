@@ -94,6 +94,7 @@ def _train_phase(
     workers: Workers,
     progress: ProgressReporter,
 ) -> TrainResult:
+    """Train one phase with its learner, from its seed, on this worker's device."""
     spec.path.mkdir(exist_ok=True)
     device = choose_device(spec)
     devices = [device] if device.type == "cuda" else []
