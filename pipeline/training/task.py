@@ -181,7 +181,7 @@ class Learner(ABC):
         self.spec = spec
         self.workers = workers
         self.device = device
-        self.dtype = product_dtype(spec, device)
+        self.dtype = product_dtype(spec.settings, device)
 
     @classmethod
     @abstractmethod
@@ -281,9 +281,9 @@ def gpu_errors(spec: TrainSpec, saves_memory: Sequence[str]) -> Iterator[None]:
         ) from error
 
 
-def product_dtype(spec: TrainSpec, device: torch.device) -> torch.dtype:
+def product_dtype(settings: TrainConfig, device: torch.device) -> torch.dtype:
     """Return the dtype of matrix products in training; weights, sums and softmax are fp32."""
-    precision = spec.settings.precision
+    precision = settings.precision
     if precision == "bf16" or (precision == "auto" and device.type == "cuda"):
         return torch.bfloat16
     return torch.float32
