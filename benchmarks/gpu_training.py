@@ -54,7 +54,7 @@ def measure_training(
         kind: Training(_spec(target, tasks, directory, size, kind), size) for kind in kinds
     }
     spec = trainings["untied"].spec
-    peak = Peak(size.device, product_dtype(spec, size.device), size.peak_size)
+    peak = Peak(size.device, product_dtype(spec.settings, size.device), size.peak_size)
     reading = ReadingAlone(spec, size)
     peak.run(), reading.run()  # warm up; training does not time its own first steps
     sides = {"peak": peak.run, "reading": reading.run} | {

@@ -4,7 +4,6 @@ documented one.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import sys
@@ -17,14 +16,24 @@ from safetensors.torch import load_file, save_file
 
 from pipeline.config.load import load_config
 from pipeline.conversations.conversation import Reason
-from pipeline.errors import ConfigError, EnvironmentFault
+from pipeline.errors import EnvironmentFault
 from pipeline.execution.executor import InlineExecutor
 from pipeline.execution.placement import Resources
 from pipeline.flow import run_flow
 from pipeline.run import context
 from pipeline.storage.run_directory import RunDirectory
-from pipeline.storage.shards import read_rows
-from tests.flows.tiny import SHARDED, STAGES, contents, latest, run_again, shards_made, stages_run
+from tests.flows.tiny import (
+    SHARDED,
+    STAGES,
+    contents,
+    latest,
+    quarantined,
+    report_of,
+    run_again,
+    shards_made,
+    stages_run,
+    stored,
+)
 
 REPORTED = {
     "seeds": "rows quarantined",
@@ -65,9 +74,7 @@ def test_every_row_is_kept_or_quarantined_with_a_reason(finished_run):
     known: set[str] | None = None
     for name in SHARDED:
         stage = latest(finished_run, name)
-        rows = [row for path in stage.shards() for row in read_rows(path)]
-        files = sorted((stage.path / "quarantine").iterdir())
-        refused = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+        rows, refused = stored(stage), quarantined(stage)
         assert all(row.keys() == {"id", "stage", "reason", "detail", "row"} for row in refused)
         assert all(row["stage"] == name and row["reason"] in set(Reason) for row in refused)
         ids = [row["id"] for row in rows] + [row["id"] for row in refused]
@@ -79,7 +86,7 @@ def test_every_row_is_kept_or_quarantined_with_a_reason(finished_run):
 
 
 def test_report_json_has_the_keys_that_design_promises(finished_run):
-    report = json.loads((finished_run.path / "report.json").read_text())
+    report = report_of(finished_run)
     assert (report["method"], report["num_heads"]) == ("medusa-1", 3)
     for key, names in REPORTED.items():
         section = report["check"]["native"] if key == "native" else report[key]
@@ -91,7 +98,7 @@ def test_report_json_has_the_keys_that_design_promises(finished_run):
 
 def test_held_out_prompts_get_the_target_s_own_answers(finished_run):
     native = latest(finished_run, "check").summary["native"]
-    asked = [row for path in latest(finished_run, "generate").shards() for row in read_rows(path)]
+    asked = stored(latest(finished_run, "generate"))
     assert (
         native["prompts"]
         == native["greedy_match"]["sequences"]
@@ -105,7 +112,7 @@ def test_held_out_prompts_get_the_target_s_own_answers(finished_run):
 
 
 def test_the_same_command_again_keeps_everything_and_computes_nothing(
-    copied_run, make_config, tmp_path, monkeypatch
+    copied_run, again, monkeypatch
 ):
     def forbidden(*_: object, **__: object) -> None:
         raise AssertionError("an engine was asked for")
@@ -113,16 +120,14 @@ def test_the_same_command_again_keeps_everything_and_computes_nothing(
     monkeypatch.setattr("pipeline.stages.generate.make_generation_engine", forbidden)
     monkeypatch.setattr("pipeline.stages.features.make_feature_engine", forbidden)
     before = {p: p.stat().st_mtime_ns for p in copied_run.path.rglob("*.parquet")}
-    run = run_again(make_config(tmp_path))
+    run = again()
     assert stages_run(run) == [] and shards_made(run) == []
     assert {p: p.stat().st_mtime_ns for p in run.path.rglob("*.parquet")} == before
     _, config = RunDirectory.open(copied_run.path)
     assert stages_run(run_again(config)) == [], "run.yaml gives the same run"
 
 
-def test_a_copied_run_yaml_leaves_the_original_alone(
-    copied_run, finished_run, make_config, tmp_path
-):
+def test_a_copied_run_yaml_leaves_the_original_alone(copied_run, finished_run, again, tmp_path):
     def state(path: Path) -> dict[Path, int]:
         return {file: file.lstat().st_mtime_ns for file in path.rglob("*")}
 
@@ -131,7 +136,7 @@ def test_a_copied_run_yaml_leaves_the_original_alone(
     run = run_again(load_config(copied_run.path / "run.yaml", ["calibrate.nodes=7"]))
     assert run.path == copied_run.path and stages_run(run) == ["calibrate", "export", "check"]
     assert state(finished_run.path) == before
-    beside = run_again(make_config(tmp_path, run__name="beside", run__store=str(copied_run.path)))
+    beside = again(run__name="beside", run__store=str(copied_run.path))
     shutil.copytree(tmp_path, tmp_path.with_name("moved"), symlinks=True)
     moved = load_config(tmp_path.with_name("moved") / "beside" / "run.yaml")
     assert stages_run(beside) == [] and moved.run.store == tmp_path.with_name("moved") / "run"
@@ -154,15 +159,13 @@ def test_a_copied_run_yaml_leaves_the_original_alone(
         ),
     ],
 )
-def test_a_changed_setting_redoes_its_stage_and_what_follows(
-    copied_run, make_config, tmp_path, changes, redone
-):
+def test_a_changed_setting_redoes_its_stage_and_what_follows(copied_run, again, changes, redone):
     kept = {name: latest(copied_run, name).path for name in STAGES}
-    run = run_again(make_config(tmp_path, **changes))
+    run = again(**changes)
     assert stages_run(run) == redone
     for name in STAGES:
         assert (latest(run, name).path == kept[name]) == (name not in redone)
-    assert stages_run(run_again(make_config(tmp_path))) == [], "nothing is overwritten"
+    assert stages_run(again()) == [], "nothing is overwritten"
 
 
 def test_runs_that_name_one_store_share_the_feature_cache(copied_run, make_config, tmp_path):
@@ -179,48 +182,39 @@ def test_runs_that_name_one_store_share_the_feature_cache(copied_run, make_confi
     assert latest(run, "features").path == latest(copied_run, "features").path
     assert latest(run, "train").path.parent == copied_run.path
     assert not list(run.path.glob("*-*")), "all stage directories are in the store"
-    assert json.loads((run.path / "report.json").read_text())["run"]["name"] == "recipe"
+    assert report_of(run)["run"]["name"] == "recipe"
 
 
-def test_until_stops_after_a_stage_and_runs_continue(make_config, tmp_path):
-    run = run_again(make_config(tmp_path), until="generate")
+def test_until_stops_after_a_stage_and_runs_continue(again):
+    run = again(until="generate")
     assert stages_run(run) == ["seeds", "generate"]
     assert run.latest("features") is None and not (run.path / "report.json").exists()
-    run = run_again(make_config(tmp_path), until="features")
+    run = again(until="features")
     assert stages_run(run) == ["features"]
 
 
-def test_fresh_keeps_later_stages_if_the_result_is_equal(copied_run, make_config, tmp_path):
+def test_fresh_keeps_later_stages_if_the_result_is_equal(copied_run, again):
     before = contents(copied_run, *SHARDED)
-    run = run_again(make_config(tmp_path), fresh="features")
+    run = again(fresh="features")
     assert stages_run(run) == ["features"]
     assert shards_made(run) == [("features", index) for index in range(4)]
     assert contents(run, *SHARDED) == before
 
 
-def test_fresh_refuses_a_stage_in_use(copied_run, make_config, tmp_path):
+def test_fresh_refuses_a_stage_in_use(copied_run, again):
     features = latest(copied_run, "features")
     with features.lock as lock:
         lock.share()  # as a run does that trains from it
         with pytest.raises(EnvironmentFault, match="holds the features stage"):
-            run_again(make_config(tmp_path), fresh="features")
+            again(fresh="features")
     assert features.verify() == [] and len(features.shards()) == 4
 
 
-@pytest.mark.parametrize("option", ["until", "fresh"])
-def test_a_stage_that_does_not_exist_is_named(make_config, tmp_path, option):
-    with pytest.raises(ConfigError, match=r"no stage 'trian'.*seeds, generate, features, train"):
-        run_again(make_config(tmp_path), **{option: "trian"})
-    assert not (tmp_path / "run").exists()
-
-
-def test_the_number_of_shards_does_not_change_generated_rows(finished_run, make_config, tmp_path):
-    run = run_again(make_config(tmp_path, seeds__rows_per_shard=17), until="generate")
+def test_the_number_of_shards_does_not_change_generated_rows(finished_run, again):
+    run = again(until="generate", seeds__rows_per_shard=17)
 
     def rows(of: RunDirectory) -> dict[str, dict]:
-        return {
-            row["id"]: row for path in latest(of, "generate").shards() for row in read_rows(path)
-        }
+        return {row["id"]: row for row in stored(latest(of, "generate"))}
 
     assert len(latest(run, "generate").shards()) == 3
     assert rows(run) == rows(finished_run)

@@ -71,15 +71,13 @@ DAMAGES: list[tuple[str, str, Callable[[Path], object]]] = [
 
 
 @pytest.mark.parametrize(("name", "file", "damage"), DAMAGES)
-def test_damage_is_named_by_verify_and_repaired_alone_by_run(
-    copied_run, make_config, tmp_path, name, file, damage
-):
+def test_damage_is_named_by_verify_and_repaired_alone_by_run(copied_run, again, name, file, damage):
     before, stage = contents(copied_run, *SHARDED), latest(copied_run, name)
     whole = (stage.path / file).read_bytes()
     damage(stage.path / file)
     (problem,) = stage.verify()
     assert problem.startswith(f"{stage.path / file} is ")
-    run = run_again(make_config(tmp_path))
+    run = again()
     assert stages_run(run) == [name] and contents(run, *SHARDED) == before
     if name in ("generate", "features"):  # seeds reads its sources from the beginning
         assert shards_made(run) == [(name, 2)]
@@ -88,60 +86,45 @@ def test_damage_is_named_by_verify_and_repaired_alone_by_run(
     if name != "check":  # whose answers are timed
         assert (stage.path / file).read_bytes() == whole
     assert all(latest(run, other).verify() == [] for other in STAGES)
-    assert stages_run(run_again(make_config(tmp_path))) == []
+    assert stages_run(again()) == []
 
 
 @pytest.mark.parametrize(("name", "reader"), [("generate", "features"), ("features", "train")])
-def test_a_bit_that_rotted_is_found_when_it_is_read(
-    copied_run, make_config, tmp_path, name, reader
-):
+def test_a_bit_that_rotted_is_found_when_it_is_read(copied_run, again, name, reader):
     before, stage = contents(copied_run, *SHARDED), latest(copied_run, name)
     rot(stage.shard_path(1))
     assert len(stage.verify()) == 1
-    assert stages_run(run_again(make_config(tmp_path))) == [], "unread files cost nothing"
-    run = run_again(make_config(tmp_path), fresh=reader, until=reader)
+    assert stages_run(again()) == [], "unread files cost nothing"
+    run = again(fresh=reader, until=reader)
     assert stages_run(run) == [reader, name, reader]
     assert [made for made in shards_made(run) if made[0] == name] == [(name, 1)]
     assert contents(run, *SHARDED) == before and stage.verify() == []
 
 
 @pytest.mark.parametrize("damaged", [False, True])
-def test_a_lost_record_is_read_from_the_whole_shards(copied_run, make_config, tmp_path, damaged):
+def test_a_lost_record_is_read_from_the_whole_shards(copied_run, again, damaged):
     before, stage = contents(copied_run, "features"), latest(copied_run, "features")
     (stage.path / "DONE.json").unlink()
     assert stage.verify() == [] and all(read_receipt(path) for path in stage.shards())
     if damaged:
         flip(stage.shard_path(3))
         assert stage.verify()[0].startswith(str(stage.shard_path(3)))
-    run = run_again(make_config(tmp_path))
+    run = again()
     assert stages_run(run) == ["features"] and shards_made(run) == [("features", 3)] * damaged
     assert contents(run, "features") == before
 
 
-def test_a_copy_that_lost_its_times_is_read_only_once(
-    copied_run, make_config, tmp_path, monkeypatch
-):
+def test_a_copy_that_lost_its_times_is_read_only_once(copied_run, again, monkeypatch):
     for path in copied_run.path.rglob("*"):
         os.utime(path, follow_symlinks=False)
     read, sha256_of = set(), fingerprint.sha256_of
     monkeypatch.setattr(
         fingerprint, "sha256_of", lambda path: read.add(path.name) or sha256_of(path)
     )
-    assert stages_run(run_again(make_config(tmp_path))) == []
+    assert stages_run(again()) == []
     assert read >= {"00000.parquet", "heads.safetensors"}
     read.clear()
-    assert stages_run(run_again(make_config(tmp_path))) == [] and not read
-
-
-def test_a_shard_of_another_run_is_replaced(copied_run, make_config, tmp_path):
-    changed = make_config(tmp_path, run__name="other", generate__temperature=1.5)
-    other = latest(run_again(changed, until="generate"), "generate")
-    ours, before = latest(copied_run, "generate"), contents(copied_run, "generate")
-    shutil.copy(other.shard_path(1), ours.shard_path(1))
-    (problem,) = ours.verify()
-    assert problem.startswith(str(ours.shard_path(1)))
-    run = run_again(make_config(tmp_path))
-    assert shards_made(run) == [("generate", 1)] and contents(run, "generate") == before
+    assert stages_run(again()) == [] and not read
 
 
 def test_no_curve_is_drawn_of_a_damaged_log(copied_run):
@@ -151,17 +134,15 @@ def test_no_curve_is_drawn_of_a_damaged_log(copied_run):
     assert drawing_data(copied_run).losses == drawing_data(copied_run).held_out == []
 
 
-def test_a_killed_writer_s_temporary_file_is_removed(copied_run, make_config, tmp_path):
+def test_a_killed_writer_s_temporary_file_is_removed(copied_run, again):
     stage = latest(copied_run, "generate")
     orphan = stage.path / "shards" / "00001.parquet.0123456789ab.tmp"
     orphan.write_bytes(stage.shard_path(1).read_bytes()[:100])
-    assert stages_run(run_again(make_config(tmp_path))) == []
+    assert stages_run(again()) == []
     assert not orphan.exists()
 
 
-def test_other_content_makes_exactly_its_dependants_again(
-    copied_run, make_config, tmp_path, monkeypatch
-):
+def test_other_content_makes_exactly_its_dependants_again(copied_run, again, monkeypatch):
     """An engine that is not repeatable writes another answer in the one shard that is lost."""
 
     class Other(generate.Worker):
@@ -171,7 +152,7 @@ def test_other_content_makes_exactly_its_dependants_again(
     monkeypatch.setattr(generate, "Worker", Other)
     before = contents(copied_run, *SHARDED)
     latest(copied_run, "generate").shard_path(2).unlink()
-    run = run_again(make_config(tmp_path))
+    run = again()
     assert stages_run(run) == STAGES[1:] and shards_made(run) == [("generate", 2), ("features", 2)]
     after = contents(run, *SHARDED)
     for name in SHARDED:
@@ -222,9 +203,7 @@ def test_weights_that_are_swapped_during_a_run_leave_nothing(
 
 
 @pytest.mark.parametrize("silent", ["the Hub", "the disk"])
-def test_a_stage_is_kept_if_its_input_becomes_unreadable(
-    copied_run, make_config, tmp_path, monkeypatch, silent
-):
+def test_a_stage_is_kept_if_its_input_becomes_unreadable(copied_run, again, monkeypatch, silent):
     """At its end the Hub is not asked again; a disk that does not answer is not a change."""
     found, looks = run_context.weight_files, []
 
@@ -239,8 +218,8 @@ def test_a_stage_is_kept_if_its_input_becomes_unreadable(
         patch.setattr(run_context, "weight_files", answering_once)
         if silent == "the disk":
             with pytest.raises(EnvironmentFault, match="does not answer"):
-                run_again(make_config(tmp_path))
+                again()
         else:
-            run_again(make_config(tmp_path))
+            again()
     assert len(looks) > 1 and shards_made(copied_run)[-1:] == [("features", 2)]
-    assert shards_made(run_again(make_config(tmp_path))) == []
+    assert shards_made(again()) == []

@@ -28,15 +28,9 @@ CHANGES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", CHANGES)
-def test_the_expected_rate_is_decoded_and_the_tree_exported(
-    copied_run, make_config, tmp_path, kind
-):
+def test_the_expected_rate_is_decoded_and_the_tree_exported(copied_run, again, kind):
     changes, choices_file = CHANGES[kind]
-    run = run_again(
-        make_config(
-            tmp_path, calibrate__tree="dynamic", check__studies=["trees", "heads"], **changes
-        )
-    )
+    run = again(calibrate__tree="dynamic", check__studies=["trees", "heads"], **changes)
     tree = DynamicTree(8, 3, 10)
     found, summary = open_run(run.path), latest(run, "calibrate").summary["tree"]
     stored = json.loads((run.path / "latest/calibrate/tree.json").read_text())
@@ -99,15 +93,13 @@ def test_a_tree_of_one_s_own_does_not_grow(make_config, tmp_path):
         make_config(tmp_path, calibrate__tree="dynamic", calibrate__choices=[[0]])
 
 
-def test_a_file_of_its_own_judges_a_dynamic_tree_too(copied_run, make_config, tmp_path):
+def test_a_file_of_its_own_judges_a_dynamic_tree_too(copied_run, again, tmp_path):
     file, questions = (
         tmp_path / "questions.jsonl",
         [f"why {word}?" for word in ("moon", "stone", "cat", "dog")],
     )
     file.write_text("".join(json.dumps({"turns": [question]}) + "\n" for question in questions))
-    run = run_again(
-        make_config(tmp_path, calibrate__tree="dynamic", calibrate__data=str(file)), until="export"
-    )
+    run = again(until="export", calibrate__tree="dynamic", calibrate__data=str(file))
     assert latest(run, "calibrate").summary["tree"]["text"] == "calibrate.data"
     export, stored = (
         load_export(run.path / "latest/export", gpus=0),

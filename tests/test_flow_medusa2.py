@@ -22,11 +22,19 @@ from pipeline.evaluation.prompts import held_out_prompts
 from pipeline.export.layout import read_layout
 from pipeline.flow import push_run, statuses_of
 from pipeline.storage.run_directory import RunDirectory
-from pipeline.storage.shards import read_rows
 from pipeline.targets.spec import TargetSpec, load_chat_template, load_tokenizer
 from tests.cli.tables import line_of
 from tests.export.hub_stand_in import hub_on_loopback
-from tests.flows.tiny import CONTEXT, NEW_TOKENS, latest, run_again, stages_run, token_rows
+from tests.flows.tiny import (
+    CONTEXT,
+    NEW_TOKENS,
+    latest,
+    report_of,
+    run_again,
+    stages_run,
+    stored,
+    token_rows,
+)
 from tests.targets.adapters import logits_with_adapter_on
 
 pytestmark = pytest.mark.slow
@@ -63,7 +71,7 @@ def backbone_of(run: RunDirectory) -> Path:
 
 def test_joint_runs_without_the_cache_and_says_so(joint_run, make_settings, tmp_path, capsys):
     assert stages_run(joint_run) == STAGES and joint_run.latest("features") is None
-    report = json.loads((joint_run.path / "report.json").read_text())
+    report = report_of(joint_run)
     assert (report["method"], report["train"]["recipe"]) == ("medusa-2", "joint")
     assert "learns from the text" in report["skipped"]["features"] and "features" not in report
     assert "learns from the text" in (joint_run.path / "report.md").read_text()
@@ -81,11 +89,11 @@ def test_joint_runs_without_the_cache_and_says_so(joint_run, make_settings, tmp_
     assert "no states to cache" in out and "a tuned backbone of" in out
 
 
-def test_an_unneeded_cache_is_unlinked_and_kept(copied_run, make_config, tmp_path):
+def test_an_unneeded_cache_is_unlinked_and_kept(copied_run, again):
     cache = latest(copied_run, "features").path
-    run_again(make_config(tmp_path, **JOINT), until="generate")
+    again(until="generate", **JOINT)
     assert copied_run.latest("features") is None and cache.is_dir()
-    assert stages_run(run_again(make_config(tmp_path))) == []
+    assert stages_run(again()) == []
 
 
 def test_the_exported_backbone_is_merged_and_named_by_heads(joint_run, tiny_target):
@@ -106,8 +114,8 @@ def test_the_exported_backbone_is_merged_and_named_by_heads(joint_run, tiny_targ
 
 
 def test_calibration_looks_at_held_out_rows_through_the_tuned_backbone(joint_run):
-    rows = [row for path in latest(joint_run, "tuned-features").shards() for row in read_rows(path)]
-    generated = [row for path in latest(joint_run, "generate").shards() for row in read_rows(path)]
+    rows = stored(latest(joint_run, "tuned-features"))
+    generated = stored(latest(joint_run, "generate"))
     assert [row["id"] for row in rows] == [
         row["id"] for row in generated if row["split"] == "calibrate"
     ]
@@ -119,11 +127,11 @@ def test_calibration_looks_at_held_out_rows_through_the_tuned_backbone(joint_run
         np.testing.assert_allclose(hidden_ND, expected_TD[row["positions"]], atol=2e-4)
 
 
-def test_another_tree_is_searched_on_the_same_states(run, make_config, tmp_path, monkeypatch):
+def test_another_tree_is_searched_on_the_same_states(run, again, monkeypatch):
     states = latest(run, "tuned-features")
     with monkeypatch.context() as patched:
         patched.setattr("pipeline.stages.features.Worker", None)
-        changed = run_again(make_config(tmp_path, **JOINT, calibrate__nodes=4), until="calibrate")
+        changed = again(until="calibrate", **JOINT, calibrate__nodes=4)
     assert (
         stages_run(changed) == ["calibrate"]
         and latest(run, "calibrate").summary["tree"]["nodes"] == 4
@@ -133,7 +141,7 @@ def test_another_tree_is_searched_on_the_same_states(run, make_config, tmp_path,
     shard = states.shard_path(0)
     shard.write_bytes(bytes(reversed(shard.read_bytes())))
     assert states.verify()
-    run_again(make_config(tmp_path, **JOINT, calibrate__nodes=4), until="calibrate")
+    again(until="calibrate", **JOINT, calibrate__nodes=4)
     assert stages_run(run) == ["tuned-features"] and states.verify() == []
 
 
@@ -190,7 +198,7 @@ def test_the_drift_is_that_of_the_published_weights(joint_run, tiny_target):
                 kl += float((log_p_TV[place].exp() * (log_p_TV[place] - log_q_TV[place])).sum())
                 agreed += int(log_p_TV[place].argmax() == log_q_TV[place].argmax())
                 positions += 1
-    report = json.loads((joint_run.path / "report.json").read_text())["train"]
+    report = report_of(joint_run)["train"]
     assert report["drift"]["positions"] == positions and report["drift"]["kl"] == pytest.approx(
         kl / positions, rel=1e-4
     )
@@ -226,12 +234,12 @@ def test_original_and_tuned_target_answer_a_file_of_questions(
     assert matched.keys() == {"category", "answers", "plain", "medusa", "original"}
 
 
-def test_a_drift_beyond_the_limit_fails_without_new_work(run, make_config, tmp_path):
+def test_a_drift_beyond_the_limit_fails_without_new_work(run, again):
     kl = latest(run, "check").summary["drift"]["kl"]
-    run_again(make_config(tmp_path, **JOINT | {"train__backbone__max_kl": 1.1 * kl}))
+    again(**JOINT | {"train__backbone__max_kl": 1.1 * kl})
     assert stages_run(run) == []
     with pytest.raises(CheckFailed, match=r"nats from the target, above train\.backbone\.max_kl"):
-        run_again(make_config(tmp_path, **JOINT | {"train__backbone__max_kl": 0.9 * kl}))
+        again(**JOINT | {"train__backbone__max_kl": 0.9 * kl})
     assert stages_run(run) == []
 
 
@@ -269,10 +277,8 @@ def test_damaged_backbones_and_states_are_repaired_without_training(
     assert path.read_bytes() == whole
 
 
-def test_a_two_stage_training_calibrates_on_the_tuned_backbone(make_config, tmp_path):
-    run = run_again(
-        make_config(tmp_path, **JOINT, train__backbone__recipe="two-stage"), until="export"
-    )
+def test_a_two_stage_training_calibrates_on_the_tuned_backbone(again):
+    run = again(until="export", **JOINT, train__backbone__recipe="two-stage")
     assert stages_run(run) == [
         "seeds",
         "generate",
@@ -311,7 +317,7 @@ def test_backbone_and_heads_are_pushed_without_local_paths(
             assert (
                 str(tmp_path).encode() not in content and str(tiny_target).encode() not in content
             ), name
-    receipt = json.loads((run.path / "latest/push/receipt.json").read_text())
+    receipt = latest(run, "push").summary
     assert (receipt["repo"], receipt["backbone"]["repo"]) == (
         "me/small-speculator.medusa",
         "me/small",
@@ -341,5 +347,5 @@ def test_a_push_interrupted_between_repositories_continues(run, make_config, tmp
     assert [
         len(hub.repositories[name].commits) for name in ("me/small", "me/small-speculator.medusa")
     ] == [2, 2]
-    receipt = json.loads((run.path / "latest/push/receipt.json").read_text())
+    receipt = latest(run, "push").summary
     assert receipt["backbone"]["unchanged"] and not receipt["unchanged"]

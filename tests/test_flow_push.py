@@ -15,10 +15,16 @@ from rich.console import Console
 from pipeline.cli.app import app
 from pipeline.cli.ending import ends_well
 from pipeline.errors import CheckFailed, ConfigError, DataError, EnvironmentFault
-from pipeline.flow import push_run, run_flow
+from pipeline.flow import push_run
 from pipeline.stages import push
 from tests.export.hub_stand_in import TOKEN, hub_on_loopback, push_to
-from tests.flows.tiny import edit_summary, latest, stages_run
+from tests.flows.tiny import (
+    edit_summary,
+    latest,
+    report_of,
+    run_again,
+    stages_run,
+)
 from tests.forks import FORKS, PATIENCE
 
 pytestmark = pytest.mark.slow
@@ -40,10 +46,6 @@ def hub(monkeypatch, tmp_path):
     yield from hub_on_loopback(monkeypatch, tmp_path)
 
 
-def run_again(config, **options):
-    return run_flow(config, executor="inline", console=Console(quiet=True), **options)
-
-
 def push_again(run, **changes):
     usual = {
         "repo_id": "me/heads",
@@ -54,8 +56,16 @@ def push_again(run, **changes):
     return push_run(run.path, **{**usual, **changes}, console=Console(quiet=True))
 
 
-def test_a_passed_check_gives_one_commit_and_a_receipt(copied_run, make_config, tmp_path, hub):
-    run = run_again(make_config(tmp_path, **HUB_IDS))
+def assert_refused(run, hub, error, failure):
+    """Neither a push nor a dry run is made."""
+    for dry_run in (True, False):
+        with pytest.raises(error, match=failure):
+            push_again(run, dry_run=dry_run)
+    assert hub.requests == []
+
+
+def test_a_passed_check_gives_one_commit_and_a_receipt(copied_run, again, tmp_path, hub):
+    run = again(**HUB_IDS)
     assert stages_run(run) == ["push"]
     repository = hub.repositories["me/heads"]
     assert repository.files.keys() == EXPORTED and len(repository.commits) == 2
@@ -67,9 +77,7 @@ def test_a_passed_check_gives_one_commit_and_a_receipt(copied_run, make_config, 
         == (export / "medusa_lm_head.safetensors").read_bytes()
     )
     assert json.loads(repository.files["config.json"])["base_model_name_or_path"] == "owner/target"
-    rate = json.loads((run.path / "report.json").read_text())["check"]["native"][
-        "acceleration_rate"
-    ]
+    rate = report_of(run)["check"]["native"]["acceleration_rate"]
     card = repository.files["README.md"].decode()
     assert f"{rate:.2f}" in card and "owner/target" in card and str(tmp_path) not in card
 
@@ -81,32 +89,24 @@ def test_a_passed_check_gives_one_commit_and_a_receipt(copied_run, make_config, 
         ({"check__require_learning": True}, "have learned hardly anything"),
     ],
 )
-def test_a_failed_check_keeps_everything_at_home(
-    copied_run, make_config, tmp_path, hub, limit, failure
-):
+def test_a_failed_check_keeps_everything_at_home(copied_run, again, hub, limit, failure):
     with pytest.raises(CheckFailed, match=failure):
-        run_again(make_config(tmp_path, **limit, **HUB_IDS))
+        again(**limit, **HUB_IDS)
     assert stages_run(copied_run) == [], "limits are applied to the check that was made"
-    assert json.loads((copied_run.path / "report.json").read_text())["check"]["passed"] is False
-    for dry_run in (True, False):
-        with pytest.raises(CheckFailed, match=failure):
-            push_again(copied_run, dry_run=dry_run)
-    assert hub.requests == [] and copied_run.latest("push") is None
+    assert report_of(copied_run)["check"]["passed"] is False
+    assert_refused(copied_run, hub, CheckFailed, failure)
+    assert copied_run.latest("push") is None
 
 
-def test_heads_that_the_check_has_not_seen_are_not_pushed(copied_run, make_config, tmp_path, hub):
-    run_again(make_config(tmp_path, export__dtype="bfloat16"), until="export")
-    for dry_run in (True, False):
-        with pytest.raises(CheckFailed, match="check") as caught:
-            push_again(copied_run, dry_run=dry_run)
-        assert caught.value.exit_code == 1
-    assert hub.requests == []
-    run_again(make_config(tmp_path, export__dtype="bfloat16"))
+def test_heads_that_the_check_has_not_seen_are_not_pushed(copied_run, again, hub):
+    again(until="export", export__dtype="bfloat16")
+    assert_refused(copied_run, hub, CheckFailed, "check")
+    again(export__dtype="bfloat16")
     assert push_again(copied_run)["repo"] == "me/heads"
 
 
-def test_a_push_without_a_finished_check_gives_advice(make_config, tmp_path, hub):
-    run = run_again(make_config(tmp_path), until="export")
+def test_a_push_without_a_finished_check_gives_advice(again, hub):
+    run = again(until="export")
     with pytest.raises(ConfigError, match=r"no finished check stage.*medusa-distill run"):
         push_again(run)
 
@@ -120,7 +120,7 @@ def test_the_push_command_pushes_a_finished_run_once(copied_run, hub):
     assert hub.repositories["me/other"].private
 
 
-def test_the_card_is_made_from_the_stages_records(copied_run, make_config, tmp_path, hub):
+def test_the_card_is_made_from_the_stages_records(copied_run, again, hub):
     """Without the feature cache, and whatever report.json and run.yaml are now."""
 
     def card() -> bytes:
@@ -133,7 +133,7 @@ def test_the_card_is_made_from_the_stages_records(copied_run, make_config, tmp_p
     report.write_text(json.dumps(found))
     assert card() == made and b"9.87" not in made
     report.unlink()
-    run_again(make_config(tmp_path, train__lr=0.0025), until="features")
+    again(until="features", train__lr=0.0025)
     shutil.rmtree(latest(copied_run, "features").path)
     assert card() == made and b"0.0025" not in made
 
@@ -148,25 +148,16 @@ def test_the_card_is_made_from_the_stages_records(copied_run, make_config, tmp_p
         (lambda latest: (latest / "train").unlink(), "stage train is missing"),
     ],
 )
-def test_a_missing_stage_of_the_card_stops_the_push(
-    copied_run, make_config, tmp_path, hub, damage, found
-):
+def test_a_missing_stage_of_the_card_stops_the_push(copied_run, again, hub, damage, found):
     damage(copied_run.path / "latest")
-    for dry_run in (True, False):
-        with pytest.raises(DataError, match=f"{found}.*Run the same"):
-            push_again(copied_run, dry_run=dry_run)
-    assert hub.requests == []
-    run_again(make_config(tmp_path))
+    assert_refused(copied_run, hub, DataError, found)
+    again()
     assert push_again(copied_run)["repo"] == "me/heads"
 
 
-def test_nothing_is_pushed_after_another_training_since_the_check(
-    copied_run, make_config, tmp_path, hub
-):
-    run_again(make_config(tmp_path, train__lr=0.002), until="train")
-    with pytest.raises(DataError, match="stage train is missing or not the one that"):
-        push_again(copied_run)
-    assert hub.requests == []
+def test_nothing_is_pushed_after_another_training_since_the_check(copied_run, again, hub):
+    again(until="train", train__lr=0.002)
+    assert_refused(copied_run, hub, DataError, "stage train is missing or not the one that")
 
 
 def test_limits_are_those_of_run_yaml_as_it_is_now(copied_run, hub):
@@ -208,7 +199,7 @@ def test_a_user_alone_names_repositories_and_dataset_after_the_target(
     }
     heads = ModelCard(hub.repositories["me/target-speculator.medusa"].files["README.md"].decode())
     assert heads.data.license == "mit" and heads.data.datasets == ["me/target-self-distillation"]
-    receipt = json.loads((run.path / "latest/push/receipt.json").read_text())
+    receipt = latest(run, "push").summary
     assert (
         receipt["data_set"]["commit"]
         == hub.repositories["datasets/me/target-self-distillation"].sha
@@ -273,7 +264,7 @@ def test_a_push_that_failed_is_made_by_the_same_command(
     ids=["while the weights go up", "after the commit, without its answer"],
 )
 def test_a_killed_push_that_is_repeated_is_one_commit(
-    copied_run, make_settings, make_config, tmp_path, hub, moment, request_part
+    copied_run, make_settings, again, tmp_path, hub, moment, request_part
 ):
     (tmp_path / "push.yaml").write_text(yaml.safe_dump(make_settings(tmp_path, **HUB_IDS)))
     setattr(hub, moment, request_part)
@@ -289,40 +280,31 @@ def test_a_killed_push_that_is_repeated_is_one_commit(
     arrived = len(repository.commits) - 1
     assert arrived == (moment == "stalls_after") and copied_run.latest("push").done is None
 
-    run = run_again(make_config(tmp_path, **HUB_IDS))
+    run = again(**HUB_IDS)
     assert stages_run(run) == ["push"] and len(repository.commits) == 2, (
         "the empty one, and ours, once"
     )
     assert repository.files.keys() == EXPORTED
     sums = {name: hashlib.sha256(data).hexdigest() for name, data in repository.files.items()}
-    receipt = json.loads((run.path / "latest/push/receipt.json").read_text())
+    receipt = latest(run, "push").summary
     assert {file["path"]: file["sha256"] for file in receipt["files"]} == sums
     assert (receipt["commit"], receipt["unchanged"]) == (repository.sha, bool(arrived))
     asked = len(hub.requests)
-    assert (
-        stages_run(run_again(make_config(tmp_path, **HUB_IDS))) == [] and len(hub.requests) == asked
-    )
+    assert stages_run(again(**HUB_IDS)) == [] and len(hub.requests) == asked
 
 
-@pytest.mark.parametrize("how", ["a flipped byte", "the tree", "another file"])
-def test_only_checked_and_unchanged_files_are_pushed(copied_run, hub, how):
+def test_files_that_the_check_has_not_seen_are_not_pushed(copied_run, hub):
     export = copied_run.path / "latest/export"
-    weights = export / "medusa_lm_head.safetensors"
-    if how == "a flipped byte":
-        data = bytearray(weights.read_bytes())
-        data[-5] ^= 1
-        weights.write_bytes(data)
-    elif how == "the tree":
-        (export / "medusa_choices.json").write_text("[[0]]\n")
-    else:
-        (export / "sub").mkdir()
-        for name in ("sub/id_rsa", "notes.txt", "tokenizer.model"):
-            (export / name).write_text("nobody's business")
+    (export / "sub").mkdir()
+    for name in ("sub/id_rsa", "notes.txt", "tokenizer.model"):
+        (export / name).write_text("nobody's business")
+    push_again(copied_run)
+    assert hub.repositories["me/heads"].files.keys() == EXPORTED
 
-        push_again(copied_run)
-        assert hub.repositories["me/heads"].files.keys() == EXPORTED
-        return
-    for dry_run in (True, False):
-        with pytest.raises(DataError, match="is not what was checked"):
-            push_again(copied_run, dry_run=dry_run)
-    assert hub.requests == []
+
+def test_nothing_is_pushed_of_an_export_with_a_flipped_byte(copied_run, hub):
+    weights = copied_run.path / "latest/export/medusa_lm_head.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-5] ^= 1
+    weights.write_bytes(data)
+    assert_refused(copied_run, hub, DataError, "is not what was checked")

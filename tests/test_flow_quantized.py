@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
-from tests.flows.tiny import STAGES, latest, run_again
+from tests.flows.tiny import (
+    STAGES,
+    latest,
+    report_of,
+)
 from tests.targets.quantized_copies import compressed
 
 
 @pytest.mark.slow
-def test_heads_of_a_quantized_target_keep_its_text(make_config, tmp_path, tiny_target, tiny_seeds):
+def test_heads_of_a_quantized_target_keep_its_text(again, tmp_path, tiny_target, tiny_seeds):
     copy = compressed(tiny_target, tmp_path / "copy", "int8")
     few = {"seeds__sources": [{"path": str(tiny_seeds), "limit": 30}], "generate__rounds": 1}
-    run = run_again(make_config(tmp_path, target__model=str(copy), train__heads="recurrent", **few))
+    run = again(target__model=str(copy), train__heads="recurrent", **few)
     assert all(latest(run, name).done for name in STAGES)
-    native = json.loads((run.path / "report.json").read_text())["check"]["native"]
+    native = report_of(run)["check"]["native"]
     match = native[
         "greedy_match"
     ]  # a state that is rounded to 127 steps turns an ulp into a tie on some CPUs

@@ -285,7 +285,6 @@ class CheckResult(Engines):
     """The summary of the check stage, or the part of it that one decoding engine measured."""
 
     served_model: ServedModel | None = None
-    skipped_prompts: int | None = None
     differing: list[Difference] = field(default_factory=list)
     head_0: dict[str, float] | None = None  # its top1 to top5 on held-out text
     frequency: dict[str, float] | None = None  # those of guessing the most frequent tokens

@@ -146,11 +146,8 @@ class RejectedRow:
         return cls(id, rejected.reason, escape_surrogates(rejected.detail), storable_json(row))
 
 
-def utf8_text(text: str, what: str) -> str:
+def utf8_text(text: str) -> str:
     """Return a seed row's text unchanged after checking that UTF-8 can encode it.
-
-    Args:
-        what: The text's name in the rejection's detail: "a turn".
 
     Raises:
         RowRejected: The text has a lone surrogate, which may stand for bytes that are not UTF-8.
@@ -158,9 +155,8 @@ def utf8_text(text: str, what: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        detail = (
-            f"Character {error.start + 1:,} of {what} is not UTF-8, or half of a surrogate pair."
-        )
+        place = f"Character {error.start + 1:,} of a text"
+        detail = f"{place} is not UTF-8, or half of a surrogate pair."
         raise RowRejected(Reason.UNDECODABLE, detail) from None
     return text
 

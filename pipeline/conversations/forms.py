@@ -153,7 +153,7 @@ class DumpObject:
         for key in keys:
             value = self.fields.get(key)
             if isinstance(value, str | int) and value != "":
-                return utf8_text(str(value), f"`{key}`")
+                return utf8_text(str(value))
         return None
 
     def items(self, key: str) -> list[Any]:

@@ -35,7 +35,7 @@ def clean_text(text: Any) -> str:
     if not isinstance(text, str):
         raise RowRejected(Reason.NOT_TEXT, f"A turn's text is a {type(text).__name__}.")
     # Leading white space of the first line may be the indentation of code.
-    return utf8_text(text, "a turn").replace("\0", "").lstrip("\ufeff\r\n").rstrip()
+    return utf8_text(text).replace("\0", "").lstrip("\ufeff\r\n").rstrip()
 
 
 def joined_parts(parts: list[Any]) -> str:
@@ -115,11 +115,11 @@ def _tool_json(value: Sequence[object]) -> str:
     except (ValueError, TypeError, RecursionError) as error:
         detail = f"A function call or definition is not JSON: {error}."
         raise RowRejected(Reason.BROKEN_JSON, detail) from None
-    return utf8_text(text, "a function call or definition")
+    return utf8_text(text)
 
 
 def repair_turns(
-    turns: Sequence[Message], max_characters: int, tools: ToolPolicy = "context"
+    turns: Sequence[Message], max_characters: int, tools: ToolPolicy
 ) -> tuple[Message, ...]:
     """Repair a dump's turns into the messages of a conversation.
 

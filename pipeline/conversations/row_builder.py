@@ -99,7 +99,7 @@ class Chat:
             RowRejected: The question alone is too long or undecodable, or the template rejects it;
                 the history is unchanged.
         """
-        message = Message("user", utf8_text(question, "the question"))
+        message = Message("user", utf8_text(question))
         alone = RowBuilder.opening(self._template, (*self._system, message))
         asked = self._builder.with_question(self._template, [message]) if self._builder else alone
         forgets = len(asked.ids) > self._room

@@ -89,7 +89,7 @@ class TreeCache(Cache):
         """The number of cached tokens of the longest sequence; 0 while a new prompt is opened."""
         return 0 if self._opening else max(self.lengths, default=0)
 
-    def begin_batch(self, num_slots: int, num_sequences: int = 1) -> None:
+    def begin_batch(self, num_slots: int, num_sequences: int) -> None:
         """Reset the KV cache for a batch whose longest sequence and tree need `num_slots` slots."""
         self.lengths = []
         self._rows = {}

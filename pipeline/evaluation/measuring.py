@@ -53,9 +53,9 @@ DRAFT_TOKENS = 5  # of a cell whose directory does not say
 
 
 def check_with_engine(
-    request: CheckRequest, engine: str, progress: ProgressReporter = SILENT
+    request: CheckRequest, engine: str, gpus: int, progress: ProgressReporter = SILENT
 ) -> tuple[CheckResult, AnswerLines]:
-    """Check heads with one engine; also return native decoding's answers.
+    """Check heads with one engine on so many GPUs; also return native decoding's answers.
 
     `engine` is `native` or `vllm`.
 
@@ -63,10 +63,11 @@ def check_with_engine(
         ConfigError: No answer took a step.
     """
     answers: AnswerLines = {}
+    request = replace(request, gpus=gpus)
     if engine == "native":
         found, answers = check_native(request, progress)
     else:
-        target = spec_for_vllm(request.target, on_gpu=request.gpus > 0)
+        target = spec_for_vllm(request.target, on_gpu=gpus > 0)
         found = check_served(replace(request, target=target), progress)
     return replace(found, hardware=hardware(), versions=versions()), answers
 
@@ -148,12 +149,11 @@ def measure_heads(
             prompts.kept,
             settings,
             tree=found.tree,
-            gpus=gpus,
             name=Path(target.model).name,
             speculative_config=found.speculative_config,
         )
         for name in sorted(settings.engines):
-            results[name], lines = check_with_engine(request, name, progress)
+            results[name], lines = check_with_engine(request, name, gpus, progress)
             answers.update(lines)
     result = join_engines(results)
     if result.vllm is not None and result.native is not None:
@@ -229,7 +229,7 @@ def _own_heads(
 ) -> Candidate:
     """Describe an export of this project as a candidate; vLLM drafts `draft_tokens` with it."""
     shape = layout.shape
-    if (shape.hidden_size, shape.target_vocab_size) != (sizes.hidden_size, sizes.vocab_size):
+    if Sizes(shape.hidden_size, shape.target_vocab_size) != sizes:
         raise DataError(
             "These are heads of a target with another hidden size or vocabulary.",
             str(directory),

@@ -147,7 +147,9 @@ def with_expectations(
     return replace(found, expected_acceleration_rate=rate, expected_standard_error=error, new=new)
 
 
-def load_study(request: CheckRequest, progress: ProgressReporter = SILENT) -> list[LoadRow]:
+def load_study(
+    request: CheckRequest, gpus: int, progress: ProgressReporter = SILENT
+) -> list[LoadRow]:
     """Measure vLLM's server under load, with the heads and without, `check.repeats` times."""
     progress.begin("vLLM's server starts", 0, unit="loads")
     settings = request.settings
@@ -157,7 +159,7 @@ def load_study(request: CheckRequest, progress: ProgressReporter = SILENT) -> li
         [prompt.ids for prompt in request.prompts],
         settings.max_new_tokens,
         repeats=settings.repeats,
-        gpus=request.gpus,
+        gpus=gpus,
         levels=LEVELS,
     )
     tasks = [task, replace(task, engine_args=with_heads)]

@@ -28,6 +28,7 @@ from pipeline.heads.kind import Heads
 from pipeline.heads.shapes import FORMATS
 from pipeline.redact import redacted
 from pipeline.storage.atomic import read_file, read_object
+from pipeline.storage.fingerprint import FileFacts
 from pipeline.targets.files import check_repo_id, hub_errors
 
 COMMIT_MESSAGE = "Upload from medusa-distill"
@@ -245,14 +246,13 @@ class BackboneUpload(Upload):
         return sorted(weights | ({CONFIG_FILE} & set(names)))
 
 
-def heads_upload(directory: Path, published: Published, checked: Mapping[str, str]) -> Upload:
+def heads_upload(directory: Path, published: Published, checked: Mapping[str, FileFacts]) -> Upload:
     """Prepare the Hub upload of an export, with a new card and the target's Hub id in config.json.
 
     Args:
         directory: The export, which is not changed.
         published: If `base_model` is None, the target is the one that the export names.
-        checked: The sha256 (hex) of each checked file of the heads, by name. No other file is
-            uploaded.
+        checked: The facts of each checked file of the heads, by name. No other file is uploaded.
 
     Raises:
         CheckFailed: The check failed or was not run.
@@ -278,7 +278,9 @@ def heads_upload(directory: Path, published: Published, checked: Mapping[str, st
     )
 
 
-def backbone_upload(directory: Path, published: Published, checked: Mapping[str, str]) -> Upload:
+def backbone_upload(
+    directory: Path, published: Published, checked: Mapping[str, FileFacts]
+) -> Upload:
     """Prepare the Hub upload of a tuned backbone; arguments and errors as in `heads_upload`."""
     repo_id = require_allowed(published, "push.repo_id")
     directory = directory.resolve()
@@ -313,7 +315,7 @@ def local_paths(published: Published, *further: str) -> set[str]:
 
 
 def _verified(
-    directory: Path, checked: Mapping[str, str], written: Mapping[str, str]
+    directory: Path, checked: Mapping[str, FileFacts], written: Mapping[str, str]
 ) -> list[CommitOperationAdd]:
     """Return a Hub upload's files, sorted by name: the checked files and the `written` texts.
 
@@ -324,7 +326,7 @@ def _verified(
         DataError: A file is missing, or is not what was checked.
     """
     files = {}
-    for name, sha256 in checked.items():
+    for name, facts in checked.items():
         path = directory / name
         is_weights = path.suffix in WEIGHT_SUFFIXES
         try:
@@ -332,7 +334,7 @@ def _verified(
         except (OSError, ValueError) as error:
             what = f"A file of the export cannot be read: {error}."
             raise DataError(what, str(path), EXPORT_AGAIN) from error
-        if path.is_symlink() or file.upload_info.sha256.hex() != sha256:
+        if path.is_symlink() or file.upload_info.sha256.hex() != facts.sha256:
             what = "This file is not what was checked, so nothing was pushed."
             raise DataError(what, str(path), EXPORT_AGAIN)
         files[name] = file

@@ -110,15 +110,20 @@ def label_ranks(
 def _guess_labels(
     heads: Heads, hidden_ND: Tensor, next_N: Tensor, labels_KN: Tensor, top: int
 ) -> Iterator[_Guesses]:
-    """Yield the heads' guesses for labelled rows, one head and one chunk of rows at a time."""
+    """Yield each head's guesses for its labelled rows, in chunks of rows.
+
+    Guesses and labels are compared as rows of the lm_head. With a draft vocabulary, these are not
+    token ids, and a label outside the draft vocabulary is -100.
+    """
     states_KND = heads.states(hidden_ND, next_N, labels_KN)
-    drafted_KN = heads.vocabulary.rows_of_labels(labels_KN)
+    lm_head_rows_KN = heads.vocabulary.rows_of_labels(labels_KN)
     num_rows = max(1, RANKED_BYTES // (heads.shape.vocab_size * states_KND.element_size()))
     for head, labels_N in enumerate(labels_KN):
         weight_VD = heads.lm_head_of(head).to(states_KND.dtype)
-        for rows_C in (labels_N != IGNORED).nonzero()[:, 0].split(num_rows):
+        labelled_rows = (labels_N != IGNORED).nonzero()[:, 0]
+        for rows_C in labelled_rows.split(num_rows):
             logits_CV = states_KND[head, rows_C] @ weight_VD.t()
             guesses_CR = logits_CV.topk(min(top, logits_CV.shape[1])).indices
-            labels_C = drafted_KN[head, rows_C]
+            labels_C = lm_head_rows_KN[head, rows_C]
             hits_CR = guesses_CR == labels_C[:, None]
             yield _Guesses(head, rows_C, logits_CV, labels_C, hits_CR)

@@ -84,6 +84,11 @@ class Teacher(NamedTuple):
     share: float
 
 
+def exact_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of a loss's softmax and sums: fp32, or fp64 for fp64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def chunk_bytes_on(device: torch.device) -> int:
     """Return the bytes of logits that the loss holds at a time on a device."""
     return CHUNK_BYTES.get(device.type, 1 << 30)
@@ -123,7 +128,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
         weights_K: Tensor,
     ) -> Tensor:
         with torch.autocast(hidden_KND.device.type, enabled=False):
-            loss = _Loss(hidden_KND, lm_head, labels_KN, teacher, weights_K)
+            loss = _ChunkedLoss(hidden_KND, lm_head, labels_KN, teacher, weights_K)
             if ctx.needs_input_grad[1]:
                 loss.grad_lm_head = torch.zeros_like(lm_head)
             for chunk in loss.chunks():
@@ -155,8 +160,18 @@ class _Chunk:
     states_C: Tensor | None  # each row's state, counted from `first_state`; None without a teacher
 
 
-class _Loss:
-    """Losses [K, N], and the gradients of their sum; a shared lm_head's is of the weighted sum."""
+class _ChunkedLoss:
+    """Computation of the heads' losses: inputs, results, and buffers that all chunks share.
+
+    Attributes:
+        losses_KN: The loss of each row; 0 without a label.
+        grad_hidden_KND: The gradient of the sum of all losses.
+        grad_lm_head: The gradient of the sum of each head's losses. For an lm_head that all heads
+            share, the gradient of the sum weighted by `weights_K`. None if the lm_head is frozen.
+        chunk_rows: The maximum number of rows per chunk, and of target states per block.
+        slice_rows: The maximum number of rows per slice of a chunk.
+        block_rows: The number of vocabulary rows per block of the lm_head's gradient.
+    """
 
     def __init__(
         self,
@@ -173,11 +188,11 @@ class _Loss:
         self.weights_K = weights_K
         self.is_shared = lm_head.dim() == 2
         self.grad_hidden_KND = torch.zeros_like(self.hidden_KND)
-        self.grad_lm_head: Tensor | None = None  # zeros where it is wanted
+        self.grad_lm_head: Tensor | None = None  # the caller sets zeros if the lm_head trains
 
         dtype = hidden_KND.dtype
         vocab_size = lm_head.shape[-2]
-        exact = torch.float64 if dtype == torch.float64 else torch.float32
+        exact = exact_dtype(dtype)
         bytes_per_logit = dtype.itemsize
         num_exact = 1  # numbers that a slice holds per logit: log q, and with a teacher p
         num_labels = labels_KN.numel()

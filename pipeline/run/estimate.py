@@ -26,7 +26,7 @@ from pipeline.storage.receipts import Summary
 from pipeline.targets.spec import cached_numbers, quantization_of
 from pipeline.training.feature_batches import BATCHES_AHEAD
 from pipeline.training.recipe import Recipe
-from pipeline.training.task import Learner
+from pipeline.training.task import Learner, product_dtype
 
 TOLERANCE = 0.2  # of an estimate of memory
 ASSUMED_HIDDEN_SIZE = 4096  # a 7B model's, while the target cannot be looked up
@@ -86,7 +86,7 @@ def run_size(run: ResolvedRun, seeds: Summary | None, generated: Summary | None)
     rows = int(seeds["rows"]) if seeds else _count_conversations(run)
     tokens = None if rows is None else rows * longest
     if generated:
-        tokens = int(generated.get("tokens", 0))
+        tokens = int(generated["tokens"])
     stored = 0
     if "features" not in run.method.skipped_stages(train):
         stored = StateFormat(dtype, hidden_size, run.config.features.precision).stored_bytes
@@ -252,15 +252,14 @@ def _training(
 ) -> StageMemory:
     """Estimate the memory of a training step at its peak, while the loss is computed.
 
-    A worker holds weights, gradients and moments in fp32; the states or the activations of the
-    backbone that belong to a micro-batch; and what the heads compute from these.
+    A worker holds the weights, gradients and moments of the heads in fp32; the states of its
+    positions, cached ones or those that the layers of the backbone keep; and the numbers that the
+    heads and the loss compute from these.
     """
     train, workers = run.config.train, run.workers_of("train")
-    on_gpu = run.gpus_of("train") > 0
+    device = torch.device("cuda" if run.gpus_of("train") else "cpu")
+    width = product_dtype(train, device).itemsize
     hidden_size = run.shape.hidden_size
-    width = FP32  # bytes of a number in matrix products
-    if train.precision == "bf16" or (train.precision == "auto" and on_gpu):
-        width = 2
     heads = _heads(run, train.num_heads)
     num_trained = _num_trained(heads)
     weights, num_adapter, num_gradients = 0.0, 0, num_trained
@@ -271,7 +270,7 @@ def _training(
         kept_by_layers = KEPT_FOR_BACKWARD * num_layers
         if backbone.gradient_checkpointing:  # one layer's numbers, and the input of each
             kept_by_layers = KEPT_FOR_BACKWARD + num_layers
-        activations = num_positions * kept_by_layers * hidden_size * width
+        states = num_positions * kept_by_layers * hidden_size * width
         weights = target.weight_bytes(backbone.quantization_beside(run.config.target.quantization))
         if backbone.shard:
             weights -= target.linear * target.itemsize * (1 - 1 / workers)
@@ -281,12 +280,10 @@ def _training(
     else:
         recipe = learner.expected_recipe(train, positions, hidden_size, run.kind.lr_scale)
         num_positions = -(-recipe.batch_tokens // workers)
-        activations = (BATCHES_AHEAD + 1) * num_positions * hidden_size * target.itemsize
+        states = (BATCHES_AHEAD + 1) * num_positions * hidden_size * target.itemsize
         if train.soft_labels:
-            activations *= 2  # the states that the teacher reads
-    activations += width * _kept_by_heads(run, num_positions)
-    chunk = chunk_bytes_on(torch.device("cuda" if on_gpu else "cpu"))
-    activations += min(chunk, num_positions * run.shape.vocab_size * (width + FP32))  # logits
+            states *= 2  # those that the teacher reads
+    logits = min(chunk_bytes_on(device), num_positions * run.shape.vocab_size * (width + FP32))
     num_weights = sum(weight.numel() for weight in heads.parameters())
     return StageMemory(
         "train",
@@ -297,12 +294,12 @@ def _training(
         heads=FP32 * (num_adapter + num_weights),
         gradients=FP32 * num_gradients,
         optimizer=MOMENTS[train.optimizer] * (num_adapter + num_trained),
-        activations=activations,
+        activations=states + width * _kept_by_heads(run, num_positions) + logits,
     )
 
 
 def _kept_by_heads(run: ResolvedRun, num_positions: int) -> float:
-    """Count the numbers that heads keep for the backward, and those of the lm_heads they read."""
+    """Count the numbers that heads keep of positions for the backward, and those of lm_heads."""
     one_head, hidden_size = _heads(run, 1), run.shape.hidden_size
     lm_heads = one_head.lm_head.numel()
     matrices = _num_trained(one_head)

@@ -166,8 +166,8 @@ class ResolvedRun:
     @property
     def times_chain(self) -> bool:
         """Whether native decoding is timed to choose the number of vLLM's draft tokens."""
-        is_served = self.kind.vllm_method is not None
-        return self.times_trees and self.config.calibrate.draft_tokens == "auto" and is_served
+        is_auto = self.times_trees and self.config.calibrate.draft_tokens == "auto"
+        return is_auto and self.kind.vllm_method is not None
 
     @property
     def max_draft_tokens(self) -> int:
@@ -192,8 +192,11 @@ class ResolvedRun:
             try:
                 paths = read_paths(given)
             except DataError as error:
-                fix = f"Name a file of paths, or one of the trees {', '.join(CHILDREN)}."
-                raise ConfigError(error.what, f"calibrate.choices = {given}", fix) from None
+                raise ConfigError(
+                    error.what,
+                    f"calibrate.choices = {given}",
+                    f"Name a file of paths, or one of the trees {', '.join(CHILDREN)}.",
+                ) from None
         else:
             paths = given
         return check_choices(paths, self.shape.max_depth, self.config.calibrate.top)

@@ -17,6 +17,8 @@ Limits: one request is decoded at a time, and native overheads stand for those o
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from pipeline.artifacts.generated_rows import read_token_rows
@@ -67,22 +69,21 @@ MEASURED_SIZES = (1, 3, 7, 15, 31, 63, 127, 255)
 
 
 def upstream(config: Config) -> tuple[str, ...]:
-    """The stages with the states and the heads to measure, and the training answers."""
+    """List the stages that calibrate reads: cached states, trained heads and generated answers."""
     states = "tuned-features" if method_of(config.train).tunes_backbone else "features"
     return (states, "train", "generate")
 
 
 def identity(context: Context) -> Identity:
-    """The tree's budget or the user's tree, and the settings of the chain."""
+    """Collect what calibrate's result depends on: the settings of the tree and of the chain."""
     settings = context.config.calibrate
-    chain = {"draft_tokens": settings.draft_tokens, "timed": context.resolved.times_chain}
     found: Identity = {
         "tree": settings.tree,
         "nodes": settings.nodes,
         "depth": settings.depth,
         "top": settings.top,
         "choices": context.resolved.choices,
-        "chain": chain,
+        "draft_tokens": settings.draft_tokens,
     }
     if settings.data:
         check_files(context.resolved)
@@ -94,7 +95,7 @@ def identity(context: Context) -> Identity:
 
 
 def run(context: Context, stage: StageDirectory) -> Summary:
-    """Measure the heads, search the tree, and choose the sizes of the tree and the chain."""
+    """Run calibrate: measure the heads, search the tree, choose the sizes of tree and chain."""
     config, settings = context.config, context.config.calibrate
     num_heads = config.train.num_heads
     with context.progress(stage) as progress:
@@ -135,8 +136,13 @@ def run(context: Context, stage: StageDirectory) -> Summary:
         chain=chain,
         **expected_speedup(tree.walked),
     )
+    heads = _accuracies(ranks, settings.top, num_heads)
+    new = ranks.new_answers()
+    if len(new.starts) >= ENOUGH_NEW:
+        on_new = _accuracies(new, settings.top, num_heads)
+        heads = [replace(head, new=each) for head, each in zip(heads, on_new, strict=True)]
     result = CalibrateResult(
-        heads=_accuracies(ranks, settings.top, num_heads),
+        heads=heads,
         tree=figures,
         positions=int(counts_K.max()),
         conversations=num_conversations,
@@ -167,28 +173,20 @@ def _choose_tree(
 
 
 def _accuracies(ranks: HeldOutRanks, top: int, num_heads: int) -> list[Accuracy]:
-    """Compute each head's accuracies, and those on new answers if there are enough.
+    """Compute how often a label is among the first 1 to 5 guesses of each trained head.
 
     A kind may propose deeper than it trains heads.
     """
     hits_KR, counts_K = ranks.guess_hits(top)
-    new = ranks.new_answers()
-    new_hits_KR, new_counts_K = new.guess_hits(top)
     heads = []
     for head in range(num_heads):
-        on_new = None
-        if len(new.starts) >= ENOUGH_NEW:
-            on_new = _accuracy(new_hits_KR[head], int(new_counts_K[head]))
-        heads.append(_accuracy(hits_KR[head], int(counts_K[head]), on_new))
+        count = int(counts_K[head])
+        shares = {}
+        if count:
+            for rank, hits in enumerate(hits_KR[head].cumsum()[:5].tolist(), start=1):
+                shares[f"top{rank}"] = round(hits / count, 4)
+        heads.append(Accuracy(labels=count, **shares))
     return heads
-
-
-def _accuracy(hits_R: np.ndarray, count: int, new: Accuracy | None = None) -> Accuracy:
-    shares = {}
-    if count:
-        for rank, hits in enumerate(hits_R.cumsum()[:5].tolist(), start=1):
-            shares[f"top{rank}"] = round(hits / count, 4)
-    return Accuracy(labels=count, new=new, **shares)
 
 
 def _require_labels(counts_K: np.ndarray, num_conversations: int, where: str) -> None:
@@ -207,9 +205,9 @@ def _require_labels(counts_K: np.ndarray, num_conversations: int, where: str) ->
 def _native_overheads(
     context: Context, fits: CrossFit, progress: ProgressReporter
 ) -> tuple[Overheads, Overheads]:
-    """Time trees and chains of several sizes in native decoding.
+    """Time trees and chains of several sizes in native decoding of held-out prompts.
 
-    On held-out prompts, one request at a time.
+    One request is decoded at a time.
     """
     resolved, generated = context.resolved, context.upstream["generate"]
     rows = read_token_rows(generated.shards(), generated.fingerprint)
@@ -228,7 +226,7 @@ def _native_overheads(
 
 
 def _timed_trees(fits: CrossFit, dynamic: DynamicTree | None) -> dict[int, Choices | DynamicTree]:
-    """Build trees of the measured sizes; the largest static tree may be of a size between."""
+    """Build the candidate trees to time, by size; the largest static tree may be of any size."""
     largest = max(fits.whole.values(), key=len)
     trees: dict[int, Choices | DynamicTree] = {}
     for size in MEASURED_SIZES:

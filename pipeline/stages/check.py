@@ -35,6 +35,7 @@ from pipeline.artifacts.seen_answers import training_text
 from pipeline.artifacts.tree_file import read_calibration
 from pipeline.config import Config
 from pipeline.config.load import validate
+from pipeline.conversations.conversation import Conversation
 from pipeline.conversations.duplicates import CheckQuestions
 from pipeline.conversations.sources import read_questions
 from pipeline.evaluation.measuring import AnswerLines, check_with_engine, join_engines
@@ -54,7 +55,7 @@ from pipeline.execution.progress import ProgressReporter
 from pipeline.export.directory import read_tree
 from pipeline.export.layout import read_layout
 from pipeline.run.checks import check_files
-from pipeline.run.context import Context, Stage
+from pipeline.run.context import Context, Stage, reads
 from pipeline.run.resolved import ENGINE_SECTIONS
 from pipeline.storage.atomic import read_json, write_json
 from pipeline.storage.receipts import Identity, Summary
@@ -75,13 +76,8 @@ FIGURES = ("native.acceleration_rate", "native.speedup", "vllm.acceleration_rate
 LIMITS = {"min_acceleration_rate", "require_learning", "max_tie_share"}  # see `Limits`
 
 
-def upstream(config: Config) -> tuple[str, ...]:
-    """The stages that the check reads."""
-    return ("generate", "export", "train")
-
-
 def identity(context: Context) -> Identity:
-    """The settings except the limits, with the content of the questions and the assistant."""
+    """Collect what the check depends on: settings except the limits, and the files they name."""
     check_files(context.resolved)
     check = context.config.check
     fetch = not context.read_only
@@ -96,8 +92,6 @@ def identity(context: Context) -> Identity:
         weights = weight_files(next(iter(copies.values())), fetch=fetch)
         dtypes = {engine: copy.dtype for engine, copy in copies.items()}
         settings["served_model"] = {"weights": context.digests.of_all(weights), "dtypes": dtypes}
-    else:
-        settings.pop("served_model")
     assistant = context.resolved.assistant
     if assistant is not None:
         weights = weight_files(assistant, fetch=fetch)
@@ -107,85 +101,80 @@ def identity(context: Context) -> Identity:
 
 @dataclass(frozen=True)
 class CheckEngines:
-    """The engines of a check, each on the placement of its workers."""
+    """The engines that decode in the check stage, each on the placement of its workers."""
 
     context: Context
     stage: StageDirectory
     progress: ProgressReporter
+    questions: list[Conversation] | None  # of a file of questions; None for held-out prompts
 
     def call(self, function: Callable[..., Any], engine: str, /, **arguments: Any) -> Any:
-        placement = self.context.placement(ENGINE_SECTIONS[engine])
-        return self.context.executor.call(function, arguments, placement, self.progress)
-
-    def gpus(self, engine: str) -> int:
-        return self.context.placement(ENGINE_SECTIONS[engine]).gpus
+        """Call a function on a worker of one engine, with the further argument `gpus`."""
+        return self.context.call(function, ENGINE_SECTIONS[engine], self.progress, **arguments)
 
     def measure(self, request: CheckRequest, engine: str) -> tuple[CheckResult, AnswerLines]:
-        """Decode with and without the heads in one engine."""
-        request = replace(request, gpus=self.gpus(engine))
+        """Check the heads in one engine; also return the answers of native decoding."""
         return self.call(check_with_engine, engine, request=request, engine=engine)
 
     def prompts(self, target: TargetSpec) -> Prompts:
-        """Read held-out prompts, or answer the earlier turns of a file of questions."""
+        """Build the check's prompts, of held-out rows or of a file of questions."""
         settings = self.context.config.check
-        if isinstance(settings.prompts, Path):
+        if isinstance(settings.prompts, int):
+            room = context_length(target) - settings.max_new_tokens
+            prompts = held_out_prompts(_generated_rows(self.context), settings.prompts, room)
+        else:
             engine = min(settings.engines)
             prompts = self.call(
                 question_prompts,
                 engine,
                 target=target,
-                questions=read_questions(settings.prompts),
+                questions=self.questions,
                 settings=settings,
                 engine="transformers" if engine == "native" else "vllm",
-                gpus=self.gpus(engine),
             )
-        else:
-            room = context_length(target) - settings.max_new_tokens
-            prompts = held_out_prompts(_generated_rows(self.context), settings.prompts, room)
         require_prompts(prompts, settings)
         return prompts
 
     def stored_result(self, request: CheckRequest, engine: str) -> CheckResult:
-        """Check in one engine, or read the engine's result from before an interruption."""
+        """Check the heads in one engine, or read the result from before an interruption."""
         file = self.stage.path / f"{engine}.json"
         stored = read_json(file)
-        if stored is None:
-            result, answers = self.measure(request, engine)
-            write_answers(self.stage.path, answers)
-            if isinstance(request.settings.prompts, Path):
-                for lines in answers.values():
-                    write_model_answers(self.stage.path, lines)
-            stored = to_json(result)
-            write_json(file, stored)
-        return from_json(CheckResult, stored)
+        if stored is not None:
+            return from_json(CheckResult, stored)
+        result, answers = self.measure(request, engine)
+        write_answers(self.stage.path, answers)
+        if self.questions is not None:
+            for lines in answers.values():
+                write_model_answers(self.stage.path, lines)
+        write_json(file, to_json(result))
+        return result
 
     def vllm_figures(self, request: CheckRequest, result: CheckResult) -> VllmFigures:
-        """Add the expected rate of vLLM's chain, and the study of load."""
+        """Return vLLM's figures with the expected rate of its chain, and the study of load."""
         calibration, held_out, chain = request.calibration, None, None
         assert result.vllm is not None and calibration is not None
         if result.native is not None:
             chain = result.native.chain
         by_calibration = self.context.config.calibrate.data is None
-        if by_calibration and not isinstance(request.settings.prompts, Path):
+        if by_calibration and self.questions is None:
             held_out = calibration.chain[calibration.num_speculative_tokens - 1]
         figures = with_expectations(result.vllm, chain, held_out)
         if "load" in request.settings.studies:
-            load = self.call(load_study, "vllm", request=replace(request, gpus=self.gpus("vllm")))
+            load = self.call(load_study, "vllm", request=request)
             figures = replace(figures, studies=Studies(load=load))
         return figures
 
     def on_served_model(self, request: CheckRequest) -> tuple[ServedModel, list[Difference]]:
         """Check the heads on the copy of the target that will be served, in every engine.
 
-        Greedy text is compared with that copy alone, whose own text differs from the full target's.
-        Neither baselines nor studies are repeated.
+        Greedy text is compared with the text of that copy alone, since the full target writes other
+        text. Baselines and studies are not repeated.
         """
-        plain: dict[str, Any] = {"baselines": (), "assistant_model": None, "studies": ()}
-        settings = request.settings.model_copy(update=plain)
+        settings = request.settings.model_copy(update={"baselines": (), "studies": ()})
         results = {}
         for engine, copy in self.context.resolved.served_copies.items():
             target = replace(copy, max_tokens=request.target.max_tokens)
-            asked = replace(request, target=target, settings=settings, assistant=None)
+            asked = replace(request, target=target, settings=settings)
             results[engine], _ = self.measure(asked, engine)
         result = join_engines(results)
         form = quantization_format(model_config(target)) or "not quantized"
@@ -194,8 +183,8 @@ class CheckEngines:
         )
         return copy_figures, [replace(each, model=target.model) for each in result.differing]
 
-    def drift_of_published(self, questions: Path | None) -> TunedDrift:
-        """Measure the published weights' drift; write the original's answers."""
+    def drift_of_published(self) -> TunedDrift:
+        """Measure the drift of the published backbone; write the original target's answers."""
         context = self.context
         drift, lines = self.call(
             beside_the_original,
@@ -203,9 +192,8 @@ class CheckEngines:
             original=with_room(context.target, context.config.check),
             published=with_room(context.backbone("export"), context.config.check),
             rows=[row for row in _generated_rows(context) if row.split == "calibrate"],
-            questions=[] if questions is None else read_questions(questions),
+            questions=self.questions or [],
             settings=context.config.check,
-            gpus=self.gpus("native"),
             name=Path(context.config.target.model).name,
         )
         write_model_answers(self.stage.path, lines)
@@ -213,20 +201,24 @@ class CheckEngines:
 
 
 def _generated_rows(context: Context) -> Iterator[TokenRow]:
+    """Yield the conversations of the generate stage, as token ids."""
     generated = context.upstream["generate"]
     return read_token_rows(generated.shards(), generated.fingerprint)
 
 
 def run(context: Context, stage: StageDirectory) -> Summary:
-    """Decode with every configured engine and compare the results with plain decoding.
+    """Run the check: decode with each engine, with the heads and plainly, and compare.
 
-    Each engine's result is kept in a file until the check is done, so that a later failure or an
-    interruption does not cost it.
+    Each engine's result is kept in a file until the check is done, so that it survives a later
+    failure or an interruption.
     """
     settings = context.config.check
     export = context.upstream["export"].path
+    questions = None
+    if isinstance(settings.prompts, Path):
+        questions = read_questions(settings.prompts)
     with context.progress(stage) as progress:
-        engines = CheckEngines(context, stage, progress)
+        engines = CheckEngines(context, stage, progress, questions)
         target = with_room(context.backbone("export"), settings)
         prompts = engines.prompts(target)
         most = read_layout(export).shape.max_depth
@@ -258,7 +250,6 @@ def run(context: Context, stage: StageDirectory) -> Summary:
         (stage.path / f"{engine}.json").unlink(missing_ok=True)
     result = replace(
         result,
-        skipped_prompts=prompts.skipped,
         configuration=context.config.model_dump(mode="json"),
         target_revision=None if is_local(context.target.model) else context.target.revision,
         passed=not result.failures(Limits.of(context.config)),
@@ -267,30 +258,26 @@ def run(context: Context, stage: StageDirectory) -> Summary:
 
 
 def _with_comparisons(engines: CheckEngines, result: CheckResult) -> CheckResult:
-    """Add head 0's accuracy, the backbone's drift, exact matches and contaminated rows."""
+    """Add head 0's accuracy, the backbone's drift, exact matches and contaminated training rows."""
     context = engines.context
     trained = context.upstream["train"].summary
     prompts = context.config.check.prompts
-    questions = prompts if isinstance(prompts, Path) else None
     if trained["held_out"]:
         result = replace(result, head_0=trained["held_out"][0], frequency=trained["frequency"])
     if method_of(context.config.train).tunes_backbone:
-        drift = engines.drift_of_published(questions)
-        if drift.positions is None:
-            drift = from_json(TunedDrift, trained["drift"])
-        result = replace(result, drift=drift)
-    if questions is not None:
+        result = replace(result, drift=engines.drift_of_published())
+    if isinstance(prompts, Path):
         shards = context.upstream["generate"].shards()
         result = replace(
             result,
-            contaminated_rows=num_contaminated(shards, CheckQuestions(read_questions(questions))),
-            exact_match=exact_match(read_answers(engines.stage.path), read_references(questions)),
+            contaminated_rows=num_contaminated(shards, CheckQuestions(engines.questions or ())),
+            exact_match=exact_match(read_answers(engines.stage.path), read_references(prompts)),
         )
     return result
 
 
 def configuration(stage: StageDirectory, now: Config) -> Config:
-    """Return a finished check's configuration with the limits, `run` and `push` of `now`."""
+    """Return the configuration of a finished check, with the limits, `run` and `push` of `now`."""
     found = validate(stage.summary["configuration"], str(stage.path))
     limits = {name: getattr(now.check, name) for name in LIMITS}
     backbone = found.train.backbone.model_copy(update={"max_kl": now.train.backbone.max_kl})
@@ -303,4 +290,4 @@ def configuration(stage: StageDirectory, now: Config) -> Config:
     return found.model_copy(update=parts)
 
 
-STAGE = Stage(NAME, VERSION, upstream, identity, run, FIGURES)
+STAGE = Stage(NAME, VERSION, reads("generate", "export", "train"), identity, run, FIGURES)

@@ -2,9 +2,8 @@
 
 Promises: exactly the expected tensors and shapes, read back and compared bit for bit; heads,
 tokenizer, configuration, tree and model card together; further formats in directories of their
-names. With Medusa-2 the tuned backbone lies in `backbone/`, and the configuration names it by its
-absolute path, where it was made: of an export that was moved since, that directory is meant all the
-same.
+names. With Medusa-2 the tuned backbone is in `backbone/`, and the configuration names it by the
+absolute path at which it was made. Readers of an export that was moved use its own `backbone/`.
 """
 
 from __future__ import annotations
@@ -27,7 +26,10 @@ VERSION = 5
 
 
 def identity(context: Context) -> Identity:
-    """The format, the dtype and the name of the target; a tuned backbone is named relatively."""
+    """Collect what the export depends on: formats, dtype, and the target's name.
+
+    A tuned backbone has a relative name, so that a run can be moved.
+    """
     tuned = context.resolved.method.tunes_backbone
     return {
         "settings": context.config.export.model_dump(mode="json"),
@@ -37,14 +39,17 @@ def identity(context: Context) -> Identity:
 
 
 def run(context: Context, stage: StageDirectory) -> Summary:
-    """Write the trained heads, their tree and card as an export, and list its files."""
+    """Write the trained heads, their tree and card as an export."""
     settings, spec, trained = context.config.export, context.target, context.upstream["train"]
     target, tunes = context.resolved.target_config.to_dict(), context.resolved.method.tunes_backbone
-    base, backbone = spec.model, stage.path.resolve() / BACKBONE_DIRECTORY
+    base, published = spec.model, None
     if tunes:
+        backbone = stage.path.resolve() / BACKBONE_DIRECTORY
         learned = trained.files_below(BACKBONE_DIRECTORY)
         link_backbone(trained.path / BACKBONE_DIRECTORY, backbone, learned)
         base = str(backbone)
+    else:
+        published = base
     heads = read_trained_heads(trained.path / HEADS_FILE)
     check_vocabulary(heads.shape, context.resolved.shape.vocab_size)
     calibration = read_calibration(context.upstream["calibrate"].path)
@@ -56,7 +61,6 @@ def run(context: Context, stage: StageDirectory) -> Summary:
         num_speculative_tokens=calibration.num_speculative_tokens,
         dynamic_tree=calibration.dynamic,
     )
-    published = None if tunes else base
     card = Published(Report(), context.config, base_model=published, tuned=tunes)
     files = write_export(
         stage.path,
@@ -69,10 +73,8 @@ def run(context: Context, stage: StageDirectory) -> Summary:
         card=model_card(card),
     )
     return {
-        "files": [path.relative_to(stage.path).as_posix() for path in files],
         "bytes": sum(path.stat().st_size for path in files),
         "dtype": layout.dtype,
-        "formats": list(settings.formats),
         "vllm": layout.kind.vllm_refusal(layout.shape, target) is None,
     }
 

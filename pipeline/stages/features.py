@@ -35,12 +35,11 @@ from pipeline.training.held_out_accuracy import SPLIT
 
 NAME = "features"
 VERSION = 3
-TUNED_NAME = "tuned-features"
 FIGURES = ("positions", "bytes_per_position", "tokens_per_second", "quarantined")
 
 
 class Worker:
-    """Turns a shard of generated rows, or of one split of them, into a shard of features.
+    """Worker of the features stage: makes a feature shard of a shard of generated rows.
 
     Rows are written behind the forwards, and the states of the next shard are computed while one is
     committed.
@@ -64,7 +63,7 @@ class Worker:
         self._ahead: ShardInProgress | None = None
 
     def expect(self, upcoming: ShardTask | None) -> None:
-        """Remember the shard that comes after the next call's."""
+        """Remember the shard of features to compute during the next call's commit."""
         self._upcoming = upcoming
 
     def __call__(self, task: ShardTask) -> Receipt:
@@ -102,7 +101,7 @@ class Worker:
 
 
 class ShardInProgress:
-    """A feature shard whose states are computed row by row, and written behind that."""
+    """A feature shard that is being computed row by row, while a thread writes it."""
 
     def __init__(self, worker: Worker, task: ShardTask):
         self.task = task
@@ -121,12 +120,12 @@ class ShardInProgress:
                 FeatureWriter(writer, rows, states, worker.waiting)
             )
             self._computed = worker.engine.stream(row.input_ids.tolist() for row in rows)
-            # Without it the engine would go on with rows that nobody takes.
+            # An open stream would go on computing rows of an abandoned shard.
             opened.callback(self._computed.close)
             self._opened = opened.pop_all()
 
     def advance(self) -> bool:
-        """Compute one more row's states; return False after the last."""
+        """Compute the hidden states of one more row; return False if there is none."""
         for index, hidden_TD in self._computed:
             self._features.put(index, hidden_TD)
             self._progress.add(self.task, 1, len(self._rows[index].input_ids))
@@ -134,36 +133,37 @@ class ShardInProgress:
         return False
 
     def commit(self, started: float) -> Future[Receipt]:
-        """Commit the shard once its rows are written; `started` is when its worker began."""
+        """Commit the feature shard once its rows are written.
+
+        `started` is the time when the worker began, by the monotonic clock.
+        """
         num_tokens = sum(len(row.input_ids) for row in self._rows)
         ids_in = [row.id for row in self._rows]
         return self._features.commit(NAME, ids_in, num_tokens, started)
 
     def close(self) -> None:
-        """Close the shard; without a commit before it, nothing is left behind."""
+        """Close the feature shard; without a commit before, delete its temporary files."""
         self._opened.close()
 
 
-def engine_identity(settings: FeaturesConfig) -> Identity:
-    """The settings that the states depend on; the batch size only moves rounding noise."""
-    return {
+def identity(context: Context, *, tuned: bool = False) -> Identity:
+    """Collect what the cached states depend on: settings, and the target or tuned backbone.
+
+    The batch size is not among them: it only moves rounding noise.
+    """
+    settings = context.config.features
+    found: Identity = {
         "engine": settings.engine,
         "codec": settings.codec,
         "precision": settings.precision,
         "engine_args": semantic_arguments(settings.engine_args),
     }
-
-
-def identity(context: Context) -> Identity:
-    """The engine, how states are stored, and the target."""
-    return {**engine_identity(context.config.features), "target": context.target_identity}
-
-
-def tuned_identity(context: Context) -> Identity:
-    """The engine, how states are stored, and the backbone's files, which no shard names."""
-    files = context.upstream["train"].files_below(BACKBONE_DIRECTORY)
-    content = fingerprint({name: facts.sha256 for name, facts in files.items()})
-    return {**engine_identity(context.config.features), "backbone": content}
+    if tuned:
+        files = context.upstream["train"].files_below(BACKBONE_DIRECTORY)
+        found["backbone"] = fingerprint({name: facts.sha256 for name, facts in files.items()})
+    else:
+        found["target"] = context.target_identity
+    return found
 
 
 def run(context: Context, stage: StageDirectory, *, tuned: bool = False) -> Summary:
@@ -190,10 +190,10 @@ def run(context: Context, stage: StageDirectory, *, tuned: bool = False) -> Summ
 
 STAGE = Stage(NAME, VERSION, reads("generate"), identity, run, FIGURES, sharded=True)
 TUNED = Stage(
-    TUNED_NAME,
+    "tuned-features",
     VERSION,
     reads("generate", "train"),
-    tuned_identity,
+    functools.partial(identity, tuned=True),
     functools.partial(run, tuned=True),
     FIGURES,
     sharded=True,

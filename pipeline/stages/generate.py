@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import functools
 import time
-from collections import Counter
+from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 
 from pipeline.artifacts.generated_rows import GENERATED, count_generated, generated_columns
@@ -39,25 +40,23 @@ MIN_ROWS = 2  # of a split; a standard error takes two
 
 
 def identity(context: Context) -> Identity:
-    """Every setting of the text, the target, and the run's seed."""
+    """Collect what generated text depends on: settings, target and the run's seed."""
     settings = context.config.generate.model_dump(mode="json")
     settings["engine_args"] = semantic_arguments(settings["engine_args"])
-    special = context.config.seeds.special_tokens
-    seed = context.config.run.seed
     return {
         "settings": settings,
-        "special_tokens": special,
-        "seed": seed,
+        "special_tokens": context.config.seeds.special_tokens,
+        "seed": context.config.run.seed,
         "target": context.target_identity,
     }
 
 
 def run(context: Context, stage: StageDirectory) -> Summary:
-    """Generate the conversations of every seed, shard by shard."""
+    """Run the generate stage: let the target write the conversation of each seed."""
     placement = context.placement(NAME)
     settings = context.config.generate
     template = load_chat_template(context.target)
-    require_both_sides(template, settings.mode)  # told here, before a worker starts
+    require_both_sides(template, settings.mode)  # before a worker starts
     arguments = {
         "target": context.target,
         "settings": settings,
@@ -71,11 +70,11 @@ def run(context: Context, stage: StageDirectory) -> Summary:
 
 
 def require_rows_of_splits(summary: Summary, stage: StageDirectory) -> None:
-    """Refuse a split whose generated rows are too few, before training is spent on it."""
-    fewest = min(SPLITS, key=lambda split: summary[f"{split}_rows"])
-    if summary[f"{fewest}_rows"] < MIN_ROWS:
-        counts = ", ".join(f"{split} {summary[f'{split}_rows']:.0f}" for split in SPLITS)
-        what = f"Too few rows are left to {fewest}: {counts}."
+    """Refuse generated rows of which a split has too few, before anything is trained."""
+    rows_of = {split: int(summary[f"{split}_rows"]) for split in SPLITS}
+    if min(rows_of.values()) < MIN_ROWS:
+        counts = ", ".join(f"{split} {number:,}" for split, number in rows_of.items())
+        what = f"Each split needs at least {MIN_ROWS} rows, and these are left: {counts}."
         fix = (
             "Read the quarantine files there: correct the seeds, name more of them, or change"
             " seeds.holdout."
@@ -84,7 +83,7 @@ def require_rows_of_splits(summary: Summary, stage: StageDirectory) -> None:
 
 
 class Worker:
-    """Turns one shard of seeds into one shard of generated rows.
+    """Worker of the generate stage: makes a shard of generated rows of a shard of seeds.
 
     When the last conversations of a shard leave the engine half empty, those of the next one begin.
     """
@@ -99,10 +98,24 @@ class Worker:
         special_tokens: SpecialTokens = "escape",
     ):
         self.template = load_chat_template(target)
-        self.settings, self.seed, self.progress = settings, seed, progress or ShardProgress()
-        self.special_tokens = special_tokens
-        self.max_tokens = context_length(target)
-        self.stop_token_ids = tuple(sorted(eos_token_ids(target)))
+        self.progress = progress or ShardProgress()
+        sampling = Sampling(
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            max_new_tokens=settings.max_new_tokens,
+            stop_token_ids=eos_token_ids(target),
+        )
+        self.training = DialogueSettings(
+            mode=settings.mode,
+            sampling=sampling,
+            max_tokens=context_length(target),
+            rounds=settings.rounds,
+            on_truncated=settings.on_truncated,
+            seed=seed,
+            special_tokens=special_tokens,
+        )
+        held_out = replace(sampling, temperature=settings.holdout_temperature)
+        self.held_out = replace(self.training, sampling=held_out)
         self.engine: GenerationEngine | None = None  # passthrough asks for nothing
         if settings.mode != "passthrough":
             arguments = (settings.engine_args, gpus, settings.batch_invariant)
@@ -112,7 +125,7 @@ class Worker:
         self._upcoming: ShardTask | None = None
 
     def expect(self, upcoming: ShardTask | None) -> None:
-        """Remember the shard that follows the next call."""
+        """Remember the shard of seeds to begin when the next call leaves the engine half empty."""
         self._upcoming = upcoming
 
     def __call__(self, task: ShardTask) -> Receipt:
@@ -126,32 +139,34 @@ class Worker:
                 try:
                     generated = dialogue.rows()
                 except RowRejected as rejected:
-                    writer.reject(
-                        RejectedRow(
-                            seed.conversation.id, rejected.reason, rejected.detail, seed.stored()
-                        )
-                    )
+                    writer.reject(RejectedRow.of(seed.conversation.id, rejected, seed.stored()))
                     continue
                 rows += [generated_columns(row, seed.split) for row in generated]
             writer.write(rows)
             ids_in = [seed.conversation.id for seed in seeds]
-            counts = count_generated(rows) | _counts_of_seeds(group.dialogues)
-            return writer.commit(NAME, ids_in, counts, time.monotonic() - started)
+            counts = defaultdict(float, count_generated(rows))
+            for dialogue in group.dialogues:
+                if dialogue.special_tokens():
+                    counts["special_token_rows"] += 1
+                if dialogue.cut_at_tools:
+                    counts["cut_at_tools"] += 1
+            return writer.commit(NAME, ids_in, dict(counts), time.monotonic() - started)
 
     def _begin(self, task: ShardTask) -> tuple[list[SeedRow], DialogueGroup]:
         """Read the shard's seeds and queue their conversations, unless they have begun."""
         if task.shard not in self._begun:
             seeds = [SeedRow.of(row) for row in task_rows(task)]
-            dialogues = (
-                Dialogue(seed.conversation, self.template, self._dialogue_settings(seed.split))
-                for seed in seeds
-            )
+            dialogues = []
+            for seed in seeds:
+                settings = self.training if seed.split == "train" else self.held_out
+                dialogues.append(Dialogue(seed.conversation, self.template, settings))
             self.progress.begin(task)
             group = self.pool.add(dialogues, functools.partial(self.progress.add, task))
             self._begun[task.shard] = seeds, group
         return self._begun[task.shard]
 
     def _begin_upcoming(self) -> None:
+        """Queue the conversations of the next shard, once."""
         if self._upcoming is not None:
             self._begin(self._upcoming)
             self._upcoming = None
@@ -159,35 +174,6 @@ class Worker:
     def close(self) -> None:
         if self.engine is not None:
             self.engine.close()
-
-    def _dialogue_settings(self, split: str) -> DialogueSettings:
-        settings = self.settings
-        temperature = settings.temperature if split == "train" else settings.holdout_temperature
-        return DialogueSettings(
-            mode=settings.mode,
-            sampling=Sampling(
-                temperature=temperature,
-                top_p=settings.top_p,
-                max_new_tokens=settings.max_new_tokens,
-                stop_token_ids=self.stop_token_ids,
-            ),
-            max_tokens=self.max_tokens,
-            rounds=settings.rounds,
-            on_truncated=settings.on_truncated,
-            seed=self.seed,
-            special_tokens=self.special_tokens,
-        )
-
-
-def _counts_of_seeds(dialogues: list[Dialogue]) -> dict[str, float]:
-    """Count seeds with special tokens, and seeds that are cut before a function call."""
-    counts: Counter[str] = Counter()
-    for dialogue in dialogues:
-        if dialogue.special_tokens():
-            counts["special_token_rows"] += 1
-        if dialogue.cut_at_tools:
-            counts["cut_at_tools"] += 1
-    return {name: float(rows) for name, rows in counts.items()}
 
 
 STAGE = Stage(NAME, VERSION, reads("seeds"), identity, run, FIGURES, sharded=True)

@@ -10,14 +10,13 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
 from pipeline.config import Config
 from pipeline.export.card import Licence, Published, licence_of
 from pipeline.export.data_set import data_set_upload
-from pipeline.export.hub import backbone_upload, heads_upload, send_all
+from pipeline.export.hub import Receipt, backbone_upload, heads_upload, send_all
 from pipeline.export.layout import BACKBONE_DIRECTORY
 from pipeline.formatting import visible
 from pipeline.run.context import Context, Stage
@@ -33,37 +32,34 @@ HEADS = "heads"
 
 
 def upstream(config: Config) -> tuple[str, ...]:
-    """The export and its check, and the conversations where they are published."""
+    """List the stages that push reads: export, check, and generate where it sends a data set."""
     if config.push.dataset:
         return ("export", "check", "generate")
     return ("export", "check")
 
 
 def identity(context: Context) -> Identity:
+    """Collect what a push depends on: its settings."""
     return context.config.push.model_dump(mode="json")
 
 
 def run(context: Context, stage: StageDirectory) -> Summary:
-    """Push to the Hub and write the receipt; the summary counts the files."""
-    receipts = push(context, work_in=stage.path)
-    write_json(stage.path / "receipt.json", flat_receipt(receipts))
-    counted = {}
-    for name, part in receipts.items():
-        counted[name] = {key: part[key] for key in ("repo", "commit", "unchanged")}
-        counted[name]["files"] = len(part["files"])
-    return flat_receipt(counted)
+    """Run the push stage: push to the Hub and write the receipt, which is also the summary."""
+    receipt = flat_receipt(push(context, work_in=stage.path))
+    write_json(stage.path / "receipt.json", receipt)
+    return receipt
 
 
 def push(
     context: Context, *, dry_run: bool = False, work_in: Path | None = None
-) -> dict[str, dict[str, Any]]:
-    """Send the configured repositories with fresh cards; a dry run touches no network.
+) -> dict[str, Receipt]:
+    """Send the export and its cards to the configured Hub repositories; a dry run sends nothing.
 
     Cards are made of the stages' records, not of report.json or of the Hub as they are now.
 
     Args:
-        work_in: Where the data set's files are written before they go, and deleted; the system's
-            place by default.
+        work_in: Where the data set's files are written before the upload, and deleted after it; by
+            default in the system's folder for temporary files.
 
     Returns:
         The receipts by repository: `data_set`, `backbone`, `heads`.
@@ -97,26 +93,25 @@ def push(
                 generated.shards(), generated.fingerprint, card, Path(directory)
             )
         if to.backbone:
-            tuned_files = exported.files_below(BACKBONE_DIRECTORY)
-            checked = {name: facts.sha256 for name, facts in tuned_files.items()}
             card = replace(published, repo_id=to.backbone)
             path = exported.path / BACKBONE_DIRECTORY
+            checked = exported.files_below(BACKBONE_DIRECTORY)
             uploads["backbone"] = backbone_upload(path, card, checked)
         if to.heads:
             base = to.backbone or settings.base_model
             card = replace(published, repo_id=to.heads, base_model=base)
             assert exported.done, "only a finished export is pushed"
-            names = set(exported.summary["files"])  # among them the card, which is not in DONE.json
-            files = exported.done.files.items()
-            checked = {name: facts.sha256 for name, facts in files if name in names}
+            checked = dict(exported.done.files)
+            for name in exported.files_below(BACKBONE_DIRECTORY):
+                del checked[f"{BACKBONE_DIRECTORY}/{name}"]
             uploads[HEADS] = heads_upload(exported.path, card, checked)
         if dry_run:
             return {name: upload.dry_run(settings.private) for name, upload in uploads.items()}
         return send_all(uploads, private=settings.private)
 
 
-def print_dry_run(console: Console, receipts: Mapping[str, dict[str, Any]]) -> None:
-    """Print the files that a push would send to each repository, and what it still lacks."""
+def print_dry_run(console: Console, receipts: Mapping[str, Receipt]) -> None:
+    """Print the files that a push would send to each Hub repository, and missing settings."""
     for part in receipts.values():
         visibility = "private" if part["private"] else "public"
         lines = [f"Would push to {part['repo']} ({visibility}), as one commit:"]
@@ -126,10 +121,10 @@ def print_dry_run(console: Console, receipts: Mapping[str, dict[str, Any]]) -> N
         console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
 
 
-def flat_receipt(receipts: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return the receipt of a push: the heads' own, with those of other repositories in it."""
+def flat_receipt(receipts: Mapping[str, Receipt]) -> Receipt:
+    """Merge the receipts of a push: the receipt of the heads holds the others by name."""
     others = {name: part for name, part in receipts.items() if name != HEADS}
     return {**receipts.get(HEADS, {}), **others}
 
 
-STAGE = Stage(NAME, VERSION, upstream, identity, run, ("repo", "commit", "files"))
+STAGE = Stage(NAME, VERSION, upstream, identity, run, ("repo", "commit"))

@@ -48,7 +48,7 @@ MOST_SHOWN = 8  # of skipped files in the terminal
 
 
 def identity(context: Context) -> Identity:
-    """The identity of the seeds: the sources' content and the settings that shape rows."""
+    """Collect what the seeds depend on: the sources' content and the settings that shape rows."""
     settings, readers = context.config.seeds, source_readers(context.config.seeds)
     rows: Identity = {
         "sources": [_source_identity(context, reader) for reader in readers],
@@ -70,7 +70,7 @@ def identity(context: Context) -> Identity:
 
 
 def _read_settings(generate: GenerateConfig) -> Identity:
-    """The settings that decide which messages generation reads, for deduplication."""
+    """Return the settings that decide which messages of a seed generation reads."""
     if generate.mode == "replay":
         return {"mode": generate.mode, "rounds": generate.rounds}
     return {"mode": generate.mode}
@@ -114,7 +114,7 @@ def _source_identity(context: Context, reader: SourceReader) -> Identity:
 
 
 def run(context: Context, stage: StageDirectory) -> Summary:
-    """Read the sources, quarantine and deduplicate their rows, and write the split seeds."""
+    """Run the seeds stage: read, quarantine, deduplicate and split the rows of all sources."""
     settings = context.config.seeds
     readers = source_readers(settings)
     totals = StageTotals()
@@ -139,7 +139,7 @@ def run(context: Context, stage: StageDirectory) -> Summary:
 
 
 def _source_summary(reader: SourceReader) -> Summary:
-    """The summary of a source: its files with their rows, and its skipped files."""
+    """Summarize a seed source: its files with their rows, and its skipped files."""
     found: Summary = {
         "source": reader.name,
         "read": [asdict(count) for count in reader.read],
@@ -161,7 +161,7 @@ def _print_skipped_files(context: Context, summary: Summary) -> None:
 
 
 def _read(context: Context, readers: Sequence[SourceReader]) -> Iterator[Row]:
-    """Yield the rows of all sources; duplicates and rows with a check's question are rejected."""
+    """Yield the rows of all seed sources, duplicates and contaminated rows as rejected rows."""
     settings, questions = context.config.seeds, _check_questions(context)
     decontamination = CheckQuestions(read_questions(questions) if questions else ())
     deduplicator = Deduplicator(
@@ -180,7 +180,7 @@ def _read(context: Context, readers: Sequence[SourceReader]) -> Iterator[Row]:
 
 
 def _check_questions(context: Context) -> Path | None:
-    """The file of the check's questions if `seeds.decontaminate` is set, or else None."""
+    """Return the file of the check's questions if seeds are decontaminated, else None."""
     prompts = context.config.check.prompts
     if not context.config.seeds.decontaminate or not isinstance(prompts, Path):
         return None

@@ -34,15 +34,14 @@ QUANTIZED_TEACHER = (
 
 
 def upstream(config: Config) -> tuple[str, ...]:
-    """The stages that the training method reads: cached features, generated text, or both."""
+    """List the stages that the training method reads: features, generate, or both."""
     return method_of(config.train).reads(config.train)
 
 
 def identity(context: Context) -> Identity:
-    """The settings that the method reads, the seed, and the target.
+    """Collect what trained heads depend on: the settings that the method reads, seed and target.
 
-    The version of the kind's code is in it: a kind that changes is trained, calibrated, exported
-    and checked again.
+    The version of the kind's code is included, so that heads of a changed kind are trained again.
     """
     resolved = context.resolved
     return {
@@ -54,7 +53,7 @@ def identity(context: Context) -> Identity:
 
 
 def run(context: Context, stage: StageDirectory) -> Summary:
-    """Train the heads, and merge the backbone if the method tunes it."""
+    """Run the train stage: train the heads, and merge the backbone if the method tunes it."""
     placement, resolved = context.placement(NAME), context.resolved
     method = resolved.method
     shards, fingerprints = {}, {}

@@ -37,7 +37,7 @@ SAVES_MEMORY = (
 
 
 class Backbone(nn.Module):
-    """The target with a trainable LoRA adapter, its own dropout off.
+    """The target model with a trainable LoRA adapter, for Medusa-2. The target's dropout is off.
 
     Args:
         spec: The target. The adapter starts as the identity, drawn from torch's generator.
@@ -106,7 +106,7 @@ class Backbone(nn.Module):
 
     @property
     def lora_outer(self) -> Tensor:
-        """The weight of lora_B of the lm_head, [V, R]."""
+        """The weight [V, R] of lora_B of the lm_head."""
         return self._lm_head.lora_B[NAME].weight
 
     @property
@@ -134,7 +134,7 @@ class Backbone(nn.Module):
         return self._target.get_output_embeddings()
 
     def train(self, mode: bool = True) -> Backbone:
-        """Switch only LoRA dropout and activation checkpointing on or off."""
+        """Switch LoRA dropout and activation checkpointing on or off, and nothing else."""
         super().train(False)
         _keep_differentiable(self)
         if mode:
@@ -150,7 +150,7 @@ class Backbone(nn.Module):
 
 
 def _keep_differentiable(module: nn.Module) -> None:
-    """Put 4-bit layers into training mode, since bitsandbytes on a CPU needs it for backward."""
+    """Set quantized layers to training mode, which bitsandbytes needs for backward on a CPU."""
     for layer in module.modules():
         if type(layer).__module__.startswith("bitsandbytes"):
             layer.training = True

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from pipeline.artifacts.check_result import TunedDrift
-from pipeline.heads.losses import TargetHead, chunk_bytes_on
+from pipeline.heads.losses import TargetHead, chunk_bytes_on, exact_dtype
 
 
 def summed_backbone_loss(
@@ -35,9 +35,7 @@ def summed_backbone_loss(
     lora_VR: Tensor,
     head: TargetHead,
     labels_N: Tensor,
-    original_ND: Tensor | None = None,
-    *,
-    chunk_bytes: int | None = None,
+    original_ND: Tensor | None,
 ) -> Tensor:
     """Sum the tuned backbone's loss over the rows: KL divergence or cross entropy.
 
@@ -50,15 +48,12 @@ def summed_backbone_loss(
         lora_VR: The weight of lora_B of the lm_head.
         head: The target's lm_head; frozen.
         labels_N: The next tokens, int64.
-        chunk_bytes: Bounds the memory of the logits.
     """
-    return _SummedBackboneLoss.apply(
-        hidden_ND, low_NR, lora_VR, head, labels_N, original_ND, chunk_bytes
-    )
+    return _SummedBackboneLoss.apply(hidden_ND, low_NR, lora_VR, head, labels_N, original_ND)
 
 
 class _SummedBackboneLoss(torch.autograd.Function):
-    """The backbone's summed loss; its forward pass also computes the gradients."""
+    """Autograd function of `summed_backbone_loss`."""
 
     @staticmethod
     def forward(
@@ -69,17 +64,16 @@ class _SummedBackboneLoss(torch.autograd.Function):
         head: TargetHead,
         labels_N: Tensor,
         original_ND: Tensor | None,
-        chunk_bytes: int | None,
     ) -> Tensor:
-        """Compute the summed loss, and keep its gradients in the first three arguments."""
+        """Compute the loss, and keep its gradients with respect to the first three arguments."""
         dtype = hidden_ND.dtype
-        loss = torch.zeros((), dtype=_exact(dtype), device=hidden_ND.device)
+        loss = torch.zeros((), dtype=exact_dtype(dtype), device=hidden_ND.device)
         ctx.gradients = [torch.zeros_like(each) for each in (hidden_ND, low_NR, lora_VR)]
         grad_hidden_ND, grad_low_NR, grad_lora_VR = ctx.gradients
         head = head.to(hidden_ND.device, dtype)
         lora_VR = lora_VR.to(dtype)
         with torch.autocast(hidden_ND.device.type, enabled=False):
-            for rows in _chunks(hidden_ND, head, chunk_bytes):
+            for rows in _chunks(hidden_ND, head):
                 low_CR = low_NR[rows].to(dtype)
                 log_q_CV = _tuned_log_probabilities(hidden_ND[rows], low_CR, lora_VR, head)
                 if original_ND is None:
@@ -96,12 +90,13 @@ class _SummedBackboneLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor):
+        """Scale the gradients of the forward pass."""
         gradients = [gradient * grad_loss for gradient in ctx.gradients]
-        return *gradients, None, None, None, None
+        return *gradients, None, None, None
 
 
 def _cross_entropy(log_q_CV: Tensor, labels_C1: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the summed cross entropy and its gradient q - onehot(label), stored in log_q_CV."""
+    """Return the summed cross entropy and its gradient q - onehot(label), which replaces log q."""
     label_log_q_C1 = log_q_CV.gather(1, labels_C1)
     # The label's entry is expm1(log q): q - 1 would round to 0 for a confident model.
     grad_CV = log_q_CV.exp_().scatter_(1, labels_C1, label_log_q_C1.expm1())
@@ -109,14 +104,14 @@ def _cross_entropy(log_q_CV: Tensor, labels_C1: Tensor) -> tuple[Tensor, Tensor]
 
 
 def _divergence(log_q_CV: Tensor, log_p_CV: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the summed KL(p ‖ q) and its gradient q - p in q's logits, stored in log_q_CV."""
+    """Return the summed KL(p ‖ q) and its gradient in q's logits, q - p, which replaces log q."""
     p_CV = log_p_CV.exp()
     loss = log_p_CV.sub_(log_q_CV).mul_(p_CV).sum()
     return loss, log_q_CV.exp_().sub_(p_CV)
 
 
 class Drift(NamedTuple):
-    """Sums of a tuned backbone's drift over positions, as fp64 scalars."""
+    """Sums of a tuned backbone's drift from the original over positions, as fp64 scalars."""
 
     kl: Tensor
     original_loss: Tensor  # cross entropy of the text
@@ -162,8 +157,6 @@ def add_drift(
     head: TargetHead,
     labels_N: Tensor,
     original_ND: Tensor,
-    *,
-    chunk_bytes: int | None = None,
 ) -> None:
     """Add the tuned backbone's drift at some positions to `total`.
 
@@ -173,17 +166,17 @@ def add_drift(
     head = head.to(hidden_ND.device, dtype)
     low_NR = low_NR.to(dtype)
     lora_VR = lora_VR.to(dtype)
-    for rows in _chunks(hidden_ND, head, chunk_bytes):
+    for rows in _chunks(hidden_ND, head):
         log_q_CV = _tuned_log_probabilities(hidden_ND[rows], low_NR[rows], lora_VR, head)
         log_p_CV = _log_softmax(head.logits(original_ND[rows].to(dtype)))
         total.add(log_p_CV, log_q_CV, labels_N[rows])
 
 
-def _chunks(hidden_ND: Tensor, head: TargetHead, chunk_bytes: int | None) -> Iterator[slice]:
-    """Yield slices of rows such that the logits of both models take about `chunk_bytes`."""
-    exact_bytes = _exact(hidden_ND.dtype).itemsize
+def _chunks(hidden_ND: Tensor, head: TargetHead) -> Iterator[slice]:
+    """Yield slices of rows; both models' logits of one take about `chunk_bytes_on` bytes."""
+    exact_bytes = exact_dtype(hidden_ND.dtype).itemsize
     row_bytes = len(head.weight_VD) * (2 * hidden_ND.element_size() + 3 * exact_bytes)
-    num_rows = max(1, (chunk_bytes or chunk_bytes_on(hidden_ND.device)) // row_bytes)
+    num_rows = max(1, chunk_bytes_on(hidden_ND.device) // row_bytes)
     for start in range(0, len(hidden_ND), num_rows):
         yield slice(start, start + num_rows)
 
@@ -196,9 +189,4 @@ def _tuned_log_probabilities(
 
 
 def _log_softmax(logits_CV: Tensor) -> Tensor:
-    return torch.log_softmax(logits_CV, 1, dtype=_exact(logits_CV.dtype))
-
-
-def _exact(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of softmax and sums: fp32, or fp64 for fp64."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+    return torch.log_softmax(logits_CV, 1, dtype=exact_dtype(logits_CV.dtype))

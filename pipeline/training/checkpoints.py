@@ -71,7 +71,7 @@ class Checkpoints:
         return sorted((int(match[1]) for match in names if match), reverse=True)
 
     def is_due(self, step: int) -> bool:
-        """Return whether a checkpoint is due after this step, by steps or by minutes."""
+        """Return whether to save a training checkpoint after this step, by steps or by minutes."""
         if self.settings.checkpoint_every:
             return step % self.settings.checkpoint_every == 0
         return time.monotonic() - self._saved >= 60 * self.settings.checkpoint_minutes
@@ -115,6 +115,7 @@ class Checkpoints:
         return checkpoint
 
     def _write(self, step: int, tensors: dict[str, Tensor], state: str) -> None:
+        """Write a training checkpoint, and delete those that are not kept."""
         self.directory.mkdir(parents=True, exist_ok=True)
         with atomic_path(self.path(step)) as temporary:
             save_file(
@@ -152,7 +153,7 @@ def checkpoint_digest(tensors: Mapping[str, Tensor], state: str) -> str:
 def optimizer_state(
     optimizer: torch.optim.Optimizer,
 ) -> tuple[dict[str, Tensor], dict[str, int | float]]:
-    """Split the optimizer's state into tensors and numbers named `<parameter index>.<name>`."""
+    """Return the optimizer's state as tensors and numbers by `<parameter index>.<name>`."""
     tensors = {}
     numbers = {}
     for index, parameter in enumerate(_parameters(optimizer)):

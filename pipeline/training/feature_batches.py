@@ -45,7 +45,7 @@ ALONE = Workers()
 
 @dataclass(frozen=True)
 class Piece:
-    """The positions [start, stop) of one row of one row group."""
+    """A range [start, stop) of positions in one cached row of one row group."""
 
     group: int
     row: int
@@ -103,7 +103,7 @@ class EpochPlan:
         return split_range(0, self.size(step), workers.rank, workers.world_size)
 
     def pieces(self, step: int, workers: Workers = ALONE) -> list[Piece]:
-        """Return the pieces of rows that one worker reads in a training step; may be empty."""
+        """Return the ranges of cached rows that one worker reads in a training step, if any."""
         first, last = self.share(step, workers)
         found = []
         offset = 0  # of a range within the step
@@ -116,11 +116,11 @@ class EpochPlan:
         return found
 
     def _ranges(self, step: int) -> list[tuple[int, int]]:
-        """Return the position ranges that a step reads, one per lane."""
+        """Return the ranges of the shuffled line that a training step reads, one per lane."""
         return [split_range(start, stop, step, self.num_steps) for start, stop in self._lanes]
 
     def _pieces_between(self, start: int, stop: int) -> list[Piece]:
-        """Return the pieces of rows within the position range [start, stop) of the epoch."""
+        """Cut the range [start, stop) of the shuffled line at the borders of rows."""
         first, last = np.searchsorted(self._edges, [start, stop - 1], side="right") - 1
         found = []
         for i in range(first, last + 1):
@@ -133,7 +133,7 @@ class EpochPlan:
 
 
 def split_range(start: int, stop: int, index: int, count: int) -> tuple[int, int]:
-    """Return part `index` when the range [start, stop) is split into `count` nearly equal parts."""
+    """Split the range [start, stop) into `count` nearly equal parts and return part `index`."""
     length = stop - start
     return start + length * index // count, start + length * (index + 1) // count
 

@@ -205,7 +205,7 @@ class BackboneLearner(Learner):
         return summarize_scores(total, drift.figures())
 
     def write(self) -> None:
-        """Write the LoRA adapter, and update head matrices that are shared with the target."""
+        """Write the LoRA adapter, and copy the tuned matrices into heads that borrow them."""
         write_adapter(self.spec.adapter_path, self.backbone, self.spec.target)
         with torch.no_grad():
             self.heads.take_from(
@@ -236,5 +236,5 @@ def open_texts(spec: TrainSpec) -> dict[str, list[Text]]:
 
 
 def num_positions(texts: Sequence[Text]) -> int:
-    """Return the number of target-written tokens that training learns from."""
+    """Count the target-written tokens in the conversations that Medusa-2 learns from."""
     return sum(text.num_learned for text in texts)

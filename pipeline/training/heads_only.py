@@ -115,7 +115,7 @@ class HeadsLearner(Learner):
 
 
 def num_positions(rows: FeatureRows, split: str = "train") -> int:
-    """Return the number of cached positions in a split that have a label."""
+    """Count the cached positions of a split that have a label."""
     return sum(int(lengths.sum()) for lengths in rows.lengths(split))
 
 
@@ -158,7 +158,7 @@ def initial_heads(spec: TrainSpec) -> Heads:
 
 
 def _count_written_tokens(spec: TrainSpec) -> npt.NDArray[np.int64]:
-    """Count how often the target wrote each token in the roles to learn, in train rows, [V]."""
+    """Count the target-written tokens of the train rows in the learned roles, by token id [V]."""
     shards = spec.shards
     fingerprint = spec.fingerprint
     if not shards:

@@ -52,7 +52,7 @@ class Evaluation:
     drift: TunedDrift | None = None
 
     def loss(self, decay: float) -> float | None:
-        """Return the sum of the heads' held-out losses, weighted by decay^(k+1), or None."""
+        """Return the sum of the heads' held-out losses weighted by decay^(k+1), or None."""
         if not self.held_out:
             return None
         return sum(decay ** (k + 1) * head["loss"] for k, head in enumerate(self.held_out))
@@ -122,7 +122,7 @@ def _measure_rows(
     gpus: int,
     progress: ProgressReporter | None,
 ) -> HeldOutRanks:
-    """Rank each held-out token by `measure`, at about `limit` positions of random rows.
+    """Rank held-out tokens by `measure`, at about `limit` positions of random rows.
 
     Args:
         measure: Returns the rank of each label [K, N], given the heads, and the hidden states, next

@@ -258,7 +258,7 @@ def read_curves(directory: Path) -> tuple[list[Line], list[Line]]:
             row = {
                 "step": line["step"],
                 "head_losses": [head["loss"] for head in heads],
-                "head_top1": [head.get("top1") for head in heads],
+                "head_top1": [head["top1"] for head in heads],
             }
             if "drift" in line:
                 row["kl"] = line["drift"].get("kl")

@@ -67,9 +67,6 @@ def train_on_ray(
     bookkeeping.mkdir(exist_ok=True)
     # At Ray's default of 2 s a finished training returned about 1 s later than at 0.5 s.
     os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")
-    resources: dict[str, float] = {"CPU": placement.cpus}
-    if placement.gpus:
-        resources["GPU"] = placement.gpus
     trainer = TorchTrainer(
         run_worker,
         train_loop_config={"spec": spec, "cpus": placement.cpus, "progress": progress},
@@ -77,7 +74,7 @@ def train_on_ray(
         scaling_config=ScalingConfig(
             num_workers=placement.workers,
             use_gpu=bool(placement.gpus),
-            resources_per_worker=resources,
+            resources_per_worker={"CPU": placement.cpus, "GPU": placement.gpus},
         ),
         run_config=RunConfig(
             name=uuid.uuid4().hex[:12],

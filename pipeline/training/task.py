@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeline.artifacts.check_result import TunedDrift
 from pipeline.artifacts.json_form import to_json
 from pipeline.artifacts.trained_heads import HEADS_FILE
 from pipeline.config import TrainConfig
@@ -87,14 +86,14 @@ class TrainSpec:
         return replace(self, directory=directory, run_name=run_name, heads_from=heads_from)
 
     def recipe(self, positions: int, sequences: int | None = None) -> Recipe:
-        """Resolve `auto` in the training settings; the arguments are those of `make_recipe`."""
+        """Return the training recipe for these numbers of positions and packed sequences."""
         scale = self.kind.lr_scale
         return make_recipe(self.settings, positions, self.hidden_size, scale, sequences)
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainResult:
-    """The result of one training; held-out figures belong to the best state."""
+class TrainResult(Evaluation):
+    """The result of one training, with the evaluation of the best state."""
 
     steps: int
     tokens: int  # positions, over all workers and epochs
@@ -102,10 +101,6 @@ class TrainResult:
     tokens_per_second: float
     final_loss: float  # mean over the last steps
     best_step: int | None = None  # None if nothing is held out
-    held_out: list[dict[str, float]]
-    frequency: dict[str, float]
-    draft_coverage: float | None = None
-    drift: TunedDrift | None = None
     hyperparameters: Recipe
     quantization: Bits | None = None  # of the backbone that the drift is measured from
     warnings: list[str] = field(default_factory=list)
@@ -181,7 +176,7 @@ class Learner(ABC):
         self.spec = spec
         self.workers = workers
         self.device = device
-        self.dtype = product_dtype(spec, device)
+        self.dtype = product_dtype(spec.settings, device)
 
     @classmethod
     @abstractmethod
@@ -239,7 +234,7 @@ class Learner(ABC):
         """Write the training's outputs other than the heads; called on the first worker."""
 
     def autocast(self) -> torch.autocast:
-        """Return a context manager in which matrix products are in `self.dtype`."""
+        """Return a context manager in which training computes matrix products in `self.dtype`."""
         enabled = self.dtype != torch.float32
         return torch.autocast(self.device.type, self.dtype, enabled=enabled)
 
@@ -281,9 +276,9 @@ def gpu_errors(spec: TrainSpec, saves_memory: Sequence[str]) -> Iterator[None]:
         ) from error
 
 
-def product_dtype(spec: TrainSpec, device: torch.device) -> torch.dtype:
+def product_dtype(settings: TrainConfig, device: torch.device) -> torch.dtype:
     """Return the dtype of matrix products in training; weights, sums and softmax are fp32."""
-    precision = spec.settings.precision
+    precision = settings.precision
     if precision == "bf16" or (precision == "auto" and device.type == "cuda"):
         return torch.bfloat16
     return torch.float32

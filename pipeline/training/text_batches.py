@@ -38,7 +38,7 @@ class Text:
 
     @property
     def num_learned(self) -> int:
-        """The number of target-written tokens in the conversation that training learns from."""
+        """The number of target-written tokens that training learns from in this conversation."""
         return int(np.count_nonzero(feature_positions(self.spans) < self.num_read))
 
 
@@ -53,7 +53,9 @@ def read_texts(
     roles: Collection[Role],
     sequence_length: int,
 ) -> dict[str, list[Text]]:
-    """Read the generated conversations with target-written text in `sequence_length`, by split.
+    """Read the generated conversations for training, by split.
+
+    Conversations without target-written text within `sequence_length` are left out.
 
     Raises:
         DamagedShard: A shard cannot be read.

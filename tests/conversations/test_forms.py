@@ -44,7 +44,7 @@ KIND = "system: Be kind. | user: Hello?"
     [
         (
             "sharegpt",
-            '{"conversations": [{"from": "human", "value": "Hello?"}, {"from": "gpt",'
+            '{"conversations": [{"from": "HUMAN", "value": "Hello?"}, {"from": "gpt",'
             ' "value": "Hi."}, {"from": "user", "value": "你好"}, {"from": "bard",'
             ' "value": "Bye."}]}',
             HELLO,
@@ -116,13 +116,6 @@ def test_every_form_is_read_detected_or_named(form, line, expected):
 def test_ids_and_categories_are_the_dump_s_own():
     row = {"id": None, "question_id": 81, "category": "writing", "turns": ["First?"]}
     assert read(row) == Conversation("seeds:0", (Message("user", "First?"),), "81", "writing")
-
-
-@pytest.mark.parametrize("name", [name for name, role in ROLES.items() if role != "tool"])
-def test_every_name_of_a_role_is_known(name):
-    turns = [("system", "Be kind."), ("user", "Hello?"), ("assistant", '{"name": "f"}')]
-    named = [(name.upper() if ROLES[name] == role else role, text) for role, text in turns]
-    assert re.findall(r"(\w+): ", said(sharegpt(*named))) == ["system", "user", "assistant"]
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer
 
 from pipeline.conversations.requests import TextStream, degenerate_loop
+from tests.conversations.scripted_target import ids_of
 from tests.flows.tiny import SPECIAL
 
 
@@ -38,12 +38,10 @@ def test_a_character_comes_with_the_token_that_completes_it(bytewise):
     assert "".join(pieces(bytewise, ids)) == bytewise.decode(ids)
 
 
-def test_spaces_between_words_stay():
+def test_spaces_between_words_stay(tokenizers):
     """This tokenizer drops the space before a text."""
-    backend = Tokenizer(models.WordLevel({"▁the": 0, "▁moon": 1, "s": 2}, unk_token="s"))
-    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
-    assert pieces(tokenizer, [0, 1, 2, 1]) == ["the", " moon", "s", " moon", ""]
+    ids = ids_of("the moon and the cat", tokenizers["legacy"])
+    assert "".join(pieces(tokenizers["legacy"], ids)) == "the moon and the cat"
 
 
 few_tokens = st.lists(st.integers(0, 3), min_size=1, max_size=20)

@@ -162,9 +162,7 @@ def test_a_template_without_a_conversation_is_a_configuration_error(template, to
     ("sum_or_loop", "said"),
     [
         ("{{ 1 // 0 }}", "by zero"),
-        ("{{ raise_exception('never') }}", "never"),
         ("{{ 'a' * 10**15 }}", "MemoryError"),
-        ("{{ 2.0 ** 5000 }}", "out of range"),
         ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", "recursion"),
     ],
 )

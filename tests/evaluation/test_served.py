@@ -149,7 +149,7 @@ def test_both_servers_are_asked_alike(tiny_target, monkeypatch):
     settings = CheckConfig(max_new_tokens=9, studies=["load"], slo={"ttft_ms": 200})
     target = TargetSpec(str(tiny_target))
     request = CheckRequest(target, "export", PROMPTS, settings, speculative_config=CHAIN)
-    found = load_study(request)
+    found = load_study(request, gpus=0)
     task = LoadTask(target, [[0, 5], [0, 6]], 9, repeats=settings.repeats, levels=LEVELS)
     assert asked == [task, replace(task, engine_args={"speculative_config": CHAIN})]
     assert [row.requests for row in found] == [1, 2, 4, 8, 16, 32, 64]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import tempfile
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from pipeline.export.card import Published
 from pipeline.export.data_set import data_set_upload
 from pipeline.export.hub import backbone_upload, heads_upload, send_all
 from pipeline.report.report import Report
+from pipeline.storage.fingerprint import FileFacts
 from tests.export.exports import TokenizerStub, config_of, write
 
 MATCH = {"sequences": 4, "identical": 4, "ties": 0}
@@ -89,11 +89,11 @@ def send(upload, *, private=False):
 
 
 def sums(directory):
-    """The sha256 of every file that a stage's record would name: no bookkeeping, no card."""
+    """The facts of every file that a stage's record would name: no bookkeeping, no card."""
     found = {}
     for file in directory.rglob("*"):
         name = file.relative_to(directory).as_posix()
         is_other = name in ("stage.json", "DONE.json", "lock", ".hidden", "README.md")
         if file.is_file() and not is_other:
-            found[name] = hashlib.sha256(file.read_bytes()).hexdigest()
+            found[name] = FileFacts.of(file)
     return found

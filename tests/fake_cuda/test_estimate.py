@@ -29,7 +29,7 @@ def heads_learner(settings, hidden_size, vocab_size, recipe):
     """A learner of heads alone, with soft labels, without files."""
     learner, kind = HeadsLearner.__new__(HeadsLearner), head_kind(settings.heads)
     learner.spec, learner.workers = SimpleNamespace(settings=settings), Workers()
-    learner.device, learner.recipe = CUDA, recipe
+    learner.device, learner.dtype, learner.recipe = CUDA, torch.bfloat16, recipe
     learner.heads = kind(kind.shape_of(settings, hidden_size, vocab_size), device=CUDA)
     learner.modules, learner.peak_lrs = {"heads": learner.heads}, {"heads": 1e-3}
     weight_VD = torch.empty(vocab_size, hidden_size, dtype=torch.bfloat16, device=CUDA)

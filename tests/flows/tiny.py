@@ -291,6 +291,21 @@ def run_again(config: Config, **options: object) -> RunDirectory:
     return run_flow(config, executor="inline", console=Console(quiet=True), **options)
 
 
+@pytest.fixture
+def again(make_config: MakeConfig, tmp_path: Path) -> Callable[..., RunDirectory]:
+    """`again(section__key=value, …)`: run the flow of `tmp_path`, until or fresh from a stage."""
+
+    def run(until: str | None = None, fresh: str | None = None, **changes: object) -> RunDirectory:
+        return run_again(make_config(tmp_path, **changes), until=until, fresh=fresh)
+
+    return run
+
+
+def report_of(run: RunDirectory) -> dict[str, Any]:
+    """The content of report.json."""
+    return json.loads((run.path / "report.json").read_text())
+
+
 def stored(stage: StageDirectory | None) -> list[dict[str, Any]]:
     """Every row of a stage, in order."""
     assert stage is not None

@@ -16,8 +16,14 @@ from pipeline.artifacts.json_form import from_json
 from pipeline.errors import CheckFailed, ConfigError, DataError, EnvironmentFault
 from pipeline.flow import push_run, run_flow
 from pipeline.stages import check
-from pipeline.storage.shards import read_rows
-from tests.flows.tiny import NEW_TOKENS, context_of, last_events, stages_run
+from tests.flows.tiny import (
+    NEW_TOKENS,
+    context_of,
+    last_events,
+    report_of,
+    stages_run,
+    stored,
+)
 from tests.targets.quantized_copies import compressed
 
 MEASURING = "pipeline.evaluation.measuring"
@@ -26,22 +32,8 @@ SERVED = VllmFigures(
 )
 
 
-@pytest.fixture
-def run_again(make_config, tmp_path):
-    def run(**changes):
-        return run_flow(
-            make_config(tmp_path, **changes), executor="inline", console=Console(quiet=True)
-        )
-
-    return run
-
-
 def result_of(run) -> CheckResult:
     return from_json(CheckResult, run.latest("check").summary)
-
-
-def report_of(run) -> dict:
-    return json.loads((run.path / "report.json").read_text())
 
 
 def write(path: Path, *rows: dict) -> str:
@@ -53,11 +45,11 @@ def lines_of(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_a_failed_check_is_reported_and_another_limit_decodes_nothing(copied_run, run_again):
+def test_a_failed_check_is_reported_and_another_limit_decodes_nothing(copied_run, again):
     push = {"repo_id": "me/heads", "private": False, "base_model": "owner/target", "dry_run": True}
     for _ in range(2):
         with pytest.raises(CheckFailed, match=r"acceleration rate 1\.\d\d is below") as caught:
-            run_again(check__min_acceleration_rate=50)
+            again(check__min_acceleration_rate=50)
         assert caught.value.exit_code == 1 and "\n" not in str(caught.value)
         assert stages_run(copied_run) == []
         assert "run-finished" not in {event["event"] for event in last_events(copied_run)}
@@ -65,7 +57,7 @@ def test_a_failed_check_is_reported_and_another_limit_decodes_nothing(copied_run
     assert found["passed"] is False and len(found["failures"]) == 1
     with pytest.raises(CheckFailed):
         push_run(copied_run.path, **push)
-    run = run_again(check__min_acceleration_rate=1, check__slo={"ttft_ms": 100})
+    run = again(check__min_acceleration_rate=1, check__slo={"ttft_ms": 100})
     assert stages_run(run) == []
     assert "run-finished" in {event["event"] for event in last_events(run)}
     found = report_of(run)["check"]
@@ -74,7 +66,7 @@ def test_a_failed_check_is_reported_and_another_limit_decodes_nothing(copied_run
 
 
 @pytest.mark.slow
-def test_a_file_of_questions_replaces_held_out_rows(copied_run, run_again, tmp_path):
+def test_a_file_of_questions_replaces_held_out_rows(copied_run, again, tmp_path):
     questions = []
     for n in range(5):
         questions.append(
@@ -83,7 +75,7 @@ def test_a_file_of_questions_replaces_held_out_rows(copied_run, run_again, tmp_p
     questions[0]["reference"] = ["nobody says that", "nor that"]
     long = {"question_id": 9, "category": "c1", "turns": ["moon " * 400]}
     file = write(tmp_path / "questions.jsonl", *questions, long)
-    stage = run_again(check__prompts=file, check__baselines=["generate"]).latest("check")
+    stage = again(check__prompts=file, check__baselines=["generate"]).latest("check")
     result = from_json(CheckResult, stage.summary)
     native = result.native
     assert (native.prompts, native.skipped_prompts) == (10, 1)
@@ -106,63 +98,52 @@ def test_a_file_of_questions_replaces_held_out_rows(copied_run, run_again, tmp_p
     assert sum(lengths) / len(lengths) == pytest.approx(native.acceleration_rate, abs=1e-3)
 
     write(tmp_path / "questions.jsonl", questions[0])
-    again = run_again(check__prompts=file, check__baselines=["generate"])
-    assert result_of(again).native.prompts == 2, "the file's content counts"
+    other = again(check__prompts=file, check__baselines=["generate"])
+    assert result_of(other).native.prompts == 2, "the file's content counts"
     write(tmp_path / "questions.jsonl", long)
     with pytest.raises(DataError, match=f"No prompt leaves room for {NEW_TOKENS} tokens"):
-        run_again(check__prompts=file)
+        again(check__prompts=file)
 
 
-def test_a_question_may_be_longer_than_training_text(run_again, tmp_path):
+def test_a_question_may_be_longer_than_training_text(again, tmp_path):
     short = {"target__max_tokens": 64, "generate__max_new_tokens": 12, "generate__rounds": 1}
     file = write(tmp_path / "questions.jsonl", {"turns": ["moon " * 25]})
     asked = short | {"check__prompts": file, "check__max_new_tokens": 20}
-    native = result_of(run_again(**asked)).native
+    native = result_of(again(**asked)).native
     assert (native.prompts, native.skipped_prompts) == (1, 0)
     with pytest.raises(DataError, match=r"leaves room for 20 tokens.*check\.max_tokens"):
-        run_again(**asked, check__max_tokens=64)
+        again(**asked, check__max_tokens=64)
     with pytest.raises(DataError, match="leaves room for 190 tokens"):
-        run_again(check__max_new_tokens=190)
+        again(check__max_new_tokens=190)
 
 
 @pytest.mark.slow
-def test_an_assistant_s_content_counts(copied_run, run_again, tmp_path, tiny_target):
+def test_an_assistant_s_content_counts(copied_run, again, tmp_path, tiny_target):
     with pytest.raises(ConfigError, match="come together"):
-        run_again(check__baselines=["assistant"])
+        again(check__baselines=["assistant"])
     asked = {"check__baselines": ["assistant"]}
     with pytest.raises(ConfigError, match=r"check\.assistant_model"):
-        run_again(**asked, check__assistant_model=str(tmp_path / "nowhere"))
+        again(**asked, check__assistant_model=str(tmp_path / "nowhere"))
     assistant = shutil.copytree(tiny_target, tmp_path / "small")
-    first = run_again(**asked, check__assistant_model=str(assistant)).latest("check")
+    first = again(**asked, check__assistant_model=str(assistant)).latest("check")
     (row,) = from_json(CheckResult, first.summary).native.baselines
     assert row.greedy_match.identical == 8 and row.acceleration_rate >= 1.5
     moved = assistant.rename(tmp_path / "elsewhere")
-    again = run_again(**asked, check__assistant_model=str(moved)).latest("check")
-    assert again.fingerprint == first.fingerprint
+    second = again(**asked, check__assistant_model=str(moved)).latest("check")
+    assert second.fingerprint == first.fingerprint
 
 
-@pytest.mark.slow
-def test_typical_acceptance_is_measured_beside_greedy_decoding(copied_run, run_again):
-    rule = {"check__acceptance": "typical", "check__temperature": 0.7, "check__repeats": 2}
-    native = result_of(run_again(**rule, check__studies=["heads"])).native
-    assert (native.acceptance, native.repeats) == ("typical", 2)
-    assert (native.eps, native.delta) == (0.09, 0.3)
-    assert native.log_likelihood.keys() == {"greedy", "typical"}
-    assert native.studies.heads and native.studies.trees is None
-    assert native.greedy_match.differing == 0
-
-
-def test_native_answers_are_kept_when_vllm_fails(copied_run, run_again, monkeypatch):
+def test_native_answers_are_kept_when_vllm_fails(copied_run, again, monkeypatch):
     def out_of_memory(*_):
         raise EnvironmentFault("vLLM cannot start: out of memory.", "check.engines", "Free memory.")
 
     engines = {"check__engines": ["native", "vllm"]}
     monkeypatch.setattr(f"{MEASURING}.check_served", out_of_memory)
     with pytest.raises(EnvironmentFault, match="out of memory"):
-        run_again(**engines)
+        again(**engines)
     monkeypatch.setattr(f"{MEASURING}.check_served", lambda *_: CheckResult(vllm=SERVED))
     monkeypatch.setattr(f"{MEASURING}.check_native", lambda *_: pytest.fail("decoded already"))
-    run = run_again(**engines)
+    run = again(**engines)
     result, path = result_of(run), run.latest("check").path
     assert result.native.prompts == 8 and result.vllm.accepted_per_position == [0.5]
     chain = run.latest("calibrate").summary["tree"]["chain"][-1]
@@ -175,9 +156,7 @@ def test_native_answers_are_kept_when_vllm_fails(copied_run, run_again, monkeypa
 
 
 def test_a_question_of_training_is_warned_of(copied_run, make_config, tmp_path):
-    rows = []
-    for path in copied_run.latest("generate").shards():
-        rows += [row for row in read_rows(path) if row["split"] == "train"]
+    rows = [row for row in stored(copied_run.latest("generate")) if row["split"] == "train"]
     trained, out = rows[0]["messages"][0]["content"], io.StringIO()
     asked = [f"{trained.upper()}!", "why 1?", "why 2?", "why 3?"]
     file = write(tmp_path / "q.jsonl", *({"turns": [question, "how?"]} for question in asked))
@@ -194,9 +173,9 @@ def test_a_question_of_training_is_warned_of(copied_run, make_config, tmp_path):
 
 
 @pytest.mark.slow
-def test_heads_are_checked_on_the_served_copy_too(copied_run, run_again, tmp_path, tiny_target):
+def test_heads_are_checked_on_the_served_copy_too(copied_run, again, tmp_path, tiny_target):
     copy = str(compressed(tiny_target, tmp_path / "copy", "int8"))
-    run = run_again(check__served_model=copy)
+    run = again(check__served_model=copy)
     assert stages_run(run) == ["check"]
     result = result_of(run)
     found, native = result.served_model, result.native
@@ -209,7 +188,7 @@ def test_heads_are_checked_on_the_served_copy_too(copied_run, run_again, tmp_pat
     card = (run.latest("export").path / "README.md").read_text()
     assert "(compressed-tensors (int-quantized))" in card and copy not in card
     with pytest.raises(CheckFailed, match=rf"on {copy}: native: acceleration rate"):
-        run_again(check__served_model=copy, check__min_acceleration_rate=50)
+        again(check__served_model=copy, check__min_acceleration_rate=50)
 
 
 @pytest.mark.parametrize(("native", "vllm"), [(1, 0), (0, 1)])

@@ -12,20 +12,17 @@ import json
 
 import pytest
 import torch
-from tokenizers import Tokenizer, pre_tokenizers
-from tokenizers.models import WordLevel
-from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from pipeline.config import FeaturesConfig, GenerateConfig
 from pipeline.stages import features, generate, seeds
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.spec import TargetSpec
-from tests.flows.tiny import SPECIAL, TEMPLATE, WORDS, run_again, stored
+from tests.flows.tiny import latest, run_again, stored
 
 GOLDEN = {
     "seeds": (6, "7646f1e7116780cf"),
-    "generate": (4, "a4d03b44370d9bb2"),
-    "features": (3, "9587221d3d5c38cb"),
+    "generate": (4, "284884173e53dcbb"),
+    "features": (3, "63756a3119aa5866"),
 }
 
 
@@ -40,23 +37,12 @@ class Echo:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory, make_config) -> dict[str, StageDirectory]:
+def made(tmp_path_factory, make_config, tiny_target) -> dict[str, StageDirectory]:
     """The three stages that write shards, without a model: the seeds' own answers, and states that
     are made up.
     """
-    root = tmp_path_factory.mktemp("golden")
-    spec = TargetSpec(str(root / "target"))
-    vocabulary = {word: index for index, word in enumerate([*SPECIAL, *WORDS])}
-    backend = Tokenizer(WordLevel(vocabulary, unk_token="<s>"))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
-    tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL[2:]})
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(spec.model)
-    LlamaConfig(max_position_embeddings=64, eos_token_id=1).save_pretrained(spec.model)
-
-    stages = {"seeds": run_again(make_config(root), until="seeds")}
-    found = {"seeds": stages["seeds"].latest("seeds")}
+    root, spec = tmp_path_factory.mktemp("golden"), TargetSpec(str(tiny_target))
+    found = {"seeds": latest(run_again(make_config(root), until="seeds"), "seeds")}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(features, "make_feature_engine", lambda *arguments: Echo())
         workers = {

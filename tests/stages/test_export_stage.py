@@ -14,7 +14,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from pipeline.export.directory import read_heads
 from pipeline.export.layout import read_layout
 from pipeline.heads.shapes import MedusaShape
-from tests.flows.tiny import run_again, stages_run
+from tests.flows.tiny import (
+    report_of,
+    run_again,
+    stages_run,
+)
 
 
 def test_the_export_is_what_servers_ask_for(finished_run, tiny_target):
@@ -35,7 +39,7 @@ def test_the_export_is_what_servers_ask_for(finished_run, tiny_target):
     assert ours.get_vocab() == theirs.get_vocab() and ours.chat_template == theirs.chat_template
     tree = json.loads((finished_run.path / "latest/calibrate/tree.json").read_text())
     assert json.loads((export / "medusa_choices.json").read_text()) == tree["choices"]
-    report = json.loads((finished_run.path / "report.json").read_text())
+    report = report_of(finished_run)
     rate = report["check"]["native"]["acceleration_rate"]
     assert f"{rate:.2f}" in (export / "README.md").read_text()
     assert finished_run.latest("export").verify() == []
@@ -61,11 +65,3 @@ def test_tied_heads_carry_the_target_s_own_lm_head(
     )
     for name in further:
         assert torch.equal(read_heads(run.path / "latest/export" / name, None).lm_head, lm_head_VD)
-
-
-def test_another_dtype_is_exported_from_the_same_heads(copied_run, make_config, tmp_path):
-    run = run_again(make_config(tmp_path, export__dtype="bfloat16"), until="export")
-    assert stages_run(run) == ["export"]
-    trained = load_file(run.path / "latest/train/heads.safetensors")
-    stored = load_file(run.path / "latest/export/medusa_lm_head.safetensors")
-    assert all(torch.equal(stored[name], trained[name].bfloat16()) for name in trained)

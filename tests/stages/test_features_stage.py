@@ -8,7 +8,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from pipeline.artifacts import feature_writer
-from pipeline.errors import EnvironmentFault
 from pipeline.stages import features as features_stage
 from pipeline.storage.shards import open_shard
 from pipeline.storage.stage_directory import StageDirectory
@@ -101,34 +100,6 @@ def test_a_row_with_states_that_are_not_finite_is_quarantined(
         assert shard.num_row_groups > 1
 
 
-class FailingEngine(NotFinite):
-    """An engine that fails on its third row, and remembers whether its stream was closed."""
-
-    closed = False
-
-    def stream(self, rows):
-        try:
-            for number, states in enumerate(self.engine.stream(rows)):
-                if number == 2:
-                    raise EnvironmentFault("A row exceeds the GPU.")
-                yield states
-        finally:
-            FailingEngine.closed = True
-
-
-def test_an_abandoned_shard_leaves_nothing(copied_run, make_config, tmp_path, monkeypatch):
-    """Its stream ends at once: an engine would go on with its rows among those of the next."""
-    make = features_stage.make_feature_engine
-    monkeypatch.setattr(
-        features_stage, "make_feature_engine", lambda *given: FailingEngine(make(*given), {})
-    )
-    config = make_config(tmp_path, features__codec="zstd")
-    with pytest.raises(EnvironmentFault, match="exceeds the GPU"):
-        run_again(config, until="features")
-    stage = copied_run.latest("features")
-    assert FailingEngine.closed and not stage.shards() and not list(stage.path.rglob("*.tmp"))
-
-
 def test_a_tuned_backbone_s_states_are_named_by_its_content(make_config, tmp_path):
     context, names = context_of(make_config(tmp_path)), []
     for content in ("old", "new"):  # of one size
@@ -137,5 +108,5 @@ def test_a_tuned_backbone_s_states_are_named_by_its_content(make_config, tmp_pat
         (train.path / "backbone" / "model.safetensors").write_text(content)
         train.finish({}, {})
         context.upstream["train"] = train
-        names.append(features_stage.tuned_identity(context))
+        names.append(features_stage.identity(context, tuned=True))
     assert names[0] != names[1]

@@ -10,15 +10,15 @@ import pytest
 
 from pipeline.errors import DataError
 from pipeline.targets.spec import TargetSpec, load_tokenizer
-from tests.flows.tiny import latest, run_again, stored
+from tests.flows.tiny import latest, stored
 
 
 @pytest.fixture
-def generated(make_config, tmp_path):
+def generated(again):
     """`generated(**settings)`: the finished generate stage."""
 
     def make(**settings):
-        return latest(run_again(make_config(tmp_path, **settings), until="generate"), "generate")
+        return latest(again(until="generate", **settings), "generate")
 
     return make
 
@@ -82,11 +82,11 @@ def talks(path: Path, rows: list[list[str]]) -> dict:
     return settings | {"generate__mode": "passthrough", "generate__engine": "vllm"}
 
 
-def test_a_split_that_is_all_quarantined_is_refused(make_config, generated, tmp_path):
+def test_a_split_that_is_all_quarantined_is_refused(again, generated, tmp_path):
     """Right after generate, not after training."""
     file, rows = tmp_path / "seeds.jsonl", [[f"What is {n}?", "That."] for n in range(40)]
     settings = talks(file, rows) | {"limits__max_quarantine_fraction": 0.5}
-    run = run_again(make_config(tmp_path, **settings), until="seeds")
+    run = again(until="seeds", **settings)
     for row in stored(run.latest("seeds")):
         if row["split"] == "check":
             del rows[int(row["id"].removeprefix("seeds:"))][1]  # no answer to pass through

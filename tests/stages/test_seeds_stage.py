@@ -279,7 +279,7 @@ def test_rows_with_a_question_of_the_check_are_skipped(made, tmp_path, monkeypat
     assert against(check__prompts=8).path == whole.path
 
 
-def test_on_the_hub_the_file_of_questions_itself_counts(make_config, tmp_path, monkeypatch):
+def test_on_the_hub_the_file_of_questions_itself_counts(again, tmp_path, monkeypatch):
     rows = [{"prompt": f"q{n}"} for n in range(40)]
     monkeypatch.setattr("pipeline.conversations.sources.hub_rows", lambda *_: iter(rows))
     questions = tmp_path / "bench.jsonl"
@@ -287,15 +287,15 @@ def test_on_the_hub_the_file_of_questions_itself_counts(make_config, tmp_path, m
     paths = []
     for question in ("Something else", "Other", "Something else"):
         questions.write_text(lines([question]))
-        paths.append(latest(run_again(make_config(tmp_path, **hub), until="seeds"), "seeds").path)
+        paths.append(latest(again(until="seeds", **hub), "seeds").path)
     assert paths[0] == paths[2] != paths[1]
 
 
-def test_a_mixture_takes_rows_by_weight(make_config, tmp_path):
+def test_a_mixture_takes_rows_by_weight(again, make_config, tmp_path):
     one, other = save_seeds(tmp_path / "a.jsonl", 60), tmp_path / "b.jsonl"
     other.write_text(lines(f"Question {n}?" for n in range(60)))
     sources = [{"path": str(one), "weight": 2}, {"path": str(other), "weight": 1}]
-    run = run_again(make_config(tmp_path, seeds__sources=sources), until="seeds")
+    run = again(until="seeds", seeds__sources=sources)
     stage = latest(run, "seeds")
     assert Counter(row["id"][0] for row in stored(stage)) == {"a": 60, "b": 30}
     assert [source["weight"] for source in stage.summary["sources"]] == [2, 1]

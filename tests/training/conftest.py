@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -77,39 +79,38 @@ def rows_of_shards(seed: int) -> list[list[dict[str, Any]]]:
     return shards
 
 
-@pytest.fixture(scope="session")
-def shards(tmp_path_factory) -> tuple[str, ...]:
-    """Shards of features, of three row groups of five rows each."""
-    directory = tmp_path_factory.mktemp("features")
-    footer = StateFormat(torch.float32, D).footer
+def write_shards(directory, stage: str, fingerprint: str, writer_of, shards) -> tuple[str, ...]:
+    """Write shards in row groups of five rows each."""
     paths = []
-    for index, rows in enumerate(rows_of_shards(0)):
+    for index, rows in enumerate(shards):
         path = directory / f"{index:05d}.parquet"
-        task = ShardTask(0, path, path.with_suffix(".jsonl"), FINGERPRINT)
-        with ShardWriter(task, FEATURES, footer=footer) as writer:
-            for start in range(0, 15, 5):
+        with writer_of(ShardTask(0, path, path.with_suffix(".jsonl"), fingerprint)) as writer:
+            for start in range(0, len(rows), 5):
                 writer.write(rows[start : start + 5])
-            writer.commit("features", None)
+            writer.commit(stage, None)
         paths.append(str(path))
     return tuple(paths)
+
+
+@pytest.fixture(scope="session")
+def shards(tmp_path_factory) -> tuple[str, ...]:
+    """Shards of features, of three row groups each."""
+    footer = StateFormat(torch.float32, D).footer
+    writer = partial(ShardWriter, schema=FEATURES, footer=footer)
+    directory = tmp_path_factory.mktemp("features")
+    return write_shards(directory, "features", FINGERPRINT, writer, rows_of_shards(0))
 
 
 @pytest.fixture(scope="session")
 def texts(tmp_path_factory) -> tuple[str, ...]:
     """Two shards of generated conversations."""
-    directory, paths = tmp_path_factory.mktemp("texts"), []
-    for index, rows in enumerate(rows_of_shards(3)):
-        path = directory / f"{index:05d}.parquet"
-        written = []
-        for row in rows:
-            kept = {name: row[name] for name in ("id", "parent_id", "split", "input_ids", "spans")}
-            written.append({**kept, "finish": [], "messages": []})
-        task = ShardTask(0, path, path.with_suffix(".q"), TEXTS_FINGERPRINT)
-        with ShardWriter(task, GENERATED) as writer:
-            writer.write(written)
-            writer.commit("generate", None)
-        paths.append(str(path))
-    return tuple(paths)
+    shards = rows_of_shards(3)
+    for row in chain(*shards):
+        del row["positions"], row["hidden"]
+        row.update(finish=[], messages=[])
+    writer = partial(ShardWriter, schema=GENERATED)
+    directory = tmp_path_factory.mktemp("texts")
+    return write_shards(directory, "generate", TEXTS_FINGERPRINT, writer, shards)
 
 
 def opened(texts: tuple[str, ...], **changes: Any) -> dict[str, list[Text]]:

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import contextlib
+from unittest.mock import patch
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -8,11 +11,16 @@ from torch.nn.functional import cross_entropy, kl_div
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.heads.losses import TargetHead
+from pipeline.training import backbone_losses as room
 from pipeline.training.backbone_losses import Drift, add_drift, summed_backbone_loss
 
 NUM_ROWS, SIZE, VOCAB, RANK = 37, 8, 19, 3
-ONE_ROW, SEVEN_ROWS = 1, 7 * VOCAB * 5 * 8  # chunk sizes in bytes, for fp64
+ROW_BYTES = VOCAB * 5 * 8  # of the logits, in fp64
 both_losses = pytest.mark.parametrize("loss", ["kl", "ce"])
+
+
+def in_chunks_of(chunk_rows: int) -> contextlib.AbstractContextManager:
+    return patch.object(room, "chunk_bytes_on", lambda device: chunk_rows * ROW_BYTES)
 
 
 class Case:
@@ -47,10 +55,12 @@ class Case:
             return cross_entropy(tuned, self.labels, reduction="sum")
         return kl_div(tuned, original, reduction="sum", log_target=True)
 
-    def chunked(self, loss: str, chunk_bytes: int | None = None) -> torch.Tensor:
+    def chunked(self, loss: str, chunk_rows: int) -> torch.Tensor:
         original = self.original if loss == "kl" else None
-        arguments = (self.hidden, self.low, self.lora, self.head, self.labels, original)
-        return summed_backbone_loss(*arguments, chunk_bytes=chunk_bytes)
+        with in_chunks_of(chunk_rows):
+            return summed_backbone_loss(
+                self.hidden, self.low, self.lora, self.head, self.labels, original
+            )
 
     def gradients(self) -> list[torch.Tensor]:
         return [self.hidden.grad, self.low.grad, self.lora.grad]
@@ -67,7 +77,7 @@ class Case:
 @both_losses
 def test_values_and_gradients_equal_the_definition(loss, rows, seed, far, chunk_rows, bias):
     plain, chunked = (Case(rows, bias=bias, seed=seed, far=far) for _ in range(2))
-    expected, found = plain.plain(loss), chunked.chunked(loss, chunk_rows * VOCAB * 40)
+    expected, found = plain.plain(loss), chunked.chunked(loss, chunk_rows)
     (0.3 * expected).backward()
     (0.3 * found).backward()
     torch.testing.assert_close(found, expected)
@@ -79,7 +89,7 @@ def test_a_confident_model_in_bfloat16_still_learns():
     head = TargetHead(torch.tensor([[6.9375], [0.0]]).bfloat16())
     hidden = torch.ones(1, 1, dtype=torch.bfloat16, requires_grad=True)
     label = torch.zeros(1, dtype=torch.int64)
-    summed_backbone_loss(hidden, torch.zeros(1, 1), torch.zeros(2, 1), head, label).backward()
+    summed_backbone_loss(hidden, torch.zeros(1, 1), torch.zeros(2, 1), head, label, None).backward()
     q = torch.softmax(torch.tensor([6.9375, 0.0]), 0)
     assert float(hidden.grad) == pytest.approx(float((q[0] - 1) * 6.9375), rel=1e-2)
 
@@ -98,17 +108,18 @@ def test_the_logits_of_all_rows_are_never_held(loss):
 
     case = Case()
     with Watch():
-        case.chunked(loss, SEVEN_ROWS).backward()
+        case.chunked(loss, 7).backward()
     assert 7 <= largest <= SIZE < NUM_ROWS  # the [D, V] view of the weights is seen, too
 
 
-@pytest.mark.parametrize("chunk_bytes", [ONE_ROW, None])
-def test_drift_is_that_of_its_definition(chunk_bytes):
+@pytest.mark.parametrize("chunk_rows", [1, NUM_ROWS])
+def test_drift_is_that_of_its_definition(chunk_rows):
     case, rows = Case(far=0.4), torch.arange(NUM_ROWS)
     log_q, log_p = (each.detach() for each in case.log_probabilities())
     arguments = (case.hidden, case.low, case.lora, case.head, case.labels, case.original)
     found = Drift.zero(torch.device("cpu"))
-    add_drift(found, *arguments, chunk_bytes=chunk_bytes)
+    with in_chunks_of(chunk_rows):
+        add_drift(found, *arguments)
     expected = (
         (log_p.exp() * (log_p - log_q)).sum(),
         -log_p[rows, case.labels].sum(),

@@ -72,6 +72,7 @@ def test_every_forward_draws_its_own_dropout_on_any_worker(make_tuning):
 def test_two_workers_follow_the_curve_of_one_through_both_stages(make_tuning, tmp_path):
     """The second worker has one sequence more in most steps."""
     settings = {"recipe": "two-stage", "lora_dropout": 0.3, "epochs": 2, "batch_sequences": 3}
+    settings.update(soft_labels=0.5, lm_head="shared", noise=0.2)
     alone, together = make_tuning("alone", **settings), make_tuning("together", **settings)
     train(alone)
     train_as_two(train, together, tmp_path)

@@ -110,16 +110,16 @@ def test_a_batch_holds_the_plans_positions_without_padding(rows, plan):
     batches = list(load_batches(rows, plan, range(plan.num_steps)))
     assert len(batches) == plan.num_steps > 3
     for step, batch in enumerate(batches):
-        start = 0
+        hidden, following, labels = [], [], []
         for piece in plan.pieces(step):
             row = rows.read_group(piece.group)[piece.row]
-            taken, stop = slice(piece.start, piece.stop), start + len(piece)
-            assert torch.equal(batch.hidden_ND[start:stop], row.hidden_ND[row.learnable[taken]])
-            assert batch.next_N[start:stop].tolist() == row.next_N[taken].tolist()
-            assert batch.labels_KN[:, start:stop].tolist() == row.labels_KN[:, taken].tolist()
-            start = stop
-        assert start == len(batch.hidden_ND) and (batch.labels_KN[0] >= 0).all()
-        assert batch.teacher_MD.numel() == batch.teacher_KN.numel() == 0
+            taken = slice(piece.start, piece.stop)
+            hidden.append(row.hidden_ND[row.learnable[taken]])
+            following += row.next_N[taken].tolist()
+            labels += row.labels_KN[:, taken].T.tolist()
+        assert torch.equal(batch.hidden_ND, torch.cat(hidden))
+        assert batch.next_N.tolist() == following and batch.labels_KN.T.tolist() == labels
+        assert (batch.labels_KN[0] >= 0).all() and batch.teacher_MD.numel() == 0
 
 
 @pytest.mark.parametrize("world_size", [1, 3])

@@ -1,10 +1,9 @@
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import pytest
 import torch
+from torch.nn.functional import cross_entropy
 
 from pipeline.artifacts.trained_heads import write_heads
 from pipeline.conversations.spans import IGNORED
@@ -32,41 +31,32 @@ def text(learner) -> HeldOutText:
     return HeldOutText(spec.shards, spec.fingerprint, str(spec.heads_path), ("assistant",))
 
 
-@dataclass
-class Expected:
-    """Head k's mean loss, its hits within the first 1 … 5 guesses, its labels."""
-
-    loss: float
-    hits: list[int]
-    count: int
-
-
 @torch.no_grad()
-def by_definition(learner: HeadsLearner, k: int) -> Expected:
-    """Head k's figures, one position at a time."""
-    losses, hits = [], [0] * 5
+def by_definition(learner: HeadsLearner, k: int) -> tuple[float, list[int], int]:
+    """Head k's mean loss, its hits within the first 1 … 5 guesses, and its labels."""
+    states, labels = [], []
     for group, lengths in enumerate(learner.rows.lengths("calibrate")):
         for index in lengths.nonzero()[0]:
             row = learner.rows.read_group(group)[index]
-            states_ND = row.hidden_ND[row.learnable]
-            for state_D, label in zip(states_ND, row.labels_KN[k], strict=True):
-                if label != IGNORED:
-                    logits_V = learner.heads(state_D[None])[k, 0]
-                    losses.append(float(torch.logsumexp(logits_V, 0) - logits_V[label]))
-                    for rank in range(int((logits_V > logits_V[label]).sum()), 5):
-                        hits[rank] += 1
-    return Expected(sum(losses) / len(losses), hits, len(losses))
+            states.append(row.hidden_ND[row.learnable])
+            labels.append(torch.from_numpy(row.labels_KN[k]).long())
+    labels_N = torch.cat(labels)
+    logits_NV = learner.heads(torch.cat(states))[k][labels_N != IGNORED]
+    labels_N = labels_N[labels_N != IGNORED]
+    ranks_N = (logits_NV > logits_NV.gather(1, labels_N[:, None])).sum(1)
+    hits = [int((ranks_N <= rank).sum()) for rank in range(5)]
+    return float(cross_entropy(logits_NV, labels_N)), hits, len(labels_N)
 
 
 def test_held_out_figures_and_ranks_are_those_of_their_definition(learner, text):
     found = learner.evaluate()
     alone_KR, counts_K = held_out_ranks(text, 5).guess_hits(5)
     for k, head in enumerate(found.held_out):
-        expected = by_definition(learner, k)
-        shares = [hits / expected.count for hits in expected.hits]
-        assert head["loss"] == pytest.approx(expected.loss, rel=1e-5)
-        assert [head[f"top{r + 1}"] for r in range(5)] == pytest.approx(shares)
-        assert alone_KR[k].cumsum().tolist() == expected.hits and counts_K[k] == expected.count
+        loss, hits, count = by_definition(learner, k)
+        assert head["loss"] == pytest.approx(loss, rel=1e-5)
+        shares = [head[f"top{r + 1}"] for r in range(5)]
+        assert shares == pytest.approx([each / count for each in hits])
+        assert alone_KR[k].cumsum().tolist() == hits and counts_K[k] == count
 
 
 def test_spans_begin_where_the_target_began_to_write(text):

@@ -60,6 +60,4 @@ def test_evaluations_are_even_few_and_cheap(steps, epochs, share):
 def test_too_few_steps_of_any_phase_are_warned_of(steps, warned):
     settings = TrainConfig(epochs=1, batch_tokens=128)
     said = too_few_steps([make_recipe(settings, 128 * many, 64) for many in (steps, 1000)])
-    assert bool(said) == warned
-    if said:
-        assert f"{steps} optimizer steps" in said and "train.epochs" in said
+    assert (said is not None) == warned

@@ -1,4 +1,4 @@
-"""A training, interrupted, killed, on two workers, and a second time; its best state."""
+"""A training, interrupted and started a second time; its best state."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import math
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from pipeline.artifacts.json_form import from_json
 from pipeline.artifacts.trained_heads import read_trained_heads
@@ -18,7 +17,6 @@ from pipeline.training.metrics import read_metrics
 from pipeline.training.task import TrainResult, TrainSpec
 from pipeline.training.trainer import TrainState, train
 from tests.training.trainings import Stopped, same_curve, same_weights, stop_at
-from tests.training.two_workers import train_as_two
 
 RECIPES = [
     {},
@@ -54,20 +52,6 @@ def test_a_finished_run_called_again_does_nothing(make_spec):
     before = {path: path.stat().st_mtime_ns for path in spec.path.rglob("*")}
     assert train(spec, progress=stop_at(1)) == result
     assert {path: path.stat().st_mtime_ns for path in spec.path.rglob("*")} == before
-
-
-@pytest.mark.slow
-def test_two_workers_follow_the_curve_of_one(make_spec, tmp_path):
-    recipe = {"soft_labels": 0.5, "lm_head": "shared", "noise": 0.2}
-    alone, together = make_spec("alone", **recipe), make_spec("together", **recipe)
-    train(alone)
-    train_as_two(train, together, tmp_path)
-    for one, two in zip(read_metrics(alone.path), read_metrics(together.path), strict=True):
-        assert one["step"] == two["step"] and one.get("tokens") == two.get("tokens")
-        assert two.get("loss", 0) == pytest.approx(one.get("loss", 0), rel=1e-4)
-    for name, tensor in load_file(alone.heads_path).items():
-        ours = load_file(together.heads_path)[name]
-        torch.testing.assert_close(ours, tensor, rtol=1e-3, atol=1e-4)
 
 
 def test_heads_of_another_shape_are_refused(make_spec):
