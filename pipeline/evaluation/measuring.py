@@ -229,7 +229,7 @@ def _own_heads(
 ) -> Candidate:
     """Describe an export of this project as a candidate; vLLM drafts `draft_tokens` with it."""
     shape = layout.shape
-    if (shape.hidden_size, shape.target_vocab_size) != (sizes.hidden_size, sizes.vocab_size):
+    if Sizes(shape.hidden_size, shape.target_vocab_size) != sizes:
         raise DataError(
             "These are heads of a target with another hidden size or vocabulary.",
             str(directory),

@@ -47,7 +47,7 @@ from pipeline.evaluation.answer_states import AnswerStates, answer_states, guess
 from pipeline.evaluation.answers import mean_log_likelihood
 from pipeline.evaluation.overhead import overheads, step_seconds
 from pipeline.evaluation.prompts import SILENT, Prompt
-from pipeline.evaluation.speed import Decode, Pace, decode_by, take_turns
+from pipeline.evaluation.speed import PLAIN, Decode, check_speed, decode_by, take_turns
 from pipeline.execution.progress import ProgressReporter
 from pipeline.heads.kind import Heads
 from pipeline.report.report import SEARCHED_TREE, STOCK_TREE
@@ -166,7 +166,7 @@ def tree_rows(decoding: Decoding, trees: Sequence[AnyTree]) -> list[TreeRow]:
     room = decoding.plain.max_length
     heads = decoding.heads
     states = list(decoding.states())
-    top = 1
+    top = 1  # guesses of a head that the static trees need
     endless = plain_decoder(model, eos_token_ids=(), max_length=room)
     decoders = {}
     for number, tree in enumerate(trees):
@@ -219,13 +219,13 @@ def typical_sweep(
     decoding at the same temperature.
     """
     greedy = acceptance_rule("rejection", 0.0)  # at temperature 0 it is greedy
-    plain = TypicalRow(temperature=0.0, rule="plain")
+    plain = TypicalRow(temperature=0.0, rule=PLAIN)
     sides = {plain: greedy, TypicalRow(temperature=0.0, rule="greedy"): greedy}
     rows = rule_rows(decoding, sides, num_tokens)
     for temperature in TEMPERATURES:
         exact = acceptance_rule("rejection", temperature)
         sides = {}
-        for name in ("plain", "rejection"):
+        for name in (PLAIN, "rejection"):
             sides[TypicalRow(temperature=temperature, rule=name)] = exact
         for eps in EPS:
             row = TypicalRow(temperature=temperature, rule="typical", eps=eps)
@@ -239,32 +239,31 @@ def typical_sweep(
 def rule_rows(
     decoding: Decoding, sides: Mapping[TypicalRow, AcceptanceRule], num_tokens: int
 ) -> list[TypicalRow]:
-    """Decode by each row's acceptance rule and fill in its figures; the first row is plain.
+    """Decode by each row's acceptance rule and fill in its figures; one row must be plain.
 
     A figure is None if no answer took a step.
     """
     methods: dict[str, Decode] = {}
     for row, rule in sides.items():
-        decoder = decoding.accelerated if methods else decoding.plain
-        methods[str(row)] = decode_by(decoder, rule, num_tokens)
+        if row.rule == PLAIN:
+            methods[PLAIN] = decode_by(decoding.plain, rule, num_tokens)
+        else:
+            methods[str(row)] = decode_by(decoding.accelerated, rule, num_tokens)
     prompts = decoding.prompts
     warmed = prompts if decoding.plain.captures else prompts[:1]  # captures each length's graphs
     take_turns(methods, warmed, {})
     passes = [take_turns(methods, prompts, {})]
-    names = list(methods)
-    plain = Pace.of(passes, names[0])
     rows = []
-    for name, row in zip(names, sides, strict=True):
-        pace = Pace.of(passes, name)
-        speedup = pace.tokens_per_second / plain.tokens_per_second
+    for name, row in zip(methods, sides, strict=True):
+        speed = check_speed(prompts, passes, name)
         texts = [one.token_ids for one in passes[0][name]]
         likelihood = mean_log_likelihood(decoding.plain.model, prompts, texts)
         rows.append(
             replace(
                 row,
-                acceleration_rate=rounded(pace.acceleration_rate),
-                overhead=rounded(pace.acceleration_rate / speedup),
-                speedup=rounded(speedup),
+                acceleration_rate=speed.acceleration_rate,
+                overhead=speed.overhead,
+                speedup=speed.speedup,
                 log_likelihood=rounded(likelihood),
             )
         )

@@ -34,11 +34,8 @@ class DataSetUpload(Upload):
 
     def conflicting(self, names: Collection[str]) -> list[str]:
         """List files of the Hub data set that are not from a push of conversations."""
-        others = []
-        for name in sorted(names):
-            if not OURS.fullmatch(name) and not BESIDE.fullmatch(name):
-                others.append(name)
-        return others
+        ours = {name for name in names if OURS.fullmatch(name) or BESIDE.fullmatch(name)}
+        return sorted(set(names) - ours)
 
     def outdated(self, names: Collection[str]) -> list[str]:
         """List files of an earlier push to the Hub data set that this push does not replace."""

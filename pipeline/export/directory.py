@@ -77,7 +77,7 @@ def write_export(
                 saved = tensors_as_saved(heads, one)
                 tokenizer.save_pretrained(str(place))
                 write_weights(saved, place / one.weights_file)
-                paths = json.dumps([list(path) for path in choices])
+                paths = json.dumps(choices)
                 (place / one.kind.choices_file).write_text(f"{paths}\n", "utf-8")
                 config = json.dumps(one.to_json(target), indent=2)
                 (place / CONFIG_FILE).write_text(f"{config}\n", "utf-8")

@@ -148,16 +148,14 @@ def test_a_dynamic_tree_comes_back(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("tree", "error"),
-    [
-        ({"num_nodes": 99, "max_depth": 1, "top": 2}, DataError),
-        ({"num_nodes": 1, "max_depth": 4, "top": 2}, ConfigError),
-        ({"num_nodes": 1, "max_depth": 2, "top": 7}, ConfigError),
-    ],
+    ("num_nodes", "max_depth", "error"), [(99, 1, DataError), (1, 4, ConfigError)]
 )
-def test_a_dynamic_tree_that_these_heads_cannot_fill_is_refused(tmp_path, tree, error):
+def test_a_dynamic_tree_that_these_heads_cannot_fill_is_refused(
+    tmp_path, num_nodes, max_depth, error
+):
     directory = write(tmp_path / "export", config_of())
     content = config_in(directory)
+    tree = {"num_nodes": num_nodes, "max_depth": max_depth, "top": 2}
     content["heads"]["dynamic_tree"] = tree
     (directory / "config.json").write_text(json.dumps(content))
     with pytest.raises(error):

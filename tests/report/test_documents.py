@@ -75,7 +75,6 @@ class Reader(HTMLParser):
 def test_report_json_reads_back_and_begins_with_the_run(report, extras):
     written = json.loads(texts(report, extras)["report.json"])
     assert from_json(Report, written) == typed(report)
-    assert written.items() >= {key: written[key] for key in report}.items()
     assert list(written)[:3] == ["run", "target", "method"]
 
 
