@@ -42,11 +42,11 @@ class Size:
     batch_nodes: tuple[int, ...] = (16, 64)
     seconds: Mapping[str, float] = field(
         default_factory=lambda: {
-            "features": 140,
-            "decoding": 150,
-            "batches": 40,
-            "training": 120,
-            "heads": 140,
+            "features": 110,
+            "decoding": 130,
+            "batches": 36,
+            "training": 90,
+            "heads": 110,
         }
     )
 

@@ -61,14 +61,23 @@ def load_config(file: str | Path, overrides: Iterable[str] = ()) -> Config:
     try:
         settings = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        fix = "Name a YAML file, such as one of configs/."
-        raise ConfigError("There is no such configuration file.", str(file), fix) from None
+        raise ConfigError(
+            "There is no such configuration file.",
+            str(file),
+            "Name a YAML file, such as one of configs/.",
+        ) from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        what = f"The configuration cannot be read: {error}"
-        raise ConfigError(what, str(file), "It must be a YAML file of sections.") from None
+        raise ConfigError(
+            f"The configuration cannot be read: {error}",
+            str(file),
+            "It must be a YAML file of sections.",
+        ) from None
     if not isinstance(settings, dict):
-        what = "The configuration is not a mapping of sections."
-        raise ConfigError(what, str(file), "See configs/demo.yaml for one.")
+        raise ConfigError(
+            "The configuration is not a mapping of sections.",
+            str(file),
+            "See configs/demo.yaml for one.",
+        )
     # Of a link too: a run's own file means this run, wherever its text lies.
     beside = path.parent.resolve()
     is_own = path.name == RUN_FILE and any((beside / mark).exists() for mark in RUN_MARKS)
@@ -94,17 +103,21 @@ def target_settings(words: Iterable[str]) -> PlainData:
     for word in words:
         _override(settings, word)
         if len(settings) > 1 or "model" in settings["target"]:
-            what = f"Only settings of the target are read here, and not '{word}'."
-            fix = "The model itself has an option of its own (see --help)."
-            raise ConfigError(what, "command line", fix)
+            raise ConfigError(
+                f"Only settings of the target are read here, and not '{word}'.",
+                "command line",
+                "The model itself has an option of its own (see --help).",
+            )
     found: PlainData = settings["target"]
     try:
         TargetConfig.model_validate({"model": "any"} | found)
     except ValidationError as error:
         wrong = problems([{**each, "loc": ("target", *each["loc"])} for each in error.errors()])
-        fix = "docs/configuration.md lists the keys of target."
-        what = f"The settings are wrong: {'; '.join(wrong)}."
-        raise ConfigError(what, "command line", fix) from None
+        raise ConfigError(
+            f"The settings are wrong: {'; '.join(wrong)}.",
+            "command line",
+            "docs/configuration.md lists the keys of target.",
+        ) from None
     return found
 
 
@@ -113,13 +126,18 @@ def validate(settings: PlainData, where: str) -> Config:
     try:
         config = Config.model_validate(settings)
     except ValidationError as error:
-        what = f"The configuration is wrong: {'; '.join(problems(error.errors()))}."
-        raise ConfigError(what, where, "docs/configuration.md lists every key.") from None
+        raise ConfigError(
+            f"The configuration is wrong: {'; '.join(problems(error.errors()))}.",
+            where,
+            "docs/configuration.md lists every key.",
+        ) from None
     for key, text in _texts(config.model_dump(mode="json")):
         if redacted(text) != text:
-            what = f"{key} holds a token or a password, and every setting is written to run.yaml."
-            fix = "Keep it in the environment, as HF_TOKEN, or in what `hf auth login` stores."
-            raise ConfigError(what, where, fix)
+            raise ConfigError(
+                f"{key} holds a token or a password, and every setting is written to run.yaml.",
+                where,
+                "Keep it in the environment, as HF_TOKEN, or in what `hf auth login` stores.",
+            )
     return config
 
 
@@ -164,8 +182,11 @@ def _override(settings: PlainData, word: str) -> None:
     key, equals, text = word.partition("=")
     names, where = tuple(key.split(".")), "command line"
     if not equals or len(names) < 2 or not all(names):
-        fix = "Write section.key=value, such as train.lr=1e-3."
-        raise ConfigError(f"'{word}' is not an override.", where, fix)
+        raise ConfigError(
+            f"'{word}' is not an override.",
+            where,
+            "Write section.key=value, such as train.lr=1e-3.",
+        )
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError as error:
@@ -176,8 +197,11 @@ def _override(settings: PlainData, word: str) -> None:
             node[name] = {}
         node = node[name]
         if not isinstance(node, dict):
-            fix = "Set the whole section's key instead."
-            raise ConfigError(f"{key} reaches into a value that has no keys.", where, fix)
+            raise ConfigError(
+                f"{key} reaches into a value that has no keys.",
+                where,
+                "Set the whole section's key instead.",
+            )
     node[names[-1]] = _resolved(names, value, Path.cwd())
 
 
@@ -212,9 +236,11 @@ def _read_template(path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        what = f"The chat template cannot be read: {error}."
-        fix = "Give a Jinja file or the template's text."
-        raise ConfigError(what, "target.chat_template", fix) from None
+        raise ConfigError(
+            f"The chat template cannot be read: {error}.",
+            "target.chat_template",
+            "Give a Jinja file or the template's text.",
+        ) from None
 
 
 def _absolute(value: str, base: Path) -> str:

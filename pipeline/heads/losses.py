@@ -84,6 +84,11 @@ class Teacher(NamedTuple):
     share: float
 
 
+def exact_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of a loss's softmax and sums: fp32, or fp64 for fp64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def chunk_bytes_on(device: torch.device) -> int:
     """Return the bytes of logits that the loss holds at a time on a device."""
     return CHUNK_BYTES.get(device.type, 1 << 30)
@@ -187,7 +192,7 @@ class _ChunkedLoss:
 
         dtype = hidden_KND.dtype
         vocab_size = lm_head.shape[-2]
-        exact = torch.float64 if dtype == torch.float64 else torch.float32
+        exact = exact_dtype(dtype)
         bytes_per_logit = dtype.itemsize
         num_exact = 1  # numbers that a slice holds per logit: log q, and with a teacher p
         num_labels = labels_KN.numel()
@@ -228,6 +233,8 @@ class _ChunkedLoss:
         if not self.is_shared:
             num_lm_heads = len(self.labels_KN)
             group = group * num_lm_heads + rows // self.labels_KN.shape[1]
+        # Rows with the same key may share a chunk: the same block of states and the same lm_head.
+        # Keys are even for rows with a state and odd for rows without.
         key = 2 * group + is_untaught
         counts = key.bincount(minlength=2 * num_blocks * num_lm_heads).tolist()
         for number, members in enumerate(key.argsort(stable=True).split(counts)):

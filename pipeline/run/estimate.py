@@ -86,7 +86,7 @@ def run_size(run: ResolvedRun, seeds: Summary | None, generated: Summary | None)
     rows = int(seeds["rows"]) if seeds else _count_conversations(run)
     tokens = None if rows is None else rows * longest
     if generated:
-        tokens = int(generated.get("tokens", 0))
+        tokens = int(generated["tokens"])
     stored = 0
     if "features" not in run.method.skipped_stages(train):
         stored = StateFormat(dtype, hidden_size, run.config.features.precision).stored_bytes

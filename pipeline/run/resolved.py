@@ -192,8 +192,11 @@ class ResolvedRun:
             try:
                 paths = read_paths(given)
             except DataError as error:
-                fix = f"Name a file of paths, or one of the trees {', '.join(CHILDREN)}."
-                raise ConfigError(error.what, f"calibrate.choices = {given}", fix) from None
+                raise ConfigError(
+                    error.what,
+                    f"calibrate.choices = {given}",
+                    f"Name a file of paths, or one of the trees {', '.join(CHILDREN)}.",
+                ) from None
         else:
             paths = given
         return check_choices(paths, self.shape.max_depth, self.config.calibrate.top)

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from pipeline.artifacts.check_result import TunedDrift
-from pipeline.heads.losses import TargetHead, chunk_bytes_on
+from pipeline.heads.losses import TargetHead, chunk_bytes_on, exact_dtype
 
 
 def summed_backbone_loss(
@@ -67,7 +67,7 @@ class _SummedBackboneLoss(torch.autograd.Function):
     ) -> Tensor:
         """Compute the loss, and keep its gradients with respect to the first three arguments."""
         dtype = hidden_ND.dtype
-        loss = torch.zeros((), dtype=_exact(dtype), device=hidden_ND.device)
+        loss = torch.zeros((), dtype=exact_dtype(dtype), device=hidden_ND.device)
         ctx.gradients = [torch.zeros_like(each) for each in (hidden_ND, low_NR, lora_VR)]
         grad_hidden_ND, grad_low_NR, grad_lora_VR = ctx.gradients
         head = head.to(hidden_ND.device, dtype)
@@ -174,7 +174,7 @@ def add_drift(
 
 def _chunks(hidden_ND: Tensor, head: TargetHead) -> Iterator[slice]:
     """Yield slices of rows; both models' logits of one take about `chunk_bytes_on` bytes."""
-    exact_bytes = _exact(hidden_ND.dtype).itemsize
+    exact_bytes = exact_dtype(hidden_ND.dtype).itemsize
     row_bytes = len(head.weight_VD) * (2 * hidden_ND.element_size() + 3 * exact_bytes)
     num_rows = max(1, chunk_bytes_on(hidden_ND.device) // row_bytes)
     for start in range(0, len(hidden_ND), num_rows):
@@ -189,9 +189,4 @@ def _tuned_log_probabilities(
 
 
 def _log_softmax(logits_CV: Tensor) -> Tensor:
-    return torch.log_softmax(logits_CV, 1, dtype=_exact(logits_CV.dtype))
-
-
-def _exact(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of softmax and sums: fp32, or fp64 for fp64."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+    return torch.log_softmax(logits_CV, 1, dtype=exact_dtype(logits_CV.dtype))

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeline.artifacts.check_result import TunedDrift
 from pipeline.artifacts.json_form import to_json
 from pipeline.artifacts.trained_heads import HEADS_FILE
 from pipeline.config import TrainConfig
@@ -93,8 +92,8 @@ class TrainSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainResult:
-    """The result of one training; held-out figures belong to the best state."""
+class TrainResult(Evaluation):
+    """The result of one training, with the evaluation of the best state."""
 
     steps: int
     tokens: int  # positions, over all workers and epochs
@@ -102,10 +101,6 @@ class TrainResult:
     tokens_per_second: float
     final_loss: float  # mean over the last steps
     best_step: int | None = None  # None if nothing is held out
-    held_out: list[dict[str, float]]
-    frequency: dict[str, float]
-    draft_coverage: float | None = None
-    drift: TunedDrift | None = None
     hyperparameters: Recipe
     quantization: Bits | None = None  # of the backbone that the drift is measured from
     warnings: list[str] = field(default_factory=list)

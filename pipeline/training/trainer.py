@@ -147,18 +147,16 @@ class TrainState:
         return self.tokens / self.seconds
 
     def result(self, recipe: Recipe) -> TrainResult:
+        """Return the training's result at this step."""
         assert self.evaluation is not None, "training starts with an evaluation"
         return TrainResult(
+            **vars(self.evaluation),
             steps=self.step,
             tokens=self.tokens,
             seconds=round(self.seconds, 3),
             tokens_per_second=round(self.tokens_per_second, 1),
             final_loss=sum(self.losses) / len(self.losses),
             best_step=self.best_step,
-            held_out=self.evaluation.held_out,
-            frequency=self.evaluation.frequency,
-            draft_coverage=self.evaluation.draft_coverage,
-            drift=self.evaluation.drift,
             hyperparameters=recipe,
         )
 
