@@ -100,6 +100,7 @@ def choose_held_out(group_sizes: Mapping[str, int], holdout: float) -> dict[str,
                 splits[question] = split
                 taken += group_sizes[question]
         left = [question for question in left if question not in splits]
+        # Calibrate leaves one group for check, however few there are.
         left_to_check = 1 if split == "calibrate" else 0
         while taken < min(each, MIN_HELD_OUT) and len(left) > left_to_check:
             smallest = min(left, key=group_sizes.__getitem__)

@@ -204,6 +204,7 @@ class ChatTemplate:
         before = self.render(messages, asks=True)
         whole = self.render([*messages, Message("assistant", answer)], asks=False)
         tail = self._after(messages, "assistant", asks=False)
+        # The answer as the template renders it; or unchanged, if the template rewrites the history.
         text = self._marked(answer) + tail
         if whole.startswith(before) and whole.endswith(tail):
             text = whole.removeprefix(before)

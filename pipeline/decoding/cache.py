@@ -118,6 +118,7 @@ class TreeCache(Cache):
         num_rows = states.shape[2]
         width = self._fixed_width or self.length + num_rows
         if len(states) == 1 and self._fixed_width is None:
+            # A copy into a slice is faster than an assignment by index.
             place = len(self.lengths) if self._opening else 0
             filled = part.narrow(0, place, 1).narrow(2, 0, width)
             filled.narrow(2, self.length, num_rows).copy_(states)

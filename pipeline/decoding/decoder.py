@@ -245,6 +245,7 @@ class Decoder:
                 if len(open_texts) < len(texts):
                     self._steps.drop_texts([place for place, text in enumerate(texts) if text.room])
                     texts = open_texts
+                # The prefill's logits give the noise's dtype and device.
                 noise_BTV = self._noise(texts, logits_1V)
                 written = self._steps.decode_step(forward, rule, noise_BTV)
                 step = []
@@ -296,9 +297,12 @@ class Decoder:
         """Cut accepted tokens after the first end token and at the text's length limit."""
         text.noise.discard(len(ids))
         kept: list[int] = []
-        while len(kept) < len(ids) and text.room:
-            kept.append(ids[len(kept)])
-            text.room = 0 if kept[-1] in self.eos_token_ids else text.room - 1
+        for token in ids[: text.room]:
+            kept.append(token)
+            text.room -= 1
+            if token in self.eos_token_ids:
+                text.room = 0
+                break
         return kept
 
 

@@ -111,6 +111,7 @@ class CrossFit:
         expected += [0.0] * (max(depths) - len(expected))
         shares = []
         for depth, share in zip(depths, own, strict=True):
+            # If no step of the tree's own replay reaches this depth, its nodes get equal parts.
             part = share / sums[depth] if sums[depth] else 1 / counts[depth]
             shares.append(float(part * expected[depth - 1]))
         return shares

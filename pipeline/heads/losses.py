@@ -233,6 +233,8 @@ class _ChunkedLoss:
         if not self.is_shared:
             num_lm_heads = len(self.labels_KN)
             group = group * num_lm_heads + rows // self.labels_KN.shape[1]
+        # Rows with the same key may share a chunk: the same block of states and the same lm_head.
+        # Keys are even for rows with a state and odd for rows without.
         key = 2 * group + is_untaught
         counts = key.bincount(minlength=2 * num_blocks * num_lm_heads).tolist()
         for number, members in enumerate(key.argsort(stable=True).split(counts)):
