@@ -107,8 +107,8 @@ def run(context: Context, stage: StageDirectory) -> Summary:
         _require_labels(counts_K[:num_heads], num_conversations, where)
         tree, chain_overheads = _choose_tree(context, ranks, places, progress)
     default = num_heads if settings.draft_tokens == "auto" else settings.draft_tokens
-    most = context.resolved.max_draft_tokens
-    num_tokens, chain = chosen_chain(ranks, most, default, chain_overheads)
+    longest = context.resolved.max_draft_tokens
+    num_tokens, chain = chosen_chain(ranks, longest, default, chain_overheads)
     Calibration(
         choices=tree.choices,
         node_shares=tree.node_shares,
@@ -218,11 +218,16 @@ def _native_overheads(
         ENGINE_SECTIONS["native"],
         progress,
         target=context.backbone("train"),
-        heads=str(context.upstream["train"].path / HEADS_FILE),
+        heads=_heads_path(context),
         trees=_timed_trees(fits, resolved.dynamic_tree),
         chains=chains(resolved.max_draft_tokens) if resolved.times_chain else {},
         prompts=[prompt.ids[-longest:] for prompt in prompts],
     )
+
+
+def _heads_path(context: Context) -> str:
+    """Return the path of the trained heads that calibrate measures."""
+    return str(context.upstream["train"].path / HEADS_FILE)
 
 
 def _timed_trees(fits: CrossFit, dynamic: DynamicTree | None) -> dict[int, Choices | DynamicTree]:
@@ -247,7 +252,7 @@ def _on_held_out_rows(
     text = HeldOutText(
         tuple(map(str, features.shards())),
         features.fingerprint,
-        str(context.upstream["train"].path / HEADS_FILE),
+        _heads_path(context),
         context.config.train.roles,
         training_text(context.upstream["generate"]),
     )
@@ -276,7 +281,7 @@ def _on_answers(
         "features",
         progress,
         target=target,
-        heads=str(context.upstream["train"].path / HEADS_FILE),
+        heads=_heads_path(context),
         answers=answers,
         top=settings.top,
         tree=context.resolved.dynamic_tree,

@@ -55,8 +55,7 @@ def run(context: Context, stage: StageDirectory) -> Summary:
     """Run the generate stage: let the target write the conversation of each seed."""
     placement = context.placement(NAME)
     settings = context.config.generate
-    template = load_chat_template(context.target)
-    require_both_sides(template, settings.mode)  # before a worker starts
+    require_both_sides(load_chat_template(context.target), settings.mode)  # before workers start
     arguments = {
         "target": context.target,
         "settings": settings,

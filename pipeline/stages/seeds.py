@@ -127,8 +127,8 @@ def run(context: Context, stage: StageDirectory) -> Summary:
             context.run.event("shard", stage=NAME, shard=index, **counts)
             meter.show(Progress(done=totals.rows, unit="conversations"))
     stage.drop_shards_but(range(totals.shards))
-    most = context.config.limits.max_quarantine_fraction
-    totals.check_quarantine(NAME, str(stage.path), most, final=True)
+    limits = context.config.limits
+    totals.check_quarantine(NAME, str(stage.path), limits.max_quarantine_fraction, final=True)
     summary = {**totals.summary(), "sources": [_source_summary(reader) for reader in readers]}
     _print_skipped_files(context, summary)
     warning = require_rows_of_splits(stage, summary, settings.holdout)
