@@ -104,7 +104,8 @@ def read_heads(directory: str | os.PathLike[str], model: PreTrainedModel) -> Hea
     target = TargetWeights(
         lambda: lm_head_weight(model), lambda: model.get_input_embeddings().weight.detach()
     )
-    tensors = _open_weights(path, layout).tensors()
+    file = _open_weights(path, layout)
+    tensors = {name: file.tensor(name) for name in file.shapes}
     heads = layout.kind.from_named_tensors(layout.shape, tensors, layout.stored, where=str(path))
     heads.take_from(target.drafting(heads.vocabulary.token_map))
     return heads
