@@ -9,7 +9,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from pickle import UnpicklingError
 
 import torch
 from huggingface_hub import snapshot_download
@@ -93,11 +92,8 @@ def _plain_tensors(path: Path) -> dict[str, Tensor]:
     try:
         with warnings.catch_warnings(action="ignore"):  # warns of pickle protocols
             content = torch.load(path, map_location="cpu", weights_only=True)
-    except UnpicklingError as error:
-        what = "This is no file of tensors: it holds other objects, whose code is not run here."
-        raise DataError(what, str(path), fix) from error
     except Exception as error:  # zip, pickle and torch raise errors of their own
-        what = f"The weights cannot be read: {one_line(error)}."
+        what = f"This is no file of plain tensors, and code in it is not run: {one_line(error)}."
         raise DataError(what, str(path), fix) from error
     is_named = isinstance(content, dict) and all(isinstance(name, str) for name in content)
     if not is_named or not all(isinstance(tensor, Tensor) for tensor in content.values()):

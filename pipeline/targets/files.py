@@ -32,8 +32,9 @@ DESCRIBING_FILES = (
     "chat_template.json",
 )
 TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
-WEIGHT_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
-SINGLE_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+# all weights in one file, or the index of several files
+SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
+PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 FETCH_AGAIN = "Download or save the target again."
 NETWORK = "Check the network, HF_ENDPOINT, HF_HUB_OFFLINE and the disk"
 
@@ -85,7 +86,7 @@ def download(model: str, revision: str | None, *, with_code: bool) -> Path:
     from huggingface_hub import snapshot_download
 
     weights = "pytorch_model*.bin*"
-    for name in ("model.safetensors", "model.safetensors.index.json"):
+    for name in SAFETENSORS:
         if find_file(model, revision, name) is not None:
             weights = "model*.safetensors*"
     patterns = [*DESCRIBING_FILES, weights]
@@ -109,7 +110,7 @@ def weight_names(directory: Path) -> list[str]:
     Raises:
         ConfigError: There are no weight files, or shards are missing.
     """
-    for single, index in zip(SINGLE_WEIGHTS, WEIGHT_INDEXES, strict=True):
+    for single, index in (SAFETENSORS, PICKLES):
         if (directory / single).is_file():
             return [single]
         if (directory / index).is_file():

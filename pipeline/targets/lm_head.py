@@ -120,7 +120,7 @@ def _read_matrix(spec: TargetSpec, file_of: dict[str, str], names: list[str]) ->
 
 def _weight_map(spec: TargetSpec) -> dict[str, str]:
     """Map the names of the target's tensors to weight file names; empty without weight files."""
-    for single, index in zip(files.SINGLE_WEIGHTS, files.WEIGHT_INDEXES, strict=True):
+    for single, index in (files.SAFETENSORS, files.PICKLES):
         path = files.find_file(spec.model, spec.revision, single)
         if path is not None:
             return dict.fromkeys(_names(path), single)

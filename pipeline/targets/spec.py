@@ -218,9 +218,9 @@ def input_rounding(config: PretrainedConfig) -> Rounding | None:
     for group in (settings.get("config_groups") or {}).values():
         if group.get("input_activations"):
             return "8bit"
-    if settings.get("load_in_8bit") or settings.get("activation_scheme"):
-        return "8bit"
-    if settings.get("quant_method") in ("fbgemm_fp8", "modelopt"):  # their settings do not state it
+    # the settings of these two methods do not state it
+    rounds_inputs = settings.get("quant_method") in ("fbgemm_fp8", "modelopt")
+    if rounds_inputs or settings.get("load_in_8bit") or settings.get("activation_scheme"):
         return "8bit"
     if settings.get("load_in_4bit"):
         in_bfloat16 = str(settings.get("bnb_4bit_compute_dtype")).endswith("bfloat16")
