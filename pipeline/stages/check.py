@@ -19,7 +19,6 @@ from typing import Any
 
 from pipeline.artifacts.check_result import (
     CheckResult,
-    Difference,
     Limits,
     ServedModel,
     Studies,
@@ -155,8 +154,7 @@ class CheckEngines:
         assert result.vllm is not None and calibration is not None
         if result.native is not None:
             chain = result.native.chain
-        by_calibration = self.context.config.calibrate.data is None
-        if by_calibration and self.questions is None:
+        if self.context.config.calibrate.data is None and self.questions is None:
             held_out = calibration.chain[calibration.num_speculative_tokens - 1]
         figures = with_expectations(result.vllm, chain, held_out)
         if "load" in request.settings.studies:
@@ -164,8 +162,8 @@ class CheckEngines:
             figures = replace(figures, studies=Studies(load=load))
         return figures
 
-    def on_served_model(self, request: CheckRequest) -> tuple[ServedModel, list[Difference]]:
-        """Check the heads on the copy of the target that will be served, in every engine.
+    def with_served_model(self, request: CheckRequest, result: CheckResult) -> CheckResult:
+        """Add a check of the heads on the copy of the target that will be served, in every engine.
 
         Greedy text is compared with the text of that copy alone, since the full target writes other
         text. Baselines and studies are not repeated.
@@ -176,12 +174,11 @@ class CheckEngines:
             target = replace(copy, max_tokens=request.target.max_tokens)
             asked = replace(request, target=target, settings=settings)
             results[engine], _ = self.measure(asked, engine)
-        result = join_engines(results)
+        found = join_engines(results)
         form = quantization_format(model_config(target)) or "not quantized"
-        copy_figures = ServedModel(
-            model=target.model, format=form, native=result.native, vllm=result.vllm
-        )
-        return copy_figures, [replace(each, model=target.model) for each in result.differing]
+        served = ServedModel(model=target.model, format=form, native=found.native, vllm=found.vllm)
+        differing = [replace(each, model=target.model) for each in found.differing]
+        return replace(result, served_model=served, differing=result.differing + differing)
 
     def drift_of_published(self) -> TunedDrift:
         """Measure the drift of the published backbone; write the original target's answers."""
@@ -243,8 +240,7 @@ def run(context: Context, stage: StageDirectory) -> Summary:
         if result.vllm is not None:
             result = replace(result, vllm=engines.vllm_figures(request, result))
         if settings.served_model:
-            copy, differing = engines.on_served_model(request)
-            result = replace(result, served_model=copy, differing=result.differing + differing)
+            result = engines.with_served_model(request, result)
         result = _with_comparisons(engines, result)
     for engine in settings.engines:
         (stage.path / f"{engine}.json").unlink(missing_ok=True)

@@ -42,14 +42,12 @@ def run(context: Context, stage: StageDirectory) -> Summary:
     """Write the trained heads, their tree and card as an export."""
     settings, spec, trained = context.config.export, context.target, context.upstream["train"]
     target, tunes = context.resolved.target_config.to_dict(), context.resolved.method.tunes_backbone
-    base, published = spec.model, None
+    base = spec.model
     if tunes:
         backbone = stage.path.resolve() / BACKBONE_DIRECTORY
         learned = trained.files_below(BACKBONE_DIRECTORY)
         link_backbone(trained.path / BACKBONE_DIRECTORY, backbone, learned)
         base = str(backbone)
-    else:
-        published = base
     heads = read_trained_heads(trained.path / HEADS_FILE)
     check_vocabulary(heads.shape, context.resolved.shape.vocab_size)
     calibration = read_calibration(context.upstream["calibrate"].path)
@@ -61,6 +59,7 @@ def run(context: Context, stage: StageDirectory) -> Summary:
         num_speculative_tokens=calibration.num_speculative_tokens,
         dynamic_tree=calibration.dynamic,
     )
+    published = None if tunes else base
     card = Published(Report(), context.config, base_model=published, tuned=tunes)
     files = write_export(
         stage.path,

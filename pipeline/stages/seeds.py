@@ -215,7 +215,8 @@ def require_rows_of_splits(stage: StageDirectory, summary: Summary, holdout: flo
     """
     num_rows = int(summary["rows"])
     rows_of = {split: int(summary.get(f"{split}_rows", 0)) for split in SPLITS}
-    if min(rows_of.values()) >= MIN_HELD_OUT:
+    fewest = min(rows_of.values())
+    if fewest >= MIN_HELD_OUT:
         return None
     held_out = held_out_rows(num_rows, holdout)
     enough_if_all_differed = min(held_out, num_rows - 2 * held_out) >= MIN_HELD_OUT
@@ -233,7 +234,7 @@ def require_rows_of_splits(stage: StageDirectory, summary: Summary, holdout: flo
         f" conversations. Conversations that open alike are in one split, so that the splits are"
         f" {counts}."
     )
-    if min(rows_of.values()) == 0:
+    if fewest == 0:
         fix = "Name sources in seeds.sources whose conversations open with different questions."
         raise DataError(too_alike, str(stage.path), fix)
     return too_alike

@@ -85,7 +85,7 @@ def test_trees_come_from_lists_files_and_runs(tmp_path, export, run):
     target, heads = export.target, load_heads(run.export, export.target)
     trees = [target.decoder(heads, tree).tree.choices for tree in (paths, tmp_path / "tree.json")]
     direct = Decoder(target.model, heads, paths, eos_token_ids=())
-    assert trees[0] == trees[1] == direct.tree.choices == ((0,), (0, 0), (1,))
+    assert trees[0] == trees[1] == direct.tree.choices == ((0,), (1,), (0, 0))
     assert load_tree(run.path / "latest/calibrate/tree.json") == run.tree()
 
 
