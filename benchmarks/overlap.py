@@ -35,6 +35,8 @@ from pipeline.artifacts.generated_rows import TokenRow
 from pipeline.config import FeaturesConfig
 from pipeline.stages.features import Worker
 from pipeline.storage.shards import HashedFile, ShardTask
+from pipeline.targets import transformers_engines
+from pipeline.targets.spec import TargetSpec
 
 AIM = 0.92
 CARD_TOKENS, DISK_MEGABYTES = 36_000, (200, 330, 600)  # per second
@@ -60,7 +62,11 @@ def _claim(shards: Sequence[Sequence[rows.Row]], megabytes: int, rounds: int) ->
     rates = []
     for _ in range(rounds):
         with tempfile.TemporaryDirectory() as place, simulated_disk(megabytes * 1e6):
-            worker = Worker(card, FeaturesConfig(tokens_per_batch=TOKENS_PER_BATCH), gpus=0)
+            settings = FeaturesConfig(tokens_per_batch=TOKENS_PER_BATCH)
+            with mock.patch.multiple(
+                transformers_engines, load_on_gpus=lambda *_: card, verify_tap=lambda _: None
+            ):
+                worker = Worker(TargetSpec("simulated"), settings, gpus=0)
             rates.append(tokens / _seconds(worker, rows.features_tasks(Path(place), shards)))
     disk_tokens = megabytes * 1e6 * tokens / (positions * HIDDEN_SIZE * 2)
     slower = min(CARD_TOKENS, disk_tokens)

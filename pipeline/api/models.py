@@ -165,9 +165,11 @@ def load_export(
     if not isinstance(target, Target):
         target = load_target(target or target_of(export), **settings)
     elif settings:
-        what = f"The target is loaded already, without {', '.join(settings)}."
-        fix = "Give them to load_target, or give load_export the target's name."
-        raise ConfigError(what, "target", fix)
+        raise ConfigError(
+            f"The target is loaded already, without {', '.join(settings)}.",
+            "target",
+            "Give them to load_target, or give load_export the target's name.",
+        )
     heads = load_heads(export, target)
     return Export(Path(export), target, heads, target.decoder(heads, chosen))
 

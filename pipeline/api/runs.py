@@ -88,8 +88,11 @@ class Run:
         try:
             return json.loads((self.path / "report.json").read_bytes())
         except FileNotFoundError:
-            fix = "Run its check: the report is written after it."
-            raise DataError("This run has no report.", str(self.path), fix) from None
+            raise DataError(
+                "This run has no report.",
+                str(self.path),
+                "Run its check: the report is written after it.",
+            ) from None
 
     @property
     def export(self) -> Path:
@@ -145,6 +148,9 @@ class Run:
     def _stage(self, name: str) -> Any:
         stage = self.directory.latest(name)
         if stage is None or not stage.done:
-            fix = f"Run it: medusa-distill run {self.path / 'run.yaml'}"
-            raise DataError(f"This run has no finished {name} stage.", str(self.path), fix)
+            raise DataError(
+                f"This run has no finished {name} stage.",
+                str(self.path),
+                f"Run it: medusa-distill run {self.path / 'run.yaml'}",
+            )
         return stage

@@ -111,8 +111,11 @@ def read_token_rows(
                 for row, tokens in zip(others, table["input_ids"], strict=True):
                     ids = tokens.values.to_numpy()
                     if vocab_size is not None and np.max(ids, initial=0) >= vocab_size:
-                        what = f"A token is outside the target's vocabulary of {vocab_size}."
-                        raise DataError(what, f"{path}, row {row['id']}", REDO)
+                        raise DataError(
+                            f"A token is outside the target's vocabulary of {vocab_size}.",
+                            f"{path}, row {row['id']}",
+                            REDO,
+                        )
                     yield TokenRow.of({**row, "input_ids": ids})
 
 
@@ -127,8 +130,11 @@ def open_rows(path: str | Path, fingerprint: str) -> Iterator[pq.ParquetFile]:
     with open_shard(path) as shard:
         found = (shard.schema_arrow.metadata or {}).get(b"fingerprint", b"none").decode()
         if found != fingerprint:
-            what = f"This shard is of another run: its fingerprint is {found}, not {fingerprint}."
-            raise DataError(what, str(path), REDO)
+            raise DataError(
+                f"This shard is of another run: its fingerprint is {found}, not {fingerprint}.",
+                str(path),
+                REDO,
+            )
         yield shard
 
 

@@ -43,8 +43,11 @@ def read_trained_heads(path: Path) -> Heads:
     """
     shape = _heads_shape(path)
     if shape is None:
-        fix = "Run again with --fresh train."
-        raise DataError("There are no trained heads here, or they are damaged.", str(path), fix)
+        raise DataError(
+            "There are no trained heads here, or they are damaged.",
+            str(path),
+            "Run again with --fresh train.",
+        )
     return head_kind(shape.kind).from_named_tensors(shape, load_file(path), where=str(path))
 
 
@@ -58,8 +61,11 @@ def read_summary(path: Path, shape: HeadsShape) -> Summary | None:
     if found is None:
         return None
     if found != shape:
-        what = f"The heads here have {found.description}; this training's have {shape.description}."
-        raise DataError(what, str(path), "Move them elsewhere, or run again with --fresh train.")
+        raise DataError(
+            f"The heads here have {found.description}; this training's have {shape.description}.",
+            str(path),
+            "Move them elsewhere, or run again with --fresh train.",
+        )
     return read_json(path.with_name(SUMMARY_FILE))
 
 

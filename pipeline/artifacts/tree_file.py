@@ -158,9 +158,11 @@ def _calibration(content: Any, path: Path) -> Calibration:
     try:
         return from_json(Calibration, content)
     except ValidationError as error:
-        fix = "Run the same command again with --fresh calibrate."
-        what = f"This is no tree that calibrate wrote ({error.errors()[0]['msg']})."
-        raise DataError(what, str(path), fix) from None
+        raise DataError(
+            f"This is no tree that calibrate wrote ({error.errors()[0]['msg']}).",
+            str(path),
+            "Run the same command again with --fresh calibrate.",
+        ) from None
 
 
 def _read_json(path: Path) -> Any:

@@ -61,8 +61,11 @@ def chat(
     try:
         (system or "").encode()
     except UnicodeEncodeError:
-        fix = "Type it in a terminal whose encoding is UTF-8."
-        raise ConfigError("The system message is not UTF-8.", "--system", fix) from None
+        raise ConfigError(
+            "The system message is not UTF-8.",
+            "--system",
+            "Type it in a terminal whose encoding is UTF-8.",
+        ) from None
     given = target_settings(settings or ())
     if plain:
         target = load_target(base_model or target_of(export_dir), gpus=gpus, **given)

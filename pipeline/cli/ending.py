@@ -144,6 +144,8 @@ class _Output:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
             if isinstance(error, BrokenPipeError):
                 raise Interrupted(signal.SIGPIPE, "The reader of the output has gone.") from None
-            fix = "Send the output elsewhere and run the same command again."
-            what = f"Standard output cannot be written: {error.strerror or error}."
-            raise EnvironmentFault(what, "standard output", fix) from error
+            raise EnvironmentFault(
+                f"Standard output cannot be written: {error.strerror or error}.",
+                "standard output",
+                "Send the output elsewhere and run the same command again.",
+            ) from error

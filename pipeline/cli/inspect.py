@@ -36,16 +36,22 @@ def inspect(
     run, config = RunDirectory.open(run_dir)
     directory, console = run.latest(stage), Console(highlight=False)
     if directory is None:
-        fix = "`medusa-distill status` lists the stages and how far each is."
-        raise ConfigError(f"This run has no stage '{stage}' yet.", str(run.path), fix)
+        raise ConfigError(
+            f"This run has no stage '{stage}' yet.",
+            str(run.path),
+            "`medusa-distill status` lists the stages and how far each is.",
+        )
     shards = directory.shards()
     if shards:
         _print_row(console, _find_row(shards, row), run, config)
     elif directory.done:
         console.print_json(data=directory.summary)
     else:
-        what = f"{stage} is not finished, or its DONE.json cannot be read."
-        raise DataError(what, str(directory.path), "The same `run` finishes or makes it anew.")
+        raise DataError(
+            f"{stage} is not finished, or its DONE.json cannot be read.",
+            str(directory.path),
+            "The same `run` finishes or makes it anew.",
+        )
 
 
 def _print_row(console: Console, row: Row, run: RunDirectory, config: Config) -> None:
@@ -96,5 +102,8 @@ def _find_row(shards: Sequence[Path], wanted: str | None) -> Row:
             if wanted in (None, row["id"], str(number)):
                 return row
             number += 1
-    what = f"There is no row '{wanted}' among the {number} rows."
-    raise ConfigError(what, str(shards[0].parent.parent), "Give an id or a number from 0.")
+    raise ConfigError(
+        f"There is no row '{wanted}' among the {number} rows.",
+        str(shards[0].parent.parent),
+        "Give an id or a number from 0.",
+    )

@@ -40,8 +40,11 @@ def reference(section: str | None = None) -> str:
         ConfigError: There is no such section.
     """
     if section is not None and section not in Config.model_fields:
-        fix = f"They are {', '.join(Config.model_fields)}."
-        raise ConfigError(f"There is no section '{section}'.", "keys", fix)
+        raise ConfigError(
+            f"There is no section '{section}'.",
+            "keys",
+            f"They are {', '.join(Config.model_fields)}.",
+        )
     lines = ["| key | values | default | meaning |", "|---|---|---|---|"]
     for key, row in _rows(Config):
         if section in (None, key.split(".")[0]):

@@ -24,8 +24,11 @@ def verify(
     run, _ = RunDirectory.open(run_dir)
     console, stages = Console(highlight=False), run.stages()
     if not stages:
-        fix = "The same `run` links again the stages that lie there, and makes the others."
-        raise ConfigError("This run has no stage to verify.", str(run.path / "latest"), fix)
+        raise ConfigError(
+            "This run has no stage to verify.",
+            str(run.path / "latest"),
+            "The same `run` links again the stages that lie there, and makes the others.",
+        )
     damaged: list[str] = []
     for link in run.links():
         if link.name not in stages:
@@ -50,7 +53,9 @@ def verify(
     shared = questions_in_two_splits(seeds.shards())
     if shared:
         question = shorten(shared[0], 100)
-        what = f'{len(shared)} questions open conversations of two splits, such as "{question}".'
-        fix = "Run the same configuration again: the seeds are split by their first question."
-        raise CheckFailed(what, str(seeds.path), fix)
+        raise CheckFailed(
+            f'{len(shared)} questions open conversations of two splits, such as "{question}".',
+            str(seeds.path),
+            "Run the same configuration again: the seeds are split by their first question.",
+        )
     print_stage(console, "[green]ok[/]     ", "splits", "no question opens conversations of two")

@@ -51,8 +51,11 @@ def connect(address: str) -> None:
         if address:
             reason = connection_error(host_and_port(address))
             if reason:
-                what = f"No Ray cluster answers at RAY_ADDRESS: {reason}."
-                raise EnvironmentFault(what, address, NO_CLUSTER)
+                raise EnvironmentFault(
+                    f"No Ray cluster answers at RAY_ADDRESS: {reason}.",
+                    address,
+                    NO_CLUSTER,
+                )
         with own_signals():
             if address:
                 variables = dict(WORKER_ENVIRONMENT)

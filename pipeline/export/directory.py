@@ -85,8 +85,11 @@ def write_export(
             (partial / CARD_FILE).write_text(card, "utf-8")
             files = files_in(partial)
     except (OSError, SafetensorError) as error:
-        what = f"The export cannot be written: {error}."
-        raise EnvironmentFault(what, str(directory), "Free space, and run again.") from error
+        raise EnvironmentFault(
+            f"The export cannot be written: {error}.",
+            str(directory),
+            "Free space, and run again.",
+        ) from error
     return [directory / file for file in files]
 
 
@@ -104,7 +107,8 @@ def read_heads(directory: str | os.PathLike[str], model: PreTrainedModel) -> Hea
     target = TargetWeights(
         lambda: lm_head_weight(model), lambda: model.get_input_embeddings().weight.detach()
     )
-    tensors = _open_weights(path, layout).tensors()
+    file = _open_weights(path, layout)
+    tensors = {name: file.tensor(name) for name in file.shapes}
     heads = layout.kind.from_named_tensors(layout.shape, tensors, layout.stored, where=str(path))
     heads.take_from(target.drafting(heads.vocabulary.token_map))
     return heads
@@ -139,9 +143,11 @@ def tensors_as_saved(heads: Heads, layout: ExportLayout) -> dict[str, Tensor]:
             wanted = dtype if source.is_floating_point() else source.dtype
             converted[key] = source.to("cpu", wanted).contiguous()
             if not is_finite(converted[key]):
-                what = f"The tensor {name} holds numbers that are not finite in {layout.dtype}."
-                fix = "Train again with a lower learning rate, or export in bfloat16 or float32."
-                raise DataError(what, "heads", fix)
+                raise DataError(
+                    f"The tensor {name} holds numbers that are not finite in {layout.dtype}.",
+                    "heads",
+                    "Train again with a lower learning rate, or export in bfloat16 or float32.",
+                )
         saved[name] = converted[key]
     return saved
 
@@ -151,8 +157,11 @@ def _verify_weights(directory: Path, saved: Mapping[str, Tensor], layout: Export
     file = _open_weights(directory, layout)
     for name, tensor in saved.items():
         if not torch.equal(file.tensor(name).view(torch.uint8), tensor.view(torch.uint8)):
-            what = f"The tensor {name} is not the one that was trained."
-            raise DataError(what, str(directory), "Export again.")
+            raise DataError(
+                f"The tensor {name} is not the one that was trained.",
+                str(directory),
+                "Export again.",
+            )
 
 
 def _open_weights(directory: Path, layout: ExportLayout) -> WeightsFile:
@@ -163,8 +172,11 @@ def _open_weights(directory: Path, layout: ExportLayout) -> WeightsFile:
         if file.suffix in WEIGHT_SUFFIXES and file.name != path.name:
             others.append(file.name)
     if others:
-        what = f"vLLM would load other weights that lie beside the heads: {', '.join(others)}."
-        raise DataError(what, str(directory), "Move them elsewhere.")
+        raise DataError(
+            f"vLLM would load other weights that lie beside the heads: {', '.join(others)}.",
+            str(directory),
+            "Move them elsewhere.",
+        )
     weights = WeightsFile(path)
     expected = layout.kind.shapes(layout.shape, layout.stored)
     require_shapes(layout.shape, expected, weights.shapes, str(path))

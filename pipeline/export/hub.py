@@ -125,8 +125,11 @@ class Upload(ABC):
     def require_publishable(self) -> None:
         """Raise ConfigError for a local base model, DataError for a local path in a pushed file."""
         if self.missing:
-            fix = "Publish the target first, then push with push.base_model=USER/NAME."
-            raise ConfigError(f"The push lacks {self.missing[0]}.", self.base_model, fix)
+            raise ConfigError(
+                f"The push lacks {self.missing[0]}.",
+                self.base_model,
+                "Publish the target first, then push with push.base_model=USER/NAME.",
+            )
         for file in self.files:
             if Path(file.path_in_repo).suffix in WEIGHT_SUFFIXES:
                 continue
@@ -134,8 +137,11 @@ class Upload(ABC):
                 content = opened.read()
             for path in self.local_paths:
                 if path.encode() in content:
-                    what = f"{file.path_in_repo} contains a local path."
-                    raise DataError(what, path, "Remove the path from it, then push again.")
+                    raise DataError(
+                        f"{file.path_in_repo} contains a local path.",
+                        path,
+                        "Remove the path from it, then push again.",
+                    )
 
     def require_suitable(self, existing: Any, private: bool) -> None:
         """Raise ConfigError if the Hub repository should be private, or holds unrelated files.
@@ -144,14 +150,18 @@ class Upload(ABC):
             existing: `ModelInfo` or `DatasetInfo` of the repository.
         """
         if private and not existing.private:
-            what = "The repository is public, and push.private asks for a private one."
-            fix = "Make it private on the Hub, or push with push.private=false."
-            raise ConfigError(what, self.repo_id, fix)
+            raise ConfigError(
+                "The repository is public, and push.private asks for a private one.",
+                self.repo_id,
+                "Make it private on the Hub, or push with push.private=false.",
+            )
         conflicting = self.conflicting(_names(existing))
         if conflicting:
-            what = f"The repository holds something else ({', '.join(conflicting[:3])})."
-            fix = "Push to a repository of its own: engines and readers load every file there."
-            raise ConfigError(what, self.repo_id, fix)
+            raise ConfigError(
+                f"The repository holds something else ({', '.join(conflicting[:3])}).",
+                self.repo_id,
+                "Push to a repository of its own: engines and readers load every file there.",
+            )
 
     def send(self, api: HfApi, existing: Any | None, private: bool) -> Receipt:
         """Commit the files to the Hub; return the receipt with "url", "commit" and "unchanged"."""
@@ -191,8 +201,11 @@ def send_all(uploads: Mapping[str, Upload], *, private: bool) -> dict[str, Recei
         upload.require_publishable()
     token = get_token()
     if not token:
-        fix = "Run `hf auth login`, or set HF_TOKEN to a token that may write; then push again."
-        raise EnvironmentFault("There is no Hub token.", "push", fix)
+        raise EnvironmentFault(
+            "There is no Hub token.",
+            "push",
+            "Run `hf auth login`, or set HF_TOKEN to a token that may write; then push again.",
+        )
     api = HfApi(token=token, library_name="medusa-distill")
     existing: dict[str, Any] = {}
     receipts = {}
@@ -301,8 +314,11 @@ def require_allowed(published: Published, where: str) -> str:
     """
     check = published.report.check
     if not check or not check.passed:
-        what = "The check of these heads failed, or was not run, so nothing was pushed."
-        raise CheckFailed(what, "report.json", "The report names the reasons; check again.")
+        raise CheckFailed(
+            "The check of these heads failed, or was not run, so nothing was pushed.",
+            "report.json",
+            "The report names the reasons; check again.",
+        )
     repo_id = published.repo_id or ""
     check_repo_id(repo_id, where, with_owner=True)
     return repo_id
@@ -332,11 +348,17 @@ def _verified(
         try:
             file = CommitOperationAdd(name, path if is_weights else read_file(path))
         except (OSError, ValueError) as error:
-            what = f"A file of the export cannot be read: {error}."
-            raise DataError(what, str(path), EXPORT_AGAIN) from error
+            raise DataError(
+                f"A file of the export cannot be read: {error}.",
+                str(path),
+                EXPORT_AGAIN,
+            ) from error
         if path.is_symlink() or file.upload_info.sha256.hex() != facts.sha256:
-            what = "This file is not what was checked, so nothing was pushed."
-            raise DataError(what, str(path), EXPORT_AGAIN)
+            raise DataError(
+                "This file is not what was checked, so nothing was pushed.",
+                str(path),
+                EXPORT_AGAIN,
+            )
         files[name] = file
     for name, text in written.items():
         files[name] = CommitOperationAdd(name, text.encode(errors="replace"))

@@ -147,8 +147,11 @@ def read_layout(directory: str | os.PathLike[str]) -> ExportLayout:
             dynamic_tree=DynamicTree(**tree) if tree else None,
         )
     except (ConfigError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        what = f"This is not the configuration of an export ({type(error).__name__}: {error})."
-        raise DataError(what, str(path), fix) from error
+        raise DataError(
+            f"This is not the configuration of an export ({type(error).__name__}: {error}).",
+            str(path),
+            fix,
+        ) from error
 
 
 def target_of(directory: str | os.PathLike[str]) -> str:
@@ -164,8 +167,11 @@ def target_of(directory: str | os.PathLike[str]) -> str:
     if tuned.is_dir():
         return str(tuned)
     if not Path(named).is_dir():
-        fix = "Name it with --base-model, or `target=`."
-        raise ConfigError(f"The export's target is not there: {named}.", str(directory), fix)
+        raise ConfigError(
+            f"The export's target is not there: {named}.",
+            str(directory),
+            "Name it with --base-model, or `target=`.",
+        )
     return named
 
 
@@ -176,8 +182,11 @@ def check_num_heads(num_heads: int) -> None:
             f"{num_heads} heads cannot be exported: vLLM drafts one token per head, at least 1 and"
             f" at most {MAX_NUM_HEADS} (its rejection sampler's limit)."
         )
-        fix = "The paper trains 5, and finds 3 or 4 enough."
-        raise ConfigError(what, "train.num_heads", fix)
+        raise ConfigError(
+            what,
+            "train.num_heads",
+            "The paper trains 5, and finds 3 or 4 enough.",
+        )
 
 
 def check_formats(kind: type[Heads], shape: Any, names: Sequence[str]) -> None:
@@ -188,9 +197,11 @@ def check_formats(kind: type[Heads], shape: Any, names: Sequence[str]) -> None:
     for name in names:
         kind.check_format(shape, FORMATS[name])
     if not FORMATS[names[0]].at_root:
-        what = f"The {names[0]} format is read by one engine alone, and the check decodes another."
-        fix = f"Begin with another: [expanded, {', '.join(names)}]."
-        raise ConfigError(what, "export.formats", fix)
+        raise ConfigError(
+            f"The {names[0]} format is read by one engine alone, and the check decodes another.",
+            "export.formats",
+            f"Begin with another: [expanded, {', '.join(names)}].",
+        )
 
 
 def check_vocabulary(shape: HeadsShape, target_vocab_size: int) -> None:

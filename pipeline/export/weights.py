@@ -62,9 +62,6 @@ class WeightsFile:
             return self._pickled[name]
         return self._file.get_tensor(name)
 
-    def tensors(self) -> dict[str, Tensor]:
-        return {name: self.tensor(name) for name in self.shapes}
-
 
 def write_weights(tensors: Mapping[str, Tensor], path: Path) -> None:
     """Write contiguous CPU tensors to a weights file; raise OSError if the disk is full."""

@@ -122,12 +122,6 @@ class DraftVocabulary(nn.Module):
         """Count the labels that each head learns, [K]."""
         return (self.rows_of_labels(labels_KN) != IGNORED).sum(1)
 
-    def restrict_teacher(self, teacher: Teacher | None) -> Teacher | None:
-        """Restrict a teacher's distributions to the draft vocabulary."""
-        if teacher is None or self.token_map is None:
-            return teacher
-        return teacher._replace(head=teacher.head.of_tokens(self.token_map))
-
     def over_all_tokens(self, lm_head: Tensor) -> Tensor:
         """Expand `lm_head` [..., V, D] to a row for each of the target's tokens, [..., W, D].
 
@@ -226,7 +220,9 @@ class Heads(nn.Module, ABC):
         if torch.is_autocast_enabled(device):
             states_KND = states_KND.to(torch.get_autocast_dtype(device))
         labels_KN = self.vocabulary.rows_of_labels(labels_KN)
-        teacher = self.vocabulary.restrict_teacher(teacher)
+        tokens = self.vocabulary.token_map
+        if teacher is not None and tokens is not None:
+            teacher = teacher._replace(head=teacher.head.of_tokens(tokens))
         return summed_cross_entropy(states_KND, self.lm_head, labels_KN, teacher, weights_K)
 
     def lm_head_of(self, head: int) -> Tensor:

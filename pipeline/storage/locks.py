@@ -65,12 +65,18 @@ class Lock:
             holders = ", ".join(self._holders()) or "an unknown process"
             self._file.close()
             where = f"{self.path}, held by {holders}"
-            fix = "Wait for it or stop it, then run the same command again."
-            raise EnvironmentFault(f"Another run holds {self.what}.", where, fix) from None
+            raise EnvironmentFault(
+                f"Another run holds {self.what}.",
+                where,
+                "Wait for it or stop it, then run the same command again.",
+            ) from None
         except OSError as error:
             problem = f"The file system takes no lock: {error.strerror}."
-            fix = "Put run.root and run.store where locks work (on NFS, with its lock daemon)."
-            raise EnvironmentFault(problem, str(self.path), fix) from None
+            raise EnvironmentFault(
+                problem,
+                str(self.path),
+                "Put run.root and run.store where locks work (on NFS, with its lock daemon).",
+            ) from None
 
     def _holders(self) -> list[str]:
         """Return the holders in the lock file, without processes here that have ended."""

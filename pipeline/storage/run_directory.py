@@ -54,8 +54,11 @@ class RunDirectory:
             ConfigError: There is no run directory.
         """
         if not (path / "run.yaml").is_file():
-            fix = "Name the directory that `run` printed, such as runs/demo."
-            raise ConfigError("There is no run here: no run.yaml.", str(path), fix)
+            raise ConfigError(
+                "There is no run here: no run.yaml.",
+                str(path),
+                "Name the directory that `run` printed, such as runs/demo.",
+            )
         config = load_config(path / "run.yaml")
         return cls(path.resolve(), config.run.store), config
 

@@ -90,8 +90,11 @@ class StageDirectory:
             EnvironmentFault: Another process changes it.
         """
         if self.path.is_symlink():
-            fix = "Delete this link and run again; to store stages elsewhere, set run.store."
-            raise DataError("A stage's directory is a link.", str(self.path), fix)
+            raise DataError(
+                "A stage's directory is a link.",
+                str(self.path),
+                "Delete this link and run again; to store stages elsewhere, set run.store.",
+            )
         self.create(identity)
         self.lock.share()
         for folder in SHARD_FOLDERS:

@@ -197,14 +197,13 @@ def quantization_format(config: PretrainedConfig) -> str | None:
     if settings is None:
         return None
     method = settings.get("quant_method", "an unknown format")
-    bits = settings.get("bits")
-    if settings.get("load_in_4bit"):
-        bits = 4
-    elif settings.get("load_in_8bit"):
-        bits = 8
     detail = settings.get("format")
-    if not detail and bits:
-        detail = f"{bits} bits"
+    if settings.get("load_in_4bit"):
+        detail = "4 bits"
+    elif settings.get("load_in_8bit"):
+        detail = "8 bits"
+    elif settings.get("bits"):
+        detail = f"{settings['bits']} bits"
     return f"{method} ({detail})" if detail else method
 
 
