@@ -9,6 +9,7 @@ import json
 import pytest
 
 from pipeline import load_export, open_run
+from pipeline.artifacts.json_form import to_json
 from pipeline.decoding.decoder import Decoder, acceleration_rate
 from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.errors import ConfigError
@@ -35,9 +36,9 @@ def test_the_expected_rate_is_decoded_and_the_tree_exported(copied_run, again, k
     found, summary = open_run(run.path), latest(run, "calibrate").summary["tree"]
     stored = json.loads((run.path / "latest/calibrate/tree.json").read_text())
     assert (
-        found.tree() == tree and stored["dynamic"] == tree.to_json() and len(stored["choices"]) == 8
+        found.tree() == tree and stored["dynamic"] == to_json(tree) and len(stored["choices"]) == 8
     )
-    assert (summary["nodes"], summary["depth"], summary["dynamic"]) == (8, 3, tree.to_json())
+    assert (summary["nodes"], summary["depth"], summary["dynamic"]) == (8, 3, to_json(tree))
     expected = stored["expected_acceleration_rate"]
     assert 1 + sum(summary["tokens_by_depth"]) == pytest.approx(expected, abs=1e-3)
     assert found.simulated_acceleration_rate(tree) == expected
@@ -46,7 +47,7 @@ def test_the_expected_rate_is_decoded_and_the_tree_exported(copied_run, again, k
     assert native["greedy_match"] == {"sequences": 8, "identical": 8, "ties": 0}
     assert native["studies"]["trees"][-1]["tree"] == "the export's, dynamic"
     config = json.loads((found.export / "config.json").read_text())
-    assert config["heads"]["dynamic_tree"] == tree.to_json()
+    assert config["heads"]["dynamic_tree"] == to_json(tree)
     assert json.loads((found.export / choices_file).read_text()) == stored["choices"]
     assert "8 nodes that the heads hold most probable" in (found.export / "README.md").read_text()
     assert "a dynamic tree; expected" in (run.path / "report.md").read_text()
