@@ -26,7 +26,7 @@ from pipeline.run.context import Context, Stage, skipped_stages
 from pipeline.run.estimate import check_memory
 from pipeline.run.reporting import publish_report
 from pipeline.run.resolved import resolve_run
-from pipeline.run.stage_status import StageStatus, require_one_history, stage_statuses
+from pipeline.run.stage_status import StageStatus, stage_statuses
 from pipeline.stages import calibrate, check, export, features, generate, push, seeds, train
 from pipeline.storage.atomic import disk_errors
 from pipeline.storage.receipts import Summary
@@ -111,7 +111,7 @@ def advance_all(context: Context, wanted: Sequence[str], fresh: str | None) -> N
                 raise
             discarded.add(shard)
             owner.discard([shard])
-            _print_damage(context, owner, [shard])
+            context.tell_damage(owner, [shard])
             position = wanted.index(owner.stage)
             fresh = None  # what was thrown away once is not thrown away again
 
@@ -125,7 +125,7 @@ def advance(context: Context, stage: Stage, *, fresh: bool = False) -> StageDire
     line = f"kept       {directory.path.name}"
     if fresh or not directory.is_whole(upstream):
         damaged = directory.begin(upstream, fresh=fresh)
-        _print_damage(context, directory, damaged)
+        context.tell_damage(directory, damaged)
         context.run.event("stage-started", stage=stage.name, fingerprint=directory.fingerprint)
         started = time.monotonic()
         summary = stage.run(context, directory)
@@ -160,28 +160,17 @@ def require_same_inputs(context: Context, stage: Stage, directory: StageDirector
     It is unknown which rows are of the old content. Where the files cannot be read now
     (EnvironmentFault), the result is kept.
     """
-    try:
+    with contextlib.suppress(ConfigError, DataError):
         context.identify_target_again()
-        is_same = stage.locate(context).fingerprint == directory.fingerprint
-    except (ConfigError, DataError):
-        is_same = False
-    if not is_same:
-        directory.begin(stage.contents(context), fresh=True)
-        changed = ", ".join(map(str, context.digests.changed()))
-        raise DataError(
-            f"The input of {stage.name} changed while it ran: {changed or 'files came or went'}.",
-            str(directory.path),
-            "Its result is dropped. Run the same command again, and leave the input alone.",
-        )
-
-
-def _print_damage(context: Context, directory: StageDirectory, damaged: Sequence[Path]) -> None:
-    """Print and log the damaged files of a stage, which are made again."""
-    if damaged:
-        names = [str(path.relative_to(directory.path)) for path in damaged]
-        context.run.event("damaged", stage=directory.stage, files=names)
-        line = f"{len(names)} damaged, made again: {', '.join(names[:3])}"
-        print_stage(context.console, "[yellow]![/]", directory.stage, line)
+        if stage.locate(context).fingerprint == directory.fingerprint:
+            return
+    directory.begin(stage.contents(context), fresh=True)
+    changed = ", ".join(map(str, context.digests.changed()))
+    raise DataError(
+        f"The input of {stage.name} changed while it ran: {changed or 'files came or went'}.",
+        str(directory.path),
+        "Its result is dropped. Run the same command again, and leave the input alone.",
+    )
 
 
 def push_run(
@@ -223,13 +212,13 @@ def _finished(run: RunDirectory, config: Config, console: Console) -> Context:
             raise ConfigError(
                 f"This run has no finished {name} stage.",
                 str(run.path),
-                f"Run it: medusa-distill run {run.path / 'run.yaml'}",
+                f"Run it: medusa-distill run {run.path}/run.yaml",
             )
     exported, checked = stages["export"], stages["check"]
     require_passed(checked, config)
     if checked.done and checked.done.upstream.get("export") != exported.content:
         raise CheckFailed("The check has not seen these heads.", str(exported.path))
-    require_one_history(run)
+    run.require_one_history()
     resolved = resolve_run(check.configuration(checked, config), [push.STAGE.name])
     return Context(resolved, run, console, "inline", upstream=stages)
 

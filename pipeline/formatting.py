@@ -1,12 +1,9 @@
-"""Format numbers the same way in every output, and escape texts for terminals and Markdown."""
+"""Format numbers the same way in every output, and make texts safe for terminals."""
 
 from __future__ import annotations
 
-import re
 from functools import partial
-from typing import Any
 
-NOT_RUN = "not run"
 UNKNOWN = "-"
 
 CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"}
@@ -56,22 +53,6 @@ def duration(seconds: float | None) -> str:
     if minutes < 60:
         return f"{minutes} min {rest:02d} s"
     return f"{minutes // 60} h {minutes % 60:02d} min"
-
-
-def pairs(value: Any) -> str:
-    """Format a dictionary as `name value, name value`, a list joined by commas."""
-    if value is None:
-        return ""
-    if isinstance(value, dict):
-        return ", ".join(f"{key} {item}" for key, item in value.items() if item is not None)
-    if isinstance(value, list):
-        return ", ".join(map(str, value))
-    return str(value)
-
-
-def escaped(text: str) -> str:
-    """Escape a text for Markdown, on one line."""
-    return re.sub(r"([\\`*_\[\]<>|~&#])", r"\\\1", " ".join(text.split()))
 
 
 def visible(text: str) -> str:

@@ -4,7 +4,7 @@ scripts/write_keys.py`.
 
 from pathlib import Path
 
-from pipeline.cli.keys import reference
+from pipeline.config.reference import reference
 
 PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
 BEGIN, END = "<!-- keys -->\n", "\n<!-- /keys -->"

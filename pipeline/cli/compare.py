@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument
 
-from pipeline.cli.grid import print_grid, wide_console
 from pipeline.errors import ConfigError
 from pipeline.formatting import visible
+from pipeline.report.text_table import print_grid, wide_console
 from pipeline.storage.run_directory import RunDirectory
 
 if TYPE_CHECKING:

@@ -2,28 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import types
-from collections.abc import Iterator
-from datetime import date
-from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated
 
-from pydantic import BaseModel
-from pydantic.fields import FieldInfo
 from typer import Argument
 
-from pipeline.config import Config
-from pipeline.errors import ConfigError
-
-TYPE_NAMES = {
-    str: "text",
-    int: "integer",
-    float: "number",
-    bool: "true, false",
-    Path: "path",
-    date: "date",
-}
+from pipeline.config.reference import reference
 
 
 def keys(
@@ -31,62 +14,3 @@ def keys(
 ) -> None:
     """Print every configuration key as a Markdown table: its values, its default, what it means."""
     print(reference(section))
-
-
-def reference(section: str | None = None) -> str:
-    """Return the Markdown table of configuration keys.
-
-    Raises:
-        ConfigError: There is no such section.
-    """
-    if section is not None and section not in Config.model_fields:
-        raise ConfigError(
-            f"There is no section '{section}'.",
-            "keys",
-            f"They are {', '.join(Config.model_fields)}.",
-        )
-    lines = ["| key | values | default | meaning |", "|---|---|---|---|"]
-    for key, row in _rows(Config):
-        if section in (None, key.split(".")[0]):
-            lines.append(row)
-    return "\n".join(lines)
-
-
-def _rows(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield each configuration key of a section, and the key's row in the Markdown table."""
-    for name, field in model.model_fields.items():
-        key = f"{prefix}{name}"
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield from _rows(field.annotation, f"{key}.")
-            continue
-        cells = [f"`{key}`", _values(field.annotation), _default(field), field.description or ""]
-        yield key, f"| {' | '.join(cells)} |"
-        for element in get_args(field.annotation):
-            if isinstance(element, type) and issubclass(element, BaseModel):
-                yield from _rows(element, f"{key}[].")
-
-
-def _values(annotation: Any) -> str:
-    """Describe the possible values of a configuration key in words, from its type."""
-    origin, arguments = get_origin(annotation), get_args(annotation)
-    if origin is Literal:
-        return ", ".join(f"`{value}`" for value in arguments)
-    if origin is Annotated:
-        return _values(arguments[0])
-    if origin is tuple:
-        return f"list of {_values(arguments[0])}"
-    if origin in (Union, types.UnionType):
-        return " or ".join(_values(each) for each in arguments if each is not type(None))
-    return TYPE_NAMES.get(annotation, "mapping")
-
-
-def _default(field: FieldInfo) -> str:
-    """Return a key's default value as a cell of the Markdown table."""
-    if field.is_required():
-        return "needed"
-    value = field.get_default(call_default_factory=True, validated_data={})
-    if value is None:
-        return "–"
-    if not isinstance(value, str | Path | date):
-        value = json.dumps(value)
-    return f"`{value}`"

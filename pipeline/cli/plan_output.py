@@ -13,11 +13,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.filesize import decimal
 
-from pipeline.cli.grid import print_grid, wide_console
 from pipeline.errors import EnvironmentFault
 from pipeline.execution.placement import most_workers
 from pipeline.flow import STAGES
 from pipeline.formatting import duration, rate
+from pipeline.report.text_table import print_grid, wide_console
 from pipeline.run.checks import check_plan, unread_settings
 from pipeline.run.estimate import (
     GIB,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipeline.cli.arguments import RunArgument
-from pipeline.cli.grid import print_grid, wide_console
+from pipeline.report.text_table import print_grid, wide_console
 from pipeline.storage.run_directory import RunDirectory
 
 COLUMNS = (

@@ -23,7 +23,6 @@ from jinja2 import ChainableUndefined, ChoiceLoader, DictLoader, Environment, Fi
 from pipeline.config import Config, SeedSource
 from pipeline.conversations.sources import name_sources
 from pipeline.export.layout import CARD_FILE
-from pipeline.formatting import pairs
 from pipeline.heads.kind import Heads
 from pipeline.heads.kinds import head_kind
 from pipeline.report.check_tables import (
@@ -32,7 +31,7 @@ from pipeline.report.check_tables import (
     exact_match_table,
     served_model_table,
 )
-from pipeline.report.facts import expected_rate, is_disturbed, measured_rate
+from pipeline.report.facts import expected_rate, is_disturbed, measured_rate, pairs
 from pipeline.report.report import Report
 from pipeline.report.tables import drift_table, heads_table
 from pipeline.report.text_table import markdown_table

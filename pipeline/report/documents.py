@@ -15,7 +15,7 @@ from markupsafe import Markup
 from rich.console import Console
 
 from pipeline.artifacts.json_form import to_json
-from pipeline.formatting import escaped, ratio, times
+from pipeline.formatting import ratio, times
 from pipeline.report.check_tables import (
     categories_table,
     check_table,
@@ -43,7 +43,7 @@ from pipeline.report.tables import (
     stages_table,
     tree_table,
 )
-from pipeline.report.text_table import Table, markdown_section, print_tables, print_text
+from pipeline.report.text_table import Table, escaped, markdown_section, print_tables, print_text
 
 TEMPLATES = Path(__file__).parent
 COLOURS = {True: "bold green", False: "bold red", None: "bold yellow"}

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from pipeline.artifacts.check_result import EngineFigures, GreedyMatch, NativeFigures, VllmFigures
 from pipeline.artifacts.seen_answers import NewAnswers
 from pipeline.artifacts.tree_file import Expected, TreeFigures
 from pipeline.formatting import (
-    NOT_RUN,
     UNKNOWN,
     count,
     percent,
@@ -21,7 +21,7 @@ from pipeline.formatting import (
     with_error,
 )
 from pipeline.report.report import SEARCHED_TREE, STOCK_TREE, Report, TrainFigures
-from pipeline.report.text_table import Table
+from pipeline.report.text_table import NOT_RUN, Table
 
 SAME_TEXT_GAP = 0.1  # as a share of the gain over plain decoding
 NOTABLE_GAP = 3  # standard errors between the expected acceleration rate and the measured one
@@ -287,3 +287,14 @@ def _rates_to_compare(
         return None
     error = math.hypot(measured.standard_error, expected.expected_standard_error)
     return measured.acceleration_rate, expected.expected_acceleration_rate, error
+
+
+def pairs(value: Any) -> str:
+    """Format a dictionary as `name value, name value`, a list joined by commas."""
+    if value is None:
+        return ""
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {item}" for key, item in value.items() if item is not None)
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    return str(value)

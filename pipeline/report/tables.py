@@ -7,10 +7,8 @@ from __future__ import annotations
 
 from pipeline.artifacts.tree_file import Accuracy, Calibration, Expected, TreeFigures
 from pipeline.formatting import (
-    NOT_RUN,
     count,
     duration,
-    pairs,
     percent,
     rate,
     ratio,
@@ -18,9 +16,9 @@ from pipeline.formatting import (
     signed_percent,
     times,
 )
-from pipeline.report.facts import expected_rate
+from pipeline.report.facts import expected_rate, pairs
 from pipeline.report.report import STAGES, Report, StageFigures, TrainFigures
-from pipeline.report.text_table import Table
+from pipeline.report.text_table import NOT_RUN, Table
 
 RANKS = ("top-1", "top-2", "top-3", "top-4", "top-5")
 EXPECTED = ("overhead", "expected rate", "expected speedup")

@@ -1,10 +1,11 @@
-"""A report's table of text, rendered as Markdown or printed in a terminal.
+"""Tables of text: a report's, as Markdown and in a terminal, and the grids that commands print.
 
 In a terminal, rich markup and control characters in text from data have no effect.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -13,9 +14,11 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from pipeline.formatting import NOT_RUN, UNKNOWN, escaped
+from pipeline.formatting import UNKNOWN, visible
 
+NOT_RUN = "not run"
 MAX_WIDTH = 100  # columns of a terminal
+GRID_WIDTH = 160  # columns of a command's output where that is no terminal
 SHORT_NAME = 24  # longest first column, in characters, that is never wrapped
 
 
@@ -55,6 +58,11 @@ def markdown_table(table: Table) -> str:
     rule = ["---" if i in table.words else "---:" for i in range(len(table.columns))]
     lines = [_line(table.columns), f"| {' | '.join(rule)} |", *map(_line, table.rows)]
     return "\n".join(lines)
+
+
+def escaped(text: str) -> str:
+    """Escape a text for Markdown, on one line."""
+    return re.sub(r"([\\`*_\[\]<>|~&#])", r"\\\1", " ".join(text.split()))
 
 
 def _line(cells: Iterable[str]) -> str:
@@ -98,3 +106,22 @@ def _rich_text(text: str, style: str = "") -> Text:
     """Make a text safe for a terminal: no markup, no control characters."""
     shown = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
     return Text(shown, style, overflow="fold")
+
+
+def wide_console() -> Console:
+    """Return a console of standard output that is 160 columns wide where it is no terminal."""
+    width = None if Console().is_terminal else GRID_WIDTH
+    return Console(width=width, highlight=False)
+
+
+def print_grid(console: Console, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
+    """Print the table of a command's output, without lines.
+
+    Cells have no markup, and their control characters are shown as symbols.
+    """
+    table = RichTable(box=None, header_style="bold")
+    for name in columns:
+        table.add_column(Text(visible(name)))
+    for row in rows:
+        table.add_row(*(Text(visible(cell)) for cell in row))
+    console.print(table)

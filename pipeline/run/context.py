@@ -6,7 +6,7 @@ import contextlib
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from rich.console import Console
 from pipeline.config import Config
 from pipeline.execution.executor import Executor, make_executor
 from pipeline.execution.placement import Placement
-from pipeline.execution.progress import Meter, ProgressReporter
+from pipeline.execution.progress import Meter, ProgressReporter, print_stage
 from pipeline.export.layout import BACKBONE_DIRECTORY
 from pipeline.run.resolved import ResolvedRun
 from pipeline.storage.fingerprint import FileDigests, fingerprint
@@ -74,12 +74,24 @@ class Context:
     def digests(self) -> FileDigests:
         return FileDigests(self.run.store / "digests.json", read_only=self.read_only)
 
+    def tell_damage(self, stage: StageDirectory, damaged: Sequence[Path]) -> None:
+        """Print and log the damaged files of a stage, which are made again."""
+        if damaged:
+            names = [str(path.relative_to(stage.path)) for path in damaged]
+            self.run.event("damaged", stage=stage.stage, files=names)
+            line = f"{len(names)} damaged, made again: {', '.join(names[:3])}"
+            print_stage(self.console, "[yellow]![/]", stage.stage, line)
+
     def backbone(self, stage: str) -> TargetSpec:
         """The model under the heads: the target, or the tuned backbone that `stage` wrote."""
         if not self.resolved.method.tunes_backbone:
             return self.target
         tuned = str(self.upstream[stage].path / BACKBONE_DIRECTORY)
         return replace(self.target, model=tuned, revision=None)
+
+    def weights_identity(self, spec: TargetSpec) -> Identity:
+        """Hash the weight files of another model than the target."""
+        return self.digests.of_all(weight_files(spec, fetch=not self.read_only))
 
     @functools.cached_property
     def target_identity(self) -> Identity:

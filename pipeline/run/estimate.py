@@ -6,14 +6,12 @@ settings, good to about `TOLERANCE`: what allocators and vLLM hold beside tensor
 
 from __future__ import annotations
 
-import copy
 import os
 from dataclasses import dataclass, replace
 
 import torch
 
 from pipeline.artifacts.feature_rows import StateFormat
-from pipeline.config.training import Bits
 from pipeline.conversations.conversation import Conversation
 from pipeline.conversations.sources import mix_sources, source_readers
 from pipeline.errors import EnvironmentFault
@@ -23,7 +21,8 @@ from pipeline.heads.kind import Heads
 from pipeline.heads.losses import chunk_bytes_on
 from pipeline.run.resolved import ENGINE_SECTIONS, TARGET, ResolvedRun
 from pipeline.storage.receipts import Summary
-from pipeline.targets.spec import cached_numbers, quantization_of
+from pipeline.targets.sizes import TargetSizes, parameter_counts
+from pipeline.targets.spec import cached_numbers
 from pipeline.training.feature_batches import BATCHES_AHEAD
 from pipeline.training.recipe import Recipe
 from pipeline.training.task import Learner, product_dtype
@@ -40,9 +39,6 @@ SMALLER_TARGET = (
 )
 FP32 = 4  # bytes
 MOMENTS = {"adamw": 2 * FP32, "adamw-8bit": 2}  # bytes of a parameter's two moments
-BITS: dict[Bits, int] = {"8bit": 8, "4bit": 4}
-FOUR_BITS = ("'num_bits': 4", "'bits': 4", "'w_bit': 4", "'load_in_4bit': True")
-"""How the settings of a quantized checkpoint state 4 bits."""
 
 
 @dataclass(frozen=True)
@@ -115,48 +111,9 @@ def _count_conversations(run: ResolvedRun) -> int | None:
     return count + sum(isinstance(row, Conversation) for row in mix_sources(local))
 
 
-@dataclass(frozen=True)
-class TargetSizes:
-    """Parameter counts of a target model, and the bits of a parameter."""
-
-    parameters: int  # tied ones once
-    linear: int  # of the linear layers but lm_head: what quantization makes smaller
-    adapted: int  # inputs and outputs of these layers: LoRA's parameters per rank
-    itemsize: int  # bytes of a number in the target's dtype
-    stored_bits: int  # of a linear layer's number in the files
-
-    def weight_bytes(self, quantization: Bits | None = None) -> float:
-        """Bytes of all weights; `quantization` is bitsandbytes', applied on loading."""
-        bits = BITS[quantization] if quantization else self.stored_bits
-        return (self.parameters - self.linear) * self.itemsize + self.linear * bits / 8
-
-
 def target_sizes(run: ResolvedRun) -> TargetSizes | None:
     """Count the target's parameters; None where its config.json is not enough."""
-    from transformers import AutoModelForCausalLM
-
-    if TARGET not in run.models:
-        return None
-    config, spec = copy.deepcopy(run.target_config), run.target
-    itemsize = getattr(torch, spec.dtype).itemsize
-    stored_bits, quantization = 8 * itemsize, quantization_of(config)
-    if quantization:
-        is_four_bits = any(words in str(quantization) for words in FOUR_BITS)
-        stored_bits = 4 if is_four_bits else 8
-        del config.quantization_config
-    try:
-        with torch.device("meta"):  # where parameters have shapes and take no memory
-            model = AutoModelForCausalLM.from_config(
-                config, trust_remote_code=spec.trust_remote_code
-            )
-    except Exception:  # any error of a family's own code
-        return None
-    lm_head, linear, adapted = model.get_output_embeddings(), 0, 0
-    for layer in model.modules():
-        if isinstance(layer, torch.nn.Linear) and layer is not lm_head:
-            linear += layer.weight.numel()
-            adapted += sum(layer.weight.shape)
-    return TargetSizes(model.num_parameters(), linear, adapted, itemsize, stored_bits)
+    return parameter_counts(run.target, run.target_config) if TARGET in run.models else None
 
 
 @dataclass(frozen=True)

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import shutil
-import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from pipeline.config import LimitsConfig
 from pipeline.errors import EnvironmentFault
 from pipeline.execution.placement import Placement
-from pipeline.execution.progress import Meter, Progress, ShardProgress
+from pipeline.execution.progress import Meter
+from pipeline.execution.shard_meter import ShardMeter
 from pipeline.execution.shard_worker import Outcome, ShardWorker, find_crashing_rows
 from pipeline.run.context import Context
-from pipeline.storage.receipts import Receipt, StageTotals, Summary
+from pipeline.storage.atomic import require_free_disk
+from pipeline.storage.receipts import StageTotals, Summary
 from pipeline.storage.shards import ShardTask
 from pipeline.storage.stage_directory import StageDirectory
 
@@ -75,7 +74,7 @@ def run_sharded(
                 _record(context, stage, outcome)
                 shown.count(outcome)
                 if outcome.receipt:
-                    _check_disk(limits, stage)
+                    require_free_disk(stage.path, limits.min_free_disk_gb)
                     shown.totals.check_quarantine(stage.stage, where, most, final=False)
                 elif failures.may_retry(outcome):
                     pending.append(outcome.task)
@@ -91,54 +90,6 @@ def run_sharded(
     totals = StageTotals(stage.receipts().values())
     totals.check_quarantine(stage.stage, where, most, final=True)
     return totals.summary()
-
-
-class ShardMeter:
-    """Show a sharded stage's conversations, token rate, shards and quarantined rows on a meter.
-
-    Args:
-        sizes: The conversations of each shard.
-        have: The receipts of the shards that are committed.
-    """
-
-    def __init__(
-        self,
-        meter: Meter,
-        stage: StageDirectory,
-        sizes: Mapping[int, int],
-        have: Mapping[int, Receipt],
-    ):
-        self.progress = ShardProgress(stage.path.absolute() / "attempts", self._show)
-        self.totals = StageTotals(have.values())
-        self._meter, self._sizes = meter, sizes
-        self._done = sum(sizes[index] for index in have)
-        self._before = self.totals.stats["tokens"]
-        self._started: float | None = None  # when the first worker had loaded its model
-
-    def count(self, outcome: Outcome) -> None:
-        """Count a shard that a worker has finished or failed on."""
-        self.progress.drop(outcome.task)
-        if outcome.receipt:
-            self._done += self._sizes[outcome.task.index]
-            self.totals.add(outcome.receipt)
-        self._show()
-
-    def close(self) -> None:
-        self.progress.close()
-
-    def _show(self) -> None:
-        now = self.progress.total()
-        if self._started is None and self.progress.begun:
-            self._started = time.monotonic()
-        note = f"{self.totals.shards} of {len(self._sizes)} shards"
-        if self._started is not None:
-            made = self.totals.stats["tokens"] - self._before + now["amount"]
-            seconds = max(time.monotonic() - self._started, 1e-9)
-            note += f", {made / seconds:,.0f} tokens/s"
-        if self.totals.quarantined:
-            note += f", {self.totals.quarantined} quarantined"
-        done, total = self._done + now["conversations"], sum(self._sizes.values())
-        self._meter.show(Progress("", done, total, "conversations", note))
 
 
 class Failures:
@@ -227,15 +178,3 @@ def _record(context: Context, stage: StageDirectory, outcome: Outcome) -> None:
         event("worker-died", error=outcome.death)
     else:
         event("shard-failed", error=str(outcome.error or outcome.traceback))
-
-
-def _check_disk(limits: LimitsConfig, stage: StageDirectory) -> None:
-    """Raise EnvironmentFault if the disk has less free space than `limits.min_free_disk_gb`."""
-    free = shutil.disk_usage(stage.path).free / 1e9
-    if free < limits.min_free_disk_gb:
-        raise EnvironmentFault(
-            f"The disk has {free:.1f} GB left, less than limits.min_free_disk_gb ="
-            f" {limits.min_free_disk_gb}.",
-            str(stage.path),
-            "Free some space and run the same command again: it continues where it stopped.",
-        )

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from pipeline.artifacts.check_result import CheckResult, Limits
 from pipeline.artifacts.json_form import from_json
-from pipeline.errors import DataError, MedusaDistillError
+from pipeline.errors import MedusaDistillError
 from pipeline.run.context import Context, Stage, skipped_stages
 from pipeline.run.resolved import ResolvedRun
 from pipeline.storage.receipts import Identity, StageTotals, Summary
@@ -17,7 +17,6 @@ from pipeline.storage.run_directory import RunDirectory
 from pipeline.storage.stage_directory import StageDirectory
 
 MOST_NAMES = 4  # of changed settings
-CACHES = ("features", "tuned-features")  # stages whose results may be deleted
 
 
 @dataclass(frozen=True)
@@ -135,28 +134,3 @@ def _difference(before: Identity, now: Identity) -> str:
     if before.get("upstream") != now["upstream"]:
         return "what comes before it changed"
     return "the target, the seed or the stage's code changed"
-
-
-def require_one_history(run: RunDirectory) -> None:
-    """Refuse a run whose stages were not made from one another: its card would be wrong.
-
-    This happens after `run --until train` with another setting. Cached states may be deleted.
-
-    Raises:
-        DataError: A stage is unfinished, missing, or made from another one; it is named.
-    """
-    fix = "Run the same configuration again, and then push."
-    stages = run.stages()
-    stages.pop("push", None)
-    for name, stage in stages.items():
-        if stage.done is None:
-            raise DataError(f"The stage {name} is not finished.", str(stage.path), fix)
-        for source, content in stage.done.upstream.items():
-            if source not in stages and source in CACHES:
-                continue
-            if source not in stages or stages[source].content != content:
-                raise DataError(
-                    f"The stage {source} is missing or not the one that {name} was made from.",
-                    str(run.path / "latest" / source),
-                    fix,
-                )

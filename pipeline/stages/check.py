@@ -65,7 +65,6 @@ from pipeline.targets.spec import (
     context_length,
     model_config,
     quantization_format,
-    weight_files,
 )
 from pipeline.training.methods import method_of
 
@@ -79,7 +78,6 @@ def identity(context: Context) -> Identity:
     """Collect what the check depends on: settings except the limits, and the files they name."""
     check_files(context.resolved)
     check = context.config.check
-    fetch = not context.read_only
     unread = set(LIMITS)
     if "load" not in check.studies:
         unread.add("slo")
@@ -88,13 +86,12 @@ def identity(context: Context) -> Identity:
         settings["prompts"] = context.digests.of(check.prompts)
     copies = context.resolved.served_copies
     if copies:
-        weights = weight_files(next(iter(copies.values())), fetch=fetch)
+        weights = context.weights_identity(next(iter(copies.values())))
         dtypes = {engine: copy.dtype for engine, copy in copies.items()}
-        settings["served_model"] = {"weights": context.digests.of_all(weights), "dtypes": dtypes}
+        settings["served_model"] = {"weights": weights, "dtypes": dtypes}
     assistant = context.resolved.assistant
     if assistant is not None:
-        weights = weight_files(assistant, fetch=fetch)
-        settings["assistant_model"] = context.digests.of_all(weights)
+        settings["assistant_model"] = context.weights_identity(assistant)
     return {"settings": settings}
 
 
@@ -182,15 +179,15 @@ class CheckEngines:
 
     def drift_of_published(self) -> TunedDrift:
         """Measure the drift of the published backbone; write the original target's answers."""
-        context = self.context
+        context, settings = self.context, self.context.config.check
         drift, lines = self.call(
             beside_the_original,
             "native",
-            original=with_room(context.target, context.config.check),
-            published=with_room(context.backbone("export"), context.config.check),
+            original=with_room(context.target, settings),
+            published=with_room(context.backbone("export"), settings),
             rows=[row for row in _generated_rows(context) if row.split == "calibrate"],
             questions=self.questions or [],
-            settings=context.config.check,
+            settings=settings,
             name=Path(context.config.target.model).name,
         )
         write_model_answers(self.stage.path, lines)

@@ -56,6 +56,7 @@ def run(context: Context, stage: StageDirectory) -> Summary:
     """Run the train stage: train the heads, and merge the backbone if the method tunes it."""
     placement, resolved = context.placement(NAME), context.resolved
     method = resolved.method
+    warn = functools.partial(print_stage, context.console, "[yellow]![/]", NAME)
     shards, fingerprints = {}, {}
     for name in upstream(context.config):
         shards[name] = tuple(map(str, context.upstream[name].shards()))
@@ -79,13 +80,13 @@ def run(context: Context, stage: StageDirectory) -> Summary:
     )
     has_teacher = method.tunes_backbone and spec.settings.backbone.loss == "kl"
     if has_teacher and spec.trained_target.quantization:
-        print_stage(context.console, "[yellow]![/]", NAME, QUANTIZED_TEACHER)
+        warn(QUANTIZED_TEACHER)
     recipes = recipes_of(spec)
     for recipe in recipes:
         print_stage(context.console, " ", NAME, recipe.describe())
     too_few = too_few_steps(recipes)
     if too_few:
-        print_stage(context.console, "[yellow]![/]", NAME, too_few)
+        warn(too_few)
     with context.progress(stage) as progress:
         result = _train(context, spec, placement, progress)
     if method.tunes_backbone:
@@ -95,7 +96,7 @@ def run(context: Context, stage: StageDirectory) -> Summary:
     warnings = [too_few] if too_few else []
     for phase in (*result.earlier.values(), result):
         for warning in phase.warnings:
-            print_stage(context.console, "[yellow]![/]", NAME, warning)
+            warn(warning)
             warnings.append(warning)
     return replace(result, warnings=warnings).to_json()
 

@@ -159,6 +159,17 @@ def disk_fault(error: BaseException, path: Path | None = None) -> EnvironmentFau
     return None
 
 
+def require_free_disk(path: Path, least_gb: float) -> None:
+    """Raise EnvironmentFault if a path's disk has less free space than limits.min_free_disk_gb."""
+    free = shutil.disk_usage(path).free / 1e9
+    if free < least_gb:
+        raise EnvironmentFault(
+            f"The disk has {free:.1f} GB left, less than limits.min_free_disk_gb = {least_gb}.",
+            str(path),
+            "Free some space and run the same command again: it continues where it stopped.",
+        )
+
+
 def _error_number(error: BaseException) -> int | None:
     """Return the errno of a full disk among an error's causes, else the error's own errno."""
     own = _own_number(error)

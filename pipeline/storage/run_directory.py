@@ -17,13 +17,15 @@ from typing import Any
 
 from pipeline.config import Config
 from pipeline.config.load import dump_config, load_config
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, DataError
 from pipeline.redact import redacted_values
 from pipeline.storage.atomic import disk_errors, write_text
 from pipeline.storage.locks import Lock
 from pipeline.storage.stage_directory import StageDirectory
 
 EVENTS = "events.jsonl"
+
+CACHES = ("features", "tuned-features")  # stages whose results may be deleted
 
 
 class RunDirectory:
@@ -116,6 +118,30 @@ class RunDirectory:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
             before = "" if file.read(1) in (b"", b"\n") else "\n"
             file.write(f"{before}{line}\n".encode(errors="replace"))
+
+    def require_one_history(self) -> None:
+        """Refuse a run whose stages were not made from one another: its card would be wrong.
+
+        This happens after `run --until train` with another setting. Cached states may be deleted.
+
+        Raises:
+            DataError: A stage is unfinished, missing, or made from another one; it is named.
+        """
+        fix = "Run the same configuration again, and then push."
+        stages = self.stages()
+        stages.pop("push", None)
+        for name, stage in stages.items():
+            if stage.done is None:
+                raise DataError(f"The stage {name} is not finished.", str(stage.path), fix)
+            for source, content in stage.done.upstream.items():
+                if source not in stages and source in CACHES:
+                    continue
+                if source not in stages or stages[source].content != content:
+                    raise DataError(
+                        f"The stage {source} is missing or not the one that {name} was made from.",
+                        str(self.path / "latest" / source),
+                        fix,
+                    )
 
 
 def finished_before(store: Path, stage: str) -> bool:

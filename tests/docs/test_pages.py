@@ -16,9 +16,9 @@ import yaml
 
 import pipeline
 from pipeline.cli.app import app
-from pipeline.cli.keys import reference
 from pipeline.config import Config
 from pipeline.config.load import load_config
+from pipeline.config.reference import reference
 
 ROOT = Path(__file__).parents[2]
 TRACKED = subprocess.run(["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True)

@@ -1,0 +1,58 @@
+"""Count the parameters of a target from its config.json, without its weights."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+
+import torch
+from transformers import PretrainedConfig
+
+from pipeline.config.training import Bits
+from pipeline.targets.spec import TargetSpec, quantization_of
+
+BITS: dict[Bits, int] = {"8bit": 8, "4bit": 4}
+FOUR_BITS = ("'num_bits': 4", "'bits': 4", "'w_bit': 4", "'load_in_4bit': True")
+"""How the settings of a quantized checkpoint state 4 bits."""
+
+
+@dataclass(frozen=True)
+class TargetSizes:
+    """Parameter counts of a target model, and the bits of a parameter."""
+
+    parameters: int  # tied ones once
+    linear: int  # of the linear layers but lm_head: what quantization makes smaller
+    adapted: int  # inputs and outputs of these layers: LoRA's parameters per rank
+    itemsize: int  # bytes of a number in the target's dtype
+    stored_bits: int  # of a linear layer's number in the files
+
+    def weight_bytes(self, quantization: Bits | None = None) -> float:
+        """Bytes of all weights; `quantization` is bitsandbytes', applied on loading."""
+        bits = BITS[quantization] if quantization else self.stored_bits
+        return (self.parameters - self.linear) * self.itemsize + self.linear * bits / 8
+
+
+def parameter_counts(spec: TargetSpec, config: PretrainedConfig) -> TargetSizes | None:
+    """Count the parameters of a target; None where its config.json is not enough."""
+    from transformers import AutoModelForCausalLM
+
+    config = copy.deepcopy(config)
+    itemsize = getattr(torch, spec.dtype).itemsize
+    stored_bits, quantization = 8 * itemsize, quantization_of(config)
+    if quantization:
+        is_four_bits = any(words in str(quantization) for words in FOUR_BITS)
+        stored_bits = 4 if is_four_bits else 8
+        del config.quantization_config
+    try:
+        with torch.device("meta"):  # where parameters have shapes and take no memory
+            model = AutoModelForCausalLM.from_config(
+                config, trust_remote_code=spec.trust_remote_code
+            )
+    except Exception:  # any error of a family's own code
+        return None
+    lm_head, linear, adapted = model.get_output_embeddings(), 0, 0
+    for layer in model.modules():
+        if isinstance(layer, torch.nn.Linear) and layer is not lm_head:
+            linear += layer.weight.numel()
+            adapted += sum(layer.weight.shape)
+    return TargetSizes(model.num_parameters(), linear, adapted, itemsize, stored_bits)
