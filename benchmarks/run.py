@@ -40,10 +40,7 @@ BENCHMARKS = {
     "reading": "reading the cache",
     "decoding": "what a step with a tree costs",
     "scheduling": "what a shard costs besides its work",
-    NEEDS_GPU: (
-        "features, training and decoding of a Mistral-7B-shaped target: needs a GPU, and none was"
-        " to be had"
-    ),
+    NEEDS_GPU: "features, training and decoding of a Mistral-7B-shaped target: needs a GPU",
     "ladder": (
         "recipes compared on one target: `python -m benchmarks.run ladder`, after `make demo`"
     ),
