@@ -65,7 +65,7 @@ def answer_states(
     trained: SeenAnswers | None = None,
     progress: ProgressReporter = SILENT,
 ) -> Iterator[AnswerStates]:
-    """Yield the hidden states and tokens of every answer with a decoding step, by one forward each.
+    """Yield hidden states of the plain answers on which heads are evaluated, by one forward each.
 
     The prefill gives an answer's first token. Steps begin at this token and at each later one,
     except the last.
@@ -94,22 +94,22 @@ def answer_states(
 
 
 def guess_ranks(heads: Heads, states: Iterable[AnswerStates], top: int) -> HeldOutRanks:
-    """Rank the tokens of the target's answers among the heads' first `top` guesses."""
-    return _measured(heads, states, partial(label_ranks, heads, top=top))
+    """Evaluate heads on the target's answers: rank each token among their first `top` guesses."""
+    return _evaluate_answers(heads, states, partial(label_ranks, heads, top=top))
 
 
 def guess_places(heads: Heads, states: Iterable[AnswerStates], tree: DynamicTree) -> HeldOutRanks:
-    """Rank the tokens of the target's answers among the nodes that a dynamic tree proposes."""
-    return _measured(heads, states, partial(tree.places, heads))
+    """Evaluate a dynamic tree on the target's answers: rank each token among its proposed nodes."""
+    return _evaluate_answers(heads, states, partial(tree.places, heads))
 
 
 @torch.inference_mode()
-def _measured(
+def _evaluate_answers(
     heads: Heads,
     states: Iterable[AnswerStates],
     measure: Callable[[Tensor, Tensor, Tensor], Tensor],
 ) -> HeldOutRanks:
-    """Measure every answer by `measure` -> [K, N], and concatenate the results."""
+    """Evaluate heads on every answer by `measure` -> [K, N], and concatenate the results."""
     parts_KN: list[np.ndarray] = []
     starts: list[int] = []
     numbers: dict[int | str, int] = {}
@@ -138,7 +138,7 @@ def written_answers(
     gpus: int,
     progress: ProgressReporter = SILENT,
 ) -> Answers:
-    """Generate the target's greedy answers to the questions of `calibrate.data`."""
+    """Let the target answer `calibrate.data` greedily; the heads are evaluated on these answers."""
     template = load_chat_template(target)
     sampling = Sampling(0.0, 1.0, settings.max_new_tokens, eos_token_ids(target))
     replay = DialogueSettings(
@@ -170,7 +170,7 @@ def measured_on_answers(
     trained: TrainingText,
     progress: ProgressReporter = SILENT,
 ) -> tuple[HeldOutRanks, HeldOutRanks | None]:
-    """Measure trained heads on the target's answers: ranks, and places in a dynamic tree.
+    """Evaluate trained heads on the target's answers: ranks, and places in a dynamic tree.
 
     Args:
         target: The target that wrote the answers.

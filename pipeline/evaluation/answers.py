@@ -64,14 +64,17 @@ class Comparison:
 
     @property
     def largest_gap(self) -> float | None:
-        """The largest top-2 logit gap at a difference, to 3 digits."""
+        """The largest top-2 logit gap where a checked answer differs from plain decoding's.
+
+        It is rounded to 3 digits.
+        """
         if not self.differing:
             return None
         return float(f"{max(each.gap for each in self.differing):.3g}")
 
 
 def tie_tolerance(target: TargetSpec, settings: CheckConfig) -> float:
-    """Return the top-2 logit gap up to which a greedy difference counts as a tie."""
+    """Return the top-2 logit gap up to which the check counts a greedy difference as a tie."""
     if settings.tie_tolerance is not None:
         return settings.tie_tolerance
     if target.rounding or target.quantization:
@@ -86,7 +89,7 @@ def compare(
     gap_at: Callable[[list[int]], float],
     tolerance: float,
 ) -> Comparison:
-    """Compare greedy answers with plain decoding's, token by token.
+    """Compare the check's greedy answers with plain decoding's, token by token.
 
     Args:
         gap_at: The target's top-2 logit gap after a prefix; called only where answers differ.
@@ -111,7 +114,7 @@ def compare(
 
 
 def top_2_gap(model: PreTrainedModel, prefix: list[int]) -> float:
-    """Compute the target's top-2 logit gap after a prefix, by one plain forward."""
+    """Compute the target's top-2 logit gap where a checked answer differs, by one plain forward."""
     _, logits_1V = last_positions(model, prefix, 1)
     best, second = logits_1V[0].double().topk(2).values.tolist()
     return best - second
@@ -120,7 +123,10 @@ def top_2_gap(model: PreTrainedModel, prefix: list[int]) -> float:
 def mean_log_likelihood(
     model: PreTrainedModel, prompts: Sequence[Prompt], answers: Sequence[list[int]]
 ) -> float:
-    """Compute the answers' mean log-likelihood under the target [nats per token], temperature 1."""
+    """Score the check's answers by their mean log-likelihood under the target, at temperature 1.
+
+    The unit is nats per token.
+    """
     likelihoods: list[float] = []
     for log_p_TV, answer in zip(log_probabilities(model, prompts, answers), answers, strict=True):
         written_T1 = torch.tensor(answer, device=log_p_TV.device)[:, None]
@@ -131,7 +137,7 @@ def mean_log_likelihood(
 def log_probabilities(
     model: PreTrainedModel, prompts: Sequence[Prompt], answers: Sequence[list[int]]
 ) -> Iterator[Tensor]:
-    """Yield the target's log-probabilities [T, V] at each answer's tokens."""
+    """Yield the target's log-probabilities [T, V] at the tokens of each evaluated answer."""
     for prompt, answer in zip(prompts, answers, strict=True):
         _, logits_TV = last_positions(model, prompt.ids + answer[:-1], len(answer))
         yield logits_TV.float().log_softmax(-1)
@@ -143,7 +149,7 @@ def answer_lines(
     prompts: Sequence[Prompt],
     repetitions: Sequence[Sequence[Decoded]],
 ) -> list[Line]:
-    """Format one decoding method's answers in Spec-Bench's schema, one line per question.
+    """Format a decoding method's answers of the check in Spec-Bench's schema, a line per question.
 
     Texts are the first repetition's, times are medians over all.
     """
@@ -165,7 +171,7 @@ def answer_lines(
 
 
 def model_answer(question_id: int | str, model_id: str, turns: list[str]) -> Line:
-    """Format a model's answer to one question in the schema of FastChat's judge."""
+    """Format a model's answer to a question of the check in the schema of FastChat's judge."""
     return {
         "question_id": question_id,
         "answer_id": f"{model_id}/{question_id}",
@@ -178,7 +184,7 @@ def model_answer(question_id: int | str, model_id: str, turns: list[str]) -> Lin
 def samples(
     tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], decoded: Sequence[Decoded]
 ) -> list[Sample]:
-    """Return the first decoded answers with the decoding step of each token (0 is the prefill)."""
+    """Return the check's first decoded answers with the step of each token (0 is the prefill)."""
     found = []
     for prompt, answer in zip(prompts[:NUM_SAMPLES], decoded[:NUM_SAMPLES], strict=True):
         steps = [0]

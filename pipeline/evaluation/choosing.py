@@ -41,26 +41,28 @@ class ChosenTree:
 
     @property
     def num_nodes(self) -> int:
+        """The number of nodes of the chosen tree."""
         return self.dynamic.num_nodes if self.dynamic else len(self.choices)
 
     @property
     def depth(self) -> int:
+        """The depth of the chosen tree."""
         return self.dynamic.max_depth if self.dynamic else max(map(len, self.choices))
 
     def tokens_by_depth(self) -> list[float]:
-        """Return the tokens that each depth adds to a step; with 1 they sum to the rate."""
+        """Return the expected tokens per step at each depth; with 1 they sum to the rate."""
         added = self.walked.depth_shares()
         return [round(tokens, 4) for tokens in added + [0.0] * (self.depth - len(added))]
 
 
 def given_tree(ranks: HeldOutRanks, choices: tuple[TreePath, ...]) -> ChosenTree:
-    """Judge the user's own tree (`calibrate.choices`) on all held-out text."""
+    """Evaluate the user's own tree (`calibrate.choices`) on all held-out text."""
     walked = replay(ranks, choices)
     return ChosenTree("calibrate.choices", choices, walked.node_shares(ranks, choices), walked)
 
 
 def best_tree(fits: CrossFit, num_nodes: int, overheads: Overheads) -> ChosenTree:
-    """Choose the static candidate tree with the highest expected speedup in the evaluation.
+    """Evaluate the searched static trees; return the one with the highest expected speedup.
 
     Each search and each number of nodes is judged by its replay on held-out text and its measured
     overhead. Without overheads, the tree has `num_nodes` nodes, or as many as were found.
@@ -82,7 +84,7 @@ def best_tree(fits: CrossFit, num_nodes: int, overheads: Overheads) -> ChosenTre
         fits.node_shares(source, size),
         fits.replay(source, size),
         searches=searches,
-        sizes=_timed({each: fits.replay(source, each) for each in overheads}, overheads),
+        sizes=_timed_sizes({each: fits.replay(source, each) for each in overheads}, overheads),
         searched=fits.whole[source][:STOCK_NODES],
     )
 
@@ -90,7 +92,7 @@ def best_tree(fits: CrossFit, num_nodes: int, overheads: Overheads) -> ChosenTre
 def best_dynamic_tree(
     tree: DynamicTree, places: HeldOutRanks, fits: CrossFit, overheads: Overheads
 ) -> ChosenTree:
-    """Choose the size of the dynamic tree with the highest expected speedup.
+    """Evaluate sizes of the dynamic tree; return the one with the highest expected speedup.
 
     Without overheads the tree keeps its size. The result also holds the best static tree of the
     same size. A dynamic tree is not fitted to held-out text, so every size is judged on all of it.
@@ -102,13 +104,13 @@ def best_dynamic_tree(
     return replace(
         best_tree(fits, size, {}),
         walked=walks[size],
-        sizes=_timed(walks, overheads),
+        sizes=_timed_sizes(walks, overheads),
         dynamic=tree.resized(size),
     )
 
 
-def _timed(walks: Mapping[int, Replay], overheads: Overheads) -> list[TimedSize]:
-    """Compute the expected speedup of each tree size whose overhead was timed."""
+def _timed_sizes(walks: Mapping[int, Replay], overheads: Overheads) -> list[TimedSize]:
+    """Compute the expected speedup of each tree size whose overhead was measured."""
     rows = []
     for size in sorted(overheads):
         rows.append(TimedSize(nodes=size, **expected_speedup(walks[size], overheads[size])))
@@ -116,7 +118,7 @@ def _timed(walks: Mapping[int, Replay], overheads: Overheads) -> list[TimedSize]
 
 
 def expected_speedup(walked: Replay, overhead: float | None = None) -> dict[str, float | None]:
-    """Return the expected acceleration rate and speedup of a replay, as fields of `Expected`."""
+    """Evaluate a replay: its expected acceleration rate and speedup, as fields of `Expected`."""
     found = walked.estimate()
     figures = {
         "expected_acceleration_rate": rounded(found.rate),
@@ -129,14 +131,14 @@ def expected_speedup(walked: Replay, overhead: float | None = None) -> dict[str,
 
 
 def chains(most: int) -> dict[int, tuple[TreePath, ...]]:
-    """Map each length up to `most` to the chain of the heads' first guesses."""
+    """Map each evaluated draft length, up to `most`, to the chain of the heads' first guesses."""
     return {num_tokens: cartesian_tree([1] * num_tokens) for num_tokens in range(1, most + 1)}
 
 
 def chosen_chain(
     ranks: HeldOutRanks, most: int, default: int, overheads: Overheads
 ) -> tuple[int, list[ChainLength]]:
-    """Choose the number of tokens that vLLM drafts; also return the figures of each number.
+    """Evaluate the draft lengths of vLLM; return the fastest, and the figures of each.
 
     Without overheads, the choice is `default`.
     """
@@ -159,7 +161,7 @@ def chosen_chain(
 
 
 def expected_on_new(text: HeldOutRanks, walked: Replay) -> NewAnswers:
-    """Return the expected rate on answers that are in no training row, and their number."""
+    """Compute the expected rate on answers that are in no training row, and their number."""
     num_new = int((~text.seen).sum())
     if num_new < ENOUGH_NEW:
         return NewAnswers(answers=num_new)

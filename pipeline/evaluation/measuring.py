@@ -55,7 +55,7 @@ DRAFT_TOKENS = 5  # of a cell whose directory does not say
 def check_with_engine(
     request: CheckRequest, engine: str, gpus: int, progress: ProgressReporter = SILENT
 ) -> tuple[CheckResult, AnswerLines]:
-    """Check heads with one engine on so many GPUs; also return native decoding's answers.
+    """Check heads with one engine on `gpus` GPUs; also return native decoding's answers.
 
     `engine` is `native` or `vllm`.
 
@@ -227,7 +227,7 @@ def _candidate(
 def _own_heads(
     directory: Path, layout: ExportLayout, sizes: Sizes, draft_tokens: int | None
 ) -> Candidate:
-    """Describe an export of this project as a candidate; vLLM drafts `draft_tokens` with it."""
+    """Describe an export of this project as heads to measure; vLLM drafts `draft_tokens` tokens."""
     shape = layout.shape
     if Sizes(shape.hidden_size, shape.target_vocab_size) != sizes:
         raise DataError(
@@ -252,7 +252,7 @@ def _require_served(layout: ExportLayout, target: TargetSpec, settings: CheckCon
 
 
 def proposed_tokens(config: Mapping[str, Any]) -> int | None:
-    """Read the number of draft tokens of a speculators configuration; None if there is none."""
+    """Read how many draft tokens the measured heads' speculators configuration sets, if any."""
     try:
         return int(config["speculators_config"]["proposal_methods"][0]["speculative_tokens"])
     except (LookupError, TypeError, ValueError):  # none, or JSON of another form

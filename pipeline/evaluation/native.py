@@ -189,7 +189,7 @@ def decode_check_prompts(
 
 
 def native_figures(measured: Measurement, comparison: Comparison) -> NativeFigures:
-    """Compute `check.native` of report.json, without the chain and the studies."""
+    """Compute the native check's figures (`check.native`), without the chain and the studies."""
     request = measured.request
     passes = measured.passes
     settings = request.settings
@@ -235,5 +235,5 @@ def native_figures(measured: Measurement, comparison: Comparison) -> NativeFigur
 
 
 def token_ids(decoded: Sequence[Decoded]) -> list[list[int]]:
-    """Return the decoded answers' token ids, prompt by prompt."""
+    """Return the token ids of the check's decoded answers, prompt by prompt."""
     return [one.token_ids for one in decoded]

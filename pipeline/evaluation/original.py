@@ -30,7 +30,7 @@ MAX_POSITIONS = 2048  # a KL of 0.01 is then known to about a tenth; at V = 128k
 ORIGINAL = "original"
 
 
-def beside_the_original(
+def compare_with_original(
     original: TargetSpec,
     published: TargetSpec,
     rows: Sequence[TokenRow],
@@ -40,7 +40,7 @@ def beside_the_original(
     name: str,
     progress: ProgressReporter = SILENT,
 ) -> tuple[TunedDrift, list[Line]]:
-    """Measure the published backbone's drift; let the original model answer the check's questions.
+    """Measure the published backbone's drift, and the original model's answers to the check.
 
     Args:
         original, published: The model that was tuned, and the merged one, both with room for the
@@ -87,7 +87,7 @@ def published_drift(
 
 
 def first_positions(rows: Sequence[TokenRow]) -> tuple[list[Prompt], list[list[int]]]:
-    """Split generated rows into prompts and answers with `MAX_POSITIONS` answer tokens in total.
+    """Select prompts and answers for measuring drift: `MAX_POSITIONS` answer tokens in total.
 
     Each span is an answer; its prompt is the row's tokens before it.
     """

@@ -50,7 +50,7 @@ def measure_overheads(
     gpus: int,
     progress: ProgressReporter = SILENT,
 ) -> tuple[dict[int, float], dict[int, float]]:
-    """Load target and trained heads, and time trees and chains; see `overhead_curve`."""
+    """Load target and trained heads; measure the overheads of trees and chains."""
     model = load_on_gpus(target, gpus)
     module = read_trained_heads(Path(heads)).to(input_device(model), model.dtype)
     room = context_length(target)
@@ -96,7 +96,7 @@ def overheads(
     prompts: Sequence[Sequence[int]],
     progress: ProgressReporter = SILENT,
 ) -> dict[int, float]:
-    """Time each decoder's step relative to a plain step on the same prompts, without warm-up.
+    """Measure each decoder's overhead: its step time over a plain step's, without warm-up.
 
     The decoders must have no end tokens, since a text could end before its first step.
     """
@@ -113,7 +113,7 @@ def overheads(
 
 
 def step_seconds(decoder: Decoder, prompt_ids: Sequence[int]) -> list[float]:
-    """Time the first decoding steps after prefill; fewer if the context is full."""
+    """Measure the seconds of a decoder's first steps after prefill; fewer in a full context."""
     steps = decoder.stream(prompt_ids, 1 + NUM_STEPS * (decoder.tree.max_depth + 1))
     next(steps)  # the prefill
     times = [perf_counter()]
@@ -124,13 +124,16 @@ def step_seconds(decoder: Decoder, prompt_ids: Sequence[int]) -> list[float]:
 
 
 def lower_quartile(seconds: Sequence[float]) -> float:
-    """Return the lower quartile of step times, which excludes interrupted steps; NaN if empty."""
+    """Return the lower quartile of measured step times, which excludes interrupted steps.
+
+    It is NaN without times.
+    """
     return sorted(seconds)[len(seconds) // 4] if seconds else math.nan
 
 
 @contextlib.contextmanager
 def fastest_threads(plain: Decoder, prompt_ids: Sequence[int]) -> Iterator[int]:
-    """Context manager: set the number of CPU threads at which plain decoding steps are fastest.
+    """Context manager: measure with the number of CPU threads at which plain steps are fastest.
 
     On a GPU nothing is changed. A small target is often fastest with fewer threads than cores:
     threads synchronise after each of hundreds of short operations, which takes longer if the cores

@@ -53,7 +53,7 @@ class Prompt:
 
     @property
     def conversation(self) -> int | str:
-        """The id that all turns of a question share."""
+        """The id that all turns of a question in the check share."""
         return self.id if self.question_id is None else self.question_id
 
 
@@ -108,7 +108,7 @@ class CheckRequest:
 
 
 def rule_of(settings: CheckConfig) -> AcceptanceRule:
-    """Build the acceptance rule of the check's settings."""
+    """Build the acceptance rule by which the check decodes its prompts."""
     return acceptance_rule(
         settings.acceptance,
         settings.temperature,
@@ -122,7 +122,7 @@ def rule_of(settings: CheckConfig) -> AcceptanceRule:
 def held_out_prompts(
     rows: Iterable[TokenRow], number: int, room: int, split: str = "check"
 ) -> Prompts:
-    """Take the first `number` held-out rows as prompts, each up to one of its answers.
+    """Take the first `number` held-out rows as the check's prompts, each up to one of its answers.
 
     A hash of the row's id chooses the answer, so that first and later turns are equally frequent,
     as in calibration.
@@ -159,7 +159,7 @@ def question_prompts(
     gpus: int,
     progress: ProgressReporter = SILENT,
 ) -> Prompts:
-    """Build the prompt of every turn of the questions, after the target's own earlier answers.
+    """Build a prompt of the check for every turn of the questions, after the target's own answers.
 
     The last turn is not answered. The answers are greedy, or sampled as the acceptance rule
     samples, and as long as those that are measured. Prompts that do not fit, and turns that the
@@ -193,7 +193,7 @@ def ask_questions(
     *,
     answers_last: bool = True,
 ) -> list[Dialogue]:
-    """Ask the target every turn of the questions; return the finished dialogues.
+    """Ask the target every turn of the check's questions; return the finished dialogues.
 
     Args:
         engine: The engine that answers; it takes all questions at once, and is not started if there
@@ -223,7 +223,7 @@ def ask_questions(
 def answer_all(
     engine: GenerationEngine, dialogues: Sequence[Dialogue], progress: ProgressReporter
 ) -> None:
-    """Generate all answers of the dialogues, and close the engine."""
+    """Generate all answers to the check's questions, and close the engine."""
     with contextlib.closing(engine):
         run_dialogues(dialogues, engine, progress.advance)
 
@@ -244,7 +244,7 @@ def with_room(target: TargetSpec, settings: CheckConfig) -> TargetSpec:
 def with_room_for(
     target: TargetSpec, prompts: Sequence[Prompt], max_new_tokens: int, draft_tokens: int
 ) -> TargetSpec:
-    """Return the target with just the context that answers to these prompts need.
+    """Return the target with just the context that answers to the check's prompts need.
 
     Engines reserve memory for the whole context. vLLM goes on drafting only while the text, the
     drafted tokens that are being verified and as many new ones fit.
@@ -254,7 +254,7 @@ def with_room_for(
 
 
 def question_ids(questions: Sequence[Conversation]) -> list[int | str]:
-    """Return the ids in a file of questions, or our own if an id is missing or repeated.
+    """Return the ids of the check's questions, or our own if an id is missing or repeated.
 
     Decimal ids become integers.
     """

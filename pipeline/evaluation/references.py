@@ -26,7 +26,7 @@ FINAL = "####"
 
 
 def read_references(path: Path) -> dict[str, list[str]]:
-    """Read the reference answers of each question, by the file's own id.
+    """Read the reference answers to the check's questions, by the file's own question ids.
 
     Questions without an id or a reference are left out, and so are rows that are no JSON.
     """
@@ -46,19 +46,19 @@ def read_references(path: Path) -> dict[str, list[str]]:
 
 
 def matches(answer: str, reference: str) -> bool:
-    """Tell whether an answer matches its reference by the rules of SQuAD."""
+    """Return whether a checked answer matches its reference, by the rules of SQuAD."""
     reference = reference.rpartition(FINAL)[2].strip()
     number = reference.replace(",", "")
     if NUMBER.fullmatch(number):
         found = NUMBER.findall(answer.rpartition(FINAL)[2].replace(",", ""))
         return bool(found) and float(found[-1]) == float(number)
-    return _plain(answer) == _plain(reference)
+    return _normalized(answer) == _normalized(reference)
 
 
 def exact_match(
     answers: Mapping[str, Sequence[Line]], references: Mapping[str, Sequence[str]]
 ) -> list[dict[str, str | int | float]]:
-    """Compute each method's share of answers that match their reference, by category.
+    """Measure each method's share of answers that match their reference, by category.
 
     Args:
         answers: The lines of each method's answers, in FastChat's or Spec-Bench's schema.
@@ -88,13 +88,13 @@ def exact_match(
 
 
 def _verdicts(turns: Sequence[str], expected: Sequence[str]) -> list[bool]:
-    """Tell for each answer that has a reference whether it matches."""
+    """Return for each checked answer with a reference whether it matches."""
     if len(expected) == 1:  # of the last turn
         turns = turns[-1:]
     pairs = zip(turns, expected, strict=False)
     return [matches(turn, reference) for turn, reference in pairs if reference]
 
 
-def _plain(text: str) -> str:
-    """Remove case, punctuation, articles and repeated white space from an answer, as in SQuAD."""
+def _normalized(text: str) -> str:
+    """Normalize a checked answer as SQuAD does: no case, punctuation, articles or extra spaces."""
     return " ".join(ARTICLES.sub(" ", text.lower().translate(PUNCTUATION)).split())

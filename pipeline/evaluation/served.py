@@ -102,7 +102,7 @@ def check_served(request: CheckRequest, progress: ProgressReporter = SILENT) -> 
 
 
 def accepted_per_position(accepted: Sequence[Sequence[int]], num_tokens: int) -> list[float]:
-    """Compute the share of vLLM's steps that keep at least 1, 2, … drafted tokens.
+    """Measure the share of the check's steps in vLLM that keep at least 1, 2, … drafted tokens.
 
     A step that adds n tokens keeps n - 1 drafted tokens and one of the target's own, so that 1 plus
     the sum of the shares is the acceleration rate. Tokens after the end of the text do not count.
@@ -115,7 +115,7 @@ def accepted_per_position(accepted: Sequence[Sequence[int]], num_tokens: int) ->
 
 
 def drafting_arguments(request: CheckRequest) -> tuple[Content, int]:
-    """Return the arguments that start vLLM with the heads, and the number of draft tokens."""
+    """Return the vLLM arguments of a check with the heads, and the number of draft tokens."""
     config = request.speculative_config
     if config is not None:
         return {"speculative_config": dict(config)}, config["num_speculative_tokens"]
@@ -126,7 +126,7 @@ def drafting_arguments(request: CheckRequest) -> tuple[Content, int]:
 def with_expectations(
     found: VllmFigures, same_text: ChainRate | None, held_out: ChainLength | None
 ) -> VllmFigures:
-    """Add the acceleration rate that vLLM's chain is expected to reach.
+    """Add to vLLM's figures in the check the acceleration rate expected of its chain.
 
     Args:
         same_text: The chain on the answers of native decoding, where these were decoded; vLLM is
@@ -150,7 +150,10 @@ def with_expectations(
 def load_study(
     request: CheckRequest, gpus: int, progress: ProgressReporter = SILENT
 ) -> list[LoadRow]:
-    """Measure vLLM's server under load, with the heads and without, `check.repeats` times."""
+    """Measure vLLM's server under load in a study, with and without heads.
+
+    Each load is measured `check.repeats` times.
+    """
     progress.begin("vLLM's server starts", 0, unit="loads")
     settings = request.settings
     with_heads, _ = drafting_arguments(request)
@@ -183,18 +186,18 @@ def load_rows(
                 tokens_per_second=rounded(speed),
                 ttft_ms=_percentiles(after.ttft),
                 tpot_ms=_percentiles(after.tpot),
-                within_slo=_within(limits, after),
+                within_slo=_share_within_limits(limits, after),
                 baseline_tokens_per_second=rounded(plain_speed),
                 baseline_ttft_ms=_percentiles(before.ttft),
                 baseline_tpot_ms=_percentiles(before.tpot),
-                baseline_within_slo=_within(limits, before),
+                baseline_within_slo=_share_within_limits(limits, before),
             )
         )
     return rows
 
 
 def _percentiles(seconds: Sequence[float | None]) -> Percentiles:
-    """Compute percentiles [ms] of the times [s] of vLLM's requests; None is left out."""
+    """Compute percentiles [ms] of times [s] measured in the load study; None is left out."""
     times_N = 1000 * np.array([each for each in seconds if each is not None])
     if not len(times_N):
         return Percentiles()
@@ -202,8 +205,8 @@ def _percentiles(seconds: Sequence[float | None]) -> Percentiles:
     return Percentiles(p50=rounded(p50), p90=rounded(p90), p99=rounded(p99))
 
 
-def _within(limits: LatencyLimits, measured: LoadFigures) -> float | None:
-    """Compute the share of requests within the latency limits; None without limits."""
+def _share_within_limits(limits: LatencyLimits, measured: LoadFigures) -> float | None:
+    """Compute the share of the load study's requests within the latency limits, if any are set."""
     if not limits.ttft_ms and not limits.tpot_ms:
         return None
     within = 0

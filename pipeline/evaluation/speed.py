@@ -60,7 +60,10 @@ NUM_LOOKED_UP = 10  # guesses per step of prompt lookup, as in transformers' gui
 
 
 def decode_by(decoder: Decoder, rule: AcceptanceRule, num_tokens: int) -> Decode:
-    """Bind a decoder to an acceptance rule; a sampling rule draws from each prompt's seed."""
+    """Build a method to measure from a decoder and an acceptance rule.
+
+    A sampling rule draws from the seed of each prompt.
+    """
 
     def decode(prompt_ids: list[int], seed: int) -> Decoded:
         generator = None
@@ -83,12 +86,12 @@ class ForwardRecorder(BaseStreamer):
         self.times: list[float] = []
 
     def put(self, value: torch.Tensor) -> None:
-        """Receive the prompt, then each forward's tokens."""
+        """Record the prompt, then each forward's tokens, of a baseline that is measured."""
         self.forwards.append(value.flatten().tolist())
         self.times.append(perf_counter())
 
     def end(self) -> None:
-        """Do nothing at the end of the text."""
+        """Do nothing at the end of a baseline's text; transformers calls this."""
 
 
 def baseline(
@@ -98,7 +101,7 @@ def baseline(
     max_new_tokens: int,
     assistant: TargetSpec | None = None,
 ) -> Decode:
-    """Build a greedy decoder of transformers, which ignores the model's own generation settings.
+    """Build a greedy baseline of transformers, which ignores the model's own generation settings.
 
     It raises `CannotDecode` where transformers cannot decode this target or prompt in this way.
 
@@ -152,7 +155,7 @@ def take_turns(
     failed: dict[str, str],
     progress: ProgressReporter = SILENT,
 ) -> Pass:
-    """Decode all prompts once, with the methods in turn for each prompt.
+    """Decode all prompts of the check once, with the methods in turn for each prompt.
 
     A machine whose speed drifts thus slows all methods alike. A prompt's index is its seed. A
     method that fails on a prompt is skipped from there on and left out of the result; `failed`
@@ -181,7 +184,7 @@ class Pace:
 
     @classmethod
     def of(cls, passes: Sequence[Pass], method: str) -> Pace:
-        """Compute the speed of a method from its answers in every repetition."""
+        """Compute the measured speed of a method from its answers in every repetition."""
         first = passes[0][method]
         every = [one for answers in passes for one in answers[method]]
         seconds = statistics.median(sum(one.seconds for one in each[method]) for each in passes)
@@ -196,7 +199,7 @@ class Pace:
 
 
 def require_steps(accepted: Iterable[Sequence[int]]) -> None:
-    """Refuse decoded answers of which none took a step.
+    """Refuse a check whose decoded answers took no step.
 
     `accepted` is as in `Decoded`.
 
@@ -244,7 +247,7 @@ def with_new_answers(
     answers: Sequence[Sequence[int]],
     accepted: Sequence[Sequence[int]],
 ) -> Figures:
-    """Add the share of answers that are in training rows, and the rate of all others."""
+    """Add to the check's figures the share of answers in training rows, and the others' rate."""
     if request.trained is None:
         return figures
     seen = request.trained.answers()
@@ -276,7 +279,7 @@ def baseline_figures(prompts: Sequence[Prompt], passes: Sequence[Pass], name: st
 
 
 def by_category(prompts: Sequence[Prompt], passes: Sequence[Pass]) -> list[Category]:
-    """Compute the speed for each category of prompts, in order of appearance.
+    """Compute the check's speed for each category of prompts, in order of appearance.
 
     Prompts without a category are left out.
     """
@@ -296,6 +299,6 @@ def by_category(prompts: Sequence[Prompt], passes: Sequence[Pass]) -> list[Categ
 
 
 def steps_by_accepted_length(decoded: Sequence[Decoded]) -> list[int]:
-    """Count the steps that accepted 0, 1, 2, … guesses."""
+    """Count the check's decoding steps that accepted 0, 1, 2, … guesses."""
     counts = Counter(kept - 1 for one in decoded for kept in one.accepted)
     return [counts[length] for length in range(max(counts) + 1)]

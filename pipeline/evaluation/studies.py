@@ -74,11 +74,12 @@ class Decoding:
 
     @property
     def heads(self) -> Heads:
+        """The heads that the studies decode with."""
         assert self.accelerated.heads is not None
         return self.accelerated.heads
 
     def states(self) -> Iterator[AnswerStates]:
-        """Yield the hidden states at the plain answers' decoding steps."""
+        """Yield the hidden states at the decoding steps of the plain answers, for the studies."""
         return answer_states(self.plain.model, self.heads, self.prompts, self.answers)
 
 
@@ -141,7 +142,7 @@ def tree_ladder(decoding: Decoding, calibration: Calibration) -> list[TreeRow]:
 
 
 def searched_tree(calibration: Calibration) -> tuple[TreePath, ...]:
-    """Return the tree searched for these heads, in the stock tree's size."""
+    """Return the calibrated tree for the study `trees`, in the stock tree's size."""
     if calibration.searched is None:
         return greedy_tree(calibration.accuracies, STOCK_NODES)
     return calibration.searched[:STOCK_NODES]
@@ -161,7 +162,10 @@ def heads_used(decoding: Decoding) -> list[TreeRow]:
 
 
 def tree_rows(decoding: Decoding, trees: Sequence[AnyTree]) -> list[TreeRow]:
-    """Measure each tree's acceleration rate, overhead and speedup; None without a step."""
+    """Measure each tree's acceleration rate, overhead and speedup in a study.
+
+    A rate or speedup is None if no answer took a step.
+    """
     model = decoding.plain.model
     room = decoding.plain.max_length
     heads = decoding.heads
@@ -200,7 +204,7 @@ def tree_rows(decoding: Decoding, trees: Sequence[AnyTree]) -> list[TreeRow]:
 
 
 def chain_rate(decoding: Decoding, num_tokens: int) -> ChainRate:
-    """Replay plain greedy answers with a chain of first guesses, as vLLM drafts it."""
+    """Replay the check's plain answers with a chain, as vLLM drafts it, and measure the rate."""
     ranks = guess_ranks(decoding.heads, decoding.states(), 1)
     found = replay(ranks, cartesian_tree([1] * num_tokens)).estimate()
     return ChainRate(
@@ -213,7 +217,7 @@ def chain_rate(decoding: Decoding, num_tokens: int) -> ChainRate:
 def typical_sweep(
     decoding: Decoding, num_tokens: int, first_token: Literal["greedy", "sampled"]
 ) -> list[TypicalRow]:
-    """Sweep typical acceptance over eps and temperature, beside exact sampling (2.3.1).
+    """Study typical acceptance over eps and temperature, beside exact sampling (2.3.1).
 
     Greedy decoding, plain sampling and rejection are compared too. Each speedup is over plain
     decoding at the same temperature.
@@ -239,7 +243,7 @@ def typical_sweep(
 def rule_rows(
     decoding: Decoding, sides: Mapping[TypicalRow, AcceptanceRule], num_tokens: int
 ) -> list[TypicalRow]:
-    """Decode by each row's acceptance rule and fill in its figures; one row must be plain.
+    """Measure each row's acceptance rule in its study, and fill in its figures; one must be plain.
 
     A figure is None if no answer took a step.
     """
@@ -305,7 +309,7 @@ def batch_sizes(decoding: Decoding, num_tokens: int, repeats: int) -> list[Batch
 def _tokens_per_second(
     decoder: Decoder, batches: Sequence[list[list[int]]], num_tokens: int
 ) -> float:
-    """Decode all batches of prompts once; return the tokens per second."""
+    """Measure the tokens per second of decoding all batches of prompts once (study `batch`)."""
     started = perf_counter()
     written = 0
     for batch in batches:

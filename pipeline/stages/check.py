@@ -38,7 +38,7 @@ from pipeline.conversations.conversation import Conversation
 from pipeline.conversations.duplicates import CheckQuestions
 from pipeline.conversations.sources import read_questions
 from pipeline.evaluation.measuring import AnswerLines, check_with_engine, join_engines
-from pipeline.evaluation.original import beside_the_original
+from pipeline.evaluation.original import compare_with_original
 from pipeline.evaluation.prompts import (
     CheckRequest,
     Prompts,
@@ -181,7 +181,7 @@ class CheckEngines:
         """Measure the drift of the published backbone; write the original target's answers."""
         context, settings = self.context, self.context.config.check
         drift, lines = self.call(
-            beside_the_original,
+            compare_with_original,
             "native",
             original=with_room(context.target, settings),
             published=with_room(context.backbone("export"), settings),
