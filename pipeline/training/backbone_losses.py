@@ -174,7 +174,7 @@ def add_drift(
 
 
 def _row_chunks(hidden_ND: Tensor, head: TargetHead) -> Iterator[slice]:
-    """Yield slices of rows that hold the backbone loss's logits to about `chunk_bytes_on` bytes."""
+    """Yield slices of rows; the backbone loss's logits of one take about `chunk_bytes_on` bytes."""
     exact_bytes = exact_dtype(hidden_ND.dtype).itemsize
     row_bytes = len(head.weight_VD) * (2 * hidden_ND.element_size() + 3 * exact_bytes)
     num_rows = max(1, chunk_bytes_on(hidden_ND.device) // row_bytes)
