@@ -26,12 +26,12 @@ class Message:
 
     @property
     def uses_tools(self) -> bool:
-        """Whether the message is a function call or its result."""
+        """Whether the chat message is a function call or its result."""
         return self.role == "tool" or self.tool_calls is not None
 
     @property
     def text(self) -> str:
-        """The message's content, followed by its function calls."""
+        """The chat message's content, followed by its function calls."""
         return self.content + (self.tool_calls or "")
 
 
@@ -77,11 +77,11 @@ class Conversation:
 
     @property
     def system(self) -> tuple[Message, ...]:
-        """The system message as a tuple of one or no messages."""
+        """The conversation's system message as a tuple of one or no messages."""
         return self.messages[:1] if self.messages[0].role == "system" else ()
 
     def read_by(self, mode: Mode, rounds: int | None = None) -> tuple[Message, ...]:
-        """Return the conversation's messages that generation reads in a mode.
+        """Return the messages of a seed conversation that generation reads in a mode.
 
         Replay reads the first `rounds` questions, self-talk reads the first question, and
         passthrough reads all messages.
@@ -142,7 +142,7 @@ class RejectedRow:
 
     @classmethod
     def of(cls, id: str, rejected: RowRejected, row: Any) -> RejectedRow:
-        """Create the quarantine record of a row from the exception that rejected the row."""
+        """Create a seed row's quarantine record from the exception that rejected the row."""
         return cls(id, rejected.reason, escape_surrogates(rejected.detail), storable_json(row))
 
 
@@ -162,12 +162,12 @@ def utf8_text(text: str) -> str:
 
 
 def escape_surrogates(text: str) -> str:
-    """Escape lone surrogates in a rejected row's text, so that UTF-8 can encode the text."""
+    """Escape lone surrogates in a quarantined row's text, so that UTF-8 can encode it."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def storable_json(value: Any, depth: int = 32) -> Any:
-    """Convert a value of a rejected row to JSON; levels below `depth` are left out."""
+    """Convert a value of a quarantined row to JSON; levels below `depth` are left out."""
     if isinstance(value, str):
         return escape_surrogates(value)
     if isinstance(value, float) and not math.isfinite(value):

@@ -75,7 +75,7 @@ class DialogueSettings:
 
 
 def require_both_sides(template: ChatTemplate, mode: str) -> None:
-    """Check that self-talk is possible: a token of the chat template must end a user's text.
+    """Check that the chat template allows self-talk: a token must end a user's text.
 
     Raises:
         ConfigError: No token of the chat template ends a user's text.
@@ -116,29 +116,29 @@ class Dialogue:
             self._ending = RowRejected(Reason.SPECIAL_TOKENS, detail)
 
     def special_tokens(self) -> list[str]:
-        """Return the special tokens in the text of the seed messages that the target reads."""
+        """Return the special tokens in the text of the seed messages that the dialogue reads."""
         read = self._conversation.read_by(self._settings.mode, self._settings.rounds)
         return self._template.special_tokens_in(read)
 
     @property
     def needs_answers(self) -> bool:
-        """Whether a question is left for the target to answer."""
+        """Whether the dialogue has a question left for the target to answer."""
         return len(self._turns) > (0 if self._settings.answers_last else 1)
 
     def next_request(self) -> Request | None:
-        """Return the next request to the generation engine, or None if the conversation is over."""
-        request = self._request()
+        """Return the dialogue's next request to an engine, or None if the dialogue is over."""
+        request = self._build_request()
         while request is not None and self._settings.mode == "passthrough":
             # The seed's own answer, as if the target had written it.
             assert self._pending is not None and self._seed_answer is not None
             ids = self._template.recite(self._pending.messages, self._seed_answer)
             finish: Finish = "stop" if len(ids) <= request.max_new_tokens else "length"
             self.receive(Completion(request.id, ids[: request.max_new_tokens], finish))
-            request = self._request()
+            request = self._build_request()
         return request
 
     def receive(self, completion: Completion) -> None:
-        """Append the engine's completion of the last request to the conversation."""
+        """Append the engine's completion of the last request to the dialogue."""
         assert self._pending is not None, f"{completion.id} answers no request"
         builder, self._pending = self._pending, None
         ids, finish = completion.token_ids, completion.finished
@@ -158,14 +158,14 @@ class Dialogue:
             self._writer = "user" if self._writer == "assistant" else "assistant"
 
     def prompts(self) -> list[list[int]]:
-        """Return the token ids of every prompt, including an unanswered last prompt."""
+        """Return the token ids of each of the dialogue's prompts, also an unanswered last one."""
         found = []
         for builder in self._rows.values():
             found += [builder.ids[: span.start] for span in builder.spans]
         return found + self._unanswered
 
     def rows(self) -> list[GeneratedRow]:
-        """Return the training rows of the finished conversation.
+        """Return the training rows of the finished dialogue.
 
         Raises:
             RowRejected: No answer of the target remains, or `on_truncated` rejects the
@@ -182,7 +182,7 @@ class Dialogue:
         return rows
 
     def _usable_turns(self) -> list[Turn]:
-        """Return the seed's turns; end where the chat template cannot render function calls."""
+        """Return the seed's turns, up to function calls that the chat template cannot render."""
         mode = self._settings.mode
         turns = []
         for turn in self._conversation.turns:
@@ -208,16 +208,17 @@ class Dialogue:
         return self._template.renders_tools
 
     def _stop_token_ids(self) -> tuple[int, ...]:
+        """Return the token ids that end the dialogue's next text."""
         ends = self._template.end_ids[self._writer]
         return tuple(sorted({*self._settings.sampling.stop_token_ids, *ends}))
 
-    def _request(self) -> Request | None:
-        """Build the request of the next text; None ends the conversation, with `_ending` set."""
+    def _build_request(self) -> Request | None:
+        """Build the dialogue's next request; None, with `_ending` set, if the dialogue is over."""
         assert self._pending is None, "the last request has no answer yet"
         if self._ending is not None:
             return None
         try:
-            builder = self._prompt()
+            builder = self._next_prompt()
         except RowRejected as ending:
             self._ending = ending
             return None
@@ -251,8 +252,8 @@ class Dialogue:
             stop_token_ids=self._stop_token_ids(),
         )
 
-    def _prompt(self) -> RowBuilder:
-        """Build the token row up to the start of the next sampled text.
+    def _next_prompt(self) -> RowBuilder:
+        """Build the dialogue's token row up to the start of the next sampled text.
 
         Raises:
             RowRejected: No question is left.
@@ -280,7 +281,7 @@ class Dialogue:
     def _flaw(
         self, ids: list[int], text: str, finish: Finish, context_left: int
     ) -> RowRejected | None:
-        """Return the reason for which a sampled text ends the conversation, or None."""
+        """Return the reason for which a sampled text ends the dialogue, or None."""
         policy, writer = self._settings.on_truncated, self._writer
         if self._settings.ends_at_flaws:
             if degenerate_loop(ids):

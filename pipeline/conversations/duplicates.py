@@ -50,7 +50,7 @@ class Deduplicator:
         self._similar = SimilarTexts(self.similarity) if self.near == "minhash" else None
 
     def check(self, conversation: Conversation) -> Conversation | RejectedRow:
-        """Return the conversation, or a `RejectedRow` if it duplicates an earlier conversation."""
+        """Return the seed conversation, or a `RejectedRow` if it duplicates an earlier one."""
         read = conversation.read_by(self.mode, self.rounds)
         texts = []
         for message in read:
@@ -61,19 +61,19 @@ class Deduplicator:
         digest = hashlib.sha256(json.dumps([texts, conversation.tools]).encode()).digest()
         first = self._first_seen.setdefault(digest, conversation.id)
         if first != conversation.id:
-            return _rejected(conversation, Reason.DUPLICATE, f"The same as {first}.")
+            return _rejected_seed(conversation, Reason.DUPLICATE, f"The same as {first}.")
         if self._similar is not None:
             # System prompts recur.
             said = [turn.content for turn in read if turn.role in ("user", "assistant")]
             found = self._similar.first(conversation.id, said)
             if found is not None:
                 detail = f"Similar to {found[0]}: about {found[1]:.2f}."
-                return _rejected(conversation, Reason.DUPLICATE, detail)
+                return _rejected_seed(conversation, Reason.DUPLICATE, detail)
         return conversation
 
 
 class SimilarTexts:
-    """Index of texts by the MinHash of their three-word shingles (Broder 1997), in LSH bands.
+    """Index of seed texts by the MinHash of their three-word shingles (Broder 1997), in LSH bands.
 
     With 128 permutations the estimated similarity has a standard error of at most 0.045. A text
     takes about 1 KB of memory.
@@ -89,7 +89,7 @@ class SimilarTexts:
         self._texts: list[tuple[str, Any]] = []  # id and MinHash
 
     def first(self, id: str, texts: Sequence[str]) -> tuple[str, float] | None:
-        """Return id and similarity of the first similar text, or add this text to the index."""
+        """Return id and similarity of the first similar seed text, or add the text to the index."""
         from rensa import RMinHash
 
         hashed = RMinHash(num_perm=NUM_PERMUTATIONS, seed=0)
@@ -105,7 +105,7 @@ class SimilarTexts:
 
 
 class CheckQuestions:
-    """Filter of conversations that contain a question of the check (decontamination).
+    """Filter of seed conversations that contain a question of the check (decontamination).
 
     A question of eight words or more is also found within a message; a shorter question is found
     only as a whole message. Case, punctuation and white space are ignored. The time is linear in
@@ -121,16 +121,16 @@ class CheckQuestions:
                     self._by_anchor[words[:ANCHOR_WORDS]].append((words, question.id))
 
     def check(self, conversation: Conversation) -> Conversation | RejectedRow:
-        """Return the conversation, or a `RejectedRow` if it contains a question of the check."""
+        """Return the seed conversation, or a `RejectedRow` if it has a question of the check."""
         for message in conversation.messages:
             found = self.find_question(message)
             if found is not None:
                 detail = f"It holds the check's {found}."
-                return _rejected(conversation, Reason.CONTAMINATED, detail)
+                return _rejected_seed(conversation, Reason.CONTAMINATED, detail)
         return conversation
 
     def find_question(self, message: Message) -> str | None:
-        """Return the id of a check question that the message contains, or None."""
+        """Return the id of a check question that a conversation's message contains, or None."""
         words = words_of(message.content)
         for start in range(len(words)):
             for question, id in self._by_anchor.get(words[start : start + ANCHOR_WORDS], ()):
@@ -140,12 +140,13 @@ class CheckQuestions:
         return None
 
 
-def _rejected(conversation: Conversation, reason: Reason, detail: str) -> RejectedRow:
+def _rejected_seed(conversation: Conversation, reason: Reason, detail: str) -> RejectedRow:
+    """Return the quarantine record of a seed conversation."""
     return RejectedRow(conversation.id, reason, detail, asdict(conversation))
 
 
 def normalize_text(text: str) -> str:
-    """Normalize a text to its words in lower case, separated by single spaces.
+    """Normalize a seed text to its words in lower case, separated by single spaces.
 
     A text without letters and digits is returned unchanged.
     """
@@ -153,12 +154,12 @@ def normalize_text(text: str) -> str:
 
 
 def words_of(text: str) -> Words:
-    """Split a text into words in lower case; each Chinese, Japanese or Korean character is one."""
+    """Split a seed text into lower-case words; a Chinese, Japanese or Korean character is one."""
     return tuple(WORDS.findall(unicodedata.normalize("NFKC", text).casefold()))
 
 
 def shingles(texts: Iterable[str]) -> set[str]:
-    """Return the three-word shingles of texts; a text of fewer words is one shingle."""
+    """Return the three-word shingles of seed texts; a text of fewer words is one shingle."""
     found = set()
     for text in texts:
         words = words_of(text) or (text,)

@@ -63,12 +63,13 @@ def open_seed_file(path: Path) -> Iterator[io.BufferedReader]:
         raise EnvironmentFault(what, str(path), fix) from error
 
 
-def _as_text(file: io.BufferedReader) -> io.TextIOWrapper:
+def _decoded_text(file: io.BufferedReader) -> io.TextIOWrapper:
+    """Decode a seed file as UTF-8; bytes that are not UTF-8 become lone surrogates."""
     return io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape")
 
 
 def _raw_lines(text: io.TextIOWrapper) -> Iterator[str]:
-    """Yield lines with their ends; a line of more than `MAX_ROW` characters comes in pieces.
+    """Yield a seed file's lines with their ends, a line above `MAX_ROW` characters in pieces.
 
     A NUL, which comes from UTF-16 or binary data, becomes a lone surrogate.
     """
@@ -78,7 +79,7 @@ def _raw_lines(text: io.TextIOWrapper) -> Iterator[str]:
 
 def text_lines(file: io.BufferedReader) -> Iterator[str]:
     """Yield the non-blank lines of a seed file of plain text."""
-    for line in _raw_lines(_as_text(file)):
+    for line in _raw_lines(_decoded_text(file)):
         stripped = line.strip(BLANK)
         if stripped:
             yield stripped
@@ -93,7 +94,7 @@ def json_rows(file: io.BufferedReader, path: Path) -> Iterator[Any]:
         DataError: An array breaks off or is malformed.
     """
     if file.peek(CHUNK).lstrip(BLANK.encode())[:1] == b"[":
-        yield from _array_items(_as_text(file), path)
+        yield from _array_items(_decoded_text(file), path)
         return
     for line in text_lines(file):
         try:
@@ -103,7 +104,7 @@ def json_rows(file: io.BufferedReader, path: Path) -> Iterator[Any]:
 
 
 def _array_items(text: io.TextIOWrapper, path: Path) -> Iterator[Any]:
-    """Yield the items of a JSON array.
+    """Yield the items of a JSON array in a seed file.
 
     After a failed parse the buffer doubles, so that the time is linear in the file's size.
     """
@@ -141,7 +142,7 @@ def _array_items(text: io.TextIOWrapper, path: Path) -> Iterator[Any]:
 
 
 def select_columns(names: Sequence[str], wanted: Sequence[str], where: str) -> list[str]:
-    """Select a seed table's columns: the wanted columns, or columns of known forms, or all.
+    """Select a seed table's columns: the wanted columns, else those of known forms, else all.
 
     Raises:
         ConfigError: The table lacks a wanted column.
@@ -168,7 +169,7 @@ def delimited_rows(
         ConfigError: The file lacks one of `columns`.
     """
     csv.field_size_limit(MAX_ROW)
-    text = _as_text(file)  # held until the last record: the file closes with it
+    text = _decoded_text(file)  # held until the last record: the file closes with it
     lines = _raw_lines(text)
     first = next(lines, "")
     delimiter = max(delimiters, key=first.count)
@@ -216,6 +217,7 @@ def table_rows(path: Path, columns: Sequence[str]) -> Iterator[Any]:
 def _parquet_batches(
     file: pa.NativeFile, columns: Sequence[str], where: str
 ) -> Iterator[pa.RecordBatch]:
+    """Yield the batches of a seed file in Parquet format, with the selected columns."""
     with pq.ParquetFile(file, pre_buffer=False, buffer_size=CHUNK) as reader:
         wanted = select_columns(reader.schema_arrow.names, columns, where)
         yield from reader.iter_batches(BATCH_ROWS, columns=wanted, use_threads=False)
@@ -224,7 +226,7 @@ def _parquet_batches(
 def _arrow_batches(
     file: pa.NativeFile, columns: Sequence[str], where: str
 ) -> Iterator[pa.RecordBatch]:
-    """Yield the batches of an Arrow file or Arrow stream, with the selected columns."""
+    """Yield the batches of a seed file in Arrow format, with the selected columns."""
     try:
         reader = pa.ipc.open_file(file)
         batches = (reader.get_batch(index) for index in range(reader.num_record_batches))
@@ -237,7 +239,7 @@ def _arrow_batches(
 
 
 def _batch_rows(batch: pa.RecordBatch) -> Iterator[Any]:
-    """Yield the rows of an Arrow batch; yield an unreadable row as a `RejectedRow`.
+    """Yield the rows of a seed table's Arrow batch, an unreadable row as a `RejectedRow`.
 
     The batch is validated first, because a wrong offset would read beyond the file's memory.
     """
@@ -280,4 +282,5 @@ def hub_rows(hub: str, split: str, columns: Sequence[str]) -> Iterator[Any]:
 
 
 def _first_line(error: Exception) -> str:
+    """Return the first line of an error in reading a data set of seeds."""
     return (str(error).splitlines() or [type(error).__name__])[0]

@@ -10,8 +10,8 @@
     prompts    "question", {"prompt": "question"}, {"prompt": "question", "response": "answer"}
 
 A turn's role and text may use the key names of ShareGPT or OpenAI, because dumps mix both. Turns
-are repaired in `repair`. To add a form, add an entry of `FORM_KEYS`, a case in `_turns_of`, and a
-name in `seeds.sources[].format`.
+are repaired in `repair`. To add a form, add an entry of `FORM_KEYS`, a case in `_parse_turns`, and
+a name in `seeds.sources[].format`.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ EXPECTED = (
 
 @dataclass(frozen=True)
 class RowSettings:
-    """Settings for parsing a dump's rows, from `seeds` and `seeds.sources[]`."""
+    """Settings for parsing the rows of seed files, from `seeds` and `seeds.sources[]`."""
 
     form: str = "auto"
     max_characters: int = 200_000
@@ -94,15 +94,15 @@ class RowSettings:
 
 
 def read_row(row: Any, id: str, settings: RowSettings) -> Conversation | RejectedRow:
-    """Parse one row of a dump into a conversation or a rejected row."""
+    """Parse one row of a seed file into a conversation or a rejected row."""
     try:
-        return _conversation(row, id, settings)
+        return _parse_conversation(row, id, settings)
     except RowRejected as rejected:
         return RejectedRow.of(id, rejected, row)
 
 
-def _conversation(row: Any, id: str, settings: RowSettings) -> Conversation:
-    """Parse a dump's row into a conversation with repaired turns; RowRejected if it is unusable."""
+def _parse_conversation(row: Any, id: str, settings: RowSettings) -> Conversation:
+    """Parse a seed file's row into a conversation with repaired turns, or raise RowRejected."""
     if isinstance(row, str):
         row = {"prompt": row}
     if not isinstance(row, dict):
@@ -110,7 +110,7 @@ def _conversation(row: Any, id: str, settings: RowSettings) -> Conversation:
     found = DumpObject(row)
     if settings.columns:
         found = found.renamed(settings.columns)
-    turns = _turns_of(found, settings.form)
+    turns = _parse_turns(found, settings.form)
     if not any(turn.role == "system" and turn.content for turn in turns):
         prompt = found.first("system", "system_prompt")
         if isinstance(prompt, str):
@@ -124,7 +124,7 @@ def _conversation(row: Any, id: str, settings: RowSettings) -> Conversation:
 
 @dataclass(frozen=True)
 class DumpObject:
-    """A JSON object of a dump: a row or one of its turns."""
+    """A JSON object of a seed file: a row or one of its turns."""
 
     fields: dict[str, Any]
 
@@ -132,7 +132,7 @@ class DumpObject:
         return _describe(self.fields)
 
     def renamed(self, columns: Mapping[Any, str]) -> DumpObject:
-        """Rename columns (`seeds.sources[].columns`) to the keys that the forms know."""
+        """Rename a seed row's columns (`seeds.sources[].columns`) to the keys of known forms."""
         renamed = {}
         for key, column in columns.items():
             if column not in self.fields:
@@ -142,14 +142,14 @@ class DumpObject:
         return DumpObject(renamed)
 
     def first(self, *keys: str) -> Any:
-        """Return the value of the first key that is present and not null."""
+        """Return a seed row's value under the first key that is present and not null."""
         for key in keys:
             if self.fields.get(key) is not None:
                 return self.fields[key]
         return None
 
     def name(self, *keys: str) -> str | None:
-        """Return the first string or number under these keys as a string: an id or a category."""
+        """Return a seed row's first string or number under these keys: an id or a category."""
         for key in keys:
             value = self.fields.get(key)
             if isinstance(value, str | int) and value != "":
@@ -157,7 +157,7 @@ class DumpObject:
         return None
 
     def items(self, key: str) -> list[Any]:
-        """Return the list under a key; parse the list if a table's cell holds it as JSON."""
+        """Return a seed row's list under a key; parse a list that is given as JSON text."""
         value = self.fields.get(key)
         if isinstance(value, str):
             value = parsed_json(value, f"`{key}`")
@@ -168,37 +168,38 @@ class DumpObject:
 
 
 def _describe(value: Any) -> str:
-    """Describe a value by its keys or type, for error messages."""
+    """Describe a value of a seed row by its keys or its type, for error messages."""
     if isinstance(value, dict) and value:
         keys = ", ".join(f"`{str(key)[:40]}`" for key in list(value)[:8])
         return f"an object with the keys {keys}"
     return f"a value of type {type(value).__name__}"
 
 
-def _turns_of(row: DumpObject, form: str) -> list[Message]:
-    """Parse a row's turns by its form."""
+def _parse_turns(row: DumpObject, form: str) -> list[Message]:
+    """Parse a seed row's turns by its form."""
     if form == "auto":
         for known, key in FORM_KEYS.items():
             if row.first(key) is not None:
                 form = known
                 break
     if form == "sharegpt":
-        return [_turn(turn) for turn in row.items("conversations")]
+        return [_parse_turn(turn) for turn in row.items("conversations")]
     if form == "ultrachat" and row.first("data") is not None:
-        return _alternating(row.items("data"))
+        return _alternating_turns(row.items("data"))
     if form in ("messages", "ultrachat"):
-        return [_turn(turn) for turn in row.items("messages")]
+        return [_parse_turn(turn) for turn in row.items("messages")]
     if form == "turns":
         return [Message("user", clean_text(text)) for text in row.items("turns")]
     if form == "alpaca":
-        return _alpaca(row)
+        return _alpaca_turns(row)
     prompt = row.first("prompt")
     if prompt is None:
         raise RowRejected(Reason.UNKNOWN_FORMAT, f"The row is {row}.")
     return _said("user", prompt) + _said("assistant", row.first("response", "completion"))
 
 
-def _alternating(texts: list[Any]) -> list[Message]:
+def _alternating_turns(texts: list[Any]) -> list[Message]:
+    """Convert a seed row's texts to turns that alternate between user and assistant."""
     turns = []
     for number, text in enumerate(texts):
         role: Role = "assistant" if number % 2 else "user"
@@ -206,13 +207,14 @@ def _alternating(texts: list[Any]) -> list[Message]:
     return turns
 
 
-def _alpaca(row: DumpObject) -> list[Message]:
+def _alpaca_turns(row: DumpObject) -> list[Message]:
+    """Parse the turns of a seed row in Alpaca's form."""
     turns = []
     for pair in row.items("history") if row.first("history") else ():
         if not isinstance(pair, list) or len(pair) != 2:
             detail = "Expected pairs of a question and an answer under `history`."
             raise RowRejected(Reason.UNKNOWN_FORMAT, detail)
-        turns += _alternating(pair)
+        turns += _alternating_turns(pair)
     question = clean_text(row.first("instruction"))
     if row.first("input"):
         question = f"{question}\n\n{clean_text(row.first('input'))}"
@@ -220,16 +222,16 @@ def _alpaca(row: DumpObject) -> list[Message]:
 
 
 def _said(role: Role, value: Any) -> list[Message]:
-    """Convert a text to one turn, or a list of turns, as in preference data, to messages."""
+    """Convert a seed row's text, or list of turns as in preference data, to messages."""
     if not value:
         return []
     if isinstance(value, list):
-        return [_turn(turn) for turn in value]
+        return [_parse_turn(turn) for turn in value]
     return [Message(role, clean_text(value))]
 
 
-def _turn(value: Any) -> Message:
-    """Parse one turn's role, text and function calls.
+def _parse_turn(value: Any) -> Message:
+    """Parse the role, the text and the function calls of a seed row's turn.
 
     Mixed dumps have both `from` and `role`, and one of the two is null.
     """

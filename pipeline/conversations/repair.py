@@ -27,7 +27,7 @@ ToolPolicy = Literal["context", "cut", "quarantine"]
 
 
 def clean_text(text: Any) -> str:
-    """Strip byte order marks, NULs and surrounding white space from a turn's text.
+    """Strip byte order marks, NULs and surrounding white space from a seed turn's text.
 
     Raises:
         RowRejected: The text is not a string, or is undecodable.
@@ -39,7 +39,7 @@ def clean_text(text: Any) -> str:
 
 
 def joined_parts(parts: list[Any]) -> str:
-    """Join the text parts of a message in OpenAI's format.
+    """Join the text parts of a seed message in OpenAI's format.
 
     Raises:
         RowRejected: A part is not text.
@@ -67,7 +67,7 @@ def parsed_json(text: Any, what: str) -> Any:
 
 
 def calls_json(calls: Any) -> str:
-    """Convert one function call or a list of them to the JSON list of `Message.tool_calls`.
+    """Convert a seed turn's function calls to the JSON list of `Message.tool_calls`.
 
     Raises:
         RowRejected: A call has no name, or is not JSON.
@@ -82,7 +82,7 @@ def calls_json(calls: Any) -> str:
 
 
 def definitions_json(tools: Any) -> str | None:
-    """Convert a row's function definitions to the JSON list of chat templates; None if empty.
+    """Convert a seed row's function definitions to chat templates' JSON list; None if empty.
 
     Raises:
         RowRejected: The definitions are not a list of functions.
@@ -96,7 +96,7 @@ def definitions_json(tools: Any) -> str | None:
 
 
 def _functions(value: Any) -> list[dict[str, Any]]:
-    """Extract named functions from a list or one object; each may be under the key `function`."""
+    """Extract a seed row's named functions; each may be under the key `function`."""
     functions = []
     for item in value if isinstance(value, list) else [value]:
         function = item
@@ -110,6 +110,7 @@ def _functions(value: Any) -> list[dict[str, Any]]:
 
 
 def _tool_json(value: Sequence[object]) -> str:
+    """Serialize a seed row's function calls or definitions as JSON."""
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (ValueError, TypeError, RecursionError) as error:
@@ -121,7 +122,7 @@ def _tool_json(value: Sequence[object]) -> str:
 def repair_turns(
     turns: Sequence[Message], max_characters: int, tools: ToolPolicy
 ) -> tuple[Message, ...]:
-    """Repair a dump's turns into the messages of a conversation.
+    """Repair a seed row's turns into the messages of a conversation.
 
     Args:
         turns: The dump's turns, with clean texts.
@@ -134,7 +135,7 @@ def repair_turns(
     """
     if not any(turn.content for turn in turns):
         raise RowRejected(Reason.EMPTY, "There is no text in it.")
-    messages = _joined(_trimmed(turns))
+    messages = _join_messages(_trim_turns(turns))
     uses_tools = [message.uses_tools for message in messages]
     if any(uses_tools) and tools == "quarantine":
         raise RowRejected(Reason.TOOLS, "It calls functions; seeds.tools is quarantine.")
@@ -147,8 +148,8 @@ def repair_turns(
     return tuple(messages)
 
 
-def _trimmed(turns: Sequence[Message]) -> list[Message]:
-    """Drop empty system prompts, answers before the first question, and empty turns at the end."""
+def _trim_turns(turns: Sequence[Message]) -> list[Message]:
+    """Drop a seed row's empty system prompt, answers before a question, and empty last turns."""
     kept: list[Message] = []
     asked = False
     for turn in turns:
@@ -164,8 +165,8 @@ def _trimmed(turns: Sequence[Message]) -> list[Message]:
     return kept
 
 
-def _joined(turns: Sequence[Message]) -> list[Message]:
-    """Join consecutive messages of one role where the meaning is clear."""
+def _join_messages(turns: Sequence[Message]) -> list[Message]:
+    """Join a seed row's consecutive messages of one role where the meaning is clear."""
     questions_only = not any(turn.role == "assistant" for turn in turns)
     messages: list[Message] = []
     for turn in turns:
@@ -178,7 +179,7 @@ def _joined(turns: Sequence[Message]) -> list[Message]:
         if not messages or last.role != turn.role or apart:
             messages.append(turn)
         elif last.uses_tools or turn.uses_tools:
-            messages[-1] = _one_call(last, turn)
+            messages[-1] = _join_calls(last, turn)
         elif last.content != turn.content:
             if turn.role == "assistant":
                 detail = "Two answers stand in a row: a question is missing."
@@ -187,8 +188,8 @@ def _joined(turns: Sequence[Message]) -> list[Message]:
     return messages
 
 
-def _one_call(last: Message, turn: Message) -> Message:
-    """Join consecutive function calls, or a text and its call, into one message."""
+def _join_calls(last: Message, turn: Message) -> Message:
+    """Join two messages of a seed row, one or both with function calls, into one."""
     calls = json.loads(last.tool_calls or "[]") + json.loads(turn.tool_calls or "[]")
     text = f"{last.content}\n\n{turn.content}".strip("\n")
     return Message("assistant", text, json.dumps(calls, ensure_ascii=False))

@@ -52,13 +52,13 @@ class Completion:
 
 
 def sample_seed(run_seed: int, row_id: str, turn: int) -> int:
-    """Return the 63-bit sampling seed of one answer, independent of worker and batch."""
+    """Return the 63-bit sampling seed of a dialogue's answer, independent of worker and batch."""
     digest = hashlib.sha256(f"{run_seed}:{turn}:{row_id}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 
 
 class TextStream:
-    """Streaming decoder of sampled tokens into text; special tokens have no text.
+    """Streaming decoder of a conversation's sampled tokens; special tokens have no text.
 
     A character can take several tokens, and a token's text can depend on the preceding token (a
     leading space). Each token is therefore decoded together with the preceding token, and text that
@@ -71,7 +71,7 @@ class TextStream:
         self._held: list[int] = []
 
     def push(self, token_id: int) -> str:
-        """Add a sampled token and return the newly completed text, which may be empty."""
+        """Add an answer's next token; return the text that it completes, which may be empty."""
         self._held.append(token_id)
         text = self.flush()
         if not text or text.endswith(UNFINISHED):
@@ -81,17 +81,18 @@ class TextStream:
         return text
 
     def flush(self) -> str:
-        """Return the text of held-back tokens, including an incomplete character."""
+        """Return the text of an answer's held-back tokens, also of an incomplete character."""
         return self._decode(self._shown + self._held)[len(self._decode(self._shown)) :]
 
     def _decode(self, ids: list[int]) -> str:
+        """Decode an answer's token ids into text, without special tokens."""
         return self._tokenizer.decode(
             ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
 
 
 def degenerate_loop(ids: Sequence[int]) -> bool:
-    """Return whether token ids end in a loop: an n-gram 4 times in a row, at least 32 tokens."""
+    """Return whether an answer ends in a loop: 4 equal n-grams in a row, at least 32 tokens."""
     tail = np.asarray(ids)
     if len(tail) < MIN_LOOP_TOKENS:
         return False

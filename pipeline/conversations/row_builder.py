@@ -41,18 +41,18 @@ class RowBuilder:
     def opening(
         cls, template: ChatTemplate, messages: tuple[Message, ...], first_turn: int = 0
     ) -> RowBuilder:
-        """Start a token row with these messages; the last message is a question."""
+        """Start a conversation's token row with these messages; the last is a question."""
         return cls(first_turn, template.opening(messages), messages)
 
     @property
     def ended(self) -> bool:
-        """Whether the last sampled text ended with an end token."""
+        """Whether the conversation's last sampled text ended with an end token."""
         return self.finish[-1] == "stop"
 
     def with_question(
         self, template: ChatTemplate, asked: Sequence[Message], turn: int = 0
     ) -> RowBuilder:
-        """Append the next question; start a new row if the chat template rewrites history."""
+        """Append the next question, or start a new row if the chat template rewrites history."""
         messages = (*self.messages, *asked)
         if template.rewrites_history(self.messages, asked):
             return RowBuilder.opening(template, messages, turn)
@@ -60,18 +60,18 @@ class RowBuilder:
         return self.with_ids(ids, *asked)
 
     def with_ids(self, ids: list[int], *messages: Message) -> RowBuilder:
-        """Append prompt tokens, which get no span because the target did not write them."""
+        """Append a conversation's prompt tokens, without a span: the target did not write them."""
         return replace(self, ids=self.ids + ids, messages=self.messages + messages)
 
     def with_text(self, ids: list[int], finish: Finish, message: Message) -> RowBuilder:
-        """Append a text that the target sampled, and record its span."""
+        """Append a conversation's text that the target sampled, and record its span."""
         span = Span(len(self.ids), len(self.ids) + len(ids), message.role)
         return replace(
             self.with_ids(ids, message), spans=(*self.spans, span), finish=(*self.finish, finish)
         )
 
     def finished(self, row_id: str, parent_id: str) -> GeneratedRow:
-        """Return the finished training row."""
+        """Return the conversation's finished training row."""
         return GeneratedRow(
             row_id, parent_id, self.ids, list(self.spans), list(self.finish), self.messages
         )
@@ -93,7 +93,7 @@ class Chat:
         self._asked: RowBuilder | None = None
 
     def ask(self, question: str) -> tuple[list[int], bool]:
-        """Return the chat prompt's token ids, and whether earlier turns were dropped to make room.
+        """Return the chat prompt's token ids, and whether earlier turns were dropped for room.
 
         Raises:
             RowRejected: The question alone is too long or undecodable, or the template rejects it;
@@ -112,7 +112,7 @@ class Chat:
         return asked.ids, forgets
 
     def answered(self, ids: Sequence[int], *, ended: bool) -> None:
-        """Append the sampled answer to the chat; without ids drop the question instead."""
+        """Append the sampled answer to the chat; without ids drop the question."""
         assert self._asked is not None, "nothing was asked"
         if ids:
             message = Message("assistant", self._template.decode(ids))

@@ -67,7 +67,7 @@ def plain_suffix(name: str) -> str:
 
 
 def name_sources(sources: Sequence[SeedSource]) -> list[str]:
-    """Return a short unique name for each seed source, safe in ids and file names.
+    """Return a unique short name for each source of seeds, safe in ids and file names.
 
     The name is the file's or data set's name; `-2` is appended if the name is taken.
     """
@@ -154,26 +154,27 @@ class SourceReader:
                 large.
             EnvironmentFault: The source cannot be read now.
         """
-        return itertools.islice(self._rows(), self.source.limit)
+        return itertools.islice(self._source_rows(), self.source.limit)
 
-    def _rows(self) -> Iterator[Row]:
+    def _source_rows(self) -> Iterator[Row]:
+        """Yield the parsed rows of the source's seed files or data set, and count them."""
         self.read = []
         path, hub = self.source.path, self.source.hub
         if hub is not None:
-            yield from self._counted(hub, hub, hub_rows(hub, self.source.split, self._columns))
+            yield from self._count_rows(hub, hub, hub_rows(hub, self.source.split, self._columns))
             return
         for file in self.files():
             name = file.name if file == path else str(file.relative_to(path or ""))
-            yield from self._counted(str(file), name, self._file_rows(file))
+            yield from self._count_rows(str(file), name, self._file_rows(file))
 
-    def _counted(self, where: str, name: str, rows: Iterator[Any]) -> Iterator[Row]:
-        """Parse and count the rows of one file or data set; DataError if it has no conversation."""
+    def _count_rows(self, where: str, name: str, rows: Iterator[Any]) -> Iterator[Row]:
+        """Parse and count the rows of a seed file or data set, which must hold a conversation."""
         start = sum(count.rows for count in self.read)
         count = FileCount(name)
         self.read.append(count)
         found = "It is empty."
         for row in rows:
-            outcome = self._outcome(row, start + count.rows)
+            outcome = self._parse_row(row, start + count.rows)
             if isinstance(outcome, Conversation):
                 count.conversations += 1
             elif found == "It is empty.":
@@ -184,7 +185,8 @@ class SourceReader:
             what = f"There is no conversation data in it. {found}"
             raise DataError(what, where, f"Expected {EXPECTED}.")
 
-    def _outcome(self, row: Any, number: int) -> Row:
+    def _parse_row(self, row: Any, number: int) -> Row:
+        """Parse a raw seed row, and give it the id `name:number`."""
         id = f"{self.name}:{number}"
         if isinstance(row, RejectedRow):
             return replace(row, id=id)
@@ -216,11 +218,11 @@ class SourceReader:
                 yield row
 
     def _reason_to_skip(self, file: Path) -> str | None:
-        """Return why a file's first rows hold no conversation, or None if there is one."""
+        """Return why a seed file's first rows hold no conversation, or None if one does."""
         first = "it is empty"
         try:
             for row in itertools.islice(self._file_rows(file), PROBED_ROWS):
-                outcome = self._outcome(row, 0)
+                outcome = self._parse_row(row, 0)
                 if isinstance(outcome, Conversation):
                     return None
                 if first == "it is empty":
@@ -231,7 +233,7 @@ class SourceReader:
 
 
 def _unsuited_name(file: Path, name: Path) -> str | None:
-    """Return why a file cannot hold seeds by its name or type; `name` is the path in the source."""
+    """Return why a seed file is skipped by its name or type; `name` is the path in the source."""
     if any(part.startswith(".") for part in name.parts):
         return "it is hidden"
     if not file.is_file():

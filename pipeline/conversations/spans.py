@@ -37,7 +37,7 @@ class Span:
 
 
 def feature_positions(spans: Sequence[Span]) -> npt.NDArray[np.int32]:
-    """Return the positions of the hidden states that predict target-written tokens, int32 [N].
+    """Return the positions of the states that predict a conversation's target-written tokens [N].
 
     These are the positions s-1 … e-2 of every span [s, e), in order.
     """
@@ -48,7 +48,7 @@ def feature_positions(spans: Sequence[Span]) -> npt.NDArray[np.int32]:
 def head_labels(
     input_ids: npt.ArrayLike, spans: Sequence[Span], num_heads: int, roles: Collection[Role]
 ) -> npt.NDArray[np.int32]:
-    """Return each head's labels [K, N] at `feature_positions(spans)`; `IGNORED` without a label.
+    """Return each head's labels [K, N] in a conversation's spans, `IGNORED` where it has none.
 
     Args:
         input_ids: The row's token ids.

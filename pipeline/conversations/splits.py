@@ -29,7 +29,7 @@ MOST_IN_SHARD = SMALL_SET // NUM_SHARDS
 def batch_into_shards(
     rows: Iterable[Split], rows_per_shard: int | Literal["auto"]
 ) -> Iterator[list[Split]]:
-    """Group seed rows into shards, in order.
+    """Group seed conversations into the lists that become shards, in order.
 
     `auto` splits a small set into `NUM_SHARDS` shards of at least `FEWEST_IN_SHARD` rows, so that
     each shard fills an engine's batch, and a larger set into shards of `MOST_IN_SHARD` rows. The
@@ -47,7 +47,7 @@ def batch_into_shards(
 
 
 def split_rows(rows: Iterable[Conversation | RejectedRow], holdout: float) -> Iterator[Split]:
-    """Assign a split to every conversation by the hash of its first question.
+    """Assign each seed conversation to a split by the hash of its first question.
 
     Half of `holdout` is for calibrate, half for check. In a set of up to `SMALL_SET` rows the
     number of held-out rows is exact, see `choose_held_out`. In a larger set the hash alone decides,
@@ -71,12 +71,12 @@ def split_rows(rows: Iterable[Conversation | RejectedRow], holdout: float) -> It
 
 
 def first_question(conversation: Conversation) -> str:
-    """Return the normalized first question of a conversation, the key of its split."""
+    """Return a seed conversation's first question, normalized, the key of its split."""
     return normalize_text(conversation.turns[0].asked[0].content)
 
 
 def choose_held_out(group_sizes: Mapping[str, int], holdout: float) -> dict[str, str]:
-    """Choose the first questions to hold out, and the split (calibrate or check) of each.
+    """Choose the first questions of seeds to hold out, and the split of each.
 
     Each split takes groups in the order of their hashes, if the group fits into the split's size
     (see `held_out_rows`). A split that has fewer than 8 rows then also takes the smallest groups.
@@ -111,7 +111,7 @@ def choose_held_out(group_sizes: Mapping[str, int], holdout: float) -> dict[str,
 
 
 def held_out_rows(num_rows: int, holdout: float) -> int:
-    """Return the size of each held-out split if all first questions are different."""
+    """Return the number of seeds in each held-out split if all first questions differ."""
     each = round(num_rows * holdout / 2)
     if num_rows > SMALL_SET:
         return each
@@ -119,5 +119,5 @@ def held_out_rows(num_rows: int, holdout: float) -> int:
 
 
 def _unit_hash(question: str) -> float:
-    """Hash a first question to [0, 1)."""
+    """Hash a seed conversation's first question to a number in [0, 1)."""
     return int.from_bytes(hashlib.sha256(b"split:" + question.encode()).digest()[:8], "big") / 2**64

@@ -84,14 +84,15 @@ class ChatTemplate:
         self._special = re.compile("|".join(map(re.escape, self._special_texts)) or r"(?!)")
         hello = Message("user", "Hello")
         try:
-            answer_end = self._first_mark(self._after([hello], "assistant", hello))
-            user_end = self._first_mark(self._after([], "user"))
+            answer_end = self._first_end_token(self._text_after([hello], "assistant", hello))
+            user_end = self._first_end_token(self._text_after([], "user"))
         except RowRejected as error:
             what = "The chat template cannot render a conversation of two questions: "
             raise self._error(f"{what}{error.detail}") from error
         self.end_ids: dict[Role, tuple[int, ...]] = {"assistant": answer_end, "user": user_end}
 
     def _error(self, what: str) -> ConfigError:
+        """Return the ConfigError for a target without a usable chat template."""
         where = str(self._tokenizer.name_or_path)
         return ConfigError(what, where, "Give one in target.chat_template.")
 
@@ -110,7 +111,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def renders_tools(self) -> bool:
-        """Whether the template renders function calls and their results."""
+        """Whether the chat template renders function calls and their results."""
         asked = [
             Message("user", "Hello"),
             Message("assistant", "", PROBE_CALL),
@@ -123,12 +124,12 @@ class ChatTemplate:
         return all(word in text for word in PROBE_WORDS)
 
     def special_tokens_in(self, messages: Sequence[Message]) -> list[str]:
-        """Find the special tokens in the text of messages, each once."""
+        """Find the special tokens in the text of chat messages, each once."""
         text = "\n".join(message.text for message in messages)
         return list(dict.fromkeys(self._special.findall(text)))
 
     def render(self, messages: Sequence[Message], *, asks: bool) -> str:
-        """Render messages as text, with marks in place of special tokens in the messages' text.
+        """Render chat messages as text, with a mark for each special token in their text.
 
         With `asks`, the rendered text ends where the next answer begins.
 
@@ -149,7 +150,7 @@ class ChatTemplate:
             raise RowRejected(Reason.TEMPLATE_REFUSED, detail) from error
 
     def _marked(self, text: str) -> str:
-        """Replace each special token in a message's text by a mark."""
+        """Replace each special token in a chat message's text by a mark."""
         if not self._escapes:
             return text
         index = self._special_texts.index
@@ -157,20 +158,23 @@ class ChatTemplate:
         return self._special.sub(lambda match: f"{MARK}{index(match[0])}{MARK}", text)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Decode sampled ids into a message's text, without special tokens and outer spaces."""
+        """Decode sampled ids into a chat message, without special tokens and outer spaces."""
         text = self._tokenizer.decode(
             list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
         return text.strip()
 
     def opening(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of a prompt that ends with a question; the template sets BOS."""
+        """Return the token ids of a chat prompt that ends with a question.
+
+        The template sets BOS.
+        """
         return self._tokenize(self.render(messages, asks=True))
 
     def separator(
         self, messages: Sequence[Message], writer: Role, ended: bool, *asked: Message
     ) -> list[int]:
-        """Return the token ids between a sampled text and the next answer.
+        """Return the chat template's token ids between a sampled text and the next answer.
 
         Args:
             messages: The history before the sampled text.
@@ -180,19 +184,19 @@ class ChatTemplate:
             asked: The messages up to the next answer: the user's, and function calls with their
                 results.
         """
-        return self._without_end(self._after(messages, writer, *asked), writer, ended)
+        return self._without_end(self._text_after(messages, writer, *asked), writer, ended)
 
     def role_header(self, messages: Sequence[Message], ended: bool) -> list[int]:
-        """Return the token ids between a sampled answer and a user's text to be sampled."""
+        """Return the chat template's token ids between an answer and a user's text to sample."""
         next_user = _unused_word(messages)
-        text = self._after(messages, "assistant", Message("user", next_user))
+        text = self._text_after(messages, "assistant", Message("user", next_user))
         # A space before a text belongs to the text's first token, as after the generation prompt
         # "ASSISTANT:".
         header = text.partition(next_user)[0].rstrip(" ")
         return self._without_end(header, "assistant", ended)
 
     def _without_end(self, text: str, writer: Role, ended: bool) -> list[int]:
-        """Tokenize the text after a sampled text, from its end token on unless it has `ended`."""
+        """Tokenize the template's text after a sampled text; skip an end token that was sampled."""
         ids = self._tokenize_after(text)
         for index, id in enumerate(ids):
             if ended and id in self.end_ids[writer]:
@@ -200,17 +204,17 @@ class ChatTemplate:
         return ids
 
     def recite(self, messages: Sequence[Message], answer: str) -> list[int]:
-        """Token ids of a given answer with its end of turn, as if the target had sampled them."""
+        """Return the token ids of a seed's answer and its end, as if the target sampled them."""
         before = self.render(messages, asks=True)
         whole = self.render([*messages, Message("assistant", answer)], asks=False)
-        tail = self._after(messages, "assistant", asks=False)
+        tail = self._text_after(messages, "assistant", asks=False)
         # The answer as the template renders it; or unchanged, if the template rewrites the history.
         text = self._marked(answer) + tail
         if whole.startswith(before) and whole.endswith(tail):
             text = whole.removeprefix(before)
         before = MARKED.sub(lambda match: self._special_texts[int(match[1])], before)
         context = before[-CONTEXT_CHARACTERS:]
-        end = self._first_mark(tail)
+        end = self._first_end_token(tail)
         if not end:  # this template ends a turn only when another one follows
             ids = self._tokenize_after(text.removesuffix(tail), context)
             return [*ids, *self.end_ids["assistant"]]
@@ -220,7 +224,7 @@ class ChatTemplate:
         return ids
 
     def rewrites_history(self, history: Sequence[Message], asked: Sequence[Message]) -> bool:
-        """Whether the template changes earlier turns when `asked` follows the history.
+        """Return whether the chat template changes earlier turns when `asked` follows them.
 
         The history ends with an answer; the next prompt then does not extend the last one.
         """
@@ -231,18 +235,18 @@ class ChatTemplate:
             return True
         return not after[len(before) :].lstrip().startswith(self._marked(answer.content.strip()))
 
-    def _after(
+    def _text_after(
         self, messages: Sequence[Message], role: Role, *asked: Message, asks: bool = True
     ) -> str:
-        """Render the template's text after a message of this role, up to the next answer."""
+        """Render the chat template's text after a message of this role, up to the next answer."""
         word = _unused_word([*messages, *asked])
         rendered = self.render([*messages, Message(role, word), *asked], asks=asks)
         if word not in rendered:
             raise RowRejected(Reason.TEMPLATE_REFUSED, "The template leaves out a message.")
         return rendered.rpartition(word)[2]
 
-    def _first_mark(self, text: str) -> tuple[int, ...]:
-        """Find the end-of-turn token that a text begins with, ignoring white space."""
+    def _first_end_token(self, text: str) -> tuple[int, ...]:
+        """Find the end-of-turn token with which a template's text begins, after white space."""
         for id in self._tokenize_after(text):
             if id in self._marks:
                 return (id,)
@@ -251,18 +255,18 @@ class ChatTemplate:
         return ()
 
     def _tokenize(self, text: str) -> list[int]:
-        """Tokenize a rendered text; marked special tokens become plain text."""
+        """Tokenize a rendered chat; marked special tokens become plain text."""
         first, *rest = MARKED.split(text)
         # verbose=False: a text longer than the context is rejected later, with a reason
         ids = list(self._tokenizer(first, add_special_tokens=False, verbose=False)["input_ids"])
         for index, after in zip(rest[::2], rest[1::2], strict=True):
-            ids += self._as_text(self._special_texts[int(index)])
+            ids += self._tokenize_as_text(self._special_texts[int(index)])
             if after:
                 ids += self._tokenize_after(after)
         return ids
 
-    def _as_text(self, special: str) -> list[int]:
-        """Tokenize a special token as plain text: its text in two parts."""
+    def _tokenize_as_text(self, special: str) -> list[int]:
+        """Tokenize a special token in a chat message as plain text: its text in two parts."""
         for at in range(1, len(special)):
             ids = self._tokenize_after(special[:at]) + self._tokenize_after(special[at:])
             if not self._special_ids.intersection(ids):
@@ -271,7 +275,7 @@ class ChatTemplate:
         raise RowRejected(Reason.SPECIAL_TOKENS, detail)
 
     def _tokenize_after(self, text: str, context: str = ANCHORS[0]) -> list[int]:
-        """Tokenize a text that continues another, without the space that some tokenizers add."""
+        """Tokenize a chat's continuation, without the space that some tokenizers put first."""
         for anchor in (context, *ANCHORS):
             before, whole = self._tokenize(anchor), self._tokenize(anchor + text)
             if whole[: len(before)] == before:
@@ -280,7 +284,7 @@ class ChatTemplate:
 
 
 def _unused_word(messages: Sequence[Message]) -> str:
-    """A placeholder word that no message contains and no template trims or rewrites."""
+    """Return a placeholder word that no chat message contains and no template rewrites."""
     word = "Placeholder"
     while any(word in message.text for message in messages):
         word += "X"
@@ -290,7 +294,7 @@ def _unused_word(messages: Sequence[Message]) -> str:
 def for_template(
     messages: Sequence[Message], marked: Callable[[str], str]
 ) -> list[dict[str, object]]:
-    """Convert messages to the dicts that chat templates take.
+    """Convert messages of a conversation to the dicts that chat templates take.
 
     A call and its result share an id of nine characters, as Mistral's template asks.
 
@@ -320,7 +324,7 @@ def for_template(
 
 
 def marked_values(value: Any, marked: Callable[[str], str]) -> Any:
-    """Apply `marked` to every text of a JSON value, keys included."""
+    """Apply `marked` to every text of a chat message's JSON value, keys included."""
     if isinstance(value, str):
         return marked(value)
     if isinstance(value, dict):

@@ -27,7 +27,7 @@ RANKED_BYTES = 256 << 20  # of logits at a time
 
 
 class Score(NamedTuple):
-    """Sums of losses and hits over labels, per head.
+    """Sums of the draft heads' losses and hits over labels, per head.
 
     `losses_K` is the cross entropy over the `drafted_K` labels that can be proposed; `hits_KR` are
     cumulative hits of the guesses, of `counts_K` labels. `tokens_V` counts how often each token
@@ -42,14 +42,14 @@ class Score(NamedTuple):
 
     @classmethod
     def zero(cls, shape: HeadsShape, top: int, device: torch.device) -> Score:
-        """Return the score of no labels, in which every sum is 0."""
+        """Return the draft heads' score over no labels, in which every sum is 0."""
         hits_KR = torch.zeros(shape.num_heads, top, dtype=torch.int64, device=device)
         counts_K = torch.zeros_like(hits_KR[:, 0])
         tokens_V = counts_K.new_zeros(shape.vocab_size)
         return cls(counts_K.double(), hits_KR, counts_K, tokens_V, counts_K.clone())
 
     def add(self, other: Score) -> None:
-        """Add the sums of other labels, in place."""
+        """Add the draft heads' score over other labels, in place."""
         for sums, more in zip(self, other, strict=True):
             sums += more
 
@@ -72,9 +72,10 @@ def score_guesses(
     labels_KN: Tensor,
     top: int,
 ) -> Score:
-    """Sum the heads' losses, and count the labels among their first 1, 2, … `top` guesses.
+    """Score K draft heads: sum their losses, and count labels in their first 1, 2, … guesses.
 
-    Arguments are those of `Heads.states`. Losses are in fp32, their sums in fp64.
+    Arguments are those of `Heads.states`; hits are counted up to `top` guesses. Losses are in
+    fp32, their sums in fp64.
     """
     total = Score.zero(heads.shape, top, hidden_ND.device)
     first_N = heads.vocabulary.rows_of_labels(labels_KN[0])
@@ -99,7 +100,7 @@ def label_ranks(
     labels_KN: Tensor,
     top: int,
 ) -> Tensor:
-    """Rank each label among its head's guesses, uint8 [K, N], from 0; or `MISS` or `NO_LABEL`."""
+    """Rank each label among its head's guesses from 0, uint8 [K, N]; or `MISS` or `NO_LABEL`."""
     ranks_KN = torch.full(labels_KN.shape, NO_LABEL, dtype=torch.uint8, device=hidden_ND.device)
     for guesses in _guess_labels(heads, hidden_ND, next_N, labels_KN, top):
         ranks_C = torch.where(guesses.hits_CR.any(1), guesses.hits_CR.int().argmax(1), MISS)
@@ -110,7 +111,7 @@ def label_ranks(
 def _guess_labels(
     heads: Heads, hidden_ND: Tensor, next_N: Tensor, labels_KN: Tensor, top: int
 ) -> Iterator[_Guesses]:
-    """Yield each head's guesses for its labelled rows, in chunks of rows.
+    """Yield each draft head's guesses for its labelled rows, in chunks of rows.
 
     Guesses and labels are compared as rows of the lm_head. With a draft vocabulary, these are not
     token ids, and a label outside the draft vocabulary is -100.

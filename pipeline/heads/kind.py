@@ -40,13 +40,13 @@ TOKEN_MAP = "token_map"  # the draft vocabulary's name in files, as in vLLM
 
 @dataclass(frozen=True)
 class TargetWeights:
-    """The target's lm_head and embedding [V, D], read on demand."""
+    """The target's lm_head and embedding [V, D] for building heads, read on demand."""
 
     lm_head: Callable[[], Tensor]
     embedding: Callable[[], Tensor]
 
     def drafting(self, tokens: Tensor | None) -> TargetWeights:
-        """Return the weights with a draft vocabulary's rows of `lm_head`; all rows for None."""
+        """Return the weights with lm_head rows of the heads' draft vocabulary only, if any."""
         if tokens is None:
             return self
         return replace(self, lm_head=lambda: self.lm_head()[tokens])
@@ -92,7 +92,7 @@ class DraftVocabulary(nn.Module):
         self.register_buffer("rows_W", rows_W, persistent=False)
 
     def fill(self, tokens_V: Tensor, where: str | None = None) -> None:
-        """Set the draft vocabulary; DataError unless it is V ascending tokens of the target."""
+        """Set the heads' draft vocabulary; raise DataError unless it is V ascending tokens."""
         assert self.token_map is not None and self.rows_W is not None, "not pruned"
         size = len(self.token_map)
         tokens_V = tokens_V.long()
@@ -109,21 +109,21 @@ class DraftVocabulary(nn.Module):
         self.rows_W[self.token_map] = torch.arange(size, device=self.rows_W.device)
 
     def tokens_of_rows(self, rows: Tensor) -> Tensor:
-        """Map rows of `lm_head` to tokens, in any shape, without a copy to the host."""
+        """Map rows of the heads' lm_head to tokens, in any shape, without a copy to the host."""
         return rows if self.token_map is None else self.token_map[rows]
 
     def rows_of_labels(self, labels: Tensor) -> Tensor:
-        """Map labels to rows of `lm_head`; -100 stays, and tokens outside become -100."""
+        """Map labels to rows of the heads' lm_head; -100 stays, tokens outside become -100."""
         if self.rows_W is None:
             return labels
         return self.rows_W[labels.clamp(min=0)].where(labels != IGNORED, IGNORED)
 
     def num_learned(self, labels_KN: Tensor) -> Tensor:
-        """Count the labels that each head learns, [K]."""
+        """Count the labels that each head learns: those in the draft vocabulary, [K]."""
         return (self.rows_of_labels(labels_KN) != IGNORED).sum(1)
 
     def over_all_tokens(self, lm_head: Tensor) -> Tensor:
-        """Expand `lm_head` [..., V, D] to a row for each of the target's tokens, [..., W, D].
+        """Expand the heads' lm_head [..., V, D] to all tokens of the target, [..., W, D].
 
         For engines without draft vocabularies; the first guess stays the same. A token outside gets
         the mean of the rows: its logit is the mean of theirs, which is never above the largest.
@@ -136,7 +136,7 @@ class DraftVocabulary(nn.Module):
 
 
 def most_frequent_tokens(counts_W: npt.NDArray[np.int64], num_tokens: int) -> Tensor:
-    """Return the most frequent tokens [V], ascending; ties are broken by the lower id."""
+    """Choose the V most frequent tokens as draft vocabulary, ascending; ties go to the lower id."""
     order = np.argsort(-counts_W, kind="stable")
     return torch.from_numpy(np.sort(order[:num_tokens]))
 
@@ -182,7 +182,7 @@ class Heads(nn.Module, ABC):
     @classmethod
     @abstractmethod
     def initial(cls, shape: Any, target: TargetWeights) -> Self:
-        """Build untrained heads, in the dtype and on the device of the target's matrices."""
+        """Build untrained heads, in the dtype and on the device of the target's lm_head."""
 
     @property
     def device(self) -> torch.device:
@@ -263,7 +263,7 @@ class Heads(nn.Module, ABC):
 
     @classmethod
     def check_format(cls, shape: Any, format: ExportFormat) -> None:
-        """Raise ConfigError unless heads of this shape can be stored in the export format."""
+        """Raise ConfigError unless heads of this kind and shape have this export format."""
         if format not in cls.formats:
             known = ", ".join(each.name for each in cls.formats)
             raise ConfigError(
@@ -277,22 +277,22 @@ class Heads(nn.Module, ABC):
     def engine_config(
         cls, shape: Any, format: ExportFormat, target: Mapping[str, Any]
     ) -> dict[str, object]:
-        """Return the kind's keys of the export's config.json; `target` is the target's config.json.
+        """Return this kind of heads' own keys of an export's config.json.
 
-        The exporter adds sizes, dtype, `base_model_name_or_path` and the keys of vLLM's speculators
-        format.
+        `target` is the target's config.json. The exporter adds sizes, dtype,
+        `base_model_name_or_path` and the keys of vLLM's speculators format.
         """
 
     @classmethod
     def vllm_refusal(cls, shape: Any, target: Mapping[str, Any]) -> str | None:
-        """Return why vLLM cannot serve these heads with a target of this config.json, or None."""
+        """Return why vLLM cannot serve such heads with a target of this config.json, or None."""
         return None if cls.vllm_method else f"vLLM does not serve {cls.Shape.kind} heads."
 
     @classmethod
     def speculative_config(
         cls, export: str, num_speculative_tokens: int | str
     ) -> dict[str, object]:
-        """Return vLLM's `speculative_config` for drafting with an export of these heads."""
+        """Return vLLM's `speculative_config` for this kind of heads, given their export."""
         return {
             "method": cls.vllm_method,
             "model": export,
@@ -302,7 +302,7 @@ class Heads(nn.Module, ABC):
     # Files
 
     def named_tensors(self, format: ExportFormat | None = None) -> dict[str, Tensor]:
-        """Return detached tensors by their names in `heads.safetensors`, or in an export.
+        """Return the heads' detached tensors by their names in a heads file or export.
 
         An export leaves out what engines take from the target.
         """
@@ -348,7 +348,7 @@ class Heads(nn.Module, ABC):
 
     @classmethod
     def shapes(cls, shape: Any, format: ExportFormat | None = None) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the tensors in a heads file or export, by name."""
+        """Return the shapes of the heads' tensors in a heads file or export, by name."""
         views = cls(shape, device=torch.device("meta")).stored_tensors(format)
         return {name: tuple(view.shape) for name, view in views.items()}
 
@@ -360,5 +360,5 @@ class Heads(nn.Module, ABC):
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Check that all numbers are finite, without a second tensor of that size."""
+    """Return whether a tensor of heads holds finite numbers only, without a second such tensor."""
     return bool(torch.stack(tensor.aminmax()).isfinite().all())

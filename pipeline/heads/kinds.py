@@ -53,7 +53,7 @@ REPEATED = ("embed_tokens.weight", "lm_head.weight")  # matrices of the target i
 
 
 def head_kind(name: str) -> type[Heads]:
-    """Return the class of a kind of heads; ConfigError for an unknown name."""
+    """Return the class of a kind of heads; raise ConfigError for an unknown name."""
     if name not in KINDS:
         what = f'There is no kind of heads called "{name}".'
         raise ConfigError(what, "train.heads", f"Use one of {', '.join(KINDS)}.")
@@ -61,30 +61,30 @@ def head_kind(name: str) -> type[Heads]:
 
 
 def shape_from_json(content: Mapping[str, Any]) -> HeadsShape:
-    """Read the heads' shape from JSON; KeyError, TypeError or ValueError for anything else."""
+    """Read a heads shape from JSON; raise KeyError, TypeError or ValueError for anything else."""
     fields = dict(content)
     return KINDS[fields.pop("kind")].Shape(**fields)
 
 
 def max_tree_depth(settings: TrainConfig) -> int:
-    """Return the number of tokens ahead that the configured heads can propose."""
+    """Return the number of tokens ahead that the configured kind of heads can propose."""
     return head_kind(settings.heads).shape_of(settings, 1, 1).max_depth  # at any sizes
 
 
 class NamedTensors(Protocol):
-    """Tensors of a heads directory by name, read on demand, and its config.json."""
+    """Tensors of another trainer's heads by name, read on demand, and their config.json."""
 
     directory: Path
     config: dict[str, Any]
 
     @property
     def names(self) -> Collection[str]:
-        """The names of all tensors in the directory."""
+        """The names of all tensors of another trainer's heads."""
 
     def __getitem__(self, name: str) -> Tensor: ...
 
     def refuse(self, what: str, fix: str = NOT_HERE) -> DataError:
-        """Return the error that refuses these heads."""
+        """Return a DataError that refuses another trainer's heads."""
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ def _medusa_names(
 def _eagle_heads(
     tensors: NamedTensors, target: TargetWeights, sizes: Sizes, num_tokens: int
 ) -> ForeignHeads:
-    """Build a recurrent cell from an EAGLE-1 model whose attention adds nothing."""
+    """Build a recurrent cell from another trainer's EAGLE-1 heads, if their attention is zero."""
     names = tensors.names
     for name in (OUTPUT, FC_BIAS):
         if name in names and tensors[name].any():
@@ -213,7 +213,7 @@ def _eagle_heads(
 
 
 def _is_same_matrix(found: Tensor, own: Tensor) -> bool:
-    """Check that a stored matrix equals the target's, up to rounding to its dtype."""
+    """Return whether another trainer's heads store the target's own matrix, up to rounding."""
     if found.shape != own.shape:
         return False
     return torch.equal(found.to(own.dtype), own.to(found.dtype).to(own.dtype).cpu())
@@ -227,7 +227,10 @@ def _build_heads(
     named: Mapping[str, Tensor],
     left_out: str | None,
 ) -> Heads:
-    """Build heads in the widest dtype of their tensors; names with `left_out` are zeros."""
+    """Build another trainer's heads, in the widest dtype of their tensors.
+
+    Tensors that have `left_out` in their names are zeros.
+    """
     dtype = torch.bool  # narrower than any other
     for name, tensor in named.items():
         found = str(tensor.dtype).removeprefix("torch.")

@@ -46,17 +46,20 @@ class TargetHead(NamedTuple):
     softcap: float | None = None  # Gemma 2
 
     def to(self, device: torch.device, dtype: torch.dtype) -> TargetHead:
-        """Move the output layer to a device and dtype."""
+        """Move the target's output layer, for the heads' soft labels, to a device and dtype."""
         bias_V = None if self.bias_V is None else self.bias_V.to(device, dtype)
         return self._replace(weight_VD=self.weight_VD.to(device, dtype), bias_V=bias_V)
 
     def of_tokens(self, tokens: Tensor) -> TargetHead:
-        """Restrict the output layer to these tokens; softmax is normalized over them."""
+        """Restrict the heads' soft labels to these tokens; softmax is normalized over them."""
         bias_V = None if self.bias_V is None else self.bias_V[tokens]
         return self._replace(weight_VD=self.weight_VD[tokens], bias_V=bias_V)
 
     def logits(self, states_CD: Tensor, out: Tensor | None = None) -> Tensor:
-        """Compute the target's logits [C, V] in the states' dtype, into `out` where given."""
+        """Compute the target's logits [C, V] for the heads' soft labels, into `out` if given.
+
+        The logits are in the dtype of the states.
+        """
         logits_CV = torch.mm(states_CD, self.weight_VD.to(states_CD.dtype).t(), out=out)
         if self.bias_V is not None:
             logits_CV.add_(self.bias_V.to(logits_CV.dtype))
@@ -85,12 +88,12 @@ class Teacher(NamedTuple):
 
 
 def exact_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of a loss's softmax and sums: fp32, or fp64 for fp64."""
+    """Return the dtype of softmax and sums in the heads' losses: fp32, or fp64 for fp64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def chunk_bytes_on(device: torch.device) -> int:
-    """Return the bytes of logits that the loss holds at a time on a device."""
+    """Return the bytes of logits that the heads' loss holds at a time on a device."""
     return CHUNK_BYTES.get(device.type, 1 << 30)
 
 
@@ -101,7 +104,7 @@ def summed_cross_entropy(
     teacher: Teacher | None,
     weights_K: Tensor,
 ) -> Tensor:
-    """Sum each head's cross entropy over its labels: [K], weighted by the caller (paper 2.2.1).
+    """Sum each head's cross entropy over its labels, [K]; the caller weights the sums (2.2.1).
 
     Differentiable in the hidden states and in `lm_head`, which is [K, V, D], or one [V, D] that all
     heads share.
@@ -127,6 +130,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
         teacher: Teacher | None,
         weights_K: Tensor,
     ) -> Tensor:
+        """Compute the losses of K draft heads, and their gradients, chunk by chunk."""
         with torch.autocast(hidden_KND.device.type, enabled=False):
             loss = _ChunkedLoss(hidden_KND, lm_head, labels_KN, teacher, weights_K)
             if ctx.needs_input_grad[1]:
@@ -139,6 +143,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_sums_K: Tensor):
+        """Scale the gradients of the heads' states and lm_head, in place."""
         grad_hidden_KND, grad_lm_head = ctx.gradients
         ctx.gradients = None  # scaled in place: good for one backward
         grad_hidden_KND.mul_(grad_sums_K[:, None, None])
@@ -152,7 +157,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Chunk:
-    """A chunk of the flattened [K·N] rows that one lm_head reads."""
+    """A chunk of the flattened [K·N] rows that one head's lm_head reads."""
 
     head: int  # of the lm_head; 0 if all heads share one
     rows_C: Tensor
@@ -217,7 +222,7 @@ class _ChunkedLoss:
         self.block_in_buffer: int | None = None  # `first_state` of the distributions in p_buffer
 
     def chunks(self) -> Iterator[_Chunk]:
-        """Yield chunks of labelled rows by block of teacher states and by lm_head (pass 1).
+        """Yield the heads' labelled rows in chunks of one teacher block and one lm_head (pass 1).
 
         Rows without a state are in chunks of their own. A chunk fits the buffer of logits.
         """
@@ -246,7 +251,7 @@ class _ChunkedLoss:
                     yield _Chunk(head, rows[chosen], first_state, states_C)
 
     def add(self, chunk: _Chunk) -> None:
-        """Compute the chunk's losses and add its gradients (passes 2 to 5)."""
+        """Compute the heads' losses of a chunk and add its gradients (passes 2 to 5)."""
         rows_C = chunk.rows_C
         dtype = self.hidden_KND.dtype
         hidden_CD = self.hidden_KND.flatten(0, 1)[rows_C]
@@ -279,7 +284,7 @@ class _ChunkedLoss:
         _add_product(total_VD, logits_CV, hidden_CD, self.block_rows)
 
     def _fill_p_buffer(self, first: int) -> None:
-        """Compute the target's distributions p [M, V] at a block of its states, once per block."""
+        """Compute the soft labels p [M, V] at a block of the target's states, once per block."""
         assert self.teacher is not None
         if self.block_in_buffer == first:
             return
@@ -291,11 +296,12 @@ class _ChunkedLoss:
         self.block_in_buffer = first
 
     def _log_softmax(self, logits_SV: Tensor) -> Tensor:
+        """Compute log q, the heads' log-probabilities of a slice, in the scratch memory."""
         out_SV = self.scratch[0, : len(logits_SV)]
         return torch.log_softmax(logits_SV, 1, dtype=self.scratch.dtype, out=out_SV)
 
     def _hard_losses(self, logits_SV: Tensor, labels_S1: Tensor) -> Tensor:
-        """Compute cross entropy [S] with the labels, and replace logits by q - onehot(label).
+        """Compute the heads' cross entropy [S]; replace logits by q - onehot(label).
 
         The label's entry is expm1(log q): q - 1 in bf16 would be 0 for every confident head.
         """
@@ -306,7 +312,7 @@ class _ChunkedLoss:
         return -label_log_q_S1[:, 0]
 
     def _soft_losses(self, logits_SV: Tensor, labels_S1: Tensor, states_S: Tensor) -> Tensor:
-        """Compute losses [S], of which `share` is the cross entropy with the target's p.
+        """Compute the heads' losses [S], of which `share` is learned from the soft labels p.
 
         Replaces the logits by the gradient q - (1 - share) · onehot(label) - share · p.
         """
@@ -323,7 +329,7 @@ class _ChunkedLoss:
 
 
 def _add_product(total_VD: Tensor, grad_CV: Tensor, hidden_CD: Tensor, num_rows: int) -> None:
-    """Add gradᵀ · hidden to the lm_head's gradient in place, `num_rows` rows at a time."""
+    """Add gradᵀ · hidden to the heads' lm_head gradient in place, `num_rows` rows at a time."""
     if total_VD.dtype == grad_CV.dtype:
         total_VD.addmm_(grad_CV.t(), hidden_CD)
         return

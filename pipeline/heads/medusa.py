@@ -113,6 +113,7 @@ least {{ report.tree.nodes | number or "the tree's nodes" }}; the content of `{{
 
     @classmethod
     def shape_of(cls, settings: TrainConfig, hidden_size: int, vocab_size: int) -> MedusaShape:
+        """Return the shape of the Medusa heads that `train` configures."""
         own = settings.medusa
         return MedusaShape(hidden_size, vocab_size, settings.num_heads, own.num_layers, own.lm_head)
 
@@ -131,7 +132,7 @@ least {{ report.tree.nodes | number or "the tree's nodes" }}; the content of `{{
         return heads
 
     def hidden(self, hidden_ND: Tensor, num_heads: int | None = None) -> Tensor:
-        """Compute the input [K, N, D] of the lm_heads, of all or the first `num_heads` heads."""
+        """Compute the residual blocks of all or the first `num_heads` Medusa heads, [K, N, D]."""
         num_heads = num_heads or self.shape.num_heads
         device = hidden_ND.device.type
         dtype = self.block_weight.dtype
@@ -145,10 +146,11 @@ least {{ report.tree.nodes | number or "the tree's nodes" }}; the content of `{{
         return hidden_KND
 
     def states(self, hidden_ND: Tensor, next_N: Tensor, labels_KN: Tensor) -> Tensor:
+        """Compute the input [K, N, D] of the Medusa heads' lm_heads; tokens are not read."""
         return self.hidden(hidden_ND)
 
     def forward(self, hidden_ND: Tensor, num_heads: int | None = None) -> Tensor:
-        """Compute the logits [K, N, V] of all heads, or of the first `num_heads`."""
+        """Compute the logits [K, N, V] of all Medusa heads, or of the first `num_heads`."""
         hidden_KND = self.hidden(hidden_ND, num_heads)
         if self.lm_head.dim() == 2:
             return hidden_KND @ self.lm_head.mT
@@ -157,7 +159,7 @@ least {{ report.tree.nodes | number or "the tree's nodes" }}; the content of `{{
         return (self.lm_head[: len(hidden_KND)] @ hidden_KND.mT).mT
 
     def expand(self, hidden_BPD: Tensor, tokens_BP: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-        """Compute head `depth`'s logits from the root's state; all nodes of a depth share them."""
+        """Compute Medusa head `depth`'s logits from the root's state, equal at all nodes."""
         root_B1D = hidden_BPD[:, :1]
         num_nodes = hidden_BPD.shape[1]
         weights_DD = self.block_weight[:, depth]
@@ -168,13 +170,14 @@ least {{ report.tree.nodes | number or "the tree's nodes" }}; the content of `{{
         return hidden_BPD, linear(read_B1D, self.lm_head_of(depth)).expand(-1, num_nodes, -1)
 
     def propose(self, hidden_BD: Tensor, token_B: Tensor, tree: ProposalTree) -> Tensor:
-        """Propose the tree's tokens with one product of all heads; equal to `expand` by depth."""
+        """Propose the tree's tokens with one product of all Medusa heads; equal to `expand`."""
         rows_KBR = self(hidden_BD, tree.max_depth).topk(tree.top).indices
         guesses_KBR = self.vocabulary.tokens_of_rows(rows_KBR).to(token_B.device)
         return guesses_KBR.transpose(0, 1).flatten(1).index_select(1, tree.guess)
 
     @classmethod
     def check_format(cls, shape: MedusaShape, format: ExportFormat) -> None:
+        """Raise ConfigError unless Medusa heads of this shape have this export format."""
         super().check_format(shape, format)
         if format is REFERENCE and shape.num_layers > 1:
             raise ConfigError(
@@ -193,6 +196,7 @@ least {{ report.tree.nodes | number or "the tree's nodes" }}; the content of `{{
     def engine_config(
         cls, shape: MedusaShape, format: ExportFormat, target: Mapping[str, Any]
     ) -> dict[str, object]:
+        """Return the keys of Medusa heads in config.json for vLLM, TGI and TensorRT-LLM."""
         config: dict[str, object] = {
             "model_type": "medusa",
             "medusa_num_heads": shape.num_heads,
@@ -206,9 +210,10 @@ least {{ report.tree.nodes | number or "the tree's nodes" }}; the content of `{{
         return config
 
     def named_tensors(self, format: ExportFormat | None = None) -> dict[str, Tensor]:
-        """Return tensors `{k}.{l}.linear.weight`, `.bias` and `{k}.{L}.weight` (only 0 if shared).
+        """Return Medusa heads' tensors `{k}.{l}.linear.weight`, `.bias` and `{k}.{L}.weight`.
 
-        An export's lm_heads have a row for each of the target's tokens.
+        Where one lm_head is stored for all heads, its name is `0.{L}.weight`. An export's lm_heads
+        have a row for each of the target's tokens.
         """
         shape = self.shape
         lm_head = self.lm_head

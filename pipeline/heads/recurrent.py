@@ -99,6 +99,7 @@ model, with an attention that adds nothing; embedding and lm_head are the target
         inner = shape.intermediate_size
 
         def zeros(*sizes: int, trains: bool = True) -> nn.Parameter:
+            """Return a parameter of the recurrent cell, of zeros."""
             tensor = torch.zeros(*sizes, dtype=dtype, device=device)
             return nn.Parameter(tensor, requires_grad=trains)
 
@@ -112,6 +113,7 @@ model, with an attention that adds nothing; embedding and lm_head are the target
 
     @classmethod
     def shape_of(cls, settings: TrainConfig, hidden_size: int, vocab_size: int) -> RecurrentShape:
+        """Return the shape of the recurrent cell that `train` configures."""
         inner = settings.recurrent.intermediate_size or 4 * hidden_size
         return RecurrentShape(hidden_size, vocab_size, settings.num_heads, inner)
 
@@ -129,19 +131,19 @@ model, with an attention that adds nothing; embedding and lm_head are the target
         return heads
 
     def take_from(self, target: TargetWeights) -> None:
-        """Use the target's embedding and lm_head, which do not train."""
+        """Use the target's embedding and lm_head in the recurrent cell, frozen."""
         dtype = self.fc.dtype
         self.embedding = nn.Parameter(target.embedding().detach().to(dtype), requires_grad=False)
         self.lm_head = nn.Parameter(target.lm_head().detach().to(dtype), requires_grad=False)
-        self._share()
+        self._share_tied_matrix()
 
-    def _share(self) -> None:
-        """Share one matrix between embedding and lm_head if they are equal (tied embeddings)."""
+    def _share_tied_matrix(self) -> None:
+        """Share one matrix between the cell's embedding and lm_head if they are equal."""
         if self.embedding.shape == self.lm_head.shape and torch.equal(self.embedding, self.lm_head):
             self.lm_head = self.embedding
 
     def step(self, hidden: Tensor, tokens: Tensor) -> Tensor:
-        """Advance the cell by one token [...]: return its states [..., D], in autocast's dtype."""
+        """Advance the cell by one token [...]; return its states [..., D], in autocast's dtype."""
         dtype = self.fc.dtype
         device = hidden.device.type
         if torch.is_autocast_enabled(device):
@@ -152,6 +154,7 @@ model, with an attention that adds nothing; embedding and lm_head are the target
         return z + linear(silu(linear(x, self.gate)) * linear(x, self.up), self.down)
 
     def states(self, hidden_ND: Tensor, next_N: Tensor, labels_KN: Tensor) -> Tensor:
+        """Compute the recurrent cell's states of K steps over the true tokens, [K, N, D]."""
         states = []
         tokens_N = next_N
         for labels_N in labels_KN:
@@ -161,6 +164,7 @@ model, with an attention that adds nothing; embedding and lm_head are the target
         return torch.stack(states)
 
     def expand(self, hidden_BPD: Tensor, tokens_BP: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+        """Advance the recurrent cell by the tree nodes' tokens; return states and logits."""
         hidden_BPD = self.step(hidden_BPD, tokens_BP)
         return hidden_BPD, hidden_BPD @ self.lm_head.mT
 
@@ -168,6 +172,7 @@ model, with an attention that adds nothing; embedding and lm_head are the target
 
     @classmethod
     def vllm_refusal(cls, shape: RecurrentShape, target: Mapping[str, Any]) -> str | None:
+        """Return why vLLM cannot serve this recurrent cell with the target, or None."""
         if shape.is_pruned:
             return (
                 "vLLM's EAGLE-1 model drafts with its target's whole lm_head: recurrent heads with"
@@ -182,6 +187,7 @@ model, with an attention that adds nothing; embedding and lm_head are the target
 
     @classmethod
     def check_format(cls, shape: RecurrentShape, format: ExportFormat) -> None:
+        """Raise ConfigError unless a recurrent cell of this shape has the export format."""
         super().check_format(shape, format)
         if format is SGLANG and shape.is_pruned:
             raise ConfigError(
@@ -194,6 +200,7 @@ model, with an attention that adds nothing; embedding and lm_head are the target
     def engine_config(
         cls, shape: RecurrentShape, format: ExportFormat, target: Mapping[str, Any]
     ) -> dict[str, object]:
+        """Return the recurrent cell's keys in config.json, as an EAGLE-1 model's."""
         return {
             "model_type": "llama",
             "architectures": [format.architecture or "LlamaForCausalLM"],
@@ -209,9 +216,10 @@ model, with an attention that adds nothing; embedding and lm_head are the target
         }
 
     def named_tensors(self, format: ExportFormat | None = None) -> dict[str, Tensor]:
-        """Return trained parameters by vLLM's names; a heads file has the target's matrices too.
+        """Return the recurrent cell's tensors by their names in vLLM's EAGLE-1 model.
 
-        An export has vLLM's attention instead, of zeros.
+        A heads file has the target's embedding and lm_head too. An export has vLLM's attention
+        instead, of zeros.
         """
         named: dict[str, Tensor] = {
             "fc.weight": self.fc,
@@ -245,5 +253,5 @@ model, with an attention that adds nothing; embedding and lm_head are the target
     ) -> Self:
         """Build a recurrent cell; equal embedding and lm_head share one matrix."""
         heads = super().from_named_tensors(shape, tensors, format, where=where)
-        heads._share()
+        heads._share_tied_matrix()
         return heads

@@ -51,7 +51,7 @@ class HeadsShape:
         return self.vocab_size < self.target_vocab_size
 
     def drafting(self, num_tokens: int | None) -> Self:
-        """Return the shape with a draft vocabulary of `num_tokens`; unchanged for None."""
+        """Return the heads' shape with a draft vocabulary of `num_tokens`; unchanged for None."""
         return replace(self, vocab_size=num_tokens or self.vocab_size)
 
     @property
@@ -61,12 +61,12 @@ class HeadsShape:
 
     @property
     def description(self) -> str:
-        """The kind and every field, for messages: `linear heads (hidden_size 64, …)`."""
+        """The kind of heads and every field, for messages: `linear heads (hidden_size 64, …)`."""
         fields = ", ".join(f"{name} {value}" for name, value in asdict(self).items())
         return f"{self.kind} heads ({fields})"
 
     def to_json(self) -> dict[str, object]:
-        """Return the kind and every field, as stored in the headers of heads files."""
+        """Return the kind of heads and every field, as stored in the headers of heads files."""
         return {"kind": self.kind, **asdict(self)}
 
 
@@ -101,13 +101,14 @@ class RecurrentShape(HeadsShape):
 
     @property
     def max_depth(self) -> int:
+        """The number of tokens ahead that a recurrent cell can propose: twice its trained steps."""
         return 2 * self.num_heads
 
 
 def require_shapes(
     shape: HeadsShape, expected: TensorShapes, found: TensorShapes, where: str | None
 ) -> None:
-    """Raise DataError unless the tensor shapes `found` equal `expected`."""
+    """Raise DataError unless the heads' tensor shapes `found` equal `expected`."""
     problems = [f"{name} is missing" for name in expected if name not in found]
     for name, sizes in found.items():
         if name not in expected:
@@ -122,7 +123,7 @@ def require_shapes(
 
 @dataclass(frozen=True)
 class ExportFormat:
-    """A format in which heads are exported.
+    """A format in which a kind of heads can be exported.
 
     Attributes:
         at_root: Whether vLLM and the check can read this format. The first of `export.formats` must

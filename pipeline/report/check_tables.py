@@ -103,7 +103,7 @@ def _engine_cells(
 
 
 def served_model_table(report: Report) -> Table:
-    """Tabulate the check's acceleration rates on the target and on its served copy."""
+    """Tabulate for the report the check's rates on the target and on its served copy."""
     columns = ["", "rate on the target", "rate on the copy", "speedup", "tokens/s"]
     table = Table("Served model", [*columns, "greedy identical"])
     copy = report.served_model
@@ -175,7 +175,7 @@ def _add_method(table: Table, name: str, method: EngineFigures | Baseline) -> No
 
 
 def categories_table(report: Report) -> Table:
-    """Tabulate decoding speed by question category; no rows for fewer than two categories."""
+    """Tabulate for the report the speed by question category; no rows for fewer than two."""
     table = Table("Categories", ["category", "prompts", "per step", *SPEEDS])
     table.note = "Tokens per forward of the target, and per second."
     rows = []
@@ -195,7 +195,7 @@ def _speeds(row: Category | BatchRow | LoadRow) -> tuple[str, str, str]:
 
 
 def exact_match_table(report: Report) -> Table:
-    """Tabulate the share of the check's answers that match their reference, by category."""
+    """Tabulate for the report the share of answers that match their reference, by category."""
     table = Table("Exact match", ["category", "answers"])
     table.note = (
         "Answers that are their reference, but for case, punctuation and articles; of a number the"
@@ -215,7 +215,7 @@ def exact_match_table(report: Report) -> Table:
 
 
 def study_tables(report: Report) -> dict[str, Table]:
-    """Return the tables of the check's studies by name (`study_…`); a study not run has no rows."""
+    """Return the report's tables of studies by name (`study_…`); one not run has no rows."""
     studies = report.studies
     trees = Table("Study: trees", ["tree", "nodes", *COSTS])
     trees.note = "Trees from plain decoding to the export's own, on all the check's prompts."
@@ -253,7 +253,7 @@ def _costs(row: TreeRow) -> tuple[str, str, str]:
 
 
 def _load_study(report: Report) -> Table:
-    """Tabulate vLLM's speed and latencies by number of concurrent requests."""
+    """Tabulate vLLM's speed and latencies by concurrent requests, for the report."""
     table = Table("Study: load", ["requests", "per step", *SPEEDS])
     for measure in ("to first", "per token", "within limits"):
         table.columns += [f"{measure}, plain", f"{measure}, with heads"]

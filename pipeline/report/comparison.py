@@ -47,7 +47,7 @@ def compare_runs(runs: Sequence[ComparedRun]) -> tuple[Table, list[str]]:
     """Tabulate runs side by side; return the table, and notes on runs that cannot be compared."""
     columns = ["", *(run.name for run in runs)]
     table = Table("Runs", columns, words=tuple(range(len(columns))))
-    settings = [dict(_settings(run)) for run in runs]
+    settings = [dict(_compared_settings(run)) for run in runs]
     keys: dict[str, None] = {}
     for one in settings:
         keys.update(dict.fromkeys(one))
@@ -55,20 +55,20 @@ def compare_runs(runs: Sequence[ComparedRun]) -> tuple[Table, list[str]]:
         values = [one.get(key, UNKNOWN) for one in settings]
         if len(set(values)) > 1:
             table.add(key, *values)
-    results = [_results(run) for run in runs]
+    results = [_compared_results(run) for run in runs]
     for label in results[0]:
         table.add_known(label, *(one[label] for one in results))
-    return table, _notes(runs)
+    return table, _comparison_notes(runs)
 
 
-def _settings(run: ComparedRun) -> Iterator[tuple[str, str]]:
-    """Yield a run's settings for the comparison by dotted key; `auto` shows the chosen value."""
+def _compared_settings(run: ComparedRun) -> Iterator[tuple[str, str]]:
+    """Yield a run's settings for the comparison table by dotted key; `auto` shows the choice."""
     train = run.report.train
     chosen = (train.hyperparameters if train else None) or {}
     for section, value in run.recipe.items():
         if section in NO_RECIPE:
             continue
-        for key, setting in _flat(value, section):
+        for key, setting in _flat_settings(value, section):
             text = setting
             if not isinstance(setting, str):
                 text = json.dumps(setting, default=str, ensure_ascii=False)
@@ -80,17 +80,17 @@ def _settings(run: ComparedRun) -> Iterator[tuple[str, str]]:
             yield key, text
 
 
-def _flat(value: Any, key: str) -> Iterator[tuple[str, Any]]:
-    """Yield the innermost settings of a recipe by dotted key."""
+def _flat_settings(value: Any, key: str) -> Iterator[tuple[str, Any]]:
+    """Yield the innermost settings of a compared run by dotted key."""
     if isinstance(value, Mapping) and value:
         for name, inner in value.items():
-            yield from _flat(inner, f"{key}.{name}")
+            yield from _flat_settings(inner, f"{key}.{name}")
     else:
         yield key, value
 
 
-def _results(run: ComparedRun) -> dict[str, str]:
-    """Format a run's results by label, for the comparison; every run has the same labels."""
+def _compared_results(run: ComparedRun) -> dict[str, str]:
+    """Format a run's results by row label of the comparison table; all runs have the same."""
     report = run.report
     native, vllm = report.native, report.vllm
     plain = with_heads = heads = UNKNOWN
@@ -116,8 +116,8 @@ def _results(run: ComparedRun) -> dict[str, str]:
     }
 
 
-def _notes(runs: Sequence[ComparedRun]) -> list[str]:
-    """List notes for a comparison of runs: unfinished runs, missing checks, other questions."""
+def _comparison_notes(runs: Sequence[ComparedRun]) -> list[str]:
+    """List notes under the comparison table: unfinished runs, missing checks, other questions."""
     notes = []
     questions, machines = set(), set()
     for run in runs:

@@ -88,7 +88,7 @@ def measured_rate(engine: EngineFigures | NewAnswers | None) -> str:
 
 
 def on_new_answers(engine: EngineFigures | None) -> str:
-    """Format the acceleration rate on answers not seen in training; `-` if all answers are new."""
+    """Format a report's rate on answers not seen in training; `-` if all answers are new."""
     if not engine or not engine.seen_share or not engine.new:
         return UNKNOWN
     if engine.new.acceleration_rate is None:
@@ -97,7 +97,7 @@ def on_new_answers(engine: EngineFigures | None) -> str:
 
 
 def is_disturbed(engine: EngineFigures) -> bool:
-    """Return whether other load disturbed the check: steps with heads were faster than plain ones.
+    """Return whether other load disturbed the measurement that a report shows.
 
     A step with heads does more work than a plain one. If it is measured as faster, other load has
     slowed the plain steps, and the measured speedup means nothing.
@@ -220,7 +220,7 @@ def _training_warnings(train: TrainFigures) -> Iterator[str]:
 
 
 def _load_warnings(name: str, engine: EngineFigures) -> Iterator[str]:
-    """Yield a warning if other load disturbed an engine's check."""
+    """Yield a warning for the report if other load disturbed an engine's check."""
     if is_disturbed(engine):
         yield (
             f"{name}: a step with heads was measured as faster than a plain one, although it does"
@@ -231,7 +231,7 @@ def _load_warnings(name: str, engine: EngineFigures) -> Iterator[str]:
 
 
 def _same_text_warnings(vllm: VllmFigures) -> Iterator[str]:
-    """Yield a warning if vLLM's rate is far below the same chain's native rate on the same text."""
+    """Yield a warning for the report if vLLM's rate is far below native's on the same text."""
     same_text, reached = vllm.same_text_acceleration_rate, vllm.acceleration_rate
     if same_text is not None and same_text - reached > SAME_TEXT_GAP * (same_text - 1):
         yield (
@@ -242,7 +242,7 @@ def _same_text_warnings(vllm: VllmFigures) -> Iterator[str]:
 
 
 def _speedup_warnings(tree: TreeFigures | None, native: NativeFigures | None) -> Iterator[str]:
-    """Yield a warning if the best speedup, measured or else expected, is below 1."""
+    """Yield a warning for the report if the best speedup, measured or else expected, is below 1."""
     speedups = []
     if native and native.speedup is not None:
         speedups = [native.speedup]
@@ -259,9 +259,10 @@ def _speedup_warnings(tree: TreeFigures | None, native: NativeFigures | None) ->
 def _rate_gap_warnings(
     name: str, engine: EngineFigures, prediction: TreeFigures | VllmFigures
 ) -> Iterator[str]:
-    """Yield a warning if measured and expected rate differ by over `NOTABLE_GAP` standard errors.
+    """Yield a warning for the report if measured and expected rates differ notably.
 
-    Rates on new answers are compared where both are known: the share of seen answers may differ.
+    A difference is notable above `NOTABLE_GAP` standard errors. Rates on new answers are compared
+    where both are known: the share of seen answers may differ.
     """
     found = _rates_to_compare(engine, prediction)
     if engine.new and prediction.new:
@@ -280,7 +281,7 @@ def _rate_gap_warnings(
 def _rates_to_compare(
     measured: EngineFigures | NewAnswers, expected: Prediction
 ) -> tuple[float, float, float] | None:
-    """Return measured rate, expected rate, and their joint standard error; None if unknown."""
+    """Return a report's measured and expected rates with their joint error; None if unknown."""
     if measured.acceleration_rate is None or measured.standard_error is None:
         return None
     if expected.expected_acceleration_rate is None or expected.expected_standard_error is None:
@@ -290,7 +291,7 @@ def _rates_to_compare(
 
 
 def pairs(value: Any) -> str:
-    """Format a dictionary as `name value, name value`, a list joined by commas."""
+    """Format a dictionary in a report's cell as `name value, name value`; join a list by commas."""
     if value is None:
         return ""
     if isinstance(value, dict):

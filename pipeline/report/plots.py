@@ -25,7 +25,7 @@ from pipeline.artifacts.tree_file import Accuracy, TimedSize
 from pipeline.decoding.tree import TreePath
 from pipeline.report.report import CurvePoint, Extras, Report
 
-# Placeholder colours, replaced by CSS variables in `_svg`.
+# Placeholder colours, replaced by CSS variables in `_render_svg`.
 INK, MUTED, LINE, CARD, ACCENT = (f"#0000{i:02x}" for i in range(1, 6))
 SERIES = tuple(f"#0001{i:02x}" for i in range(6))
 VARIABLES = {INK: "ink", MUTED: "muted", LINE: "line", CARD: "card", ACCENT: "accent"}
@@ -78,19 +78,22 @@ def draw_plots(report: Report, extras: Extras) -> dict[str, str]:
         if studies.load:
             requests = [row.requests for row in studies.load]
             plots["study_load"] = plot_speeds(requests, studies.load, "requests at once")
-        return {name: _svg(axes, name) for name, axes in plots.items()}
+        return {name: _render_svg(axes, name) for name, axes in plots.items()}
 
 
 def _axes(x: str = "", y: str = "", height: float = 2.8) -> Axes:
-    """Create the axes of a new plot, `height` inches high, with axis labels."""
+    """Create the axes of a new plot of the report, `height` inches high, with axis labels."""
     axes = Figure(figsize=(WIDTH, height), layout="constrained").add_subplot()
     axes.set_xlabel(x)
     axes.set_ylabel(y)
     return axes
 
 
-def _svg(axes: Axes, name: str) -> str:
-    """Render a plot as an `<svg>` element without style sheet; ids begin with `name`."""
+def _render_svg(axes: Axes, name: str) -> str:
+    """Render a plot of the report as an `<svg>` element without style sheet.
+
+    Its ids begin with `name`.
+    """
     figure = axes.get_figure(root=True)
     assert figure
     if axes.get_legend_handles_labels()[1]:
@@ -116,7 +119,7 @@ def _svg(axes: Axes, name: str) -> str:
 
 
 def plot_head_losses(steps: Sequence[CurvePoint], held_out: Sequence[CurvePoint]) -> Axes:
-    """Plot every head's cross-entropy over the training steps, held-out losses dashed."""
+    """Plot every head's training loss over the steps for the report, held-out losses dashed."""
     axes = _axes("optimizer step", "cross-entropy (nats)")
     for k in range(len(steps[-1].head_losses)):
         colour = SERIES[k % len(SERIES)]
@@ -126,7 +129,7 @@ def plot_head_losses(steps: Sequence[CurvePoint], held_out: Sequence[CurvePoint]
 
 
 def _plot_losses(axes: Axes, points: Sequence[CurvePoint], k: int, **style: Any) -> None:
-    """Plot a head's losses; a curve of many points shows means of neighbouring points."""
+    """Plot a head's losses in the report; a long curve shows means of neighbouring points."""
     curve = np.array([(point.step, point.head_losses[k]) for point in points], dtype=float)
     if len(curve) > MAX_POINTS:
         parts = np.array_split(curve, MAX_POINTS)
@@ -135,13 +138,15 @@ def _plot_losses(axes: Axes, points: Sequence[CurvePoint], k: int, **style: Any)
 
 
 def plot_tree_sizes(sizes: Sequence[TimedSize], chosen: int) -> Axes:
-    """Plot overhead, expected rate and speedup by number of nodes; a line at the chosen size."""
+    """Plot for the report overhead, expected rate and speedup by tree nodes; mark the choice."""
     axes = _axes("nodes")
     nodes = [size.nodes for size in sizes]
     rates = [size.expected_acceleration_rate for size in sizes]
-    _plot(axes, nodes, rates, color=SERIES[1], label="tokens per step")
-    _plot(axes, nodes, [size.overhead for size in sizes], color=SERIES[2], label="overhead")
-    _plot(axes, nodes, [size.expected_speedup for size in sizes], color=ACCENT, label="speedup")
+    _plot_curve(axes, nodes, rates, color=SERIES[1], label="tokens per step")
+    _plot_curve(axes, nodes, [size.overhead for size in sizes], color=SERIES[2], label="overhead")
+    _plot_curve(
+        axes, nodes, [size.expected_speedup for size in sizes], color=ACCENT, label="speedup"
+    )
     _powers_of_two(axes, nodes)
     axes.axhline(1, color=MUTED, linestyle="--")
     axes.axvline(chosen, color=INK, linestyle=":", label=f"{chosen} used")
@@ -149,17 +154,17 @@ def plot_tree_sizes(sizes: Sequence[TimedSize], chosen: int) -> Axes:
 
 
 def plot_speeds(x: Sequence[int], rows: Sequence[BatchRow | LoadRow], label: str) -> Axes:
-    """Plot tokens per second, plain and with heads, by sequences or requests at once."""
+    """Plot for the report tokens per second, plain and with heads, by sequences at once."""
     axes = _axes(label, "tokens/s")
     plain = [row.baseline_tokens_per_second for row in rows]
-    _plot(axes, x, plain, color=MUTED, label="plain")
-    _plot(axes, x, [row.tokens_per_second for row in rows], color=ACCENT, label="with heads")
+    _plot_curve(axes, x, plain, color=MUTED, label="plain")
+    _plot_curve(axes, x, [row.tokens_per_second for row in rows], color=ACCENT, label="with heads")
     _powers_of_two(axes, x)
     return axes
 
 
-def _plot(axes: Axes, x: Sequence[int], y: Sequence[float | None], **style: Any) -> None:
-    """Plot a curve with a marker at each point; unknown values leave a gap."""
+def _plot_curve(axes: Axes, x: Sequence[int], y: Sequence[float | None], **style: Any) -> None:
+    """Plot a curve of the report with a marker at each point; unknown values leave a gap."""
     axes.plot(x, np.array(y, dtype=float), marker="o", **style)
 
 
@@ -175,7 +180,7 @@ def _powers_of_two(axes: Axes, ticks: Sequence[int]) -> None:
 
 
 def plot_head_accuracy(heads: Sequence[Accuracy]) -> Axes:
-    """Plot the top-1 and top-5 accuracy of each head on held-out tokens."""
+    """Plot for the report the top-1 and top-5 accuracy of each head on held-out tokens."""
     axes = _axes()
     names = [f"head {k}\nt+{k + 2}" for k in range(len(heads))]
     top5_K, top1_K = [head.top5 or 0 for head in heads], [head.top1 or 0 for head in heads]
@@ -185,7 +190,7 @@ def plot_head_accuracy(heads: Sequence[Accuracy]) -> Axes:
 
 
 def plot_accepted_lengths(num_steps: Sequence[int]) -> Axes:
-    """Plot the share of decoding steps by accepted length; entry i counts steps with i tokens."""
+    """Plot for the report the share of decoding steps that keep 0, 1, 2, … guessed tokens."""
     axes = _axes("guessed tokens kept in a step", "share of steps")
     total = max(sum(num_steps), 1)
     names = list(map(str, range(len(num_steps))))
@@ -194,7 +199,7 @@ def plot_accepted_lengths(num_steps: Sequence[int]) -> Axes:
 
 
 def _bars(axes: Axes, names: Sequence[str], shares: Sequence[float], **style: Any) -> None:
-    """Plot shares as bars that are labelled in percent."""
+    """Plot shares as bars of a plot in the report, labelled in percent."""
     bars = axes.bar(names, shares, **style)
     axes.bar_label(bars, fmt="{:.0%}", color=INK)
     axes.margins(y=0.15)
@@ -205,7 +210,7 @@ def _bars(axes: Axes, names: Sequence[str], shares: Sequence[float], **style: An
 
 
 def tree_layout(choices: Sequence[TreePath]) -> dict[TreePath, tuple[int, int]]:
-    """Return the (depth, line) of each node in the tree's plot, the root included.
+    """Return the (depth, line) of each node in the report's plot of the tree, the root included.
 
     A first child is on its parent's line, and further children take new lines: the path of first
     guesses is the top line.
@@ -220,7 +225,7 @@ def tree_layout(choices: Sequence[TreePath]) -> dict[TreePath, tuple[int, int]]:
 
 
 def plot_tree(choices: Sequence[TreePath], node_shares: Sequence[float]) -> Axes:
-    """Plot the tree from left to right, one column per head.
+    """Plot the report's tree from left to right, one column per head.
 
     A node's area and colour show the share of steps that accept the node. The label of a column is
     the share of steps that accept any of the column's nodes. One plus the sum of these shares is

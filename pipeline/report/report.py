@@ -126,17 +126,17 @@ class Report:
 
     @property
     def native(self) -> NativeFigures | None:
-        """Return the check's figures of native decoding, if it was checked."""
+        """The reported check figures of native decoding, if it was checked."""
         return self.check.native if self.check else None
 
     @property
     def vllm(self) -> VllmFigures | None:
-        """Return the check's figures of vLLM, if it was checked."""
+        """The reported check figures of vLLM, if it was checked."""
         return self.check.vllm if self.check else None
 
     @property
     def studies(self) -> Studies:
-        """Return the check's studies: vLLM's load study together with those of native decoding."""
+        """The report's studies: vLLM's study of load together with those of native decoding."""
         found = Studies()
         if self.native and self.native.studies:
             found = self.native.studies

@@ -25,7 +25,7 @@ EXPECTED = ("overhead", "expected rate", "expected speedup")
 
 
 def heads_table(report: Report) -> Table:
-    """Tabulate the top-1 to top-5 accuracy of each head; head k predicts the token at t+2+k."""
+    """Tabulate for the report the accuracy of each head; head k predicts the token at t+2+k."""
     table = Table("Heads", ["head", "predicts", *RANKS], words=(0, 1))
     tree = report.tree
     with_new = False
@@ -44,7 +44,10 @@ def heads_table(report: Report) -> Table:
 
 
 def tree_table(report: Report, calibration: Calibration | None) -> Table:
-    """Tabulate the tree by depth: nodes, and tokens per step, whose sum is the expected rate."""
+    """Tabulate for the report the tree by depth: nodes, and tokens per step.
+
+    With the target's own token these sum to the expected rate.
+    """
     table = Table("Tree", ["depth", "nodes", "tokens per step"])
     tree = report.tree
     if not tree:
@@ -64,7 +67,7 @@ def tree_table(report: Report, calibration: Calibration | None) -> Table:
 
 
 def sizes_table(tree: TreeFigures | None) -> Table:
-    """Tabulate overhead, expected rate and expected speedup by tree size."""
+    """Tabulate for the report overhead, expected rate and expected speedup by tree size."""
     table = Table("Tree sizes", ["nodes", *EXPECTED], empty="not measured", words=())
     if tree:
         table.note = f"{count(tree.nodes)} nodes are used, the fastest up to 5 %."
@@ -74,7 +77,7 @@ def sizes_table(tree: TreeFigures | None) -> Table:
 
 
 def chain_table(tree: TreeFigures | None) -> Table:
-    """Tabulate overhead, expected rate and speedup of vLLM's chain by number of draft tokens."""
+    """Tabulate for the report overhead, expected rate and speedup by vLLM's draft tokens."""
     table = Table("Chain", ["tokens", *EXPECTED], words=())
     if tree:
         drafted = count(tree.num_speculative_tokens)
@@ -90,7 +93,7 @@ def _expected_cells(expected: Expected) -> tuple[str, str, str]:
 
 
 def drift_table(report: Report) -> Table:
-    """Tabulate Medusa-2's drift from the original target: KL, perplexity, greedy agreement."""
+    """Tabulate for the report Medusa-2's drift from the original: KL, perplexity, agreement."""
     table = Table("Drift", ["", "value"])
     train = report.train
     if not train or not train.drift:
@@ -113,7 +116,7 @@ def drift_table(report: Report) -> Table:
 
 
 def stages_table(report: Report) -> Table:
-    """Tabulate the stages of a run: rows, quarantined rows, time and output."""
+    """Tabulate for the report the run's stages: rows, quarantined rows, time and output."""
     columns = ["stage", "rows", "quarantined", "time", "made"]
     table = Table("Stages", columns, words=(0, 4))
     seconds = report.seconds_by_stage
@@ -135,7 +138,7 @@ def stages_table(report: Report) -> Table:
 
 
 def _stage_output(part: StageFigures) -> str:
-    """Describe a stage's output in one table cell: rows, positions, tokens or loss."""
+    """Describe a stage's output in one cell of the report's table of stages."""
     facts = []
     if part.tool_rows:
         facts.append(f"{count(part.tool_rows)} rows call functions")
@@ -155,7 +158,7 @@ def _stage_output(part: StageFigures) -> str:
 
 
 def quarantine_table(report: Report) -> Table:
-    """Tabulate the report's quarantined rows by stage and reason."""
+    """Tabulate for the report the quarantined rows by stage and reason."""
     table = Table("Quarantine", ["stage", "reason", "rows"], words=(0, 1))
     if report.quarantine is None:
         return table

@@ -34,11 +34,11 @@ class Table:
     rows: list[tuple[str, ...]] = field(default_factory=list)
 
     def add(self, *cells: str) -> None:
-        """Add a row to the table."""
+        """Add a row to the report's table."""
         self.rows.append(cells)
 
     def add_known(self, label: str, *cells: str) -> None:
-        """Add a row to the table unless all of its cells are unknown."""
+        """Add a row to the report's table unless all of its cells are unknown."""
         if any(cell != UNKNOWN for cell in cells):
             self.rows.append((label, *cells))
 
@@ -56,16 +56,20 @@ def markdown_section(table: Table) -> str:
 def markdown_table(table: Table) -> str:
     """Render a report's table as Markdown, without title and note."""
     rule = ["---" if i in table.words else "---:" for i in range(len(table.columns))]
-    lines = [_line(table.columns), f"| {' | '.join(rule)} |", *map(_line, table.rows)]
+    lines = [
+        _markdown_row(table.columns),
+        f"| {' | '.join(rule)} |",
+        *map(_markdown_row, table.rows),
+    ]
     return "\n".join(lines)
 
 
 def escaped(text: str) -> str:
-    """Escape a text for Markdown, on one line."""
+    """Escape a text for the report's Markdown, on one line."""
     return re.sub(r"([\\`*_\[\]<>|~&#])", r"\\\1", " ".join(text.split()))
 
 
-def _line(cells: Iterable[str]) -> str:
+def _markdown_row(cells: Iterable[str]) -> str:
     """Format a row of a report's table in Markdown."""
     return f"| {' | '.join(map(escaped, cells))} |"
 
@@ -103,19 +107,19 @@ def _rich_table(table: Table) -> RichTable:
 
 
 def _rich_text(text: str, style: str = "") -> Text:
-    """Make a text safe for a terminal: no markup, no control characters."""
+    """Make a report's text safe for a terminal: no markup, no control characters."""
     shown = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
     return Text(shown, style, overflow="fold")
 
 
 def wide_console() -> Console:
-    """Return a console of standard output that is 160 columns wide where it is no terminal."""
+    """Return a console for wide text tables: 160 columns where standard output is no terminal."""
     width = None if Console().is_terminal else GRID_WIDTH
     return Console(width=width, highlight=False)
 
 
 def print_grid(console: Console, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
-    """Print the table of a command's output, without lines.
+    """Print columns and rows as a text table without lines, for reports in a terminal.
 
     Cells have no markup, and their control characters are shown as symbols.
     """

@@ -69,13 +69,13 @@ MEASURED_SIZES = (1, 3, 7, 15, 31, 63, 127, 255)
 
 
 def upstream(config: Config) -> tuple[str, ...]:
-    """List the stages that calibrate reads: cached states, trained heads and generated answers."""
+    """List the stages that the calibrate stage reads: cached states, trained heads, answers."""
     states = "tuned-features" if method_of(config.train).tunes_backbone else "features"
     return (states, "train", "generate")
 
 
 def identity(context: Context) -> Identity:
-    """Collect what calibrate's result depends on: the settings of the tree and of the chain."""
+    """Collect what the calibrate stage's result depends on: settings of the tree and the chain."""
     settings = context.config.calibrate
     found: Identity = {
         "tree": settings.tree,
@@ -95,11 +95,11 @@ def identity(context: Context) -> Identity:
 
 
 def run(context: Context, stage: StageDirectory) -> Summary:
-    """Run calibrate: measure the heads, search the tree, choose the sizes of tree and chain."""
+    """Run the calibrate stage: measure the heads, and choose the tree and the chain."""
     config, settings = context.config, context.config.calibrate
     num_heads = config.train.num_heads
     with context.progress(stage) as progress:
-        measured = _on_answers if settings.data else _on_held_out_rows
+        measured = _rank_answers if settings.data else _rank_held_out_rows
         ranks, places = measured(context, progress)
         hits_KR, counts_K = ranks.guess_hits(settings.top)
         num_conversations = len(np.unique(ranks.conversations))
@@ -136,10 +136,10 @@ def run(context: Context, stage: StageDirectory) -> Summary:
         chain=chain,
         **expected_speedup(tree.walked),
     )
-    heads = _accuracies(ranks, settings.top, num_heads)
+    heads = _head_accuracies(ranks, settings.top, num_heads)
     new = ranks.new_answers()
     if len(new.starts) >= ENOUGH_NEW:
-        on_new = _accuracies(new, settings.top, num_heads)
+        on_new = _head_accuracies(new, settings.top, num_heads)
         heads = [replace(head, new=each) for head, each in zip(heads, on_new, strict=True)]
     result = CalibrateResult(
         heads=heads,
@@ -156,7 +156,7 @@ def _choose_tree(
     places: HeldOutRanks | None,
     progress: ProgressReporter,
 ) -> tuple[ChosenTree, Overheads]:
-    """Choose the tree of native decoding; also return the chains' overheads if they are timed."""
+    """Choose the calibrate stage's tree; also return the chains' overheads if they are timed."""
     settings, resolved = context.config.calibrate, context.resolved
     if resolved.choices is not None:
         return given_tree(ranks, resolved.choices), {}
@@ -172,8 +172,8 @@ def _choose_tree(
     return tree, chain_overheads
 
 
-def _accuracies(ranks: HeldOutRanks, top: int, num_heads: int) -> list[Accuracy]:
-    """Compute how often a label is among the first 1 to 5 guesses of each trained head.
+def _head_accuracies(ranks: HeldOutRanks, top: int, num_heads: int) -> list[Accuracy]:
+    """Compute each trained head's top-1 to top-5 accuracy for the calibrate stage.
 
     A kind may propose deeper than it trains heads.
     """
@@ -190,7 +190,7 @@ def _accuracies(ranks: HeldOutRanks, top: int, num_heads: int) -> list[Accuracy]
 
 
 def _require_labels(counts_K: np.ndarray, num_conversations: int, where: str) -> None:
-    """Refuse held-out answers with no label for a head, or of a single conversation."""
+    """Refuse to calibrate on answers without a label for some head, or of one conversation."""
     head = int(counts_K.argmin())
     if counts_K[head] == 0 or num_conversations < 2:
         raise DataError(
@@ -205,7 +205,7 @@ def _require_labels(counts_K: np.ndarray, num_conversations: int, where: str) ->
 def _native_overheads(
     context: Context, fits: CrossFit, progress: ProgressReporter
 ) -> tuple[Overheads, Overheads]:
-    """Time trees and chains of several sizes in native decoding of held-out prompts.
+    """Time trees and chains of several sizes for the calibrate stage, natively.
 
     One request is decoded at a time.
     """
@@ -226,12 +226,15 @@ def _native_overheads(
 
 
 def _heads_path(context: Context) -> str:
-    """Return the path of the trained heads that calibrate measures."""
+    """Return the path of the trained heads that the calibrate stage reads."""
     return str(context.upstream["train"].path / HEADS_FILE)
 
 
 def _timed_trees(fits: CrossFit, dynamic: DynamicTree | None) -> dict[int, Choices | DynamicTree]:
-    """Build the candidate trees to time, by size; the largest static tree may be of any size."""
+    """Build the trees that the calibrate stage times, by number of nodes.
+
+    The largest static tree may have any number.
+    """
     largest = max(fits.whole.values(), key=len)
     trees: dict[int, Choices | DynamicTree] = {}
     for size in MEASURED_SIZES:
@@ -243,10 +246,13 @@ def _timed_trees(fits: CrossFit, dynamic: DynamicTree | None) -> dict[int, Choic
     return trees
 
 
-def _on_held_out_rows(
+def _rank_held_out_rows(
     context: Context, progress: ProgressReporter
 ) -> tuple[HeldOutRanks, HeldOutRanks | None]:
-    """Rank held-out tokens among the heads' guesses, and place them in a dynamic tree."""
+    """Rank the tokens of held-out rows among the heads' guesses, for the calibrate stage.
+
+    Also rank them among the nodes of a dynamic tree, if one is configured.
+    """
     features = context.upstream[upstream(context.config)[0]]
     tree, top = context.resolved.dynamic_tree, context.config.calibrate.top
     text = HeldOutText(
@@ -262,10 +268,13 @@ def _on_held_out_rows(
     return ranks, context.call(held_out_places, "train", progress, text=text, tree=tree)
 
 
-def _on_answers(
+def _rank_answers(
     context: Context, progress: ProgressReporter
 ) -> tuple[HeldOutRanks, HeldOutRanks | None]:
-    """Rank tokens of the target's answers to `calibrate.data`, and place them in a dynamic tree."""
+    """Rank the tokens of answers to `calibrate.data` among the guesses, for the calibrate stage.
+
+    Also rank them among the nodes of a dynamic tree, if one is configured.
+    """
     settings, target = context.config.calibrate, context.backbone("train")
     assert settings.data is not None
     answers = context.call(

@@ -75,7 +75,7 @@ LIMITS = {"min_acceleration_rate", "require_learning", "max_tie_share"}  # see `
 
 
 def identity(context: Context) -> Identity:
-    """Collect what the check depends on: settings except the limits, and the files they name."""
+    """Collect what the check stage depends on: settings except limits, and the files they name."""
     check_files(context.resolved)
     check = context.config.check
     unread = set(LIMITS)
@@ -105,15 +105,18 @@ class CheckEngines:
     questions: list[Conversation] | None  # of a file of questions; None for held-out prompts
 
     def call(self, function: Callable[..., Any], engine: str, /, **arguments: Any) -> Any:
-        """Call a function on a worker of one engine, with the further argument `gpus`."""
+        """Call a function of the check stage on a worker of one engine.
+
+        The function also receives the argument `gpus`.
+        """
         return self.context.call(function, ENGINE_SECTIONS[engine], self.progress, **arguments)
 
     def measure(self, request: CheckRequest, engine: str) -> tuple[CheckResult, AnswerLines]:
-        """Check the heads in one engine; also return the answers of native decoding."""
+        """Check the heads in one engine for the check stage; also return native's answers."""
         return self.call(check_with_engine, engine, request=request, engine=engine)
 
     def prompts(self, target: TargetSpec) -> Prompts:
-        """Build the check's prompts, of held-out rows or of a file of questions."""
+        """Build the prompts of the check stage, of held-out rows or of a file of questions."""
         settings = self.context.config.check
         if isinstance(settings.prompts, int):
             room = context_length(target) - settings.max_new_tokens
@@ -132,7 +135,7 @@ class CheckEngines:
         return prompts
 
     def stored_result(self, request: CheckRequest, engine: str) -> CheckResult:
-        """Check the heads in one engine, or read the result from before an interruption."""
+        """Check the heads in one engine, or read the result that the check stage stored earlier."""
         file = self.stage.path / f"{engine}.json"
         stored = read_json(file)
         if stored is not None:
@@ -146,7 +149,7 @@ class CheckEngines:
         return result
 
     def vllm_figures(self, request: CheckRequest, result: CheckResult) -> VllmFigures:
-        """Return vLLM's figures with the expected rate of its chain, and the study of load."""
+        """Complete the check stage's figures of vLLM by the expected rate and study `load`."""
         calibration, held_out, chain = request.calibration, None, None
         assert result.vllm is not None and calibration is not None
         if result.native is not None:
@@ -160,7 +163,7 @@ class CheckEngines:
         return figures
 
     def with_served_model(self, request: CheckRequest, result: CheckResult) -> CheckResult:
-        """Add a check of the heads on the copy of the target that will be served, in every engine.
+        """Repeat the check stage's measurement on the copy of the target that will be served.
 
         Greedy text is compared with the text of that copy alone, since the full target writes other
         text. Baselines and studies are not repeated.
@@ -178,7 +181,10 @@ class CheckEngines:
         return replace(result, served_model=served, differing=result.differing + differing)
 
     def drift_of_published(self) -> TunedDrift:
-        """Measure the drift of the published backbone; write the original target's answers."""
+        """Measure the published backbone's drift for the check stage.
+
+        Also write the original target's answers to the questions.
+        """
         context, settings = self.context, self.context.config.check
         drift, lines = self.call(
             compare_with_original,
@@ -195,13 +201,13 @@ class CheckEngines:
 
 
 def _generated_rows(context: Context) -> Iterator[TokenRow]:
-    """Yield the conversations of the generate stage, as token ids."""
+    """Yield the generate stage's conversations, which the check stage reads, as token ids."""
     generated = context.upstream["generate"]
     return read_token_rows(generated.shards(), generated.fingerprint)
 
 
 def run(context: Context, stage: StageDirectory) -> Summary:
-    """Run the check: decode with each engine, with the heads and plainly, and compare.
+    """Run the check stage: decode with each engine, with the heads and plainly, and compare.
 
     Each engine's result is kept in a file until the check is done, so that it survives a later
     failure or an interruption.
@@ -251,7 +257,7 @@ def run(context: Context, stage: StageDirectory) -> Summary:
 
 
 def _with_comparisons(engines: CheckEngines, result: CheckResult) -> CheckResult:
-    """Add head 0's accuracy, the backbone's drift, exact matches and contaminated training rows."""
+    """Add head 0's accuracy, drift, exact matches and seen rows to the check stage's result."""
     context = engines.context
     trained = context.upstream["train"].summary
     prompts = context.config.check.prompts
@@ -270,7 +276,10 @@ def _with_comparisons(engines: CheckEngines, result: CheckResult) -> CheckResult
 
 
 def configuration(stage: StageDirectory, now: Config) -> Config:
-    """Return the configuration of a finished check, with the limits, `run` and `push` of `now`."""
+    """Return the configuration of a finished check stage, with some sections of `now`.
+
+    The limits, `run` and `push` are those of `now`.
+    """
     found = validate(stage.summary["configuration"], str(stage.path))
     limits = {name: getattr(now.check, name) for name in LIMITS}
     backbone = found.train.backbone.model_copy(update={"max_kl": now.train.backbone.max_kl})

@@ -26,7 +26,7 @@ VERSION = 5
 
 
 def identity(context: Context) -> Identity:
-    """Collect what the export depends on: formats, dtype, and the target's name.
+    """Collect what the export stage depends on: formats, dtype, and the target's name.
 
     A tuned backbone has a relative name, so that a run can be moved.
     """
@@ -39,7 +39,7 @@ def identity(context: Context) -> Identity:
 
 
 def run(context: Context, stage: StageDirectory) -> Summary:
-    """Write the trained heads, their tree and card as an export."""
+    """Run the export stage: write the trained heads, their tree and card as an export."""
     settings, spec, trained = context.config.export, context.target, context.upstream["train"]
     target, tunes = context.resolved.target_config.to_dict(), context.resolved.method.tunes_backbone
     base = spec.model

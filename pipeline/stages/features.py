@@ -63,7 +63,7 @@ class Worker:
         self._ahead: ShardInProgress | None = None
 
     def expect(self, upcoming: ShardTask | None) -> None:
-        """Remember the shard of features to compute during the next call's commit."""
+        """Remember the shard that the features stage computes during the next call's commit."""
         self._upcoming = upcoming
 
     def __call__(self, task: ShardTask) -> Receipt:
@@ -83,7 +83,7 @@ class Worker:
             return committing.result()
 
     def _compute_ahead(self, task: ShardTask, committing: Future[Receipt]) -> None:
-        """Compute the next shard's states until this one is committed.
+        """Compute states of the features stage's next shard until this one is committed.
 
         After an error the shard begins again in its turn, and raises the error then.
         """
@@ -95,6 +95,7 @@ class Worker:
             self._ahead = ahead
 
     def close(self) -> None:
+        """Close the features stage's worker: its engine, and the shard that it computes ahead."""
         if self._ahead is not None:
             self._ahead.close()
         self.engine.close()
@@ -125,7 +126,7 @@ class ShardInProgress:
             self._opened = opened.pop_all()
 
     def advance(self) -> bool:
-        """Compute the hidden states of one more row; return False if there is none."""
+        """Compute one more row of the features stage's shard; return False if there is none."""
         for index, hidden_TD in self._computed:
             self._features.put(index, hidden_TD)
             self._progress.add(self.task, 1, len(self._rows[index].input_ids))
@@ -133,7 +134,7 @@ class ShardInProgress:
         return False
 
     def commit(self, started: float) -> Future[Receipt]:
-        """Commit the feature shard once its rows are written.
+        """Commit the features stage's shard once its rows are written.
 
         `started` is the time when the worker began, by the monotonic clock.
         """
@@ -142,12 +143,12 @@ class ShardInProgress:
         return self._features.commit(NAME, ids_in, num_tokens, started)
 
     def close(self) -> None:
-        """Close the feature shard; without a commit before, delete its temporary files."""
+        """Close the features stage's shard; if it is not committed, delete its temporary files."""
         self._opened.close()
 
 
 def identity(context: Context, *, tuned: bool = False) -> Identity:
-    """Collect what the cached states depend on: settings, and the target or tuned backbone.
+    """Collect what the features stage depends on: settings, and the target or tuned backbone.
 
     The batch size is not among them: it only moves rounding noise.
     """
@@ -167,7 +168,10 @@ def identity(context: Context, *, tuned: bool = False) -> Identity:
 
 
 def run(context: Context, stage: StageDirectory, *, tuned: bool = False) -> Summary:
-    """Cache the target's states of all rows, or the tuned backbone's of held-out rows."""
+    """Run the features stage: cache the target's states of all rows, or a tuned backbone's.
+
+    Of a tuned backbone only the states of held-out rows are cached.
+    """
     target, split = context.target, None
     if tuned:
         target, split = context.backbone("train"), SPLIT

@@ -40,7 +40,7 @@ MIN_ROWS = 2  # of a split; a standard error takes two
 
 
 def identity(context: Context) -> Identity:
-    """Collect what generated text depends on: settings, target and the run's seed."""
+    """Collect what the generate stage depends on: settings, target and the run's seed."""
     settings = context.config.generate.model_dump(mode="json")
     settings["engine_args"] = semantic_arguments(settings["engine_args"])
     return {
@@ -69,7 +69,7 @@ def run(context: Context, stage: StageDirectory) -> Summary:
 
 
 def require_rows_of_splits(summary: Summary, stage: StageDirectory) -> None:
-    """Refuse generated rows of which a split has too few, before anything is trained."""
+    """Refuse a generate stage with too few rows of a split, before anything is trained."""
     rows_of = {split: int(summary[f"{split}_rows"]) for split in SPLITS}
     if min(rows_of.values()) < MIN_ROWS:
         counts = ", ".join(f"{split} {number:,}" for split, number in rows_of.items())
@@ -124,12 +124,12 @@ class Worker:
         self._upcoming: ShardTask | None = None
 
     def expect(self, upcoming: ShardTask | None) -> None:
-        """Remember the shard of seeds to begin when the next call leaves the engine half empty."""
+        """Remember the generate stage's next shard, which begins once the engine is half empty."""
         self._upcoming = upcoming
 
     def __call__(self, task: ShardTask) -> Receipt:
         started = time.monotonic()
-        seeds, group = self._begin(task)
+        seeds, group = self._begin_shard(task)
         self.pool.finish(group, self._begin_upcoming)
         del self._begun[task.shard]
         with ShardWriter(task, GENERATED) as writer:
@@ -151,8 +151,8 @@ class Worker:
                     counts["cut_at_tools"] += 1
             return writer.commit(NAME, ids_in, dict(counts), time.monotonic() - started)
 
-    def _begin(self, task: ShardTask) -> tuple[list[SeedRow], DialogueGroup]:
-        """Read the shard's seeds and queue their conversations, unless they have begun."""
+    def _begin_shard(self, task: ShardTask) -> tuple[list[SeedRow], DialogueGroup]:
+        """Read the seeds of a generate stage's shard and queue their conversations, once."""
         if task.shard not in self._begun:
             seeds = [SeedRow.of(row) for row in task_rows(task)]
             dialogues = []
@@ -165,12 +165,13 @@ class Worker:
         return self._begun[task.shard]
 
     def _begin_upcoming(self) -> None:
-        """Queue the conversations of the next shard, once."""
+        """Queue the conversations of the generate stage's next shard, once."""
         if self._upcoming is not None:
-            self._begin(self._upcoming)
+            self._begin_shard(self._upcoming)
             self._upcoming = None
 
     def close(self) -> None:
+        """Close the engine of the generate stage's worker."""
         if self.engine is not None:
             self.engine.close()
 

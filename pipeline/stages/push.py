@@ -32,14 +32,14 @@ HEADS = "heads"
 
 
 def upstream(config: Config) -> tuple[str, ...]:
-    """List the stages that push reads: export, check, and generate where it sends a data set."""
+    """List the stages that the push stage reads: export, check, and generate for a data set."""
     if config.push.dataset:
         return ("export", "check", "generate")
     return ("export", "check")
 
 
 def identity(context: Context) -> Identity:
-    """Collect what a push depends on: its settings."""
+    """Collect what the push stage depends on: its settings."""
     return context.config.push.model_dump(mode="json")
 
 
@@ -53,7 +53,7 @@ def run(context: Context, stage: StageDirectory) -> Summary:
 def push(
     context: Context, *, dry_run: bool = False, work_in: Path | None = None
 ) -> dict[str, Receipt]:
-    """Send the export and its cards to the configured Hub repositories; a dry run sends nothing.
+    """Send the export and its cards to the Hub as the push stage does; a dry run sends nothing.
 
     Cards are made of the stages' records, not of report.json or of the Hub as they are now.
 
@@ -111,7 +111,7 @@ def push(
 
 
 def print_dry_run(console: Console, receipts: Mapping[str, Receipt]) -> None:
-    """Print the files that a push would send to each Hub repository, and missing settings."""
+    """Print what the push stage would send to each Hub repository, and missing settings."""
     for part in receipts.values():
         visibility = "private" if part["private"] else "public"
         lines = [f"Would push to {part['repo']} ({visibility}), as one commit:"]
@@ -122,7 +122,7 @@ def print_dry_run(console: Console, receipts: Mapping[str, Receipt]) -> None:
 
 
 def flat_receipt(receipts: Mapping[str, Receipt]) -> Receipt:
-    """Merge the receipts of a push: the receipt of the heads holds the others by name."""
+    """Merge the push stage's receipts: the receipt of the heads holds the others by name."""
     others = {name: part for name, part in receipts.items() if name != HEADS}
     return {**receipts.get(HEADS, {}), **others}
 

@@ -48,7 +48,7 @@ MOST_SHOWN = 8  # of skipped files in the terminal
 
 
 def identity(context: Context) -> Identity:
-    """Collect what the seeds depend on: the sources' content and the settings that shape rows."""
+    """Collect what the seeds stage depends on: the sources' content, and settings of rows."""
     settings, readers = context.config.seeds, source_readers(context.config.seeds)
     rows: Identity = {
         "sources": [_source_identity(context, reader) for reader in readers],
@@ -70,14 +70,14 @@ def identity(context: Context) -> Identity:
 
 
 def _read_settings(generate: GenerateConfig) -> Identity:
-    """Return the settings that decide which messages of a seed generation reads."""
+    """Return the settings that decide which messages of a seed the generate stage reads."""
     if generate.mode == "replay":
         return {"mode": generate.mode, "rounds": generate.rounds}
     return {"mode": generate.mode}
 
 
 def _questions_identity(context: Context, readers: Sequence[SourceReader], rows: Identity) -> str:
-    """Return the digest of the seed rows that contain a question of the check.
+    """Return the digest of the seeds stage's rows that contain a question of the check.
 
     Questions that are in no row leave the seeds as they are. The sources are read for it once, then
     the digest is cached. Rows from the Hub are not read before the stage runs: with such a source,
@@ -94,7 +94,7 @@ def _questions_identity(context: Context, readers: Sequence[SourceReader], rows:
 
 
 def _contaminated(readers: Sequence[SourceReader], questions: Path) -> Iterator[str]:
-    """Yield id and question of each seed row that contains a question of the check."""
+    """Yield id and question of each of the seeds stage's rows that contains a check question."""
     check = CheckQuestions(read_questions(questions))
     for reader in readers:
         for row in reader:
@@ -105,6 +105,7 @@ def _contaminated(readers: Sequence[SourceReader], questions: Path) -> Iterator[
 
 
 def _source_identity(context: Context, reader: SourceReader) -> Identity:
+    """Collect what the seeds stage's result depends on in one source."""
     source = reader.source
     found = source.model_dump(include={"format", "limit", "columns", "weight"})
     if source.hub:
@@ -119,7 +120,7 @@ def run(context: Context, stage: StageDirectory) -> Summary:
     readers = source_readers(settings)
     totals = StageTotals()
     with Meter(context.console, NAME) as meter:
-        rows = split_rows(_read(context, readers), settings.holdout)
+        rows = split_rows(_seed_rows(context, readers), settings.holdout)
         for index, chunk in enumerate(batch_into_shards(rows, settings.rows_per_shard)):
             receipt = _write_shard(stage, index, chunk)
             totals.add(receipt)
@@ -139,7 +140,7 @@ def run(context: Context, stage: StageDirectory) -> Summary:
 
 
 def _source_summary(reader: SourceReader) -> Summary:
-    """Summarize a seed source: its files with their rows, and its skipped files."""
+    """Summarize a source for the seeds stage: its files with their rows, and skipped files."""
     found: Summary = {
         "source": reader.name,
         "read": [asdict(count) for count in reader.read],
@@ -151,7 +152,7 @@ def _source_summary(reader: SourceReader) -> Summary:
 
 
 def _print_skipped_files(context: Context, summary: Summary) -> None:
-    """Print the first skipped files of each seed source."""
+    """Print the first files that the seeds stage skipped in each source."""
     for source in summary["sources"]:
         skipped = source["skipped"]
         if skipped:
@@ -160,8 +161,8 @@ def _print_skipped_files(context: Context, summary: Summary) -> None:
             print_stage(context.console, "[yellow]![/]", NAME, line)
 
 
-def _read(context: Context, readers: Sequence[SourceReader]) -> Iterator[Row]:
-    """Yield the rows of all seed sources, duplicates and contaminated rows as rejected rows."""
+def _seed_rows(context: Context, readers: Sequence[SourceReader]) -> Iterator[Row]:
+    """Yield the seeds stage's rows of all sources; duplicates and check questions are rejected."""
     settings, questions = context.config.seeds, _check_questions(context)
     decontamination = CheckQuestions(read_questions(questions) if questions else ())
     deduplicator = Deduplicator(
@@ -180,7 +181,7 @@ def _read(context: Context, readers: Sequence[SourceReader]) -> Iterator[Row]:
 
 
 def _check_questions(context: Context) -> Path | None:
-    """Return the file of the check's questions if seeds are decontaminated, else None."""
+    """Return the file of questions by which the seeds stage decontaminates, if it does."""
     prompts = context.config.check.prompts
     if not context.config.seeds.decontaminate or not isinstance(prompts, Path):
         return None
@@ -189,6 +190,7 @@ def _check_questions(context: Context) -> Path | None:
 
 
 def _write_shard(stage: StageDirectory, index: int, chunk: Sequence[Split]) -> Receipt:
+    """Write a shard of the seeds stage, with rejected rows in quarantine."""
     with ShardWriter(stage.task(index), SEEDS) as writer:
         kept = []
         counts = {"tool_rows": 0.0, **{f"{split}_rows": 0.0 for split in SPLITS}}
@@ -204,7 +206,7 @@ def _write_shard(stage: StageDirectory, index: int, chunk: Sequence[Split]) -> R
 
 
 def require_rows_of_splits(stage: StageDirectory, summary: Summary, holdout: float) -> str | None:
-    """Check that every split of the seeds has at least 8 rows.
+    """Check that the seeds stage made at least 8 rows of every split.
 
     Returns:
         A warning where a split has fewer because too many conversations open alike; None where all

@@ -34,12 +34,12 @@ QUANTIZED_TEACHER = (
 
 
 def upstream(config: Config) -> tuple[str, ...]:
-    """List the stages that the training method reads: features, generate, or both."""
+    """List the stages that the train stage reads, by method: features, generate, or both."""
     return method_of(config.train).reads(config.train)
 
 
 def identity(context: Context) -> Identity:
-    """Collect what trained heads depend on: the settings that the method reads, seed and target.
+    """Collect what the train stage depends on: settings that the method reads, seed and target.
 
     The version of the kind's code is included, so that heads of a changed kind are trained again.
     """
@@ -104,6 +104,7 @@ def run(context: Context, stage: StageDirectory) -> Summary:
 def _train(
     context: Context, spec: TrainSpec, placement: Placement, progress: ProgressReporter
 ) -> TrainResult:
+    """Run the train stage's training, in a Ray task or in this process."""
     if context.executor.name != "ray":
         return train(spec, progress=progress)
     from pipeline.training.ray_entry import train_on_ray

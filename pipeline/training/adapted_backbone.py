@@ -85,7 +85,7 @@ class Backbone(nn.Module):
         self.eval()
 
     def states(self, batch: TextBatch) -> Tensor:
-        """Compute the tuned backbone's hidden states [N, D] at the learned positions."""
+        """Compute the trained backbone's hidden states [N, D] at the learned positions."""
         found = self._target.base_model(
             input_ids=batch.ids_BT, position_ids=batch.positions_BT, use_cache=False
         )
@@ -93,12 +93,12 @@ class Backbone(nn.Module):
 
     @torch.no_grad()
     def original_states(self, batch: TextBatch) -> Tensor:
-        """Compute the original target's hidden states [N, D], with the LoRA adapter disabled."""
+        """Compute a training batch's hidden states [N, D] without the LoRA adapter."""
         with self.tuned.disable_adapter():
             return self.states(batch)
 
     def lora_inner(self, hidden_ND: Tensor) -> Tensor:
-        """Apply lora_A of the lm_head to hidden states, with dropout and scale; return [N, R]."""
+        """Apply the trained lora_A of the lm_head to states, with dropout and scale; [N, R]."""
         layer = self._lm_head
         inner = layer.lora_A[NAME]
         dropped_ND = layer.lora_dropout[NAME](hidden_ND.to(inner.weight.dtype))
@@ -106,18 +106,18 @@ class Backbone(nn.Module):
 
     @property
     def lora_outer(self) -> Tensor:
-        """The weight [V, R] of lora_B of the lm_head."""
+        """The trained weight [V, R] of the lm_head's lora_B."""
         return self._lm_head.lora_B[NAME].weight
 
     @property
     def head(self) -> TargetHead:
-        """The target's own lm_head, without LoRA."""
+        """The frozen lm_head for the losses of Medusa-2 training, without its LoRA."""
         layer = self._lm_head.get_base_layer()
         return TargetHead(layer.weight, layer.bias)
 
     @torch.no_grad()
     def tuned_matrices(self) -> TargetWeights:
-        """Return the lm_head with its LoRA merged, in fp32, and the untuned embedding."""
+        """Return the trained lm_head with its LoRA merged, in fp32, and the frozen embedding."""
         weight_VD = self.head.weight_VD
         unit_DD = torch.eye(weight_VD.shape[1], device=weight_VD.device)
         lora_RD = self.lora_inner(unit_DD).float().T
@@ -127,14 +127,16 @@ class Backbone(nn.Module):
 
     @property
     def _target(self) -> Any:
+        """The model that Medusa-2 trains, with LoRA layers in place but without peft's wrapper."""
         return self.tuned.get_base_model()
 
     @property
     def _lm_head(self) -> Any:
+        """The lm_head that Medusa-2 trains, as a LoRA layer."""
         return self._target.get_output_embeddings()
 
     def train(self, mode: bool = True) -> Backbone:
-        """Switch LoRA dropout and activation checkpointing on or off, and nothing else."""
+        """Switch training's LoRA dropout and activation checkpointing on or off, nothing else."""
         super().train(False)
         _keep_differentiable(self)
         if mode:
@@ -150,7 +152,7 @@ class Backbone(nn.Module):
 
 
 def _keep_differentiable(module: nn.Module) -> None:
-    """Set quantized layers to training mode, which bitsandbytes needs for backward on a CPU."""
+    """Set quantized layers to training mode; bitsandbytes needs it for backward on a CPU."""
     for layer in module.modules():
         if type(layer).__module__.startswith("bitsandbytes"):
             layer.training = True
@@ -187,7 +189,7 @@ def shard_layers(target: Any, device: torch.device, workers: Workers) -> None:
 
 @torch.no_grad()
 def verify_packing(model: Any) -> None:
-    """Raise ConfigError if conversations packed into one sequence attend to each other."""
+    """Raise ConfigError if conversations packed into a training sequence attend to each other."""
     device = input_device(model)
     lengths = (5, 8)
     rows = [torch.arange(length, device=device)[None] for length in lengths]
@@ -204,7 +206,7 @@ def verify_packing(model: Any) -> None:
 
 
 def write_adapter(directory: Path, backbone: Backbone, spec: TargetSpec) -> None:
-    """Write the backbone's trained LoRA adapter in peft's format, without a model card."""
+    """Write the LoRA adapter that Medusa-2 has trained in peft's format, without a model card."""
     config = backbone.tuned.peft_config[NAME]
     config.base_model_name_or_path = spec.model
     config.revision = spec.revision
@@ -215,7 +217,7 @@ def write_adapter(directory: Path, backbone: Backbone, spec: TargetSpec) -> None
 
 
 def merge_backbone(target: TargetSpec, directory: str) -> None:
-    """Merge target and trained adapter on the CPU and write the tuned backbone.
+    """Merge the adapter that Medusa-2 has trained into the target; write the tuned backbone.
 
     Read `adapter/` and write `backbone/` in the train stage's directory.
 

@@ -37,7 +37,7 @@ def summed_backbone_loss(
     labels_N: Tensor,
     original_ND: Tensor | None,
 ) -> Tensor:
-    """Sum the tuned backbone's loss over the rows: KL divergence or cross entropy.
+    """Sum the backbone's loss in Medusa-2 training over rows: KL divergence or cross entropy.
 
     With the original model's hidden states, the loss is KL(original ‖ tuned) over the whole
     vocabulary at temperature 1 (paper 2.3.2). Without them, it is the cross entropy of the next
@@ -65,7 +65,7 @@ class _SummedBackboneLoss(torch.autograd.Function):
         labels_N: Tensor,
         original_ND: Tensor | None,
     ) -> Tensor:
-        """Compute the loss, and keep its gradients with respect to the first three arguments."""
+        """Compute the backbone's training loss, and keep its gradients for backward."""
         dtype = hidden_ND.dtype
         loss = torch.zeros((), dtype=exact_dtype(dtype), device=hidden_ND.device)
         ctx.gradients = [torch.zeros_like(each) for each in (hidden_ND, low_NR, lora_VR)]
@@ -73,7 +73,7 @@ class _SummedBackboneLoss(torch.autograd.Function):
         head = head.to(hidden_ND.device, dtype)
         lora_VR = lora_VR.to(dtype)
         with torch.autocast(hidden_ND.device.type, enabled=False):
-            for rows in _chunks(hidden_ND, head):
+            for rows in _row_chunks(hidden_ND, head):
                 low_CR = low_NR[rows].to(dtype)
                 log_q_CV = _tuned_log_probabilities(hidden_ND[rows], low_CR, lora_VR, head)
                 if original_ND is None:
@@ -90,13 +90,13 @@ class _SummedBackboneLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor):
-        """Scale the gradients of the forward pass."""
+        """Scale the backbone's gradients, which the forward pass has computed."""
         gradients = [gradient * grad_loss for gradient in ctx.gradients]
         return *gradients, None, None, None
 
 
 def _cross_entropy(log_q_CV: Tensor, labels_C1: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the summed cross entropy and its gradient q - onehot(label), which replaces log q."""
+    """Return the backbone's summed cross entropy; replace log q by the gradient, q - onehot."""
     label_log_q_C1 = log_q_CV.gather(1, labels_C1)
     # The label's entry is expm1(log q): q - 1 would round to 0 for a confident model.
     grad_CV = log_q_CV.exp_().scatter_(1, labels_C1, label_log_q_C1.expm1())
@@ -104,14 +104,14 @@ def _cross_entropy(log_q_CV: Tensor, labels_C1: Tensor) -> tuple[Tensor, Tensor]
 
 
 def _divergence(log_q_CV: Tensor, log_p_CV: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the summed KL(p ‖ q) and its gradient in q's logits, q - p, which replaces log q."""
+    """Return the backbone's summed KL(p ‖ q); replace log q by the gradient, q - p."""
     p_CV = log_p_CV.exp()
     loss = log_p_CV.sub_(log_q_CV).mul_(p_CV).sum()
     return loss, log_q_CV.exp_().sub_(p_CV)
 
 
 class Drift(NamedTuple):
-    """Sums of a tuned backbone's drift from the original over positions, as fp64 scalars."""
+    """Sums of a trained backbone's drift from the original over positions, as fp64 scalars."""
 
     kl: Tensor
     original_loss: Tensor  # cross entropy of the text
@@ -121,10 +121,11 @@ class Drift(NamedTuple):
 
     @classmethod
     def zero(cls, device: torch.device) -> Drift:
+        """Return the sums of the trained backbone's drift over no positions, all 0."""
         return cls(*torch.zeros(5, dtype=torch.float64, device=device).unbind())
 
     def add(self, log_p_NV: Tensor, log_q_NV: Tensor, labels_N: Tensor) -> None:
-        """Add the drift at positions, given the original and tuned models' log-probabilities."""
+        """Add the trained backbone's drift at positions, from both models' log-probabilities."""
         labels_N1 = labels_N[:, None]
         self.kl.add_((log_p_NV.exp() * (log_p_NV - log_q_NV)).sum(dtype=torch.float64))
         self.original_loss.sub_(log_p_NV.gather(1, labels_N1).sum(dtype=torch.float64))
@@ -133,7 +134,7 @@ class Drift(NamedTuple):
         self.positions.add_(len(labels_N))
 
     def figures(self) -> TunedDrift:
-        """Return the backbone's mean drift per position; all fields are None without positions."""
+        """Return the trained backbone's mean drift per position; fields are None without any."""
         kl, original_loss, tuned_loss, agreed, positions = (float(total) for total in self)
         if not positions:
             return TunedDrift()
@@ -158,7 +159,7 @@ def add_drift(
     labels_N: Tensor,
     original_ND: Tensor,
 ) -> None:
-    """Add the tuned backbone's drift at some positions to `total`.
+    """Add the trained backbone's drift at some held-out positions to `total`.
 
     The arguments are those of `summed_backbone_loss`.
     """
@@ -166,14 +167,14 @@ def add_drift(
     head = head.to(hidden_ND.device, dtype)
     low_NR = low_NR.to(dtype)
     lora_VR = lora_VR.to(dtype)
-    for rows in _chunks(hidden_ND, head):
+    for rows in _row_chunks(hidden_ND, head):
         log_q_CV = _tuned_log_probabilities(hidden_ND[rows], low_NR[rows], lora_VR, head)
         log_p_CV = _log_softmax(head.logits(original_ND[rows].to(dtype)))
         total.add(log_p_CV, log_q_CV, labels_N[rows])
 
 
-def _chunks(hidden_ND: Tensor, head: TargetHead) -> Iterator[slice]:
-    """Yield slices of rows; both models' logits of one take about `chunk_bytes_on` bytes."""
+def _row_chunks(hidden_ND: Tensor, head: TargetHead) -> Iterator[slice]:
+    """Yield slices of rows; the backbone loss's logits of one take about `chunk_bytes_on` bytes."""
     exact_bytes = exact_dtype(hidden_ND.dtype).itemsize
     row_bytes = len(head.weight_VD) * (2 * hidden_ND.element_size() + 3 * exact_bytes)
     num_rows = max(1, chunk_bytes_on(hidden_ND.device) // row_bytes)
@@ -184,9 +185,10 @@ def _chunks(hidden_ND: Tensor, head: TargetHead) -> Iterator[slice]:
 def _tuned_log_probabilities(
     hidden_CD: Tensor, low_CR: Tensor, lora_VR: Tensor, head: TargetHead
 ) -> Tensor:
-    """Compute the tuned backbone's log-probabilities [C, V]; all arguments have one dtype."""
+    """Compute the trained backbone's log-probabilities [C, V]; all arguments have one dtype."""
     return _log_softmax(head.logits(hidden_CD).addmm_(low_CR, lora_VR.t()))
 
 
 def _log_softmax(logits_CV: Tensor) -> Tensor:
+    """Compute log-probabilities for the backbone's loss, in fp32 (fp64 for fp64)."""
     return torch.log_softmax(logits_CV, 1, dtype=exact_dtype(logits_CV.dtype))

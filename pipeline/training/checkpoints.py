@@ -63,6 +63,7 @@ class Checkpoints:
             self.wait()
 
     def path(self, step: int) -> Path:
+        """Return the path of the training checkpoint of a step."""
         return self.directory / f"step-{step:08d}.safetensors"
 
     def saved_steps(self) -> list[int]:
@@ -93,13 +94,13 @@ class Checkpoints:
         self._writing = self._background.submit(self._write, step, copies, state)
 
     def wait(self) -> None:
-        """Wait until the last checkpoint is on disk."""
+        """Wait until the last training checkpoint is on disk."""
         if self._writing:
             self._writing.result()
         self._writing = None
 
     def read_newest(self, workers: Workers, device: torch.device) -> Checkpoint | None:
-        """Read the newest undamaged checkpoint; the first worker chooses it for all workers."""
+        """Read the newest undamaged training checkpoint, which the first worker chooses."""
         newest = 0
         checkpoint = None
         if workers.is_first:
@@ -129,7 +130,7 @@ class Checkpoints:
 
 
 def read_checkpoint(path: Path) -> Checkpoint | None:
-    """Read and verify a checkpoint; return None, with a warning, if it is damaged."""
+    """Read and verify a training checkpoint; return None, with a warning, if it is damaged."""
     with contextlib.suppress(OSError, SafetensorError, KeyError, ValueError):
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
@@ -141,7 +142,7 @@ def read_checkpoint(path: Path) -> Checkpoint | None:
 
 
 def checkpoint_digest(tensors: Mapping[str, Tensor], state: str) -> str:
-    """Compute a checkpoint's sha256 over its state and its tensors (name, dtype, shape, bytes)."""
+    """Compute a training checkpoint's sha256 over state and tensors (name, dtype, shape, bytes)."""
     total = hashlib.sha256(state.encode())
     for name in sorted(tensors):
         tensor = tensors[name]
@@ -153,10 +154,10 @@ def checkpoint_digest(tensors: Mapping[str, Tensor], state: str) -> str:
 def optimizer_state(
     optimizer: torch.optim.Optimizer,
 ) -> tuple[dict[str, Tensor], dict[str, int | float]]:
-    """Return the optimizer's state as tensors and numbers by `<parameter index>.<name>`."""
+    """Return the optimizer's tensors and numbers for a checkpoint, by parameter index and name."""
     tensors = {}
     numbers = {}
-    for index, parameter in enumerate(_parameters(optimizer)):
+    for index, parameter in enumerate(_optimizer_parameters(optimizer)):
         for name, value in optimizer.state[parameter].items():
             if isinstance(value, Tensor):
                 tensors[f"{index}.{name}"] = value
@@ -171,13 +172,14 @@ def load_optimizer(
     numbers: Mapping[str, int | float],
 ) -> None:
     """Load an optimizer's state from a checkpoint; learning rates and weight decays stay as set."""
-    parameters = _parameters(optimizer)
+    parameters = _optimizer_parameters(optimizer)
     for key, value in (*tensors.items(), *numbers.items()):
         index, _, name = key.partition(".")
         optimizer.state[parameters[int(index)]][name] = value
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+def _optimizer_parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return all parameters of the optimizer, in the order of its groups."""
     parameters: list[Tensor] = []
     for group in optimizer.param_groups:
         parameters += group["params"]

@@ -45,7 +45,7 @@ ALONE = Workers()
 
 @dataclass(frozen=True)
 class Piece:
-    """A range [start, stop) of positions in one cached row of one row group."""
+    """A range [start, stop) of training positions in one cached row of one row group."""
 
     group: int
     row: int
@@ -53,6 +53,7 @@ class Piece:
     stop: int
 
     def __len__(self) -> int:
+        """Return the number of training positions in this piece."""
         return self.stop - self.start
 
 
@@ -120,7 +121,7 @@ class EpochPlan:
         return [split_range(start, stop, step, self.num_steps) for start, stop in self._lanes]
 
     def _pieces_between(self, start: int, stop: int) -> list[Piece]:
-        """Cut the range [start, stop) of the shuffled line at the borders of rows."""
+        """Cut the range [start, stop) of the epoch's shuffled line at the borders of rows."""
         first, last = np.searchsorted(self._edges, [start, stop - 1], side="right") - 1
         found = []
         for i in range(first, last + 1):
@@ -133,7 +134,7 @@ class EpochPlan:
 
 
 def split_range(start: int, stop: int, index: int, count: int) -> tuple[int, int]:
-    """Split the range [start, stop) into `count` nearly equal parts and return part `index`."""
+    """Return part `index` of `count` nearly equal parts of a range of training positions."""
     length = stop - start
     return start + length * index // count, start + length * (index + 1) // count
 
@@ -186,7 +187,7 @@ def load_batches(
                     needed = {piece.group for pieces in ahead for piece in pieces}
                     groups = {group: groups[group] for group in needed}
                     arguments = (rows, ahead.popleft(), groups.copy(), soft_labels, is_gpu)
-                    waiting.append(assembler.submit(_assemble, *arguments))
+                    waiting.append(assembler.submit(_assemble_batch, *arguments))
                 if number >= STEPS_AHEAD + BATCHES_AHEAD:
                     batch = waiting.popleft().result()
                     yield Batch(*(tensor.to(device, non_blocking=True) for tensor in batch))
@@ -195,14 +196,14 @@ def load_batches(
             readers.shutdown(wait=False, cancel_futures=True)
 
 
-def _assemble(
+def _assemble_batch(
     rows: FeatureRows,
     pieces: Sequence[Piece],
     groups: Mapping[int, Future[list[FeatureRow]]],
     soft_labels: bool,
     pin: bool,
 ) -> Batch:
-    """Copy the cached positions of `pieces` into one batch, in pinned memory for a GPU."""
+    """Copy the cached positions of `pieces` into one training batch, in pinned memory for a GPU."""
     num_positions = sum(len(piece) for piece in pieces)
     hidden_ND = torch.empty(num_positions, rows.states.hidden_size, dtype=rows.states.dtype)
     next_N = torch.empty(num_positions, dtype=torch.int64)

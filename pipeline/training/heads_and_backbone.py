@@ -46,7 +46,7 @@ from pipeline.training.text_batches import (
 
 
 class MicroBatch(NamedTuple):
-    """Packed sequences of one forward pass, and the seed of its dropout and noise."""
+    """Packed training sequences of one forward pass, and the seed of its dropout and noise."""
 
     texts: TextBatch
     seed: int
@@ -85,11 +85,13 @@ class BackboneLearner(Learner):
 
     @classmethod
     def recipe_of(cls, spec: TrainSpec) -> Recipe:
+        """Pack the generated conversations and return the recipe of Medusa-2 training."""
         texts = open_texts(spec)["train"]
         groups = pack_texts(texts, spec.settings.backbone.sequence_length)
         return spec.recipe(num_positions(texts), len(groups))
 
     def steps(self, first: int) -> Iterator[Sequence[MicroBatch]]:
+        """Yield this worker's micro-batches of packed sequences, step by step from `first`."""
         for step in range(first, self.recipe.total_steps):
             yield list(self.batches(step))
 
@@ -110,21 +112,24 @@ class BackboneLearner(Learner):
             yield MicroBatch(texts, int(seed.generate_state(1, np.uint64)[0]))
 
     def label_counts(self, batches: Sequence[MicroBatch]) -> Tensor:
+        """Count the step's next tokens for the backbone and the labels of each head, [C]."""
         labels_KN = torch.cat([batch.texts.labels_KN for batch in batches], 1).to(self.device)
         next_tokens = torch.tensor([labels_KN.shape[1]], device=self.device)
         return torch.cat([next_tokens, self.heads.vocabulary.num_learned(labels_KN)])
 
     def loss_weights(self, step: int) -> Tensor:
+        """Return the weights of the backbone's loss, 1, and of the heads' losses, [C]."""
         weights_K = self.heads_weight(step) * head_weights(self.spec, self.device)
         return torch.cat([torch.ones(1, device=self.device), weights_K])
 
     def heads_weight(self, step: int) -> float:
-        """Return lambda_0(t), the weight of the heads' losses in this step."""
+        """Return lambda_0(t), the weight of the heads' losses in this training step."""
         return heads_weight(
             step, self.recipe.total_steps, self.settings.lambda_0, self.settings.schedule
         )
 
     def summed_losses(self, batch: MicroBatch, weights_C: Tensor) -> Tensor:
+        """Sum the backbone's loss and each head's loss over the micro-batch, [C]."""
         torch.manual_seed(batch.seed)
         texts = batch.texts.to(self.device)
         share = self.spec.settings.soft_labels
@@ -155,6 +160,7 @@ class BackboneLearner(Learner):
         return torch.cat([backbone_loss[None], head_losses_K])
 
     def metrics(self, step: int, means: list[float]) -> StepMetrics:
+        """Return a step's mean losses, the heads' weight and the backbone's learning rate."""
         return {
             "backbone_loss": means[0],
             "head_losses": means[1:],
@@ -164,7 +170,7 @@ class BackboneLearner(Learner):
 
     @torch.no_grad()
     def evaluate(self) -> Evaluation:
-        """Evaluate the heads and the backbone's drift on about `MAX_POSITIONS` positions."""
+        """Evaluate trained heads and backbone drift on about `MAX_POSITIONS` held-out positions."""
         if not self.held_out:
             where = "train.backbone.sequence_length"
             raise DataError(
@@ -205,7 +211,7 @@ class BackboneLearner(Learner):
         return summarize_scores(total, drift.figures())
 
     def write(self) -> None:
-        """Write the LoRA adapter, and copy the tuned matrices into heads that borrow them."""
+        """Write the trained LoRA adapter; copy tuned matrices into heads that borrow them."""
         write_adapter(self.spec.adapter_path, self.backbone, self.spec.target)
         with torch.no_grad():
             self.heads.take_from(

@@ -57,9 +57,11 @@ class HeadsLearner(Learner):
 
     @classmethod
     def recipe_of(cls, spec: TrainSpec) -> Recipe:
+        """Open the cached hidden states and return the recipe of Medusa-1 training."""
         return spec.recipe(num_positions(open_features(spec)))
 
     def steps(self, first: int) -> Iterator[Sequence[Batch]]:
+        """Yield this worker's batch of noisy cached states, step by step from `first`."""
         seed = self.spec.seed
         soft_labels = self.spec.settings.soft_labels > 0
         lengths = self.rows.lengths("train")
@@ -78,13 +80,16 @@ class HeadsLearner(Learner):
                 first += 1
 
     def label_counts(self, batches: Sequence[Batch]) -> Tensor:
+        """Count the labels of each head in this training step, [K]."""
         (batch,) = batches
         return self.heads.vocabulary.num_learned(batch.labels_KN)
 
     def loss_weights(self, step: int) -> Tensor:
+        """Return the weight of each head's loss, the same in every training step, [K]."""
         return head_weights(self.spec, self.device)
 
     def summed_losses(self, batch: Batch, weights_C: Tensor) -> Tensor:
+        """Sum each head's training loss over the batch, with soft labels if set, [K]."""
         teacher = None
         if self.target_head is not None:
             share = self.spec.settings.soft_labels
@@ -95,10 +100,11 @@ class HeadsLearner(Learner):
             )
 
     def metrics(self, step: int, means: list[float]) -> StepMetrics:
+        """Return the mean loss of each head in a training step."""
         return {"head_losses": means}
 
     def evaluate(self) -> Evaluation:
-        """Evaluate the heads on at most `MAX_POSITIONS` held-out positions."""
+        """Evaluate the trained heads on at most `MAX_POSITIONS` held-out positions."""
         lengths = self.rows.lengths(SPLIT)
         size = self.recipe.batch_tokens
         plan = EpochPlan(lengths, batch_tokens=size, seed=0, limit=MAX_POSITIONS)
@@ -115,12 +121,12 @@ class HeadsLearner(Learner):
 
 
 def num_positions(rows: FeatureRows, split: str = "train") -> int:
-    """Count the cached positions of a split that have a label."""
+    """Count the labelled positions of a split in the cached states that Medusa-1 trains on."""
     return sum(int(lengths.sum()) for lengths in rows.lengths(split))
 
 
 def open_features(spec: TrainSpec) -> FeatureRows:
-    """Open the cached hidden states that the heads train on.
+    """Open the cached hidden states that Medusa-1 trains on.
 
     Raises DataError if the cache belongs to another run or holds no labelled position.
     """
@@ -141,7 +147,7 @@ def open_features(spec: TrainSpec) -> FeatureRows:
 
 
 def initial_heads(spec: TrainSpec) -> Heads:
-    """Read the heads that training starts from, or initialize new heads; fp32 on the CPU."""
+    """Read or initialize the heads that training starts from, in fp32 on the CPU."""
     if spec.heads_from:
         return read_trained_heads(spec.heads_from)
     target = TargetWeights(
@@ -158,7 +164,10 @@ def initial_heads(spec: TrainSpec) -> Heads:
 
 
 def _count_written_tokens(spec: TrainSpec) -> npt.NDArray[np.int64]:
-    """Count the target-written tokens of the train rows in the learned roles, by token id [V]."""
+    """Count the target's tokens in training rows by id, [V], to choose a draft vocabulary.
+
+    Only text in the learned roles counts.
+    """
     shards = spec.shards
     fingerprint = spec.fingerprint
     if not shards:
@@ -173,7 +182,7 @@ def _count_written_tokens(spec: TrainSpec) -> npt.NDArray[np.int64]:
 
 
 def head_weights(spec: TrainSpec, device: torch.device) -> Tensor:
-    """Return the weight decay^(k+1) of each head's loss, [K]."""
+    """Return the weight decay^(k+1) of each head's loss in training, [K]."""
     return spec.settings.decay ** torch.arange(1, spec.settings.num_heads + 1, device=device)
 
 

@@ -52,14 +52,14 @@ class Evaluation:
     drift: TunedDrift | None = None
 
     def loss(self, decay: float) -> float | None:
-        """Return the sum of the heads' held-out losses weighted by decay^(k+1), or None."""
+        """Return the heads' held-out loss for early stopping, weighted by decay^(k+1), or None."""
         if not self.held_out:
             return None
         return sum(decay ** (k + 1) * head["loss"] for k, head in enumerate(self.held_out))
 
 
 def summarize_scores(score: Score, drift: TunedDrift | None = None) -> Evaluation:
-    """Convert summed scores on held-out text into the heads' mean losses and accuracies."""
+    """Return the mean losses and accuracies of a held-out evaluation, given its summed scores."""
     num_labels = int(score.counts_K[0])
     if num_labels == 0:
         return Evaluation([], {}, drift=drift)
@@ -78,7 +78,7 @@ def summarize_scores(score: Score, drift: TunedDrift | None = None) -> Evaluatio
 
 @dataclass(frozen=True)
 class HeldOutText:
-    """Held-out feature shards, and the trained heads to evaluate on them.
+    """Held-out feature shards, and the trained heads that are evaluated on them.
 
     Attributes:
         shards, fingerprint, roles: As in `FeatureRows`.
@@ -96,35 +96,36 @@ class HeldOutText:
 def held_out_ranks(
     text: HeldOutText, top: int, gpus: int = 0, progress: ProgressReporter | None = None
 ) -> HeldOutRanks:
-    """Rank each held-out token among the heads' first `top` guesses.
+    """Rank each held-out token among the first `top` guesses of the trained heads.
 
     The ranks are computed in fp32 for about `MAX_POSITIONS` positions of random rows, on a GPU if
     `gpus` is not 0.
     """
-    return _measure_rows(text, partial(label_ranks, top=top), MAX_POSITIONS, gpus, progress)
+    return _rank_held_out_rows(text, partial(label_ranks, top=top), MAX_POSITIONS, gpus, progress)
 
 
 def held_out_places(
     text: HeldOutText, tree: DynamicTree, gpus: int = 0, progress: ProgressReporter | None = None
 ) -> HeldOutRanks:
-    """Rank each held-out token's node among the proposed nodes of a dynamic tree.
+    """Rank the node of each held-out token in a dynamic tree that the trained heads propose.
 
     The places are computed in fp32 for about `GROWN_POSITIONS` positions, on a GPU if `gpus` is not
     0.
     """
-    return _measure_rows(text, tree.places, GROWN_POSITIONS, gpus, progress)
+    return _rank_held_out_rows(text, tree.places, GROWN_POSITIONS, gpus, progress)
 
 
-def _measure_rows(
+def _rank_held_out_rows(
     text: HeldOutText,
     measure: Callable[[Heads, Tensor, Tensor, Tensor], Tensor],
     limit: int,
     gpus: int,
     progress: ProgressReporter | None,
 ) -> HeldOutRanks:
-    """Rank held-out tokens by `measure`, at about `limit` positions of random rows.
+    """Rank the tokens of random held-out feature rows, with the trained heads and `measure`.
 
     Args:
+        limit: About how many positions are ranked.
         measure: Returns the rank of each label [K, N], given the heads, and the hidden states, next
             tokens and labels of one row.
     """
@@ -136,7 +137,7 @@ def _measure_rows(
         num_heads=heads.shape.max_depth,
         roles=text.roles,
     )
-    chosen = _choose_rows(rows.lengths(SPLIT), limit)
+    chosen = _choose_held_out_rows(rows.lengths(SPLIT), limit)
     progress = progress or ProgressReporter()
     progress.begin("held-out rows", len(chosen), unit="conversations")
     ranks: list[Tensor] = []
@@ -168,10 +169,13 @@ def _measure_rows(
     )
 
 
-def _choose_rows(
+def _choose_held_out_rows(
     lengths_of_groups: Sequence[npt.NDArray[np.int64]], limit: int
 ) -> list[tuple[int, int]]:
-    """Choose random cached rows with about `limit` positions, as sorted (row group, row) pairs."""
+    """Choose random held-out rows to run the trained heads on, as sorted (row group, row) pairs.
+
+    The rows have about `limit` positions in total.
+    """
     places = []
     sizes = []
     for group, lengths in enumerate(lengths_of_groups):
@@ -182,7 +186,10 @@ def _choose_rows(
 
 
 def sample_rows(sizes: Sequence[int], limit: int) -> list[int]:
-    """Choose random held-out rows with about `limit` positions in total; deterministic."""
+    """Choose random held-out rows of about `limit` positions to evaluate training on.
+
+    The choice is deterministic.
+    """
     order = np.random.default_rng(0).permutation(len(sizes))
     totals = np.cumsum(np.array(sizes, np.int64)[order])
     return order[: np.searchsorted(totals, limit) + 1].tolist()

@@ -22,7 +22,7 @@ BOOKKEEPING = {"checkpoint_minutes", "checkpoint_every", "keep_checkpoints", "re
 
 
 class Package(NamedTuple):
-    """A Python package that a stage requires, and the setting that needs the package."""
+    """A Python package that a training method requires, and the setting that needs it."""
 
     name: str
     key: str
@@ -40,16 +40,16 @@ class Method(ABC):
 
     @abstractmethod
     def reads(self, train: TrainConfig) -> tuple[str, ...]:
-        """Return the stages whose output training reads: `features`, `generate` or both."""
+        """Return the stages that this training method reads: `features`, `generate` or both."""
 
     def skipped_stages(self, train: TrainConfig) -> dict[str, str]:
-        """Return the stages that this training method does not need, with the reason."""
+        """Return the stages that this training method does not read, with the reason."""
         if "features" in self.reads(train):
             return {}
         return {"features": "not needed: joint Medusa-2 learns from the text"}
 
     def recipe_name(self, train: TrainConfig) -> str | None:
-        """Return the training recipe to name in the report, if the method has several."""
+        """Return the name of the training recipe, if the training method has several."""
         return None
 
     def settings(self, train: TrainConfig, target_quantization: Bits | None) -> Identity:
@@ -79,7 +79,7 @@ class Method(ABC):
         """Raise ConfigError for settings and targets that this training method cannot train."""
 
     def packages(self, config: Config) -> list[Package]:
-        """Return the packages that training needs beyond torch and transformers."""
+        """Return the packages that this training method needs beyond torch and transformers."""
         return []
 
     @abstractmethod
@@ -93,9 +93,11 @@ class HeadsOnly(Method):
     name = "medusa-1"
 
     def reads(self, train: TrainConfig) -> tuple[str, ...]:
+        """Return the stage that Medusa-1 training reads: `features`."""
         return ("features",)
 
     def phases(self, train: TrainConfig) -> Phases:
+        """Return the only phase of Medusa-1 training: heads on cached states."""
         from pipeline.training.heads_only import HeadsLearner
 
         return (("", HeadsLearner),)
@@ -112,12 +114,15 @@ class HeadsAndBackbone(Method):
     sections = ("backbone",)
 
     def reads(self, train: TrainConfig) -> tuple[str, ...]:
+        """Return the stages that Medusa-2 training reads; if joint, `generate` only."""
         return ("generate",) if train.backbone.recipe == "joint" else ("features", "generate")
 
     def recipe_name(self, train: TrainConfig) -> str:
+        """Return the recipe of Medusa-2 training: joint or two-stage."""
         return train.backbone.recipe
 
     def settings(self, train: TrainConfig, target_quantization: Bits | None) -> Identity:
+        """Return the `train` settings that Medusa-2's heads and backbone depend on."""
         found = super().settings(train, target_quantization)
         backbone = found["backbone"]
         for key in ("micro_batch", "gradient_checkpointing", "shard", "max_kl"):
@@ -129,6 +134,7 @@ class HeadsAndBackbone(Method):
         return found
 
     def check(self, config: Config, target: TargetSpec) -> None:
+        """Raise ConfigError for settings and targets that Medusa-2 cannot train."""
         from pipeline.targets.lora import require_tunable
 
         settings = config.train.backbone
@@ -150,6 +156,7 @@ class HeadsAndBackbone(Method):
         require_tunable(target, settings.lora_rank, sharded=settings.shard)
 
     def packages(self, config: Config) -> list[Package]:
+        """Return the packages of Medusa-2 training: peft, and bitsandbytes if quantized."""
         needed = [Package("peft", "train.method")]
         settings = config.train.backbone
         if settings.quantization_beside(config.target.quantization):
@@ -157,6 +164,7 @@ class HeadsAndBackbone(Method):
         return needed
 
     def phases(self, train: TrainConfig) -> Phases:
+        """Return the phases of Medusa-2 training: joint, or heads alone and then joint."""
         from pipeline.training.heads_and_backbone import BackboneLearner
         from pipeline.training.heads_only import HeadsLearner
 

@@ -82,7 +82,7 @@ class MetricsLog:
                     tracker.log(step, dict(flatten_metrics(metrics)))
 
     def finish(self, result: Mapping[str, Any] | None = None) -> list[str]:
-        """Log the final figures, close all trackers, and return the warnings of failed trackers.
+        """Log the training's result, close its trackers, and return warnings of failed ones.
 
         Without final figures, the trackers show the training as interrupted.
         """
@@ -94,7 +94,7 @@ class MetricsLog:
 
     @contextlib.contextmanager
     def _dropping(self, name: str) -> Iterator[None]:
-        """Drop a tracker, with one warning, if it raises."""
+        """Context manager: drop a training tracker, with one warning, if it raises."""
         try:
             yield
         except Exception as error:  # whatever a library or its server raises
@@ -106,10 +106,10 @@ class MetricsLog:
 
 
 class TensorBoard:
-    """Tracker that writes TensorBoard's event files."""
+    """Tracker that writes training metrics to TensorBoard's event files."""
 
     def begin(self, spec: TrainSpec, run_id: str, reported: int) -> None:
-        """Open the event files; steps up to `reported` are logged already."""
+        """Open TensorBoard's event files; training steps up to `reported` are logged already."""
         from torch.utils.tensorboard import SummaryWriter
 
         self.step = reported + 1
@@ -117,11 +117,13 @@ class TensorBoard:
         self.writer.add_text("configuration", json.dumps(spec.configuration), self.step)
 
     def log(self, step: int, numbers: dict[str, float]) -> None:
+        """Log a training step's metrics to TensorBoard."""
         self.step = step
         for name, number in numbers.items():
             self.writer.add_scalar(name, number, step)
 
     def finish(self, result: Mapping[str, Any] | None) -> None:
+        """Log the training's result, if there is one, and close the event files."""
         if result is not None:
             # At the last step: step 0 would hide the others.
             self.writer.add_text("final figures", json.dumps(result), self.step)
@@ -129,10 +131,10 @@ class TensorBoard:
 
 
 class Trackio:
-    """Tracker that logs to Trackio's local database."""
+    """Tracker that logs training metrics to Trackio's local database."""
 
     def begin(self, spec: TrainSpec, run_id: str, reported: int) -> None:
-        """Start or continue the Trackio run."""
+        """Start the training's Trackio run, or continue it."""
         import trackio
 
         with contextlib.redirect_stdout(None):
@@ -147,9 +149,11 @@ class Trackio:
             )
 
     def log(self, step: int, numbers: dict[str, float]) -> None:
+        """Log a training step's metrics to Trackio."""
         self.run.log(numbers, step=step)
 
     def finish(self, result: Mapping[str, Any] | None) -> None:
+        """Log the training's result, if there is one, and end the Trackio run."""
         import trackio
 
         with contextlib.redirect_stdout(None):
@@ -159,10 +163,10 @@ class Trackio:
 
 
 class WeightsAndBiases:
-    """Tracker that logs to Weights & Biases."""
+    """Tracker that logs training metrics to Weights & Biases."""
 
     def begin(self, spec: TrainSpec, run_id: str, reported: int) -> None:
-        """Start or continue the Weights & Biases run."""
+        """Start the training's Weights & Biases run, or continue it."""
         import wandb
 
         self.run = wandb.init(
@@ -182,9 +186,11 @@ class WeightsAndBiases:
         )
 
     def log(self, step: int, numbers: dict[str, float]) -> None:
+        """Log a training step's metrics to Weights & Biases."""
         self.run.log(numbers, step=step)
 
     def finish(self, result: Mapping[str, Any] | None) -> None:
+        """Log the training's result and end the run, as failed if there is no result."""
         if result is not None:
             self.run.summary.update(dict(flatten_metrics(result, "final")))
         self.run.finish(exit_code=1 if result is None else 0)
@@ -199,7 +205,7 @@ TRACKERS: dict[str, type[Tracker]] = {
 
 
 def require_trackers(names: Sequence[str]) -> None:
-    """Check that the trackers are installed and that Weights & Biases is logged in or offline.
+    """Check that training's trackers are installed and Weights & Biases is logged in or offline.
 
     Raises:
         EnvironmentFault: A tracker is not installed, or Weights & Biases has no login.
@@ -244,7 +250,7 @@ def read_metrics(directory: Path) -> Iterator[Line]:
 
 
 def read_curves(directory: Path) -> tuple[list[Line], list[Line]]:
-    """Read the training curves for the report from metrics.jsonl: steps, and evaluations.
+    """Read the curves of a training from metrics.jsonl: its steps, and its evaluations.
 
     Each evaluation holds step, head_losses, head_top1 and, for Medusa-2, the `kl` to the original.
     """

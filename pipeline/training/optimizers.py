@@ -19,7 +19,7 @@ ParameterGroup = dict[str, Any]  # the arguments of one group of torch's optimiz
 
 
 def trainable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the module's parameters that require gradients, by name."""
+    """Return the parameters of a module that training changes, by name."""
     named = module.named_parameters()
     return {name: parameter for name, parameter in named if parameter.requires_grad}
 
@@ -81,12 +81,14 @@ def _adamw_8bit(groups: list[ParameterGroup]) -> torch.optim.Optimizer:
     optimizer: torch.optim.Optimizer = AdamW8bit(sliced_groups)
 
     def pass_gradients(*_: Any) -> None:
+        """Give each matrix its slice of the gradient of its stack before a step."""
         for stack, parameters in slices.items():
             assert stack.grad is not None, "the trainer gives every parameter a gradient"
             for parameter, gradient in zip(parameters, _matrices(stack.grad), strict=True):
                 parameter.grad = gradient
 
     def free_gradients(*_: Any) -> None:
+        """Drop the gradients of the matrices after a training step."""
         optimizer.zero_grad()  # of the slices; the trainer clears the stacks' gradients
 
     optimizer.register_step_pre_hook(pass_gradients)
@@ -95,7 +97,7 @@ def _adamw_8bit(groups: list[ParameterGroup]) -> torch.optim.Optimizer:
 
 
 def _matrices(stack: Tensor) -> list[Tensor]:
-    """Split a parameter [..., A, B] into views of its matrices [A, B]."""
+    """Split a trained parameter [..., A, B] into views of its matrices [A, B]."""
     if stack.dim() <= 2:
         return [stack]
     return list(stack.flatten(0, -3).unbind(0))

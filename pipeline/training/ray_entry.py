@@ -106,6 +106,7 @@ class DeathReporter(UserCallback):
         self.on_death = on_death
 
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
+        """Report each training worker that died, with the last line of its error."""
         for rank, error in worker_exceptions.items():
             self.on_death(error=f"training worker {rank}: {last_line(error)}")
 

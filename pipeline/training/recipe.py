@@ -56,6 +56,7 @@ class Recipe:
 
     @property
     def total_steps(self) -> int:
+        """The number of training steps over all epochs."""
         return self.steps_per_epoch * self.epochs
 
     def describe(self) -> str:
@@ -130,7 +131,7 @@ def make_recipe(
 
 
 def too_few_steps(recipes: Sequence[Recipe]) -> str | None:
-    """Return a warning if a training phase has too few steps for useful heads, otherwise None."""
+    """Return a warning if a training phase has too few steps for useful heads, or None."""
     fewest = min(recipe.total_steps for recipe in recipes)
     if fewest >= FEW_STEPS:
         return None

@@ -56,6 +56,7 @@ class TrainSpec:
 
     @property
     def path(self) -> Path:
+        """The directory of this training or training phase."""
         return Path(self.directory)
 
     @property
@@ -65,7 +66,7 @@ class TrainSpec:
 
     @property
     def adapter_path(self) -> Path:
-        """Path of the tuned backbone's LoRA adapter."""
+        """Path of the LoRA adapter that Medusa-2 trains."""
         return self.path / "adapter"
 
     @property
@@ -76,6 +77,7 @@ class TrainSpec:
 
     @property
     def heads_shape(self) -> HeadsShape:
+        """The shape of the heads that this training trains."""
         shape = self.kind.shape_of(self.settings, self.hidden_size, self.vocab_size)
         return shape.drafting(self.settings.draft_vocab)
 
@@ -129,6 +131,7 @@ class Workers:
 
     @property
     def is_first(self) -> bool:
+        """Whether this is the training worker that writes files and logs."""
         return self.rank == 0
 
     def wait(self) -> None:
@@ -142,7 +145,7 @@ class Workers:
             dist.all_reduce(tensor)
 
     def from_first(self, number: int, device: torch.device) -> int:
-        """Broadcast the first training worker's number to every worker."""
+        """Broadcast a number from the first training worker to every worker."""
         sent = torch.tensor(number, device=device)
         if self.world_size > 1:
             dist.broadcast(sent, src=0)
@@ -224,17 +227,17 @@ class Learner(ABC):
 
     @abstractmethod
     def metrics(self, step: int, means: list[float]) -> StepMetrics:
-        """Return a step's entries in metrics.jsonl, given the mean of each loss component."""
+        """Return a training step's metrics, given the mean of each loss component."""
 
     @abstractmethod
     def evaluate(self) -> Evaluation:
-        """Evaluate the trained modules on held-out text, all workers together."""
+        """Evaluate the modules in training on held-out text, all workers together."""
 
     def write(self) -> None:  # noqa: B027  (most write nothing)
         """Write the training's outputs other than the heads; called on the first worker."""
 
     def autocast(self) -> torch.autocast:
-        """Return a context manager in which training computes matrix products in `self.dtype`."""
+        """Return the autocast context of training's matrix products, in `self.dtype`."""
         enabled = self.dtype != torch.float32
         return torch.autocast(self.device.type, self.dtype, enabled=enabled)
 
@@ -263,7 +266,7 @@ def choose_device(spec: TrainSpec) -> torch.device:
 
 @contextlib.contextmanager
 def gpu_errors(spec: TrainSpec, saves_memory: Sequence[str]) -> Iterator[None]:
-    """Turn CUDA out-of-memory and missing-kernel errors of training into EnvironmentFault."""
+    """Context manager: turn training's CUDA memory and kernel errors into EnvironmentFault."""
     try:
         yield
     except (torch.OutOfMemoryError, torch.AcceleratorError) as error:

@@ -124,7 +124,7 @@ class TextPlan:
 
 
 class TextBatch(NamedTuple):
-    """Batch of packed sequences [B, T] with labels at learned positions of the flattened [B·T]."""
+    """Training batch of packed sequences [B, T], with labels at learned positions of [B·T]."""
 
     ids_BT: Tensor
     positions_BT: Tensor
@@ -135,12 +135,12 @@ class TextBatch(NamedTuple):
     teacher_KN: Tensor
 
     def to(self, device: torch.device) -> TextBatch:
-        """Copy the batch's tensors to a device."""
+        """Copy a training batch of packed sequences to a device."""
         return TextBatch(*(tensor.to(device, non_blocking=True) for tensor in self))
 
 
 def assemble_texts(sequences: Sequence[Sequence[Text]], num_heads: int) -> TextBatch:
-    """Assemble a training batch of packed sequences; each padding token is its own conversation.
+    """Assemble a training batch of packed sequences; a padding token sees only itself.
 
     Without sequences the batch is one token without a label.
     """

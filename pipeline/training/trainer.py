@@ -123,7 +123,7 @@ class TrainState:
     stale: int = 0  # evaluations since the best one
 
     def record(self, evaluation: Evaluation, loss: float | None) -> bool:
-        """Record a held-out evaluation; return whether this is the best state so far."""
+        """Record a training's held-out evaluation; return whether this state is the best."""
         if loss is not None and self.best_loss is not None and not loss < self.best_loss:
             self.stale += 1
             return False
@@ -144,6 +144,7 @@ class TrainState:
 
     @property
     def tokens_per_second(self) -> float:
+        """The training's positions per second, over all workers."""
         return self.tokens / self.seconds
 
     def result(self, recipe: Recipe) -> TrainResult:
@@ -163,7 +164,7 @@ class TrainState:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Result of one optimizer step over all workers, with its entries in metrics.jsonl."""
+    """Result of one training step over all workers, with its entries in metrics.jsonl."""
 
     loss: float
     positions: int  # learned from
@@ -184,7 +185,7 @@ class Trainer:
         self.best: dict[str, Tensor] = {}
 
     def step(self, step: int, batches: Sequence[Any]) -> StepResult:
-        """Take one optimizer step together with the other workers, on this worker's micro-batches.
+        """Take one training step together with the other workers, on this worker's micro-batches.
 
         Raises:
             CheckFailed: The loss or its gradient is not finite.
@@ -232,7 +233,7 @@ class Trainer:
         return StepResult(loss, int(num_positions), metrics)
 
     def run(self, progress: ProgressReporter, phase: str = "") -> TrainResult:
-        """Train to the last step or early stopping, write the best heads, return the result."""
+        """Train to the last step or early stopping, write the best heads and return the result."""
         learner = self.learner
         spec = learner.spec
         recipe = learner.recipe
@@ -272,14 +273,14 @@ class Trainer:
         return result
 
     def write_best(self, result: TrainResult) -> None:
-        """Write the best adapter and then the best heads with the training result."""
+        """Write the best adapter of the training, then its best heads with the result."""
         if self.best:
             self.modules.load_state_dict(self.best, strict=False)  # frozen weights stay
         self.learner.write()
         write_heads(self.learner.spec.heads_path, self.learner.heads, result.to_json())
 
     def evaluate(self, state: TrainState) -> Evaluation:
-        """Evaluate on held-out text; copy the weights if this state is the best so far."""
+        """Evaluate a training on held-out text; copy its weights if this state is the best."""
         evaluation = self.learner.evaluate()
         is_best = state.record(evaluation, evaluation.loss(self.settings.decay))
         if is_best and self.learner.workers.is_first:
@@ -288,7 +289,7 @@ class Trainer:
         return evaluation
 
     def save(self, checkpoints: Checkpoints, state: TrainState) -> None:
-        """Save weights, optimizer state and progress as a checkpoint."""
+        """Save weights, optimizer state and progress as a training checkpoint."""
         moments, numbers = optimizer_state(self.optimizer)
         tensors = {f"optimizer/{name}": tensor for name, tensor in moments.items()}
         for name, weight in self.trained.items():
