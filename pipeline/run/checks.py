@@ -24,13 +24,13 @@ from pipeline.training.metrics import require_trackers
 
 
 def check_run(run: ResolvedRun) -> None:
-    """Run every check of a resolved run; raise the first problem."""
+    """Run every check before a run starts; raise the first problem."""
     for check in CHECKS:
         check(run)
 
 
 def check_plan(run: ResolvedRun) -> list[str]:
-    """Run every check for `plan`: raise errors of settings, return faults of this machine."""
+    """Run the checks before a run for `plan`: raise errors of settings, return machine faults."""
     notes: list[str] = []
     for check in CHECKS:
         try:
@@ -42,26 +42,26 @@ def check_plan(run: ResolvedRun) -> list[str]:
 
 
 def unread_settings(run: ResolvedRun) -> list[str]:
-    """Return a warning of keys that only another kind of heads or training method reads."""
+    """Return a warning of keys that the run's kind of heads and training method do not read."""
     train = run.config.train
     unread = ", ".join(run.method.unread_keys(train))
     return [f"Not read by {train.heads} heads and {train.method}: {unread}."] if unread else []
 
 
 def check_placements(run: ResolvedRun) -> None:
-    """Raise EnvironmentFault for workers of open stages that can never be placed."""
+    """Refuse to start a run whose workers can never be placed on this machine or cluster."""
     for stage in run.open_stages:
         for section in run.sections_of(stage):
             run.placement(section)
 
 
 def check_heads(run: ResolvedRun) -> None:
-    """Refuse export formats that cannot store the heads."""
+    """Refuse to start a run whose export formats cannot store the heads."""
     check_formats(run.kind, run.shape, run.config.export.formats)
 
 
 def check_tree(run: ResolvedRun) -> None:
-    """Refuse a tree or a chain of draft tokens that the heads cannot propose."""
+    """Refuse to start a run whose heads cannot propose its tree or its chain of draft tokens."""
     settings = run.config.calibrate
     most_by_key = {"depth": run.shape.max_depth, "draft_tokens": run.max_draft_tokens}
     for key, most in most_by_key.items():
@@ -76,7 +76,7 @@ def check_tree(run: ResolvedRun) -> None:
 
 
 def check_quantization(run: ResolvedRun) -> None:
-    """Refuse vLLM for a target that bitsandbytes quantizes on loading."""
+    """Refuse to start a run that asks vLLM for a target that bitsandbytes quantizes."""
     keys = _keys_of_vllm(run)
     if run.config.target.quantization and keys:
         raise ConfigError(
@@ -87,7 +87,7 @@ def check_quantization(run: ResolvedRun) -> None:
 
 
 def _keys_of_vllm(run: ResolvedRun) -> list[str]:
-    """List the configuration keys that ask for vLLM."""
+    """List the run's configuration keys that ask for vLLM."""
     config, keys = run.config, []
     if config.generate.engine == "vllm" and config.generate.mode != "passthrough":
         keys.append("generate.engine")
@@ -99,7 +99,7 @@ def _keys_of_vllm(run: ResolvedRun) -> list[str]:
 
 
 def check_labels(run: ResolvedRun) -> None:
-    """Refuse answers so short that the last head has no label.
+    """Refuse to start a run with answers so short that the last head has no label.
 
     Head k reads the state before an answer's token and guesses the (k+1)-th after that token: an
     answer of n tokens has labels for n - 1 heads. Passed-through answers are as long as the seeds'.
@@ -115,19 +115,19 @@ def check_labels(run: ResolvedRun) -> None:
 
 
 def check_sources(run: ResolvedRun) -> None:
-    """Refuse seed sources that name no readable file."""
+    """Refuse to start a run with a seed source that names no readable file."""
     for reader in source_readers(run.config.seeds):
         reader.files()
 
 
 def check_models(run: ResolvedRun) -> None:
-    """Refuse a target, served copy or assistant that does not exist or cannot be reached."""
+    """Refuse to start a run whose target, served copy or assistant is missing or unreachable."""
     for problem in run.problems.values():
         raise problem
 
 
 def check_target(run: ResolvedRun) -> None:
-    """Refuse a target whose vocabulary or context is too small."""
+    """Refuse to start a run with a target whose vocabulary or context is too small."""
     if TARGET not in run.models:
         return  # seeds alone need no target
     config = run.config
@@ -161,7 +161,7 @@ def check_target(run: ResolvedRun) -> None:
 
 
 def check_served_copy(run: ResolvedRun) -> None:
-    """Refuse a copy of another vocabulary or hidden size than the target's."""
+    """Refuse to start a run whose served copy has another vocabulary or hidden size."""
     if SERVED not in run.models or TARGET not in run.models:
         return
     copy, target = run.model(SERVED).config.get_text_config(), run.target_config.get_text_config()
@@ -174,19 +174,19 @@ def check_served_copy(run: ResolvedRun) -> None:
 
 
 def check_readers(run: ResolvedRun) -> None:
-    """Refuse a quantized target or copy that an engine cannot read here.
+    """Refuse to start a run with a quantized target or copy that an engine cannot read here.
 
     On a cluster the workers decide.
     """
     config = run.config
     if os.environ.get("RAY_ADDRESS") or TARGET not in run.models:
         return
-    engines: dict[str, str] = {
-        config.generate.engine: "generate",
-        config.features.engine: "features",
-    }
-    engines |= {name: ENGINE_SECTIONS[name] for name in config.check.engines}
-    for engine, section in engines.items():
+    used: list[tuple[str, str]] = [
+        (config.generate.engine, "generate"),
+        (config.features.engine, "features"),
+    ]
+    used += [(name, ENGINE_SECTIONS[name]) for name in config.check.engines]
+    for engine, section in used:
         on_gpu = run.gpus_of(section) > 0
         require_readable(run.target, engine, on_gpu=on_gpu, where=TARGET)
         copy = run.served_copies.get(engine)
@@ -195,7 +195,7 @@ def check_readers(run: ResolvedRun) -> None:
 
 
 def check_driver(run: ResolvedRun) -> None:
-    """Refuse a GPU driver that torch cannot use, unless no stage is to use GPUs."""
+    """Refuse to start a run with a GPU driver that torch cannot use, unless no stage uses GPUs."""
     sections = run.config.placement.of_stages().values()
     if set(run.stages) == {"seeds"} or all(wanted.gpus_per_worker == 0 for wanted in sections):
         return
@@ -210,13 +210,13 @@ def check_driver(run: ResolvedRun) -> None:
 
 
 def check_method(run: ResolvedRun) -> None:
-    """Refuse settings and targets that the training method cannot train."""
+    """Refuse to start a run with settings or a target that the training method cannot train."""
     if "train" in run.stages and TARGET in run.models:
         run.method.check(run.config, run.target)
 
 
 def check_files(run: ResolvedRun) -> None:
-    """Refuse `check.prompts` or `calibrate.data` that names no file."""
+    """Refuse to start a run whose `check.prompts` or `calibrate.data` names no file."""
     files = {"check.prompts": run.config.check.prompts, "calibrate.data": run.config.calibrate.data}
     for key, path in files.items():
         if isinstance(path, Path) and not path.is_file():
@@ -228,7 +228,7 @@ def check_files(run: ResolvedRun) -> None:
 
 
 def check_acceptance(run: ResolvedRun) -> None:
-    """Refuse parameters that the acceptance rule does not use."""
+    """Refuse to start a run with parameters that its acceptance rule does not use."""
     check, key = run.config.check, None
     rule = check.acceptance
     if rule != "greedy" and check.temperature == 0:
@@ -246,7 +246,7 @@ def check_acceptance(run: ResolvedRun) -> None:
 
 
 def check_push(run: ResolvedRun) -> None:
-    """Refuse settings that the Hub would refuse after hours of work."""
+    """Refuse to start a run with push settings that the Hub would refuse after hours of work."""
     push = run.config.push
     for repo_id in run.repositories:
         check_repo_id(repo_id, "push.repo_id, push.dataset", with_owner=True)
@@ -261,7 +261,10 @@ def check_push(run: ResolvedRun) -> None:
 
 
 def check_root(run: ResolvedRun) -> None:
-    """Refuse `run.root` or `run.store` in the uploaded copy of a Ray job, which Ray deletes."""
+    """Refuse to start a run whose directory lies in the uploaded copy of a Ray job.
+
+    Ray deletes that copy, so `run.root` and `run.store` must be elsewhere.
+    """
     if not os.environ.get(SUBMITTED_JOB):
         return
     for key in ("root", "store"):
@@ -275,7 +278,7 @@ def check_root(run: ResolvedRun) -> None:
 
 
 def check_packages(run: ResolvedRun) -> None:
-    """Refuse packages that open stages need and this machine lacks; none is imported.
+    """Refuse to start a run without the packages that its open stages need; none is imported.
 
     On a cluster the workers' packages decide.
     """
@@ -300,7 +303,7 @@ def check_packages(run: ResolvedRun) -> None:
 
 
 def check_trackers(run: ResolvedRun) -> None:
-    """Refuse trackers that are not installed here or that nobody is logged in to."""
+    """Refuse to start a run with trackers that are not installed or that have no login here."""
     if "train" in run.open_stages and not os.environ.get("RAY_ADDRESS"):
         require_trackers(run.config.train.report_to)
 

@@ -45,15 +45,17 @@ class Context:
 
     @property
     def config(self) -> Config:
+        """The configuration of the run."""
         return self.resolved.config
 
     @property
     def target(self) -> TargetSpec:
+        """The run's target, in the dtype of its workers."""
         return self.resolved.target
 
     @functools.cached_property
     def executor(self) -> Executor:
-        """The executor, started when the first stage needs one."""
+        """The executor of the run's stages, started when the first stage needs one."""
         return make_executor(self.executor_name)
 
     def resolve_on_cluster(self) -> None:
@@ -64,7 +66,7 @@ class Context:
             self.resolved = self.resolved.on(self.executor.resources())
 
     def close(self) -> None:
-        """Stop the executor and release the locks of the stage directories."""
+        """End the run: stop its executor and release the locks of its stage directories."""
         if "executor" in self.__dict__:
             self.executor.close()
         for directory in self.directories.values():
@@ -72,10 +74,11 @@ class Context:
 
     @functools.cached_property
     def digests(self) -> FileDigests:
+        """The sha256 of files that the run reads, cached in its store."""
         return FileDigests(self.run.store / "digests.json", read_only=self.read_only)
 
     def tell_damage(self, stage: StageDirectory, damaged: Sequence[Path]) -> None:
-        """Print and log the damaged files of a stage, which are made again."""
+        """Print and log the damaged files of one of the run's stages, which are made again."""
         if damaged:
             names = [str(path.relative_to(stage.path)) for path in damaged]
             self.run.event("damaged", stage=stage.stage, files=names)
@@ -83,19 +86,19 @@ class Context:
             print_stage(self.console, "[yellow]![/]", stage.stage, line)
 
     def backbone(self, stage: str) -> TargetSpec:
-        """The model under the heads: the target, or the tuned backbone that `stage` wrote."""
+        """Return the model under the run's heads: the target, or the one that `stage` tuned."""
         if not self.resolved.method.tunes_backbone:
             return self.target
         tuned = str(self.upstream[stage].path / BACKBONE_DIRECTORY)
         return replace(self.target, model=tuned, revision=None)
 
     def weights_identity(self, spec: TargetSpec) -> Identity:
-        """Hash the weight files of another model than the target."""
+        """Hash the weight files of another model of the run than the target."""
         return self.digests.of_all(weight_files(spec, fetch=not self.read_only))
 
     @functools.cached_property
     def target_identity(self) -> Identity:
-        """The target's part of a stage fingerprint: file hashes, dtype, quantization, template.
+        """The run's target in a stage fingerprint: file hashes, dtype, quantization, template.
 
         Raises:
             EnvironmentFault: Its weights would have to be downloaded first, and the context is
@@ -104,7 +107,7 @@ class Context:
         return self._identify_target(fetch=not self.read_only)
 
     def _identify_target(self, *, fetch: bool) -> Identity:
-        """Hash the target's files, and collect the settings that change its text."""
+        """Hash the files of the run's target, and collect the settings that change its text."""
         spec = self.target
         paths = weight_files(spec, fetch=fetch)
         identity = {
@@ -120,7 +123,7 @@ class Context:
         return identity
 
     def identify_target_again(self) -> None:
-        """Hash the target's files again, without asking the Hub, if they were hashed before.
+        """Hash the files of the run's target again, offline, if they were hashed before.
 
         Raises what `target_identity` raises.
         """
@@ -128,7 +131,7 @@ class Context:
             self.target_identity = self._identify_target(fetch=False)
 
     def placement(self, section: str) -> Placement:
-        """Place the workers of a `placement` section; raise EnvironmentFault if they never fit."""
+        """Place the run's workers of a `placement` section; raise if they never fit."""
         return self.resolved.on(self.executor.resources()).placement(section)
 
     def call(
@@ -139,14 +142,14 @@ class Context:
         /,
         **arguments: Any,
     ) -> Any:
-        """Call a function on a worker of a `placement` section, with `gpus` as an argument."""
+        """Call a function of the run on a worker of a `placement` section, with argument `gpus`."""
         placement = self.placement(section)
         arguments["gpus"] = placement.gpus
         return self.executor.call(function, arguments, placement, progress)
 
     @contextlib.contextmanager
     def progress(self, stage: StageDirectory) -> Iterator[ProgressReporter]:
-        """Context manager: a progress reporter for one stage, shown by a meter."""
+        """Context manager: a progress reporter for one stage of the run, shown by a meter."""
         with Meter(self.console, stage.stage) as meter:
             progress = ProgressReporter(stage.path.absolute() / "progress.tmp", meter.show)
             try:
@@ -182,14 +185,14 @@ class Stage:
     parts: tuple[str, ...] = ()  # folders that are made again alone when a file is damaged
 
     def identity_of(self, context: Context) -> Identity:
-        """Collect the stage's code version, settings and upstream fingerprints."""
+        """Collect the stage's identity in a run: code version, settings and upstream stages."""
         upstream = {}
         for name in self.upstream(context.config):
             upstream[name] = context.upstream[name].fingerprint
         return {"version": self.version, "settings": self.identity(context), "upstream": upstream}
 
     def one_line(self, summary: Summary) -> str:
-        """Format the figures of a finished stage for its line on the terminal."""
+        """Format a finished stage's figures for its line in the run's terminal output."""
         parts = []
         for key in self.figures:
             value: Any = summary
@@ -201,7 +204,7 @@ class Stage:
         return ", ".join(parts)
 
     def locate(self, context: Context) -> StageDirectory:
-        """Return the stage's directory in the store, named by its fingerprint; create nothing."""
+        """Return the stage's directory in the run's store, named by its fingerprint."""
         meaning = fingerprint({"stage": self.name, **self.identity_of(context)})
         directory = StageDirectory(
             context.run.store, self.name, meaning, scratch=self.scratch, parts=self.parts
@@ -209,10 +212,10 @@ class Stage:
         return context.directories.setdefault(directory.path, directory)
 
     def contents(self, context: Context) -> dict[str, str]:
-        """Return the content hashes of the upstream stages' results, by stage name."""
+        """Return the content hashes of the stage's upstream results in this run, by stage name."""
         return {name: context.upstream[name].content for name in self.upstream(context.config)}
 
 
 def reads(*names: str) -> Callable[[Config], tuple[str, ...]]:
-    """Return an `upstream` of fixed stage names, independent of the configuration."""
+    """Return the `upstream` of a stage declaration that reads the same stages in every run."""
     return lambda config: names

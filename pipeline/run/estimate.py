@@ -54,18 +54,19 @@ class RunSize:
 
     @property
     def disk_bytes(self) -> int | None:
+        """The estimated bytes on disk of the run's cached states; None while unknown."""
         return None if self.tokens is None else self.tokens * self.bytes_per_position
 
 
 def on_planned_gpus(run: ResolvedRun) -> ResolvedRun:
-    """Return the run on GPUs of `placement.gpu_memory_gb`; unchanged where that is not set."""
+    """Return the run to estimate on GPUs of `placement.gpu_memory_gb`, if that is set."""
     if run.config.placement.gpu_memory_gb is None:
         return run
     return run.on(Resources(((run.machine.cpus, 1),)))
 
 
 def run_size(run: ResolvedRun, seeds: Summary | None, generated: Summary | None) -> RunSize:
-    """Count the tokens, the bytes of a cached state and the optimizer steps of a run.
+    """Estimate the size of a run: its tokens, bytes per cached state and optimizer steps.
 
     Every answer is counted as long as it may be, and the states of a target that cannot be reached
     now as a 7B model's.
@@ -99,7 +100,7 @@ def run_size(run: ResolvedRun, seeds: Summary | None, generated: Summary | None)
 
 
 def _count_conversations(run: ResolvedRun) -> int | None:
-    """Count conversations in local files, and the limits of the Hub's data sets."""
+    """Estimate the run's conversations: those in local files, and the limits of Hub data sets."""
     count, local = 0, []
     for reader in source_readers(run.config.seeds):
         if reader.source.path:
@@ -112,7 +113,7 @@ def _count_conversations(run: ResolvedRun) -> int | None:
 
 
 def target_sizes(run: ResolvedRun) -> TargetSizes | None:
-    """Count the target's parameters; None where its config.json is not enough."""
+    """Count the target's parameters for the estimate of a run; None if its config is not enough."""
     return parameter_counts(run.target, run.target_config) if TARGET in run.models else None
 
 
@@ -133,41 +134,42 @@ class StageMemory:
 
     @property
     def total(self) -> float:
+        """The estimated bytes in all."""
         trained = self.heads + self.gradients + self.optimizer
         return self.weights + trained + self.activations + self.cache
 
     def fits(self, tolerance: float = TOLERANCE) -> bool:
-        """Return whether the estimate is within device memory times 1 + `tolerance`."""
+        """Return whether the estimated memory is within the device's times 1 + `tolerance`."""
         return self.device_bytes is None or self.total <= (1 + tolerance) * self.device_bytes
 
 
 def memory_of_stages(
     run: ResolvedRun, target: TargetSizes, positions: int = 0
 ) -> list[StageMemory]:
-    """Estimate the memory of one worker of each stage that loads the target or trains.
+    """Estimate the memory of one worker of each stage of a run that loads the target or trains.
 
     Args:
         positions: To train on; without them batches are the largest that the recipe makes.
     """
     config, memory = run.config, []
     if config.generate.mode != "passthrough":
-        memory.append(_decoding(run, target, "generate", "generate", num_texts=1))
+        memory.append(_decoding_memory(run, target, "generate", "generate", num_texts=1))
     features = "features"
     if features in run.method.skipped_stages(config.train):
         features = "tuned-features"
-    memory.append(_decoding(run, target, features, "features", num_texts=0))
+    memory.append(_decoding_memory(run, target, features, "features", num_texts=0))
     for name, learner in run.method.phases(config.train):
-        phase = _training(run, target, name or "train", learner, positions or MANY_POSITIONS)
+        phase = _training_memory(run, target, name or "train", learner, positions or MANY_POSITIONS)
         memory.append(phase)
-    heads = sum(weight.numel() for weight in _heads(run, run.shape.num_heads).parameters())
+    heads = sum(weight.numel() for weight in _heads_to_count(run, run.shape.num_heads).parameters())
     for engine in config.check.engines:
-        check = _decoding(run, target, "check", ENGINE_SECTIONS[engine], num_texts=2)
+        check = _decoding_memory(run, target, "check", ENGINE_SECTIONS[engine], num_texts=2)
         memory.append(replace(check, name=f"check, {engine}", heads=heads * target.itemsize))
     return memory
 
 
 def _device_bytes(run: ResolvedRun, stage: str, section: str) -> float | None:
-    """Return the memory of a worker's device, in bytes; None if it cannot be known here."""
+    """Return the memory of the device to compare an estimate with; None if it is not known here."""
     if run.gpus_of(section):
         gigabytes = run.config.placement.gpu_memory_gb
         return gigabytes * GIB if gigabytes else gpu_memory()
@@ -177,10 +179,10 @@ def _device_bytes(run: ResolvedRun, stage: str, section: str) -> float | None:
     return machine_memory() / workers
 
 
-def _decoding(
+def _decoding_memory(
     run: ResolvedRun, target: TargetSizes, stage: str, section: str, num_texts: int
 ) -> StageMemory:
-    """Estimate a stage that runs the target without gradients and caches `num_texts` texts."""
+    """Estimate the memory of a stage that runs the target and caches `num_texts` texts."""
     gpus = max(1, run.gpus_of(section))
     cached = num_texts * CACHED_TOKENS * cached_numbers(run.target_config)
     return StageMemory(
@@ -193,21 +195,21 @@ def _decoding(
     )
 
 
-def _heads(run: ResolvedRun, num_heads: int) -> Heads:
-    """Build `num_heads` of the heads on the meta device, where they take no memory."""
+def _heads_to_count(run: ResolvedRun, num_heads: int) -> Heads:
+    """Build `num_heads` heads on the meta device, to count their memory in an estimate."""
     shape = run.shape.drafting(run.config.train.draft_vocab)
     return run.kind(replace(shape, num_heads=num_heads), device=torch.device("meta"))
 
 
 def _num_trained(heads: Heads) -> int:
-    """Count the parameters of heads that train."""
+    """Count the parameters that train, for the estimate of a run's memory."""
     return sum(weight.numel() for weight in heads.parameters() if weight.requires_grad)
 
 
-def _training(
+def _training_memory(
     run: ResolvedRun, target: TargetSizes, name: str, learner: type[Learner], positions: int
 ) -> StageMemory:
-    """Estimate the memory of a training step at its peak, while the loss is computed.
+    """Estimate the memory of the run's training at its peak, while the loss is computed.
 
     A worker holds the weights, gradients and moments of the heads in fp32; the states of its
     positions, cached ones or those that the layers of the backbone keep; and the numbers that the
@@ -217,7 +219,7 @@ def _training(
     device = torch.device("cuda" if run.gpus_of("train") else "cpu")
     width = product_dtype(train, device).itemsize
     hidden_size = run.shape.hidden_size
-    heads = _heads(run, train.num_heads)
+    heads = _heads_to_count(run, train.num_heads)
     num_trained = _num_trained(heads)
     weights, num_adapter, num_gradients = 0.0, 0, num_trained
     if learner.tunes_backbone:
@@ -256,8 +258,8 @@ def _training(
 
 
 def _kept_by_heads(run: ResolvedRun, num_positions: int) -> float:
-    """Count the numbers that heads keep of positions for the backward, and those of lm_heads."""
-    one_head, hidden_size = _heads(run, 1), run.shape.hidden_size
+    """Estimate how many numbers the heads keep for the backward, and those of lm_heads."""
+    one_head, hidden_size = _heads_to_count(run, 1), run.shape.hidden_size
     lm_heads = one_head.lm_head.numel()
     matrices = _num_trained(one_head)
     if one_head.lm_head.requires_grad:
@@ -269,7 +271,10 @@ def _kept_by_heads(run: ResolvedRun, num_positions: int) -> float:
 
 
 def check_memory(run: ResolvedRun) -> None:
-    """Refuse open stages that exceed the memory of their device by more than the tolerance."""
+    """Refuse to start a run with a stage whose estimated memory exceeds its device's.
+
+    The estimate may exceed it by the tolerance.
+    """
     run = on_planned_gpus(run)
     target = target_sizes(run) if run.open_stages else None
     if target is None:

@@ -26,7 +26,7 @@ FIGURES = ("seeds", "generate", "features", "train", "export")  # parts of Repor
 
 
 def publish_report(context: Context) -> None:
-    """Write report.json, .md and .html, renew the export's model card, and print the report."""
+    """Publish the run's report: write its files, renew the export's card, and print it."""
     config = context.config
     report, extras = assemble_report(context.run, config), drawing_data(context.run)
     for name, text in report_texts(report, extras).items():
@@ -48,7 +48,7 @@ def publish_report(context: Context) -> None:
 
 
 def assemble_report(run: RunDirectory, config: Config, without: Collection[str] = ()) -> Report:
-    """Assemble the report of a run's finished stages, except those in `without`.
+    """Collect the summaries of a run's finished stages, except those in `without`, in a report.
 
     Speeds, hardware, versions and a Hub target's commit are those of the check.
     """
@@ -97,9 +97,9 @@ def assemble_report(run: RunDirectory, config: Config, without: Collection[str] 
 
 
 def drawing_data(run: RunDirectory) -> Extras:
-    """Read the tree, the training curves and the samples that the report draws.
+    """Read the tree, curves and samples of a run's finished stages, which its report draws.
 
-    Without the curves where their log is damaged.
+    Curves are left out if their log is damaged.
     """
     extras = Extras()
     for name, stage in run.stages().items():

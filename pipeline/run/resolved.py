@@ -50,12 +50,12 @@ class ResolvedModel:
 
     @classmethod
     def of(cls, settings: TargetConfig) -> ResolvedModel:
-        """Look up a model's files and configuration; raise as `resolve` does."""
+        """Resolve a model of the run: look up its files and configuration, as `resolve` does."""
         spec = resolve(settings, on_gpu=False)
         return cls(spec, model_config(spec), settings.dtype)
 
     def on(self, *, on_gpu: bool) -> TargetSpec:
-        """Return the model's spec in the dtype of workers with or without GPUs."""
+        """Return the spec of a model of the run in the dtype of workers with or without GPUs."""
         if self.dtype != "auto":
             return self.spec
         return replace(self.spec, dtype=own_dtype(self.config, on_gpu))
@@ -84,14 +84,14 @@ class ResolvedRun:
         return replace(self, machine=machine)
 
     def model(self, key: str) -> ResolvedModel:
-        """Look up the model that a key names; raise the error of an unavailable model."""
+        """Look up the run's model that a key names; raise the error of an unavailable model."""
         if key in self.problems:
             raise self.problems[key]
         return self.models[key]
 
     @functools.cached_property
     def target(self) -> TargetSpec:
-        """The spec of the target, in the dtype of the workers of `features`.
+        """The spec of the run's target, in the dtype of the workers of `features`.
 
         Raises:
             ConfigError: There is no such target, or it cannot be accelerated by tree verification.
@@ -101,16 +101,17 @@ class ResolvedRun:
 
     @property
     def target_config(self) -> PretrainedConfig:
+        """The transformers configuration of the run's target."""
         return self.model(TARGET).config
 
     @property
     def context(self) -> int:
-        """Context length of the target in tokens."""
+        """The context length of the run's target in tokens."""
         return context_length(self.model(TARGET).spec, self.target_config)
 
     @property
     def served_copies(self) -> dict[str, TargetSpec]:
-        """The spec of `check.served_model` for each engine of the check; empty without one."""
+        """The run's `check.served_model` for each engine of the check; empty without one."""
         if self.config.check.served_model is None:
             return {}
         copies: dict[str, TargetSpec] = {}
@@ -121,7 +122,7 @@ class ResolvedRun:
 
     @property
     def assistant(self) -> TargetSpec | None:
-        """The assistant model of the check's baselines, in the target's dtype."""
+        """The assistant of the run's baselines, in the target's dtype."""
         if self.config.check.assistant_model is None:
             return None
         return replace(self.model(ASSISTANT).spec, dtype=self.target.dtype)
@@ -133,15 +134,18 @@ class ResolvedRun:
         return repositories(push, self.kind, target, tuned=self.method.tunes_backbone)
 
     def gpus_of(self, section: str) -> int:
-        """Number of GPUs of each worker in a section of `placement`."""
+        """Return how many GPUs each of the run's workers in a section of `placement` has."""
         return gpus_of(self._wanted(section), self.machine)
 
     def workers_of(self, section: str) -> int:
-        """Number of workers in a section of `placement`; `auto` fills the machine."""
+        """Return how many workers the run has in a section of `placement`.
+
+        With `auto` they fill the machine.
+        """
         return workers_of(self._wanted(section), self.machine)
 
     def placement(self, section: str) -> Placement:
-        """Place the workers of a section of `placement`.
+        """Place the run's workers of a section of `placement`.
 
         Raises:
             EnvironmentFault: The machine or cluster can never fit them; the sum is spelled out.
@@ -149,10 +153,11 @@ class ResolvedRun:
         return place(section, self._wanted(section), self.machine)
 
     def _wanted(self, section: str) -> PlacementOf:
+        """Return the run's settings of a section of `placement`."""
         return self.config.placement.of_stages()[section]
 
     def sections_of(self, stage: str) -> list[str]:
-        """List the sections of `placement` whose workers a stage always uses."""
+        """List the sections of `placement` whose workers a stage of the run always uses."""
         if stage == "check":
             return [ENGINE_SECTIONS[engine] for engine in self.config.check.engines]
         section = SECTIONS.get(stage)
@@ -160,23 +165,23 @@ class ResolvedRun:
 
     @property
     def times_trees(self) -> bool:
-        """Whether native decoding is timed to choose the number of tree nodes."""
+        """Whether the run times native decoding to choose the number of tree nodes."""
         return self.config.calibrate.nodes == "auto" and not self.config.calibrate.choices
 
     @property
     def times_chain(self) -> bool:
-        """Whether native decoding is timed to choose the number of vLLM's draft tokens."""
+        """Whether the run times native decoding to choose the number of vLLM's draft tokens."""
         is_auto = self.times_trees and self.config.calibrate.draft_tokens == "auto"
         return is_auto and self.kind.vllm_method is not None
 
     @property
     def max_draft_tokens(self) -> int:
-        """The most tokens that the heads can draft in a row and an engine accepts."""
+        """The most tokens that the run's heads can draft in a row and an engine accepts."""
         return min(self.shape.max_depth, MAX_NUM_HEADS)
 
     @functools.cached_property
     def choices(self) -> tuple[TreePath, ...] | None:
-        """Paths of the tree in `calibrate.choices`, validated; None where a tree is searched.
+        """The run's tree paths in `calibrate.choices`, validated; None where a tree is searched.
 
         A named tree that is deeper than the heads can propose is cut.
 
@@ -203,7 +208,7 @@ class ResolvedRun:
 
     @property
     def dynamic_tree(self) -> DynamicTree | None:
-        """The dynamic tree of `calibrate`; None for a static tree.
+        """The run's dynamic tree (`calibrate.tree`); None for a static tree.
 
         Raises:
             ConfigError: More nodes are asked for than are proposed.
@@ -226,7 +231,7 @@ class ResolvedRun:
 
 
 def resolve_run(config: Config, stages: Sequence[str], fresh: str | None = None) -> ResolvedRun:
-    """Resolve a configuration on this machine.
+    """Resolve a run's configuration on this machine: its models, heads, method and workers.
 
     Args:
         stages: Those to bring up to date.
@@ -265,7 +270,7 @@ def resolve_run(config: Config, stages: Sequence[str], fresh: str | None = None)
 
 
 def _models_of(config: Config, stages: Sequence[str]) -> dict[str, TargetConfig]:
-    """List the models that a run of these stages reads, by configuration key."""
+    """List the models that these stages of a run read, by configuration key."""
     if set(stages) <= {"seeds", "push"}:  # which read no model
         return {}
     wanted = {TARGET: config.target}

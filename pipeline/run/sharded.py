@@ -30,7 +30,7 @@ def run_sharded(
     placement: Placement,
     split: str | None = None,
 ) -> Summary:
-    """Map a stage's worker over the shards that the stage lacks.
+    """Map a stage's worker over the shards that the run lacks, and retry those that fail.
 
     Args:
         worker: A class whose instances take a `ShardTask` and return its `Receipt`.
@@ -71,7 +71,7 @@ def run_sharded(
         while pending:
             killers: list[Outcome] = []
             for outcome in map_tasks(pending):
-                _record(context, stage, outcome)
+                _log_outcome(context, stage, outcome)
                 shown.count(outcome)
                 if outcome.receipt:
                     require_free_disk(stage.path, limits.min_free_disk_gb)
@@ -101,7 +101,7 @@ class Failures:
         self._crashing: dict[int, dict[str, str]] = {}
 
     def may_retry(self, outcome: Outcome) -> bool:
-        """Return whether to retry a failed shard; False if its rows must be tried one by one.
+        """Return whether the run retries a failed shard, or tries its rows one by one.
 
         Raises:
             MedusaDistillError: The worker's own, or it has failed too often without ending its
@@ -127,7 +127,7 @@ class Failures:
     def find_crashing_rows_of(
         self, map_tasks: Callable[..., Iterator[Outcome]], killer: Outcome
     ) -> None:
-        """Find the rows that crash a shard's worker; raise EnvironmentFault if none is new."""
+        """Find the rows that crash a worker of the run; raise EnvironmentFault if none is new."""
         index = killer.task.index
         found = find_crashing_rows(map_tasks, killer, self.stage, self.limit)
         if found == self._crashing.get(index):
@@ -143,7 +143,7 @@ class Failures:
     def remaining_tasks(
         self, tasks: Sequence[ShardTask], killers: Sequence[Outcome]
     ) -> list[ShardTask]:
-        """Return the remaining shard tasks, without the rows that crash a worker.
+        """Return the shards that the run still has to map, without the rows that crash a worker.
 
         Raises:
             EnvironmentFault: Workers commit shards that cannot be seen from here.
@@ -162,8 +162,8 @@ class Failures:
         return [replace(task, crashing=self._crashing.get(task.index, {})) for task in tasks]
 
 
-def _record(context: Context, stage: StageDirectory, outcome: Outcome) -> None:
-    """Write a shard's outcome to events.jsonl."""
+def _log_outcome(context: Context, stage: StageDirectory, outcome: Outcome) -> None:
+    """Log a mapped shard's outcome in the run's events.jsonl."""
     event = functools.partial(context.run.event, stage=stage.stage, shard=outcome.task.index)
     receipt = outcome.receipt
     if receipt:

@@ -37,12 +37,12 @@ class StageStatus:
 
     @property
     def finished(self) -> Summary | None:
-        """The stage's summary if its status is done, else None."""
+        """The stage's summary if its status in the run is done, else None."""
         return self.directory.summary if self.status == "done" and self.directory else None
 
     @property
     def summary(self) -> Summary:
-        """The finished stage's summary, or the sums over the shards of an unfinished one."""
+        """The stage's summary in the run, or the sums over the shards of an unfinished one."""
         if self.directory is None:
             return {}
         if self.directory.summary or not self.made:
@@ -74,7 +74,7 @@ def stage_statuses(
         if obstacle is not None:
             statuses[name] = _as_linked(run.latest(name), obstacle)
             continue
-        statuses[name] = _status(context, stage, statuses)
+        statuses[name] = _stage_status(context, stage, statuses)
     checked = statuses.get("check")
     if checked is not None and checked.finished:
         failures = from_json(CheckResult, checked.finished).failures(Limits.of(resolved.config))
@@ -84,7 +84,7 @@ def stage_statuses(
 
 
 def _as_linked(linked: StageDirectory | None, obstacle: MedusaDistillError) -> StageStatus:
-    """Return the status of the stage that a run links to, whose identity cannot be computed."""
+    """Return the status of a stage that the run links to and whose identity is unknown."""
     if linked is None:
         return StageStatus("not run", obstacle.what, expected=None)
     why, made = f"taken to be unchanged: {obstacle.what}", len(linked.shards())
@@ -93,8 +93,8 @@ def _as_linked(linked: StageDirectory | None, obstacle: MedusaDistillError) -> S
     return StageStatus("done", why, linked, made, made)
 
 
-def _status(context: Context, stage: Stage, before: dict[str, StageStatus]) -> StageStatus:
-    """Compare a stage's directory with the configuration and with its upstream stages."""
+def _stage_status(context: Context, stage: Stage, before: dict[str, StageStatus]) -> StageStatus:
+    """Determine one stage's status: compare its directory with the configuration and upstream."""
     directory, sources = context.upstream[stage.name], stage.upstream(context.config)
     resized_files = directory.resized_files()
     if directory.is_current(stage.contents(context)) and not resized_files:
@@ -107,7 +107,7 @@ def _status(context: Context, stage: Stage, before: dict[str, StageStatus]) -> S
         linked = context.run.latest(stage.name)
         if linked is None:
             return StageStatus("not run", "never run", expected=expected)
-        why = _difference(linked.identity, stage.identity_of(context))
+        why = _why_stale(linked.identity, stage.identity_of(context))
         return StageStatus("stale", why, linked, 0, expected)
     receipts = directory.receipts()
     made = len(receipts)
@@ -123,8 +123,8 @@ def _status(context: Context, stage: Stage, before: dict[str, StageStatus]) -> S
     return StageStatus(status, why, directory, made, expected)
 
 
-def _difference(before: Identity, now: Identity) -> str:
-    """Name the settings that make a stage stale, or else the changed input or code."""
+def _why_stale(before: Identity, now: Identity) -> str:
+    """Name what makes a stage's status stale: settings, or else the input or code."""
     old, new = before.get("settings", {}), now["settings"]
     if "settings" in new:  # beside the target, whose files say nothing to a reader
         old, new = old.get("settings", {}), new["settings"]

@@ -47,7 +47,7 @@ class DialoguePool:
         self._waiting: dict[str, tuple[Dialogue, DialogueGroup]] = {}  # by request id
 
     def add(self, dialogues: Iterable[Dialogue], report: Report = report_nothing) -> DialogueGroup:
-        """Queue the dialogues of a shard for the generation engine; return them as a group."""
+        """Queue a shard's dialogues for the generation engine; return them as a group."""
         listed = list(dialogues)
         group = DialogueGroup(listed, len(listed), report)
         for dialogue in listed:
@@ -55,30 +55,32 @@ class DialoguePool:
         return group
 
     def finish(self, group: DialogueGroup, add_more: Callable[[], None] = lambda: None) -> None:
-        """Run the engine until all dialogues of a group are finished.
+        """Run the generation engine until all dialogues of a group are finished.
 
         `add_more` is called whenever the engine has capacity and no dialogue is queued.
         """
-        self._open(add_more)
+        self._open_dialogues(add_more)
         while group.num_left:
             assert self._engine is not None, "a request needs an engine"
             for completion in self._engine.step():
                 dialogue, owner = self._waiting.pop(completion.id)
                 dialogue.receive(completion)
                 owner.report(0, len(completion.token_ids))
-                self._advance(dialogue, owner)
-            self._open(add_more)
+                self._advance_dialogue(dialogue, owner)
+            self._open_dialogues(add_more)
 
-    def _open(self, add_more: Callable[[], None]) -> None:
+    def _open_dialogues(self, add_more: Callable[[], None]) -> None:
+        """Start queued dialogues while the generation engine has capacity."""
         while len(self._waiting) < self._capacity:
             if not self._queued:
                 add_more()
             if not self._queued:
                 return
             dialogue, group = self._queued.popleft()
-            self._advance(dialogue, group)
+            self._advance_dialogue(dialogue, group)
 
-    def _advance(self, dialogue: Dialogue, group: DialogueGroup) -> None:
+    def _advance_dialogue(self, dialogue: Dialogue, group: DialogueGroup) -> None:
+        """Queue a dialogue's next request at the generation engine, or count it as finished."""
         request = dialogue.next_request()
         if request is None:
             group.num_left -= 1

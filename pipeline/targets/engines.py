@@ -55,7 +55,7 @@ class GenerationEngine(Protocol):
         """Advance every running generation request by at least one token; return finished texts."""
 
     def close(self) -> None:
-        """Release the target's memory; the engine cannot be used again."""
+        """Release the memory of the engine's target; the engine cannot be used again."""
 
 
 class FeatureEngine(Protocol):
@@ -67,7 +67,7 @@ class FeatureEngine(Protocol):
     def stream(
         self, rows: Iterable[Sequence[int]]
     ) -> Generator[tuple[int, torch.Tensor], None, None]:
-        """Yield the index and the states [T_i, D] of each row, on the host and in any order.
+        """Yield each row's index and the target's states [T_i, D], on the host and in any order.
 
         Later rows are computed while the caller works. A tensor may be a view of a shared buffer,
         so copy a tensor to keep it. Close a generator before the next call: until then the engine
@@ -75,11 +75,11 @@ class FeatureEngine(Protocol):
         """
 
     def close(self) -> None:
-        """Release the target's memory; the engine cannot be used again."""
+        """Release the memory of the engine's target; the engine cannot be used again."""
 
 
 def semantic_arguments(engine_args: EngineArgs) -> dict[str, Any]:
-    """Return the engine arguments that can change results, for a stage's fingerprint."""
+    """Return the arguments of a vLLM or transformers engine that can change its results."""
     return {name: value for name, value in engine_args.items() if name not in PLACEMENT_ARGUMENTS}
 
 
@@ -120,6 +120,7 @@ def make_feature_engine(
 
 
 def _refuse_unknown(engine_args: EngineArgs, known: set[str]) -> None:
+    """Raise ConfigError for an argument that the transformers engine does not have."""
     for name in engine_args.keys() - known:
         fix = "Generation takes max_batch_tokens, features take none."
         raise ConfigError(f"The transformers engine has no argument {name}.", "engine_args", fix)

@@ -136,7 +136,7 @@ def parse_json_object(path: Path) -> dict[str, Any]:
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """Return the file of each tensor of a sharded checkpoint, by tensor name.
+    """Return the weight file of each tensor of a sharded target, by tensor name.
 
     Raises:
         ConfigError: The file is not such an index.
@@ -149,7 +149,10 @@ def read_index(path: Path) -> dict[str, str]:
 
 
 def check_repo_id(repo_id: str, where: str, *, with_owner: bool = False) -> None:
-    """Raise ConfigError unless `repo_id` is a Hub id; `with_owner` requires USER/NAME."""
+    """Raise ConfigError unless the id of a target or of a push is a Hub id.
+
+    `with_owner` requires USER/NAME.
+    """
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
@@ -174,7 +177,7 @@ def target_errors(model: str, revision: str | None) -> Iterator[None]:
 
 @contextmanager
 def hub_errors(subject: str, where: str, *, writes: bool = False) -> Iterator[None]:
-    """Context manager: translate errors of huggingface_hub, and silence its warnings.
+    """Context manager: translate Hub errors about a target or a push, and silence warnings.
 
     Args:
         subject: The repository in words, such as `target owner/name`.
@@ -199,11 +202,12 @@ def hub_errors(subject: str, where: str, *, writes: bool = False) -> Iterator[No
         raise
     except tuple(translated) as error:
         if writes:
-            raise _write_fault(error, subject, where) from None  # its cause may quote the token
-        raise _read_fault(error, subject, where) from error
+            raise _hub_write_error(error, subject, where) from None  # its cause may quote the token
+        raise _hub_read_error(error, subject, where) from error
 
 
-def _read_fault(error: Exception, subject: str, where: str) -> MedusaDistillError:
+def _hub_read_error(error: Exception, subject: str, where: str) -> MedusaDistillError:
+    """Return the error for a target that cannot be read from the Hub."""
     from huggingface_hub import errors as hub
 
     missing = (hub.RepositoryNotFoundError, hub.RevisionNotFoundError, hub.HFValidationError)
@@ -218,7 +222,8 @@ def _read_fault(error: Exception, subject: str, where: str) -> MedusaDistillErro
     return EnvironmentFault(what, where, f"{NETWORK}, or give a local directory.")
 
 
-def _write_fault(error: Exception, subject: str, where: str) -> EnvironmentFault:
+def _hub_write_error(error: Exception, subject: str, where: str) -> EnvironmentFault:
+    """Return the error for a failed upload to the Hub, without the token in its message."""
     from huggingface_hub import get_token
 
     text = f"{error!r} ({error.__cause__})"

@@ -45,9 +45,9 @@ def read_lm_head(spec: TargetSpec) -> Tensor:
         EnvironmentFault: The Hub cannot be reached.
     """
     file_of = _weight_map(spec)
-    names = _named(file_of, OUTPUT_EMBEDDINGS)
+    names = _names_ending(file_of, OUTPUT_EMBEDDINGS)
     if not names and _is_tied(spec):
-        names = _named(file_of, INPUT_EMBEDDINGS)
+        names = _names_ending(file_of, INPUT_EMBEDDINGS)
     weight_VD = _read_matrix(spec, file_of, names)
     if weight_VD is None:
         weight_VD = lm_head_weight(load_causal_lm(spec)).clone()
@@ -57,7 +57,7 @@ def read_lm_head(spec: TargetSpec) -> Tensor:
 def read_embedding(spec: TargetSpec) -> Tensor:
     """Read the target's input embedding [V, D] from its files, in the target's dtype."""
     file_of = _weight_map(spec)
-    weight_VD = _read_matrix(spec, file_of, _named(file_of, INPUT_EMBEDDINGS))
+    weight_VD = _read_matrix(spec, file_of, _names_ending(file_of, INPUT_EMBEDDINGS))
     if weight_VD is None:
         weight_VD = load_causal_lm(spec).get_input_embeddings().weight.detach().clone()
     return weight_VD.to(getattr(torch, spec.dtype))
@@ -70,7 +70,7 @@ def require_lm_head(spec: TargetSpec) -> None:
     tensor.
     """
     names = _weight_map(spec)
-    if names and not _is_tied(spec) and not _named(names, OUTPUT_EMBEDDINGS):
+    if names and not _is_tied(spec) and not _names_ending(names, OUTPUT_EMBEDDINGS):
         load_causal_lm(spec)  # raises, unless this family has another name for its lm_head
 
 
@@ -86,12 +86,12 @@ class LogitChanges(NamedTuple):
 
 
 def read_logit_changes(spec: TargetSpec) -> LogitChanges:
-    """Read the bias, scale and cap that a target applies to its logits."""
+    """Read the bias, scale and soft cap that a target applies to its logits."""
     file_of = _weight_map(spec)
-    names = _named(file_of, OUTPUT_BIASES)
+    names = _names_ending(file_of, OUTPUT_BIASES)
     bias_V = None
     if len(names) == 1:
-        bias_V = _read(spec, file_of[names[0]], names[0])
+        bias_V = _read_tensor(spec, file_of[names[0]], names[0])
     elif names or not file_of:
         bias_V = getattr(load_causal_lm(spec).get_output_embeddings(), "bias", None)
     if bias_V is not None:
@@ -111,7 +111,7 @@ def _read_matrix(spec: TargetSpec, file_of: dict[str, str], names: list[str]) ->
     """Read a [V, D] matrix of the target; None if it has several names or another shape."""
     if len(names) != 1:
         return None
-    weight = _read(spec, file_of[names[0]], names[0])
+    weight = _read_tensor(spec, file_of[names[0]], names[0])
     text = model_config(spec).get_text_config()
     if weight.is_floating_point() and weight.shape == (text.vocab_size, text.hidden_size):
         return weight
@@ -123,7 +123,7 @@ def _weight_map(spec: TargetSpec) -> dict[str, str]:
     for single, index in (files.SAFETENSORS, files.PICKLES):
         path = files.find_file(spec.model, spec.revision, single)
         if path is not None:
-            return dict.fromkeys(_names(path), single)
+            return dict.fromkeys(_tensor_names(path), single)
         path = files.find_file(spec.model, spec.revision, index)
         if path is not None:
             return files.read_index(path)
@@ -131,22 +131,26 @@ def _weight_map(spec: TargetSpec) -> dict[str, str]:
 
 
 def _is_tied(spec: TargetSpec) -> bool:
+    """Return whether the target's lm_head is tied to its input embedding."""
     return bool(model_config(spec).get_text_config().tie_word_embeddings)
 
 
-def _named(names: Collection[str], endings: tuple[str, ...]) -> list[str]:
+def _names_ending(names: Collection[str], endings: tuple[str, ...]) -> list[str]:
+    """Return the names of the target's tensors that have one of these endings."""
     dotted = tuple(f".{ending}" for ending in endings)
     return [name for name in names if f".{name}".endswith(dotted)]
 
 
-def _names(path: Path) -> list[str]:
+def _tensor_names(path: Path) -> list[str]:
+    """Return the names of the tensors in a target's weight file."""
     if path.suffix != ".safetensors":
         return list(_load_bin(path))
     with safe_open(path, "pt") as file:
         return list(file.keys())
 
 
-def _read(spec: TargetSpec, file_name: str, name: str) -> Tensor:
+def _read_tensor(spec: TargetSpec, file_name: str, name: str) -> Tensor:
+    """Read one tensor from a target's weight file, downloaded if needed."""
     path = files.find_file(spec.model, spec.revision, file_name)
     assert path is not None, file_name
     if path.suffix != ".safetensors":
@@ -156,5 +160,5 @@ def _read(spec: TargetSpec, file_name: str, name: str) -> Tensor:
 
 
 def _load_bin(path: Path) -> dict[str, Tensor]:
-    """Memory-map a `*.bin` checkpoint; the weights-only loader runs no code."""
+    """Memory-map a target's `*.bin` checkpoint; the weights-only loader runs no code."""
     return torch.load(path, map_location="cpu", mmap=True, weights_only=True)

@@ -36,7 +36,7 @@ OTHER_KERNELS = (
 
 
 def require_gpus(num_gpus: int) -> None:
-    """Raise EnvironmentFault if fewer GPUs are visible than a worker needs."""
+    """Raise EnvironmentFault if fewer GPUs are visible than the target needs."""
     visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if visible < num_gpus:
         what = f"{num_gpus} GPUs are asked for and {visible} are visible."
@@ -87,7 +87,7 @@ def require_readable(spec: TargetSpec, engine: str, *, on_gpu: bool, where: str)
         raise EnvironmentFault(what, where, fix) from error
 
 
-def _placement(device: torch.device, num_gpus: int) -> dict[str, Any]:
+def _device_arguments(device: torch.device, num_gpus: int) -> dict[str, Any]:
     """Return arguments of `from_pretrained` that place the target on a device or its GPUs."""
     if device.type == "cuda":
         require_gpus(num_gpus)
@@ -130,7 +130,7 @@ def load_causal_lm(
         transformers_logging.disable_progress_bar()
     device = torch.device(device)
     on_gpu = device.type == "cuda"
-    settings = _placement(device, num_gpus)
+    settings = _device_arguments(device, num_gpus)
     if spec.quantization:  # passing None would disable a checkpoint's own quantization
         settings["quantization_config"] = _bitsandbytes(spec)
     what = f"The target {spec.model} does not fit."
@@ -158,14 +158,17 @@ def load_causal_lm(
         # Quantized checkpoints hold tensors that transformers does not load: biases of zeros, the
         # scales of a cache.
         report["unexpected_keys"] = ()
-    _require_whole(spec, report)
+    _require_all_tensors(spec, report)
     if not on_gpu:
         _avoid_packed_cpu_kernel(model)
     return model.eval().requires_grad_(False)
 
 
 def _loading_error(spec: TargetSpec, error: Exception) -> MedusaDistillError:
-    """Return the error for a target that fails to load: EnvironmentFault if a kernel is missing."""
+    """Return the error for a target that fails to load.
+
+    It is an EnvironmentFault if a package or a kernel is missing, else a ConfigError.
+    """
     what = f"transformers cannot load {spec.model}: {one_line(error)}."
     of_machine: tuple[type[Exception], ...] = (ImportError, torch.AcceleratorError)
     if spec.quantization or quantization_of(model_config(spec)):
@@ -179,7 +182,7 @@ def _loading_error(spec: TargetSpec, error: Exception) -> MedusaDistillError:
     return ConfigError(what, files.WHERE, fix)
 
 
-def _require_whole(spec: TargetSpec, report: Mapping[str, Collection[Any]]) -> None:
+def _require_all_tensors(spec: TargetSpec, report: Mapping[str, Collection[Any]]) -> None:
     """Raise ConfigError if tensors of the target are missing, unknown or of another shape.
 
     transformers would fill missing tensors with random numbers. `report` is its loading report,
@@ -194,6 +197,7 @@ def _require_whole(spec: TargetSpec, report: Mapping[str, Collection[Any]]) -> N
 
 
 def _bitsandbytes(spec: TargetSpec) -> BitsAndBytesConfig:
+    """Return the bitsandbytes settings with which transformers loads the target in 8 or 4 bit."""
     # bitsandbytes warns of missing CPU kernels at import, and once per layer and forward.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     from transformers import BitsAndBytesConfig
@@ -275,7 +279,7 @@ def verify_tap(model: PreTrainedModel) -> None:
 
 @contextmanager
 def lm_head_inputs(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
-    """Context manager: collect the states that the lm_head reads in each forward."""
+    """Context manager: collect the states that the target's lm_head reads in each forward."""
     seen: list[torch.Tensor] = []
     hook = model.get_output_embeddings().register_forward_pre_hook(
         lambda _, inputs: seen.append(inputs[0])

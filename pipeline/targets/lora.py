@@ -109,7 +109,7 @@ def require_tunable(spec: TargetSpec, rank: int, *, sharded: bool = False) -> No
 
 
 def add_lora(model: PreTrainedModel, *, rank: int, alpha: int, dropout: float) -> PeftModel:
-    """Add new fp32 LoRA adapters to the target; all other weights are frozen.
+    """Add new fp32 LoRA adapters to the target, and freeze all other weights.
 
     The B matrices are zero, so the model is unchanged; the A matrices are drawn from torch's global
     generator.
@@ -160,7 +160,7 @@ def load_tuned(spec: TargetSpec, adapter: Path) -> PreTrainedModel:
 
 
 def untie_lm_head(model: PreTrainedModel) -> None:
-    """Give a model with tied embeddings a separate lm_head, a copy of its input embedding."""
+    """Give a target with tied embeddings a separate lm_head, a copy of its input embedding."""
     head = model.get_output_embeddings()
     weight = head.weight
     if weight.data_ptr() == model.get_input_embeddings().weight.data_ptr():

@@ -25,7 +25,7 @@ CALL, RESULT, PROGRESS = "call.pickle", "result.pickle", "progress.json"
 def in_own_process(
     function: Callable[[Any, Report], Any], task: object, on_report: Report | None = None
 ) -> Any:
-    """Call `function(task, report)` in a new Python process, and return its result.
+    """Call `function(task, report)` in a new process for vLLM, and return its result.
 
     Args:
         function: A module-level function, since it is pickled.
@@ -44,7 +44,7 @@ def in_own_process(
             text=True,
             errors="replace",
         )
-        output = _wait(process, ProgressFile(Path(directory, PROGRESS)), on_report)
+        output = _wait_for_process(process, ProgressFile(Path(directory, PROGRESS)), on_report)
         result = Path(directory, RESULT)
         if not result.is_file():
             what = f"vLLM ended with status {process.returncode}: {last_line(output)}"
@@ -56,8 +56,10 @@ def in_own_process(
     return outcome
 
 
-def _wait(process: subprocess.Popen[str], file: ProgressFile, on_report: Report | None) -> str:
-    """Wait for the new process and return its standard error; kill the process on an exception."""
+def _wait_for_process(
+    process: subprocess.Popen[str], file: ProgressFile, on_report: Report | None
+) -> str:
+    """Wait for vLLM's process and return its standard error; kill it on an exception."""
     with process:
         try:
             while True:
@@ -73,10 +75,11 @@ def _wait(process: subprocess.Popen[str], file: ProgressFile, on_report: Report 
 
 
 def main(directory: str) -> None:
-    """Entry point of vLLM's own process: run the pickled task, write its result or error."""
+    """Run the pickled task in vLLM's own process, and write its result or error."""
     file = ProgressFile(Path(directory, PROGRESS))
 
     def report(**progress: Any) -> None:
+        """Write the progress of vLLM's process for the waiting caller."""
         file.write(progress, at_once="done" not in progress)  # a new part is written at once
 
     function, task = pickle.loads(Path(directory, CALL).read_bytes())

@@ -27,13 +27,13 @@ class TargetSizes:
     stored_bits: int  # of a linear layer's number in the files
 
     def weight_bytes(self, quantization: Bits | None = None) -> float:
-        """Bytes of all weights; `quantization` is bitsandbytes', applied on loading."""
+        """Return the bytes of the target's weights after bitsandbytes' `quantization`, if any."""
         bits = BITS[quantization] if quantization else self.stored_bits
         return (self.parameters - self.linear) * self.itemsize + self.linear * bits / 8
 
 
 def parameter_counts(spec: TargetSpec, config: PretrainedConfig) -> TargetSizes | None:
-    """Count the parameters of a target; None where its config.json is not enough."""
+    """Count the parameters of a target; None if its config.json is not enough."""
     from transformers import AutoModelForCausalLM
 
     config = copy.deepcopy(config)

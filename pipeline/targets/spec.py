@@ -186,13 +186,13 @@ def context_length(spec: TargetSpec, config: PretrainedConfig | None = None) -> 
 
 
 def quantization_of(config: PretrainedConfig) -> dict[str, Any] | None:
-    """Return the quantization settings of a checkpoint's config.json; None without any."""
+    """Return the quantization settings in a target's config.json, or None."""
     settings: dict[str, Any] | None = getattr(config, "quantization_config", None)
     return settings
 
 
 def quantization_format(config: PretrainedConfig) -> str | None:
-    """Return the name of a checkpoint's quantization format, such as `gptq (4 bits)`."""
+    """Return the name of a target's quantization format, such as `gptq (4 bits)`, or None."""
     settings = quantization_of(config)
     if settings is None:
         return None
@@ -208,7 +208,7 @@ def quantization_format(config: PretrainedConfig) -> str | None:
 
 
 def input_rounding(config: PretrainedConfig) -> Rounding | None:
-    """Return how a quantized checkpoint rounds layer inputs; None if only weights are rounded.
+    """Return how a quantized target rounds layer inputs; None if only weights are rounded.
 
     "8bit" layers round inputs on every device, "4bit" layers only on a CPU. bitsandbytes' 4-bit
     layers round inputs to 8 bits if their checkpoint states that they multiply in bfloat16.
@@ -228,7 +228,7 @@ def input_rounding(config: PretrainedConfig) -> Rounding | None:
 
 
 def cached_numbers(config: PretrainedConfig) -> int:
-    """Return how many numbers the KV cache holds for one token, over all layers.
+    """Return how many numbers the target's KV cache holds for one token, over all layers.
 
     With multi-head latent attention (DeepSeek) a layer keeps one compressed vector and one rotated
     key for all heads.
@@ -259,7 +259,7 @@ def eos_token_ids(spec: TargetSpec) -> tuple[int, ...]:
 
 
 def _stated_eos_ids(spec: TargetSpec, config: PretrainedConfig) -> tuple[int, ...] | None:
-    """Return the sorted EOS ids in generation_config.json or config.json; None without any."""
+    """Return the target's sorted EOS ids in generation_config.json or config.json, or None."""
     for name in ("generation_config.json", "config.json"):
         path = files.find_file(spec.model, spec.revision, name)
         if path is None:
@@ -326,6 +326,7 @@ def require_verifiable(config: PretrainedConfig) -> None:
 
 
 def _why_not_verifiable(config: PretrainedConfig) -> str | None:
+    """Return why the target cannot verify a tree of candidates in one forward, or None."""
     text = config.get_text_config()
     if config.is_encoder_decoder:
         return "it is an encoder-decoder"
@@ -350,7 +351,7 @@ def _why_not_verifiable(config: PretrainedConfig) -> str | None:
 
 
 def own_dtype(config: PretrainedConfig, on_gpu: bool) -> str:
-    """Return the dtype for target.dtype "auto": the checkpoint's on a GPU, float32 on a CPU."""
+    """Return the target's dtype for "auto": the checkpoint's on a GPU, float32 on a CPU."""
     if not on_gpu:
         return "float32"
     own = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
@@ -359,7 +360,7 @@ def own_dtype(config: PretrainedConfig, on_gpu: bool) -> str:
 
 
 def _template_text(template: str | None) -> str | None:
-    """Return the text of the configured chat template, which is given as text or as a path."""
+    """Return the text of the target's chat template, which is given as text or as a path."""
     if template is None or "{" in template:
         return template
     path = Path(template).expanduser()

@@ -68,13 +68,14 @@ class TransformersGenerationEngine:
         self._device = input_device(self.model)
         self._last_only = {"logits_to_keep": 1} if self.model._supports_logits_to_keep() else {}
         self._waiting: deque[Request] = deque()
-        self._clear()
+        self._clear_batch()
 
     def add(self, request: Request) -> None:
+        """Queue a request for the generation batch."""
         self._waiting.append(request)
 
     def step(self) -> list[Completion]:
-        """Prefill waiting requests, or decode one token per running row; return finished texts.
+        """Prefill queued requests, or decode a token per row of the batch; return finished texts.
 
         Raises:
             EnvironmentFault: A single request does not fit into the GPU's memory.
@@ -97,22 +98,24 @@ class TransformersGenerationEngine:
         # Rows start again from their own seeds and give the same text.
         self.max_batch_tokens //= 2
         self._waiting.extendleft(row.request for row in reversed(self._rows))
-        self._clear()
+        self._clear_batch()
         torch.cuda.empty_cache()
         return []
 
     def close(self) -> None:
-        self._clear()
+        """Release the memory of the target and of its KV cache."""
+        self._clear_batch()
         del self.model
         torch.cuda.empty_cache()
 
-    def _clear(self) -> None:
+    def _clear_batch(self) -> None:
+        """Empty the generation batch: its rows, its KV cache and its mask."""
         self._rows: list[_Row] = []
         self._cache = DynamicCache()
         self._mask_BT = torch.ones(0, 0, dtype=torch.long, device=self._device)
 
     def _admit(self) -> list[_Row]:
-        """Dequeue the requests that fit into the batch; at least one if no row is running."""
+        """Dequeue requests that fit into the generation batch, at least one for an empty batch."""
         width = self._mask_BT.shape[1]
         remaining = max((row.limit - len(row.token_ids) for row in self._rows), default=0)
         admitted: list[_Row] = []
@@ -133,6 +136,7 @@ class TransformersGenerationEngine:
 
     @torch.inference_mode()
     def _prefill(self, joining: list[_Row]) -> list[Completion]:
+        """Prefill joining rows, and add them to the generation batch."""
         running = len(self._rows)
         self._rows = self._rows + joining  # first: if memory runs out, `step` requeues these rows
         prompts = [torch.tensor(row.request.prompt_ids) for row in joining]
@@ -143,30 +147,31 @@ class TransformersGenerationEngine:
         cache = DynamicCache()
         logits_BV = self._forward(ids_BT.to(self._device), mask_BT, cache)
         if running:
-            self._append(cache, mask_BT)
+            self._append_cache(cache, mask_BT)
         else:
             self._cache, self._mask_BT = cache, mask_BT
-        return self._accept(joining, logits_BV)
+        return self._add_sampled(joining, logits_BV)
 
-    def _append(self, cache: DynamicCache, mask_BT: torch.Tensor) -> None:
-        """Append prefilled rows to the KV cache and the mask of the batch."""
+    def _append_cache(self, cache: DynamicCache, mask_BT: torch.Tensor) -> None:
+        """Append prefilled rows to the KV cache and the mask of the generation batch."""
         above, below = self._mask_BT[:, None, :, None], mask_BT[:, None, :, None]
-        self._mask_BT = _stack(above, below)[:, 0, :, 0]
+        self._mask_BT = _stack_caches(above, below)[:, 0, :, 0]
         for layer, added in zip(self._cache.layers, cache.layers, strict=True):
-            layer.keys = _stack(layer.keys, added.keys)
-            layer.values = _stack(layer.values, added.values)
+            layer.keys = _stack_caches(layer.keys, added.keys)
+            layer.values = _stack_caches(layer.values, added.values)
 
     @torch.inference_mode()
     def _decode(self) -> list[Completion]:
+        """Decode one token for each row of the generation batch; return finished texts."""
         ids_B1 = torch.tensor([row.token_ids[-1:] for row in self._rows], device=self._device)
         self._mask_BT = pad(self._mask_BT, (0, 1), value=1)
         logits_BV = self._forward(ids_B1, self._mask_BT, self._cache)
-        return self._accept(self._rows, logits_BV)
+        return self._add_sampled(self._rows, logits_BV)
 
     def _forward(
         self, ids_BT: torch.Tensor, mask_BT: torch.Tensor, cache: DynamicCache
     ) -> torch.Tensor:
-        """Return the logits [B, V] after the last id; `mask_BT` also covers cached positions."""
+        """Return the target's logits [B, V] after the last id; `mask_BT` also covers the cache."""
         positions_BT = (mask_BT.cumsum(dim=-1) - 1).clamp(min=0)[:, -ids_BT.shape[1] :]
         output = self.model(
             input_ids=ids_BT,
@@ -178,14 +183,14 @@ class TransformersGenerationEngine:
         )
         return output.logits[:, -1]
 
-    def _accept(self, rows: list[_Row], logits_BV: torch.Tensor) -> list[Completion]:
-        """Append a sampled token to each row, remove finished rows, and return finished texts."""
+    def _add_sampled(self, rows: list[_Row], logits_BV: torch.Tensor) -> list[Completion]:
+        """Append each generation row's sampled token, remove finished rows, return their texts."""
         requests = [row.request for row in rows]
         next_B = sample_tokens(logits_BV, requests, [row.generator for row in rows])
         ended: list[Completion] = []
         for row, token in zip(rows, next_B.tolist(), strict=True):
             row.token_ids.append(token)
-            finish = self._finish(row)
+            finish = self._finish_reason(row)
             if finish is not None:
                 row.is_finished = True
                 ended.append(Completion(row.request.id, row.token_ids, finish))
@@ -193,17 +198,18 @@ class TransformersGenerationEngine:
             self._remove_ended()
         return ended
 
-    def _finish(self, row: _Row) -> Finish | None:
+    def _finish_reason(self, row: _Row) -> Finish | None:
+        """Return the reason for which a row of the generation batch has ended, or None."""
         last = row.token_ids[-1]
         if last in self._eos or last in row.request.stop_token_ids:
             return "stop"
         return "length" if len(row.token_ids) >= row.limit else None
 
     def _remove_ended(self) -> None:
-        """Remove finished rows, and left padding that no other row needs."""
+        """Remove finished rows of the generation batch, and left padding that none needs."""
         kept = [index for index, row in enumerate(self._rows) if not row.is_finished]
         if not kept:
-            self._clear()
+            self._clear_batch()
             return
         self._rows = [self._rows[index] for index in kept]
         kept_B = torch.tensor(kept, device=self._device)
@@ -216,8 +222,8 @@ class TransformersGenerationEngine:
             layer.values = layer.values[rows_B, :, start:]
 
 
-def _stack(above: torch.Tensor, below: torch.Tensor) -> torch.Tensor:
-    """Concatenate KV cache rows [B, heads, T, size] after left-padding T to the longer one."""
+def _stack_caches(above: torch.Tensor, below: torch.Tensor) -> torch.Tensor:
+    """Concatenate KV caches of generation rows [B, heads, T, size], left-padded to one length."""
     width = max(above.shape[2], below.shape[2])
     parts = [pad(part, (0, 0, width - part.shape[2], 0)) for part in (above, below)]
     return torch.cat(parts)
@@ -228,7 +234,7 @@ def sample_tokens(
     requests: Sequence[Request],
     generators: Sequence[torch.Generator | None],
 ) -> torch.Tensor:
-    """Return one token id per row [B]: the argmax at temperature 0, else a sample.
+    """Sample one token id per row of the generation batch [B]; take the argmax at temperature 0.
 
     A row's sample depends only on its logits and its generator, not on the batch. The argmax of p /
     e with e ~ Exp(1) is distributed as p.
@@ -247,7 +253,7 @@ def sample_tokens(
 
 
 def truncated_probabilities(logits_BV: torch.Tensor, requests: Sequence[Request]) -> torch.Tensor:
-    """Return softmax probabilities [B, V], truncated to each row's top_p, unnormalised.
+    """Return a generation batch's probabilities [B, V], truncated to top_p, unnormalised.
 
     The temperature is applied first, as in vLLM.
     """
@@ -285,7 +291,7 @@ class TransformersFeatureEngine:
     def stream(
         self, rows: Iterable[Sequence[int]]
     ) -> Generator[tuple[int, torch.Tensor], None, None]:
-        """Yield the index and the states [T_i, D] of each row, on the host.
+        """Yield the index and the target's hidden states [T_i, D] of each row, on the host.
 
         The next batch runs while the caller works. Rows are read in windows of sixteen batches, or
         of `WINDOW_BYTES` of states if that is less, and sorted by length within a window. A tensor
@@ -294,8 +300,8 @@ class TransformersFeatureEngine:
         Raises:
             EnvironmentFault: A batch does not fit into the GPU's memory.
         """
-        pending: deque[_Batch] = deque()
-        for indices, batch in self._batches(rows):
+        pending: deque[_FeatureBatch] = deque()
+        for indices, batch in self._feature_batches(rows):
             try:
                 pending.append(self._forward(indices, batch))
             except torch.cuda.OutOfMemoryError as error:
@@ -311,16 +317,17 @@ class TransformersFeatureEngine:
             yield from last.collect()
 
     def close(self) -> None:
+        """Release the memory of the target."""
         del self.model
         torch.cuda.empty_cache()
 
-    def _batches(
+    def _feature_batches(
         self, rows: Iterable[Sequence[int]]
     ) -> Iterator[tuple[list[int], list[Sequence[int]]]]:
         """Yield the row indices and the token ids of each feature batch."""
         tokens_in_bytes = WINDOW_BYTES // (self.hidden_size * self.dtype.itemsize)
         num_tokens = min(WINDOW_BATCHES * self.tokens_per_batch, tokens_in_bytes)
-        for window in _windows(rows, num_tokens):
+        for window in _row_windows(rows, num_tokens):
             # longest first: memory runs out early if at all
             window.sort(key=lambda item: len(item[1]), reverse=True)
             while window:
@@ -329,7 +336,8 @@ class TransformersFeatureEngine:
                 yield [index for index, _ in batch], [ids for _, ids in batch]
 
     @torch.inference_mode()
-    def _forward(self, indices: list[int], rows: list[Sequence[int]]) -> _Batch:
+    def _forward(self, indices: list[int], rows: list[Sequence[int]]) -> _FeatureBatch:
+        """Run the target on a feature batch, and start the copy of its states to the host."""
         lengths = [len(ids) for ids in rows]
         longest = max(lengths)
         on_gpu = self._device.type == "cuda"
@@ -350,11 +358,11 @@ class TransformersFeatureEngine:
         if on_gpu:
             copied = torch.cuda.Event()
             copied.record(torch.cuda.current_stream(hidden_BTD.device))
-        return _Batch(indices, lengths, host_BTD, copied)
+        return _FeatureBatch(indices, lengths, host_BTD, copied)
 
 
 @dataclass(frozen=True)
-class _Batch:
+class _FeatureBatch:
     """The states of a feature batch; the event `copied` is set once states are on the host."""
 
     indices: list[int]
@@ -363,6 +371,7 @@ class _Batch:
     copied: torch.cuda.Event | None
 
     def collect(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """Wait for a feature batch's states, and yield each row's index and states."""
         if self.copied is not None:
             self.copied.synchronize()
         states = zip(self.indices, self.lengths, self.hidden_BTD, strict=True)
@@ -370,7 +379,7 @@ class _Batch:
             yield index, hidden_TD[:length]
 
 
-def _windows(
+def _row_windows(
     rows: Iterable[Sequence[int]], num_tokens: int
 ) -> Iterator[list[tuple[int, Sequence[int]]]]:
     """Yield windows of a feature engine's rows with indices, of at most `num_tokens` or one row."""

@@ -49,6 +49,7 @@ class VLLMTexts:
 
     @property
     def tokens_per_second(self) -> float:
+        """The decoding speed of the vLLM engine, over all prompts."""
         return sum(map(len, self.token_ids)) / self.seconds
 
 
@@ -102,20 +103,20 @@ def decode_tasks(tasks: Sequence[DecodeTask], report: Report) -> list[VLLMTexts]
 
 
 def decode_task(task: DecodeTask, report: Report) -> VLLMTexts:
-    """Decode a task's prompts in vLLM, in this process."""
+    """Decode a task's prompts in one vLLM engine, in this process."""
     part = "vLLM with the heads" if task.engine_args else "plain vLLM"
     report(part=f"{part} starts")
     arguments = {**task.engine_args, "enable_prefix_caching": False}
     running = RunningEngine(task.spec, arguments, task.gpus)
     eos = eos_token_ids(task.spec)
     requests = task.requests()
-    _generate(running, requests[:NUM_WARM_UPS], eos, f"{part} warms up", report)
+    _generate_in_vllm(running, requests[:NUM_WARM_UPS], eos, f"{part} warms up", report)
     answers: list[list[list[int]]] = []
     seconds = []
     for turn in range(1, task.repeats + 1):
         turn_of = f"{part}, {turn} of {task.repeats}"
         started = time.perf_counter()
-        answers = _generate(running, requests, eos, turn_of, report)
+        answers = _generate_in_vllm(running, requests, eos, turn_of, report)
         seconds.append(time.perf_counter() - started)
     running.close()
     return VLLMTexts(
@@ -125,14 +126,14 @@ def decode_task(task: DecodeTask, report: Report) -> VLLMTexts:
     )
 
 
-def _generate(
+def _generate_in_vllm(
     running: RunningEngine,
     requests: list[Request],
     eos: tuple[int, ...],
     part: str,
     report: Report,
 ) -> list[list[list[int]]]:
-    """Generate all requests in vLLM; return the tokens of each step of each request, prefill first.
+    """Decode all requests in vLLM; return each request's tokens by step, prefill first.
 
     A forward that returns no token for a request is not a step of the request: it computed a chunk
     of the prompt, or was scheduled asynchronously before the request's end was known. A preempted

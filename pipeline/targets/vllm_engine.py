@@ -83,11 +83,12 @@ class VLLMGenerationEngine:
         self._eos = eos_token_ids(spec)
 
     def add(self, request: Request) -> None:
+        """Queue a request at the vLLM engine."""
         params = sampling_params(request, self._eos)
         self._engine.add_request(request.id, token_prompt(request.prompt_ids), params)
 
     def step(self) -> list[Completion]:
-        """Advance every running request; return finished completions."""
+        """Advance every running request in vLLM; return finished completions."""
         ended = []
         for output in self._engine.step():  # of FINAL_ONLY requests: finished ones
             text = output.outputs[0]
@@ -96,6 +97,7 @@ class VLLMGenerationEngine:
         return ended
 
     def close(self) -> None:
+        """Shut down the vLLM engine and release its memory."""
         del self._engine
         self._running.close()
 
@@ -141,7 +143,7 @@ class VLLMFeatureEngine:
     def stream(
         self, rows: Iterable[Sequence[int]]
     ) -> Generator[tuple[int, torch.Tensor], None, None]:
-        """Yield the index and the states [T_i, D] of each row, on the host.
+        """Yield the index and vLLM's hidden states [T_i, D] of each row, on the host.
 
         Up to `ROWS_WAITING` rows are queued in the engine.
         """
@@ -165,6 +167,7 @@ class VLLMFeatureEngine:
             engine.abort_request(list(waiting))
 
     def close(self) -> None:
+        """Shut down the vLLM engine and release its memory."""
         self._running.close()
 
 
@@ -220,6 +223,7 @@ class RunningEngine:
                     os.environ[name] = value
 
     def close(self) -> None:
+        """Shut down vLLM, release its memory, and undo its changes to this process."""
         try:
             self.llm.llm_engine.engine_core.shutdown()
         finally:
@@ -228,6 +232,7 @@ class RunningEngine:
             self._clean_up()
 
     def _clean_up(self) -> None:
+        """Undo vLLM's changes to torch and its distributed state in this process."""
         from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
         torch.set_num_threads = SET_NUM_THREADS

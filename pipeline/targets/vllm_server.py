@@ -86,7 +86,7 @@ class LoadFigures:
 def serve_under_load(
     tasks: Sequence[LoadTask], on_report: Report | None = None
 ) -> list[list[LoadFigures]]:
-    """Measure one vLLM server per task under load; return its figures per level.
+    """Measure one vLLM server per task under load; return its figures per load level.
 
     Prefixes are not cached. Texts are greedy and end at the target's own EOS ids.
 
@@ -97,7 +97,7 @@ def serve_under_load(
 
 
 def measure_server(task: LoadTask, report: Report) -> list[LoadFigures]:
-    """Start one vLLM server and return its figures per load level."""
+    """Start one vLLM server, send it the task's loads, and return its figures per level."""
     import_vllm()
     side = "vLLM's server with the heads" if task.engine_args else "vLLM's server"
     report(part=f"{side} starts")
@@ -112,7 +112,7 @@ def measure_server(task: LoadTask, report: Report) -> list[LoadFigures]:
             report(part=side, done=turn, total=len(loads), unit="loads", note=note)
             num_requests = max(len(questions), ROUNDS * level)
             requests = list(islice(cycle(questions), num_requests))
-            passes[level].append(asyncio.run(_benchmark(address, requests, level, eos)))
+            passes[level].append(asyncio.run(_benchmark_server(address, requests, level, eos)))
     rows = []
     for of_level in passes.values():
         by_length = sorted(of_level, key=lambda figures: figures.seconds)
@@ -120,7 +120,7 @@ def measure_server(task: LoadTask, report: Report) -> list[LoadFigures]:
     return rows
 
 
-async def _benchmark(
+async def _benchmark_server(
     address: str, requests: Sequence[Request], level: int, eos: Sequence[int]
 ) -> LoadFigures:
     """Send requests to a vLLM server with vLLM's benchmark client, after a warm-up."""
@@ -206,10 +206,11 @@ def running_server(spec: TargetSpec, engine_args: EngineArgs, gpus: int) -> Iter
             _wait_until_ready(process, address, log)
             yield address
         finally:
-            _stop(process)
+            _stop_server(process)
 
 
 def _wait_until_ready(process: subprocess.Popen[bytes], address: str, log: IO[str]) -> None:
+    """Wait until the vLLM server answers health checks; raise EnvironmentFault if it ends."""
     while not is_healthy(address):
         if process.poll() is not None:
             log.seek(0)
@@ -218,7 +219,7 @@ def _wait_until_ready(process: subprocess.Popen[bytes], address: str, log: IO[st
         time.sleep(SECONDS_BETWEEN_LOOKS)
 
 
-def _stop(process: subprocess.Popen[bytes]) -> None:
+def _stop_server(process: subprocess.Popen[bytes]) -> None:
     """Stop the vLLM server and the engines that it started."""
     assert process.stdin
     process.stdin.close()
@@ -239,7 +240,7 @@ def is_healthy(address: str) -> bool:
 
 
 def server_flags(arguments: EngineArgs) -> list[str]:
-    """Convert vLLM engine arguments to command-line flags of the server; leave out None."""
+    """Convert engine arguments to command-line flags of the vLLM server, without None values."""
     words: list[str] = []
     for name, value in arguments.items():
         flag = name.replace("_", "-")

@@ -57,7 +57,7 @@ def test_every_row_is_in_one_batch_within_the_budget(engine, lengths, budget):
     small = copy(engine)
     small.tokens_per_batch = budget
     seen = []
-    for indices, rows in small._batches([0] * length for length in lengths):
+    for indices, rows in small._feature_batches([0] * length for length in lengths):
         assert [len(ids) for ids in rows] == [lengths[index] for index in indices]
         assert len(rows) == 1 or len(rows) * max(map(len, rows)) <= budget
         seen += indices

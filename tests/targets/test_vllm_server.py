@@ -28,7 +28,7 @@ def test_loads_take_turns_and_the_median_pass_counts(random_target, monkeypatch)
 
     monkeypatch.setattr(vllm_server, "import_vllm", lambda: None)
     monkeypatch.setattr(vllm_server, "running_server", lambda *_: contextlib.nullcontext(""))
-    monkeypatch.setattr(vllm_server, "_benchmark", benchmark)
+    monkeypatch.setattr(vllm_server, "_benchmark_server", benchmark)
     task = LoadTask(random_target, [[1, 2], [3]], 9, repeats=3, levels=[1, 4])
     rows = vllm_server.measure_server(task, lambda **progress: reports.append(progress))
     assert asked == [(1, 2), (4, 8)] * 3
