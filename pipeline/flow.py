@@ -113,7 +113,9 @@ def advance_all(context: Context, wanted: Sequence[str], fresh: str | None) -> N
             owner.discard([shard])
             context.tell_damage(owner, [shard])
             position = wanted.index(owner.stage)
-            fresh = None  # what was thrown away once is not thrown away again
+        finally:
+            if name == fresh:
+                fresh = None  # what was thrown away once is not thrown away again
 
 
 def advance(context: Context, stage: Stage, *, fresh: bool = False) -> StageDirectory:
@@ -124,8 +126,7 @@ def advance(context: Context, stage: Stage, *, fresh: bool = False) -> StageDire
     upstream = stage.contents(context)
     line = f"kept       {directory.path.name}"
     if fresh or not directory.is_whole(upstream):
-        damaged = directory.begin(upstream, fresh=fresh)
-        context.tell_damage(directory, damaged)
+        context.tell_damage(directory, directory.begin(upstream, fresh=fresh))
         context.run.event("stage-started", stage=stage.name, fingerprint=directory.fingerprint)
         started = time.monotonic()
         summary = stage.run(context, directory)
@@ -240,10 +241,10 @@ def wanted_stages(
         ConfigError: There is no such stage, or it is no part of this run.
     """
     skipped = skipped_stages(config)
-    found: set[str] = set()
+    found: list[str] = []
     for name in stages:
         if name not in skipped:
-            found.update((name, *STAGES[name].upstream(config)))
+            found += [name, *STAGES[name].upstream(config)]
         if name == until:
             break
     wanted = [name for name in STAGES if name in found]

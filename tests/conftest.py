@@ -51,6 +51,11 @@ pytest_plugins = ["tests.flows.tiny", "tests.cluster"]
 SEEN: set[Path] = set()  # files of which a test has run
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the longest test: nobody then waits for it at the end."""
+    items.sort(key=lambda item: item.path.name != "test_flow_ray.py")
+
+
 def pytest_collection_finish() -> None:
     gc.enable()
 

@@ -101,6 +101,13 @@ def test_a_bit_that_rotted_is_found_when_it_is_read(copied_run, again, name, rea
     assert contents(run, *SHARDED) == before and stage.verify() == []
 
 
+def test_damage_upstream_does_not_cancel_a_fresh_stage(copied_run, again):
+    rot(latest(copied_run, "generate").shard_path(1))
+    latest(copied_run, "features").shard_path(1).unlink()
+    run = again(fresh="train", until="train")
+    assert stages_run(run) == ["features", "generate", "features", "train"]
+
+
 @pytest.mark.parametrize("damaged", [False, True])
 def test_a_lost_record_is_read_from_the_whole_shards(copied_run, again, damaged):
     before, stage = contents(copied_run, "features"), latest(copied_run, "features")

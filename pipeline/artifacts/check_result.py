@@ -24,7 +24,7 @@ Line = JsonObject  # one question's answer, in Spec-Bench's or FastChat's schema
 
 @dataclass(frozen=True)
 class Limits:
-    """The settings that decide whether a finished check passes."""
+    """The settings that decide whether a check result passes."""
 
     min_rate: float
     max_tie_share: float
@@ -33,6 +33,7 @@ class Limits:
 
     @classmethod
     def of(cls, config: Config) -> Limits:
+        """Return the limits of a check result that a configuration states."""
         check, max_kl = config.check, config.train.backbone.max_kl
         return cls(check.min_acceleration_rate, check.max_tie_share, check.require_learning, max_kl)
 
@@ -47,7 +48,7 @@ class GreedyMatch:
 
     @property
     def differing(self) -> int:
-        """The number of greedy answers that differ other than at a tie."""
+        """The number of a check result's greedy answers that differ other than at a tie."""
         return self.sequences - self.identical - self.ties
 
 
@@ -218,7 +219,7 @@ class Engines:
     vllm: VllmFigures | None = None
 
     def engine_failures(self, limits: Limits) -> list[str]:
-        """Return the reasons why the decoding engines fail the check."""
+        """Return the reasons why a check result fails, from its engines' figures."""
         found, vllm = [], self.vllm
         if self.native is not None:
             found += _failures_of_engine("native", self.native, limits)
@@ -317,7 +318,7 @@ class CheckResult(Engines):
         return found
 
     def figures(self, limits: Limits) -> CheckFigures:
-        """Return the check's figures for report.json, judged by these limits."""
+        """Return a check result's figures for report.json, judged by these limits."""
         failures = self.failures(limits)
         return CheckFigures(
             native=self.native,
@@ -329,7 +330,7 @@ class CheckResult(Engines):
         )
 
     def _learning_failures(self) -> list[str]:
-        """Return a reason if head 0 hardly beats always guessing the most frequent tokens.
+        """Return a failure of the check if head 0 hardly beats guessing the most frequent tokens.
 
         Such guesses get the share of these tokens right, at top-1 and at top-5. Head 0 has to get
         at least `LEAST_LEARNED` of the other tokens right. Untrained heads get none of them, heads
@@ -351,7 +352,7 @@ class CheckResult(Engines):
 
 
 def _failures_of_engine(name: str, engine: EngineFigures, limits: Limits) -> list[str]:
-    """Return the reasons why one engine's greedy answers or its rate fail the check."""
+    """Return the reasons why a check result fails, from one engine's answers and rate."""
     found, match = [], engine.greedy_match
     if match.differing:
         found.append(
@@ -372,7 +373,7 @@ def _failures_of_engine(name: str, engine: EngineFigures, limits: Limits) -> lis
 
 
 def _missed_rate(vllm: VllmFigures) -> float | None:
-    """Return the expected rate of the served chain if vLLM's rate is far below it, else None.
+    """Return the rate expected of a check result's chain if vLLM's is far below it, else None.
 
     A rate is far below if it misses more than half of the expected gain over plain decoding, more
     than 3 standard errors of the measured and the expected rate together, and more than a tenth of
@@ -395,24 +396,24 @@ def _missed_rate(vllm: VllmFigures) -> float | None:
 
 
 def write_answers(directory: Path, answers: Mapping[str, Iterable[Line]]) -> None:
-    """Write the check's answers of each method, a line per question, to `answers/METHOD.jsonl`."""
+    """Write the check's answers by method, a line per question, to `answers/METHOD.jsonl`."""
     for method, lines in answers.items():
-        _write_lines(directory / "answers" / f"{method}.jsonl", lines)
+        _write_answer_lines(directory / "answers" / f"{method}.jsonl", lines)
 
 
 def write_model_answers(directory: Path, lines: Sequence[Line]) -> None:
     """Write the check's answers to `model_answer/MODEL.jsonl`, which FastChat's judge reads."""
     if lines:
-        _write_lines(directory / "model_answer" / f"{lines[0]['model_id']}.jsonl", lines)
+        _write_answer_lines(directory / "model_answer" / f"{lines[0]['model_id']}.jsonl", lines)
 
 
-def _write_lines(path: Path, lines: Iterable[Line]) -> None:
-    """Write answers as JSON lines."""
+def _write_answer_lines(path: Path, lines: Iterable[Line]) -> None:
+    """Write a check's answers as JSON lines."""
     write_text(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
 
 
 def read_answers(directory: Path) -> dict[str, list[Line]]:
-    """Read the answers of a check by method: plain decoding first, the original model last."""
+    """Read a check's answer files by method: plain decoding first, the original model last."""
     paths = sorted((directory / "answers").glob("*.jsonl"))
     paths.sort(key=lambda path: path.stem != "plain")
     paths += (directory / "model_answer").glob("*-original.jsonl")

@@ -60,27 +60,28 @@ class StateFormat:
 
     @property
     def stored_dtype(self) -> torch.dtype:
-        """The dtype of stored states."""
+        """The dtype of the states in a feature shard."""
         return STORED_DTYPES.get(self.precision, self.dtype)
 
     @property
     def schema(self) -> pa.Schema:
+        """The Parquet schema of a feature shard."""
         return FEATURES if self.precision == "native" else FEATURES.append(SCALES)
 
     @property
     def footer(self) -> dict[str, str]:
-        """The format of states as metadata of a Parquet schema."""
+        """The format of states as metadata of a feature shard's schema."""
         dtype, size = str(self.dtype).removeprefix("torch."), str(self.hidden_size)
         return {"dtype": dtype, "hidden_size": size, "precision": self.precision, "tap": TAP}
 
     @property
     def computed_bytes(self) -> int:
-        """The bytes of a state as the target computes it."""
+        """The bytes of a feature row's state as the target computes it."""
         return self.hidden_size * self.dtype.itemsize
 
     @property
     def stored_bytes(self) -> int:
-        """The bytes of a stored state with its scale, before compression."""
+        """The bytes of a state in a feature shard with its scale, before compression."""
         scale = 0 if self.precision == "native" else SCALE_BYTES
         return self.hidden_size * self.stored_dtype.itemsize + scale
 
@@ -95,7 +96,7 @@ class FeatureRow:
     labels_KN: npt.NDArray[np.int32]  # at the learnable positions alone
 
     def answers(self) -> list[npt.NDArray[np.int32]]:
-        """Return the token ids of every span that has labels, in order."""
+        """Return the token ids of a feature row's spans that have labels, in order."""
         # A span's last state has no label: a gap in the learnable positions starts a span.
         first = np.flatnonzero(np.diff(self.learnable.numpy(), prepend=-2) != 1)
         answers = []
@@ -105,7 +106,7 @@ class FeatureRow:
         return answers
 
     def teachers(self, start: int, stop: int) -> tuple[Tensor, npt.NDArray[np.int64]]:
-        """Return the teacher states [M, D] of labels, and each label's row among them [K, N].
+        """Return a feature row's teacher states [M, D], and each label's row among them [K, N].
 
         The labels are those at learnable positions [start, stop).
         Head k's label at position t, the token at t+2+k, is predicted from the state at t+1+k,
@@ -156,7 +157,7 @@ class FeatureRows:
                     self._splits.append(table["split"].to_numpy())
 
     def lengths(self, split: str) -> list[npt.NDArray[np.int64]]:
-        """Return, per row group, each row's learnable positions in a split; 0 for other splits."""
+        """Return each feature row's learnable positions, by row group; 0 outside the split."""
         return [
             np.where(splits == split, n, 0)
             for splits, n in zip(self._splits, self._lengths, strict=True)
@@ -174,19 +175,19 @@ class FeatureRows:
             columns.append(SCALES.name)
         with open_rows(path, self.fingerprint) as shard:
             table = shard.read_row_group(group, columns=columns, use_threads=False)
-        return [self._decode(table, index) for index in range(len(table))]
+        return [self._feature_row(table, index) for index in range(len(table))]
 
-    def _decode(self, table: pa.Table, index: int) -> FeatureRow:
-        """Decode a row's states, and compute its labels from its tokens and spans."""
+    def _feature_row(self, table: pa.Table, index: int) -> FeatureRow:
+        """Make a feature row from a shard's columns: states, tokens and labels."""
         ids = table["input_ids"][index].values.to_numpy()
         spans = spans_of(table["spans"][index].as_py())
         labels_KN = head_labels(ids, spans, self.num_heads, self.roles)
         learnable = np.flatnonzero(labels_KN[0] != IGNORED)
         next_N = ids[feature_positions(spans)[learnable] + 1]
-        hidden_ND = self._hidden(table, index)
+        hidden_ND = self._hidden_states(table, index)
         return FeatureRow(hidden_ND, torch.from_numpy(learnable), next_N, labels_KN[:, learnable])
 
-    def _hidden(self, table: pa.Table, index: int) -> Tensor:
+    def _hidden_states(self, table: pa.Table, index: int) -> Tensor:
         """Return a feature row's hidden states in the target's dtype."""
         states, buffer = self.states, table["hidden"][index].as_buffer()
         # DLPack, since torch.frombuffer warns of memory that is read-only.
@@ -199,7 +200,7 @@ class FeatureRows:
 
 
 def _num_learnable(rows: Sequence[StoredSpans], roles: Sequence[Role]) -> npt.NDArray[np.int64]:
-    """Count each row's learnable positions: all but the last of each span in `roles`."""
+    """Count each feature row's learnable positions: all but the last of each span in `roles`."""
     lengths = np.zeros(len(rows), np.int64)
     for index, spans in enumerate(rows):
         for span in spans_of(spans):

@@ -44,7 +44,7 @@ class WaitingMemory:
         self._free: list[Tensor] = []  # memory of groups that are written
 
     def take(self, num_bytes: int) -> Tensor:
-        """Return memory for a row group, if possible that of a group that has been written.
+        """Return memory for a feature shard's row group, if possible that of a written one.
 
         The pages of fresh memory take five times as long to fill.
         """
@@ -55,7 +55,7 @@ class WaitingMemory:
         return torch.empty(num_bytes, dtype=torch.uint8)
 
     def give_back(self, memory: Tensor) -> None:
-        """Take a written row group's memory back, and let another group wait."""
+        """Take back the memory of a feature shard's written row group; let another group wait."""
         self._free.append(memory)
         self.slots.release()
 
@@ -72,7 +72,7 @@ class WaitingGroup:
         self.missing = len(rows)
 
     def put(self, index: int, hidden_TD: Tensor) -> None:
-        """Copy the states at the positions that predict a row's target-written tokens."""
+        """Copy the states that predict a feature row's target-written tokens."""
         start = self.edges[index]
         for span in self.rows[index].spans:
             stop = start + len(span)
@@ -81,7 +81,7 @@ class WaitingGroup:
         self.missing -= 1
 
     def write(self, writer: ShardWriter) -> int:
-        """Write the row group without rows of non-finite states; return its number of positions."""
+        """Write the feature rows whose states are finite as a row group; count their positions."""
         rows, states = [], [self.hidden_ND[:0]]
         for row, (start, stop) in zip(self.rows, itertools.pairwise(self.edges), strict=True):
             hidden_ND = self.hidden_ND[start:stop]
@@ -97,11 +97,11 @@ class WaitingGroup:
         if len(rows) < len(self.rows):
             hidden_ND = torch.cat(states)
         if rows:
-            writer.write_batch(self._batch(rows, hidden_ND))
+            writer.write_batch(self._record_batch(rows, hidden_ND))
         return len(hidden_ND)
 
-    def _batch(self, rows: Sequence[TokenRow], hidden_ND: Tensor) -> pa.RecordBatch:
-        """Return rows with their states as a record batch, in the stored precision."""
+    def _record_batch(self, rows: Sequence[TokenRow], hidden_ND: Tensor) -> pa.RecordBatch:
+        """Return feature rows with their states as a record batch, in the stored precision."""
         if self.states.precision == "native":
             return feature_batch(rows, hidden_ND)
         stored_ND = (
@@ -114,17 +114,17 @@ class WaitingGroup:
 
 
 def num_positions(row: TokenRow) -> int:
-    """Count the states that are stored of a row: one per target-written token."""
+    """Count the states that a feature row stores: one per target-written token."""
     return sum(map(len, row.spans))
 
 
 def row_edges(rows: Sequence[TokenRow]) -> list[int]:
-    """Return the offsets of rows in their states: row i has [edges[i], edges[i+1])."""
+    """Return the offsets of feature rows in their states: row i has [edges[i], edges[i+1])."""
     return [0, *itertools.accumulate(map(num_positions, rows))]
 
 
 def row_groups(rows: Iterable[TokenRow], states: StateFormat) -> list[list[TokenRow]]:
-    """Divide rows, in order, into row groups of one split and about `ROW_GROUP_BYTES` of states.
+    """Divide feature rows into row groups of one split and about `ROW_GROUP_BYTES` of states.
 
     A reader of the few held-out rows reads their groups alone, and not the hundred times larger
     rest with them.
@@ -141,7 +141,7 @@ def row_groups(rows: Iterable[TokenRow], states: StateFormat) -> list[list[Token
 
 
 def feature_batch(rows: Sequence[TokenRow], hidden_ND: Tensor) -> pa.RecordBatch:
-    """Return rows with their states as a record batch of `FEATURES`; states are not copied."""
+    """Return feature rows with their states as a record batch; states are not copied."""
     ends = np.asarray(row_edges(rows), np.int64) * hidden_ND.shape[1] * hidden_ND.itemsize
     data = pa.py_buffer(hidden_ND.view(torch.uint8).numpy())
     buffers = [None, pa.py_buffer(ends), data]
@@ -149,16 +149,16 @@ def feature_batch(rows: Sequence[TokenRow], hidden_ND: Tensor) -> pa.RecordBatch
         "id": [row.id for row in rows],
         "parent_id": [row.parent_id for row in rows],
         "split": [row.split for row in rows],
-        "input_ids": _lists([row.input_ids for row in rows]),
+        "input_ids": _list_column([row.input_ids for row in rows]),
         "spans": pa.array([[asdict(span) for span in row.spans] for row in rows], SPANS),
-        "positions": _lists([feature_positions(row.spans) for row in rows]),
+        "positions": _list_column([feature_positions(row.spans) for row in rows]),
         "hidden": pa.Array.from_buffers(pa.large_binary(), len(rows), buffers),
     }
     return pa.RecordBatch.from_pydict(columns, schema=FEATURES)
 
 
-def _lists(values: Sequence[npt.NDArray[np.int32]]) -> pa.ListArray:
-    """Return NumPy arrays as one Arrow column of lists."""
+def _list_column(values: Sequence[npt.NDArray[np.int32]]) -> pa.ListArray:
+    """Return NumPy arrays as one Arrow column of lists in a feature shard."""
     ends = np.cumsum([0, *map(len, values)], dtype=np.int32)
     return pa.ListArray.from_arrays(pa.array(ends), pa.array(np.concatenate(values)))
 
@@ -193,12 +193,12 @@ class FeatureWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Discard row groups that have not been written."""
+        """Discard the feature shard's row groups that have not been written."""
         self._failed = self._failed or InterruptedError()
         self._thread.shutdown()
 
     def put(self, index: int, hidden_TD: Tensor) -> None:
-        """Copy one row's states; block while too many row groups wait to be written.
+        """Copy one feature row's states; block while too many row groups wait to be written.
 
         Raises:
             EnvironmentFault: Writing has failed: the disk is full.
@@ -212,7 +212,7 @@ class FeatureWriter:
         while following in self._groups and not self._groups[following].missing:
             group = self._groups.pop(following)
             self._waiting.slots.acquire()
-            self._writing.append(self._thread.submit(self._write, group))
+            self._writing.append(self._thread.submit(self._write_group, group))
             following += 1
         if self._failed:
             raise self._failed
@@ -234,14 +234,15 @@ class FeatureWriter:
         assert len(self._writing) == len(self._rows), lacking
 
         def finish() -> Receipt:
+            """Commit the feature shard with its number of positions."""
             positions = sum(writing.result() for writing in self._writing)
             stats = {"positions": float(positions), "tokens": float(num_tokens)}
             return self._writer.commit(stage, ids_in, stats, time.monotonic() - started)
 
         return self._thread.submit(finish)
 
-    def _write(self, group: WaitingGroup) -> int:
-        """Write a row group unless writing has failed before; return its number of positions."""
+    def _write_group(self, group: WaitingGroup) -> int:
+        """Write a feature shard's row group, unless writing has failed; count its positions."""
         try:
             return 0 if self._failed else group.write(self._writer)
         except BaseException as error:

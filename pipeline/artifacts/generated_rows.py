@@ -55,12 +55,12 @@ class TokenRow:
 
     @classmethod
     def of(cls, row: Row) -> TokenRow:
-        """Make a token row from a row of a generate or feature shard."""
+        """Make a token row from a stored row of a generate or feature shard."""
         ids = np.asarray(row["input_ids"], np.int32)
         return cls(row["id"], row["parent_id"], row["split"], ids, spans_of(row["spans"]))
 
     def stored(self) -> Row:
-        """Return the row's columns for a shard writer."""
+        """Return the token row's columns for a generate or feature shard."""
         return {
             "id": self.id,
             "parent_id": self.parent_id,
@@ -71,19 +71,19 @@ class TokenRow:
 
 
 def spans_of(stored: StoredSpans) -> list[Span]:
-    """Make spans from a row's column `spans`."""
+    """Make spans from the column `spans` of a generated row."""
     return [Span(**span) for span in stored]
 
 
 def generated_columns(row: GeneratedRow, split: str) -> Row:
-    """Return the columns of a generated conversation, as `GENERATED` has them."""
+    """Return a generated row's columns, as `GENERATED` has them."""
     tokens = TokenRow(row.id, row.parent_id, split, np.asarray(row.input_ids), row.spans)
     messages = [asdict(message) for message in row.messages]
     return {**tokens.stored(), "finish": row.finish, "messages": messages}
 
 
 def count_generated(rows: Iterable[Row]) -> dict[str, float]:
-    """Count the tokens and turns that the target wrote, and the rows of each split."""
+    """Count the target-written tokens and turns of generated rows, and the rows of each split."""
     counts = dict.fromkeys(("tokens", "turns", *(f"{split}_rows" for split in SPLITS)), 0.0)
     for row in rows:
         counts["tokens"] += sum(span["end"] - span["start"] for span in row["spans"])
@@ -121,7 +121,7 @@ def read_token_rows(
 
 @contextlib.contextmanager
 def open_rows(path: str | Path, fingerprint: str) -> Iterator[pq.ParquetFile]:
-    """Open a generate or feature shard for reading; its footer must have this fingerprint.
+    """Context manager: open the generated or feature rows of a shard with this fingerprint.
 
     Raises:
         DamagedShard: It is missing or damaged.
@@ -139,7 +139,7 @@ def open_rows(path: str | Path, fingerprint: str) -> Iterator[pq.ParquetFile]:
 
 
 def num_contaminated(shards: Iterable[Path], questions: CheckQuestions) -> int:
-    """Count the training rows that contain a question of the check."""
+    """Count the generated training rows that contain a question of the check."""
     found = 0
     for path in shards:
         for row in read_rows(path, ["split", "messages"]):

@@ -26,7 +26,7 @@ PIECE = 1 << 18  # numbers that are converted at once: they stay in a core's cac
 
 
 def quantize(hidden_ND: Tensor, precision: Precision, stored_ND: Tensor) -> Tensor:
-    """Quantize finite states into `stored_ND` and return their scales [N], float32.
+    """Quantize feature rows' states into `stored_ND`; return their scales [N], float32.
 
     `stored_ND` may share the start of the states' memory.
     """
@@ -49,7 +49,7 @@ def dequantize(
     precision: Precision,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return hidden states in the target's dtype from their stored bytes and scales."""
+    """Return feature rows' states in the target's dtype from stored bytes and scales."""
     # A table is faster: torch converts float8 one number at a time.
     numbers = torch.arange(256, dtype=torch.uint8).view(STORED_DTYPES[precision]).float().numpy()
     hidden_ND = torch.from_numpy(numbers.take(stored_ND))

@@ -38,7 +38,7 @@ class SeedRow:
 
     @classmethod
     def of(cls, row: Row) -> SeedRow:
-        """Make a seed row from a row of a seed shard."""
+        """Make a seed row from a stored row of a seed shard."""
         messages = tuple(Message(**message) for message in row["messages"])
         conversation = Conversation(
             row["id"], messages, row["source_id"], row["category"], row["tools"]
@@ -46,7 +46,7 @@ class SeedRow:
         return cls(conversation, row["split"])
 
     def stored(self) -> Row:
-        """Return the seed's columns, as `SEEDS` has them."""
+        """Return the seed row's columns, as `SEEDS` has them."""
         return {**asdict(self.conversation), "split": self.split}
 
 
@@ -57,20 +57,20 @@ def read_seed_rows(shards: Iterable[Path]) -> Iterator[SeedRow]:
 
 
 def read_seeds(shards: Iterable[Path], split: str) -> Iterator[Conversation]:
-    """Yield the seed conversations of one split, in order."""
+    """Yield the seed rows of one split as conversations, in order."""
     for row in read_seed_rows(shards):
         if row.split == split:
             yield row.conversation
 
 
 def most_frequent_opening(shards: Iterable[Path]) -> tuple[str, int]:
-    """Return the first question that opens most seeds, normalised, and how many it opens."""
+    """Return the question that opens most seed rows, normalised, and how many it opens."""
     openings = Counter(first_question(row.conversation) for row in read_seed_rows(shards))
     return openings.most_common(1)[0]
 
 
 def questions_in_two_splits(shards: Iterable[Path]) -> list[str]:
-    """Return first questions, normalised, that open seeds of more than one split."""
+    """Return the questions, normalised, that open seed rows of more than one split."""
     split_of: dict[str, str] = {}
     shared: dict[str, None] = {}
     for row in read_seed_rows(shards):

@@ -44,7 +44,7 @@ class TrainingText:
     fingerprint: str
 
     def answers(self) -> SeenAnswers:
-        """Read the answers of the split `train`, at about 100 bytes of memory each."""
+        """Read the answers of generated training rows, at about 100 bytes of memory each."""
         seen = SeenAnswers()
         for row in read_token_rows(self.shards, self.fingerprint):
             if row.split == "train":
@@ -54,25 +54,25 @@ class TrainingText:
 
 
 def training_text(generated: StageDirectory) -> TrainingText:
-    """Return the training text of a generate stage's directory."""
+    """Return the generate shards of a stage's directory as training text."""
     return TrainingText(tuple(map(str, generated.shards())), generated.fingerprint)
 
 
 class SeenAnswers:
-    """The set of seen answers, compared by their first 32 tokens."""
+    """The set of answers in generated training rows, compared by their first 32 tokens."""
 
     def __init__(self) -> None:
         self._beginnings: set[bytes] = set()
 
     def add(self, answer: Tokens) -> None:
-        """Add an answer of a training row."""
-        self._beginnings.add(_digest(answer))
+        """Add an answer of a generated training row."""
+        self._beginnings.add(_answer_digest(answer))
 
     def __contains__(self, answer: Tokens) -> bool:
-        return _digest(answer) in self._beginnings
+        return _answer_digest(answer) in self._beginnings
 
 
-def _digest(answer: Tokens) -> bytes:
-    """Return a digest of an answer's first 32 tokens, 8 bytes."""
+def _answer_digest(answer: Tokens) -> bytes:
+    """Return an 8-byte digest of a generated answer's first 32 tokens."""
     data = np.asarray(answer[:PREFIX], np.int32).tobytes()
     return hashlib.blake2b(data, digest_size=8).digest()

@@ -25,7 +25,7 @@ SUMMARY_FILE = "summary.jsonl"
 
 
 def write_heads(path: Path, heads: Heads, summary: Summary) -> None:
-    """Write the summary of a training, then its heads."""
+    """Write the summary of a training, then its heads, to the train stage's files."""
     write_text(path.with_name(SUMMARY_FILE), json.dumps(summary) + "\n")
     with atomic_path(path) as temporary:
         tensors = {}
@@ -36,7 +36,7 @@ def write_heads(path: Path, heads: Heads, summary: Summary) -> None:
 
 
 def read_trained_heads(path: Path) -> Heads:
-    """Read trained heads onto the CPU.
+    """Read the train stage's heads from their file onto the CPU.
 
     Raises:
         DataError: There are none, or the file is damaged.
@@ -52,7 +52,7 @@ def read_trained_heads(path: Path) -> Heads:
 
 
 def read_summary(path: Path, shape: HeadsShape) -> Summary | None:
-    """Read the summary of trained heads; None if there are no whole heads.
+    """Read the summary file of trained heads; None if there are no whole heads.
 
     Raises:
         DataError: They have another kind or shape than `shape`, so they are another training's.
@@ -70,7 +70,7 @@ def read_summary(path: Path, shape: HeadsShape) -> Summary | None:
 
 
 def _heads_shape(path: Path) -> HeadsShape | None:
-    """Read the heads' shape from the file; None if the file is absent, damaged or foreign."""
+    """Read the shape in a heads file; None if the file is absent, damaged or foreign."""
     try:
         with safe_open(path, "pt") as file:
             return shape_from_json(json.loads(file.metadata()["heads"]))

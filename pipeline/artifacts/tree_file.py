@@ -68,10 +68,11 @@ class Calibration:
 
     @property
     def tree(self) -> tuple[TreePath, ...] | DynamicTree:
-        """The calibrated tree that native decoding uses."""
+        """The calibrated tree in tree.json that native decoding uses."""
         return self.dynamic or self.choices
 
     def write(self, directory: Path) -> None:
+        """Write tree.json into the calibrate stage's directory."""
         write_json(directory / TREE_FILE, to_json(self))
 
 
@@ -118,22 +119,22 @@ class CalibrateResult:
 
 
 def read_calibration(directory: Path) -> Calibration:
-    """Read the calibrated tree from a calibrate stage's directory.
+    """Read the calibrated tree from a calibrate stage's tree.json.
 
     Raises:
         DataError: There is none, or it is damaged.
     """
     path = directory / TREE_FILE
-    return _calibration(_read_json(path), path)
+    return _parse_calibration(_read_tree_json(path), path)
 
 
 def read_paths(path: Path) -> tuple[TreePath, ...]:
-    """Read tree paths from a JSON file: a list of paths, or a tree.json.
+    """Read tree paths from a tree.json or another JSON file with a list of paths.
 
     Raises:
         DataError: The file cannot be read, or holds no list of paths.
     """
-    content = _read_json(path)
+    content = _read_tree_json(path)
     if isinstance(content, dict):
         content = content.get("choices")
     if not isinstance(content, list) or not all(isinstance(each, list) for each in content):
@@ -142,19 +143,19 @@ def read_paths(path: Path) -> tuple[TreePath, ...]:
 
 
 def read_tree(path: Path) -> tuple[TreePath, ...] | DynamicTree:
-    """Read a tree from a JSON file: the dynamic one of a tree.json, else a list of paths.
+    """Read a tree from a tree.json, the dynamic one if it has one, or from a JSON list of paths.
 
     Raises:
         DataError: The file cannot be read, or holds no tree.
     """
-    content = _read_json(path)
+    content = _read_tree_json(path)
     if isinstance(content, dict) and content.get("dynamic"):
-        return _calibration(content, path).tree
+        return _parse_calibration(content, path).tree
     return read_paths(path)
 
 
-def _calibration(content: Any, path: Path) -> Calibration:
-    """Make the calibrated tree from the content of tree.json, or raise a DataError."""
+def _parse_calibration(content: Any, path: Path) -> Calibration:
+    """Make a calibration from the content of tree.json, or raise DataError."""
     try:
         return from_json(Calibration, content)
     except ValidationError as error:
@@ -165,8 +166,8 @@ def _calibration(content: Any, path: Path) -> Calibration:
         ) from None
 
 
-def _read_json(path: Path) -> Any:
-    """Read the JSON file of a tree, or raise a DataError."""
+def _read_tree_json(path: Path) -> Any:
+    """Read a tree.json or another JSON file of a tree, or raise DataError."""
     try:
         return json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:

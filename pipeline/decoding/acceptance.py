@@ -51,7 +51,7 @@ class Noise:
         self._waiting: list[Tensor] = []
 
     def next_noise(self, num_positions: int, logits_NV: Tensor) -> Tensor | None:
-        """Return the Gumbel noise [T, V] of the next positions, or None without a generator.
+        """Return the Gumbel noise [T, V] of the next positions to decode; None without a generator.
 
         The noise is in the logits' dtype, at least float32.
         """
@@ -69,7 +69,7 @@ class Noise:
         return torch.stack(self._waiting[:num_positions])
 
     def discard(self, num_tokens: int) -> None:
-        """Discard the noise of positions whose tokens are written."""
+        """Discard the Gumbel noise of positions that are decoded."""
         del self._waiting[:num_tokens]
 
 
@@ -104,7 +104,7 @@ class GreedyAcceptance:
     samples = False
 
     def choose(self, logits_V: Tensor, noise_V: Tensor | None = None) -> Tensor:
-        """Choose the next tokens [...] for logits [..., V], without candidates."""
+        """Choose the target's most probable tokens [...] for logits [..., V], without a tree."""
         return logits_V.argmax(-1)
 
     def accept(
@@ -139,7 +139,7 @@ class TypicalAcceptance:
     samples: bool = False
 
     def choose(self, logits_V: Tensor, noise_V: Tensor | None = None) -> Tensor:
-        """Choose the most probable tokens, or sample them if the rule samples."""
+        """Choose the target's most probable tokens [...], or sample them with `samples`."""
         if not self.samples:
             return logits_V.argmax(-1)
         assert noise_V is not None
@@ -185,14 +185,17 @@ class RejectionSampling:
     samples = True
 
     def choose(self, logits_V: Tensor, noise_V: Tensor | None = None) -> Tensor:
-        """Sample the next tokens [...] from the target's distribution."""
+        """Sample the next tokens [...] from the target's distribution, without a tree."""
         assert noise_V is not None
         return sample_tokens(logits_V, noise_V, self.temperature, self.top_p)
 
     def accept(
         self, logits_NV: Tensor, tokens_N: Tensor, tree: TreeRows, noise_TV: Tensor | None = None
     ) -> Acceptance:
-        """Accept the path of the tokens that are sampled; see `GreedyAcceptance.accept`."""
+        """Accept the candidate path of the tokens that sampling draws from the target.
+
+        Shapes are those of `GreedyAcceptance.accept`.
+        """
         assert noise_TV is not None
         row = torch.zeros_like(tokens_N[..., 0])
         token = row
@@ -233,12 +236,12 @@ def acceptance_rule(
 
 
 def _upcast(logits_V: Tensor) -> Tensor:
-    """Cast logits to at least float32: half precision is too coarse for probabilities."""
+    """Cast logits for acceptance to at least float32; half precision is too coarse."""
     return logits_V.to(torch.promote_types(logits_V.dtype, torch.float32))
 
 
 def _accepted_rows(passes_N: Tensor, tree: TreeRows) -> Tensor:
-    """Return a boolean mask of the accepted tree rows, which pass with all their ancestors.
+    """Return the mask of the accepted tree rows, which pass with all their ancestors.
 
     The root always passes.
     """
@@ -246,7 +249,7 @@ def _accepted_rows(passes_N: Tensor, tree: TreeRows) -> Tensor:
 
 
 def _at_parents(values_N: Tensor, tree: TreeRows) -> Tensor:
-    """Gather the value of each tree row's parent."""
+    """Gather for each tree row the value of its parent."""
     return values_N.gather(-1, tree.parent.expand_as(values_N))
 
 

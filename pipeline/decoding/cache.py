@@ -38,12 +38,12 @@ class _TreeCacheLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Do nothing: `TreeCache` allocates all layers together."""
+        """Do nothing: `TreeCache` allocates all layers of the KV cache together."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Store a forward's keys and values; return the keys and values of all filled slots."""
+        """Store a forward's keys and values in the KV cache; return all filled slots."""
         if self.cache.num_slots == 0:
             self.keys = key_states
             self.values = value_states
@@ -54,12 +54,15 @@ class _TreeCacheLayer(CacheLayerMixin):
         return keys, values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return the number of KV cache slots after the next forward, and the mask's offset 0."""
         return self.cache.length + query_length, 0
 
     def get_seq_length(self) -> int:
+        """Return the number of cached tokens of the longest sequence."""
         return self.cache.length
 
     def get_max_length(self) -> int:
+        """Return -1: the KV cache has no fixed maximum length."""
         return -1
 
 
@@ -114,7 +117,7 @@ class TreeCache(Cache):
             self._allocate()
 
     def write_rows(self, part: Tensor, states: Tensor) -> Tensor:
-        """Write rows [B, H, N, D] into one cache layer and return its filled part [B, H, S, D]."""
+        """Write rows [B, H, N, D] into a KV cache layer; return its filled part [B, H, S, D]."""
         num_rows = states.shape[2]
         width = self._fixed_width or self.length + num_rows
         if len(states) == 1 and self._fixed_width is None:
@@ -128,12 +131,12 @@ class TreeCache(Cache):
         return part.narrow(0, 0, len(states)).narrow(2, 0, width)
 
     def fixed_width(self, num_rows: int) -> int:
-        """Return the number of slots for `num_rows` more rows, rounded up to share CUDA graphs."""
-        return _rounded_up(self.length + num_rows)
+        """Return the KV cache's slots for `num_rows` more rows, rounded up to share CUDA graphs."""
+        return _round_up_slots(self.length + num_rows)
 
     @contextmanager
     def fixed_lengths(self, length_B: Tensor, num_rows: int, width: int) -> Iterator[None]:
-        """Context manager: cache layers read lengths on the device and return `width` slots."""
+        """Context manager: the KV cache reads lengths on the device and returns `width` slots."""
         self._rows = {length_B.device: _rows_after(length_B, num_rows)}
         self._fixed_width = width
         try:
@@ -158,7 +161,7 @@ class TreeCache(Cache):
         self._rows = {}
 
     def move_accepted_rows(self, rows_BT: Tensor) -> None:
-        """Move the accepted rows of the last forward to consecutive slots, the root first.
+        """Move the KV cache's accepted tree rows to consecutive slots, the root first.
 
         Rows past a path's end are padding; their slots are never read.
         """
@@ -170,7 +173,7 @@ class TreeCache(Cache):
             store[:, place_B1, :, start_B1 + places_T] = store[:, place_B1, :, start_B1 + moved_BT]
 
     def _rows_on(self, device: torch.device, num_rows: int = 1) -> tuple[Tensor, Tensor]:
-        """Return the batch indices [B, 1] and cache slots [B, N] of the next rows."""
+        """Return the batch indices [B, 1] and KV cache slots [B, N] of the next rows."""
         if device not in self._rows:
             self._rows[device] = _rows_after(torch.tensor(self.lengths, device=device), num_rows)
         return self._rows[device]
@@ -179,7 +182,7 @@ class TreeCache(Cache):
         """Allocate one cache tensor per shape, dtype and device, and copy the first prompt."""
         self.allocation += 1
         wanted_slots, self._num_places = self._wanted
-        self.num_slots = _rounded_up(wanted_slots)
+        self.num_slots = _round_up_slots(wanted_slots)
         kinds = defaultdict(list)
         for layer in self.layers:
             for name in ("keys", "values"):
@@ -196,11 +199,12 @@ class TreeCache(Cache):
             self._stores.append(store)
 
 
-def _rounded_up(num_slots: int) -> int:
+def _round_up_slots(num_slots: int) -> int:
+    """Round a number of KV cache slots up to a multiple of `_GRANULE`."""
     return -(-num_slots // _GRANULE) * _GRANULE
 
 
 def _rows_after(length_B: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Return the batch indices [B, 1] and cache slots [B, N] of the rows after each sequence."""
+    """Return batch indices [B, 1] and KV cache slots [B, N] of the rows after each sequence."""
     places_B1 = torch.arange(len(length_B), device=length_B.device)[:, None]
     return places_B1, length_B[:, None] + torch.arange(num_rows, device=length_B.device)

@@ -61,7 +61,7 @@ class CudaGraphs:
             current.wait_stream(self._stream)
 
     def rehearse(self, function: Callable[[], None]) -> None:
-        """Run a decoding step, and raise RuntimeError if the host waits for the GPU in it.
+        """Run a decoding step; raise RuntimeError if the host waits for the GPU in it.
 
         A capture that fails half-way may leave the allocator's memory pool unusable (torch 2.13:
         pull request 190308), so a step is rehearsed before its capture.
@@ -91,12 +91,12 @@ class CudaGraphs:
 
 @cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the CUDA stream that all decoders share; each stream allocates a workspace."""
+    """Return the CUDA stream that all decoders share, because each one takes a workspace."""
     return torch.cuda.Stream(device)
 
 
 def graph_capture_for(model: PreTrainedModel) -> CudaGraphs | None:
-    """Return CUDA graph capture for a model on one GPU, otherwise None."""
+    """Return CUDA graph capture for decoding with a model on one GPU, otherwise None."""
     devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
     if len(devices) > 1:
         return None
@@ -114,7 +114,7 @@ class _Buffers:
     noise_BTV: Tensor | None = None
 
     def set_state(self, state: BatchState) -> None:
-        """Copy a decoding state into the buffers."""
+        """Copy the batch's decoding state into the buffers of captured steps."""
         for column, values in zip(self.state, state, strict=True):
             column.copy_(values)
 
@@ -133,7 +133,7 @@ class CapturedSteps:
         self._allocation = 0
 
     def start(self, state: BatchState) -> None:
-        """Set the batch's decoding state after the prefill; the KV cache holds the prompts."""
+        """Set the batch's decoding state after the prefill, in the buffers of captured steps."""
         if self._allocation != self._cache.allocation:  # the cache was reallocated
             self._allocation = self._cache.allocation
             self._captured.clear()
@@ -150,7 +150,7 @@ class CapturedSteps:
         self._steps.start(buffers.state)
 
     def drop_texts(self, kept: Sequence[int]) -> None:
-        """Drop finished texts from the batch; keep the ascending indices `kept`."""
+        """Drop finished texts from the decoded batch; keep the ascending indices `kept`."""
         self._cache.drop_sequences(kept)
         self.start(self._steps.state.at(kept))
 
@@ -169,7 +169,7 @@ class CapturedSteps:
         return self._steps.read_tokens(buffers.found)
 
     def _run(self, kind: _Kind, step: Callable[[], None]) -> None:
-        """Replay the CUDA graph of a kind of steps; warm up, rehearse and capture it before.
+        """Replay a decoding step's CUDA graph; warm up, rehearse and capture the step before.
 
         If a step cannot be captured, this step and all later ones run uncaptured.
         """

@@ -66,12 +66,12 @@ class Decoded:
 
     @property
     def num_steps(self) -> int:
-        """The number of target forwards after the prefill."""
+        """The number of decoding steps: the target's forwards after the prefill."""
         return len(self.accepted)
 
 
 def acceleration_rate(decoded: Iterable[Decoded]) -> float:
-    """Compute the acceleration rate: tokens per target forward after the prefill, over sequences.
+    """Compute the acceleration rate of decoded sequences: tokens per forward after the prefill.
 
     The rate is 1.0 for plain decoding, and NaN if no sequence took a step.
     """
@@ -80,7 +80,7 @@ def acceleration_rate(decoded: Iterable[Decoded]) -> float:
 
 
 def check_heads_fit(model: PreTrainedModel, heads: Heads) -> None:
-    """Raise ConfigError unless the heads fit the target and its attention takes a tree mask."""
+    """Raise ConfigError unless the target can decode with these heads and a tree mask."""
     config = model.config.get_text_config(decoder=True)
     own = (config.hidden_size, config.vocab_size)
     read = (heads.shape.hidden_size, heads.shape.target_vocab_size)
@@ -230,7 +230,7 @@ class Decoder:
 
         Yields lists of (index of the text, tokens that this forward adds to the text).
         """
-        texts = self._begin(prompts, max_new_tokens, rule, generators)
+        texts = self._begin_batch(prompts, max_new_tokens, rule, generators)
         with forward_with_states(self.model) as forward:
             hidden = []
             tokens = []
@@ -246,21 +246,21 @@ class Decoder:
                     self._steps.drop_texts([place for place, text in enumerate(texts) if text.room])
                     texts = open_texts
                 # The prefill's logits give the noise's dtype and device.
-                noise_BTV = self._noise(texts, logits_1V)
+                noise_BTV = self._step_noise(texts, logits_1V)
                 written = self._steps.decode_step(forward, rule, noise_BTV)
                 step = []
                 for text, ids in zip(texts, written, strict=True):
                     step.append((text.number, self._cut_at_end(text, ids)))
                 yield step
 
-    def _begin(
+    def _begin_batch(
         self,
         prompts: Sequence[Sequence[int]],
         max_new_tokens: int,
         rule: AcceptanceRule,
         generators: Sequence[torch.Generator] | None,
     ) -> list[_Text]:
-        """Check the prompts, reset the KV cache for them, and return the batch's texts."""
+        """Check a batch's prompts, reset the KV cache for them, and return the batch's texts."""
         if rule.samples and generators is None:
             raise ValueError("a rule that samples needs a generator")
         texts: list[_Text] = []
@@ -277,15 +277,15 @@ class Decoder:
         self._cache.begin_batch(longest + self.tree.num_nodes + 1, len(prompts))
         return texts
 
-    def _noise(self, texts: Sequence[_Text], logits_NV: Tensor) -> Tensor | None:
-        """Return the noise [B, T, V] of the positions of the next step; None without generators."""
+    def _step_noise(self, texts: Sequence[_Text], logits_NV: Tensor) -> Tensor | None:
+        """Return the sampling noise [B, T, V] of a decoding step; None without generators."""
         num_positions = self.tree.max_depth + 1
         noises = [text.noise.next_noise(num_positions, logits_NV) for text in texts]
         drawn = [noise_TV for noise_TV in noises if noise_TV is not None]
         return torch.stack(drawn) if drawn else None
 
     def _prefill(self, forward: Forward, prompt_ids: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Prefill a prompt; return its last hidden state [1, D] and logits [1, V]."""
+        """Prefill one prompt into the KV cache; return its last state [1, D] and logits [1, V]."""
         ids_1T = torch.tensor([prompt_ids], device=self.device)
         positions_1T = torch.arange(len(prompt_ids), device=self.device)[None]
         self._cache.open_sequence()
@@ -309,5 +309,5 @@ class Decoder:
 def plain_decoder(
     model: PreTrainedModel, *, eos_token_ids: Collection[int], max_length: int | None = None
 ) -> Decoder:
-    """Build the plain decoding baseline: a decoder without heads or tree."""
+    """Build a decoder without heads or tree, for plain decoding."""
     return Decoder(model, None, (), eos_token_ids=eos_token_ids, max_length=max_length)

@@ -59,7 +59,7 @@ class DynamicTree:
 
     @property
     def num_proposed(self) -> int:
-        """The number C of tree nodes that the heads propose in a step."""
+        """The number C of candidate tree nodes that the heads propose in a decoding step."""
         return self.top + (self.max_depth - 1) * self.top**2
 
     def resized(self, num_nodes: int, max_depth: int | None = None) -> DynamicTree:
@@ -74,10 +74,10 @@ class DynamicTree:
         best_BM = proposed.scores_BC.topk(self.num_nodes).indices
         chosen_BM = best_BM.sort(1).values  # parents were proposed before children
         tokens_BN = torch.cat((token_B[:, None], proposed.tokens_BC.gather(1, chosen_BM)), 1)
-        return self._tree(chosen_BM, proposed), tokens_BN
+        return self._select_tree(chosen_BM, proposed), tokens_BN
 
     def propose(self, heads: Heads, hidden_BD: Tensor, token_B: Tensor) -> Proposed:
-        """Propose tree nodes below the roots `token_B`, which the target chose from `hidden_BD`."""
+        """Propose nodes of dynamic trees below the roots `token_B`, chosen from `hidden_BD`."""
         hidden_BPD = hidden_BD[:, None]
         tokens_BP = token_B[:, None]
         scores_BP = torch.zeros_like(tokens_BP, dtype=torch.float32)
@@ -86,7 +86,7 @@ class DynamicTree:
         num_before = 1  # the root
         for depth in range(self.max_depth):
             hidden_BPD, logits_BPV = heads.expand(hidden_BPD, tokens_BP, depth)
-            rows_BPR, log_p_BPR = _best(logits_BPV, self.top)
+            rows_BPR, log_p_BPR = _best_guesses(logits_BPV, self.top)
             tokens_BM = heads.vocabulary.tokens_of_rows(rows_BPR).flatten(1)
             scores_BPR = scores_BP[..., None] + log_p_BPR.clamp(min=LEAST) - PREFER_PARENT
             parents_BM = places_BP[..., None].expand_as(scores_BPR).flatten(1)
@@ -111,7 +111,7 @@ class DynamicTree:
         *,
         chunk_bytes: int = 64 << 20,
     ) -> Tensor:
-        """Rank each true token's node among all proposed nodes, int16 [max_depth, B].
+        """Rank each true token's node among a dynamic tree's proposed nodes, int16 [max_depth, B].
 
         Nodes are ranked by probability. A tree of n nodes verifies the nodes of rank below n, so
         one pass evaluates trees of every size. The rank is `NEVER` if the node or an ancestor is
@@ -130,8 +130,8 @@ class DynamicTree:
             places.append(_true_places(self.propose(heads, *roots), labels))
         return torch.cat(places, 1)
 
-    def _tree(self, chosen_BM: Tensor, proposed: Proposed) -> TreeRows:
-        """Build candidate trees of the chosen nodes, given as ascending indices of `proposed`."""
+    def _select_tree(self, chosen_BM: Tensor, proposed: Proposed) -> TreeRows:
+        """Build candidate trees of the selected nodes, given as ascending indices of `proposed`."""
         rows_BM = torch.arange(1, self.num_nodes + 1, device=chosen_BM.device).expand_as(chosen_BM)
         root_B1 = torch.zeros_like(chosen_BM[:, :1])
         row_BC = torch.zeros_like(proposed.parents_BC).scatter(1, chosen_BM, rows_BM)
@@ -163,8 +163,8 @@ def check_tree(
     return tree
 
 
-def _best(logits_BPV: Tensor, top: int) -> tuple[Tensor, Tensor]:
-    """Return the `top` best guesses [B, P, R] below each tree node, and their log probabilities."""
+def _best_guesses(logits_BPV: Tensor, top: int) -> tuple[Tensor, Tensor]:
+    """Return the `top` best guesses below each tree node and their log probabilities, [B, P, R]."""
     num_nodes = logits_BPV.shape[1]
     if logits_BPV.stride(1) == 0:  # Medusa heads: the same guesses below every node
         logits_BPV = logits_BPV[:, :1]
@@ -174,7 +174,7 @@ def _best(logits_BPV: Tensor, top: int) -> tuple[Tensor, Tensor]:
 
 
 def _true_places(proposed: Proposed, labels_KB: Tensor) -> Tensor:
-    """Return the rank of each true token's node among all proposed nodes, [K, B].
+    """Return the rank of each true token's node among a dynamic tree's proposed nodes, [K, B].
 
     Walks down from the root: the node of a true token must be a child of the previous one.
     """

@@ -34,10 +34,10 @@ def grouped_attention(
     scaling: float | None = None,
     **settings: Any,
 ) -> tuple[Tensor, None]:
-    """Compute sdpa attention with query groups as rows of one head, [B, N, H·G, D].
+    """Compute sdpa attention of a tree step, with query groups as rows of one head.
 
-    Shapes: queries [B, H·G, N, D], keys and values [B, H, S, D], additive masks [B, 1, N, S].
-    Attention without groups or without a mask is computed by transformers.
+    Shapes: queries [B, H·G, N, D], keys and values [B, H, S, D], additive masks [B, 1, N, S],
+    result [B, N, H·G, D]. Attention without groups or without a mask is computed by transformers.
     """
     num_groups = query.shape[1] // key.shape[1]
     if num_groups == 1 or attention_mask is None:
@@ -70,7 +70,7 @@ class GroupedRows:
 
     @contextmanager
     def grouped(self) -> Iterator[None]:
-        """Context manager: the model's forwards use `grouped_attention`."""
+        """Context manager: the target's decoding forwards use `grouped_attention`."""
         for config in self._configs:
             config._attn_implementation_internal = NAME
         try:

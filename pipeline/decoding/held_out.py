@@ -44,7 +44,9 @@ class Estimate:
 def rate_of_answers(
     accepted: Sequence[Sequence[int]], conversations: Sequence[Hashable]
 ) -> Estimate:
-    """Estimate the acceleration rate of answers that any engine decoded.
+    """Estimate a decoding's acceleration rate from the tokens that each step accepts.
+
+    Any engine may have decoded the answers.
 
     Args:
         accepted: Per answer, the number of tokens that each forward after the prefill adds, without
@@ -60,7 +62,7 @@ def rate_of_answers(
 
 
 def bootstrap_rate(tokens_C: npt.ArrayLike, steps_C: npt.ArrayLike, seed: int = 0) -> Estimate:
-    """Estimate tokens per step, with a bootstrap standard error over conversations.
+    """Estimate tokens per decoding step, with a bootstrap standard error over conversations.
 
     The standard deviation of the resamples is too small by sqrt((C-1)/C) and is corrected.
     Conversations without a step are ignored. The same seed gives the same estimate.
@@ -98,23 +100,24 @@ class HeldOutRanks:
     seen: npt.NDArray[np.bool_]
 
     def __len__(self) -> int:
+        """Return the number of held-out positions on which decoding is replayed."""
         return self.ranks_KN.shape[1]
 
     def conversation_halves(self) -> tuple[HeldOutRanks, HeldOutRanks]:
-        """Split the held-out conversations alternately into two halves for cross-validation.
+        """Split the ranks into halves for a cross-validated tree search, by conversation.
 
-        Alternate spans would not do: if each conversation has two spans, one half would hold only
-        first answers.
+        Conversations alternate between the halves. Alternate spans would not do: if each
+        conversation has two spans, one half would hold only first answers.
         """
         _, place = np.unique(self.conversations, return_inverse=True)
-        return self._of_spans(place % 2 == 0), self._of_spans(place % 2 == 1)
+        return self._ranks_of_spans(place % 2 == 0), self._ranks_of_spans(place % 2 == 1)
 
     def new_answers(self) -> HeldOutRanks:
-        """Return the ranks of held-out answers that are not in a training row."""
-        return self._of_spans(~self.seen)
+        """Return the ranks of held-out answers that training rows do not contain, for replay."""
+        return self._ranks_of_spans(~self.seen)
 
-    def _of_spans(self, chosen: npt.NDArray[np.bool_]) -> HeldOutRanks:
-        """Return the ranks of the chosen held-out spans."""
+    def _ranks_of_spans(self, chosen: npt.NDArray[np.bool_]) -> HeldOutRanks:
+        """Return the ranks of the chosen held-out spans, to replay decoding of them only."""
         lengths = np.diff(self.starts, append=len(self))
         kept = lengths[chosen]
         ranks_KN = self.ranks_KN[:, np.repeat(chosen, lengths)]
@@ -122,7 +125,7 @@ class HeldOutRanks:
         return HeldOutRanks(ranks_KN, starts, self.conversations[chosen], self.seen[chosen])
 
     def guess_hits(self, top: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Count the hits of each head's r-th guess, [K, R], and the labels of each head, [K]."""
+        """Count each head's hits by rank, [K, R], and its labels, [K], for a tree search."""
         hits_KR = np.stack([np.bincount(ranks_N, minlength=256)[:top] for ranks_N in self.ranks_KN])
         return hits_KR, (self.ranks_KN != NO_LABEL).sum(1)
 
@@ -145,20 +148,20 @@ class Replay:
 
     @property
     def acceleration_rate(self) -> float:
-        """The acceleration rate in tokens per step; NaN without steps."""
+        """The acceleration rate of the replayed decoding: tokens per step; NaN without steps."""
         return 1.0 + float(self.kept_S.mean()) if len(self.kept_S) else math.nan
 
     def estimate(self) -> Estimate:
-        """Estimate the acceleration rate, with a bootstrap over conversations."""
+        """Estimate the replayed acceleration rate, with a bootstrap over conversations."""
         _, owner_S = np.unique(self.conversations_S, return_inverse=True)
         return bootstrap_rate(np.bincount(owner_S, self.kept_S + 1), np.bincount(owner_S))
 
     def new_answers(self) -> Replay:
-        """Return the replayed steps in answers that are not in a training row."""
+        """Return the replayed decoding steps in answers that training rows do not contain."""
         return Replay(*(column[~self.seen_S] for column in vars(self).values()))
 
     def depth_shares(self) -> list[float]:
-        """Return the shares of decoding steps that accept at least 1, 2, … guesses.
+        """Return the shares of replayed decoding steps that accept at least 1, 2, … guesses.
 
         The acceleration rate is 1 plus the sum of the shares.
         """
@@ -166,7 +169,7 @@ class Replay:
         return [float((self.kept_S >= depth).mean()) for depth in range(1, deepest + 1)]
 
     def node_shares(self, ranks: HeldOutRanks, choices: Choices) -> list[float]:
-        """Return the share of decoding steps that accept each tree node.
+        """Return the share of replayed decoding steps that accept each tree node.
 
         The acceleration rate is 1 plus the sum of the shares. Pass the `ranks` and `choices` of the
         replay.
@@ -179,7 +182,7 @@ class Replay:
         return shares
 
     def __add__(self, other: Replay) -> Replay:
-        """Concatenate the decoding steps of replays of different conversations."""
+        """Concatenate the decoding steps of two replays, of different conversations."""
         columns = zip(vars(self).values(), vars(other).values(), strict=True)
         return Replay(*(np.concatenate(pair) for pair in columns))
 
@@ -192,16 +195,16 @@ def replay(ranks: HeldOutRanks, choices: Choices) -> Replay:
         depth = len(path) - 1
         right[path] = right[path[:-1]] & (ranks.ranks_KN[depth] == path[-1])
         lengths_N[right[path]] = depth + 1
-    return _replay(ranks, lengths_N)
+    return _replay_lengths(ranks, lengths_N)
 
 
 def replay_dynamic(places: HeldOutRanks, num_nodes: int) -> Replay:
     """Replay greedy decoding of held-out text with dynamic trees of `num_nodes` nodes."""
-    return _replay(places, (places.ranks_KN < num_nodes).cumprod(0).sum(0))
+    return _replay_lengths(places, (places.ranks_KN < num_nodes).cumprod(0).sum(0))
 
 
-def _replay(text: HeldOutRanks, lengths_N: npt.NDArray[np.int64]) -> Replay:
-    """Replay greedy decoding that would accept `lengths_N` guesses at each position.
+def _replay_lengths(text: HeldOutRanks, lengths_N: npt.NDArray[np.int64]) -> Replay:
+    """Replay greedy decoding with a tree that accepts up to `lengths_N` guesses at each position.
 
     After a step that accepts n guesses, the next step starts n + 1 positions later. A span's first
     token comes from the prefill and is not counted; guesses beyond the span's end are cut. Unlike

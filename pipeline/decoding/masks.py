@@ -23,7 +23,7 @@ Masks = Tensor | dict[str, Tensor] | None
 
 
 def attention_windows(config: PretrainedConfig) -> dict[str, int | None]:
-    """Return the sliding window of each kind of attention layer; None for full attention.
+    """Return the sliding window of each kind of layer for tree masks; None for full attention.
 
     Raises ConfigError for a kind of layer that a tree mask does not support.
     """
@@ -63,7 +63,7 @@ class TreeMasks:
         return self.masks_after(length_B, num_columns, tree)
 
     def masks_after(self, length_B: Tensor, num_columns: int, tree: TreeRows) -> Masks:
-        """Build the tree attention mask [B, 1, N, num_columns] after prefixes of these lengths.
+        """Build tree attention masks [B, 1, N, num_columns] after prefixes of these lengths.
 
         For a model with several kinds of layers, return a mask for each kind. Columns beyond a
         sequence's own rows are masked.

@@ -50,7 +50,10 @@ class Forward:
         *,
         last_only: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Return hidden states [B, T, D] and logits [B, T, V]; of the last row with `last_only`."""
+        """Run a decoding forward; return states [B, T, D] and logits [B, T, V] of all rows.
+
+        With `last_only`, return those of the last row.
+        """
         with self._attention.grouped():
             logits_BTV = self._model(
                 input_ids=ids_BT,
@@ -68,7 +71,7 @@ class Forward:
 
 @contextmanager
 def forward_with_states(model: PreTrainedModel) -> Iterator[Forward]:
-    """Context manager: hook the target's lm_head and yield a `Forward`."""
+    """Context manager: hook the target's lm_head and yield a `Forward` for decoding steps."""
     # This import loads transformers' model code, which takes seconds.
     from pipeline.decoding.grouped_attention import GroupedRows
 
@@ -80,7 +83,7 @@ def forward_with_states(model: PreTrainedModel) -> Iterator[Forward]:
 def last_positions(
     model: PreTrainedModel, ids: Sequence[int], number: int
 ) -> tuple[Tensor, Tensor]:
-    """Compute the target's hidden states [number, D] and logits [number, V] at a text's end.
+    """Recompute states [number, D] and logits [number, V] at a decoded text's end, without cache.
 
     If the model supports it, logits of earlier positions are not computed: for a long prompt they
     would take gigabytes.
@@ -92,7 +95,7 @@ def last_positions(
 
 
 def _last_logits(model: PreTrainedModel, num_logits: int) -> dict[str, int]:
-    """Return a forward's `logits_to_keep` argument if the model supports it; 0 keeps all logits."""
+    """Return a decoding forward's `logits_to_keep` if the model supports it; 0 keeps all."""
     if "logits_to_keep" in signature(model.forward).parameters:
         return {"logits_to_keep": num_logits}
     return {}
@@ -133,14 +136,14 @@ class TreeSteps:
         self.state = state
 
     def drop_texts(self, kept: Sequence[int]) -> None:
-        """Drop finished texts from the batch; keep the ascending indices `kept`."""
+        """Drop finished texts from the decoded batch; keep the ascending indices `kept`."""
         self.cache.drop_sequences(kept)
         self.state = self.state.at(kept)
 
     def decode_step(
         self, forward: Forward, rule: AcceptanceRule, noise_BTV: Tensor | None
     ) -> list[list[int]]:
-        """Take one decoding step; return the tokens that the step adds to each text."""
+        """Take one uncaptured decoding step; return the tokens that it adds to each text."""
         lengths = self.cache.lengths
         tree, tokens_BN = self.propose_trees()
         length_B = torch.tensor(lengths, device=tokens_BN.device)

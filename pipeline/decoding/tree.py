@@ -67,7 +67,10 @@ CHILDREN: dict[str, tuple[str, ...]] = {
 
 
 def stock_tree(max_depth: int, name: str = STOCK_TREE) -> tuple[TreePath, ...]:
-    """Return the paths of a stock tree up to `max_depth`; KeyError for an unknown name."""
+    """Return the paths of a stock candidate tree up to `max_depth`.
+
+    Raises KeyError for an unknown name.
+    """
     level: list[TreePath] = [()]
     paths: list[TreePath] = []
     for numbers in CHILDREN[name][:max_depth]:
@@ -80,7 +83,7 @@ def stock_tree(max_depth: int, name: str = STOCK_TREE) -> tuple[TreePath, ...]:
 
 
 def cartesian_tree(widths: Sequence[int]) -> tuple[TreePath, ...]:
-    """Build the full tree over the best `widths[k]` guesses of each head k (paper 2.1.2)."""
+    """Build the full candidate tree of the best `widths[k]` guesses per head k (paper 2.1.2)."""
     paths: list[TreePath] = []
     for depth in range(1, len(widths) + 1):
         paths += itertools.product(*map(range, widths[:depth]))
@@ -90,7 +93,7 @@ def cartesian_tree(widths: Sequence[int]) -> tuple[TreePath, ...]:
 def greedy_tree(
     accuracy_KR: Sequence[Sequence[float]], num_nodes: int, max_depth: int | None = None
 ) -> tuple[TreePath, ...]:
-    """Search the tree of `num_nodes` nodes with the highest expected rate (paper 2.3.3).
+    """Search the candidate tree of `num_nodes` nodes with the highest expected rate (paper 2.3.3).
 
     Repeatedly add the child node with the largest product of accuracies a_k(i). No node is more
     probable than its parent, so the result is optimal, and its first n nodes are the best tree of n
@@ -110,9 +113,9 @@ def greedy_tree(
 
 
 def expected_acceleration_rate(accuracy_KR: Sequence[Sequence[float]], choices: Choices) -> float:
-    """Compute the expected tokens per step of a tree: 1 plus its nodes' probabilities (2.3.3).
+    """Compute a candidate tree's expected tokens per step: 1 plus its nodes' probabilities.
 
-    A node's probability is the product of the accuracies on its path.
+    A node's probability is the product of the accuracies on its path (paper 2.3.3).
     """
     rate = 1.0
     for path in choices:
@@ -121,7 +124,7 @@ def expected_acceleration_rate(accuracy_KR: Sequence[Sequence[float]], choices: 
 
 
 def check_choices(choices: Choices, num_heads: int, top: int) -> tuple[TreePath, ...]:
-    """Validate the choices of a static tree and return them as paths, in their order.
+    """Validate the choices of a static candidate tree; return them as paths, in their order.
 
     Raises ConfigError unless the choices form a tree over `num_heads` heads and the best `top`
     guesses of each head.
@@ -172,12 +175,12 @@ class TreeRows:
         self.elsewhere = ~self.ancestors | (depth == 0)[..., None, :]
 
     def path_to(self, row_B: Tensor) -> Tensor:
-        """Return the path [B, T] from the root to one row per text, padded with 0."""
+        """Return the path [B, T] from the root to one tree row per text, padded with 0."""
         paths_BNT = self.retrieve_indices.expand(len(row_B), -1, -1)
         return paths_BNT.take_along_dim(row_B[:, None, None], 1)[:, 0]
 
     def depth_of(self, row: Tensor) -> Tensor:
-        """Return the depth of one row per text, in the shape of `row`."""
+        """Return the depth of one tree row per text, in the shape of `row`."""
         return self.depth.expand(*row.shape, -1).gather(-1, row[..., None])[..., 0]
 
 
@@ -209,7 +212,7 @@ class Tree(TreeRows):
         return self, torch.cat((token_B[:, None], heads.propose(hidden_BD, token_B, self)), 1)
 
     def _levels(self, device: torch.device | str) -> Iterator[Level]:
-        """Yield the tree's nodes level by level, from the root's children on."""
+        """Yield the candidate tree's nodes level by level, from the root's children on."""
         above: list[TreePath] = [()]
         for _, nodes in itertools.groupby(self.choices, len):
             level = list(nodes)

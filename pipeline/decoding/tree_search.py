@@ -30,14 +30,17 @@ Trees = Mapping[str, tuple[TreePath, ...]]  # by the search that found them
 def rank_accuracies(
     hits_KR: npt.NDArray[np.int64], counts_K: npt.NDArray[np.int64]
 ) -> list[list[float]]:
-    """Compute the accuracy a_k(i) of head k's i-th guess; 0 without labels (paper 2.3.3)."""
+    """Compute for a tree search the accuracy a_k(i) of head k's i-th guess (paper 2.3.3).
+
+    The accuracy of a head without labels is 0.
+    """
     return (hits_KR / np.maximum(counts_K, 1)[:, None]).tolist()
 
 
 def joint_tree(
     ranks: HeldOutRanks, num_nodes: int, max_depth: int | None = None
 ) -> tuple[TreePath, ...]:
-    """Search the tree of `num_nodes` nodes whose paths were right most often.
+    """Search the candidate tree of `num_nodes` nodes whose paths were right most often.
 
     The heads' errors are correlated, so the product of accuracies underrates paths that follow a
     right first guess. A path is right no more often than its parent, so adding the most frequent
@@ -86,21 +89,21 @@ class CrossFit:
         self._searched = [search_trees(half, num_nodes, max_depth, top) for half in self._halves]
 
     def replay(self, search: str, size: int) -> Replay:
-        """Replay each half of the text with the other half's tree of this size."""
+        """Replay decoding of each half of the text with the other half's tree of this size."""
         first, second = self._halves
         through_second = replay(second, self.half_tree(0, search, size))
         return through_second + replay(first, self.half_tree(1, search, size))
 
     def half_tree(self, half: int, search: str, size: int) -> tuple[TreePath, ...]:
-        """Return the tree searched on one half (0 or 1), which is replayed on the other half."""
+        """Return the tree searched on one half (0 or 1), to be replayed on the other half."""
         depth = max(map(len, self.whole[search][:size]))
         return tuple(path for path in self._searched[half][search][:size] if len(path) <= depth)
 
     def node_shares(self, search: str, size: int) -> list[float]:
-        """Return the share of steps that accept each tree node; the expected rate is 1 + their sum.
+        """Return the expected share of decoding steps that accept each node of a searched tree.
 
-        At each depth the shares of the tree's own replay are scaled to the tokens that the replays
-        of unseen text add at that depth.
+        The expected rate is 1 plus the sum of the shares. At each depth the shares of the tree's
+        own replay are scaled to the tokens that the replays of unseen text add at that depth.
         """
         choices = self.whole[search][:size]
         own = replay(self.ranks, choices).node_shares(self.ranks, choices)
@@ -118,7 +121,7 @@ class CrossFit:
 
 
 def fastest_choice(rates: Mapping[Choice, float], overheads: Mapping[Choice, float]) -> Choice:
-    """Choose the tree with the highest speedup, rate over overhead.
+    """Choose the candidate tree with the highest speedup, its rate over its overhead.
 
     Among choices within timing noise of the fastest one, speedup times acceleration rate decides:
     the rate is counted, not timed, and is the same on every device. A choice whose overhead is NaN,

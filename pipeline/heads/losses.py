@@ -104,10 +104,10 @@ def summed_cross_entropy(
     teacher: Teacher | None,
     weights_K: Tensor,
 ) -> Tensor:
-    """Sum each head's cross entropy over its labels, [K]; the caller weights the sums (2.2.1).
+    """Sum each head's cross entropy over its labels, [K] (paper 2.2.1).
 
-    Differentiable in the hidden states and in `lm_head`, which is [K, V, D], or one [V, D] that all
-    heads share.
+    The caller weights the sums. Differentiable in the hidden states and in `lm_head`, which is
+    [K, V, D], or one [V, D] that all heads share.
 
     Args:
         labels_KN: int64, -100 where a head has nothing to learn.

@@ -181,12 +181,12 @@ def check_readers(run: ResolvedRun) -> None:
     config = run.config
     if os.environ.get("RAY_ADDRESS") or TARGET not in run.models:
         return
-    engines: dict[str, str] = {
-        config.generate.engine: "generate",
-        config.features.engine: "features",
-    }
-    engines |= {name: ENGINE_SECTIONS[name] for name in config.check.engines}
-    for engine, section in engines.items():
+    used: list[tuple[str, str]] = [
+        (config.generate.engine, "generate"),
+        (config.features.engine, "features"),
+    ]
+    used += [(name, ENGINE_SECTIONS[name]) for name in config.check.engines]
+    for engine, section in used:
         on_gpu = run.gpus_of(section) > 0
         require_readable(run.target, engine, on_gpu=on_gpu, where=TARGET)
         copy = run.served_copies.get(engine)

@@ -165,7 +165,7 @@ def test_workers_without_gpus_read_a_target_on_the_cpu(
     make_config, tmp_path, tiny_target, monkeypatch
 ):
     """Also on a machine with a GPU."""
-    asked = set()
+    asked: set[tuple[str, str, bool]] = set()
 
     def readable(spec, engine, *, on_gpu, where):
         asked.add((where, engine, on_gpu))
@@ -180,6 +180,11 @@ def test_workers_without_gpus_read_a_target_on_the_cpu(
         ("check.served_model", "native", False),
         ("check.served_model", "vllm", True),
     }
+    asked.clear()
+    own = make_config(tmp_path, placement__features={"gpus_per_worker": 0})
+    checks.check_readers(resolved(own).on(Resources(((8, 1),))))
+    both = {("target.model", "transformers", on_gpu) for on_gpu in (False, True)}
+    assert both <= asked, "generate on the GPU, features on the CPU"
 
 
 @pytest.mark.parametrize("key", ["check__served_model", "target__model"])
