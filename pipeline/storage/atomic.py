@@ -92,7 +92,7 @@ def atomic_directory(directory: Path, last: str = "") -> Iterator[Path]:
 
 
 def files_in(directory: Path) -> list[Path]:
-    """Return the relative paths of all files below `directory`, sorted."""
+    """Return the relative paths of all files below a directory, sorted."""
     return sorted(path.relative_to(directory) for path in directory.rglob("*") if path.is_file())
 
 
@@ -118,14 +118,14 @@ def publish(temporary: Path, path: Path) -> None:
 
 
 def _make_readable(path: Path) -> None:
-    """Give a file the mode that the umask allows; safetensors makes files of mode 0600."""
+    """Give a written file the mode that the umask allows; safetensors' mode is 0600."""
     with contextlib.suppress(OSError):  # of a file system without modes
         path.chmod(0o666 & ~UMASK)
 
 
 @contextlib.contextmanager
 def disk_errors(path: Path | None = None) -> Iterator[None]:
-    """Context manager: turn a library's file system error into an EnvironmentFault."""
+    """Context manager: turn a file system error of a library into an EnvironmentFault."""
     try:
         yield
     except MedusaDistillError:
@@ -144,7 +144,7 @@ def disk_fault(error: BaseException, path: Path | None = None) -> EnvironmentFau
         path: The file that was written or read; by default the one that the error names.
     """
     where = str(path or getattr(error, "filename", None) or "the file system")
-    number = _error_number(error)
+    number = _disk_errno(error)
     if number in FULL_ERRORS:
         fix = f"Free some space (or raise `ulimit -f`) and {AGAIN}"
         return EnvironmentFault("The disk is full.", where, fix)
@@ -170,20 +170,20 @@ def require_free_disk(path: Path, least_gb: float) -> None:
         )
 
 
-def _error_number(error: BaseException) -> int | None:
+def _disk_errno(error: BaseException) -> int | None:
     """Return the errno of a full disk among an error's causes, else the error's own errno."""
-    own = _own_number(error)
+    own = _own_errno(error)
     cause = error.__cause__ or error.__context__
     while cause and cause is not error and own not in FULL_ERRORS:
-        number = _own_number(cause)
+        number = _own_errno(cause)
         if number in FULL_ERRORS:
             return number
         cause = cause.__cause__ or cause.__context__
     return own
 
 
-def _own_number(error: BaseException) -> int | None:
-    """Return an error's errno, or the errno that its text names."""
+def _own_errno(error: BaseException) -> int | None:
+    """Return a file system error's errno, or the errno that its text names."""
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno
     text = str(error)
@@ -213,7 +213,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def read_file(path: Path) -> bytes:
-    """Read a file.
+    """Read a file, and report a failing file system.
 
     Raises:
         EnvironmentFault: The file system fails, so the file's content is unknown.
@@ -258,6 +258,6 @@ def sync(path: Path) -> None:
 
 
 def sweep_temporary(directory: Path) -> None:
-    """Remove the temporary files of killed writers."""
+    """Remove the temporary files of killed writers below a directory."""
     for path in list(directory.rglob("*.tmp")):
         path.unlink(missing_ok=True)

@@ -29,7 +29,7 @@ def fingerprint(parts: JsonObject) -> str:
 
 
 def ids_digest(ids: Iterable[str]) -> str:
-    """Return the sha256 (hex) of row ids in order, each prefixed by its length."""
+    """Return the sha256 (hex) of a shard's row ids in order, each prefixed by its length."""
     digest = hashlib.sha256()
     for row_id in ids:
         encoded = row_id.encode()
@@ -38,6 +38,7 @@ def ids_digest(ids: Iterable[str]) -> str:
 
 
 def sha256_of(path: Path) -> str:
+    """Return a file's sha256 (hex)."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -52,12 +53,12 @@ class FileFacts:
 
     @classmethod
     def of(cls, path: Path, sha256: str | None = None) -> FileFacts:
-        """Return the facts of a file; the file is read unless its sha256 is given."""
+        """Return the size, time and sha256 of a file, which is read unless its sha256 is given."""
         found = path.stat()
         return cls(found.st_size, found.st_mtime_ns, sha256 or sha256_of(path))
 
     def renewed(self, path: Path) -> FileFacts | None:
-        """Return the facts with the current modification time; None if the content has changed."""
+        """Return the file facts with the file's new time; None if its content has changed."""
         if not self.fit(path):
             return None
         mtime_ns = path.stat().st_mtime_ns
@@ -98,7 +99,7 @@ class FileDigests:
 
     def of(self, path: Path) -> str:
         """Return a file's sha256 (hex); the Hub's cache names large files by theirs."""
-        digest = self._digest(path)
+        digest = self._current_sha256(path)
         self.seen.setdefault(path, digest)
         return digest
 
@@ -107,10 +108,10 @@ class FileDigests:
         return {path.name: self.of(path) for path in sorted(paths, key=lambda path: path.name)}
 
     def changed(self) -> list[Path]:
-        """Return the files whose sha256 has changed since the first request."""
+        """Return the files whose sha256 has changed since it was first asked for."""
         changed = []
         for path, digest in self.seen.items():
-            if not path.is_file() or self._digest(path) != digest:
+            if not path.is_file() or self._current_sha256(path) != digest:
                 changed.append(path)
         return changed
 
@@ -122,7 +123,7 @@ class FileDigests:
                 write_text(self.cache, json.dumps(self.known))
         return self.known[key]
 
-    def _digest(self, path: Path) -> str:
+    def _current_sha256(self, path: Path) -> str:
         """Return a file's current sha256 (hex) from its name, from the cache, or by reading it."""
         blob = path.resolve()
         if blob.parent.name == "blobs" and re.fullmatch(r"[0-9a-f]{64}", blob.name):

@@ -36,29 +36,30 @@ class Lock:
         self.release()
 
     def share(self) -> None:
-        """Hold the lock with other readers; an owner becomes one of them.
+        """Share the lock of a directory with other readers; an owner becomes one of them.
 
         Raises:
             EnvironmentFault: Another process owns the lock.
         """
-        self._take(fcntl.LOCK_SH)
+        self._take_lock(fcntl.LOCK_SH)
         self._add_holder()
 
     def own(self) -> None:
-        """Hold the lock alone.
+        """Hold the lock of a directory alone.
 
         Raises:
             EnvironmentFault: Another process owns or reads.
         """
-        self._take(fcntl.LOCK_EX)
+        self._take_lock(fcntl.LOCK_EX)
         self._file.truncate(0)
         self._add_holder()
 
     def release(self) -> None:
+        """Release the lock of a directory."""
         self._file.close()
 
-    def _take(self, kind: int) -> None:
-        """Take a shared or an exclusive lock without waiting, or raise an EnvironmentFault."""
+    def _take_lock(self, kind: int) -> None:
+        """Take a directory's lock without waiting, or raise EnvironmentFault."""
         try:
             fcntl.flock(self._file, kind | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -79,7 +80,7 @@ class Lock:
             ) from None
 
     def _holders(self) -> list[str]:
-        """Return the holders in the lock file, without processes here that have ended."""
+        """Return the holders named in the lock file, without ended processes of this machine."""
         self._file.seek(0)
         holders = []
         for pid, host in re.findall(r"process (\d+) on (\S+)", self._file.read()):
@@ -90,5 +91,6 @@ class Lock:
         return holders
 
     def _add_holder(self) -> None:
+        """Write this process into the lock file."""
         self._file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         self._file.flush()

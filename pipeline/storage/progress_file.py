@@ -25,7 +25,7 @@ class ProgressFile:
         self._written = -math.inf
 
     def write(self, report: JsonObject, *, at_once: bool = False) -> None:
-        """Write a progress report, unless the last one was written less than half a second ago."""
+        """Write a report to the progress file, `at_once` or half a second after the last one."""
         now = time.monotonic()
         if at_once or now - self._written >= SECONDS_BETWEEN_REPORTS:
             self._written = now
@@ -33,7 +33,7 @@ class ProgressFile:
                 self.path.write_text(json.dumps(report), encoding="utf-8")
 
     def read(self) -> JsonObject | None:
-        """Return the last progress report; None if there is none, or while one is written."""
+        """Return the progress file's last report; None if there is none or it is being written."""
         try:
             report: JsonObject = json.loads(self.path.read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -41,5 +41,6 @@ class ProgressFile:
         return report
 
     def remove(self) -> None:
+        """Remove the progress file."""
         with contextlib.suppress(OSError):
             self.path.unlink(missing_ok=True)

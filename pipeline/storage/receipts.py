@@ -66,11 +66,11 @@ class Description:
 
     @classmethod
     def read(cls, directory: Path) -> Description | None:
-        """Read a directory's stage.json; None if the file is absent or damaged."""
-        return _read(DESCRIPTION, directory / STAGE_FILE)
+        """Read a stage directory's stage.json; None if the file is absent or damaged."""
+        return _read_record(DESCRIPTION, directory / STAGE_FILE)
 
     def write(self, directory: Path) -> None:
-        """Write a directory's stage.json unless the file has this content already."""
+        """Write a stage directory's stage.json, unless the file has this content already."""
         content = json.loads(json.dumps(asdict(self)))
         if read_json(directory / STAGE_FILE) != content:
             write_json(directory / STAGE_FILE, content)
@@ -89,10 +89,11 @@ class Done:
 
     @classmethod
     def read(cls, directory: Path) -> Done | None:
-        """Read a directory's DONE.json; None if the stage is unfinished or the file damaged."""
-        return _read(DONE, directory / DONE_FILE)
+        """Read a stage directory's DONE.json; None if the file is absent or damaged."""
+        return _read_record(DONE, directory / DONE_FILE)
 
     def write(self, directory: Path) -> None:
+        """Write DONE.json into a stage directory."""
         write_json(directory / DONE_FILE, asdict(self))
 
 
@@ -101,8 +102,11 @@ DESCRIPTION, DONE = TypeAdapter(Description), TypeAdapter(Done)
 Record = TypeVar("Record")
 
 
-def _read(record: TypeAdapter[Record], path: Path) -> Record | None:
-    """Read a record; None if the file is absent or damaged. Raises as `read_file` does."""
+def _read_record(record: TypeAdapter[Record], path: Path) -> Record | None:
+    """Read a stage directory's record; None if its file is absent or damaged.
+
+    Raises as `read_file` does.
+    """
     try:
         return record.validate_json(read_file(path), strict=True)
     except (OSError, ValidationError):
@@ -110,7 +114,7 @@ def _read(record: TypeAdapter[Record], path: Path) -> Record | None:
 
 
 def note_path(shard: Path) -> Path:
-    """Return the path of a shard's note."""
+    """Return the path of a shard's note in the stage directory."""
     return shard.parent.with_name("receipts") / f"{shard.stem}.json"
 
 
@@ -135,10 +139,11 @@ def read_receipt(path: Path) -> Receipt | None:
 
 def read_note(shard: Path) -> Note | None:
     """Read a shard's note; None if the writer was killed before. Raises as `read_file` does."""
-    return _read(NOTE, note_path(shard))
+    return _read_record(NOTE, note_path(shard))
 
 
 def write_note(shard: Path, note: Note) -> None:
+    """Write a shard's note."""
     write_json(note_path(shard), asdict(note))
 
 
@@ -154,7 +159,7 @@ class StageTotals:
             self.add(receipt)
 
     def add(self, receipt: Receipt) -> None:
-        """Add the counts of one committed shard."""
+        """Add the counts of one committed shard's receipt."""
         self.shards += 1
         self.rows += receipt.num_rows
         self.quarantined += receipt.num_quarantined
@@ -165,7 +170,7 @@ class StageTotals:
             self._busy_seconds += receipt.note.busy_seconds
 
     def summary(self) -> Summary:
-        """Return the totals as keys of DONE.json; the rate is per second of busy workers."""
+        """Return the receipts' totals as keys of DONE.json; the rate is per busy second."""
         summary: Summary = {
             "rows": self.rows,
             "quarantined": self.quarantined,
@@ -177,7 +182,7 @@ class StageTotals:
         return summary
 
     def check_quarantine(self, stage: str, where: str, max_fraction: float, *, final: bool) -> None:
-        """Refuse a stage with too large a fraction of quarantined rows.
+        """Refuse a stage whose receipts count too large a fraction of quarantined rows.
 
         Before the stage's end, the fraction is checked once `ENOUGH_TO_JUDGE` rows have been read.
 

@@ -65,12 +65,12 @@ class RunDirectory:
         return cls(path.resolve(), config.run.store), config
 
     def latest(self, name: str) -> StageDirectory | None:
-        """Return a stage's current directory, or None if the run has not reached the stage."""
+        """Return the run's directory of a stage, or None if the run has not reached the stage."""
         link = self.path / "latest" / name
         return StageDirectory.at(link.resolve()) if link.is_dir() else None
 
     def stages(self) -> dict[str, StageDirectory]:
-        """Return the current directories of the stages that the run has reached, upstream first."""
+        """Return the directories of the stages that the run has reached, upstream first."""
         found: dict[str, StageDirectory] = {}
         for link in self.links():
             stage = self.latest(link.name)
@@ -82,7 +82,7 @@ class RunDirectory:
         return {name: found[name] for name in order.static_order()}
 
     def links(self) -> list[Path]:
-        """Return the links `latest/<stage>`, sorted by name."""
+        """Return the run directory's links `latest/<stage>`, sorted by name."""
         return sorted(path for path in (self.path / "latest").glob("[!.]*") if path.is_symlink())
 
     def link_latest(self, stage: StageDirectory) -> None:
@@ -100,7 +100,7 @@ class RunDirectory:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Context manager: lock the run for this driver and remove files of killed drivers."""
+        """Context manager: lock the run directory, and remove files of killed drivers."""
         with Lock(self.path / "lock", f"the run '{self.path.name}'") as lock:
             lock.own()
             for link in (self.path / "latest").glob(".*.*"):
@@ -111,7 +111,7 @@ class RunDirectory:
             yield
 
     def event(self, kind: str, **facts: Any) -> None:
-        """Append an event to events.jsonl, on a line of its own even after a torn line."""
+        """Append an event to the run directory's events.jsonl, on a new line after a torn one."""
         event = redacted_values({"time": round(time.time(), 3), "event": kind, **facts})
         line = json.dumps(event, ensure_ascii=False, default=str)
         with (self.path / EVENTS).open("ab+") as file:
@@ -120,9 +120,10 @@ class RunDirectory:
             file.write(f"{before}{line}\n".encode(errors="replace"))
 
     def require_one_history(self) -> None:
-        """Refuse a run whose stages were not made from one another: its card would be wrong.
+        """Refuse a run directory whose stages were not made from one another.
 
-        This happens after `run --until train` with another setting. Cached states may be deleted.
+        Its model card would be wrong. This happens after `run --until train` with another setting.
+        Cached states may be deleted.
 
         Raises:
             DataError: A stage is unfinished, missing, or made from another one; it is named.
@@ -145,5 +146,5 @@ class RunDirectory:
 
 
 def finished_before(store: Path, stage: str) -> bool:
-    """Return whether any directory of this stage in the store is finished."""
+    """Return whether the store holds any finished directory of this stage."""
     return any(store.glob(f"{stage}-*/DONE.json"))

@@ -50,12 +50,12 @@ class ShardTask:
 
     @property
     def attempt_log(self) -> Path:
-        """The file to which a hanging worker writes its stack."""
+        """The file beside the shards to which a hanging worker writes its stack."""
         return self.shard.parent.with_name("attempts") / f"{self.index:05d}.txt"
 
 
 def task_rows(task: ShardTask, columns: Sequence[str] | None = None) -> list[Row]:
-    """Read the upstream rows of a shard task, in order, without crashing rows."""
+    """Read a shard task's rows from the upstream shard, in order, without crashing rows."""
     rows = list(read_rows(task.source, columns))
     if task.rows is not None:
         rows = rows[slice(*task.rows)]
@@ -70,7 +70,7 @@ class HashedFile(io.FileIO):
         self._digest = hashlib.sha256()
 
     def write(self, data: Any) -> int:
-        """Hash and write all of `data`."""
+        """Write all of `data` to the file, and add it to the hash."""
         self._digest.update(data)
         unwritten = memoryview(data)
         while unwritten:
@@ -78,7 +78,7 @@ class HashedFile(io.FileIO):
         return len(data)
 
     def sha256(self) -> str:
-        """Return the sha256 (hex) of the content so far."""
+        """Return the sha256 (hex) of the file's content so far."""
         return self._digest.hexdigest()
 
 
@@ -115,7 +115,7 @@ class ShardWriter:
         codecs: dict[str, Codec] = {}
         for column in self.schema:
             codec = self.codec if pa.types.is_large_binary(column.type) else "zstd"
-            codecs.update(dict.fromkeys(_leaves(column.name, column.type), codec))
+            codecs.update(dict.fromkeys(_parquet_columns(column.name, column.type), codec))
         self._temporary = temporary_beside(self.path)
         with contextlib.ExitStack() as undo, disk_errors(self.path):
             undo.callback(self._temporary.unlink, missing_ok=True)
@@ -209,7 +209,7 @@ class ShardWriter:
         return replace(receipt, note=note)
 
     def _check_complete(self, ids_in: set[str], where: str) -> None:
-        """Assert ids(in) = ids(kept) + ids(quarantined); `<id>#<turn>` counts as its parent."""
+        """Assert that each upstream row is in the shard or its quarantine file, not in both."""
         rejected = [row.id for row in self.rejected]
         kept = _parents(self.ids, ids_in)
         assert kept | _parents(rejected, ids_in) == ids_in, f"{where} lost a row or made one up"
@@ -217,19 +217,19 @@ class ShardWriter:
 
 
 def _parents(ids: Iterable[str], ids_in: set[str]) -> set[str]:
-    """Return the upstream ids of row ids; `<id>#<turn>` comes from `<id>`."""
+    """Return the upstream ids of a shard's row ids; `<id>#<turn>` comes from `<id>`."""
     return {row_id if row_id in ids_in else parent_of(row_id) for row_id in ids}
 
 
-def _leaves(name: str, of: pa.DataType) -> list[str]:
-    """Return the names of an Arrow column's Parquet columns."""
+def _parquet_columns(name: str, of: pa.DataType) -> list[str]:
+    """Return the names of the Parquet columns that a shard's Arrow column becomes."""
     if pa.types.is_list(of):
-        return _leaves(f"{name}.list.element", of.value_type)
+        return _parquet_columns(f"{name}.list.element", of.value_type)
     if not pa.types.is_struct(of):
         return [name]
     leaves = []
     for column in of:
-        leaves += _leaves(f"{name}.{column.name}", column.type)
+        leaves += _parquet_columns(f"{name}.{column.name}", column.type)
     return leaves
 
 
@@ -246,7 +246,7 @@ def quarantine_line(rejected: RejectedRow, stage: str) -> str:
 
 
 def parent_of(row_id: str) -> str:
-    """Return the seed id of a row id, which may be `<id>#<turn>`."""
+    """Return the seed id in a shard's row id, which may be `<id>#<turn>`."""
     return row_id.partition("#")[0]
 
 

@@ -126,9 +126,9 @@ class StageDirectory:
         self.discard(damaged)
         sweep_temporary(self.path)
         if fresh:
-            self._drop()
+            self._drop_result()
         elif read_json(self.path / UPSTREAM_FILE) != upstream:
-            self._drop(keep=SHARD_FOLDERS)
+            self._drop_result(keep=SHARD_FOLDERS)
         write_json(self.path / UPSTREAM_FILE, upstream)
         return damaged
 
@@ -152,11 +152,12 @@ class StageDirectory:
         self.lock.share()
 
     def release(self) -> None:
+        """Release the lock of the stage directory."""
         self.lock.release()
 
     @property
     def identity(self) -> Identity:
-        """The fingerprinted identity of the stage; empty if stage.json is damaged."""
+        """The stage directory's fingerprinted identity; empty if stage.json is damaged."""
         described = Description.read(self.path)
         return described.identity if described else {}
 
@@ -178,16 +179,16 @@ class StageDirectory:
         if done and done.shards:
             return fingerprint({"made": [receipt.content_sha256 for receipt in done.shards]})
         made = {}
-        for path, facts in self._facts().items():
+        for path, facts in self._file_facts().items():
             if path.suffix != ".jsonl":
                 made[str(path.relative_to(self.path))] = facts.sha256
         return fingerprint({"made": made})
 
     def files_below(self, folder: str) -> dict[str, FileFacts]:
-        """Return the facts of a finished stage's files in one folder, by relative path."""
+        """Return the facts of the files in one folder of a finished stage, by relative path."""
         prefix = f"{folder}/"
         found = {}
-        for path, facts in self._facts().items():
+        for path, facts in self._file_facts().items():
             name = str(path.relative_to(self.path))
             if name.startswith(prefix):
                 found[name.removeprefix(prefix)] = facts
@@ -196,9 +197,11 @@ class StageDirectory:
     # Shards
 
     def shard_path(self, index: int) -> Path:
+        """Return the path of a shard in the stage directory."""
         return self.path / "shards" / f"{index:05d}.parquet"
 
     def quarantine_path(self, index: int) -> Path:
+        """Return the path of a shard's quarantine file in the stage directory."""
         return self.path / "quarantine" / f"{index:05d}.jsonl"
 
     def shards(self) -> list[Path]:
@@ -265,17 +268,17 @@ class StageDirectory:
         return done.fingerprint == self.fingerprint and done.upstream == upstream
 
     def resized_files(self) -> list[Path]:
-        """Return files that are missing or of another size, without reading them."""
-        return [path for path, facts in self._facts().items() if not facts.fit(path)]
+        """Return the stage's files that are missing or of another size, without reading them."""
+        return [path for path, facts in self._file_facts().items() if not facts.fit(path)]
 
     def examine(self) -> list[Path]:
-        """Return files that are missing or changed; read those with another modification time.
+        """Return the stage's files that are missing or changed; read those with another time.
 
         The new time of an unchanged file is stored in DONE.json, so that it is not read again. The
         caller holds the lock.
         """
         damaged, touched = [], {}
-        for path, facts in self._facts().items():
+        for path, facts in self._file_facts().items():
             found = facts.renewed(path)
             is_log = path.suffix == ".jsonl" and path.parent == self.path
             if found is None and not is_log:  # no run makes a log again
@@ -304,15 +307,15 @@ class StageDirectory:
             elif path.parent.name in self.parts:
                 remove(path.parent)
             else:
-                self._drop(keep=SHARD_FOLDERS)
+                self._drop_result(keep=SHARD_FOLDERS)
 
     def intact(self, name: str) -> bool:
         """Return whether a file recorded by the stage is unchanged."""
-        facts = self._facts().get(self.path / name)
+        facts = self._file_facts().get(self.path / name)
         return facts is not None and facts.renewed(self.path / name) is not None
 
     def verify(self) -> list[str]:
-        """Read every file of the stage and return one line per missing or damaged file.
+        """Read every file of the stage directory; return one line per missing or damaged file.
 
         Raises:
             EnvironmentFault: This user may not read them.
@@ -324,7 +327,7 @@ class StageDirectory:
                 if (self.path / DONE_FILE).exists():
                     problems.append(f"{self.path / DONE_FILE} is damaged")
             else:
-                for path, facts in self._facts().items():
+                for path, facts in self._file_facts().items():
                     problems += facts.problems(path)
         return problems
 
@@ -347,8 +350,8 @@ class StageDirectory:
                 problems.append(f"{quarantine} is missing")
         return problems
 
-    def _facts(self) -> dict[Path, FileFacts]:
-        """Return the facts of all files: from DONE.json, else from the shards' notes."""
+    def _file_facts(self) -> dict[Path, FileFacts]:
+        """Return the facts of the stage's files: from DONE.json, else from the shards' notes."""
         done = self.done
         facts = {}
         if done:
@@ -367,8 +370,8 @@ class StageDirectory:
         for path in (self.path / "quarantine" / f"{stem}.jsonl", note_path(shard), shard):
             path.unlink(missing_ok=True)
 
-    def _drop(self, keep: Sequence[str] = ()) -> None:
-        """Remove the stage's result, without stage.json, the lock, and `keep`."""
+    def _drop_result(self, keep: Sequence[str] = ()) -> None:
+        """Remove the stage directory's result, without stage.json, the lock, and `keep`."""
         for path in self.path.iterdir():
             if path.name not in (STAGE_FILE, LOCK_FILE, *keep):
                 remove(path)
