@@ -96,15 +96,21 @@ class Run:
 
     @property
     def export(self) -> Path:
-        """The directory of the opened run's export, which engines load."""
+        """The export directory of the run opened from Python, which engines load."""
         return self._stage("export").path
 
     def shards(self, stage: str) -> list[Path]:
-        """List the opened run's Parquet files of `seeds`, `generate` or `features`, in order."""
+        """List the Parquet files of a stage of the run opened from Python, in order.
+
+        The stage is `seeds`, `generate` or `features`.
+        """
         return self._stage(stage).shards()
 
     def conversations(self, split: str) -> Iterator[Conversation]:
-        """Yield the opened run's seed conversations of a split: `train`, `calibrate` or `check`."""
+        """Yield the seed conversations of a split of the run opened from Python.
+
+        The split is `train`, `calibrate` or `check`.
+        """
         return read_seeds(self.shards("seeds"), split)
 
     def generated(self, split: str | None = None) -> Iterator[TokenRow]:
@@ -146,14 +152,14 @@ class Run:
         return replay(held_out_ranks(text, top), chosen).acceleration_rate
 
     def accuracies(self) -> list[list[float]]:
-        """Return how often each head's r-th guess is right in the opened run, [heads][ranks].
+        """Return to Python how often each head's r-th guess is right in the run, [heads][ranks].
 
         The accuracies are those on held-out rows.
         """
         return read_calibration(self._stage("calibrate").path).accuracies
 
     def _stage(self, name: str) -> Any:
-        """Return the opened run's directory of a finished stage."""
+        """Return a finished stage's directory of the run opened from Python."""
         stage = self.directory.latest(name)
         if stage is None or not stage.done:
             raise DataError(

@@ -31,7 +31,7 @@ STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def ends_well(story: Callable[[], Any]) -> int:
-    """Run a command to its end: print errors as readable paragraphs, and return the exit code."""
+    """Run a command or flow to its end: print errors as paragraphs, and return the exit code."""
     stops: list[Interrupted] = []
     keep_out_of_logs()
 

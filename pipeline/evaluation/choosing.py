@@ -41,16 +41,19 @@ class ChosenTree:
 
     @property
     def num_nodes(self) -> int:
-        """The number of nodes of the chosen tree."""
+        """The number of nodes of the tree that was evaluated and chosen."""
         return self.dynamic.num_nodes if self.dynamic else len(self.choices)
 
     @property
     def depth(self) -> int:
-        """The depth of the chosen tree."""
+        """The depth of the tree that was evaluated and chosen."""
         return self.dynamic.max_depth if self.dynamic else max(map(len, self.choices))
 
     def tokens_by_depth(self) -> list[float]:
-        """Return the expected tokens per step at each depth; with 1 they sum to the rate."""
+        """Return the chosen tree's expected tokens per step at each depth.
+
+        With 1 they sum to the expected acceleration rate.
+        """
         added = self.walked.depth_shares()
         return [round(tokens, 4) for tokens in added + [0.0] * (self.depth - len(added))]
 
@@ -161,7 +164,7 @@ def chosen_chain(
 
 
 def expected_on_new(text: HeldOutRanks, walked: Replay) -> NewAnswers:
-    """Compute the expected rate on answers that are in no training row, and their number."""
+    """Evaluate a tree on answers in no training row: expected rate, and number of answers."""
     num_new = int((~text.seen).sum())
     if num_new < ENOUGH_NEW:
         return NewAnswers(answers=num_new)

@@ -73,7 +73,10 @@ def check_with_engine(
 
 
 def join_engines(results: Mapping[str, CheckResult]) -> CheckResult:
-    """Join the check results of native decoding and vLLM; hardware and versions are native's."""
+    """Join the check results that native decoding and vLLM measured.
+
+    Hardware and versions are those of native decoding.
+    """
     native, vllm = results.get("native"), results.get("vllm")
     if native is None:
         return vllm or CheckResult()

@@ -40,7 +40,7 @@ def compare_with_original(
     name: str,
     progress: ProgressReporter = SILENT,
 ) -> tuple[TunedDrift, list[Line]]:
-    """Measure the published backbone's drift, and the original model's answers to the check.
+    """Measure the published backbone's drift, and let the original answer the check's questions.
 
     Args:
         original, published: The model that was tuned, and the merged one, both with room for the

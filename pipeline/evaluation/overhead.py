@@ -68,7 +68,7 @@ def overhead_curve(
     max_length: int,
     progress: ProgressReporter = SILENT,
 ) -> dict[int, float]:
-    """Measure the overhead of each tree by its number of nodes; empty without trees.
+    """Measure the overhead of decoding with each tree, by number of nodes; empty without trees.
 
     The prompts are of the same kind as the check's. Trees whose step costs more than max_depth + 1
     plain steps are left out, since they cannot gain. The smallest tree is always measured.

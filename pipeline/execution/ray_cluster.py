@@ -134,7 +134,7 @@ class ClusterWatch:
         self._silent_since: float | None = None
 
     def check(self) -> None:
-        """Raise EnvironmentFault if a process has been silent for longer than `patience`."""
+        """Raise EnvironmentFault if a Ray process has been silent for longer than `patience`."""
         now = time.monotonic()
         silent = list(filter(connection_error, self.addresses))
         if not silent:
@@ -146,7 +146,7 @@ class ClusterWatch:
             raise self._death(f"{silent[0]} does not answer")
 
     def settle(self) -> None:
-        """Wait until the cluster is known to be alive or dead; raise as `check` does."""
+        """Wait until the Ray cluster is known to be alive or dead; raise as `check` does."""
         self.check()
         while self._silent_since is not None:
             time.sleep(SECONDS_BETWEEN_TESTS)

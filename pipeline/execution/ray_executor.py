@@ -182,7 +182,7 @@ class ActorPool:
     _failed_starts: int = 0
 
     def outcomes(self) -> Iterator[Outcome]:
-        """Yield the outcome of each shard task as it finishes; tasks may be added meanwhile."""
+        """Yield the outcome of each shard task of the Ray actors; tasks may be added meanwhile."""
         try:
             with self.watch.connection():
                 self._assign()
@@ -197,14 +197,14 @@ class ActorPool:
             self._close()
 
     def _unfinished(self) -> bool:
-        """Return whether the pool has unfinished shard tasks.
+        """Return whether the pool of Ray actors has unfinished shard tasks.
 
         Actors that start do not count: the cluster may never have room for them.
         """
         return bool(self.tasks) or any(slot.task for slot in self._running.values())
 
     def _assign(self) -> None:
-        """Assign tasks to idle actors, and start as many more actors as there are tasks for."""
+        """Assign tasks to idle Ray actors, and start as many more as there are tasks for."""
         still_idle = []
         for slot in self._idle:
             slot.task = slot.upcoming

@@ -44,7 +44,7 @@ class ComparedRun:
 
 
 def compare_runs(runs: Sequence[ComparedRun]) -> tuple[Table, list[str]]:
-    """Tabulate runs side by side; return the table, and notes on runs that cannot be compared."""
+    """Tabulate runs side by side in a report table; also list notes on what cannot be compared."""
     columns = ["", *(run.name for run in runs)]
     table = Table("Runs", columns, words=tuple(range(len(columns))))
     settings = [dict(_compared_settings(run)) for run in runs]
@@ -62,7 +62,10 @@ def compare_runs(runs: Sequence[ComparedRun]) -> tuple[Table, list[str]]:
 
 
 def _compared_settings(run: ComparedRun) -> Iterator[tuple[str, str]]:
-    """Yield a run's settings for the comparison table by dotted key; `auto` shows the choice."""
+    """Yield a run's settings for the report's comparison table; `auto` shows the choice.
+
+    They are named by dotted key.
+    """
     train = run.report.train
     chosen = (train.hyperparameters if train else None) or {}
     for section, value in run.recipe.items():
@@ -81,7 +84,7 @@ def _compared_settings(run: ComparedRun) -> Iterator[tuple[str, str]]:
 
 
 def _flat_settings(value: Any, key: str) -> Iterator[tuple[str, Any]]:
-    """Yield the innermost settings of a compared run by dotted key."""
+    """Yield the innermost settings for the report's comparison table, by dotted key."""
     if isinstance(value, Mapping) and value:
         for name, inner in value.items():
             yield from _flat_settings(inner, f"{key}.{name}")
@@ -90,7 +93,10 @@ def _flat_settings(value: Any, key: str) -> Iterator[tuple[str, Any]]:
 
 
 def _compared_results(run: ComparedRun) -> dict[str, str]:
-    """Format a run's results by row label of the comparison table; all runs have the same."""
+    """Format a run's results by row label of the report's comparison table.
+
+    All runs have the same labels.
+    """
     report = run.report
     native, vllm = report.native, report.vllm
     plain = with_heads = heads = UNKNOWN
@@ -117,7 +123,7 @@ def _compared_results(run: ComparedRun) -> dict[str, str]:
 
 
 def _comparison_notes(runs: Sequence[ComparedRun]) -> list[str]:
-    """List notes under the comparison table: unfinished runs, missing checks, other questions."""
+    """List notes under the report's comparison table, such as unfinished runs."""
     notes = []
     questions, machines = set(), set()
     for run in runs:

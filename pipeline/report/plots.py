@@ -169,7 +169,7 @@ def _plot_curve(axes: Axes, x: Sequence[int], y: Sequence[float | None], **style
 
 
 def _powers_of_two(axes: Axes, ticks: Sequence[int]) -> None:
-    """Give a plot an x axis of powers of two and a y axis that begins at 0."""
+    """Give a plot of the report an x axis of powers of two and a y axis that begins at 0."""
     axes.set_ylim(bottom=0)
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, list(map(str, ticks)))

@@ -113,7 +113,10 @@ def _rich_text(text: str, style: str = "") -> Text:
 
 
 def wide_console() -> Console:
-    """Return a console for wide text tables: 160 columns where standard output is no terminal."""
+    """Return a console for printing wide text tables of a report.
+
+    It has 160 columns where standard output is no terminal.
+    """
     width = None if Console().is_terminal else GRID_WIDTH
     return Console(width=width, highlight=False)
 

@@ -42,7 +42,7 @@ def check_plan(run: ResolvedRun) -> list[str]:
 
 
 def unread_settings(run: ResolvedRun) -> list[str]:
-    """Return a warning of keys that the run's kind of heads and training method do not read."""
+    """Return a warning, before a run starts, of keys that its heads and method do not read."""
     train = run.config.train
     unread = ", ".join(run.method.unread_keys(train))
     return [f"Not read by {train.heads} heads and {train.method}: {unread}."] if unread else []
@@ -87,7 +87,7 @@ def check_quantization(run: ResolvedRun) -> None:
 
 
 def _keys_of_vllm(run: ResolvedRun) -> list[str]:
-    """List the run's configuration keys that ask for vLLM."""
+    """List the keys that make a run need vLLM."""
     config, keys = run.config, []
     if config.generate.engine == "vllm" and config.generate.mode != "passthrough":
         keys.append("generate.engine")

@@ -217,5 +217,5 @@ class Stage:
 
 
 def reads(*names: str) -> Callable[[Config], tuple[str, ...]]:
-    """Return the `upstream` of a stage declaration that reads the same stages in every run."""
+    """Declare that a stage of a run always reads the same upstream stages."""
     return lambda config: names

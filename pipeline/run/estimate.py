@@ -134,7 +134,7 @@ class StageMemory:
 
     @property
     def total(self) -> float:
-        """The estimated bytes in all."""
+        """The estimated memory of a stage's worker in bytes."""
         trained = self.heads + self.gradients + self.optimizer
         return self.weights + trained + self.activations + self.cache
 

@@ -26,7 +26,7 @@ FIGURES = ("seeds", "generate", "features", "train", "export")  # parts of Repor
 
 
 def publish_report(context: Context) -> None:
-    """Publish the run's report: write its files, renew the export's card, and print it."""
+    """Collect the results of a run's stages and publish them: report files, card, terminal."""
     config = context.config
     report, extras = assemble_report(context.run, config), drawing_data(context.run)
     for name, text in report_texts(report, extras).items():

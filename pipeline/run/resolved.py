@@ -129,7 +129,7 @@ class ResolvedRun:
 
     @property
     def repositories(self) -> Repositories:
-        """The Hub repositories that a push of this run goes to."""
+        """The resolved run's Hub repositories, to which it is pushed."""
         push, target = self.config.push, self.config.target.model
         return repositories(push, self.kind, target, tuned=self.method.tunes_backbone)
 

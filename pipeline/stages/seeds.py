@@ -94,7 +94,7 @@ def _questions_identity(context: Context, readers: Sequence[SourceReader], rows:
 
 
 def _contaminated(readers: Sequence[SourceReader], questions: Path) -> Iterator[str]:
-    """Yield id and question of each of the seeds stage's rows that contains a check question."""
+    """Yield for the seeds stage id and question of each row with a question of the check."""
     check = CheckQuestions(read_questions(questions))
     for reader in readers:
         for row in reader:
