@@ -96,7 +96,7 @@ def run_flow(
 
 
 def advance_all(context: Context, wanted: Sequence[str], fresh: str | None) -> None:
-    """Bring the wanted stages up to date in order; go back to a stage whose shard is damaged."""
+    """Bring a run's wanted stages up to date in order; go back to one whose shard is damaged."""
     discarded: set[Path] = set()
     position = 0
     while position < len(wanted):
@@ -119,7 +119,10 @@ def advance_all(context: Context, wanted: Sequence[str], fresh: str | None) -> N
 
 
 def advance(context: Context, stage: Stage, *, fresh: bool = False) -> StageDirectory:
-    """Run a stage unless its result is kept; link its directory as the latest, still locked."""
+    """Run a stage unless its result is kept; link its directory as the run's latest.
+
+    The directory stays locked.
+    """
     directory = stage.locate(context)
     directory.enter(stage.identity_of(context))
     context.run.link_latest(directory)
@@ -144,7 +147,7 @@ def advance(context: Context, stage: Stage, *, fresh: bool = False) -> StageDire
 
 
 def require_passed(checked: StageDirectory, config: Config) -> None:
-    """Raise CheckFailed where a finished check exceeds the limits of the configuration."""
+    """Refuse to continue a run whose finished check exceeds the limits of the configuration."""
     failures = from_json(CheckResult, checked.summary).failures(Limits.of(config))
     if failures:
         raise CheckFailed(
@@ -156,7 +159,7 @@ def require_passed(checked: StageDirectory, config: Config) -> None:
 
 
 def require_same_inputs(context: Context, stage: Stage, directory: StageDirectory) -> None:
-    """Drop a stage's result and raise DataError if its input files changed meanwhile.
+    """Drop a stage's result and raise DataError if its input files changed during the run.
 
     It is unknown which rows are of the old content. Where the files cannot be read now
     (EnvironmentFault), the result is kept.
@@ -177,7 +180,7 @@ def require_same_inputs(context: Context, stage: Stage, directory: StageDirector
 def push_run(
     path: Path, *, dry_run: bool = False, console: Console | None = None, **settings: Any
 ) -> Summary:
-    """Push a finished run's export as the push stage does; `dry_run` prints what would go.
+    """Push a finished run's export as the push stage does; a dry run prints what would be pushed.
 
     Args:
         settings: Keys of `push` in the place of the run's; None and False keep the run's.
@@ -194,7 +197,7 @@ def push_run(
             "There is no repository to push to.", "push.repo_id", "Give --repo-id USER/NAME."
         )
     lock = contextlib.nullcontext() if dry_run else run.locked()
-    with lock, contextlib.closing(_finished(run, config, console or Console())) as context:
+    with lock, contextlib.closing(_open_finished_run(run, config, console or Console())) as context:
         if not dry_run:
             return advance(context, push.STAGE).summary
         receipts = push.push(context, dry_run=True)
@@ -202,7 +205,7 @@ def push_run(
         return push.flat_receipt(receipts)
 
 
-def _finished(run: RunDirectory, config: Config, console: Console) -> Context:
+def _open_finished_run(run: RunDirectory, config: Config, console: Console) -> Context:
     """Open a finished run for a push, with the configuration that its check used.
 
     `run.yaml` may have changed since.

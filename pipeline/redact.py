@@ -38,7 +38,10 @@ def redacted(text: str) -> str:
 
 
 def redacted_values(data: Any) -> Any:
-    """Redact all texts in JSON data except keys; call before encoding, which could hide secrets."""
+    """Redact all texts in JSON data except keys.
+
+    Call it before encoding, which could hide secrets.
+    """
     if isinstance(data, str):
         return redacted(data)
     if isinstance(data, Mapping):
@@ -50,10 +53,11 @@ def redacted_values(data: Any) -> Any:
 
 @functools.cache
 def keep_out_of_logs() -> None:
-    """Redact all future log records of this process."""
+    """Redact secrets in all future log records of this process."""
     make = logging.getLogRecordFactory()
 
     def redacting(*arguments: object, **more: object) -> logging.LogRecord:
+        """Make a log record without secrets."""
         record = make(*arguments, **more)
         with contextlib.suppress(TypeError, ValueError):  # malformed; logging reports it
             message = record.getMessage()

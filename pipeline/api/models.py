@@ -41,7 +41,7 @@ GivenTree = str | Path | Iterable[Sequence[int]] | DynamicTree
 
 
 def load_target(model: str | Path, *, gpus: int | None = None, **settings: Any) -> Target:
-    """Load a target model: weights, tokenizer and chat template.
+    """Load a target model into Python: weights, tokenizer and chat template.
 
     Args:
         model: A Hub id or a local directory.
@@ -78,28 +78,31 @@ class Target:
 
     @cached_property
     def eos_token_ids(self) -> frozenset[int]:
-        """The ids of the tokens that end an answer."""
+        """The ids of the tokens that end an answer of this target, for the Python API."""
         return frozenset({*eos_token_ids(self.spec), *self.template.end_ids["assistant"]})
 
     def prompt(self, messages: str | Sequence[Mapping[str, str]]) -> list[int]:
-        """Tokenize a question, or a history that ends with a question, as a chat prompt."""
+        """Tokenize a Python user's question, or a history that ends with one, as a chat prompt."""
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         return self.template.opening([Message(**message) for message in messages])  # type: ignore[arg-type]
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """Decode token ids to text, without special tokens."""
+        """Decode token ids to text for a Python user, without special tokens."""
         return self.template.decode(token_ids)
 
     def stream_text(self, steps: Iterable[Sequence[int]]) -> Iterator[str]:
-        """Yield the text that each step of `Decoder.stream` adds, in whole characters."""
+        """Yield for a Python user the text that each step of `Decoder.stream` adds.
+
+        The text consists of whole characters.
+        """
         stream = TextStream(self.tokenizer)
         for new_ids in steps:
             yield "".join(map(stream.push, new_ids))
         yield stream.flush()
 
     def decoder(self, heads: Heads | None = None, tree: GivenTree = ()) -> Decoder:
-        """Create a decoder of this target with heads and a tree; without heads it decodes plainly.
+        """Create a decoder of this target in Python; without heads it decodes plainly.
 
         Raises:
             ConfigError: The heads are not this target's, or the tree asks for more than they guess.
@@ -118,7 +121,7 @@ class Target:
 
 
 def load_heads(export: str | Path, target: Target) -> Heads:
-    """Load the heads of an export, on the CPU; shared matrices are taken from the target.
+    """Load into Python the heads of an export, on the CPU; shared matrices are the target's.
 
     Raises:
         DataError: This is no export, or it is damaged.
@@ -127,7 +130,7 @@ def load_heads(export: str | Path, target: Target) -> Heads:
 
 
 def load_tree(source: GivenTree) -> tuple[TreePath, ...] | DynamicTree:
-    """Load the tree that a user of the Python API gives: paths, a file, or a `DynamicTree`.
+    """Convert the tree that a Python user gives: paths, a file of paths, or a `DynamicTree`.
 
     A file holds a list of paths in JSON, or is a run's tree.json.
 
@@ -148,7 +151,7 @@ def load_export(
     tree: GivenTree | None = None,
     **settings: Any,
 ) -> Export:
-    """Load an export with its target, ready to decode.
+    """Load into Python an export and its target, ready to decode.
 
     Args:
         export: `RUN_DIR/latest/export`, or a copy of it.

@@ -39,7 +39,7 @@ def run_flow(
     fresh: str | None = None,
     quiet: bool = False,
 ) -> Run:
-    """Run all stages that are left, in order, as `medusa-distill run` does.
+    """Run from Python all stages that are left, in order, as `medusa-distill run` does.
 
     Args:
         config: From `load_config`.
@@ -58,7 +58,7 @@ def run_flow(
 
 
 def open_run(path: str | Path) -> Run:
-    """Open an existing run directory, also a copied one.
+    """Open a run directory, also a copied one, for reading from Python.
 
     Raises:
         ConfigError: This is no run directory.
@@ -79,12 +79,12 @@ class Run:
 
     @property
     def path(self) -> Path:
-        """The run directory."""
+        """The directory of the run opened from Python."""
         return self.directory.path
 
     @property
     def report(self) -> dict[str, Any]:
-        """The run's report: the content of report.json."""
+        """The report of the opened run as Python data: the content of report.json."""
         try:
             return json.loads((self.path / "report.json").read_bytes())
         except FileNotFoundError:
@@ -96,35 +96,39 @@ class Run:
 
     @property
     def export(self) -> Path:
-        """The directory of the run's export, which engines load."""
+        """The directory of the opened run's export, which engines load."""
         return self._stage("export").path
 
     def shards(self, stage: str) -> list[Path]:
-        """List the Parquet files of this run's `seeds`, `generate` or `features`, in order."""
+        """List the opened run's Parquet files of `seeds`, `generate` or `features`, in order."""
         return self._stage(stage).shards()
 
     def conversations(self, split: str) -> Iterator[Conversation]:
-        """Yield the run's seed conversations of a split: `train`, `calibrate` or `check`."""
+        """Yield the opened run's seed conversations of a split: `train`, `calibrate` or `check`."""
         return read_seeds(self.shards("seeds"), split)
 
     def generated(self, split: str | None = None) -> Iterator[TokenRow]:
-        """Yield the run's generated rows, all or of a split: token ids with the target's spans."""
+        """Yield the opened run's generated rows, all or of a split, for a Python user.
+
+        A row has token ids with the target's spans.
+        """
         stage = self._stage("generate")
         rows = read_token_rows(stage.shards(), stage.fingerprint)
         return (row for row in rows if split in (None, row.split))
 
     def heads(self) -> Heads:
-        """Load the run's trained heads, on the CPU."""
+        """Load the opened run's trained heads into Python, on the CPU."""
         return read_trained_heads(self._stage("train").path / HEADS_FILE)
 
     def tree(self) -> tuple[TreePath, ...] | DynamicTree:
-        """Load the run's decoding tree: its paths, or a dynamic tree."""
+        """Load the opened run's decoding tree into Python: its paths, or a dynamic tree."""
         return read_calibration(self._stage("calibrate").path).tree
 
     def simulated_acceleration_rate(self, tree: GivenTree) -> float:
-        """Compute the acceleration rate of another tree on held-out text, without decoding.
+        """Simulate in Python the acceleration rate of another tree on held-out text.
 
-        The trained heads run once over the held-out states that calibrate reads.
+        Nothing is decoded: the trained heads run once over the held-out states that calibrate
+        reads.
 
         Raises:
             ConfigError: This is no tree over the run's heads.
@@ -142,10 +146,14 @@ class Run:
         return replay(held_out_ranks(text, top), chosen).acceleration_rate
 
     def accuracies(self) -> list[list[float]]:
-        """Return how often each head's r-th guess is right on held-out rows, [heads][ranks]."""
+        """Return how often each head's r-th guess is right in the opened run, [heads][ranks].
+
+        The accuracies are those on held-out rows.
+        """
         return read_calibration(self._stage("calibrate").path).accuracies
 
     def _stage(self, name: str) -> Any:
+        """Return the opened run's directory of a finished stage."""
         stage = self.directory.latest(name)
         if stage is None or not stage.done:
             raise DataError(

@@ -55,6 +55,7 @@ for gone in GONE:
 
 
 def _print_version(asked: bool) -> None:
+    """Print the version and exit, for the option `--version`."""
     if asked:
         print(f"medusa-distill {version('medusa-distill')}")
         raise typer.Exit
@@ -73,4 +74,5 @@ def options(
 
 
 def main() -> None:
+    """Run the command line `medusa-distill` and exit with its code."""
     sys.exit(ends_well(lambda: app(standalone_mode=False)))

@@ -49,7 +49,7 @@ class Answer:
     stopped: bool = False  # by Ctrl-C
 
     def add(self, new_ids: list[int]) -> None:
-        """Append the tokens of one forward."""
+        """Append the tokens of one forward to an answer in the terminal chat."""
         now = perf_counter()
         if not self.ids:
             self.started = now
@@ -58,7 +58,7 @@ class Answer:
         self.num_steps += 1
 
     def speed(self) -> str:
-        """Return the tokens per step and per second after the prefill, as one line."""
+        """Return an answer's tokens per step and per second as one line of the terminal chat."""
         line = f"{len(self.ids)} tokens"
         if self.num_steps > 0 and self.seconds > 0:
             decoded = len(self.ids) - 1
@@ -88,13 +88,13 @@ class ChatSession:
         decoder.generate(target.prompt(GREETING), NUM_WARM_UP_TOKENS)
 
     def answer_lines(self, lines: Iterable[str]) -> None:
-        """Answer each line of a pipe that is not blank."""
+        """Answer each line that is piped into `medusa-distill chat` and is not blank."""
         for line in lines:
             if line.strip():
                 self.answer(line.strip())
 
     def answer_person(self) -> None:
-        """Answer a person's questions; Ctrl-C ends an answer or clears the line."""
+        """Answer a person in the terminal chat; Ctrl-C ends an answer or clears the line."""
         import readline  # noqa: F401 - arrow keys and history in input()
 
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -112,7 +112,7 @@ class ChatSession:
                 self.answer(question)
 
     def answer(self, question: str) -> None:
-        """Print the answer to a question, then its speed."""
+        """Print the answer to a question in the terminal chat, then its speed."""
         try:
             prompt, forgets = self.conversation.ask(question)
         except RowRejected as rejected:
@@ -131,7 +131,7 @@ class ChatSession:
         self.notes.print(line, style="dim", markup=False)
 
     def decode(self, prompt: list[int]) -> Answer:
-        """Decode the answer to a prompt and print each token; accepted guesses are green."""
+        """Decode an answer in the terminal chat, printing each token; accepted ones are green."""
         rule, generator = self.sampling.rule, None
         if rule.samples:
             seed = self.sampling.seed + self.num_answers

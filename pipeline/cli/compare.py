@@ -44,7 +44,7 @@ def compare(
 
 
 def compared_run(path: Path) -> ComparedRun:
-    """Read the settings and figures of one run for `compare`.
+    """Read the settings and figures of one run for the command `compare`.
 
     Raises:
         ConfigError: This is no run directory.

@@ -31,11 +31,12 @@ STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def ends_well(story: Callable[[], Any]) -> int:
-    """Run a command or a flow, print errors as readable paragraphs, and return the exit code."""
+    """Run a command to its end: print errors as readable paragraphs, and return the exit code."""
     stops: list[Interrupted] = []
     keep_out_of_logs()
 
     def stop(signum: int, frame: FrameType | None) -> None:
+        """Note the signal that ends the command, and interrupt it."""
         signal.signal(signum, signal.SIG_DFL)  # a second signal ends the process at once
         fix = "What was committed is kept; the same command continues."
         stops.append(Interrupted(signum, "Stopped.", fix))
@@ -56,7 +57,7 @@ def ends_well(story: Callable[[], Any]) -> int:
 
 
 def _print_error(error: BaseException) -> int:
-    """Print an error as one paragraph and return its exit code."""
+    """Print a command's error as one paragraph and return the command's exit code."""
     fault = disk_fault(error)
     if isinstance(error, typer.TyperException):
         text, code = f"{error.format_message().rstrip('.')}. See --help.", error.exit_code
@@ -81,7 +82,7 @@ def _print_error(error: BaseException) -> int:
 
 
 def _defect_message(error: BaseException) -> str:
-    """Return the message of an unexpected error, and write its traceback to a file."""
+    """Return a command's message of an unexpected error; write its traceback to a file."""
     message = str(error).strip().split("\n")[0][:300]
     last = traceback.extract_tb(error.__traceback__)[-1]
     what = f"{type(error).__name__}: {message} at {Path(last.filename).name}:{last.lineno}"
@@ -99,12 +100,13 @@ def _defect_message(error: BaseException) -> str:
 
 
 def _traceback(error: BaseException) -> str:
+    """Return a command's traceback without secrets."""
     return redacted("".join(traceback.format_exception(error)))
 
 
 @contextlib.contextmanager
 def _output() -> Iterator[None]:
-    """Context manager: make standard output take any character and raise errors for users."""
+    """Context manager: make a command's output take any character and raise errors for users."""
     plain = sys.stdout
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -127,16 +129,18 @@ class _Output:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
+        """Write to a command's standard output; raise an error for the user if it fails."""
         with self._errors():
             return self._stream.write(text)
 
     def flush(self) -> None:
+        """Flush a command's standard output; raise an error for the user if it fails."""
         with self._errors():
             self._stream.flush()
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
-        """Context manager: turn an OSError of the stream into an error for the user."""
+        """Context manager: turn an OSError of a command's output into an error for the user."""
         try:
             yield
         except OSError as error:

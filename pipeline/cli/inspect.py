@@ -55,7 +55,7 @@ def inspect(
 
 
 def _print_row(console: Console, row: Row, run: RunDirectory, config: Config) -> None:
-    """Print a row of seeds as messages, any other row as the text of its token ids."""
+    """Print a row for `inspect`: seeds as messages, any other row as the text of its token ids."""
     console.print(visible(f"{row['id']}  split {row['split']}"), style="bold", markup=False)
     if "input_ids" in row:
         console.print(coloured_text(TokenRow.of(row), _tokenizer(run, config)))
@@ -70,7 +70,7 @@ def _print_row(console: Console, row: Row, run: RunDirectory, config: Config) ->
 
 
 def coloured_text(row: TokenRow, tokenizer: Any) -> Text:
-    """Return a row's tokens as text, each target-written span in its role's colour."""
+    """Return a row's tokens as text for `inspect`, each span of the target in its role's colour."""
     ids, text, at = row.input_ids.tolist(), Text(), 0
     for span in row.spans:
         text.append(visible(tokenizer.decode(ids[at : span.start])), style="dim")
@@ -82,7 +82,7 @@ def coloured_text(row: TokenRow, tokenizer: Any) -> Text:
 
 
 def _tokenizer(run: RunDirectory, config: Config) -> Any:
-    """Return the target's tokenizer, or the export's copy where the target is gone."""
+    """Return the target's tokenizer for `inspect`, or the export's copy if the target is gone."""
     from pipeline.targets.spec import TargetSpec, load_tokenizer, resolve
 
     try:
@@ -95,7 +95,7 @@ def _tokenizer(run: RunDirectory, config: Config) -> Any:
 
 
 def _find_row(shards: Sequence[Path], wanted: str | None) -> Row:
-    """Return the row to print, by its id or its number; by default the first."""
+    """Return the row that `inspect` prints, by its id or its number; by default the first."""
     number = 0
     for path in shards:
         for row in read_rows(path):

@@ -62,6 +62,7 @@ class TargetConfig(Section):
     @field_validator("template_arguments")
     @classmethod
     def leaves_ours(cls, value: PlainData) -> PlainData:
+        """Refuse template arguments in the settings that every chat template is given anyway."""
         taken = sorted(value.keys() & TEMPLATE_GIVEN)
         if taken:
             raise ValueError(f"{taken[0]} is given to every template already")
@@ -121,6 +122,7 @@ class SeedSource(Section):
 
     @model_validator(mode="after")
     def one_place(self) -> SeedSource:
+        """Refuse the settings of a source unless it has either a path or a Hub id."""
         if (self.path is None) == (self.hub is None):
             raise ValueError("a source has either a path or a hub id")
         return self
@@ -199,11 +201,13 @@ class SeedsConfig(Section):
     @field_validator("sources", mode="before")
     @classmethod
     def shorthand(cls, value: Any) -> Any:
+        """Expand a path in the settings to a list of one source."""
         return [{"path": value}] if isinstance(value, str | Path) else value
 
     @field_validator("sources")
     @classmethod
     def not_empty(cls, value: tuple[SeedSource, ...]) -> tuple[SeedSource, ...]:
+        """Refuse settings without a source, or with a weight for some of the sources only."""
         if not value:
             raise ValueError("name at least one source")
         if len({source.weight is None for source in value}) > 1:
@@ -212,7 +216,7 @@ class SeedsConfig(Section):
 
 
 def without_secrets(engine_args: PlainData) -> PlainData:
-    """Refuse engine arguments that hold a secret, since run.yaml stores every setting."""
+    """Refuse settings of an engine that hold a secret, since run.yaml stores every setting."""
     for name in engine_args:
         if name.endswith(("token", "password", "api_key")):
             raise ValueError(

@@ -122,7 +122,7 @@ def target_settings(words: Iterable[str]) -> PlainData:
 
 
 def validate(settings: PlainData, where: str) -> Config:
-    """Make a `Config` of plain data; a ConfigError names every wrong key."""
+    """Validate plain data as a `Config`; a ConfigError names every wrong key."""
     try:
         config = Config.model_validate(settings)
     except ValidationError as error:
@@ -142,7 +142,7 @@ def validate(settings: PlainData, where: str) -> Config:
 
 
 def _texts(settings: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Yield every text in nested settings with its key."""
+    """Yield every text in a configuration's nested settings with its key."""
     if isinstance(settings, dict):
         for name, value in settings.items():
             yield from _texts(value, f"{key}.{name}".lstrip("."))
@@ -159,7 +159,7 @@ def dump_config(config: Config) -> str:
 
 
 def _place_in(settings: PlainData, run: Path) -> None:
-    """Set run.root, run.name and run.store of a run.yaml to where the run directory lies now."""
+    """Set run.root, run.name and run.store of a loaded run.yaml to where it lies now."""
     place = settings.setdefault("run", {})
     if isinstance(place, dict):
         place.update(root=str(run.parent), name=run.name)
@@ -169,7 +169,7 @@ def _place_in(settings: PlainData, run: Path) -> None:
 
 
 def _store_of_run_file(run: Path) -> Path | None:
-    """Find the `run.store` of a run.yaml: where most links of the run directory lead, or None."""
+    """Find the setting `run.store` of a moved run.yaml: where most links beside it lead, if any."""
     stores: Counter[Path] = Counter()
     for link in sorted((run / "latest").glob("[!.]*")):
         if link.is_symlink() and link.is_dir():
@@ -206,7 +206,7 @@ def _override(settings: PlainData, word: str) -> None:
 
 
 def _resolved(key: tuple[str, ...], value: Any, base: Path) -> Any:
-    """Return a setting with absolute paths, and with the text of a chat template's file."""
+    """Return a configuration value with absolute paths, and with the text of a template's file."""
     if key == ("seeds", "sources"):
         sources = [value] if isinstance(value, str) else value
         if isinstance(sources, list):
@@ -232,7 +232,7 @@ def _resolved_source(source: Any, base: Path) -> Any:
 
 
 def _read_template(path: str) -> str:
-    """Read the file of `target.chat_template`; raise ConfigError if it cannot be read."""
+    """Read the file that the setting `target.chat_template` names."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -244,6 +244,7 @@ def _read_template(path: str) -> str:
 
 
 def _absolute(value: str, base: Path) -> str:
+    """Return a path of the configuration as an absolute one."""
     return str((base / Path(value).expanduser()).resolve())
 
 
@@ -255,7 +256,7 @@ def _is_path(value: str, base: Path) -> bool:
 
 
 def problems(errors: Sequence[Any]) -> list[str]:
-    """Describe each wrong key once, from `ValidationError.errors()`.
+    """Describe each wrong configuration key once, from `ValidationError.errors()`.
 
     A key that may be one thing or another (a number or `auto`) is one problem: what it may be, and
     what it is.
@@ -271,7 +272,7 @@ def problems(errors: Sequence[Any]) -> list[str]:
 
 
 def _problem(key: str, errors: list[Any]) -> str:
-    """Describe one wrong key: gone, unknown, missing, or of another value than allowed."""
+    """Describe one wrong configuration key: gone, unknown, missing, or of a wrong value."""
     first = errors[0]
     if first["type"] == "extra_forbidden":
         if key in GONE_KEYS:
@@ -294,7 +295,7 @@ def _problem(key: str, errors: list[Any]) -> str:
 
 
 def nearest_key(wrong: str) -> str | None:
-    """Return the existing key that is nearest to a wrong one.
+    """Return the existing configuration key that is nearest to a wrong one.
 
     A nearly equal key comes first, then one with the same last name or with all the words of the
     wrong one, then one that is similar.
@@ -313,11 +314,12 @@ def nearest_key(wrong: str) -> str | None:
 
 
 def _words(key: str) -> set[str]:
+    """Return the words of a configuration key."""
     return set(re.split("[._]", key))
 
 
 def _leaves(model: type[BaseModel], parents: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Yield the path of every leaf setting as a tuple of names."""
+    """Yield the path of every setting without keys below it, as a tuple of names."""
     for name, field in model.model_fields.items():
         inner = _model_in(field.annotation)
         if inner is None:

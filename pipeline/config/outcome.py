@@ -37,7 +37,7 @@ StockTree = Literal[
 
 
 def _are_paths(value: Any) -> bool:
-    """Return whether a value is a list of paths of a tree."""
+    """Return whether a setting's value is a list of tree paths."""
     if not isinstance(value, list | tuple) or not value:
         return False
     return all(
@@ -102,6 +102,7 @@ class CalibrateConfig(Section):
 
     @model_validator(mode="after")
     def is_one_tree(self) -> CalibrateConfig:
+        """Refuse settings that give a tree of their own and ask for a dynamic one."""
         if self.choices is not None and self.tree == "dynamic":
             raise ValueError(
                 "a dynamic tree grows by itself: leave calibrate.choices out, or set"
@@ -112,6 +113,7 @@ class CalibrateConfig(Section):
     @field_validator("choices", mode="before")
     @classmethod
     def is_a_tree(cls, value: Any) -> Any:
+        """Refuse a setting `calibrate.choices` that is no list of paths, file or name."""
         if not isinstance(value, str | Path | None) and not _are_paths(value):
             raise ValueError(
                 "give a list of paths such as [[0], [0, 0], [1]], a file with one, or a tree's name"
@@ -138,6 +140,7 @@ class ExportConfig(Section):
     @field_validator("formats")
     @classmethod
     def names_each_once(cls, value: tuple[FormatName, ...]) -> tuple[FormatName, ...]:
+        """Refuse a setting that names an export format twice."""
         if len(set(value)) < len(value):
             raise ValueError("name each format once")
         return value
@@ -252,6 +255,7 @@ class CheckConfig(Section):
     @field_validator("prompts", mode="before")
     @classmethod
     def asks_something(cls, value: Any) -> Any:
+        """Refuse a setting `check.prompts` that is neither a file nor a number of rows from 1."""
         is_number = isinstance(value, int) and not isinstance(value, bool)
         if not isinstance(value, str | Path) and not (is_number and value >= 1):
             raise ValueError("ask at least one held-out row, or name a file of questions")
@@ -259,12 +263,14 @@ class CheckConfig(Section):
 
     @model_validator(mode="after")
     def load_is_put_on_an_engine(self) -> CheckConfig:
+        """Refuse settings that ask for the study of load without vLLM."""
         if "load" in self.studies and "vllm" not in self.engines:
             raise ValueError("the study of load needs vllm in check.engines")
         return self
 
     @model_validator(mode="after")
     def assistant_is_named(self) -> CheckConfig:
+        """Refuse settings with the baseline `assistant` or its model alone."""
         if ("assistant" in self.baselines) != (self.assistant_model is not None):
             raise ValueError("the baseline 'assistant' and check.assistant_model come together")
         return self
@@ -305,4 +311,5 @@ class PushConfig(Section):
 
     @property
     def asks_for_something(self) -> bool:
+        """Whether the settings name a repository to push to."""
         return bool(self.repo_id or self.dataset)

@@ -26,7 +26,7 @@ TYPE_NAMES = {
 
 
 def reference(section: str | None = None) -> str:
-    """Return the Markdown table of configuration keys.
+    """Return the configuration reference: a Markdown table of the keys.
 
     Raises:
         ConfigError: There is no such section.
@@ -38,24 +38,24 @@ def reference(section: str | None = None) -> str:
             f"They are {', '.join(Config.model_fields)}.",
         )
     lines = ["| key | values | default | meaning |", "|---|---|---|---|"]
-    for key, row in _rows(Config):
+    for key, row in _key_rows(Config):
         if section in (None, key.split(".")[0]):
             lines.append(row)
     return "\n".join(lines)
 
 
-def _rows(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str]]:
+def _key_rows(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str]]:
     """Yield each configuration key of a section, and the key's row in the Markdown table."""
     for name, field in model.model_fields.items():
         key = f"{prefix}{name}"
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield from _rows(field.annotation, f"{key}.")
+            yield from _key_rows(field.annotation, f"{key}.")
             continue
         cells = [f"`{key}`", _values(field.annotation), _default(field), field.description or ""]
         yield key, f"| {' | '.join(cells)} |"
         for element in get_args(field.annotation):
             if isinstance(element, type) and issubclass(element, BaseModel):
-                yield from _rows(element, f"{key}[].")
+                yield from _key_rows(element, f"{key}[].")
 
 
 def _values(annotation: Any) -> str:

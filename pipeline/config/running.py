@@ -31,7 +31,7 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def nothing_is_the_defaults(cls, value: Any) -> Any:
-        """Replace an empty section by its defaults."""
+        """Replace an empty section of settings by its defaults."""
         return {} if value is None else value
 
 
@@ -58,10 +58,12 @@ class RunConfig(Section):
     @field_validator("root", "store")
     @classmethod
     def home(cls, value: Path | None) -> Path | None:
+        """Expand `~` in a setting that is a directory."""
         return value and value.expanduser()
 
     @property
     def directory(self) -> Path:
+        """The run directory that the settings `run.root` and `run.name` give."""
         return self.root / self.name
 
 
@@ -98,7 +100,7 @@ class PlacementConfig(Section):
     )
 
     def of_stages(self) -> dict[str, PlacementOf]:
-        """Return the placement of each stage that has workers."""
+        """Return the placement settings of each stage that has workers."""
         return {"generate": self.generate, "features": self.features, "train": self.train}
 
 

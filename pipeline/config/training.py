@@ -115,11 +115,14 @@ class BackboneConfig(Section):
     )
 
     def peak_lr(self, heads_lr: float) -> float:
-        """Return the backbone's peak lr, by default a quarter of the heads' (appendix B)."""
+        """Return the configured peak lr of the backbone; by default a quarter of the heads'.
+
+        The default is that of appendix B.
+        """
         return heads_lr / 4 if self.lr is None else self.lr
 
     def quantization_beside(self, target: Bits | None) -> Bits | None:
-        """Return the quantization of the trained copy, given `target.quantization`."""
+        """Return the configured quantization of the trained copy, given `target.quantization`."""
         if self.quantization is None:
             return target
         return None if self.quantization == "none" else self.quantization

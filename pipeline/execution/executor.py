@@ -30,7 +30,7 @@ class InlineExecutor:
     name = "inline"
 
     def resources(self) -> Resources:
-        """Return the CPU cores and GPUs that workers can be placed on."""
+        """Return the CPU cores and GPUs that the executor can place workers on."""
         import torch
 
         return Resources(((len(os.sched_getaffinity(0)), torch.cuda.device_count()),))
@@ -44,7 +44,7 @@ class InlineExecutor:
         seconds_per_task: float,
         progress: ShardProgress | None = None,
     ) -> Iterator[Outcome]:
-        """Run `worker(**arguments)` over shard tasks; yield outcomes as they finish, in any order.
+        """Execute `worker(**arguments)` on shard tasks; yield the outcomes in any order.
 
         Args:
             tasks: Consumed. The caller may append tasks meanwhile, such as one that failed.
@@ -68,7 +68,7 @@ class InlineExecutor:
         placement: Placement,
         progress: ProgressReporter | None = None,
     ) -> Any:
-        """Call one function on CPU cores and GPUs of its own; return its result or raise its error.
+        """Execute one function on CPU cores and GPUs of its own; return its result.
 
         `progress` is passed to the function, and shown while the function runs.
         """
@@ -82,7 +82,7 @@ class InlineExecutor:
 
 
 def free_gpu_memory() -> None:
-    """Release the GPU memory that torch caches but does not use, for other processes."""
+    """Release the GPU memory that an executed worker leaves cached in torch."""
     import torch
 
     if torch.cuda.is_initialized():

@@ -16,7 +16,7 @@ SUBMITTED_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by Ray in a submitted job's
 
 
 def gpu_memory() -> float | None:
-    """Return the memory of the smallest visible GPU, in bytes; None without a GPU."""
+    """Return the memory of the smallest GPU that workers can use, in bytes; None without a GPU."""
     import torch
 
     sizes = []
@@ -26,12 +26,12 @@ def gpu_memory() -> float | None:
 
 
 def physical_memory() -> int:
-    """Return this machine's physical memory in bytes."""
+    """Return the physical memory of the machine that executes the stages, in bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def machine_memory(limits: tuple[str, ...] = CGROUP_LIMITS) -> float:
-    """Return this machine's memory in bytes, or its container's limit if that is lower."""
+    """Return the memory for workers on this machine, or its container's limit if that is lower."""
     smallest = float(physical_memory())
     for path in map(Path, limits):
         if path.is_file():
@@ -44,7 +44,7 @@ def machine_memory(limits: tuple[str, ...] = CGROUP_LIMITS) -> float:
 def unusable_driver(
     environment: Mapping[str, str] = os.environ, driver: Path = Path("/proc/driver/nvidia/version")
 ) -> str | None:
-    """Return why torch finds no GPU although a GPU driver is installed; None without a problem.
+    """Return why workers find no GPU although a GPU driver is installed; None without a problem.
 
     A torch that was built without CUDA, and GPUs hidden by CUDA_VISIBLE_DEVICES, are no problem.
     """
@@ -60,7 +60,7 @@ def unusable_driver(
 
 
 def hardware() -> dict[str, object]:
-    """Return this machine's CPU name, usable cores, memory in GB, and GPU names."""
+    """Return the machine that executes the run: CPU name, usable cores, memory in GB, GPU names."""
     import torch
 
     gpus = [torch.cuda.get_device_name(gpu) for gpu in range(torch.cuda.device_count())]
@@ -77,7 +77,7 @@ def hardware() -> dict[str, object]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of the installed packages that figures depend on."""
+    """Return this machine's versions of Python and of the packages on which figures depend."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):

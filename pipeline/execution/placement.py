@@ -20,10 +20,12 @@ class Resources:
 
     @property
     def cpus(self) -> int:
+        """The CPU cores of all nodes that workers can be placed on."""
         return sum(cpus for cpus, _ in self.nodes)
 
     @property
     def gpus(self) -> int:
+        """The GPUs of all nodes that workers can be placed on."""
         return sum(gpus for _, gpus in self.nodes)
 
 
@@ -59,14 +61,14 @@ def place(stage: str, wanted: PlacementOf, have: Resources) -> Placement:
 
 
 def gpus_of(wanted: PlacementOf, have: Resources) -> int:
-    """Return the number of GPUs per worker: as configured, or one if the cluster has GPUs."""
+    """Return the number of GPUs to place a worker on: as configured, or one if there are any."""
     if wanted.gpus_per_worker is None:
         return min(1, have.gpus)
     return wanted.gpus_per_worker
 
 
 def workers_of(wanted: PlacementOf, have: Resources) -> int:
-    """Return the number of a stage's workers; `auto` fills the cluster."""
+    """Return the number of workers to place; `auto` fills the cluster."""
     if wanted.workers == "auto":
         return max(1, most_workers(wanted, have))
     return wanted.workers
@@ -85,7 +87,7 @@ def most_workers(wanted: PlacementOf, have: Resources) -> int:
 
 
 def _cpus_per_worker(workers: int, gpus: int, have: Resources) -> int:
-    """Return the default number of CPU cores per worker.
+    """Return the default number of CPU cores to place a worker on.
 
     With GPUs, each worker gets its GPUs' share of the smallest node's cores. Without GPUs, all
     workers get an equal share.
@@ -103,7 +105,7 @@ def _cpus_per_worker(workers: int, gpus: int, have: Resources) -> int:
 
 
 def _num_that_fit(have: Resources, cpus: int, gpus: int) -> int:
-    """Return how many workers of this size fit on the cluster's nodes at once."""
+    """Return how many workers of this size can be placed on the cluster's nodes at once."""
     room = 0
     for node_cpus, node_gpus in have.nodes:
         fits = node_cpus // cpus

@@ -60,7 +60,7 @@ class ProgressReporter:
         return ProgressReporter, (self.path,)
 
     def begin(self, part: str, total: int, *, done: int = 0, unit: str = "prompts") -> None:
-        """Start the next part of the stage's progress."""
+        """Begin the next part of a stage's progress bar."""
         self._now = Progress(part, done, total, unit)
         self._began, self._tokens = time.monotonic(), 0
         self._report(at_once=True)
@@ -91,9 +91,11 @@ class ProgressReporter:
             self._show(Progress(**report))
 
     def close(self) -> None:
+        """Remove the file through which another process reports progress."""
         self._file.remove()
 
     def _report(self, at_once: bool = False) -> None:
+        """Show the progress, or write it to the file that the other process reads."""
         if self._show:
             self._show(self._now)
         else:
@@ -117,7 +119,7 @@ class ShardProgress:
         return ShardProgress, (self.folder,)
 
     def begin(self, task: ShardTask) -> None:
-        """Set a shard's progress to zero.
+        """Set the progress of a shard on a worker to zero.
 
         Attempts at some of its rows, which look for a crashing row, are not counted.
         """
@@ -126,18 +128,18 @@ class ShardProgress:
             self._report(task.index, at_once=True)
 
     def add(self, task: ShardTask, conversations: int, amount: int) -> None:
-        """Add finished conversations, and tokens or positions, to the counts of a shard."""
+        """Add finished conversations, and tokens or positions, to a shard's progress."""
         if task.index in self._done and task.rows is None:
             self._done[task.index].update(conversations=conversations, amount=amount)
             self._report(task.index)
 
     def drop(self, task: ShardTask) -> None:
-        """Delete the counts of a shard that is committed or failed."""
+        """Delete the progress of a shard that is committed or failed."""
         self._done.pop(task.index, None)
         self._file(task.index).remove()
 
     def poll(self) -> None:
-        """Show the counts that copies in worker processes wrote."""
+        """Show the progress that copies in worker processes wrote."""
         for path in self.folder.glob(f"*{SUFFIX}"):
             report = ProgressFile(path).read()
             if report is not None:
@@ -146,11 +148,12 @@ class ShardProgress:
             self._show()
 
     def total(self) -> Counter[str]:
-        """Return the sum of the counts, `conversations` and `amount`, over all shards."""
+        """Return the sum of all shards' progress: counts of `conversations` and `amount`."""
         return sum(self._done.values(), Counter())
 
     @property
     def begun(self) -> bool:
+        """Whether a worker has begun a shard, and reports its progress."""
         return bool(self._done)
 
     def close(self) -> None:
@@ -159,17 +162,19 @@ class ShardProgress:
             path.unlink(missing_ok=True)
 
     def _report(self, index: int, at_once: bool = False) -> None:
+        """Show a shard's progress, or write it to the file that the other process reads."""
         if self._show:
             self._show()
         else:
             self._file(index).write(self._done[index], at_once=at_once)
 
     def _file(self, index: int) -> ProgressFile:
+        """Return the file of a shard's progress."""
         return self._files.setdefault(index, ProgressFile(self.folder / f"{index:05d}{SUFFIX}"))
 
 
 def with_progress(arguments: dict[str, object], progress: object) -> dict[str, object]:
-    """Return a function's arguments with `progress` added, unless `progress` is None."""
+    """Return the arguments of an executed function with `progress` added, unless that is None."""
     if progress is None:
         return arguments
     return {**arguments, "progress": progress}
@@ -205,7 +210,7 @@ class Meter:
         self._bar.stop()
 
     def show(self, now: Progress) -> None:
-        """Update the bar of the terminal, or print a line if the last one is some time ago."""
+        """Show progress: update the terminal's bar, or print a line from time to time."""
         part = (now.part, now.unit, now.total)
         if part != self._part:
             self._part = part
@@ -218,7 +223,7 @@ class Meter:
             self.console.print(self._line(now, note), highlight=False, soft_wrap=True)
 
     def _line(self, now: Progress, note: str) -> str:
-        """Return a stage's progress, and the estimated time left, as one line."""
+        """Format a stage's progress, and the estimated time left, as one line."""
         parts = [f"{self.name}: {now.done} {now.unit}"]
         if now.total:
             parts = [f"{self.name}: {now.done} of {now.total} {now.unit}"]
@@ -231,6 +236,9 @@ class Meter:
 
 
 def print_stage(console: Console, mark: str, stage: str, text: str) -> None:
-    """Print a line about a stage; the mark is in rich's markup, name and text are literal."""
+    """Print a line about an executed stage, aligned with its progress bar.
+
+    The mark is in rich's markup; name and text are literal.
+    """
     line = escape(visible(f"{stage:<{STAGE_WIDTH}} {text}"))
     console.print(f"{mark} {line}", highlight=False, soft_wrap=True)

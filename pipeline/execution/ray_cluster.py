@@ -165,6 +165,7 @@ class ClusterWatch:
             raise self._death(str(error).rstrip(".")) from error
 
     def _death(self, reason: str) -> EnvironmentFault:
+        """Return the EnvironmentFault of a Ray process that has died."""
         self.is_dead = True
         fix = "What was committed is kept; the same command continues."
         return EnvironmentFault(f"The Ray cluster has died: {reason}.", "Ray", fix)

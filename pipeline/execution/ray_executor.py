@@ -62,6 +62,7 @@ class RayExecutor:
         self.watch = ClusterWatch(driver_needs(address), patience)
 
     def resources(self) -> Resources:
+        """Return the CPU cores and GPUs of the Ray cluster's nodes."""
         self.watch.settle()
         with self.watch.connection():
             nodes = ray.nodes()
@@ -107,6 +108,7 @@ class RayExecutor:
         return result
 
     def close(self) -> None:
+        """Disconnect from the Ray cluster, unless it was connected before this executor started."""
         if self._connected:
             ray.shutdown()
 
@@ -122,6 +124,7 @@ class ShardActor:
         """Return once the Ray actor's process has started; no shard is assigned before."""
 
     def run(self, task: ShardTask, upcoming: ShardTask | None) -> Outcome:
+        """Run the stage's worker on a shard in this Ray actor, within the time limit."""
         least = min(self._seconds_per_task, LEAST_SECONDS)
         seconds = max(task.share * self._seconds_per_task, least)
         try:
@@ -131,12 +134,13 @@ class ShardActor:
             return Outcome(task, error=error)
 
     def close(self) -> None:
+        """Let the worker in this Ray actor release its engine's memory."""
         self._worker.close()
 
 
 @contextlib.contextmanager
 def time_limit(task: ShardTask, seconds: float) -> Iterator[None]:
-    """Context manager: end this process if its shard takes too long, and log all stacks.
+    """Context manager: end this worker process if its shard takes too long, and log all stacks.
 
     The timer runs in a C thread: it also ends a process that never releases the GIL.
     """
@@ -223,7 +227,7 @@ class ActorPool:
             self._running[slot.actor.ready.remote()] = slot
 
     def _outcome(self, answer: Any, slot: Slot) -> Outcome | None:
-        """Return the outcome of a slot's task; None if the actor had no task yet."""
+        """Return the outcome of a Ray actor's task; None if the actor had no task yet."""
         try:
             outcome: Outcome | None = ray.get(answer)
         except RayError as error:

@@ -34,7 +34,7 @@ class ShardMeter:
         self._started: float | None = None  # when the first worker had loaded its model
 
     def count(self, outcome: Outcome) -> None:
-        """Count a shard that a worker has finished or failed on."""
+        """Count a shard that a worker has finished or failed on, on the progress bar."""
         self.progress.drop(outcome.task)
         if outcome.receipt:
             self._done += self._sizes[outcome.task.index]
@@ -42,9 +42,11 @@ class ShardMeter:
         self._show()
 
     def close(self) -> None:
+        """Remove the files of the shards' progress."""
         self.progress.close()
 
     def _show(self) -> None:
+        """Show the stage's progress: shards, token rate and quarantined rows."""
         now = self.progress.total()
         if self._started is None and self.progress.begun:
             self._started = time.monotonic()

@@ -49,7 +49,7 @@ class LazyWorker:
         self._worker: ShardWorker | None = None
 
     def run(self, task: ShardTask, upcoming: ShardTask | None = None) -> Outcome:
-        """Run the worker on a shard; `upcoming` is the shard that it will get next."""
+        """Run the stage's worker on a shard; `upcoming` is the shard that it will get next."""
         try:
             with disk_errors(task.shard):
                 return Outcome(task, receipt=self._make_shard(task, upcoming))
@@ -136,7 +136,10 @@ def find_crashing_rows(
 
 
 def _trial(task: ShardTask, start: int, stop: int, num_rows: int, scratch: Path) -> ShardTask:
-    """Return a trial task of rows [start, stop), whose shard is deleted afterwards."""
+    """Return a trial task of a shard's rows [start, stop) for a worker.
+
+    The trial's shard is deleted afterwards.
+    """
     place = scratch / f"{task.index:05d}-{start}-{stop}"
     return replace(
         task,

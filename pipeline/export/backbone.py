@@ -33,7 +33,7 @@ def write_backbone(
     as_they_are: Iterable[Path],
     made_of: Identity,
 ) -> None:
-    """Write a tuned backbone as a model directory; an existing `directory` is deleted first.
+    """Write a tuned backbone for export as a model directory; an existing one is deleted first.
 
     Args:
         tokenizer: Anything with `save_pretrained(directory)`, which also writes the chat template.

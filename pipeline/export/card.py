@@ -96,6 +96,7 @@ class Published:
 
     @property
     def kind(self) -> type[Heads]:
+        """The kind of the heads that the Hub card describes."""
         return head_kind(self.config.train.heads)
 
 
@@ -104,7 +105,7 @@ Facts = dict[str, Any]  # the variables of a template
 
 def model_card(published: Published) -> str:
     """Render the Hub card of heads, which are an adapter of their base model."""
-    kind, facts = published.kind, _facts(published)
+    kind, facts = published.kind, _card_facts(published)
     tags = {kind.Shape.kind, "speculative-decoding", "self-distillation"}
     if kind.vllm_method:
         tags.add(kind.vllm_method)
@@ -112,20 +113,20 @@ def model_card(published: Published) -> str:
     if facts["served"]:
         tags |= {"vllm", "speculators"}
         library = "vllm"
-    metadata = _metadata(published, facts, "adapter", library, sorted(tags))
-    return _rendered("card_heads.md", facts, metadata)
+    metadata = _card_metadata(published, facts, "adapter", library, sorted(tags))
+    return _render_card("card_heads.md", facts, metadata)
 
 
 def backbone_card(published: Published) -> str:
     """Render the Hub card of a tuned backbone, which is a fine-tuned model."""
-    facts = _facts(published)
-    metadata = _metadata(published, facts, "finetune", "transformers", ["self-distillation"])
-    return _rendered("card_backbone.md", facts, metadata)
+    facts = _card_facts(published)
+    metadata = _card_metadata(published, facts, "finetune", "transformers", ["self-distillation"])
+    return _render_card("card_backbone.md", facts, metadata)
 
 
 def data_set_card(published: Published, rows: Mapping[str, int]) -> str:
     """Render the Hub card of the conversations; `rows` is the number of rows per split."""
-    facts = _facts(published)
+    facts = _card_facts(published)
     name = facts["here"].rpartition("/")[2]
     files = [{"split": split, "path": f"data/{split}-*"} for split in rows]
     metadata = DatasetCardData(
@@ -139,12 +140,13 @@ def data_set_card(published: Published, rows: Mapping[str, int]) -> str:
     )
     facts["title"] = name
     facts["rows"] = rows
-    return _rendered("card_data_set.md", facts, metadata)
+    return _render_card("card_data_set.md", facts, metadata)
 
 
-def _metadata(
+def _card_metadata(
     published: Published, facts: Facts, relation: str, library: str, tags: list[str]
 ) -> ModelCardData:
+    """Collect the metadata of a model's Hub card."""
     data = ModelCardData(
         base_model=facts["base"],
         datasets=facts["data_sets"] or None,
@@ -161,7 +163,7 @@ def _metadata(
     return data
 
 
-def _rendered(template: str, facts: Facts, metadata: ModelCardData | DatasetCardData) -> str:
+def _render_card(template: str, facts: Facts, metadata: ModelCardData | DatasetCardData) -> str:
     """Render a Hub card from its template, with the metadata as YAML front matter."""
     kind = facts["kind"]
     of_kind = {"about": kind.card_about, "engines": kind.card_engines}
@@ -173,27 +175,27 @@ def _rendered(template: str, facts: Facts, metadata: ModelCardData | DatasetCard
         autoescape=False,
     )
     environment.filters.update(
-        number=_number,
+        number=_card_number,
         measured=measured_rate,
         expected=expected_rate,
         grid=markdown_table,
-        words=_words,
+        words=_card_words,
     )
     text = environment.get_template(template).render(facts, front_matter=metadata.to_yaml())
     return re.sub(r"\n{3,}", "\n\n", text).rstrip() + "\n"
 
 
-def _number(value: Any, spec: str = ",.0f") -> str:
+def _card_number(value: Any, spec: str = ",.0f") -> str:
     """Format a number for a Hub card; empty if the number is unknown."""
     return format(value, spec) if isinstance(value, int | float) else ""
 
 
-def _words(value: Any) -> str:
+def _card_words(value: Any) -> str:
     """Format a setting as a table cell of a Hub card."""
     return " ".join(pairs(value).replace("|", "\\|").split())
 
 
-def _facts(published: Published) -> Facts:
+def _card_facts(published: Published) -> Facts:
     """Collect the variables of the Hub card templates."""
     report, config, kind = published.report, published.config, published.kind
     here = published.repo_id or "PATH_TO_THIS_DIRECTORY"
@@ -219,7 +221,7 @@ def _facts(published: Published) -> Facts:
         "speculative_config": json.dumps(kind.speculative_config(here, num_tokens)),
         "num_heads": num_heads,
         "shared": config.export.formats[0] == "shared",  # the root's format
-        "train": _trained_with(report, config),
+        "train": _card_train_settings(report, config),
         "data_sets": data_sets,
         "disturbed": has_disturbance,
         "tables": {
@@ -235,7 +237,7 @@ def _facts(published: Published) -> Facts:
 
 
 def _with_public_names(report: Report, names: Mapping[str, str]) -> Report:
-    """Replace local source names in a report's categories by the public names of a Hub card."""
+    """Replace local names of sources in a Hub card's categories by public names."""
     if not report.check or not report.native:
         return report
     categories = []
@@ -262,7 +264,9 @@ def public_names(sources: Sequence[SeedSource]) -> dict[str, str]:
 
 
 def recipe_yaml(config: Config, revision: str | None) -> str:
-    """Return a run's non-default settings as YAML for a card; local paths become `PATH_TO_…`.
+    """Return a run's settings as YAML for a Hub card; local paths become `PATH_TO_…`.
+
+    Default settings are left out.
 
     Args:
         revision: The commit of the Hub target that the run used.
@@ -277,6 +281,7 @@ def recipe_yaml(config: Config, revision: str | None) -> str:
 
 
 def _without_paths(value: Any, key: str = "") -> Any:
+    """Replace local paths in a Hub card's settings by `PATH_TO_…`."""
     if isinstance(value, dict):
         return {name: _without_paths(item, name) for name, item in value.items()}
     if isinstance(value, list):
@@ -286,7 +291,7 @@ def _without_paths(value: Any, key: str = "") -> Any:
     return value
 
 
-def _trained_with(report: Report, config: Config) -> Facts:
+def _card_train_settings(report: Report, config: Config) -> Facts:
     """Return the `train` settings for a Hub card, with `auto` replaced by the chosen values."""
     train = config.train.model_dump(mode="json")
     chosen = {}

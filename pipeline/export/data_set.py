@@ -88,7 +88,7 @@ def _write_split(
     names: Mapping[str, str],
     directory: Path,
 ) -> int:
-    """Write a split's conversations to `SPLIT-00000.parquet`; return the number of rows."""
+    """Write a split of the Hub data set to `SPLIT-00000.parquet`; return the number of rows."""
     num_rows = 0
     writer: pq.ParquetWriter | None = None
     for path in shards:
@@ -109,7 +109,7 @@ def _write_split(
 
 
 def _anonymous(table: pa.Table, names: Mapping[str, str]) -> pa.Table:
-    """Replace the seed source in each row's id (`SOURCE:ROW`) by the source's public name."""
+    """Replace the seed source in the row ids of the Hub data set by the source's public name."""
     ids = []
     for id in table["id"].to_pylist():
         source, _, row = id.rpartition(":")

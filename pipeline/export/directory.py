@@ -115,7 +115,7 @@ def read_heads(directory: str | os.PathLike[str], model: PreTrainedModel) -> Hea
 
 
 def read_tree(directory: str | os.PathLike[str]) -> tuple[TreePath, ...] | DynamicTree:
-    """Read the tree of an export: the dynamic tree in `config.json`, or the choices file.
+    """Read an export's tree: the dynamic tree in `config.json`, or the choices file.
 
     Raises:
         ConfigError: The content is not a tree, or not a tree of these heads.

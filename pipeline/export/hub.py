@@ -70,6 +70,7 @@ def repositories(push: PushConfig, kind: type[Heads], target: str, *, tuned: boo
 
 
 def _completed(repo_id: str | None, name: str) -> str | None:
+    """Complete the Hub id `USER/` by a repository name."""
     if not repo_id:
         return None
     return f"{repo_id}{name}" if repo_id.endswith("/") else repo_id
@@ -101,12 +102,13 @@ class Upload(ABC):
 
     @property
     def missing(self) -> list[str]:
-        """List settings that the push to the Hub lacks."""
+        """The settings that the push to the Hub lacks."""
         if self.base_model and os.path.isabs(self.base_model):
             return ["the Hub id of the target (push.base_model): nobody else can load a local one"]
         return []
 
     def receipt(self, private: bool) -> Receipt:
+        """Return the receipt of an upload to the Hub: repository, base model and files."""
         files = []
         for file in self.files:
             size, sha256 = file.upload_info.size, file.upload_info.sha256.hex()
@@ -119,11 +121,19 @@ class Upload(ABC):
         }
 
     def dry_run(self, private: bool) -> Receipt:
-        """Return the receipt of a push without commit, and `missing` settings; needs no network."""
+        """Return the receipt of a Hub push without its commit, and `missing` settings.
+
+        It needs no network.
+        """
         return {**self.receipt(private), "dry_run": True, "commit": None, "missing": self.missing}
 
     def require_publishable(self) -> None:
-        """Raise ConfigError for a local base model, DataError for a local path in a pushed file."""
+        """Refuse an upload to the Hub with a local base model, or a local path in a file.
+
+        Raises:
+            ConfigError: The base model is local.
+            DataError: A file contains a local path.
+        """
         if self.missing:
             raise ConfigError(
                 f"The push lacks {self.missing[0]}.",
@@ -155,7 +165,7 @@ class Upload(ABC):
                 self.repo_id,
                 "Make it private on the Hub, or push with push.private=false.",
             )
-        conflicting = self.conflicting(_names(existing))
+        conflicting = self.conflicting(_file_names_on_hub(existing))
         if conflicting:
             raise ConfigError(
                 f"The repository holds something else ({', '.join(conflicting[:3])}).",
@@ -170,7 +180,7 @@ class Upload(ABC):
             api.create_repo(self.repo_id, private=private, exist_ok=True, repo_type=self.repo_type)
         else:
             private = existing.private
-            for name in self.outdated(_names(existing)):
+            for name in self.outdated(_file_names_on_hub(existing)):
                 operations.append(CommitOperationDelete(name))
         commit = api.create_commit(
             self.repo_id, operations, commit_message=COMMIT_MESSAGE, repo_type=self.repo_type
@@ -182,7 +192,8 @@ class Upload(ABC):
         return receipt
 
 
-def _names(existing: Any) -> set[str]:
+def _file_names_on_hub(existing: Any) -> set[str]:
+    """Return the names of the files in a Hub repository."""
     return {sibling.rfilename for sibling in existing.siblings or ()}
 
 
@@ -285,7 +296,7 @@ def heads_upload(directory: Path, published: Published, checked: Mapping[str, Fi
     return HeadsUpload(
         repo_id=repo_id,
         base_model=base,
-        files=_verified(directory, checked, written),
+        files=_verified_files(directory, checked, written),
         local_paths=local_paths(published, layout.base_model_name_or_path),
         kind=layout.kind,
     )
@@ -300,7 +311,7 @@ def backbone_upload(
     return BackboneUpload(
         repo_id=repo_id,
         base_model=published.base_model,
-        files=_verified(directory, checked, {CARD_FILE: backbone_card(published)}),
+        files=_verified_files(directory, checked, {CARD_FILE: backbone_card(published)}),
         local_paths=local_paths(published, str(directory)),
     )
 
@@ -330,7 +341,7 @@ def local_paths(published: Published, *further: str) -> set[str]:
     return {model for model in models if os.path.isabs(model)}
 
 
-def _verified(
+def _verified_files(
     directory: Path, checked: Mapping[str, FileFacts], written: Mapping[str, str]
 ) -> list[CommitOperationAdd]:
     """Return a Hub upload's files, sorted by name: the checked files and the `written` texts.

@@ -61,14 +61,17 @@ class ExportLayout:
 
     @property
     def stored(self) -> ExportFormat:
+        """The file format of the export."""
         return FORMATS[self.format]
 
     @property
     def weights_file(self) -> str:
+        """The name of the export's weights file."""
         return self.stored.weights_file or self.kind.weights_file
 
     @property
     def kind(self) -> type[Heads]:
+        """The kind of the exported heads."""
         return head_kind(self.shape.kind)
 
     def to_json(self, target: Mapping[str, Any]) -> Content:
@@ -99,7 +102,7 @@ class ExportLayout:
         return with_base_model(content, self.base_model_name_or_path)
 
     def engine_args(self, directory: str | os.PathLike[str], target: str) -> Content:
-        """Return the arguments that start vLLM with a target and the heads in `directory`.
+        """Return the arguments that start vLLM with a target and the export in `directory`.
 
         If the export names this target, the export's directory is enough. Otherwise vLLM gets
         target and heads: one was moved, or the heads are served with another model.

@@ -37,7 +37,7 @@ class WeightsFile:
     """An open weights file of heads: shapes and dtypes by name; tensors are read on demand."""
 
     def __init__(self, path: Path):
-        """Open the weights file; raise DataError if it is damaged or holds more than tensors."""
+        """Open an exported weights file; raise DataError for damage and for other objects."""
         self._pickled: dict[str, Tensor] | None = None
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, str] = {}
@@ -58,13 +58,14 @@ class WeightsFile:
             self.dtypes[name] = DTYPES.get(part.get_dtype(), part.get_dtype())
 
     def tensor(self, name: str) -> Tensor:
+        """Read a tensor of exported heads by its name in the weights file."""
         if self._pickled is not None:
             return self._pickled[name]
         return self._file.get_tensor(name)
 
 
 def write_weights(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Write contiguous CPU tensors to a weights file; raise OSError if the disk is full."""
+    """Write contiguous CPU tensors to an export's weights file; raise OSError on a full disk."""
     if path.suffix in PICKLES:
         try:
             torch.save(dict(tensors), path)
@@ -84,7 +85,7 @@ def write_weights(tensors: Mapping[str, Tensor], path: Path) -> None:
 
 
 def _plain_tensors(path: Path) -> dict[str, Tensor]:
-    """Read named tensors from a pickle of weights; raise DataError for any other object."""
+    """Read named tensors from a pickle of exported heads; raise DataError for other objects."""
     fix = "Convert it to safetensors where you trust it, or fetch the file again."
     try:
         with warnings.catch_warnings(action="ignore"):  # warns of pickle protocols
@@ -122,6 +123,7 @@ class DirectoryTensors:
 
     @property
     def names(self) -> Collection[str]:
+        """The names of the tensors in a directory of exported heads."""
         return self._files.keys()
 
     def __getitem__(self, name: str) -> Tensor:
@@ -129,11 +131,12 @@ class DirectoryTensors:
         return file.tensor(stored)
 
     def refuse(self, what: str, fix: str = NOT_HERE) -> DataError:
+        """Return the DataError that refuses a directory of exported heads."""
         return DataError(what, str(self.directory), fix)
 
 
 def heads_directory(name: str) -> Path:
-    """Return the local directory of heads, after a download if `name` is a Hub repository.
+    """Return the local directory of exported heads; download a Hub repository first.
 
     Raises:
         ConfigError: There is no such directory or repository.

@@ -134,7 +134,7 @@ class Drift(NamedTuple):
         self.positions.add_(len(labels_N))
 
     def figures(self) -> TunedDrift:
-        """Return the trained backbone's mean drift per position; fields are None without any."""
+        """Return the trained backbone's mean drift per position; all None without positions."""
         kl, original_loss, tuned_loss, agreed, positions = (float(total) for total in self)
         if not positions:
             return TunedDrift()
