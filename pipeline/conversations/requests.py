@@ -92,7 +92,7 @@ class TextStream:
 
 
 def degenerate_loop(ids: Sequence[int]) -> bool:
-    """Return whether a dialogue's answer ends in a loop: 4 equal n-grams, at least 32 tokens."""
+    """Return whether a dialogue's answer ends in 4 equal n-grams in a row, at least 32 tokens."""
     tail = np.asarray(ids)
     if len(tail) < MIN_LOOP_TOKENS:
         return False
