@@ -92,7 +92,7 @@ class ChainRate(Speed):
 
 @result
 class Baseline(Speed):
-    """The speed of a decoding method of transformers; `failed` is the reason for having none."""
+    """The speed of a decoding method of transformers, or the reason why it `failed`."""
 
     name: str
     failed: str | None = None
@@ -330,7 +330,7 @@ class CheckResult(Engines):
         )
 
     def _learning_failures(self) -> list[str]:
-        """Return a failure of the check if head 0 hardly beats guessing the most frequent tokens.
+        """Return a check result's failure if head 0 hardly beats guessing the most frequent tokens.
 
         Such guesses get the share of these tokens right, at top-1 and at top-5. Head 0 has to get
         at least `LEAST_LEARNED` of the other tokens right. Untrained heads get none of them, heads
@@ -396,24 +396,24 @@ def _missed_rate(vllm: VllmFigures) -> float | None:
 
 
 def write_answers(directory: Path, answers: Mapping[str, Iterable[Line]]) -> None:
-    """Write the check's answers by method, a line per question, to `answers/METHOD.jsonl`."""
+    """Write the check stage's answers, a line per question, to `answers/METHOD.jsonl`."""
     for method, lines in answers.items():
         _write_answer_lines(directory / "answers" / f"{method}.jsonl", lines)
 
 
 def write_model_answers(directory: Path, lines: Sequence[Line]) -> None:
-    """Write the check's answers to `model_answer/MODEL.jsonl`, which FastChat's judge reads."""
+    """Write the check stage's answers to `model_answer/MODEL.jsonl` for FastChat's judge."""
     if lines:
         _write_answer_lines(directory / "model_answer" / f"{lines[0]['model_id']}.jsonl", lines)
 
 
 def _write_answer_lines(path: Path, lines: Iterable[Line]) -> None:
-    """Write a check's answers as JSON lines."""
+    """Write the check stage's answers to a file of JSON lines."""
     write_text(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
 
 
 def read_answers(directory: Path) -> dict[str, list[Line]]:
-    """Read a check's answer files by method: plain decoding first, the original model last."""
+    """Read a check stage's answer files: plain decoding first, the original model last."""
     paths = sorted((directory / "answers").glob("*.jsonl"))
     paths.sort(key=lambda path: path.stem != "plain")
     paths += (directory / "model_answer").glob("*-original.jsonl")

@@ -164,7 +164,7 @@ def _list_column(values: Sequence[npt.NDArray[np.int32]]) -> pa.ListArray:
 
 
 class FeatureWriter:
-    """Writes one feature shard in a thread, while later states are computed.
+    """Writer of one feature shard, in a thread, while later states are computed.
 
     Leave this context before the shard writer's.
 

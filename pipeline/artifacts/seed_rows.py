@@ -57,20 +57,20 @@ def read_seed_rows(shards: Iterable[Path]) -> Iterator[SeedRow]:
 
 
 def read_seeds(shards: Iterable[Path], split: str) -> Iterator[Conversation]:
-    """Yield the seed rows of one split as conversations, in order."""
+    """Yield the rows of one split of seed shards as conversations, in order."""
     for row in read_seed_rows(shards):
         if row.split == split:
             yield row.conversation
 
 
 def most_frequent_opening(shards: Iterable[Path]) -> tuple[str, int]:
-    """Return the question that opens most seed rows, normalised, and how many it opens."""
+    """Return the question that opens most rows of seed shards, normalised, and their number."""
     openings = Counter(first_question(row.conversation) for row in read_seed_rows(shards))
     return openings.most_common(1)[0]
 
 
 def questions_in_two_splits(shards: Iterable[Path]) -> list[str]:
-    """Return the questions, normalised, that open seed rows of more than one split."""
+    """Return the questions, normalised, that open rows of seed shards in two splits or more."""
     split_of: dict[str, str] = {}
     shared: dict[str, None] = {}
     for row in read_seed_rows(shards):

@@ -36,7 +36,7 @@ class Expected:
 
 @result
 class TimedSize(Expected):
-    """The expected speedup of a tree of so many nodes."""
+    """The expected speedup of a tree of `nodes` nodes."""
 
     nodes: int
 
@@ -54,7 +54,7 @@ class Calibration:
     """The calibrated tree and chain of first guesses, with their expected rates.
 
     A `dynamic` tree is used where there is one: the expected rate is its own, and `choices` are
-    a static tree of the same size. `searched` is None for a tree of the user's own.
+    a static tree of the same size. `searched` is None for a tree that the user gave.
     """
 
     choices: tuple[TreePath, ...]

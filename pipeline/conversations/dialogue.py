@@ -158,7 +158,7 @@ class Dialogue:
             self._writer = "user" if self._writer == "assistant" else "assistant"
 
     def prompts(self) -> list[list[int]]:
-        """Return the token ids of each of the dialogue's prompts, also an unanswered last one."""
+        """Return the token ids of the dialogue's prompts, including an unanswered last one."""
         found = []
         for builder in self._rows.values():
             found += [builder.ids[: span.start] for span in builder.spans]

@@ -218,7 +218,7 @@ class SourceReader:
                 yield row
 
     def _reason_to_skip(self, file: Path) -> str | None:
-        """Return why a seed file's first rows hold no conversation, or None if one does."""
+        """Return why a seed file's first rows hold no conversation, or None if there is one."""
         first = "it is empty"
         try:
             for row in itertools.islice(self._file_rows(file), PROBED_ROWS):

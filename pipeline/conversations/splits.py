@@ -76,7 +76,7 @@ def first_question(conversation: Conversation) -> str:
 
 
 def choose_held_out(group_sizes: Mapping[str, int], holdout: float) -> dict[str, str]:
-    """Choose the first questions of seeds to hold out, and the split of each.
+    """Choose the seeds' first questions to hold out, and the split of each.
 
     Each split takes groups in the order of their hashes, if the group fits into the split's size
     (see `held_out_rows`). A split that has fewer than 8 rows then also takes the smallest groups.

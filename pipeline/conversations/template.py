@@ -187,7 +187,7 @@ class ChatTemplate:
         return self._without_end(self._text_after(messages, writer, *asked), writer, ended)
 
     def role_header(self, messages: Sequence[Message], ended: bool) -> list[int]:
-        """Return the chat template's token ids between an answer and a user's text to sample."""
+        """Return the chat template's token ids between an answer and a sampled user's text."""
         next_user = _unused_word(messages)
         text = self._text_after(messages, "assistant", Message("user", next_user))
         # A space before a text belongs to the text's first token, as after the generation prompt

@@ -83,7 +83,7 @@ class HashedFile(io.FileIO):
 
 
 class ShardWriter:
-    """Writes the shard of a task, row group by row group, until `commit`.
+    """Writer of a task's shard, row group by row group, until `commit`.
 
     The task's crashing rows are quarantined.
 

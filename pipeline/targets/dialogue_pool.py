@@ -22,7 +22,7 @@ Report = Callable[[int, int], None]
 
 
 def report_nothing(conversations: int, tokens: int) -> None:
-    """Report no progress of a dialogue pool."""
+    """Report no progress of the dialogues on a generation engine."""
 
 
 @dataclass

@@ -46,7 +46,7 @@ class GenerationEngine(Protocol):
     capacity: int  # concurrent requests; more are queued
 
     def add(self, request: Request) -> None:
-        """Queue a request with a new id.
+        """Queue a request with a new id for the generation engine.
 
         The prompt is not empty and is shorter than the context.
         """

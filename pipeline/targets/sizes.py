@@ -13,7 +13,7 @@ from pipeline.targets.spec import TargetSpec, quantization_of
 
 BITS: dict[Bits, int] = {"8bit": 8, "4bit": 4}
 FOUR_BITS = ("'num_bits': 4", "'bits': 4", "'w_bit': 4", "'load_in_4bit': True")
-"""How the settings of a quantized checkpoint state 4 bits."""
+"""The forms in which the settings of a quantized checkpoint state 4 bits."""
 
 
 @dataclass(frozen=True)

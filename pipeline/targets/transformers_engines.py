@@ -223,7 +223,7 @@ class TransformersGenerationEngine:
 
 
 def _stack_caches(above: torch.Tensor, below: torch.Tensor) -> torch.Tensor:
-    """Concatenate KV caches of generation rows [B, heads, T, size], left-padded to one length."""
+    """Concatenate KV caches of the transformers engine's rows [B, heads, T, size], left-padded."""
     width = max(above.shape[2], below.shape[2])
     parts = [pad(part, (0, 0, width - part.shape[2], 0)) for part in (above, below)]
     return torch.cat(parts)
@@ -234,7 +234,7 @@ def sample_tokens(
     requests: Sequence[Request],
     generators: Sequence[torch.Generator | None],
 ) -> torch.Tensor:
-    """Sample one token id per row of the generation batch [B]; take the argmax at temperature 0.
+    """Sample a token id per row of the transformers engine [B]; the argmax at temperature 0.
 
     A row's sample depends only on its logits and its generator, not on the batch. The argmax of p /
     e with e ~ Exp(1) is distributed as p.
@@ -253,7 +253,7 @@ def sample_tokens(
 
 
 def truncated_probabilities(logits_BV: torch.Tensor, requests: Sequence[Request]) -> torch.Tensor:
-    """Return a generation batch's probabilities [B, V], truncated to top_p, unnormalised.
+    """Return the transformers engine's probabilities [B, V], truncated to top_p, unnormalised.
 
     The temperature is applied first, as in vLLM.
     """
