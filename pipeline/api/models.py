@@ -64,7 +64,7 @@ def load_target(model: str | Path, *, gpus: int | None = None, **settings: Any) 
 
 @dataclass(frozen=True)
 class Target:
-    """A loaded target model with tokenizer and chat template.
+    """A target model loaded into Python, with tokenizer and chat template.
 
     Attributes:
         spec: What it is: name, revision, dtype.
@@ -179,7 +179,7 @@ def load_export(
 
 @dataclass(frozen=True)
 class Export:
-    """A loaded export: target, heads, and a decoder of both."""
+    """An export loaded into Python: target, heads, and a decoder of both."""
 
     path: Path
     target: Target

@@ -68,7 +68,7 @@ def open_run(path: str | Path) -> Run:
 
 @dataclass(frozen=True)
 class Run:
-    """A run directory and the results of its stages, read-only.
+    """A run directory opened from Python and the results of its stages, read-only.
 
     Every method reads the stage's current result, and raises DataError where the run has not
     finished that stage.

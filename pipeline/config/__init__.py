@@ -1,5 +1,6 @@
-"""Typed configuration: every key, its meaning, its default. `load.py` reads it from YAML and the
-command line.
+"""Typed configuration: every key, its meaning, its default.
+
+`load.py` reads it from YAML and the command line.
 
 Settings are data: frozen, strict (an unknown key is an error), and each key is read somewhere. The
 descriptions here are the reference; the table in docs/configuration.md is made from them, and a

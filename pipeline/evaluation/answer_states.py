@@ -1,4 +1,4 @@
-"""Plain greedy answers as the heads see them, and the rank of each token among their guesses.
+"""Evaluate heads on plain greedy answers: the rank of each token among their guesses.
 
 Also calibration on a file of its own (`calibrate.data`): the target answers the file's questions,
 and its heads are measured on the answers. Answers are greedy, as those of held-out rows are, so
@@ -44,7 +44,7 @@ Answers = list[tuple[Prompt, list[int]]]  # up to where each answer begins, and 
 
 
 class AnswerStates(NamedTuple):
-    """An answer's hidden states, tokens and labels, at positions where decoding steps may begin.
+    """A plain answer to evaluate heads on: hidden states, tokens and labels.
 
     The turns of one question are one `conversation`. `seen`: whether the answer is also in a
     training row.

@@ -1,4 +1,4 @@
-"""Decoded answers: compared with plain decoding's, scored as text, and written to files.
+"""Compare decoded answers with plain decoding's, score their text, and format them for files.
 
 `compare` counts greedy answers that are identical token for token and those that first differ at a
 tie. Forwards of different shapes round differently, so where the target's top two logits are closer

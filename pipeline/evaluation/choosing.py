@@ -23,7 +23,7 @@ Overheads = Mapping[int, float]  # by nodes; empty where nothing was timed
 
 @dataclass(frozen=True)
 class ChosenTree:
-    """The tree that calibration chose, its source, its replay, and each node's share of steps.
+    """The tree that the evaluation chose, its source, its replay, and each node's share of steps.
 
     If `dynamic` is set, `walked` and `sizes` are of the dynamic tree, and the other fields are of a
     static tree of the same size. The last three fields are None for a tree that the user gave: each

@@ -1,5 +1,4 @@
-"""The native check: the export decoded by our tree decoder on plain transformers, against plain
-decoding.
+"""The native check: an export in our tree decoder on transformers, against plain decoding.
 
 Both sides are the same decoder with the same cache, one with the tree and one without. They decode
 prompt by prompt in turn, after a warm-up, on the number of CPU threads at which plain decoding is

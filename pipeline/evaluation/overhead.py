@@ -1,11 +1,10 @@
-"""The overhead of trees on this device: seconds of a step with heads over seconds of a plain one,
-by tree size.
+"""Measure the overhead of trees: seconds of a step with heads over seconds of a plain step.
 
-Measured by the check's own loop on held-out prompts. A step costs the same whatever it accepts, so
-a few steps per prompt suffice. Sizes take turns for each prompt, so that a drifting machine slows
-them all, and each one's time is the lower quartile of its steps, which excludes interrupted ones.
-Trees that cost more than they can gain are skipped. On a CPU all decoders use the number of threads
-at which plain decoding is fastest.
+It is measured on this device, by tree size, with the check's own loop on held-out prompts. A step
+costs the same whatever it accepts, so a few steps per prompt suffice. Sizes take turns for each
+prompt, so that a drifting machine slows them all, and each one's time is the lower quartile of its
+steps, which excludes interrupted ones. Trees that cost more than they can gain are skipped. On a
+CPU all decoders use the number of threads at which plain decoding is fastest.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""The prompts of a check: one answer of each held-out conversation, or every turn of a file of
-questions.
+"""The prompts of a check: held-out conversations, or every turn of a file of questions.
+
+Of each held-out conversation one answer is decoded.
 
 The turns of a question are asked one after another, as in MT-Bench and Spec-Bench: the prompt of
 the second turn holds the target's own answer to the first. Those answers are generated before
@@ -59,7 +60,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Prompts:
-    """The prompts that leave room for an answer, and the number of those that do not."""
+    """The check's prompts that leave room for an answer, and the number of those that do not."""
 
     kept: list[Prompt]
     skipped: int

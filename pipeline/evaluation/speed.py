@@ -1,4 +1,4 @@
-"""Decoding methods on the same prompts, in turn, and their speed; transformers' own among them.
+"""Measure the speed of decoding methods, and of transformers' own, in turn on the same prompts.
 
     acceleration rate  tokens kept / target forwards after the prefill, pooled over sequences
     standard error     of the acceleration rate, had other prompts of the same kind been asked
@@ -75,11 +75,14 @@ def decode_by(decoder: Decoder, rule: AcceptanceRule, num_tokens: int) -> Decode
 
 
 class CannotDecode(Exception):
-    """The reason why a baseline cannot decode a prompt; the checked methods never raise it."""
+    """The reason why a baseline cannot decode a prompt of the check.
+
+    The checked methods never raise it.
+    """
 
 
 class ForwardRecorder(BaseStreamer):
-    """Streamer that records the tokens and the time of each forward of the target."""
+    """Streamer that records the tokens and the time of each forward of a measured baseline."""
 
     def __init__(self) -> None:
         self.forwards: list[list[int]] = []
@@ -175,7 +178,7 @@ def take_turns(
 
 @dataclass(frozen=True)
 class Pace:
-    """One decoding method's acceleration rate and speed; NaN where it took no step."""
+    """One decoding method's measured rate and speed; NaN where it took no step."""
 
     acceleration_rate: float
     tokens_per_second: float

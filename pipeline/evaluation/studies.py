@@ -1,5 +1,4 @@
-"""Studies beside the check (`check.studies`): trees, acceptance rules, number of heads, batch
-sizes.
+"""Studies beside the check (`check.studies`): trees, acceptance rules, heads, batch sizes.
 
     trees    plain, top-1 chain, the authors' stock tree, a searched one of its
              size, the export's own

@@ -14,7 +14,7 @@ from pipeline.errors import EnvironmentFault
 
 @dataclass(frozen=True)
 class Resources:
-    """The CPU cores and GPUs of the cluster; `nodes` lists (cpus, gpus) per node."""
+    """The CPU cores and GPUs to place workers on; `nodes` lists (cpus, gpus) per node."""
 
     nodes: tuple[tuple[int, int], ...]
 

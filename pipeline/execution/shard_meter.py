@@ -12,7 +12,7 @@ from pipeline.storage.stage_directory import StageDirectory
 
 
 class ShardMeter:
-    """Show a sharded stage's conversations, token rate, shards and quarantined rows on a meter.
+    """The meter of a sharded stage: conversations, token rate, shards and quarantined rows.
 
     Args:
         sizes: The conversations of each shard.

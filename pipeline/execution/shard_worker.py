@@ -32,7 +32,7 @@ ShardWorker: TypeAlias = Callable[[ShardTask], Receipt]
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of one attempt at a shard: a receipt, an error, a traceback, or a death."""
+    """The result of a worker's attempt at a shard: a receipt, an error, a traceback, or a death."""
 
     task: ShardTask
     receipt: Receipt | None = None

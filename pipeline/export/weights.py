@@ -34,7 +34,10 @@ DTYPES = {
 
 
 class WeightsFile:
-    """An open weights file of heads: shapes and dtypes by name; tensors are read on demand."""
+    """An open weights file of exported heads; its tensors are read on demand.
+
+    Shapes and dtypes are known by name.
+    """
 
     def __init__(self, path: Path):
         """Open an exported weights file; raise DataError for damage and for other objects."""
@@ -100,7 +103,7 @@ def _plain_tensors(path: Path) -> dict[str, Tensor]:
 
 
 class DirectoryTensors:
-    """The tensors of a directory of heads, by name without the prefix `model.`.
+    """The tensors of a directory of exported heads, by name without the prefix `model.`.
 
     Tensors are read on demand. Pickles are read only if there is no safetensors file.
 

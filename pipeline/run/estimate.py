@@ -43,7 +43,10 @@ MOMENTS = {"adamw": 2 * FP32, "adamw-8bit": 2}  # bytes of a parameter's two mom
 
 @dataclass(frozen=True)
 class RunSize:
-    """Numbers of conversations, tokens and optimizer steps; upper bounds until generate has run."""
+    """The estimated size of a run: conversations, tokens and optimizer steps.
+
+    The numbers are upper bounds until generate has run.
+    """
 
     conversations: int | None  # None where a data set on the Hub has no limit
     tokens: int | None  # to write, and to cache a state of each

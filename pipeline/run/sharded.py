@@ -93,7 +93,7 @@ def run_sharded(
 
 
 class Failures:
-    """Count the failures of each shard, up to `limit`, and collect the rows that crash a worker."""
+    """Failures of each shard in a run, up to `limit`, and the rows that crash a worker."""
 
     def __init__(self, stage: StageDirectory, limit: int):
         self.stage, self.limit = stage, limit

@@ -21,7 +21,7 @@ MOST_NAMES = 4  # of changed settings
 
 @dataclass(frozen=True)
 class StageStatus:
-    """Status of one stage, with its shard counts.
+    """Status of one stage of a run, with its shard counts.
 
     `status` is done, failed (finished, but its result may not be used), partial (some must be
     made), stale (made from something else), not run or skipped. `made` counts the shards that a run

@@ -102,7 +102,7 @@ class Worker:
 
 
 class ShardInProgress:
-    """A feature shard that is being computed row by row, while a thread writes it."""
+    """A shard of the features stage, computed row by row while a thread writes it."""
 
     def __init__(self, worker: Worker, task: ShardTask):
         self.task = task

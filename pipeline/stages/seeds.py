@@ -1,4 +1,4 @@
-"""Stage `seeds`: conversations from files and the Hub, deduplicated and split.
+"""seeds: conversations from files and the Hub, deduplicated and split.
 
 Every row of every source is kept once or quarantined with a reason. Row ids are `source:row`. Of
 rows with the same messages to read in generation only the first is kept. The hash of the first
