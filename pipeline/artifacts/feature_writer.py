@@ -44,7 +44,7 @@ class WaitingMemory:
         self._free: list[Tensor] = []  # memory of groups that are written
 
     def take(self, num_bytes: int) -> Tensor:
-        """Return a buffer for a feature shard's row group, a written group's one if it is large enough.
+        """Return a buffer for a feature shard's row group, if possible that of a written group.
 
         Filling newly allocated memory takes five times as long as filling a reused buffer.
         """

@@ -171,7 +171,7 @@ def _hour_lines(
 
 
 def _print_memory(console: Console, memory: Sequence[StageMemory]) -> None:
-    """Print the memory in GiB that `plan` estimates for a worker of each stage, and its device's."""
+    """Print the memory in GiB that `plan` estimates for a worker of each stage."""
     rows, notes = [], []
     for stage in memory:
         cells = [stage.name]

@@ -131,8 +131,8 @@ def measure_heads(
             trainer is; by default what the directory says.
 
     Raises:
-        ConfigError: Every answer ended with its first token, or an engine cannot decode with these heads or this
-            target.
+        ConfigError: Every answer ended with its first token, or an engine cannot decode with these
+            heads or this target.
         DataError: The directory holds no known heads, or those of another target; no question fits.
     """
     directory = heads_directory(str(heads))
