@@ -164,7 +164,7 @@ def require_same_inputs(context: Context, stage: Stage, directory: StageDirector
     It is unknown which rows are of the old content. Where the files cannot be read now
     (EnvironmentFault), the result is kept.
     """
-    with contextlib.suppress(ConfigError, DataError):
+    with contextlib.suppress(ConfigError, DataError):  # either means that the input changed
         context.identify_target_again()
         if stage.locate(context).fingerprint == directory.fingerprint:
             return

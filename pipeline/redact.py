@@ -28,7 +28,7 @@ SHORTEST = 8  # characters of a variable's value; shorter ones may be ordinary w
 
 
 def redacted(text: str) -> str:
-    """Return a text with `***` in place of every secret."""
+    """Return a text with `***` in place of the secrets that this module knows."""
     for name, value in os.environ.items():
         if len(value) >= SHORTEST and VARIABLES.search(name):
             text = text.replace(value, "***")

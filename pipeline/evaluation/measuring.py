@@ -55,9 +55,9 @@ DRAFT_TOKENS = 5  # of a cell whose directory does not say
 def check_with_engine(
     request: CheckRequest, engine: str, gpus: int, progress: ProgressReporter = SILENT
 ) -> tuple[CheckResult, AnswerLines]:
-    """Check heads with one engine on `gpus` GPUs; also return native decoding's answers.
+    """Check heads with one engine on `gpus` GPUs; return the result and, for native, the answers.
 
-    `engine` is `native` or `vllm`.
+    `engine` is `native` or `vllm`, which has no answers to return.
 
     Raises:
         ConfigError: Every answer ended with its first token, so there is no step to measure.

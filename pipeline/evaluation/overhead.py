@@ -123,7 +123,7 @@ def step_seconds(decoder: Decoder, prompt_ids: Sequence[int]) -> list[float]:
 
 
 def lower_quartile(seconds: Sequence[float]) -> float:
-    """Return the lower quartile of measured step times, which excludes interrupted steps.
+    """Return the lower quartile of measured step times, which interrupted steps hardly move.
 
     It is NaN without times.
     """

@@ -46,7 +46,10 @@ def read_references(path: Path) -> dict[str, list[str]]:
 
 
 def matches(answer: str, reference: str) -> bool:
-    """Return whether a checked answer matches its reference, by the rules of SQuAD."""
+    """Return whether a checked answer matches its reference, as a number or by SQuAD's rules.
+
+    A reference that is a number is compared with the last number of the answer.
+    """
     reference = reference.rpartition(FINAL)[2].strip()
     number = reference.replace(",", "")
     if NUMBER.fullmatch(number):

@@ -199,7 +199,7 @@ class ActorPool:
     def _unfinished(self) -> bool:
         """Return whether the pool of Ray actors has unfinished shard tasks.
 
-        Actors that start do not count: the cluster may never have room for them.
+        Actors that are still starting do not count: the cluster may never have room for them.
         """
         return bool(self.tasks) or any(slot.task for slot in self._running.values())
 
@@ -231,7 +231,7 @@ class ActorPool:
         try:
             outcome: Outcome | None = ray.get(answer)
         except RayError as error:
-            self.watch.settle()
+            self.watch.settle()  # raises if the whole cluster died: then no shard is to blame
             ray.kill(slot.actor)  # it may still be alive and hold its cores
             if slot.upcoming:
                 self.tasks.appendleft(slot.upcoming)

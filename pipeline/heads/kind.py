@@ -72,9 +72,10 @@ class ProposalTree(Protocol):
 class DraftVocabulary(nn.Module):
     """Map rows of `lm_head` to the target's tokens; the identity unless the shape is pruned.
 
-    A token outside is never proposed; the target writes it itself. As in EAGLE-3's code (arXiv
-    2503.01840), heads learn nothing where the written token is outside, and elsewhere the part of
-    the target's distribution that is within, normalized. In accuracies tokens outside are misses.
+    A token outside this vocabulary is never proposed; only the target writes it. A label outside it
+    adds no loss (EAGLE-3's code, arXiv 2503.01840, decides by the target's most likely token
+    instead). Soft labels are the target's distribution over this vocabulary, renormalized, as
+    there. In accuracies a token outside it is a miss.
     """
 
     token_map: Tensor | None  # int64 [V], ascending, zeros until `fill`; None where not pruned

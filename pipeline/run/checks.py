@@ -291,12 +291,12 @@ def check_packages(run: ResolvedRun) -> None:
     if config.train.optimizer == "adamw-8bit":
         needed.append(("train", Package("bitsandbytes", "train.optimizer")))
     if config.target.quantization:
-        stage = "tuned-features" if run.method.tunes_backbone else "features"
-        needed.append((stage, Package("bitsandbytes", "target.quantization")))
+        needed.append(("features", Package("bitsandbytes", "target.quantization")))
     for stage, package in needed:
-        if stage in run.open_stages and not importlib.util.find_spec(package.name):
+        users = sorted({stage, f"tuned-{stage}"}.intersection(run.open_stages))
+        if users and not importlib.util.find_spec(package.name):
             raise EnvironmentFault(
-                f"{package.name} is not installed here, and {stage} needs it.",
+                f"{package.name} is not installed here, and {users[0]} needs it.",
                 package.key,
                 "Install it with the right lock (`make install`), or change this key.",
             )

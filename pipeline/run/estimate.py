@@ -149,10 +149,10 @@ class StageMemory:
 def memory_of_stages(
     run: ResolvedRun, target: TargetSizes, positions: int = 0
 ) -> list[StageMemory]:
-    """Estimate the memory of one worker of each stage of a run that loads the target or trains.
+    """Estimate one worker's memory, for each stage of the run that loads the target or trains.
 
     Args:
-        positions: To train on; without them batches are the largest that the recipe makes.
+        positions: The number to train on; with 0, batches are the largest that the recipe makes.
     """
     config, memory = run.config, []
     if config.generate.mode != "passthrough":

@@ -278,7 +278,7 @@ def _with_comparisons(engines: CheckEngines, result: CheckResult) -> CheckResult
 def configuration(stage: StageDirectory, now: Config) -> Config:
     """Return the configuration of a finished check stage, with some sections of `now`.
 
-    The limits, `run` and `push` are those of `now`.
+    The check's limits (`LIMITS` and `train.backbone.max_kl`), `run` and `push` are those of `now`.
     """
     found = validate(stage.summary["configuration"], str(stage.path))
     limits = {name: getattr(now.check, name) for name in LIMITS}

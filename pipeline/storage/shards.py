@@ -189,7 +189,7 @@ class ShardWriter:
             num_rows=len(self.ids),
             num_quarantined=len(self.rejected),
             ids_sha256=ids_digest(self.ids),
-            content_sha256=self._file.sha256(),
+            content_sha256=self._file.sha256(),  # of the rows; receipt and footer follow
             reasons=dict(Counter(str(rejected.reason) for rejected in self.rejected)),
             stats=stats or {},
         )

@@ -333,6 +333,7 @@ def _why_not_verifiable(config: PretrainedConfig) -> str | None:
     architectures = config.architectures or []
     if not isinstance(architectures, list):
         return f"its architectures are {architectures!r}, no list of names"
+    # A model with code of its own names its classes in `auto_map`.
     names = " ".join([*architectures, *(getattr(config, "auto_map", None) or {})])
     if architectures and "CausalLM" not in names and "LMHeadModel" not in names:
         return f"{architectures[0]} is no causal language model"

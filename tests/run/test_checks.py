@@ -120,6 +120,7 @@ PACKAGES = [
     ({"target__quantization": "8bit"}, "bitsandbytes", "target.quantization", "features"),
     (MEDUSA_2 | {"target__quantization": "4bit"}, "bitsandbytes", "train.backbone", "train"),
     (MEDUSA_2, "peft", "train.method", "train"),
+    (MEDUSA_2 | {"features__engine": "vllm"}, "vllm", "features.engine", "tuned-features"),
 ]
 
 
