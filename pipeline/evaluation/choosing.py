@@ -50,7 +50,7 @@ class ChosenTree:
         return self.dynamic.max_depth if self.dynamic else max(map(len, self.choices))
 
     def tokens_by_depth(self) -> list[float]:
-        """Return the chosen tree's expected tokens per step at each depth.
+        """Return the expected tokens per step at each depth of the evaluated and chosen tree.
 
         With 1 they sum to the expected acceleration rate.
         """

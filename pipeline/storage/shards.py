@@ -234,7 +234,7 @@ def _parquet_columns(name: str, of: pa.DataType) -> list[str]:
 
 
 def quarantine_line(rejected: RejectedRow, stage: str) -> str:
-    """Return a rejected row as a JSON line of the quarantine file."""
+    """Return a rejected row as the JSON line that `ShardWriter` stores in the quarantine file."""
     row = {
         "id": rejected.id,
         "stage": stage,

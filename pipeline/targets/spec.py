@@ -159,7 +159,7 @@ def load_chat_template(
 
 
 def asks_for_date(spec: TargetSpec, paths: Iterable[Path]) -> bool:
-    """Return whether the target's chat template writes the date into its prompts."""
+    """Return whether the chat template in a target's spec or files writes the date into prompts."""
     if spec.chat_template:
         return "strftime_now" in spec.chat_template
     for path in paths:

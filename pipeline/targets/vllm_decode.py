@@ -49,7 +49,7 @@ class VLLMTexts:
 
     @property
     def tokens_per_second(self) -> float:
-        """The decoding speed of the vLLM engine, over all prompts."""
+        """The decoding speed of the target's vLLM engine, over all prompts."""
         return sum(map(len, self.token_ids)) / self.seconds
 
 
@@ -70,7 +70,7 @@ class DecodeTask:
     gpus: int = 0
 
     def requests(self) -> list[Request]:
-        """Return a greedy vLLM request per prompt, with a limit within the target's context."""
+        """Return a greedy request to the target's vLLM engine per prompt, within its context."""
         context = context_length(self.spec)
         requests = []
         for row, ids in enumerate(self.prompts):

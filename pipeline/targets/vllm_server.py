@@ -97,7 +97,7 @@ def serve_under_load(
 
 
 def measure_server(task: LoadTask, report: Report) -> list[LoadFigures]:
-    """Start one vLLM server, send it the task's loads, and return its figures per level."""
+    """Run the target's vLLM server under the task's loads, and return its figures per level."""
     import_vllm()
     side = "vLLM's server with the heads" if task.engine_args else "vLLM's server"
     report(part=f"{side} starts")
