@@ -130,7 +130,7 @@ def foreign_heads(
 
 
 def _medusa_heads(tensors: NamedTensors, target: TargetWeights, sizes: Sizes) -> ForeignHeads:
-    """Build another trainer's heads as the kind `medusa`; without an lm_head they use the target's."""
+    """Build another trainer's heads as the kind `medusa`, with the target's lm_head if need be."""
     blocks, lm_heads = _medusa_names(tensors)
     num_heads = 1 + max(k for k, _, _ in blocks)
     num_layers = 1 + max(layer for _, layer, _ in blocks)
