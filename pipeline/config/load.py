@@ -94,7 +94,7 @@ def load_config(file: str | Path, overrides: Iterable[str] = ()) -> Config:
 
 
 def target_settings(words: Iterable[str]) -> PlainData:
-    """Return the settings of `target` in `target.key=value` words of a command line.
+    """Load settings of the section `target` from overrides `target.key=value`, and validate them.
 
     Raises:
         ConfigError: As `load_config` does, or for another section.
@@ -159,7 +159,7 @@ def dump_config(config: Config) -> str:
 
 
 def _place_in(settings: PlainData, run: Path) -> None:
-    """Set the loaded configuration's run.root, run.name and run.store to where run.yaml lies now."""
+    """Set the loaded configuration's run.root, run.name and run.store to where run.yaml lies."""
     place = settings.setdefault("run", {})
     if isinstance(place, dict):
         place.update(root=str(run.parent), name=run.name)
