@@ -116,7 +116,7 @@ class CheckEngines:
         return self.call(check_with_engine, engine, request=request, engine=engine)
 
     def prompts(self, target: TargetSpec) -> Prompts:
-        """Build the prompts of the check stage, of held-out rows or of a file of questions."""
+        """Build the prompts that `check.prompts` asks for, for the check stage; require some."""
         settings = self.context.config.check
         if isinstance(settings.prompts, int):
             room = context_length(target) - settings.max_new_tokens
