@@ -246,7 +246,7 @@ def quarantine_line(rejected: RejectedRow, stage: str) -> str:
 
 
 def parent_of(row_id: str) -> str:
-    """Return the seed id in a shard's row id, which may be `<id>#<turn>`."""
+    """Return the seed id in a row id of a committed shard; a row id may be `<id>#<turn>`."""
     return row_id.partition("#")[0]
 
 

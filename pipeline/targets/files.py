@@ -149,7 +149,7 @@ def read_index(path: Path) -> dict[str, str]:
 
 
 def check_repo_id(repo_id: str, where: str, *, with_owner: bool = False) -> None:
-    """Raise ConfigError unless the id of a target or of a push is a Hub id.
+    """Raise ConfigError unless the id of a target to load, or of a push, is a Hub id.
 
     `with_owner` requires USER/NAME.
     """

@@ -80,7 +80,7 @@ class DecodeTask:
 
 
 def decode_in_vllm(tasks: Sequence[DecodeTask], on_report: Report | None = None) -> list[VLLMTexts]:
-    """Decode each task's prompts in one vLLM engine, in other processes.
+    """Load each task's target into a vLLM engine, in another process, and decode its prompts.
 
     Texts are greedy. A warm-up is not counted, and prefixes are not cached.
 

@@ -86,7 +86,7 @@ class LoadFigures:
 def serve_under_load(
     tasks: Sequence[LoadTask], on_report: Report | None = None
 ) -> list[list[LoadFigures]]:
-    """Measure one vLLM server per task under load; return its figures per load level.
+    """Start a vLLM server of the target per task, measure it, and return figures per load level.
 
     Prefixes are not cached. Texts are greedy and end at the target's own EOS ids.
 
