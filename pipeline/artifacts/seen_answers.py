@@ -73,6 +73,6 @@ class SeenAnswers:
 
 
 def _answer_digest(answer: Tokens) -> bytes:
-    """Return the digest, 8 bytes of 32 tokens, by which answers are found in generated rows."""
+    """Return the digest of the first 32 tokens by which answers are found in generated rows."""
     data = np.asarray(answer[:PREFIX], np.int32).tobytes()
     return hashlib.blake2b(data, digest_size=8).digest()

@@ -62,7 +62,7 @@ def rate_of_answers(
 
 
 def bootstrap_rate(tokens_C: npt.ArrayLike, steps_C: npt.ArrayLike, seed: int = 0) -> Estimate:
-    """Estimate how many tokens a decoding step accepts, with a bootstrap error over conversations.
+    """Estimate how many tokens a decoding step adds, with a bootstrap error over conversations.
 
     The standard deviation of the resamples is too small by sqrt((C-1)/C) and is corrected.
     Conversations without a step are ignored. The same seed gives the same estimate.

@@ -223,7 +223,7 @@ def _hub_read_error(error: Exception, subject: str, where: str) -> MedusaDistill
 
 
 def _hub_write_error(error: Exception, subject: str, where: str) -> EnvironmentFault:
-    """Translate a Hub error of an upload as for a target's files, without the token in it."""
+    """Return the error for a failed upload to the Hub, without the token in its message."""
     from huggingface_hub import get_token
 
     text = f"{error!r} ({error.__cause__})"
