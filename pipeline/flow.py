@@ -238,7 +238,7 @@ def wanted_stages(
     until: str | None = None,
     fresh: str | None = None,
 ) -> list[str]:
-    """List the stages that a run of this configuration brings up to date, upstream first.
+    """List the stages that the flow runs or keeps for this configuration, upstream first.
 
     Raises:
         ConfigError: There is no such stage, or it is no part of this run.

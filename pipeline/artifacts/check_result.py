@@ -352,7 +352,7 @@ class CheckResult(Engines):
 
 
 def _failures_of_engine(name: str, engine: EngineFigures, limits: Limits) -> list[str]:
-    """Return the reasons why a check result fails, from one engine's answers and rate."""
+    """List why the figures in the check stage's file fail, for one engine: its answers and rate."""
     found, match = [], engine.greedy_match
     if match.differing:
         found.append(
@@ -396,7 +396,7 @@ def _missed_rate(vllm: VllmFigures) -> float | None:
 
 
 def write_answers(directory: Path, answers: Mapping[str, Iterable[Line]]) -> None:
-    """Write the files of a check's answers, `answers/METHOD.jsonl`, with a line per question."""
+    """Write the files `answers/METHOD.jsonl` of a check result, a typed line per question."""
     for method, lines in answers.items():
         _write_answer_lines(directory / "answers" / f"{method}.jsonl", lines)
 

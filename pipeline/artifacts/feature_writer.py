@@ -44,9 +44,9 @@ class WaitingMemory:
         self._free: list[Tensor] = []  # memory of groups that are written
 
     def take(self, num_bytes: int) -> Tensor:
-        """Return memory for a feature shard's row group, if possible that of a written one.
+        """Return a buffer for a feature shard's row group, if possible that of a written group.
 
-        The pages of fresh memory take five times as long to fill.
+        Filling newly allocated memory takes five times as long as filling a reused buffer.
         """
         if self._free:
             memory = self._free.pop()
@@ -126,8 +126,8 @@ def row_edges(rows: Sequence[TokenRow]) -> list[int]:
 def row_groups(rows: Iterable[TokenRow], states: StateFormat) -> list[list[TokenRow]]:
     """Divide feature rows into row groups of one split and about `ROW_GROUP_BYTES` of states.
 
-    A reader of the few held-out rows reads their groups alone, and not the hundred times larger
-    rest with them.
+    Held-out rows have groups of their own, so that reading them does not read the training rows,
+    which are a hundred times as many.
     """
     groups: list[list[TokenRow]] = []
     size = ROW_GROUP_BYTES

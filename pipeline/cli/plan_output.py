@@ -171,7 +171,7 @@ def _hour_lines(
 
 
 def _print_memory(console: Console, memory: Sequence[StageMemory]) -> None:
-    """Print for `plan` the GiB of each stage's worker, and the size of its device."""
+    """Print the memory in GiB that `plan` estimates for a worker of each stage."""
     rows, notes = [], []
     for stage in memory:
         cells = [stage.name]

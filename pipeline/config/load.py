@@ -94,7 +94,7 @@ def load_config(file: str | Path, overrides: Iterable[str] = ()) -> Config:
 
 
 def target_settings(words: Iterable[str]) -> PlainData:
-    """Return the settings of `target` in `target.key=value` words of a command line.
+    """Load settings of the section `target` from overrides `target.key=value`, and validate them.
 
     Raises:
         ConfigError: As `load_config` does, or for another section.

@@ -85,7 +85,7 @@ class TextStream:
         return self._decode(self._shown + self._held)[len(self._decode(self._shown)) :]
 
     def _decode(self, ids: list[int]) -> str:
-        """Decode a chat answer's token ids into text, without special tokens."""
+        """Decode a conversation's sampled token ids into text, without special tokens."""
         return self._tokenizer.decode(
             ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )

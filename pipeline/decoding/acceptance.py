@@ -172,12 +172,14 @@ class TypicalAcceptance:
 class RejectionSampling:
     """Rejection sampling: keep exactly the target's distribution at `temperature` and `top_p`.
 
-    Candidates are deterministic proposals. Rejection sampling tries a row's children in order. It
-    accepts a child with the child's probability p, otherwise sets this p to 0, renormalizes and
-    tries the next child; after the last child it samples from the remaining distribution. Child i
-    is then accepted with probability (1 - p_1 - … - p_{i-1}) · p_i / (1 - p_1 - … - p_{i-1}) = p_i,
-    and every other token is sampled with its own p. This rule samples one token from p and follows
-    the child with that token, if any: the same distribution with one draw per position.
+    Candidates are deterministic proposals. The textbook procedure tries the children of a node in
+    order. It accepts a child with the child's probability p, otherwise sets this p to 0,
+    renormalizes and tries the next child; after the last child it samples from the remaining
+    distribution. Child i is then accepted with probability (1 - p_1 - … - p_{i-1}) · p_i /
+    (1 - p_1 - … - p_{i-1}) = p_i, and every other token is sampled with its own p.
+
+    This class instead draws one token from p and follows the child with that token, if there is
+    one: the same distribution with one draw per position.
     """
 
     temperature: float

@@ -141,7 +141,7 @@ class CapturedSteps:
         size = len(state.token_B)
         if size not in self._buffers:
             own = BatchState(state.hidden_BD.clone(), state.token_B.clone())
-            num_found = self._steps.tree.max_depth + 3
+            num_found = self._steps.tree.max_depth + 3  # depth, root, path, next token
             found = state.token_B.new_zeros(size, num_found)
             self._buffers[size] = _Buffers(own, state.token_B.clone(), found)
         buffers = self._buffers[size]

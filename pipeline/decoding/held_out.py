@@ -44,7 +44,7 @@ class Estimate:
 def rate_of_answers(
     accepted: Sequence[Sequence[int]], conversations: Sequence[Hashable]
 ) -> Estimate:
-    """Estimate a decoding's acceleration rate from the tokens that each step accepts.
+    """Estimate the tokens per step of a decoding, with an error, from what each step accepted.
 
     Any engine may have decoded the answers.
 

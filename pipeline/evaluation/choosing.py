@@ -46,7 +46,7 @@ class ChosenTree:
 
     @property
     def depth(self) -> int:
-        """The depth of the tree that was evaluated and chosen."""
+        """The depth of the tree that the evaluation chose by its measurements, or was given."""
         return self.dynamic.max_depth if self.dynamic else max(map(len, self.choices))
 
     def tokens_by_depth(self) -> list[float]:

@@ -60,7 +60,7 @@ def check_with_engine(
     `engine` is `native` or `vllm`.
 
     Raises:
-        ConfigError: No answer took a step.
+        ConfigError: Every answer ended with its first token, so there is no step to measure.
     """
     answers: AnswerLines = {}
     request = replace(request, gpus=gpus)
@@ -102,7 +102,7 @@ class Candidate:
 
     Attributes:
         export: A directory in an export's layout, or the original heads if only vLLM reads them.
-        speculative_config: None if vLLM drafts with `export`.
+        speculative_config: vLLM's speculative configuration; None to take it from `export`.
     """
 
     described: str
@@ -131,8 +131,8 @@ def measure_heads(
             trainer is; by default what the directory says.
 
     Raises:
-        ConfigError: No answer took a step, or an engine cannot decode with these heads or this
-            target.
+        ConfigError: Every answer ended with its first token, or an engine cannot decode with these
+            heads or this target.
         DataError: The directory holds no known heads, or those of another target; no question fits.
     """
     directory = heads_directory(str(heads))

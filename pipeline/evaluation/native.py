@@ -99,7 +99,7 @@ def check_native(
         The native part of a check, and the answers of plain decoding and of the heads.
 
     Raises:
-        ConfigError: No answer took a step.
+        ConfigError: Every answer ended with its first token, so there is no step to measure.
     """
     target = request.target
     settings = request.settings
@@ -154,7 +154,7 @@ def decode_check_prompts(
     out from there on; the other methods continue.
 
     Raises:
-        ConfigError: No answer took a step.
+        ConfigError: Every answer ended with its first token, so there is no step to measure.
     """
 
     rule = rule_of(request.settings)

@@ -257,7 +257,7 @@ def with_room_for(
 def question_ids(questions: Sequence[Conversation]) -> list[int | str]:
     """Return the ids of the check's questions, or our own if an id is missing or repeated.
 
-    Decimal ids become integers.
+    Ids that integers are written as become integers: "7", but not "007".
     """
     times = Counter(question.source_id for question in questions)
     found: list[int | str] = []
@@ -265,5 +265,6 @@ def question_ids(questions: Sequence[Conversation]) -> list[int | str]:
         name = question.source_id
         if not name or times[name] > 1:
             name = question.id
-        found.append(int(name) if name.isdecimal() else name)
+        is_number = name.isdecimal() and name == str(int(name))
+        found.append(int(name) if is_number else name)
     return found

@@ -55,7 +55,7 @@ def check_served(request: CheckRequest, progress: ProgressReporter = SILENT) -> 
         The vLLM part of a check.
 
     Raises:
-        ConfigError: No answer took a step.
+        ConfigError: Every answer ended with its first token, so there is no step to measure.
     """
     settings = request.settings
     prompts = request.prompts

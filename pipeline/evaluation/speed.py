@@ -7,7 +7,7 @@
                        overhead
 
 Seconds exclude the prefill. They are medians over the repetitions; times per answer are medians
-over answers and repetitions. A figure is None where no answer took a step.
+over answers and repetitions. A figure is None where every answer ended with its first token.
 
 Baselines (`check.baselines`) are transformers' greedy decoding:
 

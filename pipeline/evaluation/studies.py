@@ -163,7 +163,7 @@ def heads_used(decoding: Decoding) -> list[TreeRow]:
 def tree_rows(decoding: Decoding, trees: Sequence[AnyTree]) -> list[TreeRow]:
     """Measure each tree's acceleration rate, overhead and speedup in a study.
 
-    A rate or speedup is None if no answer took a step.
+    A rate or speedup is None if every answer ended with its first token.
     """
     model = decoding.plain.model
     room = decoding.plain.max_length
@@ -244,7 +244,7 @@ def rule_rows(
 ) -> list[TypicalRow]:
     """Measure each row's acceptance rule in its study, and fill in its figures; one must be plain.
 
-    A figure is None if no answer took a step.
+    A figure is None if every answer ended with its first token.
     """
     methods: dict[str, Decode] = {}
     for row, rule in sides.items():

@@ -197,7 +197,7 @@ def own_signals() -> Iterator[None]:
     stopped = False
     try:
         yield
-    except SystemExit:
+    except SystemExit:  # raised by Ray's handler; the caller's handler gets the signal below
         stopped = True
     finally:
         if threading.current_thread() is threading.main_thread():  # other threads may not

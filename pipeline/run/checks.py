@@ -161,7 +161,7 @@ def check_target(run: ResolvedRun) -> None:
 
 
 def check_served_copy(run: ResolvedRun) -> None:
-    """Refuse to start a run whose served copy has another vocabulary or hidden size."""
+    """Refuse a run whose served copy differs from the target in vocabulary or hidden size."""
     if SERVED not in run.models or TARGET not in run.models:
         return
     copy, target = run.model(SERVED).config.get_text_config(), run.target_config.get_text_config()

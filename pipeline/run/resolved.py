@@ -55,7 +55,10 @@ class ResolvedModel:
         return cls(spec, model_config(spec), settings.dtype)
 
     def on(self, *, on_gpu: bool) -> TargetSpec:
-        """Return the spec of a model of the run in the dtype of workers with or without GPUs."""
+        """Return the spec of a model of the run, with its dtype for workers on a GPU or the CPU.
+
+        The two differ only where the configured dtype is `auto`.
+        """
         if self.dtype != "auto":
             return self.spec
         return replace(self.spec, dtype=own_dtype(self.config, on_gpu))

@@ -251,9 +251,10 @@ def _rank_held_out_rows(
 ) -> tuple[HeldOutRanks, HeldOutRanks | None]:
     """Rank the tokens of held-out rows among the heads' guesses, for the calibrate stage.
 
-    Also rank them among the nodes of a dynamic tree, if one is configured.
+    If a dynamic tree is configured, also rank them among all nodes that it proposes.
     """
-    features = context.upstream[upstream(context.config)[0]]
+    states, *_ = upstream(context.config)
+    features = context.upstream[states]
     tree, top = context.resolved.dynamic_tree, context.config.calibrate.top
     text = HeldOutText(
         tuple(map(str, features.shards())),

@@ -116,13 +116,13 @@ class CheckEngines:
         return self.call(check_with_engine, engine, request=request, engine=engine)
 
     def prompts(self, target: TargetSpec) -> Prompts:
-        """Build the prompts of the check stage, of held-out rows or of a file of questions."""
+        """Build the prompts that `check.prompts` asks for, for the check stage; require some."""
         settings = self.context.config.check
         if isinstance(settings.prompts, int):
             room = context_length(target) - settings.max_new_tokens
             prompts = held_out_prompts(_generated_rows(self.context), settings.prompts, room)
         else:
-            engine = min(settings.engines)
+            engine = "native" if "native" in settings.engines else "vllm"
             prompts = self.call(
                 question_prompts,
                 engine,
@@ -257,7 +257,7 @@ def run(context: Context, stage: StageDirectory) -> Summary:
 
 
 def _with_comparisons(engines: CheckEngines, result: CheckResult) -> CheckResult:
-    """Add head 0's accuracy, drift, exact matches and seen rows to the check stage's result."""
+    """Return the check stage's result with head 0's accuracy, drift, and exact matches."""
     context = engines.context
     trained = context.upstream["train"].summary
     prompts = context.config.check.prompts

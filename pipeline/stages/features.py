@@ -59,8 +59,8 @@ class Worker:
         )
         self.states = StateFormat(self.engine.dtype, self.engine.hidden_size, settings.precision)
         self.waiting = WaitingMemory()
-        self._upcoming: ShardTask | None = None
-        self._ahead: ShardInProgress | None = None
+        self._upcoming: ShardTask | None = None  # the shard of the next call
+        self._ahead: ShardInProgress | None = None  # begun while the last shard was committed
 
     def expect(self, upcoming: ShardTask | None) -> None:
         """Remember the shard that the features stage computes during the next call's commit."""

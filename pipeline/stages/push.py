@@ -111,7 +111,7 @@ def push(
 
 
 def print_dry_run(console: Console, receipts: Mapping[str, Receipt]) -> None:
-    """Print what the push stage would send to each Hub repository, and missing settings."""
+    """Print the receipts of a dry run, for the push stage: files, and settings still missing."""
     for part in receipts.values():
         visibility = "private" if part["private"] else "public"
         lines = [f"Would push to {part['repo']} ({visibility}), as one commit:"]

@@ -33,7 +33,7 @@ class ProgressFile:
                 self.path.write_text(json.dumps(report), encoding="utf-8")
 
     def read(self) -> JsonObject | None:
-        """Return the progress file's last report; None if there is none or it is being written."""
+        """Read the report last stored in this file; None if there is none or it is half-written."""
         try:
             report: JsonObject = json.loads(self.path.read_text(encoding="utf-8"))
         except (OSError, ValueError):

@@ -50,7 +50,7 @@ class RunDirectory:
 
     @classmethod
     def open(cls, path: Path) -> tuple[RunDirectory, Config]:
-        """Open the run directory at `path`, perhaps a copy; return it with its configuration.
+        """Open the run directory at `path` and load its configuration; it may be a copied run.
 
         Raises:
             ConfigError: There is no run directory.

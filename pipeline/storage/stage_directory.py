@@ -71,7 +71,7 @@ class StageDirectory:
 
     @classmethod
     def at(cls, path: Path) -> StageDirectory:
-        """Return the stage directory at `path`, perhaps a copy."""
+        """Return the stage directory at `path`, which may be a copied one."""
         described = Description.read(path) or Description(path.name.rpartition("-")[0], "")
         stage = cls(path.parent, described.stage, described.fingerprint)
         stage.path = path
@@ -110,11 +110,11 @@ class StageDirectory:
         return self.is_current(upstream) and not self.examine()
 
     def begin(self, upstream: dict[str, str], *, fresh: bool = False) -> list[Path]:
-        """Own the stage directory, drop damaged and stale files, and return the damaged ones.
+        """Lock the stage directory exclusively, drop damaged and stale files, return the damaged.
 
-        With `fresh`, everything is dropped. Otherwise damaged files are dropped, and everything but
-        the shards if the upstream content has changed: `pending` compares each shard with its
-        upstream shard.
+        With `fresh`, everything is dropped. Otherwise damaged files are dropped. If the upstream
+        content has changed, so is everything but the shards, which `pending` compares with their
+        upstream shards one by one.
 
         Raises:
             EnvironmentFault: Another process holds the directory.

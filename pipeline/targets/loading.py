@@ -50,8 +50,8 @@ def require_gpus(num_gpus: int) -> None:
 def require_readable(spec: TargetSpec, engine: str, *, on_gpu: bool, where: str) -> None:
     """Refuse a quantized target that an engine cannot read, before the target is loaded.
 
-    transformers names the package or GPU that a format needs. vLLM does so only when it starts,
-    except that vLLM 0.32 is known to lack bitsandbytes.
+    For transformers, the format's own quantizer checks packages and GPU here. vLLM checks them when
+    it starts; only bitsandbytes is refused here, which vLLM 0.32 lacks.
 
     Args:
         engine: native (or transformers), or vllm.

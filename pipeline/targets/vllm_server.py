@@ -123,7 +123,7 @@ def measure_server(task: LoadTask, report: Report) -> list[LoadFigures]:
 async def _benchmark_server(
     address: str, requests: Sequence[Request], level: int, eos: Sequence[int]
 ) -> LoadFigures:
-    """Send requests to a vLLM server with vLLM's benchmark client, after a warm-up."""
+    """Load the target's vLLM server with vLLM's benchmark client, after a warm-up."""
     from vllm.benchmarks.datasets import SampleRequest
     from vllm.benchmarks.serve import TaskType, benchmark
 

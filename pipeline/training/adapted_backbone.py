@@ -194,7 +194,7 @@ def verify_packing(model: Any) -> None:
     lengths = (5, 8)
     rows = [torch.arange(length, device=device)[None] for length in lengths]
     alone = [model.base_model(input_ids=row, use_cache=False).last_hidden_state for row in rows]
-    ids_BT = torch.cat(rows, 1)
+    ids_BT = torch.cat(rows, 1)  # each row counts from 0, so ids and positions are equal
     packed = model.base_model(
         input_ids=ids_BT, position_ids=ids_BT, use_cache=False
     ).last_hidden_state

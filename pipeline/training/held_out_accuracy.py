@@ -159,8 +159,9 @@ def _rank_held_out_rows(
         progress.advance(tokens=len(row.learnable))
     seen_answers = text.trained.answers() if text.trained else SeenAnswers()
     seen = [answer in seen_answers for answer in answers]
+    # An answer's first token has no rank: head 0 predicts the second.
     lengths = np.array([len(answer) - 1 for answer in answers], np.int64)
-    starts = lengths.cumsum() - lengths
+    starts = lengths.cumsum() - lengths  # of each answer among the ranked positions
     ranks_KN: npt.NDArray[Any] = np.empty((heads.shape.max_depth, 0), np.uint8)
     if ranks:
         ranks_KN = torch.cat(ranks, 1).cpu().numpy()

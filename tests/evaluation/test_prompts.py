@@ -153,9 +153,16 @@ def test_sampled_rules_ask_on_with_answers_of_their_nucleus(ask):
     )
 
 
-def test_missing_and_repeated_question_ids_are_replaced():
-    def question(number: int, source_id: str | None) -> Conversation:
-        return Conversation(f"q:{number}", (Message("user", "why?"),), source_id)
+def question(number: int, source_id: str | None) -> Conversation:
+    return Conversation(f"q:{number}", (Message("user", "why?"),), source_id)
 
+
+def test_ids_with_leading_zeros_stay_different():
+    names = ["001", "1", "007", "٣"]
+    ids = question_ids([question(n, name) for n, name in enumerate(names)])
+    assert ids == ["001", 1, "007", "٣"]
+
+
+def test_missing_and_repeated_question_ids_are_replaced():
     ids = question_ids([question(n, name) for n, name in enumerate(["81", "a", None, "b", "b"])])
     assert ids == [81, "a", "q:2", "q:3", "q:4"]
