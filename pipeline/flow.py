@@ -147,7 +147,7 @@ def advance(context: Context, stage: Stage, *, fresh: bool = False) -> StageDire
 
 
 def require_passed(checked: StageDirectory, config: Config) -> None:
-    """Refuse to continue a run whose finished check exceeds the limits of the configuration."""
+    """Stop the flow of stages with CheckFailed if the finished check is not within its limits."""
     failures = from_json(CheckResult, checked.summary).failures(Limits.of(config))
     if failures:
         raise CheckFailed(
@@ -159,7 +159,7 @@ def require_passed(checked: StageDirectory, config: Config) -> None:
 
 
 def require_same_inputs(context: Context, stage: Stage, directory: StageDirectory) -> None:
-    """Drop a stage's result and raise DataError if its input files changed during the run.
+    """Stop the flow of stages with DataError, and drop the stage's result, if its input changed.
 
     It is unknown which rows are of the old content. Where the files cannot be read now
     (EnvironmentFault), the result is kept.

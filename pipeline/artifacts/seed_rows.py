@@ -64,7 +64,7 @@ def read_seeds(shards: Iterable[Path], split: str) -> Iterator[Conversation]:
 
 
 def most_frequent_opening(shards: Iterable[Path]) -> tuple[str, int]:
-    """Return the question that opens most rows of seed shards, normalised, and their number."""
+    """Return the normalised question that opens most seed rows in a stage's files, and how many."""
     openings = Counter(first_question(row.conversation) for row in read_seed_rows(shards))
     return openings.most_common(1)[0]
 

@@ -54,7 +54,7 @@ class TrainingText:
 
 
 def training_text(generated: StageDirectory) -> TrainingText:
-    """Return the generate shards of a stage's directory as training text."""
+    """Return the shard files of the generate stage, with their fingerprint, as training text."""
     return TrainingText(tuple(map(str, generated.shards())), generated.fingerprint)
 
 
@@ -73,6 +73,6 @@ class SeenAnswers:
 
 
 def _answer_digest(answer: Tokens) -> bytes:
-    """Return an 8-byte digest of a generated answer's first 32 tokens."""
+    """Return the digest, 8 bytes of 32 tokens, by which answers are found in generated rows."""
     data = np.asarray(answer[:PREFIX], np.int32).tobytes()
     return hashlib.blake2b(data, digest_size=8).digest()

@@ -159,7 +159,7 @@ def dump_config(config: Config) -> str:
 
 
 def _place_in(settings: PlainData, run: Path) -> None:
-    """Set run.root, run.name and run.store of a loaded run.yaml to where it lies now."""
+    """Set the loaded configuration's run.root, run.name and run.store to where run.yaml lies."""
     place = settings.setdefault("run", {})
     if isinstance(place, dict):
         place.update(root=str(run.parent), name=run.name)
@@ -232,7 +232,7 @@ def _resolved_source(source: Any, base: Path) -> Any:
 
 
 def _read_template(path: str) -> str:
-    """Read the file that the setting `target.chat_template` names."""
+    """Read the chat template in the file that the configuration key target.chat_template names."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

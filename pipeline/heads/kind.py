@@ -136,7 +136,10 @@ class DraftVocabulary(nn.Module):
 
 
 def most_frequent_tokens(counts_W: npt.NDArray[np.int64], num_tokens: int) -> Tensor:
-    """Choose the V most frequent tokens as draft vocabulary, ascending; ties go to the lower id."""
+    """Choose the heads' draft vocabulary: the V most frequent tokens, in ascending order.
+
+    Ties go to the lower id.
+    """
     order = np.argsort(-counts_W, kind="stable")
     return torch.from_numpy(np.sort(order[:num_tokens]))
 

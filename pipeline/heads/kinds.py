@@ -157,7 +157,7 @@ def _medusa_heads(tensors: NamedTensors, target: TargetWeights, sizes: Sizes) ->
 def _medusa_names(
     tensors: NamedTensors,
 ) -> tuple[dict[tuple[int, int, str], str], dict[int, str]]:
-    """Return stored names of Medusa blocks by head, layer and part, and of lm_heads by head."""
+    """Return the tensor names of Medusa heads: blocks by head, layer and part, lm_heads by head."""
     blocks: dict[tuple[int, int, str], str] = {}
     lm_heads: dict[int, str] = {}
     unknown: list[str] = []
@@ -227,7 +227,7 @@ def _build_heads(
     named: Mapping[str, Tensor],
     left_out: str | None,
 ) -> Heads:
-    """Build another trainer's heads, in the widest dtype of their tensors.
+    """Build heads of a kind from another trainer's tensors, in the widest dtype of the tensors.
 
     Tensors that have `left_out` in their names are zeros.
     """

@@ -53,7 +53,7 @@ def run(context: Context, stage: StageDirectory) -> Summary:
 def push(
     context: Context, *, dry_run: bool = False, work_in: Path | None = None
 ) -> dict[str, Receipt]:
-    """Send the export and its cards to the Hub as the push stage does; a dry run sends nothing.
+    """Do the work of the push stage: send export and cards to the Hub; a dry run sends nothing.
 
     Cards are made of the stages' records, not of report.json or of the Hub as they are now.
 

@@ -25,7 +25,7 @@ class ProgressFile:
         self._written = -math.inf
 
     def write(self, report: JsonObject, *, at_once: bool = False) -> None:
-        """Write a report to the progress file, `at_once` or half a second after the last one."""
+        """Store a report in the progress file, `at_once` or half a second after the last one."""
         now = time.monotonic()
         if at_once or now - self._written >= SECONDS_BETWEEN_REPORTS:
             self._written = now
@@ -41,6 +41,6 @@ class ProgressFile:
         return report
 
     def remove(self) -> None:
-        """Remove the progress file."""
+        """Delete the stored progress file, if there is one."""
         with contextlib.suppress(OSError):
             self.path.unlink(missing_ok=True)

@@ -234,7 +234,7 @@ def _parquet_columns(name: str, of: pa.DataType) -> list[str]:
 
 
 def quarantine_line(rejected: RejectedRow, stage: str) -> str:
-    """Return a rejected row as a JSON line of the quarantine file."""
+    """Return a rejected row as the JSON line that `ShardWriter` stores in the quarantine file."""
     row = {
         "id": rejected.id,
         "stage": stage,
@@ -246,7 +246,7 @@ def quarantine_line(rejected: RejectedRow, stage: str) -> str:
 
 
 def parent_of(row_id: str) -> str:
-    """Return the seed id in a shard's row id, which may be `<id>#<turn>`."""
+    """Return the seed id in a row id of a committed shard; a row id may be `<id>#<turn>`."""
     return row_id.partition("#")[0]
 
 

@@ -70,7 +70,7 @@ class DialoguePool:
             self._open_dialogues(add_more)
 
     def _open_dialogues(self, add_more: Callable[[], None]) -> None:
-        """Start queued dialogues while the target's engine has capacity."""
+        """Start queued dialogues while the target's generation engine has capacity for requests."""
         while len(self._waiting) < self._capacity:
             if not self._queued:
                 add_more()

@@ -149,7 +149,7 @@ def read_index(path: Path) -> dict[str, str]:
 
 
 def check_repo_id(repo_id: str, where: str, *, with_owner: bool = False) -> None:
-    """Raise ConfigError unless the id of a target or of a push is a Hub id.
+    """Raise ConfigError unless the id of a target to load, or of a push, is a Hub id.
 
     `with_owner` requires USER/NAME.
     """
@@ -177,7 +177,7 @@ def target_errors(model: str, revision: str | None) -> Iterator[None]:
 
 @contextmanager
 def hub_errors(subject: str, where: str, *, writes: bool = False) -> Iterator[None]:
-    """Context manager: translate Hub errors about a target or a push, and silence warnings.
+    """Context manager: translate Hub errors about a target's files or a push; silence warnings.
 
     Args:
         subject: The repository in words, such as `target owner/name`.
@@ -223,7 +223,7 @@ def _hub_read_error(error: Exception, subject: str, where: str) -> MedusaDistill
 
 
 def _hub_write_error(error: Exception, subject: str, where: str) -> EnvironmentFault:
-    """Return the error for a failed upload to the Hub, without the token in its message."""
+    """Translate a Hub error of an upload as for a target's files, without the token in it."""
     from huggingface_hub import get_token
 
     text = f"{error!r} ({error.__cause__})"

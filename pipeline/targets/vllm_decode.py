@@ -49,7 +49,7 @@ class VLLMTexts:
 
     @property
     def tokens_per_second(self) -> float:
-        """The decoding speed of the vLLM engine, over all prompts."""
+        """The decoding speed of the target's vLLM engine, over all prompts."""
         return sum(map(len, self.token_ids)) / self.seconds
 
 
@@ -70,7 +70,7 @@ class DecodeTask:
     gpus: int = 0
 
     def requests(self) -> list[Request]:
-        """Return a greedy vLLM request per prompt, with a limit within the target's context."""
+        """Return a greedy request to the target's vLLM engine per prompt, within its context."""
         context = context_length(self.spec)
         requests = []
         for row, ids in enumerate(self.prompts):
@@ -80,7 +80,7 @@ class DecodeTask:
 
 
 def decode_in_vllm(tasks: Sequence[DecodeTask], on_report: Report | None = None) -> list[VLLMTexts]:
-    """Decode each task's prompts in one vLLM engine, in other processes.
+    """Load each task's target into a vLLM engine, in another process, and decode its prompts.
 
     Texts are greedy. A warm-up is not counted, and prefixes are not cached.
 

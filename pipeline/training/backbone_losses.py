@@ -159,7 +159,7 @@ def add_drift(
     labels_N: Tensor,
     original_ND: Tensor,
 ) -> None:
-    """Add the trained backbone's drift at some held-out positions to `total`.
+    """Add the backbone's drift to `total`, at held-out positions of an evaluation during training.
 
     The arguments are those of `summed_backbone_loss`.
     """

@@ -122,7 +122,7 @@ def _rank_held_out_rows(
     gpus: int,
     progress: ProgressReporter | None,
 ) -> HeldOutRanks:
-    """Measure held-out accuracy after training: the rank of random rows' tokens, by `measure`.
+    """Measure the trained heads' held-out accuracy on random rows: each token's rank, by `measure`.
 
     Args:
         limit: About how many positions are ranked.
@@ -173,7 +173,7 @@ def _rank_held_out_rows(
 def _choose_held_out_rows(
     lengths_of_groups: Sequence[npt.NDArray[np.int64]], limit: int
 ) -> list[tuple[int, int]]:
-    """Choose random held-out rows to run the trained heads on, as sorted (row group, row) pairs.
+    """Choose random rows to measure held-out accuracy on, as sorted (row group, row) pairs.
 
     The rows have about `limit` positions in total.
     """
