@@ -180,7 +180,7 @@ def require_same_inputs(context: Context, stage: Stage, directory: StageDirector
 def push_run(
     path: Path, *, dry_run: bool = False, console: Console | None = None, **settings: Any
 ) -> Summary:
-    """Push a finished run's export as the push stage does; a dry run prints what would be pushed.
+    """Run the push stage alone for a finished run; a dry run prints what would be pushed.
 
     Args:
         settings: Keys of `push` in the place of the run's; None and False keep the run's.
@@ -206,7 +206,7 @@ def push_run(
 
 
 def _open_finished_run(run: RunDirectory, config: Config, console: Console) -> Context:
-    """Open a finished run for a push, with the configuration that its check used.
+    """Open a finished run to run its push stage alone, with the configuration of its check.
 
     `run.yaml` may have changed since.
     """
@@ -228,7 +228,7 @@ def _open_finished_run(run: RunDirectory, config: Config, console: Console) -> C
 
 
 def statuses_of(run: RunDirectory, config: Config) -> dict[str, StageStatus]:
-    """Determine the status of every stage of a run directory, upstream first."""
+    """Determine the status of all stages of the flow in a run directory, upstream first."""
     return stage_statuses(run, resolve_run(config, tuple(STAGES)), STAGES)
 
 

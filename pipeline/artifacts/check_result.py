@@ -318,7 +318,7 @@ class CheckResult(Engines):
         return found
 
     def figures(self, limits: Limits) -> CheckFigures:
-        """Return a check result's figures for report.json, judged by these limits."""
+        """Judge the check stage's file by these limits; return its figures for report.json."""
         failures = self.failures(limits)
         return CheckFigures(
             native=self.native,
@@ -402,18 +402,18 @@ def write_answers(directory: Path, answers: Mapping[str, Iterable[Line]]) -> Non
 
 
 def write_model_answers(directory: Path, lines: Sequence[Line]) -> None:
-    """Write the check stage's answers to `model_answer/MODEL.jsonl` for FastChat's judge."""
+    """Write the check stage's file `model_answer/MODEL.jsonl`: its answers for FastChat's judge."""
     if lines:
         _write_answer_lines(directory / "model_answer" / f"{lines[0]['model_id']}.jsonl", lines)
 
 
 def _write_answer_lines(path: Path, lines: Iterable[Line]) -> None:
-    """Write the check stage's answers to a file of JSON lines."""
+    """Write one file of a check's answers, as JSON lines."""
     write_text(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
 
 
 def read_answers(directory: Path) -> dict[str, list[Line]]:
-    """Read a check stage's answer files: plain decoding first, the original model last."""
+    """Read the check stage's files of answers: plain decoding first, the original model last."""
     paths = sorted((directory / "answers").glob("*.jsonl"))
     paths.sort(key=lambda path: path.stem != "plain")
     paths += (directory / "model_answer").glob("*-original.jsonl")

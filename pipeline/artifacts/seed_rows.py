@@ -70,7 +70,7 @@ def most_frequent_opening(shards: Iterable[Path]) -> tuple[str, int]:
 
 
 def questions_in_two_splits(shards: Iterable[Path]) -> list[str]:
-    """Return the questions, normalised, that open rows of seed shards in two splits or more."""
+    """Read files of seed rows; return normalised questions that open rows of two splits or more."""
     split_of: dict[str, str] = {}
     shared: dict[str, None] = {}
     for row in read_seed_rows(shards):

@@ -65,7 +65,7 @@ class SeenAnswers:
         self._beginnings: set[bytes] = set()
 
     def add(self, answer: Tokens) -> None:
-        """Add an answer of a generated training row."""
+        """Add an answer that a generate shard's file holds in a training row."""
         self._beginnings.add(_answer_digest(answer))
 
     def __contains__(self, answer: Tokens) -> bool:

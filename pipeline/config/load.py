@@ -169,7 +169,7 @@ def _place_in(settings: PlainData, run: Path) -> None:
 
 
 def _store_of_run_file(run: Path) -> Path | None:
-    """Find the setting `run.store` of a moved run.yaml: where most links beside it lead, if any."""
+    """Find `run.store` on loading a moved run.yaml: where most links beside it lead, if any."""
     stores: Counter[Path] = Counter()
     for link in sorted((run / "latest").glob("[!.]*")):
         if link.is_symlink() and link.is_dir():

@@ -41,7 +41,7 @@ class ChosenTree:
 
     @property
     def num_nodes(self) -> int:
-        """The number of nodes of the tree that was evaluated and chosen."""
+        """The number of nodes of the tree that the evaluation of trees chose."""
         return self.dynamic.num_nodes if self.dynamic else len(self.choices)
 
     @property
@@ -113,7 +113,7 @@ def best_dynamic_tree(
 
 
 def _timed_sizes(walks: Mapping[int, Replay], overheads: Overheads) -> list[TimedSize]:
-    """Compute the expected speedup of each tree size whose overhead was measured."""
+    """Evaluate each tree size whose overhead was measured: its expected rate and speedup."""
     rows = []
     for size in sorted(overheads):
         rows.append(TimedSize(nodes=size, **expected_speedup(walks[size], overheads[size])))

@@ -46,7 +46,7 @@ class TargetWeights:
     embedding: Callable[[], Tensor]
 
     def drafting(self, tokens: Tensor | None) -> TargetWeights:
-        """Return the weights with lm_head rows of the heads' draft vocabulary only, if any."""
+        """Return the weights for building heads, lm_head cut to their draft vocabulary, if any."""
         if tokens is None:
             return self
         return replace(self, lm_head=lambda: self.lm_head()[tokens])

@@ -56,7 +56,7 @@ class TargetHead(NamedTuple):
         return self._replace(weight_VD=self.weight_VD[tokens], bias_V=bias_V)
 
     def logits(self, states_CD: Tensor, out: Tensor | None = None) -> Tensor:
-        """Compute the target's logits [C, V] for the heads' soft labels, into `out` if given.
+        """Compute target logits [C, V], the soft labels of the heads' losses, into `out` if given.
 
         The logits are in the dtype of the states.
         """

@@ -135,7 +135,7 @@ class CheckEngines:
         return prompts
 
     def stored_result(self, request: CheckRequest, engine: str) -> CheckResult:
-        """Check the heads in one engine, or read the result that the check stage stored earlier."""
+        """For the check stage, check the heads in one engine, or read the stage's stored result."""
         file = self.stage.path / f"{engine}.json"
         stored = read_json(file)
         if stored is not None:

@@ -147,7 +147,7 @@ def load_tokenizer(spec: TargetSpec) -> PreTrainedTokenizerBase:
 def load_chat_template(
     spec: TargetSpec, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> ChatTemplate:
-    """Load the target's chat template, and its tokenizer if none is given.
+    """Load the target's tokenizer, unless it is given, and return the target's chat template.
 
     Raises:
         ConfigError: No tokenizer loads, or no template renders a conversation.

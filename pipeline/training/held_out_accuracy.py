@@ -96,7 +96,7 @@ class HeldOutText:
 def held_out_ranks(
     text: HeldOutText, top: int, gpus: int = 0, progress: ProgressReporter | None = None
 ) -> HeldOutRanks:
-    """Measure trained heads on held-out text: each token's rank among their first `top` guesses.
+    """Measure held-out accuracy after training: each token's rank among the heads' `top` guesses.
 
     The ranks are computed in fp32 for about `MAX_POSITIONS` positions of random rows, on a GPU if
     `gpus` is not 0.
@@ -107,7 +107,7 @@ def held_out_ranks(
 def held_out_places(
     text: HeldOutText, tree: DynamicTree, gpus: int = 0, progress: ProgressReporter | None = None
 ) -> HeldOutRanks:
-    """Measure trained heads on held-out text: each token's rank among a dynamic tree's nodes.
+    """Measure held-out accuracy after training: each token's rank among a dynamic tree's nodes.
 
     The places are computed in fp32 for about `GROWN_POSITIONS` positions, on a GPU if `gpus` is not
     0.
