@@ -147,7 +147,7 @@ def advance(context: Context, stage: Stage, *, fresh: bool = False) -> StageDire
 
 
 def require_passed(checked: StageDirectory, config: Config) -> None:
-    """Refuse to continue a run whose finished check exceeds the limits of the configuration."""
+    """Stop the flow of stages with CheckFailed if the finished check is not within its limits."""
     failures = from_json(CheckResult, checked.summary).failures(Limits.of(config))
     if failures:
         raise CheckFailed(
@@ -159,7 +159,7 @@ def require_passed(checked: StageDirectory, config: Config) -> None:
 
 
 def require_same_inputs(context: Context, stage: Stage, directory: StageDirectory) -> None:
-    """Drop a stage's result and raise DataError if its input files changed during the run.
+    """Stop the flow of stages with DataError, and drop the stage's result, if its input changed.
 
     It is unknown which rows are of the old content. Where the files cannot be read now
     (EnvironmentFault), the result is kept.
@@ -180,7 +180,7 @@ def require_same_inputs(context: Context, stage: Stage, directory: StageDirector
 def push_run(
     path: Path, *, dry_run: bool = False, console: Console | None = None, **settings: Any
 ) -> Summary:
-    """Push a finished run's export as the push stage does; a dry run prints what would be pushed.
+    """Run the push stage alone for a finished run; a dry run prints what would be pushed.
 
     Args:
         settings: Keys of `push` in the place of the run's; None and False keep the run's.
@@ -206,7 +206,7 @@ def push_run(
 
 
 def _open_finished_run(run: RunDirectory, config: Config, console: Console) -> Context:
-    """Open a finished run for a push, with the configuration that its check used.
+    """Open a finished run to run its push stage alone, with the configuration of its check.
 
     `run.yaml` may have changed since.
     """
@@ -228,7 +228,7 @@ def _open_finished_run(run: RunDirectory, config: Config, console: Console) -> C
 
 
 def statuses_of(run: RunDirectory, config: Config) -> dict[str, StageStatus]:
-    """Determine the status of every stage of a run directory, upstream first."""
+    """Determine the status of all stages of the flow in a run directory, upstream first."""
     return stage_statuses(run, resolve_run(config, tuple(STAGES)), STAGES)
 
 
@@ -238,7 +238,7 @@ def wanted_stages(
     until: str | None = None,
     fresh: str | None = None,
 ) -> list[str]:
-    """List the stages that a run of this configuration brings up to date, upstream first.
+    """List the stages that the flow runs or keeps for this configuration, upstream first.
 
     Raises:
         ConfigError: There is no such stage, or it is no part of this run.

@@ -39,7 +39,7 @@ def run_flow(
     fresh: str | None = None,
     quiet: bool = False,
 ) -> Run:
-    """Run from Python all stages that are left, in order, as `medusa-distill run` does.
+    """Run all stages that are left, in order; return the run as a `Run` to read from Python.
 
     Args:
         config: From `load_config`.

@@ -318,7 +318,7 @@ class CheckResult(Engines):
         return found
 
     def figures(self, limits: Limits) -> CheckFigures:
-        """Return a check result's figures for report.json, judged by these limits."""
+        """Judge the check stage's file by these limits; return its figures for report.json."""
         failures = self.failures(limits)
         return CheckFigures(
             native=self.native,
@@ -352,7 +352,7 @@ class CheckResult(Engines):
 
 
 def _failures_of_engine(name: str, engine: EngineFigures, limits: Limits) -> list[str]:
-    """Return the reasons why a check result fails, from one engine's answers and rate."""
+    """List why the figures in the check stage's file fail, for one engine: its answers and rate."""
     found, match = [], engine.greedy_match
     if match.differing:
         found.append(
@@ -396,24 +396,24 @@ def _missed_rate(vllm: VllmFigures) -> float | None:
 
 
 def write_answers(directory: Path, answers: Mapping[str, Iterable[Line]]) -> None:
-    """Write the check stage's answers, a line per question, to `answers/METHOD.jsonl`."""
+    """Write the files `answers/METHOD.jsonl` of a check result, a typed line per question."""
     for method, lines in answers.items():
         _write_answer_lines(directory / "answers" / f"{method}.jsonl", lines)
 
 
 def write_model_answers(directory: Path, lines: Sequence[Line]) -> None:
-    """Write the check stage's answers to `model_answer/MODEL.jsonl` for FastChat's judge."""
+    """Write the check stage's file `model_answer/MODEL.jsonl`: its answers for FastChat's judge."""
     if lines:
         _write_answer_lines(directory / "model_answer" / f"{lines[0]['model_id']}.jsonl", lines)
 
 
 def _write_answer_lines(path: Path, lines: Iterable[Line]) -> None:
-    """Write the check stage's answers to a file of JSON lines."""
+    """Write one file of a check's answers, as JSON lines."""
     write_text(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
 
 
 def read_answers(directory: Path) -> dict[str, list[Line]]:
-    """Read a check stage's answer files: plain decoding first, the original model last."""
+    """Read the check stage's files of answers: plain decoding first, the original model last."""
     paths = sorted((directory / "answers").glob("*.jsonl"))
     paths.sort(key=lambda path: path.stem != "plain")
     paths += (directory / "model_answer").glob("*-original.jsonl")

@@ -139,7 +139,7 @@ def open_rows(path: str | Path, fingerprint: str) -> Iterator[pq.ParquetFile]:
 
 
 def num_contaminated(shards: Iterable[Path], questions: CheckQuestions) -> int:
-    """Count the training rows in generate shards that contain a question of the check."""
+    """Count, in files of generated rows, the training rows that contain a question of the check."""
     found = 0
     for path in shards:
         for row in read_rows(path, ["split", "messages"]):

@@ -64,13 +64,13 @@ def read_seeds(shards: Iterable[Path], split: str) -> Iterator[Conversation]:
 
 
 def most_frequent_opening(shards: Iterable[Path]) -> tuple[str, int]:
-    """Return the question that opens most rows of seed shards, normalised, and their number."""
+    """Return the normalised question that opens most seed rows in a stage's files, and how many."""
     openings = Counter(first_question(row.conversation) for row in read_seed_rows(shards))
     return openings.most_common(1)[0]
 
 
 def questions_in_two_splits(shards: Iterable[Path]) -> list[str]:
-    """Return the questions, normalised, that open rows of seed shards in two splits or more."""
+    """Read files of seed rows; return normalised questions that open rows of two splits or more."""
     split_of: dict[str, str] = {}
     shared: dict[str, None] = {}
     for row in read_seed_rows(shards):

@@ -54,7 +54,7 @@ class TrainingText:
 
 
 def training_text(generated: StageDirectory) -> TrainingText:
-    """Return the generate shards of a stage's directory as training text."""
+    """Return the shard files of the generate stage, with their fingerprint, as training text."""
     return TrainingText(tuple(map(str, generated.shards())), generated.fingerprint)
 
 
@@ -65,7 +65,7 @@ class SeenAnswers:
         self._beginnings: set[bytes] = set()
 
     def add(self, answer: Tokens) -> None:
-        """Add an answer of a generated training row."""
+        """Add an answer that a generate shard's file holds in a training row."""
         self._beginnings.add(_answer_digest(answer))
 
     def __contains__(self, answer: Tokens) -> bool:
@@ -73,6 +73,6 @@ class SeenAnswers:
 
 
 def _answer_digest(answer: Tokens) -> bytes:
-    """Return an 8-byte digest of a generated answer's first 32 tokens."""
+    """Return the digest of the first 32 tokens by which answers are found in generated rows."""
     data = np.asarray(answer[:PREFIX], np.int32).tobytes()
     return hashlib.blake2b(data, digest_size=8).digest()

@@ -70,7 +70,7 @@ def read_summary(path: Path, shape: HeadsShape) -> Summary | None:
 
 
 def _heads_shape(path: Path) -> HeadsShape | None:
-    """Read the shape in a heads file; None if the file is absent, damaged or foreign."""
+    """Read the heads' shape in the train stage's file; None if absent, damaged or foreign."""
     try:
         with safe_open(path, "pt") as file:
             return shape_from_json(json.loads(file.metadata()["heads"]))

@@ -34,7 +34,7 @@ def push(
         bool, Option("--dry-run", help="Show what would go, touch no network.")
     ] = False,
 ) -> None:
-    """Push the export and its model card to the Hub, as one commit. Requires a passed check.
+    """Push RUN_DIR's export and model card to the Hub, as one commit. Requires a passed check.
 
     USER/ alone names the repository after the target. With Medusa-2 the tuned backbone goes first,
     to USER/NAME, and then its heads to USER/NAME-speculator.medusa.

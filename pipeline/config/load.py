@@ -94,7 +94,7 @@ def load_config(file: str | Path, overrides: Iterable[str] = ()) -> Config:
 
 
 def target_settings(words: Iterable[str]) -> PlainData:
-    """Return the settings of `target` in `target.key=value` words of a command line.
+    """Load settings of the section `target` from overrides `target.key=value`, and validate them.
 
     Raises:
         ConfigError: As `load_config` does, or for another section.
@@ -159,7 +159,7 @@ def dump_config(config: Config) -> str:
 
 
 def _place_in(settings: PlainData, run: Path) -> None:
-    """Set run.root, run.name and run.store of a loaded run.yaml to where it lies now."""
+    """Set the loaded configuration's run.root, run.name and run.store to where run.yaml lies."""
     place = settings.setdefault("run", {})
     if isinstance(place, dict):
         place.update(root=str(run.parent), name=run.name)
@@ -169,7 +169,7 @@ def _place_in(settings: PlainData, run: Path) -> None:
 
 
 def _store_of_run_file(run: Path) -> Path | None:
-    """Find the setting `run.store` of a moved run.yaml: where most links beside it lead, if any."""
+    """Find `run.store` on loading a moved run.yaml: where most links beside it lead, if any."""
     stores: Counter[Path] = Counter()
     for link in sorted((run / "latest").glob("[!.]*")):
         if link.is_symlink() and link.is_dir():
@@ -232,7 +232,7 @@ def _resolved_source(source: Any, base: Path) -> Any:
 
 
 def _read_template(path: str) -> str:
-    """Read the file that the setting `target.chat_template` names."""
+    """Read the chat template in the file that the configuration key target.chat_template names."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

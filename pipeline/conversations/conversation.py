@@ -162,12 +162,12 @@ def utf8_text(text: str) -> str:
 
 
 def escape_surrogates(text: str) -> str:
-    """Escape lone surrogates in a quarantined row's text, so that UTF-8 can encode it."""
+    """Escape lone surrogates in a seed source's text, so that UTF-8 can encode it."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def storable_json(value: Any, depth: int = 32) -> Any:
-    """Convert a value of a quarantined row to JSON; levels below `depth` are left out."""
+    """Convert data of a seed source, such as a rejected row, to JSON; cut levels below `depth`."""
     if isinstance(value, str):
         return escape_surrogates(value)
     if isinstance(value, float) and not math.isfinite(value):

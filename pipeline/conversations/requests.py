@@ -71,7 +71,7 @@ class TextStream:
         self._held: list[int] = []
 
     def push(self, token_id: int) -> str:
-        """Add a chat answer's next token; return the text that it completes, perhaps empty."""
+        """Add a conversation's next token; return the text that it completes, perhaps empty."""
         self._held.append(token_id)
         text = self.flush()
         if not text or text.endswith(UNFINISHED):
@@ -81,11 +81,11 @@ class TextStream:
         return text
 
     def flush(self) -> str:
-        """Return the text of a chat answer's held-back tokens, also of an incomplete character."""
+        """Return the text of a conversation's held-back tokens, also of an incomplete character."""
         return self._decode(self._shown + self._held)[len(self._decode(self._shown)) :]
 
     def _decode(self, ids: list[int]) -> str:
-        """Decode a chat answer's token ids into text, without special tokens."""
+        """Decode a conversation's sampled token ids into text, without special tokens."""
         return self._tokenizer.decode(
             ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )

@@ -48,7 +48,7 @@ def feature_positions(spans: Sequence[Span]) -> npt.NDArray[np.int32]:
 def head_labels(
     input_ids: npt.ArrayLike, spans: Sequence[Span], num_heads: int, roles: Collection[Role]
 ) -> npt.NDArray[np.int32]:
-    """Return each head's labels [K, N] in a conversation's spans, `IGNORED` where it has none.
+    """Label a conversation's spans for K heads: token ids [K, N], or `IGNORED` where there is none.
 
     Args:
         input_ids: The row's token ids.

@@ -111,7 +111,7 @@ def choose_held_out(group_sizes: Mapping[str, int], holdout: float) -> dict[str,
 
 
 def held_out_rows(num_rows: int, holdout: float) -> int:
-    """Return the number of seeds in each held-out split if all first questions differ."""
+    """Return how many seed conversations each held-out split gets if no first question recurs."""
     each = round(num_rows * holdout / 2)
     if num_rows > SMALL_SET:
         return each

@@ -71,7 +71,7 @@ class Decoded:
 
 
 def acceleration_rate(decoded: Iterable[Decoded]) -> float:
-    """Compute the acceleration rate of decoded sequences: tokens per forward after the prefill.
+    """Compute the acceleration rate of the decoder's output: tokens per forward after the prefill.
 
     The rate is 1.0 for plain decoding, and NaN if no sequence took a step.
     """

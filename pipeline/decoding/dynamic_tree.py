@@ -174,7 +174,7 @@ def _best_guesses(logits_BPV: Tensor, top: int) -> tuple[Tensor, Tensor]:
 
 
 def _true_places(proposed: Proposed, labels_KB: Tensor) -> Tensor:
-    """Return the rank of each true token's node among a dynamic tree's proposed nodes, [K, B].
+    """Return each true token's rank among the nodes that dynamic tree decoding proposes, [K, B].
 
     Walks down from the root: the node of a true token must be a child of the previous one.
     """

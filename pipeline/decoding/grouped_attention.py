@@ -70,7 +70,7 @@ class GroupedRows:
 
     @contextmanager
     def grouped(self) -> Iterator[None]:
-        """Context manager: the target's decoding forwards use `grouped_attention`."""
+        """Context manager: the forwards of decoding steps attend by `grouped_attention`."""
         for config in self._configs:
             config._attn_implementation_internal = NAME
         try:

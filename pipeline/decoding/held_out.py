@@ -44,7 +44,7 @@ class Estimate:
 def rate_of_answers(
     accepted: Sequence[Sequence[int]], conversations: Sequence[Hashable]
 ) -> Estimate:
-    """Estimate a decoding's acceleration rate from the tokens that each step accepts.
+    """Estimate the tokens per step of a decoding, with an error, from what each step accepted.
 
     Any engine may have decoded the answers.
 
@@ -62,7 +62,7 @@ def rate_of_answers(
 
 
 def bootstrap_rate(tokens_C: npt.ArrayLike, steps_C: npt.ArrayLike, seed: int = 0) -> Estimate:
-    """Estimate tokens per decoding step, with a bootstrap standard error over conversations.
+    """Estimate how many tokens a decoding step adds, with a bootstrap error over conversations.
 
     The standard deviation of the resamples is too small by sqrt((C-1)/C) and is corrected.
     Conversations without a step are ignored. The same seed gives the same estimate.
@@ -125,7 +125,7 @@ class HeldOutRanks:
         return HeldOutRanks(ranks_KN, starts, self.conversations[chosen], self.seen[chosen])
 
     def guess_hits(self, top: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Count each head's hits by rank, [K, R], and its labels, [K], for a tree search."""
+        """Count each head's hits by rank, [K, R], and labels, [K], for decoding's tree search."""
         hits_KR = np.stack([np.bincount(ranks_N, minlength=256)[:top] for ranks_N in self.ranks_KN])
         return hits_KR, (self.ranks_KN != NO_LABEL).sum(1)
 
@@ -148,7 +148,7 @@ class Replay:
 
     @property
     def acceleration_rate(self) -> float:
-        """The acceleration rate of the replayed decoding: tokens per step; NaN without steps."""
+        """The acceleration rate of replayed tree decoding: tokens per step; NaN without steps."""
         return 1.0 + float(self.kept_S.mean()) if len(self.kept_S) else math.nan
 
     def estimate(self) -> Estimate:
@@ -182,7 +182,7 @@ class Replay:
         return shares
 
     def __add__(self, other: Replay) -> Replay:
-        """Concatenate the decoding steps of two replays, of different conversations."""
+        """Concatenate the steps of two replays of tree decoding, of different conversations."""
         columns = zip(vars(self).values(), vars(other).values(), strict=True)
         return Replay(*(np.concatenate(pair) for pair in columns))
 

@@ -83,7 +83,9 @@ def forward_with_states(model: PreTrainedModel) -> Iterator[Forward]:
 def last_positions(
     model: PreTrainedModel, ids: Sequence[int], number: int
 ) -> tuple[Tensor, Tensor]:
-    """Recompute states [number, D] and logits [number, V] at a decoded text's end, without cache.
+    """Run a decoding forward of a whole text, without KV cache; return its last states and logits.
+
+    They are states [number, D] and logits [number, V], recomputed at the text's end.
 
     If the model supports it, logits of earlier positions are not computed: for a long prompt they
     would take gigabytes.

@@ -113,7 +113,7 @@ def greedy_tree(
 
 
 def expected_acceleration_rate(accuracy_KR: Sequence[Sequence[float]], choices: Choices) -> float:
-    """Compute a candidate tree's expected tokens per step: 1 plus its nodes' probabilities.
+    """Compute decoding's expected tokens per step with a tree: 1 plus its nodes' probabilities.
 
     A node's probability is the product of the accuracies on its path (paper 2.3.3).
     """

@@ -95,12 +95,12 @@ class CrossFit:
         return through_second + replay(first, self.half_tree(1, search, size))
 
     def half_tree(self, half: int, search: str, size: int) -> tuple[TreePath, ...]:
-        """Return the tree searched on one half (0 or 1), to be replayed on the other half."""
+        """Return the tree search's result on one half (0 or 1), to be replayed on the other."""
         depth = max(map(len, self.whole[search][:size]))
         return tuple(path for path in self._searched[half][search][:size] if len(path) <= depth)
 
     def node_shares(self, search: str, size: int) -> list[float]:
-        """Return the expected share of decoding steps that accept each node of a searched tree.
+        """Return for a tree search the expected share of decoding steps that accept each node.
 
         The expected rate is 1 plus the sum of the shares. At each depth the shares of the tree's
         own replay are scaled to the tokens that the replays of unseen text add at that depth.

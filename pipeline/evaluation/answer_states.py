@@ -99,7 +99,7 @@ def guess_ranks(heads: Heads, states: Iterable[AnswerStates], top: int) -> HeldO
 
 
 def guess_places(heads: Heads, states: Iterable[AnswerStates], tree: DynamicTree) -> HeldOutRanks:
-    """Evaluate a dynamic tree on the target's answers: rank each token among its proposed nodes."""
+    """Measure on the target's plain answers where a dynamic tree of its heads has each token."""
     return _evaluate_answers(heads, states, partial(tree.places, heads))
 
 

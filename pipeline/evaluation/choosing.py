@@ -41,16 +41,16 @@ class ChosenTree:
 
     @property
     def num_nodes(self) -> int:
-        """The number of nodes of the tree that was evaluated and chosen."""
+        """The number of nodes of the tree that the evaluation of trees chose."""
         return self.dynamic.num_nodes if self.dynamic else len(self.choices)
 
     @property
     def depth(self) -> int:
-        """The depth of the tree that was evaluated and chosen."""
+        """The depth of the tree that the evaluation chose by its measurements, or was given."""
         return self.dynamic.max_depth if self.dynamic else max(map(len, self.choices))
 
     def tokens_by_depth(self) -> list[float]:
-        """Return the chosen tree's expected tokens per step at each depth.
+        """Return the expected tokens per step at each depth of the evaluated and chosen tree.
 
         With 1 they sum to the expected acceleration rate.
         """
@@ -59,13 +59,13 @@ class ChosenTree:
 
 
 def given_tree(ranks: HeldOutRanks, choices: tuple[TreePath, ...]) -> ChosenTree:
-    """Evaluate the user's own tree (`calibrate.choices`) on all held-out text."""
+    """Measure the user's own tree (`calibrate.choices`) on all held-out text: its expected rate."""
     walked = replay(ranks, choices)
     return ChosenTree("calibrate.choices", choices, walked.node_shares(ranks, choices), walked)
 
 
 def best_tree(fits: CrossFit, num_nodes: int, overheads: Overheads) -> ChosenTree:
-    """Evaluate the searched static trees; return the one with the highest expected speedup.
+    """Compare searched static trees by replayed rate and measured overhead; return the fastest.
 
     Each search and each number of nodes is judged by its replay on held-out text and its measured
     overhead. Without overheads, the tree has `num_nodes` nodes, or as many as were found.
@@ -113,7 +113,7 @@ def best_dynamic_tree(
 
 
 def _timed_sizes(walks: Mapping[int, Replay], overheads: Overheads) -> list[TimedSize]:
-    """Compute the expected speedup of each tree size whose overhead was measured."""
+    """Evaluate each tree size whose overhead was measured: its expected rate and speedup."""
     rows = []
     for size in sorted(overheads):
         rows.append(TimedSize(nodes=size, **expected_speedup(walks[size], overheads[size])))

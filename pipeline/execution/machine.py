@@ -77,7 +77,7 @@ def hardware() -> dict[str, object]:
 
 
 def versions() -> dict[str, str]:
-    """Return this machine's versions of Python and of the packages on which figures depend."""
+    """Return the versions of Python and packages in this process, on a worker or the driver."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):

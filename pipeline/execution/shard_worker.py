@@ -72,7 +72,7 @@ class LazyWorker:
         return self._worker(task)
 
     def close(self) -> None:
-        """Let the stage's worker release its engine's memory, which the next stage needs."""
+        """Let the executor's worker release its engine's memory, which the next stage needs."""
         close = getattr(self._worker, "close", None)
         if close:
             close()
@@ -136,7 +136,7 @@ def find_crashing_rows(
 
 
 def _trial(task: ShardTask, start: int, stop: int, num_rows: int, scratch: Path) -> ShardTask:
-    """Return a trial task of a shard's rows [start, stop) for a worker.
+    """Return a task to try a shard's rows [start, stop) on a worker process, which may crash.
 
     The trial's shard is deleted afterwards.
     """

@@ -94,7 +94,7 @@ def write_export(
 
 
 def read_heads(directory: str | os.PathLike[str], model: PreTrainedModel) -> Heads:
-    """Read the heads of an export, in the export's dtype, on the CPU.
+    """Read an export's directory: its heads, in the export's dtype, on the CPU.
 
     Matrices that the export leaves out are taken from `model`, the target.
 

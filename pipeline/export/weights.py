@@ -88,7 +88,7 @@ def write_weights(tensors: Mapping[str, Tensor], path: Path) -> None:
 
 
 def _plain_tensors(path: Path) -> dict[str, Tensor]:
-    """Read named tensors from a pickle of exported heads; raise DataError for other objects."""
+    """Read an export's pickle of named tensors; raise DataError for other objects."""
     fix = "Convert it to safetensors where you trust it, or fetch the file again."
     try:
         with warnings.catch_warnings(action="ignore"):  # warns of pickle protocols

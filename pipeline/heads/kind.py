@@ -46,7 +46,7 @@ class TargetWeights:
     embedding: Callable[[], Tensor]
 
     def drafting(self, tokens: Tensor | None) -> TargetWeights:
-        """Return the weights with lm_head rows of the heads' draft vocabulary only, if any."""
+        """Return the weights for building heads, lm_head cut to their draft vocabulary, if any."""
         if tokens is None:
             return self
         return replace(self, lm_head=lambda: self.lm_head()[tokens])
@@ -137,7 +137,10 @@ class DraftVocabulary(nn.Module):
 
 
 def most_frequent_tokens(counts_W: npt.NDArray[np.int64], num_tokens: int) -> Tensor:
-    """Choose the V most frequent tokens as draft vocabulary, ascending; ties go to the lower id."""
+    """Choose the heads' draft vocabulary: the V most frequent tokens, in ascending order.
+
+    Ties go to the lower id.
+    """
     order = np.argsort(-counts_W, kind="stable")
     return torch.from_numpy(np.sort(order[:num_tokens]))
 

@@ -79,12 +79,12 @@ class NamedTensors(Protocol):
 
     @property
     def names(self) -> Collection[str]:
-        """The names of all tensors of another trainer's heads."""
+        """The names of all tensors of another trainer's draft heads, whatever their kind."""
 
     def __getitem__(self, name: str) -> Tensor: ...
 
     def refuse(self, what: str, fix: str = NOT_HERE) -> DataError:
-        """Return a DataError that refuses another trainer's heads."""
+        """Return a DataError that refuses draft heads for their kind, shape or tensors."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class ForeignHeads:
 def foreign_heads(
     tensors: NamedTensors, target: TargetWeights, sizes: Sizes, num_tokens: int
 ) -> ForeignHeads:
-    """Recognize the layout of another trainer's heads and build them.
+    """Recognize the kind of another trainer's draft heads, and build heads of that kind.
 
     Args:
         target: The matrices that heads may borrow.
@@ -130,7 +130,7 @@ def foreign_heads(
 
 
 def _medusa_heads(tensors: NamedTensors, target: TargetWeights, sizes: Sizes) -> ForeignHeads:
-    """Build another trainer's Medusa heads; without an lm_head they use the target's."""
+    """Build another trainer's heads as the kind `medusa`, with the target's lm_head if need be."""
     blocks, lm_heads = _medusa_names(tensors)
     num_heads = 1 + max(k for k, _, _ in blocks)
     num_layers = 1 + max(layer for _, layer, _ in blocks)
@@ -157,7 +157,7 @@ def _medusa_heads(tensors: NamedTensors, target: TargetWeights, sizes: Sizes) ->
 def _medusa_names(
     tensors: NamedTensors,
 ) -> tuple[dict[tuple[int, int, str], str], dict[int, str]]:
-    """Return stored names of Medusa blocks by head, layer and part, and of lm_heads by head."""
+    """Return the tensor names of Medusa heads: blocks by head, layer and part, lm_heads by head."""
     blocks: dict[tuple[int, int, str], str] = {}
     lm_heads: dict[int, str] = {}
     unknown: list[str] = []
@@ -183,7 +183,7 @@ def _medusa_names(
 def _eagle_heads(
     tensors: NamedTensors, target: TargetWeights, sizes: Sizes, num_tokens: int
 ) -> ForeignHeads:
-    """Build a recurrent cell from another trainer's EAGLE-1 heads, if their attention is zero."""
+    """Build another trainer's EAGLE-1 heads as the kind `recurrent`, if their attention is zero."""
     names = tensors.names
     for name in (OUTPUT, FC_BIAS):
         if name in names and tensors[name].any():
@@ -227,7 +227,7 @@ def _build_heads(
     named: Mapping[str, Tensor],
     left_out: str | None,
 ) -> Heads:
-    """Build another trainer's heads, in the widest dtype of their tensors.
+    """Build heads of a kind from another trainer's tensors, in the widest dtype of the tensors.
 
     Tensors that have `left_out` in their names are zeros.
     """

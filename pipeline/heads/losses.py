@@ -46,7 +46,7 @@ class TargetHead(NamedTuple):
     softcap: float | None = None  # Gemma 2
 
     def to(self, device: torch.device, dtype: torch.dtype) -> TargetHead:
-        """Move the target's output layer, for the heads' soft labels, to a device and dtype."""
+        """Move the output layer for the heads' losses on soft labels to a device and dtype."""
         bias_V = None if self.bias_V is None else self.bias_V.to(device, dtype)
         return self._replace(weight_VD=self.weight_VD.to(device, dtype), bias_V=bias_V)
 
@@ -56,7 +56,7 @@ class TargetHead(NamedTuple):
         return self._replace(weight_VD=self.weight_VD[tokens], bias_V=bias_V)
 
     def logits(self, states_CD: Tensor, out: Tensor | None = None) -> Tensor:
-        """Compute the target's logits [C, V] for the heads' soft labels, into `out` if given.
+        """Compute target logits [C, V], the soft labels of the heads' losses, into `out` if given.
 
         The logits are in the dtype of the states.
         """

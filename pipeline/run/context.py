@@ -55,7 +55,7 @@ class Context:
 
     @functools.cached_property
     def executor(self) -> Executor:
-        """The executor of the run's stages, started when the first stage needs one."""
+        """The run's executor, started when the run first needs one."""
         return make_executor(self.executor_name)
 
     def resolve_on_cluster(self) -> None:
@@ -123,7 +123,7 @@ class Context:
         return identity
 
     def identify_target_again(self) -> None:
-        """Hash the files of the run's target again, offline, if they were hashed before.
+        """Hash the files of the run's target again, offline, if the run has hashed them before.
 
         Raises what `target_identity` raises.
         """

@@ -97,7 +97,7 @@ def assemble_report(run: RunDirectory, config: Config, without: Collection[str] 
 
 
 def drawing_data(run: RunDirectory) -> Extras:
-    """Read the tree, curves and samples of a run's finished stages, which its report draws.
+    """Read the tree, curves and samples of the run's finished stages, for the run's reporting.
 
     Curves are left out if their log is damaged.
     """

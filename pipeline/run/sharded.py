@@ -143,7 +143,7 @@ class Failures:
     def remaining_tasks(
         self, tasks: Sequence[ShardTask], killers: Sequence[Outcome]
     ) -> list[ShardTask]:
-        """Return the shards that the run still has to map, without the rows that crash a worker.
+        """Return the shards left to the run's sharded mapping, without rows that crash a worker.
 
         Raises:
             EnvironmentFault: Workers commit shards that cannot be seen from here.

@@ -116,7 +116,7 @@ class CheckEngines:
         return self.call(check_with_engine, engine, request=request, engine=engine)
 
     def prompts(self, target: TargetSpec) -> Prompts:
-        """Build the prompts of the check stage, of held-out rows or of a file of questions."""
+        """Build the prompts that `check.prompts` asks for, for the check stage; require some."""
         settings = self.context.config.check
         if isinstance(settings.prompts, int):
             room = context_length(target) - settings.max_new_tokens
@@ -135,7 +135,7 @@ class CheckEngines:
         return prompts
 
     def stored_result(self, request: CheckRequest, engine: str) -> CheckResult:
-        """Check the heads in one engine, or read the result that the check stage stored earlier."""
+        """For the check stage, check the heads in one engine, or read the stage's stored result."""
         file = self.stage.path / f"{engine}.json"
         stored = read_json(file)
         if stored is not None:

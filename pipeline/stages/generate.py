@@ -69,7 +69,7 @@ def run(context: Context, stage: StageDirectory) -> Summary:
 
 
 def require_rows_of_splits(summary: Summary, stage: StageDirectory) -> None:
-    """Refuse a generate stage with too few rows of a split, before anything is trained."""
+    """End the generate stage with an error if it has left too few rows of a split."""
     rows_of = {split: int(summary[f"{split}_rows"]) for split in SPLITS}
     if min(rows_of.values()) < MIN_ROWS:
         counts = ", ".join(f"{split} {number:,}" for split, number in rows_of.items())

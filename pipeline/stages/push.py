@@ -53,7 +53,7 @@ def run(context: Context, stage: StageDirectory) -> Summary:
 def push(
     context: Context, *, dry_run: bool = False, work_in: Path | None = None
 ) -> dict[str, Receipt]:
-    """Send the export and its cards to the Hub as the push stage does; a dry run sends nothing.
+    """Do the work of the push stage: send export and cards to the Hub; a dry run sends nothing.
 
     Cards are made of the stages' records, not of report.json or of the Hub as they are now.
 
@@ -111,7 +111,7 @@ def push(
 
 
 def print_dry_run(console: Console, receipts: Mapping[str, Receipt]) -> None:
-    """Print what the push stage would send to each Hub repository, and missing settings."""
+    """Print the receipts of a dry run, for the push stage: files, and settings still missing."""
     for part in receipts.values():
         visibility = "private" if part["private"] else "public"
         lines = [f"Would push to {part['repo']} ({visibility}), as one commit:"]

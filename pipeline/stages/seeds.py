@@ -152,7 +152,7 @@ def _source_summary(reader: SourceReader) -> Summary:
 
 
 def _print_skipped_files(context: Context, summary: Summary) -> None:
-    """Print the first files that the seeds stage skipped in each source."""
+    """Print the seeds stage's warnings: each source's first skipped files, with the reasons."""
     for source in summary["sources"]:
         skipped = source["skipped"]
         if skipped:

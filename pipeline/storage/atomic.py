@@ -138,7 +138,7 @@ def disk_errors(path: Path | None = None) -> Iterator[None]:
 
 
 def disk_fault(error: BaseException, path: Path | None = None) -> EnvironmentFault | None:
-    """Return the EnvironmentFault for a file system error; None for any other error.
+    """Return the EnvironmentFault for a disk error in storing or reading files; None for others.
 
     Args:
         path: The file that was written or read; by default the one that the error names.

@@ -25,7 +25,7 @@ class ProgressFile:
         self._written = -math.inf
 
     def write(self, report: JsonObject, *, at_once: bool = False) -> None:
-        """Write a report to the progress file, `at_once` or half a second after the last one."""
+        """Store a report in the progress file, `at_once` or half a second after the last one."""
         now = time.monotonic()
         if at_once or now - self._written >= SECONDS_BETWEEN_REPORTS:
             self._written = now
@@ -33,7 +33,7 @@ class ProgressFile:
                 self.path.write_text(json.dumps(report), encoding="utf-8")
 
     def read(self) -> JsonObject | None:
-        """Return the progress file's last report; None if there is none or it is being written."""
+        """Read the report last stored in this file; None if there is none or it is half-written."""
         try:
             report: JsonObject = json.loads(self.path.read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -41,6 +41,6 @@ class ProgressFile:
         return report
 
     def remove(self) -> None:
-        """Remove the progress file."""
+        """Delete the stored progress file, if there is one."""
         with contextlib.suppress(OSError):
             self.path.unlink(missing_ok=True)

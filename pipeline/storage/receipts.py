@@ -182,7 +182,7 @@ class StageTotals:
         return summary
 
     def check_quarantine(self, stage: str, where: str, max_fraction: float, *, final: bool) -> None:
-        """Refuse a stage whose receipts count too large a fraction of quarantined rows.
+        """Refuse committed shards whose receipts count too large a fraction of quarantined rows.
 
         Before the stage's end, the fraction is checked once `ENOUGH_TO_JUDGE` rows have been read.
 

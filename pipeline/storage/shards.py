@@ -50,12 +50,12 @@ class ShardTask:
 
     @property
     def attempt_log(self) -> Path:
-        """The file beside the shards to which a hanging worker writes its stack."""
+        """The file in the run's store, beside the shards, for the stack of a hanging worker."""
         return self.shard.parent.with_name("attempts") / f"{self.index:05d}.txt"
 
 
 def task_rows(task: ShardTask, columns: Sequence[str] | None = None) -> list[Row]:
-    """Read a shard task's rows from the upstream shard, in order, without crashing rows."""
+    """Read from a committed upstream shard a task's rows, in order, without crashing rows."""
     rows = list(read_rows(task.source, columns))
     if task.rows is not None:
         rows = rows[slice(*task.rows)]
@@ -222,7 +222,7 @@ def _parents(ids: Iterable[str], ids_in: set[str]) -> set[str]:
 
 
 def _parquet_columns(name: str, of: pa.DataType) -> list[str]:
-    """Return the names of the Parquet columns that a shard's Arrow column becomes."""
+    """List the Parquet columns that an Arrow column becomes in a shard's stored file."""
     if pa.types.is_list(of):
         return _parquet_columns(f"{name}.list.element", of.value_type)
     if not pa.types.is_struct(of):
@@ -234,7 +234,7 @@ def _parquet_columns(name: str, of: pa.DataType) -> list[str]:
 
 
 def quarantine_line(rejected: RejectedRow, stage: str) -> str:
-    """Return a rejected row as a JSON line of the quarantine file."""
+    """Return a rejected row as the JSON line that `ShardWriter` stores in the quarantine file."""
     row = {
         "id": rejected.id,
         "stage": stage,
@@ -246,7 +246,7 @@ def quarantine_line(rejected: RejectedRow, stage: str) -> str:
 
 
 def parent_of(row_id: str) -> str:
-    """Return the seed id in a shard's row id, which may be `<id>#<turn>`."""
+    """Return the seed id in a row id of a committed shard; a row id may be `<id>#<turn>`."""
     return row_id.partition("#")[0]
 
 

@@ -22,7 +22,7 @@ Report = Callable[[int, int], None]
 
 
 def report_nothing(conversations: int, tokens: int) -> None:
-    """Report no progress of the dialogues on a generation engine."""
+    """Report no progress of the dialogues on the target's engine."""
 
 
 @dataclass
@@ -47,7 +47,7 @@ class DialoguePool:
         self._waiting: dict[str, tuple[Dialogue, DialogueGroup]] = {}  # by request id
 
     def add(self, dialogues: Iterable[Dialogue], report: Report = report_nothing) -> DialogueGroup:
-        """Queue a shard's dialogues for the generation engine; return them as a group."""
+        """Queue a shard's dialogues for the target's engine; return them as a group."""
         listed = list(dialogues)
         group = DialogueGroup(listed, len(listed), report)
         for dialogue in listed:
@@ -55,7 +55,7 @@ class DialoguePool:
         return group
 
     def finish(self, group: DialogueGroup, add_more: Callable[[], None] = lambda: None) -> None:
-        """Run the generation engine until all dialogues of a group are finished.
+        """Run the target's engine until all dialogues of a group are finished.
 
         `add_more` is called whenever the engine has capacity and no dialogue is queued.
         """
@@ -70,7 +70,7 @@ class DialoguePool:
             self._open_dialogues(add_more)
 
     def _open_dialogues(self, add_more: Callable[[], None]) -> None:
-        """Start queued dialogues while the generation engine has capacity."""
+        """Start queued dialogues while the target's generation engine has capacity for requests."""
         while len(self._waiting) < self._capacity:
             if not self._queued:
                 add_more()
@@ -80,7 +80,7 @@ class DialoguePool:
             self._advance_dialogue(dialogue, group)
 
     def _advance_dialogue(self, dialogue: Dialogue, group: DialogueGroup) -> None:
-        """Queue a dialogue's next request at the generation engine, or count it as finished."""
+        """Pass a dialogue's next request to the target's engine, or count it as finished."""
         request = dialogue.next_request()
         if request is None:
             group.num_left -= 1
@@ -94,6 +94,6 @@ class DialoguePool:
 def run_dialogues(
     dialogues: Iterable[Dialogue], engine: GenerationEngine | None, report: Report = report_nothing
 ) -> None:
-    """Run dialogues to their end on a generation engine."""
+    """Run the target's engine until all of these dialogues have ended."""
     pool = DialoguePool(engine)
     pool.finish(pool.add(dialogues, report))

@@ -149,7 +149,7 @@ def read_index(path: Path) -> dict[str, str]:
 
 
 def check_repo_id(repo_id: str, where: str, *, with_owner: bool = False) -> None:
-    """Raise ConfigError unless the id of a target or of a push is a Hub id.
+    """Raise ConfigError unless the id of a target to load, or of a push, is a Hub id.
 
     `with_owner` requires USER/NAME.
     """
@@ -177,7 +177,7 @@ def target_errors(model: str, revision: str | None) -> Iterator[None]:
 
 @contextmanager
 def hub_errors(subject: str, where: str, *, writes: bool = False) -> Iterator[None]:
-    """Context manager: translate Hub errors about a target or a push, and silence warnings.
+    """Context manager: translate Hub errors about a target's files or a push; silence warnings.
 
     Args:
         subject: The repository in words, such as `target owner/name`.

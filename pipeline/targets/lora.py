@@ -57,7 +57,7 @@ def linear_layers(model: PreTrainedModel) -> list[str]:
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the target's decoder layers, which are the units of FSDP sharding.
+    """Find a target's decoder layers, the units of FSDP sharding, by their transformers class.
 
     Raises:
         ConfigError: No layer supports transformers' gradient checkpointing.

@@ -147,7 +147,7 @@ def load_tokenizer(spec: TargetSpec) -> PreTrainedTokenizerBase:
 def load_chat_template(
     spec: TargetSpec, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> ChatTemplate:
-    """Load the target's chat template, and its tokenizer if none is given.
+    """Load the target's tokenizer, unless it is given, and return the target's chat template.
 
     Raises:
         ConfigError: No tokenizer loads, or no template renders a conversation.
@@ -159,7 +159,7 @@ def load_chat_template(
 
 
 def asks_for_date(spec: TargetSpec, paths: Iterable[Path]) -> bool:
-    """Return whether the target's chat template writes the date into its prompts."""
+    """Return whether the chat template in a target's spec or files writes the date into prompts."""
     if spec.chat_template:
         return "strftime_now" in spec.chat_template
     for path in paths:
@@ -307,7 +307,7 @@ def weight_files(spec: TargetSpec, *, fetch: bool = True) -> list[Path]:
 
 
 def require_verifiable(config: PretrainedConfig) -> None:
-    """Check that the target can verify a tree of candidates in one forward (section 2.1.2).
+    """Check a target's transformers configuration: one forward must verify a tree (section 2.1.2).
 
     A tree needs attention that can be masked per candidate. A recurrent state has a single past,
     and a bias by cache slot (ALiBi) treats siblings as successors.
@@ -326,7 +326,7 @@ def require_verifiable(config: PretrainedConfig) -> None:
 
 
 def _why_not_verifiable(config: PretrainedConfig) -> str | None:
-    """Return why the target cannot verify a tree of candidates in one forward, or None."""
+    """Return why a target of this transformers configuration cannot verify a tree, or None."""
     text = config.get_text_config()
     if config.is_encoder_decoder:
         return "it is an encoder-decoder"
@@ -361,7 +361,7 @@ def own_dtype(config: PretrainedConfig, on_gpu: bool) -> str:
 
 
 def _template_text(template: str | None) -> str | None:
-    """Return the text of the target's chat template, which is given as text or as a path."""
+    """Read the chat template that a target is loaded with; `template` is its text or its path."""
     if template is None or "{" in template:
         return template
     path = Path(template).expanduser()

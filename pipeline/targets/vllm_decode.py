@@ -49,7 +49,7 @@ class VLLMTexts:
 
     @property
     def tokens_per_second(self) -> float:
-        """The decoding speed of the vLLM engine, over all prompts."""
+        """The decoding speed of the target's vLLM engine, over all prompts."""
         return sum(map(len, self.token_ids)) / self.seconds
 
 
@@ -70,7 +70,7 @@ class DecodeTask:
     gpus: int = 0
 
     def requests(self) -> list[Request]:
-        """Return a greedy vLLM request per prompt, with a limit within the target's context."""
+        """Return a greedy request to the target's vLLM engine per prompt, within its context."""
         context = context_length(self.spec)
         requests = []
         for row, ids in enumerate(self.prompts):
@@ -80,7 +80,7 @@ class DecodeTask:
 
 
 def decode_in_vllm(tasks: Sequence[DecodeTask], on_report: Report | None = None) -> list[VLLMTexts]:
-    """Decode each task's prompts in one vLLM engine, in other processes.
+    """Load each task's target into a vLLM engine, in another process, and decode its prompts.
 
     Texts are greedy. A warm-up is not counted, and prefixes are not cached.
 
@@ -98,12 +98,12 @@ def decode_in_vllm(tasks: Sequence[DecodeTask], on_report: Report | None = None)
 
 
 def decode_tasks(tasks: Sequence[DecodeTask], report: Report) -> list[VLLMTexts]:
-    """Decode all tasks in this process, with one vLLM engine after another."""
+    """Decode all tasks in this process, with one vLLM engine of the target after another."""
     return [decode_task(task, report) for task in tasks]
 
 
 def decode_task(task: DecodeTask, report: Report) -> VLLMTexts:
-    """Decode a task's prompts in one vLLM engine, in this process."""
+    """Load the target into a vLLM engine in this process, and decode a task's prompts."""
     part = "vLLM with the heads" if task.engine_args else "plain vLLM"
     report(part=f"{part} starts")
     arguments = {**task.engine_args, "enable_prefix_caching": False}
@@ -133,7 +133,7 @@ def _generate_in_vllm(
     part: str,
     report: Report,
 ) -> list[list[list[int]]]:
-    """Decode all requests in vLLM; return each request's tokens by step, prefill first.
+    """Decode requests in the target's vLLM engine; return their tokens by step, prefill first.
 
     A forward that returns no token for a request is not a step of the request: it computed a chunk
     of the prompt, or was scheduled asynchronously before the request's end was known. A preempted

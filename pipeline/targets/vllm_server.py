@@ -86,7 +86,7 @@ class LoadFigures:
 def serve_under_load(
     tasks: Sequence[LoadTask], on_report: Report | None = None
 ) -> list[list[LoadFigures]]:
-    """Measure one vLLM server per task under load; return its figures per load level.
+    """Start a vLLM server of the target per task, measure it, and return figures per load level.
 
     Prefixes are not cached. Texts are greedy and end at the target's own EOS ids.
 
@@ -97,7 +97,7 @@ def serve_under_load(
 
 
 def measure_server(task: LoadTask, report: Report) -> list[LoadFigures]:
-    """Start one vLLM server, send it the task's loads, and return its figures per level."""
+    """Run the target's vLLM server under the task's loads, and return its figures per level."""
     import_vllm()
     side = "vLLM's server with the heads" if task.engine_args else "vLLM's server"
     report(part=f"{side} starts")
@@ -123,7 +123,7 @@ def measure_server(task: LoadTask, report: Report) -> list[LoadFigures]:
 async def _benchmark_server(
     address: str, requests: Sequence[Request], level: int, eos: Sequence[int]
 ) -> LoadFigures:
-    """Send requests to a vLLM server with vLLM's benchmark client, after a warm-up."""
+    """Load the target's vLLM server with vLLM's benchmark client, after a warm-up."""
     from vllm.benchmarks.datasets import SampleRequest
     from vllm.benchmarks.serve import TaskType, benchmark
 

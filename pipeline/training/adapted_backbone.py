@@ -106,7 +106,7 @@ class Backbone(nn.Module):
 
     @property
     def lora_outer(self) -> Tensor:
-        """The trained weight [V, R] of the lm_head's lora_B."""
+        """The weight [V, R] of the lm_head's lora_B, which every training step changes."""
         return self._lm_head.lora_B[NAME].weight
 
     @property
@@ -127,7 +127,7 @@ class Backbone(nn.Module):
 
     @property
     def _target(self) -> Any:
-        """The model that Medusa-2 trains, with LoRA layers in place but without peft's wrapper."""
+        """The model of Medusa-2's training steps, with LoRA layers but without peft's wrapper."""
         return self.tuned.get_base_model()
 
     @property

@@ -121,7 +121,7 @@ class Drift(NamedTuple):
 
     @classmethod
     def zero(cls, device: torch.device) -> Drift:
-        """Return the sums of the trained backbone's drift over no positions, all 0."""
+        """Start the sums of backbone training's losses and drift at 0, over no positions."""
         return cls(*torch.zeros(5, dtype=torch.float64, device=device).unbind())
 
     def add(self, log_p_NV: Tensor, log_q_NV: Tensor, labels_N: Tensor) -> None:
@@ -134,7 +134,7 @@ class Drift(NamedTuple):
         self.positions.add_(len(labels_N))
 
     def figures(self) -> TunedDrift:
-        """Return the trained backbone's mean drift per position; all None without positions."""
+        """Return backbone training's drift and perplexities; all None without positions."""
         kl, original_loss, tuned_loss, agreed, positions = (float(total) for total in self)
         if not positions:
             return TunedDrift()
@@ -159,7 +159,7 @@ def add_drift(
     labels_N: Tensor,
     original_ND: Tensor,
 ) -> None:
-    """Add the trained backbone's drift at some held-out positions to `total`.
+    """Add the backbone's drift to `total`, at held-out positions of an evaluation during training.
 
     The arguments are those of `summed_backbone_loss`.
     """

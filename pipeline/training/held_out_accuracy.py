@@ -96,7 +96,7 @@ class HeldOutText:
 def held_out_ranks(
     text: HeldOutText, top: int, gpus: int = 0, progress: ProgressReporter | None = None
 ) -> HeldOutRanks:
-    """Measure trained heads on held-out text: each token's rank among their first `top` guesses.
+    """Measure held-out accuracy after training: each token's rank among the heads' `top` guesses.
 
     The ranks are computed in fp32 for about `MAX_POSITIONS` positions of random rows, on a GPU if
     `gpus` is not 0.
@@ -107,7 +107,7 @@ def held_out_ranks(
 def held_out_places(
     text: HeldOutText, tree: DynamicTree, gpus: int = 0, progress: ProgressReporter | None = None
 ) -> HeldOutRanks:
-    """Measure trained heads on held-out text: each token's rank among a dynamic tree's nodes.
+    """Measure held-out accuracy after training: each token's rank among a dynamic tree's nodes.
 
     The places are computed in fp32 for about `GROWN_POSITIONS` positions, on a GPU if `gpus` is not
     0.
@@ -122,7 +122,7 @@ def _rank_held_out_rows(
     gpus: int,
     progress: ProgressReporter | None,
 ) -> HeldOutRanks:
-    """Measure trained heads on random held-out rows: the rank of each token, by `measure`.
+    """Measure the trained heads' held-out accuracy on random rows: each token's rank, by `measure`.
 
     Args:
         limit: About how many positions are ranked.
@@ -173,7 +173,7 @@ def _rank_held_out_rows(
 def _choose_held_out_rows(
     lengths_of_groups: Sequence[npt.NDArray[np.int64]], limit: int
 ) -> list[tuple[int, int]]:
-    """Choose random held-out rows to run the trained heads on, as sorted (row group, row) pairs.
+    """Choose random rows to measure held-out accuracy on, as sorted (row group, row) pairs.
 
     The rows have about `limit` positions in total.
     """

@@ -250,7 +250,7 @@ def read_metrics(directory: Path) -> Iterator[Line]:
 
 
 def read_curves(directory: Path) -> tuple[list[Line], list[Line]]:
-    """Read the curves of a training from metrics.jsonl: its steps, and its evaluations.
+    """Read back training's own log, metrics.jsonl, as curves: its steps, and its evaluations.
 
     Each evaluation holds step, head_losses, head_top1 and, for Medusa-2, the `kl` to the original.
     """
