@@ -170,7 +170,7 @@ least {{ report.tree.nodes | number or "the tree's nodes" }}; the content of `{{
         return hidden_BPD, linear(read_B1D, self.lm_head_of(depth)).expand(-1, num_nodes, -1)
 
     def propose(self, hidden_BD: Tensor, token_B: Tensor, tree: ProposalTree) -> Tensor:
-        """Propose the tree's tokens from one forward of all Medusa heads, instead of one by level."""
+        """Propose the tree's tokens from one forward of all Medusa heads."""
         rows_KBR = self(hidden_BD, tree.max_depth).topk(tree.top).indices
         guesses_KBR = self.vocabulary.tokens_of_rows(rows_KBR).to(token_B.device)
         return guesses_KBR.transpose(0, 1).flatten(1).index_select(1, tree.guess)
