@@ -122,9 +122,8 @@ def test_an_interrupted_ray_run_equals_the_inline_run(
     import ray
 
     monkeypatch.setitem(METHODS, FixedRate.name, FixedRate())
-    sharing = {
-        f"placement__{stage}": {"workers": WORKERS} for stage in ("generate", "features", "train")
-    }
+    workers = {"generate": 1, "features": WORKERS, "train": WORKERS}
+    sharing = {f"placement__{stage}": {"workers": number} for stage, number in workers.items()}
     config = tmp_path / "run.yaml"
     config.write_text(yaml.safe_dump(make_settings(tmp_path, **TRAINING, **sharing)))
     run = RunDirectory(tmp_path / "run")
