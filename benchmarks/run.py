@@ -45,7 +45,7 @@ BENCHMARKS = {
         "recipes compared on one target: `python -m benchmarks.run ladder`, after `make demo`"
     ),
     "recipe": "what `auto` chooses against a grid: `python -m benchmarks.run recipe`, half an hour",
-    "tampering": "damaged and copied runs: `python -m benchmarks.run tampering`, half an hour",
+    "tampering": "damaged and copied runs: `python -m benchmarks.run tampering`, three minutes",
     "soak": "ten minutes of kills and resumes: `python -m benchmarks.soak`",
 }
 # too long to run by default, or dependent on other work such as the demos
