@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from rich.text import Text
 from typer import Argument
 
 from pipeline.errors import ConfigError
@@ -40,7 +41,7 @@ def compare(
     console = wide_console()
     print_grid(console, table.columns, table.rows)
     for note in notes:
-        console.print(visible(f"! {note}"), markup=False)
+        console.print(Text(visible(f"! {note}")))
 
 
 def compared_run(path: Path) -> ComparedRun:
@@ -57,19 +58,23 @@ def compared_run(path: Path) -> ComparedRun:
     run, config = RunDirectory.open(path)
     states = statuses_of(run, config)
     unfinished = [name for name, state in states.items() if state.status not in FINISHED]
-    stages, heads_bytes, questions = run.stages(), None, None
-    if "train" not in unfinished:
-        heads_bytes = (stages["train"].path / HEADS_FILE).stat().st_size
-    if "check" not in unfinished:
+    heads_bytes = questions = None
+    records = {}
+    for name, state in states.items():
+        if state.directory and state.status in FINISHED:
+            records[name] = state.directory.done
+    trained, checked = records.get("train"), records.get("check")
+    if trained:
+        heads_bytes = trained.files[HEADS_FILE].size
+    if checked:
         asked = config.check.model_dump(mode="json", include=QUESTION_KEYS)
-        answers = stages["check"].identity["upstream"]["generate"]
-        questions = json.dumps([asked, answers], sort_keys=True)
+        questions = json.dumps([asked, checked.upstream.get("generate")], sort_keys=True)
     return ComparedRun(
         run.path.name,
         # The link of an unfinished stage may lead to a result of another recipe.
         assemble_report(run, config, without=unfinished),
         config.model_dump(mode="json"),
-        tuple(unfinished),
+        unfinished,
         heads_bytes,
         questions,
     )

@@ -56,7 +56,7 @@ def inspect(
 
 def _print_row(console: Console, row: Row, run: RunDirectory, config: Config) -> None:
     """Print a row for `inspect`: seeds as messages, any other row as the text of its token ids."""
-    console.print(visible(f"{row['id']}  split {row['split']}"), style="bold", markup=False)
+    console.print(Text(visible(f"{row['id']}  split {row['split']}"), "bold"))
     if "input_ids" in row:
         console.print(coloured_text(TokenRow.of(row), _tokenizer(run, config)))
         if "positions" in row:

@@ -183,7 +183,6 @@ def _print_memory(console: Console, memory: Sequence[StageMemory]) -> None:
         if stage.fits() and not stage.fits(-TOLERANCE):
             settings = ", ".join(stage.saves_memory)
             notes.append(f"{stage.name} may not fit. What helps most: {settings}.")
-    caption = f"\nMemory of one worker on each of its devices, an estimate, ±{TOLERANCE:.0%}:"
-    _print_lines(console, [caption])
+    console.print(f"\nMemory of one worker on each of its devices, an estimate, ±{TOLERANCE:.0%}:")
     print_grid(console, ("GiB", *COLUMNS.values(), "there is"), rows)
     _print_lines(console, notes)

@@ -38,7 +38,7 @@ class ComparedRun:
     name: str
     report: Report
     recipe: Mapping[str, Any]
-    unfinished: tuple[str, ...] = ()
+    unfinished: Sequence[str] = ()
     heads_bytes: int | None = None
     questions: str | None = None
 

@@ -122,7 +122,7 @@ class CheckEngines:
             room = context_length(target) - settings.max_new_tokens
             prompts = held_out_prompts(_generated_rows(self.context), settings.prompts, room)
         else:
-            engine = "native" if "native" in settings.engines else "vllm"
+            engine = settings.engines[0]
             prompts = self.call(
                 question_prompts,
                 engine,

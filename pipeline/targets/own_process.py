@@ -7,6 +7,7 @@ which the waiting caller reads twice a second.
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
 import subprocess
 import sys
@@ -39,6 +40,7 @@ def in_own_process(
         Path(directory, CALL).write_bytes(pickle.dumps((function, task)))
         process = subprocess.Popen(
             [sys.executable, "-m", __name__, directory],
+            env=environment(),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
@@ -88,6 +90,11 @@ def main(directory: str) -> None:
     except MedusaDistillError as error:
         outcome = error
     Path(directory, RESULT).write_bytes(pickle.dumps(outcome))
+
+
+def environment() -> dict[str, str]:
+    """Return the environment of a vLLM process, which imports the same packages as this process."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
 
 
 def last_line(text: str) -> str:

@@ -34,7 +34,7 @@ from typing import IO
 from pipeline.conversations.requests import Request
 from pipeline.errors import EnvironmentFault
 from pipeline.targets.loading import require_gpus
-from pipeline.targets.own_process import Report, in_own_process, last_line
+from pipeline.targets.own_process import Report, environment, in_own_process, last_line
 from pipeline.targets.spec import EngineArgs, TargetSpec, eos_token_ids
 from pipeline.targets.vllm_decode import DecodeTask
 from pipeline.targets.vllm_engine import engine_arguments, import_vllm
@@ -197,6 +197,7 @@ def running_server(spec: TargetSpec, engine_args: EngineArgs, gpus: int) -> Iter
     with tempfile.TemporaryFile("w+", errors="replace") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", __name__, *server_flags(arguments)],
+            env=environment(),
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
