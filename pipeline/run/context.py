@@ -199,7 +199,7 @@ class Stage:
             for name in key.split("."):
                 value = (value or {}).get(name)
             if value is not None:
-                text = value if isinstance(value, str) else f"{value:,}"
+                text = value if isinstance(value, str) else f"{value:,.10g}"
                 parts.append(f"{name.replace('_', ' ')} {text}")
         return ", ".join(parts)
 

@@ -76,6 +76,7 @@ def test_run_prints_one_line_per_stage_and_the_report(command, config_file):
     assert ended.code == 0, ended.err
     ticked = [line.split()[1] for line in ended.out.splitlines() if line.startswith("✓")]
     assert ticked == STAGES
+    assert not re.search(r"\d\.0(,|$)", ended.out, re.MULTILINE), "whole numbers of rows and tokens"
     assert "Acceleration rate" in ended.out and "\x1b" not in ended.out
     again = command("run", config_file, *INLINE).out
     kept = [line.split()[2] for line in again.splitlines() if line.startswith("✓")]
