@@ -102,10 +102,12 @@ class Target:
         yield stream.flush()
 
     def decoder(self, heads: Heads | None = None, tree: GivenTree = ()) -> Decoder:
-        """Create a decoder of this target in Python; without heads it decodes plainly.
+        """Create a decoder of this target; it decodes plainly unless heads and a tree are given.
 
         Raises:
-            ConfigError: The heads are not this target's, or the tree asks for more than they guess.
+            ConfigError: The heads are not this target's, the tree asks for more than they guess, or
+                the target's attention takes no tree mask.
+            DataError: The tree's file cannot be read, or holds no tree.
         """
         chosen: tuple[TreePath, ...] | DynamicTree = ()
         if heads is not None:

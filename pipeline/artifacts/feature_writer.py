@@ -81,7 +81,10 @@ class WaitingGroup:
         self.missing -= 1
 
     def write(self, writer: ShardWriter) -> int:
-        """Write the feature rows whose states are finite as a row group; count their positions."""
+        """Write feature rows with finite states as a row group; return the positions written.
+
+        The other rows are rejected.
+        """
         rows, states = [], [self.hidden_ND[:0]]
         for row, (start, stop) in zip(self.rows, itertools.pairwise(self.edges), strict=True):
             hidden_ND = self.hidden_ND[start:stop]

@@ -138,7 +138,7 @@ class Dialogue:
         return request
 
     def receive(self, completion: Completion) -> None:
-        """Append the engine's completion of the last request to the dialogue."""
+        """Append the completion of the last request to the dialogue, or end it at a flaw."""
         assert self._pending is not None, f"{completion.id} answers no request"
         builder, self._pending = self._pending, None
         ids, finish = completion.token_ids, completion.finished
@@ -152,6 +152,7 @@ class Dialogue:
             return
         self._builder = builder.with_text(ids, finish, Message(self._writer, text))
         if self._writer == "assistant":
+            # Replaces the row, unless the template has rewritten history and a new row began.
             self._rows[self._builder.first_turn] = self._builder
             self._num_answers += 1
         if self._settings.mode == "self-talk":

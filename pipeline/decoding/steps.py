@@ -196,7 +196,10 @@ class TreeSteps:
         return BatchState(hidden_BD, token_B), torch.cat((depth_B1, path_BT, token_B[:, None]), 1)
 
     def read_tokens(self, found: Tensor) -> list[list[int]]:
-        """Read the tokens that a decoding step adds to each text: the only transfer to the host."""
+        """Read a decoding step's new tokens of each text from the device; extend cached lengths.
+
+        This is a step's only transfer to the host. `found` is the tensor of `accept_paths`.
+        """
         written = []
         for depth, _, *tokens in found.tolist():
             written.append([*tokens[:depth], tokens[-1]])

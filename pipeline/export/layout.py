@@ -195,7 +195,7 @@ def check_num_heads(num_heads: int) -> None:
 def check_formats(kind: type[Heads], shape: Any, names: Sequence[str]) -> None:
     """Raise ConfigError unless these heads can be exported in all of the named formats.
 
-    The check decodes the first format, which vLLM must be able to read too.
+    The first format must be one that vLLM and the check stage can read.
     """
     for name in names:
         kind.check_format(shape, FORMATS[name])

@@ -142,7 +142,7 @@ class Context:
         /,
         **arguments: Any,
     ) -> Any:
-        """Call a function of the run on a worker of a `placement` section, with argument `gpus`."""
+        """Call a function on a worker placed by the run's `placement` section, with its `gpus`."""
         placement = self.placement(section)
         arguments["gpus"] = placement.gpus
         return self.executor.call(function, arguments, placement, progress)

@@ -127,7 +127,12 @@ class Failures:
     def find_crashing_rows_of(
         self, map_tasks: Callable[..., Iterator[Outcome]], killer: Outcome
     ) -> None:
-        """Find the rows that crash a worker of the run; raise EnvironmentFault if none is new."""
+        """Search a shard for rows that crash the run's worker; note them for `remaining_tasks`.
+
+        Raises:
+            EnvironmentFault: A repeated search finds the same rows as the last one, or all rows
+                together end the worker and none does alone.
+        """
         index = killer.task.index
         found = find_crashing_rows(map_tasks, killer, self.stage, self.limit)
         if found == self._crashing.get(index):

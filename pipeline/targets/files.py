@@ -177,7 +177,7 @@ def target_errors(model: str, revision: str | None) -> Iterator[None]:
 
 @contextmanager
 def hub_errors(subject: str, where: str, *, writes: bool = False) -> Iterator[None]:
-    """Context manager: translate Hub errors about a target's files or a push; silence warnings.
+    """Context manager: translate Hub errors of a read or an upload; quiet the Hub's logger.
 
     Args:
         subject: The repository in words, such as `target owner/name`.
@@ -186,9 +186,9 @@ def hub_errors(subject: str, where: str, *, writes: bool = False) -> Iterator[No
             ValueError too.
 
     Raises:
-        ConfigError: The repository does not exist, or is gated.
-        EnvironmentFault: The Hub cannot be reached or refuses. The message never contains the
-            token.
+        ConfigError: On a read, the repository does not exist, or is gated.
+        EnvironmentFault: Any other failure of a read, or any failure of an upload. The message
+            never contains the token.
     """
     from huggingface_hub import errors as hub
 

@@ -39,8 +39,11 @@ SAVES_MEMORY = (
 class Backbone(nn.Module):
     """The target model with a trainable LoRA adapter, for Medusa-2. The target's dropout is off.
 
+    The adapter changes nothing at first: A is drawn from torch's generator, and B is zero.
+
     Args:
-        spec: The target. The adapter starts as the identity, drawn from torch's generator.
+        spec: The target.
+        settings: The section `train.backbone`.
         dtype: The dtype of matrix products; any dtype but fp32 uses autocast.
         workers: The training workers; with `settings.shard` the frozen layers are sharded over
             them.
