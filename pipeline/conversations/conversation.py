@@ -83,8 +83,9 @@ class Conversation:
     def read_by(self, mode: Mode, rounds: int | None = None) -> tuple[Message, ...]:
         """Return the messages of a seed conversation that generation reads in a mode.
 
-        Replay reads the first `rounds` questions, self-talk reads the first question, and
-        passthrough reads all messages.
+        Replay reads the system message and the first `rounds` questions (all if None), with their
+        function calls and results. Self-talk reads the system message and the first question.
+        Passthrough reads all messages.
         """
         if mode == "passthrough":
             return self.messages
@@ -121,7 +122,7 @@ class Reason(StrEnum):
 
 
 class RowRejected(Exception):
-    """Raised for an unusable row; `detail` is written to the quarantine file."""
+    """The error of an unusable row; its `detail` is written to the quarantine file."""
 
     def __init__(self, reason: Reason, detail: str):
         super().__init__(reason, detail)
@@ -142,7 +143,10 @@ class RejectedRow:
 
     @classmethod
     def of(cls, id: str, rejected: RowRejected, row: Any) -> RejectedRow:
-        """Create a seed row's quarantine record from the exception that rejected the row."""
+        """Create a seed row's quarantine record from the exception that rejected the row.
+
+        The record holds `row` as `storable_json` converts it.
+        """
         return cls(id, rejected.reason, escape_surrogates(rejected.detail), storable_json(row))
 
 
@@ -167,7 +171,11 @@ def escape_surrogates(text: str) -> str:
 
 
 def storable_json(value: Any, depth: int = 32) -> Any:
-    """Convert data of a seed source, such as a rejected row, to JSON; cut levels below `depth`."""
+    """Convert a seed source's data, such as a rejected row, to a value that JSON in UTF-8 can hold.
+
+    Lists and objects below `depth` levels become `…`. A value of another type becomes its type's
+    name, and a number that is not finite becomes text.
+    """
     if isinstance(value, str):
         return escape_surrogates(value)
     if isinstance(value, float) and not math.isfinite(value):

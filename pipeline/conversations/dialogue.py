@@ -12,8 +12,9 @@ was sampled. Three modes:
                  requests
 
 An unusable turn ends the conversation and is dropped: a degenerate loop, an answer without text, an
-answer that `on_truncated` does not keep, no room in the context. Earlier turns stay. A row ends
-with an answer; a generated user message that is empty or has no answer is dropped.
+answer that `on_truncated` does not keep, no room in the context. Earlier turns stay, unless
+`on_truncated` rejects the conversation. A row ends with an answer; a generated user message that is
+empty or has no answer is dropped.
 """
 
 from __future__ import annotations
@@ -50,17 +51,18 @@ class DialogueSettings:
 
     Attributes:
         max_tokens: The target's context, the limit of every row.
-        rounds: Maximum number of answers; None for one per question, or as many as fit.
-        on_truncated: For an answer cut at `max_new_tokens`: keep it, drop its turn and end the
-            conversation, or reject the conversation. An answer cut by the end of the context always
+        rounds: Maximum number of answers; None for one per question, in self-talk for as many as
+            fit into the context.
+        on_truncated: For a text cut at `max_new_tokens`: keep it, drop its turn and end the
+            conversation, or reject the conversation. A text cut by the end of the context always
             ends the conversation.
         seed: The run's seed.
         ends_at_flaws: Whether a degenerate loop or an empty answer ends the conversation, as
             training data needs; a benchmark continues.
-        answers_last: Whether the target also answers the last question, which is not needed to read
-            prompts alone.
-        special_tokens: Special tokens in the text of the seed are written as text, kept as control
-            tokens, or reject the conversation.
+        answers_last: Whether the target also answers the last question; False if only the prompts
+            are wanted.
+        special_tokens: Whether special tokens in the seed's text are written as text (escape), stay
+            control tokens (keep), or reject the conversation (quarantine).
     """
 
     mode: Mode
@@ -75,10 +77,10 @@ class DialogueSettings:
 
 
 def require_both_sides(template: ChatTemplate, mode: str) -> None:
-    """Check that the chat template allows self-talk: a token must end a user's text.
+    """Check, if the mode is self-talk, that a token of the chat template ends a user's text.
 
     Raises:
-        ConfigError: No token of the chat template ends a user's text.
+        ConfigError: The mode is self-talk, and no token ends a user's text.
     """
     if mode == "self-talk" and not template.end_ids["user"]:
         what = "The target cannot write the user's side: no token of its chat template ends it."
@@ -89,7 +91,8 @@ class Dialogue:
     """State machine of one conversation with the target.
 
     Attributes:
-        cut_at_tools: Whether functions that the template cannot render end the conversation.
+        cut_at_tools: Whether the conversation ends early, at function calls that the chat template
+            cannot render.
     """
 
     def __init__(
@@ -126,7 +129,10 @@ class Dialogue:
         return len(self._turns) > (0 if self._settings.answers_last else 1)
 
     def next_request(self) -> Request | None:
-        """Return the dialogue's next request to an engine, or None if the dialogue is over."""
+        """Return the dialogue's next request to an engine, or None if the dialogue is over.
+
+        In passthrough mode, receive all of the seed's own answers and return None.
+        """
         request = self._build_request()
         while request is not None and self._settings.mode == "passthrough":
             # The seed's own answer, as if the target had written it.
@@ -169,8 +175,7 @@ class Dialogue:
         """Return the training rows of the finished dialogue.
 
         Raises:
-            RowRejected: No answer of the target remains, or `on_truncated` rejects the
-                conversation.
+            RowRejected: No answer remains; the reason is the one that ended the dialogue.
         """
         assert self._ending is not None, "the conversation is not over"
         if not self._rows:
@@ -183,7 +188,11 @@ class Dialogue:
         return rows
 
     def _usable_turns(self) -> list[Turn]:
-        """Return the seed's turns, up to function calls that the chat template cannot render."""
+        """Return the seed's turns, up to function calls that the chat template cannot render.
+
+        Of the turn with these calls only the question stays, and `cut_at_tools` is set. Self-talk
+        drops all function calls, and passthrough all turns without an answer.
+        """
         mode = self._settings.mode
         turns = []
         for turn in self._conversation.turns:
@@ -199,7 +208,7 @@ class Dialogue:
         return turns
 
     def _renders(self, turn: Turn) -> bool:
-        """Return whether the chat template renders a turn's function calls and their results."""
+        """Return whether the chat template renders a seed turn's function calls, if it has any."""
         if len(turn.asked) == 1:
             return True
         try:
@@ -257,7 +266,7 @@ class Dialogue:
         """Build the dialogue's token row up to the start of the next sampled text.
 
         Raises:
-            RowRejected: No question is left.
+            RowRejected: No question or round is left, or the chat template rejects a message.
         """
         builder, template = self._builder, self._template
         if self._num_answers == self._settings.rounds:
@@ -282,7 +291,10 @@ class Dialogue:
     def _flaw(
         self, ids: list[int], text: str, finish: Finish, context_left: int
     ) -> RowRejected | None:
-        """Return the reason for which a sampled text ends the dialogue, or None."""
+        """Return the reason for which a sampled text ends the dialogue, or None.
+
+        For a cut text, `on_truncated: quarantine` also drops the rows of earlier turns.
+        """
         policy, writer = self._settings.on_truncated, self._writer
         if self._settings.ends_at_flaws:
             if degenerate_loop(ids):

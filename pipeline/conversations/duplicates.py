@@ -1,4 +1,4 @@
-"""Filters of seed rows: duplicates, near-duplicates, and rows with a question of the check."""
+"""Filters of seed rows: duplicates, near-duplicates, and rows with questions of the check stage."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ WORDS = re.compile(
 class Deduplicator:
     """Filter of duplicate conversations across seed sources.
 
-    Two conversations are duplicates if generation reads the same messages of both.
+    Two conversations are duplicates if generation reads the same messages of both, and both offer
+    the same functions.
 
     Args:
         mode, rounds: The messages that generation reads, see `Conversation.read_by`.
@@ -50,7 +51,10 @@ class Deduplicator:
         self._similar = SimilarTexts(self.similarity) if self.near == "minhash" else None
 
     def check(self, conversation: Conversation) -> Conversation | RejectedRow:
-        """Return the seed conversation, or a `RejectedRow` if it duplicates an earlier one."""
+        """Return the seed conversation, or a `RejectedRow` if it duplicates an earlier one.
+
+        Its texts are remembered, to compare later conversations with them.
+        """
         read = conversation.read_by(self.mode, self.rounds)
         texts = []
         for message in read:
@@ -89,7 +93,11 @@ class SimilarTexts:
         self._texts: list[tuple[str, Any]] = []  # id and MinHash
 
     def first(self, id: str, texts: Sequence[str]) -> tuple[str, float] | None:
-        """Return id and similarity of the first similar seed text, or add the text to the index."""
+        """Find the first seed conversation with similar texts, or add this one to the index.
+
+        Returns:
+            The id of the similar conversation and the estimated similarity, or None after adding.
+        """
         from rensa import RMinHash
 
         hashed = RMinHash(num_perm=NUM_PERMUTATIONS, seed=0)
@@ -105,7 +113,7 @@ class SimilarTexts:
 
 
 class CheckQuestions:
-    """Filter of seed conversations that contain a question of the check (decontamination).
+    """Filter of seed conversations that contain a question of the check stage (decontamination).
 
     A question of eight words or more is also found within a message; a shorter question is found
     only as a whole message. Case, punctuation and white space are ignored. The time is linear in
@@ -121,7 +129,7 @@ class CheckQuestions:
                     self._by_anchor[words[:ANCHOR_WORDS]].append((words, question.id))
 
     def check(self, conversation: Conversation) -> Conversation | RejectedRow:
-        """Return the seed conversation, or a `RejectedRow` if it has a question of the check."""
+        """Return the seed conversation, or a `RejectedRow` if it has a check stage's question."""
         for message in conversation.messages:
             found = self.find_question(message)
             if found is not None:
@@ -130,7 +138,7 @@ class CheckQuestions:
         return conversation
 
     def find_question(self, message: Message) -> str | None:
-        """Return the id of a check question that a conversation's message contains, or None."""
+        """Return the id of a check stage's question that a seed message contains, or None."""
         words = words_of(message.content)
         for start in range(len(words)):
             for question, id in self._by_anchor.get(words[start : start + ANCHOR_WORDS], ()):

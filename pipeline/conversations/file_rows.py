@@ -42,7 +42,9 @@ def unreadable_row(reason: Reason, detail: str, text: str = "") -> RejectedRow:
 
 @contextmanager
 def open_seed_file(path: Path) -> Iterator[io.BufferedReader]:
-    """Open a seed file for reading, decompressed if it is gzip.
+    """Context manager: open a seed file for reading, decompressed if it is gzip.
+
+    Errors while the file is read inside the context are translated too.
 
     Raises:
         DataError: The compressed file is damaged.
@@ -64,21 +66,22 @@ def open_seed_file(path: Path) -> Iterator[io.BufferedReader]:
 
 
 def _decoded_text(file: io.BufferedReader) -> io.TextIOWrapper:
-    """Decode a seed file as UTF-8; bytes that are not UTF-8 become lone surrogates."""
+    """Return a seed file's text as a UTF-8 stream; other bytes become lone surrogates."""
     return io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape")
 
 
 def _raw_lines(text: io.TextIOWrapper) -> Iterator[str]:
-    """Yield a seed file's lines with their ends, a line above `MAX_ROW` characters in pieces.
+    """Yield a seed file's lines with their line ends.
 
-    A NUL, which comes from UTF-16 or binary data, becomes a lone surrogate.
+    A line of more than `MAX_ROW` characters is yielded in pieces. A NUL, which comes from UTF-16 or
+    binary data, becomes a lone surrogate.
     """
     while line := text.readline(MAX_ROW):
         yield line.replace("\0", "\udc00")
 
 
 def text_lines(file: io.BufferedReader) -> Iterator[str]:
-    """Yield the non-blank lines of a seed file of plain text."""
+    """Yield the non-blank lines of a seed file, without surrounding spaces and line ends."""
     for line in _raw_lines(_decoded_text(file)):
         stripped = line.strip(BLANK)
         if stripped:
@@ -91,7 +94,7 @@ def json_rows(file: io.BufferedReader, path: Path) -> Iterator[Any]:
     A file that begins with `[` is an array. A line that is not JSON is yielded as a `RejectedRow`.
 
     Raises:
-        DataError: An array breaks off or is malformed.
+        DataError: An array breaks off, is malformed, or has an item longer than `MAX_ROW`.
     """
     if file.peek(CHUNK).lstrip(BLANK.encode())[:1] == b"[":
         yield from _array_items(_decoded_text(file), path)
@@ -107,6 +110,9 @@ def _array_items(text: io.TextIOWrapper, path: Path) -> Iterator[Any]:
     """Yield the items of a JSON array in a seed file.
 
     After a failed parse the buffer doubles, so that the time is linear in the file's size.
+
+    Raises:
+        DataError: The array breaks off, is malformed, or has an item longer than `MAX_ROW`.
     """
     decoder = json.JSONDecoder(strict=False)
     buffer = text.read(CHUNK).lstrip()
@@ -162,11 +168,12 @@ def delimited_rows(
 ) -> Iterator[Any]:
     """Yield the rows of a CSV or TSV seed file as dicts with the header's column names.
 
-    The delimiter is the most frequent of `delimiters` in the first line. A record whose number of
-    fields differs from the header's is yielded as a `RejectedRow`.
+    The delimiter is the most frequent of `delimiters` in the first line. Blank lines are skipped. A
+    record that cannot be parsed, or that has more or fewer fields than the header, is yielded as a
+    `RejectedRow`. The field size limit of the csv module is set for the whole process.
 
     Raises:
-        ConfigError: The file lacks one of `columns`.
+        ConfigError: The header lacks one of `columns`.
     """
     csv.field_size_limit(MAX_ROW)
     text = _decoded_text(file)  # held until the last record: the file closes with it
@@ -194,9 +201,13 @@ def delimited_rows(
 def table_rows(path: Path, columns: Sequence[str]) -> Iterator[Any]:
     """Yield the rows of a seed file in Parquet, Arrow (Feather) or Arrow stream format.
 
+    Only the columns that `select_columns` selects are read. An unreadable row is yielded as a
+    `RejectedRow`.
+
     Raises:
         ConfigError: The file lacks one of `columns`.
-        DataError: The file is damaged.
+        DataError: The file is damaged, or has none of these formats.
+        OSError: The file system does not let the file be read.
     """
     try:
         with pa.memory_map(os.fsencode(path)) as file:  # Arrow takes no str that is not UTF-8
@@ -226,7 +237,7 @@ def _parquet_batches(
 def _arrow_batches(
     file: pa.NativeFile, columns: Sequence[str], where: str
 ) -> Iterator[pa.RecordBatch]:
-    """Yield the batches of a seed file in Arrow format, with the selected columns."""
+    """Yield the batches of a seed file in Arrow (also stream) format, with the selected columns."""
     try:
         reader = pa.ipc.open_file(file)
         batches = (reader.get_batch(index) for index in range(reader.num_record_batches))
@@ -260,7 +271,7 @@ def hub_rows(hub: str, split: str, columns: Sequence[str]) -> Iterator[Any]:
 
     Raises:
         ConfigError: There is no such data set, split or column.
-        EnvironmentFault: The Hub cannot be read now.
+        EnvironmentFault: The Hub or the data set cannot be read.
     """
     import datasets  # seconds to import, and only some runs read the Hub
 
@@ -282,5 +293,5 @@ def hub_rows(hub: str, split: str, columns: Sequence[str]) -> Iterator[Any]:
 
 
 def _first_line(error: Exception) -> str:
-    """Return the first line of an error in reading a data set of seeds."""
+    """Return the first line of an error from reading a seed data set, or the error's type name."""
     return (str(error).splitlines() or [type(error).__name__])[0]

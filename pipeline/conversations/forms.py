@@ -132,7 +132,13 @@ class DumpObject:
         return _describe(self.fields)
 
     def renamed(self, columns: Mapping[Any, str]) -> DumpObject:
-        """Rename a seed row's columns (`seeds.sources[].columns`) to the keys of known forms."""
+        """Return a seed row's columns of `seeds.sources[].columns` under the keys of known forms.
+
+        Other columns are left out.
+
+        Raises:
+            RowRejected: The row lacks a column.
+        """
         renamed = {}
         for key, column in columns.items():
             if column not in self.fields:
@@ -142,14 +148,18 @@ class DumpObject:
         return DumpObject(renamed)
 
     def first(self, *keys: str) -> Any:
-        """Return a seed row's value under the first key that is present and not null."""
+        """Return a seed row's value under the first key that is present and not null, or None."""
         for key in keys:
             if self.fields.get(key) is not None:
                 return self.fields[key]
         return None
 
     def name(self, *keys: str) -> str | None:
-        """Return a seed row's first string or number under these keys: an id or a category."""
+        """Return a seed row's id or category: the first text or integer under these keys, or None.
+
+        Raises:
+            RowRejected: The text is undecodable.
+        """
         for key in keys:
             value = self.fields.get(key)
             if isinstance(value, str | int) and value != "":
@@ -157,7 +167,11 @@ class DumpObject:
         return None
 
     def items(self, key: str) -> list[Any]:
-        """Return a seed row's list under a key; parse a list that is given as JSON text."""
+        """Return a seed row's list under a key; parse a list that is given as JSON text.
+
+        Raises:
+            RowRejected: There is no list under the key.
+        """
         value = self.fields.get(key)
         if isinstance(value, str):
             value = parsed_json(value, f"`{key}`")
@@ -176,7 +190,11 @@ def _describe(value: Any) -> str:
 
 
 def _parse_turns(row: DumpObject, form: str) -> list[Message]:
-    """Parse a seed row's turns by its form."""
+    """Parse a seed row's turns in a form of dumps; `auto` is the first form whose key the row has.
+
+    Raises:
+        RowRejected: The row or one of its turns is not of the form.
+    """
     if form == "auto":
         for known, key in FORM_KEYS.items():
             if row.first(key) is not None:
@@ -199,7 +217,7 @@ def _parse_turns(row: DumpObject, form: str) -> list[Message]:
 
 
 def _alternating_turns(texts: list[Any]) -> list[Message]:
-    """Convert a seed row's texts to turns that alternate between user and assistant."""
+    """Convert a seed row's texts to turns of user and assistant in alternation, user first."""
     turns = []
     for number, text in enumerate(texts):
         role: Role = "assistant" if number % 2 else "user"
@@ -222,7 +240,10 @@ def _alpaca_turns(row: DumpObject) -> list[Message]:
 
 
 def _said(role: Role, value: Any) -> list[Message]:
-    """Convert a seed row's text, or list of turns as in preference data, to messages."""
+    """Convert a seed row's text, or list of turns as in preference data, to messages.
+
+    An empty value gives none. Turns of a list have their own roles.
+    """
     if not value:
         return []
     if isinstance(value, list):

@@ -2,8 +2,9 @@
 
 Turns are repaired if their meaning is clear: byte order marks, NULs and white space around a text;
 empty or repeated system prompts; answers before the first question; an empty last answer; a user's
-message that is repeated or split in two. A row with an unclear meaning is rejected: two different
-consecutive answers (a question is missing), or a function's result without a call.
+message that is repeated or split in two. A row with an unclear meaning is rejected, for example one
+with two different consecutive answers (a question is missing), or a function's result without a
+call.
 
 Function calls are read as OpenAI and LLaMA-Factory write them, and kept as a JSON list of
 `{"name", "arguments"}`:
@@ -27,7 +28,9 @@ ToolPolicy = Literal["context", "cut", "quarantine"]
 
 
 def clean_text(text: Any) -> str:
-    """Strip byte order marks, NULs and surrounding white space from a seed turn's text.
+    """Remove NULs, leading byte order marks and trailing white space from a seed turn's text.
+
+    Leading line ends are removed too; leading spaces and tabs are kept, since they may indent code.
 
     Raises:
         RowRejected: The text is not a string, or is undecodable.
@@ -70,7 +73,7 @@ def calls_json(calls: Any) -> str:
     """Convert a seed turn's function calls to the JSON list of `Message.tool_calls`.
 
     Raises:
-        RowRejected: A call has no name, or is not JSON.
+        RowRejected: A call has no name, is not JSON, or is undecodable.
     """
     found = []
     for function in _functions(calls):
@@ -85,7 +88,7 @@ def definitions_json(tools: Any) -> str | None:
     """Convert a seed row's function definitions to chat templates' JSON list; None if empty.
 
     Raises:
-        RowRejected: The definitions are not a list of functions.
+        RowRejected: A definition has no name, is not JSON, or is undecodable.
     """
     if isinstance(tools, str) and tools:
         tools = parsed_json(tools, "`tools`")
@@ -96,7 +99,13 @@ def definitions_json(tools: Any) -> str | None:
 
 
 def _functions(value: Any) -> list[dict[str, Any]]:
-    """Extract a seed row's named functions; each may be under the key `function`."""
+    """Extract a seed row's named functions from a list of them, or from one.
+
+    Each function may be under the key `function`.
+
+    Raises:
+        RowRejected: A function has no name.
+    """
     functions = []
     for item in value if isinstance(value, list) else [value]:
         function = item
@@ -110,7 +119,11 @@ def _functions(value: Any) -> list[dict[str, Any]]:
 
 
 def _tool_json(value: Sequence[object]) -> str:
-    """Serialize a seed row's function calls or definitions as JSON."""
+    """Serialize a seed row's function calls or definitions as JSON.
+
+    Raises:
+        RowRejected: A value is not JSON, or is undecodable.
+    """
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (ValueError, TypeError, RecursionError) as error:
@@ -126,12 +139,12 @@ def repair_turns(
 
     Args:
         turns: The dump's turns, with clean texts.
-        tools: Keep function calls (context), end the conversation there (cut), or reject the row
-            (quarantine).
+        tools: Keep function calls (context), end the conversation before the first (cut), or reject
+            the row (quarantine).
 
     Raises:
-        RowRejected: The turns do not form a conversation, or have more than `max_characters`
-            characters.
+        RowRejected: The turns do not form a conversation, have more than `max_characters`
+            characters, or call functions although `tools` is quarantine.
     """
     if not any(turn.content for turn in turns):
         raise RowRejected(Reason.EMPTY, "There is no text in it.")
@@ -149,7 +162,11 @@ def repair_turns(
 
 
 def _trim_turns(turns: Sequence[Message]) -> list[Message]:
-    """Drop a seed row's empty system prompt, answers before a question, and empty last turns."""
+    """Drop a seed row's empty system prompts, answers before a question, and empty last turns.
+
+    Raises:
+        RowRejected: The user says nothing, or another turn is empty.
+    """
     kept: list[Message] = []
     asked = False
     for turn in turns:
@@ -166,7 +183,15 @@ def _trim_turns(turns: Sequence[Message]) -> list[Message]:
 
 
 def _join_messages(turns: Sequence[Message]) -> list[Message]:
-    """Join a seed row's consecutive messages of one role where the meaning is clear."""
+    """Join a seed row's consecutive messages of one role where the meaning is clear.
+
+    A repeated message is dropped. In a row without answers, each user message stays a question of
+    its own.
+
+    Raises:
+        RowRejected: Two different answers follow one another, a system prompt is not first, or a
+            function's result has no call.
+    """
     questions_only = not any(turn.role == "assistant" for turn in turns)
     messages: list[Message] = []
     for turn in turns:
@@ -189,7 +214,7 @@ def _join_messages(turns: Sequence[Message]) -> list[Message]:
 
 
 def _join_calls(last: Message, turn: Message) -> Message:
-    """Join two messages of a seed row, one or both with function calls, into one."""
+    """Join two assistant messages of a seed row, one or both with function calls, into one."""
     calls = json.loads(last.tool_calls or "[]") + json.loads(turn.tool_calls or "[]")
     text = f"{last.content}\n\n{turn.content}".strip("\n")
     return Message("assistant", text, json.dumps(calls, ensure_ascii=False))

@@ -52,7 +52,10 @@ class Completion:
 
 
 def sample_seed(run_seed: int, row_id: str, turn: int) -> int:
-    """Return the 63-bit sampling seed of a dialogue's answer, independent of worker and batch."""
+    """Return the 63-bit sampling seed of a dialogue's request, the same on any worker and batch.
+
+    `turn` is the number of the request in its dialogue.
+    """
     digest = hashlib.sha256(f"{run_seed}:{turn}:{row_id}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 
@@ -71,7 +74,7 @@ class TextStream:
         self._held: list[int] = []
 
     def push(self, token_id: int) -> str:
-        """Add a conversation's next token; return the text that it completes, perhaps empty."""
+        """Add a conversation's next token; return the text that it completes, or an empty text."""
         self._held.append(token_id)
         text = self.flush()
         if not text or text.endswith(UNFINISHED):
@@ -81,7 +84,10 @@ class TextStream:
         return text
 
     def flush(self) -> str:
-        """Return the text of a conversation's held-back tokens, also of an incomplete character."""
+        """Return the text of a conversation's held-back tokens, also of an incomplete character.
+
+        The tokens stay held back.
+        """
         return self._decode(self._shown + self._held)[len(self._decode(self._shown)) :]
 
     def _decode(self, ids: list[int]) -> str:
@@ -92,7 +98,10 @@ class TextStream:
 
 
 def degenerate_loop(ids: Sequence[int]) -> bool:
-    """Return whether a dialogue's answer ends in 4 equal n-grams in a row, at least 32 tokens."""
+    """Return whether a dialogue's text ends in a loop: equal n-grams in a row.
+
+    A loop has at least 4 of them and at least 32 tokens.
+    """
     tail = np.asarray(ids)
     if len(tail) < MIN_LOOP_TOKENS:
         return False

@@ -52,7 +52,10 @@ class RowBuilder:
     def with_question(
         self, template: ChatTemplate, asked: Sequence[Message], turn: int = 0
     ) -> RowBuilder:
-        """Append the next question, or start a new row if the chat template rewrites history."""
+        """Append the next question, or start a new row if the chat template rewrites history.
+
+        `asked` is the question with its function calls and results; `turn` numbers a new row.
+        """
         messages = (*self.messages, *asked)
         if template.rewrites_history(self.messages, asked):
             return RowBuilder.opening(template, messages, turn)
@@ -60,11 +63,11 @@ class RowBuilder:
         return self.with_ids(ids, *asked)
 
     def with_ids(self, ids: list[int], *messages: Message) -> RowBuilder:
-        """Append a conversation's prompt tokens, without a span: the target did not write them."""
+        """Append prompt tokens and their messages to a conversation's token row, without a span."""
         return replace(self, ids=self.ids + ids, messages=self.messages + messages)
 
     def with_text(self, ids: list[int], finish: Finish, message: Message) -> RowBuilder:
-        """Append a conversation's text that the target sampled, and record its span."""
+        """Append a text that the target sampled to a conversation's row, and record its span."""
         span = Span(len(self.ids), len(self.ids) + len(ids), message.role)
         return replace(
             self.with_ids(ids, message), spans=(*self.spans, span), finish=(*self.finish, finish)
@@ -112,7 +115,10 @@ class Chat:
         return asked.ids, forgets
 
     def answered(self, ids: Sequence[int], *, ended: bool) -> None:
-        """Append the sampled answer to the chat; without ids drop the question."""
+        """Append the question and its sampled answer to the chat; without ids, drop the question.
+
+        `ended` tells whether an end token ends the answer.
+        """
         assert self._asked is not None, "nothing was asked"
         if ids:
             message = Message("assistant", self._template.decode(ids))

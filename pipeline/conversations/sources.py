@@ -1,8 +1,8 @@
 """Sources of seeds: files, directories, and data sets on the Hub, one after another or mixed.
 
-Every row is returned exactly once with the id `source:row`, as a conversation or as a rejected row.
-Files are streamed in linear time. A named file without a conversation is an error; in a directory,
-such a file is skipped and listed with the reason.
+Every row that is read is yielded exactly once with the id `source:row`, as a conversation or as a
+rejected row. Files are streamed in linear time. A named file without a conversation is an error. In
+a directory, a file without a conversation in its first rows is skipped and listed with the reason.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class FileCount:
 
 @dataclass(frozen=True)
 class SkippedFile:
-    """A skipped file or folder of a seed source's directory; `name` is the path in the source."""
+    """A skipped file or linked folder; `name` is its path in the seed source's directory."""
 
     name: str
     why: str
@@ -69,7 +69,8 @@ def plain_suffix(name: str) -> str:
 def name_sources(sources: Sequence[SeedSource]) -> list[str]:
     """Return a unique short name for each source of seeds, safe in ids and file names.
 
-    The name is the file's or data set's name; `-2` is appended if the name is taken.
+    The name is the last part of the path or of the Hub id, without the suffix of a seed file. A
+    number is appended if the name is taken (`-2`, `-3`).
     """
     names: list[str] = []
     for source in sources:
@@ -88,7 +89,7 @@ def name_sources(sources: Sequence[SeedSource]) -> list[str]:
 
 @dataclass
 class SourceReader:
-    """Reader of one seed source's rows; iterating fills `read` and `skipped`.
+    """Reader of one seed source's rows; each iteration fills `read` and `skipped` anew.
 
     Args:
         name: The source's unique name, the prefix of row ids.
@@ -113,11 +114,14 @@ class SourceReader:
     def files(self) -> list[Path]:
         """Find the seed files of the source: the path itself, or the files below it.
 
-        Files without conversations are listed in `skipped`. A data set on the Hub has no files.
+        The first rows of a directory's files are read. Files that are no seed files, or have no
+        conversation in these rows, are listed in `skipped`. A data set on the Hub has no files.
 
         Raises:
             ConfigError: There is nothing at the path.
-            DataError: It is a directory without seed files.
+            DataError: The path is a directory without seed files, or a file in it is damaged or
+                too large.
+            EnvironmentFault: A file in the directory cannot be read.
         """
         path = self.source.path
         if path is None:
@@ -146,12 +150,12 @@ class SourceReader:
         return files
 
     def __iter__(self) -> Iterator[Row]:
-        """Yield each seed row with the id `name:row`; rows are numbered over all files.
+        """Yield at most `source.limit` seed rows with ids `name:row`, numbered over all files.
 
         Raises:
             ConfigError: The source does not exist, or lacks a column of the configuration.
-            DataError: The file or the data set holds no conversation; a file is damaged or too
-                large.
+            DataError: A file or data set that is read whole holds no conversation, a directory
+                holds no seed file, or a file is damaged or too large.
             EnvironmentFault: The source cannot be read now.
         """
         return itertools.islice(self._source_rows(), self.source.limit)
@@ -168,7 +172,11 @@ class SourceReader:
             yield from self._count_rows(str(file), name, self._file_rows(file))
 
     def _count_rows(self, where: str, name: str, rows: Iterator[Any]) -> Iterator[Row]:
-        """Parse and count the rows of a seed file or data set, which must hold a conversation."""
+        """Parse, count and yield the rows of a seed file or data set, under its `name` in `read`.
+
+        Raises:
+            DataError: No row was a conversation.
+        """
         start = sum(count.rows for count in self.read)
         count = FileCount(name)
         self.read.append(count)
@@ -195,7 +203,11 @@ class SourceReader:
     def _file_rows(self, path: Path) -> Iterator[Any]:
         """Yield a seed file's raw rows, or a `RejectedRow` without an id for an unreadable row.
 
-        The first bytes determine the file format, otherwise the suffix; the default is JSON.
+        A table is recognized by its first bytes or its suffix, any other format by the suffix. The
+        default is JSON.
+
+        Raises:
+            DataError: The file is larger than `max_file_bytes`.
         """
         suffix = plain_suffix(path.name)
         with open_seed_file(path) as file:
@@ -218,7 +230,10 @@ class SourceReader:
                 yield row
 
     def _reason_to_skip(self, file: Path) -> str | None:
-        """Return why a seed file's first rows hold no conversation, or None if there is one."""
+        """Return why a directory's seed file is skipped, or None if it holds a conversation.
+
+        Only the first `PROBED_ROWS` rows are read.
+        """
         first = "it is empty"
         try:
             for row in itertools.islice(self._file_rows(file), PROBED_ROWS):
@@ -233,7 +248,10 @@ class SourceReader:
 
 
 def _unsuited_name(file: Path, name: Path) -> str | None:
-    """Return why a seed file is skipped by its name or type; `name` is the path in the source."""
+    """Return why a seed file is skipped by its name, type or size, or None if it is not.
+
+    `name` is the file's path in the source's directory.
+    """
     if any(part.startswith(".") for part in name.parts):
         return "it is hidden"
     if not file.is_file():
@@ -255,7 +273,10 @@ def source_readers(settings: SeedsConfig) -> list[SourceReader]:
 
 
 def read_questions(path: Path) -> list[Conversation]:
-    """Read a file of benchmark questions (MT-Bench, Spec-Bench, any form); skip rejected rows."""
+    """Read the conversations of a file of benchmark questions, in any form of seed files.
+
+    Rows that would be rejected are left out. Errors are those of `SourceReader`.
+    """
     rows = SourceReader(SeedSource(path=path), path.stem, max_characters=10**9)
     return [row for row in rows if isinstance(row, Conversation)]
 
@@ -263,13 +284,13 @@ def read_questions(path: Path) -> list[Conversation]:
 def mix_sources(
     readers: Sequence[SourceReader], check: Callable[[Row], Row] = lambda row: row
 ) -> Iterator[Row]:
-    """Yield the rows of all seed sources, mixed by weight and filtered by `check`.
+    """Yield the rows of all seed sources after `check`, mixed by the weights of the sources.
 
     Without weights the sources are read whole, one after another. With weights conversations are
-    taken in proportion to the weights by d'Hondt's method: the next source has the fewest kept
-    conversations per weight. At every moment a source's share deviates by fewer conversations than
-    there are sources. The mixture ends when the chosen source has no more rows. Rejected rows are
-    yielded too and do not count.
+    taken in proportion to the weights by d'Hondt's method: the next source has the smallest
+    (kept conversations + 1) / weight. At every moment a source's share deviates by fewer
+    conversations than there are sources. The mixture ends when the chosen source has no more rows.
+    Rejected rows are yielded too and do not count; `check` may turn a conversation into one.
     """
     streams = [map(check, reader) for reader in readers]
     weights = [reader.source.weight for reader in readers if reader.source.weight is not None]

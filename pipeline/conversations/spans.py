@@ -1,7 +1,8 @@
 """Spans of tokens that the target wrote, and the labels that heads learn from them.
 
 Head k (0-based) reads the state at position t and predicts the token at t+2+k. It has a label there
-if and only if t+1 and t+2+k are in the same span: no head learns prompts, or across turns.
+if and only if t+1 and t+2+k are in the same span. So no head learns to predict prompts, or tokens
+of the next turn.
 
 Letters: K heads, N positions (one per target-written token).
 """
@@ -21,7 +22,7 @@ IGNORED = -100  # torch's cross_entropy skips this label
 
 @dataclass(frozen=True)
 class Span:
-    """A span of tokens [start, end) that the target wrote, with its role."""
+    """A span of tokens [start, end) that the target wrote in a role."""
 
     start: int
     end: int
@@ -48,13 +49,13 @@ def feature_positions(spans: Sequence[Span]) -> npt.NDArray[np.int32]:
 def head_labels(
     input_ids: npt.ArrayLike, spans: Sequence[Span], num_heads: int, roles: Collection[Role]
 ) -> npt.NDArray[np.int32]:
-    """Label a conversation's spans for K heads: token ids [K, N], or `IGNORED` where there is none.
+    """Return the labels of a conversation's spans for K heads [K, N]; `IGNORED` is no label.
 
     Args:
         input_ids: The row's token ids.
         spans: The target-written spans.
         num_heads: K.
-        roles: Spans in other roles give no labels (`train.roles`).
+        roles: The roles whose spans have labels (`train.roles`).
     """
     ids = np.asarray(input_ids, dtype=np.int32)
     positions_N = feature_positions(spans)

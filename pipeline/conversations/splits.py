@@ -31,9 +31,9 @@ def batch_into_shards(
 ) -> Iterator[list[Split]]:
     """Group seed conversations into the lists that become shards, in order.
 
-    `auto` splits a small set into `NUM_SHARDS` shards of at least `FEWEST_IN_SHARD` rows, so that
-    each shard fills an engine's batch, and a larger set into shards of `MOST_IN_SHARD` rows. The
-    size depends only on the number of rows.
+    `auto` splits a small set into at most `NUM_SHARDS` shards of at least `FEWEST_IN_SHARD` rows,
+    so that each shard fills an engine's batch, and a larger set into shards of `MOST_IN_SHARD`
+    rows. The size depends only on the number of rows. The last shard holds the rows that are left.
     """
     stream = iter(rows)
     if rows_per_shard == "auto":
@@ -47,11 +47,12 @@ def batch_into_shards(
 
 
 def split_rows(rows: Iterable[Conversation | RejectedRow], holdout: float) -> Iterator[Split]:
-    """Assign each seed conversation to a split by the hash of its first question.
+    """Yield each seed row with its split, which the hash of its first question decides.
 
-    Half of `holdout` is for calibrate, half for check. In a set of up to `SMALL_SET` rows the
-    number of held-out rows is exact, see `choose_held_out`. In a larger set the hash alone decides,
-    and the rows are not held in memory. The split of a rejected row is never read.
+    Half of the share `holdout` is for calibrate, half for check. A set of up to `SMALL_SET` rows is
+    held in memory, and `choose_held_out` decides by the number of rows too. In a larger set the
+    hash alone decides, and the rows are not held in memory. A rejected row gets the split `train`,
+    which is never read.
     """
     stream = iter(rows)
     head = list(itertools.islice(stream, SMALL_SET + 1))
@@ -79,8 +80,9 @@ def choose_held_out(group_sizes: Mapping[str, int], holdout: float) -> dict[str,
     """Choose the seeds' first questions to hold out, and the split of each.
 
     Each split takes groups in the order of their hashes, if the group fits into the split's size
-    (see `held_out_rows`). A split that has fewer than 8 rows then also takes the smallest groups.
-    The largest group is always in train, and calibrate leaves at least one group for check.
+    (see `held_out_rows`; at most half of the rows outside the largest group). A split that has
+    fewer than 8 rows, and fewer than its size, then also takes the smallest groups. The largest
+    group is always in train, and calibrate leaves at least one group for check.
 
     Args:
         group_sizes: The number of conversations by normalized first question.
@@ -111,7 +113,11 @@ def choose_held_out(group_sizes: Mapping[str, int], holdout: float) -> dict[str,
 
 
 def held_out_rows(num_rows: int, holdout: float) -> int:
-    """Return how many seed conversations each held-out split gets if no first question recurs."""
+    """Return how many seed conversations each held-out split gets if no first question recurs.
+
+    In a set of more than `SMALL_SET` rows the number is an expectation. In a smaller set it is at
+    least `MIN_HELD_OUT`, but at most half of the rows.
+    """
     each = round(num_rows * holdout / 2)
     if num_rows > SMALL_SET:
         return each
@@ -119,5 +125,5 @@ def held_out_rows(num_rows: int, holdout: float) -> int:
 
 
 def _unit_hash(question: str) -> float:
-    """Hash a seed conversation's first question to a number in [0, 1)."""
+    """Hash a seed conversation's first question to a number from 0 to 1."""
     return int.from_bytes(hashlib.sha256(b"split:" + question.encode()).digest()[:8], "big") / 2**64

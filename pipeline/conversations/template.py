@@ -9,8 +9,8 @@ another role's header. Before rendering, a mark of noncharacters replaces each s
 around a mark is tokenized as usual, and the special token's text in two parts, neither of which is
 special. The text stays the same, and the template's own special tokens stay special.
 
-Limits: one token of the vocabulary ends a turn, as engines need. Special are only the tokens that
-the tokenizer declares special, not other added tokens such as Qwen's `<think>`.
+Limits: one token of the vocabulary must end a turn, as engines need. Only tokens that the tokenizer
+declares special are escaped, not other added tokens such as Qwen's `<think>`.
 """
 
 from __future__ import annotations
@@ -150,7 +150,10 @@ class ChatTemplate:
             raise RowRejected(Reason.TEMPLATE_REFUSED, detail) from error
 
     def _marked(self, text: str) -> str:
-        """Replace each special token in a chat message's text by a mark."""
+        """Replace each special token in a chat message's text by a mark, unless they are kept.
+
+        A noncharacter of marks in the text becomes U+FFFD.
+        """
         if not self._escapes:
             return text
         index = self._special_texts.index
@@ -158,7 +161,7 @@ class ChatTemplate:
         return self._special.sub(lambda match: f"{MARK}{index(match[0])}{MARK}", text)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Decode sampled ids into a chat message, without special tokens and outer spaces."""
+        """Decode sampled ids into a chat message's text, without special tokens and outer space."""
         text = self._tokenizer.decode(
             list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
@@ -167,7 +170,10 @@ class ChatTemplate:
     def opening(self, messages: Sequence[Message]) -> list[int]:
         """Return the token ids of a chat prompt that ends with a question.
 
-        The template sets BOS.
+        They begin with BOS only if the template writes it.
+
+        Raises:
+            RowRejected: The template raised, or a special token cannot be written as text.
         """
         return self._tokenize(self.render(messages, asks=True))
 
@@ -187,7 +193,13 @@ class ChatTemplate:
         return self._without_end(self._text_after(messages, writer, *asked), writer, ended)
 
     def role_header(self, messages: Sequence[Message], ended: bool) -> list[int]:
-        """Return the chat template's token ids between an answer and a sampled user's text."""
+        """Return the chat template's token ids between an answer and a sampled user's text.
+
+        Args:
+            messages: The history before the answer.
+            ended: Whether the sampled ids of the answer include the token that ends it; otherwise
+                the header begins with it.
+        """
         next_user = _unused_word(messages)
         text = self._text_after(messages, "assistant", Message("user", next_user))
         # A space before a text belongs to the text's first token, as after the generation prompt
@@ -196,7 +208,10 @@ class ChatTemplate:
         return self._without_end(header, "assistant", ended)
 
     def _without_end(self, text: str, writer: Role, ended: bool) -> list[int]:
-        """Tokenize the template's text after a sampled text; skip an end token that was sampled."""
+        """Tokenize the template's text after a sampled text; skip an end token that was sampled.
+
+        Ids before the end token are skipped too.
+        """
         ids = self._tokenize_after(text)
         for index, id in enumerate(ids):
             if ended and id in self.end_ids[writer]:
@@ -226,7 +241,7 @@ class ChatTemplate:
     def rewrites_history(self, history: Sequence[Message], asked: Sequence[Message]) -> bool:
         """Return whether the chat template changes earlier turns when `asked` follows them.
 
-        The history ends with an answer; the next prompt then does not extend the last one.
+        If so, the next prompt does not extend the last one. `history` must end with an answer.
         """
         *before_answer, answer = history
         before = self.render(before_answer, asks=True)
@@ -238,7 +253,11 @@ class ChatTemplate:
     def _text_after(
         self, messages: Sequence[Message], role: Role, *asked: Message, asks: bool = True
     ) -> str:
-        """Render the chat template's text after a message of this role, up to the next answer."""
+        """Render the chat template's text after a message of this role, up to the next answer.
+
+        Raises:
+            RowRejected: The template raised, or leaves out the message.
+        """
         word = _unused_word([*messages, *asked])
         rendered = self.render([*messages, Message(role, word), *asked], asks=asks)
         if word not in rendered:
@@ -246,7 +265,10 @@ class ChatTemplate:
         return rendered.rpartition(word)[2]
 
     def _first_end_token(self, text: str) -> tuple[int, ...]:
-        """Find the end-of-turn token with which a template's text begins, after white space."""
+        """Find the end-of-turn token with which a template's text begins, after white space.
+
+        The tuple holds this token, or is empty if another text comes first.
+        """
         for id in self._tokenize_after(text):
             if id in self._marks:
                 return (id,)
@@ -255,7 +277,11 @@ class ChatTemplate:
         return ()
 
     def _tokenize(self, text: str) -> list[int]:
-        """Tokenize a rendered chat; marked special tokens become plain text."""
+        """Tokenize a rendered chat; marked special tokens become plain text.
+
+        Raises:
+            RowRejected: A marked special token cannot be written as text.
+        """
         first, *rest = MARKED.split(text)
         # verbose=False: a text longer than the context is rejected later, with a reason
         ids = list(self._tokenizer(first, add_special_tokens=False, verbose=False)["input_ids"])
@@ -275,7 +301,10 @@ class ChatTemplate:
         raise RowRejected(Reason.SPECIAL_TOKENS, detail)
 
     def _tokenize_after(self, text: str, context: str = ANCHORS[0]) -> list[int]:
-        """Tokenize a chat's continuation, without the space that some tokenizers put first."""
+        """Tokenize a chat's text as the continuation of `context`.
+
+        So it has no space that some tokenizers put at the start of a text.
+        """
         for anchor in (context, *ANCHORS):
             before, whole = self._tokenize(anchor), self._tokenize(anchor + text)
             if whole[: len(before)] == before:
