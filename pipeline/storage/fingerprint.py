@@ -60,8 +60,8 @@ class FileFacts:
     def renewed(self, path: Path) -> FileFacts | None:
         """Return the facts with the file's present time; None if the file is gone or has changed.
 
-    The file is read only if its time, but not its size, differs from the recorded one.
-    """
+        The file is read only if its time, but not its size, differs from the recorded one.
+        """
         if not self.fit(path):
             return None
         mtime_ns = path.stat().st_mtime_ns
@@ -129,8 +129,8 @@ class FileDigests:
     def _current_sha256(self, path: Path) -> str:
         """Return a file's current sha256 (hex) from its name, from the cache, or by reading it.
 
-    Only large files in the Hub's cache are named by their sha256.
-    """
+        Only large files in the Hub's cache are named by their sha256.
+        """
         blob = path.resolve()
         if blob.parent.name == "blobs" and re.fullmatch(r"[0-9a-f]{64}", blob.name):
             return blob.name
