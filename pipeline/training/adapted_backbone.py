@@ -37,9 +37,10 @@ SAVES_MEMORY = (
 
 
 class Backbone(nn.Module):
-    """The target model with a trainable LoRA adapter, for Medusa-2. The target's dropout is off.
+    """The target model with a trainable LoRA adapter, for Medusa-2.
 
-    The adapter changes nothing at first: A is drawn from torch's generator, and B is zero.
+    The target's own dropout is off. The adapter changes nothing at first, since its matrices B are
+    zero; its matrices A are drawn from torch's generator.
 
     Args:
         spec: The target.
@@ -230,7 +231,7 @@ def write_adapter(directory: Path, backbone: Backbone, spec: TargetSpec) -> None
 
 
 def merge_backbone(target: TargetSpec, directory: str) -> None:
-    """Merge the adapter that Medusa-2 has trained into the target; write the tuned backbone.
+    """Merge Medusa-2's trained LoRA adapter into the target, and write the tuned backbone.
 
     Read `adapter/` and write `backbone/` in the train stage's directory.
 

@@ -102,10 +102,10 @@ class HeldOutText:
 def held_out_ranks(
     text: HeldOutText, top: int, gpus: int = 0, progress: ProgressReporter | None = None
 ) -> HeldOutRanks:
-    """Measure held-out accuracy after training: each token's rank among the heads' `top` guesses.
+    """Measure held-out accuracy after training, as each token's rank among the heads' guesses.
 
-    The ranks are computed in fp32 for about `MAX_POSITIONS` positions of random rows, on a GPU if
-    `gpus` is not 0.
+    Each head has `top` guesses. The ranks are computed in fp32 for about `MAX_POSITIONS` positions
+    of random rows, on a GPU if `gpus` is not 0.
     """
     return _rank_held_out_rows(text, partial(label_ranks, top=top), MAX_POSITIONS, gpus, progress)
 
@@ -113,7 +113,7 @@ def held_out_ranks(
 def held_out_places(
     text: HeldOutText, tree: DynamicTree, gpus: int = 0, progress: ProgressReporter | None = None
 ) -> HeldOutRanks:
-    """Measure held-out accuracy after training: each token's rank among a dynamic tree's nodes.
+    """Measure held-out accuracy after training, as each token's rank in a dynamic tree.
 
     The ranks are computed in fp32 for about `GROWN_POSITIONS` positions of random rows, on a GPU if
     `gpus` is not 0.
@@ -128,7 +128,7 @@ def _rank_held_out_rows(
     gpus: int,
     progress: ProgressReporter | None,
 ) -> HeldOutRanks:
-    """Measure the trained heads' held-out accuracy on random rows: each token's rank, by `measure`.
+    """Measure the trained heads' held-out accuracy on random rows, as ranks by `measure`.
 
     Args:
         limit: About how many positions are ranked.

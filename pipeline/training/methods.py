@@ -66,7 +66,7 @@ class Method(ABC):
         return found
 
     def unread_keys(self, train: TrainConfig) -> list[str]:
-        """Return the set `train` keys that belong to another head kind or training method.
+        """Return `train` keys that are set but belong to another head kind or training method.
 
         A key counts as set if it differs from its default.
         """

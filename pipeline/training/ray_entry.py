@@ -113,7 +113,7 @@ class DeathReporter(UserCallback):
 
 
 def run_worker(config: dict[str, Any]) -> WorkerResult:
-    """Train as one Ray Train worker, in the process group and on the GPU that Ray has set up.
+    """Train as one Ray Train worker, in the process group that Ray has set up.
 
     Returns (result, None), or (None, error) for an error meant for the user. With several workers,
     only CheckFailed and ConfigError are returned, because every worker has them. Any other error

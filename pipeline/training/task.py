@@ -61,7 +61,7 @@ class TrainSpec:
 
     @property
     def heads_path(self) -> Path:
-        """Path of the trained heads.
+        """Path of the heads that this training or training phase writes.
 
         Training is finished once this file holds heads of `heads_shape`.
         """
