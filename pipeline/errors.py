@@ -35,25 +35,25 @@ class MedusaDistillError(Exception):
 
 
 class CheckFailed(MedusaDistillError):
-    """The heads were trained, but their check failed; they must not be published."""
+    """The check of heads failed or is missing, or `verify` found damage in a run's files."""
 
     exit_code = 1
 
 
 class ConfigError(MedusaDistillError, ValueError):
-    """The configuration or the command line is wrong; nothing was started."""
+    """The configuration, the command line, or something that they name is wrong."""
 
     exit_code = 2
 
 
 class DataError(MedusaDistillError, ValueError):
-    """The input is invalid, or too much of it was quarantined."""
+    """Data that was read is invalid or damaged, or too much of it was quarantined."""
 
     exit_code = 3
 
 
 class DamagedShard(DataError):
-    """A shard cannot be read although its receipt is valid; the run makes it again."""
+    """A shard is missing or cannot be read; a run that reads it makes it again, once."""
 
     def __init__(self, path: str, detail: str):
         fix = "Delete this file and run the same command again: it is made again."
@@ -68,7 +68,7 @@ class EnvironmentFault(MedusaDistillError, RuntimeError):
 
 
 class Interrupted(MedusaDistillError):
-    """A signal ended the run cleanly; the same command continues it."""
+    """A signal ended a command or run cleanly; the exit code is 128 plus the signal's number."""
 
     def __init__(self, signum: int, what: str, fix: str | None = None):
         super().__init__(what, signal.Signals(signum).name, fix)

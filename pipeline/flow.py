@@ -1,7 +1,7 @@
 """Run the stages in order.
 
-A stage whose DONE.json stands, whose files are as it says and whose upstream still has the content
-that it was made from is kept; any other is made.
+A stage is kept if it has a DONE.json, its files are the recorded ones, and it was made from the
+present content of its upstream stages. Any other stage is run.
 """
 
 from __future__ import annotations
@@ -59,18 +59,19 @@ def run_flow(
     fresh: str | None = None,
     console: Console | None = None,
 ) -> RunDirectory:
-    """Run the stages in order; finished stages are kept.
+    """Run the flow's stages in order, keep finished ones, and return the run directory.
 
     Args:
-        config: The resolved configuration.
-        stages: Names of stages, upstream first. `push` runs only with a `push.repo_id`.
+        config: The validated configuration.
+        stages: Names of stages, upstream first. The stages that they read directly are included.
+            `push` is skipped without `push.repo_id` and `push.dataset`.
         until: Stop after this stage.
         executor: `ray` or `inline`.
         fresh: Throw away this stage's result and make it again.
 
     Raises:
-        MedusaDistillError: With the exit code that fits; what was committed is kept, and the same
-            call continues.
+        MedusaDistillError: The configuration is refused, or a stage or its check fails. What was
+            committed is kept, and the same call continues.
     """
     console = console or Console()
     wanted = wanted_stages(config, stages, until, fresh)
@@ -96,7 +97,12 @@ def run_flow(
 
 
 def advance_all(context: Context, wanted: Sequence[str], fresh: str | None) -> None:
-    """Bring a run's wanted stages up to date in order; go back to one whose shard is damaged."""
+    """Bring a run's wanted stages up to date in order; go back to one whose shard is damaged.
+
+    Raises:
+        DamagedShard: A shard is damaged again after it was made again, or is of no stage of the
+            run.
+    """
     discarded: set[Path] = set()
     position = 0
     while position < len(wanted):
@@ -119,9 +125,13 @@ def advance_all(context: Context, wanted: Sequence[str], fresh: str | None) -> N
 
 
 def advance(context: Context, stage: Stage, *, fresh: bool = False) -> StageDirectory:
-    """Run a stage unless its result is kept; link its directory as the run's latest.
+    """Run a stage unless its result is kept; link and return its directory, which stays locked.
 
-    The directory stays locked.
+    After the check stage, the run's report is published.
+
+    Raises:
+        CheckFailed: The stage is the check, and its result is not within the limits.
+        DataError: The stage's input changed while it ran.
     """
     directory = stage.locate(context)
     directory.enter(stage.identity_of(context))
@@ -147,7 +157,7 @@ def advance(context: Context, stage: Stage, *, fresh: bool = False) -> StageDire
 
 
 def require_passed(checked: StageDirectory, config: Config) -> None:
-    """Stop the flow of stages with CheckFailed if the finished check is not within its limits."""
+    """Stop the flow with CheckFailed if the check stage's result breaks a limit of `config`."""
     failures = from_json(CheckResult, checked.summary).failures(Limits.of(config))
     if failures:
         raise CheckFailed(
@@ -161,8 +171,8 @@ def require_passed(checked: StageDirectory, config: Config) -> None:
 def require_same_inputs(context: Context, stage: Stage, directory: StageDirectory) -> None:
     """Stop the flow of stages with DataError, and drop the stage's result, if its input changed.
 
-    It is unknown which rows are of the old content. Where the files cannot be read now
-    (EnvironmentFault), the result is kept.
+    All of the result is dropped, because it is unknown which rows are of the old content. If the
+    input cannot be read now, EnvironmentFault is raised instead and nothing is dropped.
     """
     with contextlib.suppress(ConfigError, DataError):  # either means that the input changed
         context.identify_target_again()
@@ -183,11 +193,17 @@ def push_run(
     """Run the push stage alone for a finished run; a dry run prints what would be pushed.
 
     Args:
-        settings: Keys of `push` in the place of the run's; None and False keep the run's.
+        settings: Keys of `push` that replace the run's; None and False keep the run's.
+
+    Returns:
+        The push stage's summary; of a dry run, the receipt of what would be pushed.
 
     Raises:
         CheckFailed: The check failed, or was of other heads.
-        ConfigError: There is no export, or no repository is named.
+        ConfigError: There is no run, one of the stages that push reads is unfinished, or no
+            repository is named.
+        DataError: The run's stages were not made from one another.
+        MedusaDistillError: The upload is refused or fails.
     """
     run, config = RunDirectory.open(path)
     chosen = {key: value for key, value in settings.items() if value}
@@ -206,9 +222,10 @@ def push_run(
 
 
 def _open_finished_run(run: RunDirectory, config: Config, console: Console) -> Context:
-    """Open a finished run to run its push stage alone, with the configuration of its check.
+    """Open a finished run to run its push stage alone; raise as `push_run` does.
 
-    `run.yaml` may have changed since.
+    The settings are those of the run's check, because `run.yaml` may have changed since; `run`,
+    `push` and the check's limits are those of `config`.
     """
     stages = run.stages()
     for name in push.STAGE.upstream(config):
@@ -228,7 +245,10 @@ def _open_finished_run(run: RunDirectory, config: Config, console: Console) -> C
 
 
 def statuses_of(run: RunDirectory, config: Config) -> dict[str, StageStatus]:
-    """Determine the status of all stages of the flow in a run directory, upstream first."""
+    """Determine the status of the flow's stages in a run directory, upstream first.
+
+    Optional stages that the configuration does not ask for, such as `push`, are left out.
+    """
     return stage_statuses(run, resolve_run(config, tuple(STAGES)), STAGES)
 
 
@@ -240,8 +260,11 @@ def wanted_stages(
 ) -> list[str]:
     """List the stages that the flow runs or keeps for this configuration, upstream first.
 
+    They are `stages` up to `until` and the stages that these read directly, without those that the
+    configuration skips.
+
     Raises:
-        ConfigError: There is no such stage, or it is no part of this run.
+        ConfigError: `until` is none of `stages`, or `fresh` is none of the stages listed.
     """
     skipped = skipped_stages(config)
     found: list[str] = []

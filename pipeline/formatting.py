@@ -12,7 +12,7 @@ CONTROLS.update(dict.fromkeys(range(0x80, 0xA0), 0xFFFD))
 
 
 def show(value: float | str | None, spec: str, suffix: str = "") -> str:
-    """Format a number; `-` for None."""
+    """Format a number by a format spec, with a suffix; None is `-`, and a text stays as it is."""
     if isinstance(value, str):
         return value
     return UNKNOWN if value is None else f"{value:{spec}}{suffix}"
@@ -33,14 +33,17 @@ def with_error(value: float | None, standard_error: float | None) -> str:
 
 
 def rate(value: float | None) -> str:
-    """Format tokens per second: one decimal below 100, none above."""
+    """Format tokens per second: one decimal for a float below 100, else none; None is `-`."""
     if isinstance(value, float) and value < 100:
         return show(value, ".1f")
     return count(value)
 
 
 def duration(seconds: float | None) -> str:
-    """Format seconds in readable units: `34 ms`, `4.1 s`, `48 s`, `3 min 20 s`, `2 h 05 min`."""
+    """Format seconds in readable units: `34 ms`, `4.1 s`, `48 s`, `3 min 20 s`, `2 h 05 min`.
+
+    None is `-`.
+    """
     if seconds is None:
         return UNKNOWN
     if 0 < seconds < 0.9995:
@@ -56,5 +59,8 @@ def duration(seconds: float | None) -> str:
 
 
 def visible(text: str) -> str:
-    """Return a text with control characters as symbols, so that terminals ignore them."""
+    """Return a text whose control characters, but tab and newline, are replaced by symbols.
+
+    Terminals then print them and do not obey them.
+    """
     return text.translate(CONTROLS)

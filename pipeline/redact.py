@@ -1,7 +1,8 @@
 """Redaction of tokens and passwords in texts that are shown or stored.
 
-Limit: it knows the values of variables with names like HF_TOKEN or DB_PASSWORD, tokens of the Hub's
-format, authorization headers, and credentials in URLs.
+Limit: it knows the values, if at least eight characters long, of environment variables with names
+like HF_TOKEN or DB_PASSWORD, tokens of the Hub's format, authorization headers, and credentials in
+URLs.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ def redacted(text: str) -> str:
 
 
 def redacted_values(data: Any) -> Any:
-    """Redact all texts in JSON data except keys.
+    """Return JSON data with known secrets redacted in all texts but the keys.
 
-    Call it before encoding, which could hide secrets.
+    Call it before JSON encoding, whose escapes could hide a secret.
     """
     if isinstance(data, str):
         return redacted(data)
@@ -53,11 +54,11 @@ def redacted_values(data: Any) -> Any:
 
 @functools.cache
 def keep_out_of_logs() -> None:
-    """Redact secrets in all future log records of this process."""
+    """Redact known secrets in all future log records of this process."""
     make = logging.getLogRecordFactory()
 
     def redacting(*arguments: object, **more: object) -> logging.LogRecord:
-        """Make a log record without secrets."""
+        """Make a log record whose message and traceback have their known secrets redacted."""
         record = make(*arguments, **more)
         with contextlib.suppress(TypeError, ValueError):  # malformed; logging reports it
             message = record.getMessage()

@@ -45,12 +45,13 @@ def load_target(model: str | Path, *, gpus: int | None = None, **settings: Any) 
 
     Args:
         model: A Hub id or a local directory.
-        gpus: How many GPUs hold it; by default one where there is one, else the CPU.
+        gpus: The number of GPUs that hold it; 0 is the CPU. By default 1 if there is a GPU, else 0.
         **settings: Other keys of the configuration's `target` section, such as `dtype`,
             `quantization` or `chat_template`.
 
     Raises:
-        ConfigError: There is no such target, or it cannot verify a tree.
+        ConfigError: There is no such target, transformers cannot load it, or it cannot verify a
+            tree.
         EnvironmentFault: The Hub cannot be reached, or a GPU is missing or too small.
     """
     if gpus is None:
@@ -82,7 +83,10 @@ class Target:
         return frozenset({*eos_token_ids(self.spec), *self.template.end_ids["assistant"]})
 
     def prompt(self, messages: str | Sequence[Mapping[str, str]]) -> list[int]:
-        """Tokenize a Python user's question, or a history that ends with one, as a chat prompt."""
+        """Tokenize a Python user's question, or a history that ends with one, as a chat prompt.
+
+        A history is a list of messages with `role` and `content`. Returns token ids.
+        """
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         return self.template.opening([Message(**message) for message in messages])  # type: ignore[arg-type]
@@ -92,9 +96,10 @@ class Target:
         return self.template.decode(token_ids)
 
     def stream_text(self, steps: Iterable[Sequence[int]]) -> Iterator[str]:
-        """Yield for a Python user the text that each step of `Decoder.stream` adds.
+        """Yield for a Python user the text that each step of `Decoder.stream` completes.
 
-        The text consists of whole characters.
+        A character that a step leaves incomplete is yielded with a later step. The last item is the
+        rest of the text, often empty.
         """
         stream = TextStream(self.tokenizer)
         for new_ids in steps:
@@ -102,11 +107,15 @@ class Target:
         yield stream.flush()
 
     def decoder(self, heads: Heads | None = None, tree: GivenTree = ()) -> Decoder:
-        """Create a decoder of this target; it decodes plainly unless heads and a tree are given.
+        """Create a decoder of this target: a plain one without heads, else with heads and a tree.
+
+        Args:
+            heads: They are moved to the target's device and dtype.
+            tree: Required with heads, ignored without them.
 
         Raises:
-            ConfigError: The heads are not this target's, the tree asks for more than they guess, or
-                the target's attention takes no tree mask.
+            ConfigError: The heads are not this target's, the tree is empty or asks for more than
+                they guess, or the target's attention takes no tree mask.
             DataError: The tree's file cannot be read, or holds no tree.
         """
         chosen: tuple[TreePath, ...] | DynamicTree = ()
@@ -123,7 +132,9 @@ class Target:
 
 
 def load_heads(export: str | Path, target: Target) -> Heads:
-    """Load into Python the heads of an export, on the CPU; shared matrices are the target's.
+    """Load an export's heads into Python, on the CPU.
+
+    Matrices that the export leaves out are taken from the target.
 
     Raises:
         DataError: This is no export, or it is damaged.
@@ -132,12 +143,13 @@ def load_heads(export: str | Path, target: Target) -> Heads:
 
 
 def load_tree(source: GivenTree) -> tuple[TreePath, ...] | DynamicTree:
-    """Convert the tree that a Python user gives: paths, a file of paths, or a `DynamicTree`.
+    """Return the tree that a Python user gives, or names by its file, as paths or `DynamicTree`.
 
-    A file holds a list of paths in JSON, or is a run's tree.json.
+    A file holds a list of paths in JSON, or is a run's tree.json. Paths are not checked to form a
+    tree.
 
     Raises:
-        DataError: The file cannot be read, or holds no list of paths.
+        DataError: The file cannot be read, or holds no tree.
     """
     if isinstance(source, str | Path):
         return read_tree_file(Path(source))
@@ -153,18 +165,20 @@ def load_export(
     tree: GivenTree | None = None,
     **settings: Any,
 ) -> Export:
-    """Load into Python an export and its target, ready to decode.
+    """Load an export and its target into Python, ready to decode.
 
     Args:
         export: `RUN_DIR/latest/export`, or a copy of it.
-        target: A loaded target, or where it is; by default the one that the export names.
-        tree: Another tree than the export's.
+        target: A loaded target, a Hub id or a directory; by default the target that the export
+            names.
+        tree: A tree to use instead of the export's.
         **settings: Those of `load_target`, such as `gpus`, for a target that is not loaded yet.
 
     Raises:
-        ConfigError: The target is not where the export says, or is not that of the heads; or it is
-            loaded already, and settings are given that it would have to be loaded with.
-        DataError: This is no export, or it is damaged.
+        ConfigError: The target does not exist or is not that of the heads, the tree is not one of
+            these heads, or settings are given for a target that is loaded already.
+        DataError: This is no export, or it is damaged, or the tree's file cannot be read.
+        EnvironmentFault: As in `load_target`.
     """
     chosen = tree or read_tree(export)
     if not isinstance(target, Target):

@@ -68,10 +68,10 @@ def open_run(path: str | Path) -> Run:
 
 @dataclass(frozen=True)
 class Run:
-    """A run directory opened from Python and the results of its stages, read-only.
+    """A run directory opened from Python, to read the results of its stages.
 
-    Every method reads the stage's current result, and raises DataError where the run has not
-    finished that stage.
+    Methods read the current result of a stage. They raise DataError if the run has not finished
+    that stage.
     """
 
     directory: RunDirectory
@@ -84,7 +84,10 @@ class Run:
 
     @property
     def report(self) -> dict[str, Any]:
-        """The report of the opened run as Python data: the content of report.json."""
+        """The report of the opened run as Python data: the content of report.json.
+
+        Raises DataError if the run has no report.
+        """
         try:
             return json.loads((self.path / "report.json").read_bytes())
         except FileNotFoundError:
@@ -107,16 +110,16 @@ class Run:
         return self._stage(stage).shards()
 
     def conversations(self, split: str) -> Iterator[Conversation]:
-        """Yield the seed conversations of a split of the run opened from Python.
+        """Return an iterator over a split's seed conversations in the run opened from Python.
 
         The split is `train`, `calibrate` or `check`.
         """
         return read_seeds(self.shards("seeds"), split)
 
     def generated(self, split: str | None = None) -> Iterator[TokenRow]:
-        """Yield the opened run's generated rows, all or of a split, for a Python user.
+        """Return an iterator over the opened run's generated rows, all or of a split, for Python.
 
-        A row has token ids with the target's spans.
+        A row has token ids and the spans of its texts.
         """
         stage = self._stage("generate")
         rows = read_token_rows(stage.shards(), stage.fingerprint)
@@ -127,17 +130,18 @@ class Run:
         return read_trained_heads(self._stage("train").path / HEADS_FILE)
 
     def tree(self) -> tuple[TreePath, ...] | DynamicTree:
-        """Load the opened run's decoding tree into Python: its paths, or a dynamic tree."""
+        """Load the opened run's calibrated tree into Python: its paths, or a dynamic tree."""
         return read_calibration(self._stage("calibrate").path).tree
 
     def simulated_acceleration_rate(self, tree: GivenTree) -> float:
         """Simulate in Python the acceleration rate of another tree on held-out text.
 
-        Nothing is decoded: the trained heads run once over the held-out states that calibrate
-        reads.
+        Nothing is decoded: the trained heads run once, on the CPU, over a sample of the run's
+        cached held-out states. The rate is NaN if there are none.
 
         Raises:
             ConfigError: This is no tree over the run's heads.
+            DataError: The tree's file cannot be read, or a stage is not finished.
         """
         settings = self.config
         states, *_ = flow.STAGES["calibrate"].upstream(settings)
@@ -154,12 +158,12 @@ class Run:
     def accuracies(self) -> list[list[float]]:
         """Return to Python how often each head's r-th guess is right in the run, [heads][ranks].
 
-        The accuracies are those on held-out rows.
+        These are the shares that calibrate measured, on held-out rows or on `calibrate.data`.
         """
         return read_calibration(self._stage("calibrate").path).accuracies
 
     def _stage(self, name: str) -> Any:
-        """Return a finished stage's directory of the run opened from Python."""
+        """Return a finished stage's directory of the run opened from Python, or raise DataError."""
         stage = self.directory.latest(name)
         if stage is None or not stage.done:
             raise DataError(

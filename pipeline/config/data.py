@@ -62,7 +62,7 @@ class TargetConfig(Section):
     @field_validator("template_arguments")
     @classmethod
     def leaves_ours(cls, value: PlainData) -> PlainData:
-        """Refuse template arguments in the settings that every chat template is given anyway."""
+        """Refuse settings of template arguments that every chat template is given anyway."""
         taken = sorted(value.keys() & TEMPLATE_GIVEN)
         if taken:
             raise ValueError(f"{taken[0]} is given to every template already")
@@ -201,7 +201,7 @@ class SeedsConfig(Section):
     @field_validator("sources", mode="before")
     @classmethod
     def shorthand(cls, value: Any) -> Any:
-        """Expand a path in the settings to a list of one source."""
+        """Expand a setting `seeds.sources` that is a path to a list of one source."""
         return [{"path": value}] if isinstance(value, str | Path) else value
 
     @field_validator("sources")
@@ -216,7 +216,7 @@ class SeedsConfig(Section):
 
 
 def without_secrets(engine_args: PlainData) -> PlainData:
-    """Refuse settings of an engine that hold a secret, since run.yaml stores every setting."""
+    """Refuse engine settings named like secrets (`…token`): run.yaml stores every setting."""
     for name in engine_args:
         if name.endswith(("token", "password", "api_key")):
             raise ValueError(
@@ -230,7 +230,7 @@ EngineArgs = Annotated[PlainData, AfterValidator(without_secrets)]
 
 
 class GenerateConfig(Section):
-    """Settings of the generate stage, which has the target answer the seeds."""
+    """Settings of the generate stage, in which the target answers the seeds."""
 
     mode: Literal["replay", "self-talk", "passthrough"] = Field(
         "replay",

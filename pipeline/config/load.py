@@ -55,7 +55,8 @@ def load_config(file: str | Path, overrides: Iterable[str] = ()) -> Config:
     """Read a configuration file, apply overrides, and validate the result.
 
     Raises:
-        ConfigError: The file or an override cannot be read, or a key or value is wrong.
+        ConfigError: The file, a chat template or an override cannot be read, a key or value is
+            wrong, or a setting holds a token or a password.
     """
     path = Path(file).expanduser()
     try:
@@ -96,8 +97,12 @@ def load_config(file: str | Path, overrides: Iterable[str] = ()) -> Config:
 def target_settings(words: Iterable[str]) -> PlainData:
     """Load settings of the section `target` from overrides `target.key=value`, and validate them.
 
+    Returns:
+        The given settings alone, without defaults.
+
     Raises:
-        ConfigError: As `load_config` does, or for another section.
+        ConfigError: A word is no override, sets another section or the model, or a key or value is
+            wrong.
     """
     settings: PlainData = {"target": {}}
     for word in words:
@@ -122,7 +127,10 @@ def target_settings(words: Iterable[str]) -> PlainData:
 
 
 def validate(settings: PlainData, where: str) -> Config:
-    """Validate plain data as a `Config`; a ConfigError names every wrong key."""
+    """Validate plain data as a `Config`; a ConfigError names every wrong key.
+
+    A setting that holds a token or a password is a ConfigError too.
+    """
     try:
         config = Config.model_validate(settings)
     except ValidationError as error:
@@ -142,7 +150,7 @@ def validate(settings: PlainData, where: str) -> Config:
 
 
 def _texts(settings: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Yield every text in a configuration's nested settings with its key."""
+    """Yield the dotted key and the value of every text in a configuration's nested settings."""
     if isinstance(settings, dict):
         for name, value in settings.items():
             yield from _texts(value, f"{key}.{name}".lstrip("."))
@@ -154,12 +162,15 @@ def _texts(settings: Any, key: str = "") -> Iterator[tuple[str, str]]:
 
 
 def dump_config(config: Config) -> str:
-    """Return a configuration as the YAML of run.yaml, with absolute paths."""
+    """Return a configuration as the YAML of run.yaml; `load_config` made its paths absolute."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
 def _place_in(settings: PlainData, run: Path) -> None:
-    """Set the loaded configuration's run.root, run.name and run.store to where run.yaml lies."""
+    """Set run.root and run.name of a loaded run.yaml to where the file lies.
+
+    If the run has stages, set run.store to where they are.
+    """
     place = settings.setdefault("run", {})
     if isinstance(place, dict):
         place.update(root=str(run.parent), name=run.name)
@@ -169,7 +180,7 @@ def _place_in(settings: PlainData, run: Path) -> None:
 
 
 def _store_of_run_file(run: Path) -> Path | None:
-    """Find `run.store` on loading a moved run.yaml: where most links beside it lead, if any."""
+    """Find the store on loading a moved run.yaml: where most links in `latest` lead, if any."""
     stores: Counter[Path] = Counter()
     for link in sorted((run / "latest").glob("[!.]*")):
         if link.is_symlink() and link.is_dir():
@@ -178,7 +189,12 @@ def _store_of_run_file(run: Path) -> Path | None:
 
 
 def _override(settings: PlainData, word: str) -> None:
-    """Set the key of a `section.key=value` override; raise ConfigError for any other word."""
+    """Set the configuration key of a `section.key=value` override.
+
+    Raises:
+        ConfigError: The word is no override, its value is not YAML or cannot be read, or the key is
+            below a value that has no keys.
+    """
     key, equals, text = word.partition("=")
     names, where = tuple(key.split(".")), "command line"
     if not equals or len(names) < 2 or not all(names):
@@ -206,7 +222,7 @@ def _override(settings: PlainData, word: str) -> None:
 
 
 def _resolved(key: tuple[str, ...], value: Any, base: Path) -> Any:
-    """Return a configuration value with absolute paths, and with the text of a template's file."""
+    """Return a configuration value with absolute paths; a chat template's path becomes its text."""
     if key == ("seeds", "sources"):
         sources = [value] if isinstance(value, str) else value
         if isinstance(sources, list):
@@ -223,7 +239,7 @@ def _resolved(key: tuple[str, ...], value: Any, base: Path) -> Any:
 
 
 def _resolved_source(source: Any, base: Path) -> Any:
-    """Return a seed source of the configuration with an absolute path."""
+    """Return a seed source of the configuration with an absolute path; a text is its path."""
     if isinstance(source, str):
         source = {"path": source}
     if isinstance(source, dict) and isinstance(source.get("path"), str):
@@ -249,7 +265,7 @@ def _absolute(value: str, base: Path) -> str:
 
 
 def _is_path(value: str, base: Path) -> bool:
-    """Return whether a setting that may be a Hub id or a text is the path of a file."""
+    """Return whether a setting that may be a Hub id or a template's text is a local path."""
     if value.startswith((".", "/", "~")):
         return True
     return len(value) < 4096 and "\n" not in value and (base / value).exists()
@@ -258,8 +274,8 @@ def _is_path(value: str, base: Path) -> bool:
 def problems(errors: Sequence[Any]) -> list[str]:
     """Describe each wrong configuration key once, from `ValidationError.errors()`.
 
-    A key that may be one thing or another (a number or `auto`) is one problem: what it may be, and
-    what it is.
+    pydantic reports a value that fits none of a key's types (a number or `auto`) once per type. The
+    description joins what is allowed, and quotes the value.
     """
     by_key: dict[str, list[Any]] = {}
     for error in errors:
@@ -295,10 +311,10 @@ def _problem(key: str, errors: list[Any]) -> str:
 
 
 def nearest_key(wrong: str) -> str | None:
-    """Return the existing configuration key that is nearest to a wrong one.
+    """Return the existing configuration key that is nearest to a wrong one; None if none is near.
 
-    A nearly equal key comes first, then one with the same last name or with all the words of the
-    wrong one, then one that is similar.
+    A nearly equal key is preferred, then a key with the same last name or with all words of the
+    wrong one, then a similar key.
     """
     keys = [*Config.model_fields, *(".".join(key) for key in _leaves(Config))]
     alike = []
@@ -319,7 +335,7 @@ def _words(key: str) -> set[str]:
 
 
 def _leaves(model: type[BaseModel], parents: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Yield the path of every setting without keys below it, as a tuple of names."""
+    """Yield every configuration key that has no keys below it, as a tuple of names."""
     for name, field in model.model_fields.items():
         inner = _model_in(field.annotation)
         if inner is None:
@@ -329,7 +345,7 @@ def _leaves(model: type[BaseModel], parents: tuple[str, ...] = ()) -> Iterator[t
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:
-    """Return the settings class inside an annotation such as `tuple[SeedSource, ...]`."""
+    """Return the settings class in an annotation such as `tuple[SeedSource, ...]`, if any."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     if get_origin(annotation) in (tuple, list, Union, types.UnionType):

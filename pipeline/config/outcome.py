@@ -37,7 +37,7 @@ StockTree = Literal[
 
 
 def _are_paths(value: Any) -> bool:
-    """Return whether a setting's value is a list of tree paths."""
+    """Return whether a setting's value is a list of tree paths, and not an empty one."""
     if not isinstance(value, list | tuple) or not value:
         return False
     return all(
@@ -113,7 +113,7 @@ class CalibrateConfig(Section):
     @field_validator("choices", mode="before")
     @classmethod
     def is_a_tree(cls, value: Any) -> Any:
-        """Refuse a setting `calibrate.choices` that is no list of paths, file or name."""
+        """Refuse a setting `calibrate.choices` that is neither tree paths nor a file or name."""
         if not isinstance(value, str | Path | None) and not _are_paths(value):
             raise ValueError(
                 "give a list of paths such as [[0], [0, 0], [1]], a file with one, or a tree's name"
@@ -270,7 +270,7 @@ class CheckConfig(Section):
 
     @model_validator(mode="after")
     def assistant_is_named(self) -> CheckConfig:
-        """Refuse settings with the baseline `assistant` or its model alone."""
+        """Refuse settings with the baseline `assistant` but not its model, or the reverse."""
         if ("assistant" in self.baselines) != (self.assistant_model is not None):
             raise ValueError("the baseline 'assistant' and check.assistant_model come together")
         return self

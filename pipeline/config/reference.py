@@ -26,7 +26,7 @@ TYPE_NAMES = {
 
 
 def reference(section: str | None = None) -> str:
-    """Return the configuration reference: a Markdown table of the keys.
+    """Return the configuration reference: a Markdown table of all keys, or of one section's.
 
     Raises:
         ConfigError: There is no such section.
@@ -45,7 +45,7 @@ def reference(section: str | None = None) -> str:
 
 
 def _key_rows(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield each configuration key of a section, and the key's row in the Markdown table."""
+    """Yield each configuration key below a section, and the key's row in the Markdown table."""
     for name, field in model.model_fields.items():
         key = f"{prefix}{name}"
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
@@ -73,7 +73,7 @@ def _values(annotation: Any) -> str:
 
 
 def _default(field: FieldInfo) -> str:
-    """Return a key's default value as a cell of the Markdown table."""
+    """Format a configuration key's default value as a cell of the Markdown table."""
     if field.is_required():
         return "needed"
     value = field.get_default(call_default_factory=True, validated_data={})

@@ -31,7 +31,7 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def nothing_is_the_defaults(cls, value: Any) -> Any:
-        """Replace an empty section of settings by its defaults."""
+        """Read a section of settings that is empty (None in YAML) as one without keys."""
         return {} if value is None else value
 
 
@@ -100,12 +100,12 @@ class PlacementConfig(Section):
     )
 
     def of_stages(self) -> dict[str, PlacementOf]:
-        """Return the placement settings of each stage that has workers."""
+        """Return the placement settings of generate, features and train, by stage."""
         return {"generate": self.generate, "features": self.features, "train": self.train}
 
 
 class LimitsConfig(Section):
-    """Settings of `limits`: when a stage stops for quarantine, disk space, failures or time."""
+    """Settings of `limits`: quarantined rows, free disk space, failures, and time per shard."""
 
     max_quarantine_fraction: float = Field(
         0.2,

@@ -115,14 +115,17 @@ class BackboneConfig(Section):
     )
 
     def peak_lr(self, heads_lr: float) -> float:
-        """Return the configured peak lr of the backbone; by default a quarter of the heads'.
+        """Return the configured peak learning rate of the backbone, by default `heads_lr` / 4.
 
-        The default is that of appendix B.
+        The default is that of the paper's appendix B.
         """
         return heads_lr / 4 if self.lr is None else self.lr
 
     def quantization_beside(self, target: Bits | None) -> Bits | None:
-        """Return the configured quantization of the trained copy, given `target.quantization`."""
+        """Return the configured quantization of the backbone's trained copy; None for none.
+
+        Without a setting of its own it is `target`, the setting `target.quantization`.
+        """
         if self.quantization is None:
             return target
         return None if self.quantization == "none" else self.quantization

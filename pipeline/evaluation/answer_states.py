@@ -1,8 +1,8 @@
 """Evaluate heads on plain greedy answers: the rank of each token among their guesses.
 
 Also calibration on a file of its own (`calibrate.data`): the target answers the file's questions,
-and its heads are measured on the answers. Answers are greedy, as those of held-out rows are, so
-that they predict greedy decoding. Neither the file's own answers nor the run's rows are used.
+and its heads are measured on the answers. Answers are greedy, so that they predict greedy decoding.
+Neither the file's own answers nor the run's held-out rows are used.
 
 Letters: T answer tokens, N states at which steps may begin, D hidden size, K heads.
 """
@@ -46,8 +46,12 @@ Answers = list[tuple[Prompt, list[int]]]  # up to where each answer begins, and 
 class AnswerStates(NamedTuple):
     """A plain answer to evaluate heads on: hidden states, tokens and labels.
 
-    The turns of one question are one `conversation`. `seen`: whether the answer is also in a
-    training row.
+    Attributes:
+        conversation: The id that all turns of a question share.
+        seen: Whether the answer is also in a training row.
+        hidden_ND: The hidden states at which steps begin.
+        next_N: The token that the target chose at each state, the root of the step's tree.
+        labels_KN: The tokens that the heads are to guess; `IGNORED` beyond the answer's end.
     """
 
     conversation: int | str
@@ -68,7 +72,7 @@ def answer_states(
     """Yield hidden states of the plain answers on which heads are evaluated, by one forward each.
 
     The prefill gives an answer's first token. Steps begin at this token and at each later one,
-    except the last.
+    except the last. Answers of one token have no step and are left out.
 
     Args:
         trained: The answers in training rows; None counts no answer as seen.
@@ -99,7 +103,7 @@ def guess_ranks(heads: Heads, states: Iterable[AnswerStates], top: int) -> HeldO
 
 
 def guess_places(heads: Heads, states: Iterable[AnswerStates], tree: DynamicTree) -> HeldOutRanks:
-    """Measure on the target's plain answers where a dynamic tree of its heads has each token."""
+    """Evaluate heads on the target's answers: rank each token among a dynamic tree's nodes."""
     return _evaluate_answers(heads, states, partial(tree.places, heads))
 
 
@@ -109,7 +113,7 @@ def _evaluate_answers(
     states: Iterable[AnswerStates],
     measure: Callable[[Tensor, Tensor, Tensor], Tensor],
 ) -> HeldOutRanks:
-    """Evaluate heads on every answer by `measure` -> [K, N], and concatenate the results."""
+    """Evaluate heads on every answer by `measure`, which returns [K, N]; join the results."""
     parts_KN: list[np.ndarray] = []
     starts: list[int] = []
     numbers: dict[int | str, int] = {}
@@ -138,7 +142,10 @@ def written_answers(
     gpus: int,
     progress: ProgressReporter = SILENT,
 ) -> Answers:
-    """Let the target answer `calibrate.data` greedily; the heads are evaluated on these answers."""
+    """Let the target answer `calibrate.data` greedily, as text to evaluate the heads on.
+
+    Returns prompts with their answers. Conversations without a usable answer are left out.
+    """
     template = load_chat_template(target)
     sampling = Sampling(0.0, 1.0, settings.max_new_tokens, eos_token_ids(target))
     replay = DialogueSettings(
@@ -170,11 +177,16 @@ def measured_on_answers(
     trained: TrainingText,
     progress: ProgressReporter = SILENT,
 ) -> tuple[HeldOutRanks, HeldOutRanks | None]:
-    """Evaluate trained heads on the target's answers: ranks, and places in a dynamic tree.
+    """Evaluate trained heads on the target's answers: ranks among guesses and in a dynamic tree.
 
     Args:
         target: The target that wrote the answers.
+        tree: The dynamic tree; None for no second result.
         trained: The target's answers in training rows.
+
+    Returns:
+        Each token's rank among the heads' first `top` guesses, and its rank among the nodes that
+        the dynamic tree proposes, or None.
     """
     model = load_on_gpus(target, gpus)
     module = read_trained_heads(Path(heads)).to(input_device(model), model.dtype)

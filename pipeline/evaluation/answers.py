@@ -64,9 +64,9 @@ class Comparison:
 
     @property
     def largest_gap(self) -> float | None:
-        """The largest top-2 logit gap where a checked answer differs from plain decoding's.
+        """The largest top-2 logit gap among the check's differences that are not ties, or None.
 
-        It is rounded to 3 digits.
+        It is rounded to 3 significant digits.
         """
         if not self.differing:
             return None
@@ -92,7 +92,7 @@ def compare(
     """Compare the check's greedy answers with plain decoding's, token by token.
 
     Args:
-        gap_at: The target's top-2 logit gap after a prefix; called only where answers differ.
+        gap_at: Returns the target's top-2 logit gap after a prefix; called only if answers differ.
         tolerance: A gap up to this is a tie.
     """
     identical = ties = 0
@@ -114,7 +114,7 @@ def compare(
 
 
 def top_2_gap(model: PreTrainedModel, prefix: list[int]) -> float:
-    """Compute the target's top-2 logit gap where a checked answer differs, by one plain forward."""
+    """Compute the target's top-2 logit gap after the prefix of a checked answer, by one forward."""
     _, logits_1V = last_positions(model, prefix, 1)
     best, second = logits_1V[0].double().topk(2).values.tolist()
     return best - second
@@ -137,7 +137,10 @@ def mean_log_likelihood(
 def log_probabilities(
     model: PreTrainedModel, prompts: Sequence[Prompt], answers: Sequence[list[int]]
 ) -> Iterator[Tensor]:
-    """Yield the target's log-probabilities [T, V] at the tokens of each evaluated answer."""
+    """Yield for each evaluated answer the target's log-probabilities [T, V] of its next tokens.
+
+    Row i is the distribution that predicts the answer's token i.
+    """
     for prompt, answer in zip(prompts, answers, strict=True):
         _, logits_TV = last_positions(model, prompt.ids + answer[:-1], len(answer))
         yield logits_TV.float().log_softmax(-1)
@@ -184,7 +187,10 @@ def model_answer(question_id: int | str, model_id: str, turns: list[str]) -> Lin
 def samples(
     tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], decoded: Sequence[Decoded]
 ) -> list[Sample]:
-    """Return the check's first decoded answers with the step of each token (0 is the prefill)."""
+    """Return the check's first `NUM_SAMPLES` prompts and answers, with the step of each token.
+
+    Step 0 is the prefill.
+    """
     found = []
     for prompt, answer in zip(prompts[:NUM_SAMPLES], decoded[:NUM_SAMPLES], strict=True):
         steps = [0]

@@ -26,8 +26,12 @@ class ChosenTree:
     """The tree that the evaluation chose, its source, its replay, and each node's share of steps.
 
     If `dynamic` is set, `walked` and `sizes` are of the dynamic tree, and the other fields are of a
-    static tree of the same size. The last three fields are None for a tree that the user gave: each
-    search's rate, the timed sizes, and the searched tree up to the stock tree's size.
+    static tree of the same size. The last three fields are None for a tree that the user gave.
+
+    Attributes:
+        searches: Each search's rate at this size.
+        sizes: The sizes whose overhead was measured.
+        searched: The searched tree up to the stock tree's size.
     """
 
     source: str
@@ -41,25 +45,25 @@ class ChosenTree:
 
     @property
     def num_nodes(self) -> int:
-        """The number of nodes of the tree that the evaluation of trees chose."""
+        """The number of nodes of the tree that the evaluation chose or that the user gave."""
         return self.dynamic.num_nodes if self.dynamic else len(self.choices)
 
     @property
     def depth(self) -> int:
-        """The depth of the tree that the evaluation chose by its measurements, or was given."""
+        """The depth of the tree that the evaluation chose or that the user gave."""
         return self.dynamic.max_depth if self.dynamic else max(map(len, self.choices))
 
     def tokens_by_depth(self) -> list[float]:
-        """Return the expected tokens per step at each depth of the evaluated and chosen tree.
+        """Return the expected accepted tokens per step at each depth of the chosen tree.
 
-        With 1 they sum to the expected acceleration rate.
+        The expected acceleration rate is 1 plus their sum.
         """
         added = self.walked.depth_shares()
         return [round(tokens, 4) for tokens in added + [0.0] * (self.depth - len(added))]
 
 
 def given_tree(ranks: HeldOutRanks, choices: tuple[TreePath, ...]) -> ChosenTree:
-    """Measure the user's own tree (`calibrate.choices`) on all held-out text: its expected rate."""
+    """Evaluate the user's own tree (`calibrate.choices`) by a replay of all held-out text."""
     walked = replay(ranks, choices)
     return ChosenTree("calibrate.choices", choices, walked.node_shares(ranks, choices), walked)
 
@@ -67,8 +71,8 @@ def given_tree(ranks: HeldOutRanks, choices: tuple[TreePath, ...]) -> ChosenTree
 def best_tree(fits: CrossFit, num_nodes: int, overheads: Overheads) -> ChosenTree:
     """Compare searched static trees by replayed rate and measured overhead; return the fastest.
 
-    Each search and each number of nodes is judged by its replay on held-out text and its measured
-    overhead. Without overheads, the tree has `num_nodes` nodes, or as many as were found.
+    Every search is compared at every measured number of nodes. Without overheads, the tree with the
+    highest rate is returned; it has `num_nodes` nodes, or as many as were found.
     """
     costs: dict[tuple[str, int], float] = {}
     for name, tree in fits.whole.items():
@@ -95,7 +99,7 @@ def best_tree(fits: CrossFit, num_nodes: int, overheads: Overheads) -> ChosenTre
 def best_dynamic_tree(
     tree: DynamicTree, places: HeldOutRanks, fits: CrossFit, overheads: Overheads
 ) -> ChosenTree:
-    """Evaluate sizes of the dynamic tree; return the one with the highest expected speedup.
+    """Evaluate the measured sizes of the dynamic tree; return the expected fastest one.
 
     Without overheads the tree keeps its size. The result also holds the best static tree of the
     same size. A dynamic tree is not fitted to held-out text, so every size is judged on all of it.
@@ -113,7 +117,7 @@ def best_dynamic_tree(
 
 
 def _timed_sizes(walks: Mapping[int, Replay], overheads: Overheads) -> list[TimedSize]:
-    """Evaluate each tree size whose overhead was measured: its expected rate and speedup."""
+    """Return the expected rate and speedup of each tree size whose overhead was measured."""
     rows = []
     for size in sorted(overheads):
         rows.append(TimedSize(nodes=size, **expected_speedup(walks[size], overheads[size])))
@@ -121,7 +125,10 @@ def _timed_sizes(walks: Mapping[int, Replay], overheads: Overheads) -> list[Time
 
 
 def expected_speedup(walked: Replay, overhead: float | None = None) -> dict[str, float | None]:
-    """Evaluate a replay: its expected acceleration rate and speedup, as fields of `Expected`."""
+    """Compute a replay's expected acceleration rate and speedup, as fields of `Expected`.
+
+    Without an overhead there is no speedup.
+    """
     found = walked.estimate()
     figures = {
         "expected_acceleration_rate": rounded(found.rate),
@@ -141,9 +148,9 @@ def chains(most: int) -> dict[int, tuple[TreePath, ...]]:
 def chosen_chain(
     ranks: HeldOutRanks, most: int, default: int, overheads: Overheads
 ) -> tuple[int, list[ChainLength]]:
-    """Evaluate the draft lengths of vLLM; return the fastest, and the figures of each.
+    """Evaluate vLLM's draft lengths up to `most`; return the fastest one, and the figures of each.
 
-    Without overheads, the choice is `default`.
+    Without finite overheads, the choice is `default`.
     """
     timed = {num_tokens: cost for num_tokens, cost in overheads.items() if np.isfinite(cost)}
     rates = {}
@@ -164,7 +171,10 @@ def chosen_chain(
 
 
 def expected_on_new(text: HeldOutRanks, walked: Replay) -> NewAnswers:
-    """Evaluate a tree on answers in no training row: expected rate, and number of answers."""
+    """Evaluate a tree on answers in no training row: their number, and the expected rate.
+
+    With fewer than `ENOUGH_NEW` such answers there is no rate.
+    """
     num_new = int((~text.seen).sum())
     if num_new < ENOUGH_NEW:
         return NewAnswers(answers=num_new)

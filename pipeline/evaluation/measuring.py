@@ -57,7 +57,8 @@ def check_with_engine(
 ) -> tuple[CheckResult, AnswerLines]:
     """Check heads with one engine on `gpus` GPUs; return the result and, for native, the answers.
 
-    `engine` is `native` or `vllm`, which has no answers to return.
+    `engine` is `native` or `vllm`; for `vllm` the returned answers are empty. The result names
+    hardware and versions.
 
     Raises:
         ConfigError: Every answer ended with its first token, so there is no step to measure.
@@ -73,9 +74,9 @@ def check_with_engine(
 
 
 def join_engines(results: Mapping[str, CheckResult]) -> CheckResult:
-    """Join the check results that native decoding and vLLM measured.
+    """Join the check results that native decoding and vLLM measured, or return the only one.
 
-    Hardware and versions are those of native decoding.
+    In a joined result, hardware and versions are those of native decoding.
     """
     native, vllm = results.get("native"), results.get("vllm")
     if native is None:
@@ -101,7 +102,9 @@ class Candidate:
     """Heads to measure: their directory, their tree, and vLLM's speculative configuration.
 
     Attributes:
+        described: What kind of heads these are, in words.
         export: A directory in an export's layout, or the original heads if only vLLM reads them.
+        max_depth: How many tokens ahead the heads propose.
         speculative_config: vLLM's speculative configuration; None to take it from `export`.
     """
 
@@ -122,13 +125,16 @@ def measure_heads(
     draft_tokens: int | None = None,
     progress: ProgressReporter = SILENT,
 ) -> tuple[MeasuredHeads, AnswerLines]:
-    """Check heads of any origin on questions in each engine of `settings`.
+    """Check heads of any origin on questions with each engine of `settings`.
 
     Args:
         heads: A directory of heads, or a Hub id.
         settings: `prompts` is the file of questions, of which the first `num_prompts` are asked.
-        draft_tokens: How many tokens vLLM drafts, and how deep the tree of a cell of another
-            trainer is; by default what the directory says.
+        draft_tokens: How many tokens vLLM drafts, and how deep the tree of another trainer's
+            recurrent cell is; by default as the directory says.
+
+    Returns:
+        The figures, and the answers of native decoding; without it they are empty.
 
     Raises:
         ConfigError: Every answer ended with its first token, or an engine cannot decode with these
@@ -176,7 +182,14 @@ def measure_heads(
 def _candidate(
     directory: Path, target: TargetSpec, settings: CheckConfig, draft_tokens: int | None
 ) -> Iterator[Candidate]:
-    """Prepare heads for measuring; refuse heads that an engine of `settings` cannot decode with."""
+    """Context manager: heads that are prepared for measuring with the engines of `settings`.
+
+    Heads of another trainer that native decoding can use are copied in an export's layout to a
+    temporary directory, which is removed at the end.
+
+    Raises:
+        ConfigError, DataError: An engine of `settings` cannot decode with these heads.
+    """
     text = model_config(target).get_text_config()
     config = read_object(directory / CONFIG_FILE)
     sizes = Sizes(text.hidden_size, text.vocab_size)
@@ -230,7 +243,12 @@ def _candidate(
 def _own_heads(
     directory: Path, layout: ExportLayout, sizes: Sizes, draft_tokens: int | None
 ) -> Candidate:
-    """Describe an export of this project as heads to measure; vLLM drafts `draft_tokens` tokens."""
+    """Describe an export of this project as heads to measure; vLLM drafts `draft_tokens` tokens.
+
+    Raises:
+        ConfigError: The heads cannot propose so many tokens.
+        DataError: The heads are not of a target with these `sizes`.
+    """
     shape = layout.shape
     if Sizes(shape.hidden_size, shape.target_vocab_size) != sizes:
         raise DataError(
@@ -248,7 +266,7 @@ def _own_heads(
 
 
 def _require_served(layout: ExportLayout, target: TargetSpec, settings: CheckConfig) -> None:
-    """Refuse a check in vLLM of heads that vLLM does not serve."""
+    """Refuse with ConfigError a check in vLLM of heads that vLLM does not serve."""
     reason = layout.kind.vllm_refusal(layout.shape, model_config(target).to_dict())
     if reason and "vllm" in settings.engines:
         raise ConfigError(reason, "--engine vllm", "Measure them natively: --engine native.")

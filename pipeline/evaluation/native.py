@@ -66,9 +66,10 @@ class Measurement:
     """Answers decoded natively: plainly, with the heads, and by transformers' baselines.
 
     Attributes:
-        passes: Each repetition by the check's rule.
-        greedy_passes: Each greedy repetition, in which the baselines decoded.
-        failed: Why baselines failed, by name.
+        passes: The repetitions of decoding by the check's acceptance rule.
+        greedy_passes: The repetitions of greedy decoding, which include the baselines. They are
+            `passes` if the rule is greedy; else there is one.
+        failed: For each baseline that failed, by name, the reason.
     """
 
     request: CheckRequest
@@ -78,7 +79,7 @@ class Measurement:
     failed: dict[str, str]
 
     def comparison(self, method: str) -> Comparison:
-        """Compare a method's greedy answers with plain decoding's."""
+        """Compare a method's greedy answers with plain decoding's, in the first repetition."""
         request = self.request
         greedy = self.greedy_passes[0]
         return compare(
@@ -94,6 +95,8 @@ def check_native(
     request: CheckRequest, progress: ProgressReporter = SILENT
 ) -> tuple[CheckResult, AnswerLines]:
     """Check an export natively: decode every prompt plainly, with the tree and by the baselines.
+
+    The studies of native decoding that the settings name are run too.
 
     Returns:
         The native part of a check, and the answers of plain decoding and of the heads.
@@ -150,8 +153,8 @@ def decode_check_prompts(
 ) -> Measurement:
     """Decode the check's prompts by every method in turns, after a warm-up.
 
-    Under a sampling rule, greedy text is decoded once. A baseline that fails on any prompt is left
-    out from there on; the other methods continue.
+    Under a rule that is not greedy, the prompts are also decoded greedily once, by the baselines
+    too. A baseline that fails on any prompt is left out from there on; the other methods continue.
 
     Raises:
         ConfigError: Every answer ended with its first token, so there is no step to measure.
@@ -188,7 +191,7 @@ def decode_check_prompts(
 
 
 def native_figures(measured: Measurement, comparison: Comparison) -> NativeFigures:
-    """Compute the native check's figures (`check.native`), without the chain and the studies."""
+    """Compute the native check's figures (`check.native`), except `threads`, `chain`, `studies`."""
     request = measured.request
     passes = measured.passes
     settings = request.settings

@@ -1,8 +1,8 @@
 """Compare a tuned and published model with its original: drift, and the original's own answers.
 
 Drift is measured on the published weights, merged and rounded, not on the adapter that they were
-made from. Both models are loaded one after the other and read the same held-out rows; the
-original's log-probabilities of at most `MAX_POSITIONS` positions are kept in memory meanwhile.
+made from. The models are loaded one after the other and read the same held-out rows; the original's
+log-probabilities at up to `MAX_POSITIONS` positions stay in memory for the second model.
 
 Letters: T answer tokens, V vocabulary.
 """
@@ -43,15 +43,16 @@ def compare_with_original(
     """Measure the published backbone's drift, and let the original answer the check's questions.
 
     Args:
-        original, published: The model that was tuned, and the merged one, both with room for the
-            questions.
+        original, published: The model before it was tuned, and the merged one, both with room for
+            the questions.
         rows: Held-out rows of the generate stage.
-        questions: A file's, for the original to answer; may be empty.
-        gpus: How many each model spans; 0 is the CPU.
+        questions: The check's questions, which the original answers; may be empty.
+        gpus: The number of GPUs that each model spans; 0 is the CPU.
         name: The target's name in files of answers.
 
     Returns:
-        The drift of the published weights, and the original's answers in FastChat's schema.
+        The drift of the published weights, and the original's answers in FastChat's schema, without
+        questions that have no usable answer.
     """
     drift = published_drift(original, published, rows, gpus)
     tokenizer = load_tokenizer(original)
@@ -72,7 +73,7 @@ def compare_with_original(
 def published_drift(
     original: TargetSpec, published: TargetSpec, rows: Sequence[TokenRow], gpus: int = 0
 ) -> TunedDrift:
-    """Measure the published model's drift from the original on tokens that the original wrote."""
+    """Measure the published model's drift from the original on the spans of held-out rows."""
     prompts, answers = first_positions(rows)
     model = load_on_gpus(original, gpus)
     expected = [log_p_TV.cpu() for log_p_TV in log_probabilities(model, prompts, answers)]
@@ -87,9 +88,9 @@ def published_drift(
 
 
 def first_positions(rows: Sequence[TokenRow]) -> tuple[list[Prompt], list[list[int]]]:
-    """Select prompts and answers for measuring drift: `MAX_POSITIONS` answer tokens in total.
+    """Select prompts and answers for measuring drift: at most `MAX_POSITIONS` answer tokens.
 
-    Each span is an answer; its prompt is the row's tokens before it.
+    Each span is an answer; its prompt is the row's tokens before it. The last answer may be cut.
     """
     room = MAX_POSITIONS
     prompts = []

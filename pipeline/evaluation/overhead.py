@@ -2,9 +2,10 @@
 
 It is measured on this device, by tree size, with the check's own loop on held-out prompts. A step
 costs the same whatever it accepts, so a few steps per prompt suffice. Sizes take turns for each
-prompt, so that a drifting machine slows them all, and each one's time is the lower quartile of its
-steps, which excludes interrupted ones. Trees that cost more than they can gain are skipped. On a
-CPU all decoders use the number of threads at which plain decoding is fastest.
+prompt, so that a drifting machine slows them all. The time of a size is the lower quartile of its
+steps, which interrupted steps hardly move. From the first tree on that costs more than it can gain,
+sizes are skipped. On a CPU all decoders use the number of threads at which plain decoding is
+fastest.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def measure_overheads(
     gpus: int,
     progress: ProgressReporter = SILENT,
 ) -> tuple[dict[int, float], dict[int, float]]:
-    """Load target and trained heads; measure the overheads of trees and chains."""
+    """Load target and trained heads; measure the overheads of trees and of chains, by size."""
     model = load_on_gpus(target, gpus)
     module = read_trained_heads(Path(heads)).to(input_device(model), model.dtype)
     room = context_length(target)
@@ -69,8 +70,9 @@ def overhead_curve(
 ) -> dict[int, float]:
     """Measure the overhead of decoding with each tree, by number of nodes; empty without trees.
 
-    The prompts are of the same kind as the check's. Trees whose step costs more than max_depth + 1
-    plain steps are left out, since they cannot gain. The smallest tree is always measured.
+    The prompts are of the same kind as the check's. A tree whose step costs more than max_depth + 1
+    plain steps cannot gain: it and all larger trees are left out. The smallest tree is always
+    measured.
     """
     if not trees:
         return {}
@@ -97,7 +99,8 @@ def overheads(
 ) -> dict[int, float]:
     """Measure each decoder's overhead: its step time over a plain step's, without warm-up.
 
-    The decoders must have no end tokens, since a text could end before its first step.
+    An overhead is NaN if the context leaves no room for a step. The decoders must have no end
+    tokens, since a text could end before its first step.
     """
     plainly: list[float] = []
     seconds: dict[int, list[float]] = {name: [] for name in others}
@@ -112,7 +115,10 @@ def overheads(
 
 
 def step_seconds(decoder: Decoder, prompt_ids: Sequence[int]) -> list[float]:
-    """Measure the seconds of a decoder's first steps after prefill; fewer in a full context."""
+    """Measure the seconds of each of a decoder's first `NUM_STEPS` steps after the prefill.
+
+    The list is shorter, or empty, if the context is full before.
+    """
     steps = decoder.stream(prompt_ids, 1 + NUM_STEPS * (decoder.tree.max_depth + 1))
     next(steps)  # the prefill
     times = [perf_counter()]
@@ -134,10 +140,11 @@ def lower_quartile(seconds: Sequence[float]) -> float:
 def fastest_threads(plain: Decoder, prompt_ids: Sequence[int]) -> Iterator[int]:
     """Context manager: measure with the number of CPU threads at which plain steps are fastest.
 
-    On a GPU nothing is changed. A small target is often fastest with fewer threads than cores:
-    threads synchronise after each of hundreds of short operations, which takes longer if the cores
-    have other work. All threads, half of them, a quarter and so on to 1 are tried in turns. A
-    target with long steps keeps all threads, because trying would take minutes.
+    It yields this number, and restores the earlier one at the end. On a GPU nothing is changed. A
+    small target is often fastest with fewer threads than cores: threads synchronise after each of
+    hundreds of short operations, which takes longer if the cores have other work. All threads, half
+    of them, a quarter and so on to 1 are tried in turns. A target with long steps keeps all
+    threads, because trying would take minutes.
     """
     most = torch.get_num_threads()
     if plain.device.type != "cpu":

@@ -44,7 +44,8 @@ SILENT = ProgressReporter()  # shows nothing
 class Prompt:
     """A prompt of the check: token ids up to where an answer begins.
 
-    `category` is the question's own, or the source of a held-out row.
+    `category` is the question's own, or the source of a held-out row. `question_id` is None for a
+    held-out row.
     """
 
     id: str
@@ -54,20 +55,20 @@ class Prompt:
 
     @property
     def conversation(self) -> int | str:
-        """The id that all turns of a question in the check share."""
+        """The id that all turns of a question in the check share; a held-out row's own id."""
         return self.id if self.question_id is None else self.question_id
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """The check's prompts that leave room for an answer, and the number of those that do not."""
+    """The check's prompts that leave room for an answer, and the number of skipped ones."""
 
     kept: list[Prompt]
     skipped: int
 
 
 def require_prompts(prompts: Prompts, settings: CheckConfig) -> None:
-    """Refuse a check without prompts.
+    """Refuse a check of which every prompt was skipped.
 
     Raises:
         DataError: No prompt leaves room for an answer.
@@ -85,14 +86,14 @@ class CheckRequest:
     """The request for one engine's check; picklable, because it crosses to the decoding process.
 
     Attributes:
-        export: The export directory.
-        tree: The export's tree, for native decoding.
+        export: The export directory, or other heads that only vLLM reads.
+        tree: The tree for native decoding.
         gpus: The number of GPUs that the engine spans; 0 is the CPU.
         name: The target's name in the files of answers: `NAME-plain` and `NAME-KIND`.
         assistant: The model of the baseline `assistant`.
         calibration: The calibrate stage's trees, for the studies.
         trained: The target's answers in training rows; None if they are not known.
-        speculative_config: vLLM's configuration if it does not draft with `export`.
+        speculative_config: vLLM's speculative configuration; None to take it from `export`.
     """
 
     target: TargetSpec
@@ -125,13 +126,13 @@ def held_out_prompts(
 ) -> Prompts:
     """Take the first `number` held-out rows as the check's prompts, each up to one of its answers.
 
-    A hash of the row's id chooses the answer, so that first and later turns are equally frequent,
-    as in calibration.
+    A hash of the row's id chooses the answer, so that each of a row's turns is equally probable.
 
     Args:
         rows: Rows of the generate stage, or of features.
         room: The longest prompt in tokens; a row whose answers all begin beyond it is skipped and
             counted.
+        split: The split of the rows that are taken.
     """
     kept: list[Prompt] = []
     skipped = 0
@@ -162,8 +163,8 @@ def question_prompts(
 ) -> Prompts:
     """Build a prompt of the check for every turn of the questions, after the target's own answers.
 
-    The last turn is not answered. The answers are greedy, or sampled as the acceptance rule
-    samples, and as long as those that are measured. Prompts that do not fit, and turns that the
+    The last turn is not answered. The answers are greedy, or sampled if the acceptance rule
+    samples, and have at most `max_new_tokens` tokens. Prompts that do not fit, and turns that the
     chat template rejects, are skipped and counted.
 
     Args:
@@ -224,7 +225,7 @@ def ask_questions(
 def answer_all(
     engine: GenerationEngine, dialogues: Sequence[Dialogue], progress: ProgressReporter
 ) -> None:
-    """Generate all answers to the check's questions, and close the engine."""
+    """Generate all answers of the dialogues that an evaluation needs, and close the engine."""
     with contextlib.closing(engine):
         run_dialogues(dialogues, engine, progress.advance)
 
@@ -232,8 +233,8 @@ def answer_all(
 def with_room(target: TargetSpec, settings: CheckConfig) -> TargetSpec:
     """Return the target with the context that the check may use (`check.max_tokens`).
 
-    Without that setting the model's own context is used. A prompt may be longer than
-    `target.max_tokens`, which applies only to a model that does not state its context.
+    Without that setting, or if it is larger, the model's own context is used. A prompt may be
+    longer than `target.max_tokens`, which applies only if neither of both is known.
     """
     longer = replace(target, max_tokens=settings.max_tokens)
     try:
@@ -247,17 +248,18 @@ def with_room_for(
 ) -> TargetSpec:
     """Return the target with just the context that answers to the check's prompts need.
 
-    Engines reserve memory for the whole context. vLLM goes on drafting only while the text, the
-    drafted tokens that are being verified and as many new ones fit.
+    The context does not become longer than the target's. Engines reserve memory for the whole
+    context. vLLM goes on drafting only while the text, the drafted tokens that are being verified
+    and as many new ones fit.
     """
     longest = max(len(prompt.ids) for prompt in prompts) + max_new_tokens + 2 * draft_tokens
     return replace(target, max_tokens=min(context_length(target), longest))
 
 
 def question_ids(questions: Sequence[Conversation]) -> list[int | str]:
-    """Return the ids of the check's questions, or our own if an id is missing or repeated.
+    """Return the ids of the check's questions; a missing or repeated id is replaced by our own.
 
-    Ids that integers are written as become integers: "7", but not "007".
+    An id that is the decimal form of an integer becomes this integer: "7", but not "007".
     """
     times = Counter(question.source_id for question in questions)
     found: list[int | str] = []

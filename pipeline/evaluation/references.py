@@ -2,8 +2,8 @@
 
 A reference is a text for each turn (`reference`, as MT-Bench and Spec-Bench have it) or one for the
 last (`answer`, as GSM8K has it, of which the part after `####` counts). An answer matches as in
-SQuAD (arXiv 1606.05250): the same text without case, punctuation, articles and white space; where
-the reference is a number, it is the answer's last number.
+SQuAD (arXiv 1606.05250) if both texts are the same without case, punctuation, articles and extra
+white space. An answer to a question with a number as reference matches if its last number is equal.
 Limit: free texts, such as a model essay, match nothing; their tasks are left to a judge.
 """
 
@@ -28,7 +28,11 @@ FINAL = "####"
 def read_references(path: Path) -> dict[str, list[str]]:
     """Read the reference answers to the check's questions, by the file's own question ids.
 
-    Questions without an id or a reference are left out, and so are rows that are no JSON.
+    Questions without an id or a reference are left out, and so are rows that are no JSON object. Of
+    the rows with the same id the first counts.
+
+    Raises:
+        DataError: A JSON array in the file breaks off or is malformed.
     """
     found: dict[str, list[str]] = {}
     with open_seed_file(path) as file:
@@ -91,7 +95,10 @@ def exact_match(
 
 
 def _verdicts(turns: Sequence[str], expected: Sequence[str]) -> list[bool]:
-    """Return for each checked answer with a reference whether it matches."""
+    """Return for each checked answer with a reference whether it matches.
+
+    A single reference is that of the last turn.
+    """
     if len(expected) == 1:  # of the last turn
         turns = turns[-1:]
     pairs = zip(turns, expected, strict=False)

@@ -52,7 +52,7 @@ def check_served(request: CheckRequest, progress: ProgressReporter = SILENT) -> 
     """Check heads in vLLM: decode every prompt greedily without them and with them.
 
     Returns:
-        The vLLM part of a check.
+        The vLLM part of a check, with the greedy answers that differ by more than a tie.
 
     Raises:
         ConfigError: Every answer ended with its first token, so there is no step to measure.
@@ -115,7 +115,7 @@ def accepted_per_position(accepted: Sequence[Sequence[int]], num_tokens: int) ->
 
 
 def drafting_arguments(request: CheckRequest) -> tuple[Content, int]:
-    """Return the vLLM arguments of a check with the heads, and the number of draft tokens."""
+    """Return vLLM's arguments to draft with the checked heads, and the number of draft tokens."""
     config = request.speculative_config
     if config is not None:
         return {"speculative_config": dict(config)}, config["num_speculative_tokens"]
@@ -129,9 +129,9 @@ def with_expectations(
     """Add to vLLM's figures in the check the acceleration rate expected of its chain.
 
     Args:
-        same_text: The chain on the answers of native decoding, where these were decoded; vLLM is
-            expected to reach its rate up to ties.
-        held_out: The chain on calibration's text, where the prompts are of the same kind.
+        same_text: The chain's rate on the answers of native decoding, which vLLM is expected to
+            reach up to ties; None if these were not decoded.
+        held_out: The chain's rate on calibration's text; None if the prompts are of another kind.
     """
     if same_text is not None:
         found = replace(found, same_text_acceleration_rate=same_text.acceleration_rate)
@@ -152,7 +152,7 @@ def load_study(
 ) -> list[LoadRow]:
     """Measure vLLM's server under load in a study, with and without heads.
 
-    Each load is measured `check.repeats` times.
+    Each number of concurrent requests is measured `check.repeats` times and gives one row.
     """
     progress.begin("vLLM's server starts", 0, unit="loads")
     settings = request.settings
@@ -197,7 +197,10 @@ def load_rows(
 
 
 def _percentiles(seconds: Sequence[float | None]) -> Percentiles:
-    """Compute percentiles [ms] of times [s] measured in the load study; None is left out."""
+    """Compute percentiles [ms] of times [s] measured in the load study; a time of None is left out.
+
+    Without times the percentiles are None.
+    """
     times_N = 1000 * np.array([each for each in seconds if each is not None])
     if not len(times_N):
         return Percentiles()
@@ -206,7 +209,10 @@ def _percentiles(seconds: Sequence[float | None]) -> Percentiles:
 
 
 def _share_within_limits(limits: LatencyLimits, measured: LoadFigures) -> float | None:
-    """Compute the share of the load study's requests within the latency limits, if any are set."""
+    """Compute the share of the load study's requests within the latency limits.
+
+    Return None if no limit is set.
+    """
     if not limits.ttft_ms and not limits.tpot_ms:
         return None
     within = 0

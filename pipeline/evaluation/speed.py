@@ -75,9 +75,9 @@ def decode_by(decoder: Decoder, rule: AcceptanceRule, num_tokens: int) -> Decode
 
 
 class CannotDecode(Exception):
-    """The reason why a baseline cannot decode a prompt of the check.
+    """Error of a baseline that cannot decode a prompt of the check; its text is the reason.
 
-    The checked methods never raise it.
+    Plain decoding and decoding with the heads never raise it.
     """
 
 
@@ -106,7 +106,8 @@ def baseline(
 ) -> Decode:
     """Build a greedy baseline of transformers, which ignores the model's own generation settings.
 
-    It raises `CannotDecode` where transformers cannot decode this target or prompt in this way.
+    These settings are replaced by transformers' defaults in `model`. The returned method raises
+    `CannotDecode` if transformers cannot decode this target or prompt in this way.
 
     Raises:
         ConfigError, EnvironmentFault: The assistant cannot be loaded.
@@ -178,7 +179,10 @@ def take_turns(
 
 @dataclass(frozen=True)
 class Pace:
-    """One decoding method's measured rate and speed; NaN where it took no step."""
+    """One decoding method's measured rate and speed.
+
+    If every answer ended with its first token, all but the time to first token are NaN.
+    """
 
     acceleration_rate: float
     tokens_per_second: float
@@ -187,7 +191,10 @@ class Pace:
 
     @classmethod
     def of(cls, passes: Sequence[Pass], method: str) -> Pace:
-        """Compute the measured speed of a method from its answers in every repetition."""
+        """Compute a method's measured rate and speed from its answers in every repetition.
+
+        Every repetition gives the same tokens, so the rate is that of the first.
+        """
         first = passes[0][method]
         every = [one for answers in passes for one in answers[method]]
         seconds = statistics.median(sum(one.seconds for one in each[method]) for each in passes)
@@ -202,12 +209,13 @@ class Pace:
 
 
 def require_steps(accepted: Iterable[Sequence[int]]) -> None:
-    """Refuse a check whose decoded answers took no step.
+    """Refuse a check in which every decoded answer ended with its first token.
 
-    `accepted` is as in `Decoded`.
+    Args:
+        accepted: Per answer, the number of tokens that each step adds, as in `Decoded`.
 
     Raises:
-        ConfigError: There is no step.
+        ConfigError: No answer has a step to measure.
     """
     if not any(accepted):
         what = "Every answer ended with its first token, so that there is no step to measure."
@@ -239,7 +247,8 @@ def check_speed(
 def check_rate(prompts: Sequence[Prompt], accepted: Sequence[Sequence[int]]) -> Estimate:
     """Estimate the acceleration rate of the check's answers, with its standard error.
 
-    `accepted` is as in `Decoded`.
+    Args:
+        accepted: Per answer, the number of tokens that each step adds, as in `Decoded`.
     """
     return rate_of_answers(accepted, [prompt.conversation for prompt in prompts])
 
@@ -250,7 +259,11 @@ def with_new_answers(
     answers: Sequence[Sequence[int]],
     accepted: Sequence[Sequence[int]],
 ) -> Figures:
-    """Add to the check's figures the share of answers in training rows, and the others' rate."""
+    """Add to the check's figures the share of answers in training rows, and the others' rate.
+
+    Fewer than `ENOUGH_NEW` other answers get no rate. Without known training rows, return the
+    figures as they are.
+    """
     if request.trained is None:
         return figures
     seen = request.trained.answers()
@@ -302,6 +315,6 @@ def by_category(prompts: Sequence[Prompt], passes: Sequence[Pass]) -> list[Categ
 
 
 def steps_by_accepted_length(decoded: Sequence[Decoded]) -> list[int]:
-    """Count the check's decoding steps that accepted 0, 1, 2, … guesses."""
+    """Count the check's decoding steps that accepted 0, 1, 2, … guesses; there must be a step."""
     counts = Counter(kept - 1 for one in decoded for kept in one.accepted)
     return [counts[length] for length in range(max(counts) + 1)]

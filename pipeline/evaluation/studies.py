@@ -78,7 +78,7 @@ class Decoding:
         return self.accelerated.heads
 
     def states(self) -> Iterator[AnswerStates]:
-        """Yield the hidden states at the decoding steps of the plain answers, for the studies."""
+        """Yield the hidden states, tokens and labels of the plain answers, for the studies."""
         return answer_states(self.plain.model, self.heads, self.prompts, self.answers)
 
 
@@ -88,10 +88,10 @@ def run_studies(
     calibration: Calibration | None,
     progress: ProgressReporter = SILENT,
 ) -> Studies | None:
-    """Run the native studies that `settings` name; None where there are none.
+    """Run the native studies that the check's `settings` name; return None if they name none.
 
     Args:
-        calibration: For the searched trees in the study `trees`.
+        calibration: The calibrated trees; only the study `trees` needs them.
     """
     asked = [name for name in settings.studies if name != "load"]
     if not asked:
@@ -117,8 +117,8 @@ def run_studies(
 def tree_ladder(decoding: Decoding, calibration: Calibration) -> list[TreeRow]:
     """Compare trees of each kind, from none to the export's own (study `trees`).
 
-    A dynamic tree of the same size is compared with a static export tree, and the export's static
-    tree with a dynamic one.
+    A static export tree is also compared with a dynamic tree of its size, and a dynamic export tree
+    with a searched static tree of its size.
     """
     shape = decoding.heads.shape
     used = decoding.accelerated.tree
@@ -141,14 +141,18 @@ def tree_ladder(decoding: Decoding, calibration: Calibration) -> list[TreeRow]:
 
 
 def searched_tree(calibration: Calibration) -> tuple[TreePath, ...]:
-    """Return the calibrated tree for the study `trees`, in the stock tree's size."""
+    """Return a searched tree for the study `trees`, of at most the stock tree's size.
+
+    It is calibration's. If calibration searched none, since the user gave a tree, it is searched
+    here by the heads' accuracies.
+    """
     if calibration.searched is None:
         return greedy_tree(calibration.accuracies, STOCK_NODES)
     return calibration.searched[:STOCK_NODES]
 
 
 def heads_used(decoding: Decoding) -> list[TreeRow]:
-    """Compare the export's tree cut at each depth (study `heads`)."""
+    """Compare the export's tree cut at each depth, which is the number of heads (study `heads`)."""
     used = decoding.accelerated.tree
     trees: list[AnyTree] = []
     for depth in range(1, used.max_depth + 1):
@@ -163,7 +167,8 @@ def heads_used(decoding: Decoding) -> list[TreeRow]:
 def tree_rows(decoding: Decoding, trees: Sequence[AnyTree]) -> list[TreeRow]:
     """Measure each tree's acceleration rate, overhead and speedup in a study.
 
-    A rate or speedup is None if every answer ended with its first token.
+    A rate or speedup is None if every answer ended with its first token. The overhead of plain
+    decoding is 1.
     """
     model = decoding.plain.model
     room = decoding.plain.max_length
@@ -203,7 +208,10 @@ def tree_rows(decoding: Decoding, trees: Sequence[AnyTree]) -> list[TreeRow]:
 
 
 def chain_rate(decoding: Decoding, num_tokens: int) -> ChainRate:
-    """Replay the check's plain answers with a chain, as vLLM drafts it, and measure the rate."""
+    """Compute a chain's acceleration rate by a replay of the check's plain answers.
+
+    vLLM drafts this chain. The rate is None if every answer ended with its first token.
+    """
     ranks = guess_ranks(decoding.heads, decoding.states(), 1)
     found = replay(ranks, cartesian_tree([1] * num_tokens)).estimate()
     return ChainRate(
@@ -216,10 +224,10 @@ def chain_rate(decoding: Decoding, num_tokens: int) -> ChainRate:
 def typical_sweep(
     decoding: Decoding, num_tokens: int, first_token: Literal["greedy", "sampled"]
 ) -> list[TypicalRow]:
-    """Study typical acceptance over eps and temperature, beside exact sampling (2.3.1).
+    """Study typical acceptance over eps and temperature, beside exact sampling (paper 2.3.1).
 
-    Greedy decoding, plain sampling and rejection are compared too. Each speedup is over plain
-    decoding at the same temperature.
+    Greedy decoding, plain sampling and rejection sampling are measured too. Each speedup is over
+    plain decoding at the same temperature.
     """
     greedy = acceptance_rule("rejection", 0.0)  # at temperature 0 it is greedy
     plain = TypicalRow(temperature=0.0, rule=PLAIN)
@@ -242,9 +250,10 @@ def typical_sweep(
 def rule_rows(
     decoding: Decoding, sides: Mapping[TypicalRow, AcceptanceRule], num_tokens: int
 ) -> list[TypicalRow]:
-    """Measure each row's acceptance rule in its study, and fill in its figures; one must be plain.
+    """Measure acceptance rules for the study `typical`; return their rows with the figures.
 
-    A figure is None if every answer ended with its first token.
+    One of the rows must be of plain decoding. The rate, overhead and speedup are None if every
+    answer ended with its first token.
     """
     methods: dict[str, Decode] = {}
     for row, rule in sides.items():
@@ -276,7 +285,8 @@ def rule_rows(
 def batch_sizes(decoding: Decoding, num_tokens: int, repeats: int) -> list[BatchRow]:
     """Measure tokens per second of batches of 1 to 16 prompts, prefill included (study `batch`).
 
-    Speeds are medians of `repeats`. The prompts are repeated so that they fill the largest batch.
+    Each size is measured plainly and with the tree. Speeds are medians over `repeats`
+    measurements. The prompts are repeated so that they fill the largest batch.
     """
     prompt_ids = [prompt.ids for prompt in decoding.prompts]
     texts = list(islice(cycle(prompt_ids), max(BATCH_SIZES)))

@@ -29,9 +29,9 @@ RANKED_BYTES = 256 << 20  # of logits at a time
 class Score(NamedTuple):
     """Sums of the draft heads' losses and hits over labels, per head.
 
-    `losses_K` is the cross entropy over the `drafted_K` labels that can be proposed; `hits_KR` are
-    cumulative hits of the guesses, of `counts_K` labels. `tokens_V` counts how often each token
-    that can be proposed is a label of head 0.
+    `losses_K` is the cross entropy over the `drafted_K` labels in the draft vocabulary. `hits_KR`
+    counts, of `counts_K` labels, those among the head's first 1, 2, …, R guesses. `tokens_V`
+    counts, for each row of the lm_head, how often its token is a label of head 0.
     """
 
     losses_K: Tensor
@@ -72,9 +72,9 @@ def score_guesses(
     labels_KN: Tensor,
     top: int,
 ) -> Score:
-    """Score K draft heads: sum their losses, and count labels in their first 1, 2, … guesses.
+    """Score K draft heads: sum their losses, and count labels among their first 1, 2, … guesses.
 
-    Arguments are those of `Heads.states`; hits are counted up to `top` guesses. Losses are in
+    The tensors are those of `Heads.states`; hits are counted for up to `top` guesses. Losses are in
     fp32, their sums in fp64.
     """
     total = Score.zero(heads.shape, top, hidden_ND.device)
@@ -100,7 +100,10 @@ def label_ranks(
     labels_KN: Tensor,
     top: int,
 ) -> Tensor:
-    """Rank each label among its head's guesses from 0, uint8 [K, N]; or `MISS` or `NO_LABEL`."""
+    """Rank each label among its head's `top` guesses, from 0, uint8 [K, N].
+
+    The rank is `MISS` if the label is not among them, and `NO_LABEL` for a label of -100.
+    """
     ranks_KN = torch.full(labels_KN.shape, NO_LABEL, dtype=torch.uint8, device=hidden_ND.device)
     for guesses in _guess_labels(heads, hidden_ND, next_N, labels_KN, top):
         ranks_C = torch.where(guesses.hits_CR.any(1), guesses.hits_CR.int().argmax(1), MISS)

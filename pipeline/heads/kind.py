@@ -40,13 +40,16 @@ TOKEN_MAP = "token_map"  # the draft vocabulary's name in files, as in vLLM
 
 @dataclass(frozen=True)
 class TargetWeights:
-    """The target's lm_head and embedding [V, D] for building heads, read on demand."""
+    """The target's lm_head and embedding for building heads, each read when it is called."""
 
     lm_head: Callable[[], Tensor]
     embedding: Callable[[], Tensor]
 
     def drafting(self, tokens: Tensor | None) -> TargetWeights:
-        """Return the weights for building heads, lm_head cut to their draft vocabulary, if any."""
+        """Return the weights for building heads, with the lm_head rows of their draft vocabulary.
+
+        `tokens` are those of the draft vocabulary; for None the weights are unchanged.
+        """
         if tokens is None:
             return self
         return replace(self, lm_head=lambda: self.lm_head()[tokens])
@@ -70,12 +73,13 @@ class ProposalTree(Protocol):
 
 
 class DraftVocabulary(nn.Module):
-    """Map rows of `lm_head` to the target's tokens; the identity unless the shape is pruned.
+    """The heads' draft vocabulary: the target's token for each row of their `lm_head`.
 
-    A token outside this vocabulary is never proposed; only the target writes it. A label outside it
-    adds no loss (EAGLE-3's code, arXiv 2503.01840, decides by the target's most likely token
-    instead). Soft labels are the target's distribution over this vocabulary, renormalized, as
-    there. In accuracies a token outside it is a miss.
+    Unless the shape is pruned, rows are token ids. A token outside the draft vocabulary is never
+    proposed; only the target writes it. A label outside it adds no loss (EAGLE-3's code, arXiv
+    2503.01840, decides by the target's most likely token instead). Soft labels are the target's
+    distribution over the draft vocabulary, renormalized, as in EAGLE-3. In accuracies a token
+    outside it is a miss.
     """
 
     token_map: Tensor | None  # int64 [V], ascending, zeros until `fill`; None where not pruned
@@ -93,7 +97,11 @@ class DraftVocabulary(nn.Module):
         self.register_buffer("rows_W", rows_W, persistent=False)
 
     def fill(self, tokens_V: Tensor, where: str | None = None) -> None:
-        """Set the heads' draft vocabulary; raise DataError unless it is V ascending tokens."""
+        """Set the draft vocabulary of pruned heads.
+
+        Raises:
+            DataError: The tokens are not V ascending ids of the target's vocabulary.
+        """
         assert self.token_map is not None and self.rows_W is not None, "not pruned"
         size = len(self.token_map)
         tokens_V = tokens_V.long()
@@ -110,24 +118,29 @@ class DraftVocabulary(nn.Module):
         self.rows_W[self.token_map] = torch.arange(size, device=self.rows_W.device)
 
     def tokens_of_rows(self, rows: Tensor) -> Tensor:
-        """Map rows of the heads' lm_head to tokens, in any shape, without a copy to the host."""
+        """Map rows of the heads' lm_head, a tensor of any shape, to tokens on the same device."""
         return rows if self.token_map is None else self.token_map[rows]
 
     def rows_of_labels(self, labels: Tensor) -> Tensor:
-        """Map labels to rows of the heads' lm_head; -100 stays, tokens outside become -100."""
+        """Map labels to rows of the heads' lm_head.
+
+        Labels outside the draft vocabulary become -100, and -100 stays.
+        """
         if self.rows_W is None:
             return labels
         return self.rows_W[labels.clamp(min=0)].where(labels != IGNORED, IGNORED)
 
     def num_learned(self, labels_KN: Tensor) -> Tensor:
-        """Count the labels that each head learns: those in the draft vocabulary, [K]."""
+        """Count the labels that each head learns, [K], without those outside a draft vocabulary."""
         return (self.rows_of_labels(labels_KN) != IGNORED).sum(1)
 
     def over_all_tokens(self, lm_head: Tensor) -> Tensor:
         """Expand the heads' lm_head [..., V, D] to all tokens of the target, [..., W, D].
 
-        For engines without draft vocabularies; the first guess stays the same. A token outside gets
-        the mean of the rows: its logit is the mean of theirs, which is never above the largest.
+        For engines without draft vocabularies. A token outside the draft vocabulary gets the mean
+        of the rows. Its logit is the mean of their logits, which is never above the largest, so the
+        first guess stays the same. The result is detached; without a draft vocabulary, `lm_head`
+        itself is returned.
         """
         if self.token_map is None:
             return lm_head
@@ -137,7 +150,7 @@ class DraftVocabulary(nn.Module):
 
 
 def most_frequent_tokens(counts_W: npt.NDArray[np.int64], num_tokens: int) -> Tensor:
-    """Choose the heads' draft vocabulary: the V most frequent tokens, in ascending order.
+    """Choose the heads' draft vocabulary: the `num_tokens` most frequent tokens, ascending by id.
 
     Ties go to the lower id.
     """
@@ -181,7 +194,10 @@ class Heads(nn.Module, ABC):
     @classmethod
     @abstractmethod
     def shape_of(cls, settings: TrainConfig, hidden_size: int, vocab_size: int) -> HeadsShape:
-        """Return the shape of the heads that `train` configures for a target of these sizes."""
+        """Return the shape of the heads that `train` configures for a target of these sizes.
+
+        The shape has the target's whole vocabulary; callers apply `train.draft_vocab`.
+        """
 
     @classmethod
     @abstractmethod
@@ -217,7 +233,7 @@ class Heads(nn.Module, ABC):
         """Sum each head's cross entropy over its labels, [K]; see `summed_cross_entropy`.
 
         The first three arguments are those of `states`. Labels outside the draft vocabulary add
-        nothing. Under autocast products run in its dtype.
+        nothing. Under autocast, matrix products are in its dtype.
         """
         states_KND = self.states(hidden_ND, next_N, labels_KN)
         device = hidden_ND.device.type
@@ -239,15 +255,17 @@ class Heads(nn.Module, ABC):
     def expand(self, hidden_BPD: Tensor, tokens_BP: Tensor, depth: int) -> tuple[Tensor, Tensor]:
         """Expand P tree nodes at `depth`: return states [B, P, D] and logits [B, P, V].
 
-        At depth 0 the node is the root: the token that the target chose, and the state that it
-        chose it from. Below, each node comes with its parent's returned state. Shapes are fixed and
-        nothing is copied to the host, so that a step can be captured as a CUDA graph.
+        The logits are of the tokens below each node. At depth 0 the only node is the root: the
+        target's last token, with the target's hidden state that predicted it. A deeper node comes
+        with the state that this method returned for its parent. Shapes are fixed and nothing is
+        copied to the host, so that a decoding step can be captured as a CUDA graph.
         """
 
     def propose(self, hidden_BD: Tensor, token_B: Tensor, tree: ProposalTree) -> Tensor:
-        """Propose the tokens [B, N] of the tree's nodes; rank r is the r-th guess below a parent.
+        """Propose the tokens [B, N] of the candidate tree's nodes below the root, level by level.
 
-        `hidden_BD` are the states that the target chose the roots `token_B` from.
+        `hidden_BD` are the target's hidden states that predicted the root tokens `token_B`. The
+        tokens are on the device of `token_B`.
         """
         hidden_BMD = hidden_BD[:, None]
         tokens_BM = token_B.to(hidden_BD.device)[:, None]
@@ -267,7 +285,7 @@ class Heads(nn.Module, ABC):
 
     @classmethod
     def check_format(cls, shape: Any, format: ExportFormat) -> None:
-        """Raise ConfigError unless heads of this kind and shape have this export format."""
+        """Raise ConfigError unless heads of this kind and shape can be exported in this format."""
         if format not in cls.formats:
             known = ", ".join(each.name for each in cls.formats)
             raise ConfigError(
@@ -281,10 +299,11 @@ class Heads(nn.Module, ABC):
     def engine_config(
         cls, shape: Any, format: ExportFormat, target: Mapping[str, Any]
     ) -> dict[str, object]:
-        """Return this kind of heads' own keys of an export's config.json.
+        """Return the keys that this kind of heads adds to an export's config.json.
 
-        `target` is the target's config.json. The exporter adds sizes, dtype,
-        `base_model_name_or_path` and the keys of vLLM's speculators format.
+        `target` is the target's config.json. The exporter adds sizes, dtype, the heads' shape,
+        `base_model_name_or_path` and, where vLLM serves the heads, the keys of its speculators
+        format.
         """
 
     @classmethod
@@ -308,12 +327,17 @@ class Heads(nn.Module, ABC):
     def named_tensors(self, format: ExportFormat | None = None) -> dict[str, Tensor]:
         """Return the heads' detached tensors by their names in a heads file or export.
 
-        An export leaves out what engines take from the target.
+        Without `format` they are those of a heads file. An export leaves out matrices that engines
+        take from the target. `from_named_tensors` copies into these tensors, so they share the
+        heads' memory; a kind whose tensors do not has to override it.
         """
         return {name: parameter.detach() for name, parameter in self.named_parameters()}
 
     def stored_tensors(self, format: ExportFormat | None = None) -> dict[str, Tensor]:
-        """Return all tensors of a heads file: `named_tensors` and, if pruned, `token_map` [V]."""
+        """Return all tensors of a heads file or export, by name.
+
+        These are `named_tensors` and, if the heads are pruned, `token_map` [V].
+        """
         tensors = self.named_tensors(format)
         if self.vocabulary.token_map is not None:
             tensors[TOKEN_MAP] = self.vocabulary.token_map
@@ -328,11 +352,14 @@ class Heads(nn.Module, ABC):
         *,
         where: str | None = None,
     ) -> Self:
-        """Build heads from the tensors of a heads file, in the tensors' own dtype.
+        """Build heads from the tensors of a heads file or export.
+
+        Dtype and device are those of the first floating-point tensor. Matrices that an export
+        leaves out stay zeros until `take_from`.
 
         Raises:
-            DataError: A tensor is missing, unknown, of another shape or not finite, or names of one
-                shared tensor have different contents.
+            DataError: A tensor is missing, unknown, of another shape or not finite, names of one
+                shared tensor have different contents, or the draft vocabulary is invalid.
         """
         found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         require_shapes(shape, cls.shapes(shape, format), found, where)
@@ -357,12 +384,12 @@ class Heads(nn.Module, ABC):
         return {name: tuple(view.shape) for name, view in views.items()}
 
     def take_from(self, target: TargetWeights) -> None:
-        """Replace the heads' frozen lm_head and embedding by the target's, if they have any.
+        """Replace the heads' lm_head and embedding, which exports leave out, by the target's.
 
-        Exports leave these matrices out, because engines take them from the target.
+        Engines take these matrices from the target. The default replaces nothing.
         """
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Return whether a tensor of heads holds finite numbers only, without a second such tensor."""
+    """Return whether a tensor of heads holds finite numbers only, without a mask of its size."""
     return bool(torch.stack(tensor.aminmax()).isfinite().all())

@@ -61,13 +61,21 @@ def head_kind(name: str) -> type[Heads]:
 
 
 def shape_from_json(content: Mapping[str, Any]) -> HeadsShape:
-    """Read a heads shape from JSON; raise KeyError, TypeError or ValueError for anything else."""
+    """Read a heads shape from JSON.
+
+    Raises:
+        KeyError, TypeError, ValueError: The kind is missing or unknown, or fields are missing,
+            unknown or out of range.
+    """
     fields = dict(content)
     return KINDS[fields.pop("kind")].Shape(**fields)
 
 
 def max_tree_depth(settings: TrainConfig) -> int:
-    """Return the number of tokens ahead that the configured kind of heads can propose."""
+    """Return how many tokens ahead the configured kind of heads can propose.
+
+    Raises ConfigError for an unknown kind.
+    """
     return head_kind(settings.heads).shape_of(settings, 1, 1).max_depth  # at any sizes
 
 
@@ -79,12 +87,12 @@ class NamedTensors(Protocol):
 
     @property
     def names(self) -> Collection[str]:
-        """The names of all tensors of another trainer's draft heads, whatever their kind."""
+        """The names of all tensors in the files of another trainer's draft heads."""
 
     def __getitem__(self, name: str) -> Tensor: ...
 
     def refuse(self, what: str, fix: str = NOT_HERE) -> DataError:
-        """Return a DataError that refuses draft heads for their kind, shape or tensors."""
+        """Return the DataError for draft heads whose kind, shape or tensors cannot be used."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +108,7 @@ class ForeignHeads:
     """Heads of another trainer, in a recognized layout.
 
     Attributes:
-        heads: None where native decoding cannot run them; `why_not` then says why.
+        heads: The built heads, or None if native decoding cannot run them; `why_not` says why.
         description: The layout in which they were recognized.
         vllm_method: vLLM's method where vLLM reads their directory unmodified, otherwise None.
     """
@@ -116,13 +124,15 @@ def foreign_heads(
 ) -> ForeignHeads:
     """Recognize the kind of another trainer's draft heads, and build heads of that kind.
 
+    No heads are built of an EAGLE-1 model with attention or bias, which only vLLM can run.
+
     Args:
         target: The matrices that heads may borrow.
-        num_tokens: How many tokens a cell drafts; Medusa heads draft one each.
+        num_tokens: How many tokens a recurrent cell drafts; each Medusa head drafts one.
 
     Raises:
-        DataError: The layout is unknown, tensors are missing or unknown, or the heads belong to a
-            target of other sizes.
+        DataError: The layout, dtype or activation is not supported, tensors are missing, unknown or
+            not finite, or the heads belong to another target.
     """
     if "fc.weight" in tensors.names:
         return _eagle_heads(tensors, target, sizes, num_tokens)
@@ -130,7 +140,10 @@ def foreign_heads(
 
 
 def _medusa_heads(tensors: NamedTensors, target: TargetWeights, sizes: Sizes) -> ForeignHeads:
-    """Build another trainer's heads as the kind `medusa`, with the target's lm_head if need be."""
+    """Build another trainer's heads as the kind `medusa`.
+
+    Heads without an lm_head get the target's, and heads without biases get zeros.
+    """
     blocks, lm_heads = _medusa_names(tensors)
     num_heads = 1 + max(k for k, _, _ in blocks)
     num_layers = 1 + max(layer for _, layer, _ in blocks)
@@ -157,7 +170,11 @@ def _medusa_heads(tensors: NamedTensors, target: TargetWeights, sizes: Sizes) ->
 def _medusa_names(
     tensors: NamedTensors,
 ) -> tuple[dict[tuple[int, int, str], str], dict[int, str]]:
-    """Return the tensor names of Medusa heads: blocks by head, layer and part, lm_heads by head."""
+    """Return the tensor names of Medusa heads: blocks by head, layer and part, lm_heads by head.
+
+    Raises DataError for other names, or if there is no block. In a whole model's files, only names
+    with the prefix `medusa_head.` count.
+    """
     blocks: dict[tuple[int, int, str], str] = {}
     lm_heads: dict[int, str] = {}
     unknown: list[str] = []
@@ -183,7 +200,11 @@ def _medusa_names(
 def _eagle_heads(
     tensors: NamedTensors, target: TargetWeights, sizes: Sizes, num_tokens: int
 ) -> ForeignHeads:
-    """Build another trainer's EAGLE-1 heads as the kind `recurrent`, if their attention is zero."""
+    """Build another trainer's EAGLE-1 heads as the kind `recurrent`, if their attention is zero.
+
+    If attention or the bias of `fc` is not zero, the result has no heads but the reason. Raises
+    DataError as `foreign_heads` does.
+    """
     names = tensors.names
     for name in (OUTPUT, FC_BIAS):
         if name in names and tensors[name].any():
@@ -227,9 +248,10 @@ def _build_heads(
     named: Mapping[str, Tensor],
     left_out: str | None,
 ) -> Heads:
-    """Build heads of a kind from another trainer's tensors, in the widest dtype of the tensors.
+    """Build heads of a kind on the CPU from another trainer's tensors, in their common dtype.
 
-    Tensors that have `left_out` in their names are zeros.
+    The common dtype is torch's promotion of all dtypes. Tensors that have `left_out` in their names
+    are zeros. Raises DataError for a dtype that is not supported, and as `from_named_tensors` does.
     """
     dtype = torch.bool  # narrower than any other
     for name, tensor in named.items():

@@ -38,7 +38,10 @@ SLICES = 16  # a chunk's bytes over those of a slice, and of a block of a gradie
 
 
 class TargetHead(NamedTuple):
-    """The target's frozen output layer: `softcap · tanh(scale · (W x + b) / softcap)`."""
+    """The target's frozen output layer: `softcap · tanh(scale · (W x + b) / softcap)`.
+
+    Without a softcap the logits are `scale · (W x + b)`.
+    """
 
     weight_VD: Tensor
     bias_V: Tensor | None = None
@@ -46,17 +49,17 @@ class TargetHead(NamedTuple):
     softcap: float | None = None  # Gemma 2
 
     def to(self, device: torch.device, dtype: torch.dtype) -> TargetHead:
-        """Move the output layer for the heads' losses on soft labels to a device and dtype."""
+        """Return the output layer of the heads' soft labels on another device, in another dtype."""
         bias_V = None if self.bias_V is None else self.bias_V.to(device, dtype)
         return self._replace(weight_VD=self.weight_VD.to(device, dtype), bias_V=bias_V)
 
     def of_tokens(self, tokens: Tensor) -> TargetHead:
-        """Restrict the heads' soft labels to these tokens; softmax is normalized over them."""
+        """Return the output layer of these tokens; the heads' soft labels then cover them only."""
         bias_V = None if self.bias_V is None else self.bias_V[tokens]
         return self._replace(weight_VD=self.weight_VD[tokens], bias_V=bias_V)
 
     def logits(self, states_CD: Tensor, out: Tensor | None = None) -> Tensor:
-        """Compute target logits [C, V], the soft labels of the heads' losses, into `out` if given.
+        """Compute the target's logits [C, V] for the heads' soft labels, into `out` if given.
 
         The logits are in the dtype of the states.
         """
@@ -76,9 +79,10 @@ class Teacher(NamedTuple):
     Head k at position t predicts the token at t+2+k, whose distribution is the target's lm_head on
     its state at t+1+k. Wherever the head has a label, that state lies within the same span.
 
-    `rows_KN` int64 is the index of that state for each label, or -1 where it is not available: the
-    head then learns the written token only. Of the other labels' losses, `share` is the cross
-    entropy with the target's distribution, the rest that with the token.
+    `rows_KN` int64 holds, for each label, the index of that state in `states_MD`, or -1 if the
+    state is not available. Labels with -1 are learned as written tokens only. The loss of any other
+    label is `share` times the cross entropy with the target's distribution, plus 1 - `share` times
+    that with the written token.
     """
 
     head: TargetHead
@@ -93,7 +97,7 @@ def exact_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def chunk_bytes_on(device: torch.device) -> int:
-    """Return the bytes of logits that the heads' loss holds at a time on a device."""
+    """Return about how many bytes of logits the heads' loss holds at a time on a device."""
     return CHUNK_BYTES.get(device.type, 1 << 30)
 
 
@@ -106,14 +110,15 @@ def summed_cross_entropy(
 ) -> Tensor:
     """Sum each head's cross entropy over its labels, [K] (paper 2.2.1).
 
-    The caller weights the sums. Differentiable in the hidden states and in `lm_head`, which is
-    [K, V, D], or one [V, D] that all heads share.
+    The caller weights the sums. They are differentiable in the hidden states and in `lm_head`,
+    which is [K, V, D], or one [V, D] that all heads share.
 
     Args:
         labels_KN: int64, -100 where a head has nothing to learn.
         teacher: The target's distributions; without it the loss comes from the labels only.
-        weights_K: The weights of the caller's sum over heads, exactly (asserted in backward). A
-            shared lm_head that trains needs them: its gradient is one sum over all heads.
+        weights_K: The weights by which the caller multiplies the sums. They matter if a shared
+            lm_head trains, since its gradient is one sum over all heads; backward then asserts that
+            the caller used exactly these.
     """
     return _SummedCrossEntropy.apply(hidden_KND, lm_head, labels_KN, teacher, weights_K)
 
@@ -130,7 +135,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
         teacher: Teacher | None,
         weights_K: Tensor,
     ) -> Tensor:
-        """Compute the losses of K draft heads, and their gradients, chunk by chunk."""
+        """Sum the losses of K draft heads, [K], chunk by chunk; keep the gradients for backward."""
         with torch.autocast(hidden_KND.device.type, enabled=False):
             loss = _ChunkedLoss(hidden_KND, lm_head, labels_KN, teacher, weights_K)
             if ctx.needs_input_grad[1]:
@@ -143,7 +148,10 @@ class _SummedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_sums_K: Tensor):
-        """Scale the gradients of the heads' states and lm_head, in place."""
+        """Scale the kept gradients of the heads' states and lm_head in place, once per forward.
+
+        The gradient of an lm_head that all heads share is weighted already.
+        """
         grad_hidden_KND, grad_lm_head = ctx.gradients
         ctx.gradients = None  # scaled in place: good for one backward
         grad_hidden_KND.mul_(grad_sums_K[:, None, None])
@@ -222,9 +230,10 @@ class _ChunkedLoss:
         self.block_in_buffer: int | None = None  # `first_state` of the distributions in p_buffer
 
     def chunks(self) -> Iterator[_Chunk]:
-        """Yield the heads' labelled rows in chunks of one teacher block and one lm_head (pass 1).
+        """Yield the heads' labelled rows in chunks of one teacher block and one lm_head.
 
-        Rows without a state are in chunks of their own. A chunk fits the buffer of logits.
+        This is step 1 of the module's docstring. Rows without a target state are in chunks of
+        their own. A chunk fits the buffer of logits.
         """
         rows = (self.labels_KN.flatten() != IGNORED).nonzero()[:, 0]
         states = torch.full_like(rows, -1)
@@ -251,7 +260,7 @@ class _ChunkedLoss:
                     yield _Chunk(head, rows[chosen], first_state, states_C)
 
     def add(self, chunk: _Chunk) -> None:
-        """Compute the heads' losses of a chunk and add its gradients (passes 2 to 5)."""
+        """Compute the heads' losses and gradients of a chunk: steps 2 to 5 of the module."""
         rows_C = chunk.rows_C
         dtype = self.hidden_KND.dtype
         hidden_CD = self.hidden_KND.flatten(0, 1)[rows_C]
@@ -284,7 +293,10 @@ class _ChunkedLoss:
         _add_product(total_VD, logits_CV, hidden_CD, self.block_rows)
 
     def _fill_p_buffer(self, first: int) -> None:
-        """Compute the soft labels p [M, V] at a block of the target's states, once per block."""
+        """Compute the soft labels p [M, V] at a block of the target's states, once per block.
+
+        Computing them overwrites the buffer of logits.
+        """
         assert self.teacher is not None
         if self.block_in_buffer == first:
             return
@@ -312,7 +324,7 @@ class _ChunkedLoss:
         return -label_log_q_S1[:, 0]
 
     def _soft_losses(self, logits_SV: Tensor, labels_S1: Tensor, states_S: Tensor) -> Tensor:
-        """Compute the heads' losses [S], of which `share` is learned from the soft labels p.
+        """Compute the heads' losses [S] on labels and soft labels p, which count with `share`.
 
         Replaces the logits by the gradient q - (1 - share) · onehot(label) - share · p.
         """
@@ -329,7 +341,10 @@ class _ChunkedLoss:
 
 
 def _add_product(total_VD: Tensor, grad_CV: Tensor, hidden_CD: Tensor, num_rows: int) -> None:
-    """Add gradᵀ · hidden to the heads' lm_head gradient in place, `num_rows` rows at a time."""
+    """Add gradᵀ · hidden to the gradient of the heads' lm_head, in place.
+
+    If dtypes differ, the product is computed for `num_rows` vocabulary rows at a time.
+    """
     if total_VD.dtype == grad_CV.dtype:
         total_VD.addmm_(grad_CV.t(), hidden_CD)
         return

@@ -34,11 +34,10 @@ from pipeline.heads.shapes import EXPANDED, REFERENCE, SHARED, ExportFormat, Med
 
 
 class MedusaHeads(Heads):
-    """K Medusa heads, evaluated in one batched product.
+    """K Medusa heads, whose parameters are stacked so that one batched product runs them all.
 
-    Parameters: `block_weight` [L, K, D, D] and `block_bias` [L, K, D]; `lm_head` is [K, V, D], or,
-    shared or tied, one [V, D]. No gradient reaches the tied one: a parameter and not a buffer, so
-    that DDP does not broadcast it each step.
+    Parameters: `block_weight` [L, K, D, D], `block_bias` [L, K, D] and `lm_head`. The lm_head is
+    [K, V, D] if untied, and one [V, D] if shared or tied. A tied lm_head is a frozen parameter.
     """
 
     Shape = MedusaShape
@@ -146,7 +145,7 @@ least {{ report.tree.nodes | number or "the tree's nodes" }}; the content of `{{
         return hidden_KND
 
     def states(self, hidden_ND: Tensor, next_N: Tensor, labels_KN: Tensor) -> Tensor:
-        """Compute the input [K, N, D] of the Medusa heads' lm_heads; tokens are not read."""
+        """Compute the input [K, N, D] of the Medusa heads' lm_heads, which depends on no token."""
         return self.hidden(hidden_ND)
 
     def forward(self, hidden_ND: Tensor, num_heads: int | None = None) -> Tensor:
@@ -159,7 +158,10 @@ least {{ report.tree.nodes | number or "the tree's nodes" }}; the content of `{{
         return (self.lm_head[: len(hidden_KND)] @ hidden_KND.mT).mT
 
     def expand(self, hidden_BPD: Tensor, tokens_BP: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-        """Compute Medusa head `depth`'s logits from the root's state, equal at all nodes."""
+        """Compute Medusa head `depth`'s logits from the root's state, equal at all nodes.
+
+        States are returned unchanged, so that deeper nodes get the root's state too.
+        """
         root_B1D = hidden_BPD[:, :1]
         num_nodes = hidden_BPD.shape[1]
         weights_DD = self.block_weight[:, depth]
@@ -177,7 +179,7 @@ least {{ report.tree.nodes | number or "the tree's nodes" }}; the content of `{{
 
     @classmethod
     def check_format(cls, shape: MedusaShape, format: ExportFormat) -> None:
-        """Raise ConfigError unless Medusa heads of this shape have this export format."""
+        """Raise ConfigError unless Medusa heads of this shape can be exported in this format."""
         super().check_format(shape, format)
         if format is REFERENCE and shape.num_layers > 1:
             raise ConfigError(
@@ -212,8 +214,8 @@ least {{ report.tree.nodes | number or "the tree's nodes" }}; the content of `{{
     def named_tensors(self, format: ExportFormat | None = None) -> dict[str, Tensor]:
         """Return Medusa heads' tensors `{k}.{l}.linear.weight`, `.bias` and `{k}.{L}.weight`.
 
-        Where one lm_head is stored for all heads, its name is `0.{L}.weight`. An export's lm_heads
-        have a row for each of the target's tokens.
+        An lm_head that is stored once for all heads is named `0.{L}.weight`. An export's lm_heads
+        have a row for each of the target's tokens; those of pruned heads are copies.
         """
         shape = self.shape
         lm_head = self.lm_head
@@ -241,7 +243,7 @@ least {{ report.tree.nodes | number or "the tree's nodes" }}; the content of `{{
         *,
         where: str | None = None,
     ) -> Self:
-        """Build Medusa heads; a pruned export keeps only the rows of its draft vocabulary."""
+        """Build Medusa heads; of a pruned export, read only the rows of the draft vocabulary."""
         heads = super().from_named_tensors(shape, tensors, format, where=where)
         if format is not None and shape.is_pruned:  # its names are not views of the lm_head
             for k in range(shape.num_heads):

@@ -66,9 +66,9 @@ SERVED = (
 class RecurrentHeads(Heads):
     """Recurrent draft heads: one cell that drafts a token per step, from its own last state.
 
-    Parameters: `fc` [D, 2D], which reads the embedding first; `gate`, `up` [I, D] and `down` [D,
-    I]; `norm` [D]; `embedding` and `lm_head` [V, D], frozen; the embedding is of all the target's
-    tokens.
+    Parameters: `fc` [D, 2D], which reads the embedding and then the state; `norm` [D]; `gate` and
+    `up` [I, D]; `down` [D, I]; and, frozen, `lm_head` [V, D] and `embedding`, which has a row for
+    each of the target's tokens.
     """
 
     Shape = RecurrentShape
@@ -99,7 +99,7 @@ model, with an attention that adds nothing; embedding and lm_head are the target
         inner = shape.intermediate_size
 
         def zeros(*sizes: int, trains: bool = True) -> nn.Parameter:
-            """Return a parameter of the recurrent cell, of zeros."""
+            """Return a parameter of zeros for the recurrent cell, frozen unless `trains`."""
             tensor = torch.zeros(*sizes, dtype=dtype, device=device)
             return nn.Parameter(tensor, requires_grad=trains)
 
@@ -119,7 +119,10 @@ model, with an attention that adds nothing; embedding and lm_head are the target
 
     @classmethod
     def initial(cls, shape: RecurrentShape, target: TargetWeights) -> RecurrentHeads:
-        """Build a recurrent cell whose first step is the target's own prediction."""
+        """Build an untrained recurrent cell; its first step repeats the target's own prediction.
+
+        `gate` and `up` are drawn from torch's generator.
+        """
         lm_head_VD = target.lm_head()
         heads = cls(shape, dtype=lm_head_VD.dtype, device=lm_head_VD.device)
         size = shape.hidden_size
@@ -131,7 +134,10 @@ model, with an attention that adds nothing; embedding and lm_head are the target
         return heads
 
     def take_from(self, target: TargetWeights) -> None:
-        """Use the target's embedding and lm_head in the recurrent cell, frozen."""
+        """Replace the recurrent cell's frozen embedding and lm_head by the target's.
+
+        They have the cell's dtype; equal ones share one matrix.
+        """
         dtype = self.fc.dtype
         self.embedding = nn.Parameter(target.embedding().detach().to(dtype), requires_grad=False)
         self.lm_head = nn.Parameter(target.lm_head().detach().to(dtype), requires_grad=False)
@@ -143,7 +149,10 @@ model, with an attention that adds nothing; embedding and lm_head are the target
             self.lm_head = self.embedding
 
     def step(self, hidden: Tensor, tokens: Tensor) -> Tensor:
-        """Advance the cell by one token [...]; return its states [..., D], in autocast's dtype."""
+        """Advance the recurrent cell by one token [...] and return its states [..., D].
+
+        The states are in autocast's dtype if it is enabled, otherwise in that of the weights.
+        """
         dtype = self.fc.dtype
         device = hidden.device.type
         if torch.is_autocast_enabled(device):
@@ -187,7 +196,7 @@ model, with an attention that adds nothing; embedding and lm_head are the target
 
     @classmethod
     def check_format(cls, shape: RecurrentShape, format: ExportFormat) -> None:
-        """Raise ConfigError unless a recurrent cell of this shape has the export format."""
+        """Raise ConfigError unless a recurrent cell of this shape fits this export format."""
         super().check_format(shape, format)
         if format is SGLANG and shape.is_pruned:
             raise ConfigError(
@@ -218,8 +227,8 @@ model, with an attention that adds nothing; embedding and lm_head are the target
     def named_tensors(self, format: ExportFormat | None = None) -> dict[str, Tensor]:
         """Return the recurrent cell's tensors by their names in vLLM's EAGLE-1 model.
 
-        A heads file has the target's embedding and lm_head too. An export has vLLM's attention
-        instead, of zeros.
+        A heads file has the target's embedding and lm_head too. Instead of them an export has an
+        attention of zeros and, in some formats, a bias of zeros for `fc`.
         """
         named: dict[str, Tensor] = {
             "fc.weight": self.fc,
@@ -251,7 +260,7 @@ model, with an attention that adds nothing; embedding and lm_head are the target
         *,
         where: str | None = None,
     ) -> Self:
-        """Build a recurrent cell; equal embedding and lm_head share one matrix."""
+        """Build a recurrent cell from its tensors; equal embedding and lm_head share one matrix."""
         heads = super().from_named_tensors(shape, tensors, format, where=where)
         heads._share_tied_matrix()
         return heads

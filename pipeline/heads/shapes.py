@@ -3,7 +3,7 @@
 Export formats:
 
     expanded   what vLLM, TGI and TensorRT-LLM load: every lm_head in full
-    shared     one lm_head for all heads that share one
+    shared     the one lm_head that all heads read, stored once
     reference  FasterDecoding/Medusa: `medusa_lm_head.pt`, a pickle of plain tensors that
                `weights_only=True` loads
     sglang     SGLang's EAGLE-1 model, `LlamaForCausalLMEagle`: its `fc` has a bias, here zeros
@@ -47,7 +47,7 @@ class HeadsShape:
 
     @property
     def is_pruned(self) -> bool:
-        """Whether the heads propose a draft vocabulary instead of all tokens."""
+        """Whether the heads propose tokens of a draft vocabulary only."""
         return self.vocab_size < self.target_vocab_size
 
     def drafting(self, num_tokens: int | None) -> Self:
@@ -75,7 +75,7 @@ class MedusaShape(HeadsShape):
     """The shape of Medusa heads of `num_layers` residual blocks each.
 
     `lm_head` is `untied` (each head trains its own), `shared` (all train one) or `tied` (all read
-    the target's, frozen). Raises ValueError for another word.
+    the target's, frozen). Raises ValueError for any other `lm_head`.
     """
 
     kind: ClassVar[str] = "medusa"
@@ -92,7 +92,7 @@ class MedusaShape(HeadsShape):
 class RecurrentShape(HeadsShape):
     """The shape of a recurrent cell: trained for `num_heads` steps, proposes up to twice as many.
 
-    `norm_eps` belongs to its RMSNorm; cells of other trainers have another.
+    `norm_eps` is the epsilon of its RMSNorm; in cells of other trainers it may differ.
     """
 
     kind: ClassVar[str] = "recurrent"
@@ -108,7 +108,7 @@ class RecurrentShape(HeadsShape):
 def require_shapes(
     shape: HeadsShape, expected: TensorShapes, found: TensorShapes, where: str | None
 ) -> None:
-    """Raise DataError unless the heads' tensor shapes `found` equal `expected`."""
+    """Raise DataError unless the names and shapes of the heads' tensors are as expected."""
     problems = [f"{name} is missing" for name in expected if name not in found]
     for name, sizes in found.items():
         if name not in expected:
@@ -126,8 +126,8 @@ class ExportFormat:
     """A format in which a kind of heads can be exported.
 
     Attributes:
-        at_root: Whether vLLM and the check can read this format. The first of `export.formats` must
-            be such a format, because the check decodes it.
+        at_root: Whether vLLM and the check stage can read this format. The first of
+            `export.formats` must be such a format, because the check stage decodes with it.
         weights_file: The name of the weights file; None for the kind's own safetensors file.
         one_lm_head: Whether an lm_head that all heads share is stored once.
         architecture: The model class that `config.json` names; None for vLLM's class.
