@@ -1,8 +1,9 @@
 """Protocols and constructors of generation and feature engines (vLLM, transformers).
 
 Engines take token ids and return token ids or states. No engine tokenizes, detokenizes or adds
-special tokens. The two protocols are separate because their engines are loaded at different times and use memory
-differently. An implementation's module is imported only when an engine is constructed.
+special tokens. The two protocols are separate because their engines are loaded at different times
+and use memory differently. An implementation's module is imported only when an engine is
+constructed.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class GenerationEngine(Protocol):
         """
 
     def step(self) -> list[Completion]:
-        """Compute one step of the generation batch; return the texts that it finishes, perhaps none.
+        """Run one step of the generation engine; return the texts that it finishes, perhaps none.
 
         A step need not add a token to every running request.
         """

@@ -320,8 +320,8 @@ def weight_files(spec: TargetSpec, *, fetch: bool = True) -> list[Path]:
 def require_verifiable(config: PretrainedConfig) -> None:
     """Check by a target's configuration that it can verify a tree in one forward.
 
-    See paper section 2.1.2. A tree needs attention that can be masked per candidate. A recurrent state has a single past,
-    and a bias by cache slot (ALiBi) treats siblings as successors.
+    A tree needs attention that can be masked per candidate (paper section 2.1.2). A recurrent state
+    has a single past, and a bias by cache slot (ALiBi) treats siblings as successors.
 
     Raises:
         ConfigError: The target is not a decoder, or has recurrent or slot-biased layers.
