@@ -81,7 +81,7 @@ class DialoguePool:
             self._advance_dialogue(dialogue, group)
 
     def _advance_dialogue(self, dialogue: Dialogue, group: DialogueGroup) -> None:
-        """Pass a dialogue's next request to the target's engine, or count the dialogue as finished."""
+        """Pass a dialogue's next request to the target's engine, or count a finished dialogue."""
         request = dialogue.next_request()
         if request is None:
             group.num_left -= 1

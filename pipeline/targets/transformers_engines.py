@@ -140,7 +140,7 @@ class TransformersGenerationEngine:
 
     @torch.inference_mode()
     def _prefill(self, joining: list[_Row]) -> list[Completion]:
-        """Prefill joining rows of the generation batch, and sample a token each; return ended texts."""
+        """Add rows to the generation batch: prefill, sample a token each, return ended texts."""
         running = len(self._rows)
         self._rows = self._rows + joining  # first: if memory runs out, `step` requeues these rows
         prompts = [torch.tensor(row.request.prompt_ids) for row in joining]

@@ -54,9 +54,9 @@ class LoadTask(DecodeTask):
     """The prompts and load levels of one vLLM server.
 
     A level is a number of concurrent requests. Prompts repeat in order until there are at least
-    `ROUNDS` requests per concurrent request. All levels are measured `repeats` times in turns, and each
-    level reports its pass of median duration: other work on the machine disturbs one pass of
-    several levels rather than all passes of one level.
+    `ROUNDS` requests per concurrent request. All levels are measured `repeats` times in turns, and
+    each level reports its pass of median duration. So other work on the machine disturbs one pass
+    of several levels rather than all passes of one level.
     """
 
     levels: Sequence[int] = ()
