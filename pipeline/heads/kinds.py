@@ -124,7 +124,7 @@ def foreign_heads(
 ) -> ForeignHeads:
     """Recognize the kind of another trainer's draft heads, and build heads of that kind.
 
-    No heads are built of an EAGLE-1 model with attention or bias, which only vLLM can run.
+    No heads are built from an EAGLE-1 model with attention or bias, which only vLLM can run.
 
     Args:
         target: The matrices that heads may borrow.
@@ -202,7 +202,7 @@ def _eagle_heads(
 ) -> ForeignHeads:
     """Build another trainer's EAGLE-1 heads as the kind `recurrent`, if their attention is zero.
 
-    If attention or the bias of `fc` is not zero, the result has no heads but the reason. Raises
+    If attention or the bias of `fc` is not zero, the result has no heads, only the reason. Raises
     DataError as `foreign_heads` does.
     """
     names = tensors.names

@@ -49,7 +49,7 @@ class TargetHead(NamedTuple):
     softcap: float | None = None  # Gemma 2
 
     def to(self, device: torch.device, dtype: torch.dtype) -> TargetHead:
-        """Return the output layer of the heads' soft labels on another device, in another dtype."""
+        """Return the output layer of the heads' soft labels on a device, in a dtype."""
         bias_V = None if self.bias_V is None else self.bias_V.to(device, dtype)
         return self._replace(weight_VD=self.weight_VD.to(device, dtype), bias_V=bias_V)
 
@@ -260,7 +260,10 @@ class _ChunkedLoss:
                     yield _Chunk(head, rows[chosen], first_state, states_C)
 
     def add(self, chunk: _Chunk) -> None:
-        """Compute the heads' losses and gradients of a chunk: steps 2 to 5 of the module."""
+        """Compute the heads' losses and gradients of a chunk.
+
+        These are steps 2 to 5 of the module's docstring.
+        """
         rows_C = chunk.rows_C
         dtype = self.hidden_KND.dtype
         hidden_CD = self.hidden_KND.flatten(0, 1)[rows_C]
@@ -324,7 +327,7 @@ class _ChunkedLoss:
         return -label_log_q_S1[:, 0]
 
     def _soft_losses(self, logits_SV: Tensor, labels_S1: Tensor, states_S: Tensor) -> Tensor:
-        """Compute the heads' losses [S] on labels and soft labels p, which count with `share`.
+        """Compute the heads' losses [S] from labels and, with weight `share`, soft labels p.
 
         Replaces the logits by the gradient q - (1 - share) · onehot(label) - share · p.
         """

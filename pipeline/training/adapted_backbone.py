@@ -1,7 +1,7 @@
 """The backbone that Medusa-2 trains: the target with LoRA, sharded, saved and merged.
 
-The original is the same weights with the adapter off. The lm_head never runs as a layer, because
-the losses compute its logits in chunks (`pipeline.training.backbone_losses`).
+With the adapter off, the model is the original. In training the lm_head never runs as a layer,
+because the losses compute its logits in chunks (`pipeline.training.backbone_losses`).
 
 Letters: B sequences, T tokens, N learned positions, D hidden size, V vocabulary, R rank.
 """
@@ -37,9 +37,10 @@ SAVES_MEMORY = (
 
 
 class Backbone(nn.Module):
-    """The target model with a trainable LoRA adapter, for Medusa-2. The target's dropout is off.
+    """The target model with a trainable LoRA adapter, for Medusa-2.
 
-    The adapter changes nothing at first: A is drawn from torch's generator, and B is zero.
+    The target's own dropout is off. The adapter changes nothing at first, since its matrices B are
+    zero; its matrices A are drawn from torch's generator.
 
     Args:
         spec: The target.
@@ -49,9 +50,10 @@ class Backbone(nn.Module):
             them.
 
     Raises:
-        ConfigError: LoRA does not find the target's layers, the lm_head does not read the last
-            hidden states, or packed conversations attend to each other.
-        EnvironmentFault: The target does not fit on the device.
+        ConfigError: The target cannot be loaded, LoRA or sharding does not find its layers, the
+            lm_head does not read the last hidden states, these are not finite, or packed
+            conversations attend to each other.
+        EnvironmentFault: The target does not fit on the device, or a kernel or package is missing.
     """
 
     def __init__(
@@ -96,12 +98,15 @@ class Backbone(nn.Module):
 
     @torch.no_grad()
     def original_states(self, batch: TextBatch) -> Tensor:
-        """Compute a training batch's hidden states [N, D] without the LoRA adapter."""
+        """Compute a training batch's hidden states [N, D] without adapter and without gradient."""
         with self.tuned.disable_adapter():
             return self.states(batch)
 
     def lora_inner(self, hidden_ND: Tensor) -> Tensor:
-        """Apply the trained lora_A of the lm_head to states, with dropout and scale; [N, R]."""
+        """Apply the trained lora_A of the lm_head to states, with dropout and scale; [N, R].
+
+        Dropout is on in training mode only.
+        """
         layer = self._lm_head
         inner = layer.lora_A[NAME]
         dropped_ND = layer.lora_dropout[NAME](hidden_ND.to(inner.weight.dtype))
@@ -120,7 +125,10 @@ class Backbone(nn.Module):
 
     @torch.no_grad()
     def tuned_matrices(self) -> TargetWeights:
-        """Return the trained lm_head with its LoRA merged, in fp32, and the frozen embedding."""
+        """Return the trained lm_head with its LoRA merged, in fp32, and the frozen embedding.
+
+        The backbone has to be in evaluation mode, without dropout.
+        """
         weight_VD = self.head.weight_VD
         unit_DD = torch.eye(weight_VD.shape[1], device=weight_VD.device)
         lora_RD = self.lora_inner(unit_DD).float().T
@@ -139,7 +147,10 @@ class Backbone(nn.Module):
         return self._target.get_output_embeddings()
 
     def train(self, mode: bool = True) -> Backbone:
-        """Switch training's LoRA dropout and activation checkpointing on or off, nothing else."""
+        """Switch training's LoRA dropout and activation checkpointing on or off.
+
+        Quantized layers stay in training mode, and all others in evaluation mode.
+        """
         super().train(False)
         _keep_differentiable(self)
         if mode:
@@ -209,7 +220,7 @@ def verify_packing(model: Any) -> None:
 
 
 def write_adapter(directory: Path, backbone: Backbone, spec: TargetSpec) -> None:
-    """Write the LoRA adapter that Medusa-2 has trained in peft's format, without a model card."""
+    """Write Medusa-2's trained LoRA adapter in peft's format, without a model card."""
     config = backbone.tuned.peft_config[NAME]
     config.base_model_name_or_path = spec.model
     config.revision = spec.revision
@@ -220,13 +231,13 @@ def write_adapter(directory: Path, backbone: Backbone, spec: TargetSpec) -> None
 
 
 def merge_backbone(target: TargetSpec, directory: str) -> None:
-    """Merge the adapter that Medusa-2 has trained into the target; write the tuned backbone.
+    """Merge Medusa-2's trained LoRA adapter into the target, and write the tuned backbone.
 
     Read `adapter/` and write `backbone/` in the train stage's directory.
 
     Raises:
         ConfigError, DataError: As `load_tuned` does.
-        EnvironmentFault: The disk is full.
+        EnvironmentFault: The target cannot be loaded on this machine, or the disk is full.
     """
     adapter = Path(directory, "adapter")
     backbone = Path(directory, BACKBONE_DIRECTORY)

@@ -65,7 +65,7 @@ class _SummedBackboneLoss(torch.autograd.Function):
         labels_N: Tensor,
         original_ND: Tensor | None,
     ) -> Tensor:
-        """Compute the backbone's training loss, and keep its gradients for backward."""
+        """Compute the sum of the backbone's training loss, and keep its gradients for backward."""
         dtype = hidden_ND.dtype
         loss = torch.zeros((), dtype=exact_dtype(dtype), device=hidden_ND.device)
         ctx.gradients = [torch.zeros_like(each) for each in (hidden_ND, low_NR, lora_VR)]
@@ -96,7 +96,10 @@ class _SummedBackboneLoss(torch.autograd.Function):
 
 
 def _cross_entropy(log_q_CV: Tensor, labels_C1: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the backbone's summed cross entropy; replace log q by the gradient, q - onehot."""
+    """Return the backbone's summed cross entropy and its gradient, q - onehot(label).
+
+    The gradient replaces log q in memory.
+    """
     label_log_q_C1 = log_q_CV.gather(1, labels_C1)
     # The label's entry is expm1(log q): q - 1 would round to 0 for a confident model.
     grad_CV = log_q_CV.exp_().scatter_(1, labels_C1, label_log_q_C1.expm1())
@@ -104,7 +107,10 @@ def _cross_entropy(log_q_CV: Tensor, labels_C1: Tensor) -> tuple[Tensor, Tensor]
 
 
 def _divergence(log_q_CV: Tensor, log_p_CV: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the backbone's summed KL(p ‖ q); replace log q by the gradient, q - p."""
+    """Return the backbone's summed KL(p ‖ q) and its gradient, q - p.
+
+    The gradient replaces log q in memory; log p is overwritten too.
+    """
     p_CV = log_p_CV.exp()
     loss = log_p_CV.sub_(log_q_CV).mul_(p_CV).sum()
     return loss, log_q_CV.exp_().sub_(p_CV)
@@ -121,7 +127,7 @@ class Drift(NamedTuple):
 
     @classmethod
     def zero(cls, device: torch.device) -> Drift:
-        """Start the sums of backbone training's losses and drift at 0, over no positions."""
+        """Return the sums of backbone training's losses and drift over no positions, all 0."""
         return cls(*torch.zeros(5, dtype=torch.float64, device=device).unbind())
 
     def add(self, log_p_NV: Tensor, log_q_NV: Tensor, labels_N: Tensor) -> None:
@@ -134,7 +140,7 @@ class Drift(NamedTuple):
         self.positions.add_(len(labels_N))
 
     def figures(self) -> TunedDrift:
-        """Return backbone training's drift and perplexities; all None without positions."""
+        """Return backbone training's mean drift and perplexities; all None without positions."""
         kl, original_loss, tuned_loss, agreed, positions = (float(total) for total in self)
         if not positions:
             return TunedDrift()
@@ -174,7 +180,7 @@ def add_drift(
 
 
 def _row_chunks(hidden_ND: Tensor, head: TargetHead) -> Iterator[slice]:
-    """Yield slices of rows; the backbone loss's logits of one take about `chunk_bytes_on` bytes."""
+    """Yield row slices of the backbone's loss whose logits take about `chunk_bytes_on` bytes."""
     exact_bytes = exact_dtype(hidden_ND.dtype).itemsize
     row_bytes = len(head.weight_VD) * (2 * hidden_ND.element_size() + 3 * exact_bytes)
     num_rows = max(1, chunk_bytes_on(hidden_ND.device) // row_bytes)

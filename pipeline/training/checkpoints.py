@@ -83,7 +83,7 @@ class Checkpoints:
         Waits until the previous checkpoint is written.
 
         Raises:
-            EnvironmentFault: The disk was full at the previous write.
+            EnvironmentFault: The disk was full when the previous checkpoint was written.
         """
         self.wait()
         self._saved = time.monotonic()
@@ -94,13 +94,16 @@ class Checkpoints:
         self._writing = self._background.submit(self._write, step, copies, state)
 
     def wait(self) -> None:
-        """Wait until the last training checkpoint is on disk."""
+        """Wait until the last training checkpoint is on disk; raise the error of a failed write."""
         if self._writing:
             self._writing.result()
         self._writing = None
 
     def read_newest(self, workers: Workers, device: torch.device) -> Checkpoint | None:
-        """Read the newest undamaged training checkpoint, which the first worker chooses."""
+        """Read the newest undamaged training checkpoint, which the first worker chooses.
+
+        Return None if there is none.
+        """
         newest = 0
         checkpoint = None
         if workers.is_first:
@@ -116,7 +119,10 @@ class Checkpoints:
         return checkpoint
 
     def _write(self, step: int, tensors: dict[str, Tensor], state: str) -> None:
-        """Write a training checkpoint, and delete those that are not kept."""
+        """Write a training checkpoint, and delete those that are not kept.
+
+        Those of later steps and all but the newest `keep_checkpoints` are deleted.
+        """
         self.directory.mkdir(parents=True, exist_ok=True)
         with atomic_path(self.path(step)) as temporary:
             save_file(
@@ -130,7 +136,7 @@ class Checkpoints:
 
 
 def read_checkpoint(path: Path) -> Checkpoint | None:
-    """Read and verify a training checkpoint; return None, with a warning, if it is damaged."""
+    """Read and verify a training checkpoint; log a warning and return None if it is damaged."""
     with contextlib.suppress(OSError, SafetensorError, KeyError, ValueError):
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}

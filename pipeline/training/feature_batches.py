@@ -62,7 +62,8 @@ class EpochPlan:
 
     Args:
         lengths: Per row group, the number of positions of each of its rows; 0 leaves a row out.
-        batch_tokens: The maximum number of positions per step over all workers, up to one per lane.
+        batch_tokens: The number of positions per step over all workers. Steps may have fewer, and
+            exceed it by at most one position per lane.
         seed: Seed of the shuffle.
         epoch: The epoch's number; each epoch has its own order.
         limit: Plan only the first `limit` positions of the shuffled line.
@@ -168,7 +169,8 @@ def load_batches(
     Without soft labels, the teacher tensors are empty.
 
     Raises:
-        DataError: A page fails its checksum, or a row does not belong to this target.
+        DamagedShard: A page fails its checksum, or a shard is gone.
+        DataError: A shard is of another run.
     """
     is_gpu = device.type == "cuda"
     ahead: deque[list[Piece]] = deque()
@@ -203,7 +205,10 @@ def _assemble_batch(
     soft_labels: bool,
     pin: bool,
 ) -> Batch:
-    """Copy the cached positions of `pieces` into one training batch, in pinned memory for a GPU."""
+    """Copy the cached positions of `pieces` into one training batch, in pinned memory if `pin`.
+
+    Waits until the row groups of the pieces are read.
+    """
     num_positions = sum(len(piece) for piece in pieces)
     hidden_ND = torch.empty(num_positions, rows.states.hidden_size, dtype=rows.states.dtype)
     next_N = torch.empty(num_positions, dtype=torch.int64)

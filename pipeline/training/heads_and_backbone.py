@@ -56,8 +56,8 @@ class BackboneLearner(Learner):
     """Medusa-2 learner of heads and a LoRA adapter on the backbone, from generated conversations.
 
     Raises:
-        ConfigError: The target cannot be tuned; see `Backbone`.
-        DataError: As in `Learner`, or there is no held-out text to measure the drift on.
+        ConfigError, EnvironmentFault: As `Backbone` does.
+        DataError: As in `Learner`.
     """
 
     tunes_backbone = True
@@ -85,7 +85,10 @@ class BackboneLearner(Learner):
 
     @classmethod
     def recipe_of(cls, spec: TrainSpec) -> Recipe:
-        """Pack the generated conversations and return the recipe of Medusa-2 training."""
+        """Pack the generated conversations and return the recipe of Medusa-2 training.
+
+        Raises DataError as `open_texts` does.
+        """
         texts = open_texts(spec)["train"]
         groups = pack_texts(texts, spec.settings.backbone.sequence_length)
         return spec.recipe(num_positions(texts), len(groups))
@@ -98,7 +101,7 @@ class BackboneLearner(Learner):
     def batches(self, step: int) -> Iterator[MicroBatch]:
         """Yield this worker's micro-batches of a training step.
 
-        Every worker has the same number of micro-batches; the last one may be empty.
+        Every worker has the same number of micro-batches; the last one may be without labels.
         """
         epoch, of_epoch = divmod(step, self.recipe.steps_per_epoch)
         size = self.settings.micro_batch
@@ -112,7 +115,10 @@ class BackboneLearner(Learner):
             yield MicroBatch(texts, int(seed.generate_state(1, np.uint64)[0]))
 
     def label_counts(self, batches: Sequence[MicroBatch]) -> Tensor:
-        """Count the step's next tokens for the backbone and the labels of each head, [C]."""
+        """Count the next tokens and each head's labels in this worker's part of a step, [C].
+
+        Next tokens are the labels of the backbone's loss.
+        """
         labels_KN = torch.cat([batch.texts.labels_KN for batch in batches], 1).to(self.device)
         next_tokens = torch.tensor([labels_KN.shape[1]], device=self.device)
         return torch.cat([next_tokens, self.heads.vocabulary.num_learned(labels_KN)])
@@ -129,7 +135,10 @@ class BackboneLearner(Learner):
         )
 
     def summed_losses(self, batch: MicroBatch, weights_C: Tensor) -> Tensor:
-        """Sum the backbone's loss and each head's loss over the micro-batch, [C]."""
+        """Sum the backbone's loss and each head's loss over the training micro-batch, [C].
+
+        Seeds torch's generators, from which dropout is drawn.
+        """
         torch.manual_seed(batch.seed)
         texts = batch.texts.to(self.device)
         share = self.spec.settings.soft_labels
@@ -170,7 +179,10 @@ class BackboneLearner(Learner):
 
     @torch.no_grad()
     def evaluate(self) -> Evaluation:
-        """Evaluate trained heads and backbone drift on about `MAX_POSITIONS` held-out positions."""
+        """Evaluate trained heads and backbone drift on about `MAX_POSITIONS` held-out positions.
+
+        Leaves the backbone in evaluation mode. Raises DataError if nothing is held out.
+        """
         if not self.held_out:
             where = "train.backbone.sequence_length"
             raise DataError(
@@ -211,7 +223,7 @@ class BackboneLearner(Learner):
         return summarize_scores(total, drift.figures())
 
     def write(self) -> None:
-        """Write the trained LoRA adapter; copy tuned matrices into heads that borrow them."""
+        """Write the trained LoRA adapter; give tuned matrices to heads that borrow the target's."""
         write_adapter(self.spec.adapter_path, self.backbone, self.spec.target)
         with torch.no_grad():
             self.heads.take_from(
@@ -222,7 +234,8 @@ class BackboneLearner(Learner):
 def open_texts(spec: TrainSpec) -> dict[str, list[Text]]:
     """Read the generated conversations that Medusa-2 trains on, by split.
 
-    Raises DataError if the conversations belong to another run or hold no text to learn from.
+    Raises DataError if a shard is damaged or belongs to another run, if a token is outside the
+    vocabulary, or if no train row has text to learn from.
     """
     texts = read_texts(
         spec.texts,

@@ -57,11 +57,17 @@ class HeadsLearner(Learner):
 
     @classmethod
     def recipe_of(cls, spec: TrainSpec) -> Recipe:
-        """Open the cached hidden states and return the recipe of Medusa-1 training."""
+        """Open the cached hidden states and return the recipe of Medusa-1 training.
+
+        Raises DataError as `open_features` does.
+        """
         return spec.recipe(num_positions(open_features(spec)))
 
     def steps(self, first: int) -> Iterator[Sequence[Batch]]:
-        """Yield this worker's batch of noisy cached states, step by step from `first`."""
+        """Yield this worker's batch of cached states for each training step from `first` on.
+
+        The states have the noise of `train.noise`.
+        """
         seed = self.spec.seed
         soft_labels = self.spec.settings.soft_labels > 0
         lengths = self.rows.lengths("train")
@@ -80,7 +86,7 @@ class HeadsLearner(Learner):
                 first += 1
 
     def label_counts(self, batches: Sequence[Batch]) -> Tensor:
-        """Count the labels of each head in this training step, [K]."""
+        """Count the labels of each head in this worker's batch of a training step, [K]."""
         (batch,) = batches
         return self.heads.vocabulary.num_learned(batch.labels_KN)
 
@@ -104,7 +110,10 @@ class HeadsLearner(Learner):
         return {"head_losses": means}
 
     def evaluate(self) -> Evaluation:
-        """Evaluate the trained heads on at most `MAX_POSITIONS` held-out positions."""
+        """Evaluate the trained heads on at most `MAX_POSITIONS` held-out positions.
+
+        The evaluation is empty if nothing is held out.
+        """
         lengths = self.rows.lengths(SPLIT)
         size = self.recipe.batch_tokens
         plan = EpochPlan(lengths, batch_tokens=size, seed=0, limit=MAX_POSITIONS)
@@ -128,7 +137,8 @@ def num_positions(rows: FeatureRows, split: str = "train") -> int:
 def open_features(spec: TrainSpec) -> FeatureRows:
     """Open the cached hidden states that Medusa-1 trains on.
 
-    Raises DataError if the cache belongs to another run or holds no labelled position.
+    Raises DataError if a shard is damaged or belongs to another run, or if no train row has a
+    labelled position.
     """
     rows = FeatureRows(
         spec.shards,
@@ -147,7 +157,10 @@ def open_features(spec: TrainSpec) -> FeatureRows:
 
 
 def initial_heads(spec: TrainSpec) -> Heads:
-    """Read or initialize the heads that training starts from, in fp32 on the CPU."""
+    """Read or initialize the heads that training starts from, in fp32 on the CPU.
+
+    They are those of the previous phase, if there is one.
+    """
     if spec.heads_from:
         return read_trained_heads(spec.heads_from)
     target = TargetWeights(
@@ -164,7 +177,7 @@ def initial_heads(spec: TrainSpec) -> Heads:
 
 
 def _count_written_tokens(spec: TrainSpec) -> npt.NDArray[np.int64]:
-    """Count the target's tokens in training rows by id, [V], to choose a draft vocabulary.
+    """Count the tokens that the target wrote in training rows, by id, for a draft vocabulary.
 
     Only text in the learned roles counts.
     """
@@ -182,7 +195,7 @@ def _count_written_tokens(spec: TrainSpec) -> npt.NDArray[np.int64]:
 
 
 def head_weights(spec: TrainSpec, device: torch.device) -> Tensor:
-    """Return the weight decay^(k+1) of each head's loss in training, [K]."""
+    """Return the factor `decay`^(k+1) of each head's loss in training, [K]."""
     return spec.settings.decay ** torch.arange(1, spec.settings.num_heads + 1, device=device)
 
 
@@ -193,8 +206,8 @@ def add_noise(
 
     The noise keeps heads from memorizing a small cache. EAGLE (arXiv 2401.15077) adds U(-0.1, 0.1)
     to every entry of a Llama target's hidden states; the scale of the hidden states differs between
-    targets, so the bound is relative here. The noise is drawn for a batch of `total` states; this
-    worker holds the states from index `first` on.
+    targets, so the bound is relative here. The noise is drawn for a batch of `total` states, of
+    which these begin at index `first`. If `noise` is 0, the states are returned unchanged.
     """
     if not noise:
         return states_ND

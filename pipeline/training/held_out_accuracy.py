@@ -35,15 +35,15 @@ TOP = 5
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Losses and accuracy of the heads on held-out text; empty if nothing is held out.
+    """Losses and accuracies of the heads on held-out text; empty if nothing is held out.
 
     Attributes:
-        held_out: Per head {loss, top1, …, top5}. Losses are means over labels in the draft
-            vocabulary.
+        held_out: For each head {loss, top1, …, top5}. Losses are means over the labels in the draft
+            vocabulary, accuracies over all labels.
         frequency: {top1, …, top5} of a head 0 that always guesses the most frequent labels: the
-            upper bound for guesses that ignore the text.
+            highest accuracy of guesses that ignore the text.
         draft_coverage: The share of head 0's labels in the draft vocabulary; None if all are.
-        drift: The distance of a tuned backbone from the original.
+        drift: The distance of a tuned backbone from the original; None unless it is trained.
     """
 
     held_out: list[dict[str, float]]
@@ -52,14 +52,20 @@ class Evaluation:
     drift: TunedDrift | None = None
 
     def loss(self, decay: float) -> float | None:
-        """Return the heads' held-out loss for early stopping, weighted by decay^(k+1), or None."""
+        """Return the heads' held-out loss for early stopping, a sum weighted by decay^(k+1).
+
+        It is None if nothing is held out.
+        """
         if not self.held_out:
             return None
         return sum(decay ** (k + 1) * head["loss"] for k, head in enumerate(self.held_out))
 
 
 def summarize_scores(score: Score, drift: TunedDrift | None = None) -> Evaluation:
-    """Return the mean losses and accuracies of a held-out evaluation, given its summed scores."""
+    """Return the mean losses and accuracies of a held-out evaluation, given its summed scores.
+
+    Without labels they are empty.
+    """
     num_labels = int(score.counts_K[0])
     if num_labels == 0:
         return Evaluation([], {}, drift=drift)
@@ -96,10 +102,10 @@ class HeldOutText:
 def held_out_ranks(
     text: HeldOutText, top: int, gpus: int = 0, progress: ProgressReporter | None = None
 ) -> HeldOutRanks:
-    """Measure held-out accuracy after training: each token's rank among the heads' `top` guesses.
+    """Measure held-out accuracy after training, as each token's rank among the heads' guesses.
 
-    The ranks are computed in fp32 for about `MAX_POSITIONS` positions of random rows, on a GPU if
-    `gpus` is not 0.
+    Each head has `top` guesses. The ranks are computed in fp32 for about `MAX_POSITIONS` positions
+    of random rows, on a GPU if `gpus` is not 0.
     """
     return _rank_held_out_rows(text, partial(label_ranks, top=top), MAX_POSITIONS, gpus, progress)
 
@@ -107,10 +113,10 @@ def held_out_ranks(
 def held_out_places(
     text: HeldOutText, tree: DynamicTree, gpus: int = 0, progress: ProgressReporter | None = None
 ) -> HeldOutRanks:
-    """Measure held-out accuracy after training: each token's rank among a dynamic tree's nodes.
+    """Measure held-out accuracy after training, as each token's rank in a dynamic tree.
 
-    The places are computed in fp32 for about `GROWN_POSITIONS` positions, on a GPU if `gpus` is not
-    0.
+    The ranks are computed in fp32 for about `GROWN_POSITIONS` positions of random rows, on a GPU if
+    `gpus` is not 0.
     """
     return _rank_held_out_rows(text, tree.places, GROWN_POSITIONS, gpus, progress)
 
@@ -122,7 +128,7 @@ def _rank_held_out_rows(
     gpus: int,
     progress: ProgressReporter | None,
 ) -> HeldOutRanks:
-    """Measure the trained heads' held-out accuracy on random rows: each token's rank, by `measure`.
+    """Measure the trained heads' held-out accuracy on random rows, as ranks by `measure`.
 
     Args:
         limit: About how many positions are ranked.
@@ -189,7 +195,8 @@ def _choose_held_out_rows(
 def sample_rows(sizes: Sequence[int], limit: int) -> list[int]:
     """Choose random held-out rows of about `limit` positions to evaluate training on.
 
-    The choice is deterministic.
+    Return their indices in `sizes`, the rows' numbers of positions. Every call with the same
+    arguments chooses the same rows.
     """
     order = np.random.default_rng(0).permutation(len(sizes))
     totals = np.cumsum(np.array(sizes, np.int64)[order])

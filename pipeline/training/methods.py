@@ -43,24 +43,33 @@ class Method(ABC):
         """Return the stages that this training method reads: `features`, `generate` or both."""
 
     def skipped_stages(self, train: TrainConfig) -> dict[str, str]:
-        """Return the stages that this training method does not read, with the reason."""
+        """Return the stages that a run with this training method skips, with the reason.
+
+        Only `features` can be skipped.
+        """
         if "features" in self.reads(train):
             return {}
         return {"features": "not needed: joint Medusa-2 learns from the text"}
 
     def recipe_name(self, train: TrainConfig) -> str | None:
-        """Return the name of the training recipe, if the training method has several."""
+        """Return the name of the training recipe; None unless the training method has several."""
         return None
 
     def settings(self, train: TrainConfig, target_quantization: Bits | None) -> Identity:
-        """Return the `train` settings that the trained heads depend on, as plain data."""
+        """Return the `train` settings that the trained heads depend on, as plain data.
+
+        The key `recipe` is the version of the rule that resolves `auto`.
+        """
         unread = self.unread_sections(train)
         found = train.model_dump(mode="json", exclude=BOOKKEEPING | unread)
         found["recipe"] = recipe.VERSION
         return found
 
     def unread_keys(self, train: TrainConfig) -> list[str]:
-        """Return `train` keys that are set but belong to another head kind or training method."""
+        """Return `train` keys that are set but belong to another head kind or training method.
+
+        A key counts as set if it differs from its default.
+        """
         keys = []
         for name in sorted(self.unread_sections(train)):
             for key in getattr(train, name).model_dump(exclude_defaults=True):

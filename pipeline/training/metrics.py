@@ -37,12 +37,15 @@ Line = dict[str, Any]  # of metrics.jsonl
 
 
 class MetricsLog:
-    """Context manager on the first training worker that writes metrics.jsonl and trackers.
+    """Context manager that writes metrics.jsonl and trackers on the first training worker.
+
+    It rewrites metrics.jsonl and starts the trackers when it is created.
 
     Args:
         spec: The training, with its directory and its trackers.
-        step: The step that training resumes from. Lines of later steps are dropped. The file is
-            replaced by a rename, so that a worker that outlived its driver cannot append to it.
+        step: The step that training resumes from. Lines of later steps are dropped; at step 0 all
+            lines are. The file is replaced by a rename, so that a worker that outlived its driver
+            cannot append to it.
     """
 
     def __init__(self, spec: TrainSpec, step: int):
@@ -73,7 +76,11 @@ class MetricsLog:
         self.finish()
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Write one training step's metrics: numbers, lists with an entry per head, mappings."""
+        """Write one training step's metrics to metrics.jsonl and, unless they have it, to trackers.
+
+        Metrics are numbers, lists with an entry per head, or mappings of these. Raises ValueError
+        for a number that is not finite.
+        """
         self._file.write(json.dumps({"step": step, **metrics}, allow_nan=False) + "\n")
         self._file.flush()
         if step > self._reported:
@@ -84,7 +91,8 @@ class MetricsLog:
     def finish(self, result: Mapping[str, Any] | None = None) -> list[str]:
         """Log the training's result, close its trackers, and return warnings of failed ones.
 
-        Without final figures, the trackers show the training as interrupted.
+        Without a result, Weights & Biases shows the training as failed. Trackers that are closed
+        already are not closed again.
         """
         for name, tracker in list(self._trackers.items()):
             with self._dropping(name):
@@ -109,7 +117,10 @@ class TensorBoard:
     """Tracker that writes training metrics to TensorBoard's event files."""
 
     def begin(self, spec: TrainSpec, run_id: str, reported: int) -> None:
-        """Open TensorBoard's event files; training steps up to `reported` are logged already."""
+        """Open TensorBoard's event files and log the configuration of the run.
+
+        Training steps up to `reported` are logged already; TensorBoard hides later ones.
+        """
         from torch.utils.tensorboard import SummaryWriter
 
         self.step = reported + 1
@@ -208,7 +219,7 @@ def require_trackers(names: Sequence[str]) -> None:
     """Check that training's trackers are installed and Weights & Biases is logged in or offline.
 
     Raises:
-        EnvironmentFault: A tracker is not installed, or Weights & Biases has no login.
+        EnvironmentFault: A tracker is not installed, or Weights & Biases is online without a login.
     """
     for name in names:
         try:
@@ -228,7 +239,10 @@ def require_trackers(names: Sequence[str]) -> None:
 
 
 def flatten_metrics(figures: Any, name: str = "") -> Iterator[tuple[str, float]]:
-    """Flatten nested training metrics to names and numbers, such as `held_out/head_2/top1`."""
+    """Yield the names and numbers of nested training metrics, such as `held_out/head_2/top1`.
+
+    Values other than numbers are left out.
+    """
     if isinstance(figures, Mapping):
         for key, value in figures.items():
             yield from flatten_metrics(value, f"{name}/{key}" if name else key)
@@ -240,7 +254,10 @@ def flatten_metrics(figures: Any, name: str = "") -> Iterator[tuple[str, float]]
 
 
 def read_metrics(directory: Path) -> Iterator[Line]:
-    """Yield the lines of a training's metrics.jsonl; skip a line that a kill cut short."""
+    """Yield the lines of a training's metrics.jsonl, if it exists.
+
+    Lines that are not JSON are skipped, since a kill may cut a line short.
+    """
     path = directory / FILE
     if not path.is_file():
         return
@@ -250,9 +267,10 @@ def read_metrics(directory: Path) -> Iterator[Line]:
 
 
 def read_curves(directory: Path) -> tuple[list[Line], list[Line]]:
-    """Read back training's own log, metrics.jsonl, as curves: its steps, and its evaluations.
+    """Read a training's curves from its metrics.jsonl: its steps, and its held-out evaluations.
 
-    Each evaluation holds step, head_losses, head_top1 and, for Medusa-2, the `kl` to the original.
+    The steps are lines of the file. An evaluation has step, head_losses, head_top1 and, for
+    Medusa-2, the `kl` to the original. Both lists are empty without the file.
     """
     trained = []
     held_out = []

@@ -60,7 +60,8 @@ def _adamw_8bit(groups: list[ParameterGroup]) -> torch.optim.Optimizer:
 
     The CUDA kernels count elements in 32 bits: five lm_heads of a 128k vocabulary in one tensor
     (2.6e9 elements) would overflow. So the optimizer sees each matrix of a stack as a parameter of
-    its own, a view that shares the stack's memory.
+    its own, a view that shares the stack's memory. Raises EnvironmentFault if bitsandbytes cannot
+    be imported.
     """
     try:
         from bitsandbytes.optim import AdamW8bit
@@ -81,14 +82,14 @@ def _adamw_8bit(groups: list[ParameterGroup]) -> torch.optim.Optimizer:
     optimizer: torch.optim.Optimizer = AdamW8bit(sliced_groups)
 
     def pass_gradients(*_: Any) -> None:
-        """Give each matrix its slice of the gradient of its stack before a step."""
+        """Give each matrix its slice of the gradient of its stack before an optimizer step."""
         for stack, parameters in slices.items():
             assert stack.grad is not None, "the trainer gives every parameter a gradient"
             for parameter, gradient in zip(parameters, _matrices(stack.grad), strict=True):
                 parameter.grad = gradient
 
     def free_gradients(*_: Any) -> None:
-        """Drop the gradients of the matrices after a training step."""
+        """Drop the gradients of the matrices after an optimizer step of training."""
         optimizer.zero_grad()  # of the slices; the trainer clears the stacks' gradients
 
     optimizer.register_step_pre_hook(pass_gradients)
@@ -97,7 +98,10 @@ def _adamw_8bit(groups: list[ParameterGroup]) -> torch.optim.Optimizer:
 
 
 def _matrices(stack: Tensor) -> list[Tensor]:
-    """Split a trained parameter [..., A, B] into views of its matrices [A, B]."""
+    """Split a trained parameter [..., A, B] into views of its matrices [A, B].
+
+    A parameter of one or two dimensions is returned whole.
+    """
     if stack.dim() <= 2:
         return [stack]
     return list(stack.flatten(0, -3).unbind(0))

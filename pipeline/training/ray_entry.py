@@ -41,20 +41,21 @@ def train_on_ray(
 ) -> TrainResult:
     """Train on Ray workers and return the first worker's result.
 
-    Call this function in a Ray task, through the executor: Ray Train's `fit` blocks and handles
-    SIGINT itself, and a driver stops by shutting down Ray, which `fit` in one of its threads would
-    not survive.
+    Call this function in a Ray task, through the executor. Ray Train's `fit` blocks and handles
+    SIGINT itself. In a thread of the driver it would not survive the shutdown of Ray, by which a
+    driver stops.
 
     Args:
-        max_failures: The number of worker deaths at which training fails; after fewer deaths the
-            worker group restarts from the newest checkpoint.
-        on_death: Called with `error="..."` for each death, in the process of Ray Train's
-            controller; picklable.
+        max_failures: The number of failures at which training ends; a failure is a worker's death
+            or an error that `run_worker` raises. After fewer failures the worker group restarts
+            from the newest checkpoint.
+        on_death: Called with `error="..."` for each worker that failed, in the process of Ray
+            Train's controller; picklable.
         progress: Updated by the first worker.
 
     Raises:
-        MedusaDistillError: A worker raised this error.
-        EnvironmentFault: Workers died too often.
+        MedusaDistillError: A worker returned this error, or raised it at the last failure.
+        EnvironmentFault: Workers died too often, or Ray could not start them.
     """
     # Absolute paths: Ray Train moves its workers to a directory of its own.
     spec = replace(
@@ -100,22 +101,23 @@ def train_on_ray(
 
 
 class DeathReporter(UserCallback):
-    """Ray Train callback that reports each death of a training worker."""
+    """Ray Train callback that reports each training worker that died or raised an error."""
 
     def __init__(self, on_death: Callable[..., None]):
         self.on_death = on_death
 
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
-        """Report each training worker that died, with the last line of its error."""
+        """Report each training worker that died or raised, with the last line of its error."""
         for rank, error in worker_exceptions.items():
             self.on_death(error=f"training worker {rank}: {last_line(error)}")
 
 
 def run_worker(config: dict[str, Any]) -> WorkerResult:
-    """Train as one Ray Train worker, in the process group and on the GPU that Ray has set up.
+    """Train as one Ray Train worker, in the process group that Ray has set up.
 
-    An error that a restart would repeat is returned. An error that may occur on this worker alone
-    is raised instead: the other workers wait for this worker, and Ray has to end them.
+    Returns (result, None), or (None, error) for an error meant for the user. With several workers,
+    only CheckFailed and ConfigError are returned, because every worker has them. Any other error
+    may occur on this worker alone and is raised, so that Ray ends the workers that wait for it.
     """
     import torch
 
@@ -132,7 +134,10 @@ def run_worker(config: dict[str, Any]) -> WorkerResult:
 
 
 def _training_error(error: Exception, spec: TrainSpec) -> MedusaDistillError:
-    """Return the project's error that a training worker raised, or else one with Ray's message."""
+    """Return the project's error that a training worker raised, or an EnvironmentFault.
+
+    The EnvironmentFault has the last line of the worker's error, or of Ray's.
+    """
     failures = list(getattr(error, "worker_failures", {}).values())
     for failure in failures:
         if isinstance(failure, MedusaDistillError):

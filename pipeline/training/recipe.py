@@ -70,11 +70,13 @@ class Recipe:
     def evaluates_after(self, step: int, held_out_share: float) -> bool:
         """Return whether a held-out evaluation follows this training step.
 
-        Evaluations are at each epoch's end and at equal intervals within. The whole training has
-        about EVALUATIONS of them, or fewer if they would take too much time.
+        Evaluations are at the end of each epoch and at equal intervals within it. The whole
+        training has about EVALUATIONS of them. It has fewer if they would take too much time, and
+        more if it has more epochs.
 
         Args:
-            held_out_share: The number of positions of one evaluation over that of an epoch.
+            held_out_share: Positions of one evaluation over those of one epoch; 0 if nothing is
+                held out.
         """
         parts = 1
         if held_out_share:

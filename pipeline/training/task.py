@@ -61,7 +61,10 @@ class TrainSpec:
 
     @property
     def heads_path(self) -> Path:
-        """Path of the trained heads; training is finished once the file holds `heads_shape`."""
+        """Path of the heads that this training or training phase writes.
+
+        Training is finished once this file holds heads of `heads_shape`.
+        """
         return self.path / HEADS_FILE
 
     @property
@@ -71,7 +74,10 @@ class TrainSpec:
 
     @property
     def trained_target(self) -> TargetSpec:
-        """The target as Medusa-2 loads it, in `train.backbone.quantization`."""
+        """The target as Medusa-2 training loads it, quantized by `train.backbone.quantization`.
+
+        Where that is not set, its quantization is `target.quantization`.
+        """
         bits = self.settings.backbone.quantization_beside(self.target.quantization)
         return replace(self.target, quantization=bits)
 
@@ -109,7 +115,10 @@ class TrainResult(Evaluation):
     earlier: dict[str, TrainResult] = field(default_factory=dict)  # of earlier phases, by name
 
     def to_json(self) -> Summary:
-        """Return the training result as plain data, with earlier phases beside its fields."""
+        """Return the training result as plain data, with each earlier phase under its own name.
+
+        `warnings` is left out if there are none.
+        """
         data = to_json(self)
         del data["earlier"]
         if not self.warnings:
@@ -123,7 +132,7 @@ class TrainResult(Evaluation):
 class Workers:
     """The workers of one training; this one is `rank` of `world_size`.
 
-    With more than one, torch.distributed is initialised.
+    With more than one worker, torch.distributed has to be initialized.
     """
 
     rank: int = 0
@@ -145,7 +154,7 @@ class Workers:
             dist.all_reduce(tensor)
 
     def from_first(self, number: int, device: torch.device) -> int:
-        """Broadcast a number from the first training worker to every worker."""
+        """Return the first training worker's `number` on every worker."""
         sent = torch.tensor(number, device=device)
         if self.world_size > 1:
             dist.broadcast(sent, src=0)
@@ -192,8 +201,8 @@ class Learner(ABC):
     ) -> Recipe:
         """Estimate the training recipe from a number of target-written positions, without data.
 
-        The estimate assumes packed sequences of target-written positions only. The real recipe has
-        a few more steps.
+        For Medusa-2 the estimate assumes full sequences of target-written positions only. The real
+        recipe usually has more steps, since prompts take up tokens too.
         """
         sequences = None
         if cls.tunes_backbone:
@@ -206,7 +215,7 @@ class Learner(ABC):
 
     @abstractmethod
     def label_counts(self, batches: Sequence[Any]) -> Tensor:
-        """Count the labels of each loss component in these micro-batches, int64 [C]."""
+        """Count the labels of each loss component in this worker's micro-batches, int64 [C]."""
 
     @abstractmethod
     def loss_weights(self, step: int) -> Tensor:
@@ -220,7 +229,10 @@ class Learner(ABC):
         """
 
     def lr_share(self, step: int) -> float:
-        """Return the factor on all peak learning rates: linear warmup, then cosine decay."""
+        """Return the factor on all peak learning rates: linear warmup, then cosine decay.
+
+        Warmup takes at most half of the training steps.
+        """
         total = self.recipe.total_steps
         warmup_steps = min(self.recipe.warmup_steps, total // 2)  # the peak is always reached
         return cosine_with_warmup(step, total, warmup_steps)
@@ -231,7 +243,7 @@ class Learner(ABC):
 
     @abstractmethod
     def evaluate(self) -> Evaluation:
-        """Evaluate the modules in training on held-out text, all workers together."""
+        """Evaluate the modules in training on held-out text; called on all workers at once."""
 
     def write(self) -> None:  # noqa: B027  (most write nothing)
         """Write the training's outputs other than the heads; called on the first worker."""

@@ -30,7 +30,10 @@ from pipeline.training.task import Workers
 
 @dataclass(frozen=True)
 class Text:
-    """A conversation to train on: token ids, spans in learned roles, number of tokens read."""
+    """A conversation to train on: token ids, spans in learned roles, number of tokens read.
+
+    The backbone reads the first `num_read` tokens.
+    """
 
     ids: npt.NDArray[np.int32]
     spans: tuple[Span, ...]
@@ -55,7 +58,8 @@ def read_texts(
 ) -> dict[str, list[Text]]:
     """Read the generated conversations for training, by split.
 
-    Conversations without target-written text within `sequence_length` are left out.
+    Conversations are cut at `sequence_length`. Those without target-written text of these roles
+    within it are left out.
 
     Raises:
         DamagedShard: A shard cannot be read.
@@ -75,8 +79,8 @@ def read_texts(
 def pack_texts(texts: Sequence[Text], sequence_length: int) -> list[list[int]]:
     """Pack conversations into training sequences of at most `sequence_length` tokens.
 
-    Return, for each sequence, the indices of its conversations in `texts`. The longest
-    conversation comes first; each goes into the sequence with the least free space that holds it.
+    Return, for each sequence, the indices of its conversations in `texts`. Conversations are placed
+    from the longest to the shortest, each in the sequence with the least free space that holds it.
     """
     groups: list[list[int]] = []
     free: list[tuple[int, int]] = []  # (tokens that still fit, group), sorted
@@ -111,7 +115,10 @@ class TextPlan:
     def sequences(
         self, epoch: int, step: int, workers: Workers = ALONE
     ) -> list[tuple[int, list[int]]]:
-        """Return one worker's sequences of a training step, as (number, conversations) pairs."""
+        """Return one worker's sequences of a training step, as (number, conversations) pairs.
+
+        The number counts the sequences of the step over all workers; conversations are indices.
+        """
         order = np.random.default_rng([self._seed, epoch]).permutation(len(self.groups))
         start, stop = split_range(0, len(order), step, self.steps_per_epoch)
         first, last = split_range(start, stop, workers.rank, workers.world_size)
@@ -124,7 +131,10 @@ class TextPlan:
 
 
 class TextBatch(NamedTuple):
-    """Training batch of packed sequences [B, T], with labels at learned positions of [B·T]."""
+    """Training batch of packed sequences [B, T], with labels at N learned positions.
+
+    `learned_N` are indices of the flattened [B·T].
+    """
 
     ids_BT: Tensor
     positions_BT: Tensor
@@ -140,9 +150,10 @@ class TextBatch(NamedTuple):
 
 
 def assemble_texts(sequences: Sequence[Sequence[Text]], num_heads: int) -> TextBatch:
-    """Assemble a training batch of packed sequences; a padding token sees only itself.
+    """Assemble a training batch of packed sequences, padded to the longest.
 
-    Without sequences the batch is one token without a label.
+    A padding token attends only to itself. Without sequences the batch is one token without a
+    label.
     """
     sequences = sequences or [[NOTHING]]
     longest = max(sum(text.num_read for text in texts) for texts in sequences)

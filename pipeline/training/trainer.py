@@ -57,14 +57,15 @@ def train(
 ) -> TrainResult:
     """Train all phases and return the result; read the result of a finished phase from disk.
 
-    Writes `heads.safetensors`, `summary.jsonl`, `metrics.jsonl`, `checkpoints/`, trackers' files
+    The result is that of the last phase, with the earlier ones in `earlier`. The first worker
+    writes `heads.safetensors`, `summary.jsonl`, `metrics.jsonl`, `checkpoints/`, trackers' files
     and the learner's outputs.
 
     Raises:
         CheckFailed: The loss or its gradient is no longer finite.
         ConfigError: The target cannot be trained on; see the learners.
-        DataError: Training data is damaged, belongs to another run, or is empty, or the directory
-            holds heads of another shape.
+        DataError: Training data is damaged, belongs to another run, or is empty, Medusa-2 has no
+            held-out text, or the directory holds heads of another shape.
         EnvironmentFault: A GPU or bitsandbytes is missing, memory is too small, or the disk is
             full.
     """
@@ -94,7 +95,10 @@ def _train_phase(
     workers: Workers,
     progress: ProgressReporter,
 ) -> TrainResult:
-    """Train one phase with its learner, from its seed, on this worker's device."""
+    """Train one phase with its learner, from its seed, on this worker's device.
+
+    Creates the phase's directory; torch's generators are restored afterwards.
+    """
     spec.path.mkdir(exist_ok=True)
     device = choose_device(spec)
     devices = [device] if device.type == "cuda" else []
@@ -123,7 +127,10 @@ class TrainState:
     stale: int = 0  # evaluations since the best one
 
     def record(self, evaluation: Evaluation, loss: float | None) -> bool:
-        """Record a training's held-out evaluation; return whether this state is the best."""
+        """Record a training's held-out evaluation; return whether this state is the best.
+
+        Without a loss nothing is held out, and no state is the best.
+        """
         if loss is not None and self.best_loss is not None and not loss < self.best_loss:
             self.stale += 1
             return False
@@ -136,7 +143,7 @@ class TrainState:
         return True
 
     def advance(self, loss: float, positions: int, seconds: float) -> None:
-        """Record a training step's loss, positions and time."""
+        """Count a training step, and record its loss, positions and time."""
         self.step += 1
         self.tokens += positions
         self.seconds += seconds
@@ -148,7 +155,7 @@ class TrainState:
         return self.tokens / self.seconds
 
     def result(self, recipe: Recipe) -> TrainResult:
-        """Return the training's result at this step."""
+        """Return the training's result at this step, with the evaluation of the best state."""
         assert self.evaluation is not None, "training starts with an evaluation"
         return TrainResult(
             **vars(self.evaluation),
@@ -233,7 +240,10 @@ class Trainer:
         return StepResult(loss, int(num_positions), metrics)
 
     def run(self, progress: ProgressReporter, phase: str = "") -> TrainResult:
-        """Train to the last step or early stopping, write the best heads and return the result."""
+        """Train to the last step or early stopping, write the best heads and return the result.
+
+        Continues from the newest undamaged checkpoint, if there is one.
+        """
         learner = self.learner
         spec = learner.spec
         recipe = learner.recipe
@@ -273,14 +283,20 @@ class Trainer:
         return result
 
     def write_best(self, result: TrainResult) -> None:
-        """Write the best adapter of the training, then its best heads with the result."""
+        """Write the best adapter of the training, if any, then its best heads with the result.
+
+        Restores the best weights first. If nothing was held out, the last weights are written.
+        """
         if self.best:
             self.modules.load_state_dict(self.best, strict=False)  # frozen weights stay
         self.learner.write()
         write_heads(self.learner.spec.heads_path, self.learner.heads, result.to_json())
 
     def evaluate(self, state: TrainState) -> Evaluation:
-        """Evaluate a training on held-out text; copy its weights if this state is the best."""
+        """Evaluate a training on held-out text, and record the evaluation in its state.
+
+        The first worker copies the weights if this state is the best.
+        """
         evaluation = self.learner.evaluate()
         is_best = state.record(evaluation, evaluation.loss(self.settings.decay))
         if is_best and self.learner.workers.is_first:
@@ -289,7 +305,10 @@ class Trainer:
         return evaluation
 
     def save(self, checkpoints: Checkpoints, state: TrainState) -> None:
-        """Save weights, optimizer state and progress as a training checkpoint."""
+        """Save weights, best weights, optimizer state and progress as a training checkpoint.
+
+        They are copied now and written in the background.
+        """
         moments, numbers = optimizer_state(self.optimizer)
         tensors = {f"optimizer/{name}": tensor for name, tensor in moments.items()}
         for name, weight in self.trained.items():
@@ -300,7 +319,10 @@ class Trainer:
         checkpoints.save(state.step, Checkpoint(tensors, state_json))
 
     def resume(self, checkpoints: Checkpoints) -> TrainState:
-        """Restore the newest undamaged checkpoint on every worker, or start a new training."""
+        """Restore the newest undamaged checkpoint on every worker and return its training state.
+
+        Without one, return the state of a new training.
+        """
         learner = self.learner
         saved = checkpoints.read_newest(learner.workers, learner.device)
         if saved is None:
