@@ -1,6 +1,6 @@
 """The result of the check stage: its figures in DONE.json, its verdict, and its answer files.
 
-Field names are the keys of DONE.json and of report.json, which leave out None.
+Field names are the keys of DONE.json and of report.json, which leave out fields that are None.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Difference:
 
 @result
 class Speed:
-    """Decoding speed with heads, and of plain decoding (`baseline_…`); times in seconds.
+    """Decoding speed with heads and that of plain decoding (`baseline_…`); times in seconds.
 
     A figure that was not measured is None.
     """
@@ -144,7 +144,7 @@ class Percentiles:
 
 @result
 class LoadRow(Speed):
-    """One number of concurrent requests in the study `load`: speeds, latencies, share in time."""
+    """One number of concurrent requests in the study `load`: speed, latencies, share in time."""
 
     requests: int
     ttft_ms: Percentiles | None = None
@@ -262,7 +262,10 @@ class Sample:
 
 @result
 class TunedDrift:
-    """Distance of a tuned backbone's predictions from the original's; None without positions."""
+    """Distance of a tuned backbone's predictions from the original's.
+
+    All figures are None if no position was compared.
+    """
 
     kl: float | None = None  # nats per position
     perplexity: dict[str, float] | None = None
@@ -330,12 +333,13 @@ class CheckResult(Engines):
         )
 
     def _learning_failures(self) -> list[str]:
-        """Return a check result's failure if head 0 hardly beats guessing the most frequent tokens.
+        """Return a failure of the check result if head 0 hardly beats guessing frequent tokens.
 
-        Such guesses get the share of these tokens right, at top-1 and at top-5. Head 0 has to get
-        at least `LEAST_LEARNED` of the other tokens right. Untrained heads get none of them, heads
-        trained for a few steps 5 %, useful heads 33 % or more, independent of target and
-        vocabulary. Text without other tokens is not judged.
+        Always guessing the most frequent tokens is right for some share of the text, at top-1 and
+        at top-5. Of the rest, head 0 has to get at least `LEAST_LEARNED` right. Untrained heads get
+        nothing of it right, heads trained for a few steps 5 %, and useful heads 33 % or more,
+        independent of target and vocabulary. The list is empty if head 0 gets enough right, if
+        there is no rest, or if nothing was measured.
         """
         if not self.head_0 or not self.frequency:
             return []
@@ -352,7 +356,7 @@ class CheckResult(Engines):
 
 
 def _failures_of_engine(name: str, engine: EngineFigures, limits: Limits) -> list[str]:
-    """List why the figures in the check stage's file fail, for one engine: its answers and rate."""
+    """List why one engine's figures in a check result fail: differing answers, ties, low rate."""
     found, match = [], engine.greedy_match
     if match.differing:
         found.append(
@@ -396,13 +400,16 @@ def _missed_rate(vllm: VllmFigures) -> float | None:
 
 
 def write_answers(directory: Path, answers: Mapping[str, Iterable[Line]]) -> None:
-    """Write the files `answers/METHOD.jsonl` of a check result, a typed line per question."""
+    """Write the check stage's files `answers/METHOD.jsonl`, with one JSON line per question."""
     for method, lines in answers.items():
         _write_answer_lines(directory / "answers" / f"{method}.jsonl", lines)
 
 
 def write_model_answers(directory: Path, lines: Sequence[Line]) -> None:
-    """Write the check stage's file `model_answer/MODEL.jsonl`: its answers for FastChat's judge."""
+    """Write the check stage's file `model_answer/MODEL.jsonl`: its answers for FastChat's judge.
+
+    Without lines, no file is written.
+    """
     if lines:
         _write_answer_lines(directory / "model_answer" / f"{lines[0]['model_id']}.jsonl", lines)
 
@@ -413,7 +420,7 @@ def _write_answer_lines(path: Path, lines: Iterable[Line]) -> None:
 
 
 def read_answers(directory: Path) -> dict[str, list[Line]]:
-    """Read the check stage's files of answers: plain decoding first, the original model last."""
+    """Read the check stage's answers by method: `plain` first, the model `original` last."""
     paths = sorted((directory / "answers").glob("*.jsonl"))
     paths.sort(key=lambda path: path.stem != "plain")
     paths += (directory / "model_answer").glob("*-original.jsonl")

@@ -76,12 +76,12 @@ class StateFormat:
 
     @property
     def computed_bytes(self) -> int:
-        """The bytes of a feature row's state as the target computes it."""
+        """The bytes of one state of a feature row as the target computes it."""
         return self.hidden_size * self.dtype.itemsize
 
     @property
     def stored_bytes(self) -> int:
-        """The bytes of a state in a feature shard with its scale, before compression."""
+        """The bytes of one state in a feature shard, with its scale, before compression."""
         scale = 0 if self.precision == "native" else SCALE_BYTES
         return self.hidden_size * self.stored_dtype.itemsize + scale
 
@@ -108,9 +108,9 @@ class FeatureRow:
     def teachers(self, start: int, stop: int) -> tuple[Tensor, npt.NDArray[np.int64]]:
         """Return a feature row's teacher states [M, D], and each label's row among them [K, N].
 
-        The labels are those at learnable positions [start, stop).
-        Head k's label at position t, the token at t+2+k, is predicted from the state at t+1+k,
-        which is stored wherever there is such a label. Rows are -1 where there is no label.
+        The labels are those at the learnable positions with indices [start, stop). Head k's label
+        at position t, the token at t+2+k, is predicted from the state at t+1+k, which is stored
+        wherever there is such a label. Rows are -1 where there is no label.
         """
         labels_KN, chosen_N = self.labels_KN[:, start:stop], self.learnable[start:stop].numpy()
         first = int(chosen_N[0])
@@ -157,7 +157,7 @@ class FeatureRows:
                     self._splits.append(table["split"].to_numpy())
 
     def lengths(self, split: str) -> list[npt.NDArray[np.int64]]:
-        """Return each feature row's learnable positions, by row group; 0 outside the split."""
+        """Count each feature row's learnable positions, by row group; 0 outside the split."""
         return [
             np.where(splits == split, n, 0)
             for splits, n in zip(self._splits, self._lengths, strict=True)
@@ -168,6 +168,7 @@ class FeatureRows:
 
         Raises:
             DamagedShard: A page fails its checksum, or the file is gone.
+            DataError: The file is now a shard of another run.
         """
         path, group = self._groups[index]
         columns = ["input_ids", "spans", "hidden"]

@@ -61,7 +61,7 @@ class WaitingMemory:
 
 
 class WaitingGroup:
-    """Feature rows that become one row group, and the memory for their states."""
+    """Feature rows that become one row group, and the memory that their states are copied to."""
 
     def __init__(self, rows: Sequence[TokenRow], states: StateFormat, waiting: WaitingMemory):
         self.rows, self.states = rows, states
@@ -72,7 +72,10 @@ class WaitingGroup:
         self.missing = len(rows)
 
     def put(self, index: int, hidden_TD: Tensor) -> None:
-        """Copy the states that predict a feature row's target-written tokens."""
+        """Copy to the group the states of a feature row that predict its target-written tokens.
+
+        `index` is the row's in the group, and `hidden_TD` has the states of all its tokens.
+        """
         start = self.edges[index]
         for span in self.rows[index].spans:
             stop = start + len(span)
@@ -83,7 +86,7 @@ class WaitingGroup:
     def write(self, writer: ShardWriter) -> int:
         """Write feature rows with finite states as a row group; return the positions written.
 
-        The other rows are rejected.
+        The other rows are rejected. To store 8 bits, the group's memory is overwritten.
         """
         rows, states = [], [self.hidden_ND[:0]]
         for row, (start, stop) in zip(self.rows, itertools.pairwise(self.edges), strict=True):
@@ -104,7 +107,10 @@ class WaitingGroup:
         return len(hidden_ND)
 
     def _record_batch(self, rows: Sequence[TokenRow], hidden_ND: Tensor) -> pa.RecordBatch:
-        """Return feature rows with their states as a record batch, in the stored precision."""
+        """Return feature rows with their states as a record batch, in the stored precision.
+
+        States of 8 bits are written over the start of the group's memory.
+        """
         if self.states.precision == "native":
             return feature_batch(rows, hidden_ND)
         stored_ND = (
@@ -127,7 +133,7 @@ def row_edges(rows: Sequence[TokenRow]) -> list[int]:
 
 
 def row_groups(rows: Iterable[TokenRow], states: StateFormat) -> list[list[TokenRow]]:
-    """Divide feature rows into row groups of one split and about `ROW_GROUP_BYTES` of states.
+    """Divide feature rows, in order, into row groups of one split and about `ROW_GROUP_BYTES`.
 
     Held-out rows have groups of their own, so that reading them does not read the training rows,
     which are a hundred times as many.
@@ -167,9 +173,9 @@ def _list_column(values: Sequence[npt.NDArray[np.int32]]) -> pa.ListArray:
 
 
 class FeatureWriter:
-    """Writer of one feature shard, in a thread, while later states are computed.
+    """Context manager that writes a feature shard in a thread, while later states are computed.
 
-    Leave this context before the shard writer's.
+    Leave it before the shard writer, and after the result of `commit` is there.
 
     Args:
         writer: The shard's, open. Only this object uses it until `commit`.
@@ -196,7 +202,7 @@ class FeatureWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Discard the feature shard's row groups that have not been written."""
+        """Wait for the thread, which discards the row groups that it has not begun to write."""
         self._failed = self._failed or InterruptedError()
         self._thread.shutdown()
 
@@ -204,7 +210,7 @@ class FeatureWriter:
         """Copy one feature row's states; block while too many row groups wait to be written.
 
         Raises:
-            EnvironmentFault: Writing has failed: the disk is full.
+            EnvironmentFault: Writing has failed, for example on a full disk.
         """
         number = bisect.bisect(self._starts, index) - 1
         if number not in self._groups:
@@ -227,11 +233,14 @@ class FeatureWriter:
         num_tokens: int = 0,
         started: float = 0.0,
     ) -> Future[Receipt]:
-        """Commit the feature shard in the thread once all row groups are written.
+        """Commit the feature shard in the thread after all of its row groups; return a future.
 
         Args:
             num_tokens: The rows' tokens, as the receipt states them.
-            started: When its worker began, by the monotonic clock.
+            started: The worker's `time.monotonic()` when it began the shard.
+
+        Raises:
+            AssertionError: Some rows have no states yet.
         """
         lacking = f"{len(self._groups)} row groups of {stage} lack states"
         assert len(self._writing) == len(self._rows), lacking
@@ -245,7 +254,7 @@ class FeatureWriter:
         return self._thread.submit(finish)
 
     def _write_group(self, group: WaitingGroup) -> int:
-        """Write a feature shard's row group, unless writing has failed; count its positions."""
+        """Write a feature shard's row group; return its positions, or 0 after a failure."""
         try:
             return 0 if self._failed else group.write(self._writer)
         except BaseException as error:

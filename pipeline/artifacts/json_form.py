@@ -28,7 +28,7 @@ def from_json(kind: type[Result], found: Any) -> Result:
     """Make the typed content of a stage's file from its JSON; other keys are ignored.
 
     Raises:
-        pydantic.ValidationError: It is of another form.
+        pydantic.ValidationError: The JSON does not have the form of `kind`.
     """
     return TypeAdapter(kind).validate_python(found)
 

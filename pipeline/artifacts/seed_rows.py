@@ -64,13 +64,13 @@ def read_seeds(shards: Iterable[Path], split: str) -> Iterator[Conversation]:
 
 
 def most_frequent_opening(shards: Iterable[Path]) -> tuple[str, int]:
-    """Return the normalised question that opens most seed rows in a stage's files, and how many."""
+    """Return the normalised question that opens the most seed rows of shards, and their number."""
     openings = Counter(first_question(row.conversation) for row in read_seed_rows(shards))
     return openings.most_common(1)[0]
 
 
 def questions_in_two_splits(shards: Iterable[Path]) -> list[str]:
-    """Read files of seed rows; return normalised questions that open rows of two splits or more."""
+    """Return the normalised questions that open seed rows of two splits or more."""
     split_of: dict[str, str] = {}
     shared: dict[str, None] = {}
     for row in read_seed_rows(shards):

@@ -24,7 +24,10 @@ ENOUGH_NEW = 8  # answers; rates of fewer are too uncertain
 
 @result
 class NewAnswers:
-    """Rates on answers that are not seen; None if there are fewer than `ENOUGH_NEW`."""
+    """The number of answers that are not seen, and rates on these.
+
+    The rates are None if there are fewer than `ENOUGH_NEW` such answers.
+    """
 
     answers: int
     acceleration_rate: float | None = None
@@ -65,7 +68,7 @@ class SeenAnswers:
         self._beginnings: set[bytes] = set()
 
     def add(self, answer: Tokens) -> None:
-        """Add an answer that a generate shard's file holds in a training row."""
+        """Add an answer of a generated training row, as token ids."""
         self._beginnings.add(_answer_digest(answer))
 
     def __contains__(self, answer: Tokens) -> bool:
@@ -73,6 +76,6 @@ class SeenAnswers:
 
 
 def _answer_digest(answer: Tokens) -> bytes:
-    """Return the digest of the first 32 tokens by which answers are found in generated rows."""
+    """Return a digest of the first 32 tokens of an answer, to compare it with generated rows."""
     data = np.asarray(answer[:PREFIX], np.int32).tobytes()
     return hashlib.blake2b(data, digest_size=8).digest()

@@ -1,7 +1,8 @@
 """The train stage's heads on disk: `heads.safetensors`, whole or absent, never a pickle.
 
-Its header gives the heads' kind and shape. The training's summary, timings included, lies beside it
-in `summary.jsonl`, a log: equal heads are equal files, so their dependants are not stale.
+Its header gives the heads' kind and shape. The training's summary lies beside it in
+`summary.jsonl`. As a log, this file does not count: where heads are trained again and come out
+equal, later stages stay current although the timings in the summary differ.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def read_trained_heads(path: Path) -> Heads:
 
 
 def read_summary(path: Path, shape: HeadsShape) -> Summary | None:
-    """Read the summary file of trained heads; None if there are no whole heads.
+    """Read the summary file of trained heads; None if the heads or the file cannot be read.
 
     Raises:
         DataError: They have another kind or shape than `shape`, so they are another training's.
@@ -70,7 +71,7 @@ def read_summary(path: Path, shape: HeadsShape) -> Summary | None:
 
 
 def _heads_shape(path: Path) -> HeadsShape | None:
-    """Read the heads' shape in the train stage's file; None if absent, damaged or foreign."""
+    """Read the heads' shape in the train stage's file; None if there is no file that states it."""
     try:
         with safe_open(path, "pt") as file:
             return shape_from_json(json.loads(file.metadata()["heads"]))

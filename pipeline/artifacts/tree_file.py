@@ -129,7 +129,7 @@ def read_calibration(directory: Path) -> Calibration:
 
 
 def read_paths(path: Path) -> tuple[TreePath, ...]:
-    """Read tree paths in the stage's file `tree.json`, or in another JSON file with a list of them.
+    """Read the paths of a static tree from a calibrate stage's tree.json, or from a JSON list.
 
     Raises:
         DataError: The file cannot be read, or holds no list of paths.

@@ -1,8 +1,8 @@
 """Atomic writes of files and directories: temporary name, fsync, rename, fsync of the directory.
 
 A file's temporary name is unique to its writer, so that an orphaned worker and the resumed run
-never write into the same file; the last rename wins, with equal content. Leftovers end in `.tmp`
-and are removed on resume.
+never write into the same file; the last rename wins, with equal content. A killed writer leaves a
+file that ends in `.tmp`, which the resumed run removes.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ def atomic_path(path: Path) -> Iterator[Path]:
     """Context manager: yield a temporary path that becomes `path` on success, durably.
 
     Raises:
-        EnvironmentFault: The disk is full. What was committed before is intact.
+        EnvironmentFault: The disk is full or fails, or the file may not be written. `path` is never
+            half-written.
     """
     temporary = temporary_beside(path)
     try:
@@ -63,7 +64,7 @@ def atomic_directory(directory: Path, last: str = "") -> Iterator[Path]:
     """Context manager: yield an empty directory whose files are moved to `directory`, durably.
 
     A new directory appears by one rename. In an existing one the files are replaced one by one, the
-    file named `last` at the end. There is at most one writer at a time.
+    file named `last` at the end; its other files stay. There must be only one writer at a time.
     """
     partial = directory.with_name(f".{directory.name}.partial")
     remove(partial)  # of a killed process
@@ -118,14 +119,17 @@ def publish(temporary: Path, path: Path) -> None:
 
 
 def _make_readable(path: Path) -> None:
-    """Give a written file the mode that the umask allows; safetensors' mode is 0600."""
+    """Give a written file the default mode, 0666 less the umask; safetensors writes with 0600."""
     with contextlib.suppress(OSError):  # of a file system without modes
         path.chmod(0o666 & ~UMASK)
 
 
 @contextlib.contextmanager
 def disk_errors(path: Path | None = None) -> Iterator[None]:
-    """Context manager: turn a file system error of a library into an EnvironmentFault."""
+    """Context manager: raise disk errors, also those of libraries, as EnvironmentFault.
+
+    Other errors pass unchanged.
+    """
     try:
         yield
     except MedusaDistillError:
@@ -160,7 +164,7 @@ def disk_fault(error: BaseException, path: Path | None = None) -> EnvironmentFau
 
 
 def require_free_disk(path: Path, least_gb: float) -> None:
-    """Raise EnvironmentFault if a path's disk has less free space than limits.min_free_disk_gb."""
+    """Raise EnvironmentFault if the disk of `path` has less than `least_gb` GB of free space."""
     free = shutil.disk_usage(path).free / 1e9
     if free < least_gb:
         raise EnvironmentFault(
@@ -171,7 +175,7 @@ def require_free_disk(path: Path, least_gb: float) -> None:
 
 
 def _disk_errno(error: BaseException) -> int | None:
-    """Return the errno of a full disk among an error's causes, else the error's own errno."""
+    """Return the errno of a full disk if a cause of the error has it, else the error's own."""
     own = _own_errno(error)
     cause = error.__cause__ or error.__context__
     while cause and cause is not error and own not in FULL_ERRORS:
@@ -183,7 +187,10 @@ def _disk_errno(error: BaseException) -> int | None:
 
 
 def _own_errno(error: BaseException) -> int | None:
-    """Return a file system error's errno, or the errno that its text names."""
+    """Return a file system error's errno, or the errno that its text implies; None if neither.
+
+    The text of a short write implies a full disk.
+    """
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno
     text = str(error)
@@ -197,13 +204,13 @@ def _own_errno(error: BaseException) -> int | None:
 
 
 def write_json(path: Path, data: Any) -> None:
-    """Write a JSON file atomically and durably."""
+    """Write a JSON file atomically and durably; create missing parent directories."""
     text = json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False)
     write_text(path, f"{text}\n")
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a UTF-8 text file atomically and durably.
+    """Write a UTF-8 text file atomically and durably; create missing parent directories.
 
     A lone surrogate becomes its escape, such as `\\ud83d`.
     """
@@ -213,7 +220,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def read_file(path: Path) -> bytes:
-    """Read a file, and report a failing file system.
+    """Return the bytes of a file, with a failing file system told apart from other errors.
 
     Raises:
         EnvironmentFault: The file system fails, so the file's content is unknown.
@@ -229,7 +236,11 @@ def read_file(path: Path) -> bytes:
 
 
 def read_json(path: Path) -> Any | None:
-    """Read a JSON file; None if the file is absent or damaged. Raises as `read_file` does."""
+    """Read a JSON file; None if the file is absent, unreadable or damaged.
+
+    Raises:
+        EnvironmentFault: The file system fails.
+    """
     try:
         return json.loads(read_file(path).decode())
     except (OSError, ValueError, RecursionError):
@@ -237,7 +248,7 @@ def read_json(path: Path) -> Any | None:
 
 
 def read_object(path: Path) -> JsonObject:
-    """Read a JSON object from a file; empty if the file is absent, damaged or no object."""
+    """Read a JSON object from a file; empty if `read_json` finds nothing, or no object."""
     found = read_json(path)
     return found if isinstance(found, dict) else {}
 
@@ -245,7 +256,7 @@ def read_object(path: Path) -> JsonObject:
 def sync(path: Path) -> None:
     """Flush a file's content, or a directory's renames, to the disk.
 
-    Some network file systems have no fsync of a directory.
+    It does nothing for a directory on a file system that cannot flush directories.
     """
     handle = os.open(path, os.O_RDONLY)
     try:
@@ -258,6 +269,6 @@ def sync(path: Path) -> None:
 
 
 def sweep_temporary(directory: Path) -> None:
-    """Remove the temporary files of killed writers below a directory."""
+    """Remove all temporary files (`*.tmp`) below a directory, left there by killed writers."""
     for path in list(directory.rglob("*.tmp")):
         path.unlink(missing_ok=True)

@@ -58,7 +58,10 @@ class FileFacts:
         return cls(found.st_size, found.st_mtime_ns, sha256 or sha256_of(path))
 
     def renewed(self, path: Path) -> FileFacts | None:
-        """Return the file facts with the file's new time; None if its content has changed."""
+        """Return the facts with the file's present time; None if the file is gone or has changed.
+
+        The file is read only if its time, but not its size, differs from the recorded one.
+        """
         if not self.fit(path):
             return None
         mtime_ns = path.stat().st_mtime_ns
@@ -73,7 +76,7 @@ class FileFacts:
         return path.is_file() and path.stat().st_size == self.size
 
     def problems(self, path: Path) -> list[str]:
-        """Compare the file's sha256; return its problem as one line, or an empty list."""
+        """Read a file; return a line if it is missing or its sha256 differs, else an empty list."""
         if not path.is_file():
             return [f"{path} is missing"]
         found = FileFacts.of(path)
@@ -98,7 +101,7 @@ class FileDigests:
         self.known: dict[str, str] = read_object(cache)
 
     def of(self, path: Path) -> str:
-        """Return a file's sha256 (hex); the Hub's cache names large files by theirs."""
+        """Return a file's sha256 (hex), and remember the first one for `changed`."""
         digest = self._current_sha256(path)
         self.seen.setdefault(path, digest)
         return digest
@@ -108,7 +111,7 @@ class FileDigests:
         return {path.name: self.of(path) for path in sorted(paths, key=lambda path: path.name)}
 
     def changed(self) -> list[Path]:
-        """Return the files whose sha256 has changed since it was first asked for."""
+        """Return the files that are gone, or whose sha256 is not what `of` first returned."""
         changed = []
         for path, digest in self.seen.items():
             if not path.is_file() or self._current_sha256(path) != digest:
@@ -116,7 +119,7 @@ class FileDigests:
         return changed
 
     def derived(self, key: str, make: Callable[[], str]) -> str:
-        """Return the sha256 (hex) cached under a key; `make` computes a missing one."""
+        """Return the sha256 (hex) cached under a key, after caching `make()` if it is missing."""
         if key not in self.known:
             self.known[key] = make()
             if not self.read_only:
@@ -124,7 +127,10 @@ class FileDigests:
         return self.known[key]
 
     def _current_sha256(self, path: Path) -> str:
-        """Return a file's current sha256 (hex) from its name, from the cache, or by reading it."""
+        """Return a file's current sha256 (hex) from its name, from the cache, or by reading it.
+
+        Only large files in the Hub's cache are named by their sha256.
+        """
         blob = path.resolve()
         if blob.parent.name == "blobs" and re.fullmatch(r"[0-9a-f]{64}", blob.name):
             return blob.name

@@ -1,7 +1,7 @@
 """Locks on directories: one owner that may change the content, or any number of readers.
 
-Locks are advisory `flock`s, which the kernel releases when the process ends. The lock file has a
-line for each holder since the last owner, only for error messages.
+Locks are advisory `flock`s, which the kernel releases when the process ends. The lock file
+names the last owner and every holder since, only for error messages.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ class Lock:
         self.release()
 
     def share(self) -> None:
-        """Share the lock of a directory with other readers; an owner becomes one of them.
+        """Take the lock of a directory as one of its readers; an owner becomes a reader.
 
         Raises:
-            EnvironmentFault: Another process owns the lock.
+            EnvironmentFault: Another process owns the lock, or the file system has no locks.
         """
         self._take_lock(fcntl.LOCK_SH)
         self._add_holder()
 
     def own(self) -> None:
-        """Hold the lock of a directory alone.
+        """Take the lock of a directory as its only holder.
 
         Raises:
-            EnvironmentFault: Another process owns or reads.
+            EnvironmentFault: Another process holds the lock, or the file system has no locks.
         """
         self._take_lock(fcntl.LOCK_EX)
         self._file.truncate(0)
@@ -59,7 +59,12 @@ class Lock:
         self._file.close()
 
     def _take_lock(self, kind: int) -> None:
-        """Take a directory's lock without waiting, or raise EnvironmentFault."""
+        """Take a directory's lock without waiting.
+
+        Raises:
+            EnvironmentFault: Another process holds the lock, which is released here, or the file
+                system has no locks.
+        """
         try:
             fcntl.flock(self._file, kind | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -80,7 +85,7 @@ class Lock:
             ) from None
 
     def _holders(self) -> list[str]:
-        """Return the holders named in the lock file, without ended processes of this machine."""
+        """Return the other holders in the lock file, without ended processes of this machine."""
         self._file.seek(0)
         holders = []
         for pid, host in re.findall(r"process (\d+) on (\S+)", self._file.read()):

@@ -18,14 +18,17 @@ SECONDS_BETWEEN_REPORTS = 0.5
 
 
 class ProgressFile:
-    """The progress file, to write in one process and to read in another."""
+    """A progress file, which one process writes and another process reads."""
 
     def __init__(self, path: Path):
         self.path = path
         self._written = -math.inf
 
     def write(self, report: JsonObject, *, at_once: bool = False) -> None:
-        """Store a report in the progress file, `at_once` or half a second after the last one."""
+        """Store a report in the progress file unless one was stored within the last half second.
+
+        With `at_once` it is always stored. A failed write is ignored.
+        """
         now = time.monotonic()
         if at_once or now - self._written >= SECONDS_BETWEEN_REPORTS:
             self._written = now

@@ -33,7 +33,7 @@ Summary = JsonObject  # what a finished stage reports; each stage has its own ke
 
 @dataclass(frozen=True)
 class Note:
-    """The record beside a shard: its file facts, and the seconds that its worker was busy."""
+    """The record beside a shard: content hash, file facts, and its worker's busy seconds."""
 
     content_sha256: str
     file: FileFacts
@@ -103,9 +103,10 @@ Record = TypeVar("Record")
 
 
 def _read_record(record: TypeAdapter[Record], path: Path) -> Record | None:
-    """Read a stage directory's record; None if its file is absent or damaged.
+    """Read a stage directory's record; None if its file is absent, unreadable or damaged.
 
-    Raises as `read_file` does.
+    Raises:
+        EnvironmentFault: The file system fails.
     """
     try:
         return record.validate_json(read_file(path), strict=True)
@@ -119,9 +120,13 @@ def note_path(shard: Path) -> Path:
 
 
 def read_receipt(path: Path) -> Receipt | None:
-    """Read the receipt in a shard's footer, with the shard's note; None without a whole shard.
+    """Read the receipt in a shard's footer, with the shard's note; None if there is no receipt.
 
-    Raises OSError or EnvironmentFault if the file system fails.
+    A shard that is absent or damaged has none. A note of other content is left out.
+
+    Raises:
+        OSError: The file system fails at the shard.
+        EnvironmentFault: The file system fails at the note.
     """
     try:
         with pa.OSFile(os.fsencode(path)) as file:
@@ -138,12 +143,16 @@ def read_receipt(path: Path) -> Receipt | None:
 
 
 def read_note(shard: Path) -> Note | None:
-    """Read a shard's note; None if the writer was killed before. Raises as `read_file` does."""
+    """Read a shard's note; None if the note is absent or damaged.
+
+    Raises:
+        EnvironmentFault: The file system fails.
+    """
     return _read_record(NOTE, note_path(shard))
 
 
 def write_note(shard: Path, note: Note) -> None:
-    """Write a shard's note."""
+    """Write a shard's note into the stage directory."""
     write_json(note_path(shard), asdict(note))
 
 
@@ -170,7 +179,10 @@ class StageTotals:
             self._busy_seconds += receipt.note.busy_seconds
 
     def summary(self) -> Summary:
-        """Return the receipts' totals as keys of DONE.json; the rate is per busy second."""
+        """Return the receipts' totals as a summary for DONE.json.
+
+        `tokens_per_second` counts busy seconds of workers, and is left out if there are none.
+        """
         summary: Summary = {
             "rows": self.rows,
             "quarantined": self.quarantined,
@@ -184,10 +196,11 @@ class StageTotals:
     def check_quarantine(self, stage: str, where: str, max_fraction: float, *, final: bool) -> None:
         """Refuse committed shards whose receipts count too large a fraction of quarantined rows.
 
-        Before the stage's end, the fraction is checked once `ENOUGH_TO_JUDGE` rows have been read.
+        Duplicates and contaminated rows are not counted. Unless `final`, the fraction is judged
+        only once there are `ENOUGH_TO_JUDGE` rows.
 
         Raises:
-            DataError: States the fraction and the most frequent reasons.
+            DataError: The fraction is above `max_fraction`.
         """
         reasons = Counter(self.reasons)
         for repeated in (Reason.DUPLICATE, Reason.CONTAMINATED):

@@ -37,7 +37,7 @@ class RunDirectory:
 
     @classmethod
     def create(cls, config: Config) -> RunDirectory:
-        """Create the run directory that a configuration names, if necessary."""
+        """Return a configuration's run directory; create it and its store if they are missing."""
         run = cls(config.run.directory, config.run.store)
         for path in (run.path, run.store):
             with disk_errors(path):
@@ -53,7 +53,7 @@ class RunDirectory:
         """Open the run directory at `path` and load its configuration; it may be a copied run.
 
         Raises:
-            ConfigError: There is no run directory.
+            ConfigError: There is no run.yaml, or it is invalid.
         """
         if not (path / "run.yaml").is_file():
             raise ConfigError(
@@ -100,7 +100,11 @@ class RunDirectory:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Context manager: lock the run directory, and remove files of killed drivers."""
+        """Context manager: lock the run directory, and remove temporary files of killed drivers.
+
+        Raises:
+            EnvironmentFault: Another process holds the lock, or the file system has no locks.
+        """
         with Lock(self.path / "lock", f"the run '{self.path.name}'") as lock:
             lock.own()
             for link in (self.path / "latest").glob(".*.*"):
@@ -111,7 +115,10 @@ class RunDirectory:
             yield
 
     def event(self, kind: str, **facts: Any) -> None:
-        """Append an event to the run directory's events.jsonl, on a new line after a torn one."""
+        """Append an event, with its time and redacted, to the run directory's events.jsonl.
+
+        After a line that a killed process has left incomplete, the event begins a new line.
+        """
         event = redacted_values({"time": round(time.time(), 3), "event": kind, **facts})
         line = json.dumps(event, ensure_ascii=False, default=str)
         with (self.path / EVENTS).open("ab+") as file:
@@ -122,11 +129,11 @@ class RunDirectory:
     def require_one_history(self) -> None:
         """Refuse a run directory whose stages were not made from one another.
 
-        Its model card would be wrong. This happens after `run --until train` with another setting.
-        Cached states may be deleted.
+        Its model card would be wrong. A run has such stages after `run --until train` with another
+        setting. The push stage is not checked, and the stages in `CACHES` may be deleted.
 
         Raises:
-            DataError: A stage is unfinished, missing, or made from another one; it is named.
+            DataError: A stage is unfinished or missing, or was made from other upstream content.
         """
         fix = "Run the same configuration again, and then push."
         stages = self.stages()

@@ -55,7 +55,10 @@ class ShardTask:
 
 
 def task_rows(task: ShardTask, columns: Sequence[str] | None = None) -> list[Row]:
-    """Read from a committed upstream shard a task's rows, in order, without crashing rows."""
+    """Read a task's rows from its upstream shard, in order, without rows that crash workers.
+
+    `columns` must include `id`.
+    """
     rows = list(read_rows(task.source, columns))
     if task.rows is not None:
         rows = rows[slice(*task.rows)]
@@ -70,7 +73,7 @@ class HashedFile(io.FileIO):
         self._digest = hashlib.sha256()
 
     def write(self, data: Any) -> int:
-        """Write all of `data` to the file, and add it to the hash."""
+        """Write all of `data` to the file, add it to the hash, and return its length."""
         self._digest.update(data)
         unwritten = memoryview(data)
         while unwritten:
@@ -83,12 +86,12 @@ class HashedFile(io.FileIO):
 
 
 class ShardWriter:
-    """Writer of a task's shard, row group by row group, until `commit`.
+    """Context manager that writes a task's shard, row group by row group, until `commit`.
 
     The task's crashing rows are quarantined.
 
     Args:
-        footer: More schema metadata (dtype, hidden size, tap point).
+        footer: Schema metadata to store besides the fingerprint, such as dtype and hidden size.
         codec: The compression of binary columns, which hold states; other columns use zstd.
     """
 
@@ -144,19 +147,19 @@ class ShardWriter:
         self._temporary.unlink(missing_ok=True)
 
     def write(self, rows: Sequence[Row]) -> None:
-        """Append rows to the shard as one row group."""
+        """Append rows to the shard as one row group; without rows, append nothing."""
         if rows:
             self.write_batch(pa.RecordBatch.from_pylist(list(rows), schema=self.schema))
 
     def write_batch(self, batch: pa.RecordBatch) -> None:
-        """Append a record batch to the shard as one row group; its buffers may be reused then."""
+        """Append a record batch to the shard as one row group; its buffers may then be reused."""
         self.ids += batch.column("id").to_pylist()
         table = pa.Table.from_batches([batch])  # a batch's pages would be written with the next one
         with disk_errors(self.path):
             self._writer.write_table(table, row_group_size=max(1, len(batch)))
 
     def reject(self, rejected: RejectedRow) -> None:
-        """Put a row into the shard's quarantine file."""
+        """Record a rejected row, which `commit` writes to the shard's quarantine file."""
         self.rejected.append(rejected)
 
     def commit(
@@ -166,17 +169,18 @@ class ShardWriter:
         stats: dict[str, float] | None = None,
         busy_seconds: float = 0.0,
     ) -> Receipt:
-        """Check that no row was lost, then commit the quarantine file and the shard.
+        """Check that no row was lost, then commit the quarantine file, the shard and its note.
 
         Args:
-            ids_in: The ids of `task_rows`; every one must be kept (itself, or as `id#turn`) or
-                quarantined, once.
-            stats: Counts of the content; no times, for equal content has equal stats.
+            ids_in: The ids of `task_rows`: each row must be in the shard, itself or as rows
+                `id#turn`, or in quarantine. None skips this check.
+            stats: Counts of the content. They hold no times, so that equal content has equal stats.
             busy_seconds: How long a worker was busy with the shard.
 
         Raises:
-            AssertionError: A row is missing or occurs twice; a defect of the stage, never of the
-                data.
+            AssertionError: A row is missing or occurs twice. This is a defect of the stage, never
+                of the data.
+            EnvironmentFault: The disk is full or fails.
         """
         where = f"shard {self.task.index} of {stage}"
         assert len(set(self.ids)) == len(self.ids), f"{where} repeats an id"
@@ -209,7 +213,10 @@ class ShardWriter:
         return replace(receipt, note=note)
 
     def _check_complete(self, ids_in: set[str], where: str) -> None:
-        """Assert that each upstream row is in the shard or its quarantine file, not in both."""
+        """Assert that each upstream row is in the shard or its quarantine file, not in both.
+
+        Single turns of a row whose other turns are in the shard may be in quarantine.
+        """
         rejected = [row.id for row in self.rejected]
         kept = _parents(self.ids, ids_in)
         assert kept | _parents(rejected, ids_in) == ids_in, f"{where} lost a row or made one up"
@@ -255,8 +262,8 @@ def open_shard(path: str | Path) -> Iterator[pq.ParquetFile]:
     """Context manager: open a shard for reading, with its page checksums verified.
 
     Raises:
-        DamagedShard: It is missing or damaged, found here or while the caller reads on.
-        EnvironmentFault: The file system refuses to read it.
+        DamagedShard: The shard is missing or damaged, also if only a later read shows it.
+        EnvironmentFault: The shard exists, but the file system cannot read it.
     """
     try:
         with (
@@ -271,7 +278,10 @@ def open_shard(path: str | Path) -> Iterator[pq.ParquetFile]:
 
 
 def read_rows(path: str | Path, columns: Sequence[str] | None = None) -> Iterator[Row]:
-    """Yield the rows of a shard in order, one row group in memory at a time."""
+    """Yield the rows of a shard in order, one row group in memory at a time.
+
+    Raises what `open_shard` raises.
+    """
     with open_shard(path) as shard:
         for group in range(shard.num_row_groups):
             names = list(columns) if columns else None

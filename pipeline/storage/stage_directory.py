@@ -1,8 +1,8 @@
 """Stage directories: `<stage>-<fingerprint[:8]>/` with shards and DONE.json.
 
 A stage directory belongs to one fingerprint: a changed meaning gets another directory. Which shards
-exist is read from their footers. DONE.json adds each file's size, time and sha256: `verify`
-compares all files with it, and a run those whose modification time has changed.
+exist is read from their footers. DONE.json adds each file's size, time and sha256.
+`verify` reads and compares all files; a run reads only those whose time has changed.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class StageDirectory:
 
     Args:
         store: The directory of the stage directories.
-        scratch: Names of files and folders in it that do not count once the stage is done.
-        parts: Folders in it that can be made again alone when one of their files is damaged.
+        scratch: Names of files and folders in it that DONE.json leaves out.
+        parts: Folders in it that are dropped alone when one of their files is damaged.
     """
 
     def __init__(
@@ -71,7 +71,11 @@ class StageDirectory:
 
     @classmethod
     def at(cls, path: Path) -> StageDirectory:
-        """Return the stage directory at `path`, which may be a copied one."""
+        """Return the stage directory at `path`, which may be a copied one.
+
+        Its stage and fingerprint are those of stage.json. Without that file, the stage is the one
+        in the directory's name and the fingerprint is empty.
+        """
         described = Description.read(path) or Description(path.name.rpartition("-")[0], "")
         stage = cls(path.parent, described.stage, described.fingerprint)
         stage.path = path
@@ -79,7 +83,7 @@ class StageDirectory:
 
     @functools.cached_property
     def lock(self) -> Lock:
-        """The lock of the stage directory, not yet held."""
+        """The lock of the stage directory; the first access opens its file without locking it."""
         return Lock(self.path / LOCK_FILE, f"the {self.stage} stage")
 
     def enter(self, identity: Identity) -> None:
@@ -87,7 +91,7 @@ class StageDirectory:
 
         Raises:
             DataError: It is a link: in a copied run it would lead to the original's stage.
-            EnvironmentFault: Another process changes it.
+            EnvironmentFault: Another process owns the lock, or the file system has no locks.
         """
         if self.path.is_symlink():
             raise DataError(
@@ -106,18 +110,22 @@ class StageDirectory:
         Description(self.stage, self.fingerprint, identity).write(self.path)
 
     def is_whole(self, upstream: dict[str, str]) -> bool:
-        """Return whether the stage is finished, made from this upstream content, and undamaged."""
+        """Return whether the stage is finished, made from this upstream content, and undamaged.
+
+        The caller holds the lock, since `examine` may update DONE.json.
+        """
         return self.is_current(upstream) and not self.examine()
 
     def begin(self, upstream: dict[str, str], *, fresh: bool = False) -> list[Path]:
         """Lock the stage directory exclusively, drop damaged and stale files, return the damaged.
 
-        With `fresh`, everything is dropped. Otherwise damaged files are dropped. If the upstream
-        content has changed, so is everything but the shards, which `pending` compares with their
-        upstream shards one by one.
+        DONE.json is removed, and the upstream content recorded. With `fresh`, the whole result is
+        dropped and no damage is looked for. Otherwise damaged files are dropped. If the upstream
+        content has changed, everything but the shards is dropped as well; `pending` compares the
+        shards with their upstream shards one by one.
 
         Raises:
-            EnvironmentFault: Another process holds the directory.
+            EnvironmentFault: Another process holds the lock, or the file system has no locks.
         """
         self.lock.own()
         damaged = []
@@ -133,9 +141,10 @@ class StageDirectory:
         return damaged
 
     def finish(self, summary: Summary, upstream: dict[str, str]) -> None:
-        """Write DONE.json (summary, upstream content, facts of every file), and share the lock.
+        """Write DONE.json (summary, upstream content, facts of the files), and share the lock.
 
-        Shards are not read: their notes have their sha256.
+        Bookkeeping and scratch files are left out. A shard is read only if it has no note, which
+        would have its sha256.
         """
         by_index = self.receipts()
         receipts = [by_index[index] for index in sorted(by_index)]
@@ -185,7 +194,7 @@ class StageDirectory:
         return fingerprint({"made": made})
 
     def files_below(self, folder: str) -> dict[str, FileFacts]:
-        """Return the facts of the files in one folder of a finished stage, by relative path."""
+        """Return the facts of a finished stage's files below a folder, by path in that folder."""
         prefix = f"{folder}/"
         found = {}
         for path, facts in self._file_facts().items():
@@ -212,7 +221,10 @@ class StageDirectory:
         return [self.shard_path(index) for index in sorted(self.receipts())]
 
     def receipts(self) -> dict[int, Receipt]:
-        """Read the receipts of the stage's whole shards, by index; skip foreign files."""
+        """Read the receipts of the stage's whole shards, by index; skip foreign files.
+
+        A shard is whole if it has a receipt of this fingerprint and a quarantine file.
+        """
         receipts = {}
         for path in self.parquet_files():
             receipt = read_receipt(path)
@@ -249,7 +261,7 @@ class StageDirectory:
         return pending
 
     def drop_shards_but(self, indices: Collection[int]) -> dict[int, Receipt]:
-        """Drop all shards but those of these indices; return the receipts of the shards kept."""
+        """Drop the whole shards of all other indices; return the receipts of the shards kept."""
         kept = {}
         for index, receipt in self.receipts().items():
             if index in indices:
@@ -261,7 +273,10 @@ class StageDirectory:
     # Damage
 
     def is_current(self, upstream: dict[str, str]) -> bool:
-        """Return whether the stage is finished and was made from this upstream content."""
+        """Return whether the stage is finished and was made from this upstream content.
+
+        DONE.json decides; no other file is looked at.
+        """
         done = self.done
         if done is None:
             return False
@@ -272,10 +287,10 @@ class StageDirectory:
         return [path for path, facts in self._file_facts().items() if not facts.fit(path)]
 
     def examine(self) -> list[Path]:
-        """Return the stage's files that are missing or changed; read those with another time.
+        """Return the stage's files that are missing or changed; read only those with another time.
 
-        The new time of an unchanged file is stored in DONE.json, so that it is not read again. The
-        caller holds the lock.
+        The stage's logs (*.jsonl) do not count. The new time of an unchanged file is stored in
+        DONE.json, so that the file is not read again. The caller holds the lock.
         """
         damaged, touched = [], {}
         for path, facts in self._file_facts().items():
@@ -294,7 +309,7 @@ class StageDirectory:
         return damaged
 
     def discard(self, damaged: Sequence[Path]) -> None:
-        """Own the stage directory, remove DONE.json, and drop damaged files.
+        """Lock the stage directory exclusively, remove DONE.json, and drop damaged files.
 
         A damaged shard is dropped with its quarantine file, a damaged file in a folder of `parts`
         with the folder. Any other damaged file drops everything but the shards.
@@ -310,15 +325,15 @@ class StageDirectory:
                 self._drop_result(keep=SHARD_FOLDERS)
 
     def intact(self, name: str) -> bool:
-        """Return whether a file recorded by the stage is unchanged."""
+        """Return whether the stage has recorded a file of this relative path that is unchanged."""
         facts = self._file_facts().get(self.path / name)
         return facts is not None and facts.renewed(self.path / name) is not None
 
     def verify(self) -> list[str]:
-        """Read every file of the stage directory; return one line per missing or damaged file.
+        """Read a stage's recorded files, or its shards if unfinished; return a line per problem.
 
         Raises:
-            EnvironmentFault: This user may not read them.
+            EnvironmentFault: A file cannot be read, such as without permission.
         """
         problems = []
         with disk_errors(self.path):
@@ -365,13 +380,13 @@ class StageDirectory:
         return facts
 
     def _drop_shard(self, stem: str) -> None:
-        """Remove a shard after its quarantine file and its note."""
+        """Remove a shard's quarantine file, then its note, then the shard itself."""
         shard = self.path / "shards" / f"{stem}.parquet"
         for path in (self.path / "quarantine" / f"{stem}.jsonl", note_path(shard), shard):
             path.unlink(missing_ok=True)
 
     def _drop_result(self, keep: Sequence[str] = ()) -> None:
-        """Remove the stage directory's result, without stage.json, the lock, and `keep`."""
+        """Remove everything in the stage directory but stage.json, the lock and `keep`."""
         for path in self.path.iterdir():
             if path.name not in (STAGE_FILE, LOCK_FILE, *keep):
                 remove(path)
