@@ -53,7 +53,8 @@ class Noise:
     def next_noise(self, num_positions: int, logits_NV: Tensor) -> Tensor | None:
         """Return the Gumbel noise [T, V] of the next positions to decode; None without a generator.
 
-        The noise is in the logits' dtype, at least float32.
+        The noise is in the logits' dtype, at least float32. It is returned again by the next call
+        unless `discard` is called.
         """
         if self._generator is None:
             return None
@@ -69,14 +70,17 @@ class Noise:
         return torch.stack(self._waiting[:num_positions])
 
     def discard(self, num_tokens: int) -> None:
-        """Discard the Gumbel noise of positions that are decoded."""
+        """Discard the Gumbel noise of the next `num_tokens` positions, which are decoded."""
         del self._waiting[:num_tokens]
 
 
 def sample_tokens(
     logits_V: Tensor, noise_V: Tensor, temperature: float, top_p: float = 1.0
 ) -> Tensor:
-    """Sample tokens [...] from the nucleus of softmax(logits [..., V] / temperature)."""
+    """Sample tokens [...] from the nucleus of softmax(logits [..., V] / temperature).
+
+    The Gumbel noise [..., V] determines the result.
+    """
     scaled_V = _upcast(logits_V) / temperature
     if top_p < 1:
         scaled_V = scaled_V.masked_fill(~nucleus_mask(scaled_V, top_p), -torch.inf)
@@ -110,9 +114,10 @@ class GreedyAcceptance:
     def accept(
         self, logits_NV: Tensor, tokens_N: Tensor, tree: TreeRows, noise_TV: Tensor | None = None
     ) -> Acceptance:
-        """Accept the longest candidate path that passes; only rules with `samples` get noise.
+        """Accept the longest candidate path of the target's most probable tokens.
 
-        Shapes: logits [..., N, V], tokens [..., N], noise [..., max_depth + 1, V].
+        The noise is not used; only rules with `samples` need it. Shapes: logits [..., N, V],
+        tokens [..., N], noise [..., max_depth + 1, V].
         """
         best_N = logits_NV.argmax(-1)
         passes_N = tokens_N == _at_parents(best_N, tree)
@@ -148,7 +153,10 @@ class TypicalAcceptance:
     def accept(
         self, logits_NV: Tensor, tokens_N: Tensor, tree: TreeRows, noise_TV: Tensor | None = None
     ) -> Acceptance:
-        """Accept the longest candidate path of plausible tokens; see `GreedyAcceptance.accept`."""
+        """Accept the longest candidate path of tokens above the rule's threshold.
+
+        Shapes are those of `GreedyAcceptance.accept`.
+        """
         log_p_NV = torch.log_softmax(_upcast(logits_NV) / self.temperature, -1)
         finite_NV = log_p_NV.clamp(min=torch.finfo(log_p_NV.dtype).min)  # 0 · log 0 is 0
         # Three times faster on a CPU than torch.special.entr.
@@ -226,7 +234,7 @@ def acceptance_rule(
     """Build an acceptance rule by name; at temperature 0 every rule is greedy acceptance.
 
     Typical acceptance reads `eps`, `delta` and `first_token`; rejection sampling reads `top_p`.
-    Raises ValueError if a number is out of range.
+    Raises ValueError if `temperature` or `top_p` is out of range.
     """
     if temperature < 0 or not 0 < top_p <= 1:
         raise ValueError("temperature is at least 0, top_p a probability above 0")

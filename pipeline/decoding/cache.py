@@ -43,7 +43,10 @@ class _TreeCacheLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Store a forward's keys and values in the KV cache; return all filled slots."""
+        """Store a forward's keys and values in the KV cache; return those to attend to.
+
+        Before the allocation these are the given ones, later the slots of `TreeCache.write_rows`.
+        """
         if self.cache.num_slots == 0:
             self.keys = key_states
             self.values = value_states
@@ -54,7 +57,7 @@ class _TreeCacheLayer(CacheLayerMixin):
         return keys, values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the number of KV cache slots after the next forward, and the mask's offset 0."""
+        """Return the number of KV cache slots filled after the next forward, and mask offset 0."""
         return self.cache.length + query_length, 0
 
     def get_seq_length(self) -> int:
@@ -93,7 +96,10 @@ class TreeCache(Cache):
         return 0 if self._opening else max(self.lengths, default=0)
 
     def begin_batch(self, num_slots: int, num_sequences: int) -> None:
-        """Reset the KV cache for a batch whose longest sequence and tree need `num_slots` slots."""
+        """Reset the KV cache for a batch whose longest sequence and tree need `num_slots` slots.
+
+        If the allocation is too small, it is freed; `keep_prompt` makes a new one.
+        """
         self.lengths = []
         self._rows = {}
         self._opening = False
@@ -106,18 +112,24 @@ class TreeCache(Cache):
                 layer.keys = layer.values = None
 
     def open_sequence(self) -> None:
-        """Add a sequence to the KV cache; the next forward is its prompt."""
+        """Prepare the KV cache for another sequence; the next forward must be its prompt."""
         self._opening = True
 
     def keep_prompt(self, num_tokens: int) -> None:
-        """Keep the prompt's rows in the KV cache, which is allocated after the first prompt."""
+        """Add the prefilled prompt to the KV cache as a sequence of `num_tokens` tokens.
+
+        Without an allocation, the cache is allocated for the batch, and the prompt is copied.
+        """
         self._opening = False
         self.lengths.append(num_tokens)
         if self.num_slots == 0:
             self._allocate()
 
     def write_rows(self, part: Tensor, states: Tensor) -> Tensor:
-        """Write rows [B, H, N, D] into a KV cache layer; return its filled part [B, H, S, D]."""
+        """Write rows [B, H, N, D] into a KV cache layer; return the slots [B, H, S, D] to read.
+
+        These are the filled slots of the longest sequence, or `width` slots in `fixed_lengths`.
+        """
         num_rows = states.shape[2]
         width = self._fixed_width or self.length + num_rows
         if len(states) == 1 and self._fixed_width is None:
@@ -131,7 +143,10 @@ class TreeCache(Cache):
         return part.narrow(0, 0, len(states)).narrow(2, 0, width)
 
     def fixed_width(self, num_rows: int) -> int:
-        """Return the KV cache's slots for `num_rows` more rows, rounded up to share CUDA graphs."""
+        """Return the number of KV cache slots that CUDA graphs read for `num_rows` more rows.
+
+        It is rounded up, so that steps of similar length share a graph.
+        """
         return _round_up_slots(self.length + num_rows)
 
     @contextmanager

@@ -51,7 +51,7 @@ class CudaGraphs:
         self._pool = torch.cuda.graph_pool_handle()
 
     def run(self, function: Callable[[], None]) -> None:
-        """Run a decoding step on the stream that captures CUDA graphs."""
+        """Run a decoding step without capture, on the stream that captures CUDA graphs."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         try:
@@ -133,7 +133,10 @@ class CapturedSteps:
         self._allocation = 0
 
     def start(self, state: BatchState) -> None:
-        """Set the batch's decoding state after the prefill, in the buffers of captured steps."""
+        """Set the batch's decoding state after the prefill, in the buffers of captured steps.
+
+        If the KV cache was reallocated, all captured graphs are dropped.
+        """
         if self._allocation != self._cache.allocation:  # the cache was reallocated
             self._allocation = self._cache.allocation
             self._captured.clear()
@@ -169,9 +172,9 @@ class CapturedSteps:
         return self._steps.read_tokens(buffers.found)
 
     def _run(self, kind: _Kind, step: Callable[[], None]) -> None:
-        """Replay a decoding step's CUDA graph; warm up, rehearse and capture the step before.
+        """Run a decoding step: uncaptured first, then rehearsed, captured and replayed.
 
-        If a step cannot be captured, this step and all later ones run uncaptured.
+        If a step cannot be captured, this step and later ones without a graph run uncaptured.
         """
         self._num_steps[kind] += 1
         if kind in self._captured:
@@ -193,7 +196,10 @@ class CapturedSteps:
             step()
 
     def _step(self, buffers: _Buffers, width: int, forward: Forward, rule: AcceptanceRule) -> None:
-        """Run the part of a decoding step that is captured: propose, verify, accept."""
+        """Run the part of a decoding step that is captured: propose, verify, accept.
+
+        Its inputs and results are in the buffers.
+        """
         steps = self._steps
         length_B = buffers.length_B
         tree, tokens_BN = steps.propose_trees()

@@ -1,4 +1,4 @@
-"""Decode with draft heads on any transformers causal LM; plain decoding is the same loop.
+"""Decode with draft heads on a transformers causal LM, or plainly.
 
 One step is one forward of the target over the token that it chose last (the root) and a tree of the
 heads' guesses, with an explicit mask and explicit positions; the longest accepted path is kept in
@@ -54,7 +54,9 @@ class Decoded:
 
     Attributes:
         token_ids: The new tokens, including an end token.
+        finished: `stop` after an end token, `length` at a limit.
         accepted: The number of tokens that each step after the prefill adds; the prefill adds one.
+        seconds_prefill: Wall time up to the first token.
         seconds: Wall time without the prefill.
     """
 
@@ -73,7 +75,7 @@ class Decoded:
 def acceleration_rate(decoded: Iterable[Decoded]) -> float:
     """Compute the acceleration rate of the decoder's output: tokens per forward after the prefill.
 
-    The rate is 1.0 for plain decoding, and NaN if no sequence took a step.
+    The rate is 1.0 for plain decoding, and NaN if every sequence ended with its first token.
     """
     steps = [kept for one in decoded for kept in one.accepted]
     return sum(steps) / len(steps) if steps else float("nan")
@@ -108,7 +110,8 @@ class Decoder:
     """Decode one text or a batch with a target, its heads and a candidate tree.
 
     Buffers are reused between calls. Raises ConfigError if the heads do not belong to the target or
-    the target's attention cannot verify a tree.
+    the target's attention cannot verify a tree, and ValueError if the heads are missing or the tree
+    is deeper than they can propose.
 
     Args:
         model: A causal LM in eval mode.
@@ -169,7 +172,7 @@ class Decoder:
         target's device, because noise is drawn a few positions ahead of the text.
 
         Raises:
-            ValueError: A sampling rule has no generator, or the prompt leaves no room.
+            ValueError: A sampling rule has no generator, or the prompt is empty or leaves no room.
         """
         generators = [generator] if generator else None
         return self.generate_batch([prompt_ids], max_new_tokens, rule, generators)[0]
@@ -185,6 +188,9 @@ class Decoder:
 
         Prompts are prefilled one by one, so `seconds_prefill` includes the earlier prompts'
         prefills; `seconds` counts from the last prefill. A finished text leaves the batch.
+
+        Raises:
+            ValueError: A sampling rule has no generators, or a prompt is empty or leaves no room.
         """
         written: list[list[list[int]]] = [[] for _ in prompts]
         times: list[list[float]] = [[] for _ in prompts]
@@ -213,7 +219,10 @@ class Decoder:
         rule: AcceptanceRule = greedy_acceptance,
         generator: torch.Generator | None = None,
     ) -> Generator[list[int]]:
-        """Decode one prompt and yield the tokens that the prefill and each step add."""
+        """Decode one prompt and yield the tokens that the prefill and each step add.
+
+        The errors are those of `generate`, raised at the first item.
+        """
         generators = [generator] if generator else None
         for step in self.stream_batch([prompt_ids], max_new_tokens, rule, generators):
             yield step[0][1]
@@ -228,7 +237,8 @@ class Decoder:
     ) -> Iterator[list[tuple[int, list[int]]]]:
         """Decode a batch and yield after each forward: one prefill per text, then joint steps.
 
-        Yields lists of (index of the text, tokens that this forward adds to the text).
+        The errors are those of `generate_batch`, raised at the first item. Yields lists of
+        (index of the text, tokens that this forward adds to the text).
         """
         texts = self._begin_batch(prompts, max_new_tokens, rule, generators)
         with forward_with_states(self.model) as forward:
@@ -260,7 +270,10 @@ class Decoder:
         rule: AcceptanceRule,
         generators: Sequence[torch.Generator] | None,
     ) -> list[_Text]:
-        """Check a batch's prompts, reset the KV cache for them, and return the batch's texts."""
+        """Check a batch's prompts, reset the KV cache for them, and return the batch's texts.
+
+        Raises ValueError as `generate_batch` does.
+        """
         if rule.samples and generators is None:
             raise ValueError("a rule that samples needs a generator")
         texts: list[_Text] = []
@@ -294,7 +307,11 @@ class Decoder:
         return hidden_11D[:, 0], logits_11V[:, 0]
 
     def _cut_at_end(self, text: _Text, ids: list[int]) -> list[int]:
-        """Cut accepted tokens after the first end token and at the text's length limit."""
+        """Cut accepted tokens after the first end token and at the text's length limit.
+
+        The text's room shrinks by the kept tokens, to 0 after an end token, and the noise of the
+        accepted positions is discarded.
+        """
         text.noise.discard(len(ids))
         kept: list[int] = []
         for token in ids[: text.room]:

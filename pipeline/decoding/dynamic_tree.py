@@ -46,7 +46,7 @@ class Proposed(NamedTuple):
 class DynamicTree:
     """A dynamic candidate tree of `num_nodes` nodes besides the root, with `top` guesses per node.
 
-    Raises ValueError if fewer than `num_nodes` nodes are proposed.
+    Raises ValueError if a number is below 1, or fewer than `num_nodes` nodes are proposed.
     """
 
     num_nodes: int
@@ -63,7 +63,10 @@ class DynamicTree:
         return self.top + (self.max_depth - 1) * self.top**2
 
     def resized(self, num_nodes: int, max_depth: int | None = None) -> DynamicTree:
-        """Return a dynamic tree of at most `num_nodes` nodes and, optionally, another depth."""
+        """Return a dynamic tree of `num_nodes` nodes and, optionally, another depth.
+
+        It has fewer nodes if fewer are proposed.
+        """
         widest = replace(self, num_nodes=1, max_depth=max_depth or self.max_depth)
         return replace(widest, num_nodes=min(num_nodes, widest.num_proposed))
 
@@ -77,7 +80,12 @@ class DynamicTree:
         return self._select_tree(chosen_BM, proposed), tokens_BN
 
     def propose(self, heads: Heads, hidden_BD: Tensor, token_B: Tensor) -> Proposed:
-        """Propose nodes of dynamic trees below the roots `token_B`, chosen from `hidden_BD`."""
+        """Propose nodes of one dynamic tree per text, below its root.
+
+        Args:
+            hidden_BD: The target's states that the heads read.
+            token_B: The roots: the tokens that the target chose at these states.
+        """
         hidden_BPD = hidden_BD[:, None]
         tokens_BP = token_B[:, None]
         scores_BP = torch.zeros_like(tokens_BP, dtype=torch.float32)

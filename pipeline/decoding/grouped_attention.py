@@ -59,7 +59,7 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
 class GroupedRows:
-    """Switch a model from sdpa attention to `grouped_attention` during a forward."""
+    """Switch of a model's sdpa attention to `grouped_attention` during decoding forwards."""
 
     def __init__(self, model: PreTrainedModel):
         self._configs = []
@@ -70,7 +70,10 @@ class GroupedRows:
 
     @contextmanager
     def grouped(self) -> Iterator[None]:
-        """Context manager: the forwards of decoding steps attend by `grouped_attention`."""
+        """Context manager: the model's decoding forwards attend by `grouped_attention`.
+
+        At the end the model has sdpa attention again.
+        """
         for config in self._configs:
             config._attn_implementation_internal = NAME
         try:

@@ -2,7 +2,7 @@
 
 The rank of a held-out token is its index among a head's guesses: 0 if the first guess is right, 1
 if the second is. Greedy decoding writes the same text with any tree, so the ranks determine its
-steps with a static tree. For a dynamic tree, its steps are determined by the token's place: the
+steps with a static tree. With a dynamic tree, the steps are determined by each token's place: the
 rank of the token's node among all nodes that are proposed in the step.
 
 An acceleration rate is a ratio of sums, tokens over steps. The steps of one conversation are
@@ -44,9 +44,9 @@ class Estimate:
 def rate_of_answers(
     accepted: Sequence[Sequence[int]], conversations: Sequence[Hashable]
 ) -> Estimate:
-    """Estimate the tokens per step of a decoding, with an error, from what each step accepted.
+    """Estimate the tokens per step of decoded answers, with a bootstrap standard error.
 
-    Any engine may have decoded the answers.
+    Any engine may have decoded them.
 
     Args:
         accepted: Per answer, the number of tokens that each forward after the prefill adds, without
@@ -64,7 +64,8 @@ def rate_of_answers(
 def bootstrap_rate(tokens_C: npt.ArrayLike, steps_C: npt.ArrayLike, seed: int = 0) -> Estimate:
     """Estimate how many tokens a decoding step adds, with a bootstrap error over conversations.
 
-    The standard deviation of the resamples is too small by sqrt((C-1)/C) and is corrected.
+    The standard deviation of the resamples is too small by a factor sqrt((C-1)/C), which is
+    corrected.
     Conversations without a step are ignored. The same seed gives the same estimate.
     """
     tokens_C = np.asarray(tokens_C, np.float64)
@@ -87,8 +88,9 @@ class HeldOutRanks:
     """Ranks of held-out tokens, to replay decoding with any static or dynamic tree.
 
     Attributes:
-        ranks_KN: The ranks of the tokens at t+2+k. For static trees uint8, among the guesses of
-            head k; for dynamic trees int16, among the nodes of a step (`DynamicTree.places`).
+        ranks_KN: For each position t, the ranks of the tokens at t+2+k. For static trees uint8,
+            among the guesses of head k; for dynamic trees int16, among the nodes of a step
+            (`DynamicTree.places`).
         starts: The first position of each span, ascending from 0.
         conversations: The conversation number of each span; spans of a conversation are adjacent.
         seen: Whether each span is an answer that is also in a training row.
@@ -125,7 +127,7 @@ class HeldOutRanks:
         return HeldOutRanks(ranks_KN, starts, self.conversations[chosen], self.seen[chosen])
 
     def guess_hits(self, top: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Count each head's hits by rank, [K, R], and labels, [K], for decoding's tree search."""
+        """Count each head's right guesses by rank [K, R] and its labels [K], for a tree search."""
         hits_KR = np.stack([np.bincount(ranks_N, minlength=256)[:top] for ranks_N in self.ranks_KN])
         return hits_KR, (self.ranks_KN != NO_LABEL).sum(1)
 
@@ -135,7 +137,7 @@ class Replay:
     """The steps of a replayed decoding; a step adds its accepted guesses and the target's token.
 
     Attributes:
-        places_S: The position at which each step begins.
+        places_S: The position at which each step begins, as an index of `HeldOutRanks`.
         kept_S: The number of guesses that each step accepts.
         conversations_S: The conversation of each step.
         seen_S: Whether the step's answer is also in a training row.

@@ -25,7 +25,8 @@ Masks = Tensor | dict[str, Tensor] | None
 def attention_windows(config: PretrainedConfig) -> dict[str, int | None]:
     """Return the sliding window of each kind of layer for tree masks; None for full attention.
 
-    Raises ConfigError for a kind of layer that a tree mask does not support.
+    Raises ConfigError for a kind of layer that a tree mask does not support, and for windows of
+    different widths.
     """
     kinds, settings = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
     windows: dict[str, int | None] = {}
@@ -50,7 +51,10 @@ class TreeMasks:
         self._dtype = dtype
 
     def masks_of_step(self, lengths: Sequence[int], tree: TreeRows) -> Masks:
-        """Build the tree attention mask of an uncaptured decoding step, without spare columns."""
+        """Build the tree attention masks of an uncaptured decoding step, without spare columns.
+
+        The result is as in `masks_after`, for sequences of these lengths.
+        """
         num_rows = tree.depth.shape[-1]
         num_columns = max(lengths) + num_rows
         if len(lengths) == 1 and list(self._windows.values()) == [None]:

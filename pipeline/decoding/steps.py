@@ -85,10 +85,9 @@ def last_positions(
 ) -> tuple[Tensor, Tensor]:
     """Run a decoding forward of a whole text, without KV cache; return its last states and logits.
 
-    They are states [number, D] and logits [number, V], recomputed at the text's end.
-
-    If the model supports it, logits of earlier positions are not computed: for a long prompt they
-    would take gigabytes.
+    They are states [number, D] and logits [number, V] of the text's last `number` positions. If the
+    model supports it, logits of earlier positions are not computed: for a long prompt they would
+    take gigabytes.
     """
     ids_1T = torch.tensor([ids], device=input_device(model))
     with lm_head_inputs(model) as seen:
@@ -159,7 +158,10 @@ class TreeSteps:
         return self.read_tokens(found)
 
     def propose_trees(self) -> tuple[TreeRows, Tensor]:
-        """Propose one candidate tree per text; return the trees and their rows' tokens [B, N]."""
+        """Propose one candidate tree per text; return the trees and their rows' tokens [B, N].
+
+        In plain decoding a tree is only the root.
+        """
         hidden_BD, token_B = self.state
         if isinstance(self.tree, Tree) and not self.tree.num_nodes:
             return self.tree, token_B[:, None]

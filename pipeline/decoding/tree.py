@@ -150,7 +150,7 @@ class TreeRows:
 
     Attributes:
         parent: [N], each row's parent; the root's is itself.
-        depth: [N].
+        depth: [N], each row's depth; the root's is 0.
         retrieve_indices: [N, T], the rows on the path from the root to row i, padded with 0.
         ancestors: [N, N], whether row i attends to row j: j is i or above it.
         elsewhere: [N, N], whether row j is not a guess on the path to row i: j is the root, or is
@@ -185,11 +185,11 @@ class TreeRows:
 
 
 class Tree(TreeRows):
-    """A static candidate tree; row 0 is the root, row i + 1 is `choices[i]`.
+    """A static candidate tree; row 0 is the root, row i + 1 is the path `tree.choices[i]`.
 
-    Rows are in order of depth, so parents come before their children. `Tree(())` is plain decoding.
-    `top`, `guess` and `levels` are described in `ProposalTree`. The choices must form a tree, see
-    `check_choices`.
+    The given choices must form a tree, see `check_choices`. They are sorted by depth, so parents
+    come before their children. `Tree(())` is plain decoding. `top`, `guess` and `levels` are
+    described in `ProposalTree`.
     """
 
     def __init__(self, choices: Choices, device: torch.device | str = "cpu"):

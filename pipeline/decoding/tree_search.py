@@ -2,8 +2,8 @@
 
 Ranks determine the heads' accuracies (paper 2.3.3), how often whole paths are right and, by a
 replay of the held-out text, the acceleration rate of any tree on it. Trees are judged on text that
-they were not searched on: each half of the conversations judges those of the other, and the
-estimate is both together.
+they were not searched on: the trees of each half of the conversations are replayed on the other
+half, and the estimate is over both replays.
 
 Letters: N positions, K heads, R ranks.
 """
@@ -67,7 +67,7 @@ def joint_tree(
 def search_trees(ranks: HeldOutRanks, num_nodes: int, max_depth: int | None, top: int) -> Trees:
     """Search candidate trees by accuracy `product` (paper 2.3.3) and by `joint` path frequency.
 
-    Each has at least one node; its first n nodes are its best tree of n.
+    Each tree has 1 to `num_nodes` nodes; its first n nodes are the search's best tree of n.
     """
     product = greedy_tree(rank_accuracies(*ranks.guess_hits(top)), num_nodes, max_depth)
     joint = joint_tree(ranks, num_nodes, max_depth)
@@ -78,8 +78,8 @@ class CrossFit:
     """Trees searched on all held-out text, with rates cross-validated on its two halves.
 
     Both halves of the conversations are searched, and each half's trees are replayed on the
-    other half. The halves' trees are cut where the tree that is used ends, so that their steps by
-    depth are its own.
+    other half. A half's tree is cut at the depth of the tree of all text, so that its steps accept
+    no more tokens than that tree could.
     """
 
     def __init__(self, ranks: HeldOutRanks, num_nodes: int, max_depth: int | None, top: int):
@@ -95,7 +95,10 @@ class CrossFit:
         return through_second + replay(first, self.half_tree(1, search, size))
 
     def half_tree(self, half: int, search: str, size: int) -> tuple[TreePath, ...]:
-        """Return the tree search's result on one half (0 or 1), to be replayed on the other."""
+        """Return the tree that the search found on one half (0 or 1), to replay on the other.
+
+        It has at most `size` nodes, and is cut at the depth of the tree of all text.
+        """
         depth = max(map(len, self.whole[search][:size]))
         return tuple(path for path in self._searched[half][search][:size] if len(path) <= depth)
 
@@ -103,7 +106,7 @@ class CrossFit:
         """Return for a tree search the expected share of decoding steps that accept each node.
 
         The expected rate is 1 plus the sum of the shares. At each depth the shares of the tree's
-        own replay are scaled to the tokens that the replays of unseen text add at that depth.
+        own replay are scaled to the tokens that the halves' replays add at that depth.
         """
         choices = self.whole[search][:size]
         own = replay(self.ranks, choices).node_shares(self.ranks, choices)
@@ -121,11 +124,11 @@ class CrossFit:
 
 
 def fastest_choice(rates: Mapping[Choice, float], overheads: Mapping[Choice, float]) -> Choice:
-    """Choose the candidate tree with the highest speedup, its rate over its overhead.
+    """Choose the candidate tree or chain with the highest speedup, its rate over its overhead.
 
     Among choices within timing noise of the fastest one, speedup times acceleration rate decides:
     the rate is counted, not timed, and is the same on every device. A choice whose overhead is NaN,
-    since no step had room, comes last.
+    since no step had room, is returned only if all are.
     """
     speeds = {choice: rate / overheads[choice] for choice, rate in rates.items()}
     best = max(filter(np.isfinite, speeds.values()), default=0.0)

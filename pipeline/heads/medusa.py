@@ -5,13 +5,12 @@ L times, then `W2`; it reads none of the tokens between. With W1 = 0, b1 = 0 and
 start, every head's first prediction is exactly the target's (paper 2.1.1). Parameters are stacked
 over the heads, so that all K run in one batched product.
 
-The export is the common ground of vLLM 0.32, TGI and TensorRT-LLM:
+One export suits vLLM 0.32, TGI and TensorRT-LLM:
 
 - vLLM folds every key that contains "num" and "heads" into one number (likewise "layers"), so each
   such key holds the same number and none of the target's own are copied. Without `medusa_fc_bias`
   it drops the biases.
-- TGI starts Medusa when it sees `medusa_num_heads`, and forgets it again at the sight of an
-  `architectures` key.
+- TGI recognizes Medusa heads by the key `medusa_num_heads`, unless there is a key `architectures`.
 - TensorRT-LLM reads `medusa_num_*` or `num_medusa_*`, depending on its version and entry point.
 
 Letters: N rows, B texts, D hidden size, V vocabulary, K heads, L residual blocks per head, R ranks.

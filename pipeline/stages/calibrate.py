@@ -4,7 +4,7 @@ Everything is measured on the `calibrate` split, which nothing is trained on, or
 the target answers to the questions of `calibrate.data`. Trees are searched greedily by the product
 of accuracies (paper 2.3.3) and by the frequency of whole paths, on each half of the conversations;
 each half's trees are judged on the other half, and both together give the expected rate with its
-standard error. The search with the higher rate is repeated on all of it. With `calibrate.nodes:
+standard error. The search with the higher rate is repeated on all rows. With `calibrate.nodes:
 auto` the size with the highest speedup is used, by the overhead of each size measured on this
 device; among sizes within 5 % of it the acceleration rate counts too. The number of draft tokens of
 the chain that vLLM serves is chosen by the same rule, by native overheads. `calibrate.choices`
@@ -75,7 +75,7 @@ def upstream(config: Config) -> tuple[str, ...]:
 
 
 def identity(context: Context) -> Identity:
-    """Collect what the calibrate stage's result depends on: settings of the tree and the chain."""
+    """Collect what the calibrate stage depends on: settings of tree and chain, and its file."""
     settings = context.config.calibrate
     found: Identity = {
         "tree": settings.tree,
@@ -95,7 +95,7 @@ def identity(context: Context) -> Identity:
 
 
 def run(context: Context, stage: StageDirectory) -> Summary:
-    """Run the calibrate stage: measure the heads, and choose the tree and the chain."""
+    """Run the calibrate stage: measure the heads, choose tree and chain, and write tree.json."""
     config, settings = context.config, context.config.calibrate
     num_heads = config.train.num_heads
     with context.progress(stage) as progress:
@@ -156,7 +156,7 @@ def _choose_tree(
     places: HeldOutRanks | None,
     progress: ProgressReporter,
 ) -> tuple[ChosenTree, Overheads]:
-    """Choose the calibrate stage's tree; also return the chains' overheads if they are timed."""
+    """Choose the calibrate stage's tree; also return the chains' overheads, empty if not timed."""
     settings, resolved = context.config.calibrate, context.resolved
     if resolved.choices is not None:
         return given_tree(ranks, resolved.choices), {}
@@ -175,7 +175,8 @@ def _choose_tree(
 def _head_accuracies(ranks: HeldOutRanks, top: int, num_heads: int) -> list[Accuracy]:
     """Compute each trained head's top-1 to top-5 accuracy for the calibrate stage.
 
-    A kind may propose deeper than it trains heads.
+    Depths that a recurrent cell proposes beyond `num_heads` are left out. A head without labels has
+    no accuracies.
     """
     hits_KR, counts_K = ranks.guess_hits(top)
     heads = []
@@ -190,7 +191,7 @@ def _head_accuracies(ranks: HeldOutRanks, top: int, num_heads: int) -> list[Accu
 
 
 def _require_labels(counts_K: np.ndarray, num_conversations: int, where: str) -> None:
-    """Refuse to calibrate on answers without a label for some head, or of one conversation."""
+    """Refuse to calibrate if a head has no label or there are not two conversations (DataError)."""
     head = int(counts_K.argmin())
     if counts_K[head] == 0 or num_conversations < 2:
         raise DataError(
@@ -205,9 +206,10 @@ def _require_labels(counts_K: np.ndarray, num_conversations: int, where: str) ->
 def _native_overheads(
     context: Context, fits: CrossFit, progress: ProgressReporter
 ) -> tuple[Overheads, Overheads]:
-    """Time trees and chains of several sizes for the calibrate stage, natively.
+    """Measure the overheads of trees and of chains by size, natively, for the calibrate stage.
 
-    One request is decoded at a time.
+    One request is decoded at a time. The chains' overheads are empty if their length is not chosen
+    by time.
     """
     resolved, generated = context.resolved, context.upstream["generate"]
     rows = read_token_rows(generated.shards(), generated.fingerprint)
@@ -231,9 +233,10 @@ def _heads_path(context: Context) -> str:
 
 
 def _timed_trees(fits: CrossFit, dynamic: DynamicTree | None) -> dict[int, Choices | DynamicTree]:
-    """Build the trees that the calibrate stage times, by number of nodes.
+    """Return the trees that the calibrate stage times, by number of nodes.
 
-    The largest static tree may have any number.
+    Static trees are the first nodes of the largest searched tree. If it has fewer nodes than the
+    next measured size, the whole tree is timed.
     """
     largest = max(fits.whole.values(), key=len)
     trees: dict[int, Choices | DynamicTree] = {}
@@ -251,7 +254,8 @@ def _rank_held_out_rows(
 ) -> tuple[HeldOutRanks, HeldOutRanks | None]:
     """Rank the tokens of held-out rows among the heads' guesses, for the calibrate stage.
 
-    If a dynamic tree is configured, also rank them among all nodes that it proposes.
+    If a dynamic tree is configured, also rank them among all nodes that it proposes; otherwise the
+    second result is None.
     """
     states, *_ = upstream(context.config)
     features = context.upstream[states]
@@ -274,7 +278,8 @@ def _rank_answers(
 ) -> tuple[HeldOutRanks, HeldOutRanks | None]:
     """Rank the tokens of answers to `calibrate.data` among the guesses, for the calibrate stage.
 
-    Also rank them among the nodes of a dynamic tree, if one is configured.
+    The target writes the answers first. If a dynamic tree is configured, the tokens are also ranked
+    among its nodes; otherwise the second result is None.
     """
     settings, target = context.config.calibrate, context.backbone("train")
     assert settings.data is not None

@@ -1,13 +1,14 @@
 """check: decode with the export, natively and in vLLM, and compare with the target alone.
 
 The check fails (exit 1, and push refuses) when a greedy sequence differs other than at a tie, when
-vLLM accepts nothing or much less than its chain should, below `check.min_acceleration_rate`, beyond
-`train.backbone.max_kl`, or where the heads guess no better than frequency would. A changed limit is
-applied to the stored result without decoding again. Each engine runs in a process of its own and
-decodes the same prompts; one engine's result is kept when another fails. Native answers are left in
-`answers/plain.jsonl` and, with the heads, `answers/KIND.jsonl`, in Spec-Bench's schema. Those to a
-file of questions are in `model_answer/MODEL.jsonl` too, as FastChat's judge reads them, and the
-original's own beside a tuned backbone's.
+too many differ at ties, when vLLM accepts nothing or much less than its chain should, when a rate
+is below `check.min_acceleration_rate` or the drift above `train.backbone.max_kl`, or when the heads
+guess hardly better than frequency would. A changed limit is applied to the stored result without
+decoding again. All engines decode the same prompts, with Ray each in a process of its own; one
+engine's result is kept when another fails. Native answers are left in `answers/plain.jsonl` and,
+with the heads, `answers/KIND.jsonl`, in Spec-Bench's schema. Answers to a file of questions are in
+`model_answer/MODEL.jsonl` too, as FastChat's judge reads them; beside a tuned backbone's answers
+are those of the original target.
 """
 
 from __future__ import annotations
@@ -75,7 +76,10 @@ LIMITS = {"min_acceleration_rate", "require_learning", "max_tie_share"}  # see `
 
 
 def identity(context: Context) -> Identity:
-    """Collect what the check stage depends on: settings except limits, and the files they name."""
+    """Collect what the check stage depends on: settings except limits, and files they name.
+
+    Of the models that they name, the weight files are hashed.
+    """
     check_files(context.resolved)
     check = context.config.check
     unread = set(LIMITS)
@@ -97,7 +101,7 @@ def identity(context: Context) -> Identity:
 
 @dataclass(frozen=True)
 class CheckEngines:
-    """The engines that decode in the check stage, each on the placement of its workers."""
+    """The engines of the check stage, each with the worker placement of its section."""
 
     context: Context
     stage: StageDirectory
@@ -105,18 +109,21 @@ class CheckEngines:
     questions: list[Conversation] | None  # of a file of questions; None for held-out prompts
 
     def call(self, function: Callable[..., Any], engine: str, /, **arguments: Any) -> Any:
-        """Call a function of the check stage on a worker of one engine.
+        """Call a function of the check stage on a worker of one engine; return its result.
 
-        The function also receives the argument `gpus`.
+        The function also receives the arguments `gpus` and `progress`.
         """
         return self.context.call(function, ENGINE_SECTIONS[engine], self.progress, **arguments)
 
     def measure(self, request: CheckRequest, engine: str) -> tuple[CheckResult, AnswerLines]:
-        """Check the heads in one engine for the check stage; also return native's answers."""
+        """Check the heads with one engine of the check stage; return the result and the answers.
+
+        The answers are empty unless the engine is native.
+        """
         return self.call(check_with_engine, engine, request=request, engine=engine)
 
     def prompts(self, target: TargetSpec) -> Prompts:
-        """Build the prompts that `check.prompts` asks for, for the check stage; require some."""
+        """Build the check stage's prompts from `check.prompts`; raise DataError if none fits."""
         settings = self.context.config.check
         if isinstance(settings.prompts, int):
             room = context_length(target) - settings.max_new_tokens
@@ -135,7 +142,10 @@ class CheckEngines:
         return prompts
 
     def stored_result(self, request: CheckRequest, engine: str) -> CheckResult:
-        """For the check stage, check the heads in one engine, or read the stage's stored result."""
+        """Return one engine's result in the check stage: the stored one, or else a measured one.
+
+        A measured result is stored in the stage directory, with the answers.
+        """
         file = self.stage.path / f"{engine}.json"
         stored = read_json(file)
         if stored is not None:
@@ -149,7 +159,11 @@ class CheckEngines:
         return result
 
     def vllm_figures(self, request: CheckRequest, result: CheckResult) -> VllmFigures:
-        """Complete the check stage's figures of vLLM by the expected rate and study `load`."""
+        """Return the check stage's figures of vLLM with expected rates and, if asked, study `load`.
+
+        The rate that calibration expects is added only if both stages use held-out rows; the rate
+        of the same chain on the same text, if native decoding was checked too.
+        """
         calibration, held_out, chain = request.calibration, None, None
         assert result.vllm is not None and calibration is not None
         if result.native is not None:
@@ -165,8 +179,9 @@ class CheckEngines:
     def with_served_model(self, request: CheckRequest, result: CheckResult) -> CheckResult:
         """Repeat the check stage's measurement on the copy of the target that will be served.
 
-        Greedy text is compared with the text of that copy alone, since the full target writes other
-        text. Baselines and studies are not repeated.
+        Return the result with the copy's figures added. Greedy text is compared with the text of
+        that copy alone, since the full target writes other text. Baselines and studies are not
+        repeated.
         """
         settings = request.settings.model_copy(update={"baselines": (), "studies": ()})
         results = {}
@@ -183,7 +198,7 @@ class CheckEngines:
     def drift_of_published(self) -> TunedDrift:
         """Measure the published backbone's drift for the check stage.
 
-        Also write the original target's answers to the questions.
+        Also write the original target's answers to a file of questions to the stage directory.
         """
         context, settings = self.context, self.context.config.check
         drift, lines = self.call(
@@ -257,7 +272,11 @@ def run(context: Context, stage: StageDirectory) -> Summary:
 
 
 def _with_comparisons(engines: CheckEngines, result: CheckResult) -> CheckResult:
-    """Return the check stage's result with head 0's accuracy, drift, and exact matches."""
+    """Return the check stage's result with head 0's accuracy, drift, and exact matches.
+
+    Drift is measured if training tuned the backbone. Exact matches and contaminated rows are
+    counted if the prompts are a file of questions.
+    """
     context = engines.context
     trained = context.upstream["train"].summary
     prompts = context.config.check.prompts

@@ -28,7 +28,7 @@ VERSION = 5
 def identity(context: Context) -> Identity:
     """Collect what the export stage depends on: formats, dtype, and the target's name.
 
-    A tuned backbone has a relative name, so that a run can be moved.
+    A tuned backbone is named by its relative path, so that a run can be moved.
     """
     tuned = context.resolved.method.tunes_backbone
     return {
@@ -39,7 +39,10 @@ def identity(context: Context) -> Identity:
 
 
 def run(context: Context, stage: StageDirectory) -> Summary:
-    """Run the export stage: write the trained heads, their tree and card as an export."""
+    """Run the export stage: write the trained heads, their tree and card as an export.
+
+    A tuned backbone is linked or copied into the export.
+    """
     settings, spec, trained = context.config.export, context.target, context.upstream["train"]
     target, tunes = context.resolved.target_config.to_dict(), context.resolved.method.tunes_backbone
     base = spec.model

@@ -41,8 +41,8 @@ FIGURES = ("positions", "bytes_per_position", "tokens_per_second", "quarantined"
 class Worker:
     """Worker of the features stage: makes a feature shard of a shard of generated rows.
 
-    Rows are written behind the forwards, and the states of the next shard are computed while one is
-    committed.
+    A thread writes rows while later ones are computed. The states of the next shard are computed
+    while this one is committed.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Worker:
     def _compute_ahead(self, task: ShardTask, committing: Future[Receipt]) -> None:
         """Compute states of the features stage's next shard until this one is committed.
 
-        After an error the shard begins again in its turn, and raises the error then.
+        An error is ignored, because the shard begins again in its turn and raises the error then.
         """
         with contextlib.suppress(Exception), contextlib.ExitStack() as undo:
             ahead = undo.enter_context(contextlib.closing(ShardInProgress(self, task)))
@@ -134,9 +134,10 @@ class ShardInProgress:
         return False
 
     def commit(self, started: float) -> Future[Receipt]:
-        """Commit the features stage's shard once its rows are written.
+        """Let a thread commit the features stage's shard once its rows are written.
 
-        `started` is the time when the worker began, by the monotonic clock.
+        Return the receipt's future at once. `started` is the time when the worker began, by the
+        monotonic clock.
         """
         num_tokens = sum(len(row.input_ids) for row in self._rows)
         ids_in = [row.id for row in self._rows]

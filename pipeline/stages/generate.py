@@ -69,7 +69,7 @@ def run(context: Context, stage: StageDirectory) -> Summary:
 
 
 def require_rows_of_splits(summary: Summary, stage: StageDirectory) -> None:
-    """End the generate stage with an error if it has left too few rows of a split."""
+    """End the generate stage with a DataError if it has left fewer than two rows of a split."""
     rows_of = {split: int(summary[f"{split}_rows"]) for split in SPLITS}
     if min(rows_of.values()) < MIN_ROWS:
         counts = ", ".join(f"{split} {number:,}" for split, number in rows_of.items())
@@ -84,7 +84,8 @@ def require_rows_of_splits(summary: Summary, stage: StageDirectory) -> None:
 class Worker:
     """Worker of the generate stage: makes a shard of generated rows of a shard of seeds.
 
-    When the last conversations of a shard leave the engine half empty, those of the next one begin.
+    The next shard's conversations begin as soon as the engine has room beside the last ones of this
+    shard.
     """
 
     def __init__(
@@ -124,7 +125,7 @@ class Worker:
         self._upcoming: ShardTask | None = None
 
     def expect(self, upcoming: ShardTask | None) -> None:
-        """Remember the generate stage's next shard, which begins once the engine is half empty."""
+        """Remember the generate stage's next shard, which begins once the engine has room."""
         self._upcoming = upcoming
 
     def __call__(self, task: ShardTask) -> Receipt:
@@ -152,7 +153,10 @@ class Worker:
             return writer.commit(NAME, ids_in, dict(counts), time.monotonic() - started)
 
     def _begin_shard(self, task: ShardTask) -> tuple[list[SeedRow], DialogueGroup]:
-        """Read the seeds of a generate stage's shard and queue their conversations, once."""
+        """Read the seeds of a generate stage's shard, queue their conversations, and return both.
+
+        If the shard has begun, only return them.
+        """
         if task.shard not in self._begun:
             seeds = [SeedRow.of(row) for row in task_rows(task)]
             dialogues = []
@@ -165,13 +169,13 @@ class Worker:
         return self._begun[task.shard]
 
     def _begin_upcoming(self) -> None:
-        """Queue the conversations of the generate stage's next shard, once."""
+        """Queue the conversations of the generate stage's next shard, if it has not begun."""
         if self._upcoming is not None:
             self._begin_shard(self._upcoming)
             self._upcoming = None
 
     def close(self) -> None:
-        """Close the engine of the generate stage's worker."""
+        """Close the engine of the generate stage's worker, if it has one."""
         if self.engine is not None:
             self.engine.close()
 

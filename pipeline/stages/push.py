@@ -55,14 +55,15 @@ def push(
 ) -> dict[str, Receipt]:
     """Do the work of the push stage: send export and cards to the Hub; a dry run sends nothing.
 
-    Cards are made of the stages' records, not of report.json or of the Hub as they are now.
+    The conversations are sent too, if `push.dataset` is set. The cards show the figures in the
+    stages' summaries, not those of report.json.
 
     Args:
         work_in: Where the data set's files are written before the upload, and deleted after it; by
             default in the system's folder for temporary files.
 
     Returns:
-        The receipts by repository: `data_set`, `backbone`, `heads`.
+        The receipts of the pushed parts by name: `data_set`, `backbone`, `heads`.
     """
     config, settings = context.config, context.config.push
     target, tuned = config.target.model, context.resolved.method.tunes_backbone
@@ -122,7 +123,7 @@ def print_dry_run(console: Console, receipts: Mapping[str, Receipt]) -> None:
 
 
 def flat_receipt(receipts: Mapping[str, Receipt]) -> Receipt:
-    """Merge the push stage's receipts: the receipt of the heads holds the others by name."""
+    """Merge the push stage's receipts: the heads' keys, and the other receipts by name."""
     others = {name: part for name, part in receipts.items() if name != HEADS}
     return {**receipts.get(HEADS, {}), **others}
 

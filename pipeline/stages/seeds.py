@@ -1,9 +1,10 @@
 """seeds: conversations from files and the Hub, deduplicated and split.
 
-Every row of every source is kept once or quarantined with a reason. Row ids are `source:row`. Of
-rows with the same messages to read in generation only the first is kept. The hash of the first
-question decides the split (train, calibrate, check), so that no question opens conversations of two
-splits; each split has at least 8 rows. The stage runs on the driver, in minutes at most.
+Every row of every source is kept once or quarantined with a reason. Row ids are `source:row`. If
+generation reads the same messages of several rows, only the first row is kept. The hash of the
+first question decides the split (train, calibrate, check), so that no question opens conversations
+of two splits. A split with fewer than 8 rows is an error, or a warning if only too many
+conversations open alike. The stage runs on the driver, in minutes at most.
 """
 
 from __future__ import annotations
@@ -79,9 +80,10 @@ def _read_settings(generate: GenerateConfig) -> Identity:
 def _questions_identity(context: Context, readers: Sequence[SourceReader], rows: Identity) -> str:
     """Return the digest of the seeds stage's rows that contain a question of the check.
 
-    Questions that are in no row leave the seeds as they are. The sources are read for it once, then
-    the digest is cached. Rows from the Hub are not read before the stage runs: with such a source,
-    the digest is that of the questions' file.
+    A question that is in no row does not change the digest, so the seeds are kept. The sources are
+    read once, then the digest is cached. Rows from the Hub are not read before the stage runs: with
+    such a source, the digest is that of the questions' file. Without decontamination it is that of
+    no rows.
     """
     questions = _check_questions(context)
     if questions is None:
@@ -94,7 +96,7 @@ def _questions_identity(context: Context, readers: Sequence[SourceReader], rows:
 
 
 def _contaminated(readers: Sequence[SourceReader], questions: Path) -> Iterator[str]:
-    """Yield for the seeds stage id and question of each row with a question of the check."""
+    """Yield `id: question` of each row with a question of the check, for the seeds stage."""
     check = CheckQuestions(read_questions(questions))
     for reader in readers:
         for row in reader:
@@ -162,7 +164,10 @@ def _print_skipped_files(context: Context, summary: Summary) -> None:
 
 
 def _seed_rows(context: Context, readers: Sequence[SourceReader]) -> Iterator[Row]:
-    """Yield the seeds stage's rows of all sources; duplicates and check questions are rejected."""
+    """Yield the seeds stage's rows of all sources; duplicates and check questions are rejected.
+
+    A rejected row is yielded as a `RejectedRow`.
+    """
     settings, questions = context.config.seeds, _check_questions(context)
     decontamination = CheckQuestions(read_questions(questions) if questions else ())
     deduplicator = Deduplicator(
@@ -181,7 +186,7 @@ def _seed_rows(context: Context, readers: Sequence[SourceReader]) -> Iterator[Ro
 
 
 def _check_questions(context: Context) -> Path | None:
-    """Return the file of questions by which the seeds stage decontaminates, if it does."""
+    """Return the file of check questions that the seeds stage leaves out; None if it keeps all."""
     prompts = context.config.check.prompts
     if not context.config.seeds.decontaminate or not isinstance(prompts, Path):
         return None
@@ -190,7 +195,7 @@ def _check_questions(context: Context) -> Path | None:
 
 
 def _write_shard(stage: StageDirectory, index: int, chunk: Sequence[Split]) -> Receipt:
-    """Write a shard of the seeds stage, with rejected rows in quarantine."""
+    """Write a shard of the seeds stage, rejected rows in quarantine, and return its receipt."""
     with ShardWriter(stage.task(index), SEEDS) as writer:
         kept = []
         counts = {"tool_rows": 0.0, **{f"{split}_rows": 0.0 for split in SPLITS}}

@@ -104,7 +104,7 @@ def run(context: Context, stage: StageDirectory) -> Summary:
 def _train(
     context: Context, spec: TrainSpec, placement: Placement, progress: ProgressReporter
 ) -> TrainResult:
-    """Run the train stage's training, in a Ray task or in this process."""
+    """Run the train stage's training in a Ray task or in this process; return its result."""
     if context.executor.name != "ray":
         return train(spec, progress=progress)
     from pipeline.training.ray_entry import train_on_ray

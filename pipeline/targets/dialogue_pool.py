@@ -57,7 +57,8 @@ class DialoguePool:
     def finish(self, group: DialogueGroup, add_more: Callable[[], None] = lambda: None) -> None:
         """Run the target's engine until all dialogues of a group are finished.
 
-        `add_more` is called whenever the engine has capacity and no dialogue is queued.
+        Dialogues of other groups run along. `add_more` is called whenever the engine has capacity
+        and no dialogue is queued.
         """
         self._open_dialogues(add_more)
         while group.num_left:
@@ -80,7 +81,7 @@ class DialoguePool:
             self._advance_dialogue(dialogue, group)
 
     def _advance_dialogue(self, dialogue: Dialogue, group: DialogueGroup) -> None:
-        """Pass a dialogue's next request to the target's engine, or count it as finished."""
+        """Pass a dialogue's next request to the target's engine, or count a finished dialogue."""
         request = dialogue.next_request()
         if request is None:
             group.num_left -= 1

@@ -1,8 +1,9 @@
 """Protocols and constructors of generation and feature engines (vLLM, transformers).
 
-Token ids in, token ids or states out: no engine tokenizes, detokenizes or adds special tokens. The
-two protocols are separate because their engines are loaded at different times and use memory
-differently. An implementation's module is imported only when an engine is constructed.
+Engines take token ids and return token ids or states. No engine tokenizes, detokenizes or adds
+special tokens. The two protocols are separate because their engines are loaded at different times
+and use memory differently. An implementation's module is imported only when an engine is
+constructed.
 """
 
 from __future__ import annotations
@@ -52,7 +53,10 @@ class GenerationEngine(Protocol):
         """
 
     def step(self) -> list[Completion]:
-        """Advance every running generation request by at least one token; return finished texts."""
+        """Run one step of the generation engine; return the texts that it finishes, perhaps none.
+
+        A step need not add a token to every running request.
+        """
 
     def close(self) -> None:
         """Release the memory of the engine's target; the engine cannot be used again."""
@@ -70,8 +74,8 @@ class FeatureEngine(Protocol):
         """Yield each row's index and the target's states [T_i, D], on the host and in any order.
 
         Later rows are computed while the caller works. A tensor may be a view of a shared buffer,
-        so copy a tensor to keep it. Close a generator before the next call: until then the engine
-        computes the generator's rows.
+        so copy a tensor to keep it. Exhaust or close a generator before the next call, because its
+        rows may stay in the engine until then.
         """
 
     def close(self) -> None:
@@ -90,7 +94,13 @@ def make_generation_engine(
     gpus: int,
     batch_invariant: bool = False,
 ) -> GenerationEngine:
-    """Load the target into a vLLM or transformers generation engine."""
+    """Load the target into a vLLM or transformers generation engine.
+
+    `batch_invariant` is only for vLLM; transformers ignores it.
+
+    Raises:
+        ConfigError, EnvironmentFault: As the engine's class does, and for an unknown argument.
+    """
     if name == "vllm":
         from pipeline.targets.vllm_engine import VLLMGenerationEngine
 
@@ -108,7 +118,11 @@ def make_feature_engine(
     engine_args: EngineArgs,
     gpus: int,
 ) -> FeatureEngine:
-    """Load the target into a vLLM or transformers feature engine."""
+    """Load the target into a vLLM or transformers feature engine.
+
+    Raises:
+        ConfigError, EnvironmentFault: As the engine's class does, and for an unknown argument.
+    """
     if name == "vllm":
         from pipeline.targets.vllm_engine import VLLMFeatureEngine
 

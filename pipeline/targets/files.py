@@ -63,7 +63,14 @@ def local_directory(model: str) -> Path:
 
 
 def find_file(model: str, revision: str | None, name: str) -> Path | None:
-    """Return the path of a target's file, downloaded if needed; None if it does not exist."""
+    """Return the path of a target's file, downloaded if needed; None if it does not exist.
+
+    Offline, a file that is missing beside a cached config.json counts as one that does not exist.
+
+    Raises:
+        ConfigError: There is no such target.
+        EnvironmentFault: The Hub cannot be reached, and the target is not in its cache.
+    """
     if is_local(model):
         path = local_directory(model) / name
         return path if path.is_file() else None
@@ -82,7 +89,10 @@ def find_file(model: str, revision: str | None, name: str) -> Path | None:
 
 
 def download(model: str, revision: str | None, *, with_code: bool) -> Path:
-    """Download a Hub target's weights, configuration and tokenizer; return the directory."""
+    """Download a Hub target's weights, configuration and tokenizer; return the directory.
+
+    `with_code` also downloads its Python files. Errors are those of `find_file`.
+    """
     from huggingface_hub import snapshot_download
 
     weights = "pytorch_model*.bin*"
@@ -97,7 +107,7 @@ def download(model: str, revision: str | None, *, with_code: bool) -> Path:
 
 
 def cached_snapshot(model: str, revision: str | None) -> Path | None:
-    """Return the directory of a target in the Hub's cache; None if it is not cached."""
+    """Return the directory of a target in the Hub's cache; None if it has no config.json there."""
     from huggingface_hub import try_to_load_from_cache
 
     cached = try_to_load_from_cache(model, "config.json", revision=revision)
@@ -108,7 +118,7 @@ def weight_names(directory: Path) -> list[str]:
     """Return the names of a target's weight files: an index and its shards, or one file.
 
     Raises:
-        ConfigError: There are no weight files, or shards are missing.
+        ConfigError: There are no weight files, shards are missing, or the index is damaged.
     """
     for single, index in (SAFETENSORS, PICKLES):
         if (directory / single).is_file():
@@ -177,7 +187,9 @@ def target_errors(model: str, revision: str | None) -> Iterator[None]:
 
 @contextmanager
 def hub_errors(subject: str, where: str, *, writes: bool = False) -> Iterator[None]:
-    """Context manager: translate Hub errors of a read or an upload; quiet the Hub's logger.
+    """Context manager: translate Hub errors of a read or an upload.
+
+    It also turns off the warnings of the Hub client's HTTP logger, which stay off afterwards.
 
     Args:
         subject: The repository in words, such as `target owner/name`.
@@ -186,9 +198,9 @@ def hub_errors(subject: str, where: str, *, writes: bool = False) -> Iterator[No
             ValueError too.
 
     Raises:
-        ConfigError: On a read, the repository does not exist, or is gated.
-        EnvironmentFault: Any other failure of a read, or any failure of an upload. The message
-            never contains the token.
+        ConfigError: On a read, the repository or revision does not exist, or is gated.
+        EnvironmentFault: Another failure of the Hub or the file system on a read, or any failure of
+            an upload. The message of a failed upload does not contain the token of the login.
     """
     from huggingface_hub import errors as hub
 
@@ -207,7 +219,10 @@ def hub_errors(subject: str, where: str, *, writes: bool = False) -> Iterator[No
 
 
 def _hub_read_error(error: Exception, subject: str, where: str) -> MedusaDistillError:
-    """Return the error for a target that cannot be read from the Hub."""
+    """Return the error for a target that cannot be read from the Hub.
+
+    It is a ConfigError if the repository is missing or gated, else an EnvironmentFault.
+    """
     from huggingface_hub import errors as hub
 
     missing = (hub.RepositoryNotFoundError, hub.RevisionNotFoundError, hub.HFValidationError)

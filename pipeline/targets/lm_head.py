@@ -38,11 +38,11 @@ def read_lm_head(spec: TargetSpec) -> Tensor:
     """Read the target's lm_head weight [V, D] from its files, in the target's dtype.
 
     For a tied target this is the input embedding. For a Hub target only the file that holds the
-    matrix is downloaded.
+    matrix and its index are downloaded. If the files are ambiguous, the model is loaded.
 
     Raises:
         ConfigError: The target has no linear lm_head, or cannot be loaded.
-        EnvironmentFault: The Hub cannot be reached.
+        EnvironmentFault: The Hub cannot be reached, or this machine cannot load the target.
     """
     file_of = _weight_map(spec)
     names = _names_ending(file_of, OUTPUT_EMBEDDINGS)
@@ -55,7 +55,10 @@ def read_lm_head(spec: TargetSpec) -> Tensor:
 
 
 def read_embedding(spec: TargetSpec) -> Tensor:
-    """Read the target's input embedding [V, D] from its files, in the target's dtype."""
+    """Read the target's input embedding [V, D] from its files, in the target's dtype.
+
+    If the files are ambiguous, the model is loaded.
+    """
     file_of = _weight_map(spec)
     weight_VD = _read_matrix(spec, file_of, _names_ending(file_of, INPUT_EMBEDDINGS))
     if weight_VD is None:
@@ -67,7 +70,7 @@ def require_lm_head(spec: TargetSpec) -> None:
     """Raise ConfigError if the target's files lack its lm_head.
 
     vLLM would leave a missing lm_head uninitialised without an error; it reports any other missing
-    tensor.
+    tensor. If no tensor has a usual name of an lm_head, the model is loaded to decide.
     """
     names = _weight_map(spec)
     if names and not _is_tied(spec) and not _names_ending(names, OUTPUT_EMBEDDINGS):
@@ -86,7 +89,10 @@ class LogitChanges(NamedTuple):
 
 
 def read_logit_changes(spec: TargetSpec) -> LogitChanges:
-    """Read the bias, scale and soft cap that a target applies to its logits."""
+    """Read the bias, scale and soft cap that a target applies to its logits.
+
+    If the files do not show whether there is a bias, the model is loaded.
+    """
     file_of = _weight_map(spec)
     names = _names_ending(file_of, OUTPUT_BIASES)
     bias_V = None
@@ -108,7 +114,7 @@ def read_logit_changes(spec: TargetSpec) -> LogitChanges:
 
 
 def _read_matrix(spec: TargetSpec, file_of: dict[str, str], names: list[str]) -> Tensor | None:
-    """Read a [V, D] matrix of the target; None if it has several names or another shape."""
+    """Read the target's one matrix of `names`; None if it is not one float matrix [V, D]."""
     if len(names) != 1:
         return None
     weight = _read_tensor(spec, file_of[names[0]], names[0])

@@ -88,7 +88,13 @@ def require_readable(spec: TargetSpec, engine: str, *, on_gpu: bool, where: str)
 
 
 def _device_arguments(device: torch.device, num_gpus: int) -> dict[str, Any]:
-    """Return arguments of `from_pretrained` that place the target on a device or its GPUs."""
+    """Return arguments of `from_pretrained` that place the target on a device or its GPUs.
+
+    For a GPU, cuDNN's attention is disabled in this process.
+
+    Raises:
+        EnvironmentFault: Fewer GPUs are visible.
+    """
     if device.type == "cuda":
         require_gpus(num_gpus)
         # cuDNN's attention, torch's first choice on Hopper and Blackwell, builds a plan for every
@@ -113,6 +119,8 @@ def load_causal_lm(
     too_large: str = FEWER_BYTES,
 ) -> PreTrainedModel:
     """Load the frozen target on `device`, or over the first `num_gpus` GPUs.
+
+    Outside a terminal, transformers' progress bars are disabled in this process.
 
     Args:
         too_large: The advice in the error if the target does not fit.
@@ -167,7 +175,8 @@ def load_causal_lm(
 def _loading_error(spec: TargetSpec, error: Exception) -> MedusaDistillError:
     """Return the error for a target that fails to load.
 
-    It is an EnvironmentFault if a package or a kernel is missing, else a ConfigError.
+    It is an EnvironmentFault if a package or a kernel is missing, or if a quantizer may have raised
+    the error, else a ConfigError.
     """
     what = f"transformers cannot load {spec.model}: {one_line(error)}."
     of_machine: tuple[type[Exception], ...] = (ImportError, torch.AcceleratorError)
@@ -241,13 +250,14 @@ def lm_head_weight(model: PreTrainedModel) -> torch.Tensor:
 
 @torch.no_grad()
 def verify_tap(model: PreTrainedModel) -> None:
-    """Check that the target's last hidden state is exactly the input of its lm_head.
+    """Check that the target's last hidden state is the input of its lm_head, up to rounding.
 
-    Runs eight tokens with a hook on the lm_head. Some model families apply another operation in
-    between; their heads would train well, and no guess would be accepted.
+    The target runs on eight tokens. Some model families apply another operation between the two;
+    their heads would train well, and no candidate would be accepted.
 
     Raises:
-        ConfigError: The states differ, or are not finite in the target's dtype.
+        ConfigError: The states differ or are not finite in the target's dtype, or the target has no
+            lm_head that `lm_head_weight` can return.
         EnvironmentFault: The device has no kernel for the target's dtype or format.
     """
     lm_head_weight(model)

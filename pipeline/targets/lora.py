@@ -111,8 +111,8 @@ def require_tunable(spec: TargetSpec, rank: int, *, sharded: bool = False) -> No
 def add_lora(model: PreTrainedModel, *, rank: int, alpha: int, dropout: float) -> PeftModel:
     """Add new fp32 LoRA adapters to the target, and freeze all other weights.
 
-    The B matrices are zero, so the model is unchanged; the A matrices are drawn from torch's global
-    generator.
+    `model` is changed in place. The B matrices are zero, so its outputs stay the same; the A
+    matrices are drawn from torch's global generator.
 
     Raises:
         ConfigError: As `linear_layers` does.
@@ -142,7 +142,7 @@ def load_tuned(spec: TargetSpec, adapter: Path) -> PreTrainedModel:
     and 4 GB).
 
     Raises:
-        ConfigError: transformers cannot load the target.
+        ConfigError, EnvironmentFault: As `load_causal_lm` does.
         DataError: The directory holds no adapter of this target.
     """
     from peft import PeftModel
@@ -160,7 +160,10 @@ def load_tuned(spec: TargetSpec, adapter: Path) -> PreTrainedModel:
 
 
 def untie_lm_head(model: PreTrainedModel) -> None:
-    """Give a target with tied embeddings a separate lm_head, a copy of its input embedding."""
+    """Give a target with tied embeddings a separate lm_head, a copy of its input embedding.
+
+    The model's configuration then states that they are not tied.
+    """
     head = model.get_output_embeddings()
     weight = head.weight
     if weight.data_ptr() == model.get_input_embeddings().weight.data_ptr():

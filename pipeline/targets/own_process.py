@@ -30,11 +30,12 @@ def in_own_process(
 
     Args:
         function: A module-level function, since it is pickled.
-        on_report: Called with the progress that the function reports, as keywords.
+        on_report: Called about twice a second with the last progress that the function has
+            reported, as keywords.
 
     Raises:
         MedusaDistillError: The function raised it.
-        EnvironmentFault: The process ended without a result.
+        EnvironmentFault: The process ended without a result, for example by any other error.
     """
     with tempfile.TemporaryDirectory(prefix="vllm-") as directory:
         Path(directory, CALL).write_bytes(pickle.dumps((function, task)))
@@ -77,7 +78,10 @@ def _wait_for_process(
 
 
 def main(directory: str) -> None:
-    """Run the pickled task in vLLM's own process, and write its result or error."""
+    """Run the pickled task in vLLM's own process, and write its result or MedusaDistillError.
+
+    Any other error ends the process without a result.
+    """
     file = ProgressFile(Path(directory, PROGRESS))
 
     def report(**progress: Any) -> None:
@@ -98,7 +102,7 @@ def environment() -> dict[str, str]:
 
 
 def last_line(text: str) -> str:
-    """Return the last line of a vLLM process's output, cut to 300 characters."""
+    """Return the last line of a vLLM process's output, cut to 300 characters, or "no output"."""
     lines = text.strip().splitlines()
     return lines[-1][:300] if lines else "no output"
 

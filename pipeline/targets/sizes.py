@@ -33,7 +33,7 @@ class TargetSizes:
 
 
 def parameter_counts(spec: TargetSpec, config: PretrainedConfig) -> TargetSizes | None:
-    """Count the parameters of a target; None if its config.json is not enough."""
+    """Count the parameters of a target; None if no model can be built from its config.json."""
     from transformers import AutoModelForCausalLM
 
     config = copy.deepcopy(config)

@@ -55,11 +55,14 @@ class TargetSpec:
 def resolve(target: TargetConfig, *, on_gpu: bool = False) -> TargetSpec:
     """Resolve a configured target to a spec, and validate it without loading weights.
 
+    A Hub target's JSON files are downloaded.
+
     Args:
         on_gpu: Whether workers have a GPU, which decides dtype "auto".
 
     Raises:
-        ConfigError: The target does not exist, cannot verify a tree, or contradicts the settings.
+        ConfigError: The target does not exist, cannot be read by transformers, cannot verify a
+            tree, or contradicts the settings.
         EnvironmentFault: The Hub cannot be reached.
     """
     model, revision = target.model, target.revision
@@ -99,7 +102,9 @@ def model_config(spec: TargetSpec) -> PretrainedConfig:
     """Load the target's transformers configuration.
 
     Raises:
-        ConfigError: transformers does not know the model, or only through remote code.
+        ConfigError: The target does not exist, or transformers cannot read its configuration, for
+            example because that needs remote code.
+        EnvironmentFault: The Hub cannot be reached.
     """
     from transformers import AutoConfig
 
@@ -159,7 +164,7 @@ def load_chat_template(
 
 
 def asks_for_date(spec: TargetSpec, paths: Iterable[Path]) -> bool:
-    """Return whether the chat template in a target's spec or files writes the date into prompts."""
+    """Return whether a target's chat template, in its spec or else its files, asks for the date."""
     if spec.chat_template:
         return "strftime_now" in spec.chat_template
     for path in paths:
@@ -171,6 +176,8 @@ def asks_for_date(spec: TargetSpec, paths: Iterable[Path]) -> bool:
 
 def context_length(spec: TargetSpec, config: PretrainedConfig | None = None) -> int:
     """Return the target's context in tokens, or target.max_tokens if that is shorter.
+
+    If only one of the two is known, return it. Without `config`, the configuration is loaded.
 
     Raises:
         ConfigError: Neither is known.
@@ -208,7 +215,7 @@ def quantization_format(config: PretrainedConfig) -> str | None:
 
 
 def input_rounding(config: PretrainedConfig) -> Rounding | None:
-    """Return how a quantized target rounds layer inputs; None if only weights are rounded.
+    """Return how a quantized target rounds layer inputs; None if at most weights are rounded.
 
     "8bit" layers round inputs on every device, "4bit" layers only on a CPU. bitsandbytes' 4-bit
     layers round inputs to 8 bits if their checkpoint states that they multiply in bfloat16.
@@ -259,7 +266,11 @@ def eos_token_ids(spec: TargetSpec) -> tuple[int, ...]:
 
 
 def _stated_eos_ids(spec: TargetSpec, config: PretrainedConfig) -> tuple[int, ...] | None:
-    """Return the target's sorted EOS ids in generation_config.json or config.json, or None."""
+    """Return the target's sorted EOS ids in generation_config.json or config.json, or None.
+
+    Raises:
+        ConfigError: The file states ids that are not tokens of the vocabulary.
+    """
     for name in ("generation_config.json", "config.json"):
         path = files.find_file(spec.model, spec.revision, name)
         if path is None:
@@ -286,9 +297,9 @@ def weight_files(spec: TargetSpec, *, fetch: bool = True) -> list[Path]:
         fetch: False downloads nothing.
 
     Raises:
-        ConfigError: The target holds no weights that can be read.
-        EnvironmentFault: The Hub cannot be reached, or without `fetch` the weights are not
-            downloaded.
+        ConfigError: The target has no weight files, or lacks some; without `fetch` also if only its
+            configuration is downloaded.
+        EnvironmentFault: The Hub cannot be reached, or without `fetch` nothing is downloaded.
     """
     if files.is_local(spec.model):
         directory = files.local_directory(spec.model)
@@ -307,10 +318,10 @@ def weight_files(spec: TargetSpec, *, fetch: bool = True) -> list[Path]:
 
 
 def require_verifiable(config: PretrainedConfig) -> None:
-    """Check a target's transformers configuration: one forward must verify a tree (section 2.1.2).
+    """Check by a target's configuration that it can verify a tree in one forward.
 
-    A tree needs attention that can be masked per candidate. A recurrent state has a single past,
-    and a bias by cache slot (ALiBi) treats siblings as successors.
+    A tree needs attention that can be masked per candidate (paper section 2.1.2). A recurrent state
+    has a single past, and a bias by cache slot (ALiBi) treats siblings as successors.
 
     Raises:
         ConfigError: The target is not a decoder, or has recurrent or slot-biased layers.
@@ -352,7 +363,10 @@ def _why_not_verifiable(config: PretrainedConfig) -> str | None:
 
 
 def own_dtype(config: PretrainedConfig, on_gpu: bool) -> str:
-    """Return the target's dtype for "auto": the checkpoint's on a GPU, float32 on a CPU."""
+    """Return the target's dtype for "auto": the checkpoint's on a GPU, float32 on a CPU.
+
+    On a GPU it is bfloat16 if the checkpoint's dtype is unknown or not one of `DTYPES`.
+    """
     if not on_gpu:
         return "float32"
     own = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
@@ -361,7 +375,13 @@ def own_dtype(config: PretrainedConfig, on_gpu: bool) -> str:
 
 
 def _template_text(template: str | None) -> str | None:
-    """Read the chat template that a target is loaded with; `template` is its text or its path."""
+    """Return the text of the chat template that a target is loaded with, or None.
+
+    `template` is the text itself, which contains "{", or the path of its file.
+
+    Raises:
+        ConfigError: There is no such file.
+    """
     if template is None or "{" in template:
         return template
     path = Path(template).expanduser()

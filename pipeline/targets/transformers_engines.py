@@ -35,7 +35,7 @@ WINDOW_BYTES = 2 * 1024**3  # states of a window, which may wait for its first r
 
 @dataclass
 class _Row:
-    """A running request of the generation batch."""
+    """A request in the generation batch, with the token ids that it has generated so far."""
 
     request: Request
     limit: int
@@ -49,7 +49,8 @@ class TransformersGenerationEngine:
 
     Args:
         spec: The target.
-        max_batch_tokens: Size of the KV cache in tokens: rows times the longest prompt and answer.
+        max_batch_tokens: Maximum size of the KV cache in tokens (rows times the longest prompt and
+            answer), unless a single row needs more.
         gpus: GPUs that the target spans; 0 is the CPU.
 
     Raises:
@@ -76,6 +77,9 @@ class TransformersGenerationEngine:
 
     def step(self) -> list[Completion]:
         """Prefill queued requests, or decode a token per row of the batch; return finished texts.
+
+        If memory runs out with several rows, halve `max_batch_tokens`, queue all rows again from
+        their start, and return no texts.
 
         Raises:
             EnvironmentFault: A single request does not fit into the GPU's memory.
@@ -136,7 +140,7 @@ class TransformersGenerationEngine:
 
     @torch.inference_mode()
     def _prefill(self, joining: list[_Row]) -> list[Completion]:
-        """Prefill joining rows, and add them to the generation batch."""
+        """Add rows to the generation batch: prefill, sample a token each, return ended texts."""
         running = len(self._rows)
         self._rows = self._rows + joining  # first: if memory runs out, `step` requeues these rows
         prompts = [torch.tensor(row.request.prompt_ids) for row in joining]
@@ -171,7 +175,10 @@ class TransformersGenerationEngine:
     def _forward(
         self, ids_BT: torch.Tensor, mask_BT: torch.Tensor, cache: DynamicCache
     ) -> torch.Tensor:
-        """Return the target's logits [B, V] after the last id; `mask_BT` also covers the cache."""
+        """Return the target's logits [B, V] after the last id, and append the ids to the KV cache.
+
+        `mask_BT` covers the cache and the ids.
+        """
         positions_BT = (mask_BT.cumsum(dim=-1) - 1).clamp(min=0)[:, -ids_BT.shape[1] :]
         output = self.model(
             input_ids=ids_BT,
@@ -223,7 +230,7 @@ class TransformersGenerationEngine:
 
 
 def _stack_caches(above: torch.Tensor, below: torch.Tensor) -> torch.Tensor:
-    """Concatenate KV caches of the transformers engine's rows [B, heads, T, size], left-padded."""
+    """Stack KV caches [B, heads, T, size] of the transformers engine, left-padded to one length."""
     width = max(above.shape[2], below.shape[2])
     parts = [pad(part, (0, 0, width - part.shape[2], 0)) for part in (above, below)]
     return torch.cat(parts)
@@ -363,7 +370,7 @@ class TransformersFeatureEngine:
 
 @dataclass(frozen=True)
 class _FeatureBatch:
-    """The states of a feature batch; the event `copied` is set once states are on the host."""
+    """The states of a feature batch; on a GPU, `copied` is set once they are on the host."""
 
     indices: list[int]
     lengths: list[int]

@@ -12,9 +12,9 @@ tokens kept per step on the demos), and count a draft of padding for a prompt of
 joins a running batch.
 
 vLLM 0.32 drafts for no request of a batch while the context lacks room for one request's text, the
-draft being verified and one more draft: every request then takes steps of one token. With room for
-a single draft this cost 5 of 398 steps of a recurrent chain of 14 tokens. The check leaves room for
-two drafts, if the target's context allows.
+draft being verified and one more draft. Every request then gets one token per step. With room for a
+single draft this cost 5 of 398 steps of a recurrent chain of 14 tokens. The check stage leaves room
+for two drafts, if the target's context allows.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class VLLMTexts:
     """The texts that one vLLM engine decoded.
 
     Attributes:
-        token_ids: Per prompt.
-        accepted: Per prompt, the number of tokens that each forward after the prefill adds.
-        seconds: For all prompts together, the median of the repeats.
+        token_ids: The generated token ids of each prompt, without the prompt.
+        accepted: For each prompt, the number of tokens that each forward after the prefill adds.
+        seconds: The duration for all prompts together, the median of the repeats.
     """
 
     token_ids: list[list[int]]
@@ -58,8 +58,8 @@ class DecodeTask:
     """The prompts and settings of one vLLM engine that decodes.
 
     Attributes:
-        engine_args: Empty for plain decoding. With heads: a `speculative_config`, or as `model` an
-            export that names this target itself.
+        engine_args: Empty for plain decoding. With heads they hold a `speculative_config`, or as
+            `model` an export that names this target itself.
     """
 
     spec: TargetSpec
@@ -82,14 +82,14 @@ class DecodeTask:
 def decode_in_vllm(tasks: Sequence[DecodeTask], on_report: Report | None = None) -> list[VLLMTexts]:
     """Load each task's target into a vLLM engine, in another process, and decode its prompts.
 
-    Texts are greedy. A warm-up is not counted, and prefixes are not cached.
+    Texts are greedy. A warm-up is not timed, and prefixes are not cached.
 
     Args:
         on_report: Called with the progress, as `in_own_process` does.
 
     Raises:
-        ConfigError, EnvironmentFault: As VLLMGenerationEngine does.
-        EnvironmentFault: An engine dies.
+        ConfigError: As `VLLMGenerationEngine` does.
+        EnvironmentFault: As `VLLMGenerationEngine` does, or the process of an engine ends early.
     """
     if any(task.gpus for task in tasks):
         return [in_own_process(decode_task, task, on_report) for task in tasks]
@@ -103,7 +103,10 @@ def decode_tasks(tasks: Sequence[DecodeTask], report: Report) -> list[VLLMTexts]
 
 
 def decode_task(task: DecodeTask, report: Report) -> VLLMTexts:
-    """Load the target into a vLLM engine in this process, and decode a task's prompts."""
+    """Load the target into a vLLM engine in this process, and decode a task's prompts.
+
+    The texts are those of the last repeat. The engine is closed afterwards.
+    """
     part = "vLLM with the heads" if task.engine_args else "plain vLLM"
     report(part=f"{part} starts")
     arguments = {**task.engine_args, "enable_prefix_caching": False}

@@ -57,12 +57,14 @@ class VLLMGenerationEngine:
 
     Args:
         spec: The target.
-        engine_args: Arguments of `vllm.LLM`, which override ours.
+        engine_args: Arguments of `vllm.LLM`, which override those of this module.
         gpus: Tensor-parallel size; 0 runs on the CPU.
-        batch_invariant: Whether a GPU gives the same tokens in any batch, at lower speed.
+        batch_invariant: Whether a GPU gives the same tokens in any batch, at lower speed. Sets an
+            environment variable, which stays set in this process.
 
     Raises:
-        ConfigError: vLLM does not know an engine argument, or lacks the quantization.
+        ConfigError: vLLM rejects an engine argument or lacks the quantization, or the target's
+            files lack its lm_head.
         EnvironmentFault: vLLM is not importable or cannot start here, or GPUs are missing.
     """
 
@@ -88,7 +90,7 @@ class VLLMGenerationEngine:
         self._engine.add_request(request.id, token_prompt(request.prompt_ids), params)
 
     def step(self) -> list[Completion]:
-        """Advance every running request in vLLM; return finished completions."""
+        """Run one step of vLLM's engine; return the completions that it finishes."""
         ended = []
         for output in self._engine.step():  # of FINAL_ONLY requests: finished ones
             text = output.outputs[0]
@@ -108,7 +110,8 @@ class VLLMFeatureEngine:
     Other arguments and the errors are those of `VLLMGenerationEngine`.
 
     Args:
-        tokens_per_batch: Maximum tokens of one forward; at least one whole conversation.
+        tokens_per_batch: Maximum tokens of one forward; raised to the target's context, so that
+            every conversation fits.
     """
 
     def __init__(
@@ -145,7 +148,7 @@ class VLLMFeatureEngine:
     ) -> Generator[tuple[int, torch.Tensor], None, None]:
         """Yield the index and vLLM's hidden states [T_i, D] of each row, on the host.
 
-        Up to `ROWS_WAITING` rows are queued in the engine.
+        Up to `ROWS_WAITING` rows are queued in the engine. Closing the generator drops them.
         """
         engine = self._running.llm.llm_engine
         self._streams += 1
@@ -198,10 +201,12 @@ def sampling_params(request: Request, eos: tuple[int, ...]) -> Any:
 
 
 class RunningEngine:
-    """A running `vllm.LLM`; `close` undoes vLLM's changes to this process.
+    """A running `vllm.LLM`; vLLM's changes to torch in this process are undone by `close`.
 
     vLLM's CPU worker turns `torch.set_num_threads` into a no-op and changes environment variables
-    for its children. Later work in this process must not inherit these changes.
+    for its children. Later work in this process must not inherit these changes. The variables of
+    `LEFT_IN_ENVIRONMENT` are restored right after the start. Errors are those of
+    `VLLMGenerationEngine`.
     """
 
     def __init__(self, spec: TargetSpec, engine_args: EngineArgs, gpus: int):
@@ -223,7 +228,7 @@ class RunningEngine:
                     os.environ[name] = value
 
     def close(self) -> None:
-        """Shut down vLLM, release its memory, and undo its changes to this process."""
+        """Shut down vLLM, release its memory, and undo its changes to torch in this process."""
         try:
             self.llm.llm_engine.engine_core.shutdown()
         finally:
@@ -232,7 +237,7 @@ class RunningEngine:
             self._clean_up()
 
     def _clean_up(self) -> None:
-        """Undo vLLM's changes to torch and its distributed state in this process."""
+        """Restore `torch.set_num_threads`, and end vLLM's distributed state in this process."""
         from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
         torch.set_num_threads = SET_NUM_THREADS
@@ -243,7 +248,8 @@ def engine_arguments(spec: TargetSpec, engine_args: EngineArgs, gpus: int) -> di
     """Return the arguments of `vllm.LLM` for the target; `engine_args` override them.
 
     Raises:
-        ConfigError: `target.quantization` asks for bitsandbytes, which vLLM no longer has.
+        ConfigError: `target.quantization` asks for bitsandbytes, which vLLM no longer has, and
+            `engine_args` name no other quantization. Or the target's context is unknown.
     """
     if spec.quantization and "quantization" not in engine_args:
         what = f"vLLM cannot load a target in {spec.quantization}."
@@ -282,7 +288,8 @@ def engine_arguments(spec: TargetSpec, engine_args: EngineArgs, gpus: int) -> di
 def spec_for_vllm(spec: TargetSpec, *, on_gpu: bool) -> TargetSpec:
     """Return the target's spec in a dtype that vLLM can run.
 
-    On a CPU, vLLM cannot run packed weights and fp8 in float32.
+    On a CPU, vLLM cannot run GPTQ, AWQ, other packed weights and fp8 in float32; these get
+    bfloat16.
     """
     settings = quantization_of(model_config(spec)) or {}
     is_packed = settings.get("format") == "pack-quantized"
@@ -292,7 +299,9 @@ def spec_for_vllm(spec: TargetSpec, *, on_gpu: bool) -> TargetSpec:
 
 
 def import_vllm() -> Any:
-    """Import vLLM, with quiet logs and its engine core in this process.
+    """Import vLLM and return it, with only its errors logged and its engine core in this process.
+
+    It sets environment variables of vLLM that are not set yet, and they stay set.
 
     Raises:
         EnvironmentFault: vLLM is not installed, or does not import beside this torch.
@@ -318,7 +327,10 @@ def import_vllm() -> Any:
 
 
 def _start_error(spec: TargetSpec, engine_args: EngineArgs, error: Exception) -> MedusaDistillError:
-    """Return the error for a failed start of vLLM: ConfigError if it names an engine argument."""
+    """Return the error for a failed start of vLLM.
+
+    It is a ConfigError if vLLM rejects an argument of `engine_args`, else an EnvironmentFault.
+    """
     reason = one_line(error).partition(" [type=")[0]  # pydantic appends this part
     is_refusal = isinstance(error, TypeError | ValidationError)
     if is_refusal and any(name in reason for name in engine_args):

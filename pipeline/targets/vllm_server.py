@@ -54,9 +54,9 @@ class LoadTask(DecodeTask):
     """The prompts and load levels of one vLLM server.
 
     A level is a number of concurrent requests. Prompts repeat in order until there are at least
-    `ROUNDS` times as many requests. All levels are measured `repeats` times in turns, and each
-    level reports its pass of median duration: other work on the machine disturbs one pass of
-    several levels rather than all passes of one level.
+    `ROUNDS` requests per concurrent request. All levels are measured `repeats` times in turns, and
+    each level reports its pass of median duration. So other work on the machine disturbs one pass
+    of several levels rather than all passes of one level.
     """
 
     levels: Sequence[int] = ()
@@ -91,13 +91,15 @@ def serve_under_load(
     Prefixes are not cached. Texts are greedy and end at the target's own EOS ids.
 
     Raises:
-        EnvironmentFault: The server cannot start, or requests fail.
+        ConfigError: As `engine_arguments` does.
+        EnvironmentFault: vLLM is not importable, GPUs are missing, the server cannot start, or
+            requests fail.
     """
     return [in_own_process(measure_server, task, on_report) for task in tasks]
 
 
 def measure_server(task: LoadTask, report: Report) -> list[LoadFigures]:
-    """Run the target's vLLM server under the task's loads, and return its figures per level."""
+    """Run the target's vLLM server under the task's loads; return each level's median pass."""
     import_vllm()
     side = "vLLM's server with the heads" if task.engine_args else "vLLM's server"
     report(part=f"{side} starts")
@@ -123,7 +125,11 @@ def measure_server(task: LoadTask, report: Report) -> list[LoadFigures]:
 async def _benchmark_server(
     address: str, requests: Sequence[Request], level: int, eos: Sequence[int]
 ) -> LoadFigures:
-    """Load the target's vLLM server with vLLM's benchmark client, after a warm-up."""
+    """Measure the target's vLLM server with vLLM's benchmark client, after a warm-up.
+
+    Raises:
+        EnvironmentFault: Requests fail.
+    """
     from vllm.benchmarks.datasets import SampleRequest
     from vllm.benchmarks.serve import TaskType, benchmark
 
@@ -175,7 +181,7 @@ async def _benchmark_server(
 
 @contextlib.contextmanager
 def running_server(spec: TargetSpec, engine_args: EngineArgs, gpus: int) -> Iterator[str]:
-    """Context manager: run a vLLM server of the target; yield its address.
+    """Context manager: run a vLLM server of the target; yield its address once it is ready.
 
     Raises:
         ConfigError: As `engine_arguments` does.
@@ -221,7 +227,7 @@ def _wait_until_ready(process: subprocess.Popen[bytes], address: str, log: IO[st
 
 
 def _stop_server(process: subprocess.Popen[bytes]) -> None:
-    """Stop the vLLM server and the engines that it started."""
+    """Stop the vLLM server and the engines that it started; kill them after `STOPS_WITHIN`."""
     assert process.stdin
     process.stdin.close()
     with contextlib.suppress(subprocess.TimeoutExpired):

@@ -43,7 +43,7 @@ class Evaluation:
         frequency: {top1, …, top5} of a head 0 that always guesses the most frequent labels: the
             highest accuracy of guesses that ignore the text.
         draft_coverage: The share of head 0's labels in the draft vocabulary; None if all are.
-        drift: The distance of a tuned backbone from the original; None unless it is trained.
+        drift: The distance of a tuned backbone from the original; None if only heads are trained.
     """
 
     held_out: list[dict[str, float]]

@@ -5,8 +5,8 @@ The rule, with its evidence in docs/recipes-and-methods.md and `python -m benchm
 - Epochs: the paper's 2 from 4 million positions on (MANY_STEPS / 2 of the paper's batches). With
   fewer positions, as many epochs as give MANY_STEPS such batches, at most MAX_EPOCHS.
 - Batch size: the power of two that gives a number of steps nearest to MANY_STEPS, at most the
-  paper's 16,384 positions (for Medusa-2, 128 sequences) and at least MIN_BATCH, since smaller
-  batches take more time without better heads.
+  paper's 16,384 positions and at least MIN_BATCH, since smaller batches take more time without
+  better heads. For Medusa-2 it is at most the paper's 128 sequences and at least one.
 - Learning rate: the paper's 1e-3 at D = 4,096, times sqrt(4,096 / D), times the kind's
   `Heads.lr_scale`.
 - Warmup: a tenth of the steps, at most the paper's 40.
