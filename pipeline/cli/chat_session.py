@@ -31,7 +31,7 @@ HELP = (
 
 @dataclass(frozen=True)
 class Sampling:
-    """Decoding settings of a chat; answer n is sampled with seed `seed` + n."""
+    """Decoding settings of a chat; answer n, counted from 0, has the seed `seed` + n."""
 
     max_new_tokens: int
     rule: AcceptanceRule
@@ -49,7 +49,7 @@ class Answer:
     stopped: bool = False  # by Ctrl-C
 
     def add(self, new_ids: list[int]) -> None:
-        """Append the tokens of one forward to an answer in the terminal chat."""
+        """Append the tokens of one forward to an answer in the terminal chat; count the time."""
         now = perf_counter()
         if not self.ids:
             self.started = now
@@ -68,7 +68,11 @@ class Answer:
 
 
 class ChatSession:
-    """A chat on the terminal; a prompt leaves room for an answer, at most half of the context."""
+    """A chat on the terminal, whose prompts leave room for an answer.
+
+    The room is `max_new_tokens`, but at most half of the context. The constructor decodes a few
+    tokens to warm up.
+    """
 
     def __init__(
         self,
@@ -131,7 +135,10 @@ class ChatSession:
         self.notes.print(line, style="dim", markup=False)
 
     def decode(self, prompt: list[int]) -> Answer:
-        """Decode an answer in the terminal chat, printing each token; accepted ones are green."""
+        """Decode an answer in the terminal chat, printing each token; accepted ones are green.
+
+        After Ctrl-C in a terminal, return the answer as far as it is decoded.
+        """
         rule, generator = self.sampling.rule, None
         if rule.samples:
             seed = self.sampling.seed + self.num_answers

@@ -31,7 +31,11 @@ STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def ends_well(story: Callable[[], Any]) -> int:
-    """Run a command or flow to its end: print errors as paragraphs, and return the exit code."""
+    """Run a command or flow to its end: print errors as paragraphs, and return the exit code.
+
+    Also redact known secrets in log records from now on, and handle SIGTERM, SIGINT and SIGHUP: the
+    first signal stops the command cleanly, the same one again ends the process.
+    """
     stops: list[Interrupted] = []
     keep_out_of_logs()
 
@@ -57,7 +61,10 @@ def ends_well(story: Callable[[], Any]) -> int:
 
 
 def _print_error(error: BaseException) -> int:
-    """Print a command's error as one paragraph and return the command's exit code."""
+    """Print a command's error as one paragraph and return the command's exit code.
+
+    If the reader of the output has gone, or the help was printed, nothing is printed.
+    """
     fault = disk_fault(error)
     if isinstance(error, typer.TyperException):
         text, code = f"{error.format_message().rstrip('.')}. See --help.", error.exit_code
@@ -100,13 +107,17 @@ def _defect_message(error: BaseException) -> str:
 
 
 def _traceback(error: BaseException) -> str:
-    """Return a command's traceback without secrets."""
+    """Return the traceback of a command's error, with known secrets redacted."""
     return redacted("".join(traceback.format_exception(error)))
 
 
 @contextlib.contextmanager
 def _output() -> Iterator[None]:
-    """Context manager: make a command's output take any character and raise errors for users."""
+    """Context manager: let a command print any character, and raise errors for users.
+
+    Characters that a standard stream cannot encode or decode are replaced. A failed write to
+    standard output raises Interrupted if its reader has gone, else EnvironmentFault.
+    """
     plain = sys.stdout
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

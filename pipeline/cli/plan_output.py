@@ -1,6 +1,6 @@
 """The output of `medusa-distill plan`.
 
-It has the state of each stage, tokens and disk space, training steps, workers, hours and memory.
+It shows the state of each stage, tokens and disk space, training steps, workers, hours and memory.
 """
 
 from __future__ import annotations
@@ -171,7 +171,10 @@ def _hour_lines(
 
 
 def _print_memory(console: Console, memory: Sequence[StageMemory]) -> None:
-    """Print the memory in GiB that `plan` estimates for a worker of each stage."""
+    """Print the memory in GiB that `plan` estimates for a worker of each stage.
+
+    For a stage that may not fit, also name the settings that save most.
+    """
     rows, notes = [], []
     for stage in memory:
         cells = [stage.name]

@@ -55,7 +55,10 @@ def write_backbone(
 
 
 def link_backbone(source: Path, directory: Path, files: Iterable[str]) -> None:
-    """Hard-link a tuned backbone's files into an export, or copy them."""
+    """Hard-link a tuned backbone's files into an export, or copy them.
+
+    An existing `directory` is deleted first.
+    """
     remove(directory)
     with atomic_directory(directory, last=CONFIG_FILE) as partial:
         for file in files:

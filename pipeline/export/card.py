@@ -49,7 +49,7 @@ class Licence:
 
 
 def licence_of(model: str, revision: str | None, *, online: bool) -> Licence | None:
-    """Read the licence in a model's Hub card; None if the card is missing or unreadable.
+    """Read the licence in a model's Hub card; None if there is no readable card or licence.
 
     Args:
         model: A local directory or a Hub id; without `online` only the Hub's cache is read.
@@ -237,7 +237,7 @@ def _card_facts(published: Published) -> Facts:
 
 
 def _with_public_names(report: Report, names: Mapping[str, str]) -> Report:
-    """Replace local names of sources in a Hub card's categories by public names."""
+    """Return the report for a Hub card: categories named after a seed source get public names."""
     if not report.check or not report.native:
         return report
     categories = []
@@ -255,7 +255,7 @@ def public_model(model: str | None) -> str | None:
 
 
 def public_names(sources: Sequence[SeedSource]) -> dict[str, str]:
-    """Map each seed source's name to its public name in Hub cards: its Hub id, or `local-1`."""
+    """Map each seed source's name to its public name in Hub cards: its Hub id or `local-N`."""
     found = {}
     names = name_sources(sources)
     for number, (name, source) in enumerate(zip(names, sources, strict=True), start=1):
@@ -266,7 +266,8 @@ def public_names(sources: Sequence[SeedSource]) -> dict[str, str]:
 def recipe_yaml(config: Config, revision: str | None) -> str:
     """Return a run's settings as YAML for a Hub card; local paths become `PATH_TO_…`.
 
-    Default settings are left out.
+    Default settings and settings that no result depends on are left out. The recipe's run is named
+    `reproduction`.
 
     Args:
         revision: The commit of the Hub target that the run used.
@@ -281,7 +282,7 @@ def recipe_yaml(config: Config, revision: str | None) -> str:
 
 
 def _without_paths(value: Any, key: str = "") -> Any:
-    """Replace local paths in a Hub card's settings by `PATH_TO_…`."""
+    """Return a Hub card's settings with `PATH_TO_…` in place of absolute paths."""
     if isinstance(value, dict):
         return {name: _without_paths(item, name) for name, item in value.items()}
     if isinstance(value, list):

@@ -1,7 +1,8 @@
 """Upload of the target's conversations as a Hub data set that `datasets.load_dataset` reads.
 
-The data set is a card and a Parquet file per split. Local file names are private: the ids of a
-local source begin with `local-1`, `local-2`. A second push replaces the files of the first.
+The data set is a card and a Parquet file per split. Local file names are private: the row
+ids of a local source begin with `local-` and the source's number. A second push replaces the files
+of the first.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class DataSetUpload(Upload):
     repo_type = "dataset"
 
     def conflicting(self, names: Collection[str]) -> list[str]:
-        """List files of the Hub data set that are not from a push of conversations."""
+        """List the Hub data set's files that no push of conversations writes, but for notices."""
         ours = {name for name in names if OURS.fullmatch(name) or BESIDE.fullmatch(name)}
         return sorted(set(names) - ours)
 
@@ -88,7 +89,10 @@ def _write_split(
     names: Mapping[str, str],
     directory: Path,
 ) -> int:
-    """Write a split of the Hub data set to `SPLIT-00000.parquet`; return the number of rows."""
+    """Write a split of the Hub data set to `SPLIT-00000.parquet`; return the number of rows.
+
+    A split without rows has no file.
+    """
     num_rows = 0
     writer: pq.ParquetWriter | None = None
     for path in shards:
@@ -109,7 +113,7 @@ def _write_split(
 
 
 def _anonymous(table: pa.Table, names: Mapping[str, str]) -> pa.Table:
-    """Replace the seed source in the row ids of the Hub data set by the source's public name."""
+    """Return rows of the Hub data set, with the public name of the seed source in their ids."""
     ids = []
     for id in table["id"].to_pylist():
         source, _, row = id.rpartition(":")

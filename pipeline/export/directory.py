@@ -63,8 +63,8 @@ def write_export(
         The files.
 
     Raises:
-        DataError: A number is not finite.
-        EnvironmentFault: The disk is full. Nothing is left behind.
+        DataError: A number is not finite, or a written tensor is not the one that was trained.
+        EnvironmentFault: A file cannot be written, for example on a full disk.
     """
     places = {Path(): layout}
     for name in further:
@@ -94,13 +94,13 @@ def write_export(
 
 
 def read_heads(directory: str | os.PathLike[str], model: PreTrainedModel) -> Heads:
-    """Read an export's directory: its heads, in the export's dtype, on the CPU.
+    """Read the heads of an export directory, in the export's dtype, on the CPU.
 
     Matrices that the export leaves out are taken from `model`, the target.
 
     Raises:
-        DataError: A tensor is missing, unknown, of another shape or dtype, or other weights lie
-            beside the heads.
+        DataError: This is no export, a tensor is missing, unknown, not finite or of another shape
+            or dtype, or other weights lie beside the heads.
     """
     path = Path(directory)
     layout = read_layout(path)
@@ -119,7 +119,7 @@ def read_tree(directory: str | os.PathLike[str]) -> tuple[TreePath, ...] | Dynam
 
     Raises:
         ConfigError: The content is not a tree, or not a tree of these heads.
-        DataError: The file cannot be read.
+        DataError: A file cannot be read, or holds no list of paths.
     """
     layout = read_layout(directory)
     tree = layout.dynamic_tree or read_paths(Path(directory, layout.kind.choices_file))
@@ -129,7 +129,7 @@ def read_tree(directory: str | os.PathLike[str]) -> tuple[TreePath, ...] | Dynam
 def tensors_as_saved(heads: Heads, layout: ExportLayout) -> dict[str, Tensor]:
     """Convert the heads' tensors to the export's dtype, contiguous and on the CPU.
 
-    Names that share a tensor share the converted tensor too.
+    Integers keep their dtype. Names that share a tensor share the converted tensor too.
 
     Raises:
         DataError: A number is not finite.
@@ -165,7 +165,10 @@ def _verify_weights(directory: Path, saved: Mapping[str, Tensor], layout: Export
 
 
 def _open_weights(directory: Path, layout: ExportLayout) -> WeightsFile:
-    """Open an export's weights file; raise DataError for unexpected tensors or weights files."""
+    """Open an export's weights file; raise DataError unless it holds just the expected tensors.
+
+    Other weights files in the directory raise DataError too.
+    """
     path = directory / layout.weights_file
     others = []
     for file in sorted(directory.iterdir()):

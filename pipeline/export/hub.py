@@ -1,7 +1,8 @@
 """Uploads of heads and of a tuned backbone to the Hub, one commit per repository.
 
 Nothing is uploaded before everything is verified: the check has passed, all files are the checked
-ones, no file contains a local path, and no repository holds anything else that engines would load.
+ones, no file but weights contains a local path of a model, and no repository holds anything else
+that engines would load.
 `data_set.py` prepares the upload of the conversations.
 """
 
@@ -70,7 +71,7 @@ def repositories(push: PushConfig, kind: type[Heads], target: str, *, tuned: boo
 
 
 def _completed(repo_id: str | None, name: str) -> str | None:
-    """Complete the Hub id `USER/` by a repository name."""
+    """Complete the Hub id `USER/` by a repository name; return any other id unchanged."""
     if not repo_id:
         return None
     return f"{repo_id}{name}" if repo_id.endswith("/") else repo_id
@@ -82,8 +83,8 @@ class Upload(ABC):
 
     Attributes:
         repo_id: USER/NAME.
-        base_model: Stated in the receipt; a local path is refused.
-        local_paths: Private paths, which no file may contain.
+        base_model: Stated in the receipt; the Hub id of a model, since a local path is not sent.
+        local_paths: Private paths, which no file but weights may contain.
     """
 
     repo_id: str
@@ -102,13 +103,13 @@ class Upload(ABC):
 
     @property
     def missing(self) -> list[str]:
-        """The settings that the push to the Hub lacks."""
+        """Descriptions of the settings that the push to the Hub lacks."""
         if self.base_model and os.path.isabs(self.base_model):
             return ["the Hub id of the target (push.base_model): nobody else can load a local one"]
         return []
 
     def receipt(self, private: bool) -> Receipt:
-        """Return the receipt of an upload to the Hub: repository, base model and files."""
+        """Return the receipt of an upload to the Hub: repository, privacy, base model and files."""
         files = []
         for file in self.files:
             size, sha256 = file.upload_info.size, file.upload_info.sha256.hex()
@@ -121,18 +122,20 @@ class Upload(ABC):
         }
 
     def dry_run(self, private: bool) -> Receipt:
-        """Return the receipt of a Hub push without its commit, and `missing` settings.
+        """Return the receipt of a Hub push that is not sent, with the `missing` settings.
 
-        It needs no network.
+        The commit is None. No network is needed.
         """
         return {**self.receipt(private), "dry_run": True, "commit": None, "missing": self.missing}
 
     def require_publishable(self) -> None:
         """Refuse an upload to the Hub with a local base model, or a local path in a file.
 
+        Weights are not searched.
+
         Raises:
             ConfigError: The base model is local.
-            DataError: A file contains a local path.
+            DataError: A file contains one of `local_paths`.
         """
         if self.missing:
             raise ConfigError(
@@ -154,7 +157,7 @@ class Upload(ABC):
                     )
 
     def require_suitable(self, existing: Any, private: bool) -> None:
-        """Raise ConfigError if the Hub repository should be private, or holds unrelated files.
+        """Raise ConfigError if the Hub repository is public, with `private`, or holds other files.
 
         Args:
             existing: `ModelInfo` or `DatasetInfo` of the repository.
@@ -174,7 +177,10 @@ class Upload(ABC):
             )
 
     def send(self, api: HfApi, existing: Any | None, private: bool) -> Receipt:
-        """Commit the files to the Hub; return the receipt with "url", "commit" and "unchanged"."""
+        """Commit the files to the Hub; return the receipt with "url", "commit" and "unchanged".
+
+        A missing repository is created. The commit also deletes the outdated files.
+        """
         operations: list[CommitOperationAdd | CommitOperationDelete] = [*self.files]
         if existing is None:
             api.create_repo(self.repo_id, private=private, exist_ok=True, repo_type=self.repo_type)
@@ -199,6 +205,8 @@ def _file_names_on_hub(existing: Any) -> set[str]:
 
 def send_all(uploads: Mapping[str, Upload], *, private: bool) -> dict[str, Receipt]:
     """Send all uploads to the Hub in order, or none if one is refused; return the receipts.
+
+    If the Hub fails while they are sent, the earlier uploads stay.
 
     Args:
         private: Make new repositories private. An existing public repository is an error. An
@@ -305,7 +313,18 @@ def heads_upload(directory: Path, published: Published, checked: Mapping[str, Fi
 def backbone_upload(
     directory: Path, published: Published, checked: Mapping[str, FileFacts]
 ) -> Upload:
-    """Prepare the Hub upload of a tuned backbone; arguments and errors as in `heads_upload`."""
+    """Prepare the Hub upload of a tuned backbone, with a new card.
+
+    Args:
+        directory: The tuned backbone, which is not changed.
+        published: `base_model` is the model that the backbone was tuned from.
+        checked: The facts of each checked file, by name. No other file is uploaded.
+
+    Raises:
+        CheckFailed: The check failed or was not run.
+        DataError: A file is missing, or is not what was checked.
+        ConfigError: The repository's id is invalid.
+    """
     repo_id = require_allowed(published, "push.repo_id")
     directory = directory.resolve()
     return BackboneUpload(
@@ -320,8 +339,8 @@ def require_allowed(published: Published, where: str) -> str:
     """Return the id of the Hub repository to push to, after verifying that the check passed.
 
     Raises:
-        CheckFailed: The check did not pass.
-        ConfigError: The id has no owner or no name.
+        CheckFailed: The check failed or was not run.
+        ConfigError: The id is invalid, or has no owner.
     """
     check = published.report.check
     if not check or not check.passed:
@@ -336,7 +355,7 @@ def require_allowed(published: Published, where: str) -> str:
 
 
 def local_paths(published: Published, *further: str) -> set[str]:
-    """Return local model paths, which no file uploaded to the Hub may contain."""
+    """Return the absolute paths among a run's models, which no text on the Hub may contain."""
     models = (published.config.target.model, *further)
     return {model for model in models if os.path.isabs(model)}
 

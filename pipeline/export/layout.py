@@ -104,8 +104,9 @@ class ExportLayout:
     def engine_args(self, directory: str | os.PathLike[str], target: str) -> Content:
         """Return the arguments that start vLLM with a target and the export in `directory`.
 
-        If the export names this target, the export's directory is enough. Otherwise vLLM gets
-        target and heads: one was moved, or the heads are served with another model.
+        If the export names this target, the only argument is `model`, the export's directory.
+        Otherwise (one was moved, or the heads are served with another model) it is
+        `speculative_config`, and the caller gives the target as `model`.
         """
         export = str(Path(directory).resolve())
         named = Path(self.base_model_name_or_path)
@@ -116,7 +117,7 @@ class ExportLayout:
 
 
 def with_base_model(content: Mapping[str, Any], base_model: str) -> Content:
-    """Replace the target in the content of an export's config.json."""
+    """Return the content of an export's config.json with another target."""
     replaced = {**content, "base_model_name_or_path": base_model}
     speculators = content.get("speculators_config")  # only if vLLM serves the heads
     if speculators:
@@ -162,6 +163,7 @@ def target_of(directory: str | os.PathLike[str]) -> str:
 
     Raises:
         ConfigError: The target is a local directory that does not exist.
+        DataError: This is no export.
     """
     named = read_layout(directory).base_model_name_or_path
     if not os.path.isabs(named):

@@ -40,7 +40,7 @@ class WeightsFile:
     """
 
     def __init__(self, path: Path):
-        """Open an exported weights file; raise DataError for damage and for other objects."""
+        """Open an exported weights file; raise DataError if it is damaged or holds no weights."""
         self._pickled: dict[str, Tensor] | None = None
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, str] = {}
@@ -68,7 +68,11 @@ class WeightsFile:
 
 
 def write_weights(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Write contiguous CPU tensors to an export's weights file; raise OSError on a full disk."""
+    """Write contiguous CPU tensors to an export's weights file.
+
+    Raises:
+        OSError, SafetensorError: The file cannot be written, for example on a full disk.
+    """
     if path.suffix in PICKLES:
         try:
             torch.save(dict(tensors), path)
@@ -88,7 +92,7 @@ def write_weights(tensors: Mapping[str, Tensor], path: Path) -> None:
 
 
 def _plain_tensors(path: Path) -> dict[str, Tensor]:
-    """Read an export's pickle of named tensors; raise DataError for other objects."""
+    """Read an export's pickle of named tensors; raise DataError for damage and other objects."""
     fix = "Convert it to safetensors where you trust it, or fetch the file again."
     try:
         with warnings.catch_warnings(action="ignore"):  # warns of pickle protocols
@@ -108,7 +112,7 @@ class DirectoryTensors:
     Tensors are read on demand. Pickles are read only if there is no safetensors file.
 
     Raises:
-        DataError: The directory holds no weights.
+        DataError: The directory holds no weights, or a weights file cannot be read.
     """
 
     def __init__(self, directory: Path):
@@ -134,7 +138,7 @@ class DirectoryTensors:
         return file.tensor(stored)
 
     def refuse(self, what: str, fix: str = NOT_HERE) -> DataError:
-        """Return the DataError that refuses a directory of exported heads."""
+        """Return the DataError by which a caller refuses a directory of exported heads."""
         return DataError(what, str(self.directory), fix)
 
 

@@ -175,7 +175,7 @@ def _add_method(table: Table, name: str, method: EngineFigures | Baseline) -> No
 
 
 def categories_table(report: Report) -> Table:
-    """Tabulate for the report the speed by question category; no rows for fewer than two."""
+    """Tabulate for the report native speed by question category; no rows for fewer than two."""
     table = Table("Categories", ["category", "prompts", "per step", *SPEEDS])
     table.note = "Tokens per forward of the target, and per second."
     rows = []
@@ -273,7 +273,7 @@ def _load_study(report: Report) -> Table:
 
 
 def _percentiles(times: Percentiles | None) -> str:
-    """Format latency percentiles as one report table cell: `31 / 40 / 52`."""
+    """Format latency percentiles as one report table cell: `31 / 40 / 52`, or `-`."""
     if times is None:
         return UNKNOWN
     return " / ".join(show(time, ".3g") for time in (times.p50, times.p90, times.p99))

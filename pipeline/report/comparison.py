@@ -62,9 +62,10 @@ def compare_runs(runs: Sequence[ComparedRun]) -> tuple[Table, list[str]]:
 
 
 def _compared_settings(run: ComparedRun) -> Iterator[tuple[str, str]]:
-    """Yield a run's settings for the report's comparison table; `auto` shows the choice.
+    """Yield a run's settings by dotted key for the report's comparison table.
 
-    They are named by dotted key.
+    Sections that no result depends on are left out. After `auto` in `train` the chosen value is
+    shown. Long values are cut.
     """
     train = run.report.train
     chosen = (train.hyperparameters if train else None) or {}

@@ -60,7 +60,10 @@ def report_texts(report: Report, extras: Extras) -> dict[str, str]:
 
 
 def report_tables(report: Report, extras: Extras) -> dict[str, Table]:
-    """Return all tables of a report by name, in reading order: results first, then stages."""
+    """Return a report's tables by name, but the headline, in reading order: results, then stages.
+
+    Tables of optional measurements are left out if they have no rows.
+    """
     tables = {
         "check": check_table(report),
         "methods": methods_table(report),
@@ -124,7 +127,9 @@ def render_html(report: Report, extras: Extras) -> str:
 
 
 def print_report(report: Report, console: Console, extras: Extras) -> None:
-    """Print a report's headline figures and main tables; the report may be incomplete.
+    """Print a report's outcome, warnings and tables, but those of the check and provenance.
+
+    The report may be incomplete.
 
     The output is at most 100 columns wide, and has escape codes only in a terminal.
     """

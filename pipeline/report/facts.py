@@ -64,7 +64,7 @@ def report_subtitle(report: Report) -> str:
 
 
 def check_outcome(report: Report) -> CheckOutcome:
-    """Return whether a report's check passed, with its failures as sentences."""
+    """Return the outcome of a report's check: passed, failed with its failures, or not run."""
     if not report.check:
         return CheckOutcome(None, "check not run")
     if not report.check.passed:
@@ -88,7 +88,7 @@ def measured_rate(engine: EngineFigures | NewAnswers | None) -> str:
 
 
 def on_new_answers(engine: EngineFigures | None) -> str:
-    """Format a report's rate on answers not seen in training; `-` if all answers are new."""
+    """Format a report's rate on answers not seen in training; `-` if none was seen, or unknown."""
     if not engine or not engine.seen_share or not engine.new:
         return UNKNOWN
     if engine.new.acceleration_rate is None:

@@ -154,7 +154,7 @@ def plot_tree_sizes(sizes: Sequence[TimedSize], chosen: int) -> Axes:
 
 
 def plot_speeds(x: Sequence[int], rows: Sequence[BatchRow | LoadRow], label: str) -> Axes:
-    """Plot for the report tokens per second, plain and with heads, by sequences at once."""
+    """Plot for the report tokens/s, plain and with heads, by sequences or requests at once."""
     axes = _axes(label, "tokens/s")
     plain = [row.baseline_tokens_per_second for row in rows]
     _plot_curve(axes, x, plain, color=MUTED, label="plain")
@@ -169,7 +169,7 @@ def _plot_curve(axes: Axes, x: Sequence[int], y: Sequence[float | None], **style
 
 
 def _powers_of_two(axes: Axes, ticks: Sequence[int]) -> None:
-    """Give a plot of the report an x axis of powers of two and a y axis that begins at 0."""
+    """Give a plot of the report a log2 x axis with these ticks, and a y axis that begins at 0."""
     axes.set_ylim(bottom=0)
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, list(map(str, ticks)))

@@ -136,7 +136,7 @@ class Report:
 
     @property
     def studies(self) -> Studies:
-        """The report's studies: vLLM's study of load together with those of native decoding."""
+        """The report's studies: those of native decoding, and vLLM's study of load."""
         found = Studies()
         if self.native and self.native.studies:
             found = self.native.studies

@@ -46,7 +46,7 @@ def heads_table(report: Report) -> Table:
 def tree_table(report: Report, calibration: Calibration | None) -> Table:
     """Tabulate for the report the tree by depth: nodes, and tokens per step.
 
-    With the target's own token these sum to the expected rate.
+    The tokens per step, with the target's own token at depth 0, sum to the expected rate.
     """
     table = Table("Tree", ["depth", "nodes", "tokens per step"])
     tree = report.tree
@@ -184,7 +184,7 @@ def skipped_files_table(report: Report) -> Table:
 
 
 def provenance_table(report: Report) -> Table:
-    """Tabulate the target, hardware, versions and fingerprints behind a report's figures."""
+    """Tabulate a report's provenance: target, method, run, hardware, versions and fingerprints."""
     table = Table("Provenance", ["", ""], words=(0, 1))
     facts = {"target": report.target, "method": report.method, "heads": report.drafter}
     if report.run:

@@ -113,9 +113,9 @@ def _rich_text(text: str, style: str = "") -> Text:
 
 
 def wide_console() -> Console:
-    """Return a console for printing wide text tables of a report.
+    """Return a console for the wide text tables that commands and reports print.
 
-    It has 160 columns where standard output is no terminal.
+    It is 160 columns wide if standard output is no terminal.
     """
     width = None if Console().is_terminal else GRID_WIDTH
     return Console(width=width, highlight=False)
