@@ -68,10 +68,10 @@ class Prompts:
 
 
 def require_prompts(prompts: Prompts, settings: CheckConfig) -> None:
-    """Refuse a check of which every prompt was skipped.
+    """Refuse a check without prompts that leave room for an answer.
 
     Raises:
-        DataError: No prompt leaves room for an answer.
+        DataError: There is no such prompt.
     """
     if not prompts.kept:
         raise DataError(
@@ -234,7 +234,7 @@ def with_room(target: TargetSpec, settings: CheckConfig) -> TargetSpec:
     """Return the target with the context that the check may use (`check.max_tokens`).
 
     Without that setting, or if it is larger, the model's own context is used. A prompt may be
-    longer than `target.max_tokens`, which applies only if neither of both is known.
+    longer than `target.max_tokens`, which applies only if both are unknown.
     """
     longer = replace(target, max_tokens=settings.max_tokens)
     try:

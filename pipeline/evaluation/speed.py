@@ -193,7 +193,7 @@ class Pace:
     def of(cls, passes: Sequence[Pass], method: str) -> Pace:
         """Compute a method's measured rate and speed from its answers in every repetition.
 
-        Every repetition gives the same tokens, so the rate is that of the first.
+        The rate and the number of tokens are those of the first repetition; all give the same.
         """
         first = passes[0][method]
         every = [one for answers in passes for one in answers[method]]

@@ -152,7 +152,7 @@ def searched_tree(calibration: Calibration) -> tuple[TreePath, ...]:
 
 
 def heads_used(decoding: Decoding) -> list[TreeRow]:
-    """Compare the export's tree cut at each depth, which is the number of heads (study `heads`)."""
+    """Compare the export's tree cut at each depth, by number of heads (study `heads`)."""
     used = decoding.accelerated.tree
     trees: list[AnyTree] = []
     for depth in range(1, used.max_depth + 1):

@@ -68,7 +68,7 @@ class InlineExecutor:
         placement: Placement,
         progress: ProgressReporter | None = None,
     ) -> Any:
-        """Execute one function on CPU cores and GPUs of its own; return its result.
+        """Execute one function in this process, whatever its placement; return its result.
 
         `progress` is passed to the function, and shown while the function runs.
         """
@@ -78,7 +78,7 @@ class InlineExecutor:
             free_gpu_memory()
 
     def close(self) -> None:
-        """Stop the processes that the executor started."""
+        """Do nothing, since the inline executor starts no processes."""
 
 
 def free_gpu_memory() -> None:

@@ -16,7 +16,7 @@ SUBMITTED_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by Ray in a submitted job's
 
 
 def gpu_memory() -> float | None:
-    """Return the memory of the smallest GPU that workers can use, in bytes; None without a GPU."""
+    """Return the memory of this machine's smallest usable GPU, in bytes; None without a GPU."""
     import torch
 
     sizes = []
@@ -31,7 +31,7 @@ def physical_memory() -> int:
 
 
 def machine_memory(limits: tuple[str, ...] = CGROUP_LIMITS) -> float:
-    """Return the memory for workers on this machine, or its container's limit if that is lower."""
+    """Return this machine's memory for workers in bytes, or its container's limit if lower."""
     smallest = float(physical_memory())
     for path in map(Path, limits):
         if path.is_file():
@@ -77,7 +77,7 @@ def hardware() -> dict[str, object]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and packages in this process, on a worker or the driver."""
+    """Return the versions of Python and of installed packages, on a worker or the driver."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):

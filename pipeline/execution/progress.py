@@ -46,7 +46,8 @@ class ProgressReporter:
 
     Args:
         path: The file that pickled copies write to; both processes must see it.
-        show: Called with each report, in the process that made the reporter; None shows nothing.
+        show: Called with each report, in the process that made the reporter. Without it, reports
+            are written to `path`.
     """
 
     def __init__(self, path: Path = NOWHERE, show: Callable[[Progress], None] | None = None):
@@ -80,7 +81,7 @@ class ProgressReporter:
         self._report(at_once=done == self._now.total)
 
     def report(self, **progress: Any) -> None:
-        """Report progress that was counted elsewhere, as the fields of `Progress`."""
+        """Report progress that the caller has counted, given as the fields of `Progress`."""
         self._now = Progress(**progress)
         self._report()
 
@@ -107,7 +108,8 @@ class ShardProgress:
 
     Args:
         folder: Where pickled copies write, one file per shard; both processes must see it.
-        show: Called after each count, in the process that made this object.
+        show: Called after each count, in the process that made this object. Without it, counts are
+            written to `folder`.
     """
 
     def __init__(self, folder: Path = NOWHERE, show: Callable[[], None] | None = None):
@@ -153,11 +155,11 @@ class ShardProgress:
 
     @property
     def begun(self) -> bool:
-        """Whether a worker has begun a shard, and reports its progress."""
+        """Whether the progress of a shard is known that a worker has begun."""
         return bool(self._done)
 
     def close(self) -> None:
-        """Remove the progress files of dead workers."""
+        """Remove all progress files of shards that workers have left."""
         for path in self.folder.glob(f"*{SUFFIX}"):
             path.unlink(missing_ok=True)
 

@@ -98,7 +98,8 @@ def host_and_port(address: str) -> str:
 def driver_needs(address: str) -> list[str]:
     """Return `host:port` of the Ray processes that this driver needs to stay alive.
 
-    These are the head and the raylet, or the Ray Client server.
+    These are the head and the raylet, or the Ray Client server. The list is empty for a Ray Client
+    connection that the caller opened.
     """
     if ray_client.is_connected():
         if not address.startswith(CLIENT):  # the caller's connection
@@ -165,7 +166,7 @@ class ClusterWatch:
             raise self._death(str(error).rstrip(".")) from error
 
     def _death(self, reason: str) -> EnvironmentFault:
-        """Return the EnvironmentFault of a Ray process that has died."""
+        """Mark the Ray cluster as dead, and return the EnvironmentFault that gives the reason."""
         self.is_dead = True
         fix = "What was committed is kept; the same command continues."
         return EnvironmentFault(f"The Ray cluster has died: {reason}.", "Ray", fix)
@@ -191,7 +192,8 @@ def last_line(error: Exception) -> str:
 def own_signals() -> Iterator[None]:
     """Context manager: keep this process's signal handlers while Ray starts.
 
-    Ray's handler of SIGTERM would end the process without a message.
+    Ray's handler of SIGTERM would end the process without a message. A SIGTERM that arrives
+    meanwhile is sent again to the handler that was kept.
     """
     kept = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
     stopped = False

@@ -142,7 +142,8 @@ class ShardActor:
 def time_limit(task: ShardTask, seconds: float) -> Iterator[None]:
     """Context manager: end this worker process if its shard takes too long, and log all stacks.
 
-    The timer runs in a C thread: it also ends a process that never releases the GIL.
+    The timer runs in a C thread: it also ends a process that never releases the GIL. The log of a
+    shard that ends in time is deleted.
     """
     path = task.attempt_log
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -227,7 +228,13 @@ class ActorPool:
             self._running[slot.actor.ready.remote()] = slot
 
     def _outcome(self, answer: Any, slot: Slot) -> Outcome | None:
-        """Return the outcome of a Ray actor's task; None if the actor had no task yet."""
+        """Return the outcome of a Ray actor's task; None if the actor was only starting.
+
+        An actor that died is killed for certain, and its announced next task is queued again.
+
+        Raises:
+            EnvironmentFault: The cluster has died, or too many actors in a row died at their start.
+        """
         try:
             outcome: Outcome | None = ray.get(answer)
         except RayError as error:
@@ -256,7 +263,10 @@ class ActorPool:
 
 
 def hang_report(task: ShardTask) -> str:
-    """Return the logged stacks of a Ray worker that hung and was ended; empty for other deaths."""
+    """Take the logged stacks of a Ray worker that hung and was ended; empty for other deaths.
+
+    The log is deleted.
+    """
     try:
         text = task.attempt_log.read_text(encoding="utf-8")
         task.attempt_log.unlink()

@@ -15,8 +15,8 @@ class ShardMeter:
     """The meter of a sharded stage: conversations, token rate, shards and quarantined rows.
 
     Args:
-        sizes: The conversations of each shard.
-        have: The receipts of the shards that are committed.
+        sizes: The number of conversations of each shard, by index.
+        have: The receipts of the shards that are committed, by index.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class ShardMeter:
         self._started: float | None = None  # when the first worker had loaded its model
 
     def count(self, outcome: Outcome) -> None:
-        """Count a shard that a worker has finished or failed on, on the progress bar."""
+        """Count a finished shard on the progress bar, and drop the progress of a failed attempt."""
         self.progress.drop(outcome.task)
         if outcome.receipt:
             self._done += self._sizes[outcome.task.index]

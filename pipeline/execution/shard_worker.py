@@ -49,7 +49,10 @@ class LazyWorker:
         self._worker: ShardWorker | None = None
 
     def run(self, task: ShardTask, upcoming: ShardTask | None = None) -> Outcome:
-        """Run the stage's worker on a shard; `upcoming` is the shard that it will get next."""
+        """Run the stage's worker on a shard; return a receipt, error or traceback as the outcome.
+
+        `upcoming` is the task that the worker will get next.
+        """
         try:
             with disk_errors(task.shard):
                 return Outcome(task, receipt=self._make_shard(task, upcoming))
@@ -85,10 +88,10 @@ def find_crashing_rows(
     stage: StageDirectory,
     max_deaths: int,
 ) -> dict[str, str]:
-    """Bisect a shard that kills its worker; return crashing rows' ids, and how each row crashed.
+    """Bisect a shard that kills its worker; return by id how each crashing row ended the worker.
 
-    Rows that were known before are included. No new row is found if the shard succeeds when it is
-    tried alone.
+    Rows that were known before are included. No new row is found if the worker survives the shard
+    when it is tried alone.
 
     Args:
         map_tasks: An executor's `map` with all arguments but the tasks bound.

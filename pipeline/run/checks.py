@@ -24,13 +24,18 @@ from pipeline.training.metrics import require_trackers
 
 
 def check_run(run: ResolvedRun) -> None:
-    """Run every check before a run starts; raise the first problem."""
+    """Run all `CHECKS` before a run starts; raise the first problem."""
     for check in CHECKS:
         check(run)
 
 
 def check_plan(run: ResolvedRun) -> list[str]:
-    """Run the checks before a run for `plan`: raise errors of settings, return machine faults."""
+    """Run `CHECKS` before a run, for `plan`; return what this machine lacks.
+
+    Raises:
+        ConfigError: The first problem of the settings.
+        DataError: The first problem of the data.
+    """
     notes: list[str] = []
     for check in CHECKS:
         try:
@@ -42,7 +47,7 @@ def check_plan(run: ResolvedRun) -> list[str]:
 
 
 def unread_settings(run: ResolvedRun) -> list[str]:
-    """Return a warning, before a run starts, of keys that its heads and method do not read."""
+    """Return a warning of keys that a run's heads and method do not read; empty if none is set."""
     train = run.config.train
     unread = ", ".join(run.method.unread_keys(train))
     return [f"Not read by {train.heads} heads and {train.method}: {unread}."] if unread else []
@@ -56,12 +61,18 @@ def check_placements(run: ResolvedRun) -> None:
 
 
 def check_heads(run: ResolvedRun) -> None:
-    """Refuse to start a run whose export formats cannot store the heads."""
+    """Refuse to start a run whose export formats cannot store the heads.
+
+    The first format must also be one that the check can read.
+    """
     check_formats(run.kind, run.shape, run.config.export.formats)
 
 
 def check_tree(run: ResolvedRun) -> None:
-    """Refuse to start a run whose heads cannot propose its tree or its chain of draft tokens."""
+    """Refuse to start a run whose heads cannot propose its tree or its chain of draft tokens.
+
+    A tree that is none, or whose file cannot be read, is refused too.
+    """
     settings = run.config.calibrate
     most_by_key = {"depth": run.shape.max_depth, "draft_tokens": run.max_draft_tokens}
     for key, most in most_by_key.items():
@@ -127,7 +138,10 @@ def check_models(run: ResolvedRun) -> None:
 
 
 def check_target(run: ResolvedRun) -> None:
-    """Refuse to start a run with a target whose vocabulary or context is too small."""
+    """Refuse to start a run with a target whose vocabulary or context is too small.
+
+    Heads that vLLM cannot serve are refused here too if the check asks for vLLM.
+    """
     if TARGET not in run.models:
         return  # seeds alone need no target
     config = run.config
@@ -176,7 +190,7 @@ def check_served_copy(run: ResolvedRun) -> None:
 def check_readers(run: ResolvedRun) -> None:
     """Refuse to start a run with a quantized target or copy that an engine cannot read here.
 
-    On a cluster the workers decide.
+    With RAY_ADDRESS set nothing is checked, since only the workers can tell.
     """
     config = run.config
     if os.environ.get("RAY_ADDRESS") or TARGET not in run.models:
@@ -246,7 +260,10 @@ def check_acceptance(run: ResolvedRun) -> None:
 
 
 def check_push(run: ResolvedRun) -> None:
-    """Refuse to start a run with push settings that the Hub would refuse after hours of work."""
+    """Refuse to start a run with push settings that the Hub would refuse after hours of work.
+
+    Heads for a target that is only on this machine need `push.base_model`.
+    """
     push = run.config.push
     for repo_id in run.repositories:
         check_repo_id(repo_id, "push.repo_id, push.dataset", with_owner=True)
@@ -280,7 +297,7 @@ def check_root(run: ResolvedRun) -> None:
 def check_packages(run: ResolvedRun) -> None:
     """Refuse to start a run without the packages that its open stages need; none is imported.
 
-    On a cluster the workers' packages decide.
+    With RAY_ADDRESS set nothing is checked, since the workers have packages of their own.
     """
     if os.environ.get("RAY_ADDRESS"):
         return
@@ -303,7 +320,10 @@ def check_packages(run: ResolvedRun) -> None:
 
 
 def check_trackers(run: ResolvedRun) -> None:
-    """Refuse to start a run with trackers that are not installed or that have no login here."""
+    """Refuse to start a run with trackers that are not installed or that have no login here.
+
+    With RAY_ADDRESS set, or without training to do, nothing is checked.
+    """
     if "train" in run.open_stages and not os.environ.get("RAY_ADDRESS"):
         require_trackers(run.config.train.report_to)
 

@@ -59,7 +59,7 @@ class Context:
         return make_executor(self.executor_name)
 
     def resolve_on_cluster(self) -> None:
-        """Resolve the run on the Ray cluster that is named or connected, if there is one."""
+        """Resolve the run for the Ray cluster at RAY_ADDRESS or already connected, if any."""
         ray = sys.modules.get("ray")
         cluster = os.environ.get("RAY_ADDRESS") or (ray and ray.is_initialized())
         if self.executor_name == "ray" and cluster:
@@ -78,7 +78,7 @@ class Context:
         return FileDigests(self.run.store / "digests.json", read_only=self.read_only)
 
     def tell_damage(self, stage: StageDirectory, damaged: Sequence[Path]) -> None:
-        """Print and log the damaged files of one of the run's stages, which are made again."""
+        """Print and log the damaged files of a stage of the run, if any; they are made again."""
         if damaged:
             names = [str(path.relative_to(stage.path)) for path in damaged]
             self.run.event("damaged", stage=stage.stage, files=names)
@@ -93,7 +93,10 @@ class Context:
         return replace(self.target, model=tuned, revision=None)
 
     def weights_identity(self, spec: TargetSpec) -> Identity:
-        """Hash the weight files of another model of the run than the target."""
+        """Return by file name the sha256 of the files of a model of the run that is not its target.
+
+        Weights of a Hub model are downloaded first, unless the context is read-only.
+        """
         return self.digests.of_all(weight_files(spec, fetch=not self.read_only))
 
     @functools.cached_property
@@ -142,7 +145,10 @@ class Context:
         /,
         **arguments: Any,
     ) -> Any:
-        """Call a function on a worker placed by the run's `placement` section, with its `gpus`."""
+        """Call a function on a worker placed by the run's `placement` section; return its result.
+
+        The number of the worker's GPUs is added to the arguments as `gpus`.
+        """
         placement = self.placement(section)
         arguments["gpus"] = placement.gpus
         return self.executor.call(function, arguments, placement, progress)
@@ -159,7 +165,7 @@ class Context:
 
 
 def skipped_stages(config: Config) -> dict[str, str]:
-    """Return the stages that a run of this configuration skips, with reasons ("" needs none)."""
+    """Return the stages that a run of this configuration skips, each with its reason or ""."""
     method = method_of(config.train)
     skipped = dict(method.skipped_stages(config.train))
     if not method.tunes_backbone:
@@ -217,5 +223,5 @@ class Stage:
 
 
 def reads(*names: str) -> Callable[[Config], tuple[str, ...]]:
-    """Declare that a stage of a run always reads the same upstream stages."""
+    """Return a function for `Stage.upstream` that names these stages for every configuration."""
     return lambda config: names

@@ -62,7 +62,7 @@ class RunSize:
 
 
 def on_planned_gpus(run: ResolvedRun) -> ResolvedRun:
-    """Return the run to estimate on GPUs of `placement.gpu_memory_gb`, if that is set."""
+    """Return the run as if on one GPU, to estimate it, if `placement.gpu_memory_gb` is set."""
     if run.config.placement.gpu_memory_gb is None:
         return run
     return run.on(Resources(((run.machine.cpus, 1),)))
@@ -71,8 +71,8 @@ def on_planned_gpus(run: ResolvedRun) -> ResolvedRun:
 def run_size(run: ResolvedRun, seeds: Summary | None, generated: Summary | None) -> RunSize:
     """Estimate the size of a run: its tokens, bytes per cached state and optimizer steps.
 
-    Every answer is counted as long as it may be, and the states of a target that cannot be reached
-    now as a 7B model's.
+    Until generate has run, every answer is counted as long as it may be. For a target that cannot
+    be reached now, states of a 7B model's size are assumed.
 
     Args:
         seeds, generated: The summaries of these stages, where they are done.
@@ -103,7 +103,10 @@ def run_size(run: ResolvedRun, seeds: Summary | None, generated: Summary | None)
 
 
 def _count_conversations(run: ResolvedRun) -> int | None:
-    """Estimate the run's conversations: those in local files, and the limits of Hub data sets."""
+    """Estimate the run's conversations: those in local files, and the limits of Hub data sets.
+
+    The local files are read. The result is None if a Hub data set has no limit.
+    """
     count, local = 0, []
     for reader in source_readers(run.config.seeds):
         if reader.source.path:
@@ -116,7 +119,10 @@ def _count_conversations(run: ResolvedRun) -> int | None:
 
 
 def target_sizes(run: ResolvedRun) -> TargetSizes | None:
-    """Count the target's parameters for the estimate of a run; None if its config is not enough."""
+    """Count the target's parameters for the estimate of a run.
+
+    The result is None if the target is not there or its config.json is not enough.
+    """
     return parameter_counts(run.target, run.target_config) if TARGET in run.models else None
 
 
@@ -142,14 +148,19 @@ class StageMemory:
         return self.weights + trained + self.activations + self.cache
 
     def fits(self, tolerance: float = TOLERANCE) -> bool:
-        """Return whether the estimated memory is within the device's times 1 + `tolerance`."""
+        """Return whether the estimated memory is at most the device's times 1 + `tolerance`.
+
+        It fits a device whose memory is unknown.
+        """
         return self.device_bytes is None or self.total <= (1 + tolerance) * self.device_bytes
 
 
 def memory_of_stages(
     run: ResolvedRun, target: TargetSizes, positions: int = 0
 ) -> list[StageMemory]:
-    """Estimate one worker's memory, for each stage of the run that loads the target or trains.
+    """Estimate one worker's memory in the run's generate, features, train and check stages.
+
+    Training has one estimate for each phase, and the check one for each engine.
 
     Args:
         positions: The number to train on; with 0, batches are the largest that the recipe makes.
@@ -261,7 +272,7 @@ def _training_memory(
 
 
 def _kept_by_heads(run: ResolvedRun, num_positions: int) -> float:
-    """Estimate how many numbers the heads keep for the backward, and those of lm_heads."""
+    """Estimate how many numbers training holds for the heads' backward pass and as lm_heads."""
     one_head, hidden_size = _heads_to_count(run, 1), run.shape.hidden_size
     lm_heads = one_head.lm_head.numel()
     matrices = _num_trained(one_head)
@@ -274,9 +285,12 @@ def _kept_by_heads(run: ResolvedRun, num_positions: int) -> float:
 
 
 def check_memory(run: ResolvedRun) -> None:
-    """Refuse to start a run with a stage whose estimated memory exceeds its device's.
+    """Refuse to start a run with an unfinished stage whose estimated memory exceeds its device's.
 
-    The estimate may exceed it by the tolerance.
+    An excess of up to `TOLERANCE` is allowed. Nothing is checked if the target's size is unknown.
+
+    Raises:
+        EnvironmentFault: A stage does not fit.
     """
     run = on_planned_gpus(run)
     target = target_sizes(run) if run.open_stages else None

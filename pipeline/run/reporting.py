@@ -50,7 +50,8 @@ def publish_report(context: Context) -> None:
 def assemble_report(run: RunDirectory, config: Config, without: Collection[str] = ()) -> Report:
     """Collect the summaries of a run's finished stages, except those in `without`, in a report.
 
-    Speeds, hardware, versions and a Hub target's commit are those of the check.
+    Speeds, hardware, versions and a Hub target's commit are those of the check. Without a check,
+    hardware and versions are those of this machine.
     """
     figures, seconds, quarantine, fingerprints = {}, {}, {}, {}
     check = CheckResult()

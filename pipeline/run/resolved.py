@@ -151,7 +151,7 @@ class ResolvedRun:
         """Place the run's workers of a section of `placement`.
 
         Raises:
-            EnvironmentFault: The machine or cluster can never fit them; the sum is spelled out.
+            EnvironmentFault: The machine or cluster can never run them all at once.
         """
         return place(section, self._wanted(section), self.machine)
 
@@ -213,8 +213,10 @@ class ResolvedRun:
     def dynamic_tree(self) -> DynamicTree | None:
         """The run's dynamic tree (`calibrate.tree`); None for a static tree.
 
+        With `calibrate.nodes: auto` it has one node.
+
         Raises:
-            ConfigError: More nodes are asked for than are proposed.
+            ConfigError: More nodes are asked for than the heads propose.
         """
         settings = self.config.calibrate
         if settings.tree != "dynamic":
@@ -238,7 +240,7 @@ def resolve_run(config: Config, stages: Sequence[str], fresh: str | None = None)
 
     Args:
         stages: Those to bring up to date.
-        fresh: The one of them whose finished result is thrown away.
+        fresh: The one of them whose finished result is to be made again.
 
     Raises:
         ConfigError: There is no such kind of heads or method of training.

@@ -34,15 +34,16 @@ def run_sharded(
 
     Args:
         worker: A class whose instances take a `ShardTask` and return its `Receipt`.
-        arguments: What the class is constructed with, in the worker's own process; `progress` is
-            added, which it counts its work into.
-        split: The only rows of `upstream` that the worker reads; None for all.
+        arguments: What the class is constructed with, where the worker runs. To these is added
+            `progress`, in which the worker counts its work.
+        split: The split whose rows the worker reads, to size the progress bar; None for all rows.
 
     Returns:
         Totals over all shards, see `StageTotals.summary`.
 
     Raises:
-        MedusaDistillError: A worker says so; too much was quarantined; the disk is nearly full.
+        MedusaDistillError: A worker raises it, a shard fails too often, too much was quarantined,
+            or the disk is nearly full.
     """
     limits, where = context.config.limits, str(stage.path)
     most = limits.max_quarantine_fraction
@@ -93,7 +94,7 @@ def run_sharded(
 
 
 class Failures:
-    """Failures of each shard in a run, up to `limit`, and the rows that crash a worker."""
+    """Counts of each shard's failures in a run, and the rows that crash its worker."""
 
     def __init__(self, stage: StageDirectory, limit: int):
         self.stage, self.limit = stage, limit
@@ -101,11 +102,14 @@ class Failures:
         self._crashing: dict[int, dict[str, str]] = {}
 
     def may_retry(self, outcome: Outcome) -> bool:
-        """Return whether the run retries a failed shard, or tries its rows one by one.
+        """Count a shard's failure; return whether the run retries the shard as it is.
+
+        If not, the shard has failed `limit` times, the last time by ending its worker, and its rows
+        are to be searched for those that crash a worker.
 
         Raises:
-            MedusaDistillError: The worker's own, or it has failed too often without ending its
-                process.
+            MedusaDistillError: The worker raised it, or the shard has failed `limit` times, the
+                last time without ending the worker's process.
         """
         if outcome.error:
             raise outcome.error
@@ -148,10 +152,12 @@ class Failures:
     def remaining_tasks(
         self, tasks: Sequence[ShardTask], killers: Sequence[Outcome]
     ) -> list[ShardTask]:
-        """Return the shards left to the run's sharded mapping, without rows that crash a worker.
+        """Return the tasks of a run's missing shards, each with its rows that crash a worker.
+
+        A shard that no worker failed on, but that is missing here, counts as failed.
 
         Raises:
-            EnvironmentFault: Workers commit shards that cannot be seen from here.
+            EnvironmentFault: Workers have committed such a shard too often.
         """
         searched = {killer.task.index for killer in killers}
         for task in tasks:

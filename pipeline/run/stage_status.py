@@ -55,7 +55,8 @@ def stage_statuses(
 ) -> dict[str, StageStatus]:
     """Determine the status of every stage of a run, upstream first.
 
-    Without the target or the seeds, stages are taken to be what the run links to.
+    If the target or the seeds cannot be read now, a stage is taken to be the one that the run links
+    to. Stages that are skipped without a reason are left out.
     """
     context = Context(resolved, run, Console(quiet=True), read_only=True)
     statuses: dict[str, StageStatus] = {}
