@@ -93,6 +93,8 @@ def expecting(rate: float, error: float | None, measured_error: float) -> dict:
         (2.3, expecting(3.3, 0.2, 0.2), False),  # 3.5 standard errors, and half of the gain is left
         (1.1, expecting(3.3, 0.2, 0.2), True),
         (1.05, expecting(1.8, 0.25, 0.25), False),  # 3 standard errors are more than the gain
+        (1.05, expecting(1.8, 0.25, 0.1), False),  # each of the two errors counts
+        (1.05, expecting(1.8, 0.1, 0.25), False),
         (1.0, expecting(1.08, 0.001, 0.001), False),  # heads that guess next to nothing
         (1.1, expecting(3.3, None, 0.2), False),  # one conversation
         (1.1, {}, False),

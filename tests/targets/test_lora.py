@@ -42,6 +42,8 @@ def test_every_linear_layer_is_adapted_and_the_model_unchanged(family, tmp_path)
     assert all("lora_" in name and weight.dtype == torch.float32 for name, weight in trained)
     adapted = [name.split(".")[-4] for name, _ in trained if "lora_A" in name]
     assert set(adapted) == names and len(adapted) == number
+    layers = [layer for layer in tuned.modules() if hasattr(layer, "lora_A")]
+    assert {layer.scaling["default"] for layer in layers} == {8 / 4}
     config.save_pretrained(tmp_path)
     require_tunable(TargetSpec(str(tmp_path)), rank=32, sharded=True)
 

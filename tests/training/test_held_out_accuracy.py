@@ -10,7 +10,7 @@ from pipeline.conversations.spans import IGNORED
 from pipeline.storage.shards import read_rows
 from pipeline.training import held_out_accuracy as room
 from pipeline.training.heads_only import HeadsLearner, open_features
-from pipeline.training.held_out_accuracy import HeldOutText, held_out_ranks
+from pipeline.training.held_out_accuracy import Evaluation, HeldOutText, held_out_ranks
 from pipeline.training.task import TrainSpec
 from tests.training.trainings import trainer_of
 
@@ -57,6 +57,11 @@ def test_held_out_figures_and_ranks_are_those_of_their_definition(learner, text)
         shares = [head[f"top{r + 1}"] for r in range(5)]
         assert shares == pytest.approx([each / count for each in hits])
         assert alone_KR[k].cumsum().tolist() == hits and counts_K[k] == count
+
+
+def test_the_best_step_has_the_least_loss_weighted_by_the_power_of_decay():
+    assert Evaluation([{"loss": 1.0}, {"loss": 3.0}], {}).loss(0.5) == 0.5 * 1 + 0.25 * 3
+    assert Evaluation([], {}).loss(0.5) is None
 
 
 def test_spans_begin_where_the_target_began_to_write(text):
