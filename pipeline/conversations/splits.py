@@ -50,8 +50,8 @@ def split_rows(rows: Iterable[Conversation | RejectedRow], holdout: float) -> It
     """Yield each seed row with its split, which the hash of its first question decides.
 
     Half of the share `holdout` is for calibrate, half for check. A set of up to `SMALL_SET` rows is
-    held in memory, and `choose_held_out` decides by the number of rows too. In a larger set the
-    hash alone decides, and the rows are not held in memory. A rejected row gets the split `train`,
+    held in memory, and `choose_held_out` chooses its held-out questions. In a larger set the hash
+    alone decides, and the rows are not held in memory. A rejected row gets the split `train`,
     which is never read.
     """
     stream = iter(rows)

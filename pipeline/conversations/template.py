@@ -301,9 +301,10 @@ class ChatTemplate:
         raise RowRejected(Reason.SPECIAL_TOKENS, detail)
 
     def _tokenize_after(self, text: str, context: str = ANCHORS[0]) -> list[int]:
-        """Tokenize a chat's text as the continuation of `context`.
+        """Tokenize a chat's text as the continuation of `context`, or of another anchor.
 
-        So it has no space that some tokenizers put at the start of a text.
+        So there is no space that some tokenizers put at the start of a text. Another anchor is
+        tried if a token would span both. If that holds for all, the text is tokenized alone.
         """
         for anchor in (context, *ANCHORS):
             before, whole = self._tokenize(anchor), self._tokenize(anchor + text)

@@ -157,10 +157,11 @@ class Upload(ABC):
                     )
 
     def require_suitable(self, existing: Any, private: bool) -> None:
-        """Raise ConfigError if the Hub repository is public, with `private`, or holds other files.
+        """Raise ConfigError if the Hub repository is not suitable: public, or with other files.
 
         Args:
             existing: `ModelInfo` or `DatasetInfo` of the repository.
+            private: Whether a public repository is refused.
         """
         if private and not existing.private:
             raise ConfigError(

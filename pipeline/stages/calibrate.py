@@ -75,7 +75,7 @@ def upstream(config: Config) -> tuple[str, ...]:
 
 
 def identity(context: Context) -> Identity:
-    """Collect what the calibrate stage depends on: settings of tree and chain, and its file."""
+    """Collect what the calibrate stage depends on: settings of tree and chain, and the data."""
     settings = context.config.calibrate
     found: Identity = {
         "tree": settings.tree,
@@ -191,7 +191,7 @@ def _head_accuracies(ranks: HeldOutRanks, top: int, num_heads: int) -> list[Accu
 
 
 def _require_labels(counts_K: np.ndarray, num_conversations: int, where: str) -> None:
-    """Refuse to calibrate if a head has no label or there are not two conversations (DataError)."""
+    """Refuse to calibrate, with DataError, without two conversations or a label for each head."""
     head = int(counts_K.argmin())
     if counts_K[head] == 0 or num_conversations < 2:
         raise DataError(

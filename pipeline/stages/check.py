@@ -78,7 +78,7 @@ LIMITS = {"min_acceleration_rate", "require_learning", "max_tie_share"}  # see `
 def identity(context: Context) -> Identity:
     """Collect what the check stage depends on: settings except limits, and files they name.
 
-    Of the models that they name, the weight files are hashed.
+    A served model and an assistant are identified by hashes of their weight files.
     """
     check_files(context.resolved)
     check = context.config.check

@@ -35,7 +35,7 @@ def in_own_process(
 
     Raises:
         MedusaDistillError: The function raised it.
-        EnvironmentFault: The process ended without a result, for example by any other error.
+        EnvironmentFault: The process ended without a result, for example at another error.
     """
     with tempfile.TemporaryDirectory(prefix="vllm-") as directory:
         Path(directory, CALL).write_bytes(pickle.dumps((function, task)))

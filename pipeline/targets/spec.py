@@ -318,7 +318,7 @@ def weight_files(spec: TargetSpec, *, fetch: bool = True) -> list[Path]:
 
 
 def require_verifiable(config: PretrainedConfig) -> None:
-    """Check by a target's configuration that it can verify a tree in one forward.
+    """Check that a target of this configuration can verify a candidate tree in one forward.
 
     A tree needs attention that can be masked per candidate (paper section 2.1.2). A recurrent state
     has a single past, and a bias by cache slot (ALiBi) treats siblings as successors.

@@ -213,7 +213,7 @@ class TransformersGenerationEngine:
         return "length" if len(row.token_ids) >= row.limit else None
 
     def _remove_ended(self) -> None:
-        """Remove finished rows of the generation batch, and left padding that none needs."""
+        """Remove finished rows of the generation batch, and left padding that no row needs."""
         kept = [index for index, row in enumerate(self._rows) if not row.is_finished]
         if not kept:
             self._clear_batch()

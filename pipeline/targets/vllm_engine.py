@@ -248,8 +248,8 @@ def engine_arguments(spec: TargetSpec, engine_args: EngineArgs, gpus: int) -> di
     """Return the arguments of `vllm.LLM` for the target; `engine_args` override them.
 
     Raises:
-        ConfigError: `target.quantization` asks for bitsandbytes, which vLLM no longer has, and
-            `engine_args` name no other quantization. Or the target's context is unknown.
+        ConfigError: `target.quantization` asks for bitsandbytes, which vLLM no longer has,
+            without another one in `engine_args`; or the target's context is unknown.
     """
     if spec.quantization and "quantization" not in engine_args:
         what = f"vLLM cannot load a target in {spec.quantization}."
