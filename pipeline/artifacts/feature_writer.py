@@ -175,7 +175,8 @@ def _list_column(values: Sequence[npt.NDArray[np.int32]]) -> pa.ListArray:
 class FeatureWriter:
     """Context manager that writes a feature shard in a thread, while later states are computed.
 
-    Leave it before the shard writer, and after the result of `commit` is there.
+    Leave it before the context of the shard writer. To keep the shard, wait for the future of
+    `commit` before that.
 
     Args:
         writer: The shard's, open. Only this object uses it until `commit`.

@@ -71,7 +71,7 @@ def read_summary(path: Path, shape: HeadsShape) -> Summary | None:
 
 
 def _heads_shape(path: Path) -> HeadsShape | None:
-    """Read the heads' shape in the train stage's file; None if there is no file that states it."""
+    """Read the heads' shape from the train stage's file; None if no file states a shape."""
     try:
         with safe_open(path, "pt") as file:
             return shape_from_json(json.loads(file.metadata()["heads"]))

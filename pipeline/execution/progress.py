@@ -155,11 +155,11 @@ class ShardProgress:
 
     @property
     def begun(self) -> bool:
-        """Whether the progress of a shard is known that a worker has begun."""
+        """Whether a worker has reported progress of a shard that is not committed yet."""
         return bool(self._done)
 
     def close(self) -> None:
-        """Remove all progress files of shards that workers have left."""
+        """Remove the progress files of all shards, such as those that dead workers left behind."""
         for path in self.folder.glob(f"*{SUFFIX}"):
             path.unlink(missing_ok=True)
 

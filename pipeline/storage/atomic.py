@@ -220,7 +220,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def read_file(path: Path) -> bytes:
-    """Return the bytes of a file, with a failing file system told apart from other errors.
+    """Return the bytes of a file; tell a failing file system apart from other errors.
 
     Raises:
         EnvironmentFault: The file system fails, so the file's content is unknown.
@@ -248,7 +248,7 @@ def read_json(path: Path) -> Any | None:
 
 
 def read_object(path: Path) -> JsonObject:
-    """Read a JSON object from a file; empty if `read_json` finds nothing, or no object."""
+    """Read a JSON object from a file; empty if the file is unreadable or holds no object."""
     found = read_json(path)
     return found if isinstance(found, dict) else {}
 
