@@ -59,7 +59,7 @@ def test_held_out_figures_and_ranks_are_those_of_their_definition(learner, text)
         assert alone_KR[k].cumsum().tolist() == hits and counts_K[k] == count
 
 
-def test_the_best_step_has_the_least_loss_weighted_by_the_power_of_decay():
+def test_the_held_out_loss_weighs_each_head_by_its_decay():
     assert Evaluation([{"loss": 1.0}, {"loss": 3.0}], {}).loss(0.5) == 0.5 * 1 + 0.25 * 3
     assert Evaluation([], {}).loss(0.5) is None
 
