@@ -4,11 +4,15 @@ in its files.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from pipeline.artifacts.trained_heads import read_trained_heads, write_heads
 from pipeline.conversations.spans import IGNORED
@@ -29,6 +33,31 @@ def random_cell(seed: int = 0, shape: RecurrentShape = SHAPE) -> RecurrentHeads:
     for parameter in heads.parameters():
         parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) / 2
     return heads
+
+
+@pytest.mark.parametrize("epsilon", [1e-6, 0.5])
+def test_a_step_is_the_layer_that_vllm_runs(epsilon):
+    """An EAGLE-1 layer: no input norm, attention that adds nothing, then norm, MLP and residual."""
+    own = random_cell().named_tensors()
+    heads = RecurrentHeads.from_named_tensors(replace(SHAPE, norm_eps=epsilon), own)
+    tensors = heads.named_tensors(EXPANDED)
+    exported = heads.engine_config(heads.shape, EXPANDED, {})
+    names = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    sizes = {name: exported[name] for name in (*names, "rms_norm_eps")}
+    assert exported["rms_norm_eps"] == epsilon
+    config = LlamaConfig(hidden_size=SIZE, **sizes, attn_implementation="eager")
+    layer = LlamaDecoderLayer(config, 0).double()
+    layer.input_layernorm = nn.Identity()
+    weights = {name: value for name, value in tensors.items() if name.startswith("layers.0.")}
+    layer.load_state_dict({name.removeprefix("layers.0."): v for name, v in weights.items()})
+    layer.self_attn.q_proj.weight.data.normal_()  # whatever attention sees, it adds nothing
+
+    hidden, tokens = torch.randn(1, 5, SIZE, dtype=torch.float64), torch.randint(VOCAB, (1, 5))
+    read = linear(torch.cat((heads.embedding[tokens], hidden), -1), tensors["fc.weight"])
+    rotary = tuple(torch.randn(2, 1, 5, exported["head_dim"], dtype=torch.float64))
+    expected = layer(read, position_embeddings=rotary)
+    # Its norm is in fp32.
+    torch.testing.assert_close(heads.step(hidden, tokens), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_cell_starts_as_the_target_and_borrows_its_matrices():
