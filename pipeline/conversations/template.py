@@ -168,9 +168,9 @@ class ChatTemplate:
         return text.strip()
 
     def opening(self, messages: Sequence[Message]) -> list[int]:
-        """Return the token ids of a chat prompt that ends with a question.
+        """Return the token ids of the chat prompt for the answer to the last question.
 
-        They begin with BOS only if the template writes it.
+        They end where the answer begins, and begin with BOS only if the template writes it.
 
         Raises:
             RowRejected: The template raised, or a special token cannot be written as text.
@@ -303,8 +303,9 @@ class ChatTemplate:
     def _tokenize_after(self, text: str, context: str = ANCHORS[0]) -> list[int]:
         """Tokenize a chat's text as the continuation of `context`, or of another anchor.
 
-        So there is no space that some tokenizers put at the start of a text. Another anchor is
-        tried if a token would span both. If that holds for all, the text is tokenized alone.
+        This avoids the space that some tokenizers put at the start of a text. If a token would span
+        the end of `context` and the start of the text, the anchors are tried in turn; if that
+        happens with all of them, the text is tokenized alone.
         """
         for anchor in (context, *ANCHORS):
             before, whole = self._tokenize(anchor), self._tokenize(anchor + text)

@@ -45,7 +45,8 @@ MOMENTS = {"adamw": 2 * FP32, "adamw-8bit": 2}  # bytes of a parameter's two mom
 class RunSize:
     """The estimated size of a run: conversations, tokens and optimizer steps.
 
-    The numbers are upper bounds until generate has run.
+    Until generate has run, every answer is counted as long as it may be. Real rows are usually
+    shorter; in self-talk and passthrough they may be longer.
     """
 
     conversations: int | None  # None where a data set on the Hub has no limit

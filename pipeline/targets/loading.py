@@ -88,12 +88,12 @@ def require_readable(spec: TargetSpec, engine: str, *, on_gpu: bool, where: str)
 
 
 def _device_arguments(device: torch.device, num_gpus: int) -> dict[str, Any]:
-    """Return arguments of `from_pretrained` that place the target on a device or its GPUs.
+    """Return arguments of `from_pretrained` that place the target on a device, or over GPUs.
 
     For a GPU, cuDNN's attention is disabled in this process.
 
     Raises:
-        EnvironmentFault: Fewer GPUs are visible.
+        EnvironmentFault: Fewer than `num_gpus` GPUs are visible.
     """
     if device.type == "cuda":
         require_gpus(num_gpus)
