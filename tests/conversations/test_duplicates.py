@@ -90,6 +90,13 @@ def test_a_question_of_the_check_is_found_in_any_turn(text, held):
         assert not held or (outcome.reason is Reason.CONTAMINATED and "bench:" in outcome.detail)
 
 
+@pytest.mark.parametrize(("length", "held"), [(7, False), (8, True)])
+def test_a_question_within_a_text_needs_eight_words(length, held):
+    question = " ".join(WORDS[:length])
+    outcome = CheckQuestions([asks(question, "bench:1")]).check(asks(f"so {question} then"))
+    assert isinstance(outcome, RejectedRow) == held
+
+
 def mixed_ids(folder: Path, sizes: list[int], weights: list[float | None]) -> list[str]:
     """The ids of kept rows of sources in which each fifth row is broken."""
     readers = []
