@@ -30,7 +30,7 @@ SPANS = pa.list_(pa.struct([("start", pa.int32()), ("end", pa.int32()), ("role",
 GENERATED = pa.schema(
     [
         ("id", pa.string()),
-        ("parent_id", pa.string()),  # the seed's id; `id` is another if a row is split by turns
+        ("parent_id", pa.string()),  # the seed's id; `id` may add `~<sample>` and `#<turn>`
         ("split", pa.string()),
         ("input_ids", pa.list_(pa.int32())),
         ("spans", SPANS),  # target-written token ranges [start, end)

@@ -15,8 +15,9 @@ from pipeline.conversations.template import ChatTemplate
 class GeneratedRow:
     """A generated training row: token ids, target-written spans, and the messages as text.
 
-    `finish` has one entry per span. A conversation whose template rewrites history is split into
-    rows named `<parent_id>#<turn>`; otherwise `id` is `parent_id`.
+    `finish` has one entry per span. `parent_id` is the seed's id, and `id` starts with it: a later
+    sample of the seed adds `~<sample>`, and a row of one turn, where the template rewrites history,
+    adds `#<turn>`.
     """
 
     id: str

@@ -85,15 +85,20 @@ def run_size(run: ResolvedRun, seeds: Summary | None, generated: Summary | None)
         hidden_size, dtype = run.shape.hidden_size, getattr(torch, run.target.dtype)
         longest = min(longest, run.context)
     rows = int(seeds["rows"]) if seeds else _count_conversations(run)
-    tokens = None if rows is None else rows * longest
+    share = 1 - run.config.seeds.holdout
+    if seeds and rows:
+        share = seeds["train_rows"] / rows
+    tokens = None
+    if rows is not None:
+        prompts = round(rows * share)
+        extra_samples = prompts * (generate.num_samples(prompts) - 1)
+        tokens = (rows + extra_samples) * longest
+        share = (prompts + extra_samples) / max(1, rows + extra_samples)
     if generated:
         tokens = int(generated["tokens"])
     stored = 0
     if "features" not in run.method.skipped_stages(train):
         stored = StateFormat(dtype, hidden_size, run.config.features.precision).stored_bytes
-    share = 1 - run.config.seeds.holdout
-    if seeds and rows:
-        share = seeds["train_rows"] / rows
     positions = round((tokens or 0) * share)
     recipes = []
     if positions:

@@ -1,10 +1,11 @@
 """generate: the target writes the conversations that its heads learn from (paper 2.3.2).
 
-Promises: every seed becomes a row or is quarantined; answers are the very token
+Promises: each sample of every seed becomes a row or is quarantined; answers are the very token
 ids that were sampled; a conversation's next turn is submitted the moment its last one ended, so no
-turn waits for a slower neighbour. A row's samples depend on the run's seed and the row's id alone,
-not on its shard, its batch or the number of workers (exactly on a CPU in fp32; on a GPU with
-`generate.batch_invariant`).
+turn waits for a slower neighbour. A training seed has `generate.samples` samples, `<id>`, `<id>~2`
+and so on, all in one shard; a held-out seed has one. A sample's tokens depend on the run's seed and
+its own id alone, not on its shard, its batch or the number of workers (exactly on a CPU in fp32; on
+a GPU with `generate.batch_invariant`).
 """
 
 from __future__ import annotations
@@ -12,15 +13,17 @@ from __future__ import annotations
 import functools
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from pipeline.artifacts.generated_rows import GENERATED, count_generated, generated_columns
 from pipeline.artifacts.seed_rows import SPLITS, SeedRow
 from pipeline.config import GenerateConfig
-from pipeline.conversations.conversation import RejectedRow, RowRejected, SpecialTokens
+from pipeline.conversations.conversation import Reason, RejectedRow, RowRejected, SpecialTokens
 from pipeline.conversations.dialogue import Dialogue, DialogueSettings, require_both_sides
 from pipeline.conversations.requests import Sampling
+from pipeline.conversations.row_builder import GeneratedRow
 from pipeline.errors import DataError
 from pipeline.execution.progress import ShardProgress
 from pipeline.run.context import Context, Stage, reads
@@ -36,6 +39,7 @@ NAME = "generate"
 VERSION = 4
 FIGURES = ("rows", "tokens", "tokens_per_second", "quarantined", "special_token_rows")
 
+TokenIds = tuple[str, tuple[tuple[int, ...], ...]]  # a seed's id, and the ids of its rows
 MIN_ROWS = 2  # of a split; a standard error takes two
 
 
@@ -56,16 +60,21 @@ def run(context: Context, stage: StageDirectory) -> Summary:
     placement = context.placement(NAME)
     settings = context.config.generate
     require_both_sides(load_chat_template(context.target), settings.mode)  # before workers start
+    seeds = context.upstream["seeds"]
+    samples = settings.num_samples(int(seeds.summary["train_rows"]))
     arguments = {
         "target": context.target,
         "settings": settings,
+        "samples": samples,
         "seed": context.config.run.seed,
         "gpus": placement.gpus,
         "special_tokens": context.config.seeds.special_tokens,
     }
-    summary = run_sharded(context, stage, context.upstream["seeds"], Worker, arguments, placement)
+    summary = run_sharded(
+        context, stage, seeds, Worker, arguments, placement, train_samples=samples
+    )
     require_rows_of_splits(summary, stage)
-    return summary
+    return {**summary, "samples": samples}
 
 
 def require_rows_of_splits(summary: Summary, stage: StageDirectory) -> None:
@@ -79,6 +88,21 @@ def require_rows_of_splits(summary: Summary, stage: StageDirectory) -> None:
             " seeds.holdout."
         )
         raise DataError(what, str(stage.path), fix)
+
+
+def require_new(rows: Sequence[GeneratedRow], earlier: dict[TokenIds, str]) -> None:
+    """Refuse a generated conversation that an earlier sample of its prompt equals, or note it.
+
+    Args:
+        earlier: The ids of the shard's earlier conversations, by their token ids.
+
+    Raises:
+        RowRejected: All tokens are equal. It does not count as a refused row.
+    """
+    text = tuple(tuple(row.input_ids) for row in rows)
+    first = earlier.setdefault((rows[0].parent_id, text), rows[0].id)
+    if first != rows[0].id:
+        raise RowRejected(Reason.DUPLICATE, f"It equals the sample {first}, token for token.")
 
 
 class Worker:
@@ -96,7 +120,9 @@ class Worker:
         gpus: int,
         progress: ShardProgress | None = None,
         special_tokens: SpecialTokens = "escape",
+        samples: int = 1,
     ):
+        self.samples = samples
         self.template = load_chat_template(target)
         self.progress = progress or ShardProgress()
         sampling = Sampling(
@@ -133,17 +159,19 @@ class Worker:
         seeds, group = self._begin_shard(task)
         self.pool.finish(group, self._begin_upcoming)
         del self._begun[task.shard]
+        earlier: dict[TokenIds, str] = {}
         with ShardWriter(task, GENERATED) as writer:
             rows: list[Row] = []
             for seed, dialogue in zip(seeds, group.dialogues, strict=True):
                 try:
                     generated = dialogue.rows()
+                    require_new(generated, earlier)
                 except RowRejected as rejected:
-                    writer.reject(RejectedRow.of(seed.conversation.id, rejected, seed.stored()))
+                    writer.reject(RejectedRow.of(dialogue.id, rejected, seed.stored()))
                     continue
                 rows += [generated_columns(row, seed.split) for row in generated]
             writer.write(rows)
-            ids_in = [seed.conversation.id for seed in seeds]
+            ids_in = [dialogue.id for dialogue in group.dialogues]
             counts = defaultdict(float, count_generated(rows))
             for dialogue in group.dialogues:
                 if dialogue.special_tokens():
@@ -153,16 +181,20 @@ class Worker:
             return writer.commit(NAME, ids_in, dict(counts), time.monotonic() - started)
 
     def _begin_shard(self, task: ShardTask) -> tuple[list[SeedRow], DialogueGroup]:
-        """Read the seeds of a generate stage's shard, queue their conversations, and return both.
+        """Read the seeds of a generate stage's shard and queue their dialogues; return both.
 
-        If the shard has begun, only return them.
+        A seed is listed once for each of its samples. If the shard has begun, only return them.
         """
         if task.shard not in self._begun:
-            seeds = [SeedRow.of(row) for row in task_rows(task)]
-            dialogues = []
-            for seed in seeds:
-                settings = self.training if seed.split == "train" else self.held_out
-                dialogues.append(Dialogue(seed.conversation, self.template, settings))
+            seeds, dialogues = [], []
+            for seed in map(SeedRow.of, task_rows(task)):
+                samples, settings = 1, self.held_out
+                if seed.split == "train":
+                    samples, settings = self.samples, self.training
+                for sample in range(1, samples + 1):
+                    seeds.append(seed)
+                    dialogue = Dialogue(seed.conversation, self.template, settings, sample)
+                    dialogues.append(dialogue)
             self.progress.begin(task)
             group = self.pool.add(dialogues, functools.partial(self.progress.add, task))
             self._begun[task.shard] = seeds, group
