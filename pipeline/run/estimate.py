@@ -51,6 +51,7 @@ class RunSize:
 
     conversations: int | None  # None where a data set on the Hub has no limit
     tokens: int | None  # to write, and to cache a state of each
+    tokens_per_sample: int  # that a further sample of every training prompt would add
     bytes_per_position: int  # 0 where no state is cached
     written: bool  # whether the tokens are there already, and counted
     positions: int  # to train on; 0 while unknown
@@ -89,11 +90,11 @@ def run_size(run: ResolvedRun, seeds: Summary | None, generated: Summary | None)
     if seeds and rows:
         share = seeds["train_rows"] / rows
     tokens = None
+    prompts = round((rows or 0) * share)
     if rows is not None:
-        prompts = round(rows * share)
-        extra_samples = prompts * (generate.num_samples(prompts) - 1)
-        tokens = (rows + extra_samples) * longest
-        share = (prompts + extra_samples) / max(1, rows + extra_samples)
+        later_samples = prompts * (generate.num_samples(prompts) - 1)
+        tokens = (rows + later_samples) * longest
+        share = (prompts + later_samples) / max(1, rows + later_samples)
     if generated:
         tokens = int(generated["tokens"])
     stored = 0
@@ -105,7 +106,15 @@ def run_size(run: ResolvedRun, seeds: Summary | None, generated: Summary | None)
         for _, learner in run.method.phases(train):
             scale = run.kind.lr_scale
             recipes.append(learner.expected_recipe(train, positions, hidden_size, scale))
-    return RunSize(rows, tokens, stored, bool(generated), positions, tuple(recipes))
+    return RunSize(
+        conversations=rows,
+        tokens=tokens,
+        tokens_per_sample=prompts * longest,
+        bytes_per_position=stored,
+        written=bool(generated),
+        positions=positions,
+        recipes=tuple(recipes),
+    )
 
 
 def _count_conversations(run: ResolvedRun) -> int | None:

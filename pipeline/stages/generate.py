@@ -11,6 +11,7 @@ a GPU with `generate.batch_invariant`).
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -24,10 +25,13 @@ from pipeline.conversations.conversation import Reason, RejectedRow, RowRejected
 from pipeline.conversations.dialogue import Dialogue, DialogueSettings, require_both_sides
 from pipeline.conversations.requests import Sampling
 from pipeline.conversations.row_builder import GeneratedRow
-from pipeline.errors import DataError
+from pipeline.errors import DataError, EnvironmentFault
 from pipeline.execution.progress import ShardProgress
 from pipeline.run.context import Context, Stage, reads
+from pipeline.run.estimate import RunSize, run_size
+from pipeline.run.resolved import ResolvedRun
 from pipeline.run.sharded import run_sharded
+from pipeline.storage.atomic import free_disk
 from pipeline.storage.receipts import Identity, Receipt, Summary
 from pipeline.storage.shards import Row, ShardTask, ShardWriter, task_rows
 from pipeline.storage.stage_directory import StageDirectory
@@ -37,7 +41,7 @@ from pipeline.targets.spec import TargetSpec, context_length, eos_token_ids, loa
 
 NAME = "generate"
 VERSION = 4
-FIGURES = ("rows", "tokens", "tokens_per_second", "quarantined", "special_token_rows")
+FIGURES = ("rows", "samples", "tokens", "tokens_per_second", "quarantined", "special_token_rows")
 
 TokenIds = tuple[str, tuple[tuple[int, ...], ...]]  # a seed's id, and the ids of its rows
 MIN_ROWS = 2  # of a split; a standard error takes two
@@ -61,6 +65,7 @@ def run(context: Context, stage: StageDirectory) -> Summary:
     settings = context.config.generate
     require_both_sides(load_chat_template(context.target), settings.mode)  # before workers start
     seeds = context.upstream["seeds"]
+    check_samples(context.resolved, run_size(context.resolved, seeds.summary, None), stage.path)
     samples = settings.num_samples(int(seeds.summary["train_rows"]))
     arguments = {
         "target": context.target,
@@ -75,6 +80,30 @@ def run(context: Context, stage: StageDirectory) -> Summary:
     )
     require_rows_of_splits(summary, stage)
     return {**summary, "samples": samples}
+
+
+def check_samples(run: ResolvedRun, size: RunSize, store: Path) -> None:
+    """Refuse a number of samples, given in the settings, whose states may fill the disk.
+
+    `auto` is not refused, and neither is a number whose texts are written.
+
+    Raises:
+        EnvironmentFault: They may take more than the disk of `store` has free.
+    """
+    samples = run.config.generate.samples
+    if samples in ("auto", 1) or size.written or not size.disk_bytes:
+        return
+    excess = size.disk_bytes - free_disk(store)
+    if excess > 0:
+        bytes_per_sample = size.tokens_per_sample * size.bytes_per_position
+        fitting = max(1, int(samples - math.ceil(excess / bytes_per_sample)))
+        raise EnvironmentFault(
+            f"The states of {samples} samples take up to {size.disk_bytes / 1e9:.1f} GB, and"
+            f" {free_disk(store) / 1e9:.1f} GB of the disk are free.",
+            "generate.samples",
+            f"Set generate.samples={fitting}, or fewer generate.rounds or"
+            " generate.max_new_tokens, or name a larger run.store.",
+        )
 
 
 def require_rows_of_splits(summary: Summary, stage: StageDirectory) -> None:
