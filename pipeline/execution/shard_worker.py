@@ -71,7 +71,7 @@ class LazyWorker:
             return Outcome(task, traceback=failure)
 
     def _make_shard(self, task: ShardTask, upcoming: ShardTask | None) -> Receipt:
-        """Run the worker on a shard; before, make it if there is none and announce the next shard."""
+        """Run the worker on a shard, after making it if necessary and announcing the next shard."""
         if self._worker is None:
             self._worker = self._make(**self._arguments)
         if task.rows is not None:
