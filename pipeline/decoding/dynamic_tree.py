@@ -83,7 +83,7 @@ class DynamicTree:
         return self._select_tree(chosen_BM, proposed), tokens_BN
 
     def propose(self, heads: Heads, hidden_BD: Tensor, token_B: Tensor) -> Proposed:
-        """Propose the C nodes among which each text's dynamic tree is selected.
+        """Propose the C nodes from which each text's dynamic tree is selected.
 
         Args:
             heads: The draft heads.

@@ -76,7 +76,7 @@ class MetricsLog:
         self.finish()
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Write one training step's metrics to metrics.jsonl and, unless they have it, to trackers.
+        """Write one step's metrics to metrics.jsonl, and to the trackers unless already logged.
 
         Metrics are numbers, lists with an entry per head, or mappings of these. Raises ValueError
         for a number that is not finite.
