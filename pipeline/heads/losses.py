@@ -157,7 +157,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
         The gradient of an lm_head that all heads share already includes the weights.
         """
         grad_hidden_KND, grad_lm_head = ctx.gradients
-        ctx.gradients = None  # scaled in place: good for one backward
+        ctx.gradients = None  # they are scaled in place, so backward can run once
         grad_hidden_KND.mul_(grad_sums_K[:, None, None])
         if grad_lm_head is not None and grad_lm_head.dim() == 3:
             grad_lm_head.mul_(grad_sums_K[:, None, None])

@@ -29,8 +29,8 @@ FILE = "metrics.jsonl"
 TRACKING_FILE = "tracking.json"  # the id of the trackers' runs, which a resume continues
 KEY = "train.report_to"
 PROJECT = "medusa-distill"
-SECONDS_TO_START = 30  # the most that an unreachable server costs at the start
-SECONDS_TO_FINISH = 120  # the most at the end; heads are written afterwards
+SECONDS_TO_START = 30  # timeout of an unreachable server at the start
+SECONDS_TO_FINISH = 120  # timeout at the end; heads are written afterwards
 log = logging.getLogger(__name__)
 
 Line = dict[str, Any]  # of metrics.jsonl
