@@ -202,7 +202,7 @@ class RejectionSampling:
     def accept(
         self, logits_NV: Tensor, tokens_N: Tensor, tree: TreeRows, noise_TV: Tensor | None = None
     ) -> Acceptance:
-        """Sample a token per position; accept the candidate path of these tokens.
+        """Sample one token after another while it is in the tree; accept the path of these tokens.
 
         Shapes are those of `GreedyAcceptance.accept`.
         """

@@ -152,9 +152,10 @@ class TreeCache(Cache):
 
     @contextmanager
     def fixed_lengths(self, length_B: Tensor, num_rows: int, width: int) -> Iterator[None]:
-        """Context manager: write rows after `length_B`, a device tensor; return `width` slots.
+        """Context manager: fix the shapes of `write_rows`, so that it can be captured.
 
-        Both apply to `write_rows` and replace the lengths that the host knows.
+        Within it, `write_rows` writes `num_rows` rows after the lengths `length_B`, a tensor on the
+        device, and returns `width` slots. `lengths` is not read.
         """
         self._rows = {length_B.device: _rows_after(length_B, num_rows)}
         self._fixed_width = width

@@ -83,7 +83,11 @@ def acceleration_rate(decoded: Iterable[Decoded]) -> float:
 
 
 def check_heads_fit(model: PreTrainedModel, heads: Heads) -> None:
-    """Raise ConfigError unless the heads have the target's sizes and its attention takes a mask."""
+    """Check that the heads belong to the target, and that the target's attention takes a mask.
+
+    Raises ConfigError if hidden size or vocabulary size differ, or if the attention is neither sdpa
+    nor eager.
+    """
     config = model.config.get_text_config(decoder=True)
     own = (config.hidden_size, config.vocab_size)
     read = (heads.shape.hidden_size, heads.shape.target_vocab_size)

@@ -32,8 +32,9 @@ LEAST = -100.0  # lower bound of a guess's log probability, so that PREFER_PAREN
 class Proposed(NamedTuple):
     """The proposed nodes of dynamic trees, by depth; each tensor is [B, C].
 
-    A score is the log probability of the node's path minus `PREFER_PARENT` per depth. A parent is 0
-    for the root and i + 1 for the proposed node i. The depth of the root's children is 1.
+    A score is the log probability of the node's path (each guess's at least `LEAST`) minus
+    `PREFER_PARENT` per depth. A parent is 0 for the root and i + 1 for the proposed node i. The
+    depth of the root's children is 1.
     """
 
     tokens_BC: Tensor
@@ -83,7 +84,7 @@ class DynamicTree:
         return self._select_tree(chosen_BM, proposed), tokens_BN
 
     def propose(self, heads: Heads, hidden_BD: Tensor, token_B: Tensor) -> Proposed:
-        """Propose the C nodes among which each text's dynamic tree is selected.
+        """Propose the C nodes from which each text's dynamic tree is selected.
 
         Args:
             heads: The draft heads.

@@ -124,7 +124,10 @@ class HeldOutRanks:
         return HeldOutRanks(ranks_KN, starts, self.conversations[chosen], self.seen[chosen])
 
     def guess_hits(self, top: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Count each head's right guesses by rank [K, R], and its labels [K], from static ranks."""
+        """Count each head's right guesses by rank, [K, R], and its labels, [K].
+
+        The ranks must be those of `label_ranks`.
+        """
         hits_KR = np.stack([np.bincount(ranks_N, minlength=256)[:top] for ranks_N in self.ranks_KN])
         return hits_KR, (self.ranks_KN != NO_LABEL).sum(1)
 

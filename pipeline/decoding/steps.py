@@ -34,7 +34,10 @@ if TYPE_CHECKING:
 
 
 class Forward:
-    """Target forward that returns the lm_head's input hidden states and the logits."""
+    """Forward pass of the target that returns the lm_head's inputs and the logits.
+
+    `seen` is the list to which the hook of `lm_head_inputs` appends.
+    """
 
     def __init__(self, model: PreTrainedModel, attention: GroupedRows, seen: list[Tensor]):
         self._model = model
@@ -96,7 +99,7 @@ def last_positions(
 
 
 def _last_logits(model: PreTrainedModel, num_logits: int) -> dict[str, int]:
-    """Return the argument `logits_to_keep` if the model supports it, otherwise none.
+    """Return the keyword argument `logits_to_keep`; an empty dictionary if it is not supported.
 
     0 keeps the logits of all positions.
     """

@@ -68,7 +68,7 @@ def joint_tree(
 def search_trees(ranks: HeldOutRanks, num_nodes: int, max_depth: int | None, top: int) -> Trees:
     """Search candidate trees with `greedy_tree`, as "product", and with `joint_tree`, as "joint".
 
-    Both trees have 1 to `num_nodes` nodes. If a search finds none, the node is the best guess of
+    Both trees have 1 to `num_nodes` nodes. If a search finds no node, its tree is the best guess of
     the first head.
     """
     product = greedy_tree(rank_accuracies(*ranks.guess_hits(top)), num_nodes, max_depth)

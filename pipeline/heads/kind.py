@@ -137,7 +137,7 @@ class DraftVocabulary(nn.Module):
         """Expand the heads' lm_head [..., V, D] to all tokens of the target, [..., W, D].
 
         This is for engines without draft vocabularies. A token outside the draft vocabulary gets
-        the mean of the rows. Its logit is the mean of the other logits, which is never above their
+        the mean of the V rows. Its logit is the mean of the V logits, which is never above their
         maximum, so the first guess stays the same. The result is detached. Without a draft
         vocabulary, `lm_head` itself is returned.
         """

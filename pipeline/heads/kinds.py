@@ -146,7 +146,7 @@ def foreign_heads(
 def _medusa_heads(tensors: NamedTensors, target: TargetWeights, sizes: Sizes) -> ForeignHeads:
     """Build heads of the kind `medusa` from another trainer's Medusa heads.
 
-    Without lm_heads they read the target's. Missing biases are zeros.
+    If there is no lm_head, the heads read the target's. If there are no biases, they are zeros.
     """
     blocks, lm_heads = _medusa_names(tensors)
     num_heads = 1 + max(k for k, _, _ in blocks)

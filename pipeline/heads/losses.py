@@ -112,12 +112,13 @@ def summed_cross_entropy(
 ) -> Tensor:
     """Sum each head's cross entropy over its labels, [K] (paper 2.2.1).
 
-    The sums are differentiable in the hidden states and in `lm_head`, once.
+    The sums are differentiable in the hidden states and in `lm_head`. Backward can run once, and
+    second derivatives are not supported.
 
     Args:
         hidden_KND: The input of each head's lm_head.
         lm_head: [K, V, D], or one [V, D] that all heads share.
-        labels_KN: Rows of the lm_head, int64; -100 for rows without a label.
+        labels_KN: Labels as row indices of the lm_head, int64; -100 where there is none.
         teacher: Soft labels; None for the cross entropy with the labels only.
         weights_K: The weights by which the caller multiplies the sums afterwards. They are used
             only if a shared lm_head trains, because its gradient is one sum over all heads;
@@ -156,7 +157,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
         The gradient of an lm_head that all heads share already includes the weights.
         """
         grad_hidden_KND, grad_lm_head = ctx.gradients
-        ctx.gradients = None  # scaled in place: good for one backward
+        ctx.gradients = None  # they are scaled in place, so backward can run once
         grad_hidden_KND.mul_(grad_sums_K[:, None, None])
         if grad_lm_head is not None and grad_lm_head.dim() == 3:
             grad_lm_head.mul_(grad_sums_K[:, None, None])
@@ -320,9 +321,10 @@ class _ChunkedLoss:
         return torch.log_softmax(logits_SV, 1, dtype=self.scratch.dtype, out=out_SV)
 
     def _hard_losses(self, logits_SV: Tensor, labels_S1: Tensor) -> Tensor:
-        """Compute the cross entropy [S] with the labels; replace the logits by q - onehot(label).
+        """Compute the cross entropy [S] with the labels; replace the logits by its gradient.
 
-        The label's entry is expm1(log q), because q - 1 in bf16 is 0 where q is close to 1.
+        The gradient is q - onehot(label), where q is the softmax. The label's entry is computed as
+        expm1(log q), because q - 1 in bf16 is 0 where q is close to 1.
         """
         log_q_SV = self._log_softmax(logits_SV)
         label_log_q_S1 = log_q_SV.gather(1, labels_S1)
@@ -331,9 +333,11 @@ class _ChunkedLoss:
         return -label_log_q_S1[:, 0]
 
     def _soft_losses(self, logits_SV: Tensor, labels_S1: Tensor, states_S: Tensor) -> Tensor:
-        """Compute the losses [S] from labels, weighted 1 - `share`, and soft labels p.
+        """Compute the losses [S] with labels and soft labels; replace the logits by the gradient.
 
-        The logits are replaced by their gradient q - (1 - share) · onehot(label) - share · p.
+        The loss is `share` times the cross entropy with the soft labels p, plus 1 - `share` times
+        that with the label. Its gradient is q - (1 - share) · onehot(label) - share · p, where q is
+        the softmax.
         """
         assert self.teacher is not None
         share = self.teacher.share

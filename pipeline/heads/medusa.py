@@ -130,7 +130,7 @@ least {{ report.tree.nodes | number or "the tree's nodes" }}; the content of `{{
         return heads
 
     def hidden(self, hidden_ND: Tensor, num_heads: int | None = None) -> Tensor:
-        """Compute the output [K, N, D] of all Medusa heads' blocks, or the first `num_heads`'."""
+        """Compute the residual blocks [K, N, D] of all heads, or of the first `num_heads`."""
         num_heads = num_heads or self.shape.num_heads
         device = hidden_ND.device.type
         dtype = self.block_weight.dtype
@@ -244,9 +244,10 @@ least {{ report.tree.nodes | number or "the tree's nodes" }}; the content of `{{
         *,
         where: str | None = None,
     ) -> Self:
-        """Build Medusa heads from the tensors of a heads file or export, as the base class does.
+        """Build Medusa heads from the tensors of a heads file or export.
 
-        Of an export of pruned heads, only the lm_head rows of the draft vocabulary are kept.
+        From an export of pruned heads, only the lm_head rows of the draft vocabulary are copied.
+        Errors are those of the base class.
         """
         heads = super().from_named_tensors(shape, tensors, format, where=where)
         if format is not None and shape.is_pruned:  # `named_tensors` gave copies of the lm_head

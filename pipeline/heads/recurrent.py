@@ -166,7 +166,7 @@ model, with an attention that adds nothing; embedding and lm_head are the target
         return z + linear(silu(linear(x, self.gate)) * linear(x, self.up), self.down)
 
     def states(self, hidden_ND: Tensor, next_N: Tensor, labels_KN: Tensor) -> Tensor:
-        """Compute the recurrent cell's states [K, N, D] after 1, 2, …, K steps over true tokens."""
+        """Compute the cell's states [K, N, D] after 1, 2, …, K steps over the true tokens."""
         states = []
         tokens_N = next_N
         for labels_N in labels_KN:
@@ -184,7 +184,7 @@ model, with an attention that adds nothing; embedding and lm_head are the target
 
     @classmethod
     def vllm_refusal(cls, shape: RecurrentShape, target: Mapping[str, Any]) -> str | None:
-        """Return why vLLM cannot serve this recurrent cell with the target, or None."""
+        """Return why vLLM cannot serve this recurrent cell with the target, or None if it can."""
         if shape.is_pruned:
             return (
                 "vLLM's EAGLE-1 model drafts with its target's whole lm_head: recurrent heads with"
@@ -263,9 +263,10 @@ model, with an attention that adds nothing; embedding and lm_head are the target
         *,
         where: str | None = None,
     ) -> Self:
-        """Build a recurrent cell from the tensors of a heads file or export, as the base class.
+        """Build a recurrent cell from the tensors of a heads file or export.
 
-        If embedding and lm_head are equal, they share one parameter.
+        If embedding and lm_head are equal, they share one parameter. Errors are those of the base
+        class.
         """
         heads = super().from_named_tensors(shape, tensors, format, where=where)
         heads._share_tied_matrix()

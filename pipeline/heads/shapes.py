@@ -137,6 +137,7 @@ class ExportFormat:
     """A format in which a kind of heads can be exported.
 
     Attributes:
+        name: Its name in `export.formats`.
         at_root: Whether vLLM and the check stage can read this format. The first of
             `export.formats` must be such a format, because the check stage decodes with it.
         weights_file: The name of the weights file; None for the kind's own safetensors file.

@@ -134,9 +134,10 @@ class Drift(NamedTuple):
         return cls(*torch.zeros(5, dtype=torch.float64, device=device).unbind())
 
     def add(self, log_p_NV: Tensor, log_q_NV: Tensor, labels_N: Tensor) -> None:
-        """Add N positions in place, given the log-probabilities of both models and the next tokens.
+        """Add N positions to the sums, in place.
 
-        `log_p_NV` are the original's and `log_q_NV` the tuned backbone's.
+        `log_p_NV` are the original's log-probabilities, `log_q_NV` the tuned backbone's, and
+        `labels_N` the next tokens.
         """
         labels_N1 = labels_N[:, None]
         self.kl.add_((log_p_NV.exp() * (log_p_NV - log_q_NV)).sum(dtype=torch.float64))
@@ -186,7 +187,7 @@ def add_drift(
 
 
 def _row_chunks(hidden_ND: Tensor, head: TargetHead) -> Iterator[slice]:
-    """Yield slices of the rows whose logits and log-probabilities take about `chunk_bytes_on`."""
+    """Yield slices of the rows, each with at most about `chunk_bytes_on` bytes of logits."""
     exact_bytes = exact_dtype(hidden_ND.dtype).itemsize
     row_bytes = len(head.weight_VD) * (2 * hidden_ND.element_size() + 3 * exact_bytes)
     num_rows = max(1, chunk_bytes_on(hidden_ND.device) // row_bytes)

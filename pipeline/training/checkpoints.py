@@ -125,9 +125,10 @@ class Checkpoints:
         return checkpoint
 
     def _write(self, step: int, tensors: dict[str, Tensor], state: str) -> None:
-        """Write a checkpoint; delete checkpoints of later steps and all but the newest.
+        """Write a checkpoint, and delete checkpoints that are not kept.
 
-        `keep_checkpoints` says how many are kept, this one included.
+        The newest `keep_checkpoints` are kept, this one included. Checkpoints of later steps are
+        deleted.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
         with atomic_path(self.path(step)) as temporary:

@@ -102,13 +102,13 @@ class EpochPlan:
         return sum(stop - start for start, stop in self._ranges(step))
 
     def share(self, step: int, workers: Workers) -> tuple[int, int]:
-        """Return the range of a training step's positions that one worker reads."""
+        """Return the range [start, stop) of a training step's positions that one worker reads."""
         return split_range(0, self.size(step), workers.rank, workers.world_size)
 
     def pieces(self, step: int, workers: Workers = ALONE) -> list[Piece]:
         """Return the ranges of cached rows that one worker reads in a training step.
 
-        The list is empty if the step has fewer positions than workers and none for this one.
+        The list may be empty if the step has fewer positions than there are workers.
         """
         first, last = self.share(step, workers)
         found = []

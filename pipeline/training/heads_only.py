@@ -95,7 +95,10 @@ class HeadsLearner(Learner):
         return head_weights(self.spec, self.device)
 
     def summed_losses(self, batch: Batch, weights_C: Tensor) -> Tensor:
-        """Sum each head's training loss over the batch, with soft labels if set, [K]."""
+        """Sum each head's training loss over the batch, [K].
+
+        Soft labels are used if `train.soft_labels` is above 0.
+        """
         teacher = None
         if self.target_head is not None:
             share = self.spec.settings.soft_labels

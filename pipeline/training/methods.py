@@ -131,7 +131,10 @@ class HeadsAndBackbone(Method):
         return train.backbone.recipe
 
     def settings(self, train: TrainConfig, target_quantization: Bits | None) -> Identity:
-        """Return the `train` settings that Medusa-2's heads and backbone depend on."""
+        """Return the `train` settings that Medusa-2's heads and backbone depend on.
+
+        Settings that do not change the result, such as `train.backbone.micro_batch`, are left out.
+        """
         found = super().settings(train, target_quantization)
         backbone = found["backbone"]
         for key in ("micro_batch", "gradient_checkpointing", "shard", "max_kl"):

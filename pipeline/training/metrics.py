@@ -29,8 +29,8 @@ FILE = "metrics.jsonl"
 TRACKING_FILE = "tracking.json"  # the id of the trackers' runs, which a resume continues
 KEY = "train.report_to"
 PROJECT = "medusa-distill"
-SECONDS_TO_START = 30  # the most that an unreachable server costs at the start
-SECONDS_TO_FINISH = 120  # the most at the end; heads are written afterwards
+SECONDS_TO_START = 30  # timeout of an unreachable server at the start
+SECONDS_TO_FINISH = 120  # timeout at the end; heads are written afterwards
 log = logging.getLogger(__name__)
 
 Line = dict[str, Any]  # of metrics.jsonl
@@ -76,7 +76,7 @@ class MetricsLog:
         self.finish()
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Write one training step's metrics to metrics.jsonl and, unless they have it, to trackers.
+        """Write one step's metrics to metrics.jsonl, and to the trackers unless already logged.
 
         Metrics are numbers, lists with an entry per head, or mappings of these. Raises ValueError
         for a number that is not finite.

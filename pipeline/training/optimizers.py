@@ -81,14 +81,14 @@ def _adamw_8bit(groups: list[ParameterGroup]) -> torch.optim.Optimizer:
     optimizer: torch.optim.Optimizer = AdamW8bit(sliced_groups)
 
     def pass_gradients(*_: Any) -> None:
-        """Before an optimizer step, give each matrix its slice of the stack's gradient."""
+        """Give each matrix its slice of the stack's gradient; called before an optimizer step."""
         for stack, parameters in slices.items():
             assert stack.grad is not None, "the trainer gives every parameter a gradient"
             for parameter, gradient in zip(parameters, _matrices(stack.grad), strict=True):
                 parameter.grad = gradient
 
     def free_gradients(*_: Any) -> None:
-        """After an optimizer step, drop the gradients of the matrices."""
+        """Drop the gradients of the matrices; called after an optimizer step."""
         optimizer.zero_grad()  # of the slices; the trainer clears the stacks' gradients
 
     optimizer.register_step_pre_hook(pass_gradients)

@@ -26,7 +26,7 @@ from pipeline.execution.ray_executor import last_line, run_and_carry_errors
 from pipeline.training.task import TrainResult, TrainSpec, Workers
 from pipeline.training.trainer import train
 
-MAX_START_FAILURES = 10  # a minute each: a cluster that scales up needs some
+MAX_START_FAILURES = 10  # about a minute each, while a cluster scales up
 
 WorkerResult = tuple[TrainResult | None, MedusaDistillError | None]
 """What `run_worker` returns: the training's result, or the user's error."""

@@ -103,7 +103,7 @@ class TrainSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainResult(Evaluation):
-    """The result of one training, with the evaluation of the best state."""
+    """The result of one training, with the evaluation at the lowest held-out loss."""
 
     steps: int
     tokens: int  # positions, over all workers and epochs

@@ -57,9 +57,9 @@ def train(
 ) -> TrainResult:
     """Train all phases and return the result; read the result of a finished phase from disk.
 
-    The result is that of the last phase, with the earlier ones in `earlier`. For each phase the
-    first worker writes heads, summary, metrics, checkpoints, trackers' files and the learner's
-    other outputs to the phase's directory.
+    The result is that of the last phase, with the earlier ones in `earlier`. The first worker
+    writes heads, summary, metrics, checkpoints and the learner's other outputs to the directory of
+    each phase, and logs to the trackers.
 
     Raises:
         CheckFailed: The loss or its gradient is no longer finite.
