@@ -183,7 +183,10 @@ class Worker:
         self._upcoming: ShardTask | None = None
 
     def expect(self, upcoming: ShardTask | None) -> None:
-        """Set the task that follows the current one, if any; its conversations may start early."""
+        """Set the task that will follow the next call's, or None if there is none.
+
+        The conversations of that task may start during the next call.
+        """
         self._upcoming = upcoming
 
     def __call__(self, task: ShardTask) -> Receipt:
