@@ -128,7 +128,7 @@ class ShardInProgress:
             self._opened = opened.pop_all()
 
     def advance(self) -> bool:
-        """Compute one more row's states and pass them to the writer; return False if all are done."""
+        """Compute one more row's states for the writer; return False if all are done."""
         for index, hidden_TD in self._computed:
             self._features.put(index, hidden_TD)
             self._progress.add(self.task, 1, len(self._rows[index].input_ids))
