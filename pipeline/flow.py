@@ -117,7 +117,7 @@ def advance_all(context: Context, wanted: Sequence[str], fresh: str | None) -> N
                 raise
             discarded.add(shard)
             owner.discard([shard])
-            context.tell_damage(owner, [shard])
+            context.report_damage(owner, [shard])
             position = wanted.index(owner.stage)
         finally:
             if name == fresh:
@@ -139,7 +139,7 @@ def advance(context: Context, stage: Stage, *, fresh: bool = False) -> StageDire
     upstream = stage.contents(context)
     line = f"kept       {directory.path.name}"
     if fresh or not directory.is_whole(upstream):
-        context.tell_damage(directory, directory.begin(upstream, fresh=fresh))
+        context.report_damage(directory, directory.begin(upstream, fresh=fresh))
         context.run.event("stage-started", stage=stage.name, fingerprint=directory.fingerprint)
         started = time.monotonic()
         summary = stage.run(context, directory)

@@ -12,7 +12,7 @@ CONTROLS.update(dict.fromkeys(range(0x80, 0xA0), 0xFFFD))
 
 
 def show(value: float | str | None, spec: str, suffix: str = "") -> str:
-    """Format a number by a format spec, with a suffix; None is `-`, and a text stays as it is."""
+    """Format a number by a format spec and add a suffix; None becomes `-`, a text is unchanged."""
     if isinstance(value, str):
         return value
     return UNKNOWN if value is None else f"{value:{spec}}{suffix}"
@@ -33,7 +33,7 @@ def with_error(value: float | None, standard_error: float | None) -> str:
 
 
 def rate(value: float | None) -> str:
-    """Format tokens per second: one decimal for a float below 100, else none; None is `-`."""
+    """Format tokens per second; a float below 100 has one decimal, and None becomes `-`."""
     if isinstance(value, float) and value < 100:
         return show(value, ".1f")
     return count(value)
@@ -42,7 +42,7 @@ def rate(value: float | None) -> str:
 def duration(seconds: float | None) -> str:
     """Format seconds in readable units: `34 ms`, `4.1 s`, `48 s`, `3 min 20 s`, `2 h 05 min`.
 
-    None is `-`.
+    None becomes `-`.
     """
     if seconds is None:
         return UNKNOWN
@@ -59,8 +59,8 @@ def duration(seconds: float | None) -> str:
 
 
 def visible(text: str) -> str:
-    """Return a text whose control characters, but tab and newline, are replaced by symbols.
+    """Replace all control characters except tab and newline by symbols.
 
-    Terminals then print them and do not obey them.
+    A terminal prints the symbols, and would execute the control characters.
     """
     return text.translate(CONTROLS)

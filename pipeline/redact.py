@@ -1,8 +1,8 @@
 """Redaction of tokens and passwords in texts that are shown or stored.
 
-Limit: it knows the values, if at least eight characters long, of environment variables with names
-like HF_TOKEN or DB_PASSWORD, tokens of the Hub's format, authorization headers, and credentials in
-URLs.
+The known secrets are tokens of the Hub's format, authorization headers, credentials in URLs, and
+the values of environment variables with names like HF_TOKEN or DB_PASSWORD, if they have at least
+eight characters. Other secrets are not recognized.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def redacted(text: str) -> str:
 
 
 def redacted_values(data: Any) -> Any:
-    """Return JSON data with known secrets redacted in all texts but the keys.
+    """Return JSON data with `***` in place of known secrets in all texts except keys.
 
     Call it before JSON encoding, whose escapes could hide a secret.
     """

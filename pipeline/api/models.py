@@ -1,6 +1,6 @@
-"""Targets and exports from Python, ready to decode. See docs/python.md.
+"""Load targets and exports in Python, ready to decode. See docs/python.md.
 
-A tree is given as a list of paths (`[[0], [0, 0], [1]]`), as a file with such a list in JSON, as a
+A tree is given as a list of paths (`[[0], [0, 0], [1]]`), as a JSON file with such a list, as a
 run's tree.json, or as a `DynamicTree`.
 """
 
@@ -41,7 +41,7 @@ GivenTree = str | Path | Iterable[Sequence[int]] | DynamicTree
 
 
 def load_target(model: str | Path, *, gpus: int | None = None, **settings: Any) -> Target:
-    """Load a target model into Python: weights, tokenizer and chat template.
+    """Load a target model: weights, tokenizer and chat template.
 
     Args:
         model: A Hub id or a local directory.
@@ -65,10 +65,10 @@ def load_target(model: str | Path, *, gpus: int | None = None, **settings: Any) 
 
 @dataclass(frozen=True)
 class Target:
-    """A target model loaded into Python, with tokenizer and chat template.
+    """A loaded target model, with tokenizer and chat template.
 
     Attributes:
-        spec: What it is: name, revision, dtype.
+        spec: Its name, revision, dtype and other settings.
         model: A causal LM of transformers, frozen and in evaluation mode.
     """
 
@@ -79,24 +79,29 @@ class Target:
 
     @cached_property
     def eos_token_ids(self) -> frozenset[int]:
-        """The ids of the tokens that end an answer of this target, for the Python API."""
+        """The ids of the tokens that end an answer of this target."""
         return frozenset({*eos_token_ids(self.spec), *self.template.end_ids["assistant"]})
 
     def prompt(self, messages: str | Sequence[Mapping[str, str]]) -> list[int]:
-        """Tokenize a Python user's question, or a history that ends with one, as a chat prompt.
+        """Tokenize a question as a chat prompt, with the target's chat template.
 
-        A history is a list of messages with `role` and `content`. Returns token ids.
+        Args:
+            messages: The question, or a conversation that ends with it: messages with `role` and
+                `content`.
+
+        Returns:
+            Token ids.
         """
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         return self.template.opening([Message(**message) for message in messages])  # type: ignore[arg-type]
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """Decode token ids to text for a Python user, without special tokens."""
+        """Decode token ids to text, without special tokens."""
         return self.template.decode(token_ids)
 
     def stream_text(self, steps: Iterable[Sequence[int]]) -> Iterator[str]:
-        """Yield for a Python user the text that each step of `Decoder.stream` completes.
+        """Yield the text that each step of `Decoder.stream` completes.
 
         A character that a step leaves incomplete is yielded with a later step. The last item is the
         rest of the text, often empty.
@@ -107,10 +112,11 @@ class Target:
         yield stream.flush()
 
     def decoder(self, heads: Heads | None = None, tree: GivenTree = ()) -> Decoder:
-        """Create a decoder of this target: a plain one without heads, else with heads and a tree.
+        """Create a decoder of this target: with heads and a tree, or for plain decoding.
 
         Args:
-            heads: They are moved to the target's device and dtype.
+            heads: None for plain decoding. They are moved, in place, to the target's device and
+                dtype.
             tree: Required with heads, ignored without them.
 
         Raises:
@@ -132,18 +138,18 @@ class Target:
 
 
 def load_heads(export: str | Path, target: Target) -> Heads:
-    """Load an export's heads into Python, on the CPU.
+    """Load an export's heads on the CPU.
 
     Matrices that the export leaves out are taken from the target.
 
     Raises:
-        DataError: This is no export, or it is damaged.
+        DataError: The directory is not an export, or is damaged.
     """
     return read_heads(export, target.model)
 
 
 def load_tree(source: GivenTree) -> tuple[TreePath, ...] | DynamicTree:
-    """Return the tree that a Python user gives, or names by its file, as paths or `DynamicTree`.
+    """Return a tree as paths or as a `DynamicTree`, read first if a file is given.
 
     A file holds a list of paths in JSON, or is a run's tree.json. Paths are not checked to form a
     tree.
@@ -165,19 +171,19 @@ def load_export(
     tree: GivenTree | None = None,
     **settings: Any,
 ) -> Export:
-    """Load an export and its target into Python, ready to decode.
+    """Load an export and its target, ready to decode.
 
     Args:
         export: `RUN_DIR/latest/export`, or a copy of it.
         target: A loaded target, a Hub id or a directory; by default the target that the export
             names.
         tree: A tree to use instead of the export's.
-        **settings: Those of `load_target`, such as `gpus`, for a target that is not loaded yet.
+        **settings: Arguments of `load_target`, such as `gpus`, for a target that is not loaded yet.
 
     Raises:
-        ConfigError: The target does not exist or is not that of the heads, the tree is not one of
-            these heads, or settings are given for a target that is loaded already.
-        DataError: This is no export, or it is damaged, or the tree's file cannot be read.
+        ConfigError: The target does not exist or is not that of the heads, the tree does not fit
+            the heads, or settings are given for a loaded target.
+        DataError: The directory is not an export or is damaged, or the tree's file cannot be read.
         EnvironmentFault: As in `load_target`.
     """
     chosen = tree or read_tree(export)
@@ -195,7 +201,7 @@ def load_export(
 
 @dataclass(frozen=True)
 class Export:
-    """An export loaded into Python: target, heads, and a decoder of both."""
+    """A loaded export: target, heads, and a decoder with both."""
 
     path: Path
     target: Target

@@ -1,4 +1,4 @@
-"""Runs from Python: run a flow, open a run, read what its stages made. See docs/python.md.
+"""Run a flow, or open a run and read its results, in Python. See docs/python.md.
 
 Errors that are meant for the user are `MedusaDistillError`s.
 """
@@ -39,18 +39,18 @@ def run_flow(
     fresh: str | None = None,
     quiet: bool = False,
 ) -> Run:
-    """Run all stages that are left, in order; return the run as a `Run` to read from Python.
+    """Run the unfinished stages of a flow in order, and return the run.
 
     Args:
         config: From `load_config`.
         until: Stop after this stage.
-        executor: `ray`, or `inline`: everything in this process.
-        fresh: Throw away this stage's result and make it again.
+        executor: `ray`, or `inline` for everything in this process.
+        fresh: Discard this stage's result and run it again.
         quiet: Print nothing.
 
     Raises:
-        MedusaDistillError: With the exit code that fits. What was committed is kept, and the same
-            call continues.
+        MedusaDistillError: The configuration is refused, or a stage or its check fails. Committed
+            results are kept, and the same call continues.
     """
     console = Console(quiet=True) if quiet else None
     directory = flow.run_flow(config, until=until, executor=executor, fresh=fresh, console=console)
@@ -58,17 +58,17 @@ def run_flow(
 
 
 def open_run(path: str | Path) -> Run:
-    """Open a run directory, also a copied one, for reading from Python.
+    """Open a run directory, also a copied one, to read its results.
 
     Raises:
-        ConfigError: This is no run directory.
+        ConfigError: The directory is not a run directory.
     """
     return Run(*RunDirectory.open(Path(path)))
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run directory opened from Python, to read the results of its stages.
+    """An opened run directory.
 
     Methods read the current result of a stage. They raise DataError if the run has not finished
     that stage.
@@ -79,12 +79,12 @@ class Run:
 
     @property
     def path(self) -> Path:
-        """The directory of the run opened from Python."""
+        """The run directory."""
         return self.directory.path
 
     @property
     def report(self) -> dict[str, Any]:
-        """The report of the opened run as Python data: the content of report.json.
+        """The content of the run's report.json.
 
         Raises DataError if the run has no report.
         """
@@ -99,48 +99,48 @@ class Run:
 
     @property
     def export(self) -> Path:
-        """The export directory of the run opened from Python, which engines load."""
+        """The run's export directory, which engines load."""
         return self._stage("export").path
 
     def shards(self, stage: str) -> list[Path]:
-        """List the Parquet files of a stage of the run opened from Python, in order.
+        """List the Parquet files of a stage in order.
 
         The stage is `seeds`, `generate` or `features`.
         """
         return self._stage(stage).shards()
 
     def conversations(self, split: str) -> Iterator[Conversation]:
-        """Return an iterator over a split's seed conversations in the run opened from Python.
+        """Iterate over the seed conversations of a split.
 
         The split is `train`, `calibrate` or `check`.
         """
         return read_seeds(self.shards("seeds"), split)
 
     def generated(self, split: str | None = None) -> Iterator[TokenRow]:
-        """Return an iterator over the opened run's generated rows, all or of a split, for Python.
+        """Iterate over the generated rows of a split, or of all splits for None.
 
-        A row has token ids and the spans of its texts.
+        A row has token ids and the spans that the target wrote.
         """
         stage = self._stage("generate")
         rows = read_token_rows(stage.shards(), stage.fingerprint)
         return (row for row in rows if split in (None, row.split))
 
     def heads(self) -> Heads:
-        """Load the opened run's trained heads into Python, on the CPU."""
+        """Load the run's trained heads on the CPU."""
         return read_trained_heads(self._stage("train").path / HEADS_FILE)
 
     def tree(self) -> tuple[TreePath, ...] | DynamicTree:
-        """Load the opened run's calibrated tree into Python: its paths, or a dynamic tree."""
+        """Return the tree that calibrate chose: its paths, or a `DynamicTree`."""
         return read_calibration(self._stage("calibrate").path).tree
 
     def simulated_acceleration_rate(self, tree: GivenTree) -> float:
-        """Simulate in Python the acceleration rate of another tree on held-out text.
+        """Simulate the acceleration rate of a tree on held-out text.
 
         Nothing is decoded: the trained heads run once, on the CPU, over a sample of the run's
         cached held-out states. The rate is NaN if there are none.
 
         Raises:
-            ConfigError: This is no tree over the run's heads.
+            ConfigError: The tree does not fit the run's heads.
             DataError: The tree's file cannot be read, or a stage is not finished.
         """
         settings = self.config
@@ -156,14 +156,14 @@ class Run:
         return replay(held_out_ranks(text, top), chosen).acceleration_rate
 
     def accuracies(self) -> list[list[float]]:
-        """Return to Python how often each head's r-th guess is right in the run, [heads][ranks].
+        """Return how often the r-th guess of each head is right, as shares, [heads][ranks].
 
-        These are the shares that calibrate measured, on held-out rows or on `calibrate.data`.
+        They were measured by calibrate, on held-out rows or on `calibrate.data`.
         """
         return read_calibration(self._stage("calibrate").path).accuracies
 
     def _stage(self, name: str) -> Any:
-        """Return a finished stage's directory of the run opened from Python, or raise DataError."""
+        """Return the directory of a finished stage; raise DataError if it is not finished."""
         stage = self.directory.latest(name)
         if stage is None or not stage.done:
             raise DataError(

@@ -1,8 +1,6 @@
 """Rows of the generate stage on disk: token ids, target-written spans, messages.
 
-Feature shards keep the columns of `TokenRow`.
-
-`open_rows` refuses a shard of another run.
+Shards of the features stage have the columns of `TokenRow` too.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ SPANS = pa.list_(pa.struct([("start", pa.int32()), ("end", pa.int32()), ("role",
 GENERATED = pa.schema(
     [
         ("id", pa.string()),
-        ("parent_id", pa.string()),  # the seed's id; `id` is another if a row is split by turns
+        ("parent_id", pa.string()),  # the seed's id; differs from `id` if a seed gives several rows
         ("split", pa.string()),
         ("input_ids", pa.list_(pa.int32())),
         ("spans", SPANS),  # target-written token ranges [start, end)
@@ -55,12 +53,12 @@ class TokenRow:
 
     @classmethod
     def of(cls, row: Row) -> TokenRow:
-        """Make a token row from a stored row of a generate or feature shard."""
+        """Create a token row from a row of a generate or feature shard."""
         ids = np.asarray(row["input_ids"], np.int32)
         return cls(row["id"], row["parent_id"], row["split"], ids, spans_of(row["spans"]))
 
     def stored(self) -> Row:
-        """Return the token row's columns for a generate or feature shard."""
+        """Return the columns `TOKEN_COLUMNS` of a generate or feature shard's row."""
         return {
             "id": self.id,
             "parent_id": self.parent_id,
@@ -71,19 +69,22 @@ class TokenRow:
 
 
 def spans_of(stored: StoredSpans) -> list[Span]:
-    """Make spans from the column `spans` of a generated row."""
+    """Convert the column `spans` of a stored row to `Span` objects."""
     return [Span(**span) for span in stored]
 
 
 def generated_columns(row: GeneratedRow, split: str) -> Row:
-    """Return a generated row's columns, as `GENERATED` has them."""
+    """Return a generated row and its split as the columns of `GENERATED`."""
     tokens = TokenRow(row.id, row.parent_id, split, np.asarray(row.input_ids), row.spans)
     messages = [asdict(message) for message in row.messages]
     return {**tokens.stored(), "finish": row.finish, "messages": messages}
 
 
 def count_generated(rows: Iterable[Row]) -> dict[str, float]:
-    """Count the target-written tokens and turns of generated rows, and the rows of each split."""
+    """Count the target-written `tokens` and `turns` of generated rows, and the rows of each split.
+
+    A target-written span is one turn. The key of a split's rows is `<split>_rows`.
+    """
     counts = dict.fromkeys(("tokens", "turns", *(f"{split}_rows" for split in SPLITS)), 0.0)
     for row in rows:
         counts["tokens"] += sum(span["end"] - span["start"] for span in row["spans"])
@@ -97,11 +98,16 @@ def read_token_rows(
 ) -> Iterator[TokenRow]:
     """Yield the token rows of generate or feature shards, in order.
 
-    Token ids are views of Arrow's memory.
+    `input_ids` are read-only views of Arrow buffers.
+
+    Args:
+        fingerprint: The fingerprint that the shards must have.
+        vocab_size: If given, token ids must be below it.
 
     Raises:
-        DamagedShard: A shard cannot be read.
-        DataError: A shard is of another run; a token is outside a vocabulary of `vocab_size`.
+        DamagedShard: A shard is missing or damaged.
+        DataError: A shard has another fingerprint, or a token id is too large.
+        EnvironmentFault: The file system cannot read a shard.
     """
     for path in shards:
         with open_rows(path, fingerprint) as shard:
@@ -121,11 +127,12 @@ def read_token_rows(
 
 @contextlib.contextmanager
 def open_rows(path: str | Path, fingerprint: str) -> Iterator[pq.ParquetFile]:
-    """Context manager: open the generated or feature rows of a shard with this fingerprint.
+    """Context manager: open a generate or feature shard, and check its fingerprint.
 
     Raises:
-        DamagedShard: It is missing or damaged.
-        DataError: It is of another run.
+        DamagedShard: The shard is missing or damaged.
+        DataError: The shard has another fingerprint.
+        EnvironmentFault: The file system cannot read the shard.
     """
     with open_shard(path) as shard:
         found = (shard.schema_arrow.metadata or {}).get(b"fingerprint", b"none").decode()
@@ -139,7 +146,7 @@ def open_rows(path: str | Path, fingerprint: str) -> Iterator[pq.ParquetFile]:
 
 
 def num_contaminated(shards: Iterable[Path], questions: CheckQuestions) -> int:
-    """Count, in files of generated rows, the training rows that contain a question of the check."""
+    """Count the training rows of generate shards that contain a question of the check."""
     found = 0
     for path in shards:
         for row in read_rows(path, ["split", "messages"]):

@@ -20,7 +20,7 @@ MESSAGES = pa.list_(
 SEEDS = pa.schema(
     [
         ("id", pa.string()),
-        ("source_id", pa.string()),  # the dump's own id; dumps repeat theirs
+        ("source_id", pa.string()),  # the id in the seed file; may repeat
         ("category", pa.string()),
         ("split", pa.string()),  # one of SPLITS
         ("messages", MESSAGES),
@@ -38,7 +38,7 @@ class SeedRow:
 
     @classmethod
     def of(cls, row: Row) -> SeedRow:
-        """Make a seed row from a stored row of a seed shard."""
+        """Create a seed row from a row of a seed shard."""
         messages = tuple(Message(**message) for message in row["messages"])
         conversation = Conversation(
             row["id"], messages, row["source_id"], row["category"], row["tools"]
@@ -46,7 +46,7 @@ class SeedRow:
         return cls(conversation, row["split"])
 
     def stored(self) -> Row:
-        """Return the seed row's columns, as `SEEDS` has them."""
+        """Return the seed row as the columns of `SEEDS`."""
         return {**asdict(self.conversation), "split": self.split}
 
 
@@ -64,13 +64,13 @@ def read_seeds(shards: Iterable[Path], split: str) -> Iterator[Conversation]:
 
 
 def most_frequent_opening(shards: Iterable[Path]) -> tuple[str, int]:
-    """Return the normalised question that opens the most seed rows of shards, and their number."""
+    """Return the most frequent first question of seed rows, normalized, and its number of rows."""
     openings = Counter(first_question(row.conversation) for row in read_seed_rows(shards))
     return openings.most_common(1)[0]
 
 
 def questions_in_two_splits(shards: Iterable[Path]) -> list[str]:
-    """Return the normalised questions that open seed rows of two splits or more."""
+    """Return the normalized first questions of seed rows that occur in more than one split."""
     split_of: dict[str, str] = {}
     shared: dict[str, None] = {}
     for row in read_seed_rows(shards):

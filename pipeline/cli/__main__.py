@@ -1,4 +1,4 @@
-"""`python -m pipeline.cli` is `medusa-distill`."""
+"""Run `medusa-distill` as `python -m pipeline.cli`."""
 
 from pipeline.cli.app import main
 

@@ -1,4 +1,4 @@
-"""`medusa-distill`: the commands."""
+"""The command line `medusa-distill`, assembled from its commands."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ GONE = {
 
 
 def _refuse_removed_command(context: typer.Context) -> None:
-    """Raise the ConfigError of a command that is gone, with what to do instead."""
+    """Raise ConfigError for a removed command, with its replacement."""
     name = str(context.info_name)
     raise ConfigError(f"There is no command '{name}' any more.", name, GONE[name])
 
@@ -70,7 +70,7 @@ def options(
         ),
     ] = False,
 ) -> None:
-    """A chat model in, verified heads out: distill, train, check in the serving engine, publish."""
+    """Train, check and publish draft heads for a chat model, by self-distillation."""
 
 
 def main() -> None:

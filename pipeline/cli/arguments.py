@@ -14,12 +14,14 @@ TargetSettings = Annotated[
 ]
 Gpus = Annotated[
     int | None,
-    Option(min=0, help="GPUs for the target. Default: one where there is one."),
+    Option(min=0, help="GPUs for the target. Default: 1 if there is a GPU, else 0."),
 ]
 ConfigArgument = Annotated[
     Path, Argument(help="A YAML file such as configs/qwen2.5-7b.yaml, or a run's run.yaml.")
 ]
 Overrides = Annotated[
     list[str] | None,
-    Argument(help="section.key=value; values parse as YAML, paths are relative to here."),
+    Argument(
+        help="section.key=value; values parse as YAML, paths are relative to the working directory."
+    ),
 ]

@@ -1,4 +1,4 @@
-"""`medusa-distill chat`: chat with an export's target and heads; accepted guesses are coloured."""
+"""`medusa-distill chat`: chat with an export's target and heads."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def chat(
     plain: Annotated[
         bool, Option("--plain", help="Decode without the heads, for comparison.")
     ] = False,
-    max_new_tokens: Annotated[int, Option(min=1, help="Longest answer.")] = 512,
+    max_new_tokens: Annotated[int, Option(min=1, help="Maximum tokens of an answer.")] = 512,
     temperature: Annotated[float, Option(min=0.0, help="0 is greedy.")] = 0.0,
     rule: Annotated[
         Literal["rejection", "typical"],

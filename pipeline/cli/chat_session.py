@@ -40,7 +40,7 @@ class Sampling:
 
 @dataclass
 class Answer:
-    """An answer in a chat: its token ids, and the speed of all tokens but the prefill's."""
+    """An answer in a chat: its token ids, and the steps and seconds after the prefill."""
 
     ids: list[int]
     num_steps: int = -1
@@ -49,7 +49,7 @@ class Answer:
     stopped: bool = False  # by Ctrl-C
 
     def add(self, new_ids: list[int]) -> None:
-        """Append the tokens of one forward to an answer in the terminal chat; count the time."""
+        """Append the tokens of one forward to the answer, and update its steps and seconds."""
         now = perf_counter()
         if not self.ids:
             self.started = now
@@ -58,7 +58,7 @@ class Answer:
         self.num_steps += 1
 
     def speed(self) -> str:
-        """Return an answer's tokens per step and per second as one line of the terminal chat."""
+        """Describe the answer's number of tokens, tokens per step and tokens per second."""
         line = f"{len(self.ids)} tokens"
         if self.num_steps > 0 and self.seconds > 0:
             decoded = len(self.ids) - 1
@@ -68,10 +68,15 @@ class Answer:
 
 
 class ChatSession:
-    """A chat on the terminal, whose prompts leave room for an answer.
+    """A chat in the terminal that leaves room for an answer in every prompt.
 
     The room is `max_new_tokens`, but at most half of the context. The constructor decodes a few
     tokens to warm up.
+
+    Args:
+        system: A system message, or None.
+        console: For the answers.
+        notes: For everything else.
     """
 
     def __init__(
@@ -92,13 +97,13 @@ class ChatSession:
         decoder.generate(target.prompt(GREETING), NUM_WARM_UP_TOKENS)
 
     def answer_lines(self, lines: Iterable[str]) -> None:
-        """Answer each line that is piped into `medusa-distill chat` and is not blank."""
+        """Answer each line that is not blank, such as those from a pipe."""
         for line in lines:
             if line.strip():
                 self.answer(line.strip())
 
     def answer_person(self) -> None:
-        """Answer a person in the terminal chat; Ctrl-C ends an answer or clears the line."""
+        """Answer a person's questions until Ctrl-D; Ctrl-C ends an answer or clears the line."""
         import readline  # noqa: F401 - arrow keys and history in input()
 
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -116,7 +121,7 @@ class ChatSession:
                 self.answer(question)
 
     def answer(self, question: str) -> None:
-        """Print the answer to a question in the terminal chat, then its speed."""
+        """Print the answer to a question, and then its speed."""
         try:
             prompt, forgets = self.conversation.ask(question)
         except RowRejected as rejected:
@@ -135,9 +140,9 @@ class ChatSession:
         self.notes.print(line, style="dim", markup=False)
 
     def decode(self, prompt: list[int]) -> Answer:
-        """Decode an answer in the terminal chat, printing each token; accepted ones are green.
+        """Decode an answer and print each token at once; accepted guesses are green.
 
-        After Ctrl-C in a terminal, return the answer as far as it is decoded.
+        After Ctrl-C in a terminal, the answer ends with the tokens that are decoded.
         """
         rule, generator = self.sampling.rule, None
         if rule.samples:

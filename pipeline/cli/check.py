@@ -26,7 +26,7 @@ def check(
         Argument(help="A directory of heads, or a Hub id: an export, Medusa heads, EAGLE-1."),
     ],
     target: Annotated[
-        str, Option(help="The model that they were trained on: a directory or a Hub id.")
+        str, Option(help="The model that the heads were trained on: a directory or a Hub id.")
     ],
     settings: TargetSettings = None,
     prompts: Annotated[
@@ -37,11 +37,11 @@ def check(
             help="A file of questions (MT-Bench, any form of seeds). Default: bundled ones.",
         ),
     ] = None,
-    number: Annotated[int, Option(min=1, help="How many of them to ask.")] = 32,
-    max_new_tokens: Annotated[int, Option(min=2, help="Tokens decoded per prompt.")] = 64,
+    number: Annotated[int, Option(min=1, help="Number of questions to ask.")] = 32,
+    max_new_tokens: Annotated[int, Option(min=2, help="Maximum tokens per answer.")] = 64,
     engine: Annotated[list[Engine] | None, Option(help="native, vllm. Default: both.")] = None,
     draft_tokens: Annotated[
-        int | None, Option(min=1, help="Drafted by vLLM. Default: as the files say.")
+        int | None, Option(min=1, help="vLLM's draft tokens. Default: as the files say.")
     ] = None,
     repeats: Annotated[int, Option(min=1, help="Timed repetitions.")] = 3,
     gpus: Gpus = None,
@@ -49,9 +49,10 @@ def check(
         Path | None, Option(help="Write check.json, check.md and the answers there.")
     ] = None,
 ) -> None:
-    """Measure any heads on their target: rates, speed, greedy text against the target alone.
+    """Measure any heads on their target: rates, speed, and whether greedy text is unchanged.
 
-    Exit code 1 where greedy text differs other than at ties, or no draft token is accepted.
+    Exit code 1 if greedy text differs other than at ties, no draft token is accepted, or the
+    acceleration rate is below 1.
 
     Example: medusa-distill check FasterDecoding/medusa-vicuna-7b-v1.3 --target lmsys/vicuna-7b-v1.3
     """

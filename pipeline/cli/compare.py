@@ -28,8 +28,8 @@ def compare(
 ) -> None:
     """Compare runs: differing settings, rates with errors, speed, training time.
 
-    Unfinished runs are shown as far as they are. Runs that were checked on other questions or
-    machines are named.
+    Unfinished runs are shown with the results that they have. Notes report runs that were checked
+    on different questions or machines.
 
     Example: medusa-distill compare runs/heads-4 runs/heads-5 runs/heads-6
     """

@@ -1,7 +1,7 @@
 """The end of a command: errors become one paragraph on stderr and an exit code.
 
-Exit codes are those of `pipeline.errors`, 128 plus its number for a signal, and `UNEXPECTED` for a
-defect, whose traceback is kept in a file.
+The exit code is that of the error's class in `pipeline.errors`, 128 plus the signal's number after
+a signal, or `UNEXPECTED` for an unexpected exception, whose traceback is written to a file.
 """
 
 from __future__ import annotations
@@ -31,16 +31,18 @@ STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def ends_well(story: Callable[[], Any]) -> int:
-    """Run a command or flow to its end: print errors as paragraphs, and return the exit code.
+    """Run a command or flow, print its error if it fails, and return the exit code.
 
-    Also redact known secrets in log records from now on, and handle SIGTERM, SIGINT and SIGHUP: the
-    first signal stops the command cleanly, the same one again ends the process.
+    The exit code is 0, or `story`'s result if that is an int, unless an error is raised. From now
+    on known secrets are redacted in log records, and SIGTERM, SIGINT and SIGHUP are handled: the
+    first signal stops the command cleanly, the same one again ends the process. Under nohup, SIGHUP
+    stays ignored.
     """
     stops: list[Interrupted] = []
     keep_out_of_logs()
 
     def stop(signum: int, frame: FrameType | None) -> None:
-        """Note the signal that ends the command, and interrupt it."""
+        """Store the signal, and interrupt the command."""
         signal.signal(signum, signal.SIG_DFL)  # a second signal ends the process at once
         fix = "What was committed is kept; the same command continues."
         stops.append(Interrupted(signum, "Stopped.", fix))
@@ -63,7 +65,7 @@ def ends_well(story: Callable[[], Any]) -> int:
 def _print_error(error: BaseException) -> int:
     """Print a command's error as one paragraph and return the command's exit code.
 
-    If the reader of the output has gone, or the help was printed, nothing is printed.
+    Nothing is printed if the reader of the output has gone, or if the help was already printed.
     """
     fault = disk_fault(error)
     if isinstance(error, typer.TyperException):
@@ -89,7 +91,7 @@ def _print_error(error: BaseException) -> int:
 
 
 def _defect_message(error: BaseException) -> str:
-    """Return a command's message of an unexpected error; write its traceback to a file."""
+    """Describe an unexpected error of a command, and write its traceback to a temporary file."""
     message = str(error).strip().split("\n")[0][:300]
     last = traceback.extract_tb(error.__traceback__)[-1]
     what = f"{type(error).__name__}: {message} at {Path(last.filename).name}:{last.lineno}"
@@ -113,7 +115,7 @@ def _traceback(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def _output() -> Iterator[None]:
-    """Context manager: let a command print any character, and raise errors for users.
+    """Context manager: make a command's standard streams safe to read and write.
 
     Characters that a standard stream cannot encode or decode are replaced. A failed write to
     standard output raises Interrupted if its reader has gone, else EnvironmentFault.
@@ -131,7 +133,7 @@ def _output() -> Iterator[None]:
 
 
 class _Output:
-    """Standard output whose failed writes raise errors for users."""
+    """A wrapper of standard output whose failed writes raise Interrupted or EnvironmentFault."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream
@@ -140,18 +142,18 @@ class _Output:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """Write to a command's standard output; raise an error for the user if it fails."""
+        """Write to a command's standard output; return the number of characters."""
         with self._errors():
             return self._stream.write(text)
 
     def flush(self) -> None:
-        """Flush a command's standard output; raise an error for the user if it fails."""
+        """Flush a command's standard output."""
         with self._errors():
             self._stream.flush()
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
-        """Context manager: turn an OSError of a command's output into an error for the user."""
+        """Context manager: turn an OSError of a command's output into an error for users."""
         try:
             yield
         except OSError as error:

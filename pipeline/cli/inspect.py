@@ -25,14 +25,17 @@ COLOURS = {"assistant": "green", "user": "cyan"}
 def inspect(
     run_dir: RunArgument,
     stage: Annotated[
-        str, Argument(help="seeds, generate or features; of the others the summary is shown.")
+        str, Argument(help="seeds, generate or features; for others, the summary is printed.")
     ],
     row: Annotated[
         str | None,
         Argument(help="A row's id, or its number counted from 0. Default: the first."),
     ] = None,
 ) -> None:
-    """Show a row with what the target wrote in colour (assistant green, user cyan)."""
+    """Print one row of a stage; text that the target wrote has the colour of its role.
+
+    The assistant's text is green, the user's is cyan. For a stage without rows, print its summary.
+    """
     run, config = RunDirectory.open(run_dir)
     directory, console = run.latest(stage), Console(highlight=False)
     if directory is None:
@@ -55,7 +58,7 @@ def inspect(
 
 
 def _print_row(console: Console, row: Row, run: RunDirectory, config: Config) -> None:
-    """Print a row for `inspect`: seeds as messages, any other row as the text of its token ids."""
+    """Print a row for `inspect`: the messages of a seed, or the text of any other row's tokens."""
     console.print(Text(visible(f"{row['id']}  split {row['split']}"), "bold"))
     if "input_ids" in row:
         console.print(coloured_text(TokenRow.of(row), _tokenizer(run, config)))
@@ -70,7 +73,7 @@ def _print_row(console: Console, row: Row, run: RunDirectory, config: Config) ->
 
 
 def coloured_text(row: TokenRow, tokenizer: Any) -> Text:
-    """Return a row's tokens as text for `inspect`, each span of the target in its role's colour."""
+    """Decode a row's tokens for `inspect`; text that the target wrote has its role's colour."""
     ids, text, at = row.input_ids.tolist(), Text(), 0
     for span in row.spans:
         text.append(visible(tokenizer.decode(ids[at : span.start])), style="dim")
@@ -82,7 +85,7 @@ def coloured_text(row: TokenRow, tokenizer: Any) -> Text:
 
 
 def _tokenizer(run: RunDirectory, config: Config) -> Any:
-    """Return the target's tokenizer for `inspect`, or the export's copy if the target is gone."""
+    """Load the target's tokenizer for `inspect`, or the export's copy if the target is gone."""
     from pipeline.targets.spec import TargetSpec, load_tokenizer, resolve
 
     try:
@@ -95,7 +98,10 @@ def _tokenizer(run: RunDirectory, config: Config) -> Any:
 
 
 def _find_row(shards: Sequence[Path], wanted: str | None) -> Row:
-    """Return the row that `inspect` prints, by its id or its number; by default the first."""
+    """Return the row with this id or number, counted from 0; for None the first row.
+
+    Raises ConfigError if there is no such row.
+    """
     number = 0
     for path in shards:
         for row in read_rows(path):

@@ -1,4 +1,4 @@
-"""`medusa-distill keys`: print every configuration key, its default and its meaning."""
+"""`medusa-distill keys`: print all configuration keys with default and meaning."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ from pipeline.config.reference import reference
 def keys(
     section: Annotated[str | None, Argument(help="Only this section, such as train.")] = None,
 ) -> None:
-    """Print every configuration key as a Markdown table: its values, its default, what it means."""
+    """Print all configuration keys as a Markdown table: values, default and meaning."""
     print(reference(section))

@@ -7,10 +7,10 @@ from pipeline.config.load import load_config
 
 
 def plan(config: ConfigArgument, overrides: Overrides = None) -> None:
-    """Show which stages would run and which are cached, and their memory, disk space and hours.
+    """Print which stages would run and which are cached, with memory, disk space and hours.
 
-    Refuses what run would refuse (exit 2, 3 or 4). Starts and writes nothing; of a target on the
-    Hub it fetches the configuration alone.
+    Fails with exit code 2, 3 or 4 where `run` would. Starts and writes nothing. Of a target on the
+    Hub, only the configuration is fetched.
     """
     from pipeline.cli.plan_output import print_plan  # imports torch, and --help does not wait
     from pipeline.flow import wanted_stages

@@ -47,11 +47,11 @@ COLUMNS = {
     "total": "total",
 }
 TIMED_STAGES = {"generate": "tokens", "features": "positions", "train": "tokens"}
-"""Stages whose hours are estimated, and the figure of their summary that hours are counted by."""
+"""Stages whose hours are estimated, and the figure of their summary that measures the work."""
 
 
 def print_plan(run: ResolvedRun) -> None:
-    """Print the output of `plan`; raise EnvironmentFault where a stage does not fit into memory."""
+    """Print the output of `plan`; raise EnvironmentFault if a stage does not fit into memory."""
     notes = [f"! {note}" for note in (*check_plan(run), *unread_settings(run))]
     directory = RunDirectory(run.config.run.directory, run.config.run.store)
     statuses = stage_statuses(directory, run, STAGES)
@@ -79,13 +79,13 @@ def print_plan(run: ResolvedRun) -> None:
 
 
 def _print_lines(console: Console, lines: Iterable[str]) -> None:
-    """Print sentences of `plan`; a terminal's width breaks them between words."""
+    """Print lines of text for `plan`; a terminal wraps long ones between words."""
     for line in lines:
         console.print(line, markup=False, soft_wrap=not console.is_terminal)
 
 
 def _print_stages(console: Console, statuses: Mapping[str, StageStatus]) -> None:
-    """Print for `plan` whether each stage runs or is kept, its shards, and why."""
+    """Print the stages for `plan`: whether each runs or is kept, its shards, and the reason."""
     rows = []
     for name, state in statuses.items():
         shards = [f"{state.made} done"] if state.made else []
@@ -97,7 +97,7 @@ def _print_stages(console: Console, statuses: Mapping[str, StageStatus]) -> None
 
 
 def _size_lines(size: RunSize, features: StageStatus, store: Path) -> Iterator[str]:
-    """Yield for `plan` conversations, tokens and bytes on disk; warn where the disk has less."""
+    """Yield lines of `plan` on conversations, tokens and disk space; warn if space is short."""
     need = f"{size.bytes_per_position:,} bytes of states per token"
     if not size.bytes_per_position:
         need = "no states to cache"
@@ -119,7 +119,7 @@ def _size_lines(size: RunSize, features: StageStatus, store: Path) -> Iterator[s
 
 
 def _training_lines(size: RunSize) -> Iterator[str]:
-    """Yield for `plan` the optimizer steps of each training phase; warn where they are too few."""
+    """Yield lines of `plan` on the optimizer steps of training; warn if they are too few."""
     bound = "about" if size.written else "at most"
     for recipe in size.recipes:
         yield f"Training: {bound} {recipe.total_steps:,} steps: {recipe.describe()}."
@@ -129,7 +129,10 @@ def _training_lines(size: RunSize) -> Iterator[str]:
 
 
 def _worker_lines(run: ResolvedRun) -> Iterator[str]:
-    """Yield for `plan` the workers of each stage, if the run is on this machine."""
+    """Yield lines of `plan` on the workers of each stage on this machine.
+
+    There are none if the plan is for a Ray cluster or for other GPUs.
+    """
     placement = run.config.placement
     if os.environ.get("RAY_ADDRESS") or placement.gpu_memory_gb:
         return
@@ -151,7 +154,7 @@ def _worker_lines(run: ResolvedRun) -> Iterator[str]:
 def _hour_lines(
     run: ResolvedRun, size: RunSize, store: Path, unfinished: Sequence[str]
 ) -> Iterator[str]:
-    """Yield for `plan` the hours of unfinished stages, at the rate of the newest finished one."""
+    """Yield lines of `plan` on the time of unfinished stages, from the rates of finished ones."""
     for stage, counted in TIMED_STAGES.items():
         done = sorted(store.glob(f"{stage}-*/DONE.json"), key=lambda path: path.stat().st_mtime)
         if stage not in unfinished or size.tokens is None or not done:
@@ -171,9 +174,9 @@ def _hour_lines(
 
 
 def _print_memory(console: Console, memory: Sequence[StageMemory]) -> None:
-    """Print the memory in GiB that `plan` estimates for a worker of each stage.
+    """Print the estimated memory of a worker of each stage for `plan`, in GiB.
 
-    For a stage that may not fit, also name the settings that save most.
+    For a stage that may not fit, also print the settings that save most.
     """
     rows, notes = [], []
     for stage in memory:

@@ -23,7 +23,7 @@ def push(
     ] = None,
     base_model: Annotated[
         str | None,
-        Option(help="The target's Hub id, needed for Medusa-1 where the run's target is local."),
+        Option(help="The target's Hub id, needed for Medusa-1 if the run's target is local."),
     ] = None,
     license: Annotated[
         str | None,
@@ -31,13 +31,14 @@ def push(
     ] = None,
     private: Annotated[bool, Option(help="Make the repositories private.")] = False,
     dry_run: Annotated[
-        bool, Option("--dry-run", help="Show what would go, touch no network.")
+        bool, Option("--dry-run", help="Print what would be pushed, without network.")
     ] = False,
 ) -> None:
     """Push RUN_DIR's export and model card to the Hub, as one commit. Requires a passed check.
 
-    USER/ alone names the repository after the target. With Medusa-2 the tuned backbone goes first,
-    to USER/NAME, and then its heads to USER/NAME-speculator.medusa.
+    USER/ alone names the repository after the target. With Medusa-2 the tuned backbone is pushed
+    first, to USER/NAME, and its heads then to USER/NAME-speculator.medusa, or .eagle for recurrent
+    heads.
     """
     from pipeline.flow import push_run  # torch and transformers: --help does not wait for them
 

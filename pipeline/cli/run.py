@@ -16,14 +16,14 @@ def run(
     until: Annotated[str | None, Option(help="Stop after this stage.")] = None,
     executor: Annotated[str, Option(help="ray, or inline: everything in this process.")] = "ray",
     fresh: Annotated[
-        str | None, Option(help="Throw this stage's result away and make it again.")
+        str | None, Option(help="Discard this stage's result and run it again.")
     ] = None,
 ) -> None:
     """Run the stages of a configuration, or those up to --until.
 
-    They are seeds, generate, features, train, calibrate, export, check and, with push.repo_id,
-    push. Running it again continues: finished stages and committed shards are kept, a changed
-    setting reruns its stage and what follows.
+    The stages are seeds, generate, features, train, calibrate, export, check and, with push.repo_id
+    or push.dataset, push. Running it again continues: finished stages and committed shards are
+    kept. A changed setting runs its stage and the later ones again.
 
     Example: medusa-distill run configs/qwen2.5-7b.yaml seeds.sources=prompts.jsonl
         train.num_heads=4 --until train

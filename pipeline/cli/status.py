@@ -20,7 +20,7 @@ COLUMNS = (
 
 
 def status(run_dir: RunArgument) -> None:
-    """Print the state of each stage and why, rows, quarantined rows, seconds and tokens/s."""
+    """Print each stage's state and the reason, rows, quarantined rows, seconds and tokens/s."""
     from pipeline.flow import statuses_of  # imports torch, and --help does not wait for it
 
     rows = []

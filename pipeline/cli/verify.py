@@ -15,7 +15,7 @@ from pipeline.storage.run_directory import RunDirectory
 def verify(
     run_dir: RunArgument,
 ) -> None:
-    """Compare size and sha256 of every file with DONE.json; exit 1 names damaged files.
+    """Compare the size and sha256 of every file with DONE.json; exit 1 if a file is damaged.
 
     Also checks that no question opens conversations of two splits.
     """

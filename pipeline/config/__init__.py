@@ -1,10 +1,8 @@
-"""Typed configuration: every key, its meaning, its default.
+"""Typed configuration of a run: every key with its default and description.
 
-`load.py` reads it from YAML and the command line.
-
-Settings are data: frozen, strict (an unknown key is an error), and each key is read somewhere. The
-descriptions here are the reference; the table in docs/configuration.md is made from them, and a
-test compares the two.
+The models are frozen and refuse unknown keys. `load.py` loads them from a YAML file and the command
+line. The table in docs/configuration.md is generated from the descriptions; a test compares the
+two.
 """
 
 from __future__ import annotations
@@ -68,7 +66,7 @@ __all__ = [
 
 
 class Config(Section):
-    """Settings of a run, one section for each part of the pipeline."""
+    """The complete settings of a run; each field is a section of the YAML file."""
 
     run: RunConfig
     target: TargetConfig

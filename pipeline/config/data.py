@@ -1,4 +1,4 @@
-"""Settings of the target, of seeds, of generated text and of features."""
+"""The configuration sections `target`, `seeds`, `generate` and `features`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ class TargetConfig(Section):
     model: str = Field(description="Hub id or local directory of the chat model to accelerate.")
     revision: str | None = Field(None, description="Branch, tag or commit on the Hub.")
     dtype: Dtype = Field(
-        "auto", description="Weights' dtype; auto: the model's own on a GPU, float32 on a CPU."
+        "auto",
+        description="Dtype of the weights; auto: the model's own on a GPU, float32 on a CPU.",
     )
     quantization: Literal["4bit", "8bit"] | None = Field(
         None, description="Load the target through bitsandbytes in 4 or 8 bit."
@@ -34,35 +35,33 @@ class TargetConfig(Section):
     max_tokens: PositiveInt | None = Field(
         None,
         description=(
-            "Longest conversation in tokens; never beyond the model's context, which is the"
-            " default."
+            "Maximum length of a conversation in tokens. Default and upper limit: the model's"
+            " context."
         ),
     )
     trust_remote_code: bool = Field(
-        False, description="Run model code that comes with the weights."
+        False, description="Allow model code that comes with the weights to run."
     )
     chat_template: str | None = Field(
-        None, description="Jinja chat template, as text or as a path; for targets that ship none."
+        None,
+        description="Chat template as Jinja text or the path of a file, for targets without one.",
     )
     template_arguments: PlainData = Field(
         default_factory=dict,
-        description=(
-            "Variables that the chat template is given, such as {enable_thinking: false} of"
-            " Qwen3's."
-        ),
+        description="Variables for the chat template, such as {enable_thinking: false} for Qwen3.",
     )
     date: datetime.date = Field(
         datetime.date(2024, 7, 26),
         description=(
-            "What a chat template that asks for today's date (`strftime_now`, as Llama 3's) is"
-            " told, so that a run gives the same on every day."
+            "Date for chat templates that ask for today's (`strftime_now`, as in Llama 3), so that"
+            " a run gives the same result on every day."
         ),
     )
 
     @field_validator("template_arguments")
     @classmethod
     def leaves_ours(cls, value: PlainData) -> PlainData:
-        """Refuse settings of template arguments that every chat template is given anyway."""
+        """Refuse `target.template_arguments` that the pipeline passes to every chat template."""
         taken = sorted(value.keys() & TEMPLATE_GIVEN)
         if taken:
             raise ValueError(f"{taken[0]} is given to every template already")
@@ -100,53 +99,53 @@ class SeedSource(Section):
     hub: str | None = Field(None, description="A data set on the Hub, streamed.")
     split: str = Field("train", description="The Hub data set's split.")
     format: Literal["auto", "sharegpt", "messages", "ultrachat", "turns", "alpaca", "prompts"] = (
-        Field("auto", description="Form of the rows; auto tells each row by its keys.")
+        Field("auto", description="Form of the rows; auto detects it for each row by its keys.")
     )
     columns: dict[Column, str] | None = Field(
         None,
         description=(
-            "Columns of other names than the forms have, such as `{prompt: question, response:"
-            " answer}`; no others are read."
+            "Names of columns that differ from the form's, such as `{prompt: question, response:"
+            " answer}`. If set, only these columns are read."
         ),
     )
     limit: PositiveInt | None = Field(None, description="Read at most this many rows.")
     weight: float | None = Field(
         None,
         description=(
-            "Share of the mixture: conversations are taken from the sources in proportion to their"
-            " weights, until one has no more. All sources have one, or none has and all are read"
-            " whole."
+            "Weight in the mixture of sources. Conversations are taken in proportion to the"
+            " weights, until one source has no more. Give all sources a weight or none; without"
+            " weights all are read whole."
         ),
         gt=0,
     )
 
     @model_validator(mode="after")
     def one_place(self) -> SeedSource:
-        """Refuse the settings of a source unless it has either a path or a Hub id."""
+        """Refuse a seed source with neither a path nor a Hub id, or with both."""
         if (self.path is None) == (self.hub is None):
             raise ValueError("a source has either a path or a hub id")
         return self
 
 
 class SeedsConfig(Section):
-    """Settings of the seeds stage: where seed conversations come from, and which are left out."""
+    """Settings of the seeds stage: sources of conversations, filters, splits and shards."""
 
     sources: tuple[SeedSource, ...] = Field(
-        description="Where the prompts come from; `seeds.sources=PATH` is shorthand for one."
+        description="Sources of the prompts; `seeds.sources=PATH` is shorthand for one."
     )
     rows_per_shard: PositiveInt | Literal["auto"] = Field(
         "auto",
         description=(
-            "Conversations per shard, the unit of work and of resume; an interruption costs at most"
-            " those that are under way. auto: an eighth of the rows, but 16 to 512, and 512 above"
-            " 4,096 rows. The number of workers does not count, so that a run goes on with more of"
-            " them."
+            "Conversations per shard, the unit of work and of resume. auto: an eighth of the rows,"
+            " at least 16 and at most 512; independent of the number of workers, which may change"
+            " on resume."
         ),
     )
     holdout: float = Field(
         0.1,
         description=(
-            "Fraction never trained on: half calibrates, half checks (at least 8 rows each)."
+            "Fraction of the rows that is never trained on: half for calibrate, half for check, at"
+            " least 8 rows each."
         ),
         gt=0,
         lt=1,
@@ -154,15 +153,16 @@ class SeedsConfig(Section):
     near_duplicates: Literal["keep", "quarantine", "minhash"] = Field(
         "keep",
         description=(
-            "What becomes of prompts that are nearly an earlier one; the same prompt a second time"
-            " is always quarantined. quarantine: leave out those that differ in case, punctuation"
-            " and white space alone; minhash: also similar ones."
+            "Near-duplicates of an earlier prompt. keep: keep them; quarantine: quarantine prompts"
+            " that differ only in case, punctuation and white space; minhash: also quarantine"
+            " similar prompts. Exact duplicates are always quarantined."
         ),
     )
     similarity: float = Field(
         0.8,
         description=(
-            "With minhash: from which share of common three words in a row on prompts are similar."
+            "Lowest Jaccard similarity of near-duplicates with minhash, from sets of three"
+            " consecutive words."
         ),
         gt=0,
         le=1,
@@ -170,44 +170,47 @@ class SeedsConfig(Section):
     decontaminate: bool = Field(
         True,
         description=(
-            "Leave out conversations that hold a question of `check.prompts`, where that is a file."
-            " A file that finds others makes other seeds, and so all that follows; with a source on"
-            " the Hub every other file does."
+            "Quarantine conversations that contain a question of `check.prompts`, if that is a"
+            " file. A change of the file that changes the seeds makes all stages run again; with a"
+            " source on the Hub, any change does."
         ),
     )
     tools: Literal["context", "cut", "quarantine"] = Field(
         "context",
         description=(
-            "Turns that call functions, and their results. context: the target reads them and no"
-            " head learns from them, where its chat template can render them; cut: the conversation"
-            " ends before them; quarantine: it is left out."
+            "Turns with function calls or their results. context: the target reads them, if its"
+            " chat template can render them, and heads do not learn from them; cut: the"
+            " conversation ends before the first; quarantine: it is quarantined."
         ),
     )
     special_tokens: Literal["escape", "keep", "quarantine"] = Field(
         "escape",
         description=(
             "Special tokens of the target in a seed's text, such as `</s>`. escape: the target"
-            " reads them as text; keep: as control tokens, as servers do; quarantine: such rows are"
-            " left out."
+            " reads them as text; keep: as control tokens, as servers do; quarantine: the"
+            " conversation is quarantined."
         ),
     )
     max_characters: PositiveInt = Field(
-        200_000, description="Longer conversations are quarantined as too-long."
+        200_000,
+        description="Maximum characters of a conversation; longer ones are quarantined.",
     )
     max_file_gb: float = Field(
-        64, description="A file that holds more, unpacked, is refused.", gt=0
+        64,
+        description="Maximum uncompressed size of a source's file, in GB.",
+        gt=0,
     )
 
     @field_validator("sources", mode="before")
     @classmethod
     def shorthand(cls, value: Any) -> Any:
-        """Expand a setting `seeds.sources` that is a path to a list of one source."""
+        """Replace a single path as `seeds.sources` by a list with one source."""
         return [{"path": value}] if isinstance(value, str | Path) else value
 
     @field_validator("sources")
     @classmethod
     def not_empty(cls, value: tuple[SeedSource, ...]) -> tuple[SeedSource, ...]:
-        """Refuse settings without a source, or with a weight for some of the sources only."""
+        """Refuse an empty `seeds.sources`, or one where only some sources have a weight."""
         if not value:
             raise ValueError("name at least one source")
         if len({source.weight is None for source in value}) > 1:
@@ -216,7 +219,10 @@ class SeedsConfig(Section):
 
 
 def without_secrets(engine_args: PlainData) -> PlainData:
-    """Refuse engine settings named like secrets (`…token`): run.yaml stores every setting."""
+    """Refuse engine arguments named like a secret (`…token`), since run.yaml would store them.
+
+    Returns the arguments unchanged. Raises ValueError, which pydantic reports.
+    """
     for name in engine_args:
         if name.endswith(("token", "password", "api_key")):
             raise ValueError(
@@ -230,34 +236,37 @@ EngineArgs = Annotated[PlainData, AfterValidator(without_secrets)]
 
 
 class GenerateConfig(Section):
-    """Settings of the generate stage, in which the target answers the seeds."""
+    """Settings of the generate stage, in which the target writes its answers."""
 
     mode: Literal["replay", "self-talk", "passthrough"] = Field(
         "replay",
         description=(
-            "replay: the seed's user turns, the target's answers; self-talk: the target writes both"
-            " roles; passthrough: the seed's own answers."
+            "replay: the target answers the seed's user turns; self-talk: the target writes both"
+            " roles; passthrough: the seed's answers are kept."
         ),
     )
-    engine: Literal["vllm", "transformers"] = Field("vllm", description="Which engine decodes.")
+    engine: Literal["vllm", "transformers"] = Field("vllm", description="Engine that generates.")
     temperature: float = Field(
         0.7, description="Sampling temperature of training rows; 0 is greedy.", ge=0
     )
-    top_p: float = Field(1.0, description="Nucleus of training rows.", gt=0, le=1)
-    max_new_tokens: PositiveInt = Field(1024, description="Longest answer, in tokens.")
-    rounds: PositiveInt = Field(8, description="Most answers per conversation.")
+    top_p: float = Field(1.0, description="Top-p of training rows.", gt=0, le=1)
+    max_new_tokens: PositiveInt = Field(1024, description="Maximum length of an answer in tokens.")
+    rounds: PositiveInt = Field(8, description="Maximum number of answers per conversation.")
     holdout_temperature: float = Field(
-        0.0, description="Temperature of held-out rows; greedy predicts greedy decoding.", ge=0
+        0.0,
+        description="Sampling temperature of held-out rows; 0 is greedy.",
+        ge=0,
     )
     on_truncated: Literal["keep", "drop-turn", "quarantine"] = Field(
-        "keep", description="What becomes of an answer cut at max_new_tokens."
+        "keep",
+        description="How to treat an answer that is cut at max_new_tokens.",
     )
     batch_invariant: bool = Field(
         False,
         description="vLLM's batch-invariant mode on a GPU (beta): the same tokens in any batch.",
     )
     engine_args: EngineArgs = Field(
-        default_factory=dict, description="Passed to the engine as they are."
+        default_factory=dict, description="Arguments that are passed to the engine unchanged."
     )
 
 
@@ -265,23 +274,25 @@ class FeaturesConfig(Section):
     """Settings of the features stage, which caches the target's hidden states."""
 
     engine: Literal["transformers", "vllm"] = Field(
-        "transformers", description="Which engine runs the backbone."
+        "transformers", description="Engine that runs the backbone."
     )
     tokens_per_batch: PositiveInt = Field(
-        16_384, description="Token budget of one forward, padding included."
+        16_384, description="Maximum number of tokens per forward, padding included."
     )
     precision: Precision = Field(
         "native",
         description=(
-            "Stored numbers: native is the target's dtype; fp8 (e4m3) and int8, with one scale per"
-            " state, take half of bfloat16's bytes."
+            "Format of the stored states. native: the target's dtype; fp8 (e4m3) and int8, with one"
+            " scale per state, take half the space of bfloat16."
         ),
     )
     codec: Literal["none", "zstd", "lz4"] = Field(
         "none",
         description=(
-            "Parquet compression of states. zstd: bfloat16 states to 0.78 of their size, float32 to"
-            " 0.93, and more CPU to write and read them; lz4 finds nothing in states."
+            "Parquet compression of states. zstd reduces bfloat16 states to 0.78 of their size and"
+            " float32 states to 0.93, and takes CPU time; lz4 does not make them smaller."
         ),
     )
-    engine_args: EngineArgs = Field(default_factory=dict, description="Passed to vLLM as they are.")
+    engine_args: EngineArgs = Field(
+        default_factory=dict, description="Arguments that are passed to vLLM unchanged."
+    )

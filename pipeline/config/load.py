@@ -1,9 +1,8 @@
 """Load a `Config` from a YAML file and `section.key=value` overrides.
 
-In the file, paths are relative to the file; in an override, to the working directory. A run
-directory's own run.yaml means that directory, wherever it lies now. Override values parse as YAML.
-Every mistake is a `ConfigError` that names the key and, for an unknown one, the nearest that
-exists.
+Paths in the file are relative to the file's directory; paths in an override are relative to the
+working directory. Override values parse as YAML. The run.yaml of a run directory refers to the
+directory that it is in, even if that was moved or copied.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ GONE_KEYS = {
         "use train.medusa.lm_head: shared, train.optimizer: adamw-8bit or train.heads: recurrent"
     ),
 }
-# pydantic's names of the alternatives of a key that may be one thing or another
+# Parts of an error's location that pydantic adds for the members of a union, and for dict keys.
 ALTERNATIVES = ("int", "float", "bool", "string", "path", "date", "tuple", "list", "dict", "[key]")
 
 
@@ -79,7 +78,7 @@ def load_config(file: str | Path, overrides: Iterable[str] = ()) -> Config:
             str(file),
             "See configs/demo.yaml for one.",
         )
-    # Of a link too: a run's own file means this run, wherever its text lies.
+    # A symlink named run.yaml belongs to the run directory that contains the link.
     beside = path.parent.resolve()
     is_own = path.name == RUN_FILE and any((beside / mark).exists() for mark in RUN_MARKS)
     base = beside if is_own else path.resolve().parent
@@ -95,14 +94,14 @@ def load_config(file: str | Path, overrides: Iterable[str] = ()) -> Config:
 
 
 def target_settings(words: Iterable[str]) -> PlainData:
-    """Load settings of the section `target` from overrides `target.key=value`, and validate them.
+    """Parse and validate `target.key=value` overrides.
 
     Returns:
-        The given settings alone, without defaults.
+        The given settings of the section `target`, without defaults.
 
     Raises:
-        ConfigError: A word is no override, sets another section or the model, or a key or value is
-            wrong.
+        ConfigError: A word is no override or sets `target.model` or another section, a key or value
+            is wrong, or a chat template cannot be read.
     """
     settings: PlainData = {"target": {}}
     for word in words:
@@ -127,9 +126,14 @@ def target_settings(words: Iterable[str]) -> PlainData:
 
 
 def validate(settings: PlainData, where: str) -> Config:
-    """Validate plain data as a `Config`; a ConfigError names every wrong key.
+    """Validate plain data as a `Config`.
 
-    A setting that holds a token or a password is a ConfigError too.
+    Args:
+        where: The file or other source of the settings, for errors.
+
+    Raises:
+        ConfigError: Keys or values are wrong, all of which it names, or a setting holds a token or
+            a password.
     """
     try:
         config = Config.model_validate(settings)
@@ -150,7 +154,7 @@ def validate(settings: PlainData, where: str) -> Config:
 
 
 def _texts(settings: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the dotted key and the value of every text in a configuration's nested settings."""
+    """Yield the dotted key and the value of every string in a configuration's nested settings."""
     if isinstance(settings, dict):
         for name, value in settings.items():
             yield from _texts(value, f"{key}.{name}".lstrip("."))
@@ -162,14 +166,14 @@ def _texts(settings: Any, key: str = "") -> Iterator[tuple[str, str]]:
 
 
 def dump_config(config: Config) -> str:
-    """Return a configuration as the YAML of run.yaml; `load_config` made its paths absolute."""
+    """Return a configuration as the YAML text of run.yaml."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
 def _place_in(settings: PlainData, run: Path) -> None:
-    """Set run.root and run.name of a loaded run.yaml to where the file lies.
+    """Set run.root and run.name in the settings of a run.yaml to its run directory's location.
 
-    If the run has stages, set run.store to where they are.
+    Also sets run.store, if links in `latest` lead to stage directories.
     """
     place = settings.setdefault("run", {})
     if isinstance(place, dict):
@@ -180,7 +184,7 @@ def _place_in(settings: PlainData, run: Path) -> None:
 
 
 def _store_of_run_file(run: Path) -> Path | None:
-    """Find the store on loading a moved run.yaml: where most links in `latest` lead, if any."""
+    """Return the directory that most links in a run's `latest` lead into; None without links."""
     stores: Counter[Path] = Counter()
     for link in sorted((run / "latest").glob("[!.]*")):
         if link.is_symlink() and link.is_dir():
@@ -189,11 +193,11 @@ def _store_of_run_file(run: Path) -> Path | None:
 
 
 def _override(settings: PlainData, word: str) -> None:
-    """Set the configuration key of a `section.key=value` override.
+    """Apply a `section.key=value` override to the settings, in place.
 
     Raises:
-        ConfigError: The word is no override, its value is not YAML or cannot be read, or the key is
-            below a value that has no keys.
+        ConfigError: The word is no override, its value is not YAML, the key is below a value that
+            has no keys, or a chat template cannot be read.
     """
     key, equals, text = word.partition("=")
     names, where = tuple(key.split(".")), "command line"
@@ -222,7 +226,10 @@ def _override(settings: PlainData, word: str) -> None:
 
 
 def _resolved(key: tuple[str, ...], value: Any, base: Path) -> Any:
-    """Return a configuration value with absolute paths; a chat template's path becomes its text."""
+    """Return a configuration value with its paths, which are relative to `base`, made absolute.
+
+    The path of a chat template is replaced by the template's text.
+    """
     if key == ("seeds", "sources"):
         sources = [value] if isinstance(value, str) else value
         if isinstance(sources, list):
@@ -239,7 +246,7 @@ def _resolved(key: tuple[str, ...], value: Any, base: Path) -> Any:
 
 
 def _resolved_source(source: Any, base: Path) -> Any:
-    """Return a seed source of the configuration with an absolute path; a text is its path."""
+    """Return a configured seed source with an absolute path; a string is the source's path."""
     if isinstance(source, str):
         source = {"path": source}
     if isinstance(source, dict) and isinstance(source.get("path"), str):
@@ -248,7 +255,7 @@ def _resolved_source(source: Any, base: Path) -> Any:
 
 
 def _read_template(path: str) -> str:
-    """Read the chat template in the file that the configuration key target.chat_template names."""
+    """Read the chat template file in `target.chat_template`; raise ConfigError if it fails."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -260,22 +267,22 @@ def _read_template(path: str) -> str:
 
 
 def _absolute(value: str, base: Path) -> str:
-    """Return a path of the configuration as an absolute one."""
+    """Make a configured path absolute; it may begin with `~` or be relative to `base`."""
     return str((base / Path(value).expanduser()).resolve())
 
 
 def _is_path(value: str, base: Path) -> bool:
-    """Return whether a setting that may be a Hub id or a template's text is a local path."""
+    """Return whether a setting is a local path, and not a Hub id or the text of a template."""
     if value.startswith((".", "/", "~")):
         return True
     return len(value) < 4096 and "\n" not in value and (base / value).exists()
 
 
 def problems(errors: Sequence[Any]) -> list[str]:
-    """Describe each wrong configuration key once, from `ValidationError.errors()`.
+    """Return one message per wrong configuration key, given `ValidationError.errors()`.
 
-    pydantic reports a value that fits none of a key's types (a number or `auto`) once per type. The
-    description joins what is allowed, and quotes the value.
+    If a key allows several types, such as a number or `auto`, pydantic reports a wrong value once
+    per type. These reports are joined.
     """
     by_key: dict[str, list[Any]] = {}
     for error in errors:
@@ -288,7 +295,7 @@ def problems(errors: Sequence[Any]) -> list[str]:
 
 
 def _problem(key: str, errors: list[Any]) -> str:
-    """Describe one wrong configuration key: gone, unknown, missing, or of a wrong value."""
+    """Return the message for a configuration key that is removed, unknown, missing or wrong."""
     first = errors[0]
     if first["type"] == "extra_forbidden":
         if key in GONE_KEYS:
@@ -311,10 +318,10 @@ def _problem(key: str, errors: list[Any]) -> str:
 
 
 def nearest_key(wrong: str) -> str | None:
-    """Return the existing configuration key that is nearest to a wrong one; None if none is near.
+    """Return the configuration key that is most similar to an unknown one; None without any.
 
-    A nearly equal key is preferred, then a key with the same last name or with all words of the
-    wrong one, then a similar key.
+    A nearly equal key comes first, then a key with the same last name or with all words of the
+    unknown one, then a less similar key.
     """
     keys = [*Config.model_fields, *(".".join(key) for key in _leaves(Config))]
     alike = []
@@ -330,12 +337,12 @@ def nearest_key(wrong: str) -> str | None:
 
 
 def _words(key: str) -> set[str]:
-    """Return the words of a configuration key."""
+    """Split a configuration key into words, at dots and underscores."""
     return set(re.split("[._]", key))
 
 
 def _leaves(model: type[BaseModel], parents: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Yield every configuration key that has no keys below it, as a tuple of names."""
+    """Yield each configuration key that has no keys below it, as a tuple of names."""
     for name, field in model.model_fields.items():
         inner = _model_in(field.annotation)
         if inner is None:
@@ -345,7 +352,7 @@ def _leaves(model: type[BaseModel], parents: tuple[str, ...] = ()) -> Iterator[t
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:
-    """Return the settings class in an annotation such as `tuple[SeedSource, ...]`, if any."""
+    """Return the settings class in an annotation such as `tuple[SeedSource, ...]`, or None."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     if get_origin(annotation) in (tuple, list, Union, types.UnionType):

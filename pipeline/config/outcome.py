@@ -1,4 +1,4 @@
-"""Settings of calibrate, export, check and push."""
+"""The configuration sections `calibrate`, `export`, `check` and `push`."""
 
 from __future__ import annotations
 
@@ -15,18 +15,15 @@ StudyName = Literal["trees", "typical", "heads", "batch", "load"]
 
 
 class LatencyLimits(Section):
-    """Latency limits of requests in the study of load, in milliseconds."""
+    """Latency limits of requests in the load study (`check.studies`), in milliseconds."""
 
     ttft_ms: float | None = Field(
         None,
-        description=(
-            "The study of load counts the requests within this limit: milliseconds to the first"
-            " token."
-        ),
+        description="Limit of the time to the first token, in milliseconds.",
         gt=0,
     )
     tpot_ms: float | None = Field(
-        None, description="The same for milliseconds per further token.", gt=0
+        None, description="Limit of the time per further token, in milliseconds.", gt=0
     )
 
 
@@ -37,7 +34,7 @@ StockTree = Literal[
 
 
 def _are_paths(value: Any) -> bool:
-    """Return whether a setting's value is a list of tree paths, and not an empty one."""
+    """Return whether a setting's value is a non-empty list of tree paths."""
     if not isinstance(value, list | tuple) or not value:
         return False
     return all(
@@ -46,63 +43,64 @@ def _are_paths(value: Any) -> bool:
 
 
 class CalibrateConfig(Section):
-    """Settings of the calibrate stage, which chooses the candidate tree and the draft length."""
+    """Settings of the calibrate stage: candidate tree and number of draft tokens."""
 
     tree: Literal["static", "dynamic"] = Field(
         "static",
         description=(
-            "static: one tree for every step, searched on held-out text; dynamic: in every step the"
-            " nodes that the heads hold most probable (EAGLE-2's rule). Native decoding only."
+            "static: one tree for all steps, searched on held-out text; dynamic: in each step the"
+            " nodes that the heads consider most probable (EAGLE-2), in native decoding only."
         ),
     )
     nodes: PositiveInt | Literal["auto"] = Field(
         "auto",
         description=(
-            "Node budget of the tree, the root not counted; auto: the size with the highest"
-            " speedup, by measured overhead, where the target decodes; of sizes within 5 % of it,"
-            " that with the highest speedup times acceleration rate."
+            "Nodes of the tree, without the root. auto: the size with the highest speedup by the"
+            " overhead measured on the target's device; of sizes within 5 % of it, the one with the"
+            " highest product of speedup and acceleration rate."
         ),
     )
     depth: PositiveInt | None = Field(
         None,
         description=(
-            "Deepest path. Default: what the heads can propose; of a dynamic tree train.num_heads."
+            "Maximum depth of the tree. Default: as deep as the heads can propose; for a dynamic"
+            " tree, train.num_heads."
         ),
     )
     top: PositiveInt = Field(
         10,
         description=(
-            "Guesses per head that the tree may use; a dynamic one expands as many nodes per depth."
+            "Guesses per head that the tree may use; a dynamic tree also expands at most this many"
+            " nodes per depth."
         ),
     )
     choices: tuple[tuple[int, ...], ...] | StockTree | Path | None = Field(
         None,
         description=(
-            "Use this tree instead of searching one: a list of paths such as [[0], [0, 0], [1]], a"
-            " JSON file with one, or the name of one of the Medusa authors' trees, such as"
+            "Tree to use instead of a searched one: a list of paths such as [[0], [0, 0], [1]], a"
+            " JSON file with such a list, or the name of one of the Medusa authors' trees, such as"
             " vicuna-7b-stage2."
         ),
     )
     data: Path | None = Field(
         None,
         description=(
-            "Measure on a file of its own instead of held-out rows: a file of conversations in any"
-            " form that seeds have, whose questions the target answers greedily."
+            "File of conversations, in any form that seeds have, to measure on instead of held-out"
+            " rows. The target answers its questions greedily."
         ),
     )
     draft_tokens: PositiveInt | Literal["auto"] = Field(
         "auto",
         description=(
-            "Tokens that vLLM drafts per step, a chain of first guesses: its"
-            " num_speculative_tokens. auto: the number with the highest speedup by native"
-            " overheads, chosen as nodes are; all the heads where nodes is a number or choices is"
-            " given."
+            "Tokens that vLLM drafts per step (num_speculative_tokens), a chain of the heads' first"
+            " guesses. auto: the number with the highest speedup by native overheads, chosen as"
+            " nodes are; one per head if nodes is a number or choices is set."
         ),
     )
 
     @model_validator(mode="after")
     def is_one_tree(self) -> CalibrateConfig:
-        """Refuse settings that give a tree of their own and ask for a dynamic one."""
+        """Refuse `calibrate.choices` together with a dynamic tree."""
         if self.choices is not None and self.tree == "dynamic":
             raise ValueError(
                 "a dynamic tree grows by itself: leave calibrate.choices out, or set"
@@ -113,7 +111,7 @@ class CalibrateConfig(Section):
     @field_validator("choices", mode="before")
     @classmethod
     def is_a_tree(cls, value: Any) -> Any:
-        """Refuse a setting `calibrate.choices` that is neither tree paths nor a file or name."""
+        """Refuse `calibrate.choices` unless it is a list of tree paths, a file or a tree's name."""
         if not isinstance(value, str | Path | None) and not _are_paths(value):
             raise ValueError(
                 "give a list of paths such as [[0], [0, 0], [1]], a file with one, or a tree's name"
@@ -122,17 +120,17 @@ class CalibrateConfig(Section):
 
 
 class ExportConfig(Section):
-    """Settings of the export stage: formats and dtype of the heads' files."""
+    """Settings of the export stage: file formats and dtype of the heads."""
 
     dtype: Dtype = Field("auto", description="Dtype of the exported heads; auto: the target's.")
     formats: tuple[FormatName, ...] = Field(
         ("expanded",),
         description=(
-            "The first lies at the export's root and is checked: expanded: K lm_heads, every engine"
-            " loads it; shared: one for all, smaller, where train.medusa.lm_head is tied (vLLM,"
-            " TGI) or shared (vLLM). Others lie beside it in directories of their names: also"
-            " reference (Medusa heads: the authors' medusa_lm_head.pt) and sglang (recurrent"
-            " heads)."
+            "The first format is written to the export's root and is checked: expanded: K lm_heads,"
+            " which every engine loads; shared: one lm_head for all heads, smaller, if"
+            " train.medusa.lm_head is tied (vLLM, TGI) or shared (vLLM). The others are written to"
+            " subdirectories of their names; these can also be reference (Medusa heads: the"
+            " authors' medusa_lm_head.pt) and sglang (recurrent heads)."
         ),
         min_length=1,
     )
@@ -140,7 +138,7 @@ class ExportConfig(Section):
     @field_validator("formats")
     @classmethod
     def names_each_once(cls, value: tuple[FormatName, ...]) -> tuple[FormatName, ...]:
-        """Refuse a setting that names an export format twice."""
+        """Refuse `export.formats` with a repeated format."""
         if len(set(value)) < len(value):
             raise ValueError("name each format once")
         return value
@@ -152,48 +150,54 @@ class CheckConfig(Section):
     prompts: int | Path = Field(
         32,
         description=(
-            "How many held-out rows, at least 1, one answer of each; or a file of questions"
-            " (MT-Bench, Spec-Bench), every turn of them."
+            "Number of held-out rows, with one answer each; or a file of questions (MT-Bench,"
+            " Spec-Bench), with all turns."
         ),
     )
-    max_new_tokens: PositiveInt = Field(64, description="Tokens decoded per prompt.")
+    max_new_tokens: PositiveInt = Field(
+        64, description="Maximum number of tokens decoded per prompt."
+    )
     max_tokens: PositiveInt | None = Field(
         None,
         description=(
-            "Longest prompt and answer together. Default: the model's own context, whatever"
-            " target.max_tokens."
+            "Maximum length of prompt and answer together, in tokens. Default: the model's own"
+            " context, also if target.max_tokens is shorter."
         ),
     )
     acceptance: Literal["greedy", "typical", "rejection"] = Field(
         "greedy",
         description=(
-            "Rule by which candidates are accepted. greedy and rejection keep the target's own text"
-            " and distribution; typical accepts more and alters it."
+            "Rule that accepts candidates. greedy keeps the target's greedy text, rejection its"
+            " distribution; typical accepts more tokens and changes the distribution."
         ),
     )
     temperature: float = Field(
-        0.0, description="Temperature of the other rules; at 0 each is greedy.", ge=0
+        0.0,
+        description="Temperature of typical acceptance and rejection; at 0 both are greedy.",
+        ge=0,
     )
-    top_p: float = Field(1.0, description="Nucleus that rejection samples from.", gt=0, le=1)
+    top_p: float = Field(1.0, description="Top-p of rejection sampling.", gt=0, le=1)
     first_token: Literal["greedy", "sampled"] = Field(
         "greedy",
-        description="Typical acceptance: the token after the accepted ones; the paper's is greedy.",
+        description="Typical acceptance: how the next token is chosen; the paper's is greedy.",
     )
     typical_eps: float = Field(
-        0.09, description="Typical acceptance: p > min(eps, delta exp(-H)).", gt=0, le=1
+        0.09, description="Typical acceptance: eps in p > min(eps, delta exp(-H)).", gt=0, le=1
     )
     typical_delta: float = Field(
-        0.3, description="Typical acceptance: delta, the paper's sqrt(eps).", gt=0
+        0.3, description="Typical acceptance: delta, in the paper sqrt(eps).", gt=0
     )
     engines: tuple[Literal["native", "vllm"], ...] = Field(
-        ("native", "vllm"), description="Where the export is decoded.", min_length=1
+        ("native", "vllm"), description="Engines in which the export is decoded.", min_length=1
     )
-    repeats: PositiveInt = Field(3, description="Timed repetitions; medians are reported.")
+    repeats: PositiveInt = Field(
+        3, description="Timed repetitions, of which the medians are reported."
+    )
     baselines: tuple[BaselineName, ...] = Field(
         ("generate", "prompt-lookup"),
         description=(
-            "What is measured beside it: transformers' plain generate, its prompt lookup, and a"
-            " smaller model as its assistant."
+            "Methods to compare the heads with: transformers' plain generate, its prompt lookup,"
+            " and its assisted generation with a smaller model."
         ),
     )
     assistant_model: str | None = Field(
@@ -205,48 +209,47 @@ class CheckConfig(Section):
     served_model: str | None = Field(
         None,
         description=(
-            "Hub id or local directory of the copy that will be served, such as a GPTQ, AWQ, FP8,"
-            " compressed-tensors or bitsandbytes one: the heads are checked on it as well, greedy"
-            " text against it alone."
+            "Hub id or local directory of the copy of the target that will be served, such as a"
+            " GPTQ, AWQ, FP8, compressed-tensors or bitsandbytes one. The heads are also checked on"
+            " it, and its greedy text is compared with its own plain decoding."
         ),
     )
     studies: tuple[StudyName, ...] = Field(
         (),
         description=(
-            "Measured besides: which tree, typical acceptance by eps and temperature, how many"
-            " heads, what batch size; load: vLLM as a server with 1 to 64 requests at once."
+            "Further measurements: candidate trees, typical acceptance by eps and temperature,"
+            " numbers of heads, batch sizes; load: vLLM as a server with 1 to 64 requests at once."
         ),
     )
     slo: LatencyLimits = Field(
         default_factory=LatencyLimits,
         description=(
-            "Limits of a request; the study of load says what share of requests keeps them."
+            "Latency limits of a request; the load study reports the share of requests within them."
         ),
     )
     min_acceleration_rate: float = Field(
-        1.0, description="The check fails where an engine is below it.", ge=0
+        1.0, description="The check fails if an engine's acceleration rate is lower.", ge=0
     )
     require_learning: bool = Field(
         True,
         description=(
-            "The check fails where head 0 gets less than a tenth of the held-out tokens right that"
-            " guessing the most frequent ones misses."
+            "The check fails if, of the held-out tokens that guessing the most frequent tokens"
+            " misses, head 0 gets less than a tenth right."
         ),
     )
     tie_tolerance: float | None = Field(
         None,
         description=(
-            "A greedy difference is a tie where the target's top-2 logits are this close; 1e-4 in"
-            " float32, 0.0625 in float16 and 0.5 in bfloat16 by default, and 0.5 where it is"
-            " quantized."
+            "Largest top-2 logit gap at which a greedy difference counts as a tie. Default: 1e-4 in"
+            " float32, 0.0625 in float16, 0.5 in bfloat16 and for a quantized target."
         ),
         ge=0,
     )
     max_tie_share: float = Field(
         0.25,
         description=(
-            "The check fails where more than this share of the greedy sequences, and more than one,"
-            " differ at ties: rounding explains a few."
+            "The check fails if more than this share of the greedy sequences, and more than one,"
+            " differ at ties; rounding explains only a few."
         ),
         ge=0,
         le=1,
@@ -255,7 +258,7 @@ class CheckConfig(Section):
     @field_validator("prompts", mode="before")
     @classmethod
     def asks_something(cls, value: Any) -> Any:
-        """Refuse a setting `check.prompts` that is neither a file nor a number of rows from 1."""
+        """Refuse `check.prompts` unless it is a file or a number of at least 1."""
         is_number = isinstance(value, int) and not isinstance(value, bool)
         if not isinstance(value, str | Path) and not (is_number and value >= 1):
             raise ValueError("ask at least one held-out row, or name a file of questions")
@@ -263,14 +266,14 @@ class CheckConfig(Section):
 
     @model_validator(mode="after")
     def load_is_put_on_an_engine(self) -> CheckConfig:
-        """Refuse settings that ask for the study of load without vLLM."""
+        """Refuse the study `load` in `check.studies` without vLLM in `check.engines`."""
         if "load" in self.studies and "vllm" not in self.engines:
             raise ValueError("the study of load needs vllm in check.engines")
         return self
 
     @model_validator(mode="after")
     def assistant_is_named(self) -> CheckConfig:
-        """Refuse settings with the baseline `assistant` but not its model, or the reverse."""
+        """Refuse the baseline `assistant` without `check.assistant_model`, and the reverse."""
         if ("assistant" in self.baselines) != (self.assistant_model is not None):
             raise ValueError("the baseline 'assistant' and check.assistant_model come together")
         return self
@@ -282,34 +285,34 @@ class PushConfig(Section):
     repo_id: str | None = Field(
         None,
         description=(
-            "USER/NAME on the Hub; without it no heads are pushed. `USER/` is completed from the"
-            " target's name: USER/TARGET-speculator.eagle, or .medusa. With medusa-2 it is the"
-            " tuned backbone's, whose heads go to NAME-speculator.medusa."
+            "USER/NAME on the Hub; without it no heads are pushed. `USER/` is completed to"
+            " USER/TARGET-speculator.eagle, or .medusa. With medusa-2 it is the tuned backbone's"
+            " repository, and its heads go to NAME-speculator.medusa or .eagle."
         ),
     )
     dataset: str | None = Field(
         None,
         description=(
-            "USER/NAME of a data set on the Hub, to which the conversations go that the target"
-            " wrote, local seeds' prompts among them; `USER/` is completed from the target's name."
+            "USER/NAME of a data set on the Hub for the generated conversations, prompts of local"
+            " seeds included; `USER/` is completed with the target's name. Default: none."
         ),
     )
     private: bool = Field(False, description="Make the repositories private.")
     base_model: str | None = Field(
         None,
         description=(
-            "The target's Hub id, needed for medusa-1 where target.model is a local directory."
+            "Hub id of the target, needed for medusa-1 if target.model is a local directory."
         ),
     )
     license: str | None = Field(
         None,
         description=(
-            "The Hub's identifier of the licence of heads and tuned backbone, such as apache-2.0."
-            " Default: what the target's own card states."
+            "Licence of the heads and the tuned backbone as the Hub's identifier, such as"
+            " apache-2.0. Default: the licence in the target's card."
         ),
     )
 
     @property
     def asks_for_something(self) -> bool:
-        """Whether the settings name a repository to push to."""
+        """Whether the settings name a Hub repository, of a model or a data set, to push to."""
         return bool(self.repo_id or self.dataset)

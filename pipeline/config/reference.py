@@ -1,4 +1,4 @@
-"""The reference of configuration keys, as a Markdown table."""
+"""Generate the reference of configuration keys, a Markdown table."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TYPE_NAMES = {
 
 
 def reference(section: str | None = None) -> str:
-    """Return the configuration reference: a Markdown table of all keys, or of one section's.
+    """Return a Markdown table of all configuration keys, or of the keys in one section.
 
     Raises:
         ConfigError: There is no such section.
@@ -45,7 +45,10 @@ def reference(section: str | None = None) -> str:
 
 
 def _key_rows(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield each configuration key below a section, and the key's row in the Markdown table."""
+    """Yield each dotted configuration key of a settings class with its row of the Markdown table.
+
+    Keys of nested sections are included, and those of list entries as `seeds.sources[].path`.
+    """
     for name, field in model.model_fields.items():
         key = f"{prefix}{name}"
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
@@ -59,7 +62,7 @@ def _key_rows(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, s
 
 
 def _values(annotation: Any) -> str:
-    """Describe the possible values of a configuration key in words, from its type."""
+    """Describe the values that a configuration key's type allows, for the Markdown table."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Literal:
         return ", ".join(f"`{value}`" for value in arguments)
@@ -73,7 +76,10 @@ def _values(annotation: Any) -> str:
 
 
 def _default(field: FieldInfo) -> str:
-    """Format a configuration key's default value as a cell of the Markdown table."""
+    """Format a configuration key's default value as a cell of the Markdown table.
+
+    The cell is `needed` for a required key, and a dash for None.
+    """
     if field.is_required():
         return "needed"
     value = field.get_default(call_default_factory=True, validated_data={})

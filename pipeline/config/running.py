@@ -1,4 +1,4 @@
-"""The base class of settings; settings of the run, its placement and its limits."""
+"""The base class of configuration sections, and the sections `run`, `placement` and `limits`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DTYPES = tuple(name for name in get_args(Dtype) if name != "auto")
 
 
 class Section(BaseModel):
-    """Base class of every section of settings: frozen, and strict about unknown keys."""
+    """Base class of configuration sections: frozen, without unknown keys, NaN or infinity."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False
@@ -31,7 +31,7 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def nothing_is_the_defaults(cls, value: Any) -> Any:
-        """Read a section of settings that is empty (None in YAML) as one without keys."""
+        """Replace None, the value of an empty section in YAML, by an empty mapping of settings."""
         return {} if value is None else value
 
 
@@ -44,13 +44,13 @@ class RunConfig(Section):
     )
     root: Path = Field(
         Path("~/medusa-runs"),
-        description="Directory of all runs; on storage that every worker sees.",
+        description="Directory of all runs, on storage that every worker sees.",
     )
     store: Path | None = Field(
         None,
         description=(
-            "Where stage directories live; runs that name one store share them. Default: the run"
-            " directory."
+            "Directory of the stage directories, which runs with the same store share. Default: the"
+            " run directory."
         ),
     )
     seed: int = Field(0, description="Seed of sampling, splits and training.", ge=0)
@@ -58,12 +58,12 @@ class RunConfig(Section):
     @field_validator("root", "store")
     @classmethod
     def home(cls, value: Path | None) -> Path | None:
-        """Expand `~` in a setting that is a directory."""
+        """Expand `~` in the settings `run.root` and `run.store`."""
         return value and value.expanduser()
 
     @property
     def directory(self) -> Path:
-        """The run directory that the settings `run.root` and `run.name` give."""
+        """The run directory, `run.root`/`run.name`."""
         return self.root / self.name
 
 
@@ -73,15 +73,14 @@ class PlacementOf(Section):
     workers: PositiveInt | Literal["auto"] = Field(
         1,
         description=(
-            "Worker processes; auto: as many as there is room for, one per GPU or, without GPUs,"
-            " per node."
+            "Number of worker processes; auto: as many as fit, which without GPUs is one per node."
         ),
     )
     gpus_per_worker: int | None = Field(
-        None, description="GPUs of each; default 1 where the cluster has GPUs, else 0.", ge=0
+        None, description="GPUs per worker. Default: 1 if the cluster has GPUs, else 0.", ge=0
     )
     cpus_per_worker: PositiveInt | None = Field(
-        None, description="CPU cores of each; default: an equal share."
+        None, description="CPU cores per worker. Default: an equal share."
     )
 
 
@@ -94,8 +93,8 @@ class PlacementConfig(Section):
     gpu_memory_gb: PositiveFloat | None = Field(
         None,
         description=(
-            "Memory of each GPU, as its name has it (80 of an H100), to plan for GPUs that this"
-            " machine has not. Default: what the GPUs here have."
+            "Nominal memory of each GPU in GB (80 for an H100), to plan for GPUs that this machine"
+            " does not have. Default: that of this machine's GPUs."
         ),
     )
 
@@ -109,24 +108,25 @@ class LimitsConfig(Section):
 
     max_quarantine_fraction: float = Field(
         0.2,
-        description="A stage stops (exit 3) when it refuses more; duplicates do not count.",
+        description=(
+            "A stage stops (exit 3) if a larger fraction of its rows is quarantined. Duplicates and"
+            " contaminated rows do not count."
+        ),
         ge=0,
         le=1,
     )
     min_free_disk_gb: float = Field(
-        1.0, description="A stage stops (exit 4) before the disk has less.", ge=0
+        1.0, description="A stage stops (exit 4) if less disk space is free, in GB.", ge=0
     )
     max_consecutive_failures: PositiveInt = Field(
         3,
         description=(
-            "A stage stops when a shard fails this often; one that ends its worker's process this"
-            " often is searched for the rows that do it, which are quarantined."
+            "Failures of one shard, or of training, after which the stage stops. If a shard crashes"
+            " its worker, the rows that crash it are searched and quarantined instead."
         ),
     )
     max_hours_per_shard: float = Field(
         6.0,
-        description=(
-            "A worker that takes longer for one shard is ended, and the shard given to another."
-        ),
+        description="Maximum hours for one shard; a slower worker is ended and its shard retried.",
         gt=0,
     )

@@ -1,6 +1,6 @@
-"""Settings of training: of heads, and of the backbone with them.
+"""Settings of the train stage.
 
-What only one kind of head or one method reads is a section of its own, named after it.
+Settings that only one kind of head or one training method reads are in a nested section.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class MedusaConfig(Section):
     lm_head: LmHead = Field(
         "untied",
         description=(
-            "untied: each head trains its own copy; shared: all heads train one; tied: all read the"
-            " target's, frozen."
+            "untied: each head trains its own copy of the target's lm_head; shared: all heads train"
+            " one copy; tied: all heads use the target's lm_head, frozen."
         ),
     )
 
@@ -43,20 +43,20 @@ class BackboneConfig(Section):
     recipe: Literal["joint", "two-stage"] = Field(
         "joint",
         description=(
-            "joint: heads and backbone from the start; two-stage: the heads first, from the cache,"
-            " as medusa-1 trains them."
+            "joint: heads and backbone train together from the start; two-stage: the heads first"
+            " train alone from cached features, as with medusa-1."
         ),
     )
     loss: Literal["kl", "ce"] = Field(
         "kl",
         description=(
-            "kl: the backbone stays close to the original model; ce: it learns the text as hard"
-            " labels."
+            "kl: KL divergence from the original model, which keeps the backbone close to it; ce:"
+            " cross entropy with the text."
         ),
     )
     schedule: Literal["sine", "linear", "constant"] = Field(
         "sine",
-        description="How the weight of the heads' losses rises to lambda_0 over the training.",
+        description="Schedule of the weight of the heads' losses, which ends at lambda_0.",
     )
     lambda_0: float = Field(0.01, description="Final weight of the heads' losses.", gt=0, le=1)
     lr: PositiveFloat | None = Field(
@@ -64,15 +64,15 @@ class BackboneConfig(Section):
         description="Peak learning rate of the backbone's LoRA. Default: a quarter of the heads'.",
     )
     lora_rank: PositiveInt = Field(
-        32, description="Rank of LoRA, on every linear layer, lm_head included."
+        32, description="Rank of LoRA, which is on every linear layer, lm_head included."
     )
     lora_alpha: PositiveInt = Field(16, description="LoRA's scale is alpha / rank.")
-    lora_dropout: float = Field(0.05, description="Dropout before LoRA.", ge=0, lt=1)
+    lora_dropout: float = Field(0.05, description="Dropout on the inputs of LoRA.", ge=0, lt=1)
     sequence_length: int = Field(
         2048,
         description=(
-            "Conversations are packed into sequences of so many tokens, none seeing another; what"
-            " is longer is cut."
+            "Maximum number of tokens in a packed sequence. Its conversations do not attend to each"
+            " other; longer conversations are cut."
         ),
         ge=8,
     )
@@ -83,48 +83,49 @@ class BackboneConfig(Section):
         ),
     )
     micro_batch: PositiveInt = Field(
-        1, description="Sequences of one forward; the others accumulate."
+        1, description="Packed sequences per forward; gradients accumulate over a step."
     )
     gradient_checkpointing: bool = Field(
         True,
         description=(
-            "Keep one state per layer and compute the others again: less memory, more time."
+            "Store one hidden state per layer and recompute other activations in the backward: less"
+            " memory, more time."
         ),
     )
     quantization: Literal["none", "4bit", "8bit"] | None = Field(
         None,
         description=(
-            "Hold the copy that trains in 4 or 8 bit (QLoRA), and nothing else: what is published"
-            " is the target's own weights and what was learned. With kl that copy is the teacher"
-            " too. Default: target.quantization."
+            "Quantize the copy of the target that is trained (QLoRA). The adapter is merged into"
+            " the target's unquantized weights. The quantized copy is the teacher too, for loss kl"
+            " and for soft labels. Default: target.quantization."
         ),
     )
     shard: bool = Field(
         False,
         description=(
-            "Split the frozen layers over the workers (FSDP) where one GPU does not hold the"
-            " target: each keeps its part, and gathers each layer in every forward and backward."
-            " Less memory, more traffic; one worker keeps all."
+            "Shard the frozen layers over the workers (FSDP), for a target that does not fit on one"
+            " GPU: less memory per GPU, more communication. It has no effect with one worker."
         ),
     )
     max_kl: PositiveFloat = Field(
         0.1,
         description=(
-            "The check fails where KL(original, tuned) is above, in nats per held-out position."
+            "The check fails if the mean KL(original, tuned) on held-out positions is higher, in"
+            " nats."
         ),
     )
 
     def peak_lr(self, heads_lr: float) -> float:
-        """Return the configured peak learning rate of the backbone, by default `heads_lr` / 4.
+        """Return the backbone's peak learning rate: the configured one, or else `heads_lr` / 4.
 
-        The default is that of the paper's appendix B.
+        The ratio is that of the paper's appendix B.
         """
         return heads_lr / 4 if self.lr is None else self.lr
 
     def quantization_beside(self, target: Bits | None) -> Bits | None:
-        """Return the configured quantization of the backbone's trained copy; None for none.
+        """Return the quantization of the backbone copy that is trained, or None for none.
 
-        Without a setting of its own it is `target`, the setting `target.quantization`.
+        `target` is the setting `target.quantization`, which applies if `quantization` is not set.
         """
         if self.quantization is None:
             return target
@@ -137,22 +138,22 @@ class TrainConfig(Section):
     heads: str = Field(
         "recurrent",
         description=(
-            "Kind of head; recurrent: one cell that also reads the tokens it has guessed, and"
-            " accepts more with fewer parameters; medusa: the paper's, each of which guesses from"
-            " the target's state alone."
+            "Kind of head. recurrent: one cell that also reads the tokens it has proposed; more"
+            " accepted tokens with fewer parameters. medusa: the paper's heads, each of which reads"
+            " only the target's state."
         ),
     )
     method: str = Field(
         "medusa-1",
         description=(
-            "medusa-1: heads on the frozen backbone, from the cache; medusa-2: the backbone learns"
-            " along (LoRA), from the generated text."
+            "medusa-1: heads on the frozen backbone, trained on cached features; medusa-2: the"
+            " backbone is trained too (LoRA), on the generated text."
         ),
     )
     num_heads: int = Field(
         5,
         description=(
-            "K: how many tokens ahead of the next the heads guess; at most 128, as many as vLLM"
+            "K: how many tokens after the next one the heads predict; at most 128, vLLM's limit for"
             " drafts."
         ),
         ge=1,
@@ -161,31 +162,33 @@ class TrainConfig(Section):
     epochs: PositiveInt | Literal["auto"] = Field(
         "auto",
         description=(
-            "Passes over the features, and over the text. auto, here and below: chosen from the"
-            " number of positions and the target's width."
+            "Passes over the features (medusa-1) or the text (medusa-2). auto, here and below:"
+            " computed from the number of positions and the target's hidden size."
         ),
     )
     lr: PositiveFloat | Literal["auto"] = Field(
         "auto", description="Peak learning rate of the heads."
     )
     batch_tokens: PositiveInt | Literal["auto"] = Field(
-        "auto", description="Positions per optimizer step from the cache, over all workers."
+        "auto", description="Positions per optimizer step on cached features, over all workers."
     )
     warmup_steps: NonNegativeInt | Literal["auto"] = Field(
-        "auto", description="Linear warmup; then cosine to 0."
+        "auto", description="Steps of linear warmup, before cosine decay to 0."
     )
     patience: PositiveInt = Field(
         6,
         description=(
-            "Training ends after so many evaluations on held-out rows without a lower loss."
+            "Training ends after this many successive held-out evaluations without a lower loss."
         ),
     )
-    decay: float = Field(0.8, description="Head k's loss weighs decay^(k+1).", gt=0, le=1)
+    decay: float = Field(
+        0.8, description="The loss of head k is weighted by decay^(k+1).", gt=0, le=1
+    )
     soft_labels: float = Field(
         0.5,
         description=(
-            "The share of the heads' loss that is the cross entropy with the target's own"
-            " distribution; the rest is that with the token that was written."
+            "Share of the heads' loss that is the cross entropy with the target's distribution; the"
+            " rest is the cross entropy with the generated token."
         ),
         ge=0,
         le=1,
@@ -193,24 +196,24 @@ class TrainConfig(Section):
     draft_vocab: PositiveInt | None = Field(
         None,
         description=(
-            "Let heads propose only so many tokens, the most frequent of what the target wrote in"
-            " the train rows: lm_head has a row for each. Recurrent heads then decode natively"
-            " only. Default: all tokens."
+            "Number of tokens that heads can propose: those that the target wrote most often in the"
+            " train rows. The heads' lm_head has only their rows. Such recurrent heads decode"
+            " natively only. Default: all tokens."
         ),
     )
     noise: float = Field(
         0.0,
         description=(
-            "Uniform noise on the states that heads read in training, up to this share of each"
-            " state's RMS; EAGLE's is about 0.1."
+            "Uniform noise on the states that heads read in training, at most this share of each"
+            " state's RMS; EAGLE uses about 0.1."
         ),
         ge=0,
     )
     roles: tuple[Literal["assistant", "user"], ...] = Field(
-        ("assistant",), description="Whose target-written text is learned.", min_length=1
+        ("assistant",), description="Roles whose target-written text is learned.", min_length=1
     )
     optimizer: Literal["adamw", "adamw-8bit"] = Field(
-        "adamw", description="adamw-8bit keeps its moments in 8 bit (bitsandbytes)."
+        "adamw", description="adamw-8bit stores the moments in 8 bit (bitsandbytes)."
     )
     weight_decay: float = Field(0.0, description="AdamW's weight decay.", ge=0)
     max_grad_norm: PositiveFloat = Field(1.0, description="Gradient clipping by global norm.")
@@ -219,25 +222,22 @@ class TrainConfig(Section):
     )
     checkpoint_minutes: float = Field(
         10.0,
-        description=(
-            "Minutes between checkpoints: what a kill costs at most. They are written in the"
-            " background."
-        ),
+        description="Minutes between checkpoints, which are written in the background.",
         ge=0,
     )
     checkpoint_every: PositiveInt | None = Field(
-        None, description="Steps between checkpoints, in place of checkpoint_minutes."
+        None, description="Steps between checkpoints, instead of checkpoint_minutes."
     )
     report_to: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = Field(
         ("tensorboard",),
         description=(
-            "Where training's curves, configuration and final figures are watched, by each one's"
-            " own library. Trackio is local; Weights & Biases asks for a login, or for"
+            "Trackers for the curves, configuration and final figures of training, each logged with"
+            " its own library. Trackio is local; Weights & Biases needs a login or"
             " WANDB_MODE=offline."
         ),
     )
     keep_checkpoints: PositiveInt = Field(
-        2, description="How many of the newest checkpoints stay on disk."
+        2, description="Number of the newest checkpoints to keep on disk."
     )
     medusa: MedusaConfig = Field(
         default_factory=MedusaConfig, description="Read with train.heads: medusa."

@@ -18,7 +18,7 @@ SpecialTokens = Literal["escape", "keep", "quarantine"]  # in a seed's text
 
 @dataclass(frozen=True)
 class Message:
-    """A message of one role; `tool_calls` holds its function calls as JSON (see `repair`)."""
+    """A message; `tool_calls` is a JSON list of its function calls (see `repair`), or None."""
 
     role: Role
     content: str
@@ -26,18 +26,18 @@ class Message:
 
     @property
     def uses_tools(self) -> bool:
-        """Whether the chat message is a function call or its result."""
+        """Whether the message has function calls or is the result of one."""
         return self.role == "tool" or self.tool_calls is not None
 
     @property
     def text(self) -> str:
-        """The chat message's content, followed by its function calls."""
+        """The message's content, followed by its function calls as JSON."""
         return self.content + (self.tool_calls or "")
 
 
 @dataclass(frozen=True)
 class Turn:
-    """A user's question and the seed's answer, if any.
+    """A user's question and the seed's answer, or None if the seed has none.
 
     `asked` is the user's message, followed by the function calls of the seed's assistant with their
     results.
@@ -49,10 +49,11 @@ class Turn:
 
 @dataclass(frozen=True)
 class Conversation:
-    """A conversation: at most one system message, then turns.
+    """A conversation: at most one system message, then the turns of user and assistant.
 
-    `id` is unique (`source:row`); `source_id` is the id in the seed file and may repeat. `tools`
-    are the functions that the assistant may call, as the JSON list that chat templates take.
+    `id` is unique (`source:row`); `source_id` is the id in the seed file and may repeat. `category`
+    is the category of a benchmark question. `tools` are the functions that the assistant may call,
+    as the JSON list that chat templates take.
     """
 
     id: str
@@ -63,7 +64,7 @@ class Conversation:
 
     @property
     def turns(self) -> list[Turn]:
-        """The turns after the system message, without function calls that have no result."""
+        """The turns of the conversation, without function calls that have no result."""
         turns: list[Turn] = []
         for number, message in enumerate(self.messages):
             after = self.messages[number + 1 : number + 2]
@@ -77,11 +78,11 @@ class Conversation:
 
     @property
     def system(self) -> tuple[Message, ...]:
-        """The conversation's system message as a tuple of one or no messages."""
+        """The system message as a tuple, which is empty if there is none."""
         return self.messages[:1] if self.messages[0].role == "system" else ()
 
     def read_by(self, mode: Mode, rounds: int | None = None) -> tuple[Message, ...]:
-        """Return the messages of a seed conversation that generation reads in a mode.
+        """Return the messages of this seed that generation reads in a mode.
 
         Replay reads the system message and the first `rounds` questions (all if None), with their
         function calls and results. Self-talk reads the system message and the first question.
@@ -97,20 +98,20 @@ class Conversation:
 class Reason(StrEnum):
     """Reasons for which a stage quarantines a row."""
 
-    # In the seeds.
+    # Found when seeds are read.
     UNDECODABLE = "undecodable"  # bytes that are not UTF-8, or half of a surrogate pair
     BROKEN_JSON = "broken-json"
-    BROKEN_ROW = "broken-row"  # of a CSV: not as many fields as its header names
+    BROKEN_ROW = "broken-row"  # of a CSV file: not as many fields as the header has
     UNKNOWN_FORMAT = "unknown-format"
     NOT_TEXT = "not-text"  # a turn whose text is no string, for example an image
     WRONG_ORDER = "wrong-order"
     EMPTY = "empty"
     TOOLS = "tools"  # function calls, with seeds.tools=quarantine
     NO_USER_TURN = "no-user-turn"
-    TOO_LONG = "too-long"  # in characters when read, in tokens against the target's context
+    TOO_LONG = "too-long"  # for seeds.max_characters, or for the target's context
     DUPLICATE = "duplicate"
     CONTAMINATED = "contaminated"  # it holds one of the check's questions
-    # In the target.
+    # Found when the target runs.
     TEMPLATE_REFUSED = "template-refused"  # by the chat template, for example a system prompt
     SPECIAL_TOKENS = "special-tokens"  # in its text, with seeds.special_tokens=quarantine
     TRUNCATED = "truncated"
@@ -118,11 +119,11 @@ class Reason(StrEnum):
     DEGENERATE_LOOP = "degenerate-loop"
     NOTHING_GENERATED = "nothing-generated"
     NON_FINITE = "non-finite"  # its hidden states
-    KILLED_WORKER = "killed-worker"  # its worker process ended at each attempt, and on no other row
+    KILLED_WORKER = "killed-worker"  # the row ended its worker process at each attempt
 
 
 class RowRejected(Exception):
-    """The error of an unusable row; its `detail` is written to the quarantine file."""
+    """Raised for an unusable row; `reason` and `detail` are written to the quarantine file."""
 
     def __init__(self, reason: Reason, detail: str):
         super().__init__(reason, detail)
@@ -134,7 +135,7 @@ class RowRejected(Exception):
 
 @dataclass(frozen=True)
 class RejectedRow:
-    """A quarantined row with its reason; `row` is a value that JSON in UTF-8 can hold."""
+    """A quarantined row with its reason; `row` can be written as JSON in UTF-8."""
 
     id: str
     reason: Reason
@@ -143,15 +144,15 @@ class RejectedRow:
 
     @classmethod
     def of(cls, id: str, rejected: RowRejected, row: Any) -> RejectedRow:
-        """Create a seed row's quarantine record from the exception that rejected the row.
+        """Create the record of a rejected row from the exception that rejected it.
 
-        The record holds `row` as `storable_json` converts it.
+        `storable_json` converts `row`.
         """
         return cls(id, rejected.reason, escape_surrogates(rejected.detail), storable_json(row))
 
 
 def utf8_text(text: str) -> str:
-    """Return a seed row's text unchanged after checking that UTF-8 can encode it.
+    """Return a text unchanged after checking that UTF-8 can encode it.
 
     Raises:
         RowRejected: The text has a lone surrogate, which may stand for bytes that are not UTF-8.
@@ -166,15 +167,15 @@ def utf8_text(text: str) -> str:
 
 
 def escape_surrogates(text: str) -> str:
-    """Escape lone surrogates in a seed source's text, so that UTF-8 can encode it."""
+    """Escape lone surrogates in a text, so that UTF-8 can encode it."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def storable_json(value: Any, depth: int = 32) -> Any:
-    """Convert a seed source's data, such as a rejected row, to a value that JSON in UTF-8 can hold.
+    """Convert a value, such as a rejected row, to one that JSON in UTF-8 can hold.
 
-    Lists and objects below `depth` levels become `…`. A value of another type becomes its type's
-    name, and a number that is not finite becomes text.
+    Lists and dicts that are nested deeper than `depth` levels become `…`. A value that JSON does
+    not have becomes `a TYPE`, and a number that is not finite becomes text.
     """
     if isinstance(value, str):
         return escape_surrogates(value)

@@ -1,20 +1,20 @@
 """A conversation with the target as a state machine that any engine can drive.
 
-Call `next_request` and `receive` in turn until there is no request, then `rows`. A turn is a user's
-message and its answer; a row is one growing list of token ids that holds every answer exactly as it
-was sampled. Three modes:
+Call `next_request` and `receive` alternately until `next_request` returns None, then call `rows`. A
+turn is a user's message and its answer. A row is a list of token ids that grows turn by turn and
+holds every answer exactly as it was sampled. Three modes:
 
     replay       the seed's user messages one after another, each answered by the target; function
                  calls of the seed's assistant and their results are context without labels
     self-talk    the seed's first user message; then the target writes both roles, each after the
                  role's header in the chat template
-    passthrough  the seed's own answers, rendered as if the target had sampled them; makes no
+    passthrough  the seed's own answers, tokenized as if the target had sampled them; makes no
                  requests
 
-An unusable turn ends the conversation and is dropped: a degenerate loop, an answer without text, an
-answer that `on_truncated` does not keep, no room in the context. Earlier turns stay, unless
-`on_truncated` rejects the conversation. A row ends with an answer; a generated user message that is
-empty or has no answer is dropped.
+The conversation ends early at a text that is a degenerate loop or empty (if `ends_at_flaws`), or is
+cut off and not kept by `on_truncated`. This text is dropped, and so is a generated user message
+without an answer. The conversation also ends where a prompt leaves no room in the context. The rows
+keep all earlier turns, unless `on_truncated` rejects the whole conversation.
 """
 
 from __future__ import annotations
@@ -50,19 +50,21 @@ class DialogueSettings:
     """Settings of one conversation with the target (`generate` in the configuration).
 
     Attributes:
-        max_tokens: The target's context, the limit of every row.
-        rounds: Maximum number of answers; None for one per question, in self-talk for as many as
-            fit into the context.
-        on_truncated: For a text cut at `max_new_tokens`: keep it, drop its turn and end the
-            conversation, or reject the conversation. A text cut by the end of the context always
-            ends the conversation.
+        mode: See the module's docstring.
+        sampling: The sampling parameters of every request.
+        max_tokens: The target's context length, the maximum length of a row in tokens.
+        rounds: Maximum number of answers. None: one per question, in self-talk as many as fit into
+            the context.
+        on_truncated: What happens to a text cut off at `max_new_tokens`. keep: it is kept and the
+            conversation continues; drop-turn: it is dropped and ends the conversation; quarantine:
+            the conversation is rejected. A text cut off by the end of the context always ends the
+            conversation, and is kept only with keep.
         seed: The run's seed.
-        ends_at_flaws: Whether a degenerate loop or an empty answer ends the conversation, as
-            training data needs; a benchmark continues.
-        answers_last: Whether the target also answers the last question; False if only the prompts
-            are wanted.
-        special_tokens: Whether special tokens in the seed's text are written as text (escape), stay
-            control tokens (keep), or reject the conversation (quarantine).
+        ends_at_flaws: Whether a degenerate loop or an empty text ends the conversation.
+        answers_last: Whether the target also answers the last question. Without this answer, the
+            last prompt is still built.
+        special_tokens: What happens to special tokens in the seed's text. escape: they become plain
+            text; keep: they stay control tokens; quarantine: the conversation is rejected.
     """
 
     mode: Mode
@@ -77,10 +79,10 @@ class DialogueSettings:
 
 
 def require_both_sides(template: ChatTemplate, mode: str) -> None:
-    """Check, if the mode is self-talk, that a token of the chat template ends a user's text.
+    """Check that the chat template supports a mode.
 
     Raises:
-        ConfigError: The mode is self-talk, and no token ends a user's text.
+        ConfigError: The mode is self-talk, and the template has no token that ends a user message.
     """
     if mode == "self-talk" and not template.end_ids["user"]:
         what = "The target cannot write the user's side: no token of its chat template ends it."
@@ -88,7 +90,12 @@ def require_both_sides(template: ChatTemplate, mode: str) -> None:
 
 
 class Dialogue:
-    """State machine of one conversation with the target.
+    """State machine of one conversation with the target; see the module's docstring.
+
+    Args:
+        conversation: The seed conversation.
+        template: The target's chat template.
+        settings: The mode, the limits, and how flaws are handled.
 
     Attributes:
         cut_at_tools: Whether the conversation ends early, at function calls that the chat template
@@ -104,12 +111,12 @@ class Dialogue:
         self._template = template.variant(tools=conversation.tools, escapes=escapes)
         self.cut_at_tools = False
         self._turns = deque(self._usable_turns())
-        self._unanswered: list[list[int]] = []  # the last prompt, where `answers_last` is not set
+        self._unanswered: list[list[int]] = []  # the last prompt, if `answers_last` is False
         self._seed_answer: str | None = None
         self._writer: Literal["user", "assistant"] = "assistant"
         self._builder: RowBuilder | None = None  # the conversation so far
         self._pending: RowBuilder | None = None  # the conversation up to the requested text
-        self._rows: dict[int, RowBuilder] = {}  # finished parts, by the turn that a row begins with
+        self._rows: dict[int, RowBuilder] = {}  # rows that end with an answer, by their first turn
         self._num_requests = 0
         self._num_answers = 0
         self._ending: RowRejected | None = None
@@ -119,19 +126,19 @@ class Dialogue:
             self._ending = RowRejected(Reason.SPECIAL_TOKENS, detail)
 
     def special_tokens(self) -> list[str]:
-        """Return the special tokens in the text of the seed messages that the dialogue reads."""
+        """Return the special tokens in the text of the seed messages that generation reads."""
         read = self._conversation.read_by(self._settings.mode, self._settings.rounds)
         return self._template.special_tokens_in(read)
 
     @property
     def needs_answers(self) -> bool:
-        """Whether the dialogue has a question left for the target to answer."""
+        """Whether the target still has to answer a question of the seed."""
         return len(self._turns) > (0 if self._settings.answers_last else 1)
 
     def next_request(self) -> Request | None:
-        """Return the dialogue's next request to an engine, or None if the dialogue is over.
+        """Return the next request to an engine, or None if the conversation is over.
 
-        In passthrough mode, receive all of the seed's own answers and return None.
+        In passthrough mode, this receives all of the seed's own answers and returns None.
         """
         request = self._build_request()
         while request is not None and self._settings.mode == "passthrough":
@@ -144,7 +151,7 @@ class Dialogue:
         return request
 
     def receive(self, completion: Completion) -> None:
-        """Append the completion of the last request to the dialogue, or end it at a flaw."""
+        """Add the completion of the last request; an unusable text ends the conversation."""
         assert self._pending is not None, f"{completion.id} answers no request"
         builder, self._pending = self._pending, None
         ids, finish = completion.token_ids, completion.finished
@@ -158,24 +165,27 @@ class Dialogue:
             return
         self._builder = builder.with_text(ids, finish, Message(self._writer, text))
         if self._writer == "assistant":
-            # Replaces the row, unless the template has rewritten history and a new row began.
+            # Replaces the row so far, unless the template has rewritten history: then a row is new.
             self._rows[self._builder.first_turn] = self._builder
             self._num_answers += 1
         if self._settings.mode == "self-talk":
             self._writer = "user" if self._writer == "assistant" else "assistant"
 
     def prompts(self) -> list[list[int]]:
-        """Return the token ids of the dialogue's prompts, including an unanswered last one."""
+        """Return the token ids of each kept text's prompt, then of an unanswered last prompt."""
         found = []
         for builder in self._rows.values():
             found += [builder.ids[: span.start] for span in builder.spans]
         return found + self._unanswered
 
     def rows(self) -> list[GeneratedRow]:
-        """Return the training rows of the finished dialogue.
+        """Return the training rows of the finished conversation.
+
+        There are several rows only if the chat template rewrites history.
 
         Raises:
-            RowRejected: No answer remains; the reason is the one that ended the dialogue.
+            RowRejected: There is no usable answer; the reason is the one that ended the
+                conversation.
         """
         assert self._ending is not None, "the conversation is not over"
         if not self._rows:
@@ -190,8 +200,8 @@ class Dialogue:
     def _usable_turns(self) -> list[Turn]:
         """Return the seed's turns, up to function calls that the chat template cannot render.
 
-        Of the turn with these calls only the question stays, and `cut_at_tools` is set. Self-talk
-        drops all function calls, and passthrough all turns without an answer.
+        The turn with these calls keeps only its question, and `cut_at_tools` becomes True.
+        Self-talk drops all function calls, and passthrough drops all turns without an answer.
         """
         mode = self._settings.mode
         turns = []
@@ -208,7 +218,7 @@ class Dialogue:
         return turns
 
     def _renders(self, turn: Turn) -> bool:
-        """Return whether the chat template renders a seed turn's function calls, if it has any."""
+        """Return whether the chat template renders a turn's function calls; True without calls."""
         if len(turn.asked) == 1:
             return True
         try:
@@ -218,12 +228,15 @@ class Dialogue:
         return self._template.renders_tools
 
     def _stop_token_ids(self) -> tuple[int, ...]:
-        """Return the token ids that end the dialogue's next text."""
+        """Return the sorted token ids that end a text of the current writer."""
         ends = self._template.end_ids[self._writer]
         return tuple(sorted({*self._settings.sampling.stop_token_ids, *ends}))
 
     def _build_request(self) -> Request | None:
-        """Build the dialogue's next request; None, with `_ending` set, if the dialogue is over."""
+        """Build the next request and set `_pending`.
+
+        If the conversation is over, set `_ending` and return None.
+        """
         assert self._pending is None, "the last request has no answer yet"
         if self._ending is not None:
             return None
@@ -263,10 +276,10 @@ class Dialogue:
         )
 
     def _next_prompt(self) -> RowBuilder:
-        """Build the dialogue's token row up to the start of the next sampled text.
+        """Build the token row up to the start of the next sampled text.
 
         Raises:
-            RowRejected: No question or round is left, or the chat template rejects a message.
+            RowRejected: No question or round is left, or a message cannot be rendered or tokenized.
         """
         builder, template = self._builder, self._template
         if self._num_answers == self._settings.rounds:
@@ -291,9 +304,10 @@ class Dialogue:
     def _flaw(
         self, ids: list[int], text: str, finish: Finish, context_left: int
     ) -> RowRejected | None:
-        """Return the reason for which a sampled text ends the dialogue, or None.
+        """Return why a sampled text ends the conversation, or None if the text is usable.
 
-        For a cut text, `on_truncated: quarantine` also drops the rows of earlier turns.
+        If the text was cut off at `max_new_tokens` and `on_truncated` is quarantine, all rows are
+        dropped.
         """
         policy, writer = self._settings.on_truncated, self._writer
         if self._settings.ends_at_flaws:

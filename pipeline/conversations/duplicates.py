@@ -1,4 +1,4 @@
-"""Filters of seed rows: duplicates, near-duplicates, and rows with questions of the check stage."""
+"""Filters that reject seeds: duplicates, near-duplicates, and seeds with check questions."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Nearness = Literal["keep", "quarantine", "minhash"]
 Words = tuple[str, ...]
 
 NUM_PERMUTATIONS = 128
-NUM_BANDS = 32  # a pair of similarity 0.6 shares one of them with a probability of 0.99
+NUM_BANDS = 32  # a pair of similarity 0.6 shares at least one band with a probability of 0.99
 SHINGLE_WORDS = 3
-ANCHOR_WORDS = 5  # first words of a question, the key of its look-up
+ANCHOR_WORDS = 5  # number of a question's first words by which it is found
 FEWEST_WORDS = 8  # a shorter question must be a whole message
 WORDS = re.compile(
     r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|[^\W_\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]+"
@@ -35,8 +35,8 @@ class Deduplicator:
 
     Args:
         mode, rounds: The messages that generation reads, see `Conversation.read_by`.
-        near: The near-duplicates to reject. keep: none; quarantine: texts that differ only in
-            case, punctuation and white space; minhash: also texts with similar sets of
+        near: The near-duplicates to reject. keep: none; quarantine: conversations that differ only
+            in case, punctuation and white space; minhash: also conversations with similar sets of
             three-word shingles.
         similarity: The lowest Jaccard similarity of near-duplicates, as estimated by MinHash.
     """
@@ -51,9 +51,9 @@ class Deduplicator:
         self._similar = SimilarTexts(self.similarity) if self.near == "minhash" else None
 
     def check(self, conversation: Conversation) -> Conversation | RejectedRow:
-        """Return the seed conversation, or a `RejectedRow` if it duplicates an earlier one.
+        """Return the conversation, or a `RejectedRow` if it duplicates an earlier one.
 
-        Its texts are remembered, to compare later conversations with them.
+        A conversation that is returned is remembered for the comparison with later ones.
         """
         read = conversation.read_by(self.mode, self.rounds)
         texts = []
@@ -67,7 +67,7 @@ class Deduplicator:
         if first != conversation.id:
             return _rejected_seed(conversation, Reason.DUPLICATE, f"The same as {first}.")
         if self._similar is not None:
-            # System prompts recur.
+            # Not the system prompt: it recurs in conversations that are not duplicates.
             said = [turn.content for turn in read if turn.role in ("user", "assistant")]
             found = self._similar.first(conversation.id, said)
             if found is not None:
@@ -77,10 +77,10 @@ class Deduplicator:
 
 
 class SimilarTexts:
-    """Index of seed texts by the MinHash of their three-word shingles (Broder 1997), in LSH bands.
+    """Index of conversations by the MinHash of their three-word shingles (Broder 1997).
 
-    With 128 permutations the estimated similarity has a standard error of at most 0.045. A text
-    takes about 1 KB of memory.
+    Candidates are found by LSH bands. With 128 permutations the estimated similarity has a standard
+    error of at most 0.045. A conversation takes about 1 KB of memory.
     """
 
     def __init__(self, similarity: float):
@@ -93,10 +93,11 @@ class SimilarTexts:
         self._texts: list[tuple[str, Any]] = []  # id and MinHash
 
     def first(self, id: str, texts: Sequence[str]) -> tuple[str, float] | None:
-        """Find the first seed conversation with similar texts, or add this one to the index.
+        """Find the earliest conversation with similar texts; if there is none, add this one.
 
         Returns:
-            The id of the similar conversation and the estimated similarity, or None after adding.
+            The id of the similar conversation and the estimated similarity, or None if this
+            conversation was added to the index.
         """
         from rensa import RMinHash
 
@@ -113,11 +114,10 @@ class SimilarTexts:
 
 
 class CheckQuestions:
-    """Filter of seed conversations that contain a question of the check stage (decontamination).
+    """Filter of conversations that contain a question of the check stage (decontamination).
 
     A question of eight words or more is also found within a message; a shorter question is found
-    only as a whole message. Case, punctuation and white space are ignored. The time is linear in
-    the number of words.
+    only as a whole message. Case, punctuation and white space are ignored.
     """
 
     def __init__(self, questions: Iterable[Conversation]):
@@ -129,7 +129,7 @@ class CheckQuestions:
                     self._by_anchor[words[:ANCHOR_WORDS]].append((words, question.id))
 
     def check(self, conversation: Conversation) -> Conversation | RejectedRow:
-        """Return the seed conversation, or a `RejectedRow` if it has a check stage's question."""
+        """Return the conversation, or a `RejectedRow` if a message of it contains a question."""
         for message in conversation.messages:
             found = self.find_question(message)
             if found is not None:
@@ -138,7 +138,7 @@ class CheckQuestions:
         return conversation
 
     def find_question(self, message: Message) -> str | None:
-        """Return the id of a check stage's question that a seed message contains, or None."""
+        """Return the id of the first check question that a message contains, or None."""
         words = words_of(message.content)
         for start in range(len(words)):
             for question, id in self._by_anchor.get(words[start : start + ANCHOR_WORDS], ()):
@@ -149,12 +149,12 @@ class CheckQuestions:
 
 
 def _rejected_seed(conversation: Conversation, reason: Reason, detail: str) -> RejectedRow:
-    """Return the quarantine record of a seed conversation."""
+    """Return the quarantine record of a rejected conversation."""
     return RejectedRow(conversation.id, reason, detail, asdict(conversation))
 
 
 def normalize_text(text: str) -> str:
-    """Normalize a seed text to its words in lower case, separated by single spaces.
+    """Normalize a text to its lower-case words, separated by single spaces.
 
     A text without letters and digits is returned unchanged.
     """
@@ -162,12 +162,12 @@ def normalize_text(text: str) -> str:
 
 
 def words_of(text: str) -> Words:
-    """Split a seed text into lower-case words; a Chinese, Japanese or Korean character is one."""
+    """Split a text into lower-case words; each Chinese, Japanese or Korean character is a word."""
     return tuple(WORDS.findall(unicodedata.normalize("NFKC", text).casefold()))
 
 
 def shingles(texts: Iterable[str]) -> set[str]:
-    """Return the three-word shingles of seed texts; a text of fewer words is one shingle."""
+    """Return the set of all three-word shingles of texts; a text of fewer words is one shingle."""
     found = set()
     for text in texts:
         words = words_of(text) or (text,)

@@ -1,7 +1,7 @@
 """Streaming readers of seed files: text, JSON, CSV and TSV (also gzip), Parquet, Arrow, the Hub.
 
-A row is a JSON value, or a `RejectedRow` if the row cannot be read. Bytes that are not UTF-8 become
-lone surrogates, and the row is rejected later.
+A row is a parsed value, or a `RejectedRow` if the row cannot be read. Bytes that are not UTF-8
+become lone surrogates, and the row is rejected later.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pipeline.conversations.forms import KNOWN_KEYS
 from pipeline.errors import ConfigError, DataError, EnvironmentFault
 
 CHUNK = 1 << 16
-MAX_ROW = 1 << 26  # characters; a packed file of 2 MB can hold a line of 2 GB
+MAX_ROW = 1 << 26  # characters; a gzip file of 2 MB can hold a line of 2 GB
 BATCH_ROWS = 64
 BLANK = "\ufeff \t\r\n"
 GZIP_MAGIC = b"\x1f\x8b"
@@ -36,19 +36,19 @@ SEPARATOR = re.compile(r"\s*([,\]])")  # after an item of a JSON array
 
 
 def unreadable_row(reason: Reason, detail: str, text: str = "") -> RejectedRow:
-    """Create the `RejectedRow` of an unreadable row of a seed file; `SourceReader` sets its id."""
+    """Create the `RejectedRow` of an unreadable row, without an id; `SourceReader` sets the id."""
     return RejectedRow.of("", RowRejected(reason, detail), text)
 
 
 @contextmanager
 def open_seed_file(path: Path) -> Iterator[io.BufferedReader]:
-    """Context manager: open a seed file for reading, decompressed if it is gzip.
+    """Context manager: open a seed file for reading bytes, decompressed if it is gzip.
 
-    Errors while the file is read inside the context are translated too.
+    Errors of reading the file inside the context are translated too.
 
     Raises:
         DataError: The compressed file is damaged.
-        EnvironmentFault: The file system does not let the file be read.
+        EnvironmentFault: The file cannot be opened or read.
     """
     try:
         with path.open("rb") as file:
@@ -66,22 +66,22 @@ def open_seed_file(path: Path) -> Iterator[io.BufferedReader]:
 
 
 def _decoded_text(file: io.BufferedReader) -> io.TextIOWrapper:
-    """Return a seed file's text as a UTF-8 stream; other bytes become lone surrogates."""
+    """Return a text stream of a UTF-8 file; bytes that are not UTF-8 become lone surrogates."""
     return io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape")
 
 
 def _raw_lines(text: io.TextIOWrapper) -> Iterator[str]:
-    """Yield a seed file's lines with their line ends.
+    """Yield a text's lines with their line ends.
 
     A line of more than `MAX_ROW` characters is yielded in pieces. A NUL, which comes from UTF-16 or
-    binary data, becomes a lone surrogate.
+    binary data, becomes a lone surrogate, so that the row is rejected.
     """
     while line := text.readline(MAX_ROW):
         yield line.replace("\0", "\udc00")
 
 
 def text_lines(file: io.BufferedReader) -> Iterator[str]:
-    """Yield the non-blank lines of a seed file, without surrounding spaces and line ends."""
+    """Yield the non-blank lines of a text file, without surrounding white space."""
     for line in _raw_lines(_decoded_text(file)):
         stripped = line.strip(BLANK)
         if stripped:
@@ -89,7 +89,7 @@ def text_lines(file: io.BufferedReader) -> Iterator[str]:
 
 
 def json_rows(file: io.BufferedReader, path: Path) -> Iterator[Any]:
-    """Yield the rows of a JSON seed file: the items of an array, or the values of JSON lines.
+    """Yield the rows of a JSON or JSONL file: the items of an array, or the value of each line.
 
     A file that begins with `[` is an array. A line that is not JSON is yielded as a `RejectedRow`.
 
@@ -107,7 +107,7 @@ def json_rows(file: io.BufferedReader, path: Path) -> Iterator[Any]:
 
 
 def _array_items(text: io.TextIOWrapper, path: Path) -> Iterator[Any]:
-    """Yield the items of a JSON array in a seed file.
+    """Yield the items of a JSON array, reading the text in chunks.
 
     After a failed parse the buffer doubles, so that the time is linear in the file's size.
 
@@ -148,7 +148,11 @@ def _array_items(text: io.TextIOWrapper, path: Path) -> Iterator[Any]:
 
 
 def select_columns(names: Sequence[str], wanted: Sequence[str], where: str) -> list[str]:
-    """Select a seed table's columns: the wanted columns, else those of known forms, else all.
+    """Return the columns to read: those of `wanted`, else those of known forms, else all.
+
+    Args:
+        names: The table's columns; the result keeps their order.
+        where: The table in error messages.
 
     Raises:
         ConfigError: The table lacks a wanted column.
@@ -166,11 +170,11 @@ def select_columns(names: Sequence[str], wanted: Sequence[str], where: str) -> l
 def delimited_rows(
     file: io.BufferedReader, path: Path, columns: Sequence[str], delimiters: str = ",;\t|"
 ) -> Iterator[Any]:
-    """Yield the rows of a CSV or TSV seed file as dicts with the header's column names.
+    """Yield the rows of a CSV or TSV file as dicts from the header's column names to texts.
 
     The delimiter is the most frequent of `delimiters` in the first line. Blank lines are skipped. A
     record that cannot be parsed, or that has more or fewer fields than the header, is yielded as a
-    `RejectedRow`. The field size limit of the csv module is set for the whole process.
+    `RejectedRow`. The field size limit of the csv module is raised for the whole process.
 
     Raises:
         ConfigError: The header lacks one of `columns`.
@@ -199,7 +203,7 @@ def delimited_rows(
 
 
 def table_rows(path: Path, columns: Sequence[str]) -> Iterator[Any]:
-    """Yield the rows of a seed file in Parquet, Arrow (Feather) or Arrow stream format.
+    """Yield the rows of a file in Parquet, Arrow (Feather) or Arrow stream format, as dicts.
 
     Only the columns that `select_columns` selects are read. An unreadable row is yielded as a
     `RejectedRow`.
@@ -207,7 +211,7 @@ def table_rows(path: Path, columns: Sequence[str]) -> Iterator[Any]:
     Raises:
         ConfigError: The file lacks one of `columns`.
         DataError: The file is damaged, or has none of these formats.
-        OSError: The file system does not let the file be read.
+        OSError: The file cannot be opened or read.
     """
     try:
         with pa.memory_map(os.fsencode(path)) as file:  # Arrow takes no str that is not UTF-8
@@ -228,7 +232,7 @@ def table_rows(path: Path, columns: Sequence[str]) -> Iterator[Any]:
 def _parquet_batches(
     file: pa.NativeFile, columns: Sequence[str], where: str
 ) -> Iterator[pa.RecordBatch]:
-    """Yield the batches of a seed file in Parquet format, with the selected columns."""
+    """Yield record batches of a Parquet file, with the columns that `select_columns` selects."""
     with pq.ParquetFile(file, pre_buffer=False, buffer_size=CHUNK) as reader:
         wanted = select_columns(reader.schema_arrow.names, columns, where)
         yield from reader.iter_batches(BATCH_ROWS, columns=wanted, use_threads=False)
@@ -237,7 +241,7 @@ def _parquet_batches(
 def _arrow_batches(
     file: pa.NativeFile, columns: Sequence[str], where: str
 ) -> Iterator[pa.RecordBatch]:
-    """Yield the batches of a seed file in Arrow (also stream) format, with the selected columns."""
+    """Yield record batches of an Arrow file or stream, with the columns of `select_columns`."""
     try:
         reader = pa.ipc.open_file(file)
         batches = (reader.get_batch(index) for index in range(reader.num_record_batches))
@@ -250,7 +254,7 @@ def _arrow_batches(
 
 
 def _batch_rows(batch: pa.RecordBatch) -> Iterator[Any]:
-    """Yield the rows of a seed table's Arrow batch, an unreadable row as a `RejectedRow`.
+    """Yield the rows of a record batch as dicts, an unreadable row as a `RejectedRow`.
 
     The batch is validated first, because a wrong offset would read beyond the file's memory.
     """
@@ -267,7 +271,9 @@ def _batch_rows(batch: pa.RecordBatch) -> Iterator[Any]:
 
 
 def hub_rows(hub: str, split: str, columns: Sequence[str]) -> Iterator[Any]:
-    """Stream the seed rows of a data set on the Hub.
+    """Yield the rows of a data set on the Hub as dicts, streamed.
+
+    If the data set states its columns, only those of `select_columns` are read.
 
     Raises:
         ConfigError: There is no such data set, split or column.
@@ -293,5 +299,5 @@ def hub_rows(hub: str, split: str, columns: Sequence[str]) -> Iterator[Any]:
 
 
 def _first_line(error: Exception) -> str:
-    """Return the first line of an error from reading a seed data set, or the error's type name."""
+    """Return the first line of an error's message, or the error's type name if it has none."""
     return (str(error).splitlines() or [type(error).__name__])[0]

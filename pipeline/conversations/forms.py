@@ -1,4 +1,4 @@
-"""Forms of conversation dumps (ShareGPT, OpenAI messages, Alpaca, ...), parsed row by row.
+"""Parse rows of conversation dumps in their usual forms: ShareGPT, OpenAI messages, Alpaca, ...
 
     sharegpt   {"conversations": [{"from": "human", "value": "..."}, ...]}
     messages   {"messages": [{"role": "user", "content": "..." or [{"type": "text",
@@ -9,9 +9,9 @@
                "history": [["question", "answer"], ...]}
     prompts    "question", {"prompt": "question"}, {"prompt": "question", "response": "answer"}
 
-A turn's role and text may use the key names of ShareGPT or OpenAI, because dumps mix both. Turns
-are repaired in `repair`. To add a form, add an entry of `FORM_KEYS`, a case in `_parse_turns`, and
-a name in `seeds.sources[].format`.
+In any form, a turn's role and text may have the key names of ShareGPT or of OpenAI, because dumps
+mix both. Turns are repaired in `repair`. To add a form, add an entry of `FORM_KEYS`, a case in
+`_parse_turns`, and a value of `seeds.sources[].format`.
 """
 
 from __future__ import annotations
@@ -85,7 +85,10 @@ EXPECTED = (
 
 @dataclass(frozen=True)
 class RowSettings:
-    """Settings for parsing the rows of seed files, from `seeds` and `seeds.sources[]`."""
+    """Settings for parsing the rows of seed files, from `seeds` and `seeds.sources[]`.
+
+    `columns` maps keys of the known forms to columns of the file.
+    """
 
     form: str = "auto"
     max_characters: int = 200_000
@@ -102,7 +105,11 @@ def read_row(row: Any, id: str, settings: RowSettings) -> Conversation | Rejecte
 
 
 def _parse_conversation(row: Any, id: str, settings: RowSettings) -> Conversation:
-    """Parse a seed file's row into a conversation with repaired turns, or raise RowRejected."""
+    """Parse one row of a seed file into a conversation with repaired turns.
+
+    Raises:
+        RowRejected: The row has no known form, or its turns cannot be repaired.
+    """
     if isinstance(row, str):
         row = {"prompt": row}
     if not isinstance(row, dict):
@@ -132,9 +139,12 @@ class DumpObject:
         return _describe(self.fields)
 
     def renamed(self, columns: Mapping[Any, str]) -> DumpObject:
-        """Return a seed row's columns of `seeds.sources[].columns` under the keys of known forms.
+        """Return the row with its columns renamed to the keys of known forms.
 
         Other columns are left out.
+
+        Args:
+            columns: The name of the column for each key.
 
         Raises:
             RowRejected: The row lacks a column.
@@ -148,17 +158,17 @@ class DumpObject:
         return DumpObject(renamed)
 
     def first(self, *keys: str) -> Any:
-        """Return a seed row's value under the first key that is present and not null, or None."""
+        """Return the value of the first of these keys that is present and not null, or None."""
         for key in keys:
             if self.fields.get(key) is not None:
                 return self.fields[key]
         return None
 
     def name(self, *keys: str) -> str | None:
-        """Return a seed row's id or category: the first text or integer under these keys, or None.
+        """Return the first non-empty text or integer under these keys, as text, or None.
 
         Raises:
-            RowRejected: The text is undecodable.
+            RowRejected: UTF-8 cannot encode the text.
         """
         for key in keys:
             value = self.fields.get(key)
@@ -167,10 +177,10 @@ class DumpObject:
         return None
 
     def items(self, key: str) -> list[Any]:
-        """Return a seed row's list under a key; parse a list that is given as JSON text.
+        """Return the list under a key, parsed if it is given as JSON text.
 
         Raises:
-            RowRejected: There is no list under the key.
+            RowRejected: There is no list under the key, or its text is not JSON.
         """
         value = self.fields.get(key)
         if isinstance(value, str):
@@ -182,7 +192,7 @@ class DumpObject:
 
 
 def _describe(value: Any) -> str:
-    """Describe a value of a seed row by its keys or its type, for error messages."""
+    """Describe a value by its keys or its type, for error messages."""
     if isinstance(value, dict) and value:
         keys = ", ".join(f"`{str(key)[:40]}`" for key in list(value)[:8])
         return f"an object with the keys {keys}"
@@ -190,10 +200,12 @@ def _describe(value: Any) -> str:
 
 
 def _parse_turns(row: DumpObject, form: str) -> list[Message]:
-    """Parse a seed row's turns in a form of dumps; `auto` is the first form whose key the row has.
+    """Parse the turns of a row in the given form.
+
+    The form "auto" is the first of `FORM_KEYS` whose key the row has.
 
     Raises:
-        RowRejected: The row or one of its turns is not of the form.
+        RowRejected: The row or one of its turns does not have the form.
     """
     if form == "auto":
         for known, key in FORM_KEYS.items():
@@ -217,7 +229,7 @@ def _parse_turns(row: DumpObject, form: str) -> list[Message]:
 
 
 def _alternating_turns(texts: list[Any]) -> list[Message]:
-    """Convert a seed row's texts to turns of user and assistant in alternation, user first."""
+    """Convert texts to alternating messages of user and assistant, user first."""
     turns = []
     for number, text in enumerate(texts):
         role: Role = "assistant" if number % 2 else "user"
@@ -226,7 +238,11 @@ def _alternating_turns(texts: list[Any]) -> list[Message]:
 
 
 def _alpaca_turns(row: DumpObject) -> list[Message]:
-    """Parse the turns of a seed row in Alpaca's form."""
+    """Parse the turns of a row in Alpaca's form.
+
+    Raises:
+        RowRejected: The history is not a list of pairs, or a text is missing or no string.
+    """
     turns = []
     for pair in row.items("history") if row.first("history") else ():
         if not isinstance(pair, list) or len(pair) != 2:
@@ -240,9 +256,9 @@ def _alpaca_turns(row: DumpObject) -> list[Message]:
 
 
 def _said(role: Role, value: Any) -> list[Message]:
-    """Convert a seed row's text, or list of turns as in preference data, to messages.
+    """Convert a text of this role, or a list of turns with their own roles, to messages.
 
-    An empty value gives none. Turns of a list have their own roles.
+    Preference data has such lists. An empty value gives no message.
     """
     if not value:
         return []
@@ -252,9 +268,12 @@ def _said(role: Role, value: Any) -> list[Message]:
 
 
 def _parse_turn(value: Any) -> Message:
-    """Parse the role, the text and the function calls of a seed row's turn.
+    """Parse the role, the text and the function calls of a turn.
 
-    Mixed dumps have both `from` and `role`, and one of the two is null.
+    Dumps that mix two forms have both `from` and `role`, and one of the two is null.
+
+    Raises:
+        RowRejected: The turn is no object, or has an unknown role, no text or invalid calls.
     """
     if not isinstance(value, dict):
         detail = f"A turn is {_describe(value)}; expected an object with a role and a text."

@@ -1,12 +1,12 @@
 """Repair of a dump's turns: texts, function calls, and the order of turns.
 
-Turns are repaired if their meaning is clear: byte order marks, NULs and white space around a text;
-empty or repeated system prompts; answers before the first question; an empty last answer; a user's
-message that is repeated or split in two. A row with an unclear meaning is rejected, for example one
-with two different consecutive answers (a question is missing), or a function's result without a
-call.
+Turns are repaired if their meaning is clear. These are removed: leading byte order marks, NULs and
+trailing white space of a text; empty and repeated system prompts; answers before the first
+question; an empty last turn; a repeated message. A user's message that is split in two is joined. A
+row with an unclear meaning is rejected, for example one with two different consecutive answers (a
+question is missing), or a function's result without a call.
 
-Function calls are read as OpenAI and LLaMA-Factory write them, and kept as a JSON list of
+Function calls are read in the formats of OpenAI and LLaMA-Factory, and kept as a JSON list of
 `{"name", "arguments"}`:
 
     OpenAI         {"role": "assistant", "tool_calls": [{"function": {"name", "arguments"}}]}
@@ -28,21 +28,20 @@ ToolPolicy = Literal["context", "cut", "quarantine"]
 
 
 def clean_text(text: Any) -> str:
-    """Remove NULs, leading byte order marks and trailing white space from a seed turn's text.
+    """Remove NULs, leading byte order marks and trailing white space from a turn's text.
 
     Leading line ends are removed too; leading spaces and tabs are kept, since they may indent code.
 
     Raises:
-        RowRejected: The text is not a string, or is undecodable.
+        RowRejected: The text is not a string, or UTF-8 cannot encode it.
     """
     if not isinstance(text, str):
         raise RowRejected(Reason.NOT_TEXT, f"A turn's text is a {type(text).__name__}.")
-    # Leading white space of the first line may be the indentation of code.
     return utf8_text(text).replace("\0", "").lstrip("\ufeff\r\n").rstrip()
 
 
 def joined_parts(parts: list[Any]) -> str:
-    """Join the text parts of a seed message in OpenAI's format.
+    """Join the text parts of a message in OpenAI's format into one text.
 
     Raises:
         RowRejected: A part is not text.
@@ -58,7 +57,7 @@ def joined_parts(parts: list[Any]) -> str:
 
 
 def parsed_json(text: Any, what: str) -> Any:
-    """Parse JSON that a seed row holds as text.
+    """Parse a JSON text; `what` names it in the error.
 
     Raises:
         RowRejected: The text is not JSON.
@@ -70,10 +69,10 @@ def parsed_json(text: Any, what: str) -> Any:
 
 
 def calls_json(calls: Any) -> str:
-    """Convert a seed turn's function calls to the JSON list of `Message.tool_calls`.
+    """Convert a turn's function calls to the JSON list of `Message.tool_calls`.
 
     Raises:
-        RowRejected: A call has no name, is not JSON, or is undecodable.
+        RowRejected: A call has no name, is not JSON, or UTF-8 cannot encode it.
     """
     found = []
     for function in _functions(calls):
@@ -85,10 +84,10 @@ def calls_json(calls: Any) -> str:
 
 
 def definitions_json(tools: Any) -> str | None:
-    """Convert a seed row's function definitions to chat templates' JSON list; None if empty.
+    """Convert function definitions to the JSON list that chat templates take; None without any.
 
     Raises:
-        RowRejected: A definition has no name, is not JSON, or is undecodable.
+        RowRejected: A definition has no name, is not JSON, or UTF-8 cannot encode it.
     """
     if isinstance(tools, str) and tools:
         tools = parsed_json(tools, "`tools`")
@@ -99,12 +98,12 @@ def definitions_json(tools: Any) -> str | None:
 
 
 def _functions(value: Any) -> list[dict[str, Any]]:
-    """Extract a seed row's named functions from a list of them, or from one.
+    """Return the function calls or definitions in a value, which is a list of them or a single one.
 
-    Each function may be under the key `function`.
+    Each may be nested under the key `function`.
 
     Raises:
-        RowRejected: A function has no name.
+        RowRejected: An item is no object with a name.
     """
     functions = []
     for item in value if isinstance(value, list) else [value]:
@@ -119,10 +118,10 @@ def _functions(value: Any) -> list[dict[str, Any]]:
 
 
 def _tool_json(value: Sequence[object]) -> str:
-    """Serialize a seed row's function calls or definitions as JSON.
+    """Serialize function calls or definitions as JSON.
 
     Raises:
-        RowRejected: A value is not JSON, or is undecodable.
+        RowRejected: JSON in UTF-8 cannot hold a value.
     """
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
@@ -135,12 +134,12 @@ def _tool_json(value: Sequence[object]) -> str:
 def repair_turns(
     turns: Sequence[Message], max_characters: int, tools: ToolPolicy
 ) -> tuple[Message, ...]:
-    """Repair a seed row's turns into the messages of a conversation.
+    """Repair a row's turns into the messages of a conversation.
 
     Args:
-        turns: The dump's turns, with clean texts.
-        tools: Keep function calls (context), end the conversation before the first (cut), or reject
-            the row (quarantine).
+        turns: The row's turns, with texts from `clean_text`.
+        tools: What happens to function calls. context: they are kept; cut: the conversation ends
+            before the first one; quarantine: the row is rejected.
 
     Raises:
         RowRejected: The turns do not form a conversation, have more than `max_characters`
@@ -162,10 +161,10 @@ def repair_turns(
 
 
 def _trim_turns(turns: Sequence[Message]) -> list[Message]:
-    """Drop a seed row's empty system prompts, answers before a question, and empty last turns.
+    """Drop empty system prompts, empty last turns, and answers before the first question.
 
     Raises:
-        RowRejected: The user says nothing, or another turn is empty.
+        RowRejected: No user turn is left, or another turn is empty.
     """
     kept: list[Message] = []
     asked = False
@@ -183,14 +182,14 @@ def _trim_turns(turns: Sequence[Message]) -> list[Message]:
 
 
 def _join_messages(turns: Sequence[Message]) -> list[Message]:
-    """Join a seed row's consecutive messages of one role where the meaning is clear.
+    """Join consecutive messages of one role into one message.
 
-    A repeated message is dropped. In a row without answers, each user message stays a question of
-    its own.
+    A message that repeats the last one is dropped. Results of function calls are not joined, nor
+    are user messages in a row without answers, where each is a question.
 
     Raises:
-        RowRejected: Two different answers follow one another, a system prompt is not first, or a
-            function's result has no call.
+        RowRejected: Two different answers follow one another, a system prompt comes after another
+            turn, or a function's result has no call.
     """
     questions_only = not any(turn.role == "assistant" for turn in turns)
     messages: list[Message] = []
@@ -214,7 +213,7 @@ def _join_messages(turns: Sequence[Message]) -> list[Message]:
 
 
 def _join_calls(last: Message, turn: Message) -> Message:
-    """Join two assistant messages of a seed row, one or both with function calls, into one."""
+    """Join two consecutive assistant messages, of which one or both have function calls."""
     calls = json.loads(last.tool_calls or "[]") + json.loads(turn.tool_calls or "[]")
     text = f"{last.content}\n\n{turn.content}".strip("\n")
     return Message("assistant", text, json.dumps(calls, ensure_ascii=False))

@@ -1,4 +1,4 @@
-"""Requests to a generation engine, completions, text streaming and loop detection."""
+"""Requests to generation engines, their completions, text streaming and loop detection."""
 
 from __future__ import annotations
 
@@ -31,7 +31,11 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Request:
-    """A request to a generation engine for one text; `id` is unique within a run."""
+    """A request to a generation engine for one text.
+
+    `id` is unique among the unfinished requests of an engine. Without a `seed`, sampling is not
+    reproducible.
+    """
 
     id: str
     prompt_ids: list[int]
@@ -44,7 +48,10 @@ class Request:
 
 @dataclass(frozen=True)
 class Completion:
-    """The sampled token ids of a request, including the stop token if one ended the text."""
+    """The sampled token ids of a request, including the stop token if one ended the text.
+
+    `finished` is "stop" after a stop token, else "length".
+    """
 
     id: str
     token_ids: list[int]
@@ -52,20 +59,20 @@ class Completion:
 
 
 def sample_seed(run_seed: int, row_id: str, turn: int) -> int:
-    """Return the 63-bit sampling seed of a dialogue's request, the same on any worker and batch.
+    """Return the 63-bit sampling seed of a request: a hash of the run's seed, row id and turn.
 
-    `turn` is the number of the request in its dialogue.
+    `turn` is the 0-based index of the request in its conversation.
     """
     digest = hashlib.sha256(f"{run_seed}:{turn}:{row_id}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 
 
 class TextStream:
-    """Streaming decoder of a conversation's sampled tokens; special tokens have no text.
+    """Streaming decoder of sampled tokens; special tokens have no text.
 
-    A character can take several tokens, and a token's text can depend on the preceding token (a
-    leading space). Each token is therefore decoded together with the preceding token, and text that
-    ends within a character is held back.
+    A character can take several tokens, and a token's text can depend on the preceding tokens (a
+    leading space). Each token is therefore decoded together with the preceding ones, and held back
+    while its text ends in an incomplete character.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
@@ -74,7 +81,7 @@ class TextStream:
         self._held: list[int] = []
 
     def push(self, token_id: int) -> str:
-        """Add a conversation's next token; return the text that it completes, or an empty text."""
+        """Add the next token, and return the text that is now complete; it may be empty."""
         self._held.append(token_id)
         text = self.flush()
         if not text or text.endswith(UNFINISHED):
@@ -84,23 +91,23 @@ class TextStream:
         return text
 
     def flush(self) -> str:
-        """Return the text of a conversation's held-back tokens, also of an incomplete character.
+        """Return the text of the held-back tokens, even if it ends in an incomplete character.
 
         The tokens stay held back.
         """
         return self._decode(self._shown + self._held)[len(self._decode(self._shown)) :]
 
     def _decode(self, ids: list[int]) -> str:
-        """Decode a conversation's sampled token ids into text, without special tokens."""
+        """Decode token ids into text without special tokens."""
         return self._tokenizer.decode(
             ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
 
 
 def degenerate_loop(ids: Sequence[int]) -> bool:
-    """Return whether a dialogue's text ends in a loop: equal n-grams in a row.
+    """Return whether a text's token ids end in a loop.
 
-    A loop has at least 4 of them and at least 32 tokens.
+    A loop is an n-gram that occurs at least 4 times in a row, over at least 32 tokens.
     """
     tail = np.asarray(ids)
     if len(tail) < MIN_LOOP_TOKENS:

@@ -15,8 +15,9 @@ from pipeline.conversations.template import ChatTemplate
 class GeneratedRow:
     """A generated training row: token ids, target-written spans, and the messages as text.
 
-    `finish` has one entry per span. A conversation whose template rewrites history is split into
-    rows named `<parent_id>#<turn>`; otherwise `id` is `parent_id`.
+    `finish` has one entry per span. `parent_id` is the seed's id. If the chat template rewrites
+    history, a conversation is split into rows with the ids `<parent_id>#<turn>`; otherwise `id` is
+    `parent_id`.
     """
 
     id: str
@@ -29,7 +30,10 @@ class GeneratedRow:
 
 @dataclass(frozen=True)
 class RowBuilder:
-    """Immutable builder of a conversation's token row; each method returns a new builder."""
+    """Immutable builder of a conversation's token row; the `with_` methods return a new builder.
+
+    `first_turn` is the index of the row's first turn in the conversation.
+    """
 
     first_turn: int
     ids: list[int]
@@ -41,12 +45,12 @@ class RowBuilder:
     def opening(
         cls, template: ChatTemplate, messages: tuple[Message, ...], first_turn: int = 0
     ) -> RowBuilder:
-        """Start a conversation's token row with these messages; the last is a question."""
+        """Start a token row with the prompt for an answer to these messages."""
         return cls(first_turn, template.opening(messages), messages)
 
     @property
     def ended(self) -> bool:
-        """Whether the conversation's last sampled text ended with an end token."""
+        """Whether the last sampled text ended with a stop token."""
         return self.finish[-1] == "stop"
 
     def with_question(
@@ -54,7 +58,12 @@ class RowBuilder:
     ) -> RowBuilder:
         """Append the next question, or start a new row if the chat template rewrites history.
 
-        `asked` is the question with its function calls and results; `turn` numbers a new row.
+        Args:
+            asked: The question, followed by function calls and their results.
+            turn: The `first_turn` of a new row.
+
+        Raises:
+            RowRejected: The messages cannot be rendered or tokenized.
         """
         messages = (*self.messages, *asked)
         if template.rewrites_history(self.messages, asked):
@@ -63,18 +72,18 @@ class RowBuilder:
         return self.with_ids(ids, *asked)
 
     def with_ids(self, ids: list[int], *messages: Message) -> RowBuilder:
-        """Append prompt tokens and their messages to a conversation's token row, without a span."""
+        """Append prompt tokens and their messages to the token row, without a span."""
         return replace(self, ids=self.ids + ids, messages=self.messages + messages)
 
     def with_text(self, ids: list[int], finish: Finish, message: Message) -> RowBuilder:
-        """Append a text that the target sampled to a conversation's row, and record its span."""
+        """Append a sampled text to the token row, with its span and finish reason."""
         span = Span(len(self.ids), len(self.ids) + len(ids), message.role)
         return replace(
             self.with_ids(ids, message), spans=(*self.spans, span), finish=(*self.finish, finish)
         )
 
     def finished(self, row_id: str, parent_id: str) -> GeneratedRow:
-        """Return the conversation's finished training row."""
+        """Return the finished training row."""
         return GeneratedRow(
             row_id, parent_id, self.ids, list(self.spans), list(self.finish), self.messages
         )
@@ -84,6 +93,7 @@ class Chat:
     """Interactive chat whose prompts hold earlier answers as their sampled token ids.
 
     Args:
+        template: The target's chat template.
         room: The maximum number of prompt tokens.
         system: A system message, if any.
     """
@@ -96,11 +106,11 @@ class Chat:
         self._asked: RowBuilder | None = None
 
     def ask(self, question: str) -> tuple[list[int], bool]:
-        """Return the chat prompt's token ids, and whether earlier turns were dropped for room.
+        """Return the prompt's token ids, and whether earlier turns were dropped to make room.
 
         Raises:
-            RowRejected: The question alone is too long or undecodable, or the template rejects it;
-                the history is unchanged.
+            RowRejected: The question alone is too long, has invalid characters, or cannot be
+                rendered or tokenized. The history is unchanged.
         """
         message = Message("user", utf8_text(question))
         alone = RowBuilder.opening(self._template, (*self._system, message))
@@ -115,9 +125,9 @@ class Chat:
         return asked.ids, forgets
 
     def answered(self, ids: Sequence[int], *, ended: bool) -> None:
-        """Append the question and its sampled answer to the chat; without ids, drop the question.
+        """Append the last question and its sampled answer; without ids, drop the question.
 
-        `ended` tells whether an end token ends the answer.
+        `ended` is True if the last id is the token that ends the answer.
         """
         assert self._asked is not None, "nothing was asked"
         if ids:

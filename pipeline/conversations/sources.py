@@ -1,8 +1,8 @@
 """Sources of seeds: files, directories, and data sets on the Hub, one after another or mixed.
 
 Every row that is read is yielded exactly once with the id `source:row`, as a conversation or as a
-rejected row. Files are streamed in linear time. A named file without a conversation is an error. In
-a directory, a file without a conversation in its first rows is skipped and listed with the reason.
+rejected row. Files are streamed. A named file without a conversation is an error. In a directory, a
+file without a conversation in its first rows is skipped, and the reason is recorded.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SUFFIXES = (".jsonl", ".ndjson", ".json", ".txt", ".csv", ".tsv", *TABLE_SUFFIXE
 TABLE_MAGIC = (b"PAR1", b"ARROW1")
 PROBED_ROWS = 1000  # first rows of a directory's file, read to check for conversations
 MAX_SKIPPED_SHOWN = 5
-# Files that describe a folder: their suffix alone would make prompts of them.
+# Files that describe a folder; by their suffix alone, their lines would be read as prompts.
 DESCRIPTIONS = re.compile(
     r"(readme|licen[cs]e|notice|copying|authors|changelog|citation|contributing|credits|requirements|robots)"
     r"([._-].*)?\.txt(\.gz)?",
@@ -45,7 +45,7 @@ DESCRIPTIONS = re.compile(
 
 @dataclass
 class FileCount:
-    """Counts of rows and of conversations read from a seed file or data set."""
+    """The numbers of rows and of conversations that were read from a seed file or data set."""
 
     name: str
     rows: int = 0
@@ -54,23 +54,24 @@ class FileCount:
 
 @dataclass(frozen=True)
 class SkippedFile:
-    """A skipped file or linked folder; `name` is its path in the seed source's directory."""
+    """A file or linked folder that was skipped, and why; `name` is relative to the source."""
 
     name: str
     why: str
 
 
 def plain_suffix(name: str) -> str:
-    """Return a seed file's suffix in lower case, without `.gz`; empty if not in `SUFFIXES`."""
+    """Return a file's suffix in lower case, ignoring `.gz`; empty if it is not in `SUFFIXES`."""
     suffix = Path(name.lower().removesuffix(".gz")).suffix
     return suffix if suffix in SUFFIXES else ""
 
 
 def name_sources(sources: Sequence[SeedSource]) -> list[str]:
-    """Return a unique short name for each source of seeds, safe in ids and file names.
+    """Return a unique short name for each seed source, safe in ids and file names.
 
-    The name is the last part of the path or of the Hub id, without the suffix of a seed file. A
-    number is appended if the name is taken (`-2`, `-3`).
+    The name is the last part of the path or of the Hub id, without the suffix of a seed file. Other
+    characters than ASCII letters, digits, `.`, `_` and `-` become `-`. A number is appended if the
+    name is taken (`-2`, `-3`).
     """
     names: list[str] = []
     for source in sources:
@@ -89,13 +90,17 @@ def name_sources(sources: Sequence[SeedSource]) -> list[str]:
 
 @dataclass
 class SourceReader:
-    """Reader of one seed source's rows; each iteration fills `read` and `skipped` anew.
+    """Reader of one seed source's rows.
 
     Args:
         name: The source's unique name, the prefix of row ids.
         max_characters: Longer conversations are rejected.
         max_file_bytes: A file that is larger (for gzip, when decompressed) is an error.
         tools: The policy for function calls, `seeds.tools`.
+
+    Attributes:
+        read: The counts of each file or data set of the last iteration.
+        skipped: The files that were skipped when the source's directory was last listed.
     """
 
     source: SeedSource
@@ -112,10 +117,10 @@ class SourceReader:
         self._columns = tuple((source.columns or {}).values())
 
     def files(self) -> list[Path]:
-        """Find the seed files of the source: the path itself, or the files below it.
+        """Return the source's seed files: the path itself, or the files below it, sorted.
 
-        The first rows of a directory's files are read. Files that are no seed files, or have no
-        conversation in these rows, are listed in `skipped`. A data set on the Hub has no files.
+        The first rows of a directory's files are read. A file that is no seed file, or has no
+        conversation in these rows, is recorded in `skipped`. A data set on the Hub has no files.
 
         Raises:
             ConfigError: There is nothing at the path.
@@ -150,18 +155,18 @@ class SourceReader:
         return files
 
     def __iter__(self) -> Iterator[Row]:
-        """Yield at most `source.limit` seed rows with ids `name:row`, numbered over all files.
+        """Yield at most `source.limit` rows; their ids are `name:row`, numbered over all files.
 
         Raises:
             ConfigError: The source does not exist, or lacks a column of the configuration.
-            DataError: A file or data set that is read whole holds no conversation, a directory
+            DataError: A file or data set was read to its end and holds no conversation, a directory
                 holds no seed file, or a file is damaged or too large.
-            EnvironmentFault: The source cannot be read now.
+            EnvironmentFault: The source cannot be read.
         """
         return itertools.islice(self._source_rows(), self.source.limit)
 
     def _source_rows(self) -> Iterator[Row]:
-        """Yield the parsed rows of the source's seed files or data set, and count them."""
+        """Yield the parsed rows of all seed files or of the data set; count them in `read`."""
         self.read = []
         path, hub = self.source.path, self.source.hub
         if hub is not None:
@@ -172,10 +177,14 @@ class SourceReader:
             yield from self._count_rows(str(file), name, self._file_rows(file))
 
     def _count_rows(self, where: str, name: str, rows: Iterator[Any]) -> Iterator[Row]:
-        """Parse, count and yield the rows of a seed file or data set, under its `name` in `read`.
+        """Parse and yield the rows of one file or data set, and count them in `read`.
+
+        Args:
+            where: The file or data set in error messages.
+            name: The file or data set in `read`.
 
         Raises:
-            DataError: No row was a conversation.
+            DataError: No row is a conversation.
         """
         start = sum(count.rows for count in self.read)
         count = FileCount(name)
@@ -201,7 +210,7 @@ class SourceReader:
         return read_row(row, id, self._settings)
 
     def _file_rows(self, path: Path) -> Iterator[Any]:
-        """Yield a seed file's raw rows, or a `RejectedRow` without an id for an unreadable row.
+        """Yield a seed file's raw rows; an unreadable row is a `RejectedRow` without an id.
 
         A table is recognized by its first bytes or its suffix, any other format by the suffix. The
         default is JSON.
@@ -230,9 +239,9 @@ class SourceReader:
                 yield row
 
     def _reason_to_skip(self, file: Path) -> str | None:
-        """Return why a directory's seed file is skipped, or None if it holds a conversation.
+        """Return why a file is skipped, or None if its first rows hold a conversation.
 
-        Only the first `PROBED_ROWS` rows are read.
+        At most `PROBED_ROWS` rows are read.
         """
         first = "it is empty"
         try:
@@ -248,9 +257,9 @@ class SourceReader:
 
 
 def _unsuited_name(file: Path, name: Path) -> str | None:
-    """Return why a seed file is skipped by its name, type or size, or None if it is not.
+    """Return why a file is skipped because of its name, type or size, or None if it is not.
 
-    `name` is the file's path in the source's directory.
+    `name` is the file's path relative to the source's directory.
     """
     if any(part.startswith(".") for part in name.parts):
         return "it is hidden"
@@ -273,9 +282,9 @@ def source_readers(settings: SeedsConfig) -> list[SourceReader]:
 
 
 def read_questions(path: Path) -> list[Conversation]:
-    """Read the conversations of a file of benchmark questions, in any form of seed files.
+    """Read a file of benchmark questions, in any format of seed files, as conversations.
 
-    Rows that would be rejected are left out. Errors are those of `SourceReader`.
+    Rejected rows are left out. Errors are those of iterating over a `SourceReader`.
     """
     rows = SourceReader(SeedSource(path=path), path.stem, max_characters=10**9)
     return [row for row in rows if isinstance(row, Conversation)]
@@ -284,13 +293,15 @@ def read_questions(path: Path) -> list[Conversation]:
 def mix_sources(
     readers: Sequence[SourceReader], check: Callable[[Row], Row] = lambda row: row
 ) -> Iterator[Row]:
-    """Yield the rows of all seed sources after `check`, mixed by the weights of the sources.
+    """Yield the rows of all seed sources, mixed by the weights of the sources.
 
-    Without weights the sources are read whole, one after another. With weights conversations are
-    taken in proportion to the weights by d'Hondt's method: the next source has the smallest
-    (kept conversations + 1) / weight. At every moment a source's share deviates by fewer
-    conversations than there are sources. The mixture ends when the chosen source has no more rows.
-    Rejected rows are yielded too and do not count; `check` may turn a conversation into one.
+    Without weights, the sources are read completely, one after another. With weights, conversations
+    are taken in proportion to the weights by d'Hondt's method: the next source is the one with the
+    smallest (kept conversations + 1) / weight. The mixture ends when this source has no more rows.
+    Rejected rows are yielded too, and are not counted as conversations.
+
+    Args:
+        check: Applied to every row; may turn a conversation into a rejected row.
     """
     streams = [map(check, reader) for reader in readers]
     weights = [reader.source.weight for reader in readers if reader.source.weight is not None]

@@ -22,7 +22,7 @@ IGNORED = -100  # torch's cross_entropy skips this label
 
 @dataclass(frozen=True)
 class Span:
-    """A span of tokens [start, end) that the target wrote in a role."""
+    """A range of token positions [start, end) that the target wrote, and the role it wrote in."""
 
     start: int
     end: int
@@ -49,7 +49,9 @@ def feature_positions(spans: Sequence[Span]) -> npt.NDArray[np.int32]:
 def head_labels(
     input_ids: npt.ArrayLike, spans: Sequence[Span], num_heads: int, roles: Collection[Role]
 ) -> npt.NDArray[np.int32]:
-    """Return the labels of a conversation's spans for K heads [K, N]; `IGNORED` is no label.
+    """Return the token ids that K heads learn at the feature positions of a row [K, N].
+
+    The label is `IGNORED` where a head has none.
 
     Args:
         input_ids: The row's token ids.

@@ -1,8 +1,7 @@
 """Splits of conversations (train, calibrate, check), and the number of rows per shard.
 
-Conversations with the same first question form one group, and a group is never divided, so that
-held-out questions are not in training. Questions that differ only in case, punctuation and white
-space are the same question.
+All conversations with the same first question are in the same split, so that held-out questions are
+not trained on. Questions that differ only in case, punctuation and white space count as the same.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from pipeline.conversations.duplicates import normalize_text
 Split = tuple[Conversation | RejectedRow, str]
 
 MIN_HELD_OUT = 8
-SMALL_SET = 4096  # up to here held-out rows are counted exactly, so that there are enough of them
-NUM_SHARDS = 8  # of a small set: an interruption costs a part, and eight workers have one each
+SMALL_SET = 4096  # up to this number of rows, held-out rows are counted so that there are enough
+NUM_SHARDS = 8  # of a small set: an interruption costs only a part, and eight workers have one each
 FEWEST_IN_SHARD = 16
 MOST_IN_SHARD = SMALL_SET // NUM_SHARDS
 
@@ -29,11 +28,11 @@ MOST_IN_SHARD = SMALL_SET // NUM_SHARDS
 def batch_into_shards(
     rows: Iterable[Split], rows_per_shard: int | Literal["auto"]
 ) -> Iterator[list[Split]]:
-    """Group seed conversations into the lists that become shards, in order.
+    """Group seed rows into shards, in order; the last shard holds the rows that are left.
 
-    `auto` splits a small set into at most `NUM_SHARDS` shards of at least `FEWEST_IN_SHARD` rows,
-    so that each shard fills an engine's batch, and a larger set into shards of `MOST_IN_SHARD`
-    rows. The size depends only on the number of rows. The last shard holds the rows that are left.
+    With "auto", a set of up to `SMALL_SET` rows is split into at most `NUM_SHARDS` shards of at
+    least `FEWEST_IN_SHARD` rows, so that a shard fills an engine's batch. A larger set is split
+    into shards of `MOST_IN_SHARD` rows.
     """
     stream = iter(rows)
     if rows_per_shard == "auto":
@@ -47,12 +46,11 @@ def batch_into_shards(
 
 
 def split_rows(rows: Iterable[Conversation | RejectedRow], holdout: float) -> Iterator[Split]:
-    """Yield each seed row with its split, which the hash of its first question decides.
+    """Yield each seed row with its split, which depends on the hash of its first question.
 
-    Half of the share `holdout` is for calibrate, half for check. A set of up to `SMALL_SET` rows is
-    held in memory, and `choose_held_out` chooses its held-out questions. In a larger set the hash
-    alone decides, and the rows are not held in memory. A rejected row gets the split `train`,
-    which is never read.
+    Half of the fraction `holdout` is for calibrate, half for check. In a set of up to `SMALL_SET`
+    rows, `choose_held_out` chooses the held-out questions; in a larger set the hash alone decides.
+    A rejected row gets the split `train`, which is not used.
     """
     stream = iter(rows)
     head = list(itertools.islice(stream, SMALL_SET + 1))
@@ -72,17 +70,18 @@ def split_rows(rows: Iterable[Conversation | RejectedRow], holdout: float) -> It
 
 
 def first_question(conversation: Conversation) -> str:
-    """Return a seed conversation's first question, normalized, the key of its split."""
+    """Return the normalized first question of a conversation, which decides the split."""
     return normalize_text(conversation.turns[0].asked[0].content)
 
 
 def choose_held_out(group_sizes: Mapping[str, int], holdout: float) -> dict[str, str]:
-    """Choose the seeds' first questions to hold out, and the split of each.
+    """Choose the first questions to hold out; return the split of each (calibrate or check).
 
-    Each split takes groups in the order of their hashes, if the group fits into the split's size
-    (see `held_out_rows`; at most half of the rows outside the largest group). A split that has
-    fewer than 8 rows, and fewer than its size, then also takes the smallest groups. The largest
-    group is always in train, and calibrate leaves at least one group for check.
+    Conversations with the same first question form a group. The size of a split is that of
+    `held_out_rows`, but at most half of the rows outside the largest group. Each split takes the
+    groups that fit into its size, in the order of their hashes. A split with fewer than 8 rows, and
+    fewer than its size, then also takes the smallest groups. The largest group is never held out,
+    and calibrate leaves at least one group for check.
 
     Args:
         group_sizes: The number of conversations by normalized first question.
@@ -113,10 +112,10 @@ def choose_held_out(group_sizes: Mapping[str, int], holdout: float) -> dict[str,
 
 
 def held_out_rows(num_rows: int, holdout: float) -> int:
-    """Return how many seed conversations each held-out split gets if no first question recurs.
+    """Return the number of rows in each held-out split if no first question recurs.
 
-    In a set of more than `SMALL_SET` rows the number is an expectation. In a smaller set it is at
-    least `MIN_HELD_OUT`, but at most half of the rows.
+    For more than `SMALL_SET` rows this is an expectation. Otherwise it is at least `MIN_HELD_OUT`,
+    but at most half of the rows.
     """
     each = round(num_rows * holdout / 2)
     if num_rows > SMALL_SET:
@@ -125,5 +124,5 @@ def held_out_rows(num_rows: int, holdout: float) -> int:
 
 
 def _unit_hash(question: str) -> float:
-    """Hash a seed conversation's first question to a number from 0 to 1."""
+    """Hash a question to a number from 0 to 1."""
     return int.from_bytes(hashlib.sha256(b"split:" + question.encode()).digest()[:8], "big") / 2**64

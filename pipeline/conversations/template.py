@@ -1,16 +1,16 @@
 """Chat templates over token ids: the ids before, between and after the sampled texts.
 
-The template is rendered and texts are compared; sampled ids are never tokenized again. Where a
-longer history does not extend the rendering of a shorter one (for example, a template that drops
-earlier thoughts), `rewrites_history` is true and the conversation continues in a new row.
+These ids are tokenized from parts of the rendered template; sampled ids are never tokenized again.
+Some templates render earlier turns differently once another turn follows, for example without their
+thoughts. Then `rewrites_history` returns True, and the conversation continues in a new row.
 
 A special token in a message's text, such as `</s>` in a user's question, would end a turn or write
-another role's header. Before rendering, a mark of noncharacters replaces each such token. The text
-around a mark is tokenized as usual, and the special token's text in two parts, neither of which is
-special. The text stays the same, and the template's own special tokens stay special.
+another role's header. So each one is replaced by a mark before rendering. After rendering, the text
+of the special token takes the place of the mark, tokenized in two parts so that no id is special.
+The template's own special tokens stay special.
 
-Limits: one token of the vocabulary must end a turn, as engines need. Only tokens that the tokenizer
-declares special are escaped, not other added tokens such as Qwen's `<think>`.
+Limits: the end of a turn must be a single token, since engines stop at tokens. Only tokens that the
+tokenizer declares special are escaped, not other added tokens such as Qwen's `<think>`.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from pipeline.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# The template's text is tokenized after one of these, so that no tokenizer adds a space for the
-# start of a text.
+# The template's text is tokenized after one of these, so that the tokenizer does not treat it as
+# the start of a text and add a space.
 ANCHORS = ("a", ".", "\n")
-CONTEXT_CHARACTERS = 64  # of the prompt used in place of an anchor; longer than any token
-MARK = "\ufdd1"  # reserved for internal use, a noncharacter
+CONTEXT_CHARACTERS = 64  # at the prompt's end, used instead of an anchor; longer than any token
+MARK = "\ufdd1"  # a noncharacter, which Unicode reserves for internal use
 MARKED = re.compile(f"{MARK}(\\d+){MARK}")
 PROBE_CALL = '[{"name": "placeholder_function", "arguments": {"place": "PlaceholderArgument"}}]'
 PROBE_WORDS = ("placeholder_function", "PlaceholderArgument", "PlaceholderResult")
 
 
 class ChatTemplate:
-    """The chat template of a target, which gives token ids around sampled texts.
+    """The chat template of a target, as token ids around sampled texts.
 
     Args:
         tokenizer: The target's tokenizer.
@@ -50,13 +50,12 @@ class ChatTemplate:
         arguments: Further variables of the template, such as Qwen3's `enable_thinking`.
 
     Attributes:
-        end_ids: The token that ends a text, by the writer's role ("assistant" or "user"). Empty if
-            there is none, for example where only text marks the end of a user's message (Vicuna,
-            Llama-2).
+        end_ids: By role ("assistant" and "user"), a tuple of the token id that ends the role's
+            text. It is empty if there is no such token, for example where a user's message is
+            followed by plain text (Vicuna, Llama-2).
 
     Raises:
-        ConfigError: Neither the tokenizer nor the argument has a template, or it cannot render a
-            conversation.
+        ConfigError: There is no template, or it cannot render a conversation.
     """
 
     def __init__(
@@ -92,7 +91,7 @@ class ChatTemplate:
         self.end_ids: dict[Role, tuple[int, ...]] = {"assistant": answer_end, "user": user_end}
 
     def _error(self, what: str) -> ConfigError:
-        """Return the ConfigError for a target without a usable chat template."""
+        """Return a ConfigError about the target's chat template."""
         where = str(self._tokenizer.name_or_path)
         return ConfigError(what, where, "Give one in target.chat_template.")
 
@@ -100,8 +99,8 @@ class ChatTemplate:
         """Return a copy of the chat template with other settings.
 
         Args:
-            tools: The functions that the template offers (`Conversation.tools`).
-            escapes: Whether special tokens in messages become plain text, instead of staying
+            tools: The functions that the assistant may call (`Conversation.tools`), if any.
+            escapes: Whether special tokens in messages become plain text; otherwise they stay
                 control tokens.
         """
         other = copy.copy(self)
@@ -124,12 +123,12 @@ class ChatTemplate:
         return all(word in text for word in PROBE_WORDS)
 
     def special_tokens_in(self, messages: Sequence[Message]) -> list[str]:
-        """Find the special tokens in the text of chat messages, each once."""
+        """Return the special tokens in the text of messages, each once, in order of appearance."""
         text = "\n".join(message.text for message in messages)
         return list(dict.fromkeys(self._special.findall(text)))
 
     def render(self, messages: Sequence[Message], *, asks: bool) -> str:
-        """Render chat messages as text, with a mark for each special token in their text.
+        """Render messages as text; special tokens in their text are replaced by marks.
 
         With `asks`, the rendered text ends where the next answer begins.
 
@@ -150,9 +149,9 @@ class ChatTemplate:
             raise RowRejected(Reason.TEMPLATE_REFUSED, detail) from error
 
     def _marked(self, text: str) -> str:
-        """Replace each special token in a chat message's text by a mark, unless they are kept.
+        """Replace each special token in a message's text by a mark, if special tokens are escaped.
 
-        A noncharacter of marks in the text becomes U+FFFD.
+        A `MARK` that the text contains becomes U+FFFD.
         """
         if not self._escapes:
             return text
@@ -161,16 +160,16 @@ class ChatTemplate:
         return self._special.sub(lambda match: f"{MARK}{index(match[0])}{MARK}", text)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Decode sampled ids into a chat message's text, without special tokens and outer space."""
+        """Decode token ids into text, without special tokens and surrounding white space."""
         text = self._tokenizer.decode(
             list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
         return text.strip()
 
     def opening(self, messages: Sequence[Message]) -> list[int]:
-        """Return the token ids of the chat prompt for the answer to the last question.
+        """Return the token ids of the prompt for an answer to these messages.
 
-        They end where the answer begins, and begin with BOS only if the template writes it.
+        The prompt begins with BOS only if the template writes it.
 
         Raises:
             RowRejected: The template raised, or a special token cannot be written as text.
@@ -187,18 +186,24 @@ class ChatTemplate:
             writer: The role of the sampled text.
             ended: Whether the sampled ids include the token that ends the text; otherwise the
                 separator begins with it.
-            asked: The messages up to the next answer: the user's, and function calls with their
-                results.
+            asked: The messages between the sampled text and the next answer: the user's message,
+                and function calls with their results. Empty after a sampled user message.
+
+        Raises:
+            RowRejected: A message cannot be rendered or tokenized.
         """
         return self._without_end(self._text_after(messages, writer, *asked), writer, ended)
 
     def role_header(self, messages: Sequence[Message], ended: bool) -> list[int]:
-        """Return the chat template's token ids between an answer and a sampled user's text.
+        """Return the chat template's token ids between an answer and a sampled user message.
 
         Args:
             messages: The history before the answer.
             ended: Whether the sampled ids of the answer include the token that ends it; otherwise
                 the header begins with it.
+
+        Raises:
+            RowRejected: A message cannot be rendered or tokenized.
         """
         next_user = _unused_word(messages)
         text = self._text_after(messages, "assistant", Message("user", next_user))
@@ -208,9 +213,9 @@ class ChatTemplate:
         return self._without_end(header, "assistant", ended)
 
     def _without_end(self, text: str, writer: Role, ended: bool) -> list[int]:
-        """Tokenize the template's text after a sampled text; skip an end token that was sampled.
+        """Tokenize the text that the template writes after a sampled text.
 
-        Ids before the end token are skipped too.
+        If the sampled ids include the end token (`ended`), only the ids after it are returned.
         """
         ids = self._tokenize_after(text)
         for index, id in enumerate(ids):
@@ -219,11 +224,18 @@ class ChatTemplate:
         return ids
 
     def recite(self, messages: Sequence[Message], answer: str) -> list[int]:
-        """Return the token ids of a seed's answer and its end, as if the target sampled them."""
+        """Return the token ids of a seed's answer and its end, as if the target had sampled them.
+
+        Args:
+            messages: The history before the answer.
+
+        Raises:
+            RowRejected: A message cannot be rendered or tokenized.
+        """
         before = self.render(messages, asks=True)
         whole = self.render([*messages, Message("assistant", answer)], asks=False)
         tail = self._text_after(messages, "assistant", asks=False)
-        # The answer as the template renders it; or unchanged, if the template rewrites the history.
+        # The answer as the template renders it, or unchanged if the template rewrites the history.
         text = self._marked(answer) + tail
         if whole.startswith(before) and whole.endswith(tail):
             text = whole.removeprefix(before)
@@ -239,9 +251,12 @@ class ChatTemplate:
         return ids
 
     def rewrites_history(self, history: Sequence[Message], asked: Sequence[Message]) -> bool:
-        """Return whether the chat template changes earlier turns when `asked` follows them.
+        """Return whether the chat template renders `history` differently when `asked` follows.
 
         If so, the next prompt does not extend the last one. `history` must end with an answer.
+
+        Raises:
+            RowRejected: The template raised.
         """
         *before_answer, answer = history
         before = self.render(before_answer, asks=True)
@@ -253,7 +268,12 @@ class ChatTemplate:
     def _text_after(
         self, messages: Sequence[Message], role: Role, *asked: Message, asks: bool = True
     ) -> str:
-        """Render the chat template's text after a message of this role, up to the next answer.
+        """Return the text that the chat template writes after a message of this role.
+
+        It includes the messages of `asked`. With `asks`, it ends where the next answer begins.
+
+        Args:
+            messages: The history before the message.
 
         Raises:
             RowRejected: The template raised, or leaves out the message.
@@ -265,9 +285,10 @@ class ChatTemplate:
         return rendered.rpartition(word)[2]
 
     def _first_end_token(self, text: str) -> tuple[int, ...]:
-        """Find the end-of-turn token with which a template's text begins, after white space.
+        """Return the end-of-turn token with which a text begins, as a tuple of one id.
 
-        The tuple holds this token, or is empty if another text comes first.
+        The tuple is empty if the text begins with anything else. White space before the token is
+        ignored, and any added token of the tokenizer counts.
         """
         for id in self._tokenize_after(text):
             if id in self._marks:
@@ -277,10 +298,10 @@ class ChatTemplate:
         return ()
 
     def _tokenize(self, text: str) -> list[int]:
-        """Tokenize a rendered chat; marked special tokens become plain text.
+        """Tokenize a rendered text; marks become the plain text of their special tokens.
 
         Raises:
-            RowRejected: A marked special token cannot be written as text.
+            RowRejected: A special token cannot be written as plain text.
         """
         first, *rest = MARKED.split(text)
         # verbose=False: a text longer than the context is rejected later, with a reason
@@ -292,7 +313,11 @@ class ChatTemplate:
         return ids
 
     def _tokenize_as_text(self, special: str) -> list[int]:
-        """Tokenize a special token in a chat message as plain text: its text in two parts."""
+        """Tokenize the text of a special token as plain text, split in two parts.
+
+        Raises:
+            RowRejected: Each split yields a special token.
+        """
         for at in range(1, len(special)):
             ids = self._tokenize_after(special[:at]) + self._tokenize_after(special[at:])
             if not self._special_ids.intersection(ids):
@@ -301,11 +326,11 @@ class ChatTemplate:
         raise RowRejected(Reason.SPECIAL_TOKENS, detail)
 
     def _tokenize_after(self, text: str, context: str = ANCHORS[0]) -> list[int]:
-        """Tokenize a chat's text as the continuation of `context`, or of another anchor.
+        """Tokenize a text as the continuation of `context`.
 
-        This avoids the space that some tokenizers put at the start of a text. If a token would span
-        the end of `context` and the start of the text, the anchors are tried in turn; if that
-        happens with all of them, the text is tokenized alone.
+        This avoids the space that some tokenizers put at the start of a text. If a token spans the
+        end of `context` and the start of the text, `ANCHORS` are tried instead, one after another.
+        If that fails too, the text is tokenized alone.
         """
         for anchor in (context, *ANCHORS):
             before, whole = self._tokenize(anchor), self._tokenize(anchor + text)
@@ -315,7 +340,7 @@ class ChatTemplate:
 
 
 def _unused_word(messages: Sequence[Message]) -> str:
-    """Return a placeholder word that no chat message contains and no template rewrites."""
+    """Return a placeholder word that the text of no message contains."""
     word = "Placeholder"
     while any(word in message.text for message in messages):
         word += "X"
@@ -325,12 +350,12 @@ def _unused_word(messages: Sequence[Message]) -> str:
 def for_template(
     messages: Sequence[Message], marked: Callable[[str], str]
 ) -> list[dict[str, object]]:
-    """Convert messages of a conversation to the dicts that chat templates take.
+    """Convert messages to the dicts that chat templates take.
 
-    A call and its result share an id of nine characters, as Mistral's template asks.
+    A function call and its result share an id of nine characters, as Mistral's template requires.
 
     Args:
-        marked: Applied to every text, see `ChatTemplate`.
+        marked: Applied to every text; replaces special tokens by marks.
     """
     given: list[dict[str, object]] = []
     open_calls: list[tuple[str, str]] = []
@@ -355,7 +380,7 @@ def for_template(
 
 
 def marked_values(value: Any, marked: Callable[[str], str]) -> Any:
-    """Apply `marked` to every text of a chat message's JSON value, keys included."""
+    """Return a JSON value with `marked` applied to every string, including the keys."""
     if isinstance(value, str):
         return marked(value)
     if isinstance(value, dict):

@@ -70,7 +70,7 @@ class Noise:
         return torch.stack(self._waiting[:num_positions])
 
     def discard(self, num_tokens: int) -> None:
-        """Discard the Gumbel noise of the next `num_tokens` positions, which are decoded."""
+        """Discard the noise of the next `num_tokens` positions, which have now been decoded."""
         del self._waiting[:num_tokens]
 
 
@@ -103,7 +103,7 @@ class Acceptance(NamedTuple):
 
 @dataclass(frozen=True)
 class GreedyAcceptance:
-    """Greedy acceptance: keep the tokens that greedy decoding of the target writes."""
+    """Greedy acceptance: keep the tokens that greedy decoding of the target would write."""
 
     samples = False
 
@@ -116,8 +116,8 @@ class GreedyAcceptance:
     ) -> Acceptance:
         """Accept the longest candidate path of the target's most probable tokens.
 
-        The noise is not used; only rules with `samples` need it. Shapes: logits [..., N, V],
-        tokens [..., N], noise [..., max_depth + 1, V].
+        Shapes: logits [..., N, V], tokens [..., N], noise [..., max_depth + 1, V]. Greedy
+        acceptance ignores the noise.
         """
         best_N = logits_NV.argmax(-1)
         passes_N = tokens_N == _at_parents(best_N, tree)
@@ -132,10 +132,10 @@ greedy_acceptance = GreedyAcceptance()
 class TypicalAcceptance:
     """Typical acceptance: keep tokens with p > min(eps, delta · exp(-H(p))) (paper 2.3.1).
 
-    The distribution p includes `temperature`. Among equally long candidates the most probable wins.
-    The token after the accepted path is the target's greedy choice as in the paper, so that the
-    output is deterministic at every temperature; with `samples` the token is sampled from p. The
-    paper sets eps = 0.09 and delta = sqrt(eps).
+    The distribution p is the target's at `temperature`, and H its entropy in nats. Among equally
+    long paths the most probable wins. The token after the accepted path is the target's most
+    probable token, as in the paper; with `samples` it is sampled from p. The paper sets eps = 0.09
+    and delta = sqrt(eps).
     """
 
     temperature: float
@@ -144,7 +144,7 @@ class TypicalAcceptance:
     samples: bool = False
 
     def choose(self, logits_V: Tensor, noise_V: Tensor | None = None) -> Tensor:
-        """Choose the target's most probable tokens [...], or sample them with `samples`."""
+        """Choose the most probable tokens [...] for logits [..., V], or sample with `samples`."""
         if not self.samples:
             return logits_V.argmax(-1)
         assert noise_V is not None
@@ -195,14 +195,14 @@ class RejectionSampling:
     samples = True
 
     def choose(self, logits_V: Tensor, noise_V: Tensor | None = None) -> Tensor:
-        """Sample the next tokens [...] from the target's distribution, without a tree."""
+        """Sample tokens [...] from the target's distributions, given as logits [..., V]."""
         assert noise_V is not None
         return sample_tokens(logits_V, noise_V, self.temperature, self.top_p)
 
     def accept(
         self, logits_NV: Tensor, tokens_N: Tensor, tree: TreeRows, noise_TV: Tensor | None = None
     ) -> Acceptance:
-        """Accept the candidate path of the tokens that sampling draws from the target.
+        """Sample one token after another while it is in the tree; accept the path of these tokens.
 
         Shapes are those of `GreedyAcceptance.accept`.
         """
@@ -246,24 +246,24 @@ def acceptance_rule(
 
 
 def _upcast(logits_V: Tensor) -> Tensor:
-    """Cast logits for acceptance to at least float32; half precision is too coarse."""
+    """Cast logits to float32, or leave them in float64; half precision is too coarse."""
     return logits_V.to(torch.promote_types(logits_V.dtype, torch.float32))
 
 
 def _accepted_rows(passes_N: Tensor, tree: TreeRows) -> Tensor:
-    """Return the mask of the accepted tree rows, which pass with all their ancestors.
+    """Return the mask [..., N] of the accepted tree rows, which pass with all their ancestors.
 
-    The root always passes.
+    The root is always accepted.
     """
     return (passes_N[..., None, :] | tree.elsewhere).all(-1)
 
 
 def _at_parents(values_N: Tensor, tree: TreeRows) -> Tensor:
-    """Gather for each tree row the value of its parent."""
+    """Return the value [..., N] of each tree row's parent."""
     return values_N.gather(-1, tree.parent.expand_as(values_N))
 
 
 def _values_at_row(values_NV: Tensor, row: Tensor) -> Tensor:
-    """Gather the vector [..., V] of one tree row per text."""
+    """Return the vectors [..., V] of one tree row per text, `row`, from values [..., N, V]."""
     index = row[..., None, None].expand(*row.shape, 1, values_NV.shape[-1])
     return values_NV.gather(-2, index)[..., 0, :]

@@ -92,7 +92,7 @@ class TreeCache(Cache):
 
     @property
     def length(self) -> int:
-        """The number of cached tokens of the longest sequence; 0 while a new prompt is opened."""
+        """The number of cached tokens of the longest sequence; 0 during the prefill of a prompt."""
         return 0 if self._opening else max(self.lengths, default=0)
 
     def begin_batch(self, num_slots: int, num_sequences: int) -> None:
@@ -126,9 +126,10 @@ class TreeCache(Cache):
             self._allocate()
 
     def write_rows(self, part: Tensor, states: Tensor) -> Tensor:
-        """Write rows [B, H, N, D] into a KV cache layer; return the slots [B, H, S, D] to read.
+        """Write a layer's new keys or values [B, H, N, D] into `part`, its part of the cache.
 
-        These are the filled slots of the longest sequence, or `width` slots in `fixed_lengths`.
+        Return the slots [B, H, S, D] to attend to: those that the longest sequence fills, or
+        `width` slots within `fixed_lengths`.
         """
         num_rows = states.shape[2]
         width = self._fixed_width or self.length + num_rows
@@ -151,7 +152,11 @@ class TreeCache(Cache):
 
     @contextmanager
     def fixed_lengths(self, length_B: Tensor, num_rows: int, width: int) -> Iterator[None]:
-        """Context manager: the KV cache reads lengths on the device and returns `width` slots."""
+        """Context manager: fix the shapes of `write_rows`, so that it can be captured.
+
+        Within it, `write_rows` writes `num_rows` rows after the lengths `length_B`, a tensor on the
+        device, and returns `width` slots. `lengths` is not read.
+        """
         self._rows = {length_B.device: _rows_after(length_B, num_rows)}
         self._fixed_width = width
         try:
@@ -161,7 +166,7 @@ class TreeCache(Cache):
             self._fixed_width = None
 
     def extend_lengths(self, num_rows: Sequence[int]) -> None:
-        """Extend each sequence's cached length by its number of accepted rows."""
+        """Add to each sequence's cached length its number of accepted rows, the root included."""
         self.lengths = [sum(pair) for pair in zip(self.lengths, num_rows, strict=True)]
         self._rows = {}
 
@@ -176,9 +181,10 @@ class TreeCache(Cache):
         self._rows = {}
 
     def move_accepted_rows(self, rows_BT: Tensor) -> None:
-        """Move the KV cache's accepted tree rows to consecutive slots, the root first.
+        """Move the accepted rows of each tree to consecutive slots of the KV cache.
 
-        Rows past a path's end are padding; their slots are never read.
+        `rows_BT` holds the rows of each accepted path, the root first. Rows past a path's end are
+        padding; their slots are never read.
         """
         for store in self._stores:
             place_B1, slot_BN = self._rows_on(store.device)
@@ -188,7 +194,7 @@ class TreeCache(Cache):
             store[:, place_B1, :, start_B1 + places_T] = store[:, place_B1, :, start_B1 + moved_BT]
 
     def _rows_on(self, device: torch.device, num_rows: int = 1) -> tuple[Tensor, Tensor]:
-        """Return the batch indices [B, 1] and KV cache slots [B, N] of the next rows."""
+        """Return batch indices [B, 1] and KV cache slots [B, N] of the rows to write next."""
         if device not in self._rows:
             self._rows[device] = _rows_after(torch.tensor(self.lengths, device=device), num_rows)
         return self._rows[device]

@@ -1,10 +1,10 @@
 """Capture decoding steps as CUDA graphs and replay them.
 
-The host needs longer to launch the thousand short kernels of a forward than the GPU needs to run
-them. A captured step is one function of buffers with fixed addresses and shapes: lengths are read
-on the device, the KV cache returns a number of slots ("width") that is rounded up to a multiple of
-256, and the mask hides unused slots. The host reads only the accepted tokens. One capture serves
-one batch size, width and acceptance rule.
+Launching the many short kernels of a forward takes the host longer than running them takes the GPU.
+A captured step is one function of buffers with fixed addresses and shapes: lengths are read on the
+device, the KV cache returns a number of slots ("width") that is rounded up to a multiple of 256,
+and the mask hides unused slots. The host reads only the accepted tokens. One graph serves one batch
+size, width and acceptance rule.
 
 Letters: B texts, N rows (the root and the nodes), T positions of a path, D hidden size, V
 vocabulary.
@@ -28,10 +28,10 @@ from pipeline.decoding.steps import BatchState, Forward, TreeSteps
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# Uncaptured steps of each kind: the first one selects kernels, the last one is the rehearsal. A
-# rare kind is not worth a capture.
+# Steps of each kind before its capture: the first one selects kernels, the last one is the
+# rehearsal. So rare kinds are not captured.
 WARM_UP_STEPS = 2
-# Tokens of cache allocated per text from the start: reallocation invalidates captures.
+# Tokens of cache allocated per text from the start, because reallocation invalidates graphs.
 CAPTURED_LENGTH = 4096
 
 log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class CudaGraphs:
         self._pool = torch.cuda.graph_pool_handle()
 
     def run(self, function: Callable[[], None]) -> None:
-        """Run a decoding step without capture, on the stream that captures CUDA graphs."""
+        """Run a decoding step without capture, on the stream that is used for captures."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         try:
@@ -61,10 +61,10 @@ class CudaGraphs:
             current.wait_stream(self._stream)
 
     def rehearse(self, function: Callable[[], None]) -> None:
-        """Run a decoding step; raise RuntimeError if the host waits for the GPU in it.
+        """Run a decoding step without capture; raise RuntimeError if it synchronizes with the GPU.
 
-        A capture that fails half-way may leave the allocator's memory pool unusable (torch 2.13:
-        pull request 190308), so a step is rehearsed before its capture.
+        Such a step cannot be captured, and a capture that fails half-way may leave the allocator's
+        memory pool unusable (torch 2.13: pull request 190308).
         """
         mode = torch.cuda.get_sync_debug_mode()
         torch.cuda.set_sync_debug_mode("error")
@@ -76,7 +76,7 @@ class CudaGraphs:
     def capture(self, function: Callable[[], None]) -> Callable[[], None]:
         """Capture a decoding step as a CUDA graph, replay it once, and return its replay function.
 
-        Raises RuntimeError, before the step has an effect, if the step cannot be captured.
+        Raises RuntimeError if the step cannot be captured; the step has then had no effect.
         """
         graph = torch.cuda.CUDAGraph()
         capturing = torch.cuda.graph(
@@ -91,7 +91,10 @@ class CudaGraphs:
 
 @cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the CUDA stream that all decoders share, because each one takes a workspace."""
+    """Return the CUDA stream for captures on a device.
+
+    All decoders share it, because torch keeps a cuBLAS workspace for every stream.
+    """
     return torch.cuda.Stream(device)
 
 
@@ -106,7 +109,10 @@ def graph_capture_for(model: PreTrainedModel) -> CudaGraphs | None:
 
 @dataclass
 class _Buffers:
-    """Inputs and outputs of captured steps at fixed addresses; noise only for sampling rules."""
+    """Inputs and outputs of captured steps of one batch size, at fixed addresses.
+
+    `found` is the result of `TreeSteps.accept_paths`. `noise_BTV` is None until a rule samples.
+    """
 
     state: BatchState
     length_B: Tensor
@@ -114,13 +120,13 @@ class _Buffers:
     noise_BTV: Tensor | None = None
 
     def set_state(self, state: BatchState) -> None:
-        """Copy the batch's decoding state into the buffers of captured steps."""
+        """Copy a batch's decoding state into the buffers."""
         for column, values in zip(self.state, state, strict=True):
             column.copy_(values)
 
 
 class CapturedSteps:
-    """`TreeSteps` as CUDA graphs; steps run uncaptured if the target cannot be captured."""
+    """Decoding steps of `TreeSteps` as CUDA graphs; without graphs if a step cannot be captured."""
 
     def __init__(self, steps: TreeSteps, graph_capture: CudaGraphs):
         self.captures = True
@@ -133,7 +139,7 @@ class CapturedSteps:
         self._allocation = 0
 
     def start(self, state: BatchState) -> None:
-        """Set the batch's decoding state after the prefill, in the buffers of captured steps.
+        """Copy a batch's decoding state and cached lengths into the buffers of its size.
 
         If the KV cache was reallocated, all captured graphs are dropped.
         """
@@ -160,7 +166,10 @@ class CapturedSteps:
     def decode_step(
         self, forward: Forward, rule: AcceptanceRule, noise_BTV: Tensor | None
     ) -> list[list[int]]:
-        """Take one decoding step; return the tokens that the step adds to each text."""
+        """Take one decoding step; return the tokens that it adds to each text.
+
+        `noise_BTV` is the sampling noise, or None for a rule that does not sample.
+        """
         buffers = self._buffers[len(self._cache.lengths)]
         if buffers.noise_BTV is None:
             buffers.noise_BTV = noise_BTV
@@ -172,9 +181,9 @@ class CapturedSteps:
         return self._steps.read_tokens(buffers.found)
 
     def _run(self, kind: _Kind, step: Callable[[], None]) -> None:
-        """Run a decoding step: uncaptured first, then rehearsed, captured and replayed.
+        """Run a decoding step: replay its graph, or capture one after `WARM_UP_STEPS` such steps.
 
-        If a step cannot be captured, this step and later ones without a graph run uncaptured.
+        If a step cannot be captured, it and all later steps without a graph run uncaptured.
         """
         self._num_steps[kind] += 1
         if kind in self._captured:
@@ -196,9 +205,9 @@ class CapturedSteps:
             step()
 
     def _step(self, buffers: _Buffers, width: int, forward: Forward, rule: AcceptanceRule) -> None:
-        """Run the part of a decoding step that is captured: propose, verify, accept.
+        """Run the part of a decoding step that is captured: propose, verify and accept.
 
-        Its inputs and results are in the buffers.
+        Inputs are read from the buffers, and results are written to them.
         """
         steps = self._steps
         length_B = buffers.length_B

@@ -1,17 +1,17 @@
-"""Decode with draft heads on a transformers causal LM, or plainly.
+"""Decode with a transformers causal LM and draft heads, or without heads (plain decoding).
 
 One step is one forward of the target over the token that it chose last (the root) and a tree of the
 heads' guesses, with an explicit mask and explicit positions; the longest accepted path is kept in
 the text and in the KV cache (paper 2.1.2, 2.3.1). The heads read one hidden state per step: the
-last accepted one, as the lm_head reads it. Model code is not modified. Plain decoding is the same
-loop without a tree. On a GPU both use CUDA graphs (see cuda_graphs.py). The acceptance rule chooses
-every token, including the prefill's. Up to ties within rounding, greedy acceptance gives the text
-of greedy decoding, and rejection sampling gives the text of plain sampling with a generator in the
-same state.
+state at the last accepted token, after the final norm. Model code is not modified. Plain decoding
+is the same loop without a tree. On a GPU both use CUDA graphs (see cuda_graphs.py). The acceptance
+rule chooses every token, including the first one after the prefill. Up to rounding, greedy
+acceptance gives the text of greedy decoding, and rejection sampling gives the text of plain
+sampling with a generator in the same state.
 
 Limits: attention must be sdpa or eager (other implementations take no custom mask), with rotary or
 learned positions. If the rotary frequencies depend on the length (dynamic NTK, longrope), a text
-that crosses the switch may differ.
+that crosses the length where they change may differ from plain decoding.
 
 Letters: B texts, N rows (the root and the nodes), T positions of a path, D hidden size, V
 vocabulary.
@@ -50,14 +50,15 @@ _TREE_ATTENTION = ("sdpa", "eager")
 
 @dataclass(frozen=True)
 class Decoded:
-    """A decoded sequence with the accepted length and wall time of its decoding.
+    """A decoded sequence, the number of tokens that each step added, and wall times in seconds.
 
     Attributes:
         token_ids: The new tokens, including an end token.
         finished: `stop` after an end token, `length` at a limit.
-        accepted: The number of tokens that each step after the prefill adds; the prefill adds one.
+        accepted: The number of tokens that each step after the prefill added; the prefill's one
+            token is not included.
         seconds_prefill: Wall time up to the first token.
-        seconds: Wall time without the prefill.
+        seconds: Wall time of the steps after the prefill.
     """
 
     token_ids: list[int]
@@ -73,7 +74,7 @@ class Decoded:
 
 
 def acceleration_rate(decoded: Iterable[Decoded]) -> float:
-    """Compute the acceleration rate of the decoder's output: tokens per forward after the prefill.
+    """Compute the acceleration rate: tokens per forward after the prefill, over all sequences.
 
     The rate is 1.0 for plain decoding, and NaN if every sequence ended with its first token.
     """
@@ -82,7 +83,11 @@ def acceleration_rate(decoded: Iterable[Decoded]) -> float:
 
 
 def check_heads_fit(model: PreTrainedModel, heads: Heads) -> None:
-    """Raise ConfigError unless the target can decode with these heads and a tree mask."""
+    """Check that the heads belong to the target, and that the target's attention takes a mask.
+
+    Raises ConfigError if hidden size or vocabulary size differ, or if the attention is neither sdpa
+    nor eager.
+    """
     config = model.config.get_text_config(decoder=True)
     own = (config.hidden_size, config.vocab_size)
     read = (heads.shape.hidden_size, heads.shape.target_vocab_size)
@@ -99,7 +104,7 @@ def check_heads_fit(model: PreTrainedModel, heads: Heads) -> None:
 
 @dataclass
 class _Text:
-    """A text of the batch: its index, the number of tokens left to write, and its noise."""
+    """A text of the batch: its index, the number of tokens it may still get, and its noise."""
 
     number: int
     room: int
@@ -109,9 +114,7 @@ class _Text:
 class Decoder:
     """Decode one text or a batch with a target, its heads and a candidate tree.
 
-    Buffers are reused between calls. Raises ConfigError if the heads do not belong to the target or
-    the target's attention cannot verify a tree, and ValueError if the heads are missing or the tree
-    is deeper than they can propose.
+    Buffers are reused between calls.
 
     Args:
         model: A causal LM in eval mode.
@@ -121,6 +124,11 @@ class Decoder:
         eos_token_ids: The tokens that end a sequence.
         max_length: Limit of prompt and new tokens together; by default the model's context.
         graph_capture: CUDA graph capture; by default it is used if the model is on one GPU.
+
+    Raises:
+        ConfigError: The heads do not have the target's sizes, or the target's attention cannot
+            verify a tree.
+        ValueError: The heads are missing, or the tree is deeper than they can propose.
     """
 
     def __init__(
@@ -186,8 +194,9 @@ class Decoder:
     ) -> list[Decoded]:
         """Decode several prompts as one batch, in which each text accepts its own path.
 
-        Prompts are prefilled one by one, so `seconds_prefill` includes the earlier prompts'
-        prefills; `seconds` counts from the last prefill. A finished text leaves the batch.
+        Prompts are prefilled one by one, so the `seconds_prefill` of a text includes the prefills
+        before it; `seconds` counts from the end of the last prefill. Finished texts leave the
+        batch.
 
         Raises:
             ValueError: A sampling rule has no generators, or a prompt is empty or leaves no room.
@@ -219,9 +228,9 @@ class Decoder:
         rule: AcceptanceRule = greedy_acceptance,
         generator: torch.Generator | None = None,
     ) -> Generator[list[int]]:
-        """Decode one prompt and yield the tokens that the prefill and each step add.
+        """Decode one prompt; yield the tokens that the prefill and then each step add.
 
-        The errors are those of `generate`, raised at the first item.
+        Arguments and errors are those of `generate`; errors are raised at the first item.
         """
         generators = [generator] if generator else None
         for step in self.stream_batch([prompt_ids], max_new_tokens, rule, generators):
@@ -235,10 +244,11 @@ class Decoder:
         rule: AcceptanceRule = greedy_acceptance,
         generators: Sequence[torch.Generator] | None = None,
     ) -> Iterator[list[tuple[int, list[int]]]]:
-        """Decode a batch and yield after each forward: one prefill per text, then joint steps.
+        """Decode several prompts as one batch; yield the new tokens after each forward.
 
-        The errors are those of `generate_batch`, raised at the first item. Yields lists of
-        (index of the text, tokens that this forward adds to the text).
+        Forwards are one prefill per text, then steps of all unfinished texts. Each item is a list
+        of (index of the text, tokens that this forward adds to the text). Arguments and errors are
+        those of `generate_batch`; errors are raised at the first item.
         """
         texts = self._begin_batch(prompts, max_new_tokens, rule, generators)
         with forward_with_states(self.model) as forward:
@@ -270,7 +280,7 @@ class Decoder:
         rule: AcceptanceRule,
         generators: Sequence[torch.Generator] | None,
     ) -> list[_Text]:
-        """Check a batch's prompts, reset the KV cache for them, and return the batch's texts.
+        """Check the prompts of a batch, reset the KV cache for them, and return their texts.
 
         Raises ValueError as `generate_batch` does.
         """
@@ -307,10 +317,10 @@ class Decoder:
         return hidden_11D[:, 0], logits_11V[:, 0]
 
     def _cut_at_end(self, text: _Text, ids: list[int]) -> list[int]:
-        """Cut accepted tokens after the first end token and at the text's length limit.
+        """Return a step's tokens up to the first end token and the text's length limit.
 
-        The text's room shrinks by the kept tokens, to 0 after an end token, and the noise of the
-        accepted positions is discarded.
+        Reduces the text's room by the returned tokens, or to 0 after an end token, and discards the
+        noise of the accepted positions.
         """
         text.noise.discard(len(ids))
         kept: list[int] = []
@@ -326,5 +336,5 @@ class Decoder:
 def plain_decoder(
     model: PreTrainedModel, *, eos_token_ids: Collection[int], max_length: int | None = None
 ) -> Decoder:
-    """Build a decoder without heads or tree, for plain decoding."""
+    """Build a decoder without heads, for plain decoding."""
     return Decoder(model, None, (), eos_token_ids=eos_token_ids, max_length=max_length)

@@ -1,4 +1,4 @@
-"""Dynamic candidate trees: every step grows a tree along the heads' most probable paths.
+"""Dynamic candidate trees: every step builds a tree of the heads' most probable paths.
 
 EAGLE-2 (arXiv 2406.16858, section 4): at each depth, the `top` most probable nodes are expanded by
 their `top` best guesses. The probability of a node is the product of the heads' probabilities along
@@ -24,16 +24,17 @@ from pipeline.decoding.tree import Choices, TreePath, TreeRows, check_choices
 from pipeline.errors import ConfigError
 from pipeline.heads.kind import Heads
 
-NEVER = torch.iinfo(torch.int16).max  # the place of a node that is not proposed
+NEVER = torch.iinfo(torch.int16).max  # the rank of a node that is not proposed
 PREFER_PARENT = 1e-3  # subtracted per depth: a parent comes before an equally probable child
-LEAST = -100.0  # lower bound of a guess's log probability; sums stay exact enough in fp32
+LEAST = -100.0  # lower bound of a guess's log probability, so that PREFER_PARENT counts in fp32
 
 
 class Proposed(NamedTuple):
     """The proposed nodes of dynamic trees, by depth; each tensor is [B, C].
 
-    A score is the log probability of the node's path minus `PREFER_PARENT` per depth. A
-    parent is 0 for the root, and i + 1 for the proposed node i.
+    A score is the log probability of the node's path (each guess's at least `LEAST`) minus
+    `PREFER_PARENT` per depth. A parent is 0 for the root and i + 1 for the proposed node i. The
+    depth of the root's children is 1.
     """
 
     tokens_BC: Tensor
@@ -46,7 +47,7 @@ class Proposed(NamedTuple):
 class DynamicTree:
     """A dynamic candidate tree of `num_nodes` nodes besides the root, with `top` guesses per node.
 
-    Raises ValueError if a number is below 1, or fewer than `num_nodes` nodes are proposed.
+    Raises ValueError if a number is below 1, or `num_nodes` exceeds `num_proposed`.
     """
 
     num_nodes: int
@@ -63,15 +64,18 @@ class DynamicTree:
         return self.top + (self.max_depth - 1) * self.top**2
 
     def resized(self, num_nodes: int, max_depth: int | None = None) -> DynamicTree:
-        """Return a dynamic tree of `num_nodes` nodes and, optionally, another depth.
+        """Return this tree with `num_nodes` nodes and, unless it is None, another maximum depth.
 
-        It has fewer nodes if fewer are proposed.
+        If fewer nodes are proposed, the tree has all of these.
         """
         widest = replace(self, num_nodes=1, max_depth=max_depth or self.max_depth)
         return replace(widest, num_nodes=min(num_nodes, widest.num_proposed))
 
     def grow(self, heads: Heads, hidden_BD: Tensor, token_B: Tensor) -> tuple[TreeRows, Tensor]:
-        """Grow one dynamic tree per text; return the trees and the tokens [B, N] of their rows."""
+        """Build one dynamic tree per text; return the trees and the tokens [B, N] of their rows.
+
+        The arguments are those of `propose`.
+        """
         proposed = self.propose(heads, hidden_BD, token_B.to(hidden_BD.device))
         proposed = Proposed(*(column.to(token_B.device) for column in proposed))
         best_BM = proposed.scores_BC.topk(self.num_nodes).indices
@@ -80,11 +84,12 @@ class DynamicTree:
         return self._select_tree(chosen_BM, proposed), tokens_BN
 
     def propose(self, heads: Heads, hidden_BD: Tensor, token_B: Tensor) -> Proposed:
-        """Propose nodes of one dynamic tree per text, below its root.
+        """Propose the C nodes from which each text's dynamic tree is selected.
 
         Args:
-            hidden_BD: The target's states that the heads read.
-            token_B: The roots: the tokens that the target chose at these states.
+            heads: The draft heads.
+            hidden_BD: The hidden states from which the target predicted the roots.
+            token_B: The tokens of the roots.
         """
         hidden_BPD = hidden_BD[:, None]
         tokens_BP = token_B[:, None]
@@ -119,16 +124,18 @@ class DynamicTree:
         *,
         chunk_bytes: int = 64 << 20,
     ) -> Tensor:
-        """Rank each true token's node among a dynamic tree's proposed nodes, int16 [max_depth, B].
+        """Return the rank of each true token's node among the proposed nodes, int16 [K, B].
 
-        Nodes are ranked by probability. A tree of n nodes verifies the nodes of rank below n, so
+        Nodes are ranked by score, from 0. A tree of n nodes verifies the nodes of rank below n, so
         one pass evaluates trees of every size. The rank is `NEVER` if the node or an ancestor is
         not proposed, or the label is -100.
 
         Args:
-            hidden_BD: The target's states at positions t.
+            heads: The draft heads.
+            hidden_BD: The target's hidden states at positions t.
             token_B: The tokens at t+1, the roots.
-            labels_KB: The tokens at t+2+k.
+            labels_KB: The tokens at t+2+k; only the first `max_depth` of K are used and returned.
+            chunk_bytes: Bytes of fp32 logits to compute at a time.
         """
         num_texts = max(1, chunk_bytes // (4 * self.top * heads.shape.vocab_size))
         labels_KB = labels_KB[: self.max_depth]
@@ -139,7 +146,7 @@ class DynamicTree:
         return torch.cat(places, 1)
 
     def _select_tree(self, chosen_BM: Tensor, proposed: Proposed) -> TreeRows:
-        """Build candidate trees of the selected nodes, given as ascending indices of `proposed`."""
+        """Build the trees of the selected nodes, given as ascending indices into `proposed`."""
         rows_BM = torch.arange(1, self.num_nodes + 1, device=chosen_BM.device).expand_as(chosen_BM)
         root_B1 = torch.zeros_like(chosen_BM[:, :1])
         row_BC = torch.zeros_like(proposed.parents_BC).scatter(1, chosen_BM, rows_BM)
@@ -154,10 +161,10 @@ class DynamicTree:
 def check_tree(
     tree: Choices | DynamicTree, max_depth: int, top: int
 ) -> tuple[TreePath, ...] | DynamicTree:
-    """Validate a static or dynamic candidate tree, and return a static tree as paths.
+    """Validate a candidate tree: return a static tree as paths, a dynamic tree unchanged.
 
-    Raises ConfigError unless heads that propose `max_depth` tokens ahead, with `top` guesses each,
-    can fill the tree.
+    Raises ConfigError unless the tree fits heads that propose `max_depth` tokens ahead, with `top`
+    guesses each.
     """
     if not isinstance(tree, DynamicTree):
         return check_choices(tree, max_depth, top)
@@ -172,9 +179,12 @@ def check_tree(
 
 
 def _best_guesses(logits_BPV: Tensor, top: int) -> tuple[Tensor, Tensor]:
-    """Return the `top` best guesses below each tree node and their log probabilities, [B, P, R]."""
+    """Return the `top` best guesses below each node and their log probabilities, [B, P, R] each.
+
+    Guesses are rows of the lm_head.
+    """
     num_nodes = logits_BPV.shape[1]
-    if logits_BPV.stride(1) == 0:  # Medusa heads: the same guesses below every node
+    if logits_BPV.stride(1) == 0:  # Medusa heads: the same logits at every node
         logits_BPV = logits_BPV[:, :1]
     best = logits_BPV.topk(top)
     log_p_BPR = best.values.float() - logits_BPV.float().logsumexp(-1, keepdim=True)
@@ -182,9 +192,10 @@ def _best_guesses(logits_BPV: Tensor, top: int) -> tuple[Tensor, Tensor]:
 
 
 def _true_places(proposed: Proposed, labels_KB: Tensor) -> Tensor:
-    """Return each true token's rank among the nodes that dynamic tree decoding proposes, [K, B].
+    """Return the rank of each true token's node among the proposed nodes, int16 [K, B].
 
-    Walks down from the root: the node of a true token must be a child of the previous one.
+    The node of a true token must be a child of the previous true token's node; the first one must
+    be a child of the root. Other tokens have the rank `NEVER`.
     """
     order_BC = proposed.scores_BC.argsort(1, descending=True)
     by_place_BC = torch.arange(order_BC.shape[1], device=order_BC.device).expand_as(order_BC)

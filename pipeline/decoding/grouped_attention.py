@@ -1,10 +1,10 @@
 """Grouped-query attention with a mask, without expanding keys and values.
 
-With a mask, transformers repeats every key and value for each query head of its group: torch's
-flash kernel takes no mask, its memory-efficient kernel takes no grouped queries, and with both
-torch falls back to plain math. A decoding step with a tree mask would copy the whole KV cache
-several times. Here the queries of a group become rows of one head: the products are the same, and
-any kernel that takes a mask can compute them.
+With a mask, transformers repeats every key and value for each query head of its group, because
+torch's flash kernel takes no mask and its memory-efficient kernel takes no grouped queries. A
+decoding step with a tree mask would copy the whole KV cache several times. Here the queries of a
+group become rows of one head: the products are the same, and any kernel that takes a mask can
+compute them.
 
 Letters: B sequences, H key-value heads, G query heads of each, N rows, S slots, D head size.
 """
@@ -34,10 +34,11 @@ def grouped_attention(
     scaling: float | None = None,
     **settings: Any,
 ) -> tuple[Tensor, None]:
-    """Compute sdpa attention of a tree step, with query groups as rows of one head.
+    """Compute grouped-query attention with the queries of a group as rows of one head.
 
     Shapes: queries [B, H·G, N, D], keys and values [B, H, S, D], additive masks [B, 1, N, S],
-    result [B, N, H·G, D]. Attention without groups or without a mask is computed by transformers.
+    result [B, N, H·G, D]. The second result, attention weights, is None. Attention without groups
+    or without a mask is computed by transformers.
     """
     num_groups = query.shape[1] // key.shape[1]
     if num_groups == 1 or attention_mask is None:
@@ -59,7 +60,10 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
 class GroupedRows:
-    """Switch of a model's sdpa attention to `grouped_attention` during decoding forwards."""
+    """Temporary replacement of a model's sdpa attention by `grouped_attention`.
+
+    Parts of the model with another attention implementation are left as they are.
+    """
 
     def __init__(self, model: PreTrainedModel):
         self._configs = []
@@ -70,10 +74,7 @@ class GroupedRows:
 
     @contextmanager
     def grouped(self) -> Iterator[None]:
-        """Context manager: the model's decoding forwards attend by `grouped_attention`.
-
-        At the end the model has sdpa attention again.
-        """
+        """Context manager: use `grouped_attention` instead of sdpa; restore sdpa at the end."""
         for config in self._configs:
             config._attn_implementation_internal = NAME
         try:

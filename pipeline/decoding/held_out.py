@@ -1,9 +1,9 @@
-"""Expected acceleration rates of trees: replay decoding of held-out text without a forward.
+"""Expected acceleration rates of trees: replay decoding of held-out text without running a model.
 
 The rank of a held-out token is its index among a head's guesses: 0 if the first guess is right, 1
 if the second is. Greedy decoding writes the same text with any tree, so the ranks determine its
-steps with a static tree. With a dynamic tree, the steps are determined by each token's place: the
-rank of the token's node among all nodes that are proposed in the step.
+steps with a static tree. For dynamic trees the rank is instead that of the token's node among all
+nodes that the heads propose in the step.
 
 An acceleration rate is a ratio of sums, tokens over steps. The steps of one conversation are
 correlated, so the standard error is a bootstrap over conversations, not over steps (Efron and
@@ -32,7 +32,7 @@ NUM_RESAMPLES = 1000
 
 @dataclass(frozen=True)
 class Estimate:
-    """An estimated acceleration rate with its standard error.
+    """An estimated acceleration rate (tokens per step) with its standard error.
 
     The rate is NaN without steps; the standard error is NaN with fewer than two conversations.
     """
@@ -44,9 +44,7 @@ class Estimate:
 def rate_of_answers(
     accepted: Sequence[Sequence[int]], conversations: Sequence[Hashable]
 ) -> Estimate:
-    """Estimate the tokens per step of decoded answers, with a bootstrap standard error.
-
-    Any engine may have decoded them.
+    """Estimate the acceleration rate of decoded answers, with a bootstrap standard error.
 
     Args:
         accepted: Per answer, the number of tokens that each forward after the prefill adds, without
@@ -62,11 +60,11 @@ def rate_of_answers(
 
 
 def bootstrap_rate(tokens_C: npt.ArrayLike, steps_C: npt.ArrayLike, seed: int = 0) -> Estimate:
-    """Estimate how many tokens a decoding step adds, with a bootstrap error over conversations.
+    """Estimate the acceleration rate from the tokens and steps of each conversation.
 
-    The standard deviation of the resamples is too small by a factor sqrt((C-1)/C), which is
-    corrected.
-    Conversations without a step are ignored. The same seed gives the same estimate.
+    The standard error is a bootstrap over conversations. The standard deviation of the resamples
+    is too small by a factor sqrt((C-1)/C), which is corrected. Conversations without a step are
+    ignored. The same seed gives the same estimate.
     """
     tokens_C = np.asarray(tokens_C, np.float64)
     steps_C = np.asarray(steps_C, np.float64)
@@ -85,12 +83,11 @@ def bootstrap_rate(tokens_C: npt.ArrayLike, steps_C: npt.ArrayLike, seed: int = 
 
 @dataclass(frozen=True)
 class HeldOutRanks:
-    """Ranks of held-out tokens, to replay decoding with any static or dynamic tree.
+    """Ranks of held-out tokens, to replay decoding with static or dynamic trees.
 
     Attributes:
-        ranks_KN: For each position t, the ranks of the tokens at t+2+k. For static trees uint8,
-            among the guesses of head k; for dynamic trees int16, among the nodes of a step
-            (`DynamicTree.places`).
+        ranks_KN: For each position t, the ranks of the tokens at t+2+k: for static trees uint8,
+            from `label_ranks`; for dynamic trees int16, from `DynamicTree.places`.
         starts: The first position of each span, ascending from 0.
         conversations: The conversation number of each span; spans of a conversation are adjacent.
         seen: Whether each span is an answer that is also in a training row.
@@ -106,20 +103,20 @@ class HeldOutRanks:
         return self.ranks_KN.shape[1]
 
     def conversation_halves(self) -> tuple[HeldOutRanks, HeldOutRanks]:
-        """Split the ranks into halves for a cross-validated tree search, by conversation.
+        """Split the ranks into two halves by conversation, for cross-validation.
 
-        Conversations alternate between the halves. Alternate spans would not do: if each
-        conversation has two spans, one half would hold only first answers.
+        Conversations alternate between the halves. Alternating spans would put all first answers
+        into one half if each conversation has two spans.
         """
         _, place = np.unique(self.conversations, return_inverse=True)
         return self._ranks_of_spans(place % 2 == 0), self._ranks_of_spans(place % 2 == 1)
 
     def new_answers(self) -> HeldOutRanks:
-        """Return the ranks of held-out answers that training rows do not contain, for replay."""
+        """Return the ranks of the answers that are not also in training rows."""
         return self._ranks_of_spans(~self.seen)
 
     def _ranks_of_spans(self, chosen: npt.NDArray[np.bool_]) -> HeldOutRanks:
-        """Return the ranks of the chosen held-out spans, to replay decoding of them only."""
+        """Return the ranks of the chosen spans."""
         lengths = np.diff(self.starts, append=len(self))
         kept = lengths[chosen]
         ranks_KN = self.ranks_KN[:, np.repeat(chosen, lengths)]
@@ -127,17 +124,20 @@ class HeldOutRanks:
         return HeldOutRanks(ranks_KN, starts, self.conversations[chosen], self.seen[chosen])
 
     def guess_hits(self, top: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Count each head's right guesses by rank [K, R] and its labels [K], for a tree search."""
+        """Count each head's right guesses by rank, [K, R], and its labels, [K].
+
+        The ranks must be those of `label_ranks`.
+        """
         hits_KR = np.stack([np.bincount(ranks_N, minlength=256)[:top] for ranks_N in self.ranks_KN])
         return hits_KR, (self.ranks_KN != NO_LABEL).sum(1)
 
 
 @dataclass(frozen=True)
 class Replay:
-    """The steps of a replayed decoding; a step adds its accepted guesses and the target's token.
+    """The steps of a replayed decoding; each adds its accepted guesses and one token of the target.
 
     Attributes:
-        places_S: The position at which each step begins, as an index of `HeldOutRanks`.
+        places_S: The position at which each step begins, as an index into the N positions.
         kept_S: The number of guesses that each step accepts.
         conversations_S: The conversation of each step.
         seen_S: Whether the step's answer is also in a training row.
@@ -150,7 +150,7 @@ class Replay:
 
     @property
     def acceleration_rate(self) -> float:
-        """The acceleration rate of replayed tree decoding: tokens per step; NaN without steps."""
+        """The acceleration rate of the replay: tokens per step; NaN without steps."""
         return 1.0 + float(self.kept_S.mean()) if len(self.kept_S) else math.nan
 
     def estimate(self) -> Estimate:
@@ -159,11 +159,11 @@ class Replay:
         return bootstrap_rate(np.bincount(owner_S, self.kept_S + 1), np.bincount(owner_S))
 
     def new_answers(self) -> Replay:
-        """Return the replayed decoding steps in answers that training rows do not contain."""
+        """Return the steps in answers that are not also in training rows."""
         return Replay(*(column[~self.seen_S] for column in vars(self).values()))
 
     def depth_shares(self) -> list[float]:
-        """Return the shares of replayed decoding steps that accept at least 1, 2, … guesses.
+        """Return the shares of steps that accept at least 1, 2, … guesses, up to the most accepted.
 
         The acceleration rate is 1 plus the sum of the shares.
         """
@@ -171,10 +171,10 @@ class Replay:
         return [float((self.kept_S >= depth).mean()) for depth in range(1, deepest + 1)]
 
     def node_shares(self, ranks: HeldOutRanks, choices: Choices) -> list[float]:
-        """Return the share of replayed decoding steps that accept each tree node.
+        """Return the share of steps that accept each tree node, in the order of `choices`.
 
-        The acceleration rate is 1 plus the sum of the shares. Pass the `ranks` and `choices` of the
-        replay.
+        `ranks` and `choices` must be those of the replay. The acceleration rate is 1 plus the sum
+        of the shares.
         """
         shares = []
         for path in choices:
@@ -184,7 +184,7 @@ class Replay:
         return shares
 
     def __add__(self, other: Replay) -> Replay:
-        """Concatenate the steps of two replays of tree decoding, of different conversations."""
+        """Concatenate the steps of two replays of different conversations."""
         columns = zip(vars(self).values(), vars(other).values(), strict=True)
         return Replay(*(np.concatenate(pair) for pair in columns))
 
@@ -201,7 +201,10 @@ def replay(ranks: HeldOutRanks, choices: Choices) -> Replay:
 
 
 def replay_dynamic(places: HeldOutRanks, num_nodes: int) -> Replay:
-    """Replay greedy decoding of held-out text with dynamic trees of `num_nodes` nodes."""
+    """Replay greedy decoding of held-out text with dynamic trees of `num_nodes` nodes.
+
+    The ranks must be those of `DynamicTree.places`.
+    """
     return _replay_lengths(places, (places.ranks_KN < num_nodes).cumprod(0).sum(0))
 
 
@@ -209,9 +212,7 @@ def _replay_lengths(text: HeldOutRanks, lengths_N: npt.NDArray[np.int64]) -> Rep
     """Replay greedy decoding with a tree that accepts up to `lengths_N` guesses at each position.
 
     After a step that accepts n guesses, the next step starts n + 1 positions later. A span's first
-    token comes from the prefill and is not counted; guesses beyond the span's end are cut. Unlike
-    an average over positions, the replay visits hard positions more often than easy ones, as
-    decoding does.
+    token comes from the prefill and is not counted; guesses beyond the span's end are cut.
     """
     stride = (lengths_N + 1).tolist()
     places: list[int] = []

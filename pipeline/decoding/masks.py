@@ -23,10 +23,10 @@ Masks = Tensor | dict[str, Tensor] | None
 
 
 def attention_windows(config: PretrainedConfig) -> dict[str, int | None]:
-    """Return the sliding window of each kind of layer for tree masks; None for full attention.
+    """Return the width of the sliding window for each kind of layer; None for full attention.
 
-    Raises ConfigError for a kind of layer that a tree mask does not support, and for windows of
-    different widths.
+    Raises ConfigError for a kind of layer other than full and sliding-window attention, and for
+    windows of different widths.
     """
     kinds, settings = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
     windows: dict[str, int | None] = {}
@@ -44,16 +44,19 @@ def attention_windows(config: PretrainedConfig) -> dict[str, int | None]:
 
 
 class TreeMasks:
-    """Builder of tree attention masks for a model's kinds of layers and sliding windows."""
+    """Builder of tree attention masks for a model's kinds of layers.
+
+    `windows` is the result of `attention_windows`; `dtype` is the dtype of the masks.
+    """
 
     def __init__(self, windows: dict[str, int | None], dtype: torch.dtype):
         self._windows = windows
         self._dtype = dtype
 
     def masks_of_step(self, lengths: Sequence[int], tree: TreeRows) -> Masks:
-        """Build the tree attention masks of an uncaptured decoding step, without spare columns.
+        """Build the tree attention masks of a decoding step without CUDA graphs.
 
-        The result is as in `masks_after`, for sequences of these lengths.
+        The masks are those of `masks_after`, with just enough columns for the longest sequence.
         """
         num_rows = tree.depth.shape[-1]
         num_columns = max(lengths) + num_rows
@@ -67,10 +70,11 @@ class TreeMasks:
         return self.masks_after(length_B, num_columns, tree)
 
     def masks_after(self, length_B: Tensor, num_columns: int, tree: TreeRows) -> Masks:
-        """Build tree attention masks [B, 1, N, num_columns] after prefixes of these lengths.
+        """Build masks [B, 1, N, num_columns] for a tree after prefixes of these lengths.
 
-        For a model with several kinds of layers, return a mask for each kind. Columns beyond a
-        sequence's own rows are masked.
+        Masked entries are the lowest value of the dtype, others 0. Columns beyond a sequence's own
+        rows are masked. For a model with several kinds of layers, the result is a dictionary with
+        a mask for each kind.
         """
         num_rows = tree.depth.shape[-1]
         depth_BN = tree.depth.expand(len(length_B), -1)
@@ -89,7 +93,7 @@ class TreeMasks:
         for kind, window in self._windows.items():
             masks[kind] = mask_BNS[:, None]
             if window is not None:
-                position_BS = column_BS.scatter(1, own_BN, depth_BN)  # 0 is the root's
+                position_BS = column_BS.scatter(1, own_BN, depth_BN)  # relative to the root
                 is_far_BNS = depth_BN[..., None] - position_BS[:, None] >= window
                 masks[kind] = mask_BNS.masked_fill(is_far_BNS, hidden)[:, None]
         return masks if len(masks) > 1 else next(iter(masks.values()))

@@ -1,8 +1,8 @@
 """Target forwards with hidden states, and one decoding step (paper 2.1 and 2.3.1).
 
 In a step the heads propose a tree per text, the target verifies the trees, and the accepted paths
-are kept. The hidden states come from a hook on the lm_head and the logits come from the model
-itself, so they include scaling, soft-capping and adapters around the lm_head.
+are kept. The hidden states come from a hook on the lm_head. The logits come from the model itself,
+so they include scaling, soft-capping and adapters around the lm_head.
 
 Letters: B texts, N rows (the root and the nodes), T positions of a text or a path, D hidden size,
 V vocabulary.
@@ -34,7 +34,10 @@ if TYPE_CHECKING:
 
 
 class Forward:
-    """Target forward that returns the lm_head's input hidden states and the logits."""
+    """Forward pass of the target that returns the lm_head's inputs and the logits.
+
+    `seen` is the list to which the hook of `lm_head_inputs` appends.
+    """
 
     def __init__(self, model: PreTrainedModel, attention: GroupedRows, seen: list[Tensor]):
         self._model = model
@@ -50,9 +53,9 @@ class Forward:
         *,
         last_only: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Run a decoding forward; return states [B, T, D] and logits [B, T, V] of all rows.
+        """Run a decoding forward; return hidden states [B, T, D] and logits [B, T, V].
 
-        With `last_only`, return those of the last row.
+        With `last_only`, return only the last position of each text: [B, 1, D] and [B, 1, V].
         """
         with self._attention.grouped():
             logits_BTV = self._model(
@@ -83,11 +86,11 @@ def forward_with_states(model: PreTrainedModel) -> Iterator[Forward]:
 def last_positions(
     model: PreTrainedModel, ids: Sequence[int], number: int
 ) -> tuple[Tensor, Tensor]:
-    """Run a decoding forward of a whole text, without KV cache; return its last states and logits.
+    """Run a forward over a whole text without KV cache; return states and logits of its end.
 
-    They are states [number, D] and logits [number, V] of the text's last `number` positions. If the
-    model supports it, logits of earlier positions are not computed: for a long prompt they would
-    take gigabytes.
+    They are hidden states [number, D] and logits [number, V] at the last `number` positions. If the
+    model supports `logits_to_keep`, earlier logits are not computed, which saves gigabytes for long
+    texts.
     """
     ids_1T = torch.tensor([ids], device=input_device(model))
     with lm_head_inputs(model) as seen:
@@ -96,7 +99,10 @@ def last_positions(
 
 
 def _last_logits(model: PreTrainedModel, num_logits: int) -> dict[str, int]:
-    """Return a decoding forward's `logits_to_keep` if the model supports it; 0 keeps all."""
+    """Return the keyword argument `logits_to_keep`; an empty dictionary if it is not supported.
+
+    0 keeps the logits of all positions.
+    """
     if "logits_to_keep" in signature(model.forward).parameters:
         return {"logits_to_keep": num_logits}
     return {}
@@ -114,9 +120,9 @@ class BatchState(NamedTuple):
 
 
 class TreeSteps:
-    """Decoding steps of a batch without CUDA graphs, with inputs of exactly the current length."""
+    """Decoding steps of a batch, without CUDA graphs."""
 
-    captures = False  # as CUDA graphs
+    captures = False  # whether steps are captured as CUDA graphs
 
     def __init__(
         self,
@@ -144,7 +150,10 @@ class TreeSteps:
     def decode_step(
         self, forward: Forward, rule: AcceptanceRule, noise_BTV: Tensor | None
     ) -> list[list[int]]:
-        """Take one uncaptured decoding step; return the tokens that it adds to each text."""
+        """Take one decoding step without CUDA graphs; return the tokens that it adds to each text.
+
+        `noise_BTV` is the sampling noise, or None for a rule that does not sample.
+        """
         lengths = self.cache.lengths
         tree, tokens_BN = self.propose_trees()
         length_B = torch.tensor(lengths, device=tokens_BN.device)
@@ -198,9 +207,9 @@ class TreeSteps:
         return BatchState(hidden_BD, token_B), torch.cat((depth_B1, path_BT, token_B[:, None]), 1)
 
     def read_tokens(self, found: Tensor) -> list[list[int]]:
-        """Read a decoding step's new tokens of each text from the device; extend cached lengths.
+        """Return the tokens that a decoding step adds to each text, and extend cached lengths.
 
-        This is a step's only transfer to the host. `found` is the tensor of `accept_paths`.
+        `found` is the tensor of `accept_paths`. Reading it is the step's only transfer to the host.
         """
         written = []
         for depth, _, *tokens in found.tolist():

@@ -67,7 +67,7 @@ CHILDREN: dict[str, tuple[str, ...]] = {
 
 
 def stock_tree(max_depth: int, name: str = STOCK_TREE) -> tuple[TreePath, ...]:
-    """Return the paths of a stock candidate tree up to `max_depth`.
+    """Return the paths of a stock candidate tree up to `max_depth`, shallow paths first.
 
     Raises KeyError for an unknown name.
     """
@@ -83,7 +83,7 @@ def stock_tree(max_depth: int, name: str = STOCK_TREE) -> tuple[TreePath, ...]:
 
 
 def cartesian_tree(widths: Sequence[int]) -> tuple[TreePath, ...]:
-    """Build the full candidate tree of the best `widths[k]` guesses per head k (paper 2.1.2)."""
+    """Return the full tree of each head k's best `widths[k]` guesses (paper 2.1.2)."""
     paths: list[TreePath] = []
     for depth in range(1, len(widths) + 1):
         paths += itertools.product(*map(range, widths[:depth]))
@@ -95,9 +95,9 @@ def greedy_tree(
 ) -> tuple[TreePath, ...]:
     """Search the candidate tree of `num_nodes` nodes with the highest expected rate (paper 2.3.3).
 
-    Repeatedly add the child node with the largest product of accuracies a_k(i). No node is more
-    probable than its parent, so the result is optimal, and its first n nodes are the best tree of n
-    nodes. Guesses with accuracy 0 are left out.
+    The search repeatedly adds the child node with the largest product of accuracies a_k(i). No node
+    is more probable than its parent, so the result is optimal, and its first n nodes are the best
+    tree of n nodes. Guesses with accuracy 0 are left out, so there may be fewer nodes.
     """
     depth_limit = min(len(accuracy_KR), max_depth or len(accuracy_KR))
     chosen: list[TreePath] = []
@@ -113,9 +113,10 @@ def greedy_tree(
 
 
 def expected_acceleration_rate(accuracy_KR: Sequence[Sequence[float]], choices: Choices) -> float:
-    """Compute decoding's expected tokens per step with a tree: 1 plus its nodes' probabilities.
+    """Compute the expected number of tokens per decoding step with a tree (paper 2.3.3).
 
-    A node's probability is the product of the accuracies on its path (paper 2.3.3).
+    It is 1 plus the sum of the nodes' probabilities. The probability of a node is the product of
+    the accuracies on its path.
     """
     rate = 1.0
     for path in choices:
@@ -126,8 +127,8 @@ def expected_acceleration_rate(accuracy_KR: Sequence[Sequence[float]], choices: 
 def check_choices(choices: Choices, num_heads: int, top: int) -> tuple[TreePath, ...]:
     """Validate the choices of a static candidate tree; return them as paths, in their order.
 
-    Raises ConfigError unless the choices form a tree over `num_heads` heads and the best `top`
-    guesses of each head.
+    Raises ConfigError unless the choices form a tree of at least one node over `num_heads` heads
+    and the best `top` guesses of each head.
     """
     paths: list[TreePath] = []
     for choice in choices:
@@ -187,9 +188,9 @@ class TreeRows:
 class Tree(TreeRows):
     """A static candidate tree; row 0 is the root, row i + 1 is the path `tree.choices[i]`.
 
-    The given choices must form a tree, see `check_choices`. They are sorted by depth, so parents
-    come before their children. `Tree(())` is plain decoding. `top`, `guess` and `levels` are
-    described in `ProposalTree`.
+    The given choices must form a tree (see `check_choices`). They are sorted by depth, so parents
+    come before their children. `Tree(())` has only the root, for plain decoding. `top`, `guess` and
+    `levels` are described in `ProposalTree`.
     """
 
     def __init__(self, choices: Choices, device: torch.device | str = "cpu"):
@@ -208,7 +209,7 @@ class Tree(TreeRows):
         self.levels = tuple(self._levels(device))
 
     def grow(self, heads: Heads, hidden_BD: Tensor, token_B: Tensor) -> tuple[TreeRows, Tensor]:
-        """Fill the static tree with the heads' guesses; return the tree and tokens [B, N]."""
+        """Return this static tree, and the tokens [B, N] of its rows: the root and the guesses."""
         return self, torch.cat((token_B[:, None], heads.propose(hidden_BD, token_B, self)), 1)
 
     def _levels(self, device: torch.device | str) -> Iterator[Level]:

@@ -1,9 +1,9 @@
 """Search candidate trees on the ranks of held-out tokens among the heads' guesses.
 
 Ranks determine the heads' accuracies (paper 2.3.3), how often whole paths are right and, by a
-replay of the held-out text, the acceleration rate of any tree on it. Trees are judged on text that
-they were not searched on: the trees of each half of the conversations are replayed on the other
-half, and the estimate is over both replays.
+replay of the held-out text, the acceleration rate of any tree on it. Rates are cross-validated: the
+trees found on each half of the conversations are replayed on the other half, and the estimate is
+over both replays.
 
 Letters: N positions, K heads, R ranks.
 """
@@ -21,7 +21,7 @@ from pipeline.decoding.held_out import HeldOutRanks, Replay, replay
 from pipeline.decoding.tree import TreePath, greedy_tree
 from pipeline.heads.accuracy import NO_LABEL
 
-SAME_SPEED = 0.05  # relative difference between two timings of the same tree
+SAME_SPEED = 0.05  # timing noise: relative difference between two timings of the same tree
 
 Choice = TypeVar("Choice", bound=Hashable)
 Trees = Mapping[str, tuple[TreePath, ...]]  # by the search that found them
@@ -30,9 +30,10 @@ Trees = Mapping[str, tuple[TreePath, ...]]  # by the search that found them
 def rank_accuracies(
     hits_KR: npt.NDArray[np.int64], counts_K: npt.NDArray[np.int64]
 ) -> list[list[float]]:
-    """Compute for a tree search the accuracy a_k(i) of head k's i-th guess (paper 2.3.3).
+    """Compute the accuracy a_k(i) of head k's i-th guess, as K lists of R (paper 2.3.3).
 
-    The accuracy of a head without labels is 0.
+    `hits_KR` is how often each guess is right, and `counts_K` the number of each head's labels. The
+    accuracies of a head without labels are 0.
     """
     return (hits_KR / np.maximum(counts_K, 1)[:, None]).tolist()
 
@@ -42,10 +43,10 @@ def joint_tree(
 ) -> tuple[TreePath, ...]:
     """Search the candidate tree of `num_nodes` nodes whose paths were right most often.
 
-    The heads' errors are correlated, so the product of accuracies underrates paths that follow a
-    right first guess. A path is right no more often than its parent, so adding the most frequent
-    one is optimal and the first n nodes are the best tree of n. Paths that were never right are
-    left out.
+    The heads' errors are correlated, so the product of accuracies underrates paths whose first
+    guess is right. The search repeatedly adds the child path that was right most often. No path is
+    right more often than its parent, so the result is optimal, and its first n nodes are the best
+    tree of n nodes. Paths that were never right are left out, so there may be fewer nodes.
     """
     depth_limit = min(len(ranks.ranks_KN), max_depth or len(ranks.ranks_KN))
     chosen: list[TreePath] = []
@@ -65,9 +66,10 @@ def joint_tree(
 
 
 def search_trees(ranks: HeldOutRanks, num_nodes: int, max_depth: int | None, top: int) -> Trees:
-    """Search candidate trees by accuracy `product` (paper 2.3.3) and by `joint` path frequency.
+    """Search candidate trees with `greedy_tree`, as "product", and with `joint_tree`, as "joint".
 
-    Each tree has 1 to `num_nodes` nodes; its first n nodes are the search's best tree of n.
+    Both trees have 1 to `num_nodes` nodes. If a search finds no node, its tree is the best guess of
+    the first head.
     """
     product = greedy_tree(rank_accuracies(*ranks.guess_hits(top)), num_nodes, max_depth)
     joint = joint_tree(ranks, num_nodes, max_depth)
@@ -77,9 +79,9 @@ def search_trees(ranks: HeldOutRanks, num_nodes: int, max_depth: int | None, top
 class CrossFit:
     """Trees searched on all held-out text, with rates cross-validated on its two halves.
 
-    Both halves of the conversations are searched, and each half's trees are replayed on the
-    other half. A half's tree is cut at the depth of the tree of all text, so that its steps accept
-    no more tokens than that tree could.
+    Trees are also searched on each half of the conversations and replayed on the other half. They
+    are cut at the depth of the tree of all text, so that a step accepts no more tokens than it
+    could with that tree.
     """
 
     def __init__(self, ranks: HeldOutRanks, num_nodes: int, max_depth: int | None, top: int):
@@ -89,7 +91,10 @@ class CrossFit:
         self._searched = [search_trees(half, num_nodes, max_depth, top) for half in self._halves]
 
     def replay(self, search: str, size: int) -> Replay:
-        """Replay decoding of each half of the text with the other half's tree of this size."""
+        """Replay decoding of each half with the tree found on the other half; join the replays.
+
+        `search` is "product" or "joint"; the trees have at most `size` nodes.
+        """
         first, second = self._halves
         through_second = replay(second, self.half_tree(0, search, size))
         return through_second + replay(first, self.half_tree(1, search, size))
@@ -103,10 +108,11 @@ class CrossFit:
         return tuple(path for path in self._searched[half][search][:size] if len(path) <= depth)
 
     def node_shares(self, search: str, size: int) -> list[float]:
-        """Return for a tree search the expected share of decoding steps that accept each node.
+        """Estimate the share of decoding steps that accept each node of the tree of all text.
 
-        The expected rate is 1 plus the sum of the shares. At each depth the shares of the tree's
-        own replay are scaled to the tokens that the halves' replays add at that depth.
+        The tree is the first `size` nodes of a search. The expected rate is 1 plus the sum of the
+        shares. At each depth, the shares in a replay of all text are scaled so that their sum is
+        the cross-validated share of steps that reach this depth.
         """
         choices = self.whole[search][:size]
         own = replay(self.ranks, choices).node_shares(self.ranks, choices)
@@ -117,18 +123,18 @@ class CrossFit:
         expected += [0.0] * (max(depths) - len(expected))
         shares = []
         for depth, share in zip(depths, own, strict=True):
-            # If no step of the tree's own replay reaches this depth, its nodes get equal parts.
+            # If no step of the replay of all text reaches this depth, its nodes get equal parts.
             part = share / sums[depth] if sums[depth] else 1 / counts[depth]
             shares.append(float(part * expected[depth - 1]))
         return shares
 
 
 def fastest_choice(rates: Mapping[Choice, float], overheads: Mapping[Choice, float]) -> Choice:
-    """Choose the candidate tree or chain with the highest speedup, its rate over its overhead.
+    """Choose the candidate tree or chain with the highest speedup: rate divided by overhead.
 
-    Among choices within timing noise of the fastest one, speedup times acceleration rate decides:
-    the rate is counted, not timed, and is the same on every device. A choice whose overhead is NaN,
-    since no step had room, is returned only if all are.
+    Among choices within timing noise (`SAME_SPEED`) of the fastest one, the highest product of
+    speedup and rate decides, because the rate has no timing noise. A choice whose overhead is NaN
+    is returned only if all are NaN.
     """
     speeds = {choice: rate / overheads[choice] for choice, rate in rates.items()}
     best = max(filter(np.isfinite, speeds.values()), default=0.0)

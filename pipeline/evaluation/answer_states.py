@@ -1,8 +1,6 @@
-"""Evaluate heads on plain greedy answers: the rank of each token among their guesses.
+"""Evaluate heads on the target's greedy answers: the rank of each token among their guesses.
 
-Also calibration on a file of its own (`calibrate.data`): the target answers the file's questions,
-and its heads are measured on the answers. Answers are greedy, so that they predict greedy decoding.
-Neither the file's own answers nor the run's held-out rows are used.
+The answers are those of plain decoding in the check, or those to the questions of `calibrate.data`.
 
 Letters: T answer tokens, N states at which steps may begin, D hidden size, K heads.
 """
@@ -40,11 +38,11 @@ from pipeline.targets.spec import TargetSpec, context_length, eos_token_ids, loa
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-Answers = list[tuple[Prompt, list[int]]]  # up to where each answer begins, and the answer
+Answers = list[tuple[Prompt, list[int]]]  # each prompt, and the token ids of its answer
 
 
 class AnswerStates(NamedTuple):
-    """A plain answer to evaluate heads on: hidden states, tokens and labels.
+    """One answer of the target to evaluate heads on: hidden states, tokens and labels.
 
     Attributes:
         conversation: The id that all turns of a question share.
@@ -69,12 +67,12 @@ def answer_states(
     trained: SeenAnswers | None = None,
     progress: ProgressReporter = SILENT,
 ) -> Iterator[AnswerStates]:
-    """Yield hidden states of the plain answers on which heads are evaluated, by one forward each.
+    """Yield the states, tokens and labels of each answer, computed by one forward of the target.
 
-    The prefill gives an answer's first token. Steps begin at this token and at each later one,
-    except the last. Answers of one token have no step and are left out.
+    A step may begin at every token of an answer but the last. Answers of one token are left out.
 
     Args:
+        answers: The token ids of the answer to each prompt.
         trained: The answers in training rows; None counts no answer as seen.
     """
     num_heads = heads.shape.max_depth
@@ -98,12 +96,12 @@ def answer_states(
 
 
 def guess_ranks(heads: Heads, states: Iterable[AnswerStates], top: int) -> HeldOutRanks:
-    """Evaluate heads on the target's answers: rank each token among their first `top` guesses."""
+    """Rank each token of the target's answers among the first `top` guesses of the heads."""
     return _evaluate_answers(heads, states, partial(label_ranks, heads, top=top))
 
 
 def guess_places(heads: Heads, states: Iterable[AnswerStates], tree: DynamicTree) -> HeldOutRanks:
-    """Evaluate heads on the target's answers: rank each token among a dynamic tree's nodes."""
+    """Rank each token of the target's answers among the nodes that a dynamic tree proposes."""
     return _evaluate_answers(heads, states, partial(tree.places, heads))
 
 
@@ -113,7 +111,11 @@ def _evaluate_answers(
     states: Iterable[AnswerStates],
     measure: Callable[[Tensor, Tensor, Tensor], Tensor],
 ) -> HeldOutRanks:
-    """Evaluate heads on every answer by `measure`, which returns [K, N]; join the results."""
+    """Rank the tokens of every answer by `measure`, and concatenate the ranks.
+
+    Args:
+        measure: Returns ranks [K, N], given an answer's hidden states, next tokens and labels.
+    """
     parts_KN: list[np.ndarray] = []
     starts: list[int] = []
     numbers: dict[int | str, int] = {}
@@ -142,9 +144,9 @@ def written_answers(
     gpus: int,
     progress: ProgressReporter = SILENT,
 ) -> Answers:
-    """Let the target answer `calibrate.data` greedily, as text to evaluate the heads on.
+    """Let the target answer the questions of `calibrate.data` greedily.
 
-    Returns prompts with their answers. Conversations without a usable answer are left out.
+    Return each prompt with its answer. Conversations without a usable answer are left out.
     """
     template = load_chat_template(target)
     sampling = Sampling(0.0, 1.0, settings.max_new_tokens, eos_token_ids(target))
@@ -177,16 +179,17 @@ def measured_on_answers(
     trained: TrainingText,
     progress: ProgressReporter = SILENT,
 ) -> tuple[HeldOutRanks, HeldOutRanks | None]:
-    """Evaluate trained heads on the target's answers: ranks among guesses and in a dynamic tree.
+    """Load target and trained heads, and rank the tokens of the target's answers.
 
     Args:
         target: The target that wrote the answers.
+        heads: The path of the trained heads.
         tree: The dynamic tree; None for no second result.
-        trained: The target's answers in training rows.
+        trained: The training rows, to recognize answers that are in one.
 
     Returns:
-        Each token's rank among the heads' first `top` guesses, and its rank among the nodes that
-        the dynamic tree proposes, or None.
+        The ranks among the heads' first `top` guesses, and the ranks among the nodes that the
+            dynamic tree proposes, or None.
     """
     model = load_on_gpus(target, gpus)
     module = read_trained_heads(Path(heads)).to(input_device(model), model.dtype)

@@ -1,14 +1,14 @@
 """Compare decoded answers with plain decoding's, score their text, and format them for files.
 
 `compare` counts greedy answers that are identical token for token and those that first differ at a
-tie. Forwards of different shapes round differently, so where the target's top two logits are closer
-than a tolerance either token is its greedy choice. Only the first difference counts: after it the
-sequences have different prefixes.
+tie. Forwards of different shapes round differently, so if the target's top two logits differ by no
+more than a tolerance, either token is its greedy choice. Only the first difference counts: after it
+the sequences have different prefixes.
 
-`answer_lines` follow Spec-Bench's schema (github.com/hemingkx/Spec-Bench, Xia et al., arXiv
-2401.07851), which holds FastChat's: one line per question. `new_tokens` and `wall_time` cover whole
-answers including the prefill, `decoding_steps` and `accept_lengths` the steps after it, so that the
-mean of `accept_lengths` is the acceleration rate.
+`answer_lines` formats answers in Spec-Bench's schema (github.com/hemingkx/Spec-Bench, Xia et al.,
+arXiv 2401.07851), an extension of FastChat's: one line per question. `new_tokens` and `wall_time`
+cover whole answers including the prefill, `decoding_steps` and `accept_lengths` the steps after it.
+The mean of `accept_lengths` is the acceleration rate.
 
 Letters: T answer tokens, V vocabulary.
 """
@@ -44,13 +44,13 @@ if TYPE_CHECKING:
 AnswerLines = dict[str, list[Line]]  # by method
 
 NUM_SAMPLES = 2  # decoded answers in the report
-NUM_SHOWN = 4  # tokens of a difference
+NUM_SHOWN = 4  # tokens of each side of a difference
 
-# A top-2 logit gap up to this is a tie. Half precision rounds the logits themselves: this is four
-# of its steps at logits of 16 to 32, where the best logits of chat models lie.
+# A top-2 logit gap up to this is a tie. In half precision, which rounds the logits, it is four
+# rounding steps at logits of 16 to 32, where the best logits of chat models lie.
 TIE_TOLERANCE = {"float32": 1e-4, "float16": 0.0625, "bfloat16": 0.5}
 
-# For every dtype: bitsandbytes' 8-bit layers round their input to 127 steps of its largest number,
+# In every dtype: bitsandbytes' 8-bit layers round inputs to 1/127 of their largest number, about
 # as coarse as bfloat16's 8 bits. Its 4-bit layers multiply in bfloat16 on a CPU.
 QUANTIZED_TOLERANCE = TIE_TOLERANCE["bfloat16"]
 
@@ -64,10 +64,7 @@ class Comparison:
 
     @property
     def largest_gap(self) -> float | None:
-        """The largest top-2 logit gap among the check's differences that are not ties, or None.
-
-        It is rounded to 3 significant digits.
-        """
+        """The largest top-2 logit gap of `differing`, to 3 significant digits; None if it is empty."""
         if not self.differing:
             return None
         return float(f"{max(each.gap for each in self.differing):.3g}")
@@ -114,7 +111,7 @@ def compare(
 
 
 def top_2_gap(model: PreTrainedModel, prefix: list[int]) -> float:
-    """Compute the target's top-2 logit gap after the prefix of a checked answer, by one forward."""
+    """Compute the gap between the target's two largest logits after a prefix, by one forward."""
     _, logits_1V = last_positions(model, prefix, 1)
     best, second = logits_1V[0].double().topk(2).values.tolist()
     return best - second
@@ -123,9 +120,9 @@ def top_2_gap(model: PreTrainedModel, prefix: list[int]) -> float:
 def mean_log_likelihood(
     model: PreTrainedModel, prompts: Sequence[Prompt], answers: Sequence[list[int]]
 ) -> float:
-    """Score the check's answers by their mean log-likelihood under the target, at temperature 1.
+    """Compute the mean log-likelihood of the answers' tokens under the target, at temperature 1.
 
-    The unit is nats per token.
+    The unit is nats per token, over all answers together.
     """
     likelihoods: list[float] = []
     for log_p_TV, answer in zip(log_probabilities(model, prompts, answers), answers, strict=True):
@@ -137,7 +134,7 @@ def mean_log_likelihood(
 def log_probabilities(
     model: PreTrainedModel, prompts: Sequence[Prompt], answers: Sequence[list[int]]
 ) -> Iterator[Tensor]:
-    """Yield for each evaluated answer the target's log-probabilities [T, V] of its next tokens.
+    """Yield the target's log-probabilities [T, V] for each answer, in fp32.
 
     Row i is the distribution that predicts the answer's token i.
     """
@@ -152,9 +149,9 @@ def answer_lines(
     prompts: Sequence[Prompt],
     repetitions: Sequence[Sequence[Decoded]],
 ) -> list[Line]:
-    """Format a decoding method's answers of the check in Spec-Bench's schema, a line per question.
+    """Format a decoding method's answers in Spec-Bench's schema, one line per question.
 
-    Texts are the first repetition's, times are medians over all.
+    Texts and counts are those of the first repetition, wall times are medians over all repetitions.
     """
     lines: dict[int | str, Line] = {}
     for prompt, answer, *others in zip(prompts, *repetitions, strict=True):
@@ -174,7 +171,7 @@ def answer_lines(
 
 
 def model_answer(question_id: int | str, model_id: str, turns: list[str]) -> Line:
-    """Format a model's answer to a question of the check in the schema of FastChat's judge."""
+    """Return a model's answers to the turns of a question, in the schema of FastChat's judge."""
     return {
         "question_id": question_id,
         "answer_id": f"{model_id}/{question_id}",
@@ -187,7 +184,7 @@ def model_answer(question_id: int | str, model_id: str, turns: list[str]) -> Lin
 def samples(
     tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], decoded: Sequence[Decoded]
 ) -> list[Sample]:
-    """Return the check's first `NUM_SAMPLES` prompts and answers, with the step of each token.
+    """Return the first `NUM_SAMPLES` prompts and answers, with the decoding step of each token.
 
     Step 0 is the prefill.
     """

@@ -23,14 +23,14 @@ Executor: TypeAlias = "InlineExecutor | RayExecutor"
 class InlineExecutor:
     """An executor that runs everything in this process, for a debugger or a notebook.
 
-    A shard that kills its worker kills the run, and one that hangs blocks it. `RayExecutor` has the
-    same methods.
+    A shard that crashes the process ends the run, and one that hangs blocks it. `RayExecutor` has
+    the same methods.
     """
 
     name = "inline"
 
     def resources(self) -> Resources:
-        """Return the CPU cores and GPUs that the executor can place workers on."""
+        """Return the CPU cores and GPUs that this process can use, as one node."""
         import torch
 
         return Resources(((len(os.sched_getaffinity(0)), torch.cuda.device_count()),))
@@ -44,13 +44,14 @@ class InlineExecutor:
         seconds_per_task: float,
         progress: ShardProgress | None = None,
     ) -> Iterator[Outcome]:
-        """Execute `worker(**arguments)` on shard tasks; yield the outcomes in any order.
+        """Run shard tasks on one worker, `worker(**arguments)`, and yield their outcomes in order.
 
         Args:
-            tasks: Consumed. The caller may append tasks meanwhile, such as one that failed.
-            seconds_per_task: A worker that takes longer is ended and counts as dead (inline: no
-                limit).
-            progress: Passed to the worker's constructor, and shown while the worker runs.
+            tasks: A queue, which is emptied. The caller may append tasks while it iterates, for
+                example to retry one.
+            placement: Ignored.
+            seconds_per_task: Ignored; only Ray's workers have a time limit.
+            progress: Passed to the worker's constructor as `progress`, unless it is None.
         """
         lazy = LazyWorker(worker, with_progress(arguments, progress))
         try:
@@ -68,9 +69,9 @@ class InlineExecutor:
         placement: Placement,
         progress: ProgressReporter | None = None,
     ) -> Any:
-        """Execute one function in this process, whatever its placement; return its result.
+        """Call `function(**arguments)` in this process and return its result.
 
-        `progress` is passed to the function, and shown while the function runs.
+        `placement` is ignored. `progress` is passed to the function, unless it is None.
         """
         try:
             return function(**with_progress(arguments, progress))
@@ -78,11 +79,11 @@ class InlineExecutor:
             free_gpu_memory()
 
     def close(self) -> None:
-        """Do nothing, since the inline executor starts no processes."""
+        """Do nothing, since this executor starts no processes."""
 
 
 def free_gpu_memory() -> None:
-    """Release the GPU memory that an executed worker leaves cached in torch."""
+    """Release the GPU memory that torch caches but no tensor uses."""
     import torch
 
     if torch.cuda.is_initialized():
@@ -91,13 +92,13 @@ def free_gpu_memory() -> None:
 
 
 def check_executor(name: str) -> None:
-    """Raise ConfigError unless `name` is an executor."""
+    """Raise ConfigError unless `name` is `ray` or `inline`."""
     if name not in ("ray", "inline"):
         raise ConfigError(f"There is no executor '{name}'.", "--executor", "It is ray or inline.")
 
 
 def make_executor(name: str) -> Executor:
-    """Start the executor `ray` or `inline`.
+    """Create the executor `inline` or `ray`.
 
     Raises:
         EnvironmentFault: Ray cannot be started or reached.

@@ -26,12 +26,12 @@ def gpu_memory() -> float | None:
 
 
 def physical_memory() -> int:
-    """Return the physical memory of the machine that executes the stages, in bytes."""
+    """Return the physical memory of this machine, in bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def machine_memory(limits: tuple[str, ...] = CGROUP_LIMITS) -> float:
-    """Return this machine's memory for workers in bytes, or its container's limit if lower."""
+    """Return the physical memory of this machine, or its container's limit if lower, in bytes."""
     smallest = float(physical_memory())
     for path in map(Path, limits):
         if path.is_file():
@@ -44,9 +44,9 @@ def machine_memory(limits: tuple[str, ...] = CGROUP_LIMITS) -> float:
 def unusable_driver(
     environment: Mapping[str, str] = os.environ, driver: Path = Path("/proc/driver/nvidia/version")
 ) -> str | None:
-    """Return why workers find no GPU although a GPU driver is installed; None without a problem.
+    """Return why torch finds no GPU although a GPU driver is installed; None without a problem.
 
-    A torch that was built without CUDA, and GPUs hidden by CUDA_VISIBLE_DEVICES, are no problem.
+    A torch without CUDA is no problem, and neither are GPUs hidden by CUDA_VISIBLE_DEVICES.
     """
     import torch
 
@@ -60,7 +60,7 @@ def unusable_driver(
 
 
 def hardware() -> dict[str, object]:
-    """Return the machine that executes the run: CPU name, usable cores, memory in GB, GPU names."""
+    """Describe this machine: CPU name, usable cores, physical memory in GB and GPU names."""
     import torch
 
     gpus = [torch.cuda.get_device_name(gpu) for gpu in range(torch.cuda.device_count())]
@@ -77,7 +77,7 @@ def hardware() -> dict[str, object]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of installed packages, on a worker or the driver."""
+    """Return the versions of Python and of the installed packages in `PACKAGES`, by name."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):

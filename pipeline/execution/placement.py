@@ -1,7 +1,7 @@
 """Place a stage's workers on the CPU cores and GPUs of the cluster's nodes.
 
-Ray would wait forever for resources that no node has. A placement that the cluster can never
-schedule is therefore refused here; the error compares its CPU cores and GPUs with the nodes'.
+Ray waits forever for resources that no node has. Therefore a placement that the cluster can never
+schedule is refused here.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pipeline.errors import EnvironmentFault
 
 @dataclass(frozen=True)
 class Resources:
-    """The CPU cores and GPUs to place workers on; `nodes` lists (cpus, gpus) per node."""
+    """CPU cores and GPUs to place workers on; `nodes` has one pair (cpus, gpus) per node."""
 
     nodes: tuple[tuple[int, int], ...]
 
@@ -39,10 +39,10 @@ class Placement:
 
 
 def place(stage: str, wanted: PlacementOf, have: Resources) -> Placement:
-    """Place a stage's workers: fill in defaults, and check that all workers fit on the nodes.
+    """Fill in the defaults of a stage's placement, and check that all workers fit on the nodes.
 
     Raises:
-        EnvironmentFault: The cluster can never schedule all workers.
+        EnvironmentFault: The cluster can never run all workers at once.
     """
     gpus, workers = gpus_of(wanted, have), workers_of(wanted, have)
     cpus = wanted.cpus_per_worker or _cpus_per_worker(workers, gpus, have)
@@ -61,14 +61,14 @@ def place(stage: str, wanted: PlacementOf, have: Resources) -> Placement:
 
 
 def gpus_of(wanted: PlacementOf, have: Resources) -> int:
-    """Return the number of GPUs to place a worker on: as configured, or one if there are any."""
+    """Return the GPUs per worker: as configured, else 1 if the cluster has GPUs and 0 if not."""
     if wanted.gpus_per_worker is None:
         return min(1, have.gpus)
     return wanted.gpus_per_worker
 
 
 def workers_of(wanted: PlacementOf, have: Resources) -> int:
-    """Return the number of workers to place; `auto` fills the cluster."""
+    """Return the number of workers: as configured, or for `auto` as many as fit, at least 1."""
     if wanted.workers == "auto":
         return max(1, most_workers(wanted, have))
     return wanted.workers
@@ -77,8 +77,8 @@ def workers_of(wanted: PlacementOf, have: Resources) -> int:
 def most_workers(wanted: PlacementOf, have: Resources) -> int:
     """Return how many of a stage's workers the cluster can run at once.
 
-    Without GPUs and without a configured number of cores, this is one per node: two workers on the
-    same cores and in the same memory are no faster than one.
+    Without GPUs and a configured number of cores, this is one per node: two workers on the same
+    cores and in the same memory are no faster than one.
     """
     gpus = gpus_of(wanted, have)
     if not gpus and wanted.cpus_per_worker is None:
@@ -87,10 +87,10 @@ def most_workers(wanted: PlacementOf, have: Resources) -> int:
 
 
 def _cpus_per_worker(workers: int, gpus: int, have: Resources) -> int:
-    """Return the default number of CPU cores to place a worker on.
+    """Return the default number of CPU cores per worker, at least 1.
 
-    With GPUs, each worker gets its GPUs' share of the smallest node's cores. Without GPUs, all
-    workers get an equal share.
+    With GPUs, a node's cores are divided by the number of workers that its GPUs allow, and the
+    smallest result of all nodes is used. Without GPUs, all workers get an equal share of the cores.
     """
     if gpus:
         shares = []
@@ -105,7 +105,7 @@ def _cpus_per_worker(workers: int, gpus: int, have: Resources) -> int:
 
 
 def _num_that_fit(have: Resources, cpus: int, gpus: int) -> int:
-    """Return how many workers of this size can be placed on the cluster's nodes at once."""
+    """Return how many workers with these CPU cores and GPUs the nodes can run at once."""
     room = 0
     for node_cpus, node_gpus in have.nodes:
         fits = node_cpus // cpus

@@ -61,13 +61,13 @@ class ProgressReporter:
         return ProgressReporter, (self.path,)
 
     def begin(self, part: str, total: int, *, done: int = 0, unit: str = "prompts") -> None:
-        """Begin the next part of a stage's progress bar."""
+        """Start the next part of a stage, of which `done` of `total` units are finished."""
         self._now = Progress(part, done, total, unit)
         self._began, self._tokens = time.monotonic(), 0
         self._report(at_once=True)
 
     def advance(self, number: int = 1, tokens: int = 0) -> None:
-        """Add finished units, and their tokens, to the progress of the current part."""
+        """Add finished units, and the tokens generated for them, to the current part."""
         self._tokens += tokens
         note = ""
         if self._tokens:
@@ -76,7 +76,7 @@ class ProgressReporter:
         self.update(self._now.done + number, note)
 
     def update(self, done: int, note: str = "") -> None:
-        """Set the number of finished units in the progress of the current part."""
+        """Set the number of finished units of the current part, and the note, and report them."""
         self._now = replace(self._now, done=done, note=note)
         self._report(at_once=done == self._now.total)
 
@@ -92,7 +92,7 @@ class ProgressReporter:
             self._show(Progress(**report))
 
     def close(self) -> None:
-        """Remove the file through which another process reports progress."""
+        """Delete the file through which another process reports."""
         self._file.remove()
 
     def _report(self, at_once: bool = False) -> None:
@@ -136,12 +136,12 @@ class ShardProgress:
             self._report(task.index)
 
     def drop(self, task: ShardTask) -> None:
-        """Delete the progress of a shard that is committed or failed."""
+        """Delete the progress of a shard that is committed or has failed."""
         self._done.pop(task.index, None)
         self._file(task.index).remove()
 
     def poll(self) -> None:
-        """Show the progress that copies in worker processes wrote."""
+        """Read the progress that copies in worker processes wrote, and show it."""
         for path in self.folder.glob(f"*{SUFFIX}"):
             report = ProgressFile(path).read()
             if report is not None:
@@ -159,7 +159,7 @@ class ShardProgress:
         return bool(self._done)
 
     def close(self) -> None:
-        """Remove the progress files of all shards, such as those that dead workers left behind."""
+        """Delete the progress files of all shards, which dead workers may have left behind."""
         for path in self.folder.glob(f"*{SUFFIX}"):
             path.unlink(missing_ok=True)
 
@@ -176,7 +176,7 @@ class ShardProgress:
 
 
 def with_progress(arguments: dict[str, object], progress: object) -> dict[str, object]:
-    """Return the arguments of an executed function with `progress` added, unless that is None."""
+    """Return a function's arguments with `progress` added, unless it is None."""
     if progress is None:
         return arguments
     return {**arguments, "progress": progress}
@@ -212,7 +212,7 @@ class Meter:
         self._bar.stop()
 
     def show(self, now: Progress) -> None:
-        """Show progress: update the terminal's bar, or print a line from time to time."""
+        """Update a terminal's bar, or else print a line if the last one is 15 seconds old."""
         part = (now.part, now.unit, now.total)
         if part != self._part:
             self._part = part

@@ -122,11 +122,11 @@ def connection_error(address: str) -> str | None:
 
 
 class ClusterWatch:
-    """A watch on the Ray processes that this driver needs, which detects their death.
+    """Detector of the death of Ray processes that this driver needs.
 
     Args:
         addresses: `host:port` of each process.
-        patience: A process is dead after this many seconds without a connection.
+        patience: Seconds without a connection after which a process counts as dead.
     """
 
     def __init__(self, addresses: Collection[str], patience: float):
@@ -135,7 +135,7 @@ class ClusterWatch:
         self._silent_since: float | None = None
 
     def check(self) -> None:
-        """Raise EnvironmentFault if a Ray process has been silent for longer than `patience`."""
+        """Raise EnvironmentFault if a Ray process accepts no connection for `patience` seconds."""
         now = time.monotonic()
         silent = list(filter(connection_error, self.addresses))
         if not silent:
@@ -173,7 +173,7 @@ class ClusterWatch:
 
 
 def start_error(error: Exception, address: str) -> EnvironmentFault:
-    """Return the EnvironmentFault for an error that Ray raised at its start."""
+    """Return the EnvironmentFault for an error that Ray raised when it started."""
     what = f"Ray did not start: {last_line(error)}."
     fix = (
         "Check RAY_ADDRESS, `ray status`, and that TMPDIR and RAY_TMPDIR have at most 40"
@@ -183,7 +183,7 @@ def start_error(error: Exception, address: str) -> EnvironmentFault:
 
 
 def last_line(error: Exception) -> str:
-    """Return the last line of a Ray error, which follows Ray's own frames."""
+    """Return the last line of a Ray error, without the stack frames before it."""
     lines = str(error).strip().splitlines() or [repr(error)]
     return lines[-1].strip().rstrip(".")
 
@@ -193,7 +193,7 @@ def own_signals() -> Iterator[None]:
     """Context manager: keep this process's signal handlers while Ray starts.
 
     Ray's handler of SIGTERM would end the process without a message. A SIGTERM that arrives
-    meanwhile is sent again to the handler that was kept.
+    meanwhile is passed to the kept handler afterwards.
     """
     kept = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
     stopped = False

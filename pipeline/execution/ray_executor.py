@@ -1,11 +1,9 @@
 """Run shards in a pool of Ray actors, and single functions in Ray tasks.
 
 Tensors never travel through the object store: an actor gets a shard's path, reads and writes the
-shard itself, and returns a receipt. The pool is our own, not Ray Data's, because of failures: it
-knows which shard ended its worker's process, the other workers continue meanwhile, and a failed
-shard is retried by a worker whose model is already loaded.
-
-A private cluster is started unless RAY_ADDRESS names one; `ray job submit` sets this variable.
+shard itself, and returns a receipt. Ray Data is not used because of failures: this pool knows which
+shard ended its worker's process, the other workers continue meanwhile, and a failed shard is
+retried by a worker whose model is already loaded.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ from pipeline.storage.shards import ShardTask
 
 MAX_FAILED_STARTS = 3  # consecutive workers that end before their first shard
 SECONDS_TO_CLOSE = 30.0
-LEAST_SECONDS = 900.0  # time limit for a few rows of a shard, including loading the model
+LEAST_SECONDS = 900.0  # minimum time limit for a part of a shard, including loading the model
 DEATH_FIX = (
     "If memory ran out, use smaller batches or more GPUs. What was committed is kept; run it again."
     " MEDUSA_DISTILL_TRACEBACK=1 shows where an error was raised."
@@ -47,7 +45,14 @@ DEATH_FIX = (
 
 
 class RayExecutor:
-    """An executor that runs a stage's workers and single functions in Ray's worker processes."""
+    """An executor that runs a stage's workers and single functions in Ray's worker processes.
+
+    It connects to the cluster at RAY_ADDRESS, which `ray job submit` sets, or starts a private
+    cluster. If Ray is initialized already, it uses that connection.
+
+    Raises:
+        EnvironmentFault: Ray cannot be started or reached.
+    """
 
     name = "ray"
 
@@ -79,7 +84,21 @@ class RayExecutor:
         seconds_per_task: float,
         progress: ShardProgress | None = None,
     ) -> Iterator[Outcome]:
-        """Run shard tasks in a pool of Ray actors, as `InlineExecutor.map` does in this process."""
+        """Run shard tasks in a pool of Ray actors; yield their outcomes in the order of completion.
+
+        Args:
+            worker, arguments: Each actor makes its own `worker(**arguments)`.
+            tasks: A queue, which is emptied. The caller may append tasks while it iterates, for
+                example to retry one.
+            placement: The number of actors, and the CPU cores and GPUs of each.
+            seconds_per_task: Time limit for a whole shard. A worker that takes longer is ended, and
+                the outcome is its death.
+            progress: Passed to the workers' constructor as `progress`, and shown meanwhile, unless
+                it is None.
+
+        Raises:
+            EnvironmentFault: The cluster has died, or its workers die before their first shard.
+        """
         lazy = LazyWorker(worker, with_progress(arguments, progress))
         return ActorPool(lazy, tasks, placement, seconds_per_task, progress, self.watch).outcomes()
 
@@ -90,7 +109,15 @@ class RayExecutor:
         placement: Placement,
         progress: ProgressReporter | None = None,
     ) -> Any:
-        """Call one function in a Ray task; return its result or raise its error."""
+        """Call `function(**arguments)` in a Ray task and return its result.
+
+        `progress` is passed to the function and shown meanwhile, unless it is None.
+
+        Raises:
+            MedusaDistillError: The function raised it.
+            EnvironmentFault: The worker or the cluster has died, or the function raised another
+                error.
+        """
         # max_calls=1: the process ends with the call, which frees an engine's memory.
         remote = ray.remote(
             num_cpus=placement.cpus, num_gpus=placement.gpus, max_calls=1, max_retries=1
@@ -124,7 +151,10 @@ class ShardActor:
         """Return once the Ray actor's process has started; no shard is assigned before."""
 
     def run(self, task: ShardTask, upcoming: ShardTask | None) -> Outcome:
-        """Run the stage's worker on a shard in this Ray actor, within the time limit."""
+        """Run the stage's worker on a shard; return the receipt or the error as an outcome.
+
+        The process ends if the shard takes too long, see `time_limit`.
+        """
         least = min(self._seconds_per_task, LEAST_SECONDS)
         seconds = max(task.share * self._seconds_per_task, least)
         try:
@@ -134,16 +164,16 @@ class ShardActor:
             return Outcome(task, error=error)
 
     def close(self) -> None:
-        """Let the worker in this Ray actor release its engine's memory."""
+        """Close the stage's worker in this Ray actor, so that its engine releases memory."""
         self._worker.close()
 
 
 @contextlib.contextmanager
 def time_limit(task: ShardTask, seconds: float) -> Iterator[None]:
-    """Context manager: end this worker process if its shard takes too long, and log all stacks.
+    """Context manager: after `seconds`, log all threads' stacks and end this worker process.
 
-    The timer runs in a C thread: it also ends a process that never releases the GIL. The log of a
-    shard that ends in time is deleted.
+    The timer runs in a C thread, so it also ends a process that never releases the GIL. If the
+    block completes in time, the log is deleted.
     """
     path = task.attempt_log
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -158,7 +188,7 @@ def time_limit(task: ShardTask, seconds: float) -> Iterator[None]:
 
 @dataclass
 class Slot:
-    """A Ray actor of the pool, with its current shard task and the announced next one."""
+    """A Ray actor of the pool, with its current shard task and the next one, if that is chosen."""
 
     actor: Any
     task: ShardTask | None = None  # None while its process starts
@@ -169,7 +199,7 @@ class Slot:
 class ActorPool:
     """A pool of at most `placement.workers` Ray actors that process shard tasks.
 
-    No more actors are started than there are tasks. The arguments are those of `RayExecutor.map`.
+    No more actors are started than there are tasks. For the fields see `RayExecutor.map`.
     """
 
     worker: LazyWorker
@@ -183,7 +213,7 @@ class ActorPool:
     _failed_starts: int = 0
 
     def outcomes(self) -> Iterator[Outcome]:
-        """Yield the outcome of each shard task of the Ray actors; tasks may be added meanwhile."""
+        """Yield the outcome of each shard task as it completes; finally end the Ray actors."""
         try:
             with self.watch.connection():
                 self._assign()
@@ -205,7 +235,11 @@ class ActorPool:
         return bool(self.tasks) or any(slot.task for slot in self._running.values())
 
     def _assign(self) -> None:
-        """Assign tasks to idle Ray actors, and start as many more as there are tasks for."""
+        """Assign tasks to idle Ray actors, and start more actors if there are tasks left for them.
+
+        While enough tasks are left for all workers, an actor also gets its next task, to prepare
+        for it.
+        """
         still_idle = []
         for slot in self._idle:
             slot.task = slot.upcoming
@@ -230,10 +264,11 @@ class ActorPool:
     def _outcome(self, answer: Any, slot: Slot) -> Outcome | None:
         """Return the outcome of a Ray actor's task; None if the actor was only starting.
 
-        An actor that died is killed for certain, and its announced next task is queued again.
+        An actor that died is killed, in case its process is still alive, and the next task that it
+        had is put back into the queue.
 
         Raises:
-            EnvironmentFault: The cluster has died, or too many actors in a row died at their start.
+            EnvironmentFault: The cluster has died, or several actors in a row died at their start.
         """
         try:
             outcome: Outcome | None = ray.get(answer)
@@ -253,7 +288,7 @@ class ActorPool:
         return outcome
 
     def _close(self) -> None:
-        """End the Ray actors; idle ones release their engine's memory first."""
+        """End the Ray actors; the workers of idle ones are closed first."""
         if self.watch.is_dead:
             return
         with contextlib.suppress(RayError):
@@ -263,7 +298,7 @@ class ActorPool:
 
 
 def hang_report(task: ShardTask) -> str:
-    """Take the logged stacks of a Ray worker that hung and was ended; empty for other deaths.
+    """Return the stacks that a hung Ray worker logged before it was ended; empty for other deaths.
 
     The log is deleted.
     """
@@ -280,7 +315,7 @@ def wait_for_one(
     watch: ClusterWatch,
     progress: ProgressReporter | ShardProgress | None,
 ) -> Any:
-    """Return the first finished Ray reference; show progress and watch the cluster meanwhile.
+    """Return the first finished Ray reference; meanwhile show progress and watch the cluster.
 
     Raises:
         EnvironmentFault: The cluster has died.
@@ -297,9 +332,10 @@ def wait_for_one(
 def run_and_carry_errors(
     function: Callable[..., Any], arguments: dict[str, object]
 ) -> tuple[Any, MedusaDistillError | None]:
-    """Call a function in a Ray task; return (result, error).
+    """Call a function in a Ray task; return `(result, None)`, or `(None, error)` if it fails.
 
-    Errors meant for the user are returned, since Ray would wrap a raised error in its own.
+    A MedusaDistillError is returned and not raised, because Ray would wrap it in an error of its
+    own. Other errors are raised.
     """
     try:
         with disk_errors():
@@ -310,5 +346,5 @@ def run_and_carry_errors(
 
 
 def worker_death_error(error: Exception) -> EnvironmentFault:
-    """Return the EnvironmentFault for a Ray error that ended a worker."""
+    """Return the EnvironmentFault for the Ray error of a worker that died."""
     return EnvironmentFault(f"A worker died: {last_line(error)}.", "Ray", DEATH_FIX)

@@ -12,11 +12,11 @@ from pipeline.storage.stage_directory import StageDirectory
 
 
 class ShardMeter:
-    """The meter of a sharded stage: conversations, token rate, shards and quarantined rows.
+    """Progress bar of a sharded stage: conversations, token rate, shards and quarantined rows.
 
     Args:
         sizes: The number of conversations of each shard, by index.
-        have: The receipts of the shards that are committed, by index.
+        have: The receipts of shards that were committed before, by index.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class ShardMeter:
         self._started: float | None = None  # when the first worker had loaded its model
 
     def count(self, outcome: Outcome) -> None:
-        """Count a finished shard on the progress bar, and drop the progress of a failed attempt."""
+        """Add a committed shard to the progress bar, or discard a failed attempt's progress."""
         self.progress.drop(outcome.task)
         if outcome.receipt:
             self._done += self._sizes[outcome.task.index]
@@ -42,11 +42,11 @@ class ShardMeter:
         self._show()
 
     def close(self) -> None:
-        """Remove the files of the shards' progress."""
+        """Delete the files with the shards' progress."""
         self.progress.close()
 
     def _show(self) -> None:
-        """Show the stage's progress: shards, token rate and quarantined rows."""
+        """Show the stage's progress: conversations, shards, token rate and quarantined rows."""
         now = self.progress.total()
         if self._started is None and self.progress.begun:
             self._started = time.monotonic()

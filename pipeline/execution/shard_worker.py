@@ -32,7 +32,14 @@ ShardWorker: TypeAlias = Callable[[ShardTask], Receipt]
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a worker's attempt at a shard: a receipt, an error, a traceback, or a death."""
+    """The result of a worker's attempt at a shard; one field besides `task` is set.
+
+    Attributes:
+        receipt: The receipt of the committed shard.
+        error: A MedusaDistillError that the worker raised.
+        traceback: The traceback of any other exception.
+        death: How the worker's process ended, if it died.
+    """
 
     task: ShardTask
     receipt: Receipt | None = None
@@ -42,7 +49,7 @@ class Outcome:
 
 
 class LazyWorker:
-    """A stage's worker that is built on its first shard, and whose failures become outcomes."""
+    """A wrapper that makes a stage's worker at the first shard and returns errors as outcomes."""
 
     def __init__(self, worker: Callable[..., ShardWorker], arguments: dict[str, object]):
         self._make, self._arguments = worker, arguments
@@ -64,7 +71,7 @@ class LazyWorker:
             return Outcome(task, traceback=failure)
 
     def _make_shard(self, task: ShardTask, upcoming: ShardTask | None) -> Receipt:
-        """Build the worker if there is none, announce the next shard, and run it on this one."""
+        """Run the worker on a shard, after making it if necessary and announcing the next shard."""
         if self._worker is None:
             self._worker = self._make(**self._arguments)
         if task.rows is not None:
@@ -75,7 +82,7 @@ class LazyWorker:
         return self._worker(task)
 
     def close(self) -> None:
-        """Let the executor's worker release its engine's memory, which the next stage needs."""
+        """Close the worker, so that its engine releases memory; the next shard gets a new one."""
         close = getattr(self._worker, "close", None)
         if close:
             close()
@@ -88,17 +95,22 @@ def find_crashing_rows(
     stage: StageDirectory,
     max_deaths: int,
 ) -> dict[str, str]:
-    """Bisect a shard that kills its worker; return by id how each crashing row ended the worker.
+    """Find the rows of a shard that crash the worker, by bisection.
 
-    Rows that were known before are included. No new row is found if the worker survives the shard
-    when it is tried alone.
+    The shard is first tried as a whole, without another shard in the process. If the worker
+    survives that, no row is found.
 
     Args:
         map_tasks: An executor's `map` with all arguments but the tasks bound.
-        max_deaths: A row counts as crashing after it has ended its worker this many times.
+        died: The outcome of the shard's last attempt.
+        max_deaths: A row counts as crashing once it has ended its worker this many times alone.
+
+    Returns:
+        How each crashing row ended its worker, by row id, including the rows that were known
+        before.
 
     Raises:
-        EnvironmentFault: The shard's rows kill the worker together, but none alone.
+        EnvironmentFault: The shard's rows end the worker together, but none does alone.
     """
     ids = [row["id"] for row in read_rows(died.task.source, ["id"])]
     scratch = stage.path / "isolation"
@@ -139,10 +151,7 @@ def find_crashing_rows(
 
 
 def _trial(task: ShardTask, start: int, stop: int, num_rows: int, scratch: Path) -> ShardTask:
-    """Return a task to try a shard's rows [start, stop) on a worker process, which may crash.
-
-    The trial's shard is deleted afterwards.
-    """
+    """Return a task that runs a worker on a shard's rows [start, stop) and writes to `scratch`."""
     place = scratch / f"{task.index:05d}-{start}-{stop}"
     return replace(
         task,

@@ -35,6 +35,8 @@ def write_backbone(
 ) -> None:
     """Write a tuned backbone for export as a model directory; an existing one is deleted first.
 
+    Resets `model.generation_config`.
+
     Args:
         tokenizer: Anything with `save_pretrained(directory)`, which also writes the chat template.
         as_they_are: Files of the target to copy: generation settings and modelling code.
@@ -55,9 +57,12 @@ def write_backbone(
 
 
 def link_backbone(source: Path, directory: Path, files: Iterable[str]) -> None:
-    """Hard-link a tuned backbone's files into an export, or copy them.
+    """Hard-link a tuned backbone's files into an export, or copy them where that fails.
 
     An existing `directory` is deleted first.
+
+    Args:
+        files: Paths relative to `source`.
     """
     remove(directory)
     with atomic_directory(directory, last=CONFIG_FILE) as partial:

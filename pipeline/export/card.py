@@ -146,7 +146,7 @@ def data_set_card(published: Published, rows: Mapping[str, int]) -> str:
 def _card_metadata(
     published: Published, facts: Facts, relation: str, library: str, tags: list[str]
 ) -> ModelCardData:
-    """Collect the metadata of a model's Hub card."""
+    """Collect the metadata of a model's Hub card; `relation` is that to the base model."""
     data = ModelCardData(
         base_model=facts["base"],
         datasets=facts["data_sets"] or None,
@@ -191,12 +191,12 @@ def _card_number(value: Any, spec: str = ",.0f") -> str:
 
 
 def _card_words(value: Any) -> str:
-    """Format a setting as a table cell of a Hub card."""
+    """Format a setting as one table cell of a Hub card."""
     return " ".join(pairs(value).replace("|", "\\|").split())
 
 
 def _card_facts(published: Published) -> Facts:
-    """Collect the variables of the Hub card templates."""
+    """Collect the variables of the Hub card templates, by name."""
     report, config, kind = published.report, published.config, published.kind
     here = published.repo_id or "PATH_TO_THIS_DIRECTORY"
     num_heads = report.num_heads or config.train.num_heads
@@ -237,7 +237,7 @@ def _card_facts(published: Published) -> Facts:
 
 
 def _with_public_names(report: Report, names: Mapping[str, str]) -> Report:
-    """Return the report for a Hub card: categories named after a seed source get public names."""
+    """Return the report with public names in place of seed sources as category names."""
     if not report.check or not report.native:
         return report
     categories = []
@@ -282,7 +282,7 @@ def recipe_yaml(config: Config, revision: str | None) -> str:
 
 
 def _without_paths(value: Any, key: str = "") -> Any:
-    """Return a Hub card's settings with `PATH_TO_…` in place of absolute paths."""
+    """Return nested settings for a Hub card, with `PATH_TO_KEY` in place of absolute paths."""
     if isinstance(value, dict):
         return {name: _without_paths(item, name) for name, item in value.items()}
     if isinstance(value, list):

@@ -34,12 +34,12 @@ class DataSetUpload(Upload):
     repo_type = "dataset"
 
     def conflicting(self, names: Collection[str]) -> list[str]:
-        """List the Hub data set's files that no push of conversations writes, but for notices."""
+        """Return the Hub data set's files that no upload writes, except licences and notices."""
         ours = {name for name in names if OURS.fullmatch(name) or BESIDE.fullmatch(name)}
         return sorted(set(names) - ours)
 
     def outdated(self, names: Collection[str]) -> list[str]:
-        """List files of an earlier push to the Hub data set that this push does not replace."""
+        """Return files of an earlier upload to the Hub data set that this one does not replace."""
         kept = {file.path_in_repo for file in self.files}
         return sorted(name for name in names if OURS.fullmatch(name) and name not in kept)
 
@@ -53,11 +53,11 @@ def data_set_upload(
         shards: The shards of the generate stage.
         fingerprint: The fingerprint of the generate stage.
         published: `base_model` is the model that wrote the answers.
-        directory: For the Parquet files; must exist until the upload is sent.
+        directory: The Parquet files are written here; it must exist until the upload is sent.
 
     Raises:
         CheckFailed: The check failed or was not run.
-        ConfigError: The id is invalid.
+        ConfigError: The repository's id is invalid.
         DataError: A shard is of another run.
         DamagedShard: A shard cannot be read.
     """
@@ -113,7 +113,7 @@ def _write_split(
 
 
 def _anonymous(table: pa.Table, names: Mapping[str, str]) -> pa.Table:
-    """Return rows of the Hub data set, with the public name of the seed source in their ids."""
+    """Return rows of the Hub data set with the seed source's public name in their ids."""
     ids = []
     for id in table["id"].to_pylist():
         source, _, row = id.rpartition(":")

@@ -1,11 +1,11 @@
 """Write and read the export directory of trained heads, which engines load unmodified.
 
 The weights file holds exactly the tensors of the kind of heads, finite and bit for bit as trained:
-engines drop unknown tensors silently and run on garbage where one is missing. The directory holds
+engines ignore unknown tensors silently, and run with garbage if one is missing. The directory holds
 no other weights. Each further format is a complete subdirectory, named after the format.
 
-70B Medusa heads with a vocabulary of 128k are about 12 GB in bfloat16. Conversion to another dtype
-holds the converted heads beside the original ones.
+Medusa heads of a 70B target with a vocabulary of 128k take about 12 GB in bfloat16. Conversion to
+another dtype holds the converted heads beside the original ones.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def write_export(
         further: Names of other formats of the same heads.
 
     Returns:
-        The files.
+        The paths of the written files.
 
     Raises:
         DataError: A number is not finite, or a written tensor is not the one that was trained.

@@ -2,8 +2,7 @@
 
 Nothing is uploaded before everything is verified: the check has passed, all files are the checked
 ones, no file but weights contains a local path of a model, and no repository holds anything else
-that engines would load.
-`data_set.py` prepares the upload of the conversations.
+that engines would load. `data_set.py` prepares the upload of the conversations.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ def repositories(push: PushConfig, kind: type[Heads], target: str, *, tuned: boo
 
 
 def _completed(repo_id: str | None, name: str) -> str | None:
-    """Complete the Hub id `USER/` by a repository name; return any other id unchanged."""
+    """Complete the Hub id `USER/` by a repository name; return None for an empty id."""
     if not repo_id:
         return None
     return f"{repo_id}{name}" if repo_id.endswith("/") else repo_id
@@ -83,8 +82,8 @@ class Upload(ABC):
 
     Attributes:
         repo_id: USER/NAME.
-        base_model: Stated in the receipt; the Hub id of a model, since a local path is not sent.
-        local_paths: Private paths, which no file but weights may contain.
+        base_model: The base model's Hub id, for the receipt. A local path prevents the upload.
+        local_paths: Private paths, which no file except weights may contain.
     """
 
     repo_id: str
@@ -95,15 +94,15 @@ class Upload(ABC):
 
     @abstractmethod
     def conflicting(self, names: Collection[str]) -> list[str]:
-        """List files in the Hub repository that forbid an upload."""
+        """Select the file names in a Hub repository that prevent the upload."""
 
     def outdated(self, names: Collection[str]) -> list[str]:
-        """List files in the Hub repository that the commit deletes."""
+        """Select the file names in a Hub repository that the commit deletes."""
         return []
 
     @property
     def missing(self) -> list[str]:
-        """Descriptions of the settings that the push to the Hub lacks."""
+        """Descriptions of the settings that an upload to the Hub needs and that are missing."""
         if self.base_model and os.path.isabs(self.base_model):
             return ["the Hub id of the target (push.base_model): nobody else can load a local one"]
         return []
@@ -122,7 +121,7 @@ class Upload(ABC):
         }
 
     def dry_run(self, private: bool) -> Receipt:
-        """Return the receipt of a Hub push that is not sent, with the `missing` settings.
+        """Return the receipt of an upload to the Hub that is not sent, with the `missing` settings.
 
         The commit is None. No network is needed.
         """
@@ -157,11 +156,14 @@ class Upload(ABC):
                     )
 
     def require_suitable(self, existing: Any, private: bool) -> None:
-        """Raise ConfigError if the Hub repository is not suitable: public, or with other files.
+        """Check that an existing Hub repository may receive the upload.
 
         Args:
             existing: `ModelInfo` or `DatasetInfo` of the repository.
-            private: Whether a public repository is refused.
+            private: Refuse a public repository.
+
+        Raises:
+            ConfigError: The repository is public but must be private, or has conflicting files.
         """
         if private and not existing.private:
             raise ConfigError(
@@ -241,7 +243,7 @@ def send_all(uploads: Mapping[str, Upload], *, private: bool) -> dict[str, Recei
 
 
 def _existing(api: HfApi, upload: Upload) -> Any | None:
-    """Fetch the Hub's record of a repository; None if there is no repository."""
+    """Fetch the Hub's `ModelInfo` or `DatasetInfo` of a repository; None if there is none."""
     try:
         return api.repo_info(upload.repo_id, repo_type=upload.repo_type)
     except RepositoryNotFoundError as error:
@@ -257,7 +259,12 @@ class HeadsUpload(Upload):
     kind: type[Heads]
 
     def conflicting(self, names: Collection[str]) -> list[str]:
-        """List conflicting files in the Hub repository: other weights, or a model without heads."""
+        """Return the files that prevent an upload of heads to the Hub repository.
+
+        These are weights that are not of an export. If there are none, and the repository has no
+        choices file, they are config.json and the heads' weights file, which then belong to another
+        model.
+        """
         others = []
         for name in sorted(names):
             is_weights = Path(name).suffix in WEIGHT_SUFFIXES and name != self.kind.weights_file
@@ -272,7 +279,7 @@ class BackboneUpload(Upload):
     """An upload of a tuned backbone to a Hub repository."""
 
     def conflicting(self, names: Collection[str]) -> list[str]:
-        """List the Hub repository's model files, unless they are a backbone of this project."""
+        """Return the Hub repository's model files, unless they are a backbone of this project."""
         if BACKBONE_FILE in names:
             return []
         weights = {name for name in names if Path(name).suffix in WEIGHT_SUFFIXES}

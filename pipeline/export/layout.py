@@ -102,11 +102,11 @@ class ExportLayout:
         return with_base_model(content, self.base_model_name_or_path)
 
     def engine_args(self, directory: str | os.PathLike[str], target: str) -> Content:
-        """Return the arguments that start vLLM with a target and the export in `directory`.
+        """Return vLLM's arguments to serve a target with the export in `directory`.
 
         If the export names this target, the only argument is `model`, the export's directory.
-        Otherwise (one was moved, or the heads are served with another model) it is
-        `speculative_config`, and the caller gives the target as `model`.
+        Otherwise (one of the two was moved, or the heads are served with another model) it is
+        `speculative_config`, and the caller adds the target as `model`.
         """
         export = str(Path(directory).resolve())
         named = Path(self.base_model_name_or_path)
@@ -117,7 +117,7 @@ class ExportLayout:
 
 
 def with_base_model(content: Mapping[str, Any], base_model: str) -> Content:
-    """Return the content of an export's config.json with another target."""
+    """Return a copy of the content of an export's config.json that names another target."""
     replaced = {**content, "base_model_name_or_path": base_model}
     speculators = content.get("speculators_config")  # only if vLLM serves the heads
     if speculators:
@@ -163,7 +163,7 @@ def target_of(directory: str | os.PathLike[str]) -> str:
 
     Raises:
         ConfigError: The target is a local directory that does not exist.
-        DataError: This is no export.
+        DataError: The directory is not an export.
     """
     named = read_layout(directory).base_model_name_or_path
     if not os.path.isabs(named):
@@ -181,7 +181,7 @@ def target_of(directory: str | os.PathLike[str]) -> str:
 
 
 def check_num_heads(num_heads: int) -> None:
-    """Raise ConfigError unless an export has 1 to 128 heads, the most that vLLM drafts with."""
+    """Raise ConfigError unless the number of exported heads is 1 to 128, vLLM's limit."""
     if not 1 <= num_heads <= MAX_NUM_HEADS:
         what = (
             f"{num_heads} heads cannot be exported: vLLM drafts one token per head, at least 1 and"
@@ -195,7 +195,7 @@ def check_num_heads(num_heads: int) -> None:
 
 
 def check_formats(kind: type[Heads], shape: Any, names: Sequence[str]) -> None:
-    """Raise ConfigError unless these heads can be exported in all of the named formats.
+    """Raise ConfigError unless heads of this shape can be exported in all of the named formats.
 
     The first format must be one that vLLM and the check stage can read.
     """

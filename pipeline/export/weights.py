@@ -1,7 +1,8 @@
 """Read and write weights files of heads: safetensors, or pickles of plain tensors.
 
 Pickles are read with `weights_only=True`, which runs none of their code. Safetensors files are
-serialized from pointers, so names that share a tensor expand on disk and not in memory.
+written without copies of the tensors. A tensor with several names is stored once per name in the
+file, but only once in memory.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ DTYPES = {
 class WeightsFile:
     """An open weights file of exported heads; its tensors are read on demand.
 
-    Shapes and dtypes are known by name.
+    Attributes:
+        shapes: The shape of each tensor, by name.
+        dtypes: Torch's name of each tensor's dtype, by name.
     """
 
     def __init__(self, path: Path):
@@ -68,7 +71,7 @@ class WeightsFile:
 
 
 def write_weights(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Write contiguous CPU tensors to an export's weights file.
+    """Write contiguous CPU tensors to a weights file, a pickle or safetensors by its suffix.
 
     Raises:
         OSError, SafetensorError: The file cannot be written, for example on a full disk.
@@ -112,7 +115,7 @@ class DirectoryTensors:
     Tensors are read on demand. Pickles are read only if there is no safetensors file.
 
     Raises:
-        DataError: The directory holds no weights, or a weights file cannot be read.
+        DataError: The directory holds no weights, or a weights file or config.json cannot be read.
     """
 
     def __init__(self, directory: Path):
@@ -138,12 +141,12 @@ class DirectoryTensors:
         return file.tensor(stored)
 
     def refuse(self, what: str, fix: str = NOT_HERE) -> DataError:
-        """Return the DataError by which a caller refuses a directory of exported heads."""
+        """Return a DataError about this directory of exported heads, for the caller to raise."""
         return DataError(what, str(self.directory), fix)
 
 
 def heads_directory(name: str) -> Path:
-    """Return the local directory of exported heads; download a Hub repository first.
+    """Return the local directory of exported heads, downloaded first if `name` is a Hub id.
 
     Raises:
         ConfigError: There is no such directory or repository.

@@ -1,8 +1,8 @@
 """Losses and top-k accuracies of draft heads, for the report and the tree search (paper 2.3.3).
 
-Sums are over labelled positions only and add up over batches and workers. Guesses are ranked by the
-same `topk` as in decoding; a head that reads tokens is given the true ones. A token outside the
-draft vocabulary is a miss.
+Sums are over labelled positions only, so they can be added over batches and workers. A head's
+guesses are the top-k of its logits, as in decoding; heads that read tokens get the true ones
+(teacher forcing). A label outside the draft vocabulary is a miss.
 
 Letters: N rows, C rows of a chunk, D hidden size, V vocabulary of the heads, K heads, R ranks
 (guesses per head).
@@ -27,11 +27,14 @@ RANKED_BYTES = 256 << 20  # of logits at a time
 
 
 class Score(NamedTuple):
-    """Sums of the draft heads' losses and hits over labels, per head.
+    """Sums of the draft heads' losses and hits over labels.
 
-    `losses_K` is the cross entropy over the `drafted_K` labels in the draft vocabulary. `hits_KR`
-    counts, of `counts_K` labels, those among the head's first 1, 2, …, R guesses. `tokens_V`
-    counts, for each row of the lm_head, how often its token is a label of head 0.
+    Attributes:
+        losses_K: The sum of each head's cross entropies, over labels in the heads' vocabulary.
+        hits_KR: The number of labels among each head's first 1, 2, …, R guesses.
+        counts_K: The number of each head's labels.
+        tokens_V: For each row of the lm_head, how often its token is a label of head 0.
+        drafted_K: The number of each head's labels in the heads' vocabulary.
     """
 
     losses_K: Tensor
@@ -42,14 +45,14 @@ class Score(NamedTuple):
 
     @classmethod
     def zero(cls, shape: HeadsShape, top: int, device: torch.device) -> Score:
-        """Return the draft heads' score over no labels, in which every sum is 0."""
+        """Return a score whose sums are all 0, for R = `top` guesses per head."""
         hits_KR = torch.zeros(shape.num_heads, top, dtype=torch.int64, device=device)
         counts_K = torch.zeros_like(hits_KR[:, 0])
         tokens_V = counts_K.new_zeros(shape.vocab_size)
         return cls(counts_K.double(), hits_KR, counts_K, tokens_V, counts_K.clone())
 
     def add(self, other: Score) -> None:
-        """Add the draft heads' score over other labels, in place."""
+        """Add the sums of another score to this one, in place."""
         for sums, more in zip(self, other, strict=True):
             sums += more
 
@@ -61,7 +64,7 @@ class _Guesses(NamedTuple):
     rows_C: Tensor
     logits_CV: Tensor
     labels_C: Tensor  # as rows of the lm_head; -100 outside the draft vocabulary
-    hits_CR: Tensor  # which guess is the label
+    hits_CR: Tensor  # bool: whether a guess is the label
 
 
 @torch.no_grad()
@@ -72,10 +75,9 @@ def score_guesses(
     labels_KN: Tensor,
     top: int,
 ) -> Score:
-    """Score K draft heads: sum their losses, and count labels among their first 1, 2, … guesses.
+    """Sum the losses of K draft heads, and count labels among their first 1, 2, …, `top` guesses.
 
-    The tensors are those of `Heads.states`; hits are counted for up to `top` guesses. Losses are in
-    fp32, their sums in fp64.
+    The tensors are those of `Heads.states`. Losses are computed in fp32 and added up in fp64.
     """
     total = Score.zero(heads.shape, top, hidden_ND.device)
     first_N = heads.vocabulary.rows_of_labels(labels_KN[0])
@@ -100,9 +102,10 @@ def label_ranks(
     labels_KN: Tensor,
     top: int,
 ) -> Tensor:
-    """Rank each label among its head's `top` guesses, from 0, uint8 [K, N].
+    """Return the 0-based rank of each label among its head's `top` guesses, uint8 [K, N].
 
-    The rank is `MISS` if the label is not among them, and `NO_LABEL` for a label of -100.
+    The tensors are those of `Heads.states`. The rank is `MISS` if the label is not among the
+    guesses, and `NO_LABEL` for a label of -100.
     """
     ranks_KN = torch.full(labels_KN.shape, NO_LABEL, dtype=torch.uint8, device=hidden_ND.device)
     for guesses in _guess_labels(heads, hidden_ND, next_N, labels_KN, top):

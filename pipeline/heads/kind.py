@@ -1,17 +1,17 @@
-"""The interface of a kind of draft heads, and draft vocabularies.
+"""Base class of the kinds of draft heads, and draft vocabularies.
 
 A kind is one file in this package with a subclass of `Heads`, a `HeadsShape` (shapes.py) and an
-entry in `KINDS` (kinds.py). Training, calibration, decoding, export and serving use this interface
-only and never ask which kind they have.
+entry in `KINDS` (kinds.py). Training, calibration, decoding, export and serving use the interface
+of `Heads` only and do not depend on the kind.
 
-All kinds predict alike: head k (0-based) at position t predicts the token at t+2+k from the
-target's hidden state at t, after the target's final norm. A kind may also read the tokens t+1 …
-t+1+k between: the true ones in training (teacher forcing), the proposed ones in decoding.
+In every kind, head k (0-based) at position t predicts the token at t+2+k from the target's hidden
+state at t, after the target's final norm. A kind may also read the tokens t+1 … t+1+k: the true
+ones in training (teacher forcing), the proposed ones in decoding.
 
 With a draft vocabulary (`train.draft_vocab`) heads propose only the tokens that the target writes
-most often: `lm_head` is most of what a head computes and reads, and a quarter of its rows take a
-quarter of that (FR-Spec, arXiv 2502.14856). A kind need not know: its `lm_head` has
-`shape.vocab_size` rows. Tokens that it reads are any of the target's.
+most often, so that their `lm_head` has fewer rows and costs less memory and time (FR-Spec, arXiv
+2502.14856). A kind needs no code for this: its `lm_head` has `shape.vocab_size` rows. The tokens
+that heads read may be any of the target's.
 
 Letters: B texts, N rows (positions) or nodes of a tree, M nodes of one depth, P of them with
 children, D hidden size, V vocabulary of the heads, W vocabulary of the target, K heads.
@@ -40,15 +40,15 @@ TOKEN_MAP = "token_map"  # the draft vocabulary's name in files, as in vLLM
 
 @dataclass(frozen=True)
 class TargetWeights:
-    """The target's lm_head and embedding for building heads, each read when it is called."""
+    """Functions that return the target's lm_head and embedding, for building heads."""
 
     lm_head: Callable[[], Tensor]
     embedding: Callable[[], Tensor]
 
     def drafting(self, tokens: Tensor | None) -> TargetWeights:
-        """Return the weights for building heads, with the lm_head rows of their draft vocabulary.
+        """Return these weights with only the lm_head rows of the draft vocabulary `tokens`.
 
-        `tokens` are those of the draft vocabulary; for None the weights are unchanged.
+        Without a draft vocabulary (None) they are unchanged.
         """
         if tokens is None:
             return self
@@ -73,17 +73,15 @@ class ProposalTree(Protocol):
 
 
 class DraftVocabulary(nn.Module):
-    """The heads' draft vocabulary: the target's token for each row of their `lm_head`.
+    """The mapping between rows of the heads' `lm_head` and token ids of the target.
 
-    Unless the shape is pruned, rows are token ids. A token outside the draft vocabulary is never
-    proposed; only the target writes it. A label outside it adds no loss (EAGLE-3's code, arXiv
-    2503.01840, decides by the target's most likely token instead). Soft labels are the target's
-    distribution over the draft vocabulary, renormalized, as in EAGLE-3. In accuracies a token
-    outside it is a miss.
+    Without a draft vocabulary, rows are token ids. With one, heads never propose a token outside
+    it. A label outside it adds no loss and is a miss in accuracies. Soft labels are the target's
+    distribution over the draft vocabulary, renormalized as in EAGLE-3 (arXiv 2503.01840).
     """
 
-    token_map: Tensor | None  # int64 [V], ascending, zeros until `fill`; None where not pruned
-    rows_W: Tensor | None  # each token's row of `lm_head`, -100 outside; None where not pruned
+    token_map: Tensor | None  # int64 [V], ascending, zeros until `fill`; None if not pruned
+    rows_W: Tensor | None  # each token's row of `lm_head`, or -100; None if not pruned
 
     def __init__(self, shape: HeadsShape):
         super().__init__()
@@ -97,10 +95,11 @@ class DraftVocabulary(nn.Module):
         self.register_buffer("rows_W", rows_W, persistent=False)
 
     def fill(self, tokens_V: Tensor, where: str | None = None) -> None:
-        """Set the draft vocabulary of pruned heads.
+        """Set the tokens of the draft vocabulary; the heads must be pruned.
 
         Raises:
-            DataError: The tokens are not V ascending ids of the target's vocabulary.
+            DataError: The tokens are not V ascending ids of the target's vocabulary. `where` is
+                the file that the error names.
         """
         assert self.token_map is not None and self.rows_W is not None, "not pruned"
         size = len(self.token_map)
@@ -118,11 +117,11 @@ class DraftVocabulary(nn.Module):
         self.rows_W[self.token_map] = torch.arange(size, device=self.rows_W.device)
 
     def tokens_of_rows(self, rows: Tensor) -> Tensor:
-        """Map rows of the heads' lm_head, a tensor of any shape, to tokens on the same device."""
+        """Map row indices of the heads' lm_head, of any shape, to token ids of the target."""
         return rows if self.token_map is None else self.token_map[rows]
 
     def rows_of_labels(self, labels: Tensor) -> Tensor:
-        """Map labels to rows of the heads' lm_head.
+        """Map labels, token ids of any shape, to row indices of the heads' lm_head.
 
         Labels outside the draft vocabulary become -100, and -100 stays.
         """
@@ -131,16 +130,16 @@ class DraftVocabulary(nn.Module):
         return self.rows_W[labels.clamp(min=0)].where(labels != IGNORED, IGNORED)
 
     def num_learned(self, labels_KN: Tensor) -> Tensor:
-        """Count the labels that each head learns, [K], without those outside a draft vocabulary."""
+        """Count each head's labels that are in the vocabulary of the heads, [K]."""
         return (self.rows_of_labels(labels_KN) != IGNORED).sum(1)
 
     def over_all_tokens(self, lm_head: Tensor) -> Tensor:
         """Expand the heads' lm_head [..., V, D] to all tokens of the target, [..., W, D].
 
-        For engines without draft vocabularies. A token outside the draft vocabulary gets the mean
-        of the rows. Its logit is the mean of their logits, which is never above the largest, so the
-        first guess stays the same. The result is detached; without a draft vocabulary, `lm_head`
-        itself is returned.
+        This is for engines without draft vocabularies. A token outside the draft vocabulary gets
+        the mean of the V rows. Its logit is the mean of the V logits, which is never above their
+        maximum, so the first guess stays the same. The result is detached. Without a draft
+        vocabulary, `lm_head` itself is returned.
         """
         if self.token_map is None:
             return lm_head
@@ -150,34 +149,34 @@ class DraftVocabulary(nn.Module):
 
 
 def most_frequent_tokens(counts_W: npt.NDArray[np.int64], num_tokens: int) -> Tensor:
-    """Choose the heads' draft vocabulary: the `num_tokens` most frequent tokens, ascending by id.
+    """Return the ids of the `num_tokens` most frequent tokens, ascending, for a draft vocabulary.
 
-    Ties go to the lower id.
+    `counts_W` is each token's count. Ties go to the lower id.
     """
     order = np.argsort(-counts_W, kind="stable")
     return torch.from_numpy(np.sort(order[:num_tokens]))
 
 
 class Heads(nn.Module, ABC):
-    """Base class of the kinds of draft heads; an object holds the parameters of K heads.
+    """Base class of the kinds of draft heads; an instance holds the parameters of K heads.
 
-    The parameters are zeros until `initial` or `from_named_tensors` sets them. A subclass defines
-    an `__init__` with this signature and everything without a default below. Parameters that do not
-    train have `requires_grad=False`.
+    `__init__` sets the parameters to zeros; `initial` and `from_named_tensors` build heads with
+    values. A subclass defines `__init__` with this signature, the class variables without a
+    default, and the abstract methods. Frozen parameters have `requires_grad=False`.
     """
 
     Shape: ClassVar[type[HeadsShape]]
-    version: ClassVar[int] = 1  # of the code: raise it when losses, proposals or exports change
+    version: ClassVar[int] = 1  # raise it when losses, proposals or exports change
     title: ClassVar[str]  # in the model card: "Medusa heads"
     units: ClassVar[str] = "heads"  # what `num_heads` counts, in the report and the model card
-    vllm_method: ClassVar[str | None] = None  # vLLM's name for them; None: it does not serve them
-    formats: ClassVar[tuple[ExportFormat, ...]] = (EXPANDED,)  # in which they can be exported
-    weights_file: ClassVar[str] = "model.safetensors"  # of the export
-    choices_file: ClassVar[str] = "tree_choices.json"  # of the export: the tree's paths
-    card_about: ClassVar[str]  # Jinja of the model card: what these heads are
-    card_engines: ClassVar[str] = ""  # Jinja of the model card: engines other than vLLM
+    vllm_method: ClassVar[str | None] = None  # `method` in vLLM; None: vLLM cannot serve them
+    formats: ClassVar[tuple[ExportFormat, ...]] = (EXPANDED,)  # possible formats of an export
+    weights_file: ClassVar[str] = "model.safetensors"  # in an export
+    choices_file: ClassVar[str] = "tree_choices.json"  # in an export: the tree's paths
+    card_about: ClassVar[str]  # Jinja template of the model card: about these heads
+    card_engines: ClassVar[str] = ""  # Jinja template of the model card: engines other than vLLM
     lr_scale: ClassVar[float] = 1.0  # factor on the learning rate of `train.lr: auto`
-    saves_memory: ClassVar[tuple[str, ...]] = ()  # own settings that lower training's memory
+    saves_memory: ClassVar[tuple[str, ...]] = ()  # settings of this kind that save memory
 
     shape: HeadsShape
     lm_head: Tensor  # [K, V, D], or one [V, D] that all heads share
@@ -194,7 +193,7 @@ class Heads(nn.Module, ABC):
     @classmethod
     @abstractmethod
     def shape_of(cls, settings: TrainConfig, hidden_size: int, vocab_size: int) -> HeadsShape:
-        """Return the shape of the heads that `train` configures for a target of these sizes.
+        """Return the shape of the configured heads for a target of these sizes.
 
         The shape has the target's whole vocabulary; callers apply `train.draft_vocab`.
         """
@@ -202,7 +201,11 @@ class Heads(nn.Module, ABC):
     @classmethod
     @abstractmethod
     def initial(cls, shape: Any, target: TargetWeights) -> Self:
-        """Build untrained heads, in the dtype and on the device of the target's lm_head."""
+        """Build untrained heads, in the dtype and on the device of the target's lm_head.
+
+        For pruned heads, `target.lm_head` has the rows of the draft vocabulary, and the caller
+        calls `vocabulary.fill`.
+        """
 
     @property
     def device(self) -> torch.device:
@@ -216,10 +219,10 @@ class Heads(nn.Module, ABC):
         """Compute the input of each head's lm_head, [K, N, D], with teacher forcing.
 
         Args:
-            hidden_ND: The target's states at positions t, in any float dtype.
+            hidden_ND: The target's hidden states at positions t, in any float dtype.
             next_N: The tokens at t+1, int64.
-            labels_KN: The tokens at t+2+k, int64, for up to `shape.max_depth` heads; -100 where the
-                span has ended, and from there on for every later k. Any of the target's tokens.
+            labels_KN: The tokens at t+2+k, int64, for `shape.num_heads` to `shape.max_depth` heads.
+                They are -100 past the end of the span, and otherwise any token ids of the target.
         """
 
     def summed_losses(
@@ -230,10 +233,11 @@ class Heads(nn.Module, ABC):
         teacher: Teacher | None,
         weights_K: Tensor,
     ) -> Tensor:
-        """Sum each head's cross entropy over its labels, [K]; see `summed_cross_entropy`.
+        """Sum each head's cross entropy over its labels, [K].
 
-        The first three arguments are those of `states`. Labels outside the draft vocabulary add
-        nothing. Under autocast, matrix products are in its dtype.
+        The first three arguments are those of `states`, the others those of
+        `summed_cross_entropy`. Labels outside the draft vocabulary add nothing. Under autocast,
+        matrix products are in its dtype.
         """
         states_KND = self.states(hidden_ND, next_N, labels_KN)
         device = hidden_ND.device.type
@@ -255,17 +259,18 @@ class Heads(nn.Module, ABC):
     def expand(self, hidden_BPD: Tensor, tokens_BP: Tensor, depth: int) -> tuple[Tensor, Tensor]:
         """Expand P tree nodes at `depth`: return states [B, P, D] and logits [B, P, V].
 
-        The logits are of the tokens below each node. At depth 0 the only node is the root: the
-        target's last token, with the target's hidden state that predicted it. A deeper node comes
-        with the state that this method returned for its parent. Shapes are fixed and nothing is
-        copied to the host, so that a decoding step can be captured as a CUDA graph.
+        The logits score the children of each node. At depth 0 the only node is the root: its token
+        is the target's last token, its hidden state the one from which the target predicted that
+        token. The hidden state of a deeper node is the state that this method returned for its
+        parent. Shapes are fixed and nothing is copied to the host, so that a decoding step can be
+        captured as a CUDA graph.
         """
 
     def propose(self, hidden_BD: Tensor, token_B: Tensor, tree: ProposalTree) -> Tensor:
         """Propose the tokens [B, N] of the candidate tree's nodes below the root, level by level.
 
-        `hidden_BD` are the target's hidden states that predicted the root tokens `token_B`. The
-        tokens are on the device of `token_B`.
+        `hidden_BD` holds the hidden states from which the target predicted the root tokens
+        `token_B`. The result is on the device of `token_B`.
         """
         hidden_BMD = hidden_BD[:, None]
         tokens_BM = token_B.to(hidden_BD.device)[:, None]
@@ -308,14 +313,17 @@ class Heads(nn.Module, ABC):
 
     @classmethod
     def vllm_refusal(cls, shape: Any, target: Mapping[str, Any]) -> str | None:
-        """Return why vLLM cannot serve such heads with a target of this config.json, or None."""
+        """Return why vLLM cannot serve these heads with this target, or None if it can.
+
+        `target` is the target's config.json.
+        """
         return None if cls.vllm_method else f"vLLM does not serve {cls.Shape.kind} heads."
 
     @classmethod
     def speculative_config(
         cls, export: str, num_speculative_tokens: int | str
     ) -> dict[str, object]:
-        """Return vLLM's `speculative_config` for this kind of heads, given their export."""
+        """Return vLLM's `speculative_config` for the heads in the export directory `export`."""
         return {
             "method": cls.vllm_method,
             "model": export,
@@ -327,9 +335,9 @@ class Heads(nn.Module, ABC):
     def named_tensors(self, format: ExportFormat | None = None) -> dict[str, Tensor]:
         """Return the heads' detached tensors by their names in a heads file or export.
 
-        Without `format` they are those of a heads file. An export leaves out matrices that engines
-        take from the target. `from_named_tensors` copies into these tensors, so they share the
-        heads' memory; a kind whose tensors do not has to override it.
+        Without `format`, these are the names in a heads file. An export leaves out matrices that
+        engines take from the target. The default `from_named_tensors` copies values into these
+        tensors, so they must share the heads' memory.
         """
         return {name: parameter.detach() for name, parameter in self.named_parameters()}
 
@@ -355,7 +363,8 @@ class Heads(nn.Module, ABC):
         """Build heads from the tensors of a heads file or export.
 
         Dtype and device are those of the first floating-point tensor. Matrices that an export
-        leaves out stay zeros until `take_from`.
+        leaves out are zeros until `take_from` is called. `where` is the file or directory that
+        errors name.
 
         Raises:
             DataError: A tensor is missing, unknown, of another shape or not finite, names of one
@@ -384,12 +393,12 @@ class Heads(nn.Module, ABC):
         return {name: tuple(view.shape) for name, view in views.items()}
 
     def take_from(self, target: TargetWeights) -> None:
-        """Replace the heads' lm_head and embedding, which exports leave out, by the target's.
+        """Replace the matrices that exports leave out by the target's, as engines do.
 
-        Engines take these matrices from the target. The default replaces nothing.
+        The default replaces nothing.
         """
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Return whether a tensor of heads holds finite numbers only, without a mask of its size."""
+    """Return whether all values of a tensor are finite, without allocating a mask of its size."""
     return bool(torch.stack(tensor.aminmax()).isfinite().all())

@@ -1,4 +1,4 @@
-"""The table of the kinds of draft heads, and readers of heads that other trainers wrote.
+"""The table of the kinds of draft heads, and a reader of heads from other trainers.
 
 Layouts of other trainers that are recognized:
 
@@ -76,28 +76,28 @@ def max_tree_depth(settings: TrainConfig) -> int:
 
     Raises ConfigError for an unknown kind.
     """
-    return head_kind(settings.heads).shape_of(settings, 1, 1).max_depth  # at any sizes
+    return head_kind(settings.heads).shape_of(settings, 1, 1).max_depth  # sizes do not matter
 
 
 class NamedTensors(Protocol):
-    """Tensors of another trainer's heads by name, read on demand, and their config.json."""
+    """Another trainer's heads: their tensors by name, read on demand, and their config.json."""
 
     directory: Path
     config: dict[str, Any]
 
     @property
     def names(self) -> Collection[str]:
-        """The names of all tensors in the files of another trainer's draft heads."""
+        """The names of all tensors in the files of the heads."""
 
     def __getitem__(self, name: str) -> Tensor: ...
 
     def refuse(self, what: str, fix: str = NOT_HERE) -> DataError:
-        """Return the DataError for draft heads whose kind, shape or tensors cannot be used."""
+        """Return a DataError that says why these heads cannot be used, and how to fix it."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The target's hidden and vocabulary sizes, which its heads share."""
+    """The hidden size and vocabulary size of a target and its heads."""
 
     hidden_size: int
     vocab_size: int
@@ -108,9 +108,10 @@ class ForeignHeads:
     """Heads of another trainer, in a recognized layout.
 
     Attributes:
-        heads: The built heads, or None if native decoding cannot run them; `why_not` says why.
-        description: The layout in which they were recognized.
-        vllm_method: vLLM's method where vLLM reads their directory unmodified, otherwise None.
+        heads: The built heads, or None if native decoding cannot run them.
+        description: The recognized layout, in words.
+        vllm_method: The `method` with which vLLM serves their directory unmodified, or None.
+        why_not: Why native decoding cannot run them; empty if it can.
     """
 
     heads: Heads | None
@@ -122,17 +123,20 @@ class ForeignHeads:
 def foreign_heads(
     tensors: NamedTensors, target: TargetWeights, sizes: Sizes, num_tokens: int
 ) -> ForeignHeads:
-    """Recognize the kind of another trainer's draft heads, and build heads of that kind.
+    """Recognize the layout of another trainer's draft heads, and build heads from it.
 
     No heads are built from an EAGLE-1 model with attention or bias, which only vLLM can run.
 
     Args:
-        target: The matrices that heads may borrow.
+        tensors: The other trainer's heads.
+        target: The target's lm_head and embedding, used where the heads have none of their own.
+        sizes: The target's sizes.
         num_tokens: How many tokens a recurrent cell drafts; each Medusa head drafts one.
 
     Raises:
-        DataError: The layout, dtype or activation is not supported, tensors are missing, unknown or
-            not finite, or the heads belong to another target.
+        DataError: The layout, dtype or activation is not supported; a tensor is missing, unknown,
+            of another shape or not finite; or a stored embedding or lm_head of an EAGLE-1 model is
+            not the target's.
     """
     if "fc.weight" in tensors.names:
         return _eagle_heads(tensors, target, sizes, num_tokens)
@@ -140,9 +144,9 @@ def foreign_heads(
 
 
 def _medusa_heads(tensors: NamedTensors, target: TargetWeights, sizes: Sizes) -> ForeignHeads:
-    """Build another trainer's heads as the kind `medusa`.
+    """Build heads of the kind `medusa` from another trainer's Medusa heads.
 
-    Heads without an lm_head get the target's, and heads without biases get zeros.
+    If there is no lm_head, the heads read the target's. If there are no biases, they are zeros.
     """
     blocks, lm_heads = _medusa_names(tensors)
     num_heads = 1 + max(k for k, _, _ in blocks)
@@ -170,10 +174,11 @@ def _medusa_heads(tensors: NamedTensors, target: TargetWeights, sizes: Sizes) ->
 def _medusa_names(
     tensors: NamedTensors,
 ) -> tuple[dict[tuple[int, int, str], str], dict[int, str]]:
-    """Return the tensor names of Medusa heads: blocks by head, layer and part, lm_heads by head.
+    """Return the stored names of Medusa heads' tensors: two dictionaries, blocks and lm_heads.
 
-    Raises DataError for other names, or if there is no block. In a whole model's files, only names
-    with the prefix `medusa_head.` count.
+    Blocks are keyed by head, layer and part (`weight` or `bias`), lm_heads by head. In a whole
+    model's files, only names with the prefix `medusa_head.` are read. Raises DataError if one of
+    these is unknown, or if there is no block.
     """
     blocks: dict[tuple[int, int, str], str] = {}
     lm_heads: dict[int, str] = {}
@@ -200,10 +205,10 @@ def _medusa_names(
 def _eagle_heads(
     tensors: NamedTensors, target: TargetWeights, sizes: Sizes, num_tokens: int
 ) -> ForeignHeads:
-    """Build another trainer's EAGLE-1 heads as the kind `recurrent`, if their attention is zero.
+    """Build heads of the kind `recurrent` from another trainer's EAGLE-1 model.
 
-    If attention or the bias of `fc` is not zero, the result has no heads, only the reason. Raises
-    DataError as `foreign_heads` does.
+    If the output projection of the attention or the bias of `fc` is not zero, the result has a
+    reason instead of heads. Raises DataError as `foreign_heads` does.
     """
     names = tensors.names
     for name in (OUTPUT, FC_BIAS):
@@ -234,7 +239,7 @@ def _eagle_heads(
 
 
 def _is_same_matrix(found: Tensor, own: Tensor) -> bool:
-    """Return whether another trainer's heads store the target's own matrix, up to rounding."""
+    """Return whether a stored matrix is the target's, up to rounding to the narrower dtype."""
     if found.shape != own.shape:
         return False
     return torch.equal(found.to(own.dtype), own.to(found.dtype).to(own.dtype).cpu())
@@ -250,8 +255,8 @@ def _build_heads(
 ) -> Heads:
     """Build heads of a kind on the CPU from another trainer's tensors, in their common dtype.
 
-    The common dtype is torch's promotion of all dtypes. Tensors that have `left_out` in their names
-    are zeros. Raises DataError for a dtype that is not supported, and as `from_named_tensors` does.
+    The common dtype is torch's promotion of all dtypes. Tensors whose names contain `left_out` are
+    set to zeros. Raises DataError for a dtype outside `DTYPES`, and as `from_named_tensors` does.
     """
     dtype = torch.bool  # narrower than any other
     for name, tensor in named.items():

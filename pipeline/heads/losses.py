@@ -5,17 +5,17 @@ computes losses and gradients together, one chunk of rows after another. For eac
 
     1. Select labelled rows that use the same lm_head and, with soft labels, whose target states
        are in the same block.
-    2. Compute their logits, into a buffer that all chunks share.
-    3. Compute the losses and, in place of the logits, the gradient of the losses, by slices in
-       fp32.
-    4. Multiply that gradient with the lm_head: the gradient of the hidden states.
-    5. Multiply it with the hidden states and add the product to the gradient of the lm_head.
+    2. Compute their logits into a buffer that all chunks share.
+    3. Compute the losses slice by slice in fp32, and replace the logits by their gradient.
+    4. Multiply this gradient with the lm_head. The product is the gradient of the hidden states.
+    5. Multiply this gradient with the hidden states. Add the product to the lm_head's gradient.
 
-The backward pass only scales the stored gradients. It can run once per forward and has no second
-derivative. One buffer of logits is held beside the gradients. Soft labels need a second buffer for
-the target's distributions, which are computed once per block of target states and used by all
-heads. Softmax and sums are in fp32 (fp64 for fp64), matrix products in the dtype of the hidden
-states. fp16 is not supported: its range is too small for the summed loss.
+The backward pass only scales the stored gradients. It can run once per forward pass, and second
+derivatives are not supported. Beside the gradients, memory is mainly one buffer of logits. Soft
+labels need a second buffer for the target's distributions, which are computed once per block of
+target states and used by all heads. Softmax and sums are in fp32 (fp64 for fp64 inputs), matrix
+products in the dtype of the hidden states. fp16 is not supported: its range is too small for the
+summed loss.
 
 Letters: N rows (positions), C rows of a chunk, S rows of a slice, M target states, D hidden size,
 V vocabulary size, B vocabulary rows of a block, K heads.
@@ -34,7 +34,7 @@ from pipeline.conversations.spans import IGNORED
 
 # A GPU wants few, large products; a CPU wants a chunk whose fp32 slices stay in its cache.
 CHUNK_BYTES = {"cuda": 2 << 30, "cpu": 64 << 20}
-SLICES = 16  # a chunk's bytes over those of a slice, and of a block of a gradient's product
+SLICES = 16  # a chunk has 16 times the bytes of a slice, or of a block of the lm_head's gradient
 
 
 class TargetHead(NamedTuple):
@@ -49,20 +49,17 @@ class TargetHead(NamedTuple):
     softcap: float | None = None  # Gemma 2
 
     def to(self, device: torch.device, dtype: torch.dtype) -> TargetHead:
-        """Return the output layer of the heads' soft labels on a device, in a dtype."""
+        """Return the output layer with its tensors on a device, in a dtype."""
         bias_V = None if self.bias_V is None else self.bias_V.to(device, dtype)
         return self._replace(weight_VD=self.weight_VD.to(device, dtype), bias_V=bias_V)
 
     def of_tokens(self, tokens: Tensor) -> TargetHead:
-        """Return the output layer of these tokens; the heads' soft labels then cover them only."""
+        """Return an output layer with the rows of these tokens only."""
         bias_V = None if self.bias_V is None else self.bias_V[tokens]
         return self._replace(weight_VD=self.weight_VD[tokens], bias_V=bias_V)
 
     def logits(self, states_CD: Tensor, out: Tensor | None = None) -> Tensor:
-        """Compute the target's logits [C, V] for the heads' soft labels, into `out` if given.
-
-        The logits are in the dtype of the states.
-        """
+        """Compute the target's logits [C, V] in the dtype of the states, into `out` if given."""
         logits_CV = torch.mm(states_CD, self.weight_VD.to(states_CD.dtype).t(), out=out)
         if self.bias_V is not None:
             logits_CV.add_(self.bias_V.to(logits_CV.dtype))
@@ -74,15 +71,20 @@ class TargetHead(NamedTuple):
 
 
 class Teacher(NamedTuple):
-    """Soft labels: the target's distributions, learned beside the tokens it wrote.
+    """Soft labels: the target's distributions of the tokens that the heads predict.
 
-    Head k at position t predicts the token at t+2+k, whose distribution is the target's lm_head on
-    its state at t+1+k. Wherever the head has a label, that state lies within the same span.
+    Head k at position t predicts the token at t+2+k. The target's distribution of this token is
+    computed from the target's hidden state at t+1+k, which is in the same span.
 
-    `rows_KN` int64 holds, for each label, the index of that state in `states_MD`, or -1 if the
-    state is not available. Labels with -1 are learned as written tokens only. The loss of any other
-    label is `share` times the cross entropy with the target's distribution, plus 1 - `share` times
-    that with the written token.
+    The loss of a label is `share` times the cross entropy with the target's distribution, plus
+    1 - `share` times the cross entropy with the written token. Without the target's state it is the
+    latter alone.
+
+    Attributes:
+        head: The target's output layer.
+        states_MD: Hidden states of the target.
+        rows_KN: The index in `states_MD` of each label's state, int64; -1 if it is not there.
+        share: The weight of the soft labels, from 0 to 1.
     """
 
     head: TargetHead
@@ -92,12 +94,12 @@ class Teacher(NamedTuple):
 
 
 def exact_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of softmax and sums in the heads' losses: fp32, or fp64 for fp64."""
+    """Return the dtype of softmax and sums for inputs of `dtype`: fp64 for fp64, otherwise fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def chunk_bytes_on(device: torch.device) -> int:
-    """Return about how many bytes of logits the heads' loss holds at a time on a device."""
+    """Return roughly how many bytes of logits and soft labels a chunk has on this device."""
     return CHUNK_BYTES.get(device.type, 1 << 30)
 
 
@@ -110,15 +112,17 @@ def summed_cross_entropy(
 ) -> Tensor:
     """Sum each head's cross entropy over its labels, [K] (paper 2.2.1).
 
-    The caller weights the sums. They are differentiable in the hidden states and in `lm_head`,
-    which is [K, V, D], or one [V, D] that all heads share.
+    The sums are differentiable in the hidden states and in `lm_head`. Backward can run once, and
+    second derivatives are not supported.
 
     Args:
-        labels_KN: int64, -100 where a head has nothing to learn.
-        teacher: The target's distributions; without it the loss comes from the labels only.
-        weights_K: The weights by which the caller multiplies the sums. They matter if a shared
-            lm_head trains, since its gradient is one sum over all heads; backward then asserts that
-            the caller used exactly these.
+        hidden_KND: The input of each head's lm_head.
+        lm_head: [K, V, D], or one [V, D] that all heads share.
+        labels_KN: Labels as row indices of the lm_head, int64; -100 where there is none.
+        teacher: Soft labels; None for the cross entropy with the labels only.
+        weights_K: The weights by which the caller multiplies the sums afterwards. They are used
+            only if a shared lm_head trains, because its gradient is one sum over all heads;
+            backward then asserts that the caller used exactly these weights.
     """
     return _SummedCrossEntropy.apply(hidden_KND, lm_head, labels_KN, teacher, weights_K)
 
@@ -135,7 +139,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
         teacher: Teacher | None,
         weights_K: Tensor,
     ) -> Tensor:
-        """Sum the losses of K draft heads, [K], chunk by chunk; keep the gradients for backward."""
+        """Sum the losses of each head, [K], chunk by chunk, and keep the gradients in `ctx`."""
         with torch.autocast(hidden_KND.device.type, enabled=False):
             loss = _ChunkedLoss(hidden_KND, lm_head, labels_KN, teacher, weights_K)
             if ctx.needs_input_grad[1]:
@@ -148,12 +152,12 @@ class _SummedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_sums_K: Tensor):
-        """Scale the kept gradients of the heads' states and lm_head in place, once per forward.
+        """Scale the gradients that the forward pass has kept, in place; can be called once.
 
-        The gradient of an lm_head that all heads share is weighted already.
+        The gradient of an lm_head that all heads share already includes the weights.
         """
         grad_hidden_KND, grad_lm_head = ctx.gradients
-        ctx.gradients = None  # scaled in place: good for one backward
+        ctx.gradients = None  # they are scaled in place, so backward can run once
         grad_hidden_KND.mul_(grad_sums_K[:, None, None])
         if grad_lm_head is not None and grad_lm_head.dim() == 3:
             grad_lm_head.mul_(grad_sums_K[:, None, None])
@@ -165,12 +169,12 @@ class _SummedCrossEntropy(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Chunk:
-    """A chunk of the flattened [K·N] rows that one head's lm_head reads."""
+    """A chunk of labelled rows, all with the same lm_head and block of target states."""
 
-    head: int  # of the lm_head; 0 if all heads share one
-    rows_C: Tensor
-    first_state: int  # of the block of the target's states that teaches
-    states_C: Tensor | None  # each row's state, counted from `first_state`; None without a teacher
+    head: int  # index of the lm_head; 0 if all heads share one
+    rows_C: Tensor  # indices into the flattened [K · N] rows
+    first_state: int  # index of the block's first target state
+    states_C: Tensor | None  # each row's state as an index into the block; None: hard labels only
 
 
 class _ChunkedLoss:
@@ -178,12 +182,12 @@ class _ChunkedLoss:
 
     Attributes:
         losses_KN: The loss of each row; 0 without a label.
-        grad_hidden_KND: The gradient of the sum of all losses.
-        grad_lm_head: The gradient of the sum of each head's losses. For an lm_head that all heads
-            share, the gradient of the sum weighted by `weights_K`. None if the lm_head is frozen.
+        grad_hidden_KND: The gradient of the sum of all losses with respect to the hidden states.
+        grad_lm_head: The gradient of each head's summed losses with respect to its lm_head. If all
+            heads share one, the gradient of the sums weighted by `weights_K`. None if frozen.
         chunk_rows: The maximum number of rows per chunk, and of target states per block.
         slice_rows: The maximum number of rows per slice of a chunk.
-        block_rows: The number of vocabulary rows per block of the lm_head's gradient.
+        block_rows: The maximum number of vocabulary rows per block of the lm_head's gradient.
     """
 
     def __init__(
@@ -230,10 +234,10 @@ class _ChunkedLoss:
         self.block_in_buffer: int | None = None  # `first_state` of the distributions in p_buffer
 
     def chunks(self) -> Iterator[_Chunk]:
-        """Yield the heads' labelled rows in chunks of one teacher block and one lm_head.
+        """Yield chunks of labelled rows that share an lm_head and a block of target states.
 
-        This is step 1 of the module's docstring. Rows without a target state are in chunks of
-        their own. A chunk fits the buffer of logits.
+        This is step 1 of the module's docstring. Rows without a target state are in separate
+        chunks. A chunk has at most `chunk_rows` rows.
         """
         rows = (self.labels_KN.flatten() != IGNORED).nonzero()[:, 0]
         states = torch.full_like(rows, -1)
@@ -260,7 +264,7 @@ class _ChunkedLoss:
                     yield _Chunk(head, rows[chosen], first_state, states_C)
 
     def add(self, chunk: _Chunk) -> None:
-        """Compute the heads' losses and gradients of a chunk.
+        """Compute the losses and gradients of a chunk, and store them in the attributes.
 
         These are steps 2 to 5 of the module's docstring.
         """
@@ -296,9 +300,10 @@ class _ChunkedLoss:
         _add_product(total_VD, logits_CV, hidden_CD, self.block_rows)
 
     def _fill_p_buffer(self, first: int) -> None:
-        """Compute the soft labels p [M, V] at a block of the target's states, once per block.
+        """Fill `p_buffer` with the soft labels of the block of target states from `first` on.
 
-        Computing them overwrites the buffer of logits.
+        If the buffer holds this block already, nothing is done. Otherwise the buffer of logits is
+        overwritten.
         """
         assert self.teacher is not None
         if self.block_in_buffer == first:
@@ -311,14 +316,15 @@ class _ChunkedLoss:
         self.block_in_buffer = first
 
     def _log_softmax(self, logits_SV: Tensor) -> Tensor:
-        """Compute log q, the heads' log-probabilities of a slice, in the scratch memory."""
+        """Compute a slice's log-probabilities log q [S, V] in the first scratch buffer."""
         out_SV = self.scratch[0, : len(logits_SV)]
         return torch.log_softmax(logits_SV, 1, dtype=self.scratch.dtype, out=out_SV)
 
     def _hard_losses(self, logits_SV: Tensor, labels_S1: Tensor) -> Tensor:
-        """Compute the heads' cross entropy [S]; replace logits by q - onehot(label).
+        """Compute the cross entropy [S] with the labels; replace the logits by its gradient.
 
-        The label's entry is expm1(log q): q - 1 in bf16 would be 0 for every confident head.
+        The gradient is q - onehot(label), where q is the softmax. The label's entry is computed as
+        expm1(log q), because q - 1 in bf16 is 0 where q is close to 1.
         """
         log_q_SV = self._log_softmax(logits_SV)
         label_log_q_S1 = log_q_SV.gather(1, labels_S1)
@@ -327,9 +333,11 @@ class _ChunkedLoss:
         return -label_log_q_S1[:, 0]
 
     def _soft_losses(self, logits_SV: Tensor, labels_S1: Tensor, states_S: Tensor) -> Tensor:
-        """Compute the heads' losses [S] from labels and, with weight `share`, soft labels p.
+        """Compute the losses [S] with labels and soft labels; replace the logits by the gradient.
 
-        Replaces the logits by the gradient q - (1 - share) · onehot(label) - share · p.
+        The loss is `share` times the cross entropy with the soft labels p, plus 1 - `share` times
+        that with the label. Its gradient is q - (1 - share) · onehot(label) - share · p, where q is
+        the softmax.
         """
         assert self.teacher is not None
         share = self.teacher.share
@@ -344,9 +352,9 @@ class _ChunkedLoss:
 
 
 def _add_product(total_VD: Tensor, grad_CV: Tensor, hidden_CD: Tensor, num_rows: int) -> None:
-    """Add gradᵀ · hidden to the gradient of the heads' lm_head, in place.
+    """Add gradᵀ · hidden to `total_VD`, the gradient of an lm_head, in place.
 
-    If dtypes differ, the product is computed for `num_rows` vocabulary rows at a time.
+    If the dtypes differ, compute the product for `num_rows` vocabulary rows at a time.
     """
     if total_VD.dtype == grad_CV.dtype:
         total_VD.addmm_(grad_CV.t(), hidden_CD)

@@ -1,9 +1,9 @@
 """Medusa heads: K small networks that read one hidden state and guess the K tokens after the next.
 
-Head k maps the target's hidden state at position t to the token at t+2+k, as `x + SiLU(W1 x + b1)`,
-L times, then `W2`; it reads none of the tokens between. With W1 = 0, b1 = 0 and W2 = lm_head at the
-start, every head's first prediction is exactly the target's (paper 2.1.1). Parameters are stacked
-over the heads, so that all K run in one batched product.
+Head k maps the target's hidden state at position t to logits of the token at t+2+k: L residual
+blocks `x + SiLU(W1 x + b1)`, then `W2`. It reads none of the tokens between. At the start W1 = 0,
+b1 = 0 and W2 = lm_head, so that every head makes the target's own prediction, of the token at t+1
+(paper 2.1.1). Parameters are stacked over the heads, so that all K run in one batched product.
 
 One export suits vLLM 0.32, TGI and TensorRT-LLM:
 
@@ -111,13 +111,13 @@ least {{ report.tree.nodes | number or "the tree's nodes" }}; the content of `{{
 
     @classmethod
     def shape_of(cls, settings: TrainConfig, hidden_size: int, vocab_size: int) -> MedusaShape:
-        """Return the shape of the Medusa heads that `train` configures."""
+        """Return the shape of the configured Medusa heads, with the target's whole vocabulary."""
         own = settings.medusa
         return MedusaShape(hidden_size, vocab_size, settings.num_heads, own.num_layers, own.lm_head)
 
     @classmethod
     def initial(cls, shape: MedusaShape, target: TargetWeights) -> MedusaHeads:
-        """Build Medusa heads that start with the target's own prediction (paper 2.1.1).
+        """Build untrained Medusa heads, which make the target's own prediction (paper 2.1.1).
 
         Tied heads share the storage of the target's lm_head; others copy it.
         """
@@ -130,11 +130,11 @@ least {{ report.tree.nodes | number or "the tree's nodes" }}; the content of `{{
         return heads
 
     def hidden(self, hidden_ND: Tensor, num_heads: int | None = None) -> Tensor:
-        """Compute the residual blocks of all or the first `num_heads` Medusa heads, [K, N, D]."""
+        """Compute the residual blocks [K, N, D] of all heads, or of the first `num_heads`."""
         num_heads = num_heads or self.shape.num_heads
         device = hidden_ND.device.type
         dtype = self.block_weight.dtype
-        if torch.is_autocast_enabled(device):  # sums are then in its dtype, as products are
+        if torch.is_autocast_enabled(device):  # residual sums in its dtype, like the products
             dtype = torch.get_autocast_dtype(device)
         hidden_KND = hidden_ND.to(dtype).expand(num_heads, *hidden_ND.shape)
         for weight_KDD, bias_KD in zip(self.block_weight, self.block_bias, strict=True):
@@ -144,7 +144,7 @@ least {{ report.tree.nodes | number or "the tree's nodes" }}; the content of `{{
         return hidden_KND
 
     def states(self, hidden_ND: Tensor, next_N: Tensor, labels_KN: Tensor) -> Tensor:
-        """Compute the input [K, N, D] of the Medusa heads' lm_heads, which depends on no token."""
+        """Compute the input [K, N, D] of the Medusa heads' lm_heads, from `hidden_ND` alone."""
         return self.hidden(hidden_ND)
 
     def forward(self, hidden_ND: Tensor, num_heads: int | None = None) -> Tensor:
@@ -157,9 +157,10 @@ least {{ report.tree.nodes | number or "the tree's nodes" }}; the content of `{{
         return (self.lm_head[: len(hidden_KND)] @ hidden_KND.mT).mT
 
     def expand(self, hidden_BPD: Tensor, tokens_BP: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-        """Compute Medusa head `depth`'s logits from the root's state, equal at all nodes.
+        """Return the states [B, P, D] unchanged, and Medusa head `depth`'s logits [B, P, V].
 
-        States are returned unchanged, so that deeper nodes get the root's state too.
+        The logits are computed from the root's state, and all nodes get the same. Since states are
+        unchanged, every deeper node has the root's state.
         """
         root_B1D = hidden_BPD[:, :1]
         num_nodes = hidden_BPD.shape[1]
@@ -171,7 +172,7 @@ least {{ report.tree.nodes | number or "the tree's nodes" }}; the content of `{{
         return hidden_BPD, linear(read_B1D, self.lm_head_of(depth)).expand(-1, num_nodes, -1)
 
     def propose(self, hidden_BD: Tensor, token_B: Tensor, tree: ProposalTree) -> Tensor:
-        """Propose the tree's tokens from one forward of all Medusa heads."""
+        """Propose the tree's tokens [B, N] from one forward of the first `max_depth` heads."""
         rows_KBR = self(hidden_BD, tree.max_depth).topk(tree.top).indices
         guesses_KBR = self.vocabulary.tokens_of_rows(rows_KBR).to(token_B.device)
         return guesses_KBR.transpose(0, 1).flatten(1).index_select(1, tree.guess)
@@ -197,7 +198,7 @@ least {{ report.tree.nodes | number or "the tree's nodes" }}; the content of `{{
     def engine_config(
         cls, shape: MedusaShape, format: ExportFormat, target: Mapping[str, Any]
     ) -> dict[str, object]:
-        """Return the keys of Medusa heads in config.json for vLLM, TGI and TensorRT-LLM."""
+        """Return the keys of config.json that vLLM, TGI and TensorRT-LLM read for Medusa heads."""
         config: dict[str, object] = {
             "model_type": "medusa",
             "medusa_num_heads": shape.num_heads,
@@ -211,10 +212,11 @@ least {{ report.tree.nodes | number or "the tree's nodes" }}; the content of `{{
         return config
 
     def named_tensors(self, format: ExportFormat | None = None) -> dict[str, Tensor]:
-        """Return Medusa heads' tensors `{k}.{l}.linear.weight`, `.bias` and `{k}.{L}.weight`.
+        """Return the tensors by name: `{k}.{l}.linear.weight`, `{k}.{l}.linear.bias`, lm_heads.
 
-        An lm_head that is stored once for all heads is named `0.{L}.weight`. An export's lm_heads
-        have a row for each of the target's tokens; those of pruned heads are copies.
+        Head k's lm_head is `{k}.{L}.weight`; an lm_head that is stored once for all heads is
+        `0.{L}.weight`. In an export (`format` is not None) the lm_heads of pruned heads are copies,
+        expanded to a row for each token of the target.
         """
         shape = self.shape
         lm_head = self.lm_head
@@ -242,9 +244,13 @@ least {{ report.tree.nodes | number or "the tree's nodes" }}; the content of `{{
         *,
         where: str | None = None,
     ) -> Self:
-        """Build Medusa heads; of a pruned export, read only the rows of the draft vocabulary."""
+        """Build Medusa heads from the tensors of a heads file or export.
+
+        From an export of pruned heads, only the lm_head rows of the draft vocabulary are copied.
+        Errors are those of the base class.
+        """
         heads = super().from_named_tensors(shape, tensors, format, where=where)
-        if format is not None and shape.is_pruned:  # its names are not views of the lm_head
+        if format is not None and shape.is_pruned:  # `named_tensors` gave copies of the lm_head
             for k in range(shape.num_heads):
                 name = f"{k}.{shape.num_layers}.weight"
                 if name in tensors:

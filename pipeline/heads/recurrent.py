@@ -1,22 +1,22 @@
-"""Recurrent heads: one small cell that reads each token it has proposed, step after step.
+"""Recurrent heads: one small cell that drafts token after token and reads each token it drafts.
 
-Where Medusa's heads guess from the target's state alone, a sequential head also reads the tokens
-between (Hydra, arXiv 2402.05109; ReDrafter, arXiv 2403.09919; EAGLE, arXiv 2401.15077). Here one
-cell does all steps: from a state h and the token that follows it,
+Medusa heads predict from the target's state alone; sequential heads also read the tokens between
+(Hydra, arXiv 2402.05109; ReDrafter, arXiv 2403.09919; EAGLE, arXiv 2401.15077). Here one cell
+computes all steps. From a state h and the token that follows it, the next state is
 
     z = fc([embedding(token); h]),    h' = z + down(SiLU(gate x) * up x)  with  x = RMSNorm(z),
 
-and the target's own lm_head reads h' as it reads the target's states. Step k starts from the
-target's state at t, after its final norm, and the token t+1, and guesses t+2+k. Embedding and
-lm_head are the target's, frozen: what trains are 2D² + 3DI numbers and a norm. At the start fc
-passes h on and `down` is zero, so that the first prediction is the target's for t+1. The cell may
-take more steps than it was trained for.
+and the logits are lm_head(h'). Step 0 reads the target's state at position t, after the final norm,
+and the token at t+1. Step k predicts the token at t+2+k. Embedding and lm_head are the target's and
+frozen; the trained parameters are 2D² + 3DI weights and the D of the norm. At the start fc returns
+h and `down` is zero, so that step 0 makes the target's own prediction, of the token at t+1. The
+cell may take more steps than it was trained for.
 
-The cell is vLLM 0.32's EAGLE-1 model with attention that adds nothing (o_proj is zero): x is then
-fc's output, and the layer is the residual MLP. So vLLM serves it unmodified, with the target's
-embedding and lm_head, which the export leaves out. The other projections of its attention compute
-nothing and are small: eight query heads, which up to eight workers can share, one key and value
-head, and the smallest head size that every attention backend of vLLM takes.
+The cell equals vLLM 0.32's EAGLE-1 model with a zero `o_proj`: attention then adds nothing, and the
+layer is the residual MLP above. So vLLM serves it unmodified, with the target's embedding and
+lm_head, which the export leaves out. The other attention projections are never used and therefore
+small: eight query heads (for tensor parallelism up to 8), one key and value head, and the smallest
+head size that every attention backend of vLLM supports.
 
 Letters: N rows, B texts, P nodes of a tree, D hidden size, I inner size, V vocabulary, K steps.
 """
@@ -37,7 +37,7 @@ from pipeline.errors import ConfigError
 from pipeline.heads.kind import Heads, TargetWeights
 from pipeline.heads.shapes import EXPANDED, SGLANG, ExportFormat, RecurrentShape
 
-# Of the attention that computes nothing; it has one key and value head.
+# Sizes of the attention whose output is zero; it has one key and value head.
 QUERY_HEADS = 8
 HEAD_SIZE = 64
 
@@ -66,9 +66,9 @@ SERVED = (
 class RecurrentHeads(Heads):
     """Recurrent draft heads: one cell that drafts a token per step, from its own last state.
 
-    Parameters: `fc` [D, 2D], which reads the embedding and then the state; `norm` [D]; `gate` and
-    `up` [I, D]; `down` [D, I]; and, frozen, `lm_head` [V, D] and `embedding`, which has a row for
-    each of the target's tokens.
+    Parameters: `fc` [D, 2D] (its first D columns read the embedding, the others the state), `norm`
+    [D], `gate` and `up` [I, D], `down` [D, I]. Frozen: `lm_head` [V, D], and `embedding`, which has
+    a row for each token of the target.
     """
 
     Shape = RecurrentShape
@@ -99,7 +99,7 @@ model, with an attention that adds nothing; embedding and lm_head are the target
         inner = shape.intermediate_size
 
         def zeros(*sizes: int, trains: bool = True) -> nn.Parameter:
-            """Return a parameter of zeros for the recurrent cell, frozen unless `trains`."""
+            """Return a parameter of zeros, frozen unless `trains`."""
             tensor = torch.zeros(*sizes, dtype=dtype, device=device)
             return nn.Parameter(tensor, requires_grad=trains)
 
@@ -113,15 +113,18 @@ model, with an attention that adds nothing; embedding and lm_head are the target
 
     @classmethod
     def shape_of(cls, settings: TrainConfig, hidden_size: int, vocab_size: int) -> RecurrentShape:
-        """Return the shape of the recurrent cell that `train` configures."""
+        """Return the shape of the configured recurrent cell, with the target's whole vocabulary.
+
+        The default intermediate size is four times the hidden size.
+        """
         inner = settings.recurrent.intermediate_size or 4 * hidden_size
         return RecurrentShape(hidden_size, vocab_size, settings.num_heads, inner)
 
     @classmethod
     def initial(cls, shape: RecurrentShape, target: TargetWeights) -> RecurrentHeads:
-        """Build an untrained recurrent cell; its first step repeats the target's own prediction.
+        """Build an untrained recurrent cell, whose first step makes the target's own prediction.
 
-        `gate` and `up` are drawn from torch's generator.
+        `gate` and `up` are random, from torch's default generator.
         """
         lm_head_VD = target.lm_head()
         heads = cls(shape, dtype=lm_head_VD.dtype, device=lm_head_VD.device)
@@ -136,7 +139,7 @@ model, with an attention that adds nothing; embedding and lm_head are the target
     def take_from(self, target: TargetWeights) -> None:
         """Replace the recurrent cell's frozen embedding and lm_head by the target's.
 
-        They have the cell's dtype; equal ones share one matrix.
+        They are converted to the dtype of the cell. If they are equal, they share one parameter.
         """
         dtype = self.fc.dtype
         self.embedding = nn.Parameter(target.embedding().detach().to(dtype), requires_grad=False)
@@ -144,14 +147,14 @@ model, with an attention that adds nothing; embedding and lm_head are the target
         self._share_tied_matrix()
 
     def _share_tied_matrix(self) -> None:
-        """Share one matrix between the cell's embedding and lm_head if they are equal."""
+        """Use one parameter for both the cell's embedding and lm_head if they are equal."""
         if self.embedding.shape == self.lm_head.shape and torch.equal(self.embedding, self.lm_head):
             self.lm_head = self.embedding
 
     def step(self, hidden: Tensor, tokens: Tensor) -> Tensor:
-        """Advance the recurrent cell by one token [...] and return its states [..., D].
+        """Return the cell's next states [..., D] from its states [..., D] and tokens [...].
 
-        The states are in autocast's dtype if it is enabled, otherwise in that of the weights.
+        They are in autocast's dtype if autocast is enabled, otherwise in the dtype of the weights.
         """
         dtype = self.fc.dtype
         device = hidden.device.type
@@ -163,17 +166,17 @@ model, with an attention that adds nothing; embedding and lm_head are the target
         return z + linear(silu(linear(x, self.gate)) * linear(x, self.up), self.down)
 
     def states(self, hidden_ND: Tensor, next_N: Tensor, labels_KN: Tensor) -> Tensor:
-        """Compute the recurrent cell's states of K steps over the true tokens, [K, N, D]."""
+        """Compute the cell's states [K, N, D] after 1, 2, …, K steps over the true tokens."""
         states = []
         tokens_N = next_N
         for labels_N in labels_KN:
             hidden_ND = self.step(hidden_ND, tokens_N)
             states.append(hidden_ND)
-            tokens_N = labels_N.where(labels_N != IGNORED, 0)  # past a span's end: any token
+            tokens_N = labels_N.where(labels_N != IGNORED, 0)  # no later step has a label there
         return torch.stack(states)
 
     def expand(self, hidden_BPD: Tensor, tokens_BP: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-        """Advance the recurrent cell by the tree nodes' tokens; return states and logits."""
+        """Advance the cell by the nodes' tokens: return states [B, P, D] and logits [B, P, V]."""
         hidden_BPD = self.step(hidden_BPD, tokens_BP)
         return hidden_BPD, hidden_BPD @ self.lm_head.mT
 
@@ -181,7 +184,7 @@ model, with an attention that adds nothing; embedding and lm_head are the target
 
     @classmethod
     def vllm_refusal(cls, shape: RecurrentShape, target: Mapping[str, Any]) -> str | None:
-        """Return why vLLM cannot serve this recurrent cell with the target, or None."""
+        """Return why vLLM cannot serve this recurrent cell with the target, or None if it can."""
         if shape.is_pruned:
             return (
                 "vLLM's EAGLE-1 model drafts with its target's whole lm_head: recurrent heads with"
@@ -196,7 +199,7 @@ model, with an attention that adds nothing; embedding and lm_head are the target
 
     @classmethod
     def check_format(cls, shape: RecurrentShape, format: ExportFormat) -> None:
-        """Raise ConfigError unless a recurrent cell of this shape fits this export format."""
+        """Raise ConfigError unless a cell of this shape can be exported in this format."""
         super().check_format(shape, format)
         if format is SGLANG and shape.is_pruned:
             raise ConfigError(
@@ -209,7 +212,7 @@ model, with an attention that adds nothing; embedding and lm_head are the target
     def engine_config(
         cls, shape: RecurrentShape, format: ExportFormat, target: Mapping[str, Any]
     ) -> dict[str, object]:
-        """Return the recurrent cell's keys in config.json, as an EAGLE-1 model's."""
+        """Return the keys of config.json for an EAGLE-1 model that computes this cell."""
         return {
             "model_type": "llama",
             "architectures": [format.architecture or "LlamaForCausalLM"],
@@ -227,8 +230,8 @@ model, with an attention that adds nothing; embedding and lm_head are the target
     def named_tensors(self, format: ExportFormat | None = None) -> dict[str, Tensor]:
         """Return the recurrent cell's tensors by their names in vLLM's EAGLE-1 model.
 
-        A heads file has the target's embedding and lm_head too. Instead of them an export has an
-        attention of zeros and, in some formats, a bias of zeros for `fc`.
+        Without `format` (a heads file), these include embedding and lm_head. An export leaves both
+        out and adds attention projections of zeros and, if `format.fc_bias`, a bias of zeros.
         """
         named: dict[str, Tensor] = {
             "fc.weight": self.fc,
@@ -260,7 +263,11 @@ model, with an attention that adds nothing; embedding and lm_head are the target
         *,
         where: str | None = None,
     ) -> Self:
-        """Build a recurrent cell from its tensors; equal embedding and lm_head share one matrix."""
+        """Build a recurrent cell from the tensors of a heads file or export.
+
+        If embedding and lm_head are equal, they share one parameter. Errors are those of the base
+        class.
+        """
         heads = super().from_named_tensors(shape, tensors, format, where=where)
         heads._share_tied_matrix()
         return heads

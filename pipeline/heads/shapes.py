@@ -2,11 +2,13 @@
 
 Export formats:
 
-    expanded   what vLLM, TGI and TensorRT-LLM load: every lm_head in full
-    shared     the one lm_head that all heads read, stored once
-    reference  FasterDecoding/Medusa: `medusa_lm_head.pt`, a pickle of plain tensors that
-               `weights_only=True` loads
-    sglang     SGLang's EAGLE-1 model, `LlamaForCausalLMEagle`: its `fc` has a bias, here zeros
+    expanded   Medusa heads for vLLM, TGI and TensorRT-LLM, with a separate lm_head for each head;
+               recurrent heads as vLLM's EAGLE-1 model, without an lm_head
+    shared     Medusa heads with one lm_head that all heads read, stored once
+    reference  Medusa heads for FasterDecoding/Medusa: `medusa_lm_head.pt`, a pickle of plain
+               tensors that `torch.load(weights_only=True)` reads
+    sglang     recurrent heads as SGLang's EAGLE-1 model, `LlamaForCausalLMEagle`, whose `fc` has
+               a bias, here zeros
 """
 
 from __future__ import annotations
@@ -25,11 +27,13 @@ EPSILON = 1e-6  # of the RMSNorm of recurrent cells that are trained here
 
 @dataclass(frozen=True)
 class HeadsShape:
-    """The sizes that determine the parameters of draft heads; a kind adds its own fields.
+    """The sizes of draft heads; the subclass of each kind adds its own fields.
 
-    `vocab_size` counts the tokens that the heads can propose, the rows of `lm_head`. It is below
-    `target_vocab_size` where there is a draft vocabulary. Raises ValueError for a size below 1, or
-    a draft vocabulary above the target's.
+    `vocab_size` is the number of tokens that the heads can propose, which are the rows of an
+    lm_head. With a draft vocabulary it is smaller than `target_vocab_size`.
+
+    Raises:
+        ValueError: A size is below 1, or `vocab_size` exceeds `target_vocab_size`.
     """
 
     kind: ClassVar[str]  # its name in `KINDS`
@@ -47,21 +51,21 @@ class HeadsShape:
 
     @property
     def is_pruned(self) -> bool:
-        """Whether the heads propose tokens of a draft vocabulary only."""
+        """Whether the heads can propose only a part of the target's vocabulary."""
         return self.vocab_size < self.target_vocab_size
 
     def drafting(self, num_tokens: int | None) -> Self:
-        """Return the heads' shape with a draft vocabulary of `num_tokens`; unchanged for None."""
+        """Return this shape with a draft vocabulary of `num_tokens` tokens; for None, unchanged."""
         return replace(self, vocab_size=num_tokens or self.vocab_size)
 
     @property
     def max_depth(self) -> int:
-        """The number of tokens ahead that the heads can propose, at least `num_heads`."""
+        """The number of tokens ahead that the heads can propose: `num_heads` by default."""
         return self.num_heads
 
     @property
     def description(self) -> str:
-        """The kind of heads and every field, for messages: `linear heads (hidden_size 64, …)`."""
+        """The kind of heads and every field, for messages: `medusa heads (hidden_size 64, …)`."""
         fields = ", ".join(f"{name} {value}" for name, value in asdict(self).items())
         return f"{self.kind} heads ({fields})"
 
@@ -72,10 +76,13 @@ class HeadsShape:
 
 @dataclass(frozen=True)
 class MedusaShape(HeadsShape):
-    """The shape of Medusa heads of `num_layers` residual blocks each.
+    """The shape of Medusa heads with `num_layers` residual blocks each.
 
-    `lm_head` is `untied` (each head trains its own), `shared` (all train one) or `tied` (all read
-    the target's, frozen). Raises ValueError for any other `lm_head`.
+    `lm_head` is `untied` (each head trains its own), `shared` (all heads train one) or `tied` (all
+    heads read the target's, frozen).
+
+    Raises:
+        ValueError: `lm_head` is none of these, or a size is invalid.
     """
 
     kind: ClassVar[str] = "medusa"
@@ -90,9 +97,10 @@ class MedusaShape(HeadsShape):
 
 @dataclass(frozen=True)
 class RecurrentShape(HeadsShape):
-    """The shape of a recurrent cell: trained for `num_heads` steps, proposes up to twice as many.
+    """The shape of a recurrent cell that is trained for `num_heads` steps.
 
-    `norm_eps` is the epsilon of its RMSNorm; in cells of other trainers it may differ.
+    `intermediate_size` is the inner size of its gated MLP, and `norm_eps` the epsilon of its
+    RMSNorm.
     """
 
     kind: ClassVar[str] = "recurrent"
@@ -101,14 +109,17 @@ class RecurrentShape(HeadsShape):
 
     @property
     def max_depth(self) -> int:
-        """The number of tokens ahead that a recurrent cell can propose: twice its trained steps."""
+        """The number of tokens ahead that a recurrent cell may propose: twice its trained steps."""
         return 2 * self.num_heads
 
 
 def require_shapes(
     shape: HeadsShape, expected: TensorShapes, found: TensorShapes, where: str | None
 ) -> None:
-    """Raise DataError unless the names and shapes of the heads' tensors are as expected."""
+    """Raise DataError unless the names and shapes of the heads' tensors are as expected.
+
+    `where` is the file or directory that the error names.
+    """
     problems = [f"{name} is missing" for name in expected if name not in found]
     for name, sizes in found.items():
         if name not in expected:
@@ -126,12 +137,13 @@ class ExportFormat:
     """A format in which a kind of heads can be exported.
 
     Attributes:
+        name: Its name in `export.formats`.
         at_root: Whether vLLM and the check stage can read this format. The first of
             `export.formats` must be such a format, because the check stage decodes with it.
         weights_file: The name of the weights file; None for the kind's own safetensors file.
-        one_lm_head: Whether an lm_head that all heads share is stored once.
-        architecture: The model class that `config.json` names; None for vLLM's class.
-        fc_bias: Whether the engine's model class has a bias beside `fc.weight`.
+        one_lm_head: Whether the export stores one lm_head for all heads.
+        architecture: The model class in `config.json`; None for the default of the kind.
+        fc_bias: Whether the export has a bias of zeros beside `fc.weight`.
     """
 
     name: str

@@ -1,6 +1,6 @@
 """Tables of the check in a report: engines, decoding methods, question categories, studies.
 
-An unknown cell is `-`. A table has no rows if its measurement was not run.
+An unknown cell is `-`. The table of a measurement that was not made has no rows.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SPEEDS = ("tokens/s, plain", "tokens/s, with heads", "speedup")
 
 
 def check_table(report: Report) -> Table:
-    """Tabulate the check's figures for the report, one column per engine."""
+    """Build the report's table of the check's figures, one column per engine."""
     table = Table("Check", [""])
     columns = []
     if report.native:
@@ -57,7 +57,7 @@ def check_table(report: Report) -> Table:
 
 
 def _native_cells(native: NativeFigures, tree: TreeFigures | None) -> dict[str, str]:
-    """Format native decoding's column of the report's check table, by row label."""
+    """Format native decoding's column of the check table, by row label."""
     cells = _engine_cells(native, tree)
     cells["overhead"] = overhead_of(native)
     cells["acceptance"] = native.acceptance or UNKNOWN
@@ -78,7 +78,7 @@ def _native_cells(native: NativeFigures, tree: TreeFigures | None) -> dict[str, 
 
 
 def _vllm_cells(vllm: VllmFigures) -> dict[str, str]:
-    """Format vLLM's column of the report's check table, by row label."""
+    """Format vLLM's column of the check table, by row label."""
     cells = _engine_cells(vllm, vllm)
     cells["the same chain on the same text, natively"] = ratio(vllm.same_text_acceleration_rate)
     cells["accepted per position"] = " ".join(map(percent, vllm.accepted_per_position or []))
@@ -88,7 +88,7 @@ def _vllm_cells(vllm: VllmFigures) -> dict[str, str]:
 def _engine_cells(
     engine: EngineFigures, prediction: TreeFigures | VllmFigures | None
 ) -> dict[str, str]:
-    """Format the rows of the report's check table that all engines have, by label."""
+    """Format the cells of the check table that all engines have, by row label."""
     return {
         "acceleration rate": measured_rate(engine),
         "expected": expected_rate(prediction),
@@ -103,7 +103,7 @@ def _engine_cells(
 
 
 def served_model_table(report: Report) -> Table:
-    """Tabulate for the report the check's rates on the target and on its served copy."""
+    """Build the report's table of the check's rates on the target and on its served copy."""
     columns = ["", "rate on the target", "rate on the copy", "speedup", "tokens/s"]
     table = Table("Served model", [*columns, "greedy identical"])
     copy = report.served_model
@@ -125,7 +125,7 @@ def served_model_table(report: Report) -> Table:
 
 
 def methods_table(report: Report) -> Table:
-    """Tabulate decoding methods for the report: tokens per forward and second, and latencies."""
+    """Build the report's table of decoding methods: tokens per forward and second, latencies."""
     columns = ["method", "per step", "tokens/s", "speedup", "to first", "per token", "identical"]
     table = Table("Methods", columns)
     table.note = (
@@ -149,7 +149,7 @@ def methods_table(report: Report) -> Table:
 
 
 def _add_plain(table: Table, name: str, engine: EngineFigures) -> None:
-    """Add an engine's plain decoding to the report's table of methods."""
+    """Add an engine's plain decoding to the table of methods."""
     table.add(
         name,
         ratio(1.0),
@@ -162,7 +162,7 @@ def _add_plain(table: Table, name: str, engine: EngineFigures) -> None:
 
 
 def _add_method(table: Table, name: str, method: EngineFigures | Baseline) -> None:
-    """Add a decoding method to the report's table of methods."""
+    """Add a decoding method to the table of methods."""
     table.add(
         name,
         ratio(method.acceleration_rate),
@@ -175,7 +175,7 @@ def _add_method(table: Table, name: str, method: EngineFigures | Baseline) -> No
 
 
 def categories_table(report: Report) -> Table:
-    """Tabulate for the report native speed by question category; no rows for fewer than two."""
+    """Build the report's table of native speed by question category; no rows for fewer than two."""
     table = Table("Categories", ["category", "prompts", "per step", *SPEEDS])
     table.note = "Tokens per forward of the target, and per second."
     rows = []
@@ -189,13 +189,13 @@ def categories_table(report: Report) -> Table:
 
 
 def _speeds(row: Category | BatchRow | LoadRow) -> tuple[str, str, str]:
-    """Format tokens per second, plain and with heads, and the speedup as report table cells."""
+    """Format tokens per second, plain and with heads, and the speedup as table cells."""
     plain = rate(row.baseline_tokens_per_second)
     return plain, rate(row.tokens_per_second), times(row.speedup)
 
 
 def exact_match_table(report: Report) -> Table:
-    """Tabulate for the report the share of answers that match their reference, by category."""
+    """Build the report's table of answers that match their reference, by question category."""
     table = Table("Exact match", ["category", "answers"])
     table.note = (
         "Answers that are their reference, but for case, punctuation and articles; of a number the"
@@ -215,7 +215,7 @@ def exact_match_table(report: Report) -> Table:
 
 
 def study_tables(report: Report) -> dict[str, Table]:
-    """Return the report's tables of studies by name (`study_…`); one not run has no rows."""
+    """Build the report's tables of studies, by name; the table of a study not run has no rows."""
     studies = report.studies
     trees = Table("Study: trees", ["tree", "nodes", *COSTS])
     trees.note = "Trees from plain decoding to the export's own, on all the check's prompts."
@@ -248,12 +248,12 @@ def study_tables(report: Report) -> dict[str, Table]:
 
 
 def _costs(row: TreeRow) -> tuple[str, str, str]:
-    """Format a tree's acceleration rate, overhead and speedup as report table cells."""
+    """Format a tree's acceleration rate, overhead and speedup as table cells."""
     return ratio(row.acceleration_rate), times(row.overhead), times(row.speedup)
 
 
 def _load_study(report: Report) -> Table:
-    """Tabulate vLLM's speed and latencies by concurrent requests, for the report."""
+    """Build the report's table of vLLM's speed and latencies by concurrent requests."""
     table = Table("Study: load", ["requests", "per step", *SPEEDS])
     for measure in ("to first", "per token", "within limits"):
         table.columns += [f"{measure}, plain", f"{measure}, with heads"]
@@ -273,7 +273,7 @@ def _load_study(report: Report) -> Table:
 
 
 def _percentiles(times: Percentiles | None) -> str:
-    """Format latency percentiles as one report table cell: `31 / 40 / 52`, or `-`."""
+    """Format a latency's percentiles as one table cell: `31 / 40 / 52`, or `-` if unknown."""
     if times is None:
         return UNKNOWN
     return " / ".join(show(time, ".3g") for time in (times.p50, times.p90, times.p99))

@@ -44,7 +44,10 @@ class ComparedRun:
 
 
 def compare_runs(runs: Sequence[ComparedRun]) -> tuple[Table, list[str]]:
-    """Tabulate runs side by side in a report table; also list notes on what cannot be compared."""
+    """Return a table of runs side by side, and notes on what cannot be compared.
+
+    The rows are the settings that differ between runs, and the results that any run has.
+    """
     columns = ["", *(run.name for run in runs)]
     table = Table("Runs", columns, words=tuple(range(len(columns))))
     settings = [dict(_compared_settings(run)) for run in runs]
@@ -62,10 +65,10 @@ def compare_runs(runs: Sequence[ComparedRun]) -> tuple[Table, list[str]]:
 
 
 def _compared_settings(run: ComparedRun) -> Iterator[tuple[str, str]]:
-    """Yield a run's settings by dotted key for the report's comparison table.
+    """Yield the dotted key and the text of each of a run's settings for the comparison.
 
     Sections that no result depends on are left out. After `auto` in `train` the chosen value is
-    shown. Long values are cut.
+    added. Long values are cut.
     """
     train = run.report.train
     chosen = (train.hyperparameters if train else None) or {}
@@ -85,7 +88,7 @@ def _compared_settings(run: ComparedRun) -> Iterator[tuple[str, str]]:
 
 
 def _flat_settings(value: Any, key: str) -> Iterator[tuple[str, Any]]:
-    """Yield the innermost settings for the report's comparison table, by dotted key."""
+    """Yield the dotted key and the value of each innermost setting, for the comparison of runs."""
     if isinstance(value, Mapping) and value:
         for name, inner in value.items():
             yield from _flat_settings(inner, f"{key}.{name}")
@@ -94,9 +97,9 @@ def _flat_settings(value: Any, key: str) -> Iterator[tuple[str, Any]]:
 
 
 def _compared_results(run: ComparedRun) -> dict[str, str]:
-    """Format a run's results by row label of the report's comparison table.
+    """Format a run's results for the comparison, by row label.
 
-    All runs have the same labels.
+    The labels are the same for all runs.
     """
     report = run.report
     native, vllm = report.native, report.vllm
@@ -124,7 +127,7 @@ def _compared_results(run: ComparedRun) -> dict[str, str]:
 
 
 def _comparison_notes(runs: Sequence[ComparedRun]) -> list[str]:
-    """List notes under the report's comparison table, such as unfinished runs."""
+    """List notes on the compared runs, such as unfinished ones or different questions."""
     notes = []
     questions, machines = set(), set()
     for run in runs:

@@ -60,7 +60,7 @@ def report_texts(report: Report, extras: Extras) -> dict[str, str]:
 
 
 def report_tables(report: Report, extras: Extras) -> dict[str, Table]:
-    """Return a report's tables by name, but the headline, in reading order: results, then stages.
+    """Return a report's tables by name, in reading order, without the headline table.
 
     Tables of optional measurements are left out if they have no rows.
     """
@@ -127,11 +127,10 @@ def render_html(report: Report, extras: Extras) -> str:
 
 
 def print_report(report: Report, console: Console, extras: Extras) -> None:
-    """Print a report's outcome, warnings and tables, but those of the check and provenance.
+    """Print a report, perhaps of an unfinished run: outcome, warnings and most tables.
 
-    The report may be incomplete.
-
-    The output is at most 100 columns wide, and has escape codes only in a terminal.
+    The tables of the check and of provenance are left out. The output is at most 100 columns wide,
+    and has escape codes only in a terminal.
     """
     outcome = check_outcome(report)
     print_text(report_title(report), console, "bold")

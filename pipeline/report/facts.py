@@ -73,7 +73,7 @@ def check_outcome(report: Report) -> CheckOutcome:
 
 
 def expected_rate(prediction: Prediction | None) -> str:
-    """Format a report's expected acceleration rate with its standard error: `4.03 ± 0.32`."""
+    """Format an expected acceleration rate with its standard error: `4.03 ± 0.32`, or `-`."""
     if not prediction:
         return UNKNOWN
     error = prediction.expected_standard_error
@@ -81,14 +81,18 @@ def expected_rate(prediction: Prediction | None) -> str:
 
 
 def measured_rate(engine: EngineFigures | NewAnswers | None) -> str:
-    """Format a report's measured acceleration rate with its standard error."""
+    """Format a measured acceleration rate with its standard error: `4.03 ± 0.32`, or `-`."""
     if not engine:
         return UNKNOWN
     return with_error(engine.acceleration_rate, engine.standard_error)
 
 
 def on_new_answers(engine: EngineFigures | None) -> str:
-    """Format a report's rate on answers not seen in training; `-` if none was seen, or unknown."""
+    """Format a report's acceleration rate on the answers that are not in the training text.
+
+    It is `-` if all answers are new or this is unknown, and states the number of new answers if
+    they are too few for a rate.
+    """
     if not engine or not engine.seen_share or not engine.new:
         return UNKNOWN
     if engine.new.acceleration_rate is None:
@@ -97,37 +101,37 @@ def on_new_answers(engine: EngineFigures | None) -> str:
 
 
 def is_disturbed(engine: EngineFigures) -> bool:
-    """Return whether other load disturbed the measurement that a report shows.
+    """Return whether other load disturbed the speed measurement of a reported engine.
 
-    A step with heads does more work than a plain one. If it is measured as faster, other load has
+    A step with heads does more work than a plain step. If it is measured as faster, other load has
     slowed the plain steps, and the measured speedup means nothing.
     """
     return engine.speedup is not None and engine.speedup > engine.acceleration_rate
 
 
 def speedup_of(engine: EngineFigures | None) -> str:
-    """Format a report's measured speedup; `-` if other load disturbed the measurement."""
+    """Format a report's measured speedup; `-` if unknown or disturbed by other load."""
     if not engine or is_disturbed(engine):
         return UNKNOWN
     return times(engine.speedup)
 
 
 def overhead_of(native: NativeFigures | None) -> str:
-    """Format a report's measured overhead; `-` if other load disturbed the measurement."""
+    """Format a report's measured overhead; `-` if unknown or disturbed by other load."""
     if not native or is_disturbed(native):
         return UNKNOWN
     return times(native.overhead)
 
 
 def greedy_matches(match: GreedyMatch | None) -> str:
-    """Format for the report how many greedy sequences equal plain decoding: `31/32`."""
+    """Format how many greedy sequences equal plain decoding: `31/32`, or `-` if unknown."""
     if not match:
         return UNKNOWN
     return f"{count(match.identical)}/{count(match.sequences)}"
 
 
 def headline_table(report: Report) -> Table:
-    """Tabulate a report's headline figures, in the paper's terms (section 3 and appendix B)."""
+    """Build the report's table of headline figures, in the paper's terms (3 and appendix B)."""
     table = Table("Headline", ["figure", "value", "meaning"], words=(0, 2))
     vllm = report.vllm
     if report.native:
@@ -146,7 +150,7 @@ def headline_table(report: Report) -> Table:
 
 
 def _add_native_figures(table: Table, native: NativeFigures, report: Report) -> None:
-    """Add native decoding's rates, speeds and greedy matches to the report's headline."""
+    """Add native decoding's rates, speeds and greedy matches to the headline table."""
     tree, match = report.tree, native.greedy_match
     note = f"tokens per target forward, with the tree; {expected_rate(tree)} expected"
     table.add("Acceleration rate", measured_rate(native), note)
@@ -168,7 +172,7 @@ def _add_native_figures(table: Table, native: NativeFigures, report: Report) -> 
 def _add_new_answers(
     table: Table, label: str, engine: EngineFigures, prediction: TreeFigures | VllmFigures | None
 ) -> None:
-    """Add the rate on answers not seen in training to the report's headline, if some were seen."""
+    """Add the rate on new answers to the headline table, unless all answers are new."""
     if not engine.seen_share:
         return
     note = f"{percent(engine.seen_share)} of the answers are in the training text as well"
@@ -231,7 +235,7 @@ def _load_warnings(name: str, engine: EngineFigures) -> Iterator[str]:
 
 
 def _same_text_warnings(vllm: VllmFigures) -> Iterator[str]:
-    """Yield a warning for the report if vLLM's rate is far below native's on the same text."""
+    """Yield a warning for the report if vLLM's rate is well below native's on the same text."""
     same_text, reached = vllm.same_text_acceleration_rate, vllm.acceleration_rate
     if same_text is not None and same_text - reached > SAME_TEXT_GAP * (same_text - 1):
         yield (
@@ -261,8 +265,8 @@ def _rate_gap_warnings(
 ) -> Iterator[str]:
     """Yield a warning for the report if measured and expected rates differ notably.
 
-    A difference is notable above `NOTABLE_GAP` standard errors. Rates on new answers are compared
-    where both are known: the share of seen answers may differ.
+    A difference is notable above `NOTABLE_GAP` standard errors. If both rates on new answers are
+    known, these are compared, since the share of seen answers may differ.
     """
     found = _rates_to_compare(engine, prediction)
     if engine.new and prediction.new:
@@ -281,7 +285,7 @@ def _rate_gap_warnings(
 def _rates_to_compare(
     measured: EngineFigures | NewAnswers, expected: Prediction
 ) -> tuple[float, float, float] | None:
-    """Return a report's measured and expected rates with their joint error; None if unknown."""
+    """Return the measured rate, the expected rate and their joint standard error, or None."""
     if measured.acceleration_rate is None or measured.standard_error is None:
         return None
     if expected.expected_acceleration_rate is None or expected.expected_standard_error is None:
@@ -291,7 +295,11 @@ def _rates_to_compare(
 
 
 def pairs(value: Any) -> str:
-    """Format a dictionary in a report's cell as `name value, name value`; join a list by commas."""
+    """Format a value for one cell of a report's table.
+
+    A dictionary becomes `name value, name value` without values that are None, a list is joined by
+    commas, and None becomes an empty text.
+    """
     if value is None:
         return ""
     if isinstance(value, dict):

@@ -1,8 +1,8 @@
 """Plots of report.html, drawn by matplotlib as inline SVG elements.
 
 The same data gives the same bytes: no date, a fixed salt for ids, the user's matplotlibrc ignored.
-Colours are CSS variables, so that one plot serves the light and the dark scheme. Text stays text,
-in the page's font; it is our own and ASCII, so it needs no escaping.
+Colours are CSS variables, so that one plot serves the light and the dark scheme. Labels are SVG
+text in the page's font. They contain no text from data, so they are not escaped.
 
 Letters: K heads, N nodes of a tree, D coordinates of a node.
 """
@@ -92,7 +92,7 @@ def _axes(x: str = "", y: str = "", height: float = 2.8) -> Axes:
 def _render_svg(axes: Axes, name: str) -> str:
     """Render a plot of the report as an `<svg>` element without style sheet.
 
-    Its ids begin with `name`.
+    Colours become CSS variables, and ids begin with `name`.
     """
     figure = axes.get_figure(root=True)
     assert figure
@@ -119,7 +119,7 @@ def _render_svg(axes: Axes, name: str) -> str:
 
 
 def plot_head_losses(steps: Sequence[CurvePoint], held_out: Sequence[CurvePoint]) -> Axes:
-    """Plot every head's training loss over the steps for the report, held-out losses dashed."""
+    """Plot each head's training loss by step, and its held-out loss dashed, for the report."""
     axes = _axes("optimizer step", "cross-entropy (nats)")
     for k in range(len(steps[-1].head_losses)):
         colour = SERIES[k % len(SERIES)]
@@ -129,7 +129,10 @@ def plot_head_losses(steps: Sequence[CurvePoint], held_out: Sequence[CurvePoint]
 
 
 def _plot_losses(axes: Axes, points: Sequence[CurvePoint], k: int, **style: Any) -> None:
-    """Plot a head's losses in the report; a long curve shows means of neighbouring points."""
+    """Plot one head's losses by step, for the report.
+
+    If there are more than MAX_POINTS, means of neighbouring points are plotted.
+    """
     curve = np.array([(point.step, point.head_losses[k]) for point in points], dtype=float)
     if len(curve) > MAX_POINTS:
         parts = np.array_split(curve, MAX_POINTS)
@@ -138,7 +141,7 @@ def _plot_losses(axes: Axes, points: Sequence[CurvePoint], k: int, **style: Any)
 
 
 def plot_tree_sizes(sizes: Sequence[TimedSize], chosen: int) -> Axes:
-    """Plot for the report overhead, expected rate and speedup by tree nodes; mark the choice."""
+    """Plot expected rate, overhead and speedup by number of tree nodes, and mark `chosen`."""
     axes = _axes("nodes")
     nodes = [size.nodes for size in sizes]
     rates = [size.expected_acceleration_rate for size in sizes]
@@ -154,7 +157,7 @@ def plot_tree_sizes(sizes: Sequence[TimedSize], chosen: int) -> Axes:
 
 
 def plot_speeds(x: Sequence[int], rows: Sequence[BatchRow | LoadRow], label: str) -> Axes:
-    """Plot for the report tokens/s, plain and with heads, by sequences or requests at once."""
+    """Plot tokens per second, plain and with heads, by sequences or requests at once."""
     axes = _axes(label, "tokens/s")
     plain = [row.baseline_tokens_per_second for row in rows]
     _plot_curve(axes, x, plain, color=MUTED, label="plain")
@@ -164,12 +167,12 @@ def plot_speeds(x: Sequence[int], rows: Sequence[BatchRow | LoadRow], label: str
 
 
 def _plot_curve(axes: Axes, x: Sequence[int], y: Sequence[float | None], **style: Any) -> None:
-    """Plot a curve of the report with a marker at each point; unknown values leave a gap."""
+    """Plot a curve with a marker at each point; None leaves a gap."""
     axes.plot(x, np.array(y, dtype=float), marker="o", **style)
 
 
 def _powers_of_two(axes: Axes, ticks: Sequence[int]) -> None:
-    """Give a plot of the report a log2 x axis with these ticks, and a y axis that begins at 0."""
+    """Give a plot a base-2 logarithmic x axis with these ticks, and a y axis from 0."""
     axes.set_ylim(bottom=0)
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, list(map(str, ticks)))
@@ -180,7 +183,7 @@ def _powers_of_two(axes: Axes, ticks: Sequence[int]) -> None:
 
 
 def plot_head_accuracy(heads: Sequence[Accuracy]) -> Axes:
-    """Plot for the report the top-1 and top-5 accuracy of each head on held-out tokens."""
+    """Plot the top-1 and top-5 accuracy of each head on held-out tokens, for the report."""
     axes = _axes()
     names = [f"head {k}\nt+{k + 2}" for k in range(len(heads))]
     top5_K, top1_K = [head.top5 or 0 for head in heads], [head.top1 or 0 for head in heads]
@@ -190,7 +193,7 @@ def plot_head_accuracy(heads: Sequence[Accuracy]) -> Axes:
 
 
 def plot_accepted_lengths(num_steps: Sequence[int]) -> Axes:
-    """Plot for the report the share of decoding steps that keep 0, 1, 2, … guessed tokens."""
+    """Plot the share of decoding steps that keep 0, 1, 2, … guessed tokens, for the report."""
     axes = _axes("guessed tokens kept in a step", "share of steps")
     total = max(sum(num_steps), 1)
     names = list(map(str, range(len(num_steps))))
@@ -199,7 +202,7 @@ def plot_accepted_lengths(num_steps: Sequence[int]) -> Axes:
 
 
 def _bars(axes: Axes, names: Sequence[str], shares: Sequence[float], **style: Any) -> None:
-    """Plot shares as bars of a plot in the report, labelled in percent."""
+    """Plot shares as bars, labelled in percent."""
     bars = axes.bar(names, shares, **style)
     axes.bar_label(bars, fmt="{:.0%}", color=INK)
     axes.margins(y=0.15)
@@ -210,10 +213,10 @@ def _bars(axes: Axes, names: Sequence[str], shares: Sequence[float], **style: An
 
 
 def tree_layout(choices: Sequence[TreePath]) -> dict[TreePath, tuple[int, int]]:
-    """Return the (depth, line) of each node in the report's plot of the tree, the root included.
+    """Return the (depth, line) of each node in the report's plot of the tree, with the root.
 
-    A first child is on its parent's line, and further children take new lines: the path of first
-    guesses is the top line.
+    A first child is on its parent's line, and further children get new lines below. So the path of
+    first guesses is the top line.
     """
     places: dict[TreePath, tuple[int, int]] = {(): (0, 0)}
     line, parents = 0, set()
@@ -225,9 +228,9 @@ def tree_layout(choices: Sequence[TreePath]) -> dict[TreePath, tuple[int, int]]:
 
 
 def plot_tree(choices: Sequence[TreePath], node_shares: Sequence[float]) -> Axes:
-    """Plot the report's tree from left to right, one column per head.
+    """Plot the candidate tree from left to right, one column per head, for the report.
 
-    A node's area and colour show the share of steps that accept the node. The label of a column is
+    A node's area and opacity show the share of steps that accept the node. The label of a column is
     the share of steps that accept any of the column's nodes. One plus the sum of these shares is
     the expected acceleration rate.
     """

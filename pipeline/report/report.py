@@ -1,7 +1,7 @@
 """Dataclasses of a report: the content of report.json, and the data of plots and samples.
 
-Field names are the keys of report.json, which leaves out None: a part is None until its stage
-has run.
+Field names are the keys of report.json. The part of a stage that has not run is None, and None is
+left out of report.json.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ STOCK_TREE, SEARCHED_TREE = "stock (Vicuna-7B's)", "searched, stock size"
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """The run that a report is about, in report.json."""
+    """Name, date and stage fingerprints of the run, in report.json."""
 
     name: str
     date: str
@@ -62,7 +62,7 @@ class SourceFiles:
 
 @dataclass(frozen=True, kw_only=True)
 class StageFigures:
-    """A stage's figures in report.json; unused fields are None."""
+    """A stage's figures in report.json; a figure that the stage does not have is None."""
 
     rows: int | None = None
     quarantined: int | None = None
@@ -126,17 +126,17 @@ class Report:
 
     @property
     def native(self) -> NativeFigures | None:
-        """The reported check figures of native decoding, if it was checked."""
+        """The check's figures of native decoding; None if it was not checked."""
         return self.check.native if self.check else None
 
     @property
     def vllm(self) -> VllmFigures | None:
-        """The reported check figures of vLLM, if it was checked."""
+        """The check's figures of vLLM; None if it was not checked."""
         return self.check.vllm if self.check else None
 
     @property
     def studies(self) -> Studies:
-        """The report's studies: those of native decoding, and vLLM's study of load."""
+        """The check's studies: those of native decoding, and vLLM's load study."""
         found = Studies()
         if self.native and self.native.studies:
             found = self.native.studies

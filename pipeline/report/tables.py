@@ -1,6 +1,6 @@
 """Tables of a report: heads, tree, chain, drift, stages, quarantine and provenance.
 
-An unknown cell is `-`. A table has no rows if its stage or measurement was not run.
+An unknown cell is `-`. The table of a measurement that was not made has no rows.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ EXPECTED = ("overhead", "expected rate", "expected speedup")
 
 
 def heads_table(report: Report) -> Table:
-    """Tabulate for the report the accuracy of each head; head k predicts the token at t+2+k."""
+    """Build the report's table of the heads' accuracies; head k predicts the token at t+2+k."""
     table = Table("Heads", ["head", "predicts", *RANKS], words=(0, 1))
     tree = report.tree
     with_new = False
@@ -44,9 +44,10 @@ def heads_table(report: Report) -> Table:
 
 
 def tree_table(report: Report, calibration: Calibration | None) -> Table:
-    """Tabulate for the report the tree by depth: nodes, and tokens per step.
+    """Build the report's table of the tree by depth: nodes, and accepted tokens per step.
 
-    The tokens per step, with the target's own token at depth 0, sum to the expected rate.
+    The tokens per step, including 1 for the target's own token at depth 0, sum to the expected
+    acceleration rate.
     """
     table = Table("Tree", ["depth", "nodes", "tokens per step"])
     tree = report.tree
@@ -67,7 +68,7 @@ def tree_table(report: Report, calibration: Calibration | None) -> Table:
 
 
 def sizes_table(tree: TreeFigures | None) -> Table:
-    """Tabulate for the report overhead, expected rate and expected speedup by tree size."""
+    """Build the report's table of overhead, expected rate and expected speedup by tree size."""
     table = Table("Tree sizes", ["nodes", *EXPECTED], empty="not measured", words=())
     if tree:
         table.note = f"{count(tree.nodes)} nodes are used, the fastest up to 5 %."
@@ -77,7 +78,7 @@ def sizes_table(tree: TreeFigures | None) -> Table:
 
 
 def chain_table(tree: TreeFigures | None) -> Table:
-    """Tabulate for the report overhead, expected rate and speedup by vLLM's draft tokens."""
+    """Build the report's table of overhead, expected rate and speedup by vLLM's draft tokens."""
     table = Table("Chain", ["tokens", *EXPECTED], words=())
     if tree:
         drafted = count(tree.num_speculative_tokens)
@@ -88,12 +89,12 @@ def chain_table(tree: TreeFigures | None) -> Table:
 
 
 def _expected_cells(expected: Expected) -> tuple[str, str, str]:
-    """Format an expected overhead, rate and speedup as report table cells."""
+    """Format overhead, expected rate and expected speedup as cells of a report's table."""
     return times(expected.overhead), expected_rate(expected), times(expected.expected_speedup)
 
 
 def drift_table(report: Report) -> Table:
-    """Tabulate for the report Medusa-2's drift from the original: KL, perplexity, agreement."""
+    """Build the report's table of Medusa-2's drift from the original: KL, perplexity, agreement."""
     table = Table("Drift", ["", "value"])
     train = report.train
     if not train or not train.drift:
@@ -116,7 +117,7 @@ def drift_table(report: Report) -> Table:
 
 
 def stages_table(report: Report) -> Table:
-    """Tabulate for the report the run's stages: rows, quarantined rows, time and output."""
+    """Build the report's table of stages: rows, quarantined rows, time and output."""
     columns = ["stage", "rows", "quarantined", "time", "made"]
     table = Table("Stages", columns, words=(0, 4))
     seconds = report.seconds_by_stage
@@ -138,7 +139,7 @@ def stages_table(report: Report) -> Table:
 
 
 def _stage_output(part: StageFigures) -> str:
-    """Describe a stage's output in one cell of the report's table of stages."""
+    """Describe a stage's output for one cell of the report's table of stages."""
     facts = []
     if part.tool_rows:
         facts.append(f"{count(part.tool_rows)} rows call functions")
@@ -158,7 +159,7 @@ def _stage_output(part: StageFigures) -> str:
 
 
 def quarantine_table(report: Report) -> Table:
-    """Tabulate for the report the quarantined rows by stage and reason."""
+    """Build the report's table of quarantined rows by stage and reason."""
     table = Table("Quarantine", ["stage", "reason", "rows"], words=(0, 1))
     if report.quarantine is None:
         return table
@@ -171,7 +172,7 @@ def quarantine_table(report: Report) -> Table:
 
 
 def skipped_files_table(report: Report) -> Table:
-    """Tabulate for the report the seed files that were not read, with the reason."""
+    """Build the report's table of seed files that were not read, with the reasons."""
     table = Table("Skipped files", ["file", "why"], words=(0, 1))
     sources = report.seeds.sources if report.seeds else None
     num_read = 0
@@ -184,7 +185,7 @@ def skipped_files_table(report: Report) -> Table:
 
 
 def provenance_table(report: Report) -> Table:
-    """Tabulate a report's provenance: target, method, run, hardware, versions and fingerprints."""
+    """Build the report's table of target, method, run, hardware, versions and fingerprints."""
     table = Table("Provenance", ["", ""], words=(0, 1))
     facts = {"target": report.target, "method": report.method, "heads": report.drafter}
     if report.run:

@@ -1,4 +1,4 @@
-"""Tables of text: a report's, as Markdown and in a terminal, and the grids that commands print.
+"""Text tables: of reports, as Markdown and in a terminal, and of the commands' output.
 
 In a terminal, rich markup and control characters in text from data have no effect.
 """
@@ -24,7 +24,7 @@ SHORT_NAME = 24  # longest first column, in characters, that is never wrapped
 
 @dataclass
 class Table:
-    """A report's table, filled row by row; `empty` is shown for a table without rows."""
+    """A table of a report; `empty` is shown instead of a table without rows."""
 
     title: str
     columns: list[str]
@@ -34,17 +34,17 @@ class Table:
     rows: list[tuple[str, ...]] = field(default_factory=list)
 
     def add(self, *cells: str) -> None:
-        """Add a row to the report's table."""
+        """Add a row to the table."""
         self.rows.append(cells)
 
     def add_known(self, label: str, *cells: str) -> None:
-        """Add a row to the report's table unless all of its cells are unknown."""
+        """Add a row of a label and cells to the table, unless all cells are unknown (`-`)."""
         if any(cell != UNKNOWN for cell in cells):
             self.rows.append((label, *cells))
 
 
 def markdown_section(table: Table) -> str:
-    """Render a report's table as a Markdown section with title and note."""
+    """Render a table as a section of report.md, with title and note."""
     heading = f"## {table.title}\n\n"
     if not table.rows:
         return f"{heading}{table.empty.capitalize()}."
@@ -54,7 +54,7 @@ def markdown_section(table: Table) -> str:
 
 
 def markdown_table(table: Table) -> str:
-    """Render a report's table as Markdown, without title and note."""
+    """Render a table as Markdown, without title and note."""
     rule = ["---" if i in table.words else "---:" for i in range(len(table.columns))]
     lines = [
         _markdown_row(table.columns),
@@ -65,23 +65,23 @@ def markdown_table(table: Table) -> str:
 
 
 def escaped(text: str) -> str:
-    """Escape a text for the report's Markdown, on one line."""
+    """Escape a text's Markdown characters; line breaks and repeated spaces become one space."""
     return re.sub(r"([\\`*_\[\]<>|~&#])", r"\\\1", " ".join(text.split()))
 
 
 def _markdown_row(cells: Iterable[str]) -> str:
-    """Format a row of a report's table in Markdown."""
+    """Format a row of a table in Markdown."""
     return f"| {' | '.join(map(escaped, cells))} |"
 
 
 def print_text(text: str, console: Console, style: str = "") -> None:
-    """Print a report's text in a terminal without markup, at most 100 columns wide."""
+    """Print a text in a terminal, at most 100 columns wide; rich markup has no effect."""
     shown = _rich_text(text, style)
     console.print(shown, width=min(console.width, MAX_WIDTH), highlight=False)
 
 
 def print_tables(tables: Iterable[Table], console: Console) -> None:
-    """Print a report's tables in a terminal, each after an empty line."""
+    """Print tables in a terminal with title and note, each after an empty line."""
     for table in tables:
         console.print()
         if not table.rows:
@@ -93,7 +93,7 @@ def print_tables(tables: Iterable[Table], console: Console) -> None:
 
 
 def _rich_table(table: Table) -> RichTable:
-    """Lay out a report's table for a terminal."""
+    """Convert a table to rich's, to print it in a terminal."""
     columns = RichTable(box=box.SIMPLE, pad_edge=False, show_edge=False, collapse_padding=True)
     longest = max(len(row[0]) for row in (table.columns, *table.rows))
     for i, name in enumerate(table.columns):
@@ -107,24 +107,24 @@ def _rich_table(table: Table) -> RichTable:
 
 
 def _rich_text(text: str, style: str = "") -> Text:
-    """Make a report's text safe for a terminal: no markup, no control characters."""
+    """Convert a text to rich's, without markup and with unprintable characters replaced."""
     shown = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
     return Text(shown, style, overflow="fold")
 
 
 def wide_console() -> Console:
-    """Return a console for the wide text tables that commands and reports print.
+    """Return a console for the wide tables that commands print.
 
-    It is 160 columns wide if standard output is no terminal.
+    It is 160 columns wide if standard output is not a terminal.
     """
     width = None if Console().is_terminal else GRID_WIDTH
     return Console(width=width, highlight=False)
 
 
 def print_grid(console: Console, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
-    """Print columns and rows as a text table without lines, for reports in a terminal.
+    """Print a text table without lines; `columns` are its headings.
 
-    Cells have no markup, and their control characters are shown as symbols.
+    Markup in cells has no effect, and control characters are shown as symbols.
     """
     table = RichTable(box=None, header_style="bold")
     for name in columns:

@@ -77,7 +77,7 @@ class Context:
         """The sha256 of files that the run reads, cached in its store."""
         return FileDigests(self.run.store / "digests.json", read_only=self.read_only)
 
-    def tell_damage(self, stage: StageDirectory, damaged: Sequence[Path]) -> None:
+    def report_damage(self, stage: StageDirectory, damaged: Sequence[Path]) -> None:
         """Print and log the damaged files of a stage of the run, if any; they are made again."""
         if damaged:
             names = [str(path.relative_to(stage.path)) for path in damaged]

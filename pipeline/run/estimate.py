@@ -1,7 +1,8 @@
-"""Estimate a run before it starts: tokens, disk, and the memory of each stage's worker.
+"""Estimate a run before it starts: tokens, disk space, and the memory of each stage's worker.
 
-Tokens are upper bounds until `generate` has counted them. Memory is arithmetic on config.json and
-settings, good to about `TOLERANCE`: what allocators and vLLM hold beside tensors is not counted.
+Until the generate stage has run, tokens are estimated from the longest answers that the settings
+allow. Memory is computed from config.json and the settings, to within about `TOLERANCE`. Memory
+that allocators and vLLM use besides tensors is not counted.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from pipeline.training.recipe import Recipe
 from pipeline.training.task import Learner, product_dtype
 
 TOLERANCE = 0.2  # of an estimate of memory
-ASSUMED_HIDDEN_SIZE = 4096  # a 7B model's, while the target cannot be looked up
-MANY_POSITIONS = 10**8  # makes the largest batches of a recipe
-CACHED_TOKENS = 4096  # of a conversation
-KEPT_FOR_BACKWARD = 36  # numbers of a token in a Llama-like decoder layer, over the hidden size
-KEPT_BY_MATRICES = 1.75  # numbers that heads keep of a position, times their matrices' size over D
+ASSUMED_HIDDEN_SIZE = 4096  # a 7B model's, if the target's is unknown
+MANY_POSITIONS = 10**8  # so many that a recipe has the largest batches
+CACHED_TOKENS = 4096  # assumed length of a text in the KV cache
+KEPT_FOR_BACKWARD = 36  # activations of a token in a Llama-like decoder layer, over D
+KEPT_BY_MATRICES = 1.75  # activations of a position in heads: factor on their matrices' size over D
 SMALLER_TARGET = (
     "target.quantization: 4bit (without vLLM)",
     "target.model: a copy in fewer bits",
@@ -45,38 +46,42 @@ MOMENTS = {"adamw": 2 * FP32, "adamw-8bit": 2}  # bytes of a parameter's two mom
 class RunSize:
     """The estimated size of a run: conversations, tokens and optimizer steps.
 
-    Until generate has run, every answer is counted as long as it may be. Real rows are usually
-    shorter; in self-talk and passthrough they may be longer.
+    Until the generate stage has run, `tokens` assumes that each conversation has `generate.rounds`
+    answers of `generate.max_new_tokens` tokens, or fills the target's context. Real rows usually
+    have fewer tokens; in self-talk and passthrough they may have more.
     """
 
     conversations: int | None  # None where a data set on the Hub has no limit
-    tokens: int | None  # to write, and to cache a state of each
+    tokens: int | None  # that the target writes; each has one cached state
     bytes_per_position: int  # 0 where no state is cached
-    written: bool  # whether the tokens are there already, and counted
-    positions: int  # to train on; 0 while unknown
-    recipes: tuple[Recipe, ...]  # of training's phases; empty while tokens are unknown
+    written: bool  # whether `tokens` is counted, not estimated
+    positions: int  # to train on; 0 if unknown
+    recipes: tuple[Recipe, ...]  # of the training phases; empty if `positions` is 0
 
     @property
     def disk_bytes(self) -> int | None:
-        """The estimated bytes on disk of the run's cached states; None while unknown."""
+        """The estimated bytes on disk of the cached states; None if `tokens` is unknown."""
         return None if self.tokens is None else self.tokens * self.bytes_per_position
 
 
 def on_planned_gpus(run: ResolvedRun) -> ResolvedRun:
-    """Return the run as if on one GPU, to estimate it, if `placement.gpu_memory_gb` is set."""
+    """Return the run as planned for a machine with one GPU if `placement.gpu_memory_gb` is set.
+
+    Otherwise return it unchanged.
+    """
     if run.config.placement.gpu_memory_gb is None:
         return run
     return run.on(Resources(((run.machine.cpus, 1),)))
 
 
 def run_size(run: ResolvedRun, seeds: Summary | None, generated: Summary | None) -> RunSize:
-    """Estimate the size of a run: its tokens, bytes per cached state and optimizer steps.
+    """Estimate the size of a run: its conversations, tokens, bytes per state and optimizer steps.
 
-    Until generate has run, every answer is counted as long as it may be. For a target that cannot
-    be reached now, states of a 7B model's size are assumed.
+    If the target's configuration is not available, bfloat16 states of a 7B model's size are
+    assumed.
 
     Args:
-        seeds, generated: The summaries of these stages, where they are done.
+        seeds, generated: The summaries of the seeds and generate stages; None if unfinished.
     """
     train, generate = run.config.train, run.config.generate
     hidden_size, dtype = ASSUMED_HIDDEN_SIZE, torch.bfloat16
@@ -104,9 +109,9 @@ def run_size(run: ResolvedRun, seeds: Summary | None, generated: Summary | None)
 
 
 def _count_conversations(run: ResolvedRun) -> int | None:
-    """Estimate the run's conversations: those in local files, and the limits of Hub data sets.
+    """Count the conversations in local sources, and add the limits of data sets on the Hub.
 
-    The local files are read. The result is None if a Hub data set has no limit.
+    The rows of local sources are read. The result is None if a data set on the Hub has no limit.
     """
     count, local = 0, []
     for reader in source_readers(run.config.seeds):
@@ -120,9 +125,10 @@ def _count_conversations(run: ResolvedRun) -> int | None:
 
 
 def target_sizes(run: ResolvedRun) -> TargetSizes | None:
-    """Count the target's parameters for the estimate of a run.
+    """Return the parameter counts of the run's target.
 
-    The result is None if the target is not there or its config.json is not enough.
+    The result is None if the target's configuration is not available, or no model can be built from
+    it.
     """
     return parameter_counts(run.target, run.target_config) if TARGET in run.models else None
 
@@ -133,10 +139,10 @@ class StageMemory:
 
     stage: str
     name: str  # as `plan` prints it
-    device_bytes: float | None  # without GPUs a share of the machine; None: unknown
+    device_bytes: float | None  # a GPU's, or a share of the machine's; None if unknown
     saves_memory: tuple[str, ...]  # the settings that help most
     weights: float = 0  # the target's
-    heads: float = 0  # with the adapter, where one trains
+    heads: float = 0  # and the LoRA adapter, if one trains
     gradients: float = 0
     optimizer: float = 0
     activations: float = 0  # states, logits and batches
@@ -144,14 +150,14 @@ class StageMemory:
 
     @property
     def total(self) -> float:
-        """The estimated memory of a stage's worker in bytes."""
+        """The estimated memory in bytes: the sum of all parts."""
         trained = self.heads + self.gradients + self.optimizer
         return self.weights + trained + self.activations + self.cache
 
     def fits(self, tolerance: float = TOLERANCE) -> bool:
-        """Return whether the estimated memory is at most the device's times 1 + `tolerance`.
+        """Return whether the estimate is at most (1 + `tolerance`) times the device's memory.
 
-        It fits a device whose memory is unknown.
+        If the device's memory is unknown, the result is True.
         """
         return self.device_bytes is None or self.total <= (1 + tolerance) * self.device_bytes
 
@@ -159,12 +165,14 @@ class StageMemory:
 def memory_of_stages(
     run: ResolvedRun, target: TargetSizes, positions: int = 0
 ) -> list[StageMemory]:
-    """Estimate one worker's memory in the run's generate, features, train and check stages.
+    """Estimate the memory of one worker in the generate, features, train and check stages.
 
-    Training has one estimate for each phase, and the check one for each engine.
+    Training has one estimate per phase, and the check one per engine. There is none of generate in
+    passthrough mode. If the run skips features, the estimate is that of tuned-features.
 
     Args:
-        positions: The number to train on; with 0, batches are the largest that the recipe makes.
+        positions: The number of positions to train on, which decides the size of batches; 0 assumes
+            the largest.
     """
     config, memory = run.config, []
     if config.generate.mode != "passthrough":
@@ -184,7 +192,12 @@ def memory_of_stages(
 
 
 def _device_bytes(run: ResolvedRun, stage: str, section: str) -> float | None:
-    """Return the memory of the device to compare an estimate with; None if it is not known here."""
+    """Return the memory in bytes of a worker's device, or None if unknown.
+
+    With GPUs it is `placement.gpu_memory_gb`, by default the memory of the smallest GPU here.
+    Without GPUs it is a worker's share of this machine's memory; it is unknown if RAY_ADDRESS is
+    set.
+    """
     if run.gpus_of(section):
         gigabytes = run.config.placement.gpu_memory_gb
         return gigabytes * GIB if gigabytes else gpu_memory()
@@ -197,7 +210,11 @@ def _device_bytes(run: ResolvedRun, stage: str, section: str) -> float | None:
 def _decoding_memory(
     run: ResolvedRun, target: TargetSizes, stage: str, section: str, num_texts: int
 ) -> StageMemory:
-    """Estimate the memory of a stage that runs the target and caches `num_texts` texts."""
+    """Estimate the memory per device of a worker that runs the target.
+
+    It holds the weights and a KV cache of `num_texts` texts of `CACHED_TOKENS` tokens, both divided
+    among the worker's GPUs.
+    """
     gpus = max(1, run.gpus_of(section))
     cached = num_texts * CACHED_TOKENS * cached_numbers(run.target_config)
     return StageMemory(
@@ -211,24 +228,29 @@ def _decoding_memory(
 
 
 def _heads_to_count(run: ResolvedRun, num_heads: int) -> Heads:
-    """Build `num_heads` heads on the meta device, to count their memory in an estimate."""
+    """Build `num_heads` heads on the meta device, to count their parameters."""
     shape = run.shape.drafting(run.config.train.draft_vocab)
     return run.kind(replace(shape, num_heads=num_heads), device=torch.device("meta"))
 
 
 def _num_trained(heads: Heads) -> int:
-    """Count the parameters that train, for the estimate of a run's memory."""
+    """Count the trainable parameters of heads."""
     return sum(weight.numel() for weight in heads.parameters() if weight.requires_grad)
 
 
 def _training_memory(
     run: ResolvedRun, target: TargetSizes, name: str, learner: type[Learner], positions: int
 ) -> StageMemory:
-    """Estimate the memory of the run's training at its peak, while the loss is computed.
+    """Estimate the peak memory of a training worker, which is reached in computing the loss.
 
-    A worker holds the weights, gradients and moments of the heads in fp32; the states of its
-    positions, cached ones or those that the layers of the backbone keep; and the numbers that the
-    heads and the loss compute from these.
+    It holds the heads' weights, their gradients and optimizer moments, the logits of a chunk, and
+    the activations of the heads. To train heads alone, it also holds the cached states of its
+    batches. To tune the backbone, it also holds the backbone's weights and activations and the LoRA
+    adapter.
+
+    Args:
+        name: The name of the training phase in the output.
+        positions: The number of positions to train on, which decides the size of batches.
     """
     train, workers = run.config.train, run.workers_of("train")
     device = torch.device("cuda" if run.gpus_of("train") else "cpu")
@@ -273,7 +295,11 @@ def _training_memory(
 
 
 def _kept_by_heads(run: ResolvedRun, num_positions: int) -> float:
-    """Estimate how many numbers training holds for the heads' backward pass and as lm_heads."""
+    """Estimate how many numbers training holds in the dtype of matrix products for the heads.
+
+    These are the activations that the heads keep for the backward pass, one head's lm_head, and
+    with soft labels the target's.
+    """
     one_head, hidden_size = _heads_to_count(run, 1), run.shape.hidden_size
     lm_heads = one_head.lm_head.numel()
     matrices = _num_trained(one_head)
@@ -286,19 +312,17 @@ def _kept_by_heads(run: ResolvedRun, num_positions: int) -> float:
 
 
 def check_memory(run: ResolvedRun) -> None:
-    """Refuse to start a run with an unfinished stage whose estimated memory exceeds its device's.
+    """Raise EnvironmentFault if an unfinished stage needs more memory than its device has.
 
-    An excess of up to `TOLERANCE` is allowed. Nothing is checked if the target's size is unknown.
-
-    Raises:
-        EnvironmentFault: A stage does not fit.
+    Estimates may exceed the device's memory by a share of `TOLERANCE`. Nothing is checked if the
+    target's size is unknown.
     """
     run = on_planned_gpus(run)
     target = target_sizes(run) if run.open_stages else None
     if target is None:
         return
     memory = memory_of_stages(run, target)
-    if not all(stage.fits() for stage in memory):  # conversations are counted only then
+    if not all(stage.fits() for stage in memory):  # counting conversations takes time
         memory = memory_of_stages(run, target, run_size(run, None, None).positions)
     for stage in memory:
         if stage.stage in run.open_stages and not stage.fits():

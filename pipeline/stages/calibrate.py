@@ -1,18 +1,20 @@
-"""calibrate: measure the heads on held-out rows and choose the tree and the chain.
+"""calibrate: measure the heads on held-out rows, and choose the candidate tree and the chain.
 
-Everything is measured on the `calibrate` split, which nothing is trained on, or on what
-the target answers to the questions of `calibrate.data`. Trees are searched greedily by the product
-of accuracies (paper 2.3.3) and by the frequency of whole paths, on each half of the conversations;
-each half's trees are judged on the other half, and both together give the expected rate with its
-standard error. The search with the higher rate is repeated on all rows. With `calibrate.nodes:
-auto` the size with the highest speedup is used, by the overhead of each size measured on this
-device; among sizes within 5 % of it the acceleration rate counts too. The number of draft tokens of
-the chain that vLLM serves is chosen by the same rule, by native overheads. `calibrate.choices`
-gives a tree instead. A dynamic tree (`calibrate.tree`) is grown at held-out positions: one pass
-gives the rate of every size, and nothing is fitted. Where training tuned the backbone, the states
-are those of the `tuned-features` stage.
+The heads are measured on the `calibrate` split, or on the target's answers to the questions of
+`calibrate.data`. If training tuned the backbone, the states come from `tuned-features`.
 
-Limits: one request is decoded at a time, and native overheads stand for those of the chain in vLLM.
+Static trees are searched by products of accuracies (paper 2.3.3) and by the frequency of whole
+paths. To estimate the acceleration rate and its standard error, the trees searched on each half of
+the conversations are replayed on the other half. The tree is that of the search with the higher
+rate, searched on all rows. A dynamic tree (`calibrate.tree`) is not searched; one pass over
+held-out positions gives the rate of every size. `calibrate.choices` gives a tree instead.
+
+With `calibrate.nodes: auto` the overheads of several sizes are measured on this device, and the
+size with the highest speedup is chosen. Among sizes within 5 % of it, the highest speedup times
+acceleration rate decides. The number of draft tokens of vLLM's chain is chosen by the same rule.
+
+Limits: overheads are measured with one request at a time, and those of native decoding stand for
+vLLM's.
 """
 
 from __future__ import annotations
@@ -65,17 +67,17 @@ NAME = "calibrate"
 VERSION = 13
 FIGURES = ("tree.nodes", "tree.expected_acceleration_rate", "tree.expected_standard_error")
 MEASURED_SIZES = (1, 3, 7, 15, 31, 63, 127, 255)
-"""With the root powers of two, which matrix products are fastest at."""
+"""Numbers of nodes; with the root they are powers of two, at which matrix products are fastest."""
 
 
 def upstream(config: Config) -> tuple[str, ...]:
-    """List the stages that the calibrate stage reads: cached states, trained heads, answers."""
+    """Return the stages that calibrate reads: features or tuned-features, train, and generate."""
     states = "tuned-features" if method_of(config.train).tunes_backbone else "features"
     return (states, "train", "generate")
 
 
 def identity(context: Context) -> Identity:
-    """Collect what the calibrate stage depends on: settings of tree and chain, and the data."""
+    """Return what calibrate's result depends on: its settings and the file `calibrate.data`."""
     settings = context.config.calibrate
     found: Identity = {
         "tree": settings.tree,
@@ -95,7 +97,7 @@ def identity(context: Context) -> Identity:
 
 
 def run(context: Context, stage: StageDirectory) -> Summary:
-    """Run the calibrate stage: measure the heads, choose tree and chain, and write tree.json."""
+    """Measure the heads, choose tree and chain, write tree.json, and return the stage's summary."""
     config, settings = context.config, context.config.calibrate
     num_heads = config.train.num_heads
     with context.progress(stage) as progress:
@@ -113,7 +115,7 @@ def run(context: Context, stage: StageDirectory) -> Summary:
         choices=tree.choices,
         node_shares=tree.node_shares,
         accuracies=rank_accuracies(hits_KR, counts_K),
-        expected_acceleration_rate=tree.walked.acceleration_rate,
+        expected_acceleration_rate=tree.replayed.acceleration_rate,
         num_speculative_tokens=num_tokens,
         chain=chain,
         dynamic=tree.dynamic,
@@ -131,10 +133,10 @@ def run(context: Context, stage: StageDirectory) -> Summary:
         sizes=tree.sizes or None,
         answers=len(judged.seen),
         seen_share=round(float(judged.seen.mean()), 4),
-        new=expected_on_new(judged, tree.walked),
+        new=expected_on_new(judged, tree.replayed),
         num_speculative_tokens=num_tokens,
         chain=chain,
-        **expected_speedup(tree.walked),
+        **expected_speedup(tree.replayed),
     )
     heads = _head_accuracies(ranks, settings.top, num_heads)
     new = ranks.new_answers()
@@ -156,7 +158,14 @@ def _choose_tree(
     places: HeldOutRanks | None,
     progress: ProgressReporter,
 ) -> tuple[ChosenTree, Overheads]:
-    """Choose the calibrate stage's tree; also return the chains' overheads, empty if not timed."""
+    """Return the tree of `calibrate.choices`, or else the best static tree or dynamic tree.
+
+    The second result is the overhead of chains by number of draft tokens; empty if not measured.
+
+    Args:
+        ranks: The ranks of held-out tokens among the heads' guesses.
+        places: The ranks of held-out tokens among a dynamic tree's nodes; None for a static tree.
+    """
     settings, resolved = context.config.calibrate, context.resolved
     if resolved.choices is not None:
         return given_tree(ranks, resolved.choices), {}
@@ -173,10 +182,9 @@ def _choose_tree(
 
 
 def _head_accuracies(ranks: HeldOutRanks, top: int, num_heads: int) -> list[Accuracy]:
-    """Compute each trained head's top-1 to top-5 accuracy for the calibrate stage.
+    """Compute the top-1 to top-5 accuracies of the first `num_heads` heads.
 
-    Depths that a recurrent cell proposes beyond `num_heads` are left out. A head without labels has
-    no accuracies.
+    With `top` below 5 only the first `top` are computed. A head without labels has no accuracies.
     """
     hits_KR, counts_K = ranks.guess_hits(top)
     heads = []
@@ -191,7 +199,7 @@ def _head_accuracies(ranks: HeldOutRanks, top: int, num_heads: int) -> list[Accu
 
 
 def _require_labels(counts_K: np.ndarray, num_conversations: int, where: str) -> None:
-    """Refuse to calibrate, with DataError, without two conversations or a label for each head."""
+    """Raise DataError unless there are two conversations and every head has a label."""
     head = int(counts_K.argmin())
     if counts_K[head] == 0 or num_conversations < 2:
         raise DataError(
@@ -206,10 +214,9 @@ def _require_labels(counts_K: np.ndarray, num_conversations: int, where: str) ->
 def _native_overheads(
     context: Context, fits: CrossFit, progress: ProgressReporter
 ) -> tuple[Overheads, Overheads]:
-    """Measure the overheads of trees and of chains by size, natively, for the calibrate stage.
+    """Measure the overheads of trees and of chains in native decoding, by number of nodes.
 
-    One request is decoded at a time. The chains' overheads are empty if their length is not chosen
-    by time.
+    One request is decoded at a time. The second result is empty if no overhead of chains is needed.
     """
     resolved, generated = context.resolved, context.upstream["generate"]
     rows = read_token_rows(generated.shards(), generated.fingerprint)
@@ -228,15 +235,16 @@ def _native_overheads(
 
 
 def _heads_path(context: Context) -> str:
-    """Return the path of the trained heads that the calibrate stage reads."""
+    """Return the path of the trained heads."""
     return str(context.upstream["train"].path / HEADS_FILE)
 
 
 def _timed_trees(fits: CrossFit, dynamic: DynamicTree | None) -> dict[int, Choices | DynamicTree]:
-    """Return the trees that the calibrate stage times, by number of nodes.
+    """Return the trees whose overhead is measured, by number of nodes.
 
-    Static trees are the first nodes of the largest searched tree. If it has fewer nodes than the
-    next measured size, the whole tree is timed.
+    They have the `MEASURED_SIZES`. Static trees are the first nodes of the largest searched tree.
+    The largest size may be smaller, if no more nodes were found. Dynamic trees have at most as many
+    nodes as the heads propose.
     """
     largest = max(fits.whole.values(), key=len)
     trees: dict[int, Choices | DynamicTree] = {}
@@ -252,10 +260,9 @@ def _timed_trees(fits: CrossFit, dynamic: DynamicTree | None) -> dict[int, Choic
 def _rank_held_out_rows(
     context: Context, progress: ProgressReporter
 ) -> tuple[HeldOutRanks, HeldOutRanks | None]:
-    """Rank the tokens of held-out rows among the heads' guesses, for the calibrate stage.
+    """Rank the tokens of held-out rows among the heads' guesses and a dynamic tree's nodes.
 
-    If a dynamic tree is configured, also rank them among all nodes that it proposes; otherwise the
-    second result is None.
+    The second result is None without a dynamic tree.
     """
     states, *_ = upstream(context.config)
     features = context.upstream[states]
@@ -276,10 +283,10 @@ def _rank_held_out_rows(
 def _rank_answers(
     context: Context, progress: ProgressReporter
 ) -> tuple[HeldOutRanks, HeldOutRanks | None]:
-    """Rank the tokens of answers to `calibrate.data` among the guesses, for the calibrate stage.
+    """Let the target answer `calibrate.data`, and rank the answers' tokens.
 
-    The target writes the answers first. If a dynamic tree is configured, the tokens are also ranked
-    among its nodes; otherwise the second result is None.
+    The first result holds ranks among the heads' guesses. The second holds ranks among a dynamic
+    tree's nodes; it is None without a dynamic tree.
     """
     settings, target = context.config.calibrate, context.backbone("train")
     assert settings.data is not None

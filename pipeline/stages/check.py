@@ -1,14 +1,19 @@
-"""check: decode with the export, natively and in vLLM, and compare with the target alone.
+"""check: decode with the export, natively and in vLLM, and compare with plain decoding.
 
-The check fails (exit 1, and push refuses) when a greedy sequence differs other than at a tie, when
-too many differ at ties, when vLLM accepts nothing or much less than its chain should, when a rate
-is below `check.min_acceleration_rate` or the drift above `train.backbone.max_kl`, or when the heads
-guess hardly better than frequency would. A changed limit is applied to the stored result without
-decoding again. All engines decode the same prompts, with Ray each in a process of its own; one
-engine's result is kept when another fails. Native answers are left in `answers/plain.jsonl` and,
-with the heads, `answers/KIND.jsonl`, in Spec-Bench's schema. Answers to a file of questions are in
-`model_answer/MODEL.jsonl` too, as FastChat's judge reads them; beside a tuned backbone's answers
-are those of the original target.
+The check fails (exit code 1, and nothing is pushed) in any of these cases:
+
+- A greedy answer differs from plain decoding other than at a tie, or too many differ at ties.
+- vLLM accepts no draft token, or its acceleration rate is far below that expected of its chain.
+- An acceleration rate is below `check.min_acceleration_rate`.
+- The drift of a tuned backbone is above `train.backbone.max_kl`.
+- Head 0 guesses hardly better than always guessing the most frequent tokens.
+
+A changed limit is applied to the stored result without decoding again. All engines decode the same
+prompts. The result of one engine is kept if another one fails.
+
+`answers/plain.jsonl` and `answers/KIND.jsonl` hold the native answers without and with heads, in
+Spec-Bench's schema. For a file of questions, `model_answer/MODEL.jsonl` holds the answers as
+FastChat's judge reads them, and for a tuned backbone also those of the original target.
 """
 
 from __future__ import annotations
@@ -76,9 +81,9 @@ LIMITS = {"min_acceleration_rate", "require_learning", "max_tie_share"}  # see `
 
 
 def identity(context: Context) -> Identity:
-    """Collect what the check stage depends on: settings except limits, and files they name.
+    """Return what the check stage's result depends on: settings except limits, and files' hashes.
 
-    A served model and an assistant are identified by hashes of their weight files.
+    The files are those of questions, and the weights of a served model and of an assistant.
     """
     check_files(context.resolved)
     check = context.config.check
@@ -101,7 +106,7 @@ def identity(context: Context) -> Identity:
 
 @dataclass(frozen=True)
 class CheckEngines:
-    """The engines of the check stage, each with the worker placement of its section."""
+    """Runner of the check's measurements, on the workers of each engine."""
 
     context: Context
     stage: StageDirectory
@@ -109,21 +114,21 @@ class CheckEngines:
     questions: list[Conversation] | None  # of a file of questions; None for held-out prompts
 
     def call(self, function: Callable[..., Any], engine: str, /, **arguments: Any) -> Any:
-        """Call a function of the check stage on a worker of one engine; return its result.
+        """Call a function on a worker of one engine, and return its result.
 
         The function also receives the arguments `gpus` and `progress`.
         """
         return self.context.call(function, ENGINE_SECTIONS[engine], self.progress, **arguments)
 
     def measure(self, request: CheckRequest, engine: str) -> tuple[CheckResult, AnswerLines]:
-        """Check the heads with one engine of the check stage; return the result and the answers.
+        """Check the heads with one engine; return the result and the answers.
 
         The answers are empty unless the engine is native.
         """
         return self.call(check_with_engine, engine, request=request, engine=engine)
 
     def prompts(self, target: TargetSpec) -> Prompts:
-        """Build the check stage's prompts from `check.prompts`; raise DataError if none fits."""
+        """Build the prompts that `check.prompts` describes; raise DataError if none fits."""
         settings = self.context.config.check
         if isinstance(settings.prompts, int):
             room = context_length(target) - settings.max_new_tokens
@@ -142,7 +147,7 @@ class CheckEngines:
         return prompts
 
     def stored_result(self, request: CheckRequest, engine: str) -> CheckResult:
-        """Return one engine's result in the check stage: the stored one, or else a measured one.
+        """Return one engine's result: the stored one, or else a measured one.
 
         A measured result is stored in the stage directory, with the answers.
         """
@@ -159,10 +164,10 @@ class CheckEngines:
         return result
 
     def vllm_figures(self, request: CheckRequest, result: CheckResult) -> VllmFigures:
-        """Return the check stage's figures of vLLM with expected rates and, if asked, study `load`.
+        """Return vLLM's figures with expected rates and, if configured, the study `load`.
 
-        The rate that calibration expects is added only if both stages use held-out rows; the rate
-        of the same chain on the same text, if native decoding was checked too.
+        The rate that calibration expects is added only if both stages use held-out rows. The rate
+        of the same chain on the same text is added only if native decoding was checked too.
         """
         calibration, held_out, chain = request.calibration, None, None
         assert result.vllm is not None and calibration is not None
@@ -177,11 +182,10 @@ class CheckEngines:
         return figures
 
     def with_served_model(self, request: CheckRequest, result: CheckResult) -> CheckResult:
-        """Repeat the check stage's measurement on the copy of the target that will be served.
+        """Repeat the check on the served copy of the target; return the result with its figures.
 
-        Return the result with the copy's figures added. Greedy text is compared with the text of
-        that copy alone, since the full target writes other text. Baselines and studies are not
-        repeated.
+        Greedy answers are compared with plain decoding of that copy, since the target itself writes
+        other text. Baselines and studies are not repeated.
         """
         settings = request.settings.model_copy(update={"baselines": (), "studies": ()})
         results = {}
@@ -196,9 +200,10 @@ class CheckEngines:
         return replace(result, served_model=served, differing=result.differing + differing)
 
     def drift_of_published(self) -> TunedDrift:
-        """Measure the published backbone's drift for the check stage.
+        """Measure the drift of the exported backbone from the original target.
 
-        Also write the original target's answers to a file of questions to the stage directory.
+        If the prompts are a file of questions, the original target answers them too, and these
+        answers are written to the stage directory.
         """
         context, settings = self.context, self.context.config.check
         drift, lines = self.call(
@@ -216,16 +221,15 @@ class CheckEngines:
 
 
 def _generated_rows(context: Context) -> Iterator[TokenRow]:
-    """Yield the generate stage's conversations, which the check stage reads, as token ids."""
+    """Return an iterator over the token rows of the generate stage."""
     generated = context.upstream["generate"]
     return read_token_rows(generated.shards(), generated.fingerprint)
 
 
 def run(context: Context, stage: StageDirectory) -> Summary:
-    """Run the check stage: decode with each engine, with the heads and plainly, and compare.
+    """Check the heads with each engine, and return the joined result as the stage's summary.
 
-    Each engine's result is kept in a file until the check is done, so that it survives a later
-    failure or an interruption.
+    Each engine's result is kept in a file until the end, so that an interrupted check can continue.
     """
     settings = context.config.check
     export = context.upstream["export"].path
@@ -272,7 +276,7 @@ def run(context: Context, stage: StageDirectory) -> Summary:
 
 
 def _with_comparisons(engines: CheckEngines, result: CheckResult) -> CheckResult:
-    """Return the check stage's result with head 0's accuracy, drift, and exact matches.
+    """Return the result with head 0's held-out accuracy, drift, and exact matches added.
 
     Drift is measured if training tuned the backbone. Exact matches and contaminated rows are
     counted if the prompts are a file of questions.
@@ -295,9 +299,9 @@ def _with_comparisons(engines: CheckEngines, result: CheckResult) -> CheckResult
 
 
 def configuration(stage: StageDirectory, now: Config) -> Config:
-    """Return the configuration of a finished check stage, with some sections of `now`.
+    """Return the configuration of a finished check, with limits, `run` and `push` of `now`.
 
-    The check's limits (`LIMITS` and `train.backbone.max_kl`), `run` and `push` are those of `now`.
+    The limits are those in `LIMITS`, and `train.backbone.max_kl`.
     """
     found = validate(stage.summary["configuration"], str(stage.path))
     limits = {name: getattr(now.check, name) for name in LIMITS}

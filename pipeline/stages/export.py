@@ -1,9 +1,9 @@
-"""export: one directory that engines load unmodified.
+"""export: write the heads as one directory that engines load unmodified.
 
-Promises: exactly the expected tensors and shapes, read back and compared bit for bit; heads,
-tokenizer, configuration, tree and model card together; further formats in directories of their
-names. With Medusa-2 the tuned backbone is in `backbone/`, and the configuration names it by the
-absolute path at which it was made. Readers of an export that was moved use its own `backbone/`.
+It holds heads, configuration, tokenizer, tree and model card. The weights have exactly the expected
+tensors; they are read back and compared bit for bit. Further formats are in subdirectories of their
+names. With Medusa-2 the tuned backbone is in `backbone/`, and the configuration names it by its
+absolute path. If the export is moved, this project uses the `backbone/` in it.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ VERSION = 5
 
 
 def identity(context: Context) -> Identity:
-    """Collect what the export stage depends on: formats, dtype, and the target's name.
+    """Return what the export stage's result depends on: settings, and the target's name and dtype.
 
-    A tuned backbone is named by its relative path, so that a run can be moved.
+    A tuned backbone is named by its relative path, so that the run can be moved.
     """
     tuned = context.resolved.method.tunes_backbone
     return {
@@ -39,9 +39,9 @@ def identity(context: Context) -> Identity:
 
 
 def run(context: Context, stage: StageDirectory) -> Summary:
-    """Run the export stage: write the trained heads, their tree and card as an export.
+    """Write the export of the trained heads with their tree, and return the stage's summary.
 
-    A tuned backbone is linked or copied into the export.
+    A tuned backbone is hard-linked or copied into the export.
     """
     settings, spec, trained = context.config.export, context.target, context.upstream["train"]
     target, tunes = context.resolved.target_config.to_dict(), context.resolved.method.tunes_backbone

@@ -1,13 +1,12 @@
-"""features: cache the backbone's last hidden states of every generated row in Parquet.
+"""features: cache the target's last hidden states for every generated row in Parquet.
 
-Promises: for a span [s, e) the states at positions s-1 … e-2, after the final norm, in the target's
-own dtype: one per target-written token, exactly what its lm_head read when it predicted that token,
-or with `features.precision` that in 8 bits. Rows keep their order and ids; a row with a state that
-is not finite is quarantined.
+For each span [s, e) the states at positions s-1 … e-2 are stored: one per target-written token, the
+input of the lm_head when it predicts that token. States are taken after the final norm. They have
+the target's dtype, or 8 bits with `features.precision`. Rows keep their order and ids. A row with a
+state that is not finite is quarantined.
 
-`tuned-features` does the same for the held-out rows that calibrate looks at, with the backbone that
-training tuned. All runs of one store that have the same tuned backbone share it, whatever tree they
-search.
+The stage `tuned-features` caches the states of a tuned backbone, only for the held-out rows that
+calibrate reads. Runs with the same store and the same tuned backbone share the result.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ FIGURES = ("positions", "bytes_per_position", "tokens_per_second", "quarantined"
 
 
 class Worker:
-    """Worker of the features stage: makes a feature shard of a shard of generated rows.
+    """Worker of the features stage: turns a shard of generated rows into a feature shard.
 
     A thread writes rows while later ones are computed. The states of the next shard are computed
     while this one is committed.
@@ -60,10 +59,13 @@ class Worker:
         self.states = StateFormat(self.engine.dtype, self.engine.hidden_size, settings.precision)
         self.waiting = WaitingMemory()
         self._upcoming: ShardTask | None = None  # the shard of the next call
-        self._ahead: ShardInProgress | None = None  # begun while the last shard was committed
+        self._ahead: ShardInProgress | None = None  # begun while the last one was committed
 
     def expect(self, upcoming: ShardTask | None) -> None:
-        """Remember the shard that the features stage computes during the next call's commit."""
+        """Set the task that will follow the next call's, or None if there is none.
+
+        The states of that task are computed while the next call commits its shard.
+        """
         self._upcoming = upcoming
 
     def __call__(self, task: ShardTask) -> Receipt:
@@ -83,9 +85,9 @@ class Worker:
             return committing.result()
 
     def _compute_ahead(self, task: ShardTask, committing: Future[Receipt]) -> None:
-        """Compute states of the features stage's next shard until this one is committed.
+        """Compute states of the next task's shard until `committing` is done.
 
-        An error is ignored, because the shard begins again in its turn and raises the error then.
+        Errors are suppressed: the shard is begun again in its turn, and then they are raised.
         """
         with contextlib.suppress(Exception), contextlib.ExitStack() as undo:
             ahead = undo.enter_context(contextlib.closing(ShardInProgress(self, task)))
@@ -95,14 +97,14 @@ class Worker:
             self._ahead = ahead
 
     def close(self) -> None:
-        """Close the features stage's worker: its engine, and the shard that it computes ahead."""
+        """Close the shard that is computed ahead, if any, and the engine."""
         if self._ahead is not None:
             self._ahead.close()
         self.engine.close()
 
 
 class ShardInProgress:
-    """A shard of the features stage, computed row by row while a thread writes it."""
+    """A feature shard that is computed row by row while a thread writes it."""
 
     def __init__(self, worker: Worker, task: ShardTask):
         self.task = task
@@ -126,7 +128,7 @@ class ShardInProgress:
             self._opened = opened.pop_all()
 
     def advance(self) -> bool:
-        """Compute one more row of the features stage's shard; return False if there is none."""
+        """Compute one more row's states and pass them to the writer; return False if all are done."""
         for index, hidden_TD in self._computed:
             self._features.put(index, hidden_TD)
             self._progress.add(self.task, 1, len(self._rows[index].input_ids))
@@ -134,24 +136,24 @@ class ShardInProgress:
         return False
 
     def commit(self, started: float) -> Future[Receipt]:
-        """Let a thread commit the features stage's shard once its rows are written.
+        """Commit the shard in the writer's thread; return a future of the receipt.
 
-        Return the receipt's future at once. `started` is the time when the worker began, by the
-        monotonic clock.
+        All rows must have been computed. `started` is the `time.monotonic()` at which the worker
+        began.
         """
         num_tokens = sum(len(row.input_ids) for row in self._rows)
         ids_in = [row.id for row in self._rows]
         return self._features.commit(NAME, ids_in, num_tokens, started)
 
     def close(self) -> None:
-        """Close the features stage's shard; if it is not committed, delete its temporary files."""
+        """Close the engine's stream and the writer; an uncommitted temporary file is deleted."""
         self._opened.close()
 
 
 def identity(context: Context, *, tuned: bool = False) -> Identity:
-    """Collect what the features stage depends on: settings, and the target or tuned backbone.
+    """Return what the features stage's result depends on: settings, and target or tuned backbone.
 
-    The batch size is not among them: it only moves rounding noise.
+    The setting `tokens_per_batch` is left out, since it changes states only by rounding.
     """
     settings = context.config.features
     found: Identity = {
@@ -169,9 +171,9 @@ def identity(context: Context, *, tuned: bool = False) -> Identity:
 
 
 def run(context: Context, stage: StageDirectory, *, tuned: bool = False) -> Summary:
-    """Run the features stage: cache the target's states of all rows, or a tuned backbone's.
+    """Cache the target's states for all generated rows, and return the totals of the stage.
 
-    Of a tuned backbone only the states of held-out rows are cached.
+    With `tuned`, cache the tuned backbone's states, only for the rows of the split `calibrate`.
     """
     target, split = context.target, None
     if tuned:

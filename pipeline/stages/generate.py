@@ -1,10 +1,11 @@
 """generate: the target writes the conversations that its heads learn from (paper 2.3.2).
 
-Promises: every seed becomes a row or is quarantined; answers are the very token
-ids that were sampled; a conversation's next turn is submitted the moment its last one ended, so no
-turn waits for a slower neighbour. A row's samples depend on the run's seed and the row's id alone,
-not on its shard, its batch or the number of workers (exactly on a CPU in fp32; on a GPU with
-`generate.batch_invariant`).
+Each seed becomes one or more rows, or is quarantined. A row holds the token ids as they were
+sampled. A conversation's next turn is requested as soon as its last one is answered.
+
+Sampling seeds are derived from the run's seed, the row's id and the turn. So the text does not
+depend on the shards, the batches or the number of workers: on a CPU in float32, and on a GPU with
+`generate.batch_invariant`.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ NAME = "generate"
 VERSION = 4
 FIGURES = ("rows", "tokens", "tokens_per_second", "quarantined", "special_token_rows")
 
-MIN_ROWS = 2  # of a split; a standard error takes two
+MIN_ROWS = 2  # of each split; a standard error needs two
 
 
 def identity(context: Context) -> Identity:
-    """Collect what the generate stage depends on: settings, target and the run's seed."""
+    """Return what the generate stage's result depends on: settings, target and the run's seed."""
     settings = context.config.generate.model_dump(mode="json")
     settings["engine_args"] = semantic_arguments(settings["engine_args"])
     return {
@@ -52,7 +53,7 @@ def identity(context: Context) -> Identity:
 
 
 def run(context: Context, stage: StageDirectory) -> Summary:
-    """Run the generate stage: let the target write the conversation of each seed."""
+    """Generate rows from all seed shards, and return the totals of the generate stage."""
     placement = context.placement(NAME)
     settings = context.config.generate
     require_both_sides(load_chat_template(context.target), settings.mode)  # before workers start
@@ -69,7 +70,7 @@ def run(context: Context, stage: StageDirectory) -> Summary:
 
 
 def require_rows_of_splits(summary: Summary, stage: StageDirectory) -> None:
-    """End the generate stage with a DataError if it has left fewer than two rows of a split."""
+    """Raise DataError if the generate stage made fewer than `MIN_ROWS` rows of a split."""
     rows_of = {split: int(summary[f"{split}_rows"]) for split in SPLITS}
     if min(rows_of.values()) < MIN_ROWS:
         counts = ", ".join(f"{split} {number:,}" for split, number in rows_of.items())
@@ -82,10 +83,10 @@ def require_rows_of_splits(summary: Summary, stage: StageDirectory) -> None:
 
 
 class Worker:
-    """Worker of the generate stage: makes a shard of generated rows of a shard of seeds.
+    """Worker of the generate stage: turns a shard of seeds into a shard of generated rows.
 
-    The next shard's conversations begin as soon as the engine has room beside the last ones of this
-    shard.
+    Conversations of the next shard start while the last ones of this shard are still running, so
+    that the engine stays busy.
     """
 
     def __init__(
@@ -116,7 +117,7 @@ class Worker:
         )
         held_out = replace(sampling, temperature=settings.holdout_temperature)
         self.held_out = replace(self.training, sampling=held_out)
-        self.engine: GenerationEngine | None = None  # passthrough asks for nothing
+        self.engine: GenerationEngine | None = None  # None in passthrough mode
         if settings.mode != "passthrough":
             arguments = (settings.engine_args, gpus, settings.batch_invariant)
             self.engine = make_generation_engine(settings.engine, target, *arguments)
@@ -125,7 +126,10 @@ class Worker:
         self._upcoming: ShardTask | None = None
 
     def expect(self, upcoming: ShardTask | None) -> None:
-        """Remember the generate stage's next shard, which begins once the engine has room."""
+        """Set the task that will follow the next call's, or None if there is none.
+
+        The conversations of that task may start during the next call.
+        """
         self._upcoming = upcoming
 
     def __call__(self, task: ShardTask) -> Receipt:
@@ -153,9 +157,9 @@ class Worker:
             return writer.commit(NAME, ids_in, dict(counts), time.monotonic() - started)
 
     def _begin_shard(self, task: ShardTask) -> tuple[list[SeedRow], DialogueGroup]:
-        """Read the seeds of a generate stage's shard, queue their conversations, and return both.
+        """Queue the conversations of a shard's seeds, and return the seeds and the conversations.
 
-        If the shard has begun, only return them.
+        The conversations of a shard are queued only once.
         """
         if task.shard not in self._begun:
             seeds = [SeedRow.of(row) for row in task_rows(task)]
@@ -169,13 +173,13 @@ class Worker:
         return self._begun[task.shard]
 
     def _begin_upcoming(self) -> None:
-        """Queue the conversations of the generate stage's next shard, if it has not begun."""
+        """Queue the conversations of the task set by `expect`, if they are not queued yet."""
         if self._upcoming is not None:
             self._begin_shard(self._upcoming)
             self._upcoming = None
 
     def close(self) -> None:
-        """Close the engine of the generate stage's worker, if it has one."""
+        """Close the generation engine; in passthrough mode there is none."""
         if self.engine is not None:
             self.engine.close()
 

@@ -1,7 +1,8 @@
 """push: publish a checked export on the Hub, as one commit per repository.
 
-With `push.dataset` the conversations go first, to a data set. With Medusa-2 the tuned backbone goes
-to `push.repo_id`, and its heads to the same name with `-speculator.METHOD` behind it.
+With `push.dataset` the conversations are sent first, to a data set. With Medusa-2 the tuned
+backbone goes to `push.repo_id`, and the heads to a repository of the same name with the suffix
+`-speculator.METHOD`.
 """
 
 from __future__ import annotations
@@ -32,19 +33,19 @@ HEADS = "heads"
 
 
 def upstream(config: Config) -> tuple[str, ...]:
-    """List the stages that the push stage reads: export, check, and generate for a data set."""
+    """Return the stages that the push stage reads: export, check, and generate for a data set."""
     if config.push.dataset:
         return ("export", "check", "generate")
     return ("export", "check")
 
 
 def identity(context: Context) -> Identity:
-    """Collect what the push stage depends on: its settings."""
+    """Return what the push stage's result depends on: its settings."""
     return context.config.push.model_dump(mode="json")
 
 
 def run(context: Context, stage: StageDirectory) -> Summary:
-    """Run the push stage: push to the Hub and write the receipt, which is also the summary."""
+    """Push to the Hub, write receipt.json, and return its content as the summary."""
     receipt = flat_receipt(push(context, work_in=stage.path))
     write_json(stage.path / "receipt.json", receipt)
     return receipt
@@ -53,17 +54,21 @@ def run(context: Context, stage: StageDirectory) -> Summary:
 def push(
     context: Context, *, dry_run: bool = False, work_in: Path | None = None
 ) -> dict[str, Receipt]:
-    """Do the work of the push stage: send export and cards to the Hub; a dry run sends nothing.
+    """Upload the heads, a tuned backbone and the conversations to the Hub, each with a card.
 
-    The conversations are sent too, if `push.dataset` is set. The cards show the figures in the
-    stages' summaries, not those of report.json.
+    Heads and backbone are uploaded if `push.repo_id` is set, conversations if `push.dataset` is
+    set. The cards state the figures in the stages' summaries.
 
     Args:
+        dry_run: Prepare the uploads and return their receipts, without using the network.
         work_in: Where the data set's files are written before the upload, and deleted after it; by
             default in the system's folder for temporary files.
 
     Returns:
-        The receipts of the pushed parts by name: `data_set`, `backbone`, `heads`.
+        The receipts of the uploads by name: `data_set`, `backbone`, `heads`.
+
+    Raises:
+        MedusaDistillError: An upload is refused or fails.
     """
     config, settings = context.config, context.config.push
     target, tuned = config.target.model, context.resolved.method.tunes_backbone
@@ -112,7 +117,7 @@ def push(
 
 
 def print_dry_run(console: Console, receipts: Mapping[str, Receipt]) -> None:
-    """Print the receipts of a dry run, for the push stage: files, and settings still missing."""
+    """Print what a push would send: repositories, files with their sizes, and missing settings."""
     for part in receipts.values():
         visibility = "private" if part["private"] else "public"
         lines = [f"Would push to {part['repo']} ({visibility}), as one commit:"]
@@ -123,7 +128,7 @@ def print_dry_run(console: Console, receipts: Mapping[str, Receipt]) -> None:
 
 
 def flat_receipt(receipts: Mapping[str, Receipt]) -> Receipt:
-    """Merge the push stage's receipts: the heads' keys, and the other receipts by name."""
+    """Return the heads' receipt with the other receipts added under their names."""
     others = {name: part for name, part in receipts.items() if name != HEADS}
     return {**receipts.get(HEADS, {}), **others}
 

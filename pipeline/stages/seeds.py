@@ -1,10 +1,8 @@
-"""seeds: conversations from files and the Hub, deduplicated and split.
+"""seeds: conversations from files and the Hub, without duplicates, divided into splits.
 
-Every row of every source is kept once or quarantined with a reason. Row ids are `source:row`. If
-generation reads the same messages of several rows, only the first row is kept. The hash of the
-first question decides the split (train, calibrate, check), so that no question opens conversations
-of two splits. A split with fewer than 8 rows is an error, or a warning if only too many
-conversations open alike. The stage runs on the driver, in minutes at most.
+Every row that is read is kept or quarantined with a reason. Row ids are `source:row`. Of rows that
+are equal for the generate stage, only the first is kept. Rows with the same first question are in
+the same split (train, calibrate or check). The stage runs on the driver.
 """
 
 from __future__ import annotations
@@ -44,12 +42,12 @@ from pipeline.storage.stage_directory import StageDirectory
 NAME = "seeds"
 VERSION = 6
 FIGURES = ("rows", "calibrate_rows", "check_rows", "quarantined")
-LONGEST_QUESTION = 200  # characters of a question that a message repeats
-MOST_SHOWN = 8  # of skipped files in the terminal
+LONGEST_QUESTION = 200  # characters of a question in an error message
+MOST_SHOWN = 8  # skipped files of a source in the terminal
 
 
 def identity(context: Context) -> Identity:
-    """Collect what the seeds stage depends on: the sources' content, and settings of rows."""
+    """Return what the seeds stage's result depends on: settings, and the content of local files."""
     settings, readers = context.config.seeds, source_readers(context.config.seeds)
     rows: Identity = {
         "sources": [_source_identity(context, reader) for reader in readers],
@@ -78,12 +76,11 @@ def _read_settings(generate: GenerateConfig) -> Identity:
 
 
 def _questions_identity(context: Context, readers: Sequence[SourceReader], rows: Identity) -> str:
-    """Return the digest of the seeds stage's rows that contain a question of the check.
+    """Return a digest of the rows that decontamination rejects.
 
-    A question that is in no row does not change the digest, so the seeds are kept. The sources are
-    read once, then the digest is cached. Rows from the Hub are not read before the stage runs: with
-    such a source, the digest is that of the questions' file. Without decontamination it is that of
-    no rows.
+    Local sources are read to find these rows, and the digest is cached. It does not change if a
+    question is added that no row contains. If any source is on the Hub, no source is read, and the
+    digest is that of the file of questions.
     """
     questions = _check_questions(context)
     if questions is None:
@@ -96,7 +93,7 @@ def _questions_identity(context: Context, readers: Sequence[SourceReader], rows:
 
 
 def _contaminated(readers: Sequence[SourceReader], questions: Path) -> Iterator[str]:
-    """Yield `id: question` of each row with a question of the check, for the seeds stage."""
+    """Yield the id and the reason of each row that contains a question of the check."""
     check = CheckQuestions(read_questions(questions))
     for reader in readers:
         for row in reader:
@@ -107,7 +104,7 @@ def _contaminated(readers: Sequence[SourceReader], questions: Path) -> Iterator[
 
 
 def _source_identity(context: Context, reader: SourceReader) -> Identity:
-    """Collect what the seeds stage's result depends on in one source."""
+    """Return what the seeds depend on in one source: its settings and the hashes of local files."""
     source = reader.source
     found = source.model_dump(include={"format", "limit", "columns", "weight"})
     if source.hub:
@@ -117,7 +114,7 @@ def _source_identity(context: Context, reader: SourceReader) -> Identity:
 
 
 def run(context: Context, stage: StageDirectory) -> Summary:
-    """Run the seeds stage: read, quarantine, deduplicate and split the rows of all sources."""
+    """Read, filter and split the rows of all sources; write the shards and return the summary."""
     settings = context.config.seeds
     readers = source_readers(settings)
     totals = StageTotals()
@@ -142,7 +139,7 @@ def run(context: Context, stage: StageDirectory) -> Summary:
 
 
 def _source_summary(reader: SourceReader) -> Summary:
-    """Summarize a source for the seeds stage: its files with their rows, and skipped files."""
+    """Return a source's summary: name, row counts per file, skipped files, and weight if any."""
     found: Summary = {
         "source": reader.name,
         "read": [asdict(count) for count in reader.read],
@@ -154,7 +151,7 @@ def _source_summary(reader: SourceReader) -> Summary:
 
 
 def _print_skipped_files(context: Context, summary: Summary) -> None:
-    """Print the seeds stage's warnings: each source's first skipped files, with the reasons."""
+    """Print a warning for each source with skipped files; it names the first ones with reasons."""
     for source in summary["sources"]:
         skipped = source["skipped"]
         if skipped:
@@ -164,9 +161,9 @@ def _print_skipped_files(context: Context, summary: Summary) -> None:
 
 
 def _seed_rows(context: Context, readers: Sequence[SourceReader]) -> Iterator[Row]:
-    """Yield the seeds stage's rows of all sources; duplicates and check questions are rejected.
+    """Yield the rows of all sources; rejected rows are yielded as `RejectedRow`.
 
-    A rejected row is yielded as a `RejectedRow`.
+    Rejected are unusable rows, duplicates, and rows with a question of the check.
     """
     settings, questions = context.config.seeds, _check_questions(context)
     decontamination = CheckQuestions(read_questions(questions) if questions else ())
@@ -186,7 +183,11 @@ def _seed_rows(context: Context, readers: Sequence[SourceReader]) -> Iterator[Ro
 
 
 def _check_questions(context: Context) -> Path | None:
-    """Return the file of check questions that the seeds stage leaves out; None if it keeps all."""
+    """Return the file of questions for decontamination; None if there is nothing to exclude.
+
+    Raises:
+        ConfigError: `check.prompts` or `calibrate.data` names a file that does not exist.
+    """
     prompts = context.config.check.prompts
     if not context.config.seeds.decontaminate or not isinstance(prompts, Path):
         return None
@@ -195,7 +196,7 @@ def _check_questions(context: Context) -> Path | None:
 
 
 def _write_shard(stage: StageDirectory, index: int, chunk: Sequence[Split]) -> Receipt:
-    """Write a shard of the seeds stage, rejected rows in quarantine, and return its receipt."""
+    """Write a shard of seeds and its quarantine file, and return the receipt."""
     with ShardWriter(stage.task(index), SEEDS) as writer:
         kept = []
         counts = {"tool_rows": 0.0, **{f"{split}_rows": 0.0 for split in SPLITS}}
@@ -211,14 +212,17 @@ def _write_shard(stage: StageDirectory, index: int, chunk: Sequence[Split]) -> R
 
 
 def require_rows_of_splits(stage: StageDirectory, summary: Summary, holdout: float) -> str | None:
-    """Check that the seeds stage made at least 8 rows of every split.
+    """Check that the seeds stage made at least `MIN_HELD_OUT` rows of each split.
+
+    Args:
+        holdout: The setting `seeds.holdout`.
 
     Returns:
-        A warning where a split has fewer because too many conversations open alike; None where all
-        splits have enough.
+        A warning if a split has fewer rows because too many conversations have the same first
+            question; None if all splits have enough.
 
     Raises:
-        DataError: There are too few rows, or a split has none.
+        DataError: There are too few rows for three splits, or a split has none.
     """
     num_rows = int(summary["rows"])
     rows_of = {split: int(summary.get(f"{split}_rows", 0)) for split in SPLITS}

@@ -1,9 +1,9 @@
-"""train: train the heads by `train.method`, from cached features or along with the backbone.
+"""train: train the heads with `train.method`, on cached states or together with the backbone.
 
-Promises: trains on the `train` split alone; interrupted, it continues at the very next batch; one
-worker or many follow the same loss curve. A method that tunes the backbone leaves an adapter beside
-the heads and the merged model (`backbone/`), and reports its drift. With Ray, Ray Train starts the
-workers and restarts those that die.
+Only rows of the split `train` are trained on. An interrupted training continues from its newest
+checkpoint. Up to rounding, losses do not depend on the number of workers. A method that tunes the
+backbone also writes the LoRA adapter and the merged model (`backbone/`), and measures the drift.
+With Ray, Ray Train starts the workers and restarts them if one dies.
 """
 
 from __future__ import annotations
@@ -34,15 +34,12 @@ QUANTIZED_TEACHER = (
 
 
 def upstream(config: Config) -> tuple[str, ...]:
-    """List the stages that the train stage reads, by method: features, generate, or both."""
+    """Return the stages that the train stage reads, by method: features, generate or both."""
     return method_of(config.train).reads(config.train)
 
 
 def identity(context: Context) -> Identity:
-    """Collect what the train stage depends on: settings that the method reads, seed and target.
-
-    The version of the kind's code is included, so that heads of a changed kind are trained again.
-    """
+    """Return what the train stage's result depends on: settings, heads' version, seed, target."""
     resolved = context.resolved
     return {
         "settings": resolved.method.settings(context.config.train, context.target.quantization),
@@ -53,7 +50,7 @@ def identity(context: Context) -> Identity:
 
 
 def run(context: Context, stage: StageDirectory) -> Summary:
-    """Run the train stage: train the heads, and merge the backbone if the method tunes it."""
+    """Train the heads, merge the adapter of a tuned backbone, and return the training's result."""
     placement, resolved = context.placement(NAME), context.resolved
     method = resolved.method
     warn = functools.partial(print_stage, context.console, "[yellow]![/]", NAME)
@@ -104,7 +101,7 @@ def run(context: Context, stage: StageDirectory) -> Summary:
 def _train(
     context: Context, spec: TrainSpec, placement: Placement, progress: ProgressReporter
 ) -> TrainResult:
-    """Run the train stage's training in a Ray task or in this process; return its result."""
+    """Train in a Ray task or, with the inline executor, in this process; return the result."""
     if context.executor.name != "ray":
         return train(spec, progress=progress)
     from pipeline.training.ray_entry import train_on_ray

@@ -1,10 +1,8 @@
-"""Run many conversations of a shard on one generation engine at the same time.
+"""Run many conversations on one generation engine at the same time.
 
-The next turn of a conversation is requested as soon as its last turn is answered.
-
-As many conversations are open as the engine has capacity for. The others are queued, so that the
-prefixes of open conversations stay in the engine's cache. When the queue is empty, the caller may
-add more.
+The next turn of a conversation is requested as soon as the previous turn is answered. As many
+conversations are open as the engine has capacity for. The others are queued, so that the prefixes
+of open conversations stay in the engine's cache.
 """
 
 from __future__ import annotations
@@ -17,17 +15,17 @@ from dataclasses import dataclass
 from pipeline.conversations.dialogue import Dialogue
 from pipeline.targets.engines import GenerationEngine
 
-# called with numbers of finished conversations and generated tokens as they come
+# called with the numbers of newly finished conversations and newly generated tokens
 Report = Callable[[int, int], None]
 
 
 def report_nothing(conversations: int, tokens: int) -> None:
-    """Report no progress of the dialogues on the target's engine."""
+    """Do nothing: the `Report` of a caller that does not need the progress."""
 
 
 @dataclass
 class DialogueGroup:
-    """The dialogues of one shard in a pool, and the number of unfinished ones."""
+    """Dialogues that were added to a pool together; `num_left` of them are unfinished."""
 
     dialogues: list[Dialogue]
     num_left: int
@@ -35,7 +33,7 @@ class DialogueGroup:
 
 
 class DialoguePool:
-    """A pool of dialogues that run at the same time on one generation engine.
+    """Dialogues that run at the same time on one generation engine.
 
     The engine may be None if no dialogue makes a request.
     """
@@ -47,7 +45,7 @@ class DialoguePool:
         self._waiting: dict[str, tuple[Dialogue, DialogueGroup]] = {}  # by request id
 
     def add(self, dialogues: Iterable[Dialogue], report: Report = report_nothing) -> DialogueGroup:
-        """Queue a shard's dialogues for the target's engine; return them as a group."""
+        """Queue dialogues, and return them as a group; `report` receives their progress."""
         listed = list(dialogues)
         group = DialogueGroup(listed, len(listed), report)
         for dialogue in listed:
@@ -55,10 +53,10 @@ class DialoguePool:
         return group
 
     def finish(self, group: DialogueGroup, add_more: Callable[[], None] = lambda: None) -> None:
-        """Run the target's engine until all dialogues of a group are finished.
+        """Run the engine until all dialogues of a group are finished.
 
-        Dialogues of other groups run along. `add_more` is called whenever the engine has capacity
-        and no dialogue is queued.
+        Dialogues of other groups advance at the same time. `add_more` is called whenever the engine
+        has capacity and no dialogue is queued; it may `add` another group.
         """
         self._open_dialogues(add_more)
         while group.num_left:
@@ -71,7 +69,7 @@ class DialoguePool:
             self._open_dialogues(add_more)
 
     def _open_dialogues(self, add_more: Callable[[], None]) -> None:
-        """Start queued dialogues while the target's generation engine has capacity for requests."""
+        """Start queued dialogues while the engine has capacity; `add_more` may queue others."""
         while len(self._waiting) < self._capacity:
             if not self._queued:
                 add_more()
@@ -81,7 +79,7 @@ class DialoguePool:
             self._advance_dialogue(dialogue, group)
 
     def _advance_dialogue(self, dialogue: Dialogue, group: DialogueGroup) -> None:
-        """Pass a dialogue's next request to the target's engine, or count a finished dialogue."""
+        """Add a dialogue's next request to the engine; count the dialogue if it is finished."""
         request = dialogue.next_request()
         if request is None:
             group.num_left -= 1
@@ -95,6 +93,6 @@ class DialoguePool:
 def run_dialogues(
     dialogues: Iterable[Dialogue], engine: GenerationEngine | None, report: Report = report_nothing
 ) -> None:
-    """Run the target's engine until all of these dialogues have ended."""
+    """Run dialogues on a generation engine until all are finished; None if none needs it."""
     pool = DialoguePool(engine)
     pool.finish(pool.add(dialogues, report))

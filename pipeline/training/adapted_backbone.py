@@ -1,4 +1,4 @@
-"""The backbone that Medusa-2 trains: the target with LoRA, sharded, saved and merged.
+"""The backbone that Medusa-2 trains: the target with a LoRA adapter, optionally sharded.
 
 With the adapter off, the model is the original. In training the lm_head never runs as a layer,
 because the losses compute its logits in chunks (`pipeline.training.backbone_losses`).
@@ -45,13 +45,14 @@ class Backbone(nn.Module):
     Args:
         spec: The target.
         settings: The section `train.backbone`.
-        dtype: The dtype of matrix products; any dtype but fp32 uses autocast.
+        device: The device to compute on.
+        dtype: The dtype of matrix products under the caller's autocast.
         workers: The training workers; with `settings.shard` the frozen layers are sharded over
             them.
 
     Raises:
         ConfigError: The target cannot be loaded, LoRA or sharding does not find its layers, the
-            lm_head does not read the last hidden states, these are not finite, or packed
+            lm_head does not read the last hidden states, hidden states are not finite, or packed
             conversations attend to each other.
         EnvironmentFault: The target does not fit on the device, or a kernel or package is missing.
     """
@@ -98,12 +99,12 @@ class Backbone(nn.Module):
 
     @torch.no_grad()
     def original_states(self, batch: TextBatch) -> Tensor:
-        """Compute a training batch's hidden states [N, D] without adapter and without gradient."""
+        """Compute the original model's states [N, D] at the learned positions, without gradient."""
         with self.tuned.disable_adapter():
             return self.states(batch)
 
     def lora_inner(self, hidden_ND: Tensor) -> Tensor:
-        """Apply the trained lora_A of the lm_head to states, with dropout and scale; [N, R].
+        """Apply the lm_head's lora_A to hidden states, with LoRA's dropout and scale; [N, R].
 
         Dropout is on in training mode only.
         """
@@ -114,20 +115,20 @@ class Backbone(nn.Module):
 
     @property
     def lora_outer(self) -> Tensor:
-        """The weight [V, R] of the lm_head's lora_B, which every training step changes."""
+        """The weight [V, R] of the lm_head's lora_B."""
         return self._lm_head.lora_B[NAME].weight
 
     @property
     def head(self) -> TargetHead:
-        """The frozen lm_head for the losses of Medusa-2 training, without its LoRA."""
+        """The target's frozen lm_head, without LoRA."""
         layer = self._lm_head.get_base_layer()
         return TargetHead(layer.weight, layer.bias)
 
     @torch.no_grad()
     def tuned_matrices(self) -> TargetWeights:
-        """Return the trained lm_head with its LoRA merged, in fp32, and the frozen embedding.
+        """Return the lm_head with its LoRA merged, in fp32, and the frozen embedding.
 
-        The backbone has to be in evaluation mode, without dropout.
+        The backbone must be in evaluation mode, so that dropout is off.
         """
         weight_VD = self.head.weight_VD
         unit_DD = torch.eye(weight_VD.shape[1], device=weight_VD.device)
@@ -138,18 +139,19 @@ class Backbone(nn.Module):
 
     @property
     def _target(self) -> Any:
-        """The model of Medusa-2's training steps, with LoRA layers but without peft's wrapper."""
+        """The target model with its LoRA layers, without peft's wrapper."""
         return self.tuned.get_base_model()
 
     @property
     def _lm_head(self) -> Any:
-        """The lm_head that Medusa-2 trains, as a LoRA layer."""
+        """The lm_head as a LoRA layer."""
         return self._target.get_output_embeddings()
 
     def train(self, mode: bool = True) -> Backbone:
-        """Switch training's LoRA dropout and activation checkpointing on or off.
+        """Switch LoRA dropout and gradient checkpointing on or off, and return this module.
 
-        Quantized layers stay in training mode, and all others in evaluation mode.
+        All other layers stay in evaluation mode, except quantized layers, which stay in training
+        mode.
         """
         super().train(False)
         _keep_differentiable(self)
@@ -166,7 +168,7 @@ class Backbone(nn.Module):
 
 
 def _keep_differentiable(module: nn.Module) -> None:
-    """Set quantized layers to training mode; bitsandbytes needs it for backward on a CPU."""
+    """Set quantized layers to training mode, which bitsandbytes needs for backward on a CPU."""
     for layer in module.modules():
         if type(layer).__module__.startswith("bitsandbytes"):
             layer.training = True
@@ -175,13 +177,10 @@ def _keep_differentiable(module: nn.Module) -> None:
 def shard_layers(target: Any, device: torch.device, workers: Workers) -> None:
     """Shard each decoder layer's frozen weights over the training workers with FSDP2, in place.
 
-    Moves `target` from the CPU to `device`.
-
-    Each worker keeps a shard of every layer. It gathers a whole layer for its forward and again for
-    its backward, and frees the layer afterwards; at most two layers are whole at a time. LoRA
-    weights, their gradients and optimizer state, embeddings, the last norm and the lm_head are
-    replicated. Every worker must run the layers equally often, even without text, because a gather
-    waits for all workers.
+    `target` is moved from the CPU to `device`. Each worker keeps a shard of every layer. It gathers
+    a whole layer for the layer's forward and again for its backward, and frees it afterwards. LoRA
+    weights, embeddings, the last norm and the lm_head are replicated. Every worker must run the
+    layers equally often, even without text, because a gather waits for all workers.
 
     Raises:
         ConfigError: The target has no layers that can be sharded.
@@ -220,7 +219,7 @@ def verify_packing(model: Any) -> None:
 
 
 def write_adapter(directory: Path, backbone: Backbone, spec: TargetSpec) -> None:
-    """Write Medusa-2's trained LoRA adapter in peft's format, without a model card."""
+    """Write the LoRA adapter to a directory in peft's format, without peft's model card."""
     config = backbone.tuned.peft_config[NAME]
     config.base_model_name_or_path = spec.model
     config.revision = spec.revision
@@ -233,7 +232,7 @@ def write_adapter(directory: Path, backbone: Backbone, spec: TargetSpec) -> None
 def merge_backbone(target: TargetSpec, directory: str) -> None:
     """Merge Medusa-2's trained LoRA adapter into the target, and write the tuned backbone.
 
-    Read `adapter/` and write `backbone/` in the train stage's directory.
+    In the train stage's directory, `adapter/` is read and `backbone/` is written.
 
     Raises:
         ConfigError, DataError: As `load_tuned` does.

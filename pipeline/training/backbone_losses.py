@@ -7,11 +7,12 @@ and gradients together, one chunk of rows after another. For each chunk:
 
     1. Compute log-probabilities in fp32 (fp64 for fp64): the tuned model's and, for the KL
        divergence, the original's.
-    2. Compute the loss and, in the same memory, its gradient in the tuned logits: q - p.
+    2. Compute the loss and, in the same memory, its gradient with respect to the tuned logits:
+       q - p, where p is the original's distribution or, for cross entropy, the one-hot label.
     3. Multiply that gradient with W, with B and with `low`: the gradients of hidden, low and B.
 
-The backward pass only scales these gradients; there is no second derivative. Matrix products are in
-the dtype of the hidden states.
+The backward pass only scales these gradients; second derivatives are not supported. Matrix products
+are in the dtype of the hidden states.
 
 Letters: N rows (positions), C rows of a chunk, D hidden size, V vocabulary, R rank.
 """
@@ -41,19 +42,21 @@ def summed_backbone_loss(
 
     With the original model's hidden states, the loss is KL(original ‖ tuned) over the whole
     vocabulary at temperature 1 (paper 2.3.2). Without them, it is the cross entropy of the next
-    tokens. Differentiable in the first three arguments.
+    tokens. The sum is a scalar and differentiable in the first three arguments.
 
     Args:
-        low_NR: lora_A of the lm_head applied to the hidden states.
+        hidden_ND: The tuned model's hidden states.
+        low_NR: lora_A of the lm_head applied to them, with dropout and scale.
         lora_VR: The weight of lora_B of the lm_head.
         head: The target's lm_head; frozen.
-        labels_N: The next tokens, int64.
+        labels_N: The next tokens, int64; used by the cross entropy only.
+        original_ND: The original model's hidden states, or None.
     """
     return _SummedBackboneLoss.apply(hidden_ND, low_NR, lora_VR, head, labels_N, original_ND)
 
 
 class _SummedBackboneLoss(torch.autograd.Function):
-    """Autograd function of `summed_backbone_loss`."""
+    """Autograd function of `summed_backbone_loss`, whose forward pass also computes gradients."""
 
     @staticmethod
     def forward(
@@ -65,7 +68,7 @@ class _SummedBackboneLoss(torch.autograd.Function):
         labels_N: Tensor,
         original_ND: Tensor | None,
     ) -> Tensor:
-        """Compute the sum of the backbone's training loss, and keep its gradients for backward."""
+        """Sum the backbone's loss, and keep its gradients in `ctx` for backward."""
         dtype = hidden_ND.dtype
         loss = torch.zeros((), dtype=exact_dtype(dtype), device=hidden_ND.device)
         ctx.gradients = [torch.zeros_like(each) for each in (hidden_ND, low_NR, lora_VR)]
@@ -90,15 +93,15 @@ class _SummedBackboneLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor):
-        """Scale the backbone's gradients, which the forward pass has computed."""
+        """Return the gradients that the forward pass has computed, scaled by `grad_loss`."""
         gradients = [gradient * grad_loss for gradient in ctx.gradients]
         return *gradients, None, None, None
 
 
 def _cross_entropy(log_q_CV: Tensor, labels_C1: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the backbone's summed cross entropy and its gradient, q - onehot(label).
+    """Return the summed cross entropy and its gradient [C, V], q - onehot(label).
 
-    The gradient replaces log q in memory.
+    The gradient overwrites log q.
     """
     label_log_q_C1 = log_q_CV.gather(1, labels_C1)
     # The label's entry is expm1(log q): q - 1 would round to 0 for a confident model.
@@ -107,9 +110,9 @@ def _cross_entropy(log_q_CV: Tensor, labels_C1: Tensor) -> tuple[Tensor, Tensor]
 
 
 def _divergence(log_q_CV: Tensor, log_p_CV: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the backbone's summed KL(p ‖ q) and its gradient, q - p.
+    """Return the summed KL(p ‖ q) and its gradient [C, V], q - p.
 
-    The gradient replaces log q in memory; log p is overwritten too.
+    The gradient overwrites log q; log p is overwritten too.
     """
     p_CV = log_p_CV.exp()
     loss = log_p_CV.sub_(log_q_CV).mul_(p_CV).sum()
@@ -117,21 +120,25 @@ def _divergence(log_q_CV: Tensor, log_p_CV: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Drift(NamedTuple):
-    """Sums of a trained backbone's drift from the original over positions, as fp64 scalars."""
+    """Sums over positions that compare a tuned backbone with the original, as fp64 scalars."""
 
-    kl: Tensor
-    original_loss: Tensor  # cross entropy of the text
-    tuned_loss: Tensor
+    kl: Tensor  # KL(original ‖ tuned)
+    original_loss: Tensor  # the original's cross entropy of the text
+    tuned_loss: Tensor  # the tuned backbone's
     agreed: Tensor  # positions at which both models choose the same token
     positions: Tensor
 
     @classmethod
     def zero(cls, device: torch.device) -> Drift:
-        """Return the sums of backbone training's losses and drift over no positions, all 0."""
+        """Return sums over no positions, all 0."""
         return cls(*torch.zeros(5, dtype=torch.float64, device=device).unbind())
 
     def add(self, log_p_NV: Tensor, log_q_NV: Tensor, labels_N: Tensor) -> None:
-        """Add the trained backbone's drift at positions, from both models' log-probabilities."""
+        """Add N positions to the sums, in place.
+
+        `log_p_NV` are the original's log-probabilities, `log_q_NV` the tuned backbone's, and
+        `labels_N` the next tokens.
+        """
         labels_N1 = labels_N[:, None]
         self.kl.add_((log_p_NV.exp() * (log_p_NV - log_q_NV)).sum(dtype=torch.float64))
         self.original_loss.sub_(log_p_NV.gather(1, labels_N1).sum(dtype=torch.float64))
@@ -140,7 +147,7 @@ class Drift(NamedTuple):
         self.positions.add_(len(labels_N))
 
     def figures(self) -> TunedDrift:
-        """Return backbone training's mean drift and perplexities; all None without positions."""
+        """Return the means over positions and both perplexities; all None without positions."""
         kl, original_loss, tuned_loss, agreed, positions = (float(total) for total in self)
         if not positions:
             return TunedDrift()
@@ -165,9 +172,9 @@ def add_drift(
     labels_N: Tensor,
     original_ND: Tensor,
 ) -> None:
-    """Add the backbone's drift to `total`, at held-out positions of an evaluation during training.
+    """Add the drift at N positions to `total`, in chunks of rows.
 
-    The arguments are those of `summed_backbone_loss`.
+    The other arguments are those of `summed_backbone_loss`.
     """
     dtype = hidden_ND.dtype
     head = head.to(hidden_ND.device, dtype)
@@ -180,7 +187,7 @@ def add_drift(
 
 
 def _row_chunks(hidden_ND: Tensor, head: TargetHead) -> Iterator[slice]:
-    """Yield row slices of the backbone's loss whose logits take about `chunk_bytes_on` bytes."""
+    """Yield slices of the rows, each with at most about `chunk_bytes_on` bytes of logits."""
     exact_bytes = exact_dtype(hidden_ND.dtype).itemsize
     row_bytes = len(head.weight_VD) * (2 * hidden_ND.element_size() + 3 * exact_bytes)
     num_rows = max(1, chunk_bytes_on(hidden_ND.device) // row_bytes)
@@ -191,10 +198,10 @@ def _row_chunks(hidden_ND: Tensor, head: TargetHead) -> Iterator[slice]:
 def _tuned_log_probabilities(
     hidden_CD: Tensor, low_CR: Tensor, lora_VR: Tensor, head: TargetHead
 ) -> Tensor:
-    """Compute the trained backbone's log-probabilities [C, V]; all arguments have one dtype."""
+    """Compute the tuned backbone's log-probabilities [C, V]; all arguments have one dtype."""
     return _log_softmax(head.logits(hidden_CD).addmm_(low_CR, lora_VR.t()))
 
 
 def _log_softmax(logits_CV: Tensor) -> Tensor:
-    """Compute log-probabilities for the backbone's loss, in fp32 (fp64 for fp64)."""
+    """Compute log-probabilities [C, V] in fp32 (fp64 for fp64 logits)."""
     return torch.log_softmax(logits_CV, 1, dtype=exact_dtype(logits_CV.dtype))

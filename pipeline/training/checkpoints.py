@@ -1,10 +1,11 @@
 """Training checkpoints: atomically written safetensors files, without pickle.
 
 A checkpoint holds everything that a resumed training needs to end with the same weights: named
-tensors (heads, optimizer) and, in the file's header, a JSON state (step, running sums) and a
-sha256 of both. The first worker writes the checkpoint and every worker reads it, for any number of
-workers. Training waits only for a copy of the tensors; hashing and writing (a minute for 30 GB)
-run in the background. If the newest checkpoint is damaged, the previous one is used.
+tensors (weights, optimizer) and, in the file's header, a JSON state (step, running sums) and a
+sha256 of both. The first worker writes checkpoints and every worker reads them; a resume may have
+another number of workers. Training waits only for a copy of the tensors; hashing and writing (a
+minute for 30 GB) run in the background. If the newest checkpoint is damaged, the previous one is
+used.
 """
 
 from __future__ import annotations
@@ -41,10 +42,11 @@ class Checkpoint(NamedTuple):
 
 
 class Checkpoints:
-    """Checkpoints of one training directory; a context manager that waits for the last write.
+    """The checkpoints in a directory; a context manager that waits for the last write.
 
     Args:
-        settings: How often a checkpoint is due, and how many are kept.
+        directory: The directory of the checkpoints; created by the first write.
+        settings: The `train` settings, with how often a checkpoint is due and how many are kept.
     """
 
     def __init__(self, directory: Path, settings: TrainConfig):
@@ -72,7 +74,11 @@ class Checkpoints:
         return sorted((int(match[1]) for match in names if match), reverse=True)
 
     def is_due(self, step: int) -> bool:
-        """Return whether to save a training checkpoint after this step, by steps or by minutes."""
+        """Return whether to save a checkpoint after this step.
+
+        A checkpoint is due every `checkpoint_every` steps or, if that is None, `checkpoint_minutes`
+        after the last one.
+        """
         if self.settings.checkpoint_every:
             return step % self.settings.checkpoint_every == 0
         return time.monotonic() - self._saved >= 60 * self.settings.checkpoint_minutes
@@ -100,9 +106,9 @@ class Checkpoints:
         self._writing = None
 
     def read_newest(self, workers: Workers, device: torch.device) -> Checkpoint | None:
-        """Read the newest undamaged training checkpoint, which the first worker chooses.
+        """Read the newest undamaged checkpoint, the same on every worker; None if there is none.
 
-        Return None if there is none.
+        All workers must call this together. The first worker chooses the checkpoint.
         """
         newest = 0
         checkpoint = None
@@ -119,9 +125,10 @@ class Checkpoints:
         return checkpoint
 
     def _write(self, step: int, tensors: dict[str, Tensor], state: str) -> None:
-        """Write a training checkpoint, and delete those that are not kept.
+        """Write a checkpoint, and delete checkpoints that are not kept.
 
-        Those of later steps and all but the newest `keep_checkpoints` are deleted.
+        The newest `keep_checkpoints` are kept, this one included. Checkpoints of later steps are
+        deleted.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
         with atomic_path(self.path(step)) as temporary:
@@ -148,7 +155,7 @@ def read_checkpoint(path: Path) -> Checkpoint | None:
 
 
 def checkpoint_digest(tensors: Mapping[str, Tensor], state: str) -> str:
-    """Compute a training checkpoint's sha256 over state and tensors (name, dtype, shape, bytes)."""
+    """Return a checkpoint's sha256 over state and tensors (name, dtype, shape, bytes), in hex."""
     total = hashlib.sha256(state.encode())
     for name in sorted(tensors):
         tensor = tensors[name]
@@ -160,7 +167,10 @@ def checkpoint_digest(tensors: Mapping[str, Tensor], state: str) -> str:
 def optimizer_state(
     optimizer: torch.optim.Optimizer,
 ) -> tuple[dict[str, Tensor], dict[str, int | float]]:
-    """Return the optimizer's tensors and numbers for a checkpoint, by parameter index and name."""
+    """Return the optimizer's state for a checkpoint: tensors and numbers by `{index}.{name}`.
+
+    The index is the parameter's, over all groups; the name is the optimizer's, such as `exp_avg`.
+    """
     tensors = {}
     numbers = {}
     for index, parameter in enumerate(_optimizer_parameters(optimizer)):
@@ -177,7 +187,10 @@ def load_optimizer(
     tensors: Mapping[str, Tensor],
     numbers: Mapping[str, int | float],
 ) -> None:
-    """Load an optimizer's state from a checkpoint; learning rates and weight decays stay as set."""
+    """Load the result of `optimizer_state` into an optimizer, in place.
+
+    Learning rates and weight decays are not part of it and stay as they are.
+    """
     parameters = _optimizer_parameters(optimizer)
     for key, value in (*tensors.items(), *numbers.items()):
         index, _, name = key.partition(".")

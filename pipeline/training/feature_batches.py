@@ -7,7 +7,8 @@ rows within each group. Placed end to end, the rows form a line of positions, wh
 
 - every position is read once per epoch;
 - batch sizes differ by at most one position per lane;
-- each batch mixes rows of `LANES` row groups from all over the data, and few more are open at once;
+- each batch mixes rows of `LANES` row groups from all over the data, and few more row groups are in
+  memory at once;
 - the positions of any (epoch, step) are computed directly, without reading the steps before;
 - a batch is the same for any number of workers; each worker reads a contiguous, equal share.
 
@@ -101,11 +102,14 @@ class EpochPlan:
         return sum(stop - start for start, stop in self._ranges(step))
 
     def share(self, step: int, workers: Workers) -> tuple[int, int]:
-        """Return the range of a training step's positions that one worker reads."""
+        """Return the range [start, stop) of a training step's positions that one worker reads."""
         return split_range(0, self.size(step), workers.rank, workers.world_size)
 
     def pieces(self, step: int, workers: Workers = ALONE) -> list[Piece]:
-        """Return the ranges of cached rows that one worker reads in a training step, if any."""
+        """Return the ranges of cached rows that one worker reads in a training step.
+
+        The list may be empty if the step has fewer positions than there are workers.
+        """
         first, last = self.share(step, workers)
         found = []
         offset = 0  # of a range within the step
@@ -122,7 +126,7 @@ class EpochPlan:
         return [split_range(start, stop, step, self.num_steps) for start, stop in self._lanes]
 
     def _pieces_between(self, start: int, stop: int) -> list[Piece]:
-        """Cut the range [start, stop) of the epoch's shuffled line at the borders of rows."""
+        """Cut the range [start, stop) of the shuffled line at the borders of rows, into pieces."""
         first, last = np.searchsorted(self._edges, [start, stop - 1], side="right") - 1
         found = []
         for i in range(first, last + 1):
@@ -135,7 +139,7 @@ class EpochPlan:
 
 
 def split_range(start: int, stop: int, index: int, count: int) -> tuple[int, int]:
-    """Return part `index` of `count` nearly equal parts of a range of training positions."""
+    """Return part `index` of `count` nearly equal parts of the range [start, stop), as a range."""
     length = stop - start
     return start + length * index // count, start + length * (index + 1) // count
 
@@ -143,9 +147,9 @@ def split_range(start: int, stop: int, index: int, count: int) -> tuple[int, int
 class Batch(NamedTuple):
     """A training batch of cached hidden states, next tokens and labels.
 
-    Tokens are int64; a missing label is -100. With soft labels, `teacher_MD` holds the hidden
-    states from which the target predicted the labels, and `teacher_KN` holds the row of
-    `teacher_MD` for each label, or -1.
+    Next tokens are those at t+1 of each position t; labels are those at t+2+k for head k, or -100.
+    Both are int64. With soft labels, `teacher_MD` holds the hidden states from which the target
+    predicted the labels, and `teacher_KN` holds the row of `teacher_MD` for each label, or -1.
     """
 
     hidden_ND: Tensor
@@ -164,9 +168,9 @@ def load_batches(
     *,
     soft_labels: bool = False,
 ) -> Iterator[Batch]:
-    """Yield one worker's training batches for `steps`, in order, on `device`.
+    """Yield one worker's training batch for each of `steps`, in order, on `device`.
 
-    Without soft labels, the teacher tensors are empty.
+    Row groups are read ahead in threads. Without soft labels, the teacher tensors are empty.
 
     Raises:
         DamagedShard: A page fails its checksum, or a shard is gone.

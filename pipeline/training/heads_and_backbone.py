@@ -1,9 +1,10 @@
 """Medusa-2: train heads and backbone jointly with self-distillation (paper 2.2.2, 2.3.2).
 
-The loss is L_backbone + lambda_0(t) · sum over heads of 0.8^(k+1) CE_k. L_backbone is KL(original ‖
-tuned) over every position whose next token the target wrote, or the cross entropy of that token.
-The heads' soft labels (`train.soft_labels`) are the original model's predictions. The adapter and
-the heads are fp32. Dropout and noise depend only on (seed, step, sequence).
+The loss is L_backbone + lambda_0(t) · sum over heads of decay^(k+1) CE_k (`train.decay`, 0.8 in the
+paper). L_backbone is the mean of KL(original ‖ tuned) over the positions whose next token the
+target wrote, or of the cross entropy of that token. The heads' soft labels (`train.soft_labels`)
+are the original model's predictions. The adapter and the heads are fp32. Dropout and noise depend
+only on (seed, step, first sequence of the micro-batch).
 
 Letters: N learned positions, C components of the loss (the backbone's, then the heads'), K heads.
 """
@@ -53,7 +54,7 @@ class MicroBatch(NamedTuple):
 
 
 class BackboneLearner(Learner):
-    """Medusa-2 learner of heads and a LoRA adapter on the backbone, from generated conversations.
+    """Learner of Medusa-2: heads and a LoRA adapter on the backbone, from generated conversations.
 
     Raises:
         ConfigError, EnvironmentFault: As `Backbone` does.
@@ -94,14 +95,14 @@ class BackboneLearner(Learner):
         return spec.recipe(num_positions(texts), len(groups))
 
     def steps(self, first: int) -> Iterator[Sequence[MicroBatch]]:
-        """Yield this worker's micro-batches of packed sequences, step by step from `first`."""
+        """Yield this worker's list of micro-batches for each training step from `first` on."""
         for step in range(first, self.recipe.total_steps):
             yield list(self.batches(step))
 
     def batches(self, step: int) -> Iterator[MicroBatch]:
         """Yield this worker's micro-batches of a training step.
 
-        Every worker has the same number of micro-batches; the last one may be without labels.
+        Every worker has the same number of micro-batches; the last one may have no labels.
         """
         epoch, of_epoch = divmod(step, self.recipe.steps_per_epoch)
         size = self.settings.micro_batch
@@ -169,7 +170,7 @@ class BackboneLearner(Learner):
         return torch.cat([backbone_loss[None], head_losses_K])
 
     def metrics(self, step: int, means: list[float]) -> StepMetrics:
-        """Return a step's mean losses, the heads' weight and the backbone's learning rate."""
+        """Return a step's metrics: mean losses, the heads' weight, the backbone's learning rate."""
         return {
             "backbone_loss": means[0],
             "head_losses": means[1:],
@@ -179,9 +180,10 @@ class BackboneLearner(Learner):
 
     @torch.no_grad()
     def evaluate(self) -> Evaluation:
-        """Evaluate trained heads and backbone drift on about `MAX_POSITIONS` held-out positions.
+        """Evaluate the heads and the backbone's drift on about `MAX_POSITIONS` held-out positions.
 
-        Leaves the backbone in evaluation mode. Raises DataError if nothing is held out.
+        The positions are divided among the workers. Leaves the backbone in evaluation mode. Raises
+        DataError if nothing is held out.
         """
         if not self.held_out:
             where = "train.backbone.sequence_length"
@@ -199,7 +201,7 @@ class BackboneLearner(Learner):
         world_size = self.workers.world_size
         first, last = split_range(0, len(groups), self.workers.rank, world_size)
         for place in range(-(-len(groups) // world_size)):
-            # Where layers are sharded, every worker runs them equally often.
+            # Every worker runs the layers equally often, because they may be sharded.
             sequences = []
             if first + place < last:
                 sequences = [[texts[index] for index in groups[first + place]]]
@@ -223,7 +225,10 @@ class BackboneLearner(Learner):
         return summarize_scores(total, drift.figures())
 
     def write(self) -> None:
-        """Write the trained LoRA adapter; give tuned matrices to heads that borrow the target's."""
+        """Write the LoRA adapter, and update the heads' matrices that are taken from the target.
+
+        These get the values of the tuned backbone, see `Heads.take_from`.
+        """
         write_adapter(self.spec.adapter_path, self.backbone, self.spec.target)
         with torch.no_grad():
             self.heads.take_from(
@@ -255,5 +260,5 @@ def open_texts(spec: TrainSpec) -> dict[str, list[Text]]:
 
 
 def num_positions(texts: Sequence[Text]) -> int:
-    """Count the target-written tokens in the conversations that Medusa-2 learns from."""
+    """Count the positions in these conversations that Medusa-2 learns from."""
     return sum(text.num_learned for text in texts)

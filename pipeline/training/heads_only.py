@@ -1,8 +1,8 @@
 """Medusa-1: train heads alone from cached hidden states, without the backbone (paper 2.2.1).
 
-The loss is the sum over heads of 0.8^(k+1) CE_k; each CE_k is a mean over the batch's labels. With
-soft labels (`train.soft_labels`), a share of CE_k is the cross entropy with the target's own
-distribution, computed from the same cached hidden states.
+The loss is the sum over heads of decay^(k+1) CE_k (`train.decay`, 0.8 in the paper); each CE_k is a
+mean over the batch's labels. With soft labels (`train.soft_labels`), a share of CE_k is the cross
+entropy with the target's own distribution, computed from the same cached hidden states.
 
 Letters: N positions, D hidden size, V vocabulary, K heads.
 """
@@ -37,7 +37,7 @@ from pipeline.training.task import Learner, StepMetrics, TrainSpec, Workers
 
 
 class HeadsLearner(Learner):
-    """Medusa-1 learner of heads alone, from the features stage's cached hidden states."""
+    """Learner of Medusa-1: heads alone, from the features stage's cached hidden states."""
 
     saves_memory = ("train.optimizer: adamw-8bit", "a smaller train.batch_tokens")
 
@@ -64,9 +64,9 @@ class HeadsLearner(Learner):
         return spec.recipe(num_positions(open_features(spec)))
 
     def steps(self, first: int) -> Iterator[Sequence[Batch]]:
-        """Yield this worker's batch of cached states for each training step from `first` on.
+        """Yield this worker's batch for each training step from `first` on, as a list of one.
 
-        The states have the noise of `train.noise`.
+        Noise of the size `train.noise` is added to the states.
         """
         seed = self.spec.seed
         soft_labels = self.spec.settings.soft_labels > 0
@@ -86,7 +86,7 @@ class HeadsLearner(Learner):
                 first += 1
 
     def label_counts(self, batches: Sequence[Batch]) -> Tensor:
-        """Count the labels of each head in this worker's batch of a training step, [K]."""
+        """Count the labels of each head in this worker's batch, [K]."""
         (batch,) = batches
         return self.heads.vocabulary.num_learned(batch.labels_KN)
 
@@ -95,7 +95,10 @@ class HeadsLearner(Learner):
         return head_weights(self.spec, self.device)
 
     def summed_losses(self, batch: Batch, weights_C: Tensor) -> Tensor:
-        """Sum each head's training loss over the batch, with soft labels if set, [K]."""
+        """Sum each head's training loss over the batch, [K].
+
+        Soft labels are used if `train.soft_labels` is above 0.
+        """
         teacher = None
         if self.target_head is not None:
             share = self.spec.settings.soft_labels
@@ -106,11 +109,11 @@ class HeadsLearner(Learner):
             )
 
     def metrics(self, step: int, means: list[float]) -> StepMetrics:
-        """Return the mean loss of each head in a training step."""
+        """Return the mean loss of each head, as `head_losses`."""
         return {"head_losses": means}
 
     def evaluate(self) -> Evaluation:
-        """Evaluate the trained heads on at most `MAX_POSITIONS` held-out positions.
+        """Evaluate the heads on at most `MAX_POSITIONS` held-out positions, over all workers.
 
         The evaluation is empty if nothing is held out.
         """
@@ -130,15 +133,15 @@ class HeadsLearner(Learner):
 
 
 def num_positions(rows: FeatureRows, split: str = "train") -> int:
-    """Count the labelled positions of a split in the cached states that Medusa-1 trains on."""
+    """Count the positions with a label in one split of the cached states."""
     return sum(int(lengths.sum()) for lengths in rows.lengths(split))
 
 
 def open_features(spec: TrainSpec) -> FeatureRows:
     """Open the cached hidden states that Medusa-1 trains on.
 
-    Raises DataError if a shard is damaged or belongs to another run, or if no train row has a
-    labelled position.
+    Raises DataError if a shard is damaged or belongs to another run, or if no training row has a
+    position with a label.
     """
     rows = FeatureRows(
         spec.shards,
@@ -157,9 +160,9 @@ def open_features(spec: TrainSpec) -> FeatureRows:
 
 
 def initial_heads(spec: TrainSpec) -> Heads:
-    """Read or initialize the heads that training starts from, in fp32 on the CPU.
+    """Return the heads that training starts from, in fp32 on the CPU.
 
-    They are those of the previous phase, if there is one.
+    They are read from the previous phase, if there is one, and otherwise untrained.
     """
     if spec.heads_from:
         return read_trained_heads(spec.heads_from)
@@ -177,9 +180,10 @@ def initial_heads(spec: TrainSpec) -> Heads:
 
 
 def _count_written_tokens(spec: TrainSpec) -> npt.NDArray[np.int64]:
-    """Count the tokens that the target wrote in training rows, by id, for a draft vocabulary.
+    """Count how often the target wrote each token in training rows, [V].
 
-    Only text in the learned roles counts.
+    Only spans in the learned roles count. The features stage's shards are read, or without them the
+    generate stage's.
     """
     shards = spec.shards
     fingerprint = spec.fingerprint
@@ -195,7 +199,7 @@ def _count_written_tokens(spec: TrainSpec) -> npt.NDArray[np.int64]:
 
 
 def head_weights(spec: TrainSpec, device: torch.device) -> Tensor:
-    """Return the factor `decay`^(k+1) of each head's loss in training, [K]."""
+    """Return the weight of each head's loss, decay^(k+1), [K] (`train.decay`)."""
     return spec.settings.decay ** torch.arange(1, spec.settings.num_heads + 1, device=device)
 
 
@@ -205,9 +209,15 @@ def add_noise(
     """Add uniform noise to training hidden states, bounded by `noise` times each state's RMS.
 
     The noise keeps heads from memorizing a small cache. EAGLE (arXiv 2401.15077) adds U(-0.1, 0.1)
-    to every entry of a Llama target's hidden states; the scale of the hidden states differs between
-    targets, so the bound is relative here. The noise is drawn for a batch of `total` states, of
-    which these begin at index `first`. If `noise` is 0, the states are returned unchanged.
+    to every entry; here the bound is relative, because the scale of hidden states differs between
+    targets. If `noise` is 0, the states are returned unchanged.
+
+    Args:
+        states_ND: The states of one worker.
+        noise: The bound, as a factor of the root mean square of a state's entries.
+        seed: The seed of the noise.
+        first: The index of the first of these states in the batch over all workers.
+        total: The number of states in that batch; by default these states alone.
     """
     if not noise:
         return states_ND

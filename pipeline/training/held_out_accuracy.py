@@ -1,4 +1,4 @@
-"""The heads' accuracy on held-out text, and the guess ranks for calibrate's tree search.
+"""The heads' accuracy on held-out text, and the ranks of held-out tokens for the tree search.
 
 Letters: N positions, D hidden size, K heads, R ranks.
 """
@@ -29,7 +29,7 @@ from pipeline.heads.kind import Heads
 
 SPLIT = "calibrate"
 MAX_POSITIONS = 131_072  # an accuracy's standard error is then under 0.15 %
-GROWN_POSITIONS = 16_384  # for dynamic trees, where each position costs as much as drafting
+GROWN_POSITIONS = 16_384  # for dynamic trees, where each position takes as long as drafting a tree
 TOP = 5
 
 
@@ -102,10 +102,10 @@ class HeldOutText:
 def held_out_ranks(
     text: HeldOutText, top: int, gpus: int = 0, progress: ProgressReporter | None = None
 ) -> HeldOutRanks:
-    """Measure held-out accuracy after training, as each token's rank among the heads' guesses.
+    """Rank held-out tokens among the trained heads' `top` guesses each, for static trees.
 
-    Each head has `top` guesses. The ranks are computed in fp32 for about `MAX_POSITIONS` positions
-    of random rows, on a GPU if `gpus` is not 0.
+    The ranks are computed in fp32 for about `MAX_POSITIONS` positions of random rows, on a GPU if
+    `gpus` is not 0.
     """
     return _rank_held_out_rows(text, partial(label_ranks, top=top), MAX_POSITIONS, gpus, progress)
 
@@ -113,7 +113,7 @@ def held_out_ranks(
 def held_out_places(
     text: HeldOutText, tree: DynamicTree, gpus: int = 0, progress: ProgressReporter | None = None
 ) -> HeldOutRanks:
-    """Measure held-out accuracy after training, as each token's rank in a dynamic tree.
+    """Rank held-out tokens among the nodes that the trained heads propose for a dynamic tree.
 
     The ranks are computed in fp32 for about `GROWN_POSITIONS` positions of random rows, on a GPU if
     `gpus` is not 0.
@@ -128,12 +128,15 @@ def _rank_held_out_rows(
     gpus: int,
     progress: ProgressReporter | None,
 ) -> HeldOutRanks:
-    """Measure the trained heads' held-out accuracy on random rows, as ranks by `measure`.
+    """Read the trained heads, and rank the tokens of random held-out rows with `measure`.
 
     Args:
-        limit: About how many positions are ranked.
+        text: The held-out shards and the heads.
         measure: Returns the rank of each label [K, N], given the heads, and the hidden states, next
             tokens and labels of one row.
+        limit: The approximate number of positions to rank.
+        gpus: 0 computes on the CPU, any other number on the default GPU.
+        progress: Counts the rows.
     """
     device = "cuda" if gpus else "cpu"
     heads = read_trained_heads(Path(text.heads)).to(device)
@@ -179,9 +182,9 @@ def _rank_held_out_rows(
 def _choose_held_out_rows(
     lengths_of_groups: Sequence[npt.NDArray[np.int64]], limit: int
 ) -> list[tuple[int, int]]:
-    """Choose random rows to measure held-out accuracy on, as sorted (row group, row) pairs.
+    """Choose random rows with about `limit` positions in total, as sorted (row group, row) pairs.
 
-    The rows have about `limit` positions in total.
+    Rows without positions are left out.
     """
     places = []
     sizes = []
@@ -193,10 +196,10 @@ def _choose_held_out_rows(
 
 
 def sample_rows(sizes: Sequence[int], limit: int) -> list[int]:
-    """Choose random held-out rows of about `limit` positions to evaluate training on.
+    """Choose random rows with about `limit` positions in total; return their indices in `sizes`.
 
-    Return their indices in `sizes`, the rows' numbers of positions. Every call with the same
-    arguments chooses the same rows.
+    `sizes` are the rows' numbers of positions. Rows are added until they have `limit` positions.
+    The same arguments give the same rows.
     """
     order = np.random.default_rng(0).permutation(len(sizes))
     totals = np.cumsum(np.array(sizes, np.int64)[order])

@@ -1,6 +1,6 @@
 """Training methods (`train.method`): input stages, settings, requirements and phases.
 
-`train.method` names an object in `METHODS`. Importing this module does not import torch.
+`METHODS` is the table of the methods by name. Importing this module does not import torch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Package(NamedTuple):
 
 
 class Method(ABC):
-    """A training method for heads of any kind (`train.method`); stateless."""
+    """Base class of the training methods (`train.method`), which train heads of any kind."""
 
     name: ClassVar[str]
     tunes_backbone: ClassVar[bool] = False
@@ -40,10 +40,10 @@ class Method(ABC):
 
     @abstractmethod
     def reads(self, train: TrainConfig) -> tuple[str, ...]:
-        """Return the stages that this training method reads: `features`, `generate` or both."""
+        """Return the stages whose output this method trains on: `features`, `generate` or both."""
 
     def skipped_stages(self, train: TrainConfig) -> dict[str, str]:
-        """Return the stages that a run with this training method skips, with the reason.
+        """Return the stages that a run with this training method skips, each with the reason.
 
         Only `features` can be skipped.
         """
@@ -52,11 +52,11 @@ class Method(ABC):
         return {"features": "not needed: joint Medusa-2 learns from the text"}
 
     def recipe_name(self, train: TrainConfig) -> str | None:
-        """Return the name of the training recipe; None unless the training method has several."""
+        """Return the name of the configured recipe; None if this method has only one."""
         return None
 
     def settings(self, train: TrainConfig, target_quantization: Bits | None) -> Identity:
-        """Return the `train` settings that the trained heads depend on, as plain data.
+        """Return the `train` settings that the trained heads depend on, for their fingerprint.
 
         The key `recipe` is the version of the rule that resolves `auto`.
         """
@@ -66,9 +66,9 @@ class Method(ABC):
         return found
 
     def unread_keys(self, train: TrainConfig) -> list[str]:
-        """Return `train` keys that are set but belong to another head kind or training method.
+        """Return the keys of `train` that differ from their defaults but are not used.
 
-        A key counts as set if it differs from its default.
+        They belong to sections of another kind of heads or another training method.
         """
         keys = []
         for name in sorted(self.unread_sections(train)):
@@ -77,7 +77,7 @@ class Method(ABC):
         return keys
 
     def unread_sections(self, train: TrainConfig) -> set[str]:
-        """Return the sections of `train` that belong to another head kind or training method."""
+        """Return the sections of `train` for another kind of heads or another training method."""
         sections = set()
         for name in type(train).model_fields:
             if isinstance(getattr(train, name), Section):
@@ -88,7 +88,7 @@ class Method(ABC):
         """Raise ConfigError for settings and targets that this training method cannot train."""
 
     def packages(self, config: Config) -> list[Package]:
-        """Return the packages that this training method needs beyond torch and transformers."""
+        """Return the packages that this method needs in addition to torch and transformers."""
         return []
 
     @abstractmethod
@@ -123,15 +123,18 @@ class HeadsAndBackbone(Method):
     sections = ("backbone",)
 
     def reads(self, train: TrainConfig) -> tuple[str, ...]:
-        """Return the stages that Medusa-2 training reads; if joint, `generate` only."""
+        """Return the stages that Medusa-2 training reads: with the joint recipe `generate` only."""
         return ("generate",) if train.backbone.recipe == "joint" else ("features", "generate")
 
     def recipe_name(self, train: TrainConfig) -> str:
-        """Return the recipe of Medusa-2 training: joint or two-stage."""
+        """Return `train.backbone.recipe`: joint or two-stage."""
         return train.backbone.recipe
 
     def settings(self, train: TrainConfig, target_quantization: Bits | None) -> Identity:
-        """Return the `train` settings that Medusa-2's heads and backbone depend on."""
+        """Return the `train` settings that Medusa-2's heads and backbone depend on.
+
+        Settings that do not change the result, such as `train.backbone.micro_batch`, are left out.
+        """
         found = super().settings(train, target_quantization)
         backbone = found["backbone"]
         for key in ("micro_batch", "gradient_checkpointing", "shard", "max_kl"):

@@ -29,17 +29,17 @@ FILE = "metrics.jsonl"
 TRACKING_FILE = "tracking.json"  # the id of the trackers' runs, which a resume continues
 KEY = "train.report_to"
 PROJECT = "medusa-distill"
-SECONDS_TO_START = 30  # the most that an unreachable server costs at the start
-SECONDS_TO_FINISH = 120  # the most at the end; heads are written afterwards
+SECONDS_TO_START = 30  # timeout of an unreachable server at the start
+SECONDS_TO_FINISH = 120  # timeout at the end; heads are written afterwards
 log = logging.getLogger(__name__)
 
 Line = dict[str, Any]  # of metrics.jsonl
 
 
 class MetricsLog:
-    """Context manager that writes metrics.jsonl and trackers on the first training worker.
+    """Context manager that logs metrics to metrics.jsonl and to the trackers.
 
-    It rewrites metrics.jsonl and starts the trackers when it is created.
+    Creating it rewrites metrics.jsonl and starts the trackers. Only the first worker has one.
 
     Args:
         spec: The training, with its directory and its trackers.
@@ -76,7 +76,7 @@ class MetricsLog:
         self.finish()
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Write one training step's metrics to metrics.jsonl and, unless they have it, to trackers.
+        """Write one step's metrics to metrics.jsonl, and to the trackers unless already logged.
 
         Metrics are numbers, lists with an entry per head, or mappings of these. Raises ValueError
         for a number that is not finite.
@@ -89,10 +89,10 @@ class MetricsLog:
                     tracker.log(step, dict(flatten_metrics(metrics)))
 
     def finish(self, result: Mapping[str, Any] | None = None) -> list[str]:
-        """Log the training's result, close its trackers, and return warnings of failed ones.
+        """Log the training's result, close the trackers, and return a warning per failed tracker.
 
-        Without a result, Weights & Biases shows the training as failed. Trackers that are closed
-        already are not closed again.
+        Without a result, Weights & Biases shows the training as failed. A second call only returns
+        the warnings.
         """
         for name, tracker in list(self._trackers.items()):
             with self._dropping(name):
@@ -119,7 +119,8 @@ class TensorBoard:
     def begin(self, spec: TrainSpec, run_id: str, reported: int) -> None:
         """Open TensorBoard's event files and log the configuration of the run.
 
-        Training steps up to `reported` are logged already; TensorBoard hides later ones.
+        `reported` is the last step that is already logged. TensorBoard hides points of later steps
+        that a killed training has logged.
         """
         from torch.utils.tensorboard import SummaryWriter
 
@@ -216,7 +217,7 @@ TRACKERS: dict[str, type[Tracker]] = {
 
 
 def require_trackers(names: Sequence[str]) -> None:
-    """Check that training's trackers are installed and Weights & Biases is logged in or offline.
+    """Check that the trackers are installed, and that Weights & Biases is logged in or offline.
 
     Raises:
         EnvironmentFault: A tracker is not installed, or Weights & Biases is online without a login.
@@ -239,9 +240,9 @@ def require_trackers(names: Sequence[str]) -> None:
 
 
 def flatten_metrics(figures: Any, name: str = "") -> Iterator[tuple[str, float]]:
-    """Yield the names and numbers of nested training metrics, such as `held_out/head_2/top1`.
+    """Yield each number in nested metrics with its full name, such as `held_out/head_2/top1`.
 
-    Values other than numbers are left out.
+    `name` is a prefix of all names. Values other than numbers are left out.
     """
     if isinstance(figures, Mapping):
         for key, value in figures.items():
@@ -254,7 +255,7 @@ def flatten_metrics(figures: Any, name: str = "") -> Iterator[tuple[str, float]]
 
 
 def read_metrics(directory: Path) -> Iterator[Line]:
-    """Yield the lines of a training's metrics.jsonl, if it exists.
+    """Yield the lines of metrics.jsonl as dictionaries; nothing if the file does not exist.
 
     Lines that are not JSON are skipped, since a kill may cut a line short.
     """
@@ -267,10 +268,10 @@ def read_metrics(directory: Path) -> Iterator[Line]:
 
 
 def read_curves(directory: Path) -> tuple[list[Line], list[Line]]:
-    """Read a training's curves from its metrics.jsonl: its steps, and its held-out evaluations.
+    """Read the training steps and the held-out evaluations from metrics.jsonl, as two lists.
 
-    The steps are lines of the file. An evaluation has step, head_losses, head_top1 and, for
-    Medusa-2, the `kl` to the original. Both lists are empty without the file.
+    A step is a line of the file. An evaluation has `step`, `head_losses`, `head_top1` and, for
+    Medusa-2, `kl`. Both lists are empty if the file does not exist.
     """
     trained = []
     held_out = []

@@ -19,7 +19,7 @@ ParameterGroup = dict[str, Any]  # the arguments of one group of torch's optimiz
 
 
 def trainable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters of a module that training changes, by name."""
+    """Return a module's parameters that require gradients, by name."""
     named = module.named_parameters()
     return {name: parameter for name, parameter in named if parameter.requires_grad}
 
@@ -29,7 +29,7 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """Create AdamW over the trainable parameters; biases and norms have no weight decay.
 
-    Each group's `peak_lr` is the peak learning rate of its module.
+    Each parameter group has its module's peak learning rate as `peak_lr`, for `set_lr`.
 
     Raises:
         EnvironmentFault: 8-bit moments are required and bitsandbytes cannot be imported.
@@ -56,12 +56,11 @@ def make_optimizer(
 
 
 def _adamw_8bit(groups: list[ParameterGroup]) -> torch.optim.Optimizer:
-    """Create bitsandbytes' 8-bit AdamW, one matrix at a time.
+    """Create bitsandbytes' 8-bit AdamW, in which each matrix of a stack is a separate parameter.
 
     The CUDA kernels count elements in 32 bits: five lm_heads of a 128k vocabulary in one tensor
-    (2.6e9 elements) would overflow. So the optimizer sees each matrix of a stack as a parameter of
-    its own, a view that shares the stack's memory. Raises EnvironmentFault if bitsandbytes cannot
-    be imported.
+    (2.6e9 elements) would overflow. So the optimizer's parameters are views that share the memory
+    of the stacks. Raises EnvironmentFault if bitsandbytes cannot be imported.
     """
     try:
         from bitsandbytes.optim import AdamW8bit
@@ -82,14 +81,14 @@ def _adamw_8bit(groups: list[ParameterGroup]) -> torch.optim.Optimizer:
     optimizer: torch.optim.Optimizer = AdamW8bit(sliced_groups)
 
     def pass_gradients(*_: Any) -> None:
-        """Give each matrix its slice of the gradient of its stack before an optimizer step."""
+        """Give each matrix its slice of the stack's gradient; called before an optimizer step."""
         for stack, parameters in slices.items():
             assert stack.grad is not None, "the trainer gives every parameter a gradient"
             for parameter, gradient in zip(parameters, _matrices(stack.grad), strict=True):
                 parameter.grad = gradient
 
     def free_gradients(*_: Any) -> None:
-        """Drop the gradients of the matrices after an optimizer step of training."""
+        """Drop the gradients of the matrices; called after an optimizer step."""
         optimizer.zero_grad()  # of the slices; the trainer clears the stacks' gradients
 
     optimizer.register_step_pre_hook(pass_gradients)
@@ -98,9 +97,9 @@ def _adamw_8bit(groups: list[ParameterGroup]) -> torch.optim.Optimizer:
 
 
 def _matrices(stack: Tensor) -> list[Tensor]:
-    """Split a trained parameter [..., A, B] into views of its matrices [A, B].
+    """Split a tensor [..., A, B] into views of its matrices [A, B].
 
-    A parameter of one or two dimensions is returned whole.
+    A tensor of one or two dimensions is returned whole, in a list of one.
     """
     if stack.dim() <= 2:
         return [stack]

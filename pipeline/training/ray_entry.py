@@ -1,9 +1,9 @@
 """Training on a Ray cluster: Ray Train starts the workers and restarts them when one dies.
 
-The trainer resumes by itself: the workers report no checkpoint to Ray, so a restarted worker group
-(or a new driver) continues from the newest checkpoint in the stage directory. Ray's own files
-therefore have a new name in every call and are removed afterwards. Each worker computes on one
-device, even if it reserves several GPUs.
+The workers report no checkpoint to Ray: a restarted worker group (or a new driver) resumes from the
+newest checkpoint in the stage directory. Ray's own files are not needed for that, so they have a
+new name in every call and are removed afterwards. Each worker computes on one device, even if it
+reserves several GPUs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pipeline.execution.ray_executor import last_line, run_and_carry_errors
 from pipeline.training.task import TrainResult, TrainSpec, Workers
 from pipeline.training.trainer import train
 
-MAX_START_FAILURES = 10  # a minute each: a cluster that scales up needs some
+MAX_START_FAILURES = 10  # about a minute each, while a cluster scales up
 
 WorkerResult = tuple[TrainResult | None, MedusaDistillError | None]
 """What `run_worker` returns: the training's result, or the user's error."""
@@ -41,11 +41,12 @@ def train_on_ray(
 ) -> TrainResult:
     """Train on Ray workers and return the first worker's result.
 
-    Call this function in a Ray task, through the executor. Ray Train's `fit` blocks and handles
-    SIGINT itself. In a thread of the driver it would not survive the shutdown of Ray, by which a
-    driver stops.
+    This function must run in a Ray task, not in the driver, because Ray Train's `fit` blocks and
+    handles SIGINT itself.
 
     Args:
+        spec: The training.
+        placement: The number of workers, and the CPUs and GPUs of each.
         max_failures: The number of failures at which training ends; a failure is a worker's death
             or an error that `run_worker` raises. After fewer failures the worker group restarts
             from the newest checkpoint.
@@ -107,7 +108,7 @@ class DeathReporter(UserCallback):
         self.on_death = on_death
 
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
-        """Report each training worker that died or raised, with the last line of its error."""
+        """Call `on_death` for each failed worker, with its rank and the last line of its error."""
         for rank, error in worker_exceptions.items():
             self.on_death(error=f"training worker {rank}: {last_line(error)}")
 
@@ -134,9 +135,10 @@ def run_worker(config: dict[str, Any]) -> WorkerResult:
 
 
 def _training_error(error: Exception, spec: TrainSpec) -> MedusaDistillError:
-    """Return the project's error that a training worker raised, or an EnvironmentFault.
+    """Return the error to raise when Ray Train failed with `error`.
 
-    The EnvironmentFault has the last line of the worker's error, or of Ray's.
+    It is the first MedusaDistillError that a worker raised. If there is none, it is an
+    EnvironmentFault with the last line of the first worker's error, or of `error`.
     """
     failures = list(getattr(error, "worker_failures", {}).values())
     for failure in failures:

@@ -2,8 +2,8 @@
 
 The rule, with its evidence in docs/recipes-and-methods.md and `python -m benchmarks.run recipe`:
 
-- Epochs: the paper's 2 from 4 million positions on (MANY_STEPS / 2 of the paper's batches). With
-  fewer positions, as many epochs as give MANY_STEPS such batches, at most MAX_EPOCHS.
+- Epochs: as many as give MANY_STEPS batches of the paper's size, at least the paper's 2 and at most
+  MAX_EPOCHS. From 4 million positions on it is 2.
 - Batch size: the power of two that gives a number of steps nearest to MANY_STEPS, at most the
   paper's 16,384 positions and at least MIN_BATCH, since smaller batches take more time without
   better heads. For Medusa-2 it is at most the paper's 128 sequences and at least one.
@@ -15,8 +15,7 @@ Explicit settings are kept, and the other values are computed from them. The rul
 counts, so that every worker and every resume agree. Raise `VERSION` when the rule changes: it is
 part of every training's fingerprint. Importing this module does not import torch.
 
-Source: the paper's settings are in its appendix B, for 100,000 conversations and targets of 7B and
-    more.
+The paper's settings are in its appendix B, for 100,000 conversations and targets of 7B and more.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ MAX_EPOCHS = 4
 MANY_STEPS = 500  # the paper has 9,800 or fewer
 FEW_STEPS = 40  # with fewer steps, heads guess hardly better than untrained heads
 EVALUATIONS = 10  # per training
-EVALUATION_SHARE = 0.2  # positions evaluated over trained; an evaluated one takes a third as long
+EVALUATION_SHARE = 0.2  # evaluated over trained positions, at most; evaluation is 3 times as fast
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ class Recipe:
     lr: float  # peak, of the heads
     warmup_steps: int
     steps_per_epoch: int
-    batch_tokens: int  # positions per step; an average where steps are of packed sequences
+    batch_tokens: int  # positions per step; the average for packed sequences
     batch_sequences: int | None = None
 
     @property
@@ -60,7 +59,7 @@ class Recipe:
         return self.steps_per_epoch * self.epochs
 
     def describe(self) -> str:
-        """Describe the training recipe in words: `4 epochs of 146 steps, …`."""
+        """Return the training recipe in words: `4 epochs of 146 steps, …`."""
         unit = "epoch" if self.epochs == 1 else "epochs"
         return (
             f"{self.epochs:,} {unit} of {self.steps_per_epoch:,} steps, {self.batch_tokens:,}"
@@ -71,10 +70,11 @@ class Recipe:
         """Return whether a held-out evaluation follows this training step.
 
         Evaluations are at the end of each epoch and at equal intervals within it. The whole
-        training has about EVALUATIONS of them. It has fewer if they would take too much time, and
-        more if it has more epochs.
+        training has about EVALUATIONS of them: fewer if they would exceed EVALUATION_SHARE of the
+        positions, more if there are more epochs.
 
         Args:
+            step: The number of finished steps, at least 1.
             held_out_share: Positions of one evaluation over those of one epoch; 0 if nothing is
                 held out.
         """
@@ -94,9 +94,12 @@ def make_recipe(
     lr_scale: float = 1.0,
     sequences: int | None = None,
 ) -> Recipe:
-    """Resolve `auto` in the training settings, given the number of positions and the hidden size.
+    """Resolve `auto` in the training settings.
 
     Args:
+        train: The settings.
+        positions: The number of positions that one epoch learns from.
+        hidden_size: The target's hidden size.
         lr_scale: See `Heads.lr_scale`.
         sequences: The number of packed sequences for Medusa-2; None for heads alone.
     """

@@ -56,27 +56,25 @@ class TrainSpec:
 
     @property
     def path(self) -> Path:
-        """The directory of this training or training phase."""
+        """The directory of this training."""
         return Path(self.directory)
 
     @property
     def heads_path(self) -> Path:
-        """Path of the heads that this training or training phase writes.
-
-        Training is finished once this file holds heads of `heads_shape`.
-        """
+        """The path of the heads file that this training writes when it is finished."""
         return self.path / HEADS_FILE
 
     @property
     def adapter_path(self) -> Path:
-        """Path of the LoRA adapter that Medusa-2 trains."""
+        """The directory of the LoRA adapter that Medusa-2 trains."""
         return self.path / "adapter"
 
     @property
     def trained_target(self) -> TargetSpec:
-        """The target as Medusa-2 training loads it, quantized by `train.backbone.quantization`.
+        """The target as Medusa-2 training loads it.
 
-        Where that is not set, its quantization is `target.quantization`.
+        Its quantization is `train.backbone.quantization`, or `target.quantization` if that is not
+        set.
         """
         bits = self.settings.backbone.quantization_beside(self.target.quantization)
         return replace(self.target, quantization=bits)
@@ -88,7 +86,11 @@ class TrainSpec:
         return shape.drafting(self.settings.draft_vocab)
 
     def of_phase(self, name: str, heads_from: Path | None = None) -> TrainSpec:
-        """Return the specification of one training phase; the last phase's name is empty."""
+        """Return the specification of one training phase, in the subdirectory `name`.
+
+        The last phase's name is empty; its directory is that of the training. `heads_from` is the
+        path of the heads to start from.
+        """
         run_name = f"{self.run_name}-{name}" if name else self.run_name
         directory = str(self.path / name)
         return replace(self, directory=directory, run_name=run_name, heads_from=heads_from)
@@ -101,7 +103,7 @@ class TrainSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainResult(Evaluation):
-    """The result of one training, with the evaluation of the best state."""
+    """The result of one training, with the evaluation at the lowest held-out loss."""
 
     steps: int
     tokens: int  # positions, over all workers and epochs
@@ -149,7 +151,7 @@ class Workers:
             dist.barrier()
 
     def sum_in_place(self, tensor: Tensor) -> None:
-        """Replace a tensor by its sum over all training workers, bitwise equal on each."""
+        """Replace a tensor by its sum over all training workers, the same bits on each worker."""
         if self.world_size > 1:
             dist.all_reduce(tensor)
 
@@ -164,11 +166,12 @@ class Workers:
 class Learner(ABC):
     """Interface of one training phase: modules, batches, losses, evaluation and output.
 
-    A subclass's `__init__` reads the training data and sets the attributes below. Torch's generator
-    is seeded beforehand, equally on every worker.
+    A subclass's `__init__` reads the training data and sets the attributes below. The trainer seeds
+    torch's generator before, equally on every worker.
 
     Args:
         spec: The phase's specification.
+        workers: The workers of the training.
         device: The device to compute on.
 
     Raises:
@@ -199,10 +202,10 @@ class Learner(ABC):
     def expected_recipe(
         cls, settings: TrainConfig, positions: int, hidden_size: int, lr_scale: float
     ) -> Recipe:
-        """Estimate the training recipe from a number of target-written positions, without data.
+        """Estimate the training recipe from a number of positions, without reading data.
 
-        For Medusa-2 the estimate assumes full sequences of target-written positions only. The real
-        recipe usually has more steps, since prompts take up tokens too.
+        The estimate for Medusa-2 assumes that every token of a packed sequence is learned from. The
+        real recipe usually has more steps, since prompts take up tokens too.
         """
         sequences = None
         if cls.tunes_backbone:
@@ -211,7 +214,7 @@ class Learner(ABC):
 
     @abstractmethod
     def steps(self, first: int) -> Iterator[Sequence[Any]]:
-        """Yield this worker's micro-batches of each training step from `first` on."""
+        """Yield this worker's sequence of micro-batches for each training step from `first` on."""
 
     @abstractmethod
     def label_counts(self, batches: Sequence[Any]) -> Tensor:
@@ -239,11 +242,11 @@ class Learner(ABC):
 
     @abstractmethod
     def metrics(self, step: int, means: list[float]) -> StepMetrics:
-        """Return a training step's metrics, given the mean of each loss component."""
+        """Return the metrics of a training step, given the mean of each loss component."""
 
     @abstractmethod
     def evaluate(self) -> Evaluation:
-        """Evaluate the modules in training on held-out text; called on all workers at once."""
+        """Evaluate the trained modules on held-out text; all workers call this together."""
 
     def write(self) -> None:  # noqa: B027  (most write nothing)
         """Write the training's outputs other than the heads; called on the first worker."""
@@ -278,7 +281,10 @@ def choose_device(spec: TrainSpec) -> torch.device:
 
 @contextlib.contextmanager
 def gpu_errors(spec: TrainSpec, saves_memory: Sequence[str]) -> Iterator[None]:
-    """Context manager: turn training's CUDA memory and kernel errors into EnvironmentFault."""
+    """Context manager: raise CUDA out-of-memory and kernel errors as EnvironmentFault.
+
+    The error suggests the settings `saves_memory` and those of the kind of heads.
+    """
     try:
         yield
     except (torch.OutOfMemoryError, torch.AcceleratorError) as error:

@@ -30,9 +30,12 @@ from pipeline.training.task import Workers
 
 @dataclass(frozen=True)
 class Text:
-    """A conversation to train on: token ids, spans in learned roles, number of tokens read.
+    """A conversation to train on.
 
-    The backbone reads the first `num_read` tokens.
+    Attributes:
+        ids: All token ids.
+        spans: The target-written spans in the learned roles.
+        num_read: The number of tokens that the backbone reads, from the start.
     """
 
     ids: npt.NDArray[np.int32]
@@ -41,7 +44,7 @@ class Text:
 
     @property
     def num_learned(self) -> int:
-        """The number of target-written tokens that training learns from in this conversation."""
+        """The number of positions that training learns from in this conversation."""
         return int(np.count_nonzero(feature_positions(self.spans) < self.num_read))
 
 
@@ -58,8 +61,8 @@ def read_texts(
 ) -> dict[str, list[Text]]:
     """Read the generated conversations for training, by split.
 
-    Conversations are cut at `sequence_length`. Those without target-written text of these roles
-    within it are left out.
+    Conversations are cut at `sequence_length`. Conversations that then have no position to learn
+    from in these roles are left out.
 
     Raises:
         DamagedShard: A shard cannot be read.
@@ -70,7 +73,7 @@ def read_texts(
         spans = tuple(span for span in row.spans if span.role in roles)
         if not spans or min(span.start for span in spans) > sequence_length:
             continue
-        # The last token of all is a label, and never read.
+        # The last token is only ever a label, so the backbone does not read it.
         num_read = min(sequence_length, max(span.end for span in spans) - 1)
         texts.setdefault(row.split, []).append(Text(row.input_ids, spans, num_read))
     return texts
@@ -117,7 +120,8 @@ class TextPlan:
     ) -> list[tuple[int, list[int]]]:
         """Return one worker's sequences of a training step, as (number, conversations) pairs.
 
-        The number counts the sequences of the step over all workers; conversations are indices.
+        The number is the sequence's index in the step over all workers. The conversations are
+        indices into the texts that were packed. `step` is the step within the epoch.
         """
         order = np.random.default_rng([self._seed, epoch]).permutation(len(self.groups))
         start, stop = split_range(0, len(order), step, self.steps_per_epoch)
@@ -131,17 +135,23 @@ class TextPlan:
 
 
 class TextBatch(NamedTuple):
-    """Training batch of packed sequences [B, T], with labels at N learned positions.
+    """Training batch of packed sequences, with labels at N learned positions; all int64.
 
-    `learned_N` are indices of the flattened [B·T].
+    Attributes:
+        ids_BT: Token ids.
+        positions_BT: Position ids, from 0 in each conversation.
+        learned_N: The learned positions, as indices into the flattened [B · T].
+        next_N: The token after each learned position.
+        labels_KN: Each head's labels, -100 where there is none.
+        teacher_KN: Which of the N positions has the state that predicts each label; -1 without a
+            label, or if that position is cut off.
     """
 
     ids_BT: Tensor
     positions_BT: Tensor
     learned_N: Tensor
-    next_N: Tensor  # the tokens that follow
-    labels_KN: Tensor  # the heads', -100 where one has nothing to learn
-    # which of the states at `learned_N` predicts each label; -1 where none does, or it is cut off
+    next_N: Tensor
+    labels_KN: Tensor
     teacher_KN: Tensor
 
     def to(self, device: torch.device) -> TextBatch:
@@ -175,8 +185,8 @@ def assemble_texts(sequences: Sequence[Sequence[Text]], num_heads: int) -> TextB
             is_read_N = positions_N < text.num_read
             labels_KN = head_labels(text.ids, text.spans, num_heads, every_role)[:, is_read_N]
             positions_N = positions_N[is_read_N]
-            # Head k's label, the token at t+2+k, is predicted at t+1+k: k+1 states on, within the
-            # same span.
+            # The target predicts head k's label, the token at t+2+k, at t+1+k: k+1 learned
+            # positions later in the same span.
             number_N = np.arange(len(positions_N))
             teacher_KN = number_N + 1 + np.arange(num_heads)[:, None]
             has_teacher_KN = (labels_KN != IGNORED) & (teacher_KN < len(number_N))

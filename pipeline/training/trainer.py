@@ -3,8 +3,8 @@
 The trainer divides each loss component by its number of labels over all micro-batches of all
 workers. So, up to rounding, losses depend neither on the micro-batch size nor on the number of
 workers. Weights are fp32; matrix products may be bf16. An interrupted training continues after its
-newest undamaged checkpoint; on a CPU it ends with the same weights, bit for bit. The state with
-the lowest held-out loss is written; training ends early once that loss stops falling.
+newest undamaged checkpoint; on a CPU it ends with the same weights, bit for bit. The weights with
+the lowest held-out loss are written; training ends early once that loss stops falling.
 
 A training has one or more phases. Each phase has its own directory and checkpoints, and starts from
 the heads of the previous phase.
@@ -58,8 +58,8 @@ def train(
     """Train all phases and return the result; read the result of a finished phase from disk.
 
     The result is that of the last phase, with the earlier ones in `earlier`. The first worker
-    writes `heads.safetensors`, `summary.jsonl`, `metrics.jsonl`, `checkpoints/`, trackers' files
-    and the learner's outputs.
+    writes heads, summary, metrics, checkpoints and the learner's other outputs to the directory of
+    each phase, and logs to the trackers.
 
     Raises:
         CheckFailed: The loss or its gradient is no longer finite.
@@ -127,9 +127,9 @@ class TrainState:
     stale: int = 0  # evaluations since the best one
 
     def record(self, evaluation: Evaluation, loss: float | None) -> bool:
-        """Record a training's held-out evaluation; return whether this state is the best.
+        """Record an evaluation at this step; return whether its loss is the lowest so far.
 
-        Without a loss nothing is held out, and no state is the best.
+        If nothing is held out, `loss` is None and the result is False.
         """
         if loss is not None and self.best_loss is not None and not loss < self.best_loss:
             self.stale += 1
@@ -143,7 +143,7 @@ class TrainState:
         return True
 
     def advance(self, loss: float, positions: int, seconds: float) -> None:
-        """Count a training step, and record its loss, positions and time."""
+        """Count a training step, and record its loss, positions and seconds."""
         self.step += 1
         self.tokens += positions
         self.seconds += seconds
@@ -155,7 +155,7 @@ class TrainState:
         return self.tokens / self.seconds
 
     def result(self, recipe: Recipe) -> TrainResult:
-        """Return the training's result at this step, with the evaluation of the best state."""
+        """Return the result of the training, with the evaluation of the best state."""
         assert self.evaluation is not None, "training starts with an evaluation"
         return TrainResult(
             **vars(self.evaluation),
@@ -171,15 +171,15 @@ class TrainState:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Result of one training step over all workers, with its entries in metrics.jsonl."""
+    """Result of one training step over all workers."""
 
     loss: float
     positions: int  # learned from
-    metrics: StepMetrics
+    metrics: StepMetrics  # for metrics.jsonl
 
 
 class Trainer:
-    """Training loop of one phase, with its learner and optimizer."""
+    """Training loop of one phase: its learner, its optimizer and its best weights."""
 
     def __init__(self, learner: Learner):
         self.learner = learner
@@ -283,9 +283,9 @@ class Trainer:
         return result
 
     def write_best(self, result: TrainResult) -> None:
-        """Write the best adapter of the training, if any, then its best heads with the result.
+        """Restore the best weights; write the learner's outputs, then the heads with the result.
 
-        Restores the best weights first. If nothing was held out, the last weights are written.
+        If nothing was held out, the last weights are written.
         """
         if self.best:
             self.modules.load_state_dict(self.best, strict=False)  # frozen weights stay
@@ -293,9 +293,9 @@ class Trainer:
         write_heads(self.learner.spec.heads_path, self.learner.heads, result.to_json())
 
     def evaluate(self, state: TrainState) -> Evaluation:
-        """Evaluate a training on held-out text, and record the evaluation in its state.
+        """Evaluate the modules on held-out text, and record the evaluation in `state`.
 
-        The first worker copies the weights if this state is the best.
+        If it is the best so far, the first worker keeps a copy of the weights.
         """
         evaluation = self.learner.evaluate()
         is_best = state.record(evaluation, evaluation.loss(self.settings.decay))
@@ -305,7 +305,7 @@ class Trainer:
         return evaluation
 
     def save(self, checkpoints: Checkpoints, state: TrainState) -> None:
-        """Save weights, best weights, optimizer state and progress as a training checkpoint.
+        """Save weights, best weights, optimizer state and training state as a checkpoint.
 
         They are copied now and written in the background.
         """
