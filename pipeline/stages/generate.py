@@ -93,12 +93,12 @@ def check_samples(run: ResolvedRun, size: RunSize, store: Path) -> None:
         EnvironmentFault: They may take more than the disk of `store` has free.
     """
     samples = run.config.generate.samples
-    if samples in ("auto", 1) or size.written or not size.disk_bytes:
+    if isinstance(samples, str) or samples == 1 or size.written or not size.disk_bytes:
         return
     excess = size.disk_bytes - free_disk(store)
     if excess > 0:
         bytes_per_sample = size.tokens_per_sample * size.bytes_per_position
-        fitting = max(1, int(samples - math.ceil(excess / bytes_per_sample)))
+        fitting = max(1, samples - math.ceil(excess / bytes_per_sample))
         raise EnvironmentFault(
             f"The states of {samples} samples take up to {size.disk_bytes / 1e9:.1f} GB, and"
             f" {free_disk(store) / 1e9:.1f} GB of the disk are free.",
