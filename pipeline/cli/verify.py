@@ -42,11 +42,12 @@ def verify(
             state = f"{len(stage.done.files)} files"
         print_stage(console, "[red]damaged[/]" if problems else "[green]ok[/]     ", name, state)
     if damaged:
-        fix = (
+        raise CheckFailed(
+            f"Damaged: {'; '.join(damaged)}.",
+            str(run.path),
             "Delete these files and run the same configuration again: they are made anew, a log by"
-            " --fresh STAGE."
+            " --fresh STAGE.",
         )
-        raise CheckFailed(f"Damaged: {'; '.join(damaged)}.", str(run.path), fix)
     seeds = stages.get("seeds")
     if seeds is None or not seeds.done:
         return

@@ -92,14 +92,18 @@ def check_heads_fit(model: PreTrainedModel, heads: Heads) -> None:
     own = (config.hidden_size, config.vocab_size)
     read = (heads.shape.hidden_size, heads.shape.target_vocab_size)
     if read != own:
-        what = f"The heads have hidden and vocabulary sizes {read}, and the target has {own}."
-        fix = "Use the heads with the target that they were trained for."
-        raise ConfigError(what, "target.model", fix)
+        raise ConfigError(
+            f"The heads have hidden and vocabulary sizes {read}, and the target has {own}.",
+            "target.model",
+            "Use the heads with the target that they were trained for.",
+        )
     attention = config._attn_implementation
     if attention not in _TREE_ATTENTION:
-        what = f"The target's attention is {attention!r}, which takes no tree mask."
-        fix = f"Load the target with one of {', '.join(_TREE_ATTENTION)}."
-        raise ConfigError(what, "attn_implementation", fix)
+        raise ConfigError(
+            f"The target's attention is {attention!r}, which takes no tree mask.",
+            "attn_implementation",
+            f"Load the target with one of {', '.join(_TREE_ATTENTION)}.",
+        )
 
 
 @dataclass

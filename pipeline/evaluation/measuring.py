@@ -213,8 +213,11 @@ def _candidate(
         }
     if found.heads is None:
         if "native" in settings.engines:
-            fix = "vLLM alone can measure it: --engine vllm."
-            raise DataError(f"{found.why_not}.", str(directory), fix)
+            raise DataError(
+                f"{found.why_not}.",
+                str(directory),
+                "vLLM alone can measure it: --engine vllm.",
+            )
         yield Candidate(found.description, directory, num_tokens, original)
         return
     shape = found.heads.shape
@@ -259,8 +262,11 @@ def _own_heads(
     config = None
     if draft_tokens is not None:
         if draft_tokens > shape.max_depth:
-            what = f"These heads propose {shape.max_depth} tokens ahead, not {draft_tokens}."
-            raise ConfigError(what, "--draft-tokens", f"Give at most {shape.max_depth}.")
+            raise ConfigError(
+                f"These heads propose {shape.max_depth} tokens ahead, not {draft_tokens}.",
+                "--draft-tokens",
+                f"Give at most {shape.max_depth}.",
+            )
         config = layout.kind.speculative_config(str(directory.resolve()), draft_tokens)
     return Candidate(shape.description, directory, shape.max_depth, config, read_tree(directory))
 

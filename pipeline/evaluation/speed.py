@@ -218,8 +218,11 @@ def require_steps(accepted: Iterable[Sequence[int]]) -> None:
         ConfigError: No answer has a step to measure.
     """
     if not any(accepted):
-        what = "Every answer ended with its first token, so that there is no step to measure."
-        raise ConfigError(what, "check.max_new_tokens", "Raise it, or check with other prompts.")
+        raise ConfigError(
+            "Every answer ended with its first token, so that there is no step to measure.",
+            "check.max_new_tokens",
+            "Raise it, or check with other prompts.",
+        )
 
 
 def check_speed(

@@ -55,8 +55,11 @@ REPEATED = ("embed_tokens.weight", "lm_head.weight")  # matrices of the target i
 def head_kind(name: str) -> type[Heads]:
     """Return the class of a kind of heads; raise ConfigError for an unknown name."""
     if name not in KINDS:
-        what = f'There is no kind of heads called "{name}".'
-        raise ConfigError(what, "train.heads", f"Use one of {', '.join(KINDS)}.")
+        raise ConfigError(
+            f'There is no kind of heads called "{name}".',
+            "train.heads",
+            f"Use one of {', '.join(KINDS)}.",
+        )
     return KINDS[name]
 
 
@@ -217,13 +220,16 @@ def _eagle_heads(
             return ForeignHeads(None, "an EAGLE-1 model with attention or bias", "eagle", why)
     for name, matrix in zip(REPEATED, (target.embedding, target.lm_head), strict=True):
         if name in names and not _is_same_matrix(tensors[name], matrix()):
-            what = f"Its {name} is not the target's, which engines draft with."
-            fix = "Give --target the model that these heads were trained on."
-            raise tensors.refuse(what, fix)
+            raise tensors.refuse(
+                f"Its {name} is not the target's, which engines draft with.",
+                "Give --target the model that these heads were trained on.",
+            )
     activation = tensors.config.get("hidden_act", "silu")
     if activation != "silu":
-        what = f"Its activation is {activation}, and the cell's is silu."
-        raise tensors.refuse(what, "Measure it with the engine that it was trained for.")
+        raise tensors.refuse(
+            f"Its activation is {activation}, and the cell's is silu.",
+            "Measure it with the engine that it was trained for.",
+        )
     inner = 1
     if GATE in names:
         inner = max(1, tensors[GATE].numel() // sizes.hidden_size)

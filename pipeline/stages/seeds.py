@@ -232,12 +232,12 @@ def require_rows_of_splits(stage: StageDirectory, summary: Summary, holdout: flo
     held_out = held_out_rows(num_rows, holdout)
     enough_if_all_differed = min(held_out, num_rows - 2 * held_out) >= MIN_HELD_OUT
     if not enough_if_all_differed:
-        what = (
+        raise DataError(
             f"{num_rows} usable conversations are too few: training, calibration and the check"
-            f" need at least {MIN_HELD_OUT} rows each."
+            f" need at least {MIN_HELD_OUT} rows each.",
+            str(stage.path),
+            "Name more or larger sources in seeds.sources, or change seeds.holdout.",
         )
-        fix = "Name more or larger sources in seeds.sources, or change seeds.holdout."
-        raise DataError(what, str(stage.path), fix)
     question, num_alike = most_frequent_opening(stage.shards())
     counts = ", ".join(f"{split} {number:,}" for split, number in rows_of.items())
     too_alike = (
@@ -246,8 +246,11 @@ def require_rows_of_splits(stage: StageDirectory, summary: Summary, holdout: flo
         f" {counts}."
     )
     if fewest == 0:
-        fix = "Name sources in seeds.sources whose conversations open with different questions."
-        raise DataError(too_alike, str(stage.path), fix)
+        raise DataError(
+            too_alike,
+            str(stage.path),
+            "Name sources in seeds.sources whose conversations open with different questions.",
+        )
     return too_alike
 
 

@@ -94,12 +94,12 @@ class TransformersGenerationEngine:
             return self._decode()
         except torch.cuda.OutOfMemoryError as error:
             if len(self._rows) <= 1:
-                what = "One conversation exceeds the GPU's memory."
-                fix = (
+                raise EnvironmentFault(
+                    "One conversation exceeds the GPU's memory.",
+                    "generate",
                     "Lower target.max_tokens or generate.max_new_tokens, raise gpus_per_worker, or"
-                    " quantize the target."
-                )
-                raise EnvironmentFault(what, "generate", fix) from error
+                    " quantize the target.",
+                ) from error
         # Seeded rows give the same text again.
         self.max_batch_tokens //= 2
         self._waiting.extendleft(row.request for row in reversed(self._rows))
@@ -321,12 +321,12 @@ class TransformersFeatureEngine:
             try:
                 pending.append(self._forward(indices, batch))
             except torch.cuda.OutOfMemoryError as error:
-                what = f"{len(batch)} rows of {len(batch[0])} tokens exceed the GPU's memory."
-                fix = (
+                raise EnvironmentFault(
+                    f"{len(batch)} rows of {len(batch[0])} tokens exceed the GPU's memory.",
+                    "features",
                     "Lower features.tokens_per_batch or target.max_tokens, raise gpus_per_worker,"
-                    " or quantize the target."
-                )
-                raise EnvironmentFault(what, "features", fix) from error
+                    " or quantize the target.",
+                ) from error
             if len(pending) > 1:
                 yield from pending.popleft().collect()
         for last in pending:

@@ -214,8 +214,11 @@ def verify_packing(model: Any) -> None:
     expected = torch.cat(alone, 1).float()
     difference = (packed.float() - expected).norm()
     if difference > 0.1 * expected.norm():  # other kernels in bf16 differ by some percent
-        what = "In the target, conversations that are packed into one sequence see each other."
-        raise ConfigError(what, files.WHERE, HEADS_ALONE)
+        raise ConfigError(
+            "In the target, conversations that are packed into one sequence see each other.",
+            files.WHERE,
+            HEADS_ALONE,
+        )
 
 
 def write_adapter(directory: Path, backbone: Backbone, spec: TargetSpec) -> None:

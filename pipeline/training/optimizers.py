@@ -65,9 +65,10 @@ def _adamw_8bit(groups: list[ParameterGroup]) -> torch.optim.Optimizer:
     try:
         from bitsandbytes.optim import AdamW8bit
     except (ImportError, RuntimeError) as error:
-        fix = "Install bitsandbytes for this machine, or set train.optimizer: adamw."
         raise EnvironmentFault(
-            f"bitsandbytes cannot be imported: {error}.", "train.optimizer", fix
+            f"bitsandbytes cannot be imported: {error}.",
+            "train.optimizer",
+            "Install bitsandbytes for this machine, or set train.optimizer: adamw.",
         ) from error
 
     slices: dict[nn.Parameter, list[nn.Parameter]] = {}
