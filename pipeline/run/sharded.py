@@ -29,6 +29,7 @@ def run_sharded(
     arguments: dict[str, Any],
     placement: Placement,
     split: str | None = None,
+    train_samples: int = 1,
 ) -> Summary:
     """Map a stage's worker over the shards that the run lacks, and retry those that fail.
 
@@ -38,6 +39,7 @@ def run_sharded(
         worker: A class whose instances take a `ShardTask` and return its `Receipt`.
         arguments: The arguments of its constructor, to which `progress` is added.
         split: The split whose rows the worker reads, to size the progress bar; None for all rows.
+        train_samples: How many conversations the worker makes of a training row.
 
     Returns:
         Totals over all shards, see `StageTotals.summary`.
@@ -57,6 +59,8 @@ def run_sharded(
     sizes = {}
     for index, receipt in sources.items():
         sizes[index] = int(receipt.stats[f"{split}_rows"]) if split else receipt.num_rows
+        if train_samples > 1:
+            sizes[index] += (train_samples - 1) * int(receipt.stats["train_rows"])
     failures = Failures(stage, limits.max_consecutive_failures)
     with (
         Meter(context.console, stage.stage) as meter,
