@@ -40,7 +40,7 @@ PROBE_WORDS = ("placeholder_function", "PlaceholderArgument", "PlaceholderResult
 
 
 class ChatTemplate:
-    """The chat template of a target, as token ids around sampled texts.
+    """A target's chat template, which gives the token ids around sampled texts.
 
     Args:
         tokenizer: The target's tokenizer.
@@ -50,9 +50,9 @@ class ChatTemplate:
         arguments: Further variables of the template, such as Qwen3's `enable_thinking`.
 
     Attributes:
-        end_ids: By role ("assistant" and "user"), a tuple of the token id that ends the role's
-            text. It is empty if there is no such token, for example where a user's message is
-            followed by plain text (Vicuna, Llama-2).
+        end_ids: For the roles "assistant" and "user", a tuple with the id of the token that ends a
+            text. The tuple is empty if no token does, for example if only plain text follows a
+            user's message (Vicuna, Llama-2).
 
     Raises:
         ConfigError: There is no template, or it cannot render a conversation.

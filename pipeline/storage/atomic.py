@@ -128,7 +128,7 @@ def _make_readable(path: Path) -> None:
 
 @contextlib.contextmanager
 def disk_errors(path: Path | None = None) -> Iterator[None]:
-    """Context manager: translate disk errors, also of libraries, into EnvironmentFault.
+    """Context manager: translate errors for which `disk_fault` has an EnvironmentFault.
 
     Other errors are not changed.
     """
@@ -144,7 +144,10 @@ def disk_errors(path: Path | None = None) -> Iterator[None]:
 
 
 def disk_fault(error: BaseException, path: Path | None = None) -> EnvironmentFault | None:
-    """Return the EnvironmentFault for a disk error; None for any other error.
+    """Return the EnvironmentFault for a full disk, a failing file system or a refused access.
+
+    It is None for any other error. Errors of libraries that carry no errno are recognized by their
+    messages.
 
     Args:
         path: The file that was written or read; by default the one that the error names.

@@ -113,7 +113,10 @@ class FileDigests:
         return {path.name: self.of(path) for path in sorted(paths, key=lambda path: path.name)}
 
     def changed(self) -> list[Path]:
-        """Return the files of `of` that are missing now, or have another sha256 than at first."""
+        """Return the files that are missing now, or whose sha256 is not what `of` first returned.
+
+        These can only be files that were passed to `of`.
+        """
         changed = []
         for path, digest in self.seen.items():
             if not path.is_file() or self._current_sha256(path) != digest:

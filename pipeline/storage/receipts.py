@@ -195,14 +195,15 @@ class StageTotals:
         return summary
 
     def check_quarantine(self, stage: str, where: str, max_fraction: float, *, final: bool) -> None:
-        """Check that at most a fraction of the rows is quarantined.
+        """Check that the fraction of quarantined rows is at most `max_fraction`.
 
         Duplicates and contaminated rows are not counted.
 
         Args:
             stage: The stage's name in the error.
             where: The stage's directory in the error.
-            final: Whether all rows are counted. If not, fewer than `ENOUGH_TO_JUDGE` rows pass.
+            final: Whether the totals are complete. If not, fewer than `ENOUGH_TO_JUDGE` rows always
+                pass.
 
         Raises:
             DataError: The fraction is above `max_fraction`.

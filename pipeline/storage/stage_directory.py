@@ -150,10 +150,11 @@ class StageDirectory:
     def finish(self, summary: Summary, upstream: dict[str, str]) -> None:
         """Write DONE.json with the facts of all result files, then share the lock with readers.
 
-        Bookkeeping and scratch files are left out. The sha256 of a shard comes from its note; other
-        files are read.
+        Bookkeeping and scratch files are left out. The facts of a shard come from its note, if it
+        has one; all other files are read.
 
         Args:
+            summary: What the stage reports, such as numbers of rows.
             upstream: The content hash of each upstream stage, by name.
         """
         by_index = self.receipts()
@@ -303,8 +304,9 @@ class StageDirectory:
     def examine(self) -> list[Path]:
         """Return the recorded files that are missing or changed, except the stage's *.jsonl logs.
 
-        A file is read only if its time differs from the recorded one. If it is unchanged, its new
-        time is stored in DONE.json, so that it is not read again. The caller must hold the lock.
+        A file is read only if its time differs from the recorded one. If its content is the same,
+        the new time is stored in DONE.json (if the stage is finished), so that the file is not read
+        again. The caller must hold the lock.
         """
         damaged, touched = [], {}
         for path, facts in self._file_facts().items():

@@ -382,9 +382,9 @@ class TransformersFeatureEngine:
 
 @dataclass(frozen=True)
 class _FeatureBatch:
-    """The states of a batch of rows, right-padded.
+    """The states of a right-padded batch of rows, on the CPU or on their way to it.
 
-    `copied` is the event after their copy from a GPU to the CPU; None on a CPU.
+    `copied` is the CUDA event that marks the end of the copy from a GPU, or None on a CPU.
     """
 
     indices: list[int]
