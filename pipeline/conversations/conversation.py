@@ -146,7 +146,7 @@ class RejectedRow:
     def of(cls, id: str, rejected: RowRejected, row: Any) -> RejectedRow:
         """Create the record of a rejected row from the exception that rejected it.
 
-        `storable_json` converts `row`.
+        The record holds `row` as `storable_json` converts it.
         """
         return cls(id, rejected.reason, escape_surrogates(rejected.detail), storable_json(row))
 

@@ -172,7 +172,7 @@ class Dialogue:
             self._writer = "user" if self._writer == "assistant" else "assistant"
 
     def prompts(self) -> list[list[int]]:
-        """Return the token ids of each kept text's prompt, then of an unanswered last prompt."""
+        """Return the prompts of all kept texts as token ids, then the unanswered one, if any."""
         found = []
         for builder in self._rows.values():
             found += [builder.ids[: span.start] for span in builder.spans]

@@ -90,7 +90,7 @@ class RowBuilder:
 
 
 class Chat:
-    """Interactive chat whose prompts hold earlier answers as their sampled token ids.
+    """Interactive chat whose prompts hold earlier answers as the token ids that were sampled.
 
     Args:
         template: The target's chat template.

@@ -224,7 +224,7 @@ class ChatTemplate:
         return ids
 
     def recite(self, messages: Sequence[Message], answer: str) -> list[int]:
-        """Return the token ids of a seed's answer and its end, as if the target had sampled them.
+        """Return the token ids of a seed's answer and its end token, as if the target wrote them.
 
         Args:
             messages: The history before the answer.
@@ -253,7 +253,8 @@ class ChatTemplate:
     def rewrites_history(self, history: Sequence[Message], asked: Sequence[Message]) -> bool:
         """Return whether the chat template renders `history` differently when `asked` follows.
 
-        If so, the next prompt does not extend the last one. `history` must end with an answer.
+        If so, the next prompt does not begin with the tokens of the conversation so far. `history`
+        must end with an answer.
 
         Raises:
             RowRejected: The template raised.
@@ -270,10 +271,10 @@ class ChatTemplate:
     ) -> str:
         """Return the text that the chat template writes after a message of this role.
 
-        It includes the messages of `asked`. With `asks`, it ends where the next answer begins.
-
         Args:
             messages: The history before the message.
+            asked: Messages after it, which are part of the returned text.
+            asks: Whether the text ends where the next answer begins.
 
         Raises:
             RowRejected: The template raised, or leaves out the message.

@@ -113,7 +113,7 @@ def temporary_beside(path: Path) -> Path:
 
 
 def publish(temporary: Path, path: Path) -> None:
-    """Flush a temporary file to the disk and rename it to `path`, replacing an existing file."""
+    """Rename a temporary file to `path` durably; the file gets the default mode."""
     _make_readable(temporary)
     sync(temporary)
     os.replace(temporary, path)
@@ -180,7 +180,7 @@ def require_free_disk(path: Path, least_gb: float) -> None:
 
 
 def _disk_errno(error: BaseException) -> int | None:
-    """Return the error's errno, or that of a full disk if a cause of the error has one.
+    """Return the errno of a full disk if a cause of the error has it, else the error's own.
 
     It is None if there is neither.
     """
@@ -276,7 +276,7 @@ def read_object(path: Path) -> JsonObject:
 def sync(path: Path) -> None:
     """Flush a file's content, or a directory's entries, to the disk.
 
-    A file system that cannot flush directories is not an error.
+    If the file system cannot flush directories, a directory is skipped.
     """
     handle = os.open(path, os.O_RDONLY)
     try:

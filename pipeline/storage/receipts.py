@@ -33,7 +33,7 @@ Summary = JsonObject  # what a finished stage reports; each stage has its own ke
 
 @dataclass(frozen=True)
 class Note:
-    """The record beside a shard: its content hash, its file's facts, and the worker's time."""
+    """A record about a shard: its content hash, its file's facts, and its worker's busy time."""
 
     content_sha256: str
     file: FileFacts
@@ -58,7 +58,7 @@ class Receipt:
 
 @dataclass(frozen=True)
 class Description:
-    """The content of stage.json: a stage's name, its fingerprint, and what that covers."""
+    """The content of stage.json: a stage's name, its fingerprint, and the fingerprinted data."""
 
     stage: str
     fingerprint: str
@@ -181,8 +181,8 @@ class StageTotals:
     def summary(self) -> Summary:
         """Return the totals as a summary for DONE.json.
 
-        `tokens_per_second` counts seconds in which a worker was busy. It is left out if no receipt
-        has such a time.
+        `tokens_per_second` is the rate in the workers' busy time. It is left out if no receipt has
+        a busy time.
         """
         summary: Summary = {
             "rows": self.rows,

@@ -50,12 +50,12 @@ class ShardTask:
 
     @property
     def attempt_log(self) -> Path:
-        """The path of the log for the stack of a worker that hangs on this shard."""
+        """The path at which a worker that hangs on this shard logs its stack traces."""
         return self.shard.parent.with_name("attempts") / f"{self.index:05d}.txt"
 
 
 def task_rows(task: ShardTask, columns: Sequence[str] | None = None) -> list[Row]:
-    """Read a task's rows from its upstream shard, in order, without the crashing rows.
+    """Read a task's rows from its upstream shard, in order, without those of `task.crashing`.
 
     `columns` must include `id`; by default all columns are read. Errors are those of `open_shard`.
     """
@@ -86,9 +86,9 @@ class HashedFile(io.FileIO):
 
 
 class ShardWriter:
-    """Context manager that writes a task's shard, row group by row group, until `commit`.
+    """Context manager that writes a task's shard in row groups; `commit` publishes the shard.
 
-    Without a commit, no file is left. The task's crashing rows are quarantined.
+    Without `commit`, no file is left. The rows of `task.crashing` are quarantined.
 
     Args:
         schema: The columns of the shard, with a string column `id`.

@@ -36,7 +36,7 @@ PLACEMENT_ARGUMENTS = {
 class GenerationEngine(Protocol):
     """An engine that generates text with the target.
 
-    Requests may be added between any two steps.
+    Requests may be added before any step.
 
     A text ends with a token of the target's EOS ids or of the request's `stop_token_ids`, which is
     part of the text (finish "stop"), or at `max_new_tokens` or the end of the context ("length").

@@ -52,10 +52,10 @@ class TransformersGenerationEngine:
         spec: The target.
         max_batch_tokens: Maximum size of the KV cache in tokens (rows times the longest prompt and
             answer), unless a single row needs more.
-        gpus: GPUs over which the target is placed; 0 is the CPU.
+        gpus: The number of GPUs over which the target is placed; 0 means the CPU.
 
     Raises:
-        ConfigError, EnvironmentFault: As `load_causal_lm` does.
+        ConfigError, EnvironmentFault: The target cannot be loaded; see `load_causal_lm`.
     """
 
     def __init__(
@@ -290,10 +290,11 @@ class TransformersFeatureEngine:
         spec: The target.
         tokens_per_batch: Maximum tokens of one forward, including padding up to the longest row. A
             longer row runs alone.
-        gpus: GPUs over which the target is placed; 0 is the CPU.
+        gpus: The number of GPUs over which the target is placed; 0 means the CPU.
 
     Raises:
-        ConfigError, EnvironmentFault: As `load_causal_lm` and `verify_tap` do.
+        ConfigError, EnvironmentFault: The target cannot be loaded, or its hidden states are not the
+            inputs of its lm_head; see `load_causal_lm` and `verify_tap`.
     """
 
     def __init__(self, spec: TargetSpec, *, tokens_per_batch: int = 16_384, gpus: int = 0):
@@ -355,7 +356,7 @@ class TransformersFeatureEngine:
     def _forward(self, indices: list[int], rows: list[Sequence[int]]) -> _FeatureBatch:
         """Run the target on a batch of rows, and start the copy of the states to the CPU.
 
-        On a GPU neither is waited for.
+        On a GPU, the function returns before either is finished.
         """
         lengths = [len(ids) for ids in rows]
         longest = max(lengths)
@@ -404,9 +405,9 @@ class _FeatureBatch:
 def _row_windows(
     rows: Iterable[Sequence[int]], num_tokens: int
 ) -> Iterator[list[tuple[int, Sequence[int]]]]:
-    """Group rows into windows of at most `num_tokens` tokens; a longer row is a window alone.
+    """Group consecutive rows into windows of at most `num_tokens` tokens.
 
-    A window lists the index and the token ids of each row.
+    A longer row is a window of its own. A window lists the index and the token ids of each row.
     """
     window: list[tuple[int, Sequence[int]]] = []
     held = 0

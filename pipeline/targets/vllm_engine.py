@@ -203,9 +203,9 @@ def sampling_params(request: Request, eos: tuple[int, ...]) -> Any:
 class RunningEngine:
     """A running `vllm.LLM`, whose changes to this process are undone.
 
-    vLLM's CPU worker turns `torch.set_num_threads` into a no-op, which `close` restores. It also
-    sets the environment variables of `LEFT_IN_ENVIRONMENT`, which are restored right after the
-    start. Errors are those of `VLLMGenerationEngine`.
+    vLLM's CPU worker turns `torch.set_num_threads` into a no-op; `close` restores the function. The
+    worker also sets the environment variables of `LEFT_IN_ENVIRONMENT`; they are restored right
+    after the start. Errors are those of `VLLMGenerationEngine`.
     """
 
     def __init__(self, spec: TargetSpec, engine_args: EngineArgs, gpus: int):
@@ -327,7 +327,7 @@ def import_vllm() -> Any:
 
 
 def _start_error(spec: TargetSpec, engine_args: EngineArgs, error: Exception) -> MedusaDistillError:
-    """Return the user's error for an exception at the start of vLLM.
+    """Return the error to raise for an exception at the start of vLLM.
 
     It is a ConfigError if vLLM rejects an argument of `engine_args`, else an EnvironmentFault.
     """

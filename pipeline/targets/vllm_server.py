@@ -54,9 +54,9 @@ class LoadTask(DecodeTask):
     """The prompts and load levels for one vLLM server.
 
     A level is a number of concurrent requests. Prompts repeat in order until there are at least
-    `ROUNDS` requests per concurrent request. All levels are measured one after another, and that
-    `repeats` times, so that other work on the machine disturbs one pass of several levels rather
-    than all passes of one level. The result of a level is its pass of median duration.
+    `ROUNDS` requests per concurrent request. A pass measures all levels one after another, and
+    there are `repeats` passes. So other work on the machine disturbs one pass of several levels
+    rather than all passes of one level. The result of a level is that of median duration.
     """
 
     levels: Sequence[int] = ()
@@ -102,7 +102,7 @@ def serve_under_load(
 def measure_server(task: LoadTask, report: Report) -> list[LoadFigures]:
     """Start a vLLM server, and measure it at each load level of the task.
 
-    The figures of a level are those of its pass of median duration.
+    The figures of a level are those of the pass with the median duration.
     """
     import_vllm()
     side = "vLLM's server with the heads" if task.engine_args else "vLLM's server"
