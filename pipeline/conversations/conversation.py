@@ -37,10 +37,10 @@ class Message:
 
 @dataclass(frozen=True)
 class Turn:
-    """A user's question and the seed's answer, or None if the seed has none.
+    """A user's question, and the seed's answer to it.
 
     `asked` is the user's message, followed by the function calls of the seed's assistant with their
-    results.
+    results. `answer` is None if the seed has none.
     """
 
     asked: tuple[Message, ...]

@@ -76,9 +76,9 @@ class FileFacts:
         return path.is_file() and path.stat().st_size == self.size
 
     def problems(self, path: Path) -> list[str]:
-        """Return a list of one message if the file is missing or its sha256 differs, else of none.
+        """Read the file; return a list of messages about it.
 
-        The file is read.
+        The list has one message if the file is missing or its sha256 differs, else none.
         """
         if not path.is_file():
             return [f"{path} is missing"]

@@ -120,9 +120,9 @@ def note_path(shard: Path) -> Path:
 
 
 def read_receipt(path: Path) -> Receipt | None:
-    """Read a shard's receipt and its note; None if the shard is absent, damaged or without receipt.
+    """Read a shard's receipt, with its note if there is one with the same content hash.
 
-    A note with another content hash is left out.
+    Return None if the shard is absent, damaged or without a receipt.
 
     Raises:
         OSError: The file system fails while the shard is read.

@@ -186,7 +186,8 @@ class ShardWriter:
             The shard's receipt, with its note.
 
         Raises:
-            AssertionError: A row is missing or occurs twice, which is a defect of the stage.
+            AssertionError: A row is missing, unknown or occurs twice, which is a defect of the
+                stage.
             EnvironmentFault: The disk is full or fails.
         """
         where = f"shard {self.task.index} of {stage}"

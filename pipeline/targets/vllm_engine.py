@@ -201,7 +201,7 @@ def sampling_params(request: Request, eos: tuple[int, ...]) -> Any:
 
 
 class RunningEngine:
-    """A running `vllm.LLM`, whose changes to this process are undone.
+    """A running `vllm.LLM`; two of vLLM's changes to this process are undone.
 
     vLLM's CPU worker turns `torch.set_num_threads` into a no-op; `close` restores the function. The
     worker also sets the environment variables of `LEFT_IN_ENVIRONMENT`; they are restored right
@@ -300,8 +300,9 @@ def spec_for_vllm(spec: TargetSpec, *, on_gpu: bool) -> TargetSpec:
 def import_vllm() -> Any:
     """Import vLLM and return the module.
 
-    Environment variables of vLLM that are not set yet are set first, and stay set: the engine core
-    runs in this process, workers are spawned, only errors are logged, and no usage is reported.
+    Environment variables of vLLM are set first, unless they are set already, and stay set. With
+    them, vLLM runs its engine core in this process, spawns its workers, logs only errors and
+    reports no usage.
 
     Raises:
         EnvironmentFault: vLLM is not installed, or does not import beside this torch.

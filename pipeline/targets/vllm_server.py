@@ -129,9 +129,10 @@ def measure_server(task: LoadTask, report: Report) -> list[LoadFigures]:
 async def _benchmark_server(
     address: str, requests: Sequence[Request], level: int, eos: Sequence[int]
 ) -> LoadFigures:
-    """Send requests to a vLLM server with vLLM's benchmark client, after a warm-up.
+    """Measure a vLLM server with vLLM's benchmark client, after a warm-up.
 
     Args:
+        requests: The requests that are timed.
         level: The number of concurrent requests.
         eos: The token ids that end a text.
 
