@@ -168,9 +168,15 @@ def disk_fault(error: BaseException, path: Path | None = None) -> EnvironmentFau
     return None
 
 
+def free_disk(path: Path) -> int:
+    """Return the free bytes of the disk that holds a path, which need not exist yet."""
+    existing = next(place for place in (path, *path.absolute().parents) if place.exists())
+    return shutil.disk_usage(existing).free
+
+
 def require_free_disk(path: Path, least_gb: float) -> None:
     """Raise EnvironmentFault if less than `least_gb` GB (10^9 bytes) of the disk is free."""
-    free = shutil.disk_usage(path).free / 1e9
+    free = free_disk(path) / 1e9
     if free < least_gb:
         raise EnvironmentFault(
             f"The disk has {free:.1f} GB left, less than limits.min_free_disk_gb = {least_gb}.",
