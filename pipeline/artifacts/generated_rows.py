@@ -28,7 +28,7 @@ SPANS = pa.list_(pa.struct([("start", pa.int32()), ("end", pa.int32()), ("role",
 GENERATED = pa.schema(
     [
         ("id", pa.string()),
-        ("parent_id", pa.string()),  # the seed's id; differs from `id` if a seed gives several rows
+        ("parent_id", pa.string()),  # the seed's id; `id` may add `~<sample>` and `#<turn>`
         ("split", pa.string()),
         ("input_ids", pa.list_(pa.int32())),
         ("spans", SPANS),  # target-written token ranges [start, end)

@@ -6,7 +6,6 @@ It shows the state of each stage, tokens and disk space, training steps, workers
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -32,6 +31,8 @@ from pipeline.run.estimate import (
 )
 from pipeline.run.resolved import ResolvedRun
 from pipeline.run.stage_status import StageStatus, stage_statuses
+from pipeline.stages.generate import check_samples
+from pipeline.storage.atomic import free_disk
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.training.recipe import too_few_steps
@@ -62,6 +63,7 @@ def print_plan(run: ResolvedRun) -> None:
     _print_stages(console, statuses)
     _print_lines(console, notes)
     _print_lines(console, _size_lines(size, statuses["features"], directory.store))
+    check_samples(run, size, directory.store)
     _print_lines(console, _training_lines(size))
     _print_lines(console, _worker_lines(run))
     _print_lines(console, _hour_lines(run, size, directory.store, unfinished))
@@ -111,8 +113,7 @@ def _size_lines(size: RunSize, features: StageStatus, store: Path) -> Iterator[s
     if features.directory is not None and features.made:
         cached = sum(path.stat().st_size for path in features.directory.parquet_files())
         need += f", {decimal(cached)} of them cached"
-    parents = [path for path in (store, *store.parents) if path.exists()]
-    free = shutil.disk_usage(parents[0]).free
+    free = free_disk(store)
     yield f"\n{work}, {need}; {decimal(free)} of the disk are free."
     if features.status != "done" and (size.disk_bytes or 0) - cached > free:
         yield "! This does not fit on the disk: name a larger run.store, or set limits."

@@ -10,6 +10,8 @@ from pydantic import AfterValidator, Field, PositiveInt, field_validator, model_
 
 from pipeline.config.running import Dtype, PlainData, Precision, Section
 
+ENOUGH_PROMPTS = 2_000  # training prompts; from there on one answer each is text enough
+FEW_PROMPTS_SAMPLES = 4  # answers to each of fewer prompts
 TEMPLATE_GIVEN = {
     "messages",
     "chat_template",
@@ -246,6 +248,13 @@ class GenerateConfig(Section):
         ),
     )
     engine: Literal["vllm", "transformers"] = Field("vllm", description="Engine that generates.")
+    samples: PositiveInt | Literal["auto"] = Field(
+        "auto",
+        description=(
+            "Answers to each training prompt, sampled independently; held-out prompts are answered"
+            " once. auto: 4, but 1 from 2,000 training conversations on."
+        ),
+    )
     temperature: float = Field(
         0.7, description="Sampling temperature of training rows; 0 is greedy.", ge=0
     )
@@ -268,6 +277,33 @@ class GenerateConfig(Section):
     engine_args: EngineArgs = Field(
         default_factory=dict, description="Arguments that are passed to the engine unchanged."
     )
+
+    @property
+    def can_vary(self) -> bool:
+        """Whether two answers to one prompt can differ with these settings."""
+        return self.mode != "passthrough" and self.temperature > 0
+
+    @model_validator(mode="after")
+    def samples_differ(self) -> GenerateConfig:
+        """Refuse settings that ask for several samples which would all be alike."""
+        if self.samples not in ("auto", 1) and not self.can_vary:
+            raise ValueError(
+                "several samples of a prompt need generate.temperature above 0, and a"
+                " generate.mode in which the target writes (replay or self-talk)"
+            )
+        return self
+
+    def num_samples(self, num_prompts: int) -> int:
+        """Return the number of answers to each of `num_prompts` training prompts.
+
+        `auto` depends on counts alone, so that every resume agrees. The evidence is in
+        docs/recipes-compared.md.
+        """
+        if self.samples != "auto":
+            return self.samples
+        if not self.can_vary or num_prompts >= ENOUGH_PROMPTS:
+            return 1
+        return FEW_PROMPTS_SAMPLES
 
 
 class FeaturesConfig(Section):

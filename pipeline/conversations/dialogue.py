@@ -97,14 +97,25 @@ class Dialogue:
         template: The target's chat template.
         settings: The mode, the limits, and how flaws are handled.
 
+    Args:
+        sample: The number of this dialogue among those with the same conversation, from 1.
+
     Attributes:
+        id: The conversation's id; of a later sample, `<id>~<sample>`.
         cut_at_tools: Whether the conversation ends early, at function calls that the chat template
             cannot render.
     """
 
     def __init__(
-        self, conversation: Conversation, template: ChatTemplate, settings: DialogueSettings
+        self,
+        conversation: Conversation,
+        template: ChatTemplate,
+        settings: DialogueSettings,
+        sample: int = 1,
     ):
+        self.id = conversation.id
+        if sample > 1:
+            self.id += f"~{sample}"
         self._conversation = conversation
         self._settings = settings
         escapes = settings.special_tokens != "keep"
@@ -172,7 +183,7 @@ class Dialogue:
             self._writer = "user" if self._writer == "assistant" else "assistant"
 
     def prompts(self) -> list[list[int]]:
-        """Return the token ids of each kept text's prompt, then of an unanswered last prompt."""
+        """Return the prompts of all kept texts as token ids, then the unanswered one, if any."""
         found = []
         for builder in self._rows.values():
             found += [builder.ids[: span.start] for span in builder.spans]
@@ -190,11 +201,10 @@ class Dialogue:
         assert self._ending is not None, "the conversation is not over"
         if not self._rows:
             raise self._ending
-        parent = self._conversation.id
         rows = []
         for turn, builder in self._rows.items():
-            id = parent if len(self._rows) == 1 else f"{parent}#{turn}"
-            rows.append(builder.finished(id, parent))
+            id = self.id if len(self._rows) == 1 else f"{self.id}#{turn}"
+            rows.append(builder.finished(id, self._conversation.id))
         return rows
 
     def _usable_turns(self) -> list[Turn]:
@@ -264,9 +274,9 @@ class Dialogue:
             room = min(room, sampling.max_new_tokens)
         seed = None
         if sampling.temperature > 0:
-            seed = sample_seed(settings.seed, self._conversation.id, turn)
+            seed = sample_seed(settings.seed, self.id, turn)
         return Request(
-            id=f"{self._conversation.id}/{turn}",
+            id=f"{self.id}/{turn}",
             prompt_ids=builder.ids,
             max_new_tokens=room,
             seed=seed,

@@ -15,9 +15,9 @@ from pipeline.conversations.template import ChatTemplate
 class GeneratedRow:
     """A generated training row: token ids, target-written spans, and the messages as text.
 
-    `finish` has one entry per span. `parent_id` is the seed's id. If the chat template rewrites
-    history, a conversation is split into rows with the ids `<parent_id>#<turn>`; otherwise `id` is
-    `parent_id`.
+    `finish` has one entry per span. `parent_id` is the seed's id. A later sample of a seed has the
+    id `<parent_id>~<sample>`. If the chat template rewrites history, a conversation is split into
+    rows, whose ids add `#<turn>`.
     """
 
     id: str
@@ -90,7 +90,7 @@ class RowBuilder:
 
 
 class Chat:
-    """Interactive chat whose prompts hold earlier answers as their sampled token ids.
+    """Interactive chat whose prompts hold earlier answers as the token ids that were sampled.
 
     Args:
         template: The target's chat template.

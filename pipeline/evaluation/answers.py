@@ -64,7 +64,7 @@ class Comparison:
 
     @property
     def largest_gap(self) -> float | None:
-        """The largest top-2 logit gap of `differing`, to 3 significant digits; None if it is empty."""
+        """The largest top-2 logit gap of `differing`, to 3 significant digits; None if empty."""
         if not self.differing:
             return None
         return float(f"{max(each.gap for each in self.differing):.3g}")

@@ -1,7 +1,7 @@
 """Check a resolved run before anything starts, in the same way for `plan` and `run`.
 
-A check raises ConfigError or DataError for what no machine can do, and EnvironmentFault for what
-this machine lacks: `run` refuses both, `plan` shows the second as a note.
+A check raises ConfigError or DataError for a problem on every machine, and EnvironmentFault for
+something that this machine lacks. `run` stops at both; `plan` prints the second as a note.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def check_run(run: ResolvedRun) -> None:
 
 
 def check_plan(run: ResolvedRun) -> list[str]:
-    """Run `CHECKS` before a run, for `plan`; return what this machine lacks.
+    """Run all `CHECKS` for `plan`; return the message of each EnvironmentFault, without repeats.
 
     Raises:
         ConfigError: The first problem of the settings.
@@ -47,7 +47,10 @@ def check_plan(run: ResolvedRun) -> list[str]:
 
 
 def unread_settings(run: ResolvedRun) -> list[str]:
-    """Return a warning of keys that a run's heads and method do not read; empty if none is set."""
+    """Return a warning of set keys that the heads and the method do not read.
+
+    The list is empty if there are none.
+    """
     train = run.config.train
     unread = ", ".join(run.method.unread_keys(train))
     return [f"Not read by {train.heads} heads and {train.method}: {unread}."] if unread else []
@@ -71,7 +74,7 @@ def check_heads(run: ResolvedRun) -> None:
 def check_tree(run: ResolvedRun) -> None:
     """Refuse to start a run whose heads cannot propose its tree or its chain of draft tokens.
 
-    A tree that is none, or whose file cannot be read, is refused too.
+    An invalid tree, or a file of paths that cannot be read, is refused too.
     """
     settings = run.config.calibrate
     most_by_key = {"depth": run.shape.max_depth, "draft_tokens": run.max_draft_tokens}
@@ -87,7 +90,7 @@ def check_tree(run: ResolvedRun) -> None:
 
 
 def check_quantization(run: ResolvedRun) -> None:
-    """Refuse to start a run that asks vLLM for a target that bitsandbytes quantizes."""
+    """Refuse to start a run that uses vLLM with a target that bitsandbytes quantizes."""
     keys = _keys_of_vllm(run)
     if run.config.target.quantization and keys:
         raise ConfigError(
@@ -98,7 +101,7 @@ def check_quantization(run: ResolvedRun) -> None:
 
 
 def _keys_of_vllm(run: ResolvedRun) -> list[str]:
-    """List the keys that make a run need vLLM."""
+    """Return the configuration keys by which the run uses vLLM."""
     config, keys = run.config, []
     if config.generate.engine == "vllm" and config.generate.mode != "passthrough":
         keys.append("generate.engine")
@@ -112,8 +115,9 @@ def _keys_of_vllm(run: ResolvedRun) -> list[str]:
 def check_labels(run: ResolvedRun) -> None:
     """Refuse to start a run with answers so short that the last head has no label.
 
-    Head k reads the state before an answer's token and guesses the (k+1)-th after that token: an
-    answer of n tokens has labels for n - 1 heads. Passed-through answers are as long as the seeds'.
+    Head k (0-based) reads the state before an answer's token and predicts the (k+1)-th token after
+    it. So an answer of n tokens has labels for n - 1 heads. In passthrough mode nothing is checked,
+    since answers are the seeds' own.
     """
     num_heads, longest = run.config.train.num_heads, run.config.generate.max_new_tokens
     is_written = run.config.generate.mode != "passthrough"
@@ -126,7 +130,7 @@ def check_labels(run: ResolvedRun) -> None:
 
 
 def check_sources(run: ResolvedRun) -> None:
-    """Refuse to start a run with a seed source that names no readable file."""
+    """Refuse to start a run if the path of a seed source is missing or has no seed files."""
     for reader in source_readers(run.config.seeds):
         reader.files()
 
@@ -190,7 +194,7 @@ def check_served_copy(run: ResolvedRun) -> None:
 def check_readers(run: ResolvedRun) -> None:
     """Refuse to start a run with a quantized target or copy that an engine cannot read here.
 
-    With RAY_ADDRESS set nothing is checked, since only the workers can tell.
+    With RAY_ADDRESS set nothing is checked, since workers run on other machines.
     """
     config = run.config
     if os.environ.get("RAY_ADDRESS") or TARGET not in run.models:
@@ -242,7 +246,7 @@ def check_files(run: ResolvedRun) -> None:
 
 
 def check_acceptance(run: ResolvedRun) -> None:
-    """Refuse to start a run with parameters that its acceptance rule does not use."""
+    """Refuse to start a run with parameters that do not go with its acceptance rule."""
     check, key = run.config.check, None
     rule = check.acceptance
     if rule != "greedy" and check.temperature == 0:
@@ -260,9 +264,10 @@ def check_acceptance(run: ResolvedRun) -> None:
 
 
 def check_push(run: ResolvedRun) -> None:
-    """Refuse to start a run with push settings that the Hub would refuse after hours of work.
+    """Refuse to start a run with push settings that would fail after hours of work.
 
-    Heads for a target that is only on this machine need `push.base_model`.
+    Repository ids must be valid. Heads for a local target need `push.base_model`, unless training
+    tunes the backbone.
     """
     push = run.config.push
     for repo_id in run.repositories:
@@ -295,9 +300,10 @@ def check_root(run: ResolvedRun) -> None:
 
 
 def check_packages(run: ResolvedRun) -> None:
-    """Refuse to start a run without the packages that its open stages need; none is imported.
+    """Refuse to start a run without the packages that its unfinished stages need.
 
-    With RAY_ADDRESS set nothing is checked, since the workers have packages of their own.
+    The packages are not imported. With RAY_ADDRESS set nothing is checked, since workers have
+    packages of their own.
     """
     if os.environ.get("RAY_ADDRESS"):
         return
@@ -322,7 +328,7 @@ def check_packages(run: ResolvedRun) -> None:
 def check_trackers(run: ResolvedRun) -> None:
     """Refuse to start a run with trackers that are not installed or that have no login here.
 
-    With RAY_ADDRESS set, or without training to do, nothing is checked.
+    With RAY_ADDRESS set, or if nothing is to be trained, nothing is checked.
     """
     if "train" in run.open_stages and not os.environ.get("RAY_ADDRESS"):
         require_trackers(run.config.train.report_to)

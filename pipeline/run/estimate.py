@@ -53,6 +53,7 @@ class RunSize:
 
     conversations: int | None  # None where a data set on the Hub has no limit
     tokens: int | None  # that the target writes; each has one cached state
+    tokens_per_sample: int  # that one more sample of each training prompt adds
     bytes_per_position: int  # 0 where no state is cached
     written: bool  # whether `tokens` is counted, not estimated
     positions: int  # to train on; 0 if unknown
@@ -90,22 +91,35 @@ def run_size(run: ResolvedRun, seeds: Summary | None, generated: Summary | None)
         hidden_size, dtype = run.shape.hidden_size, getattr(torch, run.target.dtype)
         longest = min(longest, run.context)
     rows = int(seeds["rows"]) if seeds else _count_conversations(run)
-    tokens = None if rows is None else rows * longest
+    share = 1 - run.config.seeds.holdout
+    if seeds and rows:
+        share = seeds["train_rows"] / rows
+    tokens = None
+    prompts = round((rows or 0) * share)
+    if rows is not None:
+        later_samples = prompts * (generate.num_samples(prompts) - 1)
+        tokens = (rows + later_samples) * longest
+        share = (prompts + later_samples) / max(1, rows + later_samples)
     if generated:
         tokens = int(generated["tokens"])
     stored = 0
     if "features" not in run.method.skipped_stages(train):
         stored = StateFormat(dtype, hidden_size, run.config.features.precision).stored_bytes
-    share = 1 - run.config.seeds.holdout
-    if seeds and rows:
-        share = seeds["train_rows"] / rows
     positions = round((tokens or 0) * share)
     recipes = []
     if positions:
         for _, learner in run.method.phases(train):
             scale = run.kind.lr_scale
             recipes.append(learner.expected_recipe(train, positions, hidden_size, scale))
-    return RunSize(rows, tokens, stored, bool(generated), positions, tuple(recipes))
+    return RunSize(
+        conversations=rows,
+        tokens=tokens,
+        tokens_per_sample=prompts * longest,
+        bytes_per_position=stored,
+        written=bool(generated),
+        positions=positions,
+        recipes=tuple(recipes),
+    )
 
 
 def _count_conversations(run: ResolvedRun) -> int | None:

@@ -128,7 +128,10 @@ class ShardInProgress:
             self._opened = opened.pop_all()
 
     def advance(self) -> bool:
-        """Compute one more row's states and pass them to the writer; return False if all are done."""
+        """Compute the next row's states and pass them to the writer.
+
+        Return False if no row is left.
+        """
         for index, hidden_TD in self._computed:
             self._features.put(index, hidden_TD)
             self._progress.add(self.task, 1, len(self._rows[index].input_ids))

@@ -1,9 +1,11 @@
 """generate: the target writes the conversations that its heads learn from (paper 2.3.2).
 
-Each seed becomes one or more rows, or is quarantined. A row holds the token ids as they were
-sampled. A conversation's next turn is requested as soon as its last one is answered.
+Each training seed has `generate.samples` samples, with the ids `<id>`, `<id>~2` and so on, all in
+one shard; each held-out seed has one. A sample becomes one or more rows, or is quarantined. A row
+holds the token ids as they were sampled. A conversation's next turn is requested as soon as its
+last one is answered.
 
-Sampling seeds are derived from the run's seed, the row's id and the turn. So the text does not
+Sampling seeds are derived from the run's seed, the sample's id and the turn. So the text does not
 depend on the shards, the batches or the number of workers: on a CPU in float32, and on a GPU with
 `generate.batch_invariant`.
 """
@@ -11,21 +13,27 @@ depend on the shards, the batches or the number of workers: on a CPU in float32,
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from pipeline.artifacts.generated_rows import GENERATED, count_generated, generated_columns
 from pipeline.artifacts.seed_rows import SPLITS, SeedRow
 from pipeline.config import GenerateConfig
-from pipeline.conversations.conversation import RejectedRow, RowRejected, SpecialTokens
+from pipeline.conversations.conversation import Reason, RejectedRow, RowRejected, SpecialTokens
 from pipeline.conversations.dialogue import Dialogue, DialogueSettings, require_both_sides
 from pipeline.conversations.requests import Sampling
-from pipeline.errors import DataError
+from pipeline.conversations.row_builder import GeneratedRow
+from pipeline.errors import DataError, EnvironmentFault
 from pipeline.execution.progress import ShardProgress
 from pipeline.run.context import Context, Stage, reads
+from pipeline.run.estimate import RunSize, run_size
+from pipeline.run.resolved import ResolvedRun
 from pipeline.run.sharded import run_sharded
+from pipeline.storage.atomic import free_disk
 from pipeline.storage.receipts import Identity, Receipt, Summary
 from pipeline.storage.shards import Row, ShardTask, ShardWriter, task_rows
 from pipeline.storage.stage_directory import StageDirectory
@@ -35,8 +43,9 @@ from pipeline.targets.spec import TargetSpec, context_length, eos_token_ids, loa
 
 NAME = "generate"
 VERSION = 4
-FIGURES = ("rows", "tokens", "tokens_per_second", "quarantined", "special_token_rows")
+FIGURES = ("rows", "samples", "tokens", "tokens_per_second", "quarantined", "special_token_rows")
 
+TokenIds = tuple[str, tuple[tuple[int, ...], ...]]  # a seed's id, and the token ids of its rows
 MIN_ROWS = 2  # of each split; a standard error needs two
 
 
@@ -57,16 +66,46 @@ def run(context: Context, stage: StageDirectory) -> Summary:
     placement = context.placement(NAME)
     settings = context.config.generate
     require_both_sides(load_chat_template(context.target), settings.mode)  # before workers start
+    seeds = context.upstream["seeds"]
+    check_samples(context.resolved, run_size(context.resolved, seeds.summary, None), stage.path)
+    samples = settings.num_samples(int(seeds.summary["train_rows"]))
     arguments = {
         "target": context.target,
         "settings": settings,
+        "samples": samples,
         "seed": context.config.run.seed,
         "gpus": placement.gpus,
         "special_tokens": context.config.seeds.special_tokens,
     }
-    summary = run_sharded(context, stage, context.upstream["seeds"], Worker, arguments, placement)
+    summary = run_sharded(
+        context, stage, seeds, Worker, arguments, placement, train_samples=samples
+    )
     require_rows_of_splits(summary, stage)
-    return summary
+    return {**summary, "samples": samples}
+
+
+def check_samples(run: ResolvedRun, size: RunSize, store: Path) -> None:
+    """Refuse a number of samples, given in the settings, whose states may fill the disk.
+
+    `auto` is not refused, and neither is a number whose texts are written.
+
+    Raises:
+        EnvironmentFault: They may take more than the disk of `store` has free.
+    """
+    samples = run.config.generate.samples
+    if isinstance(samples, str) or samples == 1 or size.written or not size.disk_bytes:
+        return
+    excess = size.disk_bytes - free_disk(store)
+    if excess > 0:
+        bytes_per_sample = size.tokens_per_sample * size.bytes_per_position
+        fitting = max(1, samples - math.ceil(excess / bytes_per_sample))
+        raise EnvironmentFault(
+            f"The states of {samples} samples take up to {size.disk_bytes / 1e9:.1f} GB, and"
+            f" {free_disk(store) / 1e9:.1f} GB of the disk are free.",
+            "generate.samples",
+            f"Set generate.samples={fitting}, or fewer generate.rounds or"
+            " generate.max_new_tokens, or name a larger run.store.",
+        )
 
 
 def require_rows_of_splits(summary: Summary, stage: StageDirectory) -> None:
@@ -80,6 +119,22 @@ def require_rows_of_splits(summary: Summary, stage: StageDirectory) -> None:
             " seeds.holdout."
         )
         raise DataError(what, str(stage.path), fix)
+
+
+def require_new(rows: Sequence[GeneratedRow], earlier: dict[TokenIds, str]) -> None:
+    """Check that no earlier sample of the same seed has equal token ids; add this one to `earlier`.
+
+    Args:
+        rows: The rows of one sample.
+        earlier: The row id of each sample so far, by its token ids.
+
+    Raises:
+        RowRejected: An earlier sample has equal token ids.
+    """
+    text = tuple(tuple(row.input_ids) for row in rows)
+    first = earlier.setdefault((rows[0].parent_id, text), rows[0].id)
+    if first != rows[0].id:
+        raise RowRejected(Reason.DUPLICATE, f"It equals the sample {first}, token for token.")
 
 
 class Worker:
@@ -97,7 +152,9 @@ class Worker:
         gpus: int,
         progress: ShardProgress | None = None,
         special_tokens: SpecialTokens = "escape",
+        samples: int = 1,
     ):
+        self.samples = samples
         self.template = load_chat_template(target)
         self.progress = progress or ShardProgress()
         sampling = Sampling(
@@ -137,17 +194,19 @@ class Worker:
         seeds, group = self._begin_shard(task)
         self.pool.finish(group, self._begin_upcoming)
         del self._begun[task.shard]
+        earlier: dict[TokenIds, str] = {}
         with ShardWriter(task, GENERATED) as writer:
             rows: list[Row] = []
             for seed, dialogue in zip(seeds, group.dialogues, strict=True):
                 try:
                     generated = dialogue.rows()
+                    require_new(generated, earlier)
                 except RowRejected as rejected:
-                    writer.reject(RejectedRow.of(seed.conversation.id, rejected, seed.stored()))
+                    writer.reject(RejectedRow.of(dialogue.id, rejected, seed.stored()))
                     continue
                 rows += [generated_columns(row, seed.split) for row in generated]
             writer.write(rows)
-            ids_in = [seed.conversation.id for seed in seeds]
+            ids_in = [dialogue.id for dialogue in group.dialogues]
             counts = defaultdict(float, count_generated(rows))
             for dialogue in group.dialogues:
                 if dialogue.special_tokens():
@@ -157,16 +216,20 @@ class Worker:
             return writer.commit(NAME, ids_in, dict(counts), time.monotonic() - started)
 
     def _begin_shard(self, task: ShardTask) -> tuple[list[SeedRow], DialogueGroup]:
-        """Queue the conversations of a shard's seeds, and return the seeds and the conversations.
+        """Queue the dialogues of a shard's seeds; return the seed of each dialogue, and the group.
 
-        The conversations of a shard are queued only once.
+        A seed is listed once per sample. The dialogues of a shard are queued only once.
         """
         if task.shard not in self._begun:
-            seeds = [SeedRow.of(row) for row in task_rows(task)]
-            dialogues = []
-            for seed in seeds:
-                settings = self.training if seed.split == "train" else self.held_out
-                dialogues.append(Dialogue(seed.conversation, self.template, settings))
+            seeds, dialogues = [], []
+            for seed in map(SeedRow.of, task_rows(task)):
+                samples, settings = 1, self.held_out
+                if seed.split == "train":
+                    samples, settings = self.samples, self.training
+                for sample in range(1, samples + 1):
+                    seeds.append(seed)
+                    dialogue = Dialogue(seed.conversation, self.template, settings, sample)
+                    dialogues.append(dialogue)
             self.progress.begin(task)
             group = self.pool.add(dialogues, functools.partial(self.progress.add, task))
             self._begun[task.shard] = seeds, group

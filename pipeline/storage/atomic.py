@@ -1,8 +1,8 @@
 """Atomic writes of files and directories: temporary name, fsync, rename, fsync of the directory.
 
-A file's temporary name is unique to its writer, so that an orphaned worker and the resumed run
-never write into the same file; the last rename wins, with equal content. A killed writer leaves a
-file that ends in `.tmp`, which the resumed run removes.
+A write is durable: it survives a power failure once the function has returned. A file's temporary
+name is unique to its writer, so that two writers never write into the same file; the last rename
+wins. A killed writer leaves a file that ends in `.tmp`, which the resumed run removes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pipeline.errors import EnvironmentFault, MedusaDistillError
 
 JsonObject = dict[str, Any]
 
-FULL_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # the last one of `ulimit -f` and of FAT32
+FULL_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # EFBIG: `ulimit -f`, or FAT32's limit
 FAILED_ERRORS = {errno.EIO, errno.ESTALE}  # ESTALE: a network file system has lost the file
 REFUSED_ERRORS = {
     errno.EACCES,
@@ -34,8 +34,8 @@ REFUSED_ERRORS = {
 }
 UMASK = os.umask(0)  # which can only be read by setting it
 os.umask(UMASK)
-RUST_NUMBER = re.compile(r"\(os error (\d+)\)")  # safetensors and tokenizers give no other
-SHORT_WRITE = re.compile(  # numpy and torch.save do not say why
+RUST_NUMBER = re.compile(r"\(os error (\d+)\)")  # in errors of safetensors and tokenizers
+SHORT_WRITE = re.compile(  # errors of numpy and torch.save, which do not state the cause
     r"\d+ requested and \d+ written|unexpected pos \d+ vs \d+|PytorchStreamWriter failed writing"
 )
 NO_FSYNC = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF}
@@ -44,11 +44,12 @@ AGAIN = "run the same command again: it continues where it stopped."
 
 @contextlib.contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """Context manager: yield a temporary path that becomes `path` on success, durably.
+    """Context manager: yield a temporary path, and rename it to `path` on success.
+
+    After an exception, the temporary file is removed; `path` is never half-written.
 
     Raises:
-        EnvironmentFault: The disk is full or fails, or the file may not be written. `path` is never
-            half-written.
+        EnvironmentFault: The disk is full or fails, or the file may not be written.
     """
     temporary = temporary_beside(path)
     try:
@@ -61,10 +62,11 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def atomic_directory(directory: Path, last: str = "") -> Iterator[Path]:
-    """Context manager: yield an empty directory whose files are moved to `directory`, durably.
+    """Context manager: yield an empty directory, and move its files to `directory` on success.
 
-    A new directory appears by one rename. In an existing one the files are replaced one by one, the
-    file named `last` at the end; its other files stay. There must be only one writer at a time.
+    If `directory` does not exist, this is one rename. Otherwise the files are moved one by one, a
+    file named `last` at the end, and other files of `directory` stay. There must be only one writer
+    at a time.
     """
     partial = directory.with_name(f".{directory.name}.partial")
     remove(partial)  # of a killed process
@@ -106,12 +108,12 @@ def remove(path: Path) -> None:
 
 
 def temporary_beside(path: Path) -> Path:
-    """Return a unique temporary path in the directory of `path`."""
+    """Return a unique path for a temporary file in the directory of `path`."""
     return path.with_name(f"{path.name}.{uuid.uuid4().hex[:12]}.tmp")
 
 
 def publish(temporary: Path, path: Path) -> None:
-    """Rename a temporary file to its final name, durably."""
+    """Rename a temporary file to `path` durably; the file gets the default mode."""
     _make_readable(temporary)
     sync(temporary)
     os.replace(temporary, path)
@@ -119,16 +121,16 @@ def publish(temporary: Path, path: Path) -> None:
 
 
 def _make_readable(path: Path) -> None:
-    """Give a written file the default mode, 0666 less the umask; safetensors writes with 0600."""
+    """Set a file's mode to the default, 0666 without the umask; safetensors writes with 0600."""
     with contextlib.suppress(OSError):  # of a file system without modes
         path.chmod(0o666 & ~UMASK)
 
 
 @contextlib.contextmanager
 def disk_errors(path: Path | None = None) -> Iterator[None]:
-    """Context manager: raise disk errors, also those of libraries, as EnvironmentFault.
+    """Context manager: translate errors for which `disk_fault` has an EnvironmentFault.
 
-    Other errors pass unchanged.
+    Other errors are not changed.
     """
     try:
         yield
@@ -142,7 +144,10 @@ def disk_errors(path: Path | None = None) -> Iterator[None]:
 
 
 def disk_fault(error: BaseException, path: Path | None = None) -> EnvironmentFault | None:
-    """Return the EnvironmentFault for a disk error in storing or reading files; None for others.
+    """Return the EnvironmentFault for a full disk, a failing file system or a refused access.
+
+    It is None for any other error. Errors of libraries that carry no errno are recognized by their
+    messages.
 
     Args:
         path: The file that was written or read; by default the one that the error names.
@@ -163,9 +168,15 @@ def disk_fault(error: BaseException, path: Path | None = None) -> EnvironmentFau
     return None
 
 
+def free_disk(path: Path) -> int:
+    """Return the free bytes of the disk that holds a path, which need not exist yet."""
+    existing = next(place for place in (path, *path.absolute().parents) if place.exists())
+    return shutil.disk_usage(existing).free
+
+
 def require_free_disk(path: Path, least_gb: float) -> None:
-    """Raise EnvironmentFault if the disk of `path` has less than `least_gb` GB of free space."""
-    free = shutil.disk_usage(path).free / 1e9
+    """Raise EnvironmentFault if less than `least_gb` GB (10^9 bytes) of the disk is free."""
+    free = free_disk(path) / 1e9
     if free < least_gb:
         raise EnvironmentFault(
             f"The disk has {free:.1f} GB left, less than limits.min_free_disk_gb = {least_gb}.",
@@ -175,7 +186,10 @@ def require_free_disk(path: Path, least_gb: float) -> None:
 
 
 def _disk_errno(error: BaseException) -> int | None:
-    """Return the errno of a full disk if a cause of the error has it, else the error's own."""
+    """Return the errno of a full disk if a cause of the error has it, else the error's own.
+
+    It is None if there is neither.
+    """
     own = _own_errno(error)
     cause = error.__cause__ or error.__context__
     while cause and cause is not error and own not in FULL_ERRORS:
@@ -187,9 +201,9 @@ def _disk_errno(error: BaseException) -> int | None:
 
 
 def _own_errno(error: BaseException) -> int | None:
-    """Return a file system error's errno, or the errno that its text implies; None if neither.
+    """Return an error's errno, or the errno that its message implies; None if there is neither.
 
-    The text of a short write implies a full disk.
+    The message of a short write implies a full disk.
     """
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno
@@ -204,7 +218,12 @@ def _own_errno(error: BaseException) -> int | None:
 
 
 def write_json(path: Path, data: Any) -> None:
-    """Write a JSON file atomically and durably; create missing parent directories."""
+    """Write a JSON file atomically and durably; create missing parent directories.
+
+    Raises:
+        ValueError: `data` holds a number that is not finite.
+        EnvironmentFault: As `atomic_path` does.
+    """
     text = json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False)
     write_text(path, f"{text}\n")
 
@@ -213,6 +232,9 @@ def write_text(path: Path, text: str) -> None:
     """Write a UTF-8 text file atomically and durably; create missing parent directories.
 
     A lone surrogate becomes its escape, such as `\\ud83d`.
+
+    Raises:
+        EnvironmentFault: As `atomic_path` does.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_path(path) as temporary:
@@ -220,11 +242,11 @@ def write_text(path: Path, text: str) -> None:
 
 
 def read_file(path: Path) -> bytes:
-    """Return the bytes of a file; tell a failing file system apart from other errors.
+    """Return the bytes of a file.
 
     Raises:
-        EnvironmentFault: The file system fails, so the file's content is unknown.
-        OSError: Anything else.
+        EnvironmentFault: The file system fails (EIO or ESTALE), so the content is unknown.
+        OSError: The file is absent, or cannot be read for another reason.
     """
     try:
         return path.read_bytes()
@@ -236,7 +258,7 @@ def read_file(path: Path) -> bytes:
 
 
 def read_json(path: Path) -> Any | None:
-    """Read a JSON file; None if the file is absent, unreadable or damaged.
+    """Return the value in a JSON file; None if the file is absent, unreadable or not JSON.
 
     Raises:
         EnvironmentFault: The file system fails.
@@ -248,15 +270,19 @@ def read_json(path: Path) -> Any | None:
 
 
 def read_object(path: Path) -> JsonObject:
-    """Read a JSON object from a file; empty if the file is unreadable or holds no object."""
+    """Return the object in a JSON file; empty if the file is absent, unreadable or has no object.
+
+    Raises:
+        EnvironmentFault: The file system fails.
+    """
     found = read_json(path)
     return found if isinstance(found, dict) else {}
 
 
 def sync(path: Path) -> None:
-    """Flush a file's content, or a directory's renames, to the disk.
+    """Flush a file's content, or a directory's entries, to the disk.
 
-    It does nothing for a directory on a file system that cannot flush directories.
+    If the file system cannot flush directories, a directory is skipped.
     """
     handle = os.open(path, os.O_RDONLY)
     try:
@@ -269,6 +295,6 @@ def sync(path: Path) -> None:
 
 
 def sweep_temporary(directory: Path) -> None:
-    """Remove all temporary files (`*.tmp`) below a directory, left there by killed writers."""
+    """Remove all temporary files (`*.tmp`) below a directory, which killed writers have left."""
     for path in list(directory.rglob("*.tmp")):
         path.unlink(missing_ok=True)

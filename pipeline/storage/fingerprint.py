@@ -1,11 +1,11 @@
 """Fingerprints of stages (sha256 of what a result depends on) and digests of files.
 
-A fingerprint covers meaning and content (settings, code version, upstream, input bytes, the
-target's weights), never paths or placement, so that a copied cache resumes elsewhere and going from
-1 to 8 GPUs resumes.
+A fingerprint covers settings, code version, upstream results, input bytes and the target's weights.
+It covers neither paths nor placement, so that a run can resume from a copied cache, or on 8 GPUs
+instead of 1.
 
 A file with the recorded size and modification time counts as unchanged, since reading 650 GB takes
-an hour; one with another time is read again. `verify` reads every file.
+an hour. A file with another time is read again. `verify` reads every file.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def fingerprint(parts: JsonObject) -> str:
 
 
 def ids_digest(ids: Iterable[str]) -> str:
-    """Return the sha256 (hex) of a shard's row ids in order, each prefixed by its length."""
+    """Return the sha256 (hex) of row ids in order, each prefixed by its length in bytes."""
     digest = hashlib.sha256()
     for row_id in ids:
         encoded = row_id.encode()
@@ -53,12 +53,12 @@ class FileFacts:
 
     @classmethod
     def of(cls, path: Path, sha256: str | None = None) -> FileFacts:
-        """Return the size, time and sha256 of a file, which is read unless its sha256 is given."""
+        """Return the facts of a file, which is read unless its sha256 is given."""
         found = path.stat()
         return cls(found.st_size, found.st_mtime_ns, sha256 or sha256_of(path))
 
     def renewed(self, path: Path) -> FileFacts | None:
-        """Return the facts with the file's present time; None if the file is gone or has changed.
+        """Return the facts with the file's current time; None if the file is missing or changed.
 
         The file is read only if its time, but not its size, differs from the recorded one.
         """
@@ -72,11 +72,14 @@ class FileFacts:
         return replace(self, mtime_ns=mtime_ns)
 
     def fit(self, path: Path) -> bool:
-        """Return whether `path` is a file of the recorded size, without reading it."""
+        """Return whether `path` is a file of the recorded size; its content is not read."""
         return path.is_file() and path.stat().st_size == self.size
 
     def problems(self, path: Path) -> list[str]:
-        """Read a file; return a line if it is missing or its sha256 differs, else an empty list."""
+        """Read the file; return a list of messages about it.
+
+        The list has one message if the file is missing or its sha256 differs, else none.
+        """
         if not path.is_file():
             return [f"{path} is missing"]
         found = FileFacts.of(path)
@@ -87,12 +90,14 @@ class FileFacts:
 
 
 class FileDigests:
-    """The sha256 of files, cached by size, times and inode in a JSON file.
+    """The sha256 of files, cached in a JSON file by name, size, times and inode.
 
-    Hashing 140 GB of weights takes minutes; a second run skips it. A file that changes gets another
-    ctime, which the kernel sets even if a copying tool restores the modification time, and is
-    hashed again. The key has the file's name, not its directory. `read_only` leaves the JSON file
-    as it is.
+    Hashing 140 GB of weights takes minutes; a second run skips it. A file that was changed is
+    hashed again, because its ctime differs even if a tool has restored the modification time.
+
+    Args:
+        cache: The JSON file; it need not exist.
+        read_only: Whether the JSON file is never written.
     """
 
     def __init__(self, cache: Path, *, read_only: bool = False):
@@ -101,17 +106,20 @@ class FileDigests:
         self.known: dict[str, str] = read_object(cache)
 
     def of(self, path: Path) -> str:
-        """Return a file's sha256 (hex), and remember the first one for `changed`."""
+        """Return a file's sha256 (hex); the first one that is returned is kept for `changed`."""
         digest = self._current_sha256(path)
         self.seen.setdefault(path, digest)
         return digest
 
     def of_all(self, paths: Iterable[Path]) -> dict[str, str]:
-        """Return the sha256 of each file by file name, sorted."""
+        """Return the sha256 (hex) of each file by file name, sorted by name."""
         return {path.name: self.of(path) for path in sorted(paths, key=lambda path: path.name)}
 
     def changed(self) -> list[Path]:
-        """Return the files that are gone, or whose sha256 is not what `of` first returned."""
+        """Return the files that are missing now, or whose sha256 is not what `of` first returned.
+
+        These can only be files that were passed to `of`.
+        """
         changed = []
         for path, digest in self.seen.items():
             if not path.is_file() or self._current_sha256(path) != digest:
@@ -119,7 +127,7 @@ class FileDigests:
         return changed
 
     def derived(self, key: str, make: Callable[[], str]) -> str:
-        """Return the sha256 (hex) cached under a key, after caching `make()` if it is missing."""
+        """Return the digest that is cached under a key; if there is none, cache that of `make`."""
         if key not in self.known:
             self.known[key] = make()
             if not self.read_only:
@@ -127,9 +135,9 @@ class FileDigests:
         return self.known[key]
 
     def _current_sha256(self, path: Path) -> str:
-        """Return a file's current sha256 (hex) from its name, from the cache, or by reading it.
+        """Return a file's current sha256 (hex): from its name, the cache, or the content.
 
-        Only large files in the Hub's cache are named by their sha256.
+        In the Hub's cache, large files are named by their sha256.
         """
         blob = path.resolve()
         if blob.parent.name == "blobs" and re.fullmatch(r"[0-9a-f]{64}", blob.name):

@@ -20,7 +20,11 @@ class Lock:
     """A file lock on a run or stage directory, held from `share` or `own` until `release`.
 
     Args:
+        path: The lock file, which is created if it is missing.
         what: The locked object in error messages, such as "the train stage".
+
+    Raises:
+        EnvironmentFault: The lock file cannot be opened.
     """
 
     def __init__(self, path: Path, what: str):
@@ -36,7 +40,7 @@ class Lock:
         self.release()
 
     def share(self) -> None:
-        """Take the lock of a directory as one of its readers; an owner becomes a reader.
+        """Take the lock as one of several readers; an owner becomes a reader.
 
         Raises:
             EnvironmentFault: Another process owns the lock, or the file system has no locks.
@@ -45,7 +49,7 @@ class Lock:
         self._add_holder()
 
     def own(self) -> None:
-        """Take the lock of a directory as its only holder.
+        """Take the lock as its only holder; a reader becomes the owner.
 
         Raises:
             EnvironmentFault: Another process holds the lock, or the file system has no locks.
@@ -55,15 +59,18 @@ class Lock:
         self._add_holder()
 
     def release(self) -> None:
-        """Release the lock of a directory."""
+        """Release the lock, which cannot be taken again through this object."""
         self._file.close()
 
     def _take_lock(self, kind: int) -> None:
-        """Take a directory's lock without waiting.
+        """Take the lock without waiting.
+
+        Args:
+            kind: `fcntl.LOCK_SH` or `fcntl.LOCK_EX`.
 
         Raises:
-            EnvironmentFault: Another process holds the lock, which is released here, or the file
-                system has no locks.
+            EnvironmentFault: Another process holds the lock, or the file system has no locks. In
+                the first case, this object's lock file is closed.
         """
         try:
             fcntl.flock(self._file, kind | fcntl.LOCK_NB)
@@ -85,7 +92,10 @@ class Lock:
             ) from None
 
     def _holders(self) -> list[str]:
-        """Return the other holders in the lock file, without ended processes of this machine."""
+        """Return the other holders that the lock file names, such as `process 12 on HOST`.
+
+        Processes of this machine that have ended are left out.
+        """
         self._file.seek(0)
         holders = []
         for pid, host in re.findall(r"process (\d+) on (\S+)", self._file.read()):
@@ -96,6 +106,6 @@ class Lock:
         return holders
 
     def _add_holder(self) -> None:
-        """Write this process into the lock file."""
+        """Append this process to the lock file's list of holders."""
         self._file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         self._file.flush()

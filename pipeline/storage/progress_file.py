@@ -1,7 +1,7 @@
 """A JSON file through which one process reports its progress to another.
 
-A report within half a second of the last one is left out, unless it has to be seen at once. A full
-disk does not stop the work.
+A report within half a second of the last one is dropped, unless it is urgent. A failed write, for
+example on a full disk, is ignored.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ SECONDS_BETWEEN_REPORTS = 0.5
 
 
 class ProgressFile:
-    """A progress file, which one process writes and another process reads."""
+    """A file with the latest progress report, which one process writes and another one reads."""
 
     def __init__(self, path: Path):
         self.path = path
         self._written = -math.inf
 
     def write(self, report: JsonObject, *, at_once: bool = False) -> None:
-        """Store a report in the progress file unless one was stored within the last half second.
+        """Write a report, unless this object has written one within the last half second.
 
-        With `at_once` it is always stored. A failed write is ignored.
+        With `at_once` it is always written. A failed write is ignored.
         """
         now = time.monotonic()
         if at_once or now - self._written >= SECONDS_BETWEEN_REPORTS:
@@ -36,7 +36,7 @@ class ProgressFile:
                 self.path.write_text(json.dumps(report), encoding="utf-8")
 
     def read(self) -> JsonObject | None:
-        """Read the report last stored in this file; None if there is none or it is half-written."""
+        """Return the last report; None if the file is absent, unreadable or half-written."""
         try:
             report: JsonObject = json.loads(self.path.read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -44,6 +44,6 @@ class ProgressFile:
         return report
 
     def remove(self) -> None:
-        """Delete the stored progress file, if there is one."""
+        """Delete the file if it exists; a failure is ignored."""
         with contextlib.suppress(OSError):
             self.path.unlink(missing_ok=True)

@@ -1,7 +1,7 @@
 """Records of shards and stages: receipts, notes, stage.json, DONE.json; totals of receipts.
 
-A shard's Parquet footer carries its receipt, so the shard itself proves that it exists. The note
-beside it has what the file cannot hold: its own sha256, and how long the work took.
+A shard's Parquet footer holds its receipt, so that shard and receipt are written together. A note
+in another file holds what the footer cannot: the sha256 of the whole file, and the worker's time.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Summary = JsonObject  # what a finished stage reports; each stage has its own ke
 
 @dataclass(frozen=True)
 class Note:
-    """The record beside a shard: content hash, file facts, and its worker's busy seconds."""
+    """A record about a shard: its content hash, its file's facts, and its worker's busy time."""
 
     content_sha256: str
     file: FileFacts
@@ -58,7 +58,7 @@ class Receipt:
 
 @dataclass(frozen=True)
 class Description:
-    """The record stage.json: a stage's name, its fingerprint, and the fingerprinted identity."""
+    """The content of stage.json: a stage's name, its fingerprint, and the fingerprinted data."""
 
     stage: str
     fingerprint: str
@@ -66,11 +66,11 @@ class Description:
 
     @classmethod
     def read(cls, directory: Path) -> Description | None:
-        """Read a stage directory's stage.json; None if the file is absent or damaged."""
+        """Read a directory's stage.json; None if the file is absent, unreadable or damaged."""
         return _read_record(DESCRIPTION, directory / STAGE_FILE)
 
     def write(self, directory: Path) -> None:
-        """Write a stage directory's stage.json, unless the file has this content already."""
+        """Write stage.json into a directory, unless the file has this content already."""
         content = json.loads(json.dumps(asdict(self)))
         if read_json(directory / STAGE_FILE) != content:
             write_json(directory / STAGE_FILE, content)
@@ -78,7 +78,7 @@ class Description:
 
 @dataclass(frozen=True)
 class Done:
-    """The record DONE.json of a finished stage."""
+    """The content of DONE.json, which a finished stage has."""
 
     stage: str
     fingerprint: str
@@ -89,11 +89,11 @@ class Done:
 
     @classmethod
     def read(cls, directory: Path) -> Done | None:
-        """Read a stage directory's DONE.json; None if the file is absent or damaged."""
+        """Read a directory's DONE.json; None if the file is absent, unreadable or damaged."""
         return _read_record(DONE, directory / DONE_FILE)
 
     def write(self, directory: Path) -> None:
-        """Write DONE.json into a stage directory."""
+        """Write DONE.json into a directory."""
         write_json(directory / DONE_FILE, asdict(self))
 
 
@@ -103,7 +103,7 @@ Record = TypeVar("Record")
 
 
 def _read_record(record: TypeAdapter[Record], path: Path) -> Record | None:
-    """Read a stage directory's record; None if its file is absent, unreadable or damaged.
+    """Read a record from a JSON file; None if the file is absent, unreadable or damaged.
 
     Raises:
         EnvironmentFault: The file system fails.
@@ -115,18 +115,18 @@ def _read_record(record: TypeAdapter[Record], path: Path) -> Record | None:
 
 
 def note_path(shard: Path) -> Path:
-    """Return the path of a shard's note in the stage directory."""
+    """Return the path of a shard's note."""
     return shard.parent.with_name("receipts") / f"{shard.stem}.json"
 
 
 def read_receipt(path: Path) -> Receipt | None:
-    """Read the receipt in a shard's footer, with the shard's note; None if there is no receipt.
+    """Read a shard's receipt, with its note if there is one with the same content hash.
 
-    A shard that is absent or damaged has none. A note of other content is left out.
+    Return None if the shard is absent, damaged or without a receipt.
 
     Raises:
-        OSError: The file system fails at the shard.
-        EnvironmentFault: The file system fails at the note.
+        OSError: The file system fails while the shard is read.
+        EnvironmentFault: The file system fails while the note is read.
     """
     try:
         with pa.OSFile(os.fsencode(path)) as file:
@@ -143,7 +143,7 @@ def read_receipt(path: Path) -> Receipt | None:
 
 
 def read_note(shard: Path) -> Note | None:
-    """Read a shard's note; None if the note is absent or damaged.
+    """Read a shard's note; None if the note is absent, unreadable or damaged.
 
     Raises:
         EnvironmentFault: The file system fails.
@@ -152,12 +152,12 @@ def read_note(shard: Path) -> Note | None:
 
 
 def write_note(shard: Path, note: Note) -> None:
-    """Write a shard's note into the stage directory."""
+    """Write a shard's note to `note_path`."""
     write_json(note_path(shard), asdict(note))
 
 
 class StageTotals:
-    """Totals of a stage's receipts: rows, quarantined rows by reason, statistics, rate."""
+    """Totals of receipts: shards, rows, quarantined rows by reason, statistics, and the rate."""
 
     def __init__(self, receipts: Iterable[Receipt] = ()):
         self.shards = self.rows = self.quarantined = 0
@@ -168,7 +168,7 @@ class StageTotals:
             self.add(receipt)
 
     def add(self, receipt: Receipt) -> None:
-        """Add the counts of one committed shard's receipt."""
+        """Add the counts of one receipt."""
         self.shards += 1
         self.rows += receipt.num_rows
         self.quarantined += receipt.num_quarantined
@@ -179,9 +179,10 @@ class StageTotals:
             self._busy_seconds += receipt.note.busy_seconds
 
     def summary(self) -> Summary:
-        """Return the receipts' totals as a summary for DONE.json.
+        """Return the totals as a summary for DONE.json.
 
-        `tokens_per_second` counts busy seconds of workers, and is left out if there are none.
+        `tokens_per_second` is the rate in the workers' busy time. It is left out if no receipt has
+        a busy time.
         """
         summary: Summary = {
             "rows": self.rows,
@@ -194,10 +195,15 @@ class StageTotals:
         return summary
 
     def check_quarantine(self, stage: str, where: str, max_fraction: float, *, final: bool) -> None:
-        """Refuse committed shards whose receipts count too large a fraction of quarantined rows.
+        """Check that the fraction of quarantined rows is at most `max_fraction`.
 
-        Duplicates and contaminated rows are not counted. Unless `final`, the fraction is judged
-        only once there are `ENOUGH_TO_JUDGE` rows.
+        Duplicates and contaminated rows are not counted.
+
+        Args:
+            stage: The stage's name in the error.
+            where: The stage's directory in the error.
+            final: Whether the totals are complete. If not, fewer than `ENOUGH_TO_JUDGE` rows always
+                pass.
 
         Raises:
             DataError: The fraction is above `max_fraction`.

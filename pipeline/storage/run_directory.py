@@ -1,6 +1,6 @@
 """A run's directory: run.yaml, events, the lock, and links to stage directories.
 
-Stage directories lie in the run directory, or in a `store` that several runs share.
+Stage directories are in the run directory, or in a `store` that several runs share.
 `latest/<stage>` is a relative link to a stage's current directory.
 """
 
@@ -29,7 +29,10 @@ CACHES = ("features", "tuned-features")  # stages whose results may be deleted
 
 
 class RunDirectory:
-    """The directory of a run; its stage directories lie in `store`."""
+    """The directory of a run.
+
+    Its stage directories are in `store`, which is the run directory itself by default.
+    """
 
     def __init__(self, path: Path, store: Path | None = None):
         self.path = path
@@ -37,7 +40,11 @@ class RunDirectory:
 
     @classmethod
     def create(cls, config: Config) -> RunDirectory:
-        """Return a configuration's run directory; create it and its store if they are missing."""
+        """Return the run directory of a configuration; create it and its store if missing.
+
+        Raises:
+            EnvironmentFault: A directory cannot be created.
+        """
         run = cls(config.run.directory, config.run.store)
         for path in (run.path, run.store):
             with disk_errors(path):
@@ -45,12 +52,12 @@ class RunDirectory:
         return run
 
     def write_config(self, config: Config) -> None:
-        """Write the run's configuration to run.yaml; the caller holds the lock."""
+        """Write the run's configuration to run.yaml; the caller must hold the lock."""
         write_text(self.path / "run.yaml", dump_config(config))
 
     @classmethod
     def open(cls, path: Path) -> tuple[RunDirectory, Config]:
-        """Open the run directory at `path` and load its configuration; it may be a copied run.
+        """Return the run directory at `path`, which may be a copy, and its configuration.
 
         Raises:
             ConfigError: There is no run.yaml, or it is invalid.
@@ -65,7 +72,7 @@ class RunDirectory:
         return cls(path.resolve(), config.run.store), config
 
     def latest(self, name: str) -> StageDirectory | None:
-        """Return the run's directory of a stage, or None if the run has not reached the stage."""
+        """Return the current directory of a stage, or None if the run has not reached the stage."""
         link = self.path / "latest" / name
         return StageDirectory.at(link.resolve()) if link.is_dir() else None
 
@@ -86,7 +93,7 @@ class RunDirectory:
         return sorted(path for path in (self.path / "latest").glob("[!.]*") if path.is_symlink())
 
     def link_latest(self, stage: StageDirectory) -> None:
-        """Link `latest/<stage>` to a stage directory, relatively and atomically."""
+        """Create or atomically replace the relative link `latest/<stage>` to a stage directory."""
         links = self.path / "latest"
         links.mkdir(exist_ok=True)
         temporary = links / f".{stage.stage}.{os.getpid()}"
@@ -95,12 +102,12 @@ class RunDirectory:
         os.replace(temporary, links / stage.stage)
 
     def unlink_latest(self, name: str) -> None:
-        """Remove the link `latest/<name>` of a stage that is no longer part of the run."""
+        """Remove the link `latest/<name>` of a stage, if it exists."""
         (self.path / "latest" / name).unlink(missing_ok=True)
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Context manager: lock the run directory, and remove temporary files of killed drivers.
+        """Context manager: lock the run directory, and remove temporary files of killed processes.
 
         Raises:
             EnvironmentFault: Another process holds the lock, or the file system has no locks.
@@ -115,9 +122,9 @@ class RunDirectory:
             yield
 
     def event(self, kind: str, **facts: Any) -> None:
-        """Append an event, with its time and redacted, to the run directory's events.jsonl.
+        """Append an event with the current time to events.jsonl; secrets are redacted.
 
-        After a line that a killed process has left incomplete, the event begins a new line.
+        If a killed process has left an incomplete line, the event begins a new line.
         """
         event = redacted_values({"time": round(time.time(), 3), "event": kind, **facts})
         line = json.dumps(event, ensure_ascii=False, default=str)
@@ -127,13 +134,13 @@ class RunDirectory:
             file.write(f"{before}{line}\n".encode(errors="replace"))
 
     def require_one_history(self) -> None:
-        """Refuse a run directory whose stages were not made from one another.
+        """Check that each stage was made from the current results of its upstream stages.
 
-        Its model card would be wrong. A run has such stages after `run --until train` with another
-        setting. The push stage is not checked, and the stages in `CACHES` may be deleted.
+        Otherwise the model card would be wrong, for example after `run --until train` with another
+        setting. The push stage is not checked, and the stages in `CACHES` may be missing.
 
         Raises:
-            DataError: A stage is unfinished or missing, or was made from other upstream content.
+            DataError: A stage is unfinished or missing, or was made from another upstream result.
         """
         fix = "Run the same configuration again, and then push."
         stages = self.stages()
@@ -153,5 +160,5 @@ class RunDirectory:
 
 
 def finished_before(store: Path, stage: str) -> bool:
-    """Return whether the store holds any finished directory of this stage."""
+    """Return whether `store` holds a finished directory of this stage."""
     return any(store.glob(f"{stage}-*/DONE.json"))

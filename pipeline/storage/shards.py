@@ -1,10 +1,10 @@
 """Shards: a stage's Parquet files, each committed by one rename; the tasks of making them.
 
-The order is: quarantine file (also when empty), then the shard, then a note beside it. The Parquet
-footer carries the receipt (fingerprint, ids, counts, content hash, the upstream shard's content
-hash), which identifies the shard; equal content makes equal bytes. The content hash is the sha256
-of every page of every column, as they lie in the file before the footer. Page checksums are written
-and verified, since a flipped bit would be read back silently.
+A commit writes the quarantine file (even if it is empty), then the shard, then its note. The
+Parquet footer holds the receipt: fingerprint, counts, the hash of the row ids, and the content
+hashes of this shard and of its upstream shard. The content hash is the sha256 of the file up to the
+footer: all pages of all columns. Page checksums are written and verified, since a flipped bit would
+otherwise not be noticed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Row = Mapping[str, Any]  # a row's columns by name
 
 @dataclass(frozen=True)
 class ShardTask:
-    """The task of making one shard, for a worker; picklable."""
+    """A worker's task of making one shard; it can be pickled."""
 
     index: int
     shard: Path
@@ -44,20 +44,20 @@ class ShardTask:
     fingerprint: str
     source: Path = Path()  # the upstream shard, if there is one
     upstream: str = ""  # its content hash
-    crashing: dict[str, str] = field(default_factory=dict)  # by id of a row that kills workers: how
+    crashing: dict[str, str] = field(default_factory=dict)  # how rows kill workers, by row id
     rows: tuple[int, int] | None = None  # only rows [start, stop), in a search for such rows
-    share: float = 1.0  # of all rows, and so of the time that the shard may take
+    share: float = 1.0  # of the upstream shard's rows that the task reads; scales the time limit
 
     @property
     def attempt_log(self) -> Path:
-        """The file in the run's store, beside the shards, for the stack of a hanging worker."""
+        """The path at which a worker that hangs on this shard logs its stack traces."""
         return self.shard.parent.with_name("attempts") / f"{self.index:05d}.txt"
 
 
 def task_rows(task: ShardTask, columns: Sequence[str] | None = None) -> list[Row]:
-    """Read a task's rows from its upstream shard, in order, without rows that crash workers.
+    """Read a task's rows from its upstream shard, in order, without those of `task.crashing`.
 
-    `columns` must include `id`.
+    `columns` must include `id`; by default all columns are read. Errors are those of `open_shard`.
     """
     rows = list(read_rows(task.source, columns))
     if task.rows is not None:
@@ -66,14 +66,14 @@ def task_rows(task: ShardTask, columns: Sequence[str] | None = None) -> list[Row
 
 
 class HashedFile(io.FileIO):
-    """A new file that computes the sha256 of its content as it is written."""
+    """A file opened for writing that computes the sha256 of its content."""
 
     def __init__(self, path: Path):
         super().__init__(path, "w")
         self._digest = hashlib.sha256()
 
     def write(self, data: Any) -> int:
-        """Write all of `data` to the file, add it to the hash, and return its length."""
+        """Write all bytes of `data`, add them to the hash, and return their number."""
         self._digest.update(data)
         unwritten = memoryview(data)
         while unwritten:
@@ -86,13 +86,14 @@ class HashedFile(io.FileIO):
 
 
 class ShardWriter:
-    """Context manager that writes a task's shard, row group by row group, until `commit`.
+    """Context manager that writes a task's shard in row groups; `commit` publishes the shard.
 
-    The task's crashing rows are quarantined.
+    Without `commit`, no file is left. The rows of `task.crashing` are quarantined.
 
     Args:
+        schema: The columns of the shard, with a string column `id`.
         footer: Schema metadata to store besides the fingerprint, such as dtype and hidden size.
-        codec: The compression of binary columns, which hold states; other columns use zstd.
+        codec: The compression of large binary columns, which hold states; other columns use zstd.
     """
 
     def __init__(
@@ -152,7 +153,10 @@ class ShardWriter:
             self.write_batch(pa.RecordBatch.from_pylist(list(rows), schema=self.schema))
 
     def write_batch(self, batch: pa.RecordBatch) -> None:
-        """Append a record batch to the shard as one row group; its buffers may then be reused."""
+        """Append a record batch to the shard as one row group.
+
+        The batch's buffers may be reused after the call.
+        """
         self.ids += batch.column("id").to_pylist()
         table = pa.Table.from_batches([batch])  # a batch's pages would be written with the next one
         with disk_errors(self.path):
@@ -172,14 +176,18 @@ class ShardWriter:
         """Check that no row was lost, then commit the quarantine file, the shard and its note.
 
         Args:
+            stage: The stage's name, for the quarantine file.
             ids_in: The ids of `task_rows`: each row must be in the shard, itself or as rows
                 `id#turn`, or in quarantine. None skips this check.
-            stats: Counts of the content. They hold no times, so that equal content has equal stats.
+            stats: Counts of the content, without times, so that equal shards have equal counts.
             busy_seconds: How long a worker was busy with the shard.
 
+        Returns:
+            The shard's receipt, with its note.
+
         Raises:
-            AssertionError: A row is missing or occurs twice. This is a defect of the stage, never
-                of the data.
+            AssertionError: A row is missing, unknown or occurs twice, which is a defect of the
+                stage.
             EnvironmentFault: The disk is full or fails.
         """
         where = f"shard {self.task.index} of {stage}"
@@ -213,9 +221,9 @@ class ShardWriter:
         return replace(receipt, note=note)
 
     def _check_complete(self, ids_in: set[str], where: str) -> None:
-        """Assert that each upstream row is in the shard or its quarantine file, not in both.
+        """Assert that each input row is in the shard or in its quarantine file, but not in both.
 
-        Single turns of a row whose other turns are in the shard may be in quarantine.
+        A row that was split into turns may have some turns in the shard and others in quarantine.
         """
         rejected = [row.id for row in self.rejected]
         kept = _parents(self.ids, ids_in)
@@ -229,7 +237,7 @@ def _parents(ids: Iterable[str], ids_in: set[str]) -> set[str]:
 
 
 def _parquet_columns(name: str, of: pa.DataType) -> list[str]:
-    """List the Parquet columns that an Arrow column becomes in a shard's stored file."""
+    """Return the paths of the Parquet columns in which an Arrow column is stored."""
     if pa.types.is_list(of):
         return _parquet_columns(f"{name}.list.element", of.value_type)
     if not pa.types.is_struct(of):
@@ -241,7 +249,7 @@ def _parquet_columns(name: str, of: pa.DataType) -> list[str]:
 
 
 def quarantine_line(rejected: RejectedRow, stage: str) -> str:
-    """Return a rejected row as the JSON line that `ShardWriter` stores in the quarantine file."""
+    """Return the line of a quarantine file for a rejected row: a JSON object."""
     row = {
         "id": rejected.id,
         "stage": stage,
@@ -259,10 +267,12 @@ def parent_of(row_id: str) -> str:
 
 @contextlib.contextmanager
 def open_shard(path: str | Path) -> Iterator[pq.ParquetFile]:
-    """Context manager: open a shard for reading, with its page checksums verified.
+    """Context manager: open a shard for reading; page checksums are verified.
+
+    Errors of reading the shard inside the context are translated too.
 
     Raises:
-        DamagedShard: The shard is missing or damaged, also if only a later read shows it.
+        DamagedShard: The shard is missing or damaged.
         EnvironmentFault: The shard exists, but the file system cannot read it.
     """
     try:
@@ -278,9 +288,9 @@ def open_shard(path: str | Path) -> Iterator[pq.ParquetFile]:
 
 
 def read_rows(path: str | Path, columns: Sequence[str] | None = None) -> Iterator[Row]:
-    """Yield the rows of a shard in order, one row group in memory at a time.
+    """Yield the rows of a shard in order, with these columns or else all.
 
-    Raises what `open_shard` raises.
+    One row group is in memory at a time. Errors are those of `open_shard`.
     """
     with open_shard(path) as shard:
         for group in range(shard.num_row_groups):

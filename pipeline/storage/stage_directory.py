@@ -1,8 +1,8 @@
 """Stage directories: `<stage>-<fingerprint[:8]>/` with shards and DONE.json.
 
-A stage directory belongs to one fingerprint: a changed meaning gets another directory. Which shards
-exist is read from their footers. DONE.json adds each file's size, time and sha256.
-`verify` reads and compares all files; a run reads only those whose time has changed.
+A stage directory belongs to one fingerprint: other settings get another directory. The footers of
+the shards state which shards exist. DONE.json adds the size, time and sha256 of each file. `verify`
+reads and compares all files; a run reads only the files whose time has changed.
 """
 
 from __future__ import annotations
@@ -47,13 +47,15 @@ BOOKKEEPING = (
 class StageDirectory:
     """The directory of one stage's result, for one fingerprint.
 
-    To make the result, call `enter`, then, unless it `is_whole`, `begin` and `finish`. From `enter`
-    until `release` the directory is locked against changes by others.
+    To make the result, call `enter`. Then, unless `is_whole` returns True, call `begin`, write the
+    files and call `finish`. From `enter` until `release` the directory is locked against changes by
+    other processes.
 
     Args:
         store: The directory of the stage directories.
-        scratch: Names of files and folders in it that DONE.json leaves out.
-        parts: Folders in it that are dropped alone when one of their files is damaged.
+        scratch: Names of files and folders of the stage that DONE.json leaves out.
+        parts: Names of folders in the directory. If a file in such a folder is damaged, only this
+            folder is dropped.
     """
 
     def __init__(
@@ -71,7 +73,7 @@ class StageDirectory:
 
     @classmethod
     def at(cls, path: Path) -> StageDirectory:
-        """Return the stage directory at `path`, which may be a copied one.
+        """Return the stage directory at `path`, which may be a copy.
 
         Its stage and fingerprint are those of stage.json. Without that file, the stage is the one
         in the directory's name and the fingerprint is empty.
@@ -87,10 +89,10 @@ class StageDirectory:
         return Lock(self.path / LOCK_FILE, f"the {self.stage} stage")
 
     def enter(self, identity: Identity) -> None:
-        """Create the stage directory, share its lock, and remove files of killed workers.
+        """Create the stage directory, share its lock, and remove temporary files of killed workers.
 
         Raises:
-            DataError: It is a link: in a copied run it would lead to the original's stage.
+            DataError: The directory is a link, which in a copied run would lead to the original.
             EnvironmentFault: Another process owns the lock, or the file system has no locks.
         """
         if self.path.is_symlink():
@@ -112,17 +114,23 @@ class StageDirectory:
     def is_whole(self, upstream: dict[str, str]) -> bool:
         """Return whether the stage is finished, made from this upstream content, and undamaged.
 
-        The caller holds the lock, since `examine` may update DONE.json.
+        The caller must hold the lock, since `examine` may update DONE.json.
+
+        Args:
+            upstream: The content hash of each upstream stage, by name.
         """
         return self.is_current(upstream) and not self.examine()
 
     def begin(self, upstream: dict[str, str], *, fresh: bool = False) -> list[Path]:
-        """Lock the stage directory exclusively, drop damaged and stale files, return the damaged.
+        """Prepare the stage directory for a run of the stage; return the damaged files.
 
-        DONE.json is removed, and the upstream content recorded. With `fresh`, the whole result is
-        dropped and no damage is looked for. Otherwise damaged files are dropped. If the upstream
-        content has changed, everything but the shards is dropped as well; `pending` compares the
-        shards with their upstream shards one by one.
+        The directory is locked exclusively, DONE.json is removed, and `upstream` is recorded. With
+        `fresh`, the whole result is dropped and files are not examined. Otherwise damaged files are
+        dropped; if the upstream content has changed, everything but the shards is dropped as well.
+        Shards that are out of date are found by `pending`.
+
+        Args:
+            upstream: The content hash of each upstream stage, by name.
 
         Raises:
             EnvironmentFault: Another process holds the lock, or the file system has no locks.
@@ -141,10 +149,14 @@ class StageDirectory:
         return damaged
 
     def finish(self, summary: Summary, upstream: dict[str, str]) -> None:
-        """Write DONE.json (summary, upstream content, facts of the files), and share the lock.
+        """Write DONE.json with the facts of all result files, then share the lock with readers.
 
-        Bookkeeping and scratch files are left out. A shard is read only if it has no note, which
-        would have its sha256.
+        Bookkeeping and scratch files are left out. The facts of a shard come from its note, if it
+        has one; all other files are read.
+
+        Args:
+            summary: What the stage reports, such as numbers of rows.
+            upstream: The content hash of each upstream stage, by name.
         """
         by_index = self.receipts()
         receipts = [by_index[index] for index in sorted(by_index)]
@@ -166,13 +178,13 @@ class StageDirectory:
 
     @property
     def identity(self) -> Identity:
-        """The stage directory's fingerprinted identity; empty if stage.json is damaged."""
+        """The data that the fingerprint covers; empty if stage.json is absent or damaged."""
         described = Description.read(self.path)
         return described.identity if described else {}
 
     @property
     def done(self) -> Done | None:
-        """The record DONE.json, or None while the stage is unfinished."""
+        """The content of DONE.json; None while the stage is unfinished, or if it is damaged."""
         return Done.read(self.path)
 
     @property
@@ -183,7 +195,7 @@ class StageDirectory:
 
     @property
     def content(self) -> str:
-        """The hash of the stage's result, without logs (*.jsonl); later stages depend on it."""
+        """The content hash of the stage's result (without *.jsonl logs), for downstream stages."""
         done = self.done
         if done and done.shards:
             return fingerprint({"made": [receipt.content_sha256 for receipt in done.shards]})
@@ -214,16 +226,17 @@ class StageDirectory:
         return self.path / "quarantine" / f"{index:05d}.jsonl"
 
     def shards(self) -> list[Path]:
-        """Return the paths of the stage's whole shards, in order."""
+        """Return the paths of the stage's complete shards (see `receipts`), in order."""
         done = self.done
         if done:
             return [self.shard_path(receipt.index) for receipt in done.shards]
         return [self.shard_path(index) for index in sorted(self.receipts())]
 
     def receipts(self) -> dict[int, Receipt]:
-        """Read the receipts of the stage's whole shards, by index; skip foreign files.
+        """Return the receipts of the stage's complete shards, by index.
 
-        A shard is whole if it has a receipt of this fingerprint and a quarantine file.
+        A shard is complete if it has a receipt with this fingerprint, and a quarantine file. Others
+        are skipped.
         """
         receipts = {}
         for path in self.parquet_files():
@@ -235,7 +248,7 @@ class StageDirectory:
         return receipts
 
     def parquet_files(self) -> list[Path]:
-        """Return all Parquet files in the shard folder, whole or not."""
+        """Return the paths of all Parquet files in the shard folder, sorted."""
         return sorted((self.path / "shards").glob("*.parquet"))
 
     def task(self, index: int) -> ShardTask:
@@ -244,7 +257,10 @@ class StageDirectory:
         return ShardTask(index, shard, quarantine, self.fingerprint)
 
     def tasks(self, upstream: StageDirectory, receipts: dict[int, Receipt]) -> list[ShardTask]:
-        """Return one shard task per upstream shard; `receipts` are those of `upstream`."""
+        """Return a task for each shard of the stage `upstream`, in order.
+
+        `receipts` are those of `upstream`.
+        """
         tasks = []
         for index, receipt in sorted(receipts.items()):
             source, content = upstream.shard_path(index), receipt.content_sha256
@@ -252,7 +268,10 @@ class StageDirectory:
         return tasks
 
     def pending(self, tasks: Sequence[ShardTask], receipts: dict[int, Receipt]) -> list[ShardTask]:
-        """Return the tasks whose shard is missing or was made from other upstream content."""
+        """Return the tasks whose shard is missing or was made from another upstream shard.
+
+        `receipts` are those of this stage.
+        """
         pending = []
         for task in tasks:
             receipt = receipts.get(task.index)
@@ -261,7 +280,7 @@ class StageDirectory:
         return pending
 
     def drop_shards_but(self, indices: Collection[int]) -> dict[int, Receipt]:
-        """Drop the whole shards of all other indices; return the receipts of the shards kept."""
+        """Delete complete shards whose index is not in `indices`; return the others' receipts."""
         kept = {}
         for index, receipt in self.receipts().items():
             if index in indices:
@@ -273,9 +292,9 @@ class StageDirectory:
     # Damage
 
     def is_current(self, upstream: dict[str, str]) -> bool:
-        """Return whether the stage is finished and was made from this upstream content.
+        """Return whether DONE.json exists and has this fingerprint and this upstream content.
 
-        DONE.json decides; no other file is looked at.
+        No other file is read.
         """
         done = self.done
         if done is None:
@@ -283,14 +302,15 @@ class StageDirectory:
         return done.fingerprint == self.fingerprint and done.upstream == upstream
 
     def resized_files(self) -> list[Path]:
-        """Return the stage's files that are missing or of another size, without reading them."""
+        """Return the recorded files that are missing or of another size; none is read."""
         return [path for path, facts in self._file_facts().items() if not facts.fit(path)]
 
     def examine(self) -> list[Path]:
-        """Return the stage's files that are missing or changed; read only those with another time.
+        """Return the recorded files that are missing or changed, except the stage's *.jsonl logs.
 
-        The stage's logs (*.jsonl) do not count. The new time of an unchanged file is stored in
-        DONE.json, so that the file is not read again. The caller holds the lock.
+        A file is read only if its time differs from the recorded one. If its content is the same,
+        the new time is stored in DONE.json (if the stage is finished), so that the file is not read
+        again. The caller must hold the lock.
         """
         damaged, touched = [], {}
         for path, facts in self._file_facts().items():
@@ -311,8 +331,9 @@ class StageDirectory:
     def discard(self, damaged: Sequence[Path]) -> None:
         """Lock the stage directory exclusively, remove DONE.json, and drop damaged files.
 
-        A damaged shard is dropped with its quarantine file, a damaged file in a folder of `parts`
-        with the folder. Any other damaged file drops everything but the shards.
+        A damaged shard is dropped with its quarantine file and its note, a damaged file in a folder
+        of `parts` with the folder. If any other file is damaged, everything but the shards is
+        dropped.
         """
         self.lock.own()
         (self.path / DONE_FILE).unlink(missing_ok=True)
@@ -325,15 +346,17 @@ class StageDirectory:
                 self._drop_result(keep=SHARD_FOLDERS)
 
     def intact(self, name: str) -> bool:
-        """Return whether the stage has recorded a file of this relative path that is unchanged."""
+        """Return whether the file of this relative path is recorded and unchanged."""
         facts = self._file_facts().get(self.path / name)
         return facts is not None and facts.renewed(self.path / name) is not None
 
     def verify(self) -> list[str]:
-        """Read a stage's recorded files, or its shards if unfinished; return a line per problem.
+        """Read the recorded files, or the shards of an unfinished stage; return the problems found.
+
+        Each problem is a message.
 
         Raises:
-            EnvironmentFault: A file cannot be read, such as without permission.
+            EnvironmentFault: A file cannot be read, for example without permission.
         """
         problems = []
         with disk_errors(self.path):
@@ -347,7 +370,7 @@ class StageDirectory:
         return problems
 
     def _shard_problems(self) -> list[str]:
-        """Read the shards of an unfinished stage and return one line per problem."""
+        """Read all shards of an unfinished stage; return one message per problem."""
         problems = []
         for path in self.parquet_files():
             receipt = read_receipt(path)
@@ -366,7 +389,7 @@ class StageDirectory:
         return problems
 
     def _file_facts(self) -> dict[Path, FileFacts]:
-        """Return the facts of the stage's files: from DONE.json, else from the shards' notes."""
+        """Return the recorded facts by path: from DONE.json, else from the notes of the shards."""
         done = self.done
         facts = {}
         if done:
@@ -386,7 +409,7 @@ class StageDirectory:
             path.unlink(missing_ok=True)
 
     def _drop_result(self, keep: Sequence[str] = ()) -> None:
-        """Remove everything in the stage directory but stage.json, the lock and `keep`."""
+        """Remove everything in the stage directory except stage.json, the lock and `keep`."""
         for path in self.path.iterdir():
             if path.name not in (STAGE_FILE, LOCK_FILE, *keep):
                 remove(path)

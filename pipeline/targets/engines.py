@@ -1,9 +1,7 @@
 """Protocols and constructors of generation and feature engines (vLLM, transformers).
 
 Engines take token ids and return token ids or states. No engine tokenizes, detokenizes or adds
-special tokens. The two protocols are separate because their engines are loaded at different times
-and use memory differently. An implementation's module is imported only when an engine is
-constructed.
+special tokens. An implementation's module is imported only when an engine is constructed.
 """
 
 from __future__ import annotations
@@ -22,8 +20,8 @@ if TYPE_CHECKING:
 EngineName = Literal["vllm", "transformers"]
 
 
-# Engine arguments that limit resources and not results: a run that ran out of memory resumes with
-# smaller ones.
+# Engine arguments that change the use of resources and not the results: a run that ran out of
+# memory can resume with other values.
 PLACEMENT_ARGUMENTS = {
     "gpu_memory_utilization",
     "kv_cache_memory_bytes",
@@ -38,22 +36,23 @@ PLACEMENT_ARGUMENTS = {
 class GenerationEngine(Protocol):
     """An engine that generates text with the target.
 
-    Requests may be added at any time, so that the next turn of a conversation can follow at once.
+    Requests may be added before any step.
 
     A text ends with a token of the target's EOS ids or of the request's `stop_token_ids`, which is
     part of the text (finish "stop"), or at `max_new_tokens` or the end of the context ("length").
     """
 
-    capacity: int  # concurrent requests; more are queued
+    capacity: int  # concurrent requests; further ones are queued
 
     def add(self, request: Request) -> None:
-        """Queue a request with a new id for the generation engine.
+        """Queue a request.
 
-        The prompt is not empty and is shorter than the context.
+        Its id must differ from those of all unfinished requests. Its prompt must not be empty and
+        must be shorter than the context.
         """
 
     def step(self) -> list[Completion]:
-        """Run one step of the generation engine; return the texts that it finishes, perhaps none.
+        """Run one step of the engine; return the texts that it finishes, perhaps none.
 
         A step need not add a token to every running request.
         """
@@ -71,11 +70,11 @@ class FeatureEngine(Protocol):
     def stream(
         self, rows: Iterable[Sequence[int]]
     ) -> Generator[tuple[int, torch.Tensor], None, None]:
-        """Yield each row's index and the target's states [T_i, D], on the host and in any order.
+        """Yield the index and the states [T_i, D] of each row of token ids, in any order.
 
-        Later rows are computed while the caller works. A tensor may be a view of a shared buffer,
-        so copy a tensor to keep it. Exhaust or close a generator before the next call, because its
-        rows may stay in the engine until then.
+        The states are on the CPU. Later rows are computed while the caller works. A tensor may be a
+        view of a shared buffer, so copy a tensor to keep it. Exhaust or close the generator before
+        the next call, because its rows may stay in the engine until then.
         """
 
     def close(self) -> None:
@@ -83,7 +82,7 @@ class FeatureEngine(Protocol):
 
 
 def semantic_arguments(engine_args: EngineArgs) -> dict[str, Any]:
-    """Return the arguments of a vLLM or transformers engine that can change its results."""
+    """Return the engine arguments that can change results: all but `PLACEMENT_ARGUMENTS`."""
     return {name: value for name, value in engine_args.items() if name not in PLACEMENT_ARGUMENTS}
 
 
@@ -94,12 +93,17 @@ def make_generation_engine(
     gpus: int,
     batch_invariant: bool = False,
 ) -> GenerationEngine:
-    """Load the target into a vLLM or transformers generation engine.
+    """Load the target into a new generation engine.
 
-    `batch_invariant` is only for vLLM; transformers ignores it.
+    Args:
+        name: The kind of engine.
+        engine_args: Arguments of `vllm.LLM` or of `TransformersGenerationEngine`.
+        gpus: The number of GPUs that the engine uses; 0 means the CPU.
+        batch_invariant: See `VLLMGenerationEngine`; transformers ignores it.
 
     Raises:
-        ConfigError, EnvironmentFault: As the engine's class does, and for an unknown argument.
+        ConfigError: `engine_args` has an unknown argument, or the engine's class raises it.
+        EnvironmentFault: The engine's class raises it.
     """
     if name == "vllm":
         from pipeline.targets.vllm_engine import VLLMGenerationEngine
@@ -118,10 +122,17 @@ def make_feature_engine(
     engine_args: EngineArgs,
     gpus: int,
 ) -> FeatureEngine:
-    """Load the target into a vLLM or transformers feature engine.
+    """Load the target into a new feature engine.
+
+    Args:
+        name: The kind of engine.
+        tokens_per_batch: Maximum tokens of one forward; see the engine's class.
+        engine_args: Arguments of `vllm.LLM`; empty for transformers.
+        gpus: The number of GPUs that the engine uses; 0 means the CPU.
 
     Raises:
-        ConfigError, EnvironmentFault: As the engine's class does, and for an unknown argument.
+        ConfigError: `engine_args` has an unknown argument, or the engine's class raises it.
+        EnvironmentFault: The engine's class raises it.
     """
     if name == "vllm":
         from pipeline.targets.vllm_engine import VLLMFeatureEngine
@@ -134,7 +145,7 @@ def make_feature_engine(
 
 
 def _refuse_unknown(engine_args: EngineArgs, known: set[str]) -> None:
-    """Raise ConfigError for an argument that the transformers engine does not have."""
+    """Raise ConfigError if an argument of the transformers engine is not in `known`."""
     for name in engine_args.keys() - known:
         fix = "Generation takes max_batch_tokens, features take none."
         raise ConfigError(f"The transformers engine has no argument {name}.", "engine_args", fix)

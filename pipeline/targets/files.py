@@ -1,8 +1,8 @@
 """Find, download and check a target's files, in a directory or a Hub repository.
 
-The Hub's errors become ConfigError if a file or repository does not exist, and EnvironmentFault if
-the Hub cannot be reached. Weights are read from safetensors. If a repository has none (Vicuna),
-`*.bin` is read by torch's weights-only loader, which runs no code.
+The Hub's errors become ConfigError if a repository does not exist, and EnvironmentFault if the Hub
+cannot be reached. Weights are read from safetensors. If a repository has none (Vicuna), `*.bin` is
+read by torch's weights-only loader, which runs no code.
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ NETWORK = "Check the network, HF_ENDPOINT, HF_HUB_OFFLINE and the disk"
 
 
 def is_local(model: str) -> bool:
-    """Return whether a target names a local directory rather than a Hub id."""
+    """Return whether a `target.model` is the path of a local directory rather than a Hub id.
+
+    The directory need not exist.
+    """
     if model.startswith(("/", "./", "../", "~")) or model.count("/") > 1:
         return True
     return Path(model).is_dir()
@@ -65,11 +68,11 @@ def local_directory(model: str) -> Path:
 def find_file(model: str, revision: str | None, name: str) -> Path | None:
     """Return the path of a target's file, downloaded if needed; None if it does not exist.
 
-    Offline, a file that is missing beside a cached config.json counts as one that does not exist.
+    Offline, a file counts as missing if it is not cached beside the target's cached config.json.
 
     Raises:
         ConfigError: There is no such target.
-        EnvironmentFault: The Hub cannot be reached, and the target is not in its cache.
+        EnvironmentFault: The Hub cannot be reached, and the target is not in the cache.
     """
     if is_local(model):
         path = local_directory(model) / name
@@ -91,7 +94,7 @@ def find_file(model: str, revision: str | None, name: str) -> Path | None:
 def download(model: str, revision: str | None, *, with_code: bool) -> Path:
     """Download a Hub target's weights, configuration and tokenizer; return the directory.
 
-    `with_code` also downloads its Python files. Errors are those of `find_file`.
+    With `with_code`, Python files are downloaded too. Errors are those of `find_file`.
     """
     from huggingface_hub import snapshot_download
 
@@ -107,7 +110,7 @@ def download(model: str, revision: str | None, *, with_code: bool) -> Path:
 
 
 def cached_snapshot(model: str, revision: str | None) -> Path | None:
-    """Return the directory of a target in the Hub's cache; None if it has no config.json there."""
+    """Return a target's directory in the Hub's cache; None if its config.json is not cached."""
     from huggingface_hub import try_to_load_from_cache
 
     cached = try_to_load_from_cache(model, "config.json", revision=revision)
@@ -115,7 +118,7 @@ def cached_snapshot(model: str, revision: str | None) -> Path | None:
 
 
 def weight_names(directory: Path) -> list[str]:
-    """Return the names of a target's weight files: an index and its shards, or one file.
+    """Return the names of the weight files in a directory: one file, or an index and its shards.
 
     Raises:
         ConfigError: There are no weight files, shards are missing, or the index is damaged.
@@ -135,7 +138,11 @@ def weight_names(directory: Path) -> list[str]:
 
 
 def parse_json_object(path: Path) -> dict[str, Any]:
-    """Parse a JSON object of the target; raise ConfigError if the file holds anything else."""
+    """Read a JSON object from a target's file.
+
+    Raises:
+        ConfigError: The file holds anything else.
+    """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -146,10 +153,10 @@ def parse_json_object(path: Path) -> dict[str, Any]:
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """Return the weight file of each tensor of a sharded target, by tensor name.
+    """Read the index of a sharded target: the weight file of each tensor, by tensor name.
 
     Raises:
-        ConfigError: The file is not such an index.
+        ConfigError: The file is no such index.
     """
     index: dict[str, str] = parse_json_object(path).get("weight_map", {})
     if not index:
@@ -159,9 +166,11 @@ def read_index(path: Path) -> dict[str, str]:
 
 
 def check_repo_id(repo_id: str, where: str, *, with_owner: bool = False) -> None:
-    """Raise ConfigError unless the id of a target to load, or of a push, is a Hub id.
+    """Raise ConfigError if a text is not a valid repository id of the Hub.
 
-    `with_owner` requires USER/NAME.
+    Args:
+        where: The configuration key in the error.
+        with_owner: Whether the id must have the form USER/NAME.
     """
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
@@ -179,7 +188,7 @@ def check_repo_id(repo_id: str, where: str, *, with_owner: bool = False) -> None
 
 @contextmanager
 def target_errors(model: str, revision: str | None) -> Iterator[None]:
-    """Context manager: translate Hub errors about a target into ConfigError or EnvironmentFault."""
+    """Context manager: translate errors of reading a target, as `hub_errors` does."""
     at = f" at revision {revision}" if revision else ""
     with hub_errors(f"target {model}{at}", WHERE):
         yield
@@ -187,20 +196,21 @@ def target_errors(model: str, revision: str | None) -> Iterator[None]:
 
 @contextmanager
 def hub_errors(subject: str, where: str, *, writes: bool = False) -> Iterator[None]:
-    """Context manager: translate Hub errors of a read or an upload.
+    """Context manager: translate errors of a read from the Hub or an upload to it.
 
-    It also turns off the warnings of the Hub client's HTTP logger, which stay off afterwards.
+    The warnings of the Hub client's HTTP logger are turned off, and stay off.
 
     Args:
-        subject: The repository in words, such as `target owner/name`.
+        subject: The repository in the error, such as `target owner/name`.
         where: The configuration key or the repository.
-        writes: Whether files are sent. The client wraps errors of an upload in RuntimeError and
-            ValueError too.
+        writes: Whether files are uploaded. If so, RuntimeError and ValueError are translated too,
+            because the client raises them for failed uploads.
 
     Raises:
-        ConfigError: On a read, the repository or revision does not exist, or is gated.
-        EnvironmentFault: Another failure of the Hub or the file system on a read, or any failure of
-            an upload. The message of a failed upload does not contain the token of the login.
+        ConfigError: On a read, the repository or revision does not exist or is gated, or its id is
+            invalid.
+        EnvironmentFault: A read failed for another reason, or an upload failed. The message does
+            not contain the Hub token of the user.
     """
     from huggingface_hub import errors as hub
 
@@ -219,9 +229,10 @@ def hub_errors(subject: str, where: str, *, writes: bool = False) -> Iterator[No
 
 
 def _hub_read_error(error: Exception, subject: str, where: str) -> MedusaDistillError:
-    """Return the error for a target that cannot be read from the Hub.
+    """Return the error to raise for a failed read from the Hub.
 
-    It is a ConfigError if the repository is missing or gated, else an EnvironmentFault.
+    It is a ConfigError if the repository or revision is missing or gated, or if its id is invalid;
+    else an EnvironmentFault.
     """
     from huggingface_hub import errors as hub
 
@@ -238,7 +249,7 @@ def _hub_read_error(error: Exception, subject: str, where: str) -> MedusaDistill
 
 
 def _hub_write_error(error: Exception, subject: str, where: str) -> EnvironmentFault:
-    """Return the error for a failed upload to the Hub, without the token in its message."""
+    """Return the error to raise for a failed upload to the Hub, without the user's token."""
     from huggingface_hub import get_token
 
     text = f"{error!r} ({error.__cause__})"

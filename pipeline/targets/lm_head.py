@@ -1,8 +1,8 @@
 """Read the target's lm_head and input embedding from its files, without loading the model.
 
 Training from cached features needs only these [V, D] matrices of a target. Reading one takes a
-second; loading a 70B target would take minutes and 140 GB. Where the files are ambiguous, the model
-is loaded.
+second; loading a 70B target would take minutes and 140 GB. The model is loaded only if the names or
+shapes of the tensors do not show which one is the matrix.
 
 Letters: D hidden size, V vocabulary.
 """
@@ -35,10 +35,11 @@ MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
 
 
 def read_lm_head(spec: TargetSpec) -> Tensor:
-    """Read the target's lm_head weight [V, D] from its files, in the target's dtype.
+    """Return the target's lm_head weight [V, D], read from its files, in the target's dtype.
 
-    For a tied target this is the input embedding. For a Hub target only the file that holds the
-    matrix and its index are downloaded. If the files are ambiguous, the model is loaded.
+    For a target with tied embeddings this is the input embedding. Of a Hub target's weight files,
+    only the index and the file with the matrix are downloaded. If the files do not show which
+    tensor is the matrix, the model is loaded.
 
     Raises:
         ConfigError: The target has no linear lm_head, or cannot be loaded.
@@ -55,9 +56,9 @@ def read_lm_head(spec: TargetSpec) -> Tensor:
 
 
 def read_embedding(spec: TargetSpec) -> Tensor:
-    """Read the target's input embedding [V, D] from its files, in the target's dtype.
+    """Return the target's input embedding [V, D], read from its files, in the target's dtype.
 
-    If the files are ambiguous, the model is loaded.
+    If the files do not show which tensor is the matrix, the model is loaded.
     """
     file_of = _weight_map(spec)
     weight_VD = _read_matrix(spec, file_of, _names_ending(file_of, INPUT_EMBEDDINGS))
@@ -70,17 +71,19 @@ def require_lm_head(spec: TargetSpec) -> None:
     """Raise ConfigError if the target's files lack its lm_head.
 
     vLLM would leave a missing lm_head uninitialised without an error; it reports any other missing
-    tensor. If no tensor has a usual name of an lm_head, the model is loaded to decide.
+    tensor. If no tensor has a usual name of an lm_head, the model is loaded, which raises unless
+    its family has another name for it.
     """
     names = _weight_map(spec)
     if names and not _is_tied(spec) and not _names_ending(names, OUTPUT_EMBEDDINGS):
-        load_causal_lm(spec)  # raises, unless this family has another name for its lm_head
+        load_causal_lm(spec)
 
 
 class LogitChanges(NamedTuple):
     """The bias, scale and soft cap that a target applies after its lm_head's product W x.
 
-    The logits are `softcap · tanh(scale · (W x + bias_V) / softcap)`.
+    The logits are `softcap · tanh(scale · (W x + bias_V) / softcap)`, or without a soft cap
+    `scale · (W x + bias_V)`.
     """
 
     bias_V: Tensor | None
@@ -89,7 +92,7 @@ class LogitChanges(NamedTuple):
 
 
 def read_logit_changes(spec: TargetSpec) -> LogitChanges:
-    """Read the bias, scale and soft cap that a target applies to its logits.
+    """Return the bias, scale and soft cap of the target's logits, read from its files.
 
     If the files do not show whether there is a bias, the model is loaded.
     """
@@ -114,7 +117,10 @@ def read_logit_changes(spec: TargetSpec) -> LogitChanges:
 
 
 def _read_matrix(spec: TargetSpec, file_of: dict[str, str], names: list[str]) -> Tensor | None:
-    """Read the target's one matrix of `names`; None if it is not one float matrix [V, D]."""
+    """Read the tensor in `names`; None if it is no floating-point matrix [V, D].
+
+    If `names` does not have exactly one name, return None too. `file_of` is that of `_weight_map`.
+    """
     if len(names) != 1:
         return None
     weight = _read_tensor(spec, file_of[names[0]], names[0])
@@ -125,7 +131,7 @@ def _read_matrix(spec: TargetSpec, file_of: dict[str, str], names: list[str]) ->
 
 
 def _weight_map(spec: TargetSpec) -> dict[str, str]:
-    """Map the names of the target's tensors to weight file names; empty without weight files."""
+    """Map the name of each tensor of the target to its weight file; empty without weight files."""
     for single, index in (files.SAFETENSORS, files.PICKLES):
         path = files.find_file(spec.model, spec.revision, single)
         if path is not None:
@@ -142,13 +148,13 @@ def _is_tied(spec: TargetSpec) -> bool:
 
 
 def _names_ending(names: Collection[str], endings: tuple[str, ...]) -> list[str]:
-    """Return the names of the target's tensors that have one of these endings."""
+    """Return the tensor names that end with one of these dotted names, such as `lm_head.weight`."""
     dotted = tuple(f".{ending}" for ending in endings)
     return [name for name in names if f".{name}".endswith(dotted)]
 
 
 def _tensor_names(path: Path) -> list[str]:
-    """Return the names of the tensors in a target's weight file."""
+    """Return the names of the tensors in a weight file."""
     if path.suffix != ".safetensors":
         return list(_load_bin(path))
     with safe_open(path, "pt") as file:
@@ -156,7 +162,7 @@ def _tensor_names(path: Path) -> list[str]:
 
 
 def _read_tensor(spec: TargetSpec, file_name: str, name: str) -> Tensor:
-    """Read one tensor from a target's weight file, downloaded if needed."""
+    """Read one tensor from a weight file of the target, which is downloaded if needed."""
     path = files.find_file(spec.model, spec.revision, file_name)
     assert path is not None, file_name
     if path.suffix != ".safetensors":
@@ -166,5 +172,5 @@ def _read_tensor(spec: TargetSpec, file_name: str, name: str) -> Tensor:
 
 
 def _load_bin(path: Path) -> dict[str, Tensor]:
-    """Memory-map a target's `*.bin` checkpoint; the weights-only loader runs no code."""
+    """Load a `*.bin` checkpoint as memory-mapped tensors; the weights-only loader runs no code."""
     return torch.load(path, map_location="cpu", mmap=True, weights_only=True)

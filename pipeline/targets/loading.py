@@ -1,6 +1,6 @@
 """Load a target, and verify that its features are the inputs of its lm_head.
 
-The model is frozen and in eval mode. In 4 or 8 bit the backbone is quantized by bitsandbytes; the
+The loaded model is frozen and in eval mode. In 4 or 8 bit, bitsandbytes quantizes the backbone; the
 lm_head keeps the target's dtype, because heads are initialised from it.
 """
 
@@ -36,7 +36,7 @@ OTHER_KERNELS = (
 
 
 def require_gpus(num_gpus: int) -> None:
-    """Raise EnvironmentFault if fewer GPUs are visible than the target needs."""
+    """Raise EnvironmentFault if fewer than `num_gpus` GPUs are visible."""
     visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if visible < num_gpus:
         what = f"{num_gpus} GPUs are asked for and {visible} are visible."
@@ -48,13 +48,13 @@ def require_gpus(num_gpus: int) -> None:
 
 
 def require_readable(spec: TargetSpec, engine: str, *, on_gpu: bool, where: str) -> None:
-    """Refuse a quantized target that an engine cannot read, before the target is loaded.
+    """Check that an engine can read a quantized target's format, without loading the target.
 
-    For transformers, the format's own quantizer checks packages and GPU here. vLLM checks them when
-    it starts; only bitsandbytes is refused here, which vLLM 0.32 lacks.
+    For transformers, the format's own quantizer checks the packages and the GPU. vLLM checks them
+    only when it starts; here, only bitsandbytes is rejected, which vLLM 0.32 lacks.
 
     Args:
-        engine: native (or transformers), or vllm.
+        engine: "vllm"; any other value means transformers.
         where: The configuration key that names the target.
 
     Raises:
@@ -88,9 +88,9 @@ def require_readable(spec: TargetSpec, engine: str, *, on_gpu: bool, where: str)
 
 
 def _device_arguments(device: torch.device, num_gpus: int) -> dict[str, Any]:
-    """Return arguments of `from_pretrained` that place the target on a device, or over GPUs.
+    """Return arguments of `from_pretrained` that place a model on a device, or over several GPUs.
 
-    For a GPU, cuDNN's attention is disabled in this process.
+    If the device is a GPU, cuDNN's attention is disabled in this process.
 
     Raises:
         EnvironmentFault: Fewer than `num_gpus` GPUs are visible.
@@ -108,7 +108,10 @@ def _device_arguments(device: torch.device, num_gpus: int) -> dict[str, Any]:
 
 
 def load_on_gpus(spec: TargetSpec, gpus: int) -> PreTrainedModel:
-    """Load the target over the first `gpus` GPUs, or on the CPU for 0; see `load_causal_lm`."""
+    """Load the target over the first `gpus` GPUs, or on the CPU if `gpus` is 0.
+
+    Errors are those of `load_causal_lm`.
+    """
     return load_causal_lm(spec, "cuda" if gpus else "cpu", max(1, gpus))
 
 
@@ -118,18 +121,18 @@ def load_causal_lm(
     num_gpus: int = 1,
     too_large: str = FEWER_BYTES,
 ) -> PreTrainedModel:
-    """Load the frozen target on `device`, or over the first `num_gpus` GPUs.
+    """Load the frozen target on `device`, or over the first `num_gpus` GPUs if more than one.
 
-    Outside a terminal, transformers' progress bars are disabled in this process.
+    If standard error is no terminal, transformers' progress bars are disabled in this process.
 
     Args:
-        too_large: The advice in the error if the target does not fit.
+        too_large: The remedy in the error if the target does not fit into memory.
 
     Raises:
         ConfigError: transformers cannot load the target, or its files lack tensors or hold unknown
             ones.
-        EnvironmentFault: The GPU is missing, too small or lacks a kernel, a package is missing, or
-            the weights cannot be read.
+        EnvironmentFault: A GPU is missing or too small, a kernel or a package is missing, or the
+            files cannot be downloaded or read.
     """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
@@ -163,8 +166,8 @@ def load_causal_lm(
     if on_gpu and placed & {"cpu", "disk"}:  # offloaded layers run a hundred times slower
         raise does_not_fit
     if spec.quantization is None and getattr(model, "hf_quantizer", None):
-        # Quantized checkpoints hold tensors that transformers does not load: biases of zeros, the
-        # scales of a cache.
+        # Quantized checkpoints hold tensors that transformers does not load, such as biases of
+        # zeros and the scales of a KV cache.
         report["unexpected_keys"] = ()
     _require_all_tensors(spec, report)
     if not on_gpu:
@@ -173,10 +176,10 @@ def load_causal_lm(
 
 
 def _loading_error(spec: TargetSpec, error: Exception) -> MedusaDistillError:
-    """Return the error for a target that fails to load.
+    """Return the error to raise for an exception of transformers while it loads the target.
 
     It is an EnvironmentFault if a package or a kernel is missing, or if a quantizer may have raised
-    the error, else a ConfigError.
+    the exception, else a ConfigError.
     """
     what = f"transformers cannot load {spec.model}: {one_line(error)}."
     of_machine: tuple[type[Exception], ...] = (ImportError, torch.AcceleratorError)
@@ -192,10 +195,10 @@ def _loading_error(spec: TargetSpec, error: Exception) -> MedusaDistillError:
 
 
 def _require_all_tensors(spec: TargetSpec, report: Mapping[str, Collection[Any]]) -> None:
-    """Raise ConfigError if tensors of the target are missing, unknown or of another shape.
+    """Raise ConfigError if the target's files lack tensors, or hold unknown or misshapen ones.
 
-    transformers would fill missing tensors with random numbers. `report` is its loading report,
-    which leaves out tensors that a family may lack: tied matrices and buffers.
+    transformers would fill missing tensors with random numbers. `report` is the loading info of
+    `from_pretrained`, which leaves out tensors that may be missing, such as tied matrices.
     """
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         keys = sorted(map(str, report[problem]))
@@ -206,7 +209,10 @@ def _require_all_tensors(spec: TargetSpec, report: Mapping[str, Collection[Any]]
 
 
 def _bitsandbytes(spec: TargetSpec) -> BitsAndBytesConfig:
-    """Return the bitsandbytes settings with which transformers loads the target in 8 or 4 bit."""
+    """Return transformers' settings for bitsandbytes, in 8 or 4 bit as in `spec.quantization`.
+
+    Warnings of bitsandbytes are turned off in this process.
+    """
     # bitsandbytes warns of missing CPU kernels at import, and once per layer and forward.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     from transformers import BitsAndBytesConfig
@@ -222,10 +228,10 @@ def _bitsandbytes(spec: TargetSpec) -> BitsAndBytesConfig:
 
 
 def _avoid_packed_cpu_kernel(model: PreTrainedModel) -> None:
-    """Disable bitsandbytes' packed CPU kernel for 4-bit layers whose rows end in part of a block.
+    """Disable bitsandbytes' packed CPU kernel for 4-bit layers that the kernel does not support.
 
-    The kernel would raise for these layers. They are dequantized and multiplied instead, as on a
-    CPU without the kernel.
+    The kernel would raise for a layer whose rows are not a multiple of the block size. Such a layer
+    is dequantized and multiplied instead, as on a CPU without the kernel.
     """
     for layer in model.modules():
         state = getattr(getattr(layer, "weight", None), "quant_state", None)
@@ -234,7 +240,7 @@ def _avoid_packed_cpu_kernel(model: PreTrainedModel) -> None:
 
 
 def lm_head_weight(model: PreTrainedModel) -> torch.Tensor:
-    """Return a view of the target's lm_head weight [V, D].
+    """Return the model's lm_head weight [V, D], detached but not copied.
 
     Raises:
         ConfigError: The model has no linear lm_head, or only a quantized one.
@@ -250,15 +256,15 @@ def lm_head_weight(model: PreTrainedModel) -> torch.Tensor:
 
 @torch.no_grad()
 def verify_tap(model: PreTrainedModel) -> None:
-    """Check that the target's last hidden state is the input of its lm_head, up to rounding.
+    """Check that the model's last hidden state is the input of its lm_head, up to rounding.
 
-    The target runs on eight tokens. Some model families apply another operation between the two;
-    their heads would train well, and no candidate would be accepted.
+    The model runs on eight tokens. Some model families apply another operation between the two.
+    Heads of such a model would train without an error, but their candidates would not be accepted.
 
     Raises:
-        ConfigError: The states differ or are not finite in the target's dtype, or the target has no
-            lm_head that `lm_head_weight` can return.
-        EnvironmentFault: The device has no kernel for the target's dtype or format.
+        ConfigError: The two states differ or are not finite, or the model has no linear lm_head of
+            floating-point weights.
+        EnvironmentFault: The device cannot run the model, for example because it lacks a kernel.
     """
     lm_head_weight(model)
     ids_BT = torch.arange(8, device=input_device(model))[None]
@@ -289,7 +295,7 @@ def verify_tap(model: PreTrainedModel) -> None:
 
 @contextmanager
 def lm_head_inputs(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
-    """Context manager: collect the states that the target's lm_head reads in each forward."""
+    """Context manager: yield a list to which each forward appends the input of the lm_head."""
     seen: list[torch.Tensor] = []
     hook = model.get_output_embeddings().register_forward_pre_hook(
         lambda _, inputs: seen.append(inputs[0])
@@ -301,5 +307,5 @@ def lm_head_inputs(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
 
 
 def input_device(model: PreTrainedModel) -> torch.device:
-    """Return the device of the target's input ids."""
+    """Return the device on which the model expects its input ids."""
     return model.get_input_embeddings().weight.device

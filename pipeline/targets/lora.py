@@ -1,8 +1,8 @@
 """Check, add and merge LoRA adapters of a target (paper section 2.2.2; Hu et al. 2106.09685).
 
-Every linear layer is adapted, lm_head included. Targets with weights that peft does not adapt are
-rejected before any weight is loaded (`require_tunable`). The adapter of a tied lm_head does not
-change the shared embedding, which stays frozen; merging unties lm_head and embedding.
+Every linear layer is adapted, including lm_head. `require_tunable` rejects targets with matrices
+that peft does not adapt, before any weight is loaded. The adapter of a tied lm_head does not change
+the shared embedding, which stays frozen; merging unties lm_head and embedding.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ LOGIT_CHANGES = ("final_logit_softcapping", "logits_scaling", *MULTIPLIERS)
 
 
 def linear_layers(model: PreTrainedModel) -> list[str]:
-    """Return the names of the target's layers that LoRA adapts.
+    """Return the names of the model's layers that LoRA adapts: all linear ones.
 
     Raises:
-        ConfigError: The target has a matrix that peft cannot adapt: an lm_head that is not linear,
-            a mixture's experts stored as one parameter, or a layer type that peft does not know.
+        ConfigError: The model has a matrix that peft cannot adapt: an lm_head that is not linear,
+            experts stored as one parameter, or a layer type that peft does not know.
     """
     from transformers.pytorch_utils import Conv1D
 
@@ -57,10 +57,12 @@ def linear_layers(model: PreTrainedModel) -> list[str]:
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """Find a target's decoder layers, the units of FSDP sharding, by their transformers class.
+    """Return a model's decoder layers, which are the units of FSDP sharding.
+
+    They are found by their base class in transformers, `GradientCheckpointingLayer`.
 
     Raises:
-        ConfigError: No layer supports transformers' gradient checkpointing.
+        ConfigError: There are none.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -109,10 +111,10 @@ def require_tunable(spec: TargetSpec, rank: int, *, sharded: bool = False) -> No
 
 
 def add_lora(model: PreTrainedModel, *, rank: int, alpha: int, dropout: float) -> PeftModel:
-    """Add new fp32 LoRA adapters to the target, and freeze all other weights.
+    """Add new fp32 LoRA adapters to a model in place, and freeze all other weights.
 
-    `model` is changed in place. The B matrices are zero, so its outputs stay the same; the A
-    matrices are drawn from torch's global generator.
+    The B matrices are zero, so the model's outputs stay the same. The A matrices are drawn from
+    torch's global generator.
 
     Raises:
         ConfigError: As `linear_layers` does.
@@ -136,10 +138,9 @@ def load_tuned(spec: TargetSpec, adapter: Path) -> PreTrainedModel:
     """Load the target on the CPU with a LoRA adapter merged into its weights.
 
     `adapter` is a directory written by peft's `save_pretrained`. The merge is computed in fp32 and
-    rounded once to the target's dtype. The weights are unquantized, even if the target runs in 4 or
-    8 bit. Tied embeddings are untied: the lm_head was trained and the input embedding was not.
-    Memory: the target once, plus the fp32 change of one matrix at a time (for a 70B target 140 GB
-    and 4 GB).
+    rounded once to the target's dtype. The weights are not quantized, even if `spec.quantization`
+    is set. Tied embeddings are untied, because only the lm_head was trained. Memory: the target
+    once, plus the fp32 change of one matrix at a time (for a 70B target 140 GB and 4 GB).
 
     Raises:
         ConfigError, EnvironmentFault: As `load_causal_lm` does.
@@ -160,9 +161,9 @@ def load_tuned(spec: TargetSpec, adapter: Path) -> PreTrainedModel:
 
 
 def untie_lm_head(model: PreTrainedModel) -> None:
-    """Give a target with tied embeddings a separate lm_head, a copy of its input embedding.
+    """Replace a tied lm_head weight by a copy, in place.
 
-    The model's configuration then states that they are not tied.
+    The model's configuration then states that lm_head and input embedding are not tied.
     """
     head = model.get_output_embeddings()
     weight = head.weight

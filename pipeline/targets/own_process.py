@@ -1,7 +1,7 @@
-"""Call a function in a new Python process, so that vLLM leaves nothing behind in this one.
+"""Call a function in a new Python process, so that vLLM changes nothing in this one.
 
-The function, its task and its result are pickled. Progress is passed on through a `ProgressFile`,
-which the waiting caller reads twice a second.
+The function, its task and its result are pickled. The new process writes its progress to a
+`ProgressFile`, which the waiting caller reads twice a second.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ CALL, RESULT, PROGRESS = "call.pickle", "result.pickle", "progress.json"
 def in_own_process(
     function: Callable[[Any, Report], Any], task: object, on_report: Report | None = None
 ) -> Any:
-    """Call `function(task, report)` in a new process for vLLM, and return its result.
+    """Call `function(task, report)` in a new process, and return its result.
 
     Args:
         function: A module-level function, since it is pickled.
-        on_report: Called about twice a second with the last progress that the function has
-            reported, as keywords.
+        task: Any object that can be pickled.
+        on_report: Called about twice a second with the keyword arguments of the function's last
+            call of `report`.
 
     Raises:
         MedusaDistillError: The function raised it.
-        EnvironmentFault: The process ended without a result, for example at another error.
+        EnvironmentFault: The process ended without a result, for example after another exception.
     """
     with tempfile.TemporaryDirectory(prefix="vllm-") as directory:
         Path(directory, CALL).write_bytes(pickle.dumps((function, task)))
@@ -62,7 +63,10 @@ def in_own_process(
 def _wait_for_process(
     process: subprocess.Popen[str], file: ProgressFile, on_report: Report | None
 ) -> str:
-    """Wait for vLLM's process and return its standard error; kill it on an exception."""
+    """Wait for a process and return its standard error; pass its progress to `on_report`.
+
+    If an exception is raised meanwhile, the process is killed.
+    """
     with process:
         try:
             while True:
@@ -78,14 +82,14 @@ def _wait_for_process(
 
 
 def main(directory: str) -> None:
-    """Run the pickled task in vLLM's own process, and write its result or MedusaDistillError.
+    """Run the pickled function in `directory`, and write its result or MedusaDistillError there.
 
-    Any other error ends the process without a result.
+    Any other exception ends the process without a result.
     """
     file = ProgressFile(Path(directory, PROGRESS))
 
     def report(**progress: Any) -> None:
-        """Write the progress of vLLM's process for the waiting caller."""
+        """Write the progress to the file that the caller reads."""
         file.write(progress, at_once="done" not in progress)  # a new part is written at once
 
     function, task = pickle.loads(Path(directory, CALL).read_bytes())
@@ -97,12 +101,12 @@ def main(directory: str) -> None:
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of a vLLM process, which imports the same packages as this process."""
+    """Return environment variables for a process that imports the same packages as this one."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
 
 
 def last_line(text: str) -> str:
-    """Return the last line of a vLLM process's output, cut to 300 characters, or "no output"."""
+    """Return the last line of a text, cut to 300 characters, or "no output" if it is blank."""
     lines = text.strip().splitlines()
     return lines[-1][:300] if lines else "no output"
 

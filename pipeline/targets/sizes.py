@@ -18,16 +18,16 @@ FOUR_BITS = ("'num_bits': 4", "'bits': 4", "'w_bit': 4", "'load_in_4bit': True")
 
 @dataclass(frozen=True)
 class TargetSizes:
-    """Parameter counts of a target model, and the bits of a parameter."""
+    """Parameter counts of a target, and the size of a parameter."""
 
-    parameters: int  # tied ones once
-    linear: int  # of the linear layers but lm_head: what quantization makes smaller
-    adapted: int  # inputs and outputs of these layers: LoRA's parameters per rank
-    itemsize: int  # bytes of a number in the target's dtype
-    stored_bits: int  # of a linear layer's number in the files
+    parameters: int  # tied ones are counted once
+    linear: int  # parameters of the linear layers without lm_head, which quantization makes smaller
+    adapted: int  # sum of these layers' input and output sizes: LoRA's parameters per rank
+    itemsize: int  # bytes of a parameter in the target's dtype
+    stored_bits: int  # bits of a linear layer's parameter in the files
 
     def weight_bytes(self, quantization: Bits | None = None) -> float:
-        """Return the bytes of the target's weights after bitsandbytes' `quantization`, if any."""
+        """Return the bytes of the weights, after quantization by bitsandbytes if it is given."""
         bits = BITS[quantization] if quantization else self.stored_bits
         return (self.parameters - self.linear) * self.itemsize + self.linear * bits / 8
 

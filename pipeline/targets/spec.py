@@ -1,8 +1,8 @@
 """A target's settings before its weights are loaded: dtype, context, EOS ids, chat template.
 
-Settings that must be equal in every engine are resolved here: `resolve` pins a Hub target to a
-commit and "auto" to a dtype, and `eos_token_ids` is the set that ends a text. A spec is plain data
-that can be pickled.
+These settings must be equal in every engine. `resolve` replaces a Hub revision by its commit and
+the dtype "auto" by a dtype; `eos_token_ids` returns the tokens that end a text. A spec is plain
+data that can be pickled.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ SLOT_BIASED_TYPES = {"bloom", "mpt"}
 
 @dataclass(frozen=True)
 class TargetSpec:
-    """The resolved settings by which engines and workers load a target.
+    """The resolved settings with which engines and workers load a target.
 
-    `dtype` is resolved; `chat_template` is text, not a path.
+    `model` is a Hub id or an absolute directory; `revision` is a commit, or None for a directory.
+    `chat_template` is the text of a template, not a path; None means the tokenizer's own.
     """
 
     model: str
@@ -47,22 +48,22 @@ class TargetSpec:
     max_tokens: int | None = None
     trust_remote_code: bool = False
     chat_template: str | None = None
-    rounding: Rounding | None = None  # how a quantized checkpoint rounds layer inputs
+    rounding: Rounding | None = None  # of layer inputs in a quantized checkpoint
     date: str = "2024-07-26"  # YYYY-MM-DD, for chat templates that ask for the date
     template_arguments: dict[str, Any] = field(default_factory=dict, hash=False)
 
 
 def resolve(target: TargetConfig, *, on_gpu: bool = False) -> TargetSpec:
-    """Resolve a configured target to a spec, and validate it without loading weights.
+    """Validate a target's configuration, and resolve it to a spec, without loading weights.
 
-    A Hub target's JSON files are downloaded.
+    Of a Hub target, only configuration files are downloaded.
 
     Args:
         on_gpu: Whether workers have a GPU, which decides dtype "auto".
 
     Raises:
-        ConfigError: The target does not exist, cannot be read by transformers, cannot verify a
-            tree, or contradicts the settings.
+        ConfigError: The target does not exist, cannot be read by transformers, or cannot verify a
+            tree; or a setting of the target is invalid.
         EnvironmentFault: The Hub cannot be reached.
     """
     model, revision = target.model, target.revision
@@ -125,7 +126,10 @@ def model_config(spec: TargetSpec) -> PretrainedConfig:
 
 
 def one_line(error: Exception) -> str:
-    """Return the message of a transformers or vLLM error on one line, cut to 300 characters."""
+    """Return an error's message on one line of at most 300 characters.
+
+    If the message is empty, return the name of the error's type.
+    """
     text = str(error) or type(error).__name__
     return shorten(text, 300, placeholder=" ...").strip(" .")
 
@@ -134,7 +138,7 @@ def load_tokenizer(spec: TargetSpec) -> PreTrainedTokenizerBase:
     """Load the target's tokenizer.
 
     Raises:
-        ConfigError: transformers can load no tokenizer of the target.
+        ConfigError: transformers cannot load a tokenizer for the target.
     """
     from transformers import AutoTokenizer
 
@@ -152,10 +156,10 @@ def load_tokenizer(spec: TargetSpec) -> PreTrainedTokenizerBase:
 def load_chat_template(
     spec: TargetSpec, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> ChatTemplate:
-    """Load the target's tokenizer, unless it is given, and return the target's chat template.
+    """Return the target's chat template; load the tokenizer if it is not given.
 
     Raises:
-        ConfigError: No tokenizer loads, or no template renders a conversation.
+        ConfigError: The tokenizer cannot be loaded, or there is no usable template.
     """
     if tokenizer is None:
         tokenizer = load_tokenizer(spec)
@@ -164,7 +168,10 @@ def load_chat_template(
 
 
 def asks_for_date(spec: TargetSpec, paths: Iterable[Path]) -> bool:
-    """Return whether a target's chat template, in its spec or else its files, asks for the date."""
+    """Return whether a target's chat template asks for the date.
+
+    If `spec` has no template, the template files among `paths` are read.
+    """
     if spec.chat_template:
         return "strftime_now" in spec.chat_template
     for path in paths:
@@ -175,9 +182,9 @@ def asks_for_date(spec: TargetSpec, paths: Iterable[Path]) -> bool:
 
 
 def context_length(spec: TargetSpec, config: PretrainedConfig | None = None) -> int:
-    """Return the target's context in tokens, or target.max_tokens if that is shorter.
+    """Return the target's context length in tokens, or `spec.max_tokens` if that is shorter.
 
-    If only one of the two is known, return it. Without `config`, the configuration is loaded.
+    If only one of the two is known, it is returned. Without `config`, the configuration is loaded.
 
     Raises:
         ConfigError: Neither is known.
@@ -193,13 +200,13 @@ def context_length(spec: TargetSpec, config: PretrainedConfig | None = None) -> 
 
 
 def quantization_of(config: PretrainedConfig) -> dict[str, Any] | None:
-    """Return the quantization settings in a target's config.json, or None."""
+    """Return the quantization settings of a checkpoint, or None if it is not quantized."""
     settings: dict[str, Any] | None = getattr(config, "quantization_config", None)
     return settings
 
 
 def quantization_format(config: PretrainedConfig) -> str | None:
-    """Return the name of a target's quantization format, such as `gptq (4 bits)`, or None."""
+    """Return a checkpoint's quantization format, such as `gptq (4 bits)`; None if not quantized."""
     settings = quantization_of(config)
     if settings is None:
         return None
@@ -215,10 +222,11 @@ def quantization_format(config: PretrainedConfig) -> str | None:
 
 
 def input_rounding(config: PretrainedConfig) -> Rounding | None:
-    """Return how a quantized target rounds layer inputs; None if at most weights are rounded.
+    """Return how the layers of a quantized checkpoint round their inputs; None if they do not.
 
-    "8bit" layers round inputs on every device, "4bit" layers only on a CPU. bitsandbytes' 4-bit
-    layers round inputs to 8 bits if their checkpoint states that they multiply in bfloat16.
+    "8bit" means rounding to about 8 bits on every device. This includes bitsandbytes' 4-bit layers
+    whose settings state that they compute in bfloat16. "4bit" stands for the other 4-bit layers of
+    bitsandbytes, which round inputs only on a CPU.
     """
     settings = quantization_of(config) or {}
     for group in (settings.get("config_groups") or {}).values():
@@ -235,9 +243,9 @@ def input_rounding(config: PretrainedConfig) -> Rounding | None:
 
 
 def cached_numbers(config: PretrainedConfig) -> int:
-    """Return how many numbers the target's KV cache holds for one token, over all layers.
+    """Return how many numbers the target's KV cache holds for one token in all layers together.
 
-    With multi-head latent attention (DeepSeek) a layer keeps one compressed vector and one rotated
+    With multi-head latent attention (DeepSeek) a layer caches one compressed vector and one rotated
     key for all heads.
     """
     text = config.get_text_config()
@@ -251,7 +259,7 @@ def cached_numbers(config: PretrainedConfig) -> int:
 
 
 def eos_token_ids(spec: TargetSpec) -> tuple[int, ...]:
-    """Return the sorted EOS ids of the target; may be empty.
+    """Return the sorted EOS token ids of the target; the tuple may be empty.
 
     The ids are read from generation_config.json, else config.json, else the tokenizer.
 
@@ -266,7 +274,9 @@ def eos_token_ids(spec: TargetSpec) -> tuple[int, ...]:
 
 
 def _stated_eos_ids(spec: TargetSpec, config: PretrainedConfig) -> tuple[int, ...] | None:
-    """Return the target's sorted EOS ids in generation_config.json or config.json, or None.
+    """Return the sorted EOS token ids that generation_config.json, or else config.json, states.
+
+    Return None if neither states any.
 
     Raises:
         ConfigError: The file states ids that are not tokens of the vocabulary.
@@ -290,16 +300,14 @@ def _stated_eos_ids(spec: TargetSpec, config: PretrainedConfig) -> tuple[int, ..
 def weight_files(spec: TargetSpec, *, fetch: bool = True) -> list[Path]:
     """Return the local files whose content identifies the target, sorted by name.
 
-    These are weights, configuration, tokenizer, chat template and trusted code. A Hub target is
-    downloaded. Its files are links into the Hub cache, named there by the content's hash.
+    These are weights, configuration, tokenizer, chat template and, if it is trusted, code.
 
     Args:
-        fetch: False downloads nothing.
+        fetch: Whether a Hub target is downloaded first. If not, it must be in the Hub's cache.
 
     Raises:
-        ConfigError: The target has no weight files, or lacks some; without `fetch` also if only its
-            configuration is downloaded.
-        EnvironmentFault: The Hub cannot be reached, or without `fetch` nothing is downloaded.
+        ConfigError: Weight files are missing.
+        EnvironmentFault: The Hub cannot be reached; or, without `fetch`, the target is not cached.
     """
     if files.is_local(spec.model):
         directory = files.local_directory(spec.model)
@@ -318,13 +326,15 @@ def weight_files(spec: TargetSpec, *, fetch: bool = True) -> list[Path]:
 
 
 def require_verifiable(config: PretrainedConfig) -> None:
-    """Check that a target of this configuration can verify a candidate tree in one forward.
+    """Check that a target with this configuration can verify a candidate tree in one forward.
 
-    A tree needs attention that can be masked per candidate (paper section 2.1.2). A recurrent state
-    has a single past, and a bias by cache slot (ALiBi) treats siblings as successors.
+    A tree needs attention that can be masked for each candidate (paper section 2.1.2). A recurrent
+    layer has one state for all candidates. A bias by position in the cache (ALiBi) treats sibling
+    candidates as successive tokens.
 
     Raises:
-        ConfigError: The target is not a decoder, or has recurrent or slot-biased layers.
+        ConfigError: The target is no decoder-only language model, or has layers of another type
+            than attention, or attention with such a bias.
     """
     reason = _why_not_verifiable(config)
     if reason is not None:
@@ -337,24 +347,22 @@ def require_verifiable(config: PretrainedConfig) -> None:
 
 
 def _why_not_verifiable(config: PretrainedConfig) -> str | None:
-    """Return why a target of this transformers configuration cannot verify a tree, or None."""
+    """Return why a target with this configuration cannot verify a tree, or None if it can."""
     text = config.get_text_config()
     if config.is_encoder_decoder:
         return "it is an encoder-decoder"
     architectures = config.architectures or []
     if not isinstance(architectures, list):
         return f"its architectures are {architectures!r}, no list of names"
-    # A model with code of its own names its classes in `auto_map`.
+    # A model with its own code names its classes in `auto_map`.
     names = " ".join([*architectures, *(getattr(config, "auto_map", None) or {})])
     if architectures and "CausalLM" not in names and "LMHeadModel" not in names:
         return f"{architectures[0]} is no causal language model"
     if text.model_type in SLOT_BIASED_TYPES or getattr(text, "alibi", False):
         return "its attention is biased by cache slot (ALiBi)"
-    layers = {
-        *(getattr(text, "layer_types", None) or ()),
-        *(getattr(text, "layers_block_type", None) or ()),
-    }
-    unknown = sorted(layers - VERIFIABLE_LAYERS)
+    layer_types = set(getattr(text, "layer_types", None) or ())
+    layer_types.update(getattr(text, "layers_block_type", None) or ())
+    unknown = sorted(layer_types - VERIFIABLE_LAYERS)
     if unknown:
         return f"it has layers of type {', '.join(unknown)}"
     if text.model_type in STATEFUL_TYPES:
@@ -363,7 +371,7 @@ def _why_not_verifiable(config: PretrainedConfig) -> str | None:
 
 
 def own_dtype(config: PretrainedConfig, on_gpu: bool) -> str:
-    """Return the target's dtype for "auto": the checkpoint's on a GPU, float32 on a CPU.
+    """Return the dtype for "auto": the checkpoint's on a GPU, float32 on a CPU.
 
     On a GPU it is bfloat16 if the checkpoint's dtype is unknown or not one of `DTYPES`.
     """
@@ -375,9 +383,9 @@ def own_dtype(config: PretrainedConfig, on_gpu: bool) -> str:
 
 
 def _template_text(template: str | None) -> str | None:
-    """Return the text of the chat template that a target is loaded with, or None.
+    """Return the text of a chat template, or None for None.
 
-    `template` is the text itself, which contains "{", or the path of its file.
+    `template` is the text itself, which contains "{", or the path of a file.
 
     Raises:
         ConfigError: There is no such file.

@@ -1,12 +1,13 @@
 """Generation and feature engines that run any transformers causal LM.
 
-Generation keeps one batch with a KV cache that rows join and leave while it runs. Rows are
-left-padded; a step either prefills waiting requests and adds them to the batch, or decodes one
+Generation keeps one batch with a KV cache; rows join and leave it between steps. Rows are
+left-padded. A step either prefills waiting requests and adds them to the batch, or decodes one
 token for each row. There is no prefix cache: each turn prefills its whole history.
 
 Features are the backbone's last hidden states, in right-padded batches of similar lengths. No mask
-is passed: under causal attention no token sees the padding to its right. So a row's states do not
-depend on its batch, and the fast causal kernel is used. The lm_head does not run.
+is passed: under causal attention no token sees the padding to its right. So, up to rounding, a
+row's states do not depend on its batch, and the fast causal kernel is used. The lm_head does not
+run.
 
 Letters: B batch, T positions, D hidden size, V vocabulary.
 """
@@ -29,13 +30,13 @@ from pipeline.targets.spec import TargetSpec, context_length, eos_token_ids
 
 MAX_BATCH_TOKENS = 65_536
 WINDOW_BATCHES = 16
-GPU_MULTIPLE = 8  # padded lengths on a GPU are multiples: fewer shapes, aligned rows
-WINDOW_BYTES = 2 * 1024**3  # states of a window, which may wait for its first row
+GPU_MULTIPLE = 8  # padded lengths on a GPU are multiples of it: fewer shapes, aligned rows
+WINDOW_BYTES = 2 * 1024**3  # of states, which a caller that needs rows in order may have to hold
 
 
 @dataclass
 class _Row:
-    """A request in the generation batch, with the token ids that it has generated so far."""
+    """A request in the generation batch, with the token ids generated so far, at most `limit`."""
 
     request: Request
     limit: int
@@ -45,16 +46,16 @@ class _Row:
 
 
 class TransformersGenerationEngine:
-    """The generation engine that runs the target in transformers.
+    """A generation engine that runs the target in transformers (see `GenerationEngine`).
 
     Args:
         spec: The target.
         max_batch_tokens: Maximum size of the KV cache in tokens (rows times the longest prompt and
             answer), unless a single row needs more.
-        gpus: GPUs that the target spans; 0 is the CPU.
+        gpus: The number of GPUs over which the target is placed; 0 means the CPU.
 
     Raises:
-        ConfigError, EnvironmentFault: As `load_causal_lm` does.
+        ConfigError, EnvironmentFault: The target cannot be loaded; see `load_causal_lm`.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class TransformersGenerationEngine:
         self.model = load_on_gpus(spec, gpus)
         self.max_batch_tokens = max_batch_tokens
         self._context = context_length(spec)
-        # rows are rarely as long as the context
+        # four times the rows that fit at full length, since few rows are that long
         self.capacity = 4 * max(1, max_batch_tokens // self._context)
         self._eos = frozenset(eos_token_ids(spec))
         self._device = input_device(self.model)
@@ -72,14 +73,14 @@ class TransformersGenerationEngine:
         self._clear_batch()
 
     def add(self, request: Request) -> None:
-        """Queue a request for the generation batch."""
+        """Queue a request; `step` adds it to the batch when there is room."""
         self._waiting.append(request)
 
     def step(self) -> list[Completion]:
-        """Prefill queued requests, or decode a token per row of the batch; return finished texts.
+        """Prefill queued requests, or decode one token for each row; return the finished texts.
 
-        If memory runs out with several rows, halve `max_batch_tokens`, queue all rows again from
-        their start, and return no texts.
+        If the GPU's memory runs out with several rows, halve `max_batch_tokens`, queue all rows
+        again from their start, and return no texts.
 
         Raises:
             EnvironmentFault: A single request does not fit into the GPU's memory.
@@ -99,7 +100,7 @@ class TransformersGenerationEngine:
                     " quantize the target."
                 )
                 raise EnvironmentFault(what, "generate", fix) from error
-        # Rows start again from their own seeds and give the same text.
+        # Seeded rows give the same text again.
         self.max_batch_tokens //= 2
         self._waiting.extendleft(row.request for row in reversed(self._rows))
         self._clear_batch()
@@ -113,13 +114,16 @@ class TransformersGenerationEngine:
         torch.cuda.empty_cache()
 
     def _clear_batch(self) -> None:
-        """Empty the generation batch: its rows, its KV cache and its mask."""
+        """Make the batch empty: its rows, its KV cache and its attention mask."""
         self._rows: list[_Row] = []
         self._cache = DynamicCache()
         self._mask_BT = torch.ones(0, 0, dtype=torch.long, device=self._device)
 
     def _admit(self) -> list[_Row]:
-        """Dequeue requests that fit into the generation batch, at least one for an empty batch."""
+        """Take requests that fit into the batch from the queue; at least one if the batch is empty.
+
+        They are returned as rows, and are not in the batch yet.
+        """
         width = self._mask_BT.shape[1]
         remaining = max((row.limit - len(row.token_ids) for row in self._rows), default=0)
         admitted: list[_Row] = []
@@ -140,7 +144,7 @@ class TransformersGenerationEngine:
 
     @torch.inference_mode()
     def _prefill(self, joining: list[_Row]) -> list[Completion]:
-        """Add rows to the generation batch: prefill, sample a token each, return ended texts."""
+        """Prefill rows, add them to the batch, and sample a token each; return finished texts."""
         running = len(self._rows)
         self._rows = self._rows + joining  # first: if memory runs out, `step` requeues these rows
         prompts = [torch.tensor(row.request.prompt_ids) for row in joining]
@@ -157,7 +161,7 @@ class TransformersGenerationEngine:
         return self._add_sampled(joining, logits_BV)
 
     def _append_cache(self, cache: DynamicCache, mask_BT: torch.Tensor) -> None:
-        """Append prefilled rows to the KV cache and the mask of the generation batch."""
+        """Append prefilled rows to the batch's KV cache and attention mask."""
         above, below = self._mask_BT[:, None, :, None], mask_BT[:, None, :, None]
         self._mask_BT = _stack_caches(above, below)[:, 0, :, 0]
         for layer, added in zip(self._cache.layers, cache.layers, strict=True):
@@ -166,7 +170,7 @@ class TransformersGenerationEngine:
 
     @torch.inference_mode()
     def _decode(self) -> list[Completion]:
-        """Decode one token for each row of the generation batch; return finished texts."""
+        """Decode one token for each row of the batch; return the finished texts."""
         ids_B1 = torch.tensor([row.token_ids[-1:] for row in self._rows], device=self._device)
         self._mask_BT = pad(self._mask_BT, (0, 1), value=1)
         logits_BV = self._forward(ids_B1, self._mask_BT, self._cache)
@@ -175,9 +179,9 @@ class TransformersGenerationEngine:
     def _forward(
         self, ids_BT: torch.Tensor, mask_BT: torch.Tensor, cache: DynamicCache
     ) -> torch.Tensor:
-        """Return the target's logits [B, V] after the last id, and append the ids to the KV cache.
+        """Run the target on new ids; return the logits [B, V] at the last one.
 
-        `mask_BT` covers the cache and the ids.
+        The ids are appended to `cache`. `mask_BT` covers the cached ids and the new ones.
         """
         positions_BT = (mask_BT.cumsum(dim=-1) - 1).clamp(min=0)[:, -ids_BT.shape[1] :]
         output = self.model(
@@ -191,7 +195,7 @@ class TransformersGenerationEngine:
         return output.logits[:, -1]
 
     def _add_sampled(self, rows: list[_Row], logits_BV: torch.Tensor) -> list[Completion]:
-        """Append each generation row's sampled token, remove finished rows, return their texts."""
+        """Sample a token for each row; remove finished rows from the batch, return their texts."""
         requests = [row.request for row in rows]
         next_B = sample_tokens(logits_BV, requests, [row.generator for row in rows])
         ended: list[Completion] = []
@@ -206,14 +210,14 @@ class TransformersGenerationEngine:
         return ended
 
     def _finish_reason(self, row: _Row) -> Finish | None:
-        """Return the reason for which a row of the generation batch has ended, or None."""
+        """Return "stop" or "length" if the row's last token ends its text, else None."""
         last = row.token_ids[-1]
         if last in self._eos or last in row.request.stop_token_ids:
             return "stop"
         return "length" if len(row.token_ids) >= row.limit else None
 
     def _remove_ended(self) -> None:
-        """Remove finished rows of the generation batch, and left padding that no row needs."""
+        """Remove finished rows from the batch, and then left padding that no row needs."""
         kept = [index for index, row in enumerate(self._rows) if not row.is_finished]
         if not kept:
             self._clear_batch()
@@ -230,7 +234,7 @@ class TransformersGenerationEngine:
 
 
 def _stack_caches(above: torch.Tensor, below: torch.Tensor) -> torch.Tensor:
-    """Stack KV caches [B, heads, T, size] of the transformers engine, left-padded to one length."""
+    """Stack two KV caches [B, heads, T, size] along B; the shorter one is left-padded."""
     width = max(above.shape[2], below.shape[2])
     parts = [pad(part, (0, 0, width - part.shape[2], 0)) for part in (above, below)]
     return torch.cat(parts)
@@ -241,10 +245,14 @@ def sample_tokens(
     requests: Sequence[Request],
     generators: Sequence[torch.Generator | None],
 ) -> torch.Tensor:
-    """Sample a token id per row of the transformers engine [B]; the argmax at temperature 0.
+    """Sample a token id for each row [B]; at temperature 0 it is the argmax.
 
-    A row's sample depends only on its logits and its generator, not on the batch. The argmax of p /
-    e with e ~ Exp(1) is distributed as p.
+    A row's sample does not depend on other rows. The argmax of p / e with e ~ Exp(1) is distributed
+    as p.
+
+    Args:
+        requests: The request of each row, with temperature and top_p.
+        generators: The random generator of each row; None is torch's global generator.
     """
     next_B = logits_BV.argmax(dim=-1)
     drawn = [row for row, request in enumerate(requests) if request.temperature > 0]
@@ -260,9 +268,9 @@ def sample_tokens(
 
 
 def truncated_probabilities(logits_BV: torch.Tensor, requests: Sequence[Request]) -> torch.Tensor:
-    """Return the transformers engine's probabilities [B, V], truncated to top_p, unnormalised.
+    """Return the probabilities [B, V] after temperature and then top-p, as in vLLM.
 
-    The temperature is applied first, as in vLLM.
+    They are not normalised again after top-p has set some to zero. Temperatures must be positive.
     """
     temperature_B1 = logits_BV.new_tensor([[request.temperature] for request in requests])
     top_p_B1 = logits_BV.new_tensor([[request.top_p] for request in requests])
@@ -276,15 +284,17 @@ def truncated_probabilities(logits_BV: torch.Tensor, requests: Sequence[Request]
 
 
 class TransformersFeatureEngine:
-    """The feature engine that runs the target in transformers, also in 4 or 8 bit.
+    """A feature engine that runs the target in transformers (see `FeatureEngine`).
 
     Args:
         spec: The target.
-        tokens_per_batch: Maximum tokens of one forward, padding included. A longer row runs alone.
-        gpus: GPUs that the target spans; 0 is the CPU.
+        tokens_per_batch: Maximum tokens of one forward, including padding up to the longest row. A
+            longer row runs alone.
+        gpus: The number of GPUs over which the target is placed; 0 means the CPU.
 
     Raises:
-        ConfigError, EnvironmentFault: As `load_causal_lm` and `verify_tap` do.
+        ConfigError, EnvironmentFault: The target cannot be loaded, or its hidden states are not the
+            inputs of its lm_head; see `load_causal_lm` and `verify_tap`.
     """
 
     def __init__(self, spec: TargetSpec, *, tokens_per_batch: int = 16_384, gpus: int = 0):
@@ -298,11 +308,11 @@ class TransformersFeatureEngine:
     def stream(
         self, rows: Iterable[Sequence[int]]
     ) -> Generator[tuple[int, torch.Tensor], None, None]:
-        """Yield the index and the target's hidden states [T_i, D] of each row, on the host.
+        """Yield the index and the hidden states [T_i, D] of each row of token ids, on the CPU.
 
-        The next batch runs while the caller works. Rows are read in windows of sixteen batches, or
-        of `WINDOW_BYTES` of states if that is less, and sorted by length within a window. A tensor
-        is a view into its batch's buffer.
+        The next batch runs while the caller works. Rows are read in windows of `WINDOW_BATCHES`
+        batches, or of `WINDOW_BYTES` of states if that is less. Within a window, longer rows come
+        first. A tensor is a view of its batch's buffer.
 
         Raises:
             EnvironmentFault: A batch does not fit into the GPU's memory.
@@ -331,7 +341,7 @@ class TransformersFeatureEngine:
     def _feature_batches(
         self, rows: Iterable[Sequence[int]]
     ) -> Iterator[tuple[list[int], list[Sequence[int]]]]:
-        """Yield the row indices and the token ids of each feature batch."""
+        """Yield batches of rows of similar lengths: the indices and the token ids of the rows."""
         tokens_in_bytes = WINDOW_BYTES // (self.hidden_size * self.dtype.itemsize)
         num_tokens = min(WINDOW_BATCHES * self.tokens_per_batch, tokens_in_bytes)
         for window in _row_windows(rows, num_tokens):
@@ -344,7 +354,10 @@ class TransformersFeatureEngine:
 
     @torch.inference_mode()
     def _forward(self, indices: list[int], rows: list[Sequence[int]]) -> _FeatureBatch:
-        """Run the target on a feature batch, and start the copy of its states to the host."""
+        """Run the target on a batch of rows, and start the copy of the states to the CPU.
+
+        On a GPU, the function returns before either is finished.
+        """
         lengths = [len(ids) for ids in rows]
         longest = max(lengths)
         on_gpu = self._device.type == "cuda"
@@ -370,7 +383,10 @@ class TransformersFeatureEngine:
 
 @dataclass(frozen=True)
 class _FeatureBatch:
-    """The states of a feature batch; on a GPU, `copied` is set once they are on the host."""
+    """The states of a right-padded batch of rows, on the CPU or on their way to it.
+
+    `copied` is the CUDA event that marks the end of the copy from a GPU, or None on a CPU.
+    """
 
     indices: list[int]
     lengths: list[int]
@@ -378,7 +394,7 @@ class _FeatureBatch:
     copied: torch.cuda.Event | None
 
     def collect(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """Wait for a feature batch's states, and yield each row's index and states."""
+        """Wait for the states, and yield the index and the states [T_i, D] of each row."""
         if self.copied is not None:
             self.copied.synchronize()
         states = zip(self.indices, self.lengths, self.hidden_BTD, strict=True)
@@ -389,7 +405,10 @@ class _FeatureBatch:
 def _row_windows(
     rows: Iterable[Sequence[int]], num_tokens: int
 ) -> Iterator[list[tuple[int, Sequence[int]]]]:
-    """Yield windows of a feature engine's rows with indices, of at most `num_tokens` or one row."""
+    """Group consecutive rows into windows of at most `num_tokens` tokens.
+
+    A longer row is a window of its own. A window lists the index and the token ids of each row.
+    """
     window: list[tuple[int, Sequence[int]]] = []
     held = 0
     for index, ids in enumerate(rows):

@@ -1,20 +1,19 @@
 """Decode prompts greedily in vLLM, with or without exported heads.
 
-Engines run in other processes, so that vLLM leaves nothing behind in the caller. On a CPU one
-process runs all engines and imports vLLM once. On a GPU each engine has its own process, since only
-the end of a process is certain to free the GPU's memory. vLLM proposes the heads' top-1 chain,
-never a tree, so its acceleration rate is below the tree's.
+Engines run in other processes, so that vLLM changes nothing in the caller. On a CPU one process
+runs all engines and imports vLLM once. On a GPU each engine has its own process, since only the end
+of a process is certain to free the GPU's memory. vLLM proposes the heads' top-1 chain, never a
+tree, so its acceleration rate is below the tree's.
 
-A request's steps are counted from its outputs. The first output is the prefill's token, and each
-later output holds the tokens that one forward of the target has added, cut where the text ends.
-vLLM's own counters continue beyond the end of the text (1 + accepted / drafts is 2 to 4 % above the
-tokens kept per step on the demos), and count a draft of padding for a prompt of one token that
-joins a running batch.
+A request's steps are counted from its outputs. The first output is the prefill's token. Each later
+output holds the tokens that one forward of the target has added, cut where the text ends. vLLM's
+own counters are not used: they also count tokens after the end of a text, which makes 1 + accepted
+/ drafts 2 to 4 % too large on the demos.
 
-vLLM 0.32 drafts for no request of a batch while the context lacks room for one request's text, the
-draft being verified and one more draft. Every request then gets one token per step. With room for a
-single draft this cost 5 of 398 steps of a recurrent chain of 14 tokens. The check stage leaves room
-for two drafts, if the target's context allows.
+vLLM 0.32 stops drafting for the whole batch while one of its requests is too close to the end of
+the context: there must be room for its text, the draft that is verified, and another draft.
+Meanwhile every request gets one token per step. The check stage leaves room for two drafts, if the
+target's context allows.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ class VLLMTexts:
     """The texts that one vLLM engine decoded.
 
     Attributes:
-        token_ids: The generated token ids of each prompt, without the prompt.
-        accepted: For each prompt, the number of tokens that each forward after the prefill adds.
+        token_ids: The generated token ids for each prompt, without the prompt.
+        accepted: For each prompt, the number of tokens that each forward after the prefill added.
         seconds: The duration for all prompts together, the median of the repeats.
     """
 
@@ -49,17 +48,20 @@ class VLLMTexts:
 
     @property
     def tokens_per_second(self) -> float:
-        """The decoding speed of the target's vLLM engine, over all prompts."""
+        """Generated tokens of all prompts per second."""
         return sum(map(len, self.token_ids)) / self.seconds
 
 
 @dataclass(frozen=True)
 class DecodeTask:
-    """The prompts and settings of one vLLM engine that decodes.
+    """The prompts and settings for greedy decoding in one vLLM engine.
 
     Attributes:
-        engine_args: Empty for plain decoding. With heads they hold a `speculative_config`, or as
-            `model` an export that names this target itself.
+        prompts: The token ids of each prompt.
+        engine_args: Arguments of `vllm.LLM`; empty for plain decoding. With heads, they have a
+            `speculative_config`, or their `model` is an export that itself names the target.
+        repeats: How often all prompts are decoded; the duration is the median.
+        gpus: Tensor-parallel size; 0 runs on the CPU.
     """
 
     spec: TargetSpec
@@ -70,7 +72,7 @@ class DecodeTask:
     gpus: int = 0
 
     def requests(self) -> list[Request]:
-        """Return a greedy request to the target's vLLM engine per prompt, within its context."""
+        """Return a greedy request for each prompt; prompt and answer fit into the context."""
         context = context_length(self.spec)
         requests = []
         for row, ids in enumerate(self.prompts):
@@ -80,16 +82,16 @@ class DecodeTask:
 
 
 def decode_in_vllm(tasks: Sequence[DecodeTask], on_report: Report | None = None) -> list[VLLMTexts]:
-    """Load each task's target into a vLLM engine, in another process, and decode its prompts.
+    """Decode each task's prompts greedily in a vLLM engine of its own, in another process.
 
-    Texts are greedy. A warm-up is not timed, and prefixes are not cached.
+    A warm-up is not timed, and prefixes are not cached.
 
     Args:
-        on_report: Called with the progress, as `in_own_process` does.
+        on_report: Called with the progress, see `in_own_process`.
 
     Raises:
         ConfigError: As `VLLMGenerationEngine` does.
-        EnvironmentFault: As `VLLMGenerationEngine` does, or the process of an engine ends early.
+        EnvironmentFault: As `VLLMGenerationEngine` does, or a process ends without a result.
     """
     if any(task.gpus for task in tasks):
         return [in_own_process(decode_task, task, on_report) for task in tasks]
@@ -98,14 +100,14 @@ def decode_in_vllm(tasks: Sequence[DecodeTask], on_report: Report | None = None)
 
 
 def decode_tasks(tasks: Sequence[DecodeTask], report: Report) -> list[VLLMTexts]:
-    """Decode all tasks in this process, with one vLLM engine of the target after another."""
+    """Decode the prompts of all tasks in this process, with one vLLM engine after another."""
     return [decode_task(task, report) for task in tasks]
 
 
 def decode_task(task: DecodeTask, report: Report) -> VLLMTexts:
-    """Load the target into a vLLM engine in this process, and decode a task's prompts.
+    """Decode a task's prompts greedily in a vLLM engine in this process.
 
-    The texts are those of the last repeat. The engine is closed afterwards.
+    The engine is started, and closed afterwards. The texts are those of the last repeat.
     """
     part = "vLLM with the heads" if task.engine_args else "plain vLLM"
     report(part=f"{part} starts")
@@ -136,11 +138,11 @@ def _generate_in_vllm(
     part: str,
     report: Report,
 ) -> list[list[list[int]]]:
-    """Decode requests in the target's vLLM engine; return their tokens by step, prefill first.
+    """Run requests in a vLLM engine; return for each request the token ids of each step.
 
-    A forward that returns no token for a request is not a step of the request: it computed a chunk
-    of the prompt, or was scheduled asynchronously before the request's end was known. A preempted
-    request is computed again, and the forward that continues its text is a step.
+    The first step is the prefill. A forward that returns no token for a request is not a step of
+    this request: it computed a chunk of the prompt, or was scheduled before the request's end was
+    known. A preempted request is computed again, and the forward that continues its text is a step.
     """
     from vllm.sampling_params import RequestOutputKind
 

@@ -1,8 +1,8 @@
 """Generation and feature engines that run the target in vLLM, in this process.
 
-Generation drives the engine's step loop: a request may join at any step, a conversation's turns
-share prefixes, and nothing is tokenized or detokenized. On a CPU a seeded request crashes vLLM 0.32
-when its prefill is chunked ("CPU Generator does not use offset"), so chunked prefill is off there.
+Generation calls vLLM's engine step by step: a request may be added before any step, and prefixes
+are cached. On a CPU a seeded request crashes vLLM 0.32 when its prefill is chunked ("CPU Generator
+does not use offset"), so chunked prefill is off there.
 
 Features come from the pooling runner: `token_embed` without activation returns the state after the
 final norm of each prompt token, in the target's dtype. vLLM's defaults would normalise the states
@@ -53,14 +53,14 @@ LEFT_IN_ENVIRONMENT = ("LD_PRELOAD", "LOCAL_WORLD_SIZE")
 
 
 class VLLMGenerationEngine:
-    """The generation engine that runs the target in vLLM.
+    """A generation engine that runs the target in vLLM (see `GenerationEngine`).
 
     Args:
         spec: The target.
         engine_args: Arguments of `vllm.LLM`, which override those of this module.
         gpus: Tensor-parallel size; 0 runs on the CPU.
-        batch_invariant: Whether a GPU gives the same tokens in any batch, at lower speed. Sets an
-            environment variable, which stays set in this process.
+        batch_invariant: Whether tokens on a GPU do not depend on the batch, at lower speed. This
+            sets an environment variable, which stays set in this process.
 
     Raises:
         ConfigError: vLLM rejects an engine argument or lacks the quantization, or the target's
@@ -85,14 +85,14 @@ class VLLMGenerationEngine:
         self._eos = eos_token_ids(spec)
 
     def add(self, request: Request) -> None:
-        """Queue a request at the vLLM engine."""
+        """Queue a request in vLLM."""
         params = sampling_params(request, self._eos)
         self._engine.add_request(request.id, token_prompt(request.prompt_ids), params)
 
     def step(self) -> list[Completion]:
-        """Run one step of vLLM's engine; return the completions that it finishes."""
+        """Run one step of vLLM's engine; return the texts that it finishes."""
         ended = []
-        for output in self._engine.step():  # of FINAL_ONLY requests: finished ones
+        for output in self._engine.step():  # only finished requests, because of FINAL_ONLY
             text = output.outputs[0]
             finish: Finish = "stop" if text.finish_reason == "stop" else "length"
             ended.append(Completion(output.request_id, list(text.token_ids), finish))
@@ -105,13 +105,13 @@ class VLLMGenerationEngine:
 
 
 class VLLMFeatureEngine:
-    """The feature engine that runs the target in vLLM.
+    """A feature engine that runs the target in vLLM (see `FeatureEngine`).
 
     Other arguments and the errors are those of `VLLMGenerationEngine`.
 
     Args:
-        tokens_per_batch: Maximum tokens of one forward; raised to the target's context, so that
-            every conversation fits.
+        tokens_per_batch: Maximum tokens of one forward. If it is less than the target's context,
+            the context is used, so that every conversation fits.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class VLLMFeatureEngine:
     def stream(
         self, rows: Iterable[Sequence[int]]
     ) -> Generator[tuple[int, torch.Tensor], None, None]:
-        """Yield the index and vLLM's hidden states [T_i, D] of each row, on the host.
+        """Yield the index and the hidden states [T_i, D] of each row of token ids, on the CPU.
 
         Up to `ROWS_WAITING` rows are queued in the engine. Closing the generator drops them.
         """
@@ -180,7 +180,7 @@ def token_prompt(ids: Sequence[int]) -> Any:
 
 
 def sampling_params(request: Request, eos: tuple[int, ...]) -> Any:
-    """Convert a request to vLLM's SamplingParams.
+    """Convert a request to vLLM's SamplingParams; `eos` ids and its stop tokens end the text.
 
     Without `ignore_eos` vLLM would also stop at the tokenizer's EOS.
     """
@@ -201,12 +201,11 @@ def sampling_params(request: Request, eos: tuple[int, ...]) -> Any:
 
 
 class RunningEngine:
-    """A running `vllm.LLM`; vLLM's changes to torch in this process are undone by `close`.
+    """A running `vllm.LLM`; two of vLLM's changes to this process are undone.
 
-    vLLM's CPU worker turns `torch.set_num_threads` into a no-op and changes environment variables
-    for its children. Later work in this process must not inherit these changes. The variables of
-    `LEFT_IN_ENVIRONMENT` are restored right after the start. Errors are those of
-    `VLLMGenerationEngine`.
+    vLLM's CPU worker turns `torch.set_num_threads` into a no-op; `close` restores the function. The
+    worker also sets the environment variables of `LEFT_IN_ENVIRONMENT`; they are restored right
+    after the start. Errors are those of `VLLMGenerationEngine`.
     """
 
     def __init__(self, spec: TargetSpec, engine_args: EngineArgs, gpus: int):
@@ -228,7 +227,7 @@ class RunningEngine:
                     os.environ[name] = value
 
     def close(self) -> None:
-        """Shut down vLLM, release its memory, and undo its changes to torch in this process."""
+        """Shut down vLLM, release its memory, and restore `torch.set_num_threads`."""
         try:
             self.llm.llm_engine.engine_core.shutdown()
         finally:
@@ -248,8 +247,8 @@ def engine_arguments(spec: TargetSpec, engine_args: EngineArgs, gpus: int) -> di
     """Return the arguments of `vllm.LLM` for the target; `engine_args` override them.
 
     Raises:
-        ConfigError: `target.quantization` asks for bitsandbytes, which vLLM no longer has,
-            without another one in `engine_args`; or the target's context is unknown.
+        ConfigError: The target's context length is unknown. Or the target is to be quantized by
+            bitsandbytes, which vLLM does not have, and `engine_args` has no other `quantization`.
     """
     if spec.quantization and "quantization" not in engine_args:
         what = f"vLLM cannot load a target in {spec.quantization}."
@@ -286,10 +285,10 @@ def engine_arguments(spec: TargetSpec, engine_args: EngineArgs, gpus: int) -> di
 
 
 def spec_for_vllm(spec: TargetSpec, *, on_gpu: bool) -> TargetSpec:
-    """Return the target's spec in a dtype that vLLM can run.
+    """Return the target's spec with a dtype that vLLM can run.
 
-    On a CPU, vLLM cannot run GPTQ, AWQ, other packed weights and fp8 in float32; these get
-    bfloat16.
+    On a CPU, vLLM cannot run GPTQ, AWQ, other packed weights and fp8 in float32; for these the
+    dtype is bfloat16.
     """
     settings = quantization_of(model_config(spec)) or {}
     is_packed = settings.get("format") == "pack-quantized"
@@ -299,9 +298,11 @@ def spec_for_vllm(spec: TargetSpec, *, on_gpu: bool) -> TargetSpec:
 
 
 def import_vllm() -> Any:
-    """Import vLLM and return it, with only its errors logged and its engine core in this process.
+    """Import vLLM and return the module.
 
-    It sets environment variables of vLLM that are not set yet, and they stay set.
+    Environment variables of vLLM are set first, unless they are set already, and stay set. With
+    them, vLLM runs its engine core in this process, spawns its workers, logs only errors and
+    reports no usage.
 
     Raises:
         EnvironmentFault: vLLM is not installed, or does not import beside this torch.
@@ -327,7 +328,7 @@ def import_vllm() -> Any:
 
 
 def _start_error(spec: TargetSpec, engine_args: EngineArgs, error: Exception) -> MedusaDistillError:
-    """Return the error for a failed start of vLLM.
+    """Return the error to raise for an exception at the start of vLLM.
 
     It is a ConfigError if vLLM rejects an argument of `engine_args`, else an EnvironmentFault.
     """

@@ -1,13 +1,13 @@
 """Measure latencies of vLLM's OpenAI server under a load of concurrent requests.
 
-The server runs on this machine's loopback, as `python -m pipeline.targets.vllm_server FLAGS`, in a
-process group of its own. The server always ends with the process that started it: a thread waits
-for the end of its standard input.
+The server listens on the loopback address. It runs as `python -m pipeline.targets.vllm_server
+FLAGS` in a process group of its own, and ends with the process that started it: a thread waits for
+the end of its standard input.
 
 Requests are sent and timed by the client of vLLM's own benchmark (`vllm bench serve`) at a fixed
-concurrency: a request is sent when another ends. The client does not see a request's steps. The
-acceleration rate is the number of tokens after each answer's first one, which the prefill yields,
-divided by the number of drafts that the server has counted.
+concurrency: when a request ends, the next one is sent. The client does not see the steps of a
+request. So the acceleration rate is the number of generated tokens, without the first one of each
+answer (from the prefill), divided by the number of drafts that the server has counted.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from pipeline.targets.vllm_engine import engine_arguments, import_vllm
 
 HOST = "127.0.0.1"
 NAME = "served"  # the model's name in requests
-SECONDS_BETWEEN_LOOKS = 0.2
+SECONDS_BETWEEN_CHECKS = 0.2
 STOPS_WITHIN = 10.0  # seconds
 SERVER = "vllm.entrypoints.openai.api_server"  # `vllm serve` fails in the CPU build
 ROUNDS = 2  # least number of requests per concurrent request
@@ -51,12 +51,12 @@ FIX = "Take load out of check.studies."
 
 @dataclass(frozen=True)
 class LoadTask(DecodeTask):
-    """The prompts and load levels of one vLLM server.
+    """The prompts and load levels for one vLLM server.
 
     A level is a number of concurrent requests. Prompts repeat in order until there are at least
-    `ROUNDS` requests per concurrent request. All levels are measured `repeats` times in turns, and
-    each level reports its pass of median duration. So other work on the machine disturbs one pass
-    of several levels rather than all passes of one level.
+    `ROUNDS` requests per concurrent request. A pass measures all levels one after another, and
+    there are `repeats` passes. So other work on the machine disturbs one pass of several levels
+    rather than all passes of one level. The result of a level is that of median duration.
     """
 
     levels: Sequence[int] = ()
@@ -70,9 +70,9 @@ class LoadFigures:
         requests: The number of concurrent requests.
         seconds: The duration of all requests together.
         num_tokens: The number of tokens in all answers.
-        ttft: Seconds to the first token, per request.
-        tpot: Seconds per further token, per request; None for an answer of one token.
-        acceleration_rate: None without drafts.
+        ttft: The seconds to the first token of each request.
+        tpot: The seconds per further token of each request; None for an answer of one token.
+        acceleration_rate: Tokens per step after the prefill; None if the server does not draft.
     """
 
     requests: int
@@ -86,9 +86,10 @@ class LoadFigures:
 def serve_under_load(
     tasks: Sequence[LoadTask], on_report: Report | None = None
 ) -> list[list[LoadFigures]]:
-    """Start a vLLM server of the target per task, measure it, and return figures per load level.
+    """Measure one vLLM server for each task; return the figures of each task's load levels.
 
-    Prefixes are not cached. Texts are greedy and end at the target's own EOS ids.
+    Servers run one after another. Texts are greedy and end at the target's own EOS ids. Prefixes
+    are not cached.
 
     Raises:
         ConfigError: As `engine_arguments` does.
@@ -99,7 +100,10 @@ def serve_under_load(
 
 
 def measure_server(task: LoadTask, report: Report) -> list[LoadFigures]:
-    """Run the target's vLLM server under the task's loads; return each level's median pass."""
+    """Start a vLLM server, and measure it at each load level of the task.
+
+    The figures of a level are those of the pass with the median duration.
+    """
     import_vllm()
     side = "vLLM's server with the heads" if task.engine_args else "vLLM's server"
     report(part=f"{side} starts")
@@ -125,7 +129,12 @@ def measure_server(task: LoadTask, report: Report) -> list[LoadFigures]:
 async def _benchmark_server(
     address: str, requests: Sequence[Request], level: int, eos: Sequence[int]
 ) -> LoadFigures:
-    """Measure the target's vLLM server with vLLM's benchmark client, after a warm-up.
+    """Measure a vLLM server with vLLM's benchmark client, after a warm-up.
+
+    Args:
+        requests: The requests that are timed.
+        level: The number of concurrent requests.
+        eos: The token ids that end a text.
 
     Raises:
         EnvironmentFault: Requests fail.
@@ -181,7 +190,7 @@ async def _benchmark_server(
 
 @contextlib.contextmanager
 def running_server(spec: TargetSpec, engine_args: EngineArgs, gpus: int) -> Iterator[str]:
-    """Context manager: run a vLLM server of the target; yield its address once it is ready.
+    """Context manager: run a vLLM server, and yield its address when it is ready.
 
     Raises:
         ConfigError: As `engine_arguments` does.
@@ -217,17 +226,17 @@ def running_server(spec: TargetSpec, engine_args: EngineArgs, gpus: int) -> Iter
 
 
 def _wait_until_ready(process: subprocess.Popen[bytes], address: str, log: IO[str]) -> None:
-    """Wait until the vLLM server answers health checks; raise EnvironmentFault if it ends."""
+    """Wait until a server answers health checks; raise EnvironmentFault if its process ends."""
     while not is_healthy(address):
         if process.poll() is not None:
             log.seek(0)
             reason = f"status {process.returncode}: {last_line(log.read())}"
             raise EnvironmentFault(f"vLLM's server ended with {reason}", WHERE, FIX)
-        time.sleep(SECONDS_BETWEEN_LOOKS)
+        time.sleep(SECONDS_BETWEEN_CHECKS)
 
 
 def _stop_server(process: subprocess.Popen[bytes]) -> None:
-    """Stop the vLLM server and the engines that it started; kill them after `STOPS_WITHIN`."""
+    """Stop a server and its engine processes; kill those that are left after `STOPS_WITHIN`."""
     assert process.stdin
     process.stdin.close()
     with contextlib.suppress(subprocess.TimeoutExpired):
@@ -238,7 +247,7 @@ def _stop_server(process: subprocess.Popen[bytes]) -> None:
 
 
 def is_healthy(address: str) -> bool:
-    """Return whether the vLLM server answers health checks."""
+    """Return whether the server at an address answers health checks."""
     try:
         urllib.request.urlopen(f"{address}/health", timeout=5).close()
         return True
@@ -247,7 +256,7 @@ def is_healthy(address: str) -> bool:
 
 
 def server_flags(arguments: EngineArgs) -> list[str]:
-    """Convert engine arguments to command-line flags of the vLLM server, without None values."""
+    """Convert engine arguments to command-line flags of vLLM's server; None values have no flag."""
     words: list[str] = []
     for name, value in arguments.items():
         flag = name.replace("_", "-")
@@ -263,7 +272,10 @@ def server_flags(arguments: EngineArgs) -> list[str]:
 
 
 def _end_with_the_caller() -> None:
-    """Wait until the caller of the vLLM server has ended, then end the server's processes."""
+    """Wait for the end of standard input, then terminate all processes of the server.
+
+    Standard input ends when the caller closes it or ends itself.
+    """
     sys.stdin.buffer.read()
     os.killpg(os.getpgrp(), signal.SIGTERM)
 

@@ -229,7 +229,7 @@ def test_a_half_done_run_counts_what_is_there(command, half_done, config_file, m
     assert "4 done " in line_of("generate", out)
     assert "cached" in out
     free = type("Usage", (), {"free": 100_000})
-    monkeypatch.setattr("pipeline.cli.plan_output.shutil.disk_usage", lambda _: free)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: free)
     assert "does not fit" not in command("plan", config_file).out, "three quarters are there"
     assert "does not fit" in command("plan", config_file, "generate.temperature=1.5").out
 

@@ -84,6 +84,7 @@ def test_paths_in_an_override_are_relative_to_the_working_directory(file, tmp_pa
             "train.epochs=[1]",
             "'train.epochs': it must be a valid integer or it must be 'auto', not [1]",
         ),
+        ("generate.samples=0", "must be greater than 0 or it must be 'auto'"),
         ("generate.rounds=2024-01-02", 'it must be a valid integer, not "2024-01-02"'),
         ("train.roles=5", "it must be a valid tuple, not 5"),
         ("train.medusa=5", "'train.medusa'"),
@@ -107,6 +108,13 @@ def test_a_mistake_is_named_in_one_paragraph(file, word, says):
     assert says in str(caught.value)
     assert "\n" not in str(caught.value) and "not-to-be-shown" not in str(caught.value)
     assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize("word", ["generate.temperature=0", "generate.mode=passthrough"])
+def test_samples_that_would_all_be_alike_are_refused(file, word):
+    assert load_config(file, [word]).generate.samples == "auto"
+    with pytest.raises(ConfigError, match="several samples of a prompt need"):
+        load_config(file, [word, "generate.samples=2"])
 
 
 MOVED = {

@@ -145,15 +145,17 @@ def test_an_unusable_seed_is_rejected_unasked(chatml, templates, tokenizer):
 def test_a_seed_depends_only_on_run_row_and_turn(chatml, tokenizer):
     sampled = replace(SETTINGS, sampling=Sampling(temperature=0.7, top_p=0.9))
 
-    def seeds(settings, seed=SEED, texts=("One.", "Two.")):
-        requests = hold(Dialogue(seed, chatml, settings), tokenizer, *texts)
+    def seeds(settings, seed=SEED, texts=("One.", "Two."), sample=1):
+        requests = hold(Dialogue(seed, chatml, settings, sample), tokenizer, *texts)
         return [request.seed for request in requests]
 
     assert seeds(sampled) == seeds(sampled, texts=("Other.", "Words."))
     other_run = seeds(replace(sampled, seed=1))
     other_row = seeds(sampled, replace(SEED, id="seeds:8"))
-    different = {*seeds(sampled), *other_run, *other_row}
-    assert len(different) == 6 and all(0 <= seed < 2**63 for seed in different)
+    other_sample = seeds(sampled, sample=2)
+    different = {*seeds(sampled), *other_run, *other_row, *other_sample}
+    assert len(different) == 8 and all(0 <= seed < 2**63 for seed in different)
+    assert other_sample == seeds(sampled, replace(SEED, id="seeds:7~2"))
 
 
 def test_sampling_settings_reach_the_request(chatml):

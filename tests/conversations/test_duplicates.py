@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from fractions import Fraction
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 from pipeline.config import SeedSource
 from pipeline.conversations.conversation import Conversation, Message, Reason, RejectedRow
 from pipeline.conversations.duplicates import CheckQuestions, Deduplicator
-from pipeline.conversations.sources import SourceReader, mix_sources
+from pipeline.conversations.sources import Row, SourceReader, mix_sources
 
 WORDS = [f"word{n}" for n in range(500)]
 
@@ -97,23 +98,32 @@ def test_a_question_within_a_text_needs_eight_words(length, held):
     assert isinstance(outcome, RejectedRow) == held
 
 
+def reject_odd(row: Row) -> Row:
+    """Reject the third source's rows of odd numbers."""
+    if re.fullmatch(r"s2:\d*[13579]", row.id):
+        return RejectedRow(row.id, Reason.DUPLICATE, "", None)
+    return row
+
+
 def mixed_ids(folder: Path, sizes: list[int], weights: list[float | None]) -> list[str]:
-    """The ids of kept rows of sources in which each fifth row is broken."""
+    """The ids of kept rows of sources; each fifth row of the second one is broken."""
     readers = []
     for number, (size, weight) in enumerate(zip(sizes, weights, strict=True)):
         path = folder / f"{number}.jsonl"
-        lines = [f'"{number}-{row}"' if row % 5 else "{broken" for row in range(1, size + 1)]
+        lines = [f'"{number}-{row}"' for row in range(size)]
+        if number == 1:
+            lines[4::5] = ["{broken"] * (size // 5)
         path.write_text("\n".join(lines))
         source = SeedSource(path=path, weight=weight)
         readers.append(SourceReader(source, f"s{number}", 1000))
-    rows = list(mix_sources(readers))
+    rows = list(mix_sources(readers, reject_odd))
     assert len({row.id for row in rows}) == len(rows)
-    assert any(isinstance(row, RejectedRow) for row in rows) == (max(sizes) >= 5)
+    assert any(isinstance(row, RejectedRow) for row in rows)
     return [row.id for row in rows if isinstance(row, Conversation)]
 
 
 def test_sources_are_mixed_by_weight_until_one_has_no_more(tmp_path):
-    """The shares are right up to fewer conversations than sources, at every moment."""
+    """The shares of kept rows are right up to fewer than there are sources, at every moment."""
     weights = [3.0, 1.0, 0.5]
     ids = mixed_ids(tmp_path, [400, 100, 400], weights)
     names = [id.partition(":")[0] for id in ids]
@@ -121,6 +131,8 @@ def test_sources_are_mixed_by_weight_until_one_has_no_more(tmp_path):
         for number, weight in enumerate(weights):
             share = Fraction(weight) / Fraction(sum(weights)) * end
             assert abs(names[:end].count(f"s{number}") - share) < len(weights)
+    # The smallest of 1/3, 2/3, …, of 1, 2, … and of 2, 4, …; ties go to the first source.
+    assert "".join(names[:9]) == "s0s0s0s1s0s0s0s1s2"
     assert names.count("s1") == 80
     assert mixed_ids(tmp_path, [400, 100, 400], weights) == ids
 

@@ -145,7 +145,12 @@ def tiny_settings(target: Path, seeds: Path, root: Path, **changes: Any) -> dict
         "run": {"name": "run", "root": str(root)},
         "target": {"model": str(target)},
         "seeds": {"sources": [{"path": str(seeds)}], "rows_per_shard": ROWS_PER_SHARD},
-        "generate": {"engine": "transformers", "max_new_tokens": 16, "rounds": 2},
+        "generate": {
+            "engine": "transformers",
+            "samples": 1,
+            "max_new_tokens": 16,
+            "rounds": 2,
+        },
         "train": {
             "heads": "medusa",
             "num_heads": 3,

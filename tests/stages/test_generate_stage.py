@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.errors import DataError
+from pipeline.config import GenerateConfig
+from pipeline.errors import DataError, EnvironmentFault
+from pipeline.storage.shards import read_rows
 from pipeline.targets.spec import TargetSpec, load_tokenizer
 from tests.flows.tiny import latest, stored
 
@@ -30,6 +32,84 @@ def test_held_out_rows_are_greedy_and_training_rows_sampled(finished_run, genera
         other = others.get(name)
         is_same = other is not None and row["input_ids"] == other["input_ids"]
         assert is_same == (row["split"] != "train")
+
+
+def ids_of(stage) -> list[str]:
+    return [row["id"] for row in stored(stage)]
+
+
+def rejected_by(stage, reason: str) -> list[str]:
+    """The ids of the rows that were quarantined for this reason."""
+    lines = []
+    for path in sorted((stage.path / "quarantine").glob("*.jsonl")):
+        lines += map(json.loads, path.read_text().splitlines())
+    return [line["id"] for line in lines if line["reason"] == reason]
+
+
+def test_each_training_prompt_has_its_samples_in_its_shard(finished_run, generated):
+    seeds, one = finished_run.latest("seeds"), finished_run.latest("generate")
+    several = generated(generate__samples=3)
+    rows = {row["id"]: row for row in stored(several)}
+    for index in seeds.receipts():
+        expected = set()
+        for row in read_rows(seeds.shard_path(index)):
+            later = ("~2", "~3") if row["split"] == "train" else ()
+            expected |= {row["id"], *(row["id"] + suffix for suffix in later)}
+        kept = {row["id"] for row in read_rows(several.shard_path(index))}
+        quarantine = several.quarantine_path(index).read_text().splitlines()
+        refused = [json.loads(line)["id"] for line in quarantine]
+        assert sorted([*kept, *refused]) == sorted(expected)
+    firsts = {row["id"]: row["input_ids"] for row in stored(one)}
+    assert {name: rows[name]["input_ids"] for name in firsts} == firsts
+    texts = {(row["parent_id"], tuple(row["input_ids"])) for row in rows.values()}
+    assert len(texts) == len(rows) > 2 * len(firsts)
+    assert several.summary["samples"] == 3
+
+
+def test_equal_samples_are_duplicates_that_no_limit_counts(generated):
+    """So cold a target writes the same text each time."""
+    stage = generated(
+        generate__samples=3, generate__temperature=1e-6, limits__max_quarantine_fraction=0.1
+    )
+    rows = stored(stage)
+    assert not [row["id"] for row in rows if "~" in row["id"]]
+    train = [row["id"] for row in rows if row["split"] == "train"]
+    later = [name + suffix for name in train for suffix in ("~2", "~3")]
+    assert len(later) > 40 and sorted(rejected_by(stage, "duplicate")) == sorted(later)
+
+
+def test_self_talk_has_several_samples(generated):
+    changes = {"generate__mode": "self-talk", "generate__rounds": 2, "generate__samples": 2}
+    names = ids_of(generated(**changes))
+    assert sum(name.endswith("~2") for name in names) > len(names) / 3
+
+
+def test_samples_that_would_fill_the_disk_are_refused(again, make_config, tmp_path, monkeypatch):
+    """64 numbers of 4 bytes for each of at most 32 tokens: some 8 kB a conversation."""
+    run = again(until="seeds")
+    summary = latest(run, "seeds").summary
+    per_sample = 32 * 64 * 4 * summary["train_rows"]
+    held_out = 32 * 64 * 4 * (summary["rows"] - summary["train_rows"])
+    usage = type("Usage", (), {"free": held_out + 5 * per_sample + per_sample // 2})
+    monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
+    again(until="generate", generate__samples=5)
+    with pytest.raises(EnvironmentFault, match=r"Set generate\.samples=5,"):
+        again(until="generate", generate__samples=9)
+
+
+@pytest.mark.parametrize(
+    ("settings", "prompts", "samples"),
+    [
+        ({}, 60, 4),
+        ({}, 1_999, 4),
+        ({}, 2_000, 1),
+        ({"temperature": 0}, 60, 1),
+        ({"mode": "passthrough"}, 60, 1),
+        ({"samples": 7}, 10**6, 7),
+    ],
+)
+def test_auto_takes_several_samples_of_few_prompts(settings, prompts, samples):
+    assert GenerateConfig(**settings).num_samples(prompts) == samples
 
 
 def test_spans_are_what_was_sampled(finished_run):

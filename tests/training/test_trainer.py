@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import json
 import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import ClassVar
 
 import pytest
 import torch
 
 from pipeline.artifacts.json_form import from_json
 from pipeline.artifacts.trained_heads import read_trained_heads
+from pipeline.conversations.spans import IGNORED
 from pipeline.errors import DataError
 from pipeline.training.checkpoints import read_checkpoint
+from pipeline.training.feature_batches import Batch
 from pipeline.training.held_out_accuracy import Evaluation
-from pipeline.training.metrics import read_metrics
-from pipeline.training.task import TrainResult, TrainSpec
-from pipeline.training.trainer import TrainState, train
-from tests.training.trainings import Stopped, same_curve, same_weights, stop_at
+from pipeline.training.metrics import flatten_metrics, read_metrics
+from pipeline.training.task import TrainResult, TrainSpec, Workers
+from pipeline.training.trainer import Trainer, TrainState, train
+from tests.training.trainings import Stopped, same_curve, same_weights, stop_at, trainer_of
 
 RECIPES = [
     {},
@@ -58,6 +63,47 @@ def test_heads_of_another_shape_are_refused(make_spec):
     train(make_spec(num_heads=2))
     with pytest.raises(DataError, match=r"num_heads 2.*num_heads 3"):
         train(make_spec())
+
+
+class TwoThreads(Workers):
+    """A worker that runs in a thread beside the other one, and sums as torch.distributed does."""
+
+    both = threading.Barrier(2, timeout=60)
+    parts: ClassVar[dict[int, torch.Tensor]] = {}
+
+    def sum_in_place(self, tensor: torch.Tensor) -> None:
+        self.parts[self.rank] = tensor.clone()
+        self.both.wait()
+        tensor.copy_(self.parts[0] + self.parts[1])
+        self.both.wait()
+
+
+def part_of(batch: Batch, chosen_N: torch.Tensor) -> Batch:
+    hidden_ND, next_N, labels_KN = batch[:3]
+    parts = hidden_ND[chosen_N], next_N[chosen_N], labels_KN[:, chosen_N]
+    return Batch(*parts, *batch[3:])
+
+
+def test_unequal_workers_step_as_one_on_the_whole_batch(make_spec):
+    """One worker has no label of the last head; all its spans end before."""
+    spec = make_spec(batch_tokens=10_000, max_grad_norm=1e9)
+    alone = trainer_of(spec)
+    batch = next(alone.learner.steps(0))[0]
+    expected = alone.step(0, [batch])
+
+    is_short_N = batch.labels_KN[2] == IGNORED
+    assert 0 < 2 * is_short_N.sum() < len(is_short_N)
+    trainers = [trainer_of(spec, TwoThreads(rank, 2)) for rank in range(2)]
+    shares = [[part_of(batch, is_short_N)], [part_of(batch, ~is_short_N)]]
+    with ThreadPoolExecutor(2) as threads:
+        steps = list(threads.map(Trainer.step, trainers, (0, 0), shares))
+    for trainer, step in zip(trainers, steps, strict=True):
+        assert step.positions == expected.positions == len(is_short_N)
+        metrics = dict(flatten_metrics(step.metrics))
+        assert metrics == pytest.approx(dict(flatten_metrics(expected.metrics)), rel=1e-5)
+        for name, weight in alone.trained.items():
+            gradient = trainer.trained[name].grad
+            torch.testing.assert_close(gradient, weight.grad, rtol=1e-4, atol=1e-6, msg=name)
 
 
 def evaluations(spec: TrainSpec) -> dict[int, float]:
