@@ -108,7 +108,10 @@ def _device_arguments(device: torch.device, num_gpus: int) -> dict[str, Any]:
 
 
 def load_on_gpus(spec: TargetSpec, gpus: int) -> PreTrainedModel:
-    """Load the target over the first `gpus` GPUs, or on the CPU if 0, as `load_causal_lm` does."""
+    """Load the target over the first `gpus` GPUs, or on the CPU if `gpus` is 0.
+
+    Errors are those of `load_causal_lm`.
+    """
     return load_causal_lm(spec, "cuda" if gpus else "cpu", max(1, gpus))
 
 
@@ -118,7 +121,7 @@ def load_causal_lm(
     num_gpus: int = 1,
     too_large: str = FEWER_BYTES,
 ) -> PreTrainedModel:
-    """Load the frozen target on `device`; with `num_gpus` > 1, over the first GPUs.
+    """Load the frozen target on `device`, or over the first `num_gpus` GPUs if more than one.
 
     If standard error is no terminal, transformers' progress bars are disabled in this process.
 
@@ -173,7 +176,7 @@ def load_causal_lm(
 
 
 def _loading_error(spec: TargetSpec, error: Exception) -> MedusaDistillError:
-    """Return the user's error for an exception while the target is loaded.
+    """Return the error to raise for an exception of transformers while it loads the target.
 
     It is an EnvironmentFault if a package or a kernel is missing, or if a quantizer may have raised
     the exception, else a ConfigError.
@@ -206,7 +209,7 @@ def _require_all_tensors(spec: TargetSpec, report: Mapping[str, Collection[Any]]
 
 
 def _bitsandbytes(spec: TargetSpec) -> BitsAndBytesConfig:
-    """Return the settings for quantization by bitsandbytes in 8 or 4 bit, by `spec.quantization`.
+    """Return transformers' settings for bitsandbytes, in 8 or 4 bit as in `spec.quantization`.
 
     Warnings of bitsandbytes are turned off in this process.
     """
