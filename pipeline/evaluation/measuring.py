@@ -78,7 +78,7 @@ def check_with_engine(
 def join_engines(results: Mapping[str, CheckResult]) -> CheckResult:
     """Join the check results of native decoding and vLLM; return a single result as it is.
 
-    In a joined result, hardware and versions are those of native decoding.
+    Hardware and versions of a joined result are taken from native decoding.
     """
     native, vllm = results.get("native"), results.get("vllm")
     if native is None:
@@ -257,7 +257,7 @@ def _own_heads(
 
     Raises:
         ConfigError: The heads cannot propose so many tokens.
-        DataError: The heads are of a target with other sizes.
+        DataError: The heads belong to a target with other sizes.
     """
     shape = layout.shape
     if Sizes(shape.hidden_size, shape.target_vocab_size) != sizes:
@@ -276,7 +276,7 @@ def _own_heads(
 
 
 def _require_served(layout: ExportLayout, target: TargetSpec, settings: CheckConfig) -> None:
-    """Raise ConfigError if vLLM is to be measured and cannot serve these heads with this target."""
+    """Raise ConfigError if these heads are to be measured in vLLM, and vLLM cannot serve them."""
     reason = layout.kind.vllm_refusal(layout.shape, model_config(target).to_dict())
     if reason and "vllm" in settings.engines:
         raise ConfigError(reason, "--engine vllm", "Measure them natively: --engine native.")

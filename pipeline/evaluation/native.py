@@ -67,8 +67,8 @@ class Measurement:
 
     Attributes:
         passes: The repetitions of decoding by the check's acceptance rule.
-        greedy_passes: The repetitions of greedy decoding, which include the baselines. They are
-            `passes` if the rule is greedy; else there is one.
+        greedy_passes: The repetitions of greedy decoding, baselines included. If the rule is
+            greedy, they are `passes`; otherwise there is one repetition.
         failed: For each baseline that failed, by name, the reason.
     """
 

@@ -54,7 +54,7 @@ class Prompt:
 
     @property
     def conversation(self) -> int | str:
-        """The question's id, which all its turns share; of a held-out row, the row's own id."""
+        """The question's id, which all its turns share, or the id of a held-out row."""
         return self.id if self.question_id is None else self.question_id
 
 

@@ -93,7 +93,7 @@ def _as_linked(linked: StageDirectory | None, obstacle: MedusaDistillError) -> S
     """Return the status of a stage with unknown fingerprint, from the directory linked by the run.
 
     Args:
-        obstacle: The error because of which the fingerprint is unknown.
+        obstacle: The error that prevents computing the fingerprint.
     """
     if linked is None:
         return StageStatus("not run", obstacle.what, expected=None)

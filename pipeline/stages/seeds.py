@@ -80,7 +80,7 @@ def _questions_identity(context: Context, readers: Sequence[SourceReader], rows:
 
     Local sources are read to find these rows, and the digest is cached. The digest does not change
     if a question is added that no row contains. If any source is on the Hub, no source is read, and
-    the digest is that of the file of questions.
+    the sha256 of the file of questions is returned.
     """
     questions = _check_questions(context)
     if questions is None:
