@@ -43,7 +43,7 @@ class WeightsFile:
     """
 
     def __init__(self, path: Path):
-        """Open an exported weights file; raise DataError if it is damaged or holds other objects."""
+        """Open a weights file of heads; raise DataError if it is damaged or holds other objects."""
         self._pickled: dict[str, Tensor] | None = None
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, str] = {}
