@@ -96,12 +96,10 @@ class Dialogue:
         conversation: The seed conversation.
         template: The target's chat template.
         settings: The mode, the limits, and how flaws are handled.
-
-    Args:
-        sample: The number of this dialogue among those with the same conversation, from 1.
+        sample: The number of this dialogue among those of the same conversation, from 1.
 
     Attributes:
-        id: The conversation's id; of a later sample, `<id>~<sample>`.
+        id: The conversation's id, to which samples after the first add `~<sample>`.
         cut_at_tools: Whether the conversation ends early, at function calls that the chat template
             cannot render.
     """

@@ -98,7 +98,7 @@ def definitions_json(tools: Any) -> str | None:
 
 
 def _functions(value: Any) -> list[dict[str, Any]]:
-    """Return the function calls or definitions in a value, which is a list of them or a single one.
+    """Return function calls or definitions as a list; `value` is a list of them or a single one.
 
     Each may be nested under the key `function`.
 

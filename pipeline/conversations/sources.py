@@ -155,7 +155,9 @@ class SourceReader:
         return files
 
     def __iter__(self) -> Iterator[Row]:
-        """Yield at most `source.limit` rows; their ids are `name:row`, numbered over all files.
+        """Yield the source's rows, at most `source.limit`, with the ids `name:row`.
+
+        Rows are numbered over all files.
 
         Raises:
             ConfigError: The source does not exist, or lacks a column of the configuration.

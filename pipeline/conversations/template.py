@@ -128,7 +128,7 @@ class ChatTemplate:
         return list(dict.fromkeys(self._special.findall(text)))
 
     def render(self, messages: Sequence[Message], *, asks: bool) -> str:
-        """Render messages as text; if special tokens are escaped, marks take their place.
+        """Render messages as text; special tokens in the messages become marks if they are escaped.
 
         With `asks`, the rendered text ends where the next answer begins.
 

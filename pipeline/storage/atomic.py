@@ -169,7 +169,7 @@ def disk_fault(error: BaseException, path: Path | None = None) -> EnvironmentFau
 
 
 def free_disk(path: Path) -> int:
-    """Return the free bytes of the disk that holds a path, which need not exist yet."""
+    """Return the number of free bytes on the disk of `path`, which need not exist yet."""
     existing = next(place for place in (path, *path.absolute().parents) if place.exists())
     return shutil.disk_usage(existing).free
 

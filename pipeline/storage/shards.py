@@ -177,8 +177,8 @@ class ShardWriter:
 
         Args:
             stage: The stage's name, for the quarantine file.
-            ids_in: The ids of `task_rows`: each row must be in the shard, itself or as rows
-                `id#turn`, or in quarantine. None skips this check.
+            ids_in: The ids that must be in the shard, unchanged or as rows `id#turn`, or else in
+                quarantine. None skips this check.
             stats: Counts of the content, without times, so that equal shards have equal counts.
             busy_seconds: How long a worker was busy with the shard.
 
@@ -221,7 +221,7 @@ class ShardWriter:
         return replace(receipt, note=note)
 
     def _check_complete(self, ids_in: set[str], where: str) -> None:
-        """Assert that each input row is in the shard or in its quarantine file, but not in both.
+        """Assert that each id is in the shard or in its quarantine file, but not in both.
 
         A row that was split into turns may have some turns in the shard and others in quarantine.
         """
@@ -232,7 +232,7 @@ class ShardWriter:
 
 
 def _parents(ids: Iterable[str], ids_in: set[str]) -> set[str]:
-    """Return the upstream ids of a shard's row ids; `<id>#<turn>` comes from `<id>`."""
+    """Return the ids of `ids_in` that row ids come from: `<id>#<turn>` comes from `<id>`."""
     return {row_id if row_id in ids_in else parent_of(row_id) for row_id in ids}
 
 
@@ -261,7 +261,7 @@ def quarantine_line(rejected: RejectedRow, stage: str) -> str:
 
 
 def parent_of(row_id: str) -> str:
-    """Return the seed id in a row id of a committed shard; a row id may be `<id>#<turn>`."""
+    """Return `<id>` for a row id `<id>#<turn>`; any other row id is returned unchanged."""
     return row_id.partition("#")[0]
 
 

@@ -1,8 +1,9 @@
 """Stage directories: `<stage>-<fingerprint[:8]>/` with shards and DONE.json.
 
-A stage directory belongs to one fingerprint: other settings get another directory. The footers of
-the shards state which shards exist. DONE.json adds the size, time and sha256 of each file. `verify`
-reads and compares all files; a run reads only the files whose time has changed.
+A stage directory belongs to one fingerprint: after a change of settings, code or input, the stage
+has another directory. The footers of the shards state which shards exist. DONE.json adds the size,
+time and sha256 of each file. `verify` reads and compares all files; a run reads only the files
+whose time has changed.
 """
 
 from __future__ import annotations

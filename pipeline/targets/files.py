@@ -249,7 +249,7 @@ def _hub_read_error(error: Exception, subject: str, where: str) -> MedusaDistill
 
 
 def _hub_write_error(error: Exception, subject: str, where: str) -> EnvironmentFault:
-    """Return the error to raise for a failed upload to the Hub, without the user's token."""
+    """Return the error to raise for a failed upload to the Hub; its message has no token in it."""
     from huggingface_hub import get_token
 
     text = f"{error!r} ({error.__cause__})"

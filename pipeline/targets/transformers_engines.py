@@ -247,12 +247,12 @@ def sample_tokens(
 ) -> torch.Tensor:
     """Sample a token id for each row [B]; at temperature 0 it is the argmax.
 
-    A row's sample does not depend on other rows. The argmax of p / e with e ~ Exp(1) is distributed
-    as p.
+    The argmax of p / e with e ~ Exp(1) is distributed as p.
 
     Args:
         requests: The request of each row, with temperature and top_p.
-        generators: The random generator of each row; None is torch's global generator.
+        generators: The random generator of each row, which makes its sample independent of the
+            other rows. None is torch's global generator.
     """
     next_B = logits_BV.argmax(dim=-1)
     drawn = [row for row, request in enumerate(requests) if request.temperature > 0]

@@ -180,7 +180,7 @@ def token_prompt(ids: Sequence[int]) -> Any:
 
 
 def sampling_params(request: Request, eos: tuple[int, ...]) -> Any:
-    """Convert a request to vLLM's SamplingParams; `eos` ids and its stop tokens end the text.
+    """Convert a request to vLLM's SamplingParams, with `eos` as further stop tokens.
 
     Without `ignore_eos` vLLM would also stop at the tokenizer's EOS.
     """

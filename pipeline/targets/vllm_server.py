@@ -56,7 +56,7 @@ class LoadTask(DecodeTask):
     A level is a number of concurrent requests. Prompts repeat in order until there are at least
     `ROUNDS` requests per concurrent request. A pass measures all levels one after another, and
     there are `repeats` passes. So other work on the machine disturbs one pass of several levels
-    rather than all passes of one level. The result of a level is that of median duration.
+    rather than all passes of one level. The result of a level is the pass with the median duration.
     """
 
     levels: Sequence[int] = ()
@@ -236,7 +236,7 @@ def _wait_until_ready(process: subprocess.Popen[bytes], address: str, log: IO[st
 
 
 def _stop_server(process: subprocess.Popen[bytes]) -> None:
-    """Stop a server and its engine processes; kill those that are left after `STOPS_WITHIN`."""
+    """Ask a server to stop; after at most `STOPS_WITHIN` seconds, kill the processes left."""
     assert process.stdin
     process.stdin.close()
     with contextlib.suppress(subprocess.TimeoutExpired):
