@@ -103,8 +103,8 @@ def advance_all(context: Context, wanted: Sequence[str], fresh: str | None) -> N
         fresh: The stage whose result is deleted first, if any.
 
     Raises:
-        DamagedShard: A shard is damaged again after it was made again, or is of no stage of the
-            run.
+        DamagedShard: A shard is damaged again after it was made again, or belongs to no stage of
+            the run.
     """
     discarded: set[Path] = set()
     position = 0
@@ -128,9 +128,9 @@ def advance_all(context: Context, wanted: Sequence[str], fresh: str | None) -> N
 
 
 def advance(context: Context, stage: Stage, *, fresh: bool = False) -> StageDirectory:
-    """Run a stage unless its result is current, link its directory, and return it, still locked.
+    """Run a stage unless its result is current; link and return its directory.
 
-    After the check stage, the run's report is published.
+    The directory stays locked. After the check stage, the run's report is published.
 
     Args:
         fresh: Delete the stage's result first.
@@ -206,7 +206,7 @@ def push_run(
         The push stage's summary; of a dry run, the receipt of what would be pushed.
 
     Raises:
-        CheckFailed: The check failed, or was of other heads.
+        CheckFailed: The check failed, or other heads were checked.
         ConfigError: There is no run, one of the stages that push reads is unfinished, or no
             repository is named.
         DataError: The run's stages were not made from one another.

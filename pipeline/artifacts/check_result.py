@@ -44,7 +44,7 @@ class GreedyMatch:
 
     sequences: int
     identical: int
-    ties: int
+    ties: int  # whose first difference is a tie
 
     @property
     def differing(self) -> int:
@@ -56,10 +56,10 @@ class GreedyMatch:
 class Difference:
     """The first difference of a greedy answer from plain decoding, which is not a tie."""
 
-    id: str
-    at: int
+    id: str  # of the prompt
+    at: int  # index of the first differing token
     gap: float  # of the target's top two logits
-    plain: list[int]
+    plain: list[int]  # the token and a few after it, of each side
     other: list[int]
     model: str | None = None  # the served copy, if that was decoded
 
@@ -123,7 +123,7 @@ class TypicalRow(Speed):
     temperature: float
     rule: str
     eps: float | None = None
-    log_likelihood: float | None = None
+    log_likelihood: float | None = None  # nats per token
 
 
 @result
@@ -147,9 +147,9 @@ class LoadRow(Speed):
     """Speed and latencies with `requests` concurrent requests, in the study `load`."""
 
     requests: int
-    ttft_ms: Percentiles | None = None
-    tpot_ms: Percentiles | None = None
-    within_slo: float | None = None
+    ttft_ms: Percentiles | None = None  # to the first token
+    tpot_ms: Percentiles | None = None  # per further token
+    within_slo: float | None = None  # share of requests within `check.slo`
     baseline_ttft_ms: Percentiles | None = None
     baseline_tpot_ms: Percentiles | None = None
     baseline_within_slo: float | None = None
@@ -157,7 +157,7 @@ class LoadRow(Speed):
 
 @result
 class Studies:
-    """The rows of each study that was run."""
+    """The rows of each study; None for a study that was not run."""
 
     trees: list[TreeRow] | None = None
     typical: list[TypicalRow] | None = None
@@ -336,10 +336,10 @@ class CheckResult(Engines):
         """Return a failure if head 0 is hardly better than guessing the most frequent tokens.
 
         If always guessing them is right for a share g < 1 of the labels, head 0's accuracy must be
-        at least g + `LEAST_LEARNED` · (1 - g), at top-1 and at top-5. The gain (accuracy - g) / (1
-        - g) is about 0 for untrained heads, 5 % for heads trained for a few steps, and 33 % or more
-        for useful heads, independent of target and vocabulary. The list has at most one failure,
-        and none if nothing was measured.
+        at least g + `LEAST_LEARNED`·(1-g), at top-1 and at top-5. The gain (accuracy-g)/(1-g) is
+        about 0 for untrained heads, 5 % for heads trained for a few steps, and 33 % or more for
+        useful heads, independent of target and vocabulary. The list has at most one failure, and
+        none if nothing was measured.
         """
         if not self.head_0 or not self.frequency:
             return []
@@ -402,7 +402,7 @@ def _missed_rate(vllm: VllmFigures) -> float | None:
 
 
 def write_answers(directory: Path, answers: Mapping[str, Iterable[Line]]) -> None:
-    """Write answers to the check stage's files `answers/METHOD.jsonl`, one line per question."""
+    """Write each method's answers to `answers/METHOD.jsonl`, one line per question."""
     for method, lines in answers.items():
         _write_answer_lines(directory / "answers" / f"{method}.jsonl", lines)
 

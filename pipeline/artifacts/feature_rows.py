@@ -110,7 +110,7 @@ class FeatureRow:
         is stored wherever there is such a label. The index is -1 where there is no label.
 
         Args:
-            start, stop: The range of the learnable positions.
+            start, stop: The range [start, stop) of learnable positions.
         """
         labels_KN, chosen_N = self.labels_KN[:, start:stop], self.learnable[start:stop].numpy()
         first = int(chosen_N[0])
@@ -200,7 +200,7 @@ class FeatureRows:
 
 
 def _num_learnable(rows: Sequence[StoredSpans], roles: Sequence[Role]) -> npt.NDArray[np.int64]:
-    """Count each row's learnable positions: one less than the tokens of each span in `roles`."""
+    """Count each row's learnable positions: len(span) - 1 for each span of these roles."""
     lengths = np.zeros(len(rows), np.int64)
     for index, spans in enumerate(rows):
         for span in spans_of(spans):

@@ -57,7 +57,7 @@ class WaitingMemory:
         return torch.empty(num_bytes, dtype=torch.uint8)
 
     def give_back(self, memory: Tensor) -> None:
-        """Take back the buffer of a written row group, and let another group wait."""
+        """Take back the buffer of a written row group, and allow another group to wait."""
         self._free.append(memory)
         self.slots.release()
 
@@ -211,9 +211,12 @@ class FeatureWriter:
         self._thread.shutdown()
 
     def put(self, index: int, hidden_TD: Tensor) -> None:
-        """Copy the states of the row with this index; block while too many row groups wait.
+        """Copy a row's states into its row group, and write row groups that are complete.
+
+        If too many groups wait to be written, this call blocks.
 
         Args:
+            index: The row's index in the shard.
             hidden_TD: The states of all tokens of the row.
 
         Raises:

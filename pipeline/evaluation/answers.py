@@ -86,9 +86,10 @@ def compare(
     gap_at: Callable[[list[int]], float],
     tolerance: float,
 ) -> Comparison:
-    """Compare the check's greedy answers with plain decoding's, token by token.
+    """Compare a method's greedy answers with plain decoding's, token by token.
 
     Args:
+        plain, other: The answers of plain decoding, and of the method.
         gap_at: Returns the target's top-2 logit gap after a prefix; called only if answers differ.
         tolerance: A gap up to this is a tie.
     """

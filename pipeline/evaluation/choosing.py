@@ -75,7 +75,7 @@ def best_tree(fits: CrossFit, num_nodes: int, overheads: Overheads) -> ChosenTre
     """Return the fastest searched static tree, by replayed rate and measured overhead.
 
     The trees of every search are compared at every measured number of nodes (see `fastest_choice`).
-    Without overheads, the trees of `num_nodes` nodes, or of as many as were found, are compared by
+    Without overheads, trees of `num_nodes` nodes, or fewer if fewer were found, are compared by
     their rate.
     """
     costs: dict[tuple[str, int], float] = {}

@@ -135,7 +135,7 @@ def measure_heads(
         settings: `prompts` is the file of questions, of which the first `num_prompts` are asked.
         gpus: The number of GPUs that an engine spans; 0 is the CPU.
         draft_tokens: The number of tokens that vLLM drafts; for another trainer's recurrent cell
-            also the depth of its tree. By default as the directory of heads states.
+            also the depth of its tree. By default it is read from the heads' directory.
 
     Returns:
         The figures, and the answers of native decoding; without it the answers are empty.
@@ -253,7 +253,7 @@ def _own_heads(
 
     Args:
         sizes: The hidden size and vocabulary of the target.
-        draft_tokens: The number of tokens that vLLM drafts; by default as the export states.
+        draft_tokens: The number of tokens that vLLM drafts; None for the number in the export.
 
     Raises:
         ConfigError: The heads cannot propose so many tokens.

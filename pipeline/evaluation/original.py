@@ -1,8 +1,8 @@
 """Compare a tuned backbone with the original target: drift, and the original's answers.
 
-Drift is measured on the exported weights, into which the adapter has been merged and rounded. Both
-models read the same held-out rows, one model after the other. The log-probabilities of the first at
-up to `MAX_POSITIONS` positions are kept in memory until the second has read them.
+Drift is measured on the exported weights, that is, after the adapter was merged and the weights
+were rounded. Both models read the same held-out rows, one model after the other. The original's
+log-probabilities at up to `MAX_POSITIONS` positions are kept in memory until then.
 
 Letters: T answer tokens, V vocabulary.
 """

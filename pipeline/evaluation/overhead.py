@@ -73,9 +73,9 @@ def overhead_curve(
 ) -> dict[int, float]:
     """Measure the overhead of decoding with each tree, by number of nodes; empty without trees.
 
-    If a step with a tree takes longer than max_depth + 1 plain steps, decoding with it cannot be
-    faster than plain decoding. This tree and all larger ones are left out, but the smallest tree is
-    always measured.
+    If a step with a tree takes longer than `heads.shape.max_depth` + 1 plain steps, decoding with
+    it cannot be faster than plain decoding. This tree and all larger ones are left out, but the
+    smallest tree is always measured.
 
     Args:
         max_length: The limit of prompt and new tokens together.

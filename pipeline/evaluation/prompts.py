@@ -119,7 +119,7 @@ def rule_of(settings: CheckConfig) -> AcceptanceRule:
 def held_out_prompts(
     rows: Iterable[TokenRow], number: int, room: int, split: str = "check"
 ) -> Prompts:
-    """Make prompts from the first `number` suitable held-out rows, each up to one of its answers.
+    """Make prompts of the first `number` suitable held-out rows: the tokens before one answer.
 
     A hash of the row's id chooses among the assistant's answers whose prompts have at most `room`
     tokens. A row without such an answer is skipped and counted.
@@ -228,8 +228,8 @@ def answer_all(
 def with_room(target: TargetSpec, settings: CheckConfig) -> TargetSpec:
     """Return the target with the check's context length as `max_tokens`.
 
-    It is `check.max_tokens`, but at most the model's own context; by default it is the model's own.
-    `target.max_tokens` is kept only if neither is known.
+    The length is `check.max_tokens`, at most the model's own context; without that setting it is
+    the model's own context. `target.max_tokens` is kept only if neither is known.
     """
     longer = replace(target, max_tokens=settings.max_tokens)
     try:
@@ -243,9 +243,9 @@ def with_room_for(
 ) -> TargetSpec:
     """Return the target with the shortest context that the check's prompts need, as `max_tokens`.
 
-    Engines reserve memory for the whole context. It has room for the longest prompt, its answer and
-    two drafts, because vLLM drafts only while two drafts fit. It is at most the target's own
-    context.
+    Engines reserve memory for the whole context. The context has room for the longest prompt, its
+    answer and two drafts, because vLLM drafts only while two drafts fit. The target's own context
+    is the limit.
     """
     longest = max(len(prompt.ids) for prompt in prompts) + max_new_tokens + 2 * draft_tokens
     return replace(target, max_tokens=min(context_length(target), longest))

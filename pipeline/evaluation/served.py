@@ -151,8 +151,8 @@ def load_study(
 ) -> list[LoadRow]:
     """Measure vLLM's server under load, with and without heads (study `load`).
 
-    Each number of concurrent requests gives one row: of `check.repeats` passes, that of median
-    duration.
+    Each number of concurrent requests is measured `check.repeats` times and gives one row: the
+    figures of median duration.
     """
     progress.begin("vLLM's server starts", 0, unit="loads")
     settings = request.settings

@@ -60,9 +60,12 @@ NUM_LOOKED_UP = 10  # guesses per step of prompt lookup, as in transformers' gui
 
 
 def decode_by(decoder: Decoder, rule: AcceptanceRule, num_tokens: int) -> Decode:
-    """Return a decoding method that decodes with this decoder, rule and number of new tokens.
+    """Return a decoding method: a function that decodes a prompt with this decoder and rule.
 
-    A rule that samples draws from a generator with the method's seed.
+    The method's second argument is the seed of a rule that samples.
+
+    Args:
+        num_tokens: The maximum number of new tokens.
     """
 
     def decode(prompt_ids: list[int], seed: int) -> Decoded:
@@ -107,13 +110,13 @@ def baseline(
     max_new_tokens: int,
     assistant: TargetSpec | None = None,
 ) -> Decode:
-    """Return a greedy decoding method of transformers, named as in `check.baselines`.
+    """Return a greedy decoding method of transformers: generate, prompt-lookup or assistant.
 
     The generation settings of `model` are replaced by transformers' defaults. The method raises
     `CannotDecode` if transformers cannot decode a prompt in this way.
 
     Args:
-        assistant: The model of the baseline `assistant`; other baselines ignore it.
+        assistant: The model of the method `assistant`; the others ignore it.
 
     Raises:
         ConfigError, EnvironmentFault: The assistant cannot be loaded.
@@ -167,9 +170,9 @@ def take_turns(
 ) -> Pass:
     """Decode all prompts once, with the methods in turn for each prompt; return their answers.
 
-    So changes in the machine's speed affect all methods alike. A prompt's index is its seed. A
-    method that fails on a prompt is skipped from there on and left out of the result; `failed`
-    receives the reason, and methods already in it are skipped.
+    Because of the turns, changes in the machine's speed affect all methods alike. A prompt's index
+    is its seed. A method that fails on a prompt is skipped from there on and left out of the
+    result; `failed` receives the reason, and methods already in it are skipped.
     """
     written: dict[str, list[Decoded]] = {name: [] for name in methods if name not in failed}
     for seed, prompt in enumerate(prompts):
@@ -262,10 +265,10 @@ def with_new_answers(
     answers: Sequence[Sequence[int]],
     accepted: Sequence[Sequence[int]],
 ) -> Figures:
-    """Return the figures with the share of answers that are in training rows, and the others' rate.
+    """Add to the figures the share of answers in training rows, and the rate of the others.
 
     With fewer than `ENOUGH_NEW` other answers there is no rate. If the training rows are unknown,
-    the figures are returned as they are.
+    the figures are returned unchanged.
     """
     if request.trained is None:
         return figures

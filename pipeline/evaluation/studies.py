@@ -18,7 +18,7 @@ step is measured on a few prompts. `typical` decodes up to `NUM_PROMPTS` prompts
 
     acceleration rate  tokens kept / target forwards after the prefill, pooled over sequences
     overhead           seconds per step / seconds per plain step of the same prompts, in turns
-    speedup            acceleration rate / overhead; of `batch`, tokens per second / plain ones
+    speedup            acceleration rate / overhead; in `batch`, the ratio of tokens per second
     log-likelihood     nats per token of the answers under the target itself, at temperature 1
 """
 

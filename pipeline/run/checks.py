@@ -24,7 +24,7 @@ from pipeline.training.metrics import require_trackers
 
 
 def check_run(run: ResolvedRun) -> None:
-    """Run all `CHECKS` before a run starts; raise the first problem."""
+    """Run all `CHECKS` before a run starts; the first one that fails raises its error."""
     for check in CHECKS:
         check(run)
 
@@ -47,9 +47,9 @@ def check_plan(run: ResolvedRun) -> list[str]:
 
 
 def unread_settings(run: ResolvedRun) -> list[str]:
-    """Return a warning of set keys that the heads and the method do not read.
+    """Return a warning that names keys of `train` that are set but not read.
 
-    The list is empty if there are none.
+    Keys are read by the kind of heads and the training method. The list is empty without such keys.
     """
     train = run.config.train
     unread = ", ".join(run.method.unread_keys(train))
@@ -57,24 +57,24 @@ def unread_settings(run: ResolvedRun) -> list[str]:
 
 
 def check_placements(run: ResolvedRun) -> None:
-    """Refuse to start a run whose workers can never be placed on this machine or cluster."""
+    """Raise EnvironmentFault if the workers of an unfinished stage can never all be placed."""
     for stage in run.open_stages:
         for section in run.sections_of(stage):
             run.placement(section)
 
 
 def check_heads(run: ResolvedRun) -> None:
-    """Refuse to start a run whose export formats cannot store the heads.
+    """Raise ConfigError if an export format cannot store the heads.
 
-    The first format must also be one that the check can read.
+    It is raised too if the check cannot read the first format.
     """
     check_formats(run.kind, run.shape, run.config.export.formats)
 
 
 def check_tree(run: ResolvedRun) -> None:
-    """Refuse to start a run whose heads cannot propose its tree or its chain of draft tokens.
+    """Raise ConfigError if the heads cannot propose the tree or the chain of draft tokens.
 
-    An invalid tree, or a file of paths that cannot be read, is refused too.
+    It is raised too if the tree is invalid or its file cannot be read.
     """
     settings = run.config.calibrate
     most_by_key = {"depth": run.shape.max_depth, "draft_tokens": run.max_draft_tokens}
@@ -90,7 +90,7 @@ def check_tree(run: ResolvedRun) -> None:
 
 
 def check_quantization(run: ResolvedRun) -> None:
-    """Refuse to start a run that uses vLLM with a target that bitsandbytes quantizes."""
+    """Raise ConfigError if the run uses vLLM with a target that bitsandbytes quantizes."""
     keys = _keys_of_vllm(run)
     if run.config.target.quantization and keys:
         raise ConfigError(
@@ -113,7 +113,7 @@ def _keys_of_vllm(run: ResolvedRun) -> list[str]:
 
 
 def check_labels(run: ResolvedRun) -> None:
-    """Refuse to start a run with answers so short that the last head has no label.
+    """Raise ConfigError if answers are too short for the last head to have a label.
 
     Head k (0-based) reads the state before an answer's token and predicts the (k+1)-th token after
     it. So an answer of n tokens has labels for n - 1 heads. In passthrough mode nothing is checked,
@@ -130,21 +130,27 @@ def check_labels(run: ResolvedRun) -> None:
 
 
 def check_sources(run: ResolvedRun) -> None:
-    """Refuse to start a run if the path of a seed source is missing or has no seed files."""
+    """Check that the path of each seed source exists and has seed files.
+
+    Raises what `SourceReader.files` raises. Data sets on the Hub are not checked.
+    """
     for reader in source_readers(run.config.seeds):
         reader.files()
 
 
 def check_models(run: ResolvedRun) -> None:
-    """Refuse to start a run whose target, served copy or assistant is missing or unreachable."""
+    """Raise the error of the first model that is missing or cannot be reached.
+
+    The models are the target, its served copy and the assistant.
+    """
     for problem in run.problems.values():
         raise problem
 
 
 def check_target(run: ResolvedRun) -> None:
-    """Refuse to start a run with a target whose vocabulary or context is too small.
+    """Raise ConfigError if the target's vocabulary or context is too small for the settings.
 
-    Heads that vLLM cannot serve are refused here too if the check asks for vLLM.
+    It is raised too if the check uses vLLM, and vLLM cannot serve the heads.
     """
     if TARGET not in run.models:
         return  # seeds alone need no target
@@ -179,7 +185,7 @@ def check_target(run: ResolvedRun) -> None:
 
 
 def check_served_copy(run: ResolvedRun) -> None:
-    """Refuse a run whose served copy differs from the target in vocabulary or hidden size."""
+    """Raise ConfigError if the served copy's vocabulary or hidden size is not the target's."""
     if SERVED not in run.models or TARGET not in run.models:
         return
     copy, target = run.model(SERVED).config.get_text_config(), run.target_config.get_text_config()
@@ -192,9 +198,13 @@ def check_served_copy(run: ResolvedRun) -> None:
 
 
 def check_readers(run: ResolvedRun) -> None:
-    """Refuse to start a run with a quantized target or copy that an engine cannot read here.
+    """Check that each engine can read the quantized target or served copy that it loads.
 
     With RAY_ADDRESS set nothing is checked, since workers run on other machines.
+
+    Raises:
+        ConfigError: vLLM cannot read the format.
+        EnvironmentFault: transformers needs a package or a GPU that this machine lacks.
     """
     config = run.config
     if os.environ.get("RAY_ADDRESS") or TARGET not in run.models:
@@ -213,7 +223,10 @@ def check_readers(run: ResolvedRun) -> None:
 
 
 def check_driver(run: ResolvedRun) -> None:
-    """Refuse to start a run with a GPU driver that torch cannot use, unless no stage uses GPUs."""
+    """Raise EnvironmentFault if a GPU driver is installed that torch cannot use.
+
+    Nothing is checked if only seeds runs, or if all `gpus_per_worker` are 0.
+    """
     sections = run.config.placement.of_stages().values()
     if set(run.stages) == {"seeds"} or all(wanted.gpus_per_worker == 0 for wanted in sections):
         return
@@ -228,13 +241,13 @@ def check_driver(run: ResolvedRun) -> None:
 
 
 def check_method(run: ResolvedRun) -> None:
-    """Refuse to start a run with settings or a target that the training method cannot train."""
+    """Raise ConfigError if the training method cannot train with these settings or this target."""
     if "train" in run.stages and TARGET in run.models:
         run.method.check(run.config, run.target)
 
 
 def check_files(run: ResolvedRun) -> None:
-    """Refuse to start a run whose `check.prompts` or `calibrate.data` names no file."""
+    """Raise ConfigError if `check.prompts` or `calibrate.data` names a file that does not exist."""
     files = {"check.prompts": run.config.check.prompts, "calibrate.data": run.config.calibrate.data}
     for key, path in files.items():
         if isinstance(path, Path) and not path.is_file():
@@ -246,7 +259,7 @@ def check_files(run: ResolvedRun) -> None:
 
 
 def check_acceptance(run: ResolvedRun) -> None:
-    """Refuse to start a run with parameters that do not go with its acceptance rule."""
+    """Raise ConfigError if a parameter of the check does not go with its acceptance rule."""
     check, key = run.config.check, None
     rule = check.acceptance
     if rule != "greedy" and check.temperature == 0:
@@ -264,10 +277,9 @@ def check_acceptance(run: ResolvedRun) -> None:
 
 
 def check_push(run: ResolvedRun) -> None:
-    """Refuse to start a run with push settings that would fail after hours of work.
+    """Raise ConfigError if a repository id is invalid, or `push.base_model` is missing.
 
-    Repository ids must be valid. Heads for a local target need `push.base_model`, unless training
-    tunes the backbone.
+    Heads for a local target need `push.base_model`, unless training tunes the backbone.
     """
     push = run.config.push
     for repo_id in run.repositories:
@@ -283,7 +295,7 @@ def check_push(run: ResolvedRun) -> None:
 
 
 def check_root(run: ResolvedRun) -> None:
-    """Refuse to start a run whose directory lies in the uploaded copy of a Ray job.
+    """Raise ConfigError if a submitted Ray job would write into its uploaded copy of the directory.
 
     Ray deletes that copy, so `run.root` and `run.store` must be elsewhere.
     """
@@ -300,10 +312,10 @@ def check_root(run: ResolvedRun) -> None:
 
 
 def check_packages(run: ResolvedRun) -> None:
-    """Refuse to start a run without the packages that its unfinished stages need.
+    """Raise EnvironmentFault if a package is missing that an unfinished stage needs.
 
-    The packages are not imported. With RAY_ADDRESS set nothing is checked, since workers have
-    packages of their own.
+    No package is imported. With RAY_ADDRESS set nothing is checked, since workers have packages of
+    their own.
     """
     if os.environ.get("RAY_ADDRESS"):
         return
@@ -326,7 +338,7 @@ def check_packages(run: ResolvedRun) -> None:
 
 
 def check_trackers(run: ResolvedRun) -> None:
-    """Refuse to start a run with trackers that are not installed or that have no login here.
+    """Raise EnvironmentFault if a tracker of training is not installed or has no login here.
 
     With RAY_ADDRESS set, or if nothing is to be trained, nothing is checked.
     """

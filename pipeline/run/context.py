@@ -50,7 +50,7 @@ class Context:
 
     @property
     def target(self) -> TargetSpec:
-        """The run's target, in the dtype of the workers that run it."""
+        """The spec of the run's target, in the dtype of the workers of `features`."""
         return self.resolved.target
 
     @functools.cached_property
@@ -59,9 +59,9 @@ class Context:
         return make_executor(self.executor_name)
 
     def resolve_on_cluster(self) -> None:
-        """Resolve the run for an existing Ray cluster, if the executor is Ray.
+        """Resolve the run for the nodes of a Ray cluster, if the executor is Ray and there is one.
 
-        A cluster exists if RAY_ADDRESS is set or this process is connected to one.
+        There is a cluster if RAY_ADDRESS is set or this process is connected to one.
         """
         ray = sys.modules.get("ray")
         cluster = os.environ.get("RAY_ADDRESS") or (ray and ray.is_initialized())
@@ -77,11 +77,11 @@ class Context:
 
     @functools.cached_property
     def digests(self) -> FileDigests:
-        """The sha256 of files that the run reads, cached in its store."""
+        """The sha256 digests of files that the run reads, cached in the run's store."""
         return FileDigests(self.run.store / "digests.json", read_only=self.read_only)
 
     def report_damage(self, stage: StageDirectory, damaged: Sequence[Path]) -> None:
-        """Print and log the damaged files of a stage, if any; they are made again."""
+        """Print and log the damaged files of a stage, if any, which are made again."""
         if damaged:
             names = [str(path.relative_to(stage.path)) for path in damaged]
             self.run.event("damaged", stage=stage.stage, files=names)
@@ -100,9 +100,10 @@ class Context:
         return replace(self.target, model=tuned, revision=None)
 
     def weights_identity(self, spec: TargetSpec) -> Identity:
-        """Return the sha256 of a served copy's or an assistant's files, by file name.
+        """Return the sha256 of each file that identifies a model, by file name.
 
-        A Hub model is downloaded first. In a read-only context EnvironmentFault is raised instead.
+        A Hub model that is not on this machine is downloaded; in a read-only context
+        EnvironmentFault is raised instead.
         """
         return self.digests.of_all(weight_files(spec, fetch=not self.read_only))
 
@@ -226,7 +227,7 @@ class Stage:
     def locate(self, context: Context) -> StageDirectory:
         """Return the stage's directory in the run's store, named by its fingerprint.
 
-        It need not exist yet.
+        The directory need not exist yet.
         """
         meaning = fingerprint({"stage": self.name, **self.identity_of(context)})
         directory = StageDirectory(
@@ -240,5 +241,5 @@ class Stage:
 
 
 def reads(*names: str) -> Callable[[Config], tuple[str, ...]]:
-    """Return a function for `Stage.upstream` that names these stages for every configuration."""
+    """Return a function for `Stage.upstream` that returns these names for every configuration."""
     return lambda config: names

@@ -87,7 +87,7 @@ class ResolvedRun:
         return replace(self, machine=machine)
 
     def model(self, key: str) -> ResolvedModel:
-        """Return the run's model of this key; raise its error if the model is not available."""
+        """Return the model of a configuration key; raise its error if it is not available."""
         if key in self.problems:
             raise self.problems[key]
         return self.models[key]
@@ -157,7 +157,7 @@ class ResolvedRun:
         return self.config.placement.of_stages()[section]
 
     def sections_of(self, stage: str) -> list[str]:
-        """List the sections of `placement` to check before a stage runs."""
+        """Return the sections of `placement` whose workers must fit for a stage to run."""
         if stage == "check":
             return [ENGINE_SECTIONS[engine] for engine in self.config.check.engines]
         section = SECTIONS.get(stage)
@@ -213,7 +213,7 @@ class ResolvedRun:
         With `calibrate.nodes: auto` it has one node.
 
         Raises:
-            ConfigError: It is configured with more nodes than the heads propose.
+            ConfigError: More nodes are configured than the heads propose.
         """
         settings = self.config.calibrate
         if settings.tree != "dynamic":
@@ -235,7 +235,7 @@ class ResolvedRun:
 def resolve_run(config: Config, stages: Sequence[str], fresh: str | None = None) -> ResolvedRun:
     """Resolve a run's configuration on this machine: its models, heads, method and workers.
 
-    A model that is not available raises only when it is used.
+    A model that is not available causes an error only when it is used.
 
     Args:
         stages: The stages to run or keep, upstream first.

@@ -39,7 +39,7 @@ def run_sharded(
         worker: A class whose instances take a `ShardTask` and return its `Receipt`.
         arguments: The arguments of its constructor, to which `progress` is added.
         split: The split whose rows the worker reads, to size the progress bar; None for all rows.
-        train_samples: How many conversations the worker makes of a training row.
+        train_samples: How many conversations the worker makes from a training row.
 
     Returns:
         Totals over all shards, see `StageTotals.summary`.
@@ -184,7 +184,7 @@ class Failures:
 
 
 def _log_outcome(context: Context, stage: StageDirectory, outcome: Outcome) -> None:
-    """Log a mapped shard's outcome in the run's events.jsonl."""
+    """Log the outcome of a shard in the run's events.jsonl."""
     event = functools.partial(context.run.event, stage=stage.stage, shard=outcome.task.index)
     receipt = outcome.receipt
     if receipt:

@@ -46,7 +46,7 @@ class StageStatus:
 
     @property
     def summary(self) -> Summary:
-        """The stage's summary; of an unfinished stage the totals of its shards, or an empty one."""
+        """The stage's summary; for an unfinished stage, the totals of its shards if it has any."""
         if self.directory is None:
             return {}
         if self.directory.summary or not self.made:
@@ -59,9 +59,9 @@ def stage_statuses(
 ) -> dict[str, StageStatus]:
     """Determine the status of every stage of a run, upstream first.
 
-    If the target or the seeds cannot be read now, a stage's fingerprint is unknown. It and all
-    later stages are then assumed to be those that the run links to. Stages that are skipped without
-    a reason are left out.
+    If a stage's fingerprint cannot be computed, because the target or the seeds cannot be read now,
+    this stage and all later ones get the status of the directories that the run links to. Stages
+    that are skipped without a reason are left out.
     """
     context = Context(resolved, run, Console(quiet=True), read_only=True)
     statuses: dict[str, StageStatus] = {}

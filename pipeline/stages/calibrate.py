@@ -158,9 +158,10 @@ def _choose_tree(
     places: HeldOutRanks | None,
     progress: ProgressReporter,
 ) -> tuple[ChosenTree, Overheads]:
-    """Return the tree of `calibrate.choices`, or else the best static tree or dynamic tree.
+    """Return the given tree (`calibrate.choices`), or else the best static or dynamic tree.
 
-    The second result is the overhead of chains by number of draft tokens; empty if not measured.
+    The second result holds the overheads of chains by number of draft tokens; it is empty if they
+    were not measured.
 
     Args:
         ranks: The ranks of held-out tokens among the heads' guesses.
@@ -216,7 +217,8 @@ def _native_overheads(
 ) -> tuple[Overheads, Overheads]:
     """Measure the overheads of trees and of chains in native decoding, by number of nodes.
 
-    One request is decoded at a time. The second result is empty if no overhead of chains is needed.
+    One request is decoded at a time. The overheads of chains are empty unless the run chooses the
+    number of draft tokens by them.
     """
     resolved, generated = context.resolved, context.upstream["generate"]
     rows = read_token_rows(generated.shards(), generated.fingerprint)
@@ -242,9 +244,9 @@ def _heads_path(context: Context) -> str:
 def _timed_trees(fits: CrossFit, dynamic: DynamicTree | None) -> dict[int, Choices | DynamicTree]:
     """Return the trees whose overhead is measured, by number of nodes.
 
-    They have the `MEASURED_SIZES`. Static trees are the first nodes of the largest searched tree.
-    The largest size may be smaller, if no more nodes were found. Dynamic trees have at most as many
-    nodes as the heads propose.
+    The numbers are `MEASURED_SIZES`. Static trees are the first nodes of the largest searched tree;
+    if that has fewer nodes than a size, the whole tree is measured instead. Dynamic trees have at
+    most as many nodes as the heads propose.
     """
     largest = max(fits.whole.values(), key=len)
     trees: dict[int, Choices | DynamicTree] = {}

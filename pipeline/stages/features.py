@@ -62,7 +62,7 @@ class Worker:
         self._ahead: ShardInProgress | None = None  # begun while the last one was committed
 
     def expect(self, upcoming: ShardTask | None) -> None:
-        """Set the task that will follow the next call's, or None if there is none.
+        """Announce the task that will follow the next call's task; None if there is none.
 
         The states of that task are computed while the next call commits its shard.
         """
@@ -87,7 +87,7 @@ class Worker:
     def _compute_ahead(self, task: ShardTask, committing: Future[Receipt]) -> None:
         """Compute states of the next task's shard until `committing` is done.
 
-        Errors are suppressed: the shard is begun again in its turn, and then they are raised.
+        Errors are suppressed: the shard is begun again in its turn, and the error is raised then.
         """
         with contextlib.suppress(Exception), contextlib.ExitStack() as undo:
             ahead = undo.enter_context(contextlib.closing(ShardInProgress(self, task)))
