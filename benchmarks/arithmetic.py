@@ -22,7 +22,7 @@ PEAK_PRODUCTS = 100  # enough for a GPU's clock to settle
 
 
 def backbone_flops(model: PreTrainedModel, lengths: Iterable[int]) -> float:
-    """Return the FLOPs of one forward of the backbone, without lm_head, over these lengths."""
+    """Return the FLOPs of the backbone's forward, without lm_head, on texts of these lengths."""
     text = model.config.get_text_config()
     per_token = 2 * sum(
         part.weight.numel() for part in model.base_model.modules() if isinstance(part, nn.Linear)
@@ -48,7 +48,7 @@ def training_flops(config: MedusaShape, num_positions: float, num_labels: float)
 
 
 class Peak:
-    """The measurement of a device's peak FLOPs, by products of two large random matrices."""
+    """Measurement of a device's peak FLOP/s, by products of two large random matrices."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, size: int):
         self._left, self._right = (

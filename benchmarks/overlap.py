@@ -130,9 +130,10 @@ class SimulatedCard:
 
 @contextmanager
 def simulated_disk(bytes_per_second: float) -> Iterator[None]:
-    """Context manager: write all files together at this speed, behind a small page cache.
+    """Context manager: limit the speed at which shards are written, all files together.
 
-    A sync waits until all files are written.
+    A write waits only while more than PAGE_CACHE_BYTES are still to be written. A sync waits until
+    all bytes are written.
     """
     write, sync, turn = HashedFile.write, os.fsync, threading.Lock()
     idle_from = perf_counter()

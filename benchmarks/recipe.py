@@ -138,7 +138,7 @@ def cached(config: Config, executor: str) -> RunDirectory:
 def learned(
     run: RunDirectory, config: Config, kind: str, amount: int, recipe: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Train heads by a recipe on the first `amount` cached positions; return held-out figures."""
+    """Train heads by a recipe on the first `amount` cached positions; return rates and losses."""
     features = run.latest("features")
     assert features is not None
     target = resolve(config.target, on_gpu=False)

@@ -74,7 +74,10 @@ def ragged_rows(
 def equal_rows(
     num_rows: int, num_turns: int, per_turn: int, vocab_size: int, seed: int = 0
 ) -> list[Row]:
-    """Return generated rows of `num_turns` turns, each of `per_turn` random tokens."""
+    """Return generated rows of `num_turns` turns, each of `per_turn` random tokens.
+
+    The target has written three quarters of the tokens.
+    """
     rng = np.random.default_rng(seed)
     asked = round(per_turn * (1 - WRITTEN_SHARE))
     turns = [(asked, per_turn - asked)] * num_turns

@@ -1,6 +1,7 @@
 """Benchmark of the executor's and the driver's overhead per shard, by number of shards.
 
-Claim: the overhead is the same for 100 shards and for 10,000, within 100 MB of the driver.
+Claim: the overhead per shard with 10,000 shards is at most 1.5 times that with 100, and the driver
+takes at most 100 MB more memory.
 
 One worker sleeps a millisecond instead of computing. Through `RayExecutor.map` alone it returns an
 empty receipt; through `run_sharded` it commits a shard of one row, and the driver reads receipts,

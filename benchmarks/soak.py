@@ -151,7 +151,7 @@ class Attempts:
     def suffer(self, rng: random.Random, longest: float, ends: float, record: Record) -> None:
         """Kill and resume the run until it or the time ends.
 
-        An attempt is killed after at most `longest` seconds. With Ray, single workers are killed
+        Each wait before a kill is at most `longest` seconds. With Ray, single workers are killed
         too.
         """
         while time.monotonic() < ends:

@@ -296,7 +296,7 @@ def _obey(words: list[str]) -> None:
 
 
 def result_of(record: Record) -> Result:
-    """Return the result: the share of cases without a finding."""
+    """Return the result of the tampering benchmark: the share of cases without a finding."""
     number = record.kinds.total()
     good = number - len({finding["number"] for finding in record.findings})
     what = (

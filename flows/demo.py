@@ -6,9 +6,9 @@
 
 No Hub is needed: the seeds are bundled, and the target is trained here in about a minute. The rest
 is the usual flow: Ray starts locally, vLLM generates the conversations, and heads are trained,
-checked and reported. With Medusa-1, Medusa and recurrent heads train from cached states. With
-Medusa-2, heads and backbone train together from the text. All demos share the target, the seeds and
-the generated text.
+checked and reported. The first two demos train heads on cached states. The third trains Medusa
+heads and the backbone together, on the text. All demos share the target, the seeds and the
+generated text.
 """
 
 import sys

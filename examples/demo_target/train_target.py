@@ -105,7 +105,7 @@ def update(optimizers: list[torch.optim.Optimizer], share: float) -> None:
 
 
 def fast_bfloat16() -> bool:
-    """Return whether the CPU supports bfloat16.
+    """Return whether the CPU computes bfloat16 in hardware.
 
     If so, training is 2.5 times as fast. Emulated bfloat16 is slower than fp32.
     """
@@ -198,8 +198,8 @@ def learning_rate_share(steps_share: float, time_share: float) -> float:
 def batches(documents: list[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield token ids [B, T] and labels [B, T] without end; each row is one document, padded.
 
-    Each epoch has a new order. Documents of a pool are batched by similar length. A batch with one
-    row of several documents follows each pool.
+    Each epoch has a new order. It is divided into pools, in which documents of similar length are
+    batched. After each pool follows a batch with one row of several documents.
     """
     while True:
         order = torch.randperm(len(documents)).tolist()

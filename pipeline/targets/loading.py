@@ -230,8 +230,8 @@ def _bitsandbytes(spec: TargetSpec) -> BitsAndBytesConfig:
 def _avoid_packed_cpu_kernel(model: PreTrainedModel) -> None:
     """Disable bitsandbytes' packed CPU kernel for 4-bit layers that the kernel does not support.
 
-    The kernel would raise for a layer whose rows are not a multiple of the block size. Such a layer
-    is dequantized and multiplied instead, as on a CPU without the kernel.
+    The kernel would raise for a layer whose row length is no multiple of the block size. Such a
+    layer is dequantized and multiplied instead, as on a CPU without the kernel.
     """
     for layer in model.modules():
         state = getattr(getattr(layer, "weight", None), "quant_state", None)
