@@ -1,9 +1,9 @@
 """The native check: decode with an export's heads on transformers, and compare with plain decoding.
 
-Decoding with heads and plain decoding use the same decoder and cache, with the tree or without it.
-After a warm-up they take turns for each prompt, on the number of CPU threads at which plain
-decoding is fastest. Both follow the same acceptance rule, and a rule that samples draws from the
-same seeds. Greedy answers are compared under every rule. The baselines of transformers
+Decoding with heads and plain decoding use the same kind of decoder and cache, with the tree or
+without it. After a warm-up they take turns for each prompt, on the number of CPU threads at which
+plain decoding is fastest. Both follow the same acceptance rule, and a rule that samples draws from
+the same seeds. Greedy answers are compared under every rule. The baselines of transformers
 (`check.baselines`) decode the same prompts.
 """
 
