@@ -37,10 +37,10 @@ class Message:
 
 @dataclass(frozen=True)
 class Turn:
-    """A user's question and the seed's answer, or None if the seed has none.
+    """A user's question, and the seed's answer to it.
 
     `asked` is the user's message, followed by the function calls of the seed's assistant with their
-    results.
+    results. `answer` is None if the seed has none.
     """
 
     asked: tuple[Message, ...]
@@ -146,7 +146,7 @@ class RejectedRow:
     def of(cls, id: str, rejected: RowRejected, row: Any) -> RejectedRow:
         """Create the record of a rejected row from the exception that rejected it.
 
-        `storable_json` converts `row`.
+        The record holds `row` as `storable_json` converts it.
         """
         return cls(id, rejected.reason, escape_surrogates(rejected.detail), storable_json(row))
 

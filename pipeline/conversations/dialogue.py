@@ -99,12 +99,10 @@ class Dialogue:
         conversation: The seed conversation.
         template: The target's chat template.
         settings: The mode, the limits, and how flaws are handled.
-
-    Args:
-        sample: The number of this dialogue among those with the same conversation, from 1.
+        sample: The number of this dialogue among those of the same conversation, from 1.
 
     Attributes:
-        id: The conversation's id; of a later sample, `<id>~<sample>`.
+        id: The conversation's id, to which samples after the first add `~<sample>`.
         cut_at_tools: Whether the conversation ends early, at function calls that the chat template
             cannot render.
     """
@@ -186,7 +184,7 @@ class Dialogue:
             self._writer = "user" if self._writer == "assistant" else "assistant"
 
     def prompts(self) -> list[list[int]]:
-        """Return the token ids of each kept text's prompt, then of an unanswered last prompt."""
+        """Return the prompts of all kept texts as token ids, then the unanswered one, if any."""
         found = []
         for builder in self._rows.values():
             found += [builder.ids[: span.start] for span in builder.spans]

@@ -108,7 +108,8 @@ def _parse_conversation(row: Any, id: str, settings: RowSettings) -> Conversatio
     """Parse one row of a seed file into a conversation with repaired turns.
 
     Raises:
-        RowRejected: The row has no known form, or its turns cannot be repaired.
+        RowRejected: The row has no known form, cannot be repaired, is too long, or is not allowed
+            by `settings.tools`.
     """
     if isinstance(row, str):
         row = {"prompt": row}

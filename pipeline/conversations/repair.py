@@ -100,7 +100,7 @@ def definitions_json(tools: Any) -> str | None:
 
 
 def _functions(value: Any) -> list[dict[str, Any]]:
-    """Return the function calls or definitions in a value, which is a list of them or a single one.
+    """Return function calls or definitions as a list; `value` is a list of them or a single one.
 
     Each may be nested under the key `function`.
 
@@ -188,10 +188,10 @@ def _trim_turns(turns: Sequence[Message]) -> list[Message]:
 
 
 def _join_messages(turns: Sequence[Message]) -> list[Message]:
-    """Join consecutive messages of one role into one message.
+    """Join consecutive messages of the same role.
 
-    A message that repeats the last one is dropped. Results of function calls are not joined, nor
-    are user messages in a row without answers, where each is a question.
+    A message that equals the previous one is dropped. Two kinds of messages are never joined or
+    dropped: results of function calls, and user messages of a conversation without any answer.
 
     Raises:
         RowRejected: Two different answers follow one another, a system prompt comes after another

@@ -69,9 +69,9 @@ def plain_suffix(name: str) -> str:
 def name_sources(sources: Sequence[SeedSource]) -> list[str]:
     """Return a unique short name for each seed source, safe in ids and file names.
 
-    The name is the last part of the path or of the Hub id, without the suffix of a seed file. Other
-    characters than ASCII letters, digits, `.`, `_` and `-` become `-`. A number is appended if the
-    name is taken (`-2`, `-3`).
+    The name is the last part of the path or of the Hub id, without the suffix of a seed file.
+    Characters other than ASCII letters, digits, `.`, `_` and `-` become `-`. If the name is taken,
+    a number is appended (`-2`, `-3`).
     """
     names: list[str] = []
     for source in sources:
@@ -158,7 +158,9 @@ class SourceReader:
         return files
 
     def __iter__(self) -> Iterator[Row]:
-        """Yield at most `source.limit` rows; their ids are `name:row`, numbered over all files.
+        """Yield the source's rows, at most `source.limit`, with the ids `name:row`.
+
+        Rows are numbered over all files.
 
         Raises:
             ConfigError: The source does not exist, or lacks a column of the configuration.

@@ -1,6 +1,7 @@
 """Evaluate heads on the target's greedy answers: the rank of each token among their guesses.
 
-The answers are those of plain decoding in the check, or those to the questions of `calibrate.data`.
+The answers are those of plain decoding in the check, or the target's answers to the questions of
+`calibrate.data`.
 
 Letters: T answer tokens, N states at which steps may begin, D hidden size, K heads.
 """

@@ -64,7 +64,7 @@ class Comparison:
 
     @property
     def largest_gap(self) -> float | None:
-        """The largest top-2 logit gap of `differing`, rounded to 3 digits; None if it is empty."""
+        """The largest top-2 logit gap of `differing`, to 3 significant digits; None if empty."""
         if not self.differing:
             return None
         return float(f"{max(each.gap for each in self.differing):.3g}")
@@ -86,9 +86,10 @@ def compare(
     gap_at: Callable[[list[int]], float],
     tolerance: float,
 ) -> Comparison:
-    """Compare the check's greedy answers with plain decoding's, token by token.
+    """Compare a method's greedy answers with plain decoding's, token by token.
 
     Args:
+        plain, other: The answers of plain decoding, and of the method.
         gap_at: Returns the target's top-2 logit gap after a prefix; called only if answers differ.
         tolerance: A gap up to this is a tie.
     """

@@ -96,10 +96,10 @@ def host_and_port(address: str) -> str:
 
 
 def driver_needs(address: str) -> list[str]:
-    """Return `host:port` of the Ray processes that this driver needs to stay alive.
+    """Return `host:port` of the Ray processes without which this driver cannot continue.
 
-    These are the head and the raylet, or the Ray Client server. The list is empty for a Ray Client
-    connection that the caller opened.
+    These are the head and this node's raylet, or the Ray Client server. The list is empty for a Ray
+    Client connection that the caller opened.
     """
     if ray_client.is_connected():
         if not address.startswith(CLIENT):  # the caller's connection

@@ -199,7 +199,8 @@ class Slot:
 class ActorPool:
     """A pool of at most `placement.workers` Ray actors that process shard tasks.
 
-    No more actors are started than there are tasks. For the fields see `RayExecutor.map`.
+    No more actors are started than there are tasks. `watch` detects the cluster's death; for the
+    other fields see `RayExecutor.map`.
     """
 
     worker: LazyWorker

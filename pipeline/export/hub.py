@@ -97,7 +97,7 @@ class Upload(ABC):
         """Select the file names in a Hub repository that prevent the upload."""
 
     def outdated(self, names: Collection[str]) -> list[str]:
-        """Select the file names in a Hub repository that the commit deletes."""
+        """Select the file names in a Hub repository that the commit deletes; by default none."""
         return []
 
     @property

@@ -43,7 +43,7 @@ class WeightsFile:
     """
 
     def __init__(self, path: Path):
-        """Open an exported weights file; raise DataError if it is damaged or holds no weights."""
+        """Open a weights file of heads; raise DataError if it is damaged or holds other objects."""
         self._pickled: dict[str, Tensor] | None = None
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, str] = {}
@@ -74,7 +74,7 @@ class WeightsFile:
 
 
 def write_weights(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Write contiguous CPU tensors to a weights file, a pickle or safetensors by its suffix.
+    """Write contiguous CPU tensors to a weights file, as a pickle or safetensors by its suffix.
 
     Raises:
         OSError, SafetensorError: The file cannot be written, for example on a full disk.

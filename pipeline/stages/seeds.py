@@ -78,9 +78,9 @@ def _read_settings(generate: GenerateConfig) -> Identity:
 def _questions_identity(context: Context, readers: Sequence[SourceReader], rows: Identity) -> str:
     """Return a digest of the rows that decontamination rejects.
 
-    Local sources are read to find these rows, and the digest is cached. It does not change if a
-    question is added that no row contains. If any source is on the Hub, no source is read, and the
-    digest is that of the file of questions.
+    Local sources are read to find these rows, and the digest is cached. The digest does not change
+    if a question is added that no row contains. If any source is on the Hub, no source is read, and
+    the sha256 of the file of questions is returned.
     """
     questions = _check_questions(context)
     if questions is None:
@@ -151,7 +151,7 @@ def _source_summary(reader: SourceReader) -> Summary:
 
 
 def _print_skipped_files(context: Context, summary: Summary) -> None:
-    """Print a warning for each source with skipped files; it names the first ones with reasons."""
+    """Print, for each source that has any, the first skipped files with the reasons."""
     for source in summary["sources"]:
         skipped = source["skipped"]
         if skipped:
@@ -163,7 +163,7 @@ def _print_skipped_files(context: Context, summary: Summary) -> None:
 def _seed_rows(context: Context, readers: Sequence[SourceReader]) -> Iterator[Row]:
     """Yield the rows of all sources; rejected rows are yielded as `RejectedRow`.
 
-    Rejected are unusable rows, duplicates, and rows with a question of the check.
+    Unusable rows, duplicates, and rows with a question of the check are rejected.
     """
     settings, questions = context.config.seeds, _check_questions(context)
     decontamination = CheckQuestions(read_questions(questions) if questions else ())

@@ -40,7 +40,10 @@ NETWORK = "Check the network, HF_ENDPOINT, HF_HUB_OFFLINE and the disk"
 
 
 def is_local(model: str) -> bool:
-    """Return whether `target.model` is a local directory rather than a Hub id."""
+    """Return whether a `target.model` is the path of a local directory rather than a Hub id.
+
+    The directory need not exist.
+    """
     if model.startswith(("/", "./", "../", "~")) or model.count("/") > 1:
         return True
     return Path(model).is_dir()
@@ -157,7 +160,7 @@ def parse_json_object(path: Path) -> dict[str, Any]:
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """Return the name of each tensor's weight file from the index of a sharded target.
+    """Read the index of a sharded target: the weight file of each tensor, by tensor name.
 
     Raises:
         ConfigError: The file is no such index.
@@ -242,10 +245,10 @@ def hub_errors(subject: str, where: str, *, writes: bool = False) -> Iterator[No
 
 
 def _hub_read_error(error: Exception, subject: str, where: str) -> MedusaDistillError:
-    """Return the user's error for a failed read from the Hub.
+    """Return the error to raise for a failed read from the Hub.
 
-    It is a ConfigError if the repository or revision is missing, gated or has an invalid id, else
-    an EnvironmentFault.
+    It is a ConfigError if the repository or revision is missing or gated, or if its id is invalid;
+    else an EnvironmentFault.
     """
     from huggingface_hub import errors as hub
 
@@ -265,7 +268,7 @@ def _hub_read_error(error: Exception, subject: str, where: str) -> MedusaDistill
 
 
 def _hub_write_error(error: Exception, subject: str, where: str) -> EnvironmentFault:
-    """Return the user's error for a failed upload to the Hub, without the user's Hub token."""
+    """Return the error to raise for a failed upload to the Hub; its message has no token in it."""
     from huggingface_hub import get_token
 
     text = f"{error!r} ({error.__cause__})"

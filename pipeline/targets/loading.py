@@ -110,7 +110,10 @@ def _device_arguments(device: torch.device, num_gpus: int) -> dict[str, Any]:
 
 
 def load_on_gpus(spec: TargetSpec, gpus: int) -> PreTrainedModel:
-    """Load the target over the first `gpus` GPUs, or on the CPU if 0, as `load_causal_lm` does."""
+    """Load the target over the first `gpus` GPUs, or on the CPU if `gpus` is 0.
+
+    Errors are those of `load_causal_lm`.
+    """
     return load_causal_lm(spec, "cuda" if gpus else "cpu", max(1, gpus))
 
 
@@ -120,7 +123,7 @@ def load_causal_lm(
     num_gpus: int = 1,
     too_large: str = FEWER_BYTES,
 ) -> PreTrainedModel:
-    """Load the frozen target on `device`; with `num_gpus` > 1, over the first GPUs.
+    """Load the frozen target on `device`, or over the first `num_gpus` GPUs if more than one.
 
     If standard error is no terminal, transformers' progress bars are disabled in this process.
 
@@ -175,7 +178,7 @@ def load_causal_lm(
 
 
 def _loading_error(spec: TargetSpec, error: Exception) -> MedusaDistillError:
-    """Return the user's error for an exception while the target is loaded.
+    """Return the error to raise for an exception of transformers while it loads the target.
 
     It is an EnvironmentFault if a package or a kernel is missing, or if a quantizer may have raised
     the exception, else a ConfigError.
@@ -212,7 +215,7 @@ def _require_all_tensors(spec: TargetSpec, report: Mapping[str, Collection[Any]]
 
 
 def _bitsandbytes(spec: TargetSpec) -> BitsAndBytesConfig:
-    """Return the settings for quantization by bitsandbytes in 8 or 4 bit, by `spec.quantization`.
+    """Return transformers' settings for bitsandbytes, in 8 or 4 bit as in `spec.quantization`.
 
     Warnings of bitsandbytes are turned off in this process.
     """
@@ -233,8 +236,8 @@ def _bitsandbytes(spec: TargetSpec) -> BitsAndBytesConfig:
 def _avoid_packed_cpu_kernel(model: PreTrainedModel) -> None:
     """Disable bitsandbytes' packed CPU kernel for 4-bit layers that the kernel does not support.
 
-    The kernel would raise for a layer whose rows are not a multiple of the block size. Such a layer
-    is dequantized and multiplied instead, as on a CPU without the kernel.
+    The kernel would raise for a layer whose row length is no multiple of the block size. Such a
+    layer is dequantized and multiplied instead, as on a CPU without the kernel.
     """
     for layer in model.modules():
         state = getattr(getattr(layer, "weight", None), "quant_state", None)

@@ -60,10 +60,12 @@ def linear_layers(model: PreTrainedModel) -> list[str]:
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """Return a model's decoder layers, the units of FSDP sharding.
+    """Return a model's decoder layers, which are the units of FSDP sharding.
+
+    They are found by their base class in transformers, `GradientCheckpointingLayer`.
 
     Raises:
-        ConfigError: No layer has transformers' class for gradient checkpointing.
+        ConfigError: There are none.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 

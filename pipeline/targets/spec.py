@@ -62,8 +62,8 @@ def resolve(target: TargetConfig, *, on_gpu: bool = False) -> TargetSpec:
         on_gpu: Whether workers have a GPU, which decides dtype "auto".
 
     Raises:
-        ConfigError: The target does not exist, cannot be read by transformers, cannot verify a
-            tree, or does not allow a setting.
+        ConfigError: The target does not exist, cannot be read by transformers, or cannot verify a
+            tree; or a setting of the target is invalid.
         EnvironmentFault: The Hub cannot be reached.
     """
     model, revision = target.model, target.revision
@@ -132,7 +132,10 @@ def model_config(spec: TargetSpec) -> PretrainedConfig:
 
 
 def one_line(error: Exception) -> str:
-    """Return an error's message, or else its type name, on one line of at most 300 characters."""
+    """Return an error's message on one line of at most 300 characters.
+
+    If the message is empty, return the name of the error's type.
+    """
     text = str(error) or type(error).__name__
     return shorten(text, 300, placeholder=" ...").strip(" .")
 
@@ -175,7 +178,7 @@ def load_chat_template(
 def asks_for_date(spec: TargetSpec, paths: Iterable[Path]) -> bool:
     """Return whether a target's chat template asks for the date.
 
-    If `spec` has no template, the target's files `paths` are searched for one.
+    If `spec` has no template, the template files among `paths` are read.
     """
     if spec.chat_template:
         return "strftime_now" in spec.chat_template
@@ -282,7 +285,9 @@ def eos_token_ids(spec: TargetSpec) -> tuple[int, ...]:
 
 
 def _stated_eos_ids(spec: TargetSpec, config: PretrainedConfig) -> tuple[int, ...] | None:
-    """Return the sorted EOS token ids in generation_config.json, else config.json; None if neither.
+    """Return the sorted EOS token ids that generation_config.json, or else config.json, states.
+
+    Return None if neither states any.
 
     Raises:
         ConfigError: The file states ids that are not tokens of the vocabulary.
@@ -395,7 +400,7 @@ def own_dtype(config: PretrainedConfig, on_gpu: bool) -> str:
 
 
 def _template_text(template: str | None) -> str | None:
-    """Return the text of the chat template in `target.chat_template`; None if it is None.
+    """Return the text of a chat template, or None for None.
 
     `template` is the text itself, which contains "{", or the path of a file.
 
