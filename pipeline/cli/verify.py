@@ -29,7 +29,7 @@ def verify(
             str(run.path / "latest"),
             "The same `run` links again the stages that lie there, and makes the others.",
         )
-    damaged: list[str] = []
+    damaged = []
     for link in run.links():
         if link.name not in stages:
             damaged.append(f"{link.name}: {link.readlink().name} is missing")

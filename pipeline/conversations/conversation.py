@@ -65,7 +65,7 @@ class Conversation:
     @property
     def turns(self) -> list[Turn]:
         """The turns of the conversation, without function calls that have no result."""
-        turns: list[Turn] = []
+        turns = []
         for number, message in enumerate(self.messages):
             after = self.messages[number + 1 : number + 2]
             if message.role == "user":

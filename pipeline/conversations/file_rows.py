@@ -272,7 +272,7 @@ def _batch_rows(batch: pa.RecordBatch) -> Iterator[Any]:
     """
     try:
         batch.validate(full=True)
-        rows: list[Any] = batch.to_pylist()
+        rows = batch.to_pylist()
     except (ValueError, ArithmeticError) as error:
         if len(batch) > 1:
             for number in range(len(batch)):

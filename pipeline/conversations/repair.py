@@ -172,7 +172,7 @@ def _trim_turns(turns: Sequence[Message]) -> list[Message]:
     Raises:
         RowRejected: No user turn is left, or another turn is empty.
     """
-    kept: list[Message] = []
+    kept = []
     asked = False
     for turn in turns:
         asked = asked or turn.role == "user"

@@ -73,7 +73,7 @@ def name_sources(sources: Sequence[SeedSource]) -> list[str]:
     Characters other than ASCII letters, digits, `.`, `_` and `-` become `-`. If the name is taken,
     a number is appended (`-2`, `-3`).
     """
-    names: list[str] = []
+    names = []
     for source in sources:
         last = Path(source.hub or source.path or "").name
         suffix = plain_suffix(last)

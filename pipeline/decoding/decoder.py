@@ -290,7 +290,7 @@ class Decoder:
         """
         if rule.samples and generators is None:
             raise ValueError("a rule that samples needs a generator")
-        texts: list[_Text] = []
+        texts = []
         longest = min(self.max_length, CAPTURED_LENGTH) if self.captures else 0
         for number, prompt in enumerate(prompts):
             room = min(max_new_tokens, self.max_length - len(prompt))
@@ -327,7 +327,7 @@ class Decoder:
         noise of the accepted positions.
         """
         text.noise.discard(len(ids))
-        kept: list[int] = []
+        kept = []
         for token in ids[: text.room]:
             kept.append(token)
             text.room -= 1

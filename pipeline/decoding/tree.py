@@ -72,7 +72,7 @@ def stock_tree(max_depth: int, name: str = STOCK_TREE) -> tuple[TreePath, ...]:
     Raises KeyError for an unknown name.
     """
     level: list[TreePath] = [()]
-    paths: list[TreePath] = []
+    paths = []
     for numbers in CHILDREN[name][:max_depth]:
         below: list[TreePath] = []
         for path, count in zip(level, numbers.split(), strict=False):
@@ -130,7 +130,7 @@ def check_choices(choices: Choices, num_heads: int, top: int) -> tuple[TreePath,
     Raises ConfigError unless the choices form a tree of at least one node over `num_heads` heads
     and the best `top` guesses of each head.
     """
-    paths: list[TreePath] = []
+    paths = []
     for choice in choices:
         is_list = isinstance(choice, list | tuple) and 0 < len(choice) <= num_heads
         if not is_list or any(type(rank) is not int or not 0 <= rank < top for rank in choice):

@@ -117,11 +117,11 @@ def _evaluate_answers(
     Args:
         measure: Returns ranks [K, N], given an answer's hidden states, next tokens and labels.
     """
-    parts_KN: list[np.ndarray] = []
-    starts: list[int] = []
+    parts_KN = []
+    starts = []
     numbers: dict[int | str, int] = {}
-    conversations: list[int] = []
-    seen: list[bool] = []
+    conversations = []
+    seen = []
     length = 0
     for answer in states:
         found_KN = measure(answer.hidden_ND, answer.next_N, answer.labels_KN).cpu().numpy()
@@ -160,7 +160,7 @@ def written_answers(
         settings.engine, target, settings.engine_args, gpus, settings.batch_invariant
     )
     answer_all(engine, dialogues, progress)
-    answers: Answers = []
+    answers = []
     for number, dialogue in enumerate(dialogues):
         with contextlib.suppress(RowRejected):  # it has no answer
             for row in dialogue.rows():

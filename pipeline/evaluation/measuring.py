@@ -150,7 +150,7 @@ def measure_heads(
     directory = heads_directory(str(heads))
     for each in settings.engines:
         require_readable(target, each, on_gpu=gpus > 0, where="--target")
-    answers: AnswerLines = {}
+    answers = {}
     results: dict[str, CheckResult] = {}
     with _candidate(directory, target, settings, draft_tokens) as found:
         target = with_room(target, settings)

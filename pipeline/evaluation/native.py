@@ -132,7 +132,7 @@ def check_native(
     if not request.gpus:
         figures = replace(figures, threads=threads)
     tokenizer = load_tokenizer(target)
-    answers: AnswerLines = {}
+    answers = {}
     for side, method in ((PLAIN, PLAIN), (ACCELERATED, layout.shape.kind)):
         written = [one[side] for one in measured.passes]
         answers[method] = answer_lines(f"{request.name}-{method}", tokenizer, prompts, written)

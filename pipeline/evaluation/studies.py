@@ -46,7 +46,7 @@ from pipeline.evaluation.answer_states import AnswerStates, answer_states, guess
 from pipeline.evaluation.answers import mean_log_likelihood
 from pipeline.evaluation.overhead import overheads, step_seconds
 from pipeline.evaluation.prompts import SILENT, Prompt
-from pipeline.evaluation.speed import PLAIN, Decode, check_speed, decode_by, take_turns
+from pipeline.evaluation.speed import PLAIN, check_speed, decode_by, take_turns
 from pipeline.execution.progress import ProgressReporter
 from pipeline.heads.kind import Heads
 from pipeline.report.report import SEARCHED_TREE, STOCK_TREE
@@ -255,7 +255,7 @@ def rule_rows(
     One of the rows must be of plain decoding. The rate, overhead and speedup are None if every
     answer ended with its first token.
     """
-    methods: dict[str, Decode] = {}
+    methods = {}
     for row, rule in sides.items():
         if row.rule == PLAIN:
             methods[PLAIN] = decode_by(decoding.plain, rule, num_tokens)

@@ -80,7 +80,7 @@ class ExportLayout:
         heads = {"format": self.format, "num_speculative_tokens": num_tokens}
         if self.dynamic_tree:
             heads["dynamic_tree"] = asdict(self.dynamic_tree)
-        content: Content = {
+        content = {
             **self.kind.engine_config(self.shape, self.stored, target),
             "hidden_size": self.shape.hidden_size,
             "vocab_size": self.shape.target_vocab_size,

@@ -159,7 +159,7 @@ def _medusa_heads(tensors: NamedTensors, target: TargetWeights, sizes: Sizes) ->
         lm_head = "tied"
     elif lm_heads.keys() == {0} and num_heads > 1:
         lm_head = "shared"
-    named: dict[str, Tensor] = {}
+    named = {}
     for (k, layer, part), name in blocks.items():
         named[f"{k}.{layer}.linear.{part}"] = tensors[name]
     for k, name in lm_heads.items():
@@ -183,9 +183,9 @@ def _medusa_names(
     model's files, only names with the prefix `medusa_head.` are read. Raises DataError if one of
     these is unknown, or if there is no block.
     """
-    blocks: dict[tuple[int, int, str], str] = {}
-    lm_heads: dict[int, str] = {}
-    unknown: list[str] = []
+    blocks = {}
+    lm_heads = {}
+    unknown = []
     is_in_a_model = any(name.startswith(IN_A_MODEL) for name in tensors.names)
     for stored in sorted(tensors.names):
         if is_in_a_model and not stored.startswith(IN_A_MODEL):
@@ -235,7 +235,7 @@ def _eagle_heads(
         inner = max(1, tensors[GATE].numel() // sizes.hidden_size)
     epsilon = float(tensors.config.get("rms_norm_eps", EPSILON))
     shape = RecurrentShape(sizes.hidden_size, sizes.vocab_size, num_tokens, inner, epsilon)
-    named: dict[str, Tensor] = {}
+    named = {}
     for name in names:
         if name not in (*REPEATED, FC_BIAS) and not name.startswith(ATTENTION):
             named[name] = tensors[name]

@@ -36,7 +36,7 @@ def check_plan(run: ResolvedRun) -> list[str]:
         ConfigError: The first problem of the settings.
         DataError: The first problem of the data.
     """
-    notes: list[str] = []
+    notes = []
     for check in CHECKS:
         try:
             check(run)

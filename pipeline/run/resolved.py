@@ -246,8 +246,8 @@ def resolve_run(config: Config, stages: Sequence[str], fresh: str | None = None)
     """
     kind = head_kind(config.train.heads)
     store = config.run.store or config.run.directory
-    models: dict[str, ResolvedModel] = {}
-    problems: dict[str, MedusaDistillError] = {}
+    models = {}
+    problems = {}
     for key, settings in _models_of(config, stages).items():
         try:
             models[key] = ResolvedModel.of(settings)

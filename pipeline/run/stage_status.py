@@ -64,8 +64,8 @@ def stage_statuses(
     that are skipped without a reason are left out.
     """
     context = Context(resolved, run, Console(quiet=True), read_only=True)
-    statuses: dict[str, StageStatus] = {}
-    obstacle: MedusaDistillError | None = None
+    statuses = {}
+    obstacle = None
     skipped = skipped_stages(resolved.config)
     for name, stage in stages.items():
         if name in skipped:

@@ -49,7 +49,7 @@ MOST_SHOWN = 8  # skipped files of a source in the terminal
 def identity(context: Context) -> Identity:
     """Return what the seeds stage's result depends on: settings, and the content of local files."""
     settings, readers = context.config.seeds, source_readers(context.config.seeds)
-    rows: Identity = {
+    rows = {
         "sources": [_source_identity(context, reader) for reader in readers],
         "names": [reader.name for reader in readers],
         "max_characters": settings.max_characters,

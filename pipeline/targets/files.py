@@ -165,7 +165,7 @@ def read_index(path: Path) -> dict[str, str]:
     Raises:
         ConfigError: The file is no such index.
     """
-    index: dict[str, str] = parse_json_object(path).get("weight_map", {})
+    index = parse_json_object(path).get("weight_map", {})
     if not index:
         raise ConfigError(
             f"{path} does not state which file of the target holds which tensor.",

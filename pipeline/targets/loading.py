@@ -309,7 +309,7 @@ def verify_tap(model: PreTrainedModel) -> None:
 @contextmanager
 def lm_head_inputs(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
     """Context manager: yield a list to which each forward appends the input of the lm_head."""
-    seen: list[torch.Tensor] = []
+    seen = []
     hook = model.get_output_embeddings().register_forward_pre_hook(
         lambda _, inputs: seen.append(inputs[0])
     )

@@ -212,8 +212,7 @@ def context_length(spec: TargetSpec, config: PretrainedConfig | None = None) -> 
 
 def quantization_of(config: PretrainedConfig) -> dict[str, Any] | None:
     """Return the quantization settings of a checkpoint, or None if it is not quantized."""
-    settings: dict[str, Any] | None = getattr(config, "quantization_config", None)
-    return settings
+    return getattr(config, "quantization_config", None)
 
 
 def quantization_format(config: PretrainedConfig) -> str | None:

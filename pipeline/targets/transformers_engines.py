@@ -86,7 +86,7 @@ class TransformersGenerationEngine:
             EnvironmentFault: A single request does not fit into the GPU's memory.
         """
         try:
-            joining: list[_Row] = []
+            joining = []
             if len(self._waiting) >= len(self._rows) // 4:  # joining copies the cache
                 joining = self._admit()
             if joining:
@@ -198,7 +198,7 @@ class TransformersGenerationEngine:
         """Sample a token for each row; remove finished rows from the batch, return their texts."""
         requests = [row.request for row in rows]
         next_B = sample_tokens(logits_BV, requests, [row.generator for row in rows])
-        ended: list[Completion] = []
+        ended = []
         for row, token in zip(rows, next_B.tolist(), strict=True):
             row.token_ids.append(token)
             finish = self._finish_reason(row)

@@ -259,7 +259,7 @@ def engine_arguments(spec: TargetSpec, engine_args: EngineArgs, gpus: int) -> di
         )
     spec = spec_for_vllm(spec, on_gpu=gpus > 0)
     context = context_length(spec)
-    arguments: dict[str, Any] = {
+    arguments = {
         "model": spec.model,
         "revision": spec.revision,
         "dtype": spec.dtype,

@@ -89,7 +89,7 @@ def train_on_ray(
         ),
     )
     try:
-        outcome: WorkerResult = trainer.fit().return_value
+        outcome = trainer.fit().return_value
     except Exception as failure:
         raise _training_error(failure, spec) from failure
     finally:
