@@ -7,8 +7,6 @@ two.
 
 from __future__ import annotations
 
-from pydantic import Field
-
 from pipeline.config.data import (
     FeaturesConfig,
     GenerateConfig,
@@ -23,11 +21,9 @@ from pipeline.config.outcome import (
     ExportConfig,
     LatencyLimits,
     PushConfig,
-    StudyName,
 )
 from pipeline.config.running import (
     DTYPES,
-    Dtype,
     LimitsConfig,
     PlacementConfig,
     PlacementOf,
@@ -37,33 +33,6 @@ from pipeline.config.running import (
 )
 from pipeline.config.training import BackboneConfig, MedusaConfig, TrainConfig
 
-__all__ = [
-    "DTYPES",
-    "BackboneConfig",
-    "BaselineName",
-    "CalibrateConfig",
-    "CheckConfig",
-    "Config",
-    "Dtype",
-    "ExportConfig",
-    "FeaturesConfig",
-    "GenerateConfig",
-    "LatencyLimits",
-    "LimitsConfig",
-    "MedusaConfig",
-    "PlacementConfig",
-    "PlacementOf",
-    "Precision",
-    "PushConfig",
-    "RunConfig",
-    "Section",
-    "SeedSource",
-    "SeedsConfig",
-    "StudyName",
-    "TargetConfig",
-    "TrainConfig",
-]
-
 
 class Config(Section):
     """The complete settings of a run; each field is a section of the YAML file."""
@@ -71,12 +40,12 @@ class Config(Section):
     run: RunConfig
     target: TargetConfig
     seeds: SeedsConfig
-    generate: GenerateConfig = Field(default_factory=GenerateConfig)
-    features: FeaturesConfig = Field(default_factory=FeaturesConfig)
-    train: TrainConfig = Field(default_factory=TrainConfig)
-    calibrate: CalibrateConfig = Field(default_factory=CalibrateConfig)
-    export: ExportConfig = Field(default_factory=ExportConfig)
-    check: CheckConfig = Field(default_factory=CheckConfig)
-    push: PushConfig = Field(default_factory=PushConfig)
-    placement: PlacementConfig = Field(default_factory=PlacementConfig)
-    limits: LimitsConfig = Field(default_factory=LimitsConfig)
+    generate: GenerateConfig = GenerateConfig()
+    features: FeaturesConfig = FeaturesConfig()
+    train: TrainConfig = TrainConfig()
+    calibrate: CalibrateConfig = CalibrateConfig()
+    export: ExportConfig = ExportConfig()
+    check: CheckConfig = CheckConfig()
+    push: PushConfig = PushConfig()
+    placement: PlacementConfig = PlacementConfig()
+    limits: LimitsConfig = LimitsConfig()

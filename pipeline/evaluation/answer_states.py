@@ -28,8 +28,8 @@ from pipeline.conversations.spans import IGNORED
 from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.decoding.held_out import HeldOutRanks
 from pipeline.decoding.steps import last_positions
-from pipeline.evaluation.prompts import SILENT, Prompt, answer_all
-from pipeline.execution.progress import ProgressReporter
+from pipeline.evaluation.prompts import Prompt, answer_all
+from pipeline.execution.progress import SILENT, ProgressReporter
 from pipeline.heads.accuracy import label_ranks
 from pipeline.heads.kind import Heads
 from pipeline.targets.engines import make_generation_engine

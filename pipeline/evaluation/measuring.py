@@ -26,7 +26,6 @@ from pipeline.errors import ConfigError, DataError
 from pipeline.evaluation.answers import AnswerLines
 from pipeline.evaluation.native import check_native
 from pipeline.evaluation.prompts import (
-    SILENT,
     CheckRequest,
     question_prompts,
     require_prompts,
@@ -35,7 +34,7 @@ from pipeline.evaluation.prompts import (
 )
 from pipeline.evaluation.served import check_served, with_expectations
 from pipeline.execution.machine import hardware, versions
-from pipeline.execution.progress import ProgressReporter
+from pipeline.execution.progress import SILENT, ProgressReporter
 from pipeline.export.directory import read_tree, write_export
 from pipeline.export.layout import CONFIG_FILE, Content, ExportLayout, read_layout
 from pipeline.export.weights import DirectoryTensors, heads_directory

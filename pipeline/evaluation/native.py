@@ -32,7 +32,7 @@ from pipeline.evaluation.answers import (
     top_2_gap,
 )
 from pipeline.evaluation.overhead import fastest_threads
-from pipeline.evaluation.prompts import SILENT, CheckRequest, rule_of
+from pipeline.evaluation.prompts import CheckRequest, rule_of
 from pipeline.evaluation.speed import (
     ACCELERATED,
     PLAIN,
@@ -49,7 +49,7 @@ from pipeline.evaluation.speed import (
     with_new_answers,
 )
 from pipeline.evaluation.studies import Decoding, chain_rate, run_studies
-from pipeline.execution.progress import ProgressReporter
+from pipeline.execution.progress import SILENT, ProgressReporter
 from pipeline.export.directory import read_heads
 from pipeline.export.layout import read_layout
 from pipeline.targets.loading import input_device, load_on_gpus

@@ -20,8 +20,8 @@ from pipeline.artifacts.generated_rows import TokenRow
 from pipeline.config import CheckConfig
 from pipeline.conversations.conversation import Conversation, RowRejected
 from pipeline.evaluation.answers import log_probabilities, model_answer
-from pipeline.evaluation.prompts import SILENT, Prompt, ask_questions, question_ids
-from pipeline.execution.progress import ProgressReporter
+from pipeline.evaluation.prompts import Prompt, ask_questions, question_ids
+from pipeline.execution.progress import SILENT, ProgressReporter
 from pipeline.targets.loading import load_on_gpus
 from pipeline.targets.spec import TargetSpec, load_tokenizer
 from pipeline.training.backbone_losses import Drift

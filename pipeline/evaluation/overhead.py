@@ -24,8 +24,7 @@ from pipeline.artifacts.trained_heads import read_trained_heads
 from pipeline.decoding.decoder import Decoder, plain_decoder
 from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.decoding.tree import Choices
-from pipeline.evaluation.prompts import SILENT
-from pipeline.execution.progress import ProgressReporter
+from pipeline.execution.progress import SILENT, ProgressReporter
 from pipeline.heads.kind import Heads
 from pipeline.targets.loading import input_device, load_on_gpus
 from pipeline.targets.spec import TargetSpec, context_length

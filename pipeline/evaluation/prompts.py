@@ -26,7 +26,7 @@ from pipeline.decoding.acceptance import AcceptanceRule, acceptance_rule
 from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.decoding.tree import Choices
 from pipeline.errors import ConfigError, DataError
-from pipeline.execution.progress import ProgressReporter
+from pipeline.execution.progress import SILENT, ProgressReporter
 from pipeline.targets.dialogue_pool import run_dialogues
 from pipeline.targets.engines import EngineName, GenerationEngine, make_generation_engine
 from pipeline.targets.spec import (
@@ -35,8 +35,6 @@ from pipeline.targets.spec import (
     eos_token_ids,
     load_chat_template,
 )
-
-SILENT = ProgressReporter()  # shows nothing
 
 
 @dataclass(frozen=True)

@@ -33,9 +33,9 @@ from pipeline.artifacts.seen_answers import NewAnswers
 from pipeline.artifacts.tree_file import ChainLength
 from pipeline.config import LatencyLimits
 from pipeline.evaluation.answers import compare, tie_tolerance, top_2_gap
-from pipeline.evaluation.prompts import SILENT, CheckRequest
+from pipeline.evaluation.prompts import CheckRequest
 from pipeline.evaluation.speed import check_rate, require_steps, with_new_answers
-from pipeline.execution.progress import ProgressReporter
+from pipeline.execution.progress import SILENT, ProgressReporter
 from pipeline.export.layout import Content, read_layout
 from pipeline.targets.loading import load_on_gpus
 from pipeline.targets.vllm_decode import DecodeTask, decode_in_vllm

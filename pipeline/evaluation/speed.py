@@ -43,8 +43,8 @@ from pipeline.decoding.acceptance import AcceptanceRule
 from pipeline.decoding.decoder import Decoded, Decoder, acceleration_rate
 from pipeline.decoding.held_out import Estimate, rate_of_answers
 from pipeline.errors import ConfigError
-from pipeline.evaluation.prompts import SILENT, CheckRequest, Prompt
-from pipeline.execution.progress import ProgressReporter
+from pipeline.evaluation.prompts import CheckRequest, Prompt
+from pipeline.execution.progress import SILENT, ProgressReporter
 from pipeline.targets.loading import input_device, load_causal_lm
 from pipeline.targets.spec import TargetSpec
 

@@ -45,9 +45,9 @@ from pipeline.decoding.tree import STOCK_NODES, TreePath, cartesian_tree, greedy
 from pipeline.evaluation.answer_states import AnswerStates, answer_states, guess_places, guess_ranks
 from pipeline.evaluation.answers import mean_log_likelihood
 from pipeline.evaluation.overhead import overheads, step_seconds
-from pipeline.evaluation.prompts import SILENT, Prompt
+from pipeline.evaluation.prompts import Prompt
 from pipeline.evaluation.speed import PLAIN, check_speed, decode_by, take_turns
-from pipeline.execution.progress import ProgressReporter
+from pipeline.execution.progress import SILENT, ProgressReporter
 from pipeline.heads.kind import Heads
 from pipeline.report.report import SEARCHED_TREE, STOCK_TREE
 

@@ -104,6 +104,9 @@ class ProgressReporter:
             self._file.write(asdict(self._now), at_once=at_once)
 
 
+SILENT = ProgressReporter()  # shows nothing
+
+
 class ShardProgress:
     """Counts of finished conversations, and of tokens or positions, in shards not committed yet.
 

@@ -387,7 +387,14 @@ class Heads(nn.Module, ABC):
             view.copy_(source)
         if shape.is_pruned:
             heads.vocabulary.fill(tensors[TOKEN_MAP], where)
+        heads.complete(tensors, format)
         return heads
+
+    def complete(self, tensors: Mapping[str, Tensor], format: ExportFormat | None) -> None:
+        """Complete heads whose parameters were filled from the tensors of a file.
+
+        The default does nothing.
+        """
 
     @classmethod
     def shapes(cls, shape: Any, format: ExportFormat | None = None) -> dict[str, tuple[int, ...]]:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -235,25 +235,11 @@ least {{ report.tree.nodes | number or "the tree's nodes" }}; the content of `{{
             views[f"{k}.{shape.num_layers}.weight"] = own
         return {name: view.detach() for name, view in views.items()}
 
-    @classmethod
-    def from_named_tensors(
-        cls,
-        shape: Any,
-        tensors: Mapping[str, Tensor],
-        format: ExportFormat | None = None,
-        *,
-        where: str | None = None,
-    ) -> Self:
-        """Build Medusa heads from the tensors of a heads file or export.
-
-        From an export of pruned heads, only the lm_head rows of the draft vocabulary are copied.
-        Errors are those of the base class.
-        """
-        heads = super().from_named_tensors(shape, tensors, format, where=where)
-        if format is not None and shape.is_pruned:  # `named_tensors` gave copies of the lm_head
-            for k in range(shape.num_heads):
-                name = f"{k}.{shape.num_layers}.weight"
+    def complete(self, tensors: Mapping[str, Tensor], format: ExportFormat | None) -> None:
+        """Copy the draft vocabulary's lm_head rows from an export of pruned heads."""
+        if format is not None and self.shape.is_pruned:  # `named_tensors` gave copies of lm_head
+            for k in range(self.shape.num_heads):
+                name = f"{k}.{self.shape.num_layers}.weight"
                 if name in tensors:
-                    rows_VD = tensors[name][heads.vocabulary.token_map]
-                    heads.lm_head_of(k).detach().copy_(rows_VD)
-        return heads
+                    rows_VD = tensors[name][self.vocabulary.token_map]
+                    self.lm_head_of(k).detach().copy_(rows_VD)

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -254,20 +254,6 @@ model, with an attention that adds nothing; embedding and lm_head are the target
                 named[FC_BIAS] = self.fc.new_zeros(size)
         return {name: parameter.detach() for name, parameter in named.items()}
 
-    @classmethod
-    def from_named_tensors(
-        cls,
-        shape: Any,
-        tensors: Mapping[str, Tensor],
-        format: ExportFormat | None = None,
-        *,
-        where: str | None = None,
-    ) -> Self:
-        """Build a recurrent cell from the tensors of a heads file or export.
-
-        If embedding and lm_head are equal, they share one parameter. Errors are those of the base
-        class.
-        """
-        heads = super().from_named_tensors(shape, tensors, format, where=where)
-        heads._share_tied_matrix()
-        return heads
+    def complete(self, tensors: Mapping[str, Tensor], format: ExportFormat | None) -> None:
+        """Let embedding and lm_head share one parameter if they are equal."""
+        self._share_tied_matrix()

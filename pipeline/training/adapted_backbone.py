@@ -27,7 +27,7 @@ from pipeline.targets.files import find_file, is_local
 from pipeline.targets.loading import input_device, load_causal_lm, verify_tap
 from pipeline.targets.lora import HEADS_ALONE, add_lora, decoder_layers, load_tuned
 from pipeline.targets.spec import TargetSpec, load_tokenizer
-from pipeline.training.task import Workers
+from pipeline.training.task import ALONE, Workers
 from pipeline.training.text_batches import TextBatch
 
 NAME = "default"  # peft's name for the adapter
@@ -63,10 +63,9 @@ class Backbone(nn.Module):
         settings: BackboneConfig,
         device: torch.device,
         dtype: torch.dtype = torch.float32,
-        workers: Workers | None = None,
+        workers: Workers = ALONE,
     ):
         super().__init__()
-        workers = workers or Workers()
         sharded = settings.shard and workers.world_size > 1
         target = load_causal_lm(spec, "cpu" if sharded else device, too_large=SAVES_MEMORY)
         _keep_differentiable(target)

@@ -34,14 +34,13 @@ import torch
 from torch import Tensor
 
 from pipeline.artifacts.feature_rows import FeatureRow, FeatureRows
-from pipeline.training.task import Workers
+from pipeline.training.task import ALONE, Workers
 
 LANES = 16
 NUM_READERS = 4  # threads
 BATCHES_AHEAD = 2  # assembled batches that wait for the loop
 STEPS_AHEAD = 4  # steps whose row groups are being read
 CPU = torch.device("cpu")
-ALONE = Workers()
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from pipeline.artifacts.trained_heads import read_trained_heads
 from pipeline.conversations.conversation import Role
 from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.decoding.held_out import HeldOutRanks
-from pipeline.execution.progress import ProgressReporter
+from pipeline.execution.progress import SILENT, ProgressReporter
 from pipeline.heads.accuracy import Score, label_ranks
 from pipeline.heads.kind import Heads
 
@@ -99,7 +99,7 @@ class HeldOutText:
 
 
 def held_out_ranks(
-    text: HeldOutText, top: int, gpus: int = 0, progress: ProgressReporter | None = None
+    text: HeldOutText, top: int, gpus: int = 0, progress: ProgressReporter = SILENT
 ) -> HeldOutRanks:
     """Rank held-out tokens among the trained heads' `top` guesses each, for static trees.
 
@@ -110,7 +110,7 @@ def held_out_ranks(
 
 
 def held_out_places(
-    text: HeldOutText, tree: DynamicTree, gpus: int = 0, progress: ProgressReporter | None = None
+    text: HeldOutText, tree: DynamicTree, gpus: int = 0, progress: ProgressReporter = SILENT
 ) -> HeldOutRanks:
     """Rank held-out tokens among the nodes that the trained heads propose for a dynamic tree.
 
@@ -125,7 +125,7 @@ def _rank_held_out_rows(
     measure: Callable[[Heads, Tensor, Tensor, Tensor], Tensor],
     limit: int,
     gpus: int,
-    progress: ProgressReporter | None,
+    progress: ProgressReporter,
 ) -> HeldOutRanks:
     """Read the trained heads, and rank the tokens of random held-out rows with `measure`.
 
@@ -146,7 +146,6 @@ def _rank_held_out_rows(
         roles=text.roles,
     )
     chosen = _choose_held_out_rows(rows.lengths(SPLIT), limit)
-    progress = progress or ProgressReporter()
     progress.begin("held-out rows", len(chosen), unit="conversations")
     ranks = []
     answers = []

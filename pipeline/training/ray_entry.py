@@ -21,7 +21,7 @@ from ray.train.v2.api.config import LoggingConfig
 
 from pipeline.errors import CheckFailed, ConfigError, EnvironmentFault, MedusaDistillError
 from pipeline.execution.placement import Placement
-from pipeline.execution.progress import ProgressReporter
+from pipeline.execution.progress import SILENT, ProgressReporter
 from pipeline.execution.ray_executor import last_line, run_and_carry_errors
 from pipeline.training.task import TrainResult, TrainSpec, Workers
 from pipeline.training.trainer import train
@@ -37,7 +37,7 @@ def train_on_ray(
     placement: Placement,
     max_failures: int,
     on_death: Callable[..., None],
-    progress: ProgressReporter | None = None,
+    progress: ProgressReporter = SILENT,
 ) -> TrainResult:
     """Train on Ray workers and return the first worker's result.
 
@@ -125,7 +125,7 @@ def run_worker(config: dict[str, Any]) -> WorkerResult:
     torch.set_num_threads(config["cpus"])
     context = get_context()
     workers = Workers(context.get_world_rank(), context.get_world_size())
-    progress = config["progress"] if workers.is_first else None
+    progress = config["progress"] if workers.is_first else SILENT
     result, error = run_and_carry_errors(
         train, {"spec": config["spec"], "workers": workers, "progress": progress}
     )

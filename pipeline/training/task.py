@@ -163,6 +163,9 @@ class Workers:
         return int(sent)
 
 
+ALONE = Workers()
+
+
 class Learner(ABC):
     """Interface of one training phase: modules, batches, losses, evaluation and output.
 

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from pipeline.artifacts.json_form import from_json, to_json
 from pipeline.artifacts.trained_heads import read_summary, write_heads
 from pipeline.errors import CheckFailed
-from pipeline.execution.progress import ProgressReporter
+from pipeline.execution.progress import SILENT, ProgressReporter
 from pipeline.training.checkpoints import (
     Checkpoint,
     Checkpoints,
@@ -40,6 +40,7 @@ from pipeline.training.metrics import MetricsLog
 from pipeline.training.optimizers import make_optimizer, set_lr, trainable_parameters
 from pipeline.training.recipe import Recipe
 from pipeline.training.task import (
+    ALONE,
     Learner,
     StepMetrics,
     TrainResult,
@@ -53,7 +54,7 @@ LAST_STEPS = 50  # `final_loss` is their mean
 
 
 def train(
-    spec: TrainSpec, workers: Workers | None = None, progress: ProgressReporter | None = None
+    spec: TrainSpec, workers: Workers = ALONE, progress: ProgressReporter = SILENT
 ) -> TrainResult:
     """Train all phases and return the result; read the result of a finished phase from disk.
 
@@ -69,8 +70,6 @@ def train(
         EnvironmentFault: A GPU or bitsandbytes is missing, memory is too small, or the disk is
             full.
     """
-    workers = workers or Workers()
-    progress = progress or ProgressReporter()
     results = {}
     heads_from = None
     for name, learner in spec.phases:
