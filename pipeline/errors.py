@@ -56,8 +56,11 @@ class DamagedShard(DataError):
     """A shard is missing or cannot be read; a run that reads it makes it again, once."""
 
     def __init__(self, path: str, detail: str):
-        fix = "Delete this file and run the same command again: it is made again."
-        super().__init__(f"A shard cannot be read: {detail.rstrip('.')}.", path, fix)
+        super().__init__(
+            f"A shard cannot be read: {detail.rstrip('.')}.",
+            path,
+            "Delete this file and run the same command again: it is made again.",
+        )
         self.args = (path, detail)
 
 

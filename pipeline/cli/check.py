@@ -102,6 +102,8 @@ def check(
         )
         write_answers(out, answers)
     if measured.check.failures:
-        fix = "Give --target the very model that these heads were trained on."
-        reasons = "; ".join(measured.check.failures)
-        raise CheckFailed(f"The check failed: {reasons}.", heads, fix)
+        raise CheckFailed(
+            f"The check failed: {'; '.join(measured.check.failures)}.",
+            heads,
+            "Give --target the very model that these heads were trained on.",
+        )

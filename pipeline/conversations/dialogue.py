@@ -134,8 +134,10 @@ class Dialogue:
         self._ending: RowRejected | None = None
         if settings.special_tokens == "quarantine" and self.special_tokens():
             found = ", ".join(self.special_tokens()[:5])
-            detail = f"Its text holds {found}; seeds.special_tokens is quarantine."
-            self._ending = RowRejected(Reason.SPECIAL_TOKENS, detail)
+            self._ending = RowRejected(
+                Reason.SPECIAL_TOKENS,
+                f"Its text holds {found}; seeds.special_tokens is quarantine.",
+            )
 
     def special_tokens(self) -> list[str]:
         """Return the special tokens in the text of the seed messages that generation reads."""
@@ -260,13 +262,17 @@ class Dialogue:
         room = settings.max_tokens - len(builder.ids)
         if room < 1:
             reason = Reason.CONTEXT_FULL if self._rows else Reason.TOO_LONG
-            detail = f"The prompt has {len(builder.ids)} tokens, the context {settings.max_tokens}."
-            self._ending = RowRejected(reason, detail)
+            self._ending = RowRejected(
+                reason,
+                f"The prompt has {len(builder.ids)} tokens, the context {settings.max_tokens}.",
+            )
             return None
         if not settings.answers_last and not self._turns:
             self._unanswered = [builder.ids]
-            detail = "The last question is not to be answered."
-            self._ending = RowRejected(Reason.NOTHING_GENERATED, detail)
+            self._ending = RowRejected(
+                Reason.NOTHING_GENERATED,
+                "The last question is not to be answered.",
+            )
             return None
         turn = self._num_requests
         self._num_requests += 1

@@ -152,9 +152,12 @@ class SourceReader:
                 self.skipped.append(SkippedFile(str(name), reason))
         if not files:
             shown = [f"{file.name} ({file.why})" for file in self.skipped[:MAX_SKIPPED_SHOWN]]
-            what = f"The directory holds no seed files ({', '.join(SUFFIXES)})."
-            what += f" Skipped were {len(self.skipped)}: {', '.join(shown)}."
-            raise DataError(what, str(path), "Name the files themselves in seeds.sources.")
+            raise DataError(
+                f"The directory holds no seed files ({', '.join(SUFFIXES)})."
+                f" Skipped were {len(self.skipped)}: {', '.join(shown)}.",
+                str(path),
+                "Name the files themselves in seeds.sources.",
+            )
         return files
 
     def __iter__(self) -> Iterator[Row]:

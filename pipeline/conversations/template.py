@@ -86,14 +86,18 @@ class ChatTemplate:
             answer_end = self._first_end_token(self._text_after([hello], "assistant", hello))
             user_end = self._first_end_token(self._text_after([], "user"))
         except RowRejected as error:
-            what = "The chat template cannot render a conversation of two questions: "
-            raise self._error(f"{what}{error.detail}") from error
+            raise self._error(
+                f"The chat template cannot render a conversation of two questions: {error.detail}"
+            ) from error
         self.end_ids: dict[Role, tuple[int, ...]] = {"assistant": answer_end, "user": user_end}
 
     def _error(self, what: str) -> ConfigError:
         """Return a ConfigError about the target's chat template."""
-        where = str(self._tokenizer.name_or_path)
-        return ConfigError(what, where, "Give one in target.chat_template.")
+        return ConfigError(
+            what,
+            str(self._tokenizer.name_or_path),
+            "Give one in target.chat_template.",
+        )
 
     def variant(self, *, tools: str | None = None, escapes: bool = True) -> ChatTemplate:
         """Return a copy of the chat template with other settings.

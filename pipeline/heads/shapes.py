@@ -127,9 +127,8 @@ def require_shapes(
         elif sizes != expected[name]:
             problems.append(f"{name} has shape {list(sizes)} instead of {list(expected[name])}")
     if problems:
-        what = f"These are not {shape.description}: {', '.join(problems[:3])}"
         raise DataError(
-            f"{what}.",
+            f"These are not {shape.description}: {', '.join(problems[:3])}.",
             where,
             "Use the heads and the target that belong together, or export again.",
         )

@@ -79,9 +79,9 @@ def require_readable(spec: TargetSpec, engine: str, *, on_gpu: bool, where: str)
         quantizer = AutoHfQuantizer.from_config(dict(settings), pre_quantized=True)
         quantizer.validate_environment(device_map={"": 0 if on_gpu else "cpu"}, weights_only=True)
     except Exception as error:  # each format has errors of its own
-        reason = f"which transformers cannot read here: {one_line(error)}"
         raise EnvironmentFault(
-            f"{spec.model} is {quantization_format(config)}, {reason}.",
+            f"{spec.model} is {quantization_format(config)}, which transformers cannot read here:"
+            f" {one_line(error)}.",
             where,
             "Install what it names (the packages of GPTQ and AWQ do not go with vLLM's torch), run"
             " where a GPU is, or leave it to vLLM: check.engines: [vllm], engine: vllm,"
@@ -146,8 +146,11 @@ def load_causal_lm(
     settings = _device_arguments(device, num_gpus)
     if spec.quantization:  # passing None would disable a checkpoint's own quantization
         settings["quantization_config"] = _bitsandbytes(spec)
-    what = f"The target {spec.model} does not fit."
-    does_not_fit = EnvironmentFault(what, f"{num_gpus} GPU(s)", too_large)
+    does_not_fit = EnvironmentFault(
+        f"The target {spec.model} does not fit.",
+        f"{num_gpus} GPU(s)",
+        too_large,
+    )
     with files.target_errors(spec.model, spec.revision):
         try:
             model, report = AutoModelForCausalLM.from_pretrained(

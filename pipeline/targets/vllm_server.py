@@ -172,8 +172,11 @@ async def _benchmark_server(
     )
     if result["failed"]:
         reason = last_line("\n".join(result["errors"]))
-        what = f"{result['failed']} requests to vLLM's server failed: {reason}"
-        raise EnvironmentFault(what, WHERE, FIX)
+        raise EnvironmentFault(
+            f"{result['failed']} requests to vLLM's server failed: {reason}",
+            WHERE,
+            FIX,
+        )
     tpot: list[float | None] = []
     answers = zip(result["ttfts"], result["latencies"], result["output_lens"], strict=True)
     for ttft, latency, num_tokens in answers:
@@ -230,8 +233,11 @@ def _wait_until_ready(process: subprocess.Popen[bytes], address: str, log: IO[st
     while not is_healthy(address):
         if process.poll() is not None:
             log.seek(0)
-            reason = f"status {process.returncode}: {last_line(log.read())}"
-            raise EnvironmentFault(f"vLLM's server ended with {reason}", WHERE, FIX)
+            raise EnvironmentFault(
+                f"vLLM's server ended with status {process.returncode}: {last_line(log.read())}",
+                WHERE,
+                FIX,
+            )
         time.sleep(SECONDS_BETWEEN_CHECKS)
 
 
