@@ -8,6 +8,7 @@ by its constructor arguments.
 from __future__ import annotations
 
 import signal
+from pathlib import Path
 
 
 class MedusaDistillError(Exception):
@@ -21,7 +22,7 @@ class MedusaDistillError(Exception):
 
     exit_code = 1
 
-    def __init__(self, what: str, where: str | None = None, fix: str | None = None):
+    def __init__(self, what: str, where: str | Path | None = None, fix: str | None = None):
         super().__init__(what, where, fix)
         self.what, self.where, self.fix = what, where, fix
 
@@ -55,7 +56,7 @@ class DataError(MedusaDistillError, ValueError):
 class DamagedShard(DataError):
     """A shard is missing or cannot be read; a run that reads it makes it again, once."""
 
-    def __init__(self, path: str, detail: str):
+    def __init__(self, path: str | Path, detail: str):
         super().__init__(
             f"A shard cannot be read: {detail.rstrip('.')}.",
             path,

@@ -168,7 +168,7 @@ def require_passed(checked: StageDirectory, config: Config) -> None:
     if failures:
         raise CheckFailed(
             f"The check failed: {'; '.join(failures)}.",
-            str(checked.path),
+            checked.path,
             "Nothing was pushed. Sequences that differ are in DONE.json there. More data or epochs"
             " raise a low rate; where few tree sizes were timed, run with --fresh calibrate.",
         )
@@ -188,7 +188,7 @@ def require_same_inputs(context: Context, stage: Stage, directory: StageDirector
     changed = ", ".join(map(str, context.digests.changed()))
     raise DataError(
         f"The input of {stage.name} changed while it ran: {changed or 'files came or went'}.",
-        str(directory.path),
+        directory.path,
         "Its result is dropped. Run the same command again, and leave the input alone.",
     )
 
@@ -239,13 +239,13 @@ def _open_finished_run(run: RunDirectory, config: Config, console: Console) -> C
         if name not in stages or not stages[name].done:
             raise ConfigError(
                 f"This run has no finished {name} stage.",
-                str(run.path),
+                run.path,
                 f"Run it: medusa-distill run {run.path}/run.yaml",
             )
     exported, checked = stages["export"], stages["check"]
     require_passed(checked, config)
     if checked.done and checked.done.upstream.get("export") != exported.content:
-        raise CheckFailed("The check has not seen these heads.", str(exported.path))
+        raise CheckFailed("The check has not seen these heads.", exported.path)
     run.require_one_history()
     resolved = resolve_run(check.configuration(checked, config), [push.STAGE.name])
     return Context(resolved, run, console, "inline", upstream=stages)

@@ -93,7 +93,7 @@ class Run:
         except FileNotFoundError:
             raise DataError(
                 "This run has no report.",
-                str(self.path),
+                self.path,
                 "Run its check: the report is written after it.",
             ) from None
 
@@ -168,7 +168,7 @@ class Run:
         if stage is None or not stage.done:
             raise DataError(
                 f"This run has no finished {name} stage.",
-                str(self.path),
+                self.path,
                 f"Run it: medusa-distill run {self.path / 'run.yaml'}",
             )
         return stage

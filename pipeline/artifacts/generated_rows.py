@@ -139,7 +139,7 @@ def open_rows(path: str | Path, fingerprint: str) -> Iterator[pq.ParquetFile]:
         if found != fingerprint:
             raise DataError(
                 f"This shard is of another run: its fingerprint is {found}, not {fingerprint}.",
-                str(path),
+                path,
                 REDO,
             )
         yield shard

@@ -46,7 +46,7 @@ def read_trained_heads(path: Path) -> Heads:
     if shape is None:
         raise DataError(
             "There are no trained heads here, or they are damaged.",
-            str(path),
+            path,
             "Run again with --fresh train.",
         )
     return head_kind(shape.kind).from_named_tensors(shape, load_file(path), where=str(path))
@@ -64,7 +64,7 @@ def read_summary(path: Path, shape: HeadsShape) -> Summary | None:
     if found != shape:
         raise DataError(
             f"The heads here have {found.description}; this training's have {shape.description}.",
-            str(path),
+            path,
             "Move them elsewhere, or run again with --fresh train.",
         )
     return read_json(path.with_name(SUMMARY_FILE))

@@ -138,7 +138,7 @@ def read_paths(path: Path) -> tuple[TreePath, ...]:
     if isinstance(content, dict):
         content = content.get("choices")
     if not isinstance(content, list) or not all(isinstance(each, list) for each in content):
-        raise DataError("The tree is not a list of paths.", str(path), FIX)
+        raise DataError("The tree is not a list of paths.", path, FIX)
     return tuple(tuple(each) for each in content)
 
 
@@ -163,7 +163,7 @@ def _parse_calibration(content: Any, path: Path) -> Calibration:
     except ValidationError as error:
         raise DataError(
             f"This is no tree that calibrate wrote ({error.errors()[0]['msg']}).",
-            str(path),
+            path,
             "Run the same command again with --fresh calibrate.",
         ) from None
 
@@ -173,4 +173,4 @@ def _read_tree_json(path: Path) -> Any:
     try:
         return json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"The tree cannot be read: {error}.", str(path), FIX) from None
+        raise DataError(f"The tree cannot be read: {error}.", path, FIX) from None

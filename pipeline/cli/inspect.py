@@ -41,7 +41,7 @@ def inspect(
     if directory is None:
         raise ConfigError(
             f"This run has no stage '{stage}' yet.",
-            str(run.path),
+            run.path,
             "`medusa-distill status` lists the stages and how far each is.",
         )
     shards = directory.shards()
@@ -52,7 +52,7 @@ def inspect(
     else:
         raise DataError(
             f"{stage} is not finished, or its DONE.json cannot be read.",
-            str(directory.path),
+            directory.path,
             "The same `run` finishes or makes it anew.",
         )
 
@@ -110,6 +110,6 @@ def _find_row(shards: Sequence[Path], wanted: str | None) -> Row:
             number += 1
     raise ConfigError(
         f"There is no row '{wanted}' among the {number} rows.",
-        str(shards[0].parent.parent),
+        shards[0].parent.parent,
         "Give an id or a number from 0.",
     )

@@ -26,7 +26,7 @@ def verify(
     if not stages:
         raise ConfigError(
             "This run has no stage to verify.",
-            str(run.path / "latest"),
+            run.path / "latest",
             "The same `run` links again the stages that lie there, and makes the others.",
         )
     damaged = []
@@ -44,7 +44,7 @@ def verify(
     if damaged:
         raise CheckFailed(
             f"Damaged: {'; '.join(damaged)}.",
-            str(run.path),
+            run.path,
             "Delete these files and run the same configuration again: they are made anew, a log by"
             " --fresh STAGE.",
         )
@@ -56,7 +56,7 @@ def verify(
         question = shorten(shared[0], 100)
         raise CheckFailed(
             f'{len(shared)} questions open conversations of two splits, such as "{question}".',
-            str(seeds.path),
+            seeds.path,
             "Run the same configuration again: the seeds are split by their first question.",
         )
     print_stage(console, "[green]ok[/]     ", "splits", "no question opens conversations of two")

@@ -63,19 +63,19 @@ def load_config(file: str | Path, overrides: Iterable[str] = ()) -> Config:
     except FileNotFoundError:
         raise ConfigError(
             "There is no such configuration file.",
-            str(file),
+            file,
             "Name a YAML file, such as one of configs/.",
         ) from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(
             f"The configuration cannot be read: {error}",
-            str(file),
+            file,
             "It must be a YAML file of sections.",
         ) from None
     if not isinstance(settings, dict):
         raise ConfigError(
             "The configuration is not a mapping of sections.",
-            str(file),
+            file,
             "See configs/demo.yaml for one.",
         )
     # A symlink named run.yaml belongs to the run directory that contains the link.
@@ -90,7 +90,7 @@ def load_config(file: str | Path, overrides: Iterable[str] = ()) -> Config:
         _place_in(settings, beside)
     for word in overrides:
         _override(settings, word)
-    return validate(settings, str(file))
+    return validate(settings, file)
 
 
 def target_settings(words: Iterable[str]) -> PlainData:
@@ -125,7 +125,7 @@ def target_settings(words: Iterable[str]) -> PlainData:
     return found
 
 
-def validate(settings: PlainData, where: str) -> Config:
+def validate(settings: PlainData, where: str | Path) -> Config:
     """Validate plain data as a `Config`.
 
     Args:

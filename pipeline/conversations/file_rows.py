@@ -59,13 +59,13 @@ def open_seed_file(path: Path) -> Iterator[io.BufferedReader]:
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise DataError(
             f"The compressed file is damaged: {error}.",
-            str(path),
+            path,
             "Copy or download it again.",
         ) from error
     except OSError as error:
         raise EnvironmentFault(
             f"The seed file cannot be read: {error.strerror or error}.",
-            str(path),
+            path,
             "Make it readable, then run the same command again.",
         ) from error
 
@@ -149,12 +149,12 @@ def _array_items(text: io.TextIOWrapper, path: Path) -> Iterator[Any]:
     if not closed or buffer[position:].strip() or text.read(CHUNK).strip():
         raise DataError(
             f"The JSON array breaks off or is malformed after {num_items} rows.",
-            str(path),
+            path,
             "Repair or download it again; as JSONL, a damaged line costs only itself.",
         )
 
 
-def select_columns(names: Sequence[str], wanted: Sequence[str], where: str) -> list[str]:
+def select_columns(names: Sequence[str], wanted: Sequence[str], where: str | Path) -> list[str]:
     """Return the columns to read: those of `wanted`, else those of known forms, else all.
 
     Args:
@@ -195,7 +195,7 @@ def delimited_rows(
     delimiter = max(delimiters, key=first.count)
     records = csv.reader(itertools.chain([first], lines), delimiter=delimiter)
     header = next(records)
-    select_columns(header, columns, str(path))
+    select_columns(header, columns, path)
     while True:
         try:
             record = next(records)
@@ -227,7 +227,7 @@ def table_rows(path: Path, columns: Sequence[str]) -> Iterator[Any]:
             parquet = file.read(4) == b"PAR1"
             file.seek(0)
             read_batches = _parquet_batches if parquet else _arrow_batches
-            for batch in read_batches(file, columns, str(path)):
+            for batch in read_batches(file, columns, path):
                 yield from _batch_rows(batch)
     except ConfigError:
         raise
@@ -236,22 +236,22 @@ def table_rows(path: Path, columns: Sequence[str]) -> Iterator[Any]:
             raise  # of the file system
         raise DataError(
             f"The file is damaged, or is no such table: {' '.join(str(error).split())[:200]}",
-            str(path),
+            path,
             "Copy or download it again.",
         ) from error
 
 
 def _parquet_batches(
-    file: pa.NativeFile, columns: Sequence[str], where: str
+    file: pa.NativeFile, columns: Sequence[str], path: Path
 ) -> Iterator[pa.RecordBatch]:
     """Yield record batches of a Parquet file, with the columns that `select_columns` selects."""
     with pq.ParquetFile(file, pre_buffer=False, buffer_size=CHUNK) as reader:
-        wanted = select_columns(reader.schema_arrow.names, columns, where)
+        wanted = select_columns(reader.schema_arrow.names, columns, path)
         yield from reader.iter_batches(BATCH_ROWS, columns=wanted, use_threads=False)
 
 
 def _arrow_batches(
-    file: pa.NativeFile, columns: Sequence[str], where: str
+    file: pa.NativeFile, columns: Sequence[str], path: Path
 ) -> Iterator[pa.RecordBatch]:
     """Yield record batches of an Arrow file or stream, with the columns of `select_columns`."""
     try:
@@ -260,7 +260,7 @@ def _arrow_batches(
     except pa.ArrowInvalid:
         reader = pa.ipc.open_stream(file)
         batches = iter(reader)
-    wanted = select_columns(reader.schema.names, columns, where)
+    wanted = select_columns(reader.schema.names, columns, path)
     for batch in batches:
         yield batch.select(wanted)
 

@@ -136,7 +136,7 @@ class SourceReader:
         if not path.is_dir():
             raise ConfigError(
                 "There is no such seed file or directory.",
-                str(path),
+                path,
                 "Correct the path in seeds.sources; {hub: OWNER/NAME} is a data set on the Hub.",
             )
         files = []
@@ -155,7 +155,7 @@ class SourceReader:
             raise DataError(
                 f"The directory holds no seed files ({', '.join(SUFFIXES)})."
                 f" Skipped were {len(self.skipped)}: {', '.join(shown)}.",
-                str(path),
+                path,
                 "Name the files themselves in seeds.sources.",
             )
         return files
@@ -247,7 +247,7 @@ class SourceReader:
                 if max(size, file.tell()) > self.max_file_bytes:
                     raise DataError(
                         f"The file holds more than {self.max_file_bytes / 1e9:,.3g} GB.",
-                        str(path),
+                        path,
                         "Split it, or raise seeds.max_file_gb.",
                     )
                 yield row

@@ -95,7 +95,7 @@ class ChatTemplate:
         """Return a ConfigError about the target's chat template."""
         return ConfigError(
             what,
-            str(self._tokenizer.name_or_path),
+            self._tokenizer.name_or_path,
             "Give one in target.chat_template.",
         )
 

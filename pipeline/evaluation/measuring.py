@@ -18,6 +18,7 @@ from typing import Any
 
 import pipeline
 from pipeline.artifacts.check_result import CheckFigures, CheckResult, Limits
+from pipeline.artifacts.json_form import result
 from pipeline.config import CheckConfig
 from pipeline.conversations.sources import read_questions
 from pipeline.decoding.dynamic_tree import DynamicTree
@@ -87,7 +88,7 @@ def join_engines(results: Mapping[str, CheckResult]) -> CheckResult:
     return replace(native, vllm=vllm.vllm, differing=native.differing + vllm.differing)
 
 
-@dataclass(frozen=True, kw_only=True)
+@result
 class MeasuredHeads:
     """Check figures of heads that were measured without a run."""
 
@@ -220,7 +221,7 @@ def _candidate(
         if "native" in settings.engines:
             raise DataError(
                 f"{found.why_not}.",
-                str(directory),
+                directory,
                 "vLLM alone can measure it: --engine vllm.",
             )
         yield Candidate(found.description, directory, num_tokens, original)
@@ -265,7 +266,7 @@ def _own_heads(
     if Sizes(shape.hidden_size, shape.target_vocab_size) != sizes:
         raise DataError(
             "These are heads of a target with another hidden size or vocabulary.",
-            str(directory),
+            directory,
             "Give --target the model that these heads were trained on.",
         )
     config = None

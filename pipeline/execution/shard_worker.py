@@ -143,7 +143,7 @@ def find_crashing_rows(
         raise EnvironmentFault(
             f"Shard {died.task.index} of {stage.stage} ends its worker each time, and none of its"
             f" rows does alone: {died.death.splitlines()[0].rstrip('.')}.",
-            str(stage.path),
+            stage.path,
             "If memory runs out, use smaller batches or shards. What was committed is kept; run it"
             " again.",
         )

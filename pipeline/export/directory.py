@@ -87,7 +87,7 @@ def write_export(
     except (OSError, SafetensorError) as error:
         raise EnvironmentFault(
             f"The export cannot be written: {error}.",
-            str(directory),
+            directory,
             "Free space, and run again.",
         ) from error
     return [directory / file for file in files]
@@ -159,7 +159,7 @@ def _verify_weights(directory: Path, saved: Mapping[str, Tensor], layout: Export
         if not torch.equal(file.tensor(name).view(torch.uint8), tensor.view(torch.uint8)):
             raise DataError(
                 f"The tensor {name} is not the one that was trained.",
-                str(directory),
+                directory,
                 "Export again.",
             )
 
@@ -177,7 +177,7 @@ def _open_weights(directory: Path, layout: ExportLayout) -> WeightsFile:
     if others:
         raise DataError(
             f"vLLM would load other weights that lie beside the heads: {', '.join(others)}.",
-            str(directory),
+            directory,
             "Move them elsewhere.",
         )
     weights = WeightsFile(path)
@@ -185,5 +185,5 @@ def _open_weights(directory: Path, layout: ExportLayout) -> WeightsFile:
     require_shapes(layout.shape, expected, weights.shapes, str(path))
     for name, dtype in weights.dtypes.items():
         if dtype != ("int64" if name == TOKEN_MAP else layout.dtype):
-            raise DataError(f"The tensor {name} is not {layout.dtype}.", str(path), "Export again.")
+            raise DataError(f"The tensor {name} is not {layout.dtype}.", path, "Export again.")
     return weights

@@ -388,13 +388,13 @@ def _verified_files(
         except (OSError, ValueError) as error:
             raise DataError(
                 f"A file of the export cannot be read: {error}.",
-                str(path),
+                path,
                 EXPORT_AGAIN,
             ) from error
         if path.is_symlink() or file.upload_info.sha256.hex() != facts.sha256:
             raise DataError(
                 "This file is not what was checked, so nothing was pushed.",
-                str(path),
+                path,
                 EXPORT_AGAIN,
             )
         files[name] = file

@@ -153,7 +153,7 @@ def read_layout(directory: str | os.PathLike[str]) -> ExportLayout:
     except (ConfigError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(
             f"This is not the configuration of an export ({type(error).__name__}: {error}).",
-            str(path),
+            path,
             fix,
         ) from error
 

@@ -58,7 +58,7 @@ class WeightsFile:
         except (OSError, SafetensorError) as error:
             raise DataError(
                 f"The weights cannot be read: {error}.",
-                str(path),
+                path,
                 "Export again, or fetch the file again.",
             ) from error
         for name in self._file.offset_keys():
@@ -106,12 +106,12 @@ def _plain_tensors(path: Path) -> dict[str, Tensor]:
     except Exception as error:  # zip, pickle and torch raise errors of their own
         raise DataError(
             f"This is no file of plain tensors, and code in it is not run: {one_line(error)}.",
-            str(path),
+            path,
             fix,
         ) from error
     is_named = isinstance(content, dict) and all(isinstance(name, str) for name in content)
     if not is_named or not all(isinstance(tensor, Tensor) for tensor in content.values()):
-        raise DataError("This is no file of named tensors.", str(path), fix)
+        raise DataError("This is no file of named tensors.", path, fix)
     return dict(content)
 
 
@@ -130,7 +130,7 @@ class DirectoryTensors:
         weights = [path for path in sorted(directory.iterdir()) if path.suffix in WEIGHT_SUFFIXES]
         safe = [path for path in weights if path.suffix == ".safetensors"]
         if not weights:
-            raise DataError("There are no weights here.", str(directory), NOT_HERE)
+            raise DataError("There are no weights here.", directory, NOT_HERE)
         self._files: dict[str, tuple[WeightsFile, str]] = {}
         for path in safe or weights:
             file = WeightsFile(path)
@@ -148,7 +148,7 @@ class DirectoryTensors:
 
     def refuse(self, what: str, fix: str = NOT_HERE) -> DataError:
         """Return a DataError about this directory of exported heads, for the caller to raise."""
-        return DataError(what, str(self.directory), fix)
+        return DataError(what, self.directory, fix)
 
 
 def heads_directory(name: str) -> Path:

@@ -6,7 +6,7 @@ left out of report.json.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
 from pipeline.artifacts.check_result import (
     CheckFigures,
@@ -17,7 +17,9 @@ from pipeline.artifacts.check_result import (
     TunedDrift,
     VllmFigures,
 )
+from pipeline.artifacts.json_form import result
 from pipeline.artifacts.tree_file import Accuracy, Calibration, TreeFigures
+from pipeline.conversations.sources import FileCount, SkippedFile
 
 STAGES = ("seeds", "generate", "features", "train", "calibrate", "export", "check", "push")
 
@@ -25,7 +27,7 @@ STAGES = ("seeds", "generate", "features", "train", "calibrate", "export", "chec
 STOCK_TREE, SEARCHED_TREE = "stock (Vicuna-7B's)", "searched, stock size"
 
 
-@dataclass(frozen=True, kw_only=True)
+@result
 class RunFacts:
     """Name, date and stage fingerprints of the run, in report.json."""
 
@@ -34,33 +36,16 @@ class RunFacts:
     fingerprints: dict[str, str]  # by stage, the first eight digits
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReadFile:
-    """A seed file that was read, in report.json."""
-
-    name: str
-    rows: int | None = None
-    conversations: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class SkippedFile:
-    """A seed file that was not read, in report.json."""
-
-    name: str
-    why: str
-
-
-@dataclass(frozen=True, kw_only=True)
+@result
 class SourceFiles:
     """The files of one seed source in report.json: read and skipped."""
 
     source: str
-    read: list[ReadFile]
+    read: list[FileCount]
     skipped: list[SkippedFile]
 
 
-@dataclass(frozen=True, kw_only=True)
+@result
 class StageFigures:
     """A stage's figures in report.json; a figure that the stage does not have is None."""
 
@@ -77,7 +62,7 @@ class StageFigures:
     warnings: list[str] | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@result
 class TrainFigures(StageFigures):
     """The train stage's figures in report.json; the last four fields are Medusa-2's."""
 
@@ -92,14 +77,14 @@ class TrainFigures(StageFigures):
     adapter_drift: TunedDrift | None = None  # before merging, if `drift` is after it
 
 
-@dataclass(frozen=True)
+@result
 class ExportFigures:
     """The export stage's figures in report.json."""
 
     vllm: bool  # whether vLLM serves these heads
 
 
-@dataclass(frozen=True, kw_only=True)
+@result
 class Report:
     """A run's report: the content of report.json."""
 
@@ -145,7 +130,7 @@ class Report:
         return found
 
 
-@dataclass(frozen=True, kw_only=True)
+@result
 class CurvePoint:
     """A point of the training curves, read from one line of metrics.jsonl."""
 
@@ -157,7 +142,7 @@ class CurvePoint:
     kl: float | None = None  # KL divergence to the original target
 
 
-@dataclass(frozen=True, kw_only=True)
+@result
 class Extras:
     """The data of a report's plots and samples, which is not in report.json."""
 

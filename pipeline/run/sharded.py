@@ -48,7 +48,7 @@ def run_sharded(
         MedusaDistillError: A worker raises it, a shard fails too often, too much was quarantined,
             or the disk is nearly full.
     """
-    limits, where = context.config.limits, str(stage.path)
+    limits = context.config.limits
     most = limits.max_quarantine_fraction
     sources = upstream.receipts()
     tasks = stage.tasks(upstream, sources)
@@ -81,7 +81,7 @@ def run_sharded(
                 shown.count(outcome)
                 if outcome.receipt:
                     require_free_disk(stage.path, limits.min_free_disk_gb)
-                    shown.totals.check_quarantine(stage.stage, where, most, final=False)
+                    shown.totals.check_quarantine(stage.stage, stage.path, most, final=False)
                 elif failures.may_retry(outcome):
                     pending.append(outcome.task)
                 else:
@@ -94,7 +94,7 @@ def run_sharded(
             left = stage.pending(tasks, stage.receipts())
             pending.extend(failures.remaining_tasks(left, killers))
     totals = StageTotals(stage.receipts().values())
-    totals.check_quarantine(stage.stage, where, most, final=True)
+    totals.check_quarantine(stage.stage, stage.path, most, final=True)
     return totals.summary()
 
 
@@ -128,7 +128,7 @@ class Failures:
         last = outcome.traceback.strip().splitlines()[-1]
         raise EnvironmentFault(
             f"Shard {index} of {self.stage.stage} failed {self.limit} times, last with: {last}.",
-            str(self.stage.path),
+            self.stage.path,
             "The full traceback is in events.jsonl. Everything that was committed is kept; the same"
             " command continues.",
         )
@@ -148,7 +148,7 @@ class Failures:
             raise EnvironmentFault(
                 f"Shard {index} of {self.stage.stage} ends its worker again and again, and not when"
                 f" tried by itself: {killer.death.splitlines()[0].rstrip('.')}.",
-                str(self.stage.path),
+                self.stage.path,
                 "If memory runs out, use smaller batches or fewer workers. What was committed is"
                 " kept; run it again.",
             )
@@ -177,7 +177,7 @@ class Failures:
                     raise EnvironmentFault(
                         f"Workers committed shard {task.index} of {self.stage.stage}, which is not"
                         " to be seen here.",
-                        str(self.stage.path),
+                        self.stage.path,
                         "run.root and run.store must be on storage that every node sees.",
                     )
         return [replace(task, crashing=self._crashing.get(task.index, {})) for task in tasks]

@@ -20,6 +20,7 @@ too.
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 
@@ -105,7 +106,7 @@ def run(context: Context, stage: StageDirectory) -> Summary:
         ranks, places = measured(context, progress)
         hits_KR, counts_K = ranks.guess_hits(settings.top)
         num_conversations = len(np.unique(ranks.conversations))
-        where = str(settings.data or stage.path)
+        where = settings.data or stage.path
         _require_labels(counts_K[:num_heads], num_conversations, where)
         tree, chain_overheads = _choose_tree(context, ranks, places, progress)
     default = num_heads if settings.draft_tokens == "auto" else settings.draft_tokens
@@ -199,7 +200,7 @@ def _head_accuracies(ranks: HeldOutRanks, top: int, num_heads: int) -> list[Accu
     return heads
 
 
-def _require_labels(counts_K: np.ndarray, num_conversations: int, where: str) -> None:
+def _require_labels(counts_K: np.ndarray, num_conversations: int, where: Path) -> None:
     """Raise DataError unless there are two conversations and every head has a label."""
     head = int(counts_K.argmin())
     if counts_K[head] == 0 or num_conversations < 2:

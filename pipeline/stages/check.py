@@ -304,7 +304,7 @@ def configuration(stage: StageDirectory, now: Config) -> Config:
 
     The limits are those in `LIMITS`, and `train.backbone.max_kl`.
     """
-    found = validate(stage.summary["configuration"], str(stage.path))
+    found = validate(stage.summary["configuration"], stage.path)
     limits = {name: getattr(now.check, name) for name in LIMITS}
     backbone = found.train.backbone.model_copy(update={"max_kl": now.train.backbone.max_kl})
     parts = {

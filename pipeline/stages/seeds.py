@@ -128,7 +128,7 @@ def run(context: Context, stage: StageDirectory) -> Summary:
             meter.show(Progress(done=totals.rows, unit="conversations"))
     stage.drop_shards_but(range(totals.shards))
     limits = context.config.limits
-    totals.check_quarantine(NAME, str(stage.path), limits.max_quarantine_fraction, final=True)
+    totals.check_quarantine(NAME, stage.path, limits.max_quarantine_fraction, final=True)
     summary = {**totals.summary(), "sources": [_source_summary(reader) for reader in readers]}
     _print_skipped_files(context, summary)
     warning = require_rows_of_splits(stage, summary, settings.holdout)
@@ -235,7 +235,7 @@ def require_rows_of_splits(stage: StageDirectory, summary: Summary, holdout: flo
         raise DataError(
             f"{num_rows} usable conversations are too few: training, calibration and the check"
             f" need at least {MIN_HELD_OUT} rows each.",
-            str(stage.path),
+            stage.path,
             "Name more or larger sources in seeds.sources, or change seeds.holdout.",
         )
     question, num_alike = most_frequent_opening(stage.shards())
@@ -248,7 +248,7 @@ def require_rows_of_splits(stage: StageDirectory, summary: Summary, holdout: flo
     if fewest == 0:
         raise DataError(
             too_alike,
-            str(stage.path),
+            stage.path,
             "Name sources in seeds.sources whose conversations open with different questions.",
         )
     return too_alike

@@ -152,7 +152,7 @@ def disk_fault(error: BaseException, path: Path | None = None) -> EnvironmentFau
     Args:
         path: The file that was written or read; by default the one that the error names.
     """
-    where = str(path or getattr(error, "filename", None) or "the file system")
+    where = path or getattr(error, "filename", None) or "the file system"
     number = _disk_errno(error)
     if number in FULL_ERRORS:
         return EnvironmentFault(
@@ -187,7 +187,7 @@ def require_free_disk(path: Path, least_gb: float) -> None:
     if free < least_gb:
         raise EnvironmentFault(
             f"The disk has {free:.1f} GB left, less than limits.min_free_disk_gb = {least_gb}.",
-            str(path),
+            path,
             "Free some space and run the same command again: it continues where it stopped.",
         )
 

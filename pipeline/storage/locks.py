@@ -85,7 +85,7 @@ class Lock:
         except OSError as error:
             raise EnvironmentFault(
                 f"The file system takes no lock: {error.strerror}.",
-                str(self.path),
+                self.path,
                 "Put run.root and run.store where locks work (on NFS, with its lock daemon).",
             ) from None
 

@@ -194,7 +194,9 @@ class StageTotals:
             summary["tokens_per_second"] = round(self._timed_tokens / self._busy_seconds, 1)
         return summary
 
-    def check_quarantine(self, stage: str, where: str, max_fraction: float, *, final: bool) -> None:
+    def check_quarantine(
+        self, stage: str, where: Path, max_fraction: float, *, final: bool
+    ) -> None:
         """Check that the fraction of quarantined rows is at most `max_fraction`.
 
         Duplicates and contaminated rows are not counted.

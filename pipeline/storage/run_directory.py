@@ -65,7 +65,7 @@ class RunDirectory:
         if not (path / "run.yaml").is_file():
             raise ConfigError(
                 "There is no run here: no run.yaml.",
-                str(path),
+                path,
                 "Name the directory that `run` printed, such as runs/demo.",
             )
         config = load_config(path / "run.yaml")
@@ -147,14 +147,14 @@ class RunDirectory:
         stages.pop("push", None)
         for name, stage in stages.items():
             if stage.done is None:
-                raise DataError(f"The stage {name} is not finished.", str(stage.path), fix)
+                raise DataError(f"The stage {name} is not finished.", stage.path, fix)
             for source, content in stage.done.upstream.items():
                 if source not in stages and source in CACHES:
                     continue
                 if source not in stages or stages[source].content != content:
                     raise DataError(
                         f"The stage {source} is missing or not the one that {name} was made from.",
-                        str(self.path / "latest" / source),
+                        self.path / "latest" / source,
                         fix,
                     )
 

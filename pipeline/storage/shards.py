@@ -283,8 +283,8 @@ def open_shard(path: str | Path) -> Iterator[pq.ParquetFile]:
             yield shard
     except (OSError, pa.ArrowException) as error:
         if getattr(error, "errno", None) in (None, errno.ENOENT):  # Arrow's errors have no number
-            raise DamagedShard(str(path), str(error)) from error
-        raise EnvironmentFault(f"A shard cannot be read: {error}.", str(path)) from error
+            raise DamagedShard(path, str(error)) from error
+        raise EnvironmentFault(f"A shard cannot be read: {error}.", path) from error
 
 
 def read_rows(path: str | Path, columns: Sequence[str] | None = None) -> Iterator[Row]:

@@ -99,7 +99,7 @@ class StageDirectory:
         if self.path.is_symlink():
             raise DataError(
                 "A stage's directory is a link.",
-                str(self.path),
+                self.path,
                 "Delete this link and run again; to store stages elsewhere, set run.store.",
             )
         self.create(identity)

@@ -164,7 +164,7 @@ def load_tuned(spec: TargetSpec, adapter: Path) -> PreTrainedModel:
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise DataError(
             f"There is no adapter of this target here: {one_line(error)}.",
-            str(adapter),
+            adapter,
             "Run again with --fresh train.",
         ) from error
     with warnings.catch_warnings(action="ignore"):  # warnings about tied embeddings

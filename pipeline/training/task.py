@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeline.artifacts.json_form import to_json
+from pipeline.artifacts.json_form import result, to_json
 from pipeline.artifacts.trained_heads import HEADS_FILE
 from pipeline.config import TrainConfig
 from pipeline.config.training import Bits
@@ -101,7 +101,7 @@ class TrainSpec:
         return make_recipe(self.settings, positions, self.hidden_size, scale, sequences)
 
 
-@dataclass(frozen=True, kw_only=True)
+@result
 class TrainResult(Evaluation):
     """The result of one training, with the evaluation at the lowest held-out loss."""
 
@@ -125,8 +125,8 @@ class TrainResult(Evaluation):
         del data["earlier"]
         if not self.warnings:
             del data["warnings"]
-        for name, result in self.earlier.items():
-            data[name] = result.to_json()
+        for name, phase in self.earlier.items():
+            data[name] = phase.to_json()
         return data
 
 
