@@ -1,3 +1,3 @@
-"""Benchmarks of claims, each a ratio of two sides in one run: `python -m benchmarks.run`."""
+"""Benchmarks of the project's claims about speed and robustness: `python -m benchmarks.run`."""
 
 import pipeline  # noqa: F401  (sets OpenMP's wait policy before torch loads)

@@ -125,9 +125,9 @@ def _run(config: Config) -> Run:
 
 
 def _served(runs: Mapping[str, Run]) -> dict[str, str]:
-    """Count the greedy texts that are equal in vLLM with and without heads, by kind of heads.
+    """Compare greedy texts of vLLM with and without heads; describe the result by kind of heads.
 
-    If vLLM does not start, the error is returned instead.
+    If vLLM fails, each kind of heads is tried alone, and the result says whether vLLM starts.
     """
     first = next(iter(runs.values()))
     target = resolve(first.config.target, on_gpu=False)
@@ -161,7 +161,7 @@ def _alone(
     prompts: Sequence[list[int]],
     first: MedusaDistillError,
 ) -> str:
-    """Return whether vLLM starts with one kind of heads alone; `first` is the error with all."""
+    """Describe whether vLLM starts with one kind of heads alone; `first` is the error with all."""
     try:
         decode_in_vllm([DecodeTask(target, prompts, NEW_TOKENS, engine_args)])
     except MedusaDistillError as error:

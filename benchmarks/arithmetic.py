@@ -22,7 +22,7 @@ PEAK_PRODUCTS = 100  # enough for a GPU's clock to settle
 
 
 def backbone_flops(model: PreTrainedModel, lengths: Iterable[int]) -> float:
-    """Return the FLOPs of one backbone forward over conversations of these lengths, no lm_head."""
+    """Return the FLOPs of the backbone's forward, without lm_head, on texts of these lengths."""
     text = model.config.get_text_config()
     per_token = 2 * sum(
         part.weight.numel() for part in model.base_model.modules() if isinstance(part, nn.Linear)
@@ -48,7 +48,7 @@ def training_flops(config: MedusaShape, num_positions: float, num_labels: float)
 
 
 class Peak:
-    """The measurement of a device's peak FLOPs, by products of two large random matrices."""
+    """Measurement of a device's peak FLOP/s, by products of two large random matrices."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, size: int):
         self._left, self._right = (
@@ -86,7 +86,7 @@ def reset_peak_memory(device: torch.device) -> float:
 
 
 def peak_memory_gb(device: torch.device) -> float:
-    """Return the peak memory in GB since `reset_peak_memory`: a GPU's tensors, else the process."""
+    """Return the peak memory since `reset_peak_memory`, in GB: a GPU's tensors or this process."""
     return (
         torch.cuda.max_memory_allocated(device) / 1e9
         if device.type == "cuda"

@@ -1,7 +1,7 @@
-"""A benchmark's claims, each a measured figure with an aim, and the timing of sides in turns.
+"""Claims of benchmarks, and timing of the compared sides in turns.
 
-Sides take turns, A B A B, so that a drifting machine slows both; a side's figure is its median. A
-missed aim raises no error: it is reported like an aim that is met.
+Sides take turns, A B A B, so that a change of the machine's speed affects both. A side's figure is
+its median. A missed aim raises no error: it is reported like one that is met.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Side = Callable[[], float]  # does the side's work once; returns seconds
 
 @dataclass(frozen=True)
 class Claim:
-    """A measured figure of a benchmark; `aim` is a lower bound, an upper one with `at_most`."""
+    """A figure measured by a benchmark; `aim` is a lower bound, or an upper one with `at_most`."""
 
     what: str
     measured: float
@@ -37,7 +37,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Result:
-    """A benchmark's outcome: claims for the table, and facts for reproducing the measurement."""
+    """The result of a benchmark: claims for the table, and facts to reproduce it."""
 
     claims: Sequence[Claim]
     facts: Mapping[str, Any] = field(default_factory=dict)
@@ -65,7 +65,7 @@ def in_turns(
 
 
 def rates(work: float, seconds: Sequence[float]) -> list[float]:
-    """Return `work` per second for each round of a benchmark."""
+    """Return `work` per second in each round of a benchmark."""
     return [work / each for each in seconds]
 
 
@@ -76,7 +76,7 @@ def ratio(
     sides: Mapping[str, float],
     **more: Any,
 ) -> Claim:
-    """Return the claim of our median rate over theirs, with the least and the most of the rounds.
+    """Return the claim of our median rate over theirs, with the least and largest ratio of a round.
 
     The ratio is in percent if `unit` is "%".
     """
@@ -93,7 +93,12 @@ def speed_ratio(
     unit: str,
     aim: float | None = None,
 ) -> Claim:
-    """Return the claim of the first side's speed over the second's, for `work` in `unit`."""
+    """Return the claim of the first side's speed over the second side's.
+
+    Args:
+        seconds: The seconds of each round, by side.
+        work: The work of a round, in `unit`.
+    """
     by_side = {name: rates(work, each) for name, each in seconds.items()}
     ours, theirs = by_side.values()
     return ratio(

@@ -105,7 +105,7 @@ def claim(what: str, with_tree: Sequence[float], plain: Sequence[float]) -> Clai
 
 
 def seconds_per_step(decoder: Decoder, prompts: Sequence[Sequence[int]]) -> float:
-    """Return a decoder's seconds per step of a batch, without the prefills."""
+    """Return a decoder's seconds per step of a batch, after the prefills."""
     steps = decoder.stream_batch(prompts, (NUM_STEPS + 1) * (decoder.tree.max_depth + 1))
     for _ in prompts:
         next(steps)

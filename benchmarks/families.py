@@ -1,7 +1,7 @@
 """Miniature models of each family in docs/models.md: random weights, tokenizer and chat template.
 
 Chat templates follow the published ones: the same marks around turns and the same handling of a
-system prompt, the date and thoughts, without the branches for tools and pictures. Configurations of
+system prompt, the date and thoughts, without the branches for tools and images. Configurations of
 refused families are here too.
 """
 

@@ -4,11 +4,12 @@ Claim: at least 1.25 times as many tokens per second.
 
 Measured: the stage's own loop (`run_dialogues`: a conversation's next turn is requested as soon as
 its last one ended) on vLLM. Against: one `LLM.generate()` call per turn over all conversations with
-such a turn, which waits for the slowest answer before the next turn begins. Same engine,
-conversations and settings, the prefix cache emptied before each run; both write the same tokens
-(`same_tokens`). 60 ragged conversations: 1 to 8 turns, and answers whose lengths, drawn beforehand,
-spread log-normally (median 32 tokens, sigma 0.85, which is the spread of the answers in
-MT-Bench-101). The target has the demo's shape and random weights."""
+such a turn, which waits for the slowest answer before the next turn begins. Both use the same
+engine, conversations and settings, start with an empty prefix cache, and write the same tokens
+(`same_tokens`). There are 60 ragged conversations of 1 to 8 turns. The lengths of the answers are
+drawn beforehand from a log-normal distribution (median 32 tokens, sigma 0.85, which is the spread
+of the answers in MT-Bench-101). The target has the demo's shape and random weights.
+"""
 
 from __future__ import annotations
 
@@ -131,7 +132,7 @@ class RaggedDialogue(Dialogue):
 
 
 def by_turn(dialogues: Iterable[Dialogue], llm: Any, eos: tuple[int, ...]) -> None:
-    """Generate all conversations with one `LLM.generate()` call per turn: the baseline."""
+    """Generate all conversations with one `LLM.generate()` call per turn, the baseline."""
     asking = [(dialogue, request) for dialogue in dialogues if (request := dialogue.next_request())]
     while asking:
         outputs = llm.generate(

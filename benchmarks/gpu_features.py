@@ -106,7 +106,7 @@ def _writing_claim(
 
 
 class WritingAlone:
-    """The features stage's writing of shards alone, from states that are computed before."""
+    """The features stage's writing of shards, without computing: the states are computed before."""
 
     def __init__(self, worker: Worker, made: Sequence[rows.Row], path: Path):
         totals = accumulate(len(row["input_ids"]) for row in made)

@@ -98,7 +98,7 @@ def _checkpoint(trainer: Trainer, what: str, size: Size) -> Claim:
 
 
 def _matrices_alone(size: Size, vocabulary: int, directory: Path) -> TargetSpec:
-    """Write a target's configuration and, randomly, the two matrices that training reads."""
+    """Write a target's configuration, with random lm_head and embedding, for training."""
     MistralConfig(
         **{**size.shape, "vocab_size": vocabulary}, tie_word_embeddings=False
     ).save_pretrained(directory)

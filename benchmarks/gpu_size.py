@@ -21,7 +21,7 @@ MISTRAL_7B = {
 
 @dataclass(frozen=True)
 class Size:
-    """The amounts that the gpu benchmark measures, and the device."""
+    """Sizes and device of the gpu benchmark."""
 
     device: torch.device
     shape: dict[str, int]

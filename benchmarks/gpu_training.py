@@ -154,7 +154,10 @@ def _spec(
 
 
 def _labels_per_position(made: Sequence[rows.Row]) -> float:
-    """Return the labels of all heads per position: below the number of heads, since spans end."""
+    """Return the number of labels per position, summed over the heads.
+
+    It is below the number of heads, because heads have no label beyond the end of a span.
+    """
     labels = [
         head_labels(row["input_ids"], spans_of(row["spans"]), NUM_HEADS, rows.ROLES) != IGNORED
         for row in made

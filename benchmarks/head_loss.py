@@ -1,6 +1,6 @@
 """Benchmark of the heads' loss in chunks of logits over the loss with full logits.
 
-Claim: at V = 128k the loss in chunks is as fast, in half the memory.
+Claim: at V = 128k the loss in chunks is about as fast, in at most half of the memory.
 
 Measured in turns, forward and backward, with bfloat16 products and fp32 weights as on a GPU:
 `summed_cross_entropy`, which holds a chunk of logits at a time, and torch's own `cross_entropy` on

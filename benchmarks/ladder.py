@@ -90,7 +90,7 @@ def measure(*, tiny: bool = False) -> Result:
 def compare(
     config: Path, overrides: Sequence[str], names: Sequence[str] = tuple(RECIPES)
 ) -> Result:
-    """Run the flow with each recipe; return claims of rates, parameters and training time."""
+    """Run the flow with each recipe; return a claim of each acceleration rate, and all figures."""
     claims, facts = [], {}
     for name in names:
         row = figures(config, [*BASE, *overrides], name)
@@ -102,7 +102,7 @@ def compare(
 
 
 def figures(config: Path, overrides: Sequence[str], name: str) -> dict[str, Any]:
-    """Run the flow with one recipe and return its row; the row is partial without a check."""
+    """Run the flow with one recipe and return its figures; those of vLLM may be None."""
     number = list(RECIPES).index(name)
     base = load_config(config, overrides)
     sizes = model_config(resolve(base.target)).get_text_config()

@@ -1,14 +1,14 @@
-"""Benchmark of the features stage's overlap of computing and writing, by simulated card and disk.
+"""Benchmark of the features stage's overlap of computing and writing, with simulated hardware.
 
-Claim: over several shards, at least 0.92 of the speed of the slower of card and disk.
+Claim: over several shards, at least 0.92 of the speed of the slower of GPU and disk.
 
-Measured: the stage's worker, which learns before each shard which shard follows, as from the
+Measured: the stage's worker, which gets the next shard's task before each shard, as from the
 executors; tokens per second from reading the first shard's rows to the last commit. The simulated
-card computes 36,000 tokens a second by the clock, batch after batch, whatever the host does, as an
+GPU computes 36,000 tokens a second by the clock, batch after batch, whatever the host does, as an
 H100 does with a 7B model, and returns bfloat16 states of that model's size. The simulated disk
-writes a fixed number of MB a second, of all shards together. Against: the speed of card or disk, by
-arithmetic. Batches, windows and shards are 16 times smaller than by default, so that a run has as
-many windows as a longer one.
+writes a fixed number of MB a second, of all shards together. Against: the speed of GPU or disk, by
+arithmetic. Batches, windows and shards are 16 times smaller than by default, so that a short run
+has as many windows as a long one.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ NUM_SHARDS, ROWS_PER_SHARD, ROW_TOKENS, ROUNDS = 10, 192, (64, 512), 3
 
 
 def measure(*, tiny: bool = False) -> Result:
-    """Measure three runs with each of three disks, from slower than the card to much faster."""
+    """Measure three runs with each of three disks, from slower than the GPU to much faster."""
     num_shards, num_rows = (2, 4) if tiny else (NUM_SHARDS, ROWS_PER_SHARD)
     made = rows.ragged_rows(num_shards * num_rows, *ROW_TOKENS, VOCAB_SIZE)
     shards = [made[first : first + num_rows] for first in range(0, len(made), num_rows)]
@@ -99,10 +99,10 @@ def _seconds(worker: Worker, tasks: Sequence[ShardTask]) -> float:
 
 
 class SimulatedCard:
-    """A simulated GPU in place of a loaded model: random states, ready when a card would have them.
+    """A simulated GPU in place of a loaded model; returns random states at a fixed speed.
 
-    A batch begins when the previous batch has ended, or later. As with a card, a batch can be
-    queued before that.
+    A batch begins when the previous batch has ended, or later. As with a GPU, a batch can be queued
+    before that.
     """
 
     dtype = torch.bfloat16
@@ -116,7 +116,10 @@ class SimulatedCard:
         return SimpleNamespace(weight=self._states_TD)
 
     def base_model(self, input_ids: torch.Tensor, use_cache: bool) -> Any:
-        """Queue a batch; return once the previous batch has ended. Padding takes no time."""
+        """Queue a batch and return its states, once the previous batch has ended.
+
+        Padding takes no time.
+        """
         previous, tokens = self._ends, int(input_ids.count_nonzero())
         self._ends = max(perf_counter(), previous) + tokens / CARD_TOKENS
         sleep(max(0.0, previous - perf_counter()))
@@ -127,9 +130,10 @@ class SimulatedCard:
 
 @contextmanager
 def simulated_disk(bytes_per_second: float) -> Iterator[None]:
-    """Context manager: write all files together at this speed, behind a small page cache.
+    """Context manager: limit the speed at which shards are written, all files together.
 
-    A sync waits until all files are written.
+    A write waits only while more than PAGE_CACHE_BYTES are still to be written. A sync waits until
+    all bytes are written.
     """
     write, sync, turn = HashedFile.write, os.fsync, threading.Lock()
     idle_from = perf_counter()

@@ -89,7 +89,7 @@ def compare(
     grid: Mapping[str, Sequence[Any]] = GRID,
     executor: str = "ray",
 ) -> Result:
-    """Compare `auto` with the best of the grid by target, kind of heads and amount of data."""
+    """Compare `auto` with the best of the grid, by target, kind of heads and amount of data."""
     claims, facts = [], []
     recipes = {"auto": {}, "the paper's": PAPER} | {
         _name(recipe): recipe for recipe in _recipes(grid)
@@ -129,7 +129,7 @@ def _claim(figure: str, where: str, found: Mapping[str, Mapping[str, Any]]) -> C
 
 
 def cached(config: Config, executor: str) -> RunDirectory:
-    """Run the flow until the states are cached, after training the demo's target if missing."""
+    """Run the flow until the states are cached, and before that train a missing demo target."""
     if Path(config.target.model) == targets.DEMO_TARGET:
         ensure_demo_target(run_flow(config, until="seeds", executor="inline"), config)
     return run_flow(config, until="features", executor=executor)
@@ -138,7 +138,7 @@ def cached(config: Config, executor: str) -> RunDirectory:
 def learned(
     run: RunDirectory, config: Config, kind: str, amount: int, recipe: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Train heads by a recipe on the first `amount` cached positions; return held-out figures."""
+    """Train heads by a recipe on the first `amount` cached positions; return rates and losses."""
     features = run.latest("features")
     assert features is not None
     target = resolve(config.target, on_gpu=False)
@@ -185,12 +185,12 @@ def tree_rate(ranks: HeldOutRanks) -> float:
 
 
 def chain(depth: int) -> list[tuple[int, ...]]:
-    """Return the tree of first guesses alone, one node per depth."""
+    """Return the tree of first guesses only, with one node per depth."""
     return [(0,) * length for length in range(1, depth + 1)]
 
 
 class FirstRows(FeatureRows):
-    """Cached feature rows whose train split ends after the first `amount` positions."""
+    """Cached feature rows of which the train split has only the first `amount` positions."""
 
     def __init__(self, rows: FeatureRows, amount: int):
         vars(self).update(vars(rows))

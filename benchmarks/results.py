@@ -42,7 +42,7 @@ def write_result(
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages that benchmark figures depend on."""
+    """Return the versions of Python and of the installed packages in `PACKAGES`."""
     found = {"python": python_version()}
     for package in PACKAGES:
         try:
@@ -137,7 +137,7 @@ def _unit(claim: dict[str, Any]) -> str:
 
 
 def _figure(value: float) -> str:
-    """Format a figure with three or four significant digits, and a count in full."""
+    """Format a number: without decimals if an integer or 100 and more, else with one or three."""
     if isinstance(value, int):
         return f"{value:,}"
     return (
@@ -150,7 +150,7 @@ def _figure(value: float) -> str:
 
 
 def _rounded(value: Any) -> Any:
-    """Round all numbers of a JSON value to six significant digits."""
+    """Round all floats in JSON data to six significant digits."""
     if isinstance(value, float):
         return float(f"{value:.6g}")
     if isinstance(value, dict):

@@ -1,6 +1,6 @@
 """Synthetic inputs of benchmarks: rows of the generate stage with random tokens, feature shards.
 
-Speed and size depend only on a row's length and on the share that the target wrote.
+The measured speeds and sizes depend only on a row's length and on the share that the target wrote.
 """
 
 from __future__ import annotations
@@ -74,7 +74,10 @@ def ragged_rows(
 def equal_rows(
     num_rows: int, num_turns: int, per_turn: int, vocab_size: int, seed: int = 0
 ) -> list[Row]:
-    """Return generated rows of random tokens, all of one length."""
+    """Return generated rows of `num_turns` turns, each of `per_turn` random tokens.
+
+    The target has written three quarters of the tokens.
+    """
     rng = np.random.default_rng(seed)
     asked = round(per_turn * (1 - WRITTEN_SHARE))
     turns = [(asked, per_turn - asked)] * num_turns
@@ -104,7 +107,7 @@ def write_features(
 
 
 def features_tasks(directory: Path, shards: Iterable[Sequence[Row]]) -> list[ShardTask]:
-    """Write shards of generated rows; return a features task for each, in `directory`/features."""
+    """Write shards of generated rows; return a task of the features stage for each."""
     tasks = []
     for index, rows in enumerate(shards):
         source, made = (

@@ -80,7 +80,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_one(name: str, *, tiny: bool = False) -> None:
-    """Run a benchmark in this process, print the claims and, unless `tiny`, write the result."""
+    """Run a benchmark in this process, print its claims and, unless `tiny`, write the result.
+
+    The benchmark `gpu` is skipped without a GPU, unless `tiny`.
+    """
     import torch
 
     if name == NEEDS_GPU and not tiny and not torch.cuda.is_available():
@@ -112,14 +115,14 @@ def keep(name: str, result: Result, seconds: float, *, tiny: bool = False) -> No
 def _in_own_process(name: str, *, tiny: bool) -> bool:
     """Run a benchmark in its own process; return whether it succeeded.
 
-    Threads, memory and settings that another benchmark leaves behind (with vLLM) do not matter.
+    So it is not affected by threads, memory and settings that another benchmark leaves behind.
     """
     command = [sys.executable, "-m", "benchmarks.run", name, *(["--tiny"] if tiny else [])]
     return subprocess.run(command, check=False).returncode == 0
 
 
 def _peak_memory_gb() -> float:
-    """Return the peak RAM in GB of this process and its children."""
+    """Return the peak RAM of this process or of one of its children, the larger one, in GB."""
     who = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
     return max(resource.getrusage(one).ru_maxrss for one in who) * 1024 / 1e9
 

@@ -51,7 +51,7 @@ def measure(*, tiny: bool = False) -> Result:
 def served(
     runs: Mapping[str, Run], at_once: Sequence[int], repeats: int, new_tokens: int = NEW_TOKENS
 ) -> Result:
-    """Measure each run's export in vLLM by number of concurrent requests."""
+    """Measure each run's export in vLLM, for each number of concurrent requests."""
     first = next(iter(runs.values()))
     target = resolve(first.config.target, on_gpu=False)
     found = held_out_prompts(
@@ -75,7 +75,7 @@ def _compared(
     repeats: int,
     new_tokens: int,
 ) -> list[Claim]:
-    """Return claims of each export's tokens per second over plain vLLM's, and of equal texts."""
+    """Return a claim per export: tokens per second with its heads over plain vLLM's."""
     chosen = [read_layout(path).engine_args(path, target.model) for path in exports.values()]
     limit = {"max_num_seqs": at_once}
     task = DecodeTask(target, prompts, new_tokens, limit, repeats=repeats)

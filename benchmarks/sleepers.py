@@ -27,7 +27,7 @@ class Sleeper:
 
 
 class Copier:
-    """A stage worker that sleeps and commits a copy of the shard; its receipt counts both."""
+    """A stage worker that sleeps and commits a copy of the shard; the receipt has its seconds."""
 
     def __init__(self, progress: ShardProgress):
         self.progress = progress

@@ -71,7 +71,7 @@ SECONDS_TO_START_RAY = 10.0
 
 @dataclass
 class Record:
-    """The kills, resumes and problems of a soak so far."""
+    """The counts and problems of the soak benchmark so far."""
 
     minutes: float = 0.0
     rounds: int = 0
@@ -130,7 +130,7 @@ def soak(*, minutes: float, conversations: int, seed: int = 0, executor: str = "
 
 
 class Attempts:
-    """A run of the soak, started again until it ends."""
+    """A run of the soak benchmark, which is started again until it ends."""
 
     def __init__(self, directory: Path, name: str, executor: str):
         self.run, self.executor = RunDirectory(directory / name), executor
@@ -149,7 +149,11 @@ class Attempts:
         self._require_success(process)
 
     def suffer(self, rng: random.Random, longest: float, ends: float, record: Record) -> None:
-        """Kill and resume until the run or the time ends, at most `longest` seconds per try."""
+        """Kill and resume the run until it or the time ends.
+
+        Each wait before a kill is at most `longest` seconds. With Ray, single workers are killed
+        too.
+        """
         while time.monotonic() < ends:
             process = self._start()
             while True:
@@ -275,7 +279,7 @@ def _latest(run: RunDirectory, name: str) -> StageDirectory:
 
 
 def _make_inputs(directory: Path, conversations: int) -> None:
-    """Write the inputs of a soak: target, conversations, and settings without a run's name."""
+    """Write the inputs of the soak benchmark: target, conversations, and settings of a run."""
     tokenizer = train_tokenizer(targets.bundled_conversations())
     tokenizer.save_pretrained(directory / "target")
     targets.random_target(
@@ -320,7 +324,7 @@ def _conversation(row: int) -> dict[str, Any]:
 
 
 def result_of(record: Record) -> Result:
-    """Return the result of a soak: the share of rounds without a problem."""
+    """Return the result of the soak benchmark: the share of rounds without a problem."""
     good = record.rounds - len({problem.split(":")[0] for problem in record.problems})
     sides = {
         "kills": record.kills,
@@ -336,7 +340,7 @@ def result_of(record: Record) -> Result:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the soak and write the result; return 1 if a run had a problem."""
+    """Run the soak benchmark and write the result; return 1 if a run had a problem."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.soak", description="Kill runs, resume them, compare."
     )

@@ -7,8 +7,8 @@ on the copy's own run.yaml. In four of five cases a file that a stage's DONE.jso
 DONE.json itself, is damaged first as by a bad disk: a bit flips (also with the modification time
 kept), or the file is truncated, emptied or removed. Then
 
-- `verify` ends with 1 and names the file; `status` and `plan` end with 0; none of them writes
-  anything;
+- `verify` ends with 1 and names the file, or with 0 if DONE.json was removed, since the stage is
+  then unfinished; `status` and `plan` end with 0; none of them writes anything;
 - `run` ends with 0 and has the bytes of the undamaged run, and `verify` ends with 0 after it. A
   file that `run` does not read (a bit flipped with the time kept) or never writes again (a
   training's logs) stays damaged and named.
@@ -109,7 +109,7 @@ def measure(*, tiny: bool = False) -> Result:
 
 
 def tamper(number: int, *, seed: int = 0, only: Sequence[int] = ()) -> Record:
-    """Run a number of cases, or `only` some of them, and record the findings."""
+    """Run the first `number` cases, or those in `only`, and record the findings."""
     record = Record(seed)
     with tempfile.TemporaryDirectory(prefix="tampering-") as name:
         place = Path(name).resolve()
@@ -278,7 +278,7 @@ def results_of(run: RunDirectory) -> dict[str, str]:
 
 
 def command(name: str, given: Path, *words: str) -> tuple[int | None, str]:
-    """Run a medusa-distill command in a process of its own; return its exit code and output."""
+    """Run a medusa-distill command in its own process; return its exit code and output."""
     executor = ("--executor", "inline") if name == "run" else ()
     return in_a_fork(_obey, [name, str(given), *words, *executor])
 
@@ -296,7 +296,7 @@ def _obey(words: list[str]) -> None:
 
 
 def result_of(record: Record) -> Result:
-    """Return the result: the share of cases without a finding."""
+    """Return the result of the tampering benchmark: the share of cases without a finding."""
     number = record.kinds.total()
     good = number - len({finding["number"] for finding in record.findings})
     what = (

@@ -37,7 +37,7 @@ TINY = BACKBONE | {
 
 
 def random_target(directory: Path, shape: dict[str, int], dtype: str = "float32") -> TargetSpec:
-    """Write a random Llama target of a shape to `directory`, without a tokenizer."""
+    """Write a Llama target of a shape with random weights, without tokenizer; return its spec."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**shape, tie_word_embeddings=False)).to(
         getattr(torch, dtype)
@@ -46,7 +46,7 @@ def random_target(directory: Path, shape: dict[str, int], dtype: str = "float32"
 
 
 def random_demo_target(directory: Path) -> TargetSpec:
-    """Write the demo's target before its training: shape, tokenizer and chat template."""
+    """Write the demo target with random weights, tokenizer and chat template; return its spec."""
     torch.manual_seed(0)
     tokenizer = train_tokenizer(bundled_conversations())
     tokenizer.save_pretrained(directory)
@@ -54,7 +54,7 @@ def random_demo_target(directory: Path) -> TargetSpec:
 
 
 def demo_target(directory: Path) -> TargetSpec:
-    """Return the demo's target if `make demo` has trained it, else a random one of its shape."""
+    """Return the spec of the demo target if `make demo` has trained it, else of a random one."""
     trained = (DEMO_TARGET / "config.json").is_file()
     return TargetSpec(str(DEMO_TARGET)) if trained else random_demo_target(directory)
 

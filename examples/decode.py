@@ -1,9 +1,9 @@
-"""Decode with an export: one prompt, a batch, a stream, and plain decoding to compare with.
+"""Decode with an export: one prompt, a batch, a stream, and plain decoding for comparison.
 
     python examples/decode.py runs/demo/latest/export "How do I get to the town hall?" "Write a
     packing list."
 
-Greedy text is the target's own: the script compares it with plain decoding, token for token.
+The script prints whether the greedy text equals that of plain decoding, token for token.
 """
 
 import sys

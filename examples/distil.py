@@ -3,7 +3,8 @@
     python examples/distil.py configs/demo.yaml run.name=trial train.num_heads=4
     python examples/distil.py configs/demo.yaml --inline run.name=trial          # without Ray
 
-The first word is a configuration; the others override its keys. Run it again to continue.
+The first argument is a configuration file; the others override its keys. The same command continues
+an interrupted run.
 """
 
 import sys

@@ -1,11 +1,10 @@
-"""Read the feature cache with pyarrow and numpy alone: nothing of this project, and no torch.
+"""Read the feature cache with pyarrow and numpy only, without this project and without torch.
 
     python examples/read_cache.py runs/demo
 
-Prints, for each shard, its rows and the states of its first row. bfloat16, which numpy does not
-have, is widened to
-float32: its bits are the upper half of a float32's. With `features.precision` fp8 or int8, numbers
-take 8 bits and each state has a scale.
+Prints, for each shard, the number of rows, and the shape and a norm of the first row's states.
+numpy has no bfloat16; such numbers are the upper 16 bits of a float32, and are widened to it. With
+`features.precision` fp8 or int8, numbers have 8 bits and each state has a scale.
 """
 
 import sys
@@ -16,7 +15,10 @@ import pyarrow.parquet as pq
 
 
 def states(row: dict, facts: dict[str, str]) -> np.ndarray:
-    """The stored bytes as float32 [positions, hidden_size]."""
+    """Return a row's hidden states as float32 [positions, hidden_size].
+
+    `facts` is the metadata of the shard's schema.
+    """
     if facts["precision"] == "native":
         return numbers(row["hidden"], facts["dtype"]).reshape(-1, int(facts["hidden_size"]))
     stored = numbers(row["hidden"], facts["precision"]).reshape(-1, int(facts["hidden_size"]))
@@ -24,7 +26,10 @@ def states(row: dict, facts: dict[str, str]) -> np.ndarray:
 
 
 def numbers(stored: bytes, dtype: str) -> np.ndarray:
-    """Stored numbers as float32."""
+    """Convert stored numbers to float32.
+
+    `dtype` is bfloat16, fp8 or the name of a numpy dtype.
+    """
     if dtype == "bfloat16":
         return (np.frombuffer(stored, np.uint16).astype(np.uint32) << 16).view(np.float32)
     if dtype == "fp8":  # e4m3: a sign, four bits of exponent, three of mantissa

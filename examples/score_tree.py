@@ -1,11 +1,12 @@
-"""Score a tree of your own against the one that a run has searched, without decoding.
+"""Compare a tree of your own with the run's searched tree, without decoding.
 
     echo '[[0],[0,0],[1]]' > my_tree.json
     python examples/score_tree.py runs/demo my_tree.json
 
-The file holds a JSON list of paths: the path [0, 2] is the third guess of head 1 after the
-best guess of head 0. Two scores: the product of the heads' accuracies, which takes guesses to be
-independent (paper 2.3.3), and a walk through held-out text as greedy decoding would take it.
+The file holds a JSON list of paths: the path [0, 2] is the third guess of head 1 after the best
+guess of head 0. Each tree gets two expected acceleration rates. The column `product` multiplies the
+heads' accuracies, as if guesses were independent (paper 2.3.3). The column `replay` replays
+held-out text as greedy decoding would generate it.
 
 To use the tree, run again with calibrate.choices=my_tree.json.
 """
@@ -17,7 +18,7 @@ from pipeline import expected_acceleration_rate, load_tree, open_run
 
 def main(run_directory: str, tree_file: str) -> None:
     run = open_run(run_directory)
-    print(f"{'tree':<10} {'nodes':>5} {'product':>8} {'walk':>8}")
+    print(f"{'tree':<10} {'nodes':>5} {'product':>8} {'replay':>8}")
     for name, tree in (("the run's", run.tree()), ("yours", load_tree(tree_file))):
         is_static = isinstance(tree, tuple)  # a dynamic tree has no paths
         nodes = len(tree) if is_static else tree.num_nodes

@@ -1,10 +1,10 @@
-"""Try three recipes on one feature cache, and compare them before anything is decoded.
+"""Train three recipes on one feature cache, and compare their expected acceleration rates.
 
     python examples/sweep_recipes.py configs/demo.yaml STORE_DIR run.root=/tmp/sweep
 
-Runs that name one `run.store` share their stage directories: the text is generated and the states
-are cached once, and only training and calibration run three times. The rate is what calibration
-expects on held-out text.
+Runs that name the same `run.store` share stage directories: text and states are made once, and only
+training and calibration run three times. The rates are simulated on held-out text, and nothing is
+decoded.
 """
 
 import sys

@@ -1,13 +1,14 @@
-"""The main job on a laptop: train a small chat model as the target, then distill heads for it.
+"""Train a small chat model as the target, then distill heads for it, on a laptop.
 
     make demo                        # or: python flows/demo.py section.key=value …
     make demo HEADS=recurrent        # or: python flows/demo.py recurrent section.key=value …
     make demo METHOD=medusa-2        # or: python flows/demo.py medusa-2 section.key=value …
 
-No Hub is needed: seeds are bundled, and the target is trained here in about a minute. The rest is
-the usual flow: Ray starts locally, vLLM regenerates the conversations, heads are trained, checked
-and reported. Medusa and recurrent heads train from the cached states, Medusa-2 from the text
-together with the backbone. All share target, seeds and text.
+No Hub is needed: the seeds are bundled, and the target is trained here in about a minute. The rest
+is the usual flow: Ray starts locally, vLLM generates the conversations, and heads are trained,
+checked and reported. The first two demos train heads on cached states. The third trains Medusa
+heads and the backbone together, on the text. All demos share the target, the seeds and the
+generated text.
 """
 
 import sys

@@ -1,9 +1,9 @@
-"""Heads for Vicuna, which answers ShareGPT's questions anew (paper 3.2, appendix B).
+"""Distill heads for Vicuna from its own answers to ShareGPT's questions (paper 3.2, appendix B).
 
     python flows/distill_vicuna.py vicuna-7b seeds.sources=ShareGPT.json run.root=/mnt/runs
     ray job submit --working-dir . -- python flows/distill_vicuna.py vicuna-33b run.root=/mnt/runs …
 
-The first word names the configuration. Run it again to continue.
+The first argument is the name of a configuration. The same command continues an interrupted run.
 """
 
 import sys

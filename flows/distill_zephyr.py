@@ -1,10 +1,10 @@
-"""Distill heads for HuggingFaceH4/zephyr-7b-beta, which writes both sides of every conversation.
+"""Distill heads for HuggingFaceH4/zephyr-7b-beta from conversations in which it writes both sides.
 
     python flows/distill_zephyr.py run.root=/mnt/runs
     ray job submit --working-dir . -- python flows/distill_zephyr.py run.root=/mnt/runs
 
-The seeds are ShareGPT's and UltraChat's (paper 2.3.2). Any key of configs/zephyr-7b.yaml can be
-overridden, the target and the seeds among them. Run it again to continue.
+The seeds are ShareGPT's and UltraChat's (paper 2.3.2). Every key of configs/zephyr-7b.yaml can be
+overridden, including the target and the seeds. The same command continues an interrupted run.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Errors for users, one class per exit code.
+"""Errors for users; each class has an exit code.
 
 An error is one paragraph: what happened, where, and what to do. The three parts are separate
 attributes, for tests, logs and the terminal. Errors cross process borders, so each class is pickled

@@ -1,7 +1,7 @@
 """Run the stages in order.
 
-A stage is kept if it has a DONE.json, its files are the recorded ones, and it was made from the
-present content of its upstream stages. Any other stage is run.
+A stage is kept if it has a DONE.json, its files are unchanged, and it was made from the present
+content of its upstream stages. Any other stage is run.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def run_flow(
     fresh: str | None = None,
     console: Console | None = None,
 ) -> RunDirectory:
-    """Run the flow's stages in order, keep finished ones, and return the run directory.
+    """Run the stages in order, keep finished ones, and return the run directory.
 
     Args:
         config: The validated configuration.
@@ -67,11 +67,11 @@ def run_flow(
             `push` is skipped without `push.repo_id` and `push.dataset`.
         until: Stop after this stage.
         executor: `ray` or `inline`.
-        fresh: Throw away this stage's result and make it again.
+        fresh: Delete this stage's result and make it again.
 
     Raises:
-        MedusaDistillError: The configuration is refused, or a stage or its check fails. What was
-            committed is kept, and the same call continues.
+        MedusaDistillError: The configuration is refused, or a stage or its check fails. Committed
+            results are kept, and the same call continues.
     """
     console = console or Console()
     wanted = wanted_stages(config, stages, until, fresh)
@@ -88,7 +88,7 @@ def run_flow(
         context.resolve_on_cluster()
         check_placements(context.resolved)
         for name in skipped_stages(config):
-            if name != push.NAME:  # a push by command stays linked
+            if name != push.NAME:  # `medusa-distill push` may have linked it
                 run.unlink_latest(name)
         run.event("run-started", stages=wanted, executor=executor)
         advance_all(context, wanted, fresh)
@@ -97,13 +97,16 @@ def run_flow(
 
 
 def advance_all(context: Context, wanted: Sequence[str], fresh: str | None) -> None:
-    """Bring a run's wanted stages up to date in order; go back to one whose shard is damaged.
+    """Bring the wanted stages up to date in order; go back to a stage if its shard is damaged.
+
+    Args:
+        fresh: The stage whose result is deleted first, if any.
 
     Raises:
-        DamagedShard: A shard is damaged again after it was made again, or is of no stage of the
-            run.
+        DamagedShard: A shard is damaged again after it was made again, or belongs to no stage of
+            the run.
     """
-    discarded: set[Path] = set()
+    discarded = set()
     position = 0
     while position < len(wanted):
         name = wanted[position]
@@ -121,13 +124,16 @@ def advance_all(context: Context, wanted: Sequence[str], fresh: str | None) -> N
             position = wanted.index(owner.stage)
         finally:
             if name == fresh:
-                fresh = None  # what was thrown away once is not thrown away again
+                fresh = None  # so that it is deleted only once
 
 
 def advance(context: Context, stage: Stage, *, fresh: bool = False) -> StageDirectory:
-    """Run a stage unless its result is kept; link and return its directory, which stays locked.
+    """Run a stage unless its result is current; link and return its directory.
 
-    After the check stage, the run's report is published.
+    The directory stays locked. After the check stage, the run's report is published.
+
+    Args:
+        fresh: Delete the stage's result first.
 
     Raises:
         CheckFailed: The stage is the check, and its result is not within the limits.
@@ -157,7 +163,7 @@ def advance(context: Context, stage: Stage, *, fresh: bool = False) -> StageDire
 
 
 def require_passed(checked: StageDirectory, config: Config) -> None:
-    """Stop the flow with CheckFailed if the check stage's result breaks a limit of `config`."""
+    """Raise CheckFailed if the check stage's result breaks a limit of `config`."""
     failures = from_json(CheckResult, checked.summary).failures(Limits.of(config))
     if failures:
         raise CheckFailed(
@@ -169,10 +175,10 @@ def require_passed(checked: StageDirectory, config: Config) -> None:
 
 
 def require_same_inputs(context: Context, stage: Stage, directory: StageDirectory) -> None:
-    """Stop the flow of stages with DataError, and drop the stage's result, if its input changed.
+    """Raise DataError, and delete the stage's result, if its input changed while it ran.
 
-    All of the result is dropped, because it is unknown which rows are of the old content. If the
-    input cannot be read now, EnvironmentFault is raised instead and nothing is dropped.
+    The whole result is deleted, because it is unknown which rows were made from the old input. If
+    the input cannot be read now, EnvironmentFault is raised instead and nothing is deleted.
     """
     with contextlib.suppress(ConfigError, DataError):  # either means that the input changed
         context.identify_target_again()
@@ -193,13 +199,14 @@ def push_run(
     """Run the push stage alone for a finished run; a dry run prints what would be pushed.
 
     Args:
+        path: The run directory.
         settings: Keys of `push` that replace the run's; None and False keep the run's.
 
     Returns:
         The push stage's summary; of a dry run, the receipt of what would be pushed.
 
     Raises:
-        CheckFailed: The check failed, or was of other heads.
+        CheckFailed: The check failed, or other heads were checked.
         ConfigError: There is no run, one of the stages that push reads is unfinished, or no
             repository is named.
         DataError: The run's stages were not made from one another.
@@ -222,10 +229,10 @@ def push_run(
 
 
 def _open_finished_run(run: RunDirectory, config: Config, console: Console) -> Context:
-    """Open a finished run to run its push stage alone; raise as `push_run` does.
+    """Return the context to push a finished run, after checking that it may be pushed.
 
-    The settings are those of the run's check, because `run.yaml` may have changed since; `run`,
-    `push` and the check's limits are those of `config`.
+    The configuration is that of the run's check, because run.yaml may have changed since. Only
+    `run`, `push` and the check's limits are those of `config`. Raises what `push_run` raises.
     """
     stages = run.stages()
     for name in push.STAGE.upstream(config):
@@ -245,7 +252,7 @@ def _open_finished_run(run: RunDirectory, config: Config, console: Console) -> C
 
 
 def statuses_of(run: RunDirectory, config: Config) -> dict[str, StageStatus]:
-    """Determine the status of the flow's stages in a run directory, upstream first.
+    """Determine the status of each stage in a run directory, upstream first.
 
     Optional stages that the configuration does not ask for, such as `push`, are left out.
     """
@@ -258,7 +265,7 @@ def wanted_stages(
     until: str | None = None,
     fresh: str | None = None,
 ) -> list[str]:
-    """List the stages that the flow runs or keeps for this configuration, upstream first.
+    """List the stages to run or keep for this configuration, upstream first.
 
     They are `stages` up to `until` and the stages that these read directly, without those that the
     configuration skips.
@@ -267,7 +274,7 @@ def wanted_stages(
         ConfigError: `until` is none of `stages`, or `fresh` is none of the stages listed.
     """
     skipped = skipped_stages(config)
-    found: list[str] = []
+    found = []
     for name in stages:
         if name not in skipped:
             found += [name, *STAGES[name].upstream(config)]

@@ -58,7 +58,7 @@ def keep_out_of_logs() -> None:
     make = logging.getLogRecordFactory()
 
     def redacting(*arguments: object, **more: object) -> logging.LogRecord:
-        """Make a log record whose message and traceback have their known secrets redacted."""
+        """Make a log record with known secrets redacted in its message and traceback."""
         record = make(*arguments, **more)
         with contextlib.suppress(TypeError, ValueError):  # malformed; logging reports it
             message = record.getMessage()

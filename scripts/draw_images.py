@@ -1,12 +1,11 @@
-"""Draw the pictures of the README and of docs/: `python scripts/draw_images.py`, into docs/images.
+"""Draw the images of the README and the docs into docs/images: `python scripts/draw_images.py`.
 
     race.svg    five forwards of plain decoding beside five forwards with heads
     tree.svg    a tree of candidates and its mask
-    house.svg   the rooms of pipeline/ and which may import which, from tests/test_architecture.py
+    house.svg   the packages of pipeline/ in layers, from tests/test_architecture.py
 
-The pictures are schematic: they show the mechanism, and no figure in them is measured. Each adapts
-to a light or a dark page. The output depends on this file and on the floors alone; a test compares
-it with what is committed.
+The images are schematic: they show the mechanism, and no figure in them is measured. Each has a
+light and a dark style. A test compares the output with the committed files.
 """
 
 from __future__ import annotations
@@ -42,8 +41,7 @@ text { fill: #e6edf3; }
 }
 """
 
-# The text of the race: what each forward adds. The target's own token comes first; the others were
-# guessed.
+# The tokens that each forward of race.svg adds: first the target's own, then accepted guesses.
 FORWARDS = (
     ("The", "old", "bridge", "was"),
     ("built", "in"),
@@ -96,8 +94,9 @@ def picture(width: int, height: int, described: str, parts: Iterable[str]) -> st
 
 
 def tokens(x: float, y: float, forwards: Iterable[Iterable[str]]) -> Iterable[str]:
-    """Forward after forward, each a row of tokens over its bracket; the first token of each is the
-    target's own.
+    """Draw forwards one after another, each as a row of tokens over a numbered bracket.
+
+    The first token of each forward is the target's own.
     """
     for number, forward in enumerate(forwards, start=1):
         start = x
@@ -132,7 +131,10 @@ def race() -> str:
 
 
 def place_of() -> dict[tuple[int, ...], tuple[float, float]]:
-    """Where each node of the tree stands: its depth across, its leaves one below the other."""
+    """Return the centre (x, y) of each node of the tree.
+
+    x grows with the depth, and each leaf has a line of its own.
+    """
     places: dict[tuple[int, ...], tuple[float, float]] = {}
     row = 0
 
@@ -144,7 +146,7 @@ def place_of() -> dict[tuple[int, ...], tuple[float, float]]:
         if not children:
             y, row = 92 + 46.0 * row, row + 1
         else:
-            y, *_ = [visit(child) for child in children]  # all of them: each leaf takes a row
+            y, *_ = [visit(child) for child in children]  # visits all, not only the first
         places[path] = (70 + 118.0 * len(path), y)
         return y
 
@@ -194,8 +196,9 @@ def tree() -> str:
 def mask(
     nodes: list[tuple[int, ...]], kept: set[tuple[int, ...]], x: float, y: float
 ) -> Iterable[str]:
-    """The tree mask: a row per node, filled where it attends to a node, which is itself and what is
-    above it.
+    """Draw the tree mask, with a row per node.
+
+    A cell is filled if the row's node attends to the column's node, which is itself or an ancestor.
     """
     cell = 18
     yield label(x, 36, "The mask of that forward", "title")
@@ -218,9 +221,7 @@ def mask(
 
 
 def floors() -> list[list[str]]:
-    """FLOORS of tests/test_architecture.py, lowest first, the rooms of a floor in the file's
-    order.
-    """
+    """Return FLOORS of tests/test_architecture.py: the packages of each layer, lowest first."""
     module = ast.parse((ROOT / "tests" / "test_architecture.py").read_text(encoding="utf-8"))
     named = {node.targets[0].id: node.value for node in module.body if isinstance(node, ast.Assign)}  # type: ignore[attr-defined]
     return [[room.value for room in floor.elts] for floor in named["FLOORS"].elts]

@@ -1,10 +1,9 @@
-"""Install a lock file into this environment, with a bar: `python scripts/install.py LOCK [pip's
-options]`.
+"""Install a lock file with pip and a progress bar: `python scripts/install.py LOCK [PIP_OPTIONS]`.
 
-pip alone says either several lines for each of 200 packages or, with --quiet, nothing for minutes.
-On a terminal one line says how many packages of the lock have been fetched, which one comes now,
-and then that they are unpacked; elsewhere a line stands for each quarter. What pip says is printed
-where it fails. Needs nothing but Python.
+pip itself prints either several lines per package or, with --quiet, nothing for minutes. On a
+terminal, this script prints one line with the number of packages that are fetched and the name of
+the next, and then that they are unpacked. Elsewhere it prints a line for each quarter. If pip
+fails, the end of its output is printed. Only Python is needed.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ WIDTH = 30
 
 
 def main(lock: str, *options: str) -> int:
-    """Run pip; returns its exit code."""
+    """Install the packages of a lock file; return pip's exit code."""
     total = sum(
         bool(re.match(r"[A-Za-z0-9]", line))
         for line in Path(lock).read_text(encoding="utf-8").splitlines()
@@ -54,7 +53,7 @@ def main(lock: str, *options: str) -> int:
 
 
 class Bar:
-    """`[#####     ] 57/201 numpy`, in one line of a terminal."""
+    """A progress bar in one line of a terminal: `[#####     ] 57/201 numpy`."""
 
     def __init__(self, total: int, stream: TextIO):
         self.total, self.stream, self.done, self.is_terminal = total, stream, 0, stream.isatty()

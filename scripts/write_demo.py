@@ -1,8 +1,6 @@
-"""Put eight figures of a finished demo into the README: `python scripts/write_demo.py runs/demo`,
-after `make demo`.
+"""Write eight figures of a finished demo into the README: `python scripts/write_demo.py runs/demo`.
 
-Where answers are in the training text as well, rates have a second column: those of the new answers
-alone.
+If some answers are in the training text, rates have a second column, for new answers only.
 """
 
 import json
@@ -28,7 +26,7 @@ class Row:
 
 
 def rows_of(report: Report) -> list[Row]:
-    """The figures, each with what it is."""
+    """Return the rows of the README's table: each figure with its meaning."""
     native, vllm = report.native, report.vllm
     tree = report.tree
     assert native is not None and vllm is not None and tree is not None
@@ -85,7 +83,7 @@ def rows_of(report: Report) -> list[Row]:
 
 
 def table(report: Report) -> str:
-    """The rows as Markdown; without the column of new answers where all are new."""
+    """Format the table in Markdown; it has a column for new answers unless all are new."""
     rows = rows_of(report)
     share = report.native.seen_share if report.native else None
     if not share:

@@ -1,6 +1,4 @@
-"""Put the table that `medusa-distill keys` prints into docs/configuration.md: `python
-scripts/write_keys.py`.
-"""
+"""Write the table of `medusa-distill keys` into docs/configuration.md."""
 
 from pathlib import Path
 

@@ -1,5 +1,7 @@
-"""Write the tables of docs/models.md: `python scripts/write_models.py`, from published sizes and
-`plan`'s arithmetic, and from what `python -m benchmarks.run architectures` has found.
+"""Write the tables of docs/models.md: `python scripts/write_models.py`.
+
+They are computed from published configurations with the arithmetic of `plan`, and from the result
+of `python -m benchmarks.run architectures`.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ def main() -> None:
 
 
 def between(page: str, mark: str, text: str) -> str:
-    """The page with this text between the two marks of that name."""
+    """Return the page with `text` between the begin and the end comment of the name `mark`."""
     begin, end = f"<!-- {mark} -->\n", f"\n<!-- /{mark} -->"
     before, _, rest = page.partition(begin)
     assert end in rest, f"the page has no {end.strip()} on a line of its own after {begin.strip()}"
@@ -62,7 +64,7 @@ def between(page: str, mark: str, text: str) -> str:
 
 
 def kept_table(families: dict[str, dict[str, str]]) -> str:
-    """What `python -m benchmarks.run architectures` found."""
+    """Format the result of `python -m benchmarks.run architectures` as a Markdown table."""
     columns = ["recurrent, native", "recurrent, vLLM", "medusa, native", "medusa, vLLM"]
     lines = [["family", "flow", *columns], ["---"] * 6]
     lines += [
@@ -73,7 +75,7 @@ def kept_table(families: dict[str, dict[str, str]]) -> str:
 
 
 def table() -> str:
-    """One row per model and kind of heads."""
+    """Format the Markdown table of memory, with a row per model and kind of heads."""
     heading = [
         "model",
         "configuration",
@@ -92,7 +94,7 @@ def table() -> str:
 
 
 def row(config: str, name: str, target: Path, heads: str) -> list[str]:
-    """A model's sizes with a kind of heads, and the smallest GPU on which a run of it fits."""
+    """Return a table row: a model's memory with a kind of heads, and the smallest GPU for it."""
     found = {each.stage: each for each in memory(config, target, GPUS[-1], HEADS[heads])}
     weights, training = (
         f"{size / GIB:.0f} GiB" for size in (found["features"].weights, found["train"].total)
@@ -109,7 +111,7 @@ def smallest_gpu(config: str, target: Path, words: Sequence[str]) -> str:
 
 
 def fits(config: str, target: Path, gb: int, words: Sequence[str] = ()) -> bool:
-    """Whether every stage takes at most so much of a GPU."""
+    """Return whether every stage fits into a GPU of `gb` GB."""
     return all(each.fits(0) for each in memory(config, target, gb, words))
 
 

@@ -1,9 +1,9 @@
-"""The demo target: a small chat model of Llama's architecture, trained here from a few hundred
-conversations.
+"""The demo target: a small chat model of Llama's architecture, for use without a network.
 
-It replaces a real target where there is no network: a tokenizer, a chat template, and weights that
-vLLM and transformers load like any other. It only knows its training topics. It learns every token
-of a conversation, the user's too, so that self-talk works; see train_target.py.
+It has a tokenizer, a chat template, and weights that vLLM and transformers load like any other's.
+It is trained on a few hundred conversations, and only knows their topics. All tokens of a
+conversation are learned, also the user's, so that self-talk works. See train_target.py for the
+training.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CONTEXT_LENGTH = 1024
 VOCAB_SIZE = 2048
 NUM_STEPS = 500  # 40 to 70 seconds on two cores; a training ended by the clock is not reproducible
 
-MARK = "demo_target.json"  # marks a demo target and names the seeds it was trained on
+MARK = "demo_target.json"  # in each demo target: the seeds that it was trained on
 
 BOS, EOS = "<s>", "</s>"
 ROLE_MARKS = ["<|system|>", "<|user|>", "<|assistant|>"]
@@ -47,8 +47,10 @@ CHAT_TEMPLATE = (
 
 
 def ensure_demo_target(run: RunDirectory, config: Config) -> None:
-    """Train the target at `target.model` on the train split, unless it has learned these or is no
-    demo target.
+    """Train the demo target at `target.model`, unless it was trained on the run's seeds already.
+
+    It is trained on the seeds' train split. An outdated demo target is replaced. A directory
+    without `demo_target.json` is another model, and is left unchanged.
     """
     from transformers.utils import logging
 
@@ -90,19 +92,20 @@ def train_demo_target(
     steps: int = NUM_STEPS,
     progress: ReportStep | None = None,
 ) -> dict:
-    """Train a chat model on `conversations` and write it to `directory` atomically.
+    """Train a chat model on conversations, and write it to a directory by one rename.
 
     Args:
-        conversations: The training data; leave out held-out ones.
-        directory: Must not exist. Afterwards a transformers model with safetensors weights.
-        seconds: Upper limit of training, the tokenizer's included; writing takes another second.
-        seed: Of the weights and of the order.
+        conversations: The training data, without held-out conversations.
+        directory: Must not exist. It becomes a transformers model with safetensors weights.
+        seconds: Maximum time for the tokenizer and the training. Writing takes another second.
+        seed: Seed of the weights and of the order of the data.
+        progress: Called after each training step.
 
     Returns:
-        Parameters, steps, tokens, seconds, tokens per second, the final loss, the precision.
+        The number of parameters, and the seconds, beside the figures that `train` returns.
 
     Raises:
-        DataError: No conversations.
+        DataError: There are no conversations.
         FileExistsError: The directory exists.
     """
     started = time.monotonic()
@@ -125,7 +128,7 @@ def train_demo_target(
 
 
 def train_tokenizer(conversations: Sequence[Conversation]) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer trained on these texts; it can encode any text."""
+    """Train a byte-level BPE tokenizer on the conversations; it can encode any text."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -163,7 +166,7 @@ def train_tokenizer(conversations: Sequence[Conversation]) -> PreTrainedTokenize
 def tokenize(
     conversations: Sequence[Conversation], tokenizer: PreTrainedTokenizerFast
 ) -> list[torch.Tensor]:
-    """Each conversation's ids as its chat template renders it."""
+    """Return the token ids of each conversation, rendered by the chat template."""
     texts = [
         tokenizer.apply_chat_template(
             [asdict(message) for message in each.messages], tokenize=False
@@ -174,10 +177,11 @@ def tokenize(
 
 
 def new_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """The untrained model: 1.7 million parameters, heads of 64, which CPU attention of vLLM takes.
+    """Create the untrained model, with 1.7 million parameters.
 
-    Two layers learn to copy what a question names; with four, half as many steps fit into the time,
-    and the answers name something else.
+    Its attention heads have size 64, which vLLM's CPU attention supports. It has two layers, which
+    learn to copy names from the question into the answer. With four layers, only half as many
+    training steps fit into the time, and the answers contain other names.
     """
     from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 

@@ -1,20 +1,20 @@
 """Training of the demo target in about a minute on two cores.
 
-Choices that make this possible, in held-out nats per token after equal CPU time, on twice as many
-topics as the seeds have now: matrices are trained with Muon (0.56 against AdamW's 1.09); embeddings
-start at unit size with a high learning rate and the blocks' outputs at zero (1.3 against 2.2).
-Steps are small, and bfloat16 is used where the CPU supports it.
+The choices that make this possible, in held-out nats per token after equal CPU time, on twice as
+many topics as the seeds have now: matrices are trained with Muon (0.56, against 1.09 with AdamW);
+embeddings start at unit size with a high learning rate, and the blocks' outputs at zero (1.3
+against 2.2). Batches are small, and bfloat16 is used if the CPU supports it.
 
-A row is one conversation from its first token; after eight such batches follows one row of several
-conversations as long as the context, so that every position is trained. Training ends after
-`num_steps`, which is reproducible on one machine, or at the deadline, whichever comes first; the
-learning rate decays towards the nearer of the two.
+A batch has up to four conversations, one per row. After eight such batches follows one row of
+several conversations, as long as the context, so that every position is trained. Training ends
+after `num_steps` or at the deadline, whichever comes first. Without the deadline it is reproducible
+on one machine.
 
-Muon: Keller Jordan, 2024, https://kellerjordan.github.io/posts/muon. Not torch's own: that one
-computes in bfloat16 on any CPU, which takes 20 times as long where it is emulated.
+Muon: Keller Jordan, 2024, https://kellerjordan.github.io/posts/muon. Torch's own Muon is not used:
+it always computes in bfloat16, which takes 20 times as long where the CPU emulates it.
 
 Dimensions: B rows, T positions, V vocabulary, N matrices of one shape, R and C their rows and
-    columns.
+columns.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 ROWS_PER_STEP, POOL_SIZE = 4, 32
 LENGTH_MULTIPLE = 64
-LONG_ROW_LENGTH = 1024  # one row of many conversations per pool, so that every position is trained
+LONG_ROW_LENGTH = 1024  # tokens of the row of several conversations that follows each pool
 MATRIX_LR, EMBEDDING_LR, OTHER_LR = 0.03, 0.12, 0.006
 WARMUP_SHARE, DECAY_SHARE = 0.02, 0.6
 
@@ -49,17 +49,18 @@ def train(
     num_steps: int,
     progress: ReportStep | None = None,
 ) -> dict:
-    """Train a fresh model in place on the documents' ids, in an order that torch's global seed
-    decides.
+    """Train a new model in place on documents, in an order that torch's global generator decides.
 
     Args:
-        model: On the CPU, fp32, as transformers initialises it.
+        model: On the CPU, in fp32, as transformers initializes it.
         documents: Token ids [T], one tensor per conversation.
-        deadline: On the monotonic clock.
-        num_steps: What the deadline may cut short.
+        deadline: The time of `time.monotonic()` at which training ends at the latest.
+        num_steps: The number of steps, unless the deadline comes first.
+        progress: Called after each step.
 
     Returns:
-        Steps, tokens, tokens per second, the mean loss of the last tenth, the arithmetic used.
+        Steps, tokens, tokens per second, the mean loss of the last tenth of the steps, and the
+        precision.
     """
     begun = time.monotonic()
     half = fast_bfloat16()
@@ -95,7 +96,7 @@ def train(
 
 
 def update(optimizers: list[torch.optim.Optimizer], share: float) -> None:
-    """One step of every optimizer at a share of its peak learning rates."""
+    """Take a step with every optimizer, at a share of its peak learning rates."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = group["peak_lr"] * share
@@ -104,8 +105,9 @@ def update(optimizers: list[torch.optim.Optimizer], share: float) -> None:
 
 
 def fast_bfloat16() -> bool:
-    """Whether the CPU supports bfloat16: 2.5 times the tokens per second; emulated it is slower
-    than fp32.
+    """Return whether the CPU computes bfloat16 in hardware.
+
+    If so, training is 2.5 times as fast. Emulated bfloat16 is slower than fp32.
     """
     able = torch.cpu.get_capabilities()
     return bool(able.get("avx512_bf16") or able.get("amx_bf16"))
@@ -113,7 +115,7 @@ def fast_bfloat16() -> bool:
 
 @torch.no_grad()
 def prepare(model: LlamaForCausalLM) -> None:
-    """Unit-size embeddings; blocks and lm_head with zero output."""
+    """Initialize embeddings with unit variance, and blocks and lm_head with zero output."""
     model.model.embed_tokens.weight.normal_()
     model.lm_head.weight.zero_()
     for layer in model.model.layers:
@@ -122,8 +124,9 @@ def prepare(model: LlamaForCausalLM) -> None:
 
 
 def new_optimizers(model: LlamaForCausalLM, dtype: torch.dtype) -> list[torch.optim.Optimizer]:
-    """Muon for the blocks' matrices, Adam for embeddings, norms and lm_head; each group has its
-    `peak_lr`.
+    """Create Muon for the blocks' matrices, and Adam for embeddings, norms and lm_head.
+
+    Each parameter group has its `peak_lr`.
     """
     matrices = [each for each in model.model.layers.parameters() if each.dim() == 2]
     norms = [each for each in model.parameters() if each.dim() == 1]
@@ -135,7 +138,7 @@ def new_optimizers(model: LlamaForCausalLM, dtype: torch.dtype) -> list[torch.op
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon: Nesterov momentum with orthogonalised steps."""
+    """The optimizer Muon: Nesterov momentum with orthogonalized updates."""
 
     def __init__(self, matrices: list[torch.Tensor], dtype: torch.dtype, *, momentum: float = 0.95):
         by_shape = defaultdict(list)
@@ -146,7 +149,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update every matrix; those of one shape are made orthogonal in one batched product."""
+        """Update every matrix; matrices of one shape are orthogonalized in one batch."""
         for group in self.param_groups:
             gradient_NRC = torch.stack([matrix.grad for matrix in group["params"]])
             state = self.state[group["params"][0]]
@@ -164,8 +167,9 @@ class Muon(torch.optim.Optimizer):
 def orthogonalize(
     matrices_NRC: torch.Tensor, dtype: torch.dtype, num_iterations: int = 5
 ) -> torch.Tensor:
-    """The same singular vectors with singular values near 1 (0.7 to 1.2): a quintic Newton-Schulz
-    iteration.
+    """Replace the singular values of matrices by values near 1 (0.7 to 1.2); keep the vectors.
+
+    The method is a quintic Newton-Schulz iteration, computed in `dtype`.
     """
     wide = matrices_NRC.shape[1] <= matrices_NRC.shape[2]
     x_NRC = matrices_NRC.to(dtype) if wide else matrices_NRC.to(dtype).mT
@@ -178,9 +182,11 @@ def orthogonalize(
 
 
 def learning_rate_share(steps_share: float, time_share: float) -> float:
-    """The fraction of the peak learning rate: short warm-up, plateau, linear decay to nearly zero.
+    """Return the share of the peak learning rates: short warmup, plateau, linear decay to 0.02.
 
-    While the steps are ahead of the deadline, the clock has no effect.
+    Args:
+        steps_share: Steps done over steps planned.
+        time_share: Time used over time allowed; it matters only for the decay, if it is larger.
     """
     return min(
         1.0,
@@ -190,9 +196,10 @@ def learning_rate_share(steps_share: float, time_share: float) -> float:
 
 
 def batches(documents: list[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Endless batches of token ids [B, T] and labels [B, T]: each row is one document, padded.
+    """Yield token ids [B, T] and labels [B, T] without end; each row is one document, padded.
 
-    Each epoch has a new order; documents of a pool are batched by similar length.
+    Each epoch has a new order. It is divided into pools, in which documents of similar length are
+    batched. After each pool follows a batch with one row of several documents.
     """
     while True:
         order = torch.randperm(len(documents)).tolist()
@@ -208,9 +215,9 @@ def batches(documents: list[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch
 
 
 def pad(rows: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids [B, T], and for the token after each, labels [B, T]; -100 where there is none.
+    """Pad rows to ids [B, T], and make labels [B, T]: the next token of each position, or -100.
 
-    T is a multiple of 64, because the CPU's kernels are prepared and cached for each shape.
+    T is a multiple of 64, because CPU kernels are prepared and cached per shape.
     """
     ids_BT = pad_sequence(rows, batch_first=True)
     labels_BT = pad_sequence([row[1:] for row in rows], batch_first=True, padding_value=-100)

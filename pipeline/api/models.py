@@ -86,8 +86,8 @@ class Target:
         """Tokenize a question as a chat prompt, with the target's chat template.
 
         Args:
-            messages: The question, or a conversation that ends with it: messages with `role` and
-                `content`.
+            messages: A question, or a conversation that ends with a question, as a list of messages
+                with `role` and `content`.
 
         Returns:
             Token ids.
@@ -149,7 +149,7 @@ def load_heads(export: str | Path, target: Target) -> Heads:
 
 
 def load_tree(source: GivenTree) -> tuple[TreePath, ...] | DynamicTree:
-    """Return a tree as paths or as a `DynamicTree`, read first if a file is given.
+    """Return a tree, given directly or as a file, as paths or as a `DynamicTree`.
 
     A file holds a list of paths in JSON, or is a run's tree.json. Paths are not checked to form a
     tree.

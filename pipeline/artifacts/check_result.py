@@ -17,7 +17,7 @@ from pipeline.config import Config
 from pipeline.storage.atomic import JsonObject, write_text
 
 LEAST_SHORTFALL = 0.1  # tokens per step
-LEAST_LEARNED = 0.1  # of the tokens that guessing by frequency misses
+LEAST_LEARNED = 0.1  # share of the labels that guessing by frequency misses
 
 Line = JsonObject  # one question's answer, in Spec-Bench's or FastChat's schema
 
@@ -33,35 +33,35 @@ class Limits:
 
     @classmethod
     def of(cls, config: Config) -> Limits:
-        """Return the limits of a check result that a configuration states."""
+        """Return the limits that a configuration states."""
         check, max_kl = config.check, config.train.backbone.max_kl
         return cls(check.min_acceleration_rate, check.max_tie_share, check.require_learning, max_kl)
 
 
 @dataclass(frozen=True)
 class GreedyMatch:
-    """Counts of greedy answers that equal plain decoding's or first differ at a tie."""
+    """Counts of greedy answers: all, equal to plain decoding's, and first differing at a tie."""
 
     sequences: int
     identical: int
-    ties: int
+    ties: int  # whose first difference is a tie
 
     @property
     def differing(self) -> int:
-        """The number of a check result's greedy answers that differ other than at a tie."""
+        """The number of greedy answers whose first difference is not a tie."""
         return self.sequences - self.identical - self.ties
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The first token, not a tie, at which a greedy answer differs from plain decoding."""
+    """The first difference of a greedy answer from plain decoding, which is not a tie."""
 
-    id: str
-    at: int
+    id: str  # of the prompt
+    at: int  # index of the first differing token
     gap: float  # of the target's top two logits
-    plain: list[int]
+    plain: list[int]  # the token and a few after it, of each side
     other: list[int]
-    model: str | None = None  # the copy that was decoded, where it is not the target
+    model: str | None = None  # the served copy, if that was decoded
 
 
 @result
@@ -109,7 +109,7 @@ class Category(Speed):
 
 @result
 class TreeRow(Speed):
-    """One tree in the study `trees`, or the tree cut at `heads` heads in the study `heads`."""
+    """The speed with one tree in the study `trees`, or with one number of heads in `heads`."""
 
     tree: str | None = None
     heads: int | None = None
@@ -118,17 +118,17 @@ class TreeRow(Speed):
 
 @result
 class TypicalRow(Speed):
-    """One acceptance rule in the study `typical`."""
+    """The speed with an acceptance rule in the study `typical`."""
 
     temperature: float
     rule: str
     eps: float | None = None
-    log_likelihood: float | None = None
+    log_likelihood: float | None = None  # nats per token
 
 
 @result
 class BatchRow(Speed):
-    """One number of sequences in the study `batch`."""
+    """The speed of decoding `batch_size` sequences at once, in the study `batch`."""
 
     batch_size: int
 
@@ -144,12 +144,12 @@ class Percentiles:
 
 @result
 class LoadRow(Speed):
-    """One number of concurrent requests in the study `load`: speed, latencies, share in time."""
+    """Speed and latencies with `requests` concurrent requests, in the study `load`."""
 
     requests: int
-    ttft_ms: Percentiles | None = None
-    tpot_ms: Percentiles | None = None
-    within_slo: float | None = None
+    ttft_ms: Percentiles | None = None  # to the first token
+    tpot_ms: Percentiles | None = None  # per further token
+    within_slo: float | None = None  # share of requests within `check.slo`
     baseline_ttft_ms: Percentiles | None = None
     baseline_tpot_ms: Percentiles | None = None
     baseline_within_slo: float | None = None
@@ -157,7 +157,7 @@ class LoadRow(Speed):
 
 @result
 class Studies:
-    """The rows of each study that was run."""
+    """The rows of each study; None for a study that was not run."""
 
     trees: list[TreeRow] | None = None
     typical: list[TypicalRow] | None = None
@@ -175,7 +175,7 @@ class EngineFigures(Speed):
     tie_tolerance: float | None = None
     largest_gap: float | None = None  # the largest top-2 gap of a difference that is no tie
     dtype: str | None = None
-    seen_share: float | None = None  # of the answers, also written in training rows
+    seen_share: float | None = None  # share of answers that are also in training rows
     new: NewAnswers | None = None
     studies: Studies | None = None
 
@@ -194,7 +194,7 @@ class NativeFigures(EngineFigures):
     eps: float | None = None
     delta: float | None = None
     top_p: float | None = None
-    log_likelihood: dict[str, float] | None = None  # nats per token, by the rule that wrote
+    log_likelihood: dict[str, float] | None = None  # nats per token, by rule
     categories: list[Category] | None = None
     baselines: list[Baseline] | None = None
     chain: ChainRate | None = None
@@ -206,7 +206,7 @@ class VllmFigures(EngineFigures):
 
     num_speculative_tokens: int | None = None
     accepted_per_position: list[float] | None = None
-    same_text_acceleration_rate: float | None = None  # the same chain's natively
+    same_text_acceleration_rate: float | None = None  # replayed on native answers
     expected_acceleration_rate: float | None = None
     expected_standard_error: float | None = None
 
@@ -219,7 +219,7 @@ class Engines:
     vllm: VllmFigures | None = None
 
     def engine_failures(self, limits: Limits) -> list[str]:
-        """Return the reasons why a check result fails, from its engines' figures."""
+        """Return the reasons why the engines' figures fail the check; empty if they pass."""
         found, vllm = [], self.vllm
         if self.native is not None:
             found += _failures_of_engine("native", self.native, limits)
@@ -254,7 +254,7 @@ class SampleToken:
 
 @dataclass(frozen=True)
 class Sample:
-    """A decoded answer for the report."""
+    """A prompt and its decoded answer, for the report."""
 
     prompt: str
     tokens: list[SampleToken]
@@ -321,7 +321,7 @@ class CheckResult(Engines):
         return found
 
     def figures(self, limits: Limits) -> CheckFigures:
-        """Judge the check stage's file by these limits; return its figures for report.json."""
+        """Apply the limits, and return the figures for report.json."""
         failures = self.failures(limits)
         return CheckFigures(
             native=self.native,
@@ -333,13 +333,13 @@ class CheckResult(Engines):
         )
 
     def _learning_failures(self) -> list[str]:
-        """Return a failure of the check result if head 0 hardly beats guessing frequent tokens.
+        """Return a failure if head 0 is hardly better than guessing the most frequent tokens.
 
-        Always guessing the most frequent tokens is right for some share of the text, at top-1 and
-        at top-5. Of the rest, head 0 has to get at least `LEAST_LEARNED` right. Untrained heads get
-        nothing of it right, heads trained for a few steps 5 %, and useful heads 33 % or more,
-        independent of target and vocabulary. The list is empty if head 0 gets enough right, if
-        there is no rest, or if nothing was measured.
+        If always guessing them is right for a share g < 1 of the labels, head 0's accuracy must be
+        at least g + `LEAST_LEARNED`·(1-g), at top-1 and at top-5. The gain (accuracy-g)/(1-g) is
+        about 0 for untrained heads, 5 % for heads trained for a few steps, and 33 % or more for
+        useful heads, independent of target and vocabulary. The list has at most one failure, and
+        none if nothing was measured.
         """
         if not self.head_0 or not self.frequency:
             return []
@@ -356,7 +356,7 @@ class CheckResult(Engines):
 
 
 def _failures_of_engine(name: str, engine: EngineFigures, limits: Limits) -> list[str]:
-    """List why one engine's figures in a check result fail: differing answers, ties, low rate."""
+    """Return the reasons why one engine's figures fail: differing answers, ties, low rate."""
     found, match = [], engine.greedy_match
     if match.differing:
         found.append(
@@ -377,13 +377,16 @@ def _failures_of_engine(name: str, engine: EngineFigures, limits: Limits) -> lis
 
 
 def _missed_rate(vllm: VllmFigures) -> float | None:
-    """Return the rate expected of a check result's chain if vLLM's is far below it, else None.
+    """Return the rate expected of vLLM's chain if the measured rate is far below it, else None.
 
-    A rate is far below if it misses more than half of the expected gain over plain decoding, more
-    than 3 standard errors of the measured and the expected rate together, and more than a tenth of
-    a token per step. A rate on the same text has no sampling error: the chain was replayed on the
-    answers of native decoding. Heads that an engine reads wrongly gain next to nothing; other
-    prompts and engines change the gain by less than half.
+    The expected rate is the chain's rate on the same text or, if unknown, the rate that calibration
+    expects. The measured rate is far below it if it misses more than half of the expected gain over
+    plain decoding, more than 3 standard errors, and more than `LEAST_SHORTFALL`. The rate on the
+    same text has no sampling error. Calibration's rate is used only if the standard errors of both
+    rates are known.
+
+    Heads that vLLM reads wrongly gain next to nothing; other prompts or engines change the gain by
+    less than half.
     """
     expected, error = vllm.same_text_acceleration_rate, 0.0
     if expected is None:
@@ -400,13 +403,13 @@ def _missed_rate(vllm: VllmFigures) -> float | None:
 
 
 def write_answers(directory: Path, answers: Mapping[str, Iterable[Line]]) -> None:
-    """Write the check stage's files `answers/METHOD.jsonl`, with one JSON line per question."""
+    """Write each method's answers to `answers/METHOD.jsonl`, one line per question."""
     for method, lines in answers.items():
         _write_answer_lines(directory / "answers" / f"{method}.jsonl", lines)
 
 
 def write_model_answers(directory: Path, lines: Sequence[Line]) -> None:
-    """Write the check stage's file `model_answer/MODEL.jsonl`: its answers for FastChat's judge.
+    """Write a model's answers for FastChat's judge to `model_answer/MODEL.jsonl`.
 
     Without lines, no file is written.
     """
@@ -415,12 +418,15 @@ def write_model_answers(directory: Path, lines: Sequence[Line]) -> None:
 
 
 def _write_answer_lines(path: Path, lines: Iterable[Line]) -> None:
-    """Write one file of a check's answers, as JSON lines."""
+    """Write answers to a file, as JSON lines."""
     write_text(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
 
 
 def read_answers(directory: Path) -> dict[str, list[Line]]:
-    """Read the check stage's answers by method: `plain` first, the model `original` last."""
+    """Read the check stage's answers by method: `plain` first, `original` last.
+
+    `original` are the answers of the original target, if the backbone was tuned.
+    """
     paths = sorted((directory / "answers").glob("*.jsonl"))
     paths.sort(key=lambda path: path.stem != "plain")
     paths += (directory / "model_answer").glob("*-original.jsonl")

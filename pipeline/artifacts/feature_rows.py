@@ -1,12 +1,10 @@
-"""Feature rows: a conversation's tokens, and the target's hidden state for each token that the
-target wrote.
+"""Feature rows: the tokens of a conversation, and a hidden state per target-written token.
 
-`FeatureRows` reads states as torch tensors; states of 8 bits (`quantized_states`) become the
-target's dtype again. The *learnable* positions of a row are those at which head 0 has a label
-(elsewhere no head has one); lengths, plans and batches count these alone. `feature_writer` writes
-the rows.
+`FeatureRows` reads states as torch tensors in the target's dtype; states stored in 8 bits are
+dequantized. The *learnable* positions of a row are those at which head 0 has a label; at other
+positions no head has one. `feature_writer` writes the rows.
 
-Letters: N positions, D hidden size, V vocabulary, K heads.
+Letters: N positions, M states, D hidden size, K heads.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ FEATURES = pa.schema(
         ("hidden", pa.large_binary()),  # [len(positions), D], row-major, dtype and D in the footer
     ]
 )
-SCALES = pa.field("scales", pa.list_(pa.float32()))  # of states of 8 bits: one per position
+SCALES = pa.field("scales", pa.list_(pa.float32()))  # one per position; 8 bits only
 TAP = "last hidden state after the final norm"
 
 
@@ -47,20 +45,20 @@ TAP = "last hidden state after the final norm"
 class StateFormat:
     """The storage format of the states in a feature shard."""
 
-    dtype: torch.dtype  # the target's, which readers get
+    dtype: torch.dtype  # the target's, in which states are read
     hidden_size: int
     precision: Precision = "native"
 
     @classmethod
     def of(cls, footer: Mapping[bytes, bytes]) -> StateFormat:
-        """Read the format of states from a feature shard's footer."""
+        """Read the format of states from the schema metadata of a feature shard."""
         dtype = getattr(torch, footer[b"dtype"].decode())
         precision = cast(Precision, footer[b"precision"].decode())
         return cls(dtype, int(footer[b"hidden_size"]), precision)
 
     @property
     def stored_dtype(self) -> torch.dtype:
-        """The dtype of the states in a feature shard."""
+        """The dtype in which a feature shard stores states."""
         return STORED_DTYPES.get(self.precision, self.dtype)
 
     @property
@@ -70,13 +68,13 @@ class StateFormat:
 
     @property
     def footer(self) -> dict[str, str]:
-        """The format of states as metadata of a feature shard's schema."""
+        """The format of states as schema metadata of a feature shard."""
         dtype, size = str(self.dtype).removeprefix("torch."), str(self.hidden_size)
         return {"dtype": dtype, "hidden_size": size, "precision": self.precision, "tap": TAP}
 
     @property
     def computed_bytes(self) -> int:
-        """The bytes of one state of a feature row as the target computes it."""
+        """The bytes of one state in the target's dtype."""
         return self.hidden_size * self.dtype.itemsize
 
     @property
@@ -91,12 +89,12 @@ class FeatureRow:
     """One conversation's states, and the tokens and labels at its learnable positions."""
 
     hidden_ND: Tensor  # all stored positions
-    learnable: Tensor  # int64, which of them carry a label
+    learnable: Tensor  # int64, indices in `hidden_ND` of the learnable positions
     next_N: npt.NDArray[np.int32]  # the tokens that follow the learnable positions
     labels_KN: npt.NDArray[np.int32]  # at the learnable positions alone
 
     def answers(self) -> list[npt.NDArray[np.int32]]:
-        """Return the token ids of a feature row's spans that have labels, in order."""
+        """Return the token ids of each span that has labels, in order."""
         # A span's last state has no label: a gap in the learnable positions starts a span.
         first = np.flatnonzero(np.diff(self.learnable.numpy(), prepend=-2) != 1)
         answers = []
@@ -106,11 +104,13 @@ class FeatureRow:
         return answers
 
     def teachers(self, start: int, stop: int) -> tuple[Tensor, npt.NDArray[np.int64]]:
-        """Return a feature row's teacher states [M, D], and each label's row among them [K, N].
+        """Return states [M, D] for soft labels, and the index of each label's state [K, N].
 
-        The labels are those at the learnable positions with indices [start, stop). Head k's label
-        at position t, the token at t+2+k, is predicted from the state at t+1+k, which is stored
-        wherever there is such a label. Rows are -1 where there is no label.
+        The label of head k at position t is the token at t+2+k. The state at t+1+k predicts it, and
+        is stored wherever there is such a label. The index is -1 where there is no label.
+
+        Args:
+            start, stop: The range [start, stop) of learnable positions.
         """
         labels_KN, chosen_N = self.labels_KN[:, start:stop], self.learnable[start:stop].numpy()
         first = int(chosen_N[0])
@@ -123,14 +123,15 @@ class FeatureRows:
     """Rows of feature shards, read by row group.
 
     Args:
-        shards: The shards' paths, in order; all of one run.
-        fingerprint: The features stage's fingerprint, which every shard must carry.
+        shards: The shards' paths, in order.
+        fingerprint: The features stage's fingerprint, which every shard must have.
         num_heads: K.
         roles: The roles whose spans give labels.
 
     Raises:
-        DamagedShard: A shard cannot be read.
-        DataError: A shard is of another run.
+        DamagedShard: A shard is missing or damaged.
+        DataError: A shard has another fingerprint.
+        EnvironmentFault: The file system cannot read a shard.
     """
 
     def __init__(
@@ -157,19 +158,17 @@ class FeatureRows:
                     self._splits.append(table["split"].to_numpy())
 
     def lengths(self, split: str) -> list[npt.NDArray[np.int64]]:
-        """Count each feature row's learnable positions, by row group; 0 outside the split."""
+        """Return the number of learnable positions of each row, in one array per row group.
+
+        Rows outside the split have 0.
+        """
         return [
             np.where(splits == split, n, 0)
             for splits, n in zip(self._splits, self._lengths, strict=True)
         ]
 
     def read_group(self, index: int) -> list[FeatureRow]:
-        """Read one row group of features into memory.
-
-        Raises:
-            DamagedShard: A page fails its checksum, or the file is gone.
-            DataError: The file is now a shard of another run.
-        """
+        """Read the rows of one row group into memory; raise what the constructor raises."""
         path, group = self._groups[index]
         columns = ["input_ids", "spans", "hidden"]
         if self.states.precision != "native":
@@ -179,7 +178,7 @@ class FeatureRows:
         return [self._feature_row(table, index) for index in range(len(table))]
 
     def _feature_row(self, table: pa.Table, index: int) -> FeatureRow:
-        """Make a feature row from a shard's columns: states, tokens and labels."""
+        """Build a feature row from one row of a row group's table."""
         ids = table["input_ids"][index].values.to_numpy()
         spans = spans_of(table["spans"][index].as_py())
         labels_KN = head_labels(ids, spans, self.num_heads, self.roles)
@@ -189,7 +188,7 @@ class FeatureRows:
         return FeatureRow(hidden_ND, torch.from_numpy(learnable), next_N, labels_KN[:, learnable])
 
     def _hidden_states(self, table: pa.Table, index: int) -> Tensor:
-        """Return a feature row's hidden states in the target's dtype."""
+        """Return the hidden states [N, D] of one row of the table, in the target's dtype."""
         states, buffer = self.states, table["hidden"][index].as_buffer()
         # DLPack, since torch.frombuffer warns of memory that is read-only.
         stored = torch.from_dlpack(pa.Array.from_buffers(pa.uint8(), buffer.size, [None, buffer]))
@@ -201,7 +200,7 @@ class FeatureRows:
 
 
 def _num_learnable(rows: Sequence[StoredSpans], roles: Sequence[Role]) -> npt.NDArray[np.int64]:
-    """Count each feature row's learnable positions: all but the last of each span in `roles`."""
+    """Count each row's learnable positions: len(span) - 1 for each span of these roles."""
     lengths = np.zeros(len(rows), np.int64)
     for index, spans in enumerate(rows):
         for span in spans_of(spans):

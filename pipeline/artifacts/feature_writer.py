@@ -1,9 +1,8 @@
-"""The writer of feature shards: states arrive in any order, row groups are written in order.
+"""Writer of feature shards: states arrive in any order, row groups are written in order.
 
-A row's states are copied into the memory of its row group as they arrive. A thread checks a
-complete group, quantizes it to 8 bits if configured, encodes, checksums and writes it, straight
-from that memory. `WaitingMemory` bounds the groups that wait, and so how far computing runs ahead
-of the disk.
+As states arrive, they are copied into the buffer of their row group. When a group is complete, a
+thread checks it, quantizes it to 8 bits if configured, and writes it from this buffer.
+`WaitingMemory` limits the number of groups that wait to be written.
 
 Letters: T tokens of a row, N positions of a group, D hidden size.
 """
@@ -33,18 +32,21 @@ from pipeline.storage.receipts import Receipt
 from pipeline.storage.shards import ShardWriter
 
 ROW_GROUP_BYTES = 64 * 1024**2  # of states; a reader holds one group at a time
-MAX_WAITING_GROUPS = 32  # 2 GiB, one window of an engine: the next is computed while it is written
+MAX_WAITING_GROUPS = 32  # 2 GiB of states
 
 
 class WaitingMemory:
-    """Memory of the row groups that wait to be written, shared by a worker's feature shards."""
+    """Buffers of row groups that wait to be written, shared by all feature shards of a worker.
+
+    `slots` limits the number of waiting groups.
+    """
 
     def __init__(self, max_groups: int = MAX_WAITING_GROUPS):
         self.slots = threading.Semaphore(max_groups)
         self._free: list[Tensor] = []  # memory of groups that are written
 
     def take(self, num_bytes: int) -> Tensor:
-        """Return a buffer for a feature shard's row group, if possible that of a written group.
+        """Return a uint8 buffer of at least `num_bytes`, reused from a written group if possible.
 
         Filling newly allocated memory takes five times as long as filling a reused buffer.
         """
@@ -55,13 +57,13 @@ class WaitingMemory:
         return torch.empty(num_bytes, dtype=torch.uint8)
 
     def give_back(self, memory: Tensor) -> None:
-        """Take back the memory of a feature shard's written row group; let another group wait."""
+        """Take back the buffer of a written row group, and allow another group to wait."""
         self._free.append(memory)
         self.slots.release()
 
 
 class WaitingGroup:
-    """Feature rows that become one row group, and the memory that their states are copied to."""
+    """The rows of one row group, and the buffer that their states are copied to."""
 
     def __init__(self, rows: Sequence[TokenRow], states: StateFormat, waiting: WaitingMemory):
         self.rows, self.states = rows, states
@@ -72,9 +74,11 @@ class WaitingGroup:
         self.missing = len(rows)
 
     def put(self, index: int, hidden_TD: Tensor) -> None:
-        """Copy to the group the states of a feature row that predict its target-written tokens.
+        """Copy a row's states that predict target-written tokens into the group's buffer.
 
-        `index` is the row's in the group, and `hidden_TD` has the states of all its tokens.
+        Args:
+            index: The row's index in the group.
+            hidden_TD: The states of all tokens of the row.
         """
         start = self.edges[index]
         for span in self.rows[index].spans:
@@ -84,14 +88,14 @@ class WaitingGroup:
         self.missing -= 1
 
     def write(self, writer: ShardWriter) -> int:
-        """Write feature rows with finite states as a row group; return the positions written.
+        """Write the rows with finite states as a row group, and return its number of positions.
 
-        The other rows are rejected. To store 8 bits, the group's memory is overwritten.
+        The other rows are rejected. To store 8 bits, the group's buffer is overwritten.
         """
         rows, states = [], [self.hidden_ND[:0]]
         for row, (start, stop) in zip(self.rows, itertools.pairwise(self.edges), strict=True):
             hidden_ND = self.hidden_ND[start:stop]
-            # The extrema are finite if all are, and forty times as fast to find.
+            # The extrema are finite if and only if all numbers are; they take 1/40 of the time.
             if not len(hidden_ND) or torch.isfinite(torch.stack(hidden_ND.aminmax())).all():
                 rows.append(row)
                 states.append(hidden_ND)
@@ -107,9 +111,9 @@ class WaitingGroup:
         return len(hidden_ND)
 
     def _record_batch(self, rows: Sequence[TokenRow], hidden_ND: Tensor) -> pa.RecordBatch:
-        """Return feature rows with their states as a record batch, in the stored precision.
+        """Return rows with their states as a record batch, in the stored precision.
 
-        States of 8 bits are written over the start of the group's memory.
+        States of 8 bits are written over the start of the group's buffer.
         """
         if self.states.precision == "native":
             return feature_batch(rows, hidden_ND)
@@ -128,15 +132,14 @@ def num_positions(row: TokenRow) -> int:
 
 
 def row_edges(rows: Sequence[TokenRow]) -> list[int]:
-    """Return the offsets of feature rows in their states: row i has [edges[i], edges[i+1])."""
+    """Return where the rows' states begin and end: row i has the states [edges[i], edges[i+1])."""
     return [0, *itertools.accumulate(map(num_positions, rows))]
 
 
 def row_groups(rows: Iterable[TokenRow], states: StateFormat) -> list[list[TokenRow]]:
-    """Divide feature rows, in order, into row groups of one split and about `ROW_GROUP_BYTES`.
+    """Divide rows, in order, into row groups of one split and about `ROW_GROUP_BYTES` of states.
 
-    Held-out rows have groups of their own, so that reading them does not read the training rows,
-    which are a hundred times as many.
+    A group ends where the split changes, so that held-out rows can be read without training rows.
     """
     groups: list[list[TokenRow]] = []
     size = ROW_GROUP_BYTES
@@ -150,7 +153,7 @@ def row_groups(rows: Iterable[TokenRow], states: StateFormat) -> list[list[Token
 
 
 def feature_batch(rows: Sequence[TokenRow], hidden_ND: Tensor) -> pa.RecordBatch:
-    """Return feature rows with their states as a record batch; states are not copied."""
+    """Return rows with their states as a record batch of `FEATURES`; states are not copied."""
     ends = np.asarray(row_edges(rows), np.int64) * hidden_ND.shape[1] * hidden_ND.itemsize
     data = pa.py_buffer(hidden_ND.view(torch.uint8).numpy())
     buffers = [None, pa.py_buffer(ends), data]
@@ -167,7 +170,7 @@ def feature_batch(rows: Sequence[TokenRow], hidden_ND: Tensor) -> pa.RecordBatch
 
 
 def _list_column(values: Sequence[npt.NDArray[np.int32]]) -> pa.ListArray:
-    """Return NumPy arrays as one Arrow column of lists in a feature shard."""
+    """Return NumPy arrays as one Arrow column of lists."""
     ends = np.cumsum([0, *map(len, values)], dtype=np.int32)
     return pa.ListArray.from_arrays(pa.array(ends), pa.array(np.concatenate(values)))
 
@@ -175,13 +178,13 @@ def _list_column(values: Sequence[npt.NDArray[np.int32]]) -> pa.ListArray:
 class FeatureWriter:
     """Context manager that writes a feature shard in a thread, while later states are computed.
 
-    Leave it before the context of the shard writer. To keep the shard, wait for the future of
-    `commit` before that.
+    Exit it before the context of the shard writer. To keep the shard, first wait for the future
+    that `commit` returns.
 
     Args:
-        writer: The shard's, open. Only this object uses it until `commit`.
+        writer: The open writer of the shard, which only this object uses.
         rows: The shard's rows, in order.
-        waiting: The memory for row groups, shared with the shards before and after.
+        waiting: The buffers of row groups, shared with the worker's other shards.
     """
 
     def __init__(
@@ -203,12 +206,18 @@ class FeatureWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Wait for the thread, which discards the row groups that it has not begun to write."""
+        """Wait for the thread, which skips the row groups that it has not begun to write."""
         self._failed = self._failed or InterruptedError()
         self._thread.shutdown()
 
     def put(self, index: int, hidden_TD: Tensor) -> None:
-        """Copy one feature row's states; block while too many row groups wait to be written.
+        """Copy a row's states into its row group, and write row groups that are complete.
+
+        If too many groups wait to be written, this call blocks.
+
+        Args:
+            index: The row's index in the shard.
+            hidden_TD: The states of all tokens of the row.
 
         Raises:
             EnvironmentFault: Writing has failed, for example on a full disk.
@@ -234,10 +243,11 @@ class FeatureWriter:
         num_tokens: int = 0,
         started: float = 0.0,
     ) -> Future[Receipt]:
-        """Commit the feature shard in the thread after all of its row groups; return a future.
+        """Commit the shard in the thread, after its row groups; return a future of the receipt.
 
         Args:
-            num_tokens: The rows' tokens, as the receipt states them.
+            ids_in: As in `ShardWriter.commit`.
+            num_tokens: The number of tokens of all rows, for the receipt.
             started: The worker's `time.monotonic()` when it began the shard.
 
         Raises:
@@ -247,7 +257,7 @@ class FeatureWriter:
         assert len(self._writing) == len(self._rows), lacking
 
         def finish() -> Receipt:
-            """Commit the feature shard with its number of positions."""
+            """Commit the shard, and state its number of positions in the receipt."""
             positions = sum(writing.result() for writing in self._writing)
             stats = {"positions": float(positions), "tokens": float(num_tokens)}
             return self._writer.commit(stage, ids_in, stats, time.monotonic() - started)
@@ -255,7 +265,7 @@ class FeatureWriter:
         return self._thread.submit(finish)
 
     def _write_group(self, group: WaitingGroup) -> int:
-        """Write a feature shard's row group; return its positions, or 0 after a failure."""
+        """Write a row group and return its number of positions; after a failure only return 0."""
         try:
             return 0 if self._failed else group.write(self._writer)
         except BaseException as error:

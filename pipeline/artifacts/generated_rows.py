@@ -58,7 +58,7 @@ class TokenRow:
         return cls(row["id"], row["parent_id"], row["split"], ids, spans_of(row["spans"]))
 
     def stored(self) -> Row:
-        """Return the columns `TOKEN_COLUMNS` of a generate or feature shard's row."""
+        """Return the row as the columns `TOKEN_COLUMNS` of a generate or feature shard."""
         return {
             "id": self.id,
             "parent_id": self.parent_id,

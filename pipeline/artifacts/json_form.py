@@ -15,17 +15,17 @@ Result = TypeVar("Result")
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 def result(kind: type[Result]) -> type[Result]:
-    """Class decorator: make the type of a stage file's content a frozen keyword-only dataclass."""
+    """Class decorator: make a class a frozen dataclass with keyword-only fields."""
     return dataclass(frozen=True, kw_only=True)(kind)
 
 
 def to_json(result: object) -> JsonObject:
-    """Return the typed content of a stage's file as JSON, without fields that are None."""
+    """Convert a dataclass to JSON data, without fields that are None."""
     return dict(TypeAdapter(type(result)).dump_python(result, mode="json", exclude_none=True))
 
 
 def from_json(kind: type[Result], found: Any) -> Result:
-    """Make the typed content of a stage's file from its JSON; other keys are ignored.
+    """Build a value of the type `kind` from JSON data; unknown keys are ignored.
 
     Raises:
         pydantic.ValidationError: The JSON does not have the form of `kind`.
@@ -34,5 +34,5 @@ def from_json(kind: type[Result], found: Any) -> Result:
 
 
 def rounded(value: float, digits: int = 4) -> float | None:
-    """Return a figure rounded for a stage's file, or None if it is not finite."""
+    """Return a number rounded to `digits` decimals, or None if it is not finite."""
     return round(value, digits) if math.isfinite(value) else None

@@ -1,10 +1,10 @@
 """Hidden states quantized to 8 bits, with one float32 scale per state.
 
-A state is divided by a scale of its own, so that its largest number becomes the largest that the
-format has. `int8` rounds each number to a multiple of the scale: the error is at most 1/254 of the
-state's largest number. `fp8` (e4m3: four bits of exponent, three of mantissa) rounds each number to
-one part in 16, and those below 2⁻⁶ of the scale to a multiple of 2⁻⁹ of it. Reading rounds once
-more, to the target's dtype.
+A state is divided by its scale, which maps the state's largest magnitude to the largest number of
+the format. `int8` rounds each number to a multiple of the scale: the error is at most 1/254 of the
+largest magnitude. `fp8` (e4m3: four bits of exponent, three of mantissa) rounds each number by at
+most one part in 16, and those below 2⁻⁶ of the scale to a multiple of 2⁻⁹ of it. Reading rounds
+once more, to the target's dtype.
 
 Letters: N states, D hidden size.
 """
@@ -21,14 +21,14 @@ from pipeline.config import Precision
 SCALE_BYTES = 4
 STORED_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 LARGEST = {"fp8": 448.0, "int8": 127.0}
-SMALLEST_STATE = 1e-30  # of a state's largest number, so that dividing by it overflows no float32
-PIECE = 1 << 18  # numbers that are converted at once: they stay in a core's cache
+SMALLEST_STATE = 1e-30  # lower bound of a state's largest number, so that no float32 overflows
+PIECE = 1 << 18  # numbers to convert at once, few enough to stay in a core's cache
 
 
 def quantize(hidden_ND: Tensor, precision: Precision, stored_ND: Tensor) -> Tensor:
-    """Quantize feature rows' states into `stored_ND`; return their scales [N], float32.
+    """Quantize states [N, D] into `stored_ND`; return one scale per state [N], in float32.
 
-    `stored_ND` may share the start of the states' memory.
+    `stored_ND` has the dtype of the precision. It may share the start of the states' memory.
     """
     scales_N = torch.empty(len(hidden_ND))
     rows = max(1, PIECE // hidden_ND.shape[1])
@@ -49,7 +49,7 @@ def dequantize(
     precision: Precision,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return feature rows' states in the target's dtype from stored bytes and scales."""
+    """Return states [N, D] in `dtype` from their stored bytes and scales."""
     # A table is faster: torch converts float8 one number at a time.
     numbers = torch.arange(256, dtype=torch.uint8).view(STORED_DTYPES[precision]).float().numpy()
     hidden_ND = torch.from_numpy(numbers.take(stored_ND))

@@ -64,7 +64,7 @@ def read_seeds(shards: Iterable[Path], split: str) -> Iterator[Conversation]:
 
 
 def most_frequent_opening(shards: Iterable[Path]) -> tuple[str, int]:
-    """Return the most frequent first question of seed rows, normalized, and its number of rows."""
+    """Return the most frequent first question of seed rows, normalized, and how many have it."""
     openings = Counter(first_question(row.conversation) for row in read_seed_rows(shards))
     return openings.most_common(1)[0]
 

@@ -1,8 +1,8 @@
 """Seen answers: held-out answers that the target has also written in a training row.
 
-The answer to a held-out prompt may also be in a training row. The heads then know it by heart, and
-rates on it overestimate rates on new text. An answer is *seen* if its first 32 tokens, or all
-tokens of a shorter answer, equal those of an answer in the split `train`.
+Heads have been trained on such an answer, so rates on it overestimate rates on new text. An answer
+is *seen* if its first 32 tokens, or all tokens of a shorter answer, equal those of an answer in the
+split `train`.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from pipeline.artifacts.json_form import result
 from pipeline.storage.stage_directory import StageDirectory
 
 PREFIX = 32  # tokens
-ENOUGH_NEW = 8  # answers; rates of fewer are too uncertain
+ENOUGH_NEW = 8  # answers; rates on fewer are too uncertain
 
 
 @result
 class NewAnswers:
     """The number of answers that are not seen, and rates on these.
 
-    The rates are None if there are fewer than `ENOUGH_NEW` such answers.
+    Rates are None if they were not measured, or if there are fewer than `ENOUGH_NEW` such answers.
     """
 
     answers: int
@@ -41,13 +41,13 @@ Tokens = Sequence[int] | npt.NDArray[np.integer]
 
 @dataclass(frozen=True)
 class TrainingText:
-    """The generate shards from which seen answers are read, and their fingerprint."""
+    """The generate shards with the training rows, and their fingerprint; picklable."""
 
     shards: tuple[str, ...]
     fingerprint: str
 
     def answers(self) -> SeenAnswers:
-        """Read the answers of generated training rows, at about 100 bytes of memory each."""
+        """Read the answers in training rows; each takes about 100 bytes of memory."""
         seen = SeenAnswers()
         for row in read_token_rows(self.shards, self.fingerprint):
             if row.split == "train":
@@ -57,18 +57,18 @@ class TrainingText:
 
 
 def training_text(generated: StageDirectory) -> TrainingText:
-    """Return the shard files of the generate stage, with their fingerprint, as training text."""
+    """Return the shards of a generate stage's directory, with their fingerprint."""
     return TrainingText(tuple(map(str, generated.shards())), generated.fingerprint)
 
 
 class SeenAnswers:
-    """The set of answers in generated training rows, compared by their first 32 tokens."""
+    """The set of answers in training rows, compared by their first 32 tokens."""
 
     def __init__(self) -> None:
         self._beginnings: set[bytes] = set()
 
     def add(self, answer: Tokens) -> None:
-        """Add an answer of a generated training row, as token ids."""
+        """Add the token ids of an answer in a training row."""
         self._beginnings.add(_answer_digest(answer))
 
     def __contains__(self, answer: Tokens) -> bool:
@@ -76,6 +76,6 @@ class SeenAnswers:
 
 
 def _answer_digest(answer: Tokens) -> bytes:
-    """Return a digest of the first 32 tokens of an answer, to compare it with generated rows."""
+    """Return a digest of the first 32 token ids of an answer."""
     data = np.asarray(answer[:PREFIX], np.int32).tobytes()
     return hashlib.blake2b(data, digest_size=8).digest()

@@ -1,8 +1,8 @@
-"""The train stage's heads on disk: `heads.safetensors`, whole or absent, never a pickle.
+"""The train stage's heads on disk: `heads.safetensors`, written atomically.
 
-Its header gives the heads' kind and shape. The training's summary lies beside it in
-`summary.jsonl`. As a log, this file does not count: where heads are trained again and come out
-equal, later stages stay current although the timings in the summary differ.
+The header states the heads' kind and shape. The training's summary is in `summary.jsonl` beside it.
+Like every log, this file is not part of the stage's content: if heads are trained again and come
+out equal, later stages stay current although the timings in the summary differ.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SUMMARY_FILE = "summary.jsonl"
 
 
 def write_heads(path: Path, heads: Heads, summary: Summary) -> None:
-    """Write the summary of a training, then its heads, to the train stage's files."""
+    """Write the summary of a training to `summary.jsonl`, then the heads to `path`."""
     write_text(path.with_name(SUMMARY_FILE), json.dumps(summary) + "\n")
     with atomic_path(path) as temporary:
         tensors = {}
@@ -37,10 +37,10 @@ def write_heads(path: Path, heads: Heads, summary: Summary) -> None:
 
 
 def read_trained_heads(path: Path) -> Heads:
-    """Read the train stage's heads from their file onto the CPU.
+    """Read trained heads from their file onto the CPU.
 
     Raises:
-        DataError: There are none, or the file is damaged.
+        DataError: The file is missing or damaged.
     """
     shape = _heads_shape(path)
     if shape is None:
@@ -53,10 +53,10 @@ def read_trained_heads(path: Path) -> Heads:
 
 
 def read_summary(path: Path, shape: HeadsShape) -> Summary | None:
-    """Read the summary file of trained heads; None if the heads or the file cannot be read.
+    """Read the summary beside a heads file; None if the heads or the summary cannot be read.
 
     Raises:
-        DataError: They have another kind or shape than `shape`, so they are another training's.
+        DataError: The kind or shape of the heads is not `shape`.
     """
     found = _heads_shape(path)
     if found is None:
@@ -71,7 +71,7 @@ def read_summary(path: Path, shape: HeadsShape) -> Summary | None:
 
 
 def _heads_shape(path: Path) -> HeadsShape | None:
-    """Read the heads' shape from the train stage's file; None if no file states a shape."""
+    """Read the shape in a heads file's header; None if it cannot be read."""
     try:
         with safe_open(path, "pt") as file:
             return shape_from_json(json.loads(file.metadata()["heads"]))

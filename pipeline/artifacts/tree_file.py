@@ -1,6 +1,6 @@
-"""The calibrate stage's tree on disk (`tree.json`) and summary; files of tree paths.
+"""The calibrate stage's `tree.json` and summary, and files of tree paths.
 
-With a dynamic tree, tree.json holds a static one of the same size as well, for readers of paths.
+If the tree is dynamic, tree.json also holds the paths of a static tree of the same size.
 
 Letters: K heads, R ranks.
 """
@@ -53,22 +53,22 @@ class ChainLength(Expected):
 class Calibration:
     """The calibrated tree and chain of first guesses, with their expected rates.
 
-    A `dynamic` tree is used where there is one: the expected rate is its own, and `choices` are
-    a static tree of the same size. `searched` is None for a tree that the user gave.
+    If `dynamic` is set, native decoding uses the dynamic tree, `expected_acceleration_rate` is its
+    rate, and `choices` is a static tree of the same size.
     """
 
     choices: tuple[TreePath, ...]
-    node_shares: list[float]  # of the steps that add each node of `choices`
+    node_shares: list[float]  # the share of steps that accept each node of `choices`
     accuracies: list[list[float]]  # [K, R], how often each guess was right
     expected_acceleration_rate: float
     num_speculative_tokens: int  # of the chain
     chain: list[ChainLength]  # of 1, 2, … draft tokens
     dynamic: DynamicTree | None = None
-    searched: tuple[TreePath, ...] | None = None  # on all rows, up to the stock tree's size
+    searched: tuple[TreePath, ...] | None = None  # None if the user gave a tree
 
     @property
     def tree(self) -> tuple[TreePath, ...] | DynamicTree:
-        """The calibrated tree in tree.json that native decoding uses."""
+        """The tree that native decoding uses: the dynamic one if there is one."""
         return self.dynamic or self.choices
 
     def write(self, directory: Path) -> None:
@@ -78,9 +78,9 @@ class Calibration:
 
 @result
 class Accuracy:
-    """The share of labels that are among a head's first 1 to 5 guesses."""
+    """A head's accuracies: the shares of its labels that are among its first 1 to 5 guesses."""
 
-    labels: int
+    labels: int  # the number of them
     top1: float | None = None
     top2: float | None = None
     top3: float | None = None
@@ -119,17 +119,17 @@ class CalibrateResult:
 
 
 def read_calibration(directory: Path) -> Calibration:
-    """Read the calibrated tree from a calibrate stage's tree.json.
+    """Read tree.json from a calibrate stage's directory.
 
     Raises:
-        DataError: There is none, or it is damaged.
+        DataError: The file is missing or damaged.
     """
     path = directory / TREE_FILE
     return _parse_calibration(_read_tree_json(path), path)
 
 
 def read_paths(path: Path) -> tuple[TreePath, ...]:
-    """Read the paths of a static tree from a calibrate stage's tree.json, or from a JSON list.
+    """Read the paths of a static tree from a tree.json, or from a JSON list of paths.
 
     Raises:
         DataError: The file cannot be read, or holds no list of paths.
@@ -143,7 +143,9 @@ def read_paths(path: Path) -> tuple[TreePath, ...]:
 
 
 def read_tree(path: Path) -> tuple[TreePath, ...] | DynamicTree:
-    """Read a tree from a tree.json, the dynamic one if it has one, or from a JSON list of paths.
+    """Read a tree from a tree.json, or from a JSON list of paths.
+
+    If a tree.json holds a dynamic tree, that tree is returned.
 
     Raises:
         DataError: The file cannot be read, or holds no tree.
@@ -155,7 +157,7 @@ def read_tree(path: Path) -> tuple[TreePath, ...] | DynamicTree:
 
 
 def _parse_calibration(content: Any, path: Path) -> Calibration:
-    """Make a calibration from the content of tree.json, or raise DataError."""
+    """Convert the content of tree.json to a `Calibration`; raise DataError if it is invalid."""
     try:
         return from_json(Calibration, content)
     except ValidationError as error:
@@ -167,7 +169,7 @@ def _parse_calibration(content: Any, path: Path) -> Calibration:
 
 
 def _read_tree_json(path: Path) -> Any:
-    """Read a tree.json or another JSON file of a tree, or raise DataError."""
+    """Read a JSON file; raise DataError if it cannot be read."""
     try:
         return json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:

@@ -46,8 +46,9 @@ def chat(
 ) -> None:
     """Chat with an export's target and heads; accepted guesses are green.
 
-    Each answer ends with its tokens per step. Ctrl-C ends an answer, Ctrl-D the chat. From a pipe
-    each line is a question; answers go to stdout as plain text, their speed to stderr.
+    Each answer is followed by its tokens per step. Ctrl-C ends an answer, Ctrl-D the chat. If
+    standard input is a pipe, each line is a question. If standard output is not a terminal, it gets
+    the answers as plain text, and their speed goes to stderr.
 
     Example: medusa-distill chat runs/demo/latest/export, and again with --plain.
     Example: medusa-distill chat EXPORT target.template_arguments.enable_thinking=false

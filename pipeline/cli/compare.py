@@ -48,7 +48,7 @@ def compared_run(path: Path) -> ComparedRun:
     """Read the settings and figures of one run for the command `compare`.
 
     Raises:
-        ConfigError: This is no run directory, or its run.yaml is wrong.
+        ConfigError: The directory is not a run directory, or its run.yaml is wrong.
     """
     from pipeline.artifacts.trained_heads import HEADS_FILE
     from pipeline.flow import statuses_of  # imports torch, and --help does not wait for it

@@ -85,7 +85,7 @@ def coloured_text(row: TokenRow, tokenizer: Any) -> Text:
 
 
 def _tokenizer(run: RunDirectory, config: Config) -> Any:
-    """Load the target's tokenizer for `inspect`, or the export's copy if the target is gone."""
+    """Load the target's tokenizer for `inspect`, or the export's copy if that fails."""
     from pipeline.targets.spec import TargetSpec, load_tokenizer, resolve
 
     try:

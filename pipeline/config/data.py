@@ -296,8 +296,8 @@ class GenerateConfig(Section):
     def num_samples(self, num_prompts: int) -> int:
         """Return the number of answers to each of `num_prompts` training prompts.
 
-        `auto` depends on counts alone, so that every resume agrees. The evidence is in
-        docs/recipes-compared.md.
+        `auto` depends only on the settings and this number, so that every resume agrees. The
+        evidence is in docs/recipes-compared.md.
         """
         if self.samples != "auto":
             return self.samples

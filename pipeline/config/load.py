@@ -112,7 +112,7 @@ def target_settings(words: Iterable[str]) -> PlainData:
                 "command line",
                 "The model itself has an option of its own (see --help).",
             )
-    found: PlainData = settings["target"]
+    found = settings["target"]
     try:
         TargetConfig.model_validate({"model": "any"} | found)
     except ValidationError as error:
@@ -132,8 +132,8 @@ def validate(settings: PlainData, where: str) -> Config:
         where: The file or other source of the settings, for errors.
 
     Raises:
-        ConfigError: Keys or values are wrong, all of which it names, or a setting holds a token or
-            a password.
+        ConfigError: A key or value is wrong, or a setting holds a token or a password. The error
+            names all wrong keys.
     """
     try:
         config = Config.model_validate(settings)
@@ -255,7 +255,7 @@ def _resolved_source(source: Any, base: Path) -> Any:
 
 
 def _read_template(path: str) -> str:
-    """Read the chat template file in `target.chat_template`; raise ConfigError if it fails."""
+    """Read the chat template file in `target.chat_template`; raise ConfigError if unreadable."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -318,7 +318,7 @@ def _problem(key: str, errors: list[Any]) -> str:
 
 
 def nearest_key(wrong: str) -> str | None:
-    """Return the configuration key that is most similar to an unknown one; None without any.
+    """Return the configuration key that is most similar to an unknown one; None if none is similar.
 
     A nearly equal key comes first, then a key with the same last name or with all words of the
     unknown one, then a less similar key.

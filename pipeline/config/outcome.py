@@ -111,7 +111,7 @@ class CalibrateConfig(Section):
     @field_validator("choices", mode="before")
     @classmethod
     def is_a_tree(cls, value: Any) -> Any:
-        """Refuse `calibrate.choices` unless it is a list of tree paths, a file or a tree's name."""
+        """Refuse `calibrate.choices` other than tree paths, a file, a tree's name or None."""
         if not isinstance(value, str | Path | None) and not _are_paths(value):
             raise ValueError(
                 "give a list of paths such as [[0], [0, 0], [1]], a file with one, or a tree's name"

@@ -37,10 +37,10 @@ class Message:
 
 @dataclass(frozen=True)
 class Turn:
-    """A user's question and the seed's answer, or None if the seed has none.
+    """A user's question, and the seed's answer to it.
 
     `asked` is the user's message, followed by the function calls of the seed's assistant with their
-    results.
+    results. `answer` is None if the seed has none.
     """
 
     asked: tuple[Message, ...]
@@ -65,7 +65,7 @@ class Conversation:
     @property
     def turns(self) -> list[Turn]:
         """The turns of the conversation, without function calls that have no result."""
-        turns: list[Turn] = []
+        turns = []
         for number, message in enumerate(self.messages):
             after = self.messages[number + 1 : number + 2]
             if message.role == "user":
@@ -146,7 +146,7 @@ class RejectedRow:
     def of(cls, id: str, rejected: RowRejected, row: Any) -> RejectedRow:
         """Create the record of a rejected row from the exception that rejected it.
 
-        `storable_json` converts `row`.
+        The record holds `row` as `storable_json` converts it.
         """
         return cls(id, rejected.reason, escape_surrogates(rejected.detail), storable_json(row))
 
@@ -161,8 +161,10 @@ def utf8_text(text: str) -> str:
         text.encode()
     except UnicodeEncodeError as error:
         place = f"Character {error.start + 1:,} of a text"
-        detail = f"{place} is not UTF-8, or half of a surrogate pair."
-        raise RowRejected(Reason.UNDECODABLE, detail) from None
+        raise RowRejected(
+            Reason.UNDECODABLE,
+            f"{place} is not UTF-8, or half of a surrogate pair.",
+        ) from None
     return text
 
 

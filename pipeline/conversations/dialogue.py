@@ -85,8 +85,11 @@ def require_both_sides(template: ChatTemplate, mode: str) -> None:
         ConfigError: The mode is self-talk, and the template has no token that ends a user message.
     """
     if mode == "self-talk" and not template.end_ids["user"]:
-        what = "The target cannot write the user's side: no token of its chat template ends it."
-        raise ConfigError(what, "generate.mode: self-talk", "Use generate.mode=replay.")
+        raise ConfigError(
+            "The target cannot write the user's side: no token of its chat template ends it.",
+            "generate.mode: self-talk",
+            "Use generate.mode=replay.",
+        )
 
 
 class Dialogue:
@@ -96,12 +99,10 @@ class Dialogue:
         conversation: The seed conversation.
         template: The target's chat template.
         settings: The mode, the limits, and how flaws are handled.
-
-    Args:
-        sample: The number of this dialogue among those with the same conversation, from 1.
+        sample: The number of this dialogue among those of the same conversation, from 1.
 
     Attributes:
-        id: The conversation's id; of a later sample, `<id>~<sample>`.
+        id: The conversation's id, to which samples after the first add `~<sample>`.
         cut_at_tools: Whether the conversation ends early, at function calls that the chat template
             cannot render.
     """
@@ -183,7 +184,7 @@ class Dialogue:
             self._writer = "user" if self._writer == "assistant" else "assistant"
 
     def prompts(self) -> list[list[int]]:
-        """Return the token ids of each kept text's prompt, then of an unanswered last prompt."""
+        """Return the prompts of all kept texts as token ids, then the unanswered one, if any."""
         found = []
         for builder in self._rows.values():
             found += [builder.ids[: span.start] for span in builder.spans]
@@ -302,8 +303,10 @@ class Dialogue:
             ids = template.separator(builder.messages[:-1], "user", builder.ended)
             return builder.with_ids(ids)
         if not self._turns:
-            detail = "The seed has no question, or for passthrough no answer."
-            raise RowRejected(Reason.NOTHING_GENERATED, detail)
+            raise RowRejected(
+                Reason.NOTHING_GENERATED,
+                "The seed has no question, or for passthrough no answer.",
+            )
         turn = self._turns.popleft()
         self._seed_answer = turn.answer
         if builder is None:
@@ -331,5 +334,7 @@ class Dialogue:
             return RowRejected(Reason.CONTEXT_FULL, "The context ended within the text.")
         if policy == "quarantine":
             self._rows.clear()
-        detail = f"The {writer}'s text was cut after {len(ids)} tokens."
-        return RowRejected(Reason.TRUNCATED, detail)
+        return RowRejected(
+            Reason.TRUNCATED,
+            f"The {writer}'s text was cut after {len(ids)} tokens.",
+        )

@@ -79,8 +79,9 @@ class Deduplicator:
 class SimilarTexts:
     """Index of conversations by the MinHash of their three-word shingles (Broder 1997).
 
-    Candidates are found by LSH bands. With 128 permutations the estimated similarity has a standard
-    error of at most 0.045. A conversation takes about 1 KB of memory.
+    Conversations to compare are found by locality-sensitive hashing. With 128 permutations the
+    estimated similarity has a standard error of at most 0.045. A conversation takes about 1 KB of
+    memory.
     """
 
     def __init__(self, similarity: float):

@@ -50,8 +50,10 @@ def joined_parts(parts: list[Any]) -> str:
     for part in parts:
         text = part.get("text") if isinstance(part, dict) else part
         if not isinstance(text, str):
-            detail = f"A turn has a part that is not text: {str(part)[:60]}."
-            raise RowRejected(Reason.NOT_TEXT, detail)
+            raise RowRejected(
+                Reason.NOT_TEXT,
+                f"A turn has a part that is not text: {str(part)[:60]}.",
+            )
         texts.append(text)
     return "".join(texts)
 
@@ -98,7 +100,7 @@ def definitions_json(tools: Any) -> str | None:
 
 
 def _functions(value: Any) -> list[dict[str, Any]]:
-    """Return the function calls or definitions in a value, which is a list of them or a single one.
+    """Return function calls or definitions as a list; `value` is a list of them or a single one.
 
     Each may be nested under the key `function`.
 
@@ -126,8 +128,10 @@ def _tool_json(value: Sequence[object]) -> str:
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (ValueError, TypeError, RecursionError) as error:
-        detail = f"A function call or definition is not JSON: {error}."
-        raise RowRejected(Reason.BROKEN_JSON, detail) from None
+        raise RowRejected(
+            Reason.BROKEN_JSON,
+            f"A function call or definition is not JSON: {error}.",
+        ) from None
     return utf8_text(text)
 
 
@@ -155,8 +159,10 @@ def repair_turns(
         messages = messages[: uses_tools.index(True)]
     num_characters = sum(len(message.text) for message in messages)
     if num_characters > max_characters:
-        detail = f"{num_characters:,} characters; seeds.max_characters is {max_characters:,}."
-        raise RowRejected(Reason.TOO_LONG, detail)
+        raise RowRejected(
+            Reason.TOO_LONG,
+            f"{num_characters:,} characters; seeds.max_characters is {max_characters:,}.",
+        )
     return tuple(messages)
 
 
@@ -166,7 +172,7 @@ def _trim_turns(turns: Sequence[Message]) -> list[Message]:
     Raises:
         RowRejected: No user turn is left, or another turn is empty.
     """
-    kept: list[Message] = []
+    kept = []
     asked = False
     for turn in turns:
         asked = asked or turn.role == "user"
@@ -182,10 +188,10 @@ def _trim_turns(turns: Sequence[Message]) -> list[Message]:
 
 
 def _join_messages(turns: Sequence[Message]) -> list[Message]:
-    """Join consecutive messages of one role into one message.
+    """Join consecutive messages of the same role.
 
-    A message that repeats the last one is dropped. Results of function calls are not joined, nor
-    are user messages in a row without answers, where each is a question.
+    A message that equals the previous one is dropped. Two kinds of messages are never joined or
+    dropped: results of function calls, and user messages of a conversation without any answer.
 
     Raises:
         RowRejected: Two different answers follow one another, a system prompt comes after another
@@ -206,8 +212,10 @@ def _join_messages(turns: Sequence[Message]) -> list[Message]:
             messages[-1] = _join_calls(last, turn)
         elif last.content != turn.content:
             if turn.role == "assistant":
-                detail = "Two answers stand in a row: a question is missing."
-                raise RowRejected(Reason.WRONG_ORDER, detail)
+                raise RowRejected(
+                    Reason.WRONG_ORDER,
+                    "Two answers stand in a row: a question is missing.",
+                )
             messages[-1] = replace(turn, content=f"{last.content}\n\n{turn.content}")
     return messages
 

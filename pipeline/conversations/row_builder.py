@@ -15,9 +15,9 @@ from pipeline.conversations.template import ChatTemplate
 class GeneratedRow:
     """A generated training row: token ids, target-written spans, and the messages as text.
 
-    `finish` has one entry per span. `parent_id` is the seed's id. A later sample of a seed has the
-    id `<parent_id>~<sample>`. If the chat template rewrites history, a conversation is split into
-    rows, whose ids add `#<turn>`.
+    `finish` has one entry per span. `parent_id` is the seed's id, and so is `id`, with two
+    exceptions. Samples of a seed after the first add `~<sample>`. If the chat template rewrites
+    history, a conversation is split into rows, and each row adds `#<turn>`.
     """
 
     id: str
@@ -90,7 +90,7 @@ class RowBuilder:
 
 
 class Chat:
-    """Interactive chat whose prompts hold earlier answers as their sampled token ids.
+    """Interactive chat whose prompts hold earlier answers as the token ids that were sampled.
 
     Args:
         template: The target's chat template.
@@ -119,8 +119,10 @@ class Chat:
         if forgets:
             asked = alone
         if len(asked.ids) > self._room:
-            detail = f"This takes {len(asked.ids)} tokens, and there is room for {self._room}."
-            raise RowRejected(Reason.TOO_LONG, detail)
+            raise RowRejected(
+                Reason.TOO_LONG,
+                f"This takes {len(asked.ids)} tokens, and there is room for {self._room}.",
+            )
         self._asked = asked
         return asked.ids, forgets
 

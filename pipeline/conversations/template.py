@@ -40,7 +40,7 @@ PROBE_WORDS = ("placeholder_function", "PlaceholderArgument", "PlaceholderResult
 
 
 class ChatTemplate:
-    """The chat template of a target, as token ids around sampled texts.
+    """A target's chat template, which gives the token ids around sampled texts.
 
     Args:
         tokenizer: The target's tokenizer.
@@ -50,9 +50,9 @@ class ChatTemplate:
         arguments: Further variables of the template, such as Qwen3's `enable_thinking`.
 
     Attributes:
-        end_ids: By role ("assistant" and "user"), a tuple of the token id that ends the role's
-            text. It is empty if there is no such token, for example where a user's message is
-            followed by plain text (Vicuna, Llama-2).
+        end_ids: For the roles "assistant" and "user", a tuple with the id of the token that ends a
+            text. The tuple is empty if no token does, for example if only plain text follows a
+            user's message (Vicuna, Llama-2).
 
     Raises:
         ConfigError: There is no template, or it cannot render a conversation.
@@ -128,7 +128,7 @@ class ChatTemplate:
         return list(dict.fromkeys(self._special.findall(text)))
 
     def render(self, messages: Sequence[Message], *, asks: bool) -> str:
-        """Render messages as text; special tokens in their text are replaced by marks.
+        """Render messages as text; special tokens in the messages become marks if they are escaped.
 
         With `asks`, the rendered text ends where the next answer begins.
 
@@ -224,7 +224,7 @@ class ChatTemplate:
         return ids
 
     def recite(self, messages: Sequence[Message], answer: str) -> list[int]:
-        """Return the token ids of a seed's answer and its end, as if the target had sampled them.
+        """Return the token ids of a seed's answer and its end token, as if the target wrote them.
 
         Args:
             messages: The history before the answer.
@@ -253,7 +253,8 @@ class ChatTemplate:
     def rewrites_history(self, history: Sequence[Message], asked: Sequence[Message]) -> bool:
         """Return whether the chat template renders `history` differently when `asked` follows.
 
-        If so, the next prompt does not extend the last one. `history` must end with an answer.
+        If so, the next prompt does not begin with the tokens of the conversation so far. `history`
+        must end with an answer.
 
         Raises:
             RowRejected: The template raised.
@@ -270,10 +271,10 @@ class ChatTemplate:
     ) -> str:
         """Return the text that the chat template writes after a message of this role.
 
-        It includes the messages of `asked`. With `asks`, it ends where the next answer begins.
-
         Args:
             messages: The history before the message.
+            asked: Messages after it, which are part of the returned text.
+            asks: Whether the text ends where the next answer begins.
 
         Raises:
             RowRejected: The template raised, or leaves out the message.
@@ -322,8 +323,10 @@ class ChatTemplate:
             ids = self._tokenize_after(special[:at]) + self._tokenize_after(special[at:])
             if not self._special_ids.intersection(ids):
                 return ids
-        detail = f"The special token {special!r} cannot be written as text."
-        raise RowRejected(Reason.SPECIAL_TOKENS, detail)
+        raise RowRejected(
+            Reason.SPECIAL_TOKENS,
+            f"The special token {special!r} cannot be written as text.",
+        )
 
     def _tokenize_after(self, text: str, context: str = ANCHORS[0]) -> list[int]:
         """Tokenize a text as the continuation of `context`.

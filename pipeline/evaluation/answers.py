@@ -64,7 +64,7 @@ class Comparison:
 
     @property
     def largest_gap(self) -> float | None:
-        """The largest top-2 logit gap of `differing`, rounded to 3 digits; None if it is empty."""
+        """The largest top-2 logit gap of `differing`, to 3 significant digits; None if empty."""
         if not self.differing:
             return None
         return float(f"{max(each.gap for each in self.differing):.3g}")
@@ -86,9 +86,10 @@ def compare(
     gap_at: Callable[[list[int]], float],
     tolerance: float,
 ) -> Comparison:
-    """Compare the check's greedy answers with plain decoding's, token by token.
+    """Compare a method's greedy answers with plain decoding's, token by token.
 
     Args:
+        plain, other: The answers of plain decoding, and of the method.
         gap_at: Returns the target's top-2 logit gap after a prefix; called only if answers differ.
         tolerance: A gap up to this is a tie.
     """
@@ -124,7 +125,7 @@ def mean_log_likelihood(
 
     The unit is nats per token, over all answers together.
     """
-    likelihoods: list[float] = []
+    likelihoods = []
     for log_p_TV, answer in zip(log_probabilities(model, prompts, answers), answers, strict=True):
         written_T1 = torch.tensor(answer, device=log_p_TV.device)[:, None]
         likelihoods += log_p_TV.gather(-1, written_T1)[:, 0].tolist()
@@ -153,7 +154,7 @@ def answer_lines(
 
     Texts and counts are those of the first repetition, wall times are medians over all repetitions.
     """
-    lines: dict[int | str, Line] = {}
+    lines = {}
     for prompt, answer, *others in zip(prompts, *repetitions, strict=True):
         name = prompt.conversation
         if name not in lines:

@@ -25,8 +25,8 @@ Overheads = Mapping[int, float]  # by number of nodes; empty if nothing was time
 class ChosenTree:
     """A tree for native decoding, with the figures that it was chosen by.
 
-    If `dynamic` is set, `replayed` and `sizes` are of the dynamic tree, and the other fields are of
-    a static tree of the same size.
+    If `dynamic` is set, `replayed` and `sizes` describe the dynamic tree, and the other fields
+    describe a static tree of the same size.
 
     Attributes:
         source: The search that found the tree, or `calibrate.choices`.
@@ -75,7 +75,7 @@ def best_tree(fits: CrossFit, num_nodes: int, overheads: Overheads) -> ChosenTre
     """Return the fastest searched static tree, by replayed rate and measured overhead.
 
     The trees of every search are compared at every measured number of nodes (see `fastest_choice`).
-    Without overheads, the trees of `num_nodes` nodes, or of as many as were found, are compared by
+    Without overheads, trees of `num_nodes` nodes, or fewer if fewer were found, are compared by
     their rate.
     """
     costs: dict[tuple[str, int], float] = {}

@@ -1,9 +1,8 @@
 """Check heads on a target, in a run or without one.
 
-`check_with_engine` is a run's check, with one engine, on the target or on the copy that will be
-served. `measure_heads` checks heads of any origin. Heads of this project are decoded as they are.
-Others are decoded natively from a copy in an export's layout; vLLM gets the original where it reads
-it unmodified, else the copy.
+`check_with_engine` checks an export with one engine, on the target or on its served copy.
+`measure_heads` checks heads of any origin without a run. Heads of other trainers are converted to
+an export for native decoding. vLLM loads the original directory if it can, else the converted one.
 """
 
 from __future__ import annotations
@@ -49,16 +48,19 @@ from pipeline.targets.spec import TargetSpec, load_tokenizer, model_config
 from pipeline.targets.vllm_engine import spec_for_vllm
 
 BUNDLED = Path(pipeline.__file__).parents[1] / "data" / "seeds.sharegpt.jsonl"
-DRAFT_TOKENS = 5  # of a cell whose directory does not say
+DRAFT_TOKENS = 5  # of a recurrent cell whose config.json states no number
 
 
 def check_with_engine(
     request: CheckRequest, engine: str, gpus: int, progress: ProgressReporter = SILENT
 ) -> tuple[CheckResult, AnswerLines]:
-    """Check heads with one engine on `gpus` GPUs; return the result and, for native, the answers.
+    """Check heads with one engine; return the result, and the answers of native decoding.
 
-    `engine` is `native` or `vllm`; for `vllm` the returned answers are empty. The result names
-    hardware and versions.
+    The result states hardware and versions.
+
+    Args:
+        engine: `native` or `vllm`; the answers of `vllm` are not returned.
+        gpus: The number of GPUs that the engine spans; 0 is the CPU.
 
     Raises:
         ConfigError: Every answer ended with its first token, so there is no step to measure.
@@ -74,9 +76,9 @@ def check_with_engine(
 
 
 def join_engines(results: Mapping[str, CheckResult]) -> CheckResult:
-    """Join the check results that native decoding and vLLM measured, or return the only one.
+    """Join the check results of native decoding and vLLM; return a single result as it is.
 
-    In a joined result, hardware and versions are those of native decoding.
+    Hardware and versions of a joined result are taken from native decoding.
     """
     native, vllm = results.get("native"), results.get("vllm")
     if native is None:
@@ -102,10 +104,11 @@ class Candidate:
     """Heads to measure: their directory, their tree, and vLLM's speculative configuration.
 
     Attributes:
-        described: What kind of heads these are, in words.
+        described: The kind of the heads, in words.
         export: A directory in an export's layout, or the original heads if only vLLM reads them.
-        max_depth: How many tokens ahead the heads propose.
+        max_depth: The number of tokens that the heads propose in a row.
         speculative_config: vLLM's speculative configuration; None to take it from `export`.
+        tree: The tree for native decoding.
     """
 
     described: str
@@ -125,26 +128,29 @@ def measure_heads(
     draft_tokens: int | None = None,
     progress: ProgressReporter = SILENT,
 ) -> tuple[MeasuredHeads, AnswerLines]:
-    """Check heads of any origin on questions with each engine of `settings`.
+    """Check heads of any origin on questions, with each engine of `settings`.
 
     Args:
         heads: A directory of heads, or a Hub id.
         settings: `prompts` is the file of questions, of which the first `num_prompts` are asked.
-        draft_tokens: How many tokens vLLM drafts, and how deep the tree of another trainer's
-            recurrent cell is; by default as the directory says.
+        gpus: The number of GPUs that an engine spans; 0 is the CPU.
+        draft_tokens: The number of tokens that vLLM drafts; for another trainer's recurrent cell
+            also the depth of its tree. By default it is read from the heads' directory.
 
     Returns:
-        The figures, and the answers of native decoding; without it they are empty.
+        The figures, and the answers of native decoding; without it the answers are empty.
 
     Raises:
-        ConfigError: Every answer ended with its first token, or an engine cannot decode with these
-            heads or this target.
-        DataError: The directory holds no known heads, or those of another target; no question fits.
+        ConfigError: There are no such heads, an engine cannot decode with them or with this target,
+            or every answer ended with its first token.
+        DataError: The directory holds no known heads, or those of another target; or no question
+            leaves room for an answer.
+        EnvironmentFault: The Hub cannot be reached, or this machine cannot run the target.
     """
     directory = heads_directory(str(heads))
     for each in settings.engines:
         require_readable(target, each, on_gpu=gpus > 0, where="--target")
-    answers: AnswerLines = {}
+    answers = {}
     results: dict[str, CheckResult] = {}
     with _candidate(directory, target, settings, draft_tokens) as found:
         target = with_room(target, settings)
@@ -182,10 +188,10 @@ def measure_heads(
 def _candidate(
     directory: Path, target: TargetSpec, settings: CheckConfig, draft_tokens: int | None
 ) -> Iterator[Candidate]:
-    """Context manager: heads that are prepared for measuring with the engines of `settings`.
+    """Context manager: prepare heads for measuring with the engines of `settings`, and yield them.
 
-    Heads of another trainer that native decoding can use are copied in an export's layout to a
-    temporary directory, which is removed at the end.
+    Heads of another trainer are converted to an export in a temporary directory, unless only vLLM
+    can run them. The directory is removed at the end.
 
     Raises:
         ConfigError, DataError: An engine of `settings` cannot decode with these heads.
@@ -199,7 +205,7 @@ def _candidate(
         yield _own_heads(directory, layout, sizes, draft_tokens)
         return
     num_tokens = draft_tokens or proposed_tokens(config) or DRAFT_TOKENS
-    model = functools.cache(lambda: load_causal_lm(target))  # where the heads borrow a matrix
+    model = functools.cache(lambda: load_causal_lm(target))  # only if the heads borrow a matrix
     weights = TargetWeights(
         lambda: lm_head_weight(model()), lambda: model().get_input_embeddings().weight.detach()
     )
@@ -213,8 +219,11 @@ def _candidate(
         }
     if found.heads is None:
         if "native" in settings.engines:
-            fix = "vLLM alone can measure it: --engine vllm."
-            raise DataError(f"{found.why_not}.", str(directory), fix)
+            raise DataError(
+                f"{found.why_not}.",
+                str(directory),
+                "vLLM alone can measure it: --engine vllm.",
+            )
         yield Candidate(found.description, directory, num_tokens, original)
         return
     shape = found.heads.shape
@@ -243,11 +252,15 @@ def _candidate(
 def _own_heads(
     directory: Path, layout: ExportLayout, sizes: Sizes, draft_tokens: int | None
 ) -> Candidate:
-    """Describe an export of this project as heads to measure; vLLM drafts `draft_tokens` tokens.
+    """Return an export of this project as heads to measure.
+
+    Args:
+        sizes: The hidden size and vocabulary of the target.
+        draft_tokens: The number of tokens that vLLM drafts; None for the number in the export.
 
     Raises:
         ConfigError: The heads cannot propose so many tokens.
-        DataError: The heads are not of a target with these `sizes`.
+        DataError: The heads belong to a target with other sizes.
     """
     shape = layout.shape
     if Sizes(shape.hidden_size, shape.target_vocab_size) != sizes:
@@ -259,21 +272,24 @@ def _own_heads(
     config = None
     if draft_tokens is not None:
         if draft_tokens > shape.max_depth:
-            what = f"These heads propose {shape.max_depth} tokens ahead, not {draft_tokens}."
-            raise ConfigError(what, "--draft-tokens", f"Give at most {shape.max_depth}.")
+            raise ConfigError(
+                f"These heads propose {shape.max_depth} tokens ahead, not {draft_tokens}.",
+                "--draft-tokens",
+                f"Give at most {shape.max_depth}.",
+            )
         config = layout.kind.speculative_config(str(directory.resolve()), draft_tokens)
     return Candidate(shape.description, directory, shape.max_depth, config, read_tree(directory))
 
 
 def _require_served(layout: ExportLayout, target: TargetSpec, settings: CheckConfig) -> None:
-    """Refuse with ConfigError a check in vLLM of heads that vLLM does not serve."""
+    """Raise ConfigError if these heads are to be measured in vLLM, and vLLM cannot serve them."""
     reason = layout.kind.vllm_refusal(layout.shape, model_config(target).to_dict())
     if reason and "vllm" in settings.engines:
         raise ConfigError(reason, "--engine vllm", "Measure them natively: --engine native.")
 
 
 def proposed_tokens(config: Mapping[str, Any]) -> int | None:
-    """Read how many draft tokens the measured heads' speculators configuration sets, if any."""
+    """Return the number of draft tokens in config.json's `speculators_config`; None without it."""
     try:
         return int(config["speculators_config"]["proposal_methods"][0]["speculative_tokens"])
     except (LookupError, TypeError, ValueError):  # none, or JSON of another form

@@ -1,10 +1,10 @@
-"""The native check: an export in our tree decoder on transformers, against plain decoding.
+"""The native check: decode with an export's heads on transformers, and compare with plain decoding.
 
-Both sides are the same decoder with the same cache, one with the tree and one without. They decode
-prompt by prompt in turn, after a warm-up, on the number of CPU threads at which plain decoding is
-fastest. Plain decoding follows the same acceptance rule, greedily or sampled from the same seeds;
-greedy text is compared in any case. transformers' own decoding of the same prompts is measured
-beside it (`check.baselines`).
+Decoding with heads and plain decoding use the same kind of decoder and cache, with the tree or
+without it. After a warm-up they take turns for each prompt, on the number of CPU threads at which
+plain decoding is fastest. Both follow the same acceptance rule, and a rule that samples draws from
+the same seeds. Greedy answers are compared under every rule. The baselines of transformers
+(`check.baselines`) decode the same prompts.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class Measurement:
 
     Attributes:
         passes: The repetitions of decoding by the check's acceptance rule.
-        greedy_passes: The repetitions of greedy decoding, which include the baselines. They are
-            `passes` if the rule is greedy; else there is one.
+        greedy_passes: The repetitions of greedy decoding, baselines included. If the rule is
+            greedy, they are `passes`; otherwise there is one repetition.
         failed: For each baseline that failed, by name, the reason.
     """
 
@@ -96,7 +96,7 @@ def check_native(
 ) -> tuple[CheckResult, AnswerLines]:
     """Check an export natively: decode every prompt plainly, with the tree and by the baselines.
 
-    The studies of native decoding that the settings name are run too.
+    The native studies in `check.studies` are run too.
 
     Returns:
         The native part of a check, and the answers of plain decoding and of the heads.
@@ -132,7 +132,7 @@ def check_native(
     if not request.gpus:
         figures = replace(figures, threads=threads)
     tokenizer = load_tokenizer(target)
-    answers: AnswerLines = {}
+    answers = {}
     for side, method in ((PLAIN, PLAIN), (ACCELERATED, layout.shape.kind)):
         written = [one[side] for one in measured.passes]
         answers[method] = answer_lines(f"{request.name}-{method}", tokenizer, prompts, written)
@@ -153,8 +153,9 @@ def decode_check_prompts(
 ) -> Measurement:
     """Decode the check's prompts by every method in turns, after a warm-up.
 
-    Under a rule that is not greedy, the prompts are also decoded greedily once, by the baselines
-    too. A baseline that fails on any prompt is left out from there on; the other methods continue.
+    They are decoded `check.repeats` times by the check's acceptance rule. If this rule is not
+    greedy, they are also decoded greedily once. Baselines decode greedily only. A baseline that
+    fails on a prompt is left out from there on; the other methods continue.
 
     Raises:
         ConfigError: Every answer ended with its first token, so there is no step to measure.
@@ -177,7 +178,7 @@ def decode_check_prompts(
     failed: dict[str, str] = {}
     warmed = prompts[:NUM_WARM_UPS]
     if plain.captures or accelerated.captures:
-        warmed = prompts  # the graphs of every length are captured untimed
+        warmed = prompts  # so that the graphs of every length are captured before timing
     take_turns(greedily, warmed, failed)
     take_turns(by_rule, warmed, failed)
     passes = []
@@ -237,5 +238,5 @@ def native_figures(measured: Measurement, comparison: Comparison) -> NativeFigur
 
 
 def token_ids(decoded: Sequence[Decoded]) -> list[list[int]]:
-    """Return the token ids of the check's decoded answers, prompt by prompt."""
+    """Return the token ids of each decoded answer."""
     return [one.token_ids for one in decoded]

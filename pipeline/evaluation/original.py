@@ -1,8 +1,8 @@
-"""Compare a tuned and published model with its original: drift, and the original's own answers.
+"""Compare a tuned backbone with the original target: drift, and the original's answers.
 
-Drift is measured on the published weights, merged and rounded, not on the adapter that they were
-made from. The models are loaded one after the other and read the same held-out rows; the original's
-log-probabilities at up to `MAX_POSITIONS` positions stay in memory for the second model.
+Drift is measured on the exported weights, that is, after the adapter was merged and the weights
+were rounded. Both models read the same held-out rows, one model after the other. The original's
+log-probabilities at up to `MAX_POSITIONS` positions are kept in memory until then.
 
 Letters: T answer tokens, V vocabulary.
 """
@@ -26,7 +26,7 @@ from pipeline.targets.loading import load_on_gpus
 from pipeline.targets.spec import TargetSpec, load_tokenizer
 from pipeline.training.backbone_losses import Drift
 
-MAX_POSITIONS = 2048  # a KL of 0.01 is then known to about a tenth; at V = 128k they take 1 GB
+MAX_POSITIONS = 2048  # gives a KL of 0.01 to about 10 %; takes 1 GB at V = 128k
 ORIGINAL = "original"
 
 
@@ -40,23 +40,23 @@ def compare_with_original(
     name: str,
     progress: ProgressReporter = SILENT,
 ) -> tuple[TunedDrift, list[Line]]:
-    """Measure the published backbone's drift, and let the original answer the check's questions.
+    """Measure the exported backbone's drift, and let the original answer the check's questions.
 
     Args:
-        original, published: The model before it was tuned, and the merged one, both with room for
-            the questions.
+        original, published: The model before it was tuned, and the exported one, both with a
+            context that the questions fit into.
         rows: Held-out rows of the generate stage.
         questions: The check's questions, which the original answers; may be empty.
         gpus: The number of GPUs that each model spans; 0 is the CPU.
         name: The target's name in files of answers.
 
     Returns:
-        The drift of the published weights, and the original's answers in FastChat's schema, without
-        questions that have no usable answer.
+        The drift, and the original's answers in FastChat's schema. Questions without a usable
+            answer are left out.
     """
     drift = published_drift(original, published, rows, gpus)
     tokenizer = load_tokenizer(original)
-    lines: list[Line] = []
+    lines = []
     dialogues = ask_questions(original, questions, settings, "transformers", gpus, progress)
     for question, dialogue in zip(question_ids(questions), dialogues, strict=True):
         texts = []
@@ -73,7 +73,10 @@ def compare_with_original(
 def published_drift(
     original: TargetSpec, published: TargetSpec, rows: Sequence[TokenRow], gpus: int = 0
 ) -> TunedDrift:
-    """Measure the published model's drift from the original on the spans of held-out rows."""
+    """Measure the published model's drift from the original on spans of held-out rows.
+
+    At most `MAX_POSITIONS` target-written tokens are compared.
+    """
     prompts, answers = first_positions(rows)
     model = load_on_gpus(original, gpus)
     expected = [log_p_TV.cpu() for log_p_TV in log_probabilities(model, prompts, answers)]
@@ -88,7 +91,7 @@ def published_drift(
 
 
 def first_positions(rows: Sequence[TokenRow]) -> tuple[list[Prompt], list[list[int]]]:
-    """Select prompts and answers for measuring drift: at most `MAX_POSITIONS` answer tokens.
+    """Select prompts and answers to measure drift on: the first `MAX_POSITIONS` answer tokens.
 
     Each span is an answer; its prompt is the row's tokens before it. The last answer may be cut.
     """

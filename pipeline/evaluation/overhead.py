@@ -1,11 +1,11 @@
 """Measure the overhead of trees: seconds of a step with heads over seconds of a plain step.
 
-It is measured on this device, by tree size, with the check's own loop on held-out prompts. A step
-costs the same whatever it accepts, so a few steps per prompt suffice. Sizes take turns for each
-prompt, so that a drifting machine slows them all. The time of a size is the lower quartile of its
-steps, which interrupted steps hardly move. From the first tree on that costs more than it can gain,
-sizes are skipped. On a CPU all decoders use the number of threads at which plain decoding is
-fastest.
+The steps are those of the check's decoder on this device. A step takes the same time whatever it
+accepts, so a few steps per prompt suffice. All sizes are measured in turns for each prompt, so that
+changes in the machine's speed affect them alike. The time of a step is the lower quartile, which
+interrupted steps hardly change. The first size that cannot be faster than plain decoding and all
+larger sizes are left out. On a CPU all decoders use the number of threads at which plain decoding
+is fastest.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 Trees = Mapping[int, Choices | DynamicTree]  # by number of nodes, or of tokens of a chain
 
 NUM_STEPS, NUM_PROMPTS = 8, 6
-NUM_TRIALS = 3  # prompts, before a tree is skipped
+NUM_TRIALS = 3  # prompts on which a tree's step is compared with its limit
 NUM_ROUNDS = 4  # per number of threads
 LONG_STEP = 0.03  # seconds
 
@@ -50,7 +50,10 @@ def measure_overheads(
     gpus: int,
     progress: ProgressReporter = SILENT,
 ) -> tuple[dict[int, float], dict[int, float]]:
-    """Load target and trained heads; measure the overheads of trees and of chains, by size."""
+    """Load target and trained heads; return the overheads of trees and of chains, by size.
+
+    `heads` is the path of the trained heads; `prompts` are token ids.
+    """
     model = load_on_gpus(target, gpus)
     module = read_trained_heads(Path(heads)).to(input_device(model), model.dtype)
     room = context_length(target)
@@ -70,9 +73,12 @@ def overhead_curve(
 ) -> dict[int, float]:
     """Measure the overhead of decoding with each tree, by number of nodes; empty without trees.
 
-    The prompts are of the same kind as the check's. A tree whose step costs more than max_depth + 1
-    plain steps cannot gain: it and all larger trees are left out. The smallest tree is always
-    measured.
+    If a step with a tree takes longer than `heads.shape.max_depth` + 1 plain steps, decoding with
+    it cannot be faster than plain decoding. This tree and all larger ones are left out, but the
+    smallest tree is always measured.
+
+    Args:
+        max_length: The limit of prompt and new tokens together.
     """
     if not trees:
         return {}
@@ -102,7 +108,7 @@ def overheads(
     An overhead is NaN if the context leaves no room for a step. The decoders must have no end
     tokens, since a text could end before its first step.
     """
-    plainly: list[float] = []
+    plainly = []
     seconds: dict[int, list[float]] = {name: [] for name in others}
     for prompt_ids in prompts:
         plainly += step_seconds(plain, prompt_ids)
@@ -129,22 +135,18 @@ def step_seconds(decoder: Decoder, prompt_ids: Sequence[int]) -> list[float]:
 
 
 def lower_quartile(seconds: Sequence[float]) -> float:
-    """Return the lower quartile of measured step times, which interrupted steps hardly move.
-
-    It is NaN without times.
-    """
+    """Return the lower quartile of step times, which outliers hardly change; NaN without times."""
     return sorted(seconds)[len(seconds) // 4] if seconds else math.nan
 
 
 @contextlib.contextmanager
 def fastest_threads(plain: Decoder, prompt_ids: Sequence[int]) -> Iterator[int]:
-    """Context manager: measure with the number of CPU threads at which plain steps are fastest.
+    """Context manager: set and yield the number of CPU threads at which plain steps are fastest.
 
-    It yields this number, and restores the earlier one at the end. On a GPU nothing is changed. A
-    small target is often fastest with fewer threads than cores: threads synchronise after each of
-    hundreds of short operations, which takes longer if the cores have other work. All threads, half
-    of them, a quarter and so on to 1 are tried in turns. A target with long steps keeps all
-    threads, because trying would take minutes.
+    The earlier number is restored at the end. On a GPU nothing is changed. All threads, half of
+    them, a quarter and so on to 1 are tried in turns. If steps take `LONG_STEP` or longer, all
+    threads are kept, since trying would take minutes. A small target is often fastest with fewer
+    threads than cores, because threads synchronize after each of hundreds of short operations.
     """
     most = torch.get_num_threads()
     if plain.device.type != "cpu":

@@ -1,10 +1,9 @@
 """The prompts of a check: held-out conversations, or every turn of a file of questions.
 
-Of each held-out conversation one answer is decoded.
-
-The turns of a question are asked one after another, as in MT-Bench and Spec-Bench: the prompt of
-the second turn holds the target's own answer to the first. Those answers are generated before
-anything is measured, so that every method decodes the same prompts.
+From each held-out conversation one prompt is taken. The turns of a question are asked one after
+another, as in MT-Bench and Spec-Bench: the prompt of the second turn holds the target's own answer
+to the first. Those answers are generated before anything is measured, so that every method decodes
+the same prompts.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ class Prompt:
 
     @property
     def conversation(self) -> int | str:
-        """The id that all turns of a question in the check share; a held-out row's own id."""
+        """The question's id, which all its turns share, or the id of a held-out row."""
         return self.id if self.question_id is None else self.question_id
 
 
@@ -68,11 +67,7 @@ class Prompts:
 
 
 def require_prompts(prompts: Prompts, settings: CheckConfig) -> None:
-    """Refuse a check without prompts that leave room for an answer.
-
-    Raises:
-        DataError: There is no such prompt.
-    """
+    """Raise DataError if no prompt leaves room for an answer."""
     if not prompts.kept:
         raise DataError(
             f"No prompt leaves room for {settings.max_new_tokens} tokens in the target's context.",
@@ -83,7 +78,7 @@ def require_prompts(prompts: Prompts, settings: CheckConfig) -> None:
 
 @dataclass(frozen=True)
 class CheckRequest:
-    """The request for one engine's check; picklable, because it crosses to the decoding process.
+    """The input of one engine's check; picklable, because a worker process receives it.
 
     Attributes:
         export: The export directory, or other heads that only vLLM reads.
@@ -92,7 +87,7 @@ class CheckRequest:
         name: The target's name in the files of answers: `NAME-plain` and `NAME-KIND`.
         assistant: The model of the baseline `assistant`.
         calibration: The calibrate stage's trees, for the studies.
-        trained: The target's answers in training rows; None if they are not known.
+        trained: The training rows, to recognize answers that are in one; None if unknown.
         speculative_config: vLLM's speculative configuration; None to take it from `export`.
     """
 
@@ -110,7 +105,7 @@ class CheckRequest:
 
 
 def rule_of(settings: CheckConfig) -> AcceptanceRule:
-    """Build the acceptance rule by which the check decodes its prompts."""
+    """Build the acceptance rule that the check's settings describe."""
     return acceptance_rule(
         settings.acceptance,
         settings.temperature,
@@ -124,14 +119,14 @@ def rule_of(settings: CheckConfig) -> AcceptanceRule:
 def held_out_prompts(
     rows: Iterable[TokenRow], number: int, room: int, split: str = "check"
 ) -> Prompts:
-    """Take the first `number` held-out rows as the check's prompts, each up to one of its answers.
+    """Make prompts of the first `number` suitable held-out rows: the tokens before one answer.
 
-    A hash of the row's id chooses the answer, so that each of a row's turns is equally probable.
+    A hash of the row's id chooses among the assistant's answers whose prompts have at most `room`
+    tokens. A row without such an answer is skipped and counted.
 
     Args:
-        rows: Rows of the generate stage, or of features.
-        room: The longest prompt in tokens; a row whose answers all begin beyond it is skipped and
-            counted.
+        rows: Rows of the generate or features stage.
+        room: The longest prompt in tokens.
         split: The split of the rows that are taken.
     """
     kept: list[Prompt] = []
@@ -161,22 +156,22 @@ def question_prompts(
     gpus: int,
     progress: ProgressReporter = SILENT,
 ) -> Prompts:
-    """Build a prompt of the check for every turn of the questions, after the target's own answers.
+    """Build a prompt for every turn of the questions, with the target's answers to earlier turns.
 
     The last turn is not answered. The answers are greedy, or sampled if the acceptance rule
     samples, and have at most `max_new_tokens` tokens. Prompts that do not fit, and turns that the
     chat template rejects, are skipped and counted.
 
     Args:
-        engine: The engine that answers; it takes all questions at once, and is not started if
-            every question has one turn.
+        engine: The engine that answers; it takes all questions at once, and is not started if every
+            question has one turn.
     """
     dialogues = ask_questions(
         target, questions, settings, engine, gpus, progress, answers_last=False
     )
     room = context_length(target) - settings.max_new_tokens
     num_turns = 0
-    kept: list[Prompt] = []
+    kept = []
     for question, name, dialogue in zip(questions, question_ids(questions), dialogues, strict=True):
         num_turns += sum(message.role == "user" for message in question.messages)
         for turn, ids in enumerate(dialogue.prompts()):
@@ -225,16 +220,16 @@ def ask_questions(
 def answer_all(
     engine: GenerationEngine, dialogues: Sequence[Dialogue], progress: ProgressReporter
 ) -> None:
-    """Generate all answers of the dialogues that an evaluation needs, and close the engine."""
+    """Run the dialogues on the engine until all are finished, then close the engine."""
     with contextlib.closing(engine):
         run_dialogues(dialogues, engine, progress.advance)
 
 
 def with_room(target: TargetSpec, settings: CheckConfig) -> TargetSpec:
-    """Return the target with the context that the check may use (`check.max_tokens`).
+    """Return the target with the check's context length as `max_tokens`.
 
-    Without that setting, or if it is larger, the model's own context is used. A prompt may be
-    longer than `target.max_tokens`, which applies only if both are unknown.
+    The length is `check.max_tokens`, at most the model's own context; without that setting it is
+    the model's own context. `target.max_tokens` is kept only if neither is known.
     """
     longer = replace(target, max_tokens=settings.max_tokens)
     try:
@@ -246,23 +241,23 @@ def with_room(target: TargetSpec, settings: CheckConfig) -> TargetSpec:
 def with_room_for(
     target: TargetSpec, prompts: Sequence[Prompt], max_new_tokens: int, draft_tokens: int
 ) -> TargetSpec:
-    """Return the target with just the context that answers to the check's prompts need.
+    """Return the target with the shortest context that the check's prompts need, as `max_tokens`.
 
-    The context does not become longer than the target's. Engines reserve memory for the whole
-    context. vLLM goes on drafting only while the text, the drafted tokens that are being verified
-    and as many new ones fit.
+    Engines reserve memory for the whole context. The context has room for the longest prompt, its
+    answer and two drafts, because vLLM drafts only while two drafts fit. The target's own context
+    is the limit.
     """
     longest = max(len(prompt.ids) for prompt in prompts) + max_new_tokens + 2 * draft_tokens
     return replace(target, max_tokens=min(context_length(target), longest))
 
 
 def question_ids(questions: Sequence[Conversation]) -> list[int | str]:
-    """Return the ids of the check's questions; a missing or repeated id is replaced by our own.
+    """Return the id of each question in its file; a missing or repeated id becomes `source:row`.
 
     An id that is the decimal form of an integer becomes this integer: "7", but not "007".
     """
     times = Counter(question.source_id for question in questions)
-    found: list[int | str] = []
+    found = []
     for question in questions:
         name = question.source_id
         if not name or times[name] > 1:

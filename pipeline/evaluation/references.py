@@ -1,10 +1,10 @@
-"""Answers compared with the references that a file of questions carries: exact match, by task.
+"""Compare answers with the references in a file of questions: exact match, by category.
 
-A reference is a text for each turn (`reference`, as MT-Bench and Spec-Bench have it) or one for the
-last (`answer`, as GSM8K has it, of which the part after `####` counts). An answer matches as in
-SQuAD (arXiv 1606.05250) if both texts are the same without case, punctuation, articles and extra
-white space. An answer to a question with a number as reference matches if its last number is equal.
-Limit: free texts, such as a model essay, match nothing; their tasks are left to a judge.
+A reference is a text for each turn (`reference`, as in MT-Bench and Spec-Bench), or one for the
+last turn (`answer`, as in GSM8K, where the part after `####` counts). If the reference is a number,
+an answer matches if its last number is equal. Otherwise an answer matches as in SQuAD (arXiv
+1606.05250): both texts are equal without case, punctuation, articles and extra white space. Limit:
+free text such as an essay matches nothing; it needs a judge.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ FINAL = "####"
 
 
 def read_references(path: Path) -> dict[str, list[str]]:
-    """Read the reference answers to the check's questions, by the file's own question ids.
+    """Read the reference answers in a file of questions, by the file's own question ids.
 
-    Questions without an id or a reference are left out, and so are rows that are no JSON object. Of
-    the rows with the same id the first counts.
+    Questions without an id or a reference are left out, and so are rows that are not JSON objects.
+    If an id is repeated, its first row with a reference counts.
 
     Raises:
-        DataError: A JSON array in the file breaks off or is malformed.
+        DataError: A JSON array in the file is incomplete or malformed.
     """
     found: dict[str, list[str]] = {}
     with open_seed_file(path) as file:
@@ -50,7 +50,7 @@ def read_references(path: Path) -> dict[str, list[str]]:
 
 
 def matches(answer: str, reference: str) -> bool:
-    """Return whether a checked answer matches its reference, as a number or by SQuAD's rules.
+    """Return whether an answer matches a reference, as a number or by SQuAD's rules.
 
     A reference that is a number is compared with the last number of the answer.
     """
@@ -65,14 +65,14 @@ def matches(answer: str, reference: str) -> bool:
 def exact_match(
     answers: Mapping[str, Sequence[Line]], references: Mapping[str, Sequence[str]]
 ) -> list[dict[str, str | int | float]]:
-    """Measure each method's share of answers that match their reference, by category.
+    """Compute the share of each method's answers that match their reference, by category.
 
     Args:
         answers: The lines of each method's answers, in FastChat's or Spec-Bench's schema.
 
     Returns:
-        [{"category", "answers": how many are compared, METHOD: share, …}]; empty where nothing can
-        be compared.
+        [{"category", "answers": number of compared answers, METHOD: share, …}]; empty if nothing
+            can be compared.
     """
     categories: dict[str, str] = {}  # by question; only lines in Spec-Bench's schema name theirs
     verdicts: dict[str, dict[str, list[bool]]] = {}  # of each answer, by category and method
@@ -95,9 +95,9 @@ def exact_match(
 
 
 def _verdicts(turns: Sequence[str], expected: Sequence[str]) -> list[bool]:
-    """Return for each checked answer with a reference whether it matches.
+    """Return whether each answer with a reference matches it.
 
-    A single reference is that of the last turn.
+    A single reference belongs to the last turn.
     """
     if len(expected) == 1:  # of the last turn
         turns = turns[-1:]
@@ -106,5 +106,5 @@ def _verdicts(turns: Sequence[str], expected: Sequence[str]) -> list[bool]:
 
 
 def _normalized(text: str) -> str:
-    """Normalize a checked answer as SQuAD does: no case, punctuation, articles or extra spaces."""
+    """Normalize a text as SQuAD does: without case, punctuation, articles and extra spaces."""
     return " ".join(ARTICLES.sub(" ", text.lower().translate(PUNCTUATION)).split())

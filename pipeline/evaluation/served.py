@@ -1,14 +1,13 @@
-"""The checks in vLLM: the export against vLLM without it, offline and as a server under load.
+"""Checks in vLLM: decoding with the heads against plain vLLM, offline and as a server under load.
 
-If the export names the checked target, vLLM is started as `vllm serve EXPORT` starts it, with the
-export as its only model; otherwise target and heads are named separately. vLLM proposes the chain
-of the heads' top-1 guesses, never a tree, so its acceleration rate is lower than the native one. It
-is counted by the same rule: tokens kept over forwards of the target, after the prefill and its
-token.
+If the export names the checked target, vLLM gets the export as its only model, as in `vllm serve
+EXPORT`. Otherwise it gets target and heads separately. vLLM drafts the chain of the heads' top-1
+guesses, never a tree, so its acceleration rate is lower than the native one. It is defined in the
+same way: tokens kept over forwards of the target, after the prefill and its token.
 
-The study of load (`check.studies: [load]`) sends ever more requests at once to the server, with the
-heads and without: heads spend computation that few requests leave idle. It has the check's prompts;
-client and server share the machine. Its acceleration rate is over the drafts that the server counts
+The study of load (`check.studies: [load]`) sends 1 to 64 requests at once to vLLM's server, with
+and without heads: heads use computation that is idle only while requests are few. Client and server
+share the machine. The acceleration rate of this study is over the drafts that the server counts
 (see `vllm_server`), not over the forwards of each request.
 """
 
@@ -76,7 +75,7 @@ def check_served(request: CheckRequest, progress: ProgressReporter = SILENT) -> 
     require_steps(accepted)
 
     @functools.cache
-    def model() -> PreTrainedModel:  # loaded only where sequences differ
+    def model() -> PreTrainedModel:  # loaded only if answers differ
         return load_on_gpus(request.target, gpus)
 
     tolerance = tie_tolerance(request.target, settings)
@@ -102,10 +101,10 @@ def check_served(request: CheckRequest, progress: ProgressReporter = SILENT) -> 
 
 
 def accepted_per_position(accepted: Sequence[Sequence[int]], num_tokens: int) -> list[float]:
-    """Measure the share of the check's steps in vLLM that keep at least 1, 2, … drafted tokens.
+    """Compute the shares of steps that keep at least 1, 2, … `num_tokens` drafted tokens.
 
     A step that adds n tokens keeps n - 1 drafted tokens and one of the target's own, so that 1 plus
-    the sum of the shares is the acceleration rate. Tokens after the end of the text do not count.
+    the sum of the shares is the acceleration rate. There must be a step.
     """
     steps = [kept for answer in accepted for kept in answer]
     shares = []
@@ -126,7 +125,7 @@ def drafting_arguments(request: CheckRequest) -> tuple[Content, int]:
 def with_expectations(
     found: VllmFigures, same_text: ChainRate | None, held_out: ChainLength | None
 ) -> VllmFigures:
-    """Add to vLLM's figures in the check the acceleration rate expected of its chain.
+    """Return vLLM's figures with the acceleration rates expected of its chain.
 
     Args:
         same_text: The chain's rate on the answers of native decoding, which vLLM is expected to
@@ -150,9 +149,10 @@ def with_expectations(
 def load_study(
     request: CheckRequest, gpus: int, progress: ProgressReporter = SILENT
 ) -> list[LoadRow]:
-    """Measure vLLM's server under load in a study, with and without heads.
+    """Measure vLLM's server under load, with and without heads (study `load`).
 
-    Each number of concurrent requests is measured `check.repeats` times and gives one row.
+    Each number of concurrent requests is measured `check.repeats` times and gives one row: the
+    figures of median duration.
     """
     progress.begin("vLLM's server starts", 0, unit="loads")
     settings = request.settings
@@ -197,9 +197,9 @@ def load_rows(
 
 
 def _percentiles(seconds: Sequence[float | None]) -> Percentiles:
-    """Compute percentiles [ms] of times [s] measured in the load study; a time of None is left out.
+    """Compute the 50th, 90th and 99th percentile of times, from seconds to milliseconds.
 
-    Without times the percentiles are None.
+    A time of None is left out. Without times the percentiles are None.
     """
     times_N = 1000 * np.array([each for each in seconds if each is not None])
     if not len(times_N):
@@ -209,10 +209,7 @@ def _percentiles(seconds: Sequence[float | None]) -> Percentiles:
 
 
 def _share_within_limits(limits: LatencyLimits, measured: LoadFigures) -> float | None:
-    """Compute the share of the load study's requests within the latency limits.
-
-    Return None if no limit is set.
-    """
+    """Compute the share of requests within the latency limits; None if no limit is set."""
     if not limits.ttft_ms and not limits.tpot_ms:
         return None
     within = 0

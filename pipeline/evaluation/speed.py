@@ -1,13 +1,13 @@
-"""Measure the speed of decoding methods, and of transformers' own, in turn on the same prompts.
+"""Measure the speed of decoding methods and of transformers' baselines on the same prompts.
 
     acceleration rate  tokens kept / target forwards after the prefill, pooled over sequences
-    standard error     of the acceleration rate, had other prompts of the same kind been asked
+    standard error     of the acceleration rate, over the choice of conversations
     overhead           seconds per step with heads / seconds per plain step
     speedup            tokens per second / plain tokens per second, which is acceleration rate /
                        overhead
 
 Seconds exclude the prefill. They are medians over the repetitions; times per answer are medians
-over answers and repetitions. A figure is None where every answer ended with its first token.
+over answers and repetitions. If every answer ended with its first token, figures of steps are None.
 
 Baselines (`check.baselines`) are transformers' greedy decoding:
 
@@ -60,9 +60,12 @@ NUM_LOOKED_UP = 10  # guesses per step of prompt lookup, as in transformers' gui
 
 
 def decode_by(decoder: Decoder, rule: AcceptanceRule, num_tokens: int) -> Decode:
-    """Build a method to measure from a decoder and an acceptance rule.
+    """Return a decoding method: a function that decodes a prompt with this decoder and rule.
 
-    A sampling rule draws from the seed of each prompt.
+    The method's second argument is a seed, which rules that sample use.
+
+    Args:
+        num_tokens: The maximum number of new tokens.
     """
 
     def decode(prompt_ids: list[int], seed: int) -> Decoded:
@@ -89,12 +92,15 @@ class ForwardRecorder(BaseStreamer):
         self.times: list[float] = []
 
     def put(self, value: torch.Tensor) -> None:
-        """Record the prompt, then each forward's tokens, of a baseline that is measured."""
+        """Record token ids and the time.
+
+        transformers calls this with the prompt, and then with the new tokens of each forward.
+        """
         self.forwards.append(value.flatten().tolist())
         self.times.append(perf_counter())
 
     def end(self) -> None:
-        """Do nothing at the end of a baseline's text; transformers calls this."""
+        """Do nothing; transformers calls this at the end of a text."""
 
 
 def baseline(
@@ -104,10 +110,13 @@ def baseline(
     max_new_tokens: int,
     assistant: TargetSpec | None = None,
 ) -> Decode:
-    """Build a greedy baseline of transformers, which ignores the model's own generation settings.
+    """Return a greedy decoding method of transformers: generate, prompt-lookup or assistant.
 
-    These settings are replaced by transformers' defaults in `model`. The returned method raises
-    `CannotDecode` if transformers cannot decode this target or prompt in this way.
+    The generation settings of `model` are replaced by transformers' defaults. The method raises
+    `CannotDecode` if transformers cannot decode a prompt in this way.
+
+    Args:
+        assistant: The model of the method `assistant`; the others ignore it.
 
     Raises:
         ConfigError, EnvironmentFault: The assistant cannot be loaded.
@@ -139,7 +148,7 @@ def baseline(
                 generation_config=generation,
                 assistant_model=assistant_model,
             )
-        except Exception as error:  # of any code of a model or a cache
+        except Exception as error:  # a model's or a cache's code may raise any error
             reason = str(error) or type(error).__name__
             raise CannotDecode(reason.splitlines()[0]) from error
         _, *forwards = recorder.forwards  # the first is the prompt
@@ -159,11 +168,11 @@ def take_turns(
     failed: dict[str, str],
     progress: ProgressReporter = SILENT,
 ) -> Pass:
-    """Decode all prompts of the check once, with the methods in turn for each prompt.
+    """Decode all prompts once, with the methods in turn for each prompt; return their answers.
 
-    A machine whose speed drifts thus slows all methods alike. A prompt's index is its seed. A
-    method that fails on a prompt is skipped from there on and left out of the result; `failed`
-    receives the reason, and methods already in it are skipped.
+    Because of the turns, changes in the machine's speed affect all methods alike. A prompt's index
+    is its seed. A method that fails on a prompt is skipped from there on and left out of the
+    result; `failed` receives the reason, and methods already in it are skipped.
     """
     written: dict[str, list[Decoded]] = {name: [] for name in methods if name not in failed}
     for seed, prompt in enumerate(prompts):
@@ -179,7 +188,7 @@ def take_turns(
 
 @dataclass(frozen=True)
 class Pace:
-    """One decoding method's measured rate and speed.
+    """One decoding method's measured rate and speed; times are medians in seconds.
 
     If every answer ended with its first token, all but the time to first token are NaN.
     """
@@ -191,9 +200,10 @@ class Pace:
 
     @classmethod
     def of(cls, passes: Sequence[Pass], method: str) -> Pace:
-        """Compute a method's measured rate and speed from its answers in every repetition.
+        """Compute a method's rate and speed from its answers in every repetition.
 
-        The rate and the number of tokens are those of the first repetition; all give the same.
+        The rate and the number of tokens are taken from the first repetition; they are the same in
+        all.
         """
         first = passes[0][method]
         every = [one for answers in passes for one in answers[method]]
@@ -209,23 +219,23 @@ class Pace:
 
 
 def require_steps(accepted: Iterable[Sequence[int]]) -> None:
-    """Refuse a check in which every decoded answer ended with its first token.
+    """Raise ConfigError if every decoded answer ended with its first token.
 
     Args:
         accepted: Per answer, the number of tokens that each step adds, as in `Decoded`.
-
-    Raises:
-        ConfigError: No answer has a step to measure.
     """
     if not any(accepted):
-        what = "Every answer ended with its first token, so that there is no step to measure."
-        raise ConfigError(what, "check.max_new_tokens", "Raise it, or check with other prompts.")
+        raise ConfigError(
+            "Every answer ended with its first token, so that there is no step to measure.",
+            "check.max_new_tokens",
+            "Raise it, or check with other prompts.",
+        )
 
 
 def check_speed(
     prompts: Sequence[Prompt], passes: Sequence[Pass], method: str = ACCELERATED
 ) -> Speed:
-    """Compute a decoding method's speed in the check, beside that of plain decoding."""
+    """Compute the rate, overhead and speed of a method, and the speed of plain decoding."""
     plain = Pace.of(passes, PLAIN)
     pace = Pace.of(passes, method)
     speedup = pace.tokens_per_second / plain.tokens_per_second
@@ -245,7 +255,7 @@ def check_speed(
 
 
 def check_rate(prompts: Sequence[Prompt], accepted: Sequence[Sequence[int]]) -> Estimate:
-    """Estimate the acceleration rate of the check's answers, with its standard error.
+    """Estimate the acceleration rate of decoded answers, with its standard error.
 
     Args:
         accepted: Per answer, the number of tokens that each step adds, as in `Decoded`.
@@ -259,10 +269,10 @@ def with_new_answers(
     answers: Sequence[Sequence[int]],
     accepted: Sequence[Sequence[int]],
 ) -> Figures:
-    """Add to the check's figures the share of answers in training rows, and the others' rate.
+    """Add to the figures the share of answers in training rows, and the rate of the others.
 
-    Fewer than `ENOUGH_NEW` other answers get no rate. Without known training rows, return the
-    figures as they are.
+    With fewer than `ENOUGH_NEW` other answers there is no rate. If the training rows are unknown,
+    the figures are returned unchanged.
     """
     if request.trained is None:
         return figures
@@ -315,6 +325,6 @@ def by_category(prompts: Sequence[Prompt], passes: Sequence[Pass]) -> list[Categ
 
 
 def steps_by_accepted_length(decoded: Sequence[Decoded]) -> list[int]:
-    """Count the check's decoding steps that accepted 0, 1, 2, … guesses; there must be a step."""
+    """Count the decoding steps that accepted 0, 1, 2, … guesses; there must be a step."""
     counts = Counter(kept - 1 for one in decoded for kept in one.accepted)
     return [counts[length] for length in range(max(counts) + 1)]

@@ -1,24 +1,24 @@
-"""Studies beside the check (`check.studies`): trees, acceptance rules, heads, batch sizes.
+"""Optional studies of the check (`check.studies`): trees, acceptance rules, heads, batch sizes.
 
-    trees    plain, top-1 chain, the authors' stock tree, a searched one of its
-             size, the export's own
+    trees    plain decoding, top-1 chain, the authors' stock tree, a searched tree of its
+             size, the export's own tree, and a tree of that tree's size that is dynamic
+             if the export's is static, and static if it is dynamic
     typical  typical acceptance by eps, delta = sqrt(eps), and temperature, against greedy, sampling
              and rejection
     heads    the export's tree cut at each depth
     batch    sequences decoded at once, plain and with the tree
     load     vLLM as a server under load; see served.py
 
-Greedy decoding gives the same text with any tree, so `trees` and `heads` decode none: one forward
-over each prompt and its plain answer gives the states that the heads read, and a replay of the
-answer gives each tree's acceleration rate, equal to decoding's up to ties. The time of a step is
-measured on a few prompts. A row of `typical` decodes `NUM_PROMPTS` prompts of at most
-`MAX_NEW_TOKENS` tokens once (twice where steps are captured); a row of `batch` decodes the same
-prompts, repeated to fill a batch, `check.repeats` times. The figures of a study are comparable with
-each other, not with the check's own.
+Greedy decoding gives the same text with any tree, so `trees` and `heads` decode nothing: one
+forward over each prompt and its plain answer gives the states that the heads read, and a replay of
+the answer gives each tree's acceleration rate, equal to that of decoding up to ties. The time of a
+step is measured on a few prompts. `typical` decodes up to `NUM_PROMPTS` prompts with at most
+`MAX_NEW_TOKENS` new tokens. `batch` decodes the same prompts, repeated to fill a batch,
+`check.repeats` times. Figures can be compared within a study, but not with those of the check.
 
     acceleration rate  tokens kept / target forwards after the prefill, pooled over sequences
     overhead           seconds per step / seconds per plain step of the same prompts, in turns
-    speedup            acceleration rate / overhead
+    speedup            acceleration rate / overhead; in `batch`, the ratio of tokens per second
     log-likelihood     nats per token of the answers under the target itself, at temperature 1
 """
 
@@ -46,7 +46,7 @@ from pipeline.evaluation.answer_states import AnswerStates, answer_states, guess
 from pipeline.evaluation.answers import mean_log_likelihood
 from pipeline.evaluation.overhead import overheads, step_seconds
 from pipeline.evaluation.prompts import SILENT, Prompt
-from pipeline.evaluation.speed import PLAIN, Decode, check_speed, decode_by, take_turns
+from pipeline.evaluation.speed import PLAIN, check_speed, decode_by, take_turns
 from pipeline.execution.progress import ProgressReporter
 from pipeline.heads.kind import Heads
 from pipeline.report.report import SEARCHED_TREE, STOCK_TREE
@@ -57,7 +57,7 @@ EPS = (0.01, 0.04, 0.09, 0.16, 0.25)  # the range that the paper sweeps
 BATCH_SIZES = (1, 2, 4, 8, 16)
 WARM_UP_TOKENS = 4
 NUM_TIMED = 4  # prompts of the studies of trees
-GUESSES = 10  # per node of a dynamic tree beside a static one
+GUESSES = 10  # per node of the dynamic tree beside a static one
 
 AnyTree = Sequence[TreePath] | DynamicTree
 
@@ -78,7 +78,7 @@ class Decoding:
         return self.accelerated.heads
 
     def states(self) -> Iterator[AnswerStates]:
-        """Yield the hidden states, tokens and labels of the plain answers, for the studies."""
+        """Compute the states, tokens and labels of the plain answers, one answer at a time."""
         return answer_states(self.plain.model, self.heads, self.prompts, self.answers)
 
 
@@ -115,10 +115,10 @@ def run_studies(
 
 
 def tree_ladder(decoding: Decoding, calibration: Calibration) -> list[TreeRow]:
-    """Compare trees of each kind, from none to the export's own (study `trees`).
+    """Compare decoding without a tree and with several trees (study `trees`).
 
-    A static export tree is also compared with a dynamic tree of its size, and a dynamic export tree
-    with a searched static tree of its size.
+    If the export's tree is static, a dynamic tree of its size is measured too. If it is dynamic, a
+    searched static tree of its size is measured too.
     """
     shape = decoding.heads.shape
     used = decoding.accelerated.tree
@@ -141,10 +141,9 @@ def tree_ladder(decoding: Decoding, calibration: Calibration) -> list[TreeRow]:
 
 
 def searched_tree(calibration: Calibration) -> tuple[TreePath, ...]:
-    """Return a searched tree for the study `trees`, of at most the stock tree's size.
+    """Return the tree that calibration searched, cut to the stock tree's size.
 
-    It is calibration's. If calibration searched none, since the user gave a tree, it is searched
-    here by the heads' accuracies.
+    If calibration searched none, because the user gave a tree, search one by the heads' accuracies.
     """
     if calibration.searched is None:
         return greedy_tree(calibration.accuracies, STOCK_NODES)
@@ -165,10 +164,10 @@ def heads_used(decoding: Decoding) -> list[TreeRow]:
 
 
 def tree_rows(decoding: Decoding, trees: Sequence[AnyTree]) -> list[TreeRow]:
-    """Measure each tree's acceleration rate, overhead and speedup in a study.
+    """Measure the acceleration rate, overhead and speedup of each tree, in order.
 
-    A rate or speedup is None if every answer ended with its first token. The overhead of plain
-    decoding is 1.
+    An empty tree is plain decoding; its overhead is 1. A rate or speedup is None if every answer
+    ended with its first token.
     """
     model = decoding.plain.model
     room = decoding.plain.max_length
@@ -208,9 +207,10 @@ def tree_rows(decoding: Decoding, trees: Sequence[AnyTree]) -> list[TreeRow]:
 
 
 def chain_rate(decoding: Decoding, num_tokens: int) -> ChainRate:
-    """Compute a chain's acceleration rate by a replay of the check's plain answers.
+    """Compute the acceleration rate of vLLM's chain of `num_tokens` first guesses.
 
-    vLLM drafts this chain. The rate is None if every answer ended with its first token.
+    The plain answers are replayed with the chain. The rate is None if every answer ended with its
+    first token.
     """
     ranks = guess_ranks(decoding.heads, decoding.states(), 1)
     found = replay(ranks, cartesian_tree([1] * num_tokens)).estimate()
@@ -224,7 +224,7 @@ def chain_rate(decoding: Decoding, num_tokens: int) -> ChainRate:
 def typical_sweep(
     decoding: Decoding, num_tokens: int, first_token: Literal["greedy", "sampled"]
 ) -> list[TypicalRow]:
-    """Study typical acceptance over eps and temperature, beside exact sampling (paper 2.3.1).
+    """Measure typical acceptance over eps and temperature (paper 2.3.1, study `typical`).
 
     Greedy decoding, plain sampling and rejection sampling are measured too. Each speedup is over
     plain decoding at the same temperature.
@@ -250,12 +250,12 @@ def typical_sweep(
 def rule_rows(
     decoding: Decoding, sides: Mapping[TypicalRow, AcceptanceRule], num_tokens: int
 ) -> list[TypicalRow]:
-    """Measure acceptance rules for the study `typical`; return their rows with the figures.
+    """Decode with each acceptance rule, and return the rows of `sides` with their figures.
 
     One of the rows must be of plain decoding. The rate, overhead and speedup are None if every
     answer ended with its first token.
     """
-    methods: dict[str, Decode] = {}
+    methods = {}
     for row, rule in sides.items():
         if row.rule == PLAIN:
             methods[PLAIN] = decode_by(decoding.plain, rule, num_tokens)
@@ -318,7 +318,7 @@ def batch_sizes(decoding: Decoding, num_tokens: int, repeats: int) -> list[Batch
 def _tokens_per_second(
     decoder: Decoder, batches: Sequence[list[list[int]]], num_tokens: int
 ) -> float:
-    """Measure the tokens per second of decoding all batches of prompts once (study `batch`)."""
+    """Measure the tokens per second of decoding all batches of prompts once, prefill included."""
     started = perf_counter()
     written = 0
     for batch in batches:

@@ -1,8 +1,9 @@
 """Report a stage's progress, also from worker processes, and display it.
 
-On a terminal `Meter` shows a live bar, elsewhere a plain line now and then. In the process that
-created a `ProgressReporter` or a `ShardProgress`, a report is shown at once. A copy that was
-pickled to another process writes a `ProgressFile`, which the waiting process reads in `poll`.
+`Meter` shows a live bar on a terminal; elsewhere it prints a line every 15 seconds at most. In the
+process that created a `ProgressReporter` or a `ShardProgress`, a report is shown at once. A copy
+that was pickled to another process writes a `ProgressFile`, which the waiting process reads in
+`poll`.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ class ProgressReporter:
 
 
 class ShardProgress:
-    """Counts of finished conversations and tokens in the shards that are not committed yet.
+    """Counts of finished conversations, and of tokens or positions, in shards not committed yet.
 
     Args:
         folder: Where pickled copies write, one file per shard; both processes must see it.

@@ -96,10 +96,10 @@ def host_and_port(address: str) -> str:
 
 
 def driver_needs(address: str) -> list[str]:
-    """Return `host:port` of the Ray processes that this driver needs to stay alive.
+    """Return `host:port` of the Ray processes without which this driver cannot continue.
 
-    These are the head and the raylet, or the Ray Client server. The list is empty for a Ray Client
-    connection that the caller opened.
+    These are the head and this node's raylet, or the Ray Client server. The list is empty for a Ray
+    Client connection that the caller opened.
     """
     if ray_client.is_connected():
         if not address.startswith(CLIENT):  # the caller's connection
@@ -168,18 +168,21 @@ class ClusterWatch:
     def _death(self, reason: str) -> EnvironmentFault:
         """Mark the Ray cluster as dead, and return the EnvironmentFault that gives the reason."""
         self.is_dead = True
-        fix = "What was committed is kept; the same command continues."
-        return EnvironmentFault(f"The Ray cluster has died: {reason}.", "Ray", fix)
+        return EnvironmentFault(
+            f"The Ray cluster has died: {reason}.",
+            "Ray",
+            "What was committed is kept; the same command continues.",
+        )
 
 
 def start_error(error: Exception, address: str) -> EnvironmentFault:
     """Return the EnvironmentFault for an error that Ray raised when it started."""
-    what = f"Ray did not start: {last_line(error)}."
-    fix = (
+    return EnvironmentFault(
+        f"Ray did not start: {last_line(error)}.",
+        address or "a local cluster",
         "Check RAY_ADDRESS, `ray status`, and that TMPDIR and RAY_TMPDIR have at most 40"
-        " characters, or run with --executor inline."
+        " characters, or run with --executor inline.",
     )
-    return EnvironmentFault(what, address or "a local cluster", fix)
 
 
 def last_line(error: Exception) -> str:

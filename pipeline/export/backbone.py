@@ -1,8 +1,8 @@
 """The tuned backbone of Medusa-2 as a model directory that transformers and every engine load.
 
-Tokenizer, chat template and generation settings are the target's own files. Weights are safetensors
-in shards of at most 5 GB, embeddings are untied, and the directory is created by one rename.
-`backbone.json` records its inputs without local paths.
+Tokenizer, chat template and generation settings are the target's. Weights are safetensors in shards
+of at most 5 GB, embeddings are untied, and the directory is created by one rename. `backbone.json`
+records its inputs without local paths.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ class Published:
             or that wrote the answers. For None or a local path the card says "a local model".
         tuned: Whether the heads belong to a backbone that was trained with them.
         licence: The declared licence; None declares nothing.
-        data_set: Hub id of the conversations, where they are published.
+        data_set: Hub id of the conversations, if they are published.
         heads_repo_id: The heads' repository, for a backbone's card.
     """
 
@@ -146,7 +146,7 @@ def data_set_card(published: Published, rows: Mapping[str, int]) -> str:
 def _card_metadata(
     published: Published, facts: Facts, relation: str, library: str, tags: list[str]
 ) -> ModelCardData:
-    """Collect the metadata of a model's Hub card; `relation` is that to the base model."""
+    """Collect a model card's metadata; `relation` says how the model derives from its base."""
     data = ModelCardData(
         base_model=facts["base"],
         datasets=facts["data_sets"] or None,
@@ -237,7 +237,7 @@ def _card_facts(published: Published) -> Facts:
 
 
 def _with_public_names(report: Report, names: Mapping[str, str]) -> Report:
-    """Return the report with public names in place of seed sources as category names."""
+    """Replace categories named after a seed source by the source's public name, for a Hub card."""
     if not report.check or not report.native:
         return report
     categories = []

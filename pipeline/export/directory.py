@@ -118,7 +118,7 @@ def read_tree(directory: str | os.PathLike[str]) -> tuple[TreePath, ...] | Dynam
     """Read an export's tree: the dynamic tree in `config.json`, or the choices file.
 
     Raises:
-        ConfigError: The content is not a tree, or not a tree of these heads.
+        ConfigError: The content is not a tree, or does not fit these heads.
         DataError: A file cannot be read, or holds no list of paths.
     """
     layout = read_layout(directory)
@@ -135,7 +135,7 @@ def tensors_as_saved(heads: Heads, layout: ExportLayout) -> dict[str, Tensor]:
         DataError: A number is not finite.
     """
     dtype = getattr(torch, layout.dtype)
-    converted: dict[tuple[Any, ...], Tensor] = {}
+    converted = {}
     saved = {}
     for name, source in heads.stored_tensors(layout.stored).items():
         key = (source.data_ptr(), source.shape, source.stride())

@@ -31,7 +31,7 @@ class ComparedRun:
     Attributes:
         recipe: The resolved configuration as plain data.
         unfinished: The stages that have not run.
-        heads_bytes: The size of the trained heads.
+        heads_bytes: The size of the trained heads; None without them.
         questions: A text that is equal for checks with the same prompts; None without a check.
     """
 
@@ -46,12 +46,12 @@ class ComparedRun:
 def compare_runs(runs: Sequence[ComparedRun]) -> tuple[Table, list[str]]:
     """Return a table of runs side by side, and notes on what cannot be compared.
 
-    The rows are the settings that differ between runs, and the results that any run has.
+    The rows are the settings that differ between runs, and the results that at least one run has.
     """
     columns = ["", *(run.name for run in runs)]
     table = Table("Runs", columns, words=tuple(range(len(columns))))
     settings = [dict(_compared_settings(run)) for run in runs]
-    keys: dict[str, None] = {}
+    keys = {}
     for one in settings:
         keys.update(dict.fromkeys(one))
     for key in keys:

@@ -44,7 +44,10 @@ class Table:
 
 
 def markdown_section(table: Table) -> str:
-    """Render a table as a section of report.md, with title and note."""
+    """Render a table as a section of report.md, with title and note.
+
+    Without rows, the section is `table.empty`.
+    """
     heading = f"## {table.title}\n\n"
     if not table.rows:
         return f"{heading}{table.empty.capitalize()}."
@@ -93,7 +96,7 @@ def print_tables(tables: Iterable[Table], console: Console) -> None:
 
 
 def _rich_table(table: Table) -> RichTable:
-    """Convert a table to rich's, to print it in a terminal."""
+    """Convert a table to a rich table for a terminal."""
     columns = RichTable(box=box.SIMPLE, pad_edge=False, show_edge=False, collapse_padding=True)
     longest = max(len(row[0]) for row in (table.columns, *table.rows))
     for i, name in enumerate(table.columns):
@@ -107,7 +110,7 @@ def _rich_table(table: Table) -> RichTable:
 
 
 def _rich_text(text: str, style: str = "") -> Text:
-    """Convert a text to rich's, without markup and with unprintable characters replaced."""
+    """Convert a text to a rich `Text` without markup, and replace unprintable characters."""
     shown = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
     return Text(shown, style, overflow="fold")
 

@@ -1,7 +1,7 @@
 """Check a resolved run before anything starts, in the same way for `plan` and `run`.
 
-A check raises ConfigError or DataError for what no machine can do, and EnvironmentFault for what
-this machine lacks: `run` refuses both, `plan` shows the second as a note.
+A check raises ConfigError or DataError for a problem on every machine, and EnvironmentFault for
+something that this machine lacks. `run` stops at both; `plan` prints the second as a note.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from pipeline.training.metrics import require_trackers
 
 
 def check_run(run: ResolvedRun) -> None:
-    """Run all `CHECKS` before a run starts; raise the first problem."""
+    """Run all `CHECKS` before a run starts; the first one that fails raises its error."""
     for check in CHECKS:
         check(run)
 
 
 def check_plan(run: ResolvedRun) -> list[str]:
-    """Run `CHECKS` before a run, for `plan`; return what this machine lacks.
+    """Run all `CHECKS` for `plan`; return the message of each EnvironmentFault, without repeats.
 
     Raises:
         ConfigError: The first problem of the settings.
         DataError: The first problem of the data.
     """
-    notes: list[str] = []
+    notes = []
     for check in CHECKS:
         try:
             check(run)
@@ -47,31 +47,34 @@ def check_plan(run: ResolvedRun) -> list[str]:
 
 
 def unread_settings(run: ResolvedRun) -> list[str]:
-    """Return a warning of keys that a run's heads and method do not read; empty if none is set."""
+    """Return a warning that names keys of `train` that are set but not read.
+
+    Keys are read by the kind of heads and the training method. The list is empty without such keys.
+    """
     train = run.config.train
     unread = ", ".join(run.method.unread_keys(train))
     return [f"Not read by {train.heads} heads and {train.method}: {unread}."] if unread else []
 
 
 def check_placements(run: ResolvedRun) -> None:
-    """Refuse to start a run whose workers can never be placed on this machine or cluster."""
+    """Raise EnvironmentFault if the workers of an unfinished stage can never all be placed."""
     for stage in run.open_stages:
         for section in run.sections_of(stage):
             run.placement(section)
 
 
 def check_heads(run: ResolvedRun) -> None:
-    """Refuse to start a run whose export formats cannot store the heads.
+    """Raise ConfigError if an export format cannot store the heads.
 
-    The first format must also be one that the check can read.
+    It is raised too if the check cannot read the first format.
     """
     check_formats(run.kind, run.shape, run.config.export.formats)
 
 
 def check_tree(run: ResolvedRun) -> None:
-    """Refuse to start a run whose heads cannot propose its tree or its chain of draft tokens.
+    """Raise ConfigError if the heads cannot propose the tree or the chain of draft tokens.
 
-    A tree that is none, or whose file cannot be read, is refused too.
+    It is raised too if the tree is invalid or its file cannot be read.
     """
     settings = run.config.calibrate
     most_by_key = {"depth": run.shape.max_depth, "draft_tokens": run.max_draft_tokens}
@@ -87,7 +90,7 @@ def check_tree(run: ResolvedRun) -> None:
 
 
 def check_quantization(run: ResolvedRun) -> None:
-    """Refuse to start a run that asks vLLM for a target that bitsandbytes quantizes."""
+    """Raise ConfigError if the run uses vLLM with a target that bitsandbytes quantizes."""
     keys = _keys_of_vllm(run)
     if run.config.target.quantization and keys:
         raise ConfigError(
@@ -98,7 +101,7 @@ def check_quantization(run: ResolvedRun) -> None:
 
 
 def _keys_of_vllm(run: ResolvedRun) -> list[str]:
-    """List the keys that make a run need vLLM."""
+    """Return the configuration keys that make the run use vLLM."""
     config, keys = run.config, []
     if config.generate.engine == "vllm" and config.generate.mode != "passthrough":
         keys.append("generate.engine")
@@ -110,10 +113,11 @@ def _keys_of_vllm(run: ResolvedRun) -> list[str]:
 
 
 def check_labels(run: ResolvedRun) -> None:
-    """Refuse to start a run with answers so short that the last head has no label.
+    """Raise ConfigError if answers are too short for the last head to have a label.
 
-    Head k reads the state before an answer's token and guesses the (k+1)-th after that token: an
-    answer of n tokens has labels for n - 1 heads. Passed-through answers are as long as the seeds'.
+    Head k (0-based) reads the state before an answer's token and predicts the (k+1)-th token after
+    it. So an answer of n tokens has labels for n - 1 heads. In passthrough mode nothing is checked,
+    since answers are the seeds' own.
     """
     num_heads, longest = run.config.train.num_heads, run.config.generate.max_new_tokens
     is_written = run.config.generate.mode != "passthrough"
@@ -126,21 +130,27 @@ def check_labels(run: ResolvedRun) -> None:
 
 
 def check_sources(run: ResolvedRun) -> None:
-    """Refuse to start a run with a seed source that names no readable file."""
+    """Check that the path of each seed source exists and has seed files.
+
+    Raises what `SourceReader.files` raises. Data sets on the Hub are not checked.
+    """
     for reader in source_readers(run.config.seeds):
         reader.files()
 
 
 def check_models(run: ResolvedRun) -> None:
-    """Refuse to start a run whose target, served copy or assistant is missing or unreachable."""
+    """Raise the error of the first model that is missing or cannot be reached.
+
+    The models are the target, its served copy and the assistant.
+    """
     for problem in run.problems.values():
         raise problem
 
 
 def check_target(run: ResolvedRun) -> None:
-    """Refuse to start a run with a target whose vocabulary or context is too small.
+    """Raise ConfigError if the target's vocabulary or context is too small for the settings.
 
-    Heads that vLLM cannot serve are refused here too if the check asks for vLLM.
+    It is raised too if the check uses vLLM, and vLLM cannot serve the heads.
     """
     if TARGET not in run.models:
         return  # seeds alone need no target
@@ -175,7 +185,7 @@ def check_target(run: ResolvedRun) -> None:
 
 
 def check_served_copy(run: ResolvedRun) -> None:
-    """Refuse a run whose served copy differs from the target in vocabulary or hidden size."""
+    """Raise ConfigError if the served copy's vocabulary or hidden size is not the target's."""
     if SERVED not in run.models or TARGET not in run.models:
         return
     copy, target = run.model(SERVED).config.get_text_config(), run.target_config.get_text_config()
@@ -188,9 +198,13 @@ def check_served_copy(run: ResolvedRun) -> None:
 
 
 def check_readers(run: ResolvedRun) -> None:
-    """Refuse to start a run with a quantized target or copy that an engine cannot read here.
+    """Check that each engine can read the quantized target or served copy that it loads.
 
-    With RAY_ADDRESS set nothing is checked, since only the workers can tell.
+    With RAY_ADDRESS set nothing is checked, since workers run on other machines.
+
+    Raises:
+        ConfigError: vLLM cannot read the format.
+        EnvironmentFault: transformers needs a package or a GPU that this machine lacks.
     """
     config = run.config
     if os.environ.get("RAY_ADDRESS") or TARGET not in run.models:
@@ -209,7 +223,10 @@ def check_readers(run: ResolvedRun) -> None:
 
 
 def check_driver(run: ResolvedRun) -> None:
-    """Refuse to start a run with a GPU driver that torch cannot use, unless no stage uses GPUs."""
+    """Raise EnvironmentFault if a GPU driver is installed that torch cannot use.
+
+    Nothing is checked if only seeds runs, or if all `gpus_per_worker` are 0.
+    """
     sections = run.config.placement.of_stages().values()
     if set(run.stages) == {"seeds"} or all(wanted.gpus_per_worker == 0 for wanted in sections):
         return
@@ -224,13 +241,13 @@ def check_driver(run: ResolvedRun) -> None:
 
 
 def check_method(run: ResolvedRun) -> None:
-    """Refuse to start a run with settings or a target that the training method cannot train."""
+    """Raise ConfigError if the training method cannot train with these settings or this target."""
     if "train" in run.stages and TARGET in run.models:
         run.method.check(run.config, run.target)
 
 
 def check_files(run: ResolvedRun) -> None:
-    """Refuse to start a run whose `check.prompts` or `calibrate.data` names no file."""
+    """Raise ConfigError if `check.prompts` or `calibrate.data` names a file that does not exist."""
     files = {"check.prompts": run.config.check.prompts, "calibrate.data": run.config.calibrate.data}
     for key, path in files.items():
         if isinstance(path, Path) and not path.is_file():
@@ -242,7 +259,7 @@ def check_files(run: ResolvedRun) -> None:
 
 
 def check_acceptance(run: ResolvedRun) -> None:
-    """Refuse to start a run with parameters that its acceptance rule does not use."""
+    """Raise ConfigError if a parameter of the check does not go with its acceptance rule."""
     check, key = run.config.check, None
     rule = check.acceptance
     if rule != "greedy" and check.temperature == 0:
@@ -260,9 +277,9 @@ def check_acceptance(run: ResolvedRun) -> None:
 
 
 def check_push(run: ResolvedRun) -> None:
-    """Refuse to start a run with push settings that the Hub would refuse after hours of work.
+    """Raise ConfigError if a repository id is invalid, or `push.base_model` is missing.
 
-    Heads for a target that is only on this machine need `push.base_model`.
+    Heads for a local target need `push.base_model`, unless training tunes the backbone.
     """
     push = run.config.push
     for repo_id in run.repositories:
@@ -278,7 +295,7 @@ def check_push(run: ResolvedRun) -> None:
 
 
 def check_root(run: ResolvedRun) -> None:
-    """Refuse to start a run whose directory lies in the uploaded copy of a Ray job.
+    """Raise ConfigError if a submitted Ray job would write into its uploaded copy of the directory.
 
     Ray deletes that copy, so `run.root` and `run.store` must be elsewhere.
     """
@@ -295,9 +312,10 @@ def check_root(run: ResolvedRun) -> None:
 
 
 def check_packages(run: ResolvedRun) -> None:
-    """Refuse to start a run without the packages that its open stages need; none is imported.
+    """Raise EnvironmentFault if a package that an unfinished stage needs is not installed.
 
-    With RAY_ADDRESS set nothing is checked, since the workers have packages of their own.
+    No package is imported. With RAY_ADDRESS set nothing is checked, since workers have packages of
+    their own.
     """
     if os.environ.get("RAY_ADDRESS"):
         return
@@ -320,9 +338,9 @@ def check_packages(run: ResolvedRun) -> None:
 
 
 def check_trackers(run: ResolvedRun) -> None:
-    """Refuse to start a run with trackers that are not installed or that have no login here.
+    """Raise EnvironmentFault if a tracker of training is not installed or has no login here.
 
-    With RAY_ADDRESS set, or without training to do, nothing is checked.
+    With RAY_ADDRESS set, or if nothing is to be trained, nothing is checked.
     """
     if "train" in run.open_stages and not os.environ.get("RAY_ADDRESS"):
         require_trackers(run.config.train.report_to)

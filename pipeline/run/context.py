@@ -1,4 +1,4 @@
-"""Declare stages, and the context of a run that stages share."""
+"""The context that the stages of a run share, and the declaration of a stage."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from pipeline.training.methods import method_of
 class Context:
     """Shared state of a run's stages: configuration, run directory, executor, console.
 
-    `upstream` holds the stage directories that this run has finished or kept. With `read_only`
+    `upstream` holds the directories of the stages that are finished in this run. With `read_only`
     nothing is written to the run and no weights are downloaded.
     """
 
@@ -41,25 +41,28 @@ class Context:
     executor_name: str = "ray"
     read_only: bool = False
     upstream: dict[str, StageDirectory] = field(default_factory=dict)
-    directories: dict[Path, StageDirectory] = field(default_factory=dict)  # locked until the end
+    directories: dict[Path, StageDirectory] = field(default_factory=dict)  # released by `close`
 
     @property
     def config(self) -> Config:
-        """The configuration of the run."""
+        """The run's configuration."""
         return self.resolved.config
 
     @property
     def target(self) -> TargetSpec:
-        """The run's target, in the dtype of its workers."""
+        """The spec of the run's target, in the dtype of the workers of `features`."""
         return self.resolved.target
 
     @functools.cached_property
     def executor(self) -> Executor:
-        """The run's executor, started when the run first needs one."""
+        """The run's executor, started at the first access."""
         return make_executor(self.executor_name)
 
     def resolve_on_cluster(self) -> None:
-        """Resolve the run for the Ray cluster at RAY_ADDRESS or already connected, if any."""
+        """Resolve the run for the nodes of a Ray cluster, if the executor is Ray and there is one.
+
+        There is a cluster if RAY_ADDRESS is set or this process is connected to one.
+        """
         ray = sys.modules.get("ray")
         cluster = os.environ.get("RAY_ADDRESS") or (ray and ray.is_initialized())
         if self.executor_name == "ray" and cluster:
@@ -74,11 +77,11 @@ class Context:
 
     @functools.cached_property
     def digests(self) -> FileDigests:
-        """The sha256 of files that the run reads, cached in its store."""
+        """The sha256 digests of files that the run reads, cached in the run's store."""
         return FileDigests(self.run.store / "digests.json", read_only=self.read_only)
 
     def report_damage(self, stage: StageDirectory, damaged: Sequence[Path]) -> None:
-        """Print and log the damaged files of a stage of the run, if any; they are made again."""
+        """Print and log the damaged files of a stage, if any, which are made again."""
         if damaged:
             names = [str(path.relative_to(stage.path)) for path in damaged]
             self.run.event("damaged", stage=stage.stage, files=names)
@@ -86,31 +89,37 @@ class Context:
             print_stage(self.console, "[yellow]![/]", stage.stage, line)
 
     def backbone(self, stage: str) -> TargetSpec:
-        """Return the model under the run's heads: the target, or the one that `stage` tuned."""
+        """Return the model that the heads belong to: the target, or the tuned backbone.
+
+        Args:
+            stage: The stage whose directory holds the tuned backbone: `train` or `export`.
+        """
         if not self.resolved.method.tunes_backbone:
             return self.target
         tuned = str(self.upstream[stage].path / BACKBONE_DIRECTORY)
         return replace(self.target, model=tuned, revision=None)
 
     def weights_identity(self, spec: TargetSpec) -> Identity:
-        """Return by file name the sha256 of the files of a model of the run that is not its target.
+        """Return the sha256 of each file that identifies a model, by file name.
 
-        Weights of a Hub model are downloaded first, unless the context is read-only.
+        A Hub model that is not on this machine is downloaded, except in a read-only context. Raises
+        what `weight_files` raises.
         """
         return self.digests.of_all(weight_files(spec, fetch=not self.read_only))
 
     @functools.cached_property
     def target_identity(self) -> Identity:
-        """The run's target in a stage fingerprint: file hashes, dtype, quantization, template.
+        """The target's part of stage fingerprints: file hashes, and settings that change its text.
 
-        Raises:
-            EnvironmentFault: Its weights would have to be downloaded first, and the context is
-                read-only.
+        In a read-only context nothing is downloaded. Raises what `weight_files` raises.
         """
         return self._identify_target(fetch=not self.read_only)
 
     def _identify_target(self, *, fetch: bool) -> Identity:
-        """Hash the files of the run's target, and collect the settings that change its text."""
+        """Return the hashes of the target's files, and the settings that change its text.
+
+        With `fetch` a Hub target that is not on this machine is downloaded.
+        """
         spec = self.target
         paths = weight_files(spec, fetch=fetch)
         identity = {
@@ -126,15 +135,15 @@ class Context:
         return identity
 
     def identify_target_again(self) -> None:
-        """Hash the files of the run's target again, offline, if the run has hashed them before.
+        """Compute `target_identity` again, without downloads, if it has been computed before.
 
-        Raises what `target_identity` raises.
+        Raises what `weight_files` raises.
         """
         if "target_identity" in self.__dict__:
             self.target_identity = self._identify_target(fetch=False)
 
     def placement(self, section: str) -> Placement:
-        """Place the run's workers of a `placement` section; raise if they never fit."""
+        """Place the workers of a `placement` section; raise EnvironmentFault if they never fit."""
         return self.resolved.on(self.executor.resources()).placement(section)
 
     def call(
@@ -145,9 +154,10 @@ class Context:
         /,
         **arguments: Any,
     ) -> Any:
-        """Call a function on a worker placed by the run's `placement` section; return its result.
+        """Call a function on a worker of a `placement` section, and return its result.
 
-        The number of the worker's GPUs is added to the arguments as `gpus`.
+        The function also receives the arguments `gpus`, the number of the worker's GPUs, and
+        `progress`.
         """
         placement = self.placement(section)
         arguments["gpus"] = placement.gpus
@@ -155,7 +165,7 @@ class Context:
 
     @contextlib.contextmanager
     def progress(self, stage: StageDirectory) -> Iterator[ProgressReporter]:
-        """Context manager: a progress reporter for one stage of the run, shown by a meter."""
+        """Context manager: yield a progress reporter for a stage, which a meter displays."""
         with Meter(self.console, stage.stage) as meter:
             progress = ProgressReporter(stage.path.absolute() / "progress.tmp", meter.show)
             try:
@@ -165,7 +175,10 @@ class Context:
 
 
 def skipped_stages(config: Config) -> dict[str, str]:
-    """Return the stages that a run of this configuration skips, each with its reason or ""."""
+    """Return the stages that a run of this configuration skips, with the reason.
+
+    The reason is empty for stages that were not asked for.
+    """
     method = method_of(config.train)
     skipped = dict(method.skipped_stages(config.train))
     if not method.tunes_backbone:
@@ -177,28 +190,28 @@ def skipped_stages(config: Config) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Stage:
-    """Declaration of a pipeline stage, whose result lies in a directory of its own."""
+    """Declaration of a pipeline stage; its result lies in a directory of its own."""
 
     name: str
-    version: int  # of the code; raised when it makes something else of the same input
+    version: int  # of the code; raise it when results change
     upstream: Callable[[Config], tuple[str, ...]]
-    """The stages that it reads; a sharded stage has a shard for each of the first one's."""
-    identity: Callable[[Context], Identity]  # what its result depends on besides them
-    run: Callable[[Context, StageDirectory], Summary]  # makes the result exist
+    """Returns the stages that it reads; a sharded stage has one shard per shard of the first."""
+    identity: Callable[[Context], Identity]  # what its result depends on besides `upstream`
+    run: Callable[[Context, StageDirectory], Summary]  # makes the result and returns the summary
     figures: tuple[str, ...]  # keys of the summary to print at the end; a dot leads into a section
     sharded: bool = False  # the result is shards
-    scratch: tuple[str, ...] = ()  # files and folders that do not count once the stage is done
+    scratch: tuple[str, ...] = ()  # files and folders that are not part of the result
     parts: tuple[str, ...] = ()  # folders that are made again alone when a file is damaged
 
     def identity_of(self, context: Context) -> Identity:
-        """Collect the stage's identity in a run: code version, settings and upstream stages."""
+        """Return what the stage's fingerprint covers: code version, settings and upstream."""
         upstream = {}
         for name in self.upstream(context.config):
             upstream[name] = context.upstream[name].fingerprint
         return {"version": self.version, "settings": self.identity(context), "upstream": upstream}
 
     def one_line(self, summary: Summary) -> str:
-        """Format a finished stage's figures for its line in the run's terminal output."""
+        """Format the figures in a finished stage's summary as one line for the terminal."""
         parts = []
         for key in self.figures:
             value: Any = summary
@@ -210,7 +223,10 @@ class Stage:
         return ", ".join(parts)
 
     def locate(self, context: Context) -> StageDirectory:
-        """Return the stage's directory in the run's store, named by its fingerprint."""
+        """Return the stage's directory in the run's store, named by its fingerprint.
+
+        The directory need not exist yet.
+        """
         meaning = fingerprint({"stage": self.name, **self.identity_of(context)})
         directory = StageDirectory(
             context.run.store, self.name, meaning, scratch=self.scratch, parts=self.parts
@@ -223,5 +239,5 @@ class Stage:
 
 
 def reads(*names: str) -> Callable[[Config], tuple[str, ...]]:
-    """Return a function for `Stage.upstream` that names these stages for every configuration."""
+    """Return a function for `Stage.upstream` that returns these names for every configuration."""
     return lambda config: names

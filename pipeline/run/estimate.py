@@ -46,9 +46,9 @@ MOMENTS = {"adamw": 2 * FP32, "adamw-8bit": 2}  # bytes of a parameter's two mom
 class RunSize:
     """The estimated size of a run: conversations, tokens and optimizer steps.
 
-    Until the generate stage has run, `tokens` assumes that each conversation has `generate.rounds`
-    answers of `generate.max_new_tokens` tokens, or fills the target's context. Real rows usually
-    have fewer tokens; in self-talk and passthrough they may have more.
+    Until the generate stage has run, `tokens` assumes that each sample of a conversation has
+    `generate.rounds` answers of `generate.max_new_tokens` tokens, or fills the target's context.
+    Real samples usually have fewer tokens; in self-talk and passthrough they may have more.
     """
 
     conversations: int | None  # None where a data set on the Hub has no limit
@@ -181,8 +181,8 @@ def memory_of_stages(
 ) -> list[StageMemory]:
     """Estimate the memory of one worker in the generate, features, train and check stages.
 
-    Training has one estimate per phase, and the check one per engine. There is none of generate in
-    passthrough mode. If the run skips features, the estimate is that of tuned-features.
+    Training has one estimate per phase, and the check one per engine. In passthrough mode generate
+    has no estimate. If the run skips features, tuned-features is estimated instead.
 
     Args:
         positions: The number of positions to train on, which decides the size of batches; 0 assumes
@@ -309,10 +309,10 @@ def _training_memory(
 
 
 def _kept_by_heads(run: ResolvedRun, num_positions: int) -> float:
-    """Estimate how many numbers training holds in the dtype of matrix products for the heads.
+    """Estimate how many numbers training holds for the heads besides their parameters.
 
-    These are the activations that the heads keep for the backward pass, one head's lm_head, and
-    with soft labels the target's.
+    These are the activations for the backward pass, a copy of one head's lm_head, and with soft
+    labels a copy of the target's. They have the dtype of matrix products.
     """
     one_head, hidden_size = _heads_to_count(run, 1), run.shape.hidden_size
     lm_heads = one_head.lm_head.numel()

@@ -26,14 +26,16 @@ FIGURES = ("seeds", "generate", "features", "train", "export")  # parts of Repor
 
 
 def publish_report(context: Context) -> None:
-    """Collect the results of a run's stages and publish them: report files, card, terminal."""
+    """Write the run's report files and the model card of its export, and print the report."""
     config = context.config
-    report, extras = assemble_report(context.run, config), drawing_data(context.run)
+    report = assemble_report(context.run, config)
+    extras = drawing_data(context.run)
     for name, text in report_texts(report, extras).items():
         write_text(context.run.path / name, text)
     export = context.run.latest("export")
     if export is not None:
-        to, tuned = context.resolved.repositories, context.resolved.method.tunes_backbone
+        to = context.resolved.repositories
+        tuned = context.resolved.method.tunes_backbone
         published = Published(
             report,
             config,
@@ -48,13 +50,17 @@ def publish_report(context: Context) -> None:
 
 
 def assemble_report(run: RunDirectory, config: Config, without: Collection[str] = ()) -> Report:
-    """Collect the summaries of a run's finished stages, except those in `without`, in a report.
+    """Return the report of a run's finished stages, except those in `without`.
 
-    Speeds, hardware, versions and a Hub target's commit are those of the check. Without a check,
-    hardware and versions are those of this machine.
+    Hardware, versions and the commit of a Hub target are taken from the check. Without a check,
+    hardware and versions are those of this machine, and the commit is None.
     """
-    figures, seconds, quarantine, fingerprints = {}, {}, {}, {}
+    figures = {}
+    seconds = {}
+    quarantine = {}
+    fingerprints = {}
     check = CheckResult()
+    check_figures = None
     for name, stage in run.stages().items():
         if stage.done is None or name in without:
             continue
@@ -69,38 +75,45 @@ def assemble_report(run: RunDirectory, config: Config, without: Collection[str] 
             figures.update(heads=summary["heads"], tree=summary["tree"])
         elif name == "check":
             check = from_json(CheckResult, summary)
-    report, method = from_json(Report, figures), method_of(config.train)
+            check_figures = check.figures(Limits.of(config))
+    settings = config.train
+    method = method_of(settings)
+    report = from_json(Report, figures)
     train = report.train
     if train is not None:
-        train = replace(train, recipe=method.recipe_name(config.train))
+        train = replace(train, recipe=method.recipe_name(settings))
         if check.drift is not None and check.drift.positions:
             # Training has measured the adapter, the check the published weights.
             train = replace(train, drift=check.drift, adapter_drift=train.drift)
+    facts = RunFacts(
+        name=config.run.name, date=time.strftime("%Y-%m-%d"), fingerprints=fingerprints
+    )
+    skipped = method.skipped_stages(settings) or None
+    machine = check.hardware or hardware()
+    packages = check.versions or versions()
     return replace(
         report,
-        run=RunFacts(
-            name=config.run.name, date=time.strftime("%Y-%m-%d"), fingerprints=fingerprints
-        ),
+        run=facts,
         target=config.target.model,
         target_revision=check.target_revision,
-        method=config.train.method,
-        num_heads=config.train.num_heads,
-        drafter=f"{config.train.num_heads} {head_kind(config.train.heads).units}",
+        method=settings.method,
+        num_heads=settings.num_heads,
+        drafter=f"{settings.num_heads} {head_kind(settings.heads).units}",
         train=train,
-        skipped=method.skipped_stages(config.train) or None,
-        check=check.figures(Limits.of(config)) if "check" in seconds else None,
+        skipped=skipped,
+        check=check_figures,
         served_model=check.served_model,
         quarantine=quarantine,
-        hardware=check.hardware or hardware(),
-        versions=check.versions or versions(),
+        hardware=machine,
+        versions=packages,
         seconds_by_stage=seconds,
     )
 
 
 def drawing_data(run: RunDirectory) -> Extras:
-    """Read the tree, curves and samples of the run's finished stages, for the run's reporting.
+    """Read the data of the report's plots and samples: tree, training curves and answers.
 
-    Curves are left out if their log is damaged.
+    Only finished stages are read. Curves are left out if their log is damaged.
     """
     extras = Extras()
     for name, stage in run.stages().items():

@@ -50,14 +50,14 @@ class ResolvedModel:
 
     @classmethod
     def of(cls, settings: TargetConfig) -> ResolvedModel:
-        """Resolve a model of the run: look up its files and configuration, as `resolve` does."""
+        """Resolve the settings of a model; raise what `resolve` raises."""
         spec = resolve(settings, on_gpu=False)
         return cls(spec, model_config(spec), settings.dtype)
 
     def on(self, *, on_gpu: bool) -> TargetSpec:
-        """Return the spec of a model of the run, with its dtype for workers on a GPU or the CPU.
+        """Return the model's spec with the dtype for workers on a GPU or on the CPU.
 
-        The two differ only where the configured dtype is `auto`.
+        The dtypes differ only if the configured dtype is `auto`.
         """
         if self.dtype != "auto":
             return self.spec
@@ -68,18 +68,18 @@ class ResolvedModel:
 class ResolvedRun:
     """A configuration with its models, heads and method resolved for one machine.
 
-    A model that does not exist or cannot be reached now is an error only where it is read, so that
-    `plan` and `status` can go on without the Hub.
+    A model that is missing or cannot be reached is an error only when it is used, so that `plan`
+    and `status` work without the Hub.
     """
 
     config: Config
-    stages: tuple[str, ...]  # to bring up to date, upstream first
+    stages: tuple[str, ...]  # to run or keep, upstream first
     open_stages: tuple[str, ...]  # those of them without a finished result in the store
     kind: type[Heads]
     method: Method
-    shape: HeadsShape  # for a hidden size and a vocabulary of 1 where the target is not known
-    models: Mapping[str, ResolvedModel]  # by the key that names them
-    problems: Mapping[str, MedusaDistillError]  # of models that cannot be had
+    shape: HeadsShape  # of hidden size and vocabulary 1 if the target is not available
+    models: Mapping[str, ResolvedModel]  # by configuration key
+    problems: Mapping[str, MedusaDistillError]  # errors of models that are not available
     machine: Resources
 
     def on(self, machine: Resources) -> ResolvedRun:
@@ -87,7 +87,7 @@ class ResolvedRun:
         return replace(self, machine=machine)
 
     def model(self, key: str) -> ResolvedModel:
-        """Look up the run's model that a key names; raise the error of an unavailable model."""
+        """Return the model of a configuration key; raise its error if it is not available."""
         if key in self.problems:
             raise self.problems[key]
         return self.models[key]
@@ -97,8 +97,8 @@ class ResolvedRun:
         """The spec of the run's target, in the dtype of the workers of `features`.
 
         Raises:
-            ConfigError: There is no such target, or it cannot be accelerated by tree verification.
-            EnvironmentFault: The Hub does not answer.
+            ConfigError: The target does not exist, or cannot verify a candidate tree.
+            EnvironmentFault: The Hub cannot be reached.
         """
         return self.model(TARGET).on(on_gpu=self.gpus_of("features") > 0)
 
@@ -114,7 +114,7 @@ class ResolvedRun:
 
     @property
     def served_copies(self) -> dict[str, TargetSpec]:
-        """The run's `check.served_model` for each engine of the check; empty without one."""
+        """The spec of `check.served_model` for each engine of the check; empty if it is not set."""
         if self.config.check.served_model is None:
             return {}
         copies: dict[str, TargetSpec] = {}
@@ -125,30 +125,27 @@ class ResolvedRun:
 
     @property
     def assistant(self) -> TargetSpec | None:
-        """The assistant of the run's baselines, in the target's dtype."""
+        """The spec of `check.assistant_model`, in the target's dtype; None if it is not set."""
         if self.config.check.assistant_model is None:
             return None
         return replace(self.model(ASSISTANT).spec, dtype=self.target.dtype)
 
     @property
     def repositories(self) -> Repositories:
-        """The resolved run's Hub repositories, to which it is pushed."""
+        """The Hub repositories that the run is pushed to."""
         push, target = self.config.push, self.config.target.model
         return repositories(push, self.kind, target, tuned=self.method.tunes_backbone)
 
     def gpus_of(self, section: str) -> int:
-        """Return how many GPUs each of the run's workers in a section of `placement` has."""
+        """Return the number of GPUs of each worker in a section of `placement`."""
         return gpus_of(self._wanted(section), self.machine)
 
     def workers_of(self, section: str) -> int:
-        """Return how many workers the run has in a section of `placement`.
-
-        With `auto` they fill the machine.
-        """
+        """Return the number of workers in a section of `placement`; `auto` fills the machine."""
         return workers_of(self._wanted(section), self.machine)
 
     def placement(self, section: str) -> Placement:
-        """Place the run's workers of a section of `placement`.
+        """Place the workers of a section of `placement`.
 
         Raises:
             EnvironmentFault: The machine or cluster can never run them all at once.
@@ -156,11 +153,11 @@ class ResolvedRun:
         return place(section, self._wanted(section), self.machine)
 
     def _wanted(self, section: str) -> PlacementOf:
-        """Return the run's settings of a section of `placement`."""
+        """Return the settings of a section of `placement`."""
         return self.config.placement.of_stages()[section]
 
     def sections_of(self, stage: str) -> list[str]:
-        """List the sections of `placement` whose workers a stage of the run always uses."""
+        """Return the sections of `placement` whose workers must fit for a stage to run."""
         if stage == "check":
             return [ENGINE_SECTIONS[engine] for engine in self.config.check.engines]
         section = SECTIONS.get(stage)
@@ -179,17 +176,17 @@ class ResolvedRun:
 
     @property
     def max_draft_tokens(self) -> int:
-        """The most tokens that the run's heads can draft in a row and an engine accepts."""
+        """The largest number of tokens that the heads can draft in a row, at most vLLM's limit."""
         return min(self.shape.max_depth, MAX_NUM_HEADS)
 
     @functools.cached_property
     def choices(self) -> tuple[TreePath, ...] | None:
-        """The run's tree paths in `calibrate.choices`, validated; None where a tree is searched.
+        """The validated paths in `calibrate.choices`; None if it is not set.
 
         A named tree that is deeper than the heads can propose is cut.
 
         Raises:
-            ConfigError: It is not a tree, or its file cannot be read.
+            ConfigError: The paths are not a tree, or their file cannot be read.
         """
         given = self.config.calibrate.choices
         if given is None:
@@ -211,12 +208,12 @@ class ResolvedRun:
 
     @property
     def dynamic_tree(self) -> DynamicTree | None:
-        """The run's dynamic tree (`calibrate.tree`); None for a static tree.
+        """The dynamic tree that `calibrate` configures; None for a static tree.
 
         With `calibrate.nodes: auto` it has one node.
 
         Raises:
-            ConfigError: More nodes are asked for than the heads propose.
+            ConfigError: More nodes are configured than the heads propose.
         """
         settings = self.config.calibrate
         if settings.tree != "dynamic":
@@ -238,17 +235,19 @@ class ResolvedRun:
 def resolve_run(config: Config, stages: Sequence[str], fresh: str | None = None) -> ResolvedRun:
     """Resolve a run's configuration on this machine: its models, heads, method and workers.
 
+    A model that is not available causes an error only when it is used.
+
     Args:
-        stages: Those to bring up to date.
-        fresh: The one of them whose finished result is to be made again.
+        stages: The stages to run or keep, upstream first.
+        fresh: The stage among them whose result is deleted and made again.
 
     Raises:
         ConfigError: There is no such kind of heads or method of training.
     """
     kind = head_kind(config.train.heads)
     store = config.run.store or config.run.directory
-    models: dict[str, ResolvedModel] = {}
-    problems: dict[str, MedusaDistillError] = {}
+    models = {}
+    problems = {}
     for key, settings in _models_of(config, stages).items():
         try:
             models[key] = ResolvedModel.of(settings)
@@ -275,7 +274,7 @@ def resolve_run(config: Config, stages: Sequence[str], fresh: str | None = None)
 
 
 def _models_of(config: Config, stages: Sequence[str]) -> dict[str, TargetConfig]:
-    """List the models that these stages of a run read, by configuration key."""
+    """Return the settings of the models that these stages use, by configuration key."""
     if set(stages) <= {"seeds", "push"}:  # which read no model
         return {}
     wanted = {TARGET: config.target}

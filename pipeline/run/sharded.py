@@ -33,12 +33,13 @@ def run_sharded(
 ) -> Summary:
     """Map a stage's worker over the shards that the run lacks, and retry those that fail.
 
+    The stage gets one shard per upstream shard; its other shards are deleted.
+
     Args:
         worker: A class whose instances take a `ShardTask` and return its `Receipt`.
-        arguments: What the class is constructed with, where the worker runs. To these is added
-            `progress`, in which the worker counts its work.
+        arguments: The arguments of its constructor, to which `progress` is added.
         split: The split whose rows the worker reads, to size the progress bar; None for all rows.
-        train_samples: How many conversations the worker makes of a training row.
+        train_samples: How many conversations the worker makes from a training row.
 
     Returns:
         Totals over all shards, see `StageTotals.summary`.
@@ -74,7 +75,7 @@ def run_sharded(
             progress=shown.progress,
         )
         while pending:
-            killers: list[Outcome] = []
+            killers = []
             for outcome in map_tasks(pending):
                 _log_outcome(context, stage, outcome)
                 shown.count(outcome)
@@ -106,10 +107,10 @@ class Failures:
         self._crashing: dict[int, dict[str, str]] = {}
 
     def may_retry(self, outcome: Outcome) -> bool:
-        """Count a shard's failure; return whether the run retries the shard as it is.
+        """Count a shard's failure; return whether the shard is to be retried as it is.
 
-        If not, the shard has failed `limit` times, the last time by ending its worker, and its rows
-        are to be searched for those that crash a worker.
+        If False, the shard has failed `limit` times, the last time by ending its worker's process,
+        and its rows are to be searched for those that crash a worker.
 
         Raises:
             MedusaDistillError: The worker raised it, or the shard has failed `limit` times, the
@@ -135,7 +136,7 @@ class Failures:
     def find_crashing_rows_of(
         self, map_tasks: Callable[..., Iterator[Outcome]], killer: Outcome
     ) -> None:
-        """Search a shard for rows that crash the run's worker; note them for `remaining_tasks`.
+        """Search a shard for rows that crash the worker, and remember them for `remaining_tasks`.
 
         Raises:
             EnvironmentFault: A repeated search finds the same rows as the last one, or all rows
@@ -156,12 +157,17 @@ class Failures:
     def remaining_tasks(
         self, tasks: Sequence[ShardTask], killers: Sequence[Outcome]
     ) -> list[ShardTask]:
-        """Return the tasks of a run's missing shards, each with its rows that crash a worker.
+        """Return the tasks of missing shards, with the rows that crash a worker.
 
-        A shard that no worker failed on, but that is missing here, counts as failed.
+        If a missing shard was not searched, a worker has committed it to storage that this machine
+        does not see. This counts as a failure.
+
+        Args:
+            tasks: The tasks of the shards that are missing after a pass over all tasks.
+            killers: The outcomes whose shards were searched in this pass.
 
         Raises:
-            EnvironmentFault: Workers have committed such a shard too often.
+            EnvironmentFault: Such a shard has failed `limit` times.
         """
         searched = {killer.task.index for killer in killers}
         for task in tasks:
@@ -178,7 +184,7 @@ class Failures:
 
 
 def _log_outcome(context: Context, stage: StageDirectory, outcome: Outcome) -> None:
-    """Log a mapped shard's outcome in the run's events.jsonl."""
+    """Log the outcome of a shard in the run's events.jsonl."""
     event = functools.partial(context.run.event, stage=stage.stage, shard=outcome.task.index)
     receipt = outcome.receipt
     if receipt:

@@ -23,10 +23,14 @@ MOST_NAMES = 4  # of changed settings
 class StageStatus:
     """Status of one stage of a run, with its shard counts.
 
-    `status` is done, failed (finished, but its result may not be used), partial (some must be
-    made), stale (made from something else), not run or skipped. `made` counts the shards that a run
-    would keep, `expected` those that it would have at its end; both are 0 for a stage without
-    shards, and `expected` is None while it is unknown.
+    Attributes:
+        status: `done`; `failed`: finished, but the check's result breaks a limit; `partial`:
+            unfinished or damaged; `stale`: made from other settings or input; `not run`; or
+            `skipped`.
+        why: The reason for the status; may be empty.
+        directory: The directory that the status is about, if there is one.
+        made: The number of shards that a run would keep; 0 for a stage without shards.
+        expected: The number of shards at the end of a run; None if unknown.
     """
 
     status: str
@@ -37,12 +41,12 @@ class StageStatus:
 
     @property
     def finished(self) -> Summary | None:
-        """The stage's summary if its status in the run is done, else None."""
+        """The stage's summary if its status is done, else None."""
         return self.directory.summary if self.status == "done" and self.directory else None
 
     @property
     def summary(self) -> Summary:
-        """The stage's summary in the run, or the sums over the shards of an unfinished one."""
+        """The stage's summary; for an unfinished stage, the totals of its shards if it has any."""
         if self.directory is None:
             return {}
         if self.directory.summary or not self.made:
@@ -55,12 +59,13 @@ def stage_statuses(
 ) -> dict[str, StageStatus]:
     """Determine the status of every stage of a run, upstream first.
 
-    If the target or the seeds cannot be read now, a stage is taken to be the one that the run links
-    to. Stages that are skipped without a reason are left out.
+    If a stage's fingerprint cannot be computed, because the target or the seeds cannot be read now,
+    this stage and all later ones get the status of the directories that the run links to. Stages
+    that are skipped without a reason are left out.
     """
     context = Context(resolved, run, Console(quiet=True), read_only=True)
-    statuses: dict[str, StageStatus] = {}
-    obstacle: MedusaDistillError | None = None
+    statuses = {}
+    obstacle = None
     skipped = skipped_stages(resolved.config)
     for name, stage in stages.items():
         if name in skipped:
@@ -85,7 +90,11 @@ def stage_statuses(
 
 
 def _as_linked(linked: StageDirectory | None, obstacle: MedusaDistillError) -> StageStatus:
-    """Return the status of a stage that the run links to and whose identity is unknown."""
+    """Return the status of a stage with unknown fingerprint, from the directory linked by the run.
+
+    Args:
+        obstacle: The error that prevents computing the fingerprint.
+    """
     if linked is None:
         return StageStatus("not run", obstacle.what, expected=None)
     why, made = f"taken to be unchanged: {obstacle.what}", len(linked.shards())
@@ -102,7 +111,7 @@ def _stage_status(context: Context, stage: Stage, before: dict[str, StageStatus]
         made = len(directory.shards())
         return StageStatus("done", "", directory, made, made)
     expected: int | None = 0
-    if stage.sharded:  # as many as the stage before has; those of seeds are unknown
+    if stage.sharded:  # as many as the first upstream stage has; unknown for seeds
         expected = before[sources[0]].expected if sources else None
     if not directory.path.exists():
         linked = context.run.latest(stage.name)
@@ -125,9 +134,9 @@ def _stage_status(context: Context, stage: Stage, before: dict[str, StageStatus]
 
 
 def _why_stale(before: Identity, now: Identity) -> str:
-    """Name what makes a stage's status stale: settings, or else the input or code."""
+    """Return why a stage is stale: the changed settings, or else a change of input or code."""
     old, new = before.get("settings", {}), now["settings"]
-    if "settings" in new:  # beside the target, whose files say nothing to a reader
+    if "settings" in new:  # the settings lie beside the target's hashes
         old, new = old.get("settings", {}), new["settings"]
     changed = sorted(key for key in new if new[key] != old.get(key))
     if changed:

@@ -5,16 +5,16 @@ The heads are measured on the `calibrate` split, or on the target's answers to t
 
 Static trees are searched by products of accuracies (paper 2.3.3) and by the frequency of whole
 paths. To estimate the acceleration rate and its standard error, the trees searched on each half of
-the conversations are replayed on the other half. The tree is that of the search with the higher
-rate, searched on all rows. A dynamic tree (`calibrate.tree`) is not searched; one pass over
-held-out positions gives the rate of every size. `calibrate.choices` gives a tree instead.
+the conversations are replayed on the other half. The search with the higher rate is chosen, and its
+tree on all rows is used. A dynamic tree (`calibrate.tree`) is not searched; one pass over held-out
+positions gives the rate of every size. `calibrate.choices` gives a tree instead.
 
 With `calibrate.nodes: auto` the overheads of several sizes are measured on this device, and the
 size with the highest speedup is chosen. Among sizes within 5 % of it, the highest speedup times
 acceleration rate decides. The number of draft tokens of vLLM's chain is chosen by the same rule.
 
-Limits: overheads are measured with one request at a time, and those of native decoding stand for
-vLLM's.
+Limits: overheads are measured with one request at a time, and in native decoding for vLLM's chain
+too.
 """
 
 from __future__ import annotations
@@ -158,9 +158,10 @@ def _choose_tree(
     places: HeldOutRanks | None,
     progress: ProgressReporter,
 ) -> tuple[ChosenTree, Overheads]:
-    """Return the tree of `calibrate.choices`, or else the best static tree or dynamic tree.
+    """Return the given tree (`calibrate.choices`), or else the best static or dynamic tree.
 
-    The second result is the overhead of chains by number of draft tokens; empty if not measured.
+    The second result holds the overheads of chains by number of draft tokens; it is empty if they
+    were not measured.
 
     Args:
         ranks: The ranks of held-out tokens among the heads' guesses.
@@ -216,7 +217,8 @@ def _native_overheads(
 ) -> tuple[Overheads, Overheads]:
     """Measure the overheads of trees and of chains in native decoding, by number of nodes.
 
-    One request is decoded at a time. The second result is empty if no overhead of chains is needed.
+    One request is decoded at a time. The overheads of chains are empty unless the run chooses the
+    number of draft tokens by them.
     """
     resolved, generated = context.resolved, context.upstream["generate"]
     rows = read_token_rows(generated.shards(), generated.fingerprint)
@@ -242,9 +244,9 @@ def _heads_path(context: Context) -> str:
 def _timed_trees(fits: CrossFit, dynamic: DynamicTree | None) -> dict[int, Choices | DynamicTree]:
     """Return the trees whose overhead is measured, by number of nodes.
 
-    They have the `MEASURED_SIZES`. Static trees are the first nodes of the largest searched tree.
-    The largest size may be smaller, if no more nodes were found. Dynamic trees have at most as many
-    nodes as the heads propose.
+    The numbers are `MEASURED_SIZES`. Static trees are the first nodes of the largest searched tree;
+    if that has fewer nodes than a size, the whole tree is measured instead. Dynamic trees have at
+    most as many nodes as the heads propose.
     """
     largest = max(fits.whole.values(), key=len)
     trees: dict[int, Choices | DynamicTree] = {}

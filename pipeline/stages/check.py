@@ -81,9 +81,10 @@ LIMITS = {"min_acceleration_rate", "require_learning", "max_tie_share"}  # see `
 
 
 def identity(context: Context) -> Identity:
-    """Return what the check stage's result depends on: settings except limits, and files' hashes.
+    """Return what the check stage's result depends on: settings, and hashes of files.
 
-    The files are those of questions, and the weights of a served model and of an assistant.
+    Limits are left out. The files are the questions, and the weights of a served model and of an
+    assistant.
     """
     check_files(context.resolved)
     check = context.config.check
@@ -128,7 +129,7 @@ class CheckEngines:
         return self.call(check_with_engine, engine, request=request, engine=engine)
 
     def prompts(self, target: TargetSpec) -> Prompts:
-        """Build the prompts that `check.prompts` describes; raise DataError if none fits."""
+        """Build the prompts that `check.prompts` describes; raise DataError if no prompt fits."""
         settings = self.context.config.check
         if isinstance(settings.prompts, int):
             room = context_length(target) - settings.max_new_tokens
@@ -182,7 +183,7 @@ class CheckEngines:
         return figures
 
     def with_served_model(self, request: CheckRequest, result: CheckResult) -> CheckResult:
-        """Repeat the check on the served copy of the target; return the result with its figures.
+        """Repeat the check on the served copy of the target; add the copy's figures to the result.
 
         Greedy answers are compared with plain decoding of that copy, since the target itself writes
         other text. Baselines and studies are not repeated.

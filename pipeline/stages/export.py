@@ -1,9 +1,10 @@
 """export: write the heads as one directory that engines load unmodified.
 
-It holds heads, configuration, tokenizer, tree and model card. The weights have exactly the expected
-tensors; they are read back and compared bit for bit. Further formats are in subdirectories of their
-names. With Medusa-2 the tuned backbone is in `backbone/`, and the configuration names it by its
-absolute path. If the export is moved, this project uses the `backbone/` in it.
+The directory holds heads, configuration, tokenizer, tree and model card. The weights file has
+exactly the expected tensors; it is read back and compared bit for bit. Further formats are in
+subdirectories named after them. With Medusa-2 the tuned backbone is in `backbone/`, and the
+configuration names it by its absolute path. If the export is moved, this project uses the
+`backbone/` in it.
 """
 
 from __future__ import annotations

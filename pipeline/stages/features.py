@@ -62,7 +62,7 @@ class Worker:
         self._ahead: ShardInProgress | None = None  # begun while the last one was committed
 
     def expect(self, upcoming: ShardTask | None) -> None:
-        """Set the task that will follow the next call's, or None if there is none.
+        """Announce the task that will follow the next call's task; None if there is none.
 
         The states of that task are computed while the next call commits its shard.
         """
@@ -87,7 +87,7 @@ class Worker:
     def _compute_ahead(self, task: ShardTask, committing: Future[Receipt]) -> None:
         """Compute states of the next task's shard until `committing` is done.
 
-        Errors are suppressed: the shard is begun again in its turn, and then they are raised.
+        Errors are suppressed: the shard is begun again in its turn, and the error is raised then.
         """
         with contextlib.suppress(Exception), contextlib.ExitStack() as undo:
             ahead = undo.enter_context(contextlib.closing(ShardInProgress(self, task)))
@@ -128,7 +128,10 @@ class ShardInProgress:
             self._opened = opened.pop_all()
 
     def advance(self) -> bool:
-        """Compute one more row's states for the writer; return False if all are done."""
+        """Compute the next row's states and pass them to the writer.
+
+        Return False if no row is left.
+        """
         for index, hidden_TD in self._computed:
             self._features.put(index, hidden_TD)
             self._progress.add(self.task, 1, len(self._rows[index].input_ids))
@@ -139,7 +142,7 @@ class ShardInProgress:
         """Commit the shard in the writer's thread; return a future of the receipt.
 
         All rows must have been computed. `started` is the `time.monotonic()` at which the worker
-        began.
+        began the shard.
         """
         num_tokens = sum(len(row.input_ids) for row in self._rows)
         ids_in = [row.id for row in self._rows]

@@ -85,12 +85,9 @@ def run(context: Context, stage: StageDirectory) -> Summary:
 
 
 def check_samples(run: ResolvedRun, size: RunSize, store: Path) -> None:
-    """Refuse a number of samples, given in the settings, whose states may fill the disk.
+    """Raise EnvironmentFault if the states of `generate.samples` samples may not fit on the disk.
 
-    `auto` is not refused, and neither is a number whose texts are written.
-
-    Raises:
-        EnvironmentFault: They may take more than the disk of `store` has free.
+    Nothing is checked for `auto`, for one sample, or if the texts are written already.
     """
     samples = run.config.generate.samples
     if isinstance(samples, str) or samples == 1 or size.written or not size.disk_bytes:
@@ -122,14 +119,13 @@ def require_rows_of_splits(summary: Summary, stage: StageDirectory) -> None:
 
 
 def require_new(rows: Sequence[GeneratedRow], earlier: dict[TokenIds, str]) -> None:
-    """Check that no earlier sample of the same seed has equal token ids; add this one to `earlier`.
+    """Raise RowRejected if an earlier sample of the same seed has the same token ids.
+
+    If none has, add this sample to `earlier`.
 
     Args:
         rows: The rows of one sample.
         earlier: The row id of each sample so far, by its token ids.
-
-    Raises:
-        RowRejected: An earlier sample has equal token ids.
     """
     text = tuple(tuple(row.input_ids) for row in rows)
     first = earlier.setdefault((rows[0].parent_id, text), rows[0].id)
@@ -183,7 +179,7 @@ class Worker:
         self._upcoming: ShardTask | None = None
 
     def expect(self, upcoming: ShardTask | None) -> None:
-        """Set the task that will follow the next call's, or None if there is none.
+        """Announce the task that will follow the next call's task; None if there is none.
 
         The conversations of that task may start during the next call.
         """

@@ -113,7 +113,7 @@ def temporary_beside(path: Path) -> Path:
 
 
 def publish(temporary: Path, path: Path) -> None:
-    """Flush a temporary file to the disk and rename it to `path`, replacing an existing file."""
+    """Rename a temporary file to `path` durably; the file gets the default mode."""
     _make_readable(temporary)
     sync(temporary)
     os.replace(temporary, path)
@@ -128,7 +128,7 @@ def _make_readable(path: Path) -> None:
 
 @contextlib.contextmanager
 def disk_errors(path: Path | None = None) -> Iterator[None]:
-    """Context manager: translate disk errors, also of libraries, into EnvironmentFault.
+    """Context manager: translate errors for which `disk_fault` has an EnvironmentFault.
 
     Other errors are not changed.
     """
@@ -144,7 +144,10 @@ def disk_errors(path: Path | None = None) -> Iterator[None]:
 
 
 def disk_fault(error: BaseException, path: Path | None = None) -> EnvironmentFault | None:
-    """Return the EnvironmentFault for a disk error; None for any other error.
+    """Return the EnvironmentFault for a full disk, a failing file system or a refused access.
+
+    It is None for any other error. Errors of libraries that carry no errno are recognized by their
+    messages.
 
     Args:
         path: The file that was written or read; by default the one that the error names.
@@ -152,21 +155,28 @@ def disk_fault(error: BaseException, path: Path | None = None) -> EnvironmentFau
     where = str(path or getattr(error, "filename", None) or "the file system")
     number = _disk_errno(error)
     if number in FULL_ERRORS:
-        fix = f"Free some space (or raise `ulimit -f`) and {AGAIN}"
-        return EnvironmentFault("The disk is full.", where, fix)
-    if number in FAILED_ERRORS:
-        fix = f"Repair the disk or its connection (see `dmesg`) and {AGAIN}"
-        return EnvironmentFault(f"The file system fails: {error}.", where, fix)
-    if number in REFUSED_ERRORS:
-        fix = (
-            f"Check what stands there and who may write, or set run.root to another place; {AGAIN}"
+        return EnvironmentFault(
+            "The disk is full.",
+            where,
+            f"Free some space (or raise `ulimit -f`) and {AGAIN}",
         )
-        return EnvironmentFault(f"A file cannot be opened or written: {error}.", where, fix)
+    if number in FAILED_ERRORS:
+        return EnvironmentFault(
+            f"The file system fails: {error}.",
+            where,
+            f"Repair the disk or its connection (see `dmesg`) and {AGAIN}",
+        )
+    if number in REFUSED_ERRORS:
+        return EnvironmentFault(
+            f"A file cannot be opened or written: {error}.",
+            where,
+            f"Check what stands there and who may write, or set run.root to another place; {AGAIN}",
+        )
     return None
 
 
 def free_disk(path: Path) -> int:
-    """Return the free bytes of the disk that holds a path, which need not exist yet."""
+    """Return the number of free bytes on the disk of `path`, which need not exist yet."""
     existing = next(place for place in (path, *path.absolute().parents) if place.exists())
     return shutil.disk_usage(existing).free
 
@@ -183,7 +193,7 @@ def require_free_disk(path: Path, least_gb: float) -> None:
 
 
 def _disk_errno(error: BaseException) -> int | None:
-    """Return the error's errno, or that of a full disk if a cause of the error has one.
+    """Return the errno of a full disk if a cause of the error has it, else the error's own.
 
     It is None if there is neither.
     """
@@ -279,7 +289,7 @@ def read_object(path: Path) -> JsonObject:
 def sync(path: Path) -> None:
     """Flush a file's content, or a directory's entries, to the disk.
 
-    A file system that cannot flush directories is not an error.
+    If the file system cannot flush directories, a directory is skipped.
     """
     handle = os.open(path, os.O_RDONLY)
     try:

@@ -76,7 +76,10 @@ class FileFacts:
         return path.is_file() and path.stat().st_size == self.size
 
     def problems(self, path: Path) -> list[str]:
-        """Read a file; return a list with one message if it is missing or its sha256 differs."""
+        """Read the file; return a list of messages about it.
+
+        The list has one message if the file is missing or its sha256 differs, else none.
+        """
         if not path.is_file():
             return [f"{path} is missing"]
         found = FileFacts.of(path)
@@ -89,8 +92,8 @@ class FileFacts:
 class FileDigests:
     """The sha256 of files, cached in a JSON file by name, size, times and inode.
 
-    Hashing 140 GB of weights takes minutes; a second run skips it. A file that changes is hashed
-    again: its ctime is another, even if a copying tool restores the modification time.
+    Hashing 140 GB of weights takes minutes; a second run skips it. A file that was changed is
+    hashed again, because its ctime differs even if a tool has restored the modification time.
 
     Args:
         cache: The JSON file; it need not exist.
@@ -113,7 +116,10 @@ class FileDigests:
         return {path.name: self.of(path) for path in sorted(paths, key=lambda path: path.name)}
 
     def changed(self) -> list[Path]:
-        """Return the files of `of` that are missing now, or have another sha256 than at first."""
+        """Return the files that are missing now, or whose sha256 is not what `of` first returned.
+
+        These can only be files that were passed to `of`.
+        """
         changed = []
         for path, digest in self.seen.items():
             if not path.is_file() or self._current_sha256(path) != digest:
@@ -121,7 +127,7 @@ class FileDigests:
         return changed
 
     def derived(self, key: str, make: Callable[[], str]) -> str:
-        """Return the digest that is cached under a key; if there is none, make and cache it."""
+        """Return the digest that is cached under a key; if there is none, cache that of `make`."""
         if key not in self.known:
             self.known[key] = make()
             if not self.read_only:

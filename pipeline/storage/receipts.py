@@ -33,7 +33,7 @@ Summary = JsonObject  # what a finished stage reports; each stage has its own ke
 
 @dataclass(frozen=True)
 class Note:
-    """The record beside a shard: its content hash, its file's facts, and the worker's time."""
+    """A record about a shard: its content hash, its file's facts, and its worker's busy time."""
 
     content_sha256: str
     file: FileFacts
@@ -58,7 +58,7 @@ class Receipt:
 
 @dataclass(frozen=True)
 class Description:
-    """The content of stage.json: a stage's name, its fingerprint, and what that covers."""
+    """The content of stage.json: a stage's name, its fingerprint, and the fingerprinted data."""
 
     stage: str
     fingerprint: str
@@ -120,9 +120,9 @@ def note_path(shard: Path) -> Path:
 
 
 def read_receipt(path: Path) -> Receipt | None:
-    """Read a shard's receipt and its note; None if the shard is absent, damaged or without receipt.
+    """Read a shard's receipt, with its note if there is one with the same content hash.
 
-    A note with another content hash is left out.
+    Return None if the shard is absent, damaged or without a receipt.
 
     Raises:
         OSError: The file system fails while the shard is read.
@@ -181,10 +181,10 @@ class StageTotals:
     def summary(self) -> Summary:
         """Return the totals as a summary for DONE.json.
 
-        `tokens_per_second` counts seconds in which a worker was busy. It is left out if no receipt
-        has such a time.
+        `tokens_per_second` is the rate in the workers' busy time. It is left out if no receipt has
+        a busy time.
         """
-        summary: Summary = {
+        summary = {
             "rows": self.rows,
             "quarantined": self.quarantined,
             "reasons": dict(self.reasons),
@@ -195,14 +195,15 @@ class StageTotals:
         return summary
 
     def check_quarantine(self, stage: str, where: str, max_fraction: float, *, final: bool) -> None:
-        """Check that at most a fraction of the rows is quarantined.
+        """Check that the fraction of quarantined rows is at most `max_fraction`.
 
         Duplicates and contaminated rows are not counted.
 
         Args:
             stage: The stage's name in the error.
             where: The stage's directory in the error.
-            final: Whether all rows are counted. If not, fewer than `ENOUGH_TO_JUDGE` rows pass.
+            final: Whether the totals are complete. If not, fewer than `ENOUGH_TO_JUDGE` rows always
+                pass.
 
         Raises:
             DataError: The fraction is above `max_fraction`.

@@ -29,7 +29,10 @@ CACHES = ("features", "tuned-features")  # stages whose results may be deleted
 
 
 class RunDirectory:
-    """The directory of a run; its stage directories are in `store`, by default in `path` too."""
+    """The directory of a run.
+
+    Its stage directories are in `store`, which is the run directory itself by default.
+    """
 
     def __init__(self, path: Path, store: Path | None = None):
         self.path = path
@@ -75,7 +78,7 @@ class RunDirectory:
 
     def stages(self) -> dict[str, StageDirectory]:
         """Return the directories of the stages that the run has reached, upstream first."""
-        found: dict[str, StageDirectory] = {}
+        found = {}
         for link in self.links():
             stage = self.latest(link.name)
             if stage:

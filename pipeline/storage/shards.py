@@ -50,12 +50,12 @@ class ShardTask:
 
     @property
     def attempt_log(self) -> Path:
-        """The path of the log for the stack of a worker that hangs on this shard."""
+        """The path at which a worker that hangs on this shard logs its stack traces."""
         return self.shard.parent.with_name("attempts") / f"{self.index:05d}.txt"
 
 
 def task_rows(task: ShardTask, columns: Sequence[str] | None = None) -> list[Row]:
-    """Read a task's rows from its upstream shard, in order, without the crashing rows.
+    """Read a task's rows from its upstream shard, in order, without those of `task.crashing`.
 
     `columns` must include `id`; by default all columns are read. Errors are those of `open_shard`.
     """
@@ -86,9 +86,9 @@ class HashedFile(io.FileIO):
 
 
 class ShardWriter:
-    """Context manager that writes a task's shard, row group by row group, until `commit`.
+    """Context manager that writes a task's shard in row groups; `commit` publishes the shard.
 
-    Without a commit, no file is left. The task's crashing rows are quarantined.
+    Without `commit`, no file is left. The rows of `task.crashing` are quarantined.
 
     Args:
         schema: The columns of the shard, with a string column `id`.
@@ -116,7 +116,7 @@ class ShardWriter:
 
     def __enter__(self) -> ShardWriter:
         """Open the shard's temporary file, with a compression codec for each Parquet column."""
-        codecs: dict[str, Codec] = {}
+        codecs = {}
         for column in self.schema:
             codec = self.codec if pa.types.is_large_binary(column.type) else "zstd"
             codecs.update(dict.fromkeys(_parquet_columns(column.name, column.type), codec))
@@ -177,8 +177,8 @@ class ShardWriter:
 
         Args:
             stage: The stage's name, for the quarantine file.
-            ids_in: The ids of `task_rows`: each row must be in the shard, itself or as rows
-                `id#turn`, or in quarantine. None skips this check.
+            ids_in: The ids that must be in the shard, unchanged or as rows `id#turn`, or else in
+                quarantine. None skips this check.
             stats: Counts of the content, without times, so that equal shards have equal counts.
             busy_seconds: How long a worker was busy with the shard.
 
@@ -186,7 +186,8 @@ class ShardWriter:
             The shard's receipt, with its note.
 
         Raises:
-            AssertionError: A row is missing or occurs twice, which is a defect of the stage.
+            AssertionError: A row is missing, unknown or occurs twice, which is a defect of the
+                stage.
             EnvironmentFault: The disk is full or fails.
         """
         where = f"shard {self.task.index} of {stage}"
@@ -220,7 +221,7 @@ class ShardWriter:
         return replace(receipt, note=note)
 
     def _check_complete(self, ids_in: set[str], where: str) -> None:
-        """Assert that each input row is in the shard or in its quarantine file, but not in both.
+        """Assert that each id is in the shard or in its quarantine file, but not in both.
 
         A row that was split into turns may have some turns in the shard and others in quarantine.
         """
@@ -231,7 +232,7 @@ class ShardWriter:
 
 
 def _parents(ids: Iterable[str], ids_in: set[str]) -> set[str]:
-    """Return the upstream ids of a shard's row ids; `<id>#<turn>` comes from `<id>`."""
+    """Return the ids of `ids_in` that row ids come from: `<id>#<turn>` comes from `<id>`."""
     return {row_id if row_id in ids_in else parent_of(row_id) for row_id in ids}
 
 
@@ -260,7 +261,7 @@ def quarantine_line(rejected: RejectedRow, stage: str) -> str:
 
 
 def parent_of(row_id: str) -> str:
-    """Return the seed id in a row id of a committed shard; a row id may be `<id>#<turn>`."""
+    """Return `<id>` for a row id `<id>#<turn>`; any other row id is returned unchanged."""
     return row_id.partition("#")[0]
 
 

@@ -1,8 +1,9 @@
 """Stage directories: `<stage>-<fingerprint[:8]>/` with shards and DONE.json.
 
-A stage directory belongs to one fingerprint: other settings get another directory. The footers of
-the shards state which shards exist. DONE.json adds the size, time and sha256 of each file. `verify`
-reads and compares all files; a run reads only the files whose time has changed.
+A stage directory belongs to one fingerprint: after a change of settings, code or input, the stage
+has another directory. The footers of the shards state which shards exist. DONE.json adds the size,
+time and sha256 of each file. `verify` reads and compares all files; a run reads only the files
+whose time has changed.
 """
 
 from __future__ import annotations
@@ -47,8 +48,9 @@ BOOKKEEPING = (
 class StageDirectory:
     """The directory of one stage's result, for one fingerprint.
 
-    To make the result, call `enter`; then call `begin` and `finish`, unless `is_whole` is true.
-    From `enter` until `release` the directory is locked against changes by other processes.
+    To make the result, call `enter`. Then, unless `is_whole` returns True, call `begin`, write the
+    files and call `finish`. From `enter` until `release` the directory is locked against changes by
+    other processes.
 
     Args:
         store: The directory of the stage directories.
@@ -150,10 +152,11 @@ class StageDirectory:
     def finish(self, summary: Summary, upstream: dict[str, str]) -> None:
         """Write DONE.json with the facts of all result files, then share the lock with readers.
 
-        Bookkeeping and scratch files are left out. The sha256 of a shard comes from its note; other
-        files are read.
+        Bookkeeping and scratch files are left out. The facts of a shard come from its note, if it
+        has one; all other files are read.
 
         Args:
+            summary: What the stage reports, such as numbers of rows.
             upstream: The content hash of each upstream stage, by name.
         """
         by_index = self.receipts()
@@ -224,17 +227,17 @@ class StageDirectory:
         return self.path / "quarantine" / f"{index:05d}.jsonl"
 
     def shards(self) -> list[Path]:
-        """Return the paths of the stage's whole shards (see `receipts`), by index."""
+        """Return the paths of the stage's complete shards (see `receipts`), in order."""
         done = self.done
         if done:
             return [self.shard_path(receipt.index) for receipt in done.shards]
         return [self.shard_path(index) for index in sorted(self.receipts())]
 
     def receipts(self) -> dict[int, Receipt]:
-        """Return the receipts of the stage's whole shards, by index.
+        """Return the receipts of the stage's complete shards, by index.
 
-        A shard is whole if it has a receipt of this fingerprint and a quarantine file. Others are
-        skipped.
+        A shard is complete if it has a receipt with this fingerprint, and a quarantine file. Others
+        are skipped.
         """
         receipts = {}
         for path in self.parquet_files():
@@ -255,7 +258,10 @@ class StageDirectory:
         return ShardTask(index, shard, quarantine, self.fingerprint)
 
     def tasks(self, upstream: StageDirectory, receipts: dict[int, Receipt]) -> list[ShardTask]:
-        """Return one task per shard of the stage `upstream`, whose receipts are given, by index."""
+        """Return a task for each shard of the stage `upstream`, in order.
+
+        `receipts` are those of `upstream`.
+        """
         tasks = []
         for index, receipt in sorted(receipts.items()):
             source, content = upstream.shard_path(index), receipt.content_sha256
@@ -275,7 +281,7 @@ class StageDirectory:
         return pending
 
     def drop_shards_but(self, indices: Collection[int]) -> dict[int, Receipt]:
-        """Delete the whole shards that are not in `indices`; return the receipts of the others."""
+        """Delete complete shards whose index is not in `indices`; return the others' receipts."""
         kept = {}
         for index, receipt in self.receipts().items():
             if index in indices:
@@ -287,7 +293,7 @@ class StageDirectory:
     # Damage
 
     def is_current(self, upstream: dict[str, str]) -> bool:
-        """Return whether, by its DONE.json, the stage was made from this upstream content.
+        """Return whether DONE.json exists and has this fingerprint and this upstream content.
 
         No other file is read.
         """
@@ -303,8 +309,9 @@ class StageDirectory:
     def examine(self) -> list[Path]:
         """Return the recorded files that are missing or changed, except the stage's *.jsonl logs.
 
-        A file is read only if its time differs from the recorded one. If it is unchanged, its new
-        time is stored in DONE.json, so that it is not read again. The caller must hold the lock.
+        A file is read only if its time differs from the recorded one. If its content is the same,
+        the new time is stored in DONE.json (if the stage is finished), so that the file is not read
+        again. The caller must hold the lock.
         """
         damaged, touched = [], {}
         for path, facts in self._file_facts().items():
@@ -345,9 +352,9 @@ class StageDirectory:
         return facts is not None and facts.renewed(self.path / name) is not None
 
     def verify(self) -> list[str]:
-        """Read the recorded files, or the shards of an unfinished stage; return found problems.
+        """Read the recorded files, or the shards of an unfinished stage; return the problems found.
 
-        A problem is a message of one line.
+        Each problem is a message.
 
         Raises:
             EnvironmentFault: A file cannot be read, for example without permission.

@@ -93,6 +93,9 @@ class DialoguePool:
 def run_dialogues(
     dialogues: Iterable[Dialogue], engine: GenerationEngine | None, report: Report = report_nothing
 ) -> None:
-    """Run dialogues on a generation engine until all are finished; None if none needs it."""
+    """Run dialogues on a generation engine until all are finished.
+
+    `engine` may be None if no dialogue makes a request.
+    """
     pool = DialoguePool(engine)
     pool.finish(pool.add(dialogues, report))

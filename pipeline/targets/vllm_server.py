@@ -54,9 +54,9 @@ class LoadTask(DecodeTask):
     """The prompts and load levels for one vLLM server.
 
     A level is a number of concurrent requests. Prompts repeat in order until there are at least
-    `ROUNDS` requests per concurrent request. All levels are measured one after another, and that
-    `repeats` times, so that other work on the machine disturbs one pass of several levels rather
-    than all passes of one level. The result of a level is its pass of median duration.
+    `ROUNDS` requests per concurrent request. A pass measures all levels one after another, and
+    there are `repeats` passes. So other work on the machine disturbs one pass of several levels
+    rather than all passes of one level. The result of a level is the pass with the median duration.
     """
 
     levels: Sequence[int] = ()
@@ -102,7 +102,7 @@ def serve_under_load(
 def measure_server(task: LoadTask, report: Report) -> list[LoadFigures]:
     """Start a vLLM server, and measure it at each load level of the task.
 
-    The figures of a level are those of its pass of median duration.
+    The figures of a level are those of the pass with the median duration.
     """
     import_vllm()
     side = "vLLM's server with the heads" if task.engine_args else "vLLM's server"
@@ -129,9 +129,10 @@ def measure_server(task: LoadTask, report: Report) -> list[LoadFigures]:
 async def _benchmark_server(
     address: str, requests: Sequence[Request], level: int, eos: Sequence[int]
 ) -> LoadFigures:
-    """Send requests to a vLLM server with vLLM's benchmark client, after a warm-up.
+    """Measure a vLLM server with vLLM's benchmark client, after a warm-up.
 
     Args:
+        requests: The requests that are timed.
         level: The number of concurrent requests.
         eos: The token ids that end a text.
 
@@ -235,7 +236,7 @@ def _wait_until_ready(process: subprocess.Popen[bytes], address: str, log: IO[st
 
 
 def _stop_server(process: subprocess.Popen[bytes]) -> None:
-    """Stop a server and its engine processes; kill those that are left after `STOPS_WITHIN`."""
+    """Ask a server to stop; after at most `STOPS_WITHIN` seconds, kill the processes left."""
     assert process.stdin
     process.stdin.close()
     with contextlib.suppress(subprocess.TimeoutExpired):
@@ -256,7 +257,7 @@ def is_healthy(address: str) -> bool:
 
 def server_flags(arguments: EngineArgs) -> list[str]:
     """Convert engine arguments to command-line flags of vLLM's server; None values have no flag."""
-    words: list[str] = []
+    words = []
     for name, value in arguments.items():
         flag = name.replace("_", "-")
         if value is True:
