@@ -184,7 +184,10 @@ class Attempts:
 
 
 def _drive(config: str, executor: str, log: str) -> None:
-    """Run the flow until features, like `medusa-distill run`, in a process group of its own."""
+    """Run the flow up to the features stage, in a process group of its own.
+
+    Output goes to the file `log`, and the process exits as `medusa-distill run` does.
+    """
     os.setsid()
     with open(log, "w") as file:
         os.dup2(file.fileno(), 1)
