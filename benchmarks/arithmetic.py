@@ -86,7 +86,7 @@ def reset_peak_memory(device: torch.device) -> float:
 
 
 def peak_memory_gb(device: torch.device) -> float:
-    """Return the peak memory since `reset_peak_memory`, in GB: of a GPU's tensors or this process."""
+    """Return the peak memory since `reset_peak_memory`, of a GPU's tensors or this process, in GB."""
     return (
         torch.cuda.max_memory_allocated(device) / 1e9
         if device.type == "cuda"
