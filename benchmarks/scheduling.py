@@ -83,7 +83,7 @@ def measure(*, tiny: bool = False) -> Result:
 
 
 class Stopwatch:
-    """A wrapper of an executor that times the first outcome, and the workers' busy time after it."""
+    """A wrapper of an executor that times the first outcome, and the workers' later busy time."""
 
     name = "ray"
 
