@@ -299,7 +299,13 @@ def _make_inputs(directory: Path, conversations: int) -> None:
             "sources": [{"path": str(directory / "made-up.jsonl")}],
             "rows_per_shard": ROWS_PER_SHARD,
         },
-        "generate": {"mode": "replay", "engine": "transformers", "max_new_tokens": 2, "rounds": 2},
+        "generate": {
+            "mode": "replay",
+            "engine": "transformers",
+            "samples": 1,
+            "max_new_tokens": 2,
+            "rounds": 2,
+        },
         "placement": {stage: {"workers": WORKERS} for stage in STAGES[1:]},
         "limits": {"min_free_disk_gb": 0},
     }
