@@ -106,7 +106,7 @@ def advance_all(context: Context, wanted: Sequence[str], fresh: str | None) -> N
         DamagedShard: A shard is damaged again after it was made again, or belongs to no stage of
             the run.
     """
-    discarded: set[Path] = set()
+    discarded = set()
     position = 0
     while position < len(wanted):
         name = wanted[position]
@@ -274,7 +274,7 @@ def wanted_stages(
         ConfigError: `until` is none of `stages`, or `fresh` is none of the stages listed.
     """
     skipped = skipped_stages(config)
-    found: list[str] = []
+    found = []
     for name in stages:
         if name not in skipped:
             found += [name, *STAGES[name].upstream(config)]

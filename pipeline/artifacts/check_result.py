@@ -379,10 +379,11 @@ def _failures_of_engine(name: str, engine: EngineFigures, limits: Limits) -> lis
 def _missed_rate(vllm: VllmFigures) -> float | None:
     """Return the rate expected of vLLM's chain if the measured rate is far below it, else None.
 
-    The expected rate is that on the same text or, if unknown, that of calibration. A rate is far
-    below if it misses more than half of the expected gain over plain decoding, more than 3 standard
-    errors, and more than `LEAST_SHORTFALL`. The rate on the same text has no sampling error.
-    Calibration's rate is used only if the standard errors of both rates are known.
+    The expected rate is the chain's rate on the same text or, if unknown, the rate that calibration
+    expects. The measured rate is far below it if it misses more than half of the expected gain over
+    plain decoding, more than 3 standard errors, and more than `LEAST_SHORTFALL`. The rate on the
+    same text has no sampling error. Calibration's rate is used only if the standard errors of both
+    rates are known.
 
     Heads that vLLM reads wrongly gain next to nothing; other prompts or engines change the gain by
     less than half.

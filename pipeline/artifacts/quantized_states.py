@@ -1,6 +1,6 @@
 """Hidden states quantized to 8 bits, with one float32 scale per state.
 
-A state is divided by its own scale, so that its number of largest magnitude becomes the largest of
+A state is divided by its scale, which maps the state's largest magnitude to the largest number of
 the format. `int8` rounds each number to a multiple of the scale: the error is at most 1/254 of the
 largest magnitude. `fp8` (e4m3: four bits of exponent, three of mantissa) rounds each number by at
 most one part in 16, and those below 2⁻⁶ of the scale to a multiple of 2⁻⁹ of it. Reading rounds
@@ -26,9 +26,9 @@ PIECE = 1 << 18  # numbers to convert at once, few enough to stay in a core's ca
 
 
 def quantize(hidden_ND: Tensor, precision: Precision, stored_ND: Tensor) -> Tensor:
-    """Quantize states [N, D] into `stored_ND`, of the format's dtype; return scales [N], float32.
+    """Quantize states [N, D] into `stored_ND`; return one scale per state [N], in float32.
 
-    `stored_ND` may share the start of the states' memory.
+    `stored_ND` has the dtype of the precision. It may share the start of the states' memory.
     """
     scales_N = torch.empty(len(hidden_ND))
     rows = max(1, PIECE // hidden_ND.shape[1])

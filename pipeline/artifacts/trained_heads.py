@@ -56,7 +56,7 @@ def read_summary(path: Path, shape: HeadsShape) -> Summary | None:
     """Read the summary beside a heads file; None if the heads or the summary cannot be read.
 
     Raises:
-        DataError: The heads are of another kind or shape than `shape`, so of another training.
+        DataError: The kind or shape of the heads is not `shape`.
     """
     found = _heads_shape(path)
     if found is None:

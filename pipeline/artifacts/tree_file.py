@@ -53,8 +53,8 @@ class ChainLength(Expected):
 class Calibration:
     """The calibrated tree and chain of first guesses, with their expected rates.
 
-    If `dynamic` is set, native decoding uses that tree, the expected rate is its own, and `choices`
-    is a static tree of the same size.
+    If `dynamic` is set, native decoding uses the dynamic tree, `expected_acceleration_rate` is its
+    rate, and `choices` is a static tree of the same size.
     """
 
     choices: tuple[TreePath, ...]
@@ -80,7 +80,7 @@ class Calibration:
 class Accuracy:
     """A head's accuracies: the shares of its labels that are among its first 1 to 5 guesses."""
 
-    labels: int
+    labels: int  # the number of them
     top1: float | None = None
     top2: float | None = None
     top3: float | None = None

@@ -38,7 +38,7 @@ def ends_well(story: Callable[[], Any]) -> int:
     first signal stops the command cleanly, the same one again ends the process. Under nohup, SIGHUP
     stays ignored.
     """
-    stops: list[Interrupted] = []
+    stops = []
     keep_out_of_logs()
 
     def stop(signum: int, frame: FrameType | None) -> None:

@@ -29,7 +29,7 @@ def verify(
             str(run.path / "latest"),
             "The same `run` links again the stages that lie there, and makes the others.",
         )
-    damaged: list[str] = []
+    damaged = []
     for link in run.links():
         if link.name not in stages:
             damaged.append(f"{link.name}: {link.readlink().name} is missing")
@@ -42,11 +42,12 @@ def verify(
             state = f"{len(stage.done.files)} files"
         print_stage(console, "[red]damaged[/]" if problems else "[green]ok[/]     ", name, state)
     if damaged:
-        fix = (
+        raise CheckFailed(
+            f"Damaged: {'; '.join(damaged)}.",
+            str(run.path),
             "Delete these files and run the same configuration again: they are made anew, a log by"
-            " --fresh STAGE."
+            " --fresh STAGE.",
         )
-        raise CheckFailed(f"Damaged: {'; '.join(damaged)}.", str(run.path), fix)
     seeds = stages.get("seeds")
     if seeds is None or not seeds.done:
         return

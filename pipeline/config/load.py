@@ -112,7 +112,7 @@ def target_settings(words: Iterable[str]) -> PlainData:
                 "command line",
                 "The model itself has an option of its own (see --help).",
             )
-    found: PlainData = settings["target"]
+    found = settings["target"]
     try:
         TargetConfig.model_validate({"model": "any"} | found)
     except ValidationError as error:

@@ -76,6 +76,14 @@ class BackboneConfig(Section):
         ),
         ge=8,
     )
+    packed_tokens: PositiveInt | Literal["auto"] = Field(
+        "auto",
+        description=(
+            "Tokens up to which conversations share a sequence, at most sequence_length; a longer"
+            " conversation has its own. auto: short sequences of little text, for as many steps as"
+            " heads alone take."
+        ),
+    )
     batch_sequences: PositiveInt | Literal["auto"] = Field(
         "auto",
         description=(

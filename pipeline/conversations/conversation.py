@@ -65,7 +65,7 @@ class Conversation:
     @property
     def turns(self) -> list[Turn]:
         """The turns of the conversation, without function calls that have no result."""
-        turns: list[Turn] = []
+        turns = []
         for number, message in enumerate(self.messages):
             after = self.messages[number + 1 : number + 2]
             if message.role == "user":
@@ -161,8 +161,10 @@ def utf8_text(text: str) -> str:
         text.encode()
     except UnicodeEncodeError as error:
         place = f"Character {error.start + 1:,} of a text"
-        detail = f"{place} is not UTF-8, or half of a surrogate pair."
-        raise RowRejected(Reason.UNDECODABLE, detail) from None
+        raise RowRejected(
+            Reason.UNDECODABLE,
+            f"{place} is not UTF-8, or half of a surrogate pair.",
+        ) from None
     return text
 
 

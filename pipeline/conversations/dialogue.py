@@ -85,8 +85,11 @@ def require_both_sides(template: ChatTemplate, mode: str) -> None:
         ConfigError: The mode is self-talk, and the template has no token that ends a user message.
     """
     if mode == "self-talk" and not template.end_ids["user"]:
-        what = "The target cannot write the user's side: no token of its chat template ends it."
-        raise ConfigError(what, "generate.mode: self-talk", "Use generate.mode=replay.")
+        raise ConfigError(
+            "The target cannot write the user's side: no token of its chat template ends it.",
+            "generate.mode: self-talk",
+            "Use generate.mode=replay.",
+        )
 
 
 class Dialogue:
@@ -300,8 +303,10 @@ class Dialogue:
             ids = template.separator(builder.messages[:-1], "user", builder.ended)
             return builder.with_ids(ids)
         if not self._turns:
-            detail = "The seed has no question, or for passthrough no answer."
-            raise RowRejected(Reason.NOTHING_GENERATED, detail)
+            raise RowRejected(
+                Reason.NOTHING_GENERATED,
+                "The seed has no question, or for passthrough no answer.",
+            )
         turn = self._turns.popleft()
         self._seed_answer = turn.answer
         if builder is None:
@@ -329,5 +334,7 @@ class Dialogue:
             return RowRejected(Reason.CONTEXT_FULL, "The context ended within the text.")
         if policy == "quarantine":
             self._rows.clear()
-        detail = f"The {writer}'s text was cut after {len(ids)} tokens."
-        return RowRejected(Reason.TRUNCATED, detail)
+        return RowRejected(
+            Reason.TRUNCATED,
+            f"The {writer}'s text was cut after {len(ids)} tokens.",
+        )

@@ -57,12 +57,17 @@ def open_seed_file(path: Path) -> Iterator[io.BufferedReader]:
             else:
                 yield file
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        what = f"The compressed file is damaged: {error}."
-        raise DataError(what, str(path), "Copy or download it again.") from error
+        raise DataError(
+            f"The compressed file is damaged: {error}.",
+            str(path),
+            "Copy or download it again.",
+        ) from error
     except OSError as error:
-        what = f"The seed file cannot be read: {error.strerror or error}."
-        fix = "Make it readable, then run the same command again."
-        raise EnvironmentFault(what, str(path), fix) from error
+        raise EnvironmentFault(
+            f"The seed file cannot be read: {error.strerror or error}.",
+            str(path),
+            "Make it readable, then run the same command again.",
+        ) from error
 
 
 def _decoded_text(file: io.BufferedReader) -> io.TextIOWrapper:
@@ -142,9 +147,11 @@ def _array_items(text: io.TextIOWrapper, path: Path) -> Iterator[Any]:
         buffer = unread + more
         position = 0
     if not closed or buffer[position:].strip() or text.read(CHUNK).strip():
-        what = f"The JSON array breaks off or is malformed after {num_items} rows."
-        fix = "Repair or download it again; as JSONL, a damaged line costs only itself."
-        raise DataError(what, str(path), fix)
+        raise DataError(
+            f"The JSON array breaks off or is malformed after {num_items} rows.",
+            str(path),
+            "Repair or download it again; as JSONL, a damaged line costs only itself.",
+        )
 
 
 def select_columns(names: Sequence[str], wanted: Sequence[str], where: str) -> list[str]:
@@ -160,9 +167,11 @@ def select_columns(names: Sequence[str], wanted: Sequence[str], where: str) -> l
     for name in wanted:
         if name not in names:
             shown = ", ".join(f"`{name[:40]}`" for name in names[:20])
-            what = f"There is no column `{name}`; the columns are {shown or 'none'}."
-            fix = "Correct seeds.sources[].columns; a CSV or TSV file names its columns in line 1."
-            raise ConfigError(what, where, fix)
+            raise ConfigError(
+                f"There is no column `{name}`; the columns are {shown or 'none'}.",
+                where,
+                "Correct seeds.sources[].columns; a CSV or TSV file names its columns in line 1.",
+            )
     known = [name for name in names if name in (wanted or KNOWN_KEYS)]
     return known or list(names)
 
@@ -225,8 +234,11 @@ def table_rows(path: Path, columns: Sequence[str]) -> Iterator[Any]:
     except (pa.ArrowException, OSError, ValueError) as error:
         if isinstance(error, OSError) and error.errno:
             raise  # of the file system
-        what = f"The file is damaged, or is no such table: {' '.join(str(error).split())[:200]}"
-        raise DataError(what, str(path), "Copy or download it again.") from error
+        raise DataError(
+            f"The file is damaged, or is no such table: {' '.join(str(error).split())[:200]}",
+            str(path),
+            "Copy or download it again.",
+        ) from error
 
 
 def _parquet_batches(
@@ -260,7 +272,7 @@ def _batch_rows(batch: pa.RecordBatch) -> Iterator[Any]:
     """
     try:
         batch.validate(full=True)
-        rows: list[Any] = batch.to_pylist()
+        rows = batch.to_pylist()
     except (ValueError, ArithmeticError) as error:
         if len(batch) > 1:
             for number in range(len(batch)):
@@ -290,12 +302,17 @@ def hub_rows(hub: str, split: str, columns: Sequence[str]) -> Iterator[Any]:
     except ConfigError:
         raise
     except (datasets.exceptions.DatasetNotFoundError, ValueError) as error:
-        what = f"The Hub has no such data set or split: {_first_line(error)}"
-        raise ConfigError(what, where, "Correct seeds.sources.") from error
+        raise ConfigError(
+            f"The Hub has no such data set or split: {_first_line(error)}",
+            where,
+            "Correct seeds.sources.",
+        ) from error
     except Exception as error:  # of the network, the file system or a damaged file
-        what = f"The data set cannot be read now: {_first_line(error)}"
-        fix = "Check the network, or download it and name its files in seeds.sources."
-        raise EnvironmentFault(what, where, fix) from error
+        raise EnvironmentFault(
+            f"The data set cannot be read now: {_first_line(error)}",
+            where,
+            "Check the network, or download it and name its files in seeds.sources.",
+        ) from error
 
 
 def _first_line(error: Exception) -> str:

@@ -153,8 +153,10 @@ class DumpObject:
         renamed = {}
         for key, column in columns.items():
             if column not in self.fields:
-                detail = f"There is no column `{column[:40]}`; the row is {self}."
-                raise RowRejected(Reason.UNKNOWN_FORMAT, detail)
+                raise RowRejected(
+                    Reason.UNKNOWN_FORMAT,
+                    f"There is no column `{column[:40]}`; the row is {self}.",
+                )
             renamed[key] = self.fields[column]
         return DumpObject(renamed)
 
@@ -187,8 +189,10 @@ class DumpObject:
         if isinstance(value, str):
             value = parsed_json(value, f"`{key}`")
         if not isinstance(value, list):
-            detail = f"Expected a list under `{key}`; the row is {self}."
-            raise RowRejected(Reason.UNKNOWN_FORMAT, detail)
+            raise RowRejected(
+                Reason.UNKNOWN_FORMAT,
+                f"Expected a list under `{key}`; the row is {self}.",
+            )
         return value
 
 
@@ -247,8 +251,10 @@ def _alpaca_turns(row: DumpObject) -> list[Message]:
     turns = []
     for pair in row.items("history") if row.first("history") else ():
         if not isinstance(pair, list) or len(pair) != 2:
-            detail = "Expected pairs of a question and an answer under `history`."
-            raise RowRejected(Reason.UNKNOWN_FORMAT, detail)
+            raise RowRejected(
+                Reason.UNKNOWN_FORMAT,
+                "Expected pairs of a question and an answer under `history`.",
+            )
         turns += _alternating_turns(pair)
     question = clean_text(row.first("instruction"))
     if row.first("input"):
@@ -277,13 +283,17 @@ def _parse_turn(value: Any) -> Message:
         RowRejected: The turn is no object, or has an unknown role, no text or invalid calls.
     """
     if not isinstance(value, dict):
-        detail = f"A turn is {_describe(value)}; expected an object with a role and a text."
-        raise RowRejected(Reason.UNKNOWN_FORMAT, detail)
+        raise RowRejected(
+            Reason.UNKNOWN_FORMAT,
+            f"A turn is {_describe(value)}; expected an object with a role and a text.",
+        )
     turn = DumpObject(value)
     name = str(turn.first("from", "role")).strip().lower()
     if name not in ROLES:
-        detail = f"A turn's role is {name[:40]!r}; known are {', '.join(ROLES)}."
-        raise RowRejected(Reason.UNKNOWN_FORMAT, detail)
+        raise RowRejected(
+            Reason.UNKNOWN_FORMAT,
+            f"A turn's role is {name[:40]!r}; known are {', '.join(ROLES)}.",
+        )
     role = ROLES[name]
     content = turn.first("value", "content")
     if isinstance(content, list):

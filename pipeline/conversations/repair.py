@@ -50,8 +50,10 @@ def joined_parts(parts: list[Any]) -> str:
     for part in parts:
         text = part.get("text") if isinstance(part, dict) else part
         if not isinstance(text, str):
-            detail = f"A turn has a part that is not text: {str(part)[:60]}."
-            raise RowRejected(Reason.NOT_TEXT, detail)
+            raise RowRejected(
+                Reason.NOT_TEXT,
+                f"A turn has a part that is not text: {str(part)[:60]}.",
+            )
         texts.append(text)
     return "".join(texts)
 
@@ -126,8 +128,10 @@ def _tool_json(value: Sequence[object]) -> str:
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (ValueError, TypeError, RecursionError) as error:
-        detail = f"A function call or definition is not JSON: {error}."
-        raise RowRejected(Reason.BROKEN_JSON, detail) from None
+        raise RowRejected(
+            Reason.BROKEN_JSON,
+            f"A function call or definition is not JSON: {error}.",
+        ) from None
     return utf8_text(text)
 
 
@@ -155,8 +159,10 @@ def repair_turns(
         messages = messages[: uses_tools.index(True)]
     num_characters = sum(len(message.text) for message in messages)
     if num_characters > max_characters:
-        detail = f"{num_characters:,} characters; seeds.max_characters is {max_characters:,}."
-        raise RowRejected(Reason.TOO_LONG, detail)
+        raise RowRejected(
+            Reason.TOO_LONG,
+            f"{num_characters:,} characters; seeds.max_characters is {max_characters:,}.",
+        )
     return tuple(messages)
 
 
@@ -166,7 +172,7 @@ def _trim_turns(turns: Sequence[Message]) -> list[Message]:
     Raises:
         RowRejected: No user turn is left, or another turn is empty.
     """
-    kept: list[Message] = []
+    kept = []
     asked = False
     for turn in turns:
         asked = asked or turn.role == "user"
@@ -206,8 +212,10 @@ def _join_messages(turns: Sequence[Message]) -> list[Message]:
             messages[-1] = _join_calls(last, turn)
         elif last.content != turn.content:
             if turn.role == "assistant":
-                detail = "Two answers stand in a row: a question is missing."
-                raise RowRejected(Reason.WRONG_ORDER, detail)
+                raise RowRejected(
+                    Reason.WRONG_ORDER,
+                    "Two answers stand in a row: a question is missing.",
+                )
             messages[-1] = replace(turn, content=f"{last.content}\n\n{turn.content}")
     return messages
 

@@ -119,8 +119,10 @@ class Chat:
         if forgets:
             asked = alone
         if len(asked.ids) > self._room:
-            detail = f"This takes {len(asked.ids)} tokens, and there is room for {self._room}."
-            raise RowRejected(Reason.TOO_LONG, detail)
+            raise RowRejected(
+                Reason.TOO_LONG,
+                f"This takes {len(asked.ids)} tokens, and there is room for {self._room}.",
+            )
         self._asked = asked
         return asked.ids, forgets
 

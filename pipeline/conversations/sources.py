@@ -73,7 +73,7 @@ def name_sources(sources: Sequence[SeedSource]) -> list[str]:
     Characters other than ASCII letters, digits, `.`, `_` and `-` become `-`. If the name is taken,
     a number is appended (`-2`, `-3`).
     """
-    names: list[str] = []
+    names = []
     for source in sources:
         last = Path(source.hub or source.path or "").name
         suffix = plain_suffix(last)
@@ -134,8 +134,11 @@ class SourceReader:
         if path.is_file():
             return [path]
         if not path.is_dir():
-            fix = "Correct the path in seeds.sources; {hub: OWNER/NAME} is a data set on the Hub."
-            raise ConfigError("There is no such seed file or directory.", str(path), fix)
+            raise ConfigError(
+                "There is no such seed file or directory.",
+                str(path),
+                "Correct the path in seeds.sources; {hub: OWNER/NAME} is a data set on the Hub.",
+            )
         files = []
         self.skipped = []
         for file in sorted(path.rglob("*"), key=str):
@@ -201,8 +204,11 @@ class SourceReader:
             count.rows += 1
             yield outcome
         if count.conversations == 0:
-            what = f"There is no conversation data in it. {found}"
-            raise DataError(what, where, f"Expected {EXPECTED}.")
+            raise DataError(
+                f"There is no conversation data in it. {found}",
+                where,
+                f"Expected {EXPECTED}.",
+            )
 
     def _parse_row(self, row: Any, number: int) -> Row:
         """Parse a raw seed row, and give it the id `name:number`."""
@@ -236,8 +242,11 @@ class SourceReader:
                 rows = json_rows(file, path)
             for row in rows:
                 if max(size, file.tell()) > self.max_file_bytes:
-                    what = f"The file holds more than {self.max_file_bytes / 1e9:,.3g} GB."
-                    raise DataError(what, str(path), "Split it, or raise seeds.max_file_gb.")
+                    raise DataError(
+                        f"The file holds more than {self.max_file_bytes / 1e9:,.3g} GB.",
+                        str(path),
+                        "Split it, or raise seeds.max_file_gb.",
+                    )
                 yield row
 
     def _reason_to_skip(self, file: Path) -> str | None:

@@ -54,7 +54,7 @@ def split_rows(rows: Iterable[Conversation | RejectedRow], holdout: float) -> It
     """
     stream = iter(rows)
     head = list(itertools.islice(stream, SMALL_SET + 1))
-    held_out: dict[str, str] | None = None
+    held_out = None
     if len(head) <= SMALL_SET:
         openings = [first_question(row) for row in head if isinstance(row, Conversation)]
         held_out = choose_held_out(Counter(openings), holdout)
@@ -93,7 +93,7 @@ def choose_held_out(group_sizes: Mapping[str, int], holdout: float) -> dict[str,
     left = [question for question in in_order if question != largest]
     num_rows = sum(group_sizes.values())
     each = min(held_out_rows(num_rows, holdout), (num_rows - group_sizes[largest]) // 2)
-    splits: dict[str, str] = {}
+    splits = {}
     for split in ("calibrate", "check"):
         taken = 0
         for question in left:

@@ -323,8 +323,10 @@ class ChatTemplate:
             ids = self._tokenize_after(special[:at]) + self._tokenize_after(special[at:])
             if not self._special_ids.intersection(ids):
                 return ids
-        detail = f"The special token {special!r} cannot be written as text."
-        raise RowRejected(Reason.SPECIAL_TOKENS, detail)
+        raise RowRejected(
+            Reason.SPECIAL_TOKENS,
+            f"The special token {special!r} cannot be written as text.",
+        )
 
     def _tokenize_after(self, text: str, context: str = ANCHORS[0]) -> list[int]:
         """Tokenize a text as the continuation of `context`.

@@ -92,14 +92,18 @@ def check_heads_fit(model: PreTrainedModel, heads: Heads) -> None:
     own = (config.hidden_size, config.vocab_size)
     read = (heads.shape.hidden_size, heads.shape.target_vocab_size)
     if read != own:
-        what = f"The heads have hidden and vocabulary sizes {read}, and the target has {own}."
-        fix = "Use the heads with the target that they were trained for."
-        raise ConfigError(what, "target.model", fix)
+        raise ConfigError(
+            f"The heads have hidden and vocabulary sizes {read}, and the target has {own}.",
+            "target.model",
+            "Use the heads with the target that they were trained for.",
+        )
     attention = config._attn_implementation
     if attention not in _TREE_ATTENTION:
-        what = f"The target's attention is {attention!r}, which takes no tree mask."
-        fix = f"Load the target with one of {', '.join(_TREE_ATTENTION)}."
-        raise ConfigError(what, "attn_implementation", fix)
+        raise ConfigError(
+            f"The target's attention is {attention!r}, which takes no tree mask.",
+            "attn_implementation",
+            f"Load the target with one of {', '.join(_TREE_ATTENTION)}.",
+        )
 
 
 @dataclass
@@ -286,7 +290,7 @@ class Decoder:
         """
         if rule.samples and generators is None:
             raise ValueError("a rule that samples needs a generator")
-        texts: list[_Text] = []
+        texts = []
         longest = min(self.max_length, CAPTURED_LENGTH) if self.captures else 0
         for number, prompt in enumerate(prompts):
             room = min(max_new_tokens, self.max_length - len(prompt))
@@ -323,7 +327,7 @@ class Decoder:
         noise of the accepted positions.
         """
         text.noise.discard(len(ids))
-        kept: list[int] = []
+        kept = []
         for token in ids[: text.room]:
             kept.append(token)
             text.room -= 1

@@ -95,7 +95,7 @@ class DynamicTree:
         tokens_BP = token_B[:, None]
         scores_BP = torch.zeros_like(tokens_BP, dtype=torch.float32)
         places_BP = torch.zeros_like(tokens_BP)
-        levels: list[Proposed] = []
+        levels = []
         num_before = 1  # the root
         for depth in range(self.max_depth):
             hidden_BPD, logits_BPV = heads.expand(hidden_BPD, tokens_BP, depth)

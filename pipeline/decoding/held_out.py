@@ -216,8 +216,8 @@ def _replay_lengths(text: HeldOutRanks, lengths_N: npt.NDArray[np.int64]) -> Rep
     """
     stride = (lengths_N + 1).tolist()
     places: list[int] = []
-    kept: list[int] = []
-    num_steps: list[int] = []
+    kept = []
+    num_steps = []
     for place, stop in itertools.pairwise([*text.starts.tolist(), len(stride)]):
         before = len(places)
         while place < stop:

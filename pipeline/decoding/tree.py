@@ -72,7 +72,7 @@ def stock_tree(max_depth: int, name: str = STOCK_TREE) -> tuple[TreePath, ...]:
     Raises KeyError for an unknown name.
     """
     level: list[TreePath] = [()]
-    paths: list[TreePath] = []
+    paths = []
     for numbers in CHILDREN[name][:max_depth]:
         below: list[TreePath] = []
         for path, count in zip(level, numbers.split(), strict=False):
@@ -130,17 +130,23 @@ def check_choices(choices: Choices, num_heads: int, top: int) -> tuple[TreePath,
     Raises ConfigError unless the choices form a tree of at least one node over `num_heads` heads
     and the best `top` guesses of each head.
     """
-    paths: list[TreePath] = []
+    paths = []
     for choice in choices:
         is_list = isinstance(choice, list | tuple) and 0 < len(choice) <= num_heads
         if not is_list or any(type(rank) is not int or not 0 <= rank < top for rank in choice):
-            what = f"{choice!r} is no path of a tree over {num_heads} heads and {top} guesses each."
-            raise ConfigError(what, "choices", "Give lists of ranks such as [0, 2].")
+            raise ConfigError(
+                f"{choice!r} is no path of a tree over {num_heads} heads and {top} guesses each.",
+                "choices",
+                "Give lists of ranks such as [0, 2].",
+            )
         paths.append(tuple(choice))
     for path in paths:
         if paths.count(path) > 1 or path[:-1] not in [(), *paths]:
-            what = f"The path {list(path)} is repeated or its parent is missing."
-            raise ConfigError(what, "choices", "Give each path once, with all paths above it.")
+            raise ConfigError(
+                f"The path {list(path)} is repeated or its parent is missing.",
+                "choices",
+                "Give each path once, with all paths above it.",
+            )
     if not paths:
         raise ConfigError("The tree has no nodes.", "choices", "Give at least one path: [0].")
     return tuple(paths)

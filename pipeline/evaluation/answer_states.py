@@ -1,6 +1,7 @@
 """Evaluate heads on the target's greedy answers: the rank of each token among their guesses.
 
-The answers are those of plain decoding in the check, or those to the questions of `calibrate.data`.
+The answers are those of plain decoding in the check, or the target's answers to the questions of
+`calibrate.data`.
 
 Letters: T answer tokens, N states at which steps may begin, D hidden size, K heads.
 """
@@ -116,11 +117,11 @@ def _evaluate_answers(
     Args:
         measure: Returns ranks [K, N], given an answer's hidden states, next tokens and labels.
     """
-    parts_KN: list[np.ndarray] = []
-    starts: list[int] = []
+    parts_KN = []
+    starts = []
     numbers: dict[int | str, int] = {}
-    conversations: list[int] = []
-    seen: list[bool] = []
+    conversations = []
+    seen = []
     length = 0
     for answer in states:
         found_KN = measure(answer.hidden_ND, answer.next_N, answer.labels_KN).cpu().numpy()
@@ -159,7 +160,7 @@ def written_answers(
         settings.engine, target, settings.engine_args, gpus, settings.batch_invariant
     )
     answer_all(engine, dialogues, progress)
-    answers: Answers = []
+    answers = []
     for number, dialogue in enumerate(dialogues):
         with contextlib.suppress(RowRejected):  # it has no answer
             for row in dialogue.rows():

@@ -125,7 +125,7 @@ def mean_log_likelihood(
 
     The unit is nats per token, over all answers together.
     """
-    likelihoods: list[float] = []
+    likelihoods = []
     for log_p_TV, answer in zip(log_probabilities(model, prompts, answers), answers, strict=True):
         written_T1 = torch.tensor(answer, device=log_p_TV.device)[:, None]
         likelihoods += log_p_TV.gather(-1, written_T1)[:, 0].tolist()
@@ -154,7 +154,7 @@ def answer_lines(
 
     Texts and counts are those of the first repetition, wall times are medians over all repetitions.
     """
-    lines: dict[int | str, Line] = {}
+    lines = {}
     for prompt, answer, *others in zip(prompts, *repetitions, strict=True):
         name = prompt.conversation
         if name not in lines:

@@ -25,8 +25,8 @@ Overheads = Mapping[int, float]  # by number of nodes; empty if nothing was time
 class ChosenTree:
     """A tree for native decoding, with the figures that it was chosen by.
 
-    If `dynamic` is set, `replayed` and `sizes` are of the dynamic tree, and the other fields are of
-    a static tree of the same size.
+    If `dynamic` is set, `replayed` and `sizes` describe the dynamic tree, and the other fields
+    describe a static tree of the same size.
 
     Attributes:
         source: The search that found the tree, or `calibrate.choices`.

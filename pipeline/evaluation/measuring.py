@@ -78,7 +78,7 @@ def check_with_engine(
 def join_engines(results: Mapping[str, CheckResult]) -> CheckResult:
     """Join the check results of native decoding and vLLM; return a single result as it is.
 
-    In a joined result, hardware and versions are those of native decoding.
+    Hardware and versions of a joined result are taken from native decoding.
     """
     native, vllm = results.get("native"), results.get("vllm")
     if native is None:
@@ -150,7 +150,7 @@ def measure_heads(
     directory = heads_directory(str(heads))
     for each in settings.engines:
         require_readable(target, each, on_gpu=gpus > 0, where="--target")
-    answers: AnswerLines = {}
+    answers = {}
     results: dict[str, CheckResult] = {}
     with _candidate(directory, target, settings, draft_tokens) as found:
         target = with_room(target, settings)
@@ -219,8 +219,11 @@ def _candidate(
         }
     if found.heads is None:
         if "native" in settings.engines:
-            fix = "vLLM alone can measure it: --engine vllm."
-            raise DataError(f"{found.why_not}.", str(directory), fix)
+            raise DataError(
+                f"{found.why_not}.",
+                str(directory),
+                "vLLM alone can measure it: --engine vllm.",
+            )
         yield Candidate(found.description, directory, num_tokens, original)
         return
     shape = found.heads.shape
@@ -257,7 +260,7 @@ def _own_heads(
 
     Raises:
         ConfigError: The heads cannot propose so many tokens.
-        DataError: The heads are of a target with other sizes.
+        DataError: The heads belong to a target with other sizes.
     """
     shape = layout.shape
     if Sizes(shape.hidden_size, shape.target_vocab_size) != sizes:
@@ -269,14 +272,17 @@ def _own_heads(
     config = None
     if draft_tokens is not None:
         if draft_tokens > shape.max_depth:
-            what = f"These heads propose {shape.max_depth} tokens ahead, not {draft_tokens}."
-            raise ConfigError(what, "--draft-tokens", f"Give at most {shape.max_depth}.")
+            raise ConfigError(
+                f"These heads propose {shape.max_depth} tokens ahead, not {draft_tokens}.",
+                "--draft-tokens",
+                f"Give at most {shape.max_depth}.",
+            )
         config = layout.kind.speculative_config(str(directory.resolve()), draft_tokens)
     return Candidate(shape.description, directory, shape.max_depth, config, read_tree(directory))
 
 
 def _require_served(layout: ExportLayout, target: TargetSpec, settings: CheckConfig) -> None:
-    """Raise ConfigError if vLLM is to be measured and cannot serve these heads with this target."""
+    """Raise ConfigError if these heads are to be measured in vLLM, and vLLM cannot serve them."""
     reason = layout.kind.vllm_refusal(layout.shape, model_config(target).to_dict())
     if reason and "vllm" in settings.engines:
         raise ConfigError(reason, "--engine vllm", "Measure them natively: --engine native.")

@@ -1,9 +1,9 @@
 """The native check: decode with an export's heads on transformers, and compare with plain decoding.
 
-Decoding with heads and plain decoding use the same decoder and cache, with the tree or without it.
-After a warm-up they take turns for each prompt, on the number of CPU threads at which plain
-decoding is fastest. Both follow the same acceptance rule, and a rule that samples draws from the
-same seeds. Greedy answers are compared under every rule. The baselines of transformers
+Decoding with heads and plain decoding use the same kind of decoder and cache, with the tree or
+without it. After a warm-up they take turns for each prompt, on the number of CPU threads at which
+plain decoding is fastest. Both follow the same acceptance rule, and a rule that samples draws from
+the same seeds. Greedy answers are compared under every rule. The baselines of transformers
 (`check.baselines`) decode the same prompts.
 """
 
@@ -67,8 +67,8 @@ class Measurement:
 
     Attributes:
         passes: The repetitions of decoding by the check's acceptance rule.
-        greedy_passes: The repetitions of greedy decoding, which include the baselines. They are
-            `passes` if the rule is greedy; else there is one.
+        greedy_passes: The repetitions of greedy decoding, baselines included. If the rule is
+            greedy, they are `passes`; otherwise there is one repetition.
         failed: For each baseline that failed, by name, the reason.
     """
 
@@ -132,7 +132,7 @@ def check_native(
     if not request.gpus:
         figures = replace(figures, threads=threads)
     tokenizer = load_tokenizer(target)
-    answers: AnswerLines = {}
+    answers = {}
     for side, method in ((PLAIN, PLAIN), (ACCELERATED, layout.shape.kind)):
         written = [one[side] for one in measured.passes]
         answers[method] = answer_lines(f"{request.name}-{method}", tokenizer, prompts, written)

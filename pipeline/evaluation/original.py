@@ -56,7 +56,7 @@ def compare_with_original(
     """
     drift = published_drift(original, published, rows, gpus)
     tokenizer = load_tokenizer(original)
-    lines: list[Line] = []
+    lines = []
     dialogues = ask_questions(original, questions, settings, "transformers", gpus, progress)
     for question, dialogue in zip(question_ids(questions), dialogues, strict=True):
         texts = []

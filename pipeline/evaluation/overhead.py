@@ -108,7 +108,7 @@ def overheads(
     An overhead is NaN if the context leaves no room for a step. The decoders must have no end
     tokens, since a text could end before its first step.
     """
-    plainly: list[float] = []
+    plainly = []
     seconds: dict[int, list[float]] = {name: [] for name in others}
     for prompt_ids in prompts:
         plainly += step_seconds(plain, prompt_ids)

@@ -54,7 +54,7 @@ class Prompt:
 
     @property
     def conversation(self) -> int | str:
-        """The question's id, which all its turns share; of a held-out row, the row's own id."""
+        """The question's id, which all its turns share, or the id of a held-out row."""
         return self.id if self.question_id is None else self.question_id
 
 
@@ -171,7 +171,7 @@ def question_prompts(
     )
     room = context_length(target) - settings.max_new_tokens
     num_turns = 0
-    kept: list[Prompt] = []
+    kept = []
     for question, name, dialogue in zip(questions, question_ids(questions), dialogues, strict=True):
         num_turns += sum(message.role == "user" for message in question.messages)
         for turn, ids in enumerate(dialogue.prompts()):
@@ -257,7 +257,7 @@ def question_ids(questions: Sequence[Conversation]) -> list[int | str]:
     An id that is the decimal form of an integer becomes this integer: "7", but not "007".
     """
     times = Counter(question.source_id for question in questions)
-    found: list[int | str] = []
+    found = []
     for question in questions:
         name = question.source_id
         if not name or times[name] > 1:

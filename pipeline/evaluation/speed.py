@@ -62,7 +62,7 @@ NUM_LOOKED_UP = 10  # guesses per step of prompt lookup, as in transformers' gui
 def decode_by(decoder: Decoder, rule: AcceptanceRule, num_tokens: int) -> Decode:
     """Return a decoding method: a function that decodes a prompt with this decoder and rule.
 
-    The method's second argument is the seed of a rule that samples.
+    The method's second argument is a seed, which rules that sample use.
 
     Args:
         num_tokens: The maximum number of new tokens.
@@ -202,7 +202,8 @@ class Pace:
     def of(cls, passes: Sequence[Pass], method: str) -> Pace:
         """Compute a method's rate and speed from its answers in every repetition.
 
-        The rate and the number of tokens are those of the first repetition; all give the same.
+        The rate and the number of tokens are taken from the first repetition; they are the same in
+        all.
         """
         first = passes[0][method]
         every = [one for answers in passes for one in answers[method]]
@@ -224,14 +225,17 @@ def require_steps(accepted: Iterable[Sequence[int]]) -> None:
         accepted: Per answer, the number of tokens that each step adds, as in `Decoded`.
     """
     if not any(accepted):
-        what = "Every answer ended with its first token, so that there is no step to measure."
-        raise ConfigError(what, "check.max_new_tokens", "Raise it, or check with other prompts.")
+        raise ConfigError(
+            "Every answer ended with its first token, so that there is no step to measure.",
+            "check.max_new_tokens",
+            "Raise it, or check with other prompts.",
+        )
 
 
 def check_speed(
     prompts: Sequence[Prompt], passes: Sequence[Pass], method: str = ACCELERATED
 ) -> Speed:
-    """Compute the rate, overhead and speed of a method, beside the speed of plain decoding."""
+    """Compute the rate, overhead and speed of a method, and the speed of plain decoding."""
     plain = Pace.of(passes, PLAIN)
     pace = Pace.of(passes, method)
     speedup = pace.tokens_per_second / plain.tokens_per_second

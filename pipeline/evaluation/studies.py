@@ -1,8 +1,8 @@
-"""Studies beside the check (`check.studies`): trees, acceptance rules, heads, batch sizes.
+"""Optional studies of the check (`check.studies`): trees, acceptance rules, heads, batch sizes.
 
     trees    plain decoding, top-1 chain, the authors' stock tree, a searched tree of its
-             size, the export's own tree, and a tree of its size of the other sort
-             (static or dynamic)
+             size, the export's own tree, and a tree of that tree's size that is dynamic
+             if the export's is static, and static if it is dynamic
     typical  typical acceptance by eps, delta = sqrt(eps), and temperature, against greedy, sampling
              and rejection
     heads    the export's tree cut at each depth
@@ -46,7 +46,7 @@ from pipeline.evaluation.answer_states import AnswerStates, answer_states, guess
 from pipeline.evaluation.answers import mean_log_likelihood
 from pipeline.evaluation.overhead import overheads, step_seconds
 from pipeline.evaluation.prompts import SILENT, Prompt
-from pipeline.evaluation.speed import PLAIN, Decode, check_speed, decode_by, take_turns
+from pipeline.evaluation.speed import PLAIN, check_speed, decode_by, take_turns
 from pipeline.execution.progress import ProgressReporter
 from pipeline.heads.kind import Heads
 from pipeline.report.report import SEARCHED_TREE, STOCK_TREE
@@ -115,10 +115,10 @@ def run_studies(
 
 
 def tree_ladder(decoding: Decoding, calibration: Calibration) -> list[TreeRow]:
-    """Compare trees of each kind, from none to the export's own (study `trees`).
+    """Compare decoding without a tree and with several trees (study `trees`).
 
-    A static export tree is also compared with a dynamic tree of its size, and a dynamic export tree
-    with a searched static tree of its size.
+    If the export's tree is static, a dynamic tree of its size is measured too. If it is dynamic, a
+    searched static tree of its size is measured too.
     """
     shape = decoding.heads.shape
     used = decoding.accelerated.tree
@@ -143,8 +143,7 @@ def tree_ladder(decoding: Decoding, calibration: Calibration) -> list[TreeRow]:
 def searched_tree(calibration: Calibration) -> tuple[TreePath, ...]:
     """Return the tree that calibration searched, cut to the stock tree's size.
 
-    If calibration searched none, since the user gave a tree, one is searched by the heads'
-    accuracies.
+    If calibration searched none, because the user gave a tree, search one by the heads' accuracies.
     """
     if calibration.searched is None:
         return greedy_tree(calibration.accuracies, STOCK_NODES)
@@ -256,7 +255,7 @@ def rule_rows(
     One of the rows must be of plain decoding. The rate, overhead and speedup are None if every
     answer ended with its first token.
     """
-    methods: dict[str, Decode] = {}
+    methods = {}
     for row, rule in sides.items():
         if row.rule == PLAIN:
             methods[PLAIN] = decode_by(decoding.plain, rule, num_tokens)

@@ -168,18 +168,21 @@ class ClusterWatch:
     def _death(self, reason: str) -> EnvironmentFault:
         """Mark the Ray cluster as dead, and return the EnvironmentFault that gives the reason."""
         self.is_dead = True
-        fix = "What was committed is kept; the same command continues."
-        return EnvironmentFault(f"The Ray cluster has died: {reason}.", "Ray", fix)
+        return EnvironmentFault(
+            f"The Ray cluster has died: {reason}.",
+            "Ray",
+            "What was committed is kept; the same command continues.",
+        )
 
 
 def start_error(error: Exception, address: str) -> EnvironmentFault:
     """Return the EnvironmentFault for an error that Ray raised when it started."""
-    what = f"Ray did not start: {last_line(error)}."
-    fix = (
+    return EnvironmentFault(
+        f"Ray did not start: {last_line(error)}.",
+        address or "a local cluster",
         "Check RAY_ADDRESS, `ray status`, and that TMPDIR and RAY_TMPDIR have at most 40"
-        " characters, or run with --executor inline."
+        " characters, or run with --executor inline.",
     )
-    return EnvironmentFault(what, address or "a local cluster", fix)
 
 
 def last_line(error: Exception) -> str:

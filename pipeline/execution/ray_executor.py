@@ -272,7 +272,7 @@ class ActorPool:
             EnvironmentFault: The cluster has died, or several actors in a row died at their start.
         """
         try:
-            outcome: Outcome | None = ray.get(answer)
+            outcome = ray.get(answer)
         except RayError as error:
             self.watch.settle()  # raises if the whole cluster died: then no shard is to blame
             ray.kill(slot.actor)  # it may still be alive and hold its cores

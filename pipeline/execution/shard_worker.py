@@ -116,7 +116,7 @@ def find_crashing_rows(
     scratch = stage.path / "isolation"
     trials = deque([_trial(died.task, 0, len(ids), len(ids), scratch)])
     deaths: Counter[str] = Counter()
-    crashing: dict[str, str] = {}
+    crashing = {}
     survived = False
     try:
         for outcome in map_tasks(trials):

@@ -94,7 +94,7 @@ def _write_split(
     A split without rows has no file.
     """
     num_rows = 0
-    writer: pq.ParquetWriter | None = None
+    writer = None
     for path in shards:
         with open_rows(path, fingerprint) as shard:
             table = shard.read(columns=[*COLUMNS, "split"])

@@ -135,7 +135,7 @@ def tensors_as_saved(heads: Heads, layout: ExportLayout) -> dict[str, Tensor]:
         DataError: A number is not finite.
     """
     dtype = getattr(torch, layout.dtype)
-    converted: dict[tuple[Any, ...], Tensor] = {}
+    converted = {}
     saved = {}
     for name, source in heads.stored_tensors(layout.stored).items():
         key = (source.data_ptr(), source.shape, source.stride())

@@ -229,7 +229,7 @@ def send_all(uploads: Mapping[str, Upload], *, private: bool) -> dict[str, Recei
             "Run `hf auth login`, or set HF_TOKEN to a token that may write; then push again.",
         )
     api = HfApi(token=token, library_name="medusa-distill")
-    existing: dict[str, Any] = {}
+    existing = {}
     receipts = {}
     for name, upload in uploads.items():
         with hub_errors(f"repository {upload.repo_id}", upload.repo_id, writes=True):

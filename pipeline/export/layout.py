@@ -80,7 +80,7 @@ class ExportLayout:
         heads = {"format": self.format, "num_speculative_tokens": num_tokens}
         if self.dynamic_tree:
             heads["dynamic_tree"] = asdict(self.dynamic_tree)
-        content: Content = {
+        content = {
             **self.kind.engine_config(self.shape, self.stored, target),
             "hidden_size": self.shape.hidden_size,
             "vocab_size": self.shape.target_vocab_size,
@@ -183,12 +183,9 @@ def target_of(directory: str | os.PathLike[str]) -> str:
 def check_num_heads(num_heads: int) -> None:
     """Raise ConfigError unless the number of exported heads is from 1 to 128, vLLM's limit."""
     if not 1 <= num_heads <= MAX_NUM_HEADS:
-        what = (
-            f"{num_heads} heads cannot be exported: vLLM drafts one token per head, at least 1 and"
-            f" at most {MAX_NUM_HEADS} (its rejection sampler's limit)."
-        )
         raise ConfigError(
-            what,
+            f"{num_heads} heads cannot be exported: vLLM drafts one token per head, at least 1 and"
+            f" at most {MAX_NUM_HEADS} (its rejection sampler's limit).",
             "train.num_heads",
             "The paper trains 5, and finds 3 or 4 enough.",
         )
@@ -212,12 +209,10 @@ def check_formats(kind: type[Heads], shape: Any, names: Sequence[str]) -> None:
 def check_vocabulary(shape: HeadsShape, target_vocab_size: int) -> None:
     """Raise DataError unless an export's heads and the target have the same vocabulary size."""
     if shape.target_vocab_size != target_vocab_size:
-        what = (
+        raise DataError(
             f"The heads are of a vocabulary of {shape.target_vocab_size} tokens, and the target's"
-            f" lm_head has {target_vocab_size}."
-        )
-        fix = (
+            f" lm_head has {target_vocab_size}.",
+            "vocab_size",
             "Train the heads on this very target: a padded or resized vocabulary does not load in"
-            " vLLM."
+            " vLLM.",
         )
-        raise DataError(what, "vocab_size", fix)

@@ -56,8 +56,11 @@ class WeightsFile:
         try:
             self._file = safe_open(path, framework="pt")
         except (OSError, SafetensorError) as error:
-            what = f"The weights cannot be read: {error}."
-            raise DataError(what, str(path), "Export again, or fetch the file again.") from error
+            raise DataError(
+                f"The weights cannot be read: {error}.",
+                str(path),
+                "Export again, or fetch the file again.",
+            ) from error
         for name in self._file.offset_keys():
             part = self._file.get_slice(name)
             self.shapes[name] = tuple(part.get_shape())
@@ -101,8 +104,11 @@ def _plain_tensors(path: Path) -> dict[str, Tensor]:
         with warnings.catch_warnings(action="ignore"):  # warns of pickle protocols
             content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # zip, pickle and torch raise errors of their own
-        what = f"This is no file of plain tensors, and code in it is not run: {one_line(error)}."
-        raise DataError(what, str(path), fix) from error
+        raise DataError(
+            f"This is no file of plain tensors, and code in it is not run: {one_line(error)}.",
+            str(path),
+            fix,
+        ) from error
     is_named = isinstance(content, dict) and all(isinstance(name, str) for name in content)
     if not is_named or not all(isinstance(tensor, Tensor) for tensor in content.values()):
         raise DataError("This is no file of named tensors.", str(path), fix)
@@ -155,8 +161,11 @@ def heads_directory(name: str) -> Path:
     if is_local(name):
         directory = Path(name).expanduser()
         if not directory.is_dir():
-            fix = "Give a directory of heads, or a Hub id."
-            raise ConfigError(f"There is no directory {name}.", "check", fix)
+            raise ConfigError(
+                f"There is no directory {name}.",
+                "check",
+                "Give a directory of heads, or a Hub id.",
+            )
         return directory
     patterns = ["*.json", *(f"*{suffix}" for suffix in WEIGHT_SUFFIXES)]
     with hub_errors(f"repository of heads {name}", "check"):

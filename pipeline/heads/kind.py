@@ -379,8 +379,11 @@ class Heads(nn.Module, ABC):
             tensor = tensors[name]
             source = written.setdefault(view.data_ptr(), tensor)
             if not is_finite(tensor) or not torch.equal(source, tensor):
-                what = f"The tensor {name} is not finite, or differs from the tensors it equals."
-                raise DataError(what, where, "Export or train these heads again.")
+                raise DataError(
+                    f"The tensor {name} is not finite, or differs from the tensors it equals.",
+                    where,
+                    "Export or train these heads again.",
+                )
             view.copy_(source)
         if shape.is_pruned:
             heads.vocabulary.fill(tensors[TOKEN_MAP], where)

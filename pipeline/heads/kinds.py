@@ -55,8 +55,11 @@ REPEATED = ("embed_tokens.weight", "lm_head.weight")  # matrices of the target i
 def head_kind(name: str) -> type[Heads]:
     """Return the class of a kind of heads; raise ConfigError for an unknown name."""
     if name not in KINDS:
-        what = f'There is no kind of heads called "{name}".'
-        raise ConfigError(what, "train.heads", f"Use one of {', '.join(KINDS)}.")
+        raise ConfigError(
+            f'There is no kind of heads called "{name}".',
+            "train.heads",
+            f"Use one of {', '.join(KINDS)}.",
+        )
     return KINDS[name]
 
 
@@ -156,7 +159,7 @@ def _medusa_heads(tensors: NamedTensors, target: TargetWeights, sizes: Sizes) ->
         lm_head = "tied"
     elif lm_heads.keys() == {0} and num_heads > 1:
         lm_head = "shared"
-    named: dict[str, Tensor] = {}
+    named = {}
     for (k, layer, part), name in blocks.items():
         named[f"{k}.{layer}.linear.{part}"] = tensors[name]
     for k, name in lm_heads.items():
@@ -180,9 +183,9 @@ def _medusa_names(
     model's files, only names with the prefix `medusa_head.` are read. Raises DataError if one of
     these is unknown, or if there is no block.
     """
-    blocks: dict[tuple[int, int, str], str] = {}
-    lm_heads: dict[int, str] = {}
-    unknown: list[str] = []
+    blocks = {}
+    lm_heads = {}
+    unknown = []
     is_in_a_model = any(name.startswith(IN_A_MODEL) for name in tensors.names)
     for stored in sorted(tensors.names):
         if is_in_a_model and not stored.startswith(IN_A_MODEL):
@@ -217,19 +220,22 @@ def _eagle_heads(
             return ForeignHeads(None, "an EAGLE-1 model with attention or bias", "eagle", why)
     for name, matrix in zip(REPEATED, (target.embedding, target.lm_head), strict=True):
         if name in names and not _is_same_matrix(tensors[name], matrix()):
-            what = f"Its {name} is not the target's, which engines draft with."
-            fix = "Give --target the model that these heads were trained on."
-            raise tensors.refuse(what, fix)
+            raise tensors.refuse(
+                f"Its {name} is not the target's, which engines draft with.",
+                "Give --target the model that these heads were trained on.",
+            )
     activation = tensors.config.get("hidden_act", "silu")
     if activation != "silu":
-        what = f"Its activation is {activation}, and the cell's is silu."
-        raise tensors.refuse(what, "Measure it with the engine that it was trained for.")
+        raise tensors.refuse(
+            f"Its activation is {activation}, and the cell's is silu.",
+            "Measure it with the engine that it was trained for.",
+        )
     inner = 1
     if GATE in names:
         inner = max(1, tensors[GATE].numel() // sizes.hidden_size)
     epsilon = float(tensors.config.get("rms_norm_eps", EPSILON))
     shape = RecurrentShape(sizes.hidden_size, sizes.vocab_size, num_tokens, inner, epsilon)
-    named: dict[str, Tensor] = {}
+    named = {}
     for name in names:
         if name not in (*REPEATED, FC_BIAS) and not name.startswith(ATTENTION):
             named[name] = tensors[name]

@@ -199,7 +199,7 @@ least {{ report.tree.nodes | number or "the tree's nodes" }}; the content of `{{
         cls, shape: MedusaShape, format: ExportFormat, target: Mapping[str, Any]
     ) -> dict[str, object]:
         """Return the keys of config.json that vLLM, TGI and TensorRT-LLM read for Medusa heads."""
-        config: dict[str, object] = {
+        config = {
             "model_type": "medusa",
             "medusa_num_heads": shape.num_heads,
             "medusa_num_layers": shape.num_layers,
@@ -225,7 +225,7 @@ least {{ report.tree.nodes | number or "the tree's nodes" }}; the content of `{{
             lm_head = self.vocabulary.over_all_tokens(lm_head)
         if shape.lm_head != "untied" and (format is None or format.one_lm_head):
             num_lm_heads = 1
-        views: dict[str, Tensor] = {}
+        views = {}
         for part, stacked in (("weight", self.block_weight), ("bias", self.block_bias)):
             for k in range(shape.num_heads):
                 for block in range(shape.num_layers):

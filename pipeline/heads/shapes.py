@@ -128,8 +128,11 @@ def require_shapes(
             problems.append(f"{name} has shape {list(sizes)} instead of {list(expected[name])}")
     if problems:
         what = f"These are not {shape.description}: {', '.join(problems[:3])}"
-        fix = "Use the heads and the target that belong together, or export again."
-        raise DataError(f"{what}.", where, fix)
+        raise DataError(
+            f"{what}.",
+            where,
+            "Use the heads and the target that belong together, or export again.",
+        )
 
 
 @dataclass(frozen=True)

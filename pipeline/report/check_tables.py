@@ -48,7 +48,7 @@ def check_table(report: Report) -> Table:
             " and its token, in either engine. Accepted per position: the share of vLLM's steps"
             " that keep at least 1, 2, … drafted tokens."
         )
-    labels: dict[str, str] = {}
+    labels = {}
     for column in columns:
         labels.update(column)
     for label in labels:

@@ -51,7 +51,7 @@ def compare_runs(runs: Sequence[ComparedRun]) -> tuple[Table, list[str]]:
     columns = ["", *(run.name for run in runs)]
     table = Table("Runs", columns, words=tuple(range(len(columns))))
     settings = [dict(_compared_settings(run)) for run in runs]
-    keys: dict[str, None] = {}
+    keys = {}
     for one in settings:
         keys.update(dict.fromkeys(one))
     for key in keys:

@@ -184,7 +184,7 @@ def _add_new_answers(
 def report_warnings(report: Report) -> list[str]:
     """List a report's warnings: problems that do not fail the check."""
     native, vllm, tree = report.native, report.vllm, report.tree
-    found: list[str] = []
+    found = []
     if report.seeds:
         found += report.seeds.warnings or []
     if report.train:

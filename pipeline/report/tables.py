@@ -122,7 +122,7 @@ def stages_table(report: Report) -> Table:
     table = Table("Stages", columns, words=(0, 4))
     seconds = report.seconds_by_stage
     further = [name for name in seconds if name not in STAGES]
-    figures: dict[str, StageFigures | None] = {
+    figures = {
         "seeds": report.seeds,
         "generate": report.generate,
         "features": report.features,

@@ -36,7 +36,7 @@ def check_plan(run: ResolvedRun) -> list[str]:
         ConfigError: The first problem of the settings.
         DataError: The first problem of the data.
     """
-    notes: list[str] = []
+    notes = []
     for check in CHECKS:
         try:
             check(run)
@@ -101,7 +101,7 @@ def check_quantization(run: ResolvedRun) -> None:
 
 
 def _keys_of_vllm(run: ResolvedRun) -> list[str]:
-    """Return the configuration keys by which the run uses vLLM."""
+    """Return the configuration keys that make the run use vLLM."""
     config, keys = run.config, []
     if config.generate.engine == "vllm" and config.generate.mode != "passthrough":
         keys.append("generate.engine")
@@ -312,7 +312,7 @@ def check_root(run: ResolvedRun) -> None:
 
 
 def check_packages(run: ResolvedRun) -> None:
-    """Raise EnvironmentFault if a package is missing that an unfinished stage needs.
+    """Raise EnvironmentFault if a package that an unfinished stage needs is not installed.
 
     No package is imported. With RAY_ADDRESS set nothing is checked, since workers have packages of
     their own.

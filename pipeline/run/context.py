@@ -102,8 +102,8 @@ class Context:
     def weights_identity(self, spec: TargetSpec) -> Identity:
         """Return the sha256 of each file that identifies a model, by file name.
 
-        A Hub model that is not on this machine is downloaded; in a read-only context
-        EnvironmentFault is raised instead.
+        A Hub model that is not on this machine is downloaded, except in a read-only context. Raises
+        what `weight_files` raises.
         """
         return self.digests.of_all(weight_files(spec, fetch=not self.read_only))
 
@@ -111,16 +111,14 @@ class Context:
     def target_identity(self) -> Identity:
         """The target's part of stage fingerprints: file hashes, and settings that change its text.
 
-        Raises:
-            EnvironmentFault: The weights would have to be downloaded first, and the context is
-                read-only.
+        In a read-only context nothing is downloaded. Raises what `weight_files` raises.
         """
         return self._identify_target(fetch=not self.read_only)
 
     def _identify_target(self, *, fetch: bool) -> Identity:
         """Return the hashes of the target's files, and the settings that change its text.
 
-        With `fetch` a Hub target is downloaded if necessary.
+        With `fetch` a Hub target that is not on this machine is downloaded.
         """
         spec = self.target
         paths = weight_files(spec, fetch=fetch)
@@ -139,7 +137,7 @@ class Context:
     def identify_target_again(self) -> None:
         """Compute `target_identity` again, without downloads, if it has been computed before.
 
-        Raises what `target_identity` raises.
+        Raises what `weight_files` raises.
         """
         if "target_identity" in self.__dict__:
             self.target_identity = self._identify_target(fetch=False)

@@ -52,7 +52,7 @@ def publish_report(context: Context) -> None:
 def assemble_report(run: RunDirectory, config: Config, without: Collection[str] = ()) -> Report:
     """Return the report of a run's finished stages, except those in `without`.
 
-    Hardware, versions and the commit of a Hub target are those of the check. Without a check,
+    Hardware, versions and the commit of a Hub target are taken from the check. Without a check,
     hardware and versions are those of this machine, and the commit is None.
     """
     figures = {}

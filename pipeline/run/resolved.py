@@ -125,7 +125,7 @@ class ResolvedRun:
 
     @property
     def assistant(self) -> TargetSpec | None:
-        """The model of the baseline `assistant`, in the target's dtype; None if it is not set."""
+        """The spec of `check.assistant_model`, in the target's dtype; None if it is not set."""
         if self.config.check.assistant_model is None:
             return None
         return replace(self.model(ASSISTANT).spec, dtype=self.target.dtype)
@@ -239,15 +239,15 @@ def resolve_run(config: Config, stages: Sequence[str], fresh: str | None = None)
 
     Args:
         stages: The stages to run or keep, upstream first.
-        fresh: The one of them whose result is deleted and made again.
+        fresh: The stage among them whose result is deleted and made again.
 
     Raises:
         ConfigError: There is no such kind of heads or method of training.
     """
     kind = head_kind(config.train.heads)
     store = config.run.store or config.run.directory
-    models: dict[str, ResolvedModel] = {}
-    problems: dict[str, MedusaDistillError] = {}
+    models = {}
+    problems = {}
     for key, settings in _models_of(config, stages).items():
         try:
             models[key] = ResolvedModel.of(settings)

@@ -75,7 +75,7 @@ def run_sharded(
             progress=shown.progress,
         )
         while pending:
-            killers: list[Outcome] = []
+            killers = []
             for outcome in map_tasks(pending):
                 _log_outcome(context, stage, outcome)
                 shown.count(outcome)

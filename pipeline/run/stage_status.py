@@ -64,8 +64,8 @@ def stage_statuses(
     that are skipped without a reason are left out.
     """
     context = Context(resolved, run, Console(quiet=True), read_only=True)
-    statuses: dict[str, StageStatus] = {}
-    obstacle: MedusaDistillError | None = None
+    statuses = {}
+    obstacle = None
     skipped = skipped_stages(resolved.config)
     for name, stage in stages.items():
         if name in skipped:
@@ -93,7 +93,7 @@ def _as_linked(linked: StageDirectory | None, obstacle: MedusaDistillError) -> S
     """Return the status of a stage with unknown fingerprint, from the directory linked by the run.
 
     Args:
-        obstacle: The error because of which the fingerprint is unknown.
+        obstacle: The error that prevents computing the fingerprint.
     """
     if linked is None:
         return StageStatus("not run", obstacle.what, expected=None)

@@ -5,16 +5,16 @@ The heads are measured on the `calibrate` split, or on the target's answers to t
 
 Static trees are searched by products of accuracies (paper 2.3.3) and by the frequency of whole
 paths. To estimate the acceleration rate and its standard error, the trees searched on each half of
-the conversations are replayed on the other half. The tree is that of the search with the higher
-rate, searched on all rows. A dynamic tree (`calibrate.tree`) is not searched; one pass over
-held-out positions gives the rate of every size. `calibrate.choices` gives a tree instead.
+the conversations are replayed on the other half. The search with the higher rate is chosen, and its
+tree on all rows is used. A dynamic tree (`calibrate.tree`) is not searched; one pass over held-out
+positions gives the rate of every size. `calibrate.choices` gives a tree instead.
 
 With `calibrate.nodes: auto` the overheads of several sizes are measured on this device, and the
 size with the highest speedup is chosen. Among sizes within 5 % of it, the highest speedup times
 acceleration rate decides. The number of draft tokens of vLLM's chain is chosen by the same rule.
 
-Limits: overheads are measured with one request at a time, and those of native decoding stand for
-vLLM's.
+Limits: overheads are measured with one request at a time, and in native decoding for vLLM's chain
+too.
 """
 
 from __future__ import annotations

@@ -81,9 +81,10 @@ LIMITS = {"min_acceleration_rate", "require_learning", "max_tie_share"}  # see `
 
 
 def identity(context: Context) -> Identity:
-    """Return what the check stage's result depends on: settings except limits, hashes of files.
+    """Return what the check stage's result depends on: settings, and hashes of files.
 
-    The files are those of questions, and the weights of a served model and of an assistant.
+    Limits are left out. The files are the questions, and the weights of a served model and of an
+    assistant.
     """
     check_files(context.resolved)
     check = context.config.check

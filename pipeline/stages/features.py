@@ -142,7 +142,7 @@ class ShardInProgress:
         """Commit the shard in the writer's thread; return a future of the receipt.
 
         All rows must have been computed. `started` is the `time.monotonic()` at which the worker
-        began.
+        began the shard.
         """
         num_tokens = sum(len(row.input_ids) for row in self._rows)
         ids_in = [row.id for row in self._rows]

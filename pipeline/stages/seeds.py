@@ -49,7 +49,7 @@ MOST_SHOWN = 8  # skipped files of a source in the terminal
 def identity(context: Context) -> Identity:
     """Return what the seeds stage's result depends on: settings, and the content of local files."""
     settings, readers = context.config.seeds, source_readers(context.config.seeds)
-    rows: Identity = {
+    rows = {
         "sources": [_source_identity(context, reader) for reader in readers],
         "names": [reader.name for reader in readers],
         "max_characters": settings.max_characters,
@@ -80,7 +80,7 @@ def _questions_identity(context: Context, readers: Sequence[SourceReader], rows:
 
     Local sources are read to find these rows, and the digest is cached. The digest does not change
     if a question is added that no row contains. If any source is on the Hub, no source is read, and
-    the digest is that of the file of questions.
+    the sha256 of the file of questions is returned.
     """
     questions = _check_questions(context)
     if questions is None:
@@ -232,12 +232,12 @@ def require_rows_of_splits(stage: StageDirectory, summary: Summary, holdout: flo
     held_out = held_out_rows(num_rows, holdout)
     enough_if_all_differed = min(held_out, num_rows - 2 * held_out) >= MIN_HELD_OUT
     if not enough_if_all_differed:
-        what = (
+        raise DataError(
             f"{num_rows} usable conversations are too few: training, calibration and the check"
-            f" need at least {MIN_HELD_OUT} rows each."
+            f" need at least {MIN_HELD_OUT} rows each.",
+            str(stage.path),
+            "Name more or larger sources in seeds.sources, or change seeds.holdout.",
         )
-        fix = "Name more or larger sources in seeds.sources, or change seeds.holdout."
-        raise DataError(what, str(stage.path), fix)
     question, num_alike = most_frequent_opening(stage.shards())
     counts = ", ".join(f"{split} {number:,}" for split, number in rows_of.items())
     too_alike = (
@@ -246,8 +246,11 @@ def require_rows_of_splits(stage: StageDirectory, summary: Summary, holdout: flo
         f" {counts}."
     )
     if fewest == 0:
-        fix = "Name sources in seeds.sources whose conversations open with different questions."
-        raise DataError(too_alike, str(stage.path), fix)
+        raise DataError(
+            too_alike,
+            str(stage.path),
+            "Name sources in seeds.sources whose conversations open with different questions.",
+        )
     return too_alike
 
 

@@ -155,16 +155,23 @@ def disk_fault(error: BaseException, path: Path | None = None) -> EnvironmentFau
     where = str(path or getattr(error, "filename", None) or "the file system")
     number = _disk_errno(error)
     if number in FULL_ERRORS:
-        fix = f"Free some space (or raise `ulimit -f`) and {AGAIN}"
-        return EnvironmentFault("The disk is full.", where, fix)
-    if number in FAILED_ERRORS:
-        fix = f"Repair the disk or its connection (see `dmesg`) and {AGAIN}"
-        return EnvironmentFault(f"The file system fails: {error}.", where, fix)
-    if number in REFUSED_ERRORS:
-        fix = (
-            f"Check what stands there and who may write, or set run.root to another place; {AGAIN}"
+        return EnvironmentFault(
+            "The disk is full.",
+            where,
+            f"Free some space (or raise `ulimit -f`) and {AGAIN}",
         )
-        return EnvironmentFault(f"A file cannot be opened or written: {error}.", where, fix)
+    if number in FAILED_ERRORS:
+        return EnvironmentFault(
+            f"The file system fails: {error}.",
+            where,
+            f"Repair the disk or its connection (see `dmesg`) and {AGAIN}",
+        )
+    if number in REFUSED_ERRORS:
+        return EnvironmentFault(
+            f"A file cannot be opened or written: {error}.",
+            where,
+            f"Check what stands there and who may write, or set run.root to another place; {AGAIN}",
+        )
     return None
 
 

@@ -77,16 +77,14 @@ class Lock:
         except BlockingIOError:
             holders = ", ".join(self._holders()) or "an unknown process"
             self._file.close()
-            where = f"{self.path}, held by {holders}"
             raise EnvironmentFault(
                 f"Another run holds {self.what}.",
-                where,
+                f"{self.path}, held by {holders}",
                 "Wait for it or stop it, then run the same command again.",
             ) from None
         except OSError as error:
-            problem = f"The file system takes no lock: {error.strerror}."
             raise EnvironmentFault(
-                problem,
+                f"The file system takes no lock: {error.strerror}.",
                 str(self.path),
                 "Put run.root and run.store where locks work (on NFS, with its lock daemon).",
             ) from None

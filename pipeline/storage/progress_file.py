@@ -38,10 +38,9 @@ class ProgressFile:
     def read(self) -> JsonObject | None:
         """Return the last report; None if the file is absent, unreadable or half-written."""
         try:
-            report: JsonObject = json.loads(self.path.read_text(encoding="utf-8"))
+            return json.loads(self.path.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return None
-        return report
 
     def remove(self) -> None:
         """Delete the file if it exists; a failure is ignored."""

@@ -184,7 +184,7 @@ class StageTotals:
         `tokens_per_second` is the rate in the workers' busy time. It is left out if no receipt has
         a busy time.
         """
-        summary: Summary = {
+        summary = {
             "rows": self.rows,
             "quarantined": self.quarantined,
             "reasons": dict(self.reasons),

@@ -78,7 +78,7 @@ class RunDirectory:
 
     def stages(self) -> dict[str, StageDirectory]:
         """Return the directories of the stages that the run has reached, upstream first."""
-        found: dict[str, StageDirectory] = {}
+        found = {}
         for link in self.links():
             stage = self.latest(link.name)
             if stage:

@@ -116,7 +116,7 @@ class ShardWriter:
 
     def __enter__(self) -> ShardWriter:
         """Open the shard's temporary file, with a compression codec for each Parquet column."""
-        codecs: dict[str, Codec] = {}
+        codecs = {}
         for column in self.schema:
             codec = self.codec if pa.types.is_large_binary(column.type) else "zstd"
             codecs.update(dict.fromkeys(_parquet_columns(column.name, column.type), codec))

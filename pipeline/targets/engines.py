@@ -147,5 +147,8 @@ def make_feature_engine(
 def _refuse_unknown(engine_args: EngineArgs, known: set[str]) -> None:
     """Raise ConfigError if an argument of the transformers engine is not in `known`."""
     for name in engine_args.keys() - known:
-        fix = "Generation takes max_batch_tokens, features take none."
-        raise ConfigError(f"The transformers engine has no argument {name}.", "engine_args", fix)
+        raise ConfigError(
+            f"The transformers engine has no argument {name}.",
+            "engine_args",
+            "Generation takes max_batch_tokens, features take none.",
+        )

@@ -57,11 +57,12 @@ def local_directory(model: str) -> Path:
     """
     directory = Path(model).expanduser().resolve()
     if not (directory / "config.json").is_file():
-        fix = (
+        raise ConfigError(
+            f"There is no {directory / 'config.json'}.",
+            WHERE,
             "Give a directory that `save_pretrained` has written, or a Hub id; `make demo` makes"
-            " the demo's."
+            " the demo's.",
         )
-        raise ConfigError(f"There is no {directory / 'config.json'}.", WHERE, fix)
     return directory
 
 
@@ -130,11 +131,17 @@ def weight_names(directory: Path) -> list[str]:
             shards = sorted(set(read_index(directory / index).values()))
             for shard in shards:
                 if not (directory / shard).is_file():
-                    what = f"{directory} lacks {shard} of its {len(shards)} weight files."
-                    raise ConfigError(what, WHERE, FETCH_AGAIN)
+                    raise ConfigError(
+                        f"{directory} lacks {shard} of its {len(shards)} weight files.",
+                        WHERE,
+                        FETCH_AGAIN,
+                    )
             return [index, *shards]
-    fix = "Load it once where it came from, `save_pretrained` it, and name that directory."
-    raise ConfigError(f"{directory} has no model.safetensors.", WHERE, fix)
+    raise ConfigError(
+        f"{directory} has no model.safetensors.",
+        WHERE,
+        "Load it once where it came from, `save_pretrained` it, and name that directory.",
+    )
 
 
 def parse_json_object(path: Path) -> dict[str, Any]:
@@ -158,10 +165,13 @@ def read_index(path: Path) -> dict[str, str]:
     Raises:
         ConfigError: The file is no such index.
     """
-    index: dict[str, str] = parse_json_object(path).get("weight_map", {})
+    index = parse_json_object(path).get("weight_map", {})
     if not index:
-        what = f"{path} does not state which file of the target holds which tensor."
-        raise ConfigError(what, WHERE, FETCH_AGAIN)
+        raise ConfigError(
+            f"{path} does not state which file of the target holds which tensor.",
+            WHERE,
+            FETCH_AGAIN,
+        )
     return index
 
 
@@ -179,11 +189,17 @@ def check_repo_id(repo_id: str, where: str, *, with_owner: bool = False) -> None
     try:
         validate_repo_id(repo_id)
     except HFValidationError as error:
-        what = f'"{repo_id}" is neither a Hub id nor an absolute path.'
-        raise ConfigError(what, where, fix) from error
+        raise ConfigError(
+            f'"{repo_id}" is neither a Hub id nor an absolute path.',
+            where,
+            fix,
+        ) from error
     if with_owner and "/" not in repo_id:
-        what = f'"{repo_id}" does not name the owner of the repository.'
-        raise ConfigError(what, where, fix)
+        raise ConfigError(
+            f'"{repo_id}" does not name the owner of the repository.',
+            where,
+            fix,
+        )
 
 
 @contextmanager
@@ -238,14 +254,17 @@ def _hub_read_error(error: Exception, subject: str, where: str) -> MedusaDistill
 
     missing = (hub.RepositoryNotFoundError, hub.RevisionNotFoundError, hub.HFValidationError)
     if isinstance(error, missing):
-        what = f"There is no {subject} that you may read, as a directory or on the Hub."
-        fix = (
+        return ConfigError(
+            f"There is no {subject} that you may read, as a directory or on the Hub.",
+            where,
             "Check the spelling. A private or gated one needs `hf auth login` and, on its Hub page,"
-            " your agreement to its terms; a directory begins with ./ or /."
+            " your agreement to its terms; a directory begins with ./ or /.",
         )
-        return ConfigError(what, where, fix)
-    what = f"The {subject} can be neither read nor fetched now ({type(error).__name__})."
-    return EnvironmentFault(what, where, f"{NETWORK}, or give a local directory.")
+    return EnvironmentFault(
+        f"The {subject} can be neither read nor fetched now ({type(error).__name__}).",
+        where,
+        f"{NETWORK}, or give a local directory.",
+    )
 
 
 def _hub_write_error(error: Exception, subject: str, where: str) -> EnvironmentFault:
@@ -256,9 +275,9 @@ def _hub_write_error(error: Exception, subject: str, where: str) -> EnvironmentF
     token = get_token()
     if token:
         text = text.replace(token, "hf_***")
-    what = f"The {subject} cannot be written now: {' '.join(redacted(text).split())}."
-    fix = (
+    return EnvironmentFault(
+        f"The {subject} cannot be written now: {' '.join(redacted(text).split())}.",
+        where,
         f"{NETWORK}, log in with a token that may write there (`hf auth login`, HF_TOKEN), and run"
-        " the same command again: what has arrived is not sent twice."
+        " the same command again: what has arrived is not sent twice.",
     )
-    return EnvironmentFault(what, where, fix)

@@ -39,12 +39,12 @@ def require_gpus(num_gpus: int) -> None:
     """Raise EnvironmentFault if fewer than `num_gpus` GPUs are visible."""
     visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if visible < num_gpus:
-        what = f"{num_gpus} GPUs are asked for and {visible} are visible."
-        fix = (
+        raise EnvironmentFault(
+            f"{num_gpus} GPUs are asked for and {visible} are visible.",
+            "placement",
             "Set gpus_per_worker in placement to what a node has (0 runs on the CPU), or install"
-            " torch with CUDA."
+            " torch with CUDA.",
         )
-        raise EnvironmentFault(what, "placement", fix)
 
 
 def require_readable(spec: TargetSpec, engine: str, *, on_gpu: bool, where: str) -> None:
@@ -69,22 +69,24 @@ def require_readable(spec: TargetSpec, engine: str, *, on_gpu: bool, where: str)
         return
     if engine == "vllm":
         if settings.get("quant_method") == "bitsandbytes":
-            what = f"vLLM has no bitsandbytes, and {spec.model} is {quantization_format(config)}."
-            fix = "Name another copy, or use check.engines: [native], engine: transformers."
-            raise ConfigError(what, where, fix)
+            raise ConfigError(
+                f"vLLM has no bitsandbytes, and {spec.model} is {quantization_format(config)}.",
+                where,
+                "Name another copy, or use check.engines: [native], engine: transformers.",
+            )
         return
     try:
         quantizer = AutoHfQuantizer.from_config(dict(settings), pre_quantized=True)
         quantizer.validate_environment(device_map={"": 0 if on_gpu else "cpu"}, weights_only=True)
     except Exception as error:  # each format has errors of its own
         reason = f"which transformers cannot read here: {one_line(error)}"
-        what = f"{spec.model} is {quantization_format(config)}, {reason}."
-        fix = (
+        raise EnvironmentFault(
+            f"{spec.model} is {quantization_format(config)}, {reason}.",
+            where,
             "Install what it names (the packages of GPTQ and AWQ do not go with vLLM's torch), run"
             " where a GPU is, or leave it to vLLM: check.engines: [vllm], engine: vllm,"
-            " `check HEADS --engine vllm`."
-        )
-        raise EnvironmentFault(what, where, fix) from error
+            " `check HEADS --engine vllm`.",
+        ) from error
 
 
 def _device_arguments(device: torch.device, num_gpus: int) -> dict[str, Any]:
@@ -187,11 +189,12 @@ def _loading_error(spec: TargetSpec, error: Exception) -> MedusaDistillError:
         of_machine += (ValueError, RuntimeError)  # raised by quantizers
     if isinstance(error, of_machine):
         return EnvironmentFault(what, files.WHERE, OTHER_KERNELS)
-    fix = (
+    return ConfigError(
+        what,
+        files.WHERE,
         "Upgrade transformers, or fetch the target's files again; pickled weights that hold more"
-        " than tensors have to be saved as safetensors first."
+        " than tensors have to be saved as safetensors first.",
     )
-    return ConfigError(what, files.WHERE, fix)
 
 
 def _require_all_tensors(spec: TargetSpec, report: Mapping[str, Collection[Any]]) -> None:
@@ -204,8 +207,11 @@ def _require_all_tensors(spec: TargetSpec, report: Mapping[str, Collection[Any]]
         keys = sorted(map(str, report[problem]))
         if keys:
             named = f"{len(keys)} {problem.replace('_', ' ')}, {', '.join(keys[:3])}"
-            what = f"The target's files are not the model of its config.json: {named}."
-            raise ConfigError(what, spec.model, "Fetch the target's files again.")
+            raise ConfigError(
+                f"The target's files are not the model of its config.json: {named}.",
+                spec.model,
+                "Fetch the target's files again.",
+            )
 
 
 def _bitsandbytes(spec: TargetSpec) -> BitsAndBytesConfig:
@@ -248,9 +254,11 @@ def lm_head_weight(model: PreTrainedModel) -> torch.Tensor:
     weight = getattr(model.get_output_embeddings(), "weight", None)
     hidden_size = model.config.get_text_config().hidden_size
     if weight is None or not weight.is_floating_point() or weight.shape[1] != hidden_size:
-        what = "The target's lm_head cannot be copied into the heads."
-        fix = "Choose a target whose lm_head is one linear layer of floating-point weights."
-        raise ConfigError(what, files.WHERE, fix)
+        raise ConfigError(
+            "The target's lm_head cannot be copied into the heads.",
+            files.WHERE,
+            "Choose a target whose lm_head is one linear layer of floating-point weights.",
+        )
     return weight.detach()
 
 
@@ -273,30 +281,35 @@ def verify_tap(model: PreTrainedModel) -> None:
             model(input_ids=ids_BT, use_cache=False)
         tapped_BTD = model.base_model(input_ids=ids_BT, use_cache=False).last_hidden_state
     except RuntimeError as error:
-        what = f"The target cannot compute here: {one_line(error)}."
-        raise EnvironmentFault(what, files.WHERE, OTHER_KERNELS) from error
+        raise EnvironmentFault(
+            f"The target cannot compute here: {one_line(error)}.",
+            files.WHERE,
+            OTHER_KERNELS,
+        ) from error
     if not torch.isfinite(tapped_BTD).all():
-        what = f"The target's states are not finite in {tapped_BTD.dtype}."
-        fix = "float16 overflows in some models: set target.dtype to bfloat16."
-        raise ConfigError(what, "target.dtype", fix)
+        raise ConfigError(
+            f"The target's states are not finite in {tapped_BTD.dtype}.",
+            "target.dtype",
+            "float16 overflows in some models: set target.dtype to bfloat16.",
+        )
     tapped_BTD = tapped_BTD.float()
     is_tap = len(read_by_head) == 1 and read_by_head[0].shape == tapped_BTD.shape
     if is_tap:
         difference = (read_by_head[0].float() - tapped_BTD).norm()
         is_tap = bool(difference <= 1e-2 * tapped_BTD.norm())  # bfloat16's rounding is 4e-3
     if not is_tap:
-        what = "The target's last hidden state is not what its lm_head reads."
-        fix = (
+        raise ConfigError(
+            "The target's last hidden state is not what its lm_head reads.",
+            files.WHERE,
             "Heads need lm_head to read the last hidden state after the final norm, and nothing in"
-            " between."
+            " between.",
         )
-        raise ConfigError(what, files.WHERE, fix)
 
 
 @contextmanager
 def lm_head_inputs(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
     """Context manager: yield a list to which each forward appends the input of the lm_head."""
-    seen: list[torch.Tensor] = []
+    seen = []
     hook = model.get_output_embeddings().register_forward_pre_hook(
         lambda _, inputs: seen.append(inputs[0])
     )

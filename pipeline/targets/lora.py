@@ -51,8 +51,11 @@ def linear_layers(model: PreTrainedModel) -> list[str]:
     if not isinstance(model.get_output_embeddings(), nn.Linear):
         missed.append("the target's lm_head")
     if missed:
-        what = f"LoRA does not find {', '.join(missed[:3])}: the backbone cannot be tuned whole."
-        raise ConfigError(what, files.WHERE, HEADS_ALONE)
+        raise ConfigError(
+            f"LoRA does not find {', '.join(missed[:3])}: the backbone cannot be tuned whole.",
+            files.WHERE,
+            HEADS_ALONE,
+        )
     return adapted
 
 
@@ -68,9 +71,11 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
     layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
     if not layers:
-        what = "The target has no decoder layers that could be split over workers."
-        fix = "Set train.backbone.shard: false, or choose a target whose layers transformers knows."
-        raise ConfigError(what, files.WHERE, fix)
+        raise ConfigError(
+            "The target has no decoder layers that could be split over workers.",
+            files.WHERE,
+            "Set train.backbone.shard: false, or choose a target whose layers transformers knows.",
+        )
     return layers
 
 
@@ -87,22 +92,26 @@ def require_tunable(spec: TargetSpec, rank: int, *, sharded: bool = False) -> No
     config = model_config(spec)
     text = config.get_text_config()
     if quantization_of(config):
-        what = "A tuned backbone cannot be merged into weights that are quantized."
-        fix = (
+        raise ConfigError(
+            "A tuned backbone cannot be merged into weights that are quantized.",
+            files.WHERE,
             "Name the target's original weights; train.backbone.quantization: 4bit trains on a"
-            " quantized copy of them."
+            " quantized copy of them.",
         )
-        raise ConfigError(what, files.WHERE, fix)
     if rank > text.hidden_size:
-        what = f"A rank of {rank} is more than the hidden size, {text.hidden_size}."
-        raise ConfigError(what, "train.backbone.lora_rank", "Lower it: 32 is usual.")
+        raise ConfigError(
+            f"A rank of {rank} is more than the hidden size, {text.hidden_size}.",
+            "train.backbone.lora_rank",
+            "Lower it: 32 is usual.",
+        )
     for key in LOGIT_CHANGES:
         if getattr(text, key, None) not in (None, 1):
-            what = (
+            raise ConfigError(
                 f"The target changes its logits after lm_head ({key}), which the backbone's loss"
-                " does not include."
+                " does not include.",
+                files.WHERE,
+                HEADS_ALONE,
             )
-            raise ConfigError(what, files.WHERE, HEADS_ALONE)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=spec.trust_remote_code)
     linear_layers(model)
@@ -153,8 +162,11 @@ def load_tuned(spec: TargetSpec, adapter: Path) -> PreTrainedModel:
     try:
         adapted = PeftModel.from_pretrained(model, str(adapter))
     except (OSError, ValueError, RuntimeError, KeyError) as error:
-        what = f"There is no adapter of this target here: {one_line(error)}."
-        raise DataError(what, str(adapter), "Run again with --fresh train.") from error
+        raise DataError(
+            f"There is no adapter of this target here: {one_line(error)}.",
+            str(adapter),
+            "Run again with --fresh train.",
+        ) from error
     with warnings.catch_warnings(action="ignore"):  # warnings about tied embeddings
         merged = adapted.merge_and_unload()
     return merged.eval().requires_grad_(False)

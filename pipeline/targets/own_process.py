@@ -51,9 +51,11 @@ def in_own_process(
         output = _wait_for_process(process, ProgressFile(Path(directory, PROGRESS)), on_report)
         result = Path(directory, RESULT)
         if not result.is_file():
-            what = f"vLLM ended with status {process.returncode}: {last_line(output)}"
-            fix = "Free memory, or take vllm out of check.engines."
-            raise EnvironmentFault(what, "check.engines: vllm", fix)
+            raise EnvironmentFault(
+                f"vLLM ended with status {process.returncode}: {last_line(output)}",
+                "check.engines: vllm",
+                "Free memory, or take vllm out of check.engines.",
+            )
         outcome = pickle.loads(result.read_bytes())
     if isinstance(outcome, MedusaDistillError):
         raise outcome

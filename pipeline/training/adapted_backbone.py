@@ -68,7 +68,7 @@ class Backbone(nn.Module):
         super().__init__()
         workers = workers or Workers()
         sharded = settings.shard and workers.world_size > 1
-        target: Any = load_causal_lm(spec, "cpu" if sharded else device, too_large=SAVES_MEMORY)
+        target = load_causal_lm(spec, "cpu" if sharded else device, too_large=SAVES_MEMORY)
         _keep_differentiable(target)
         self.tuned: Any = add_lora(
             target,
@@ -81,7 +81,7 @@ class Backbone(nn.Module):
         with self.tuned.disable_adapter():
             verify_tap(target)
             verify_packing(target)
-        layers: Any = target.modules()
+        layers = target.modules()
         for module in layers:
             if hasattr(module, "cast_input_dtype_enabled"):
                 # Autocast casts once, to bf16; peft would first copy each layer's input to fp32.
@@ -214,8 +214,11 @@ def verify_packing(model: Any) -> None:
     expected = torch.cat(alone, 1).float()
     difference = (packed.float() - expected).norm()
     if difference > 0.1 * expected.norm():  # other kernels in bf16 differ by some percent
-        what = "In the target, conversations that are packed into one sequence see each other."
-        raise ConfigError(what, files.WHERE, HEADS_ALONE)
+        raise ConfigError(
+            "In the target, conversations that are packed into one sequence see each other.",
+            files.WHERE,
+            HEADS_ALONE,
+        )
 
 
 def write_adapter(directory: Path, backbone: Backbone, spec: TargetSpec) -> None:

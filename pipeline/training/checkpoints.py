@@ -199,7 +199,7 @@ def load_optimizer(
 
 def _optimizer_parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """Return all parameters of the optimizer, in the order of its groups."""
-    parameters: list[Tensor] = []
+    parameters = []
     for group in optimizer.param_groups:
         parameters += group["params"]
     return parameters

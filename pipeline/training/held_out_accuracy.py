@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -149,9 +148,9 @@ def _rank_held_out_rows(
     chosen = _choose_held_out_rows(rows.lengths(SPLIT), limit)
     progress = progress or ProgressReporter()
     progress.begin("held-out rows", len(chosen), unit="conversations")
-    ranks: list[Tensor] = []
-    answers: list[npt.NDArray[np.int32]] = []
-    conversations: list[int] = []  # of each answer
+    ranks = []
+    answers = []
+    conversations = []  # of each answer
     open_group = None
     for number, (group, index) in enumerate(chosen, 1):
         if group != open_group:
@@ -171,7 +170,7 @@ def _rank_held_out_rows(
     # An answer's first token has no rank: head 0 predicts the second.
     lengths = np.array([len(answer) - 1 for answer in answers], np.int64)
     starts = lengths.cumsum() - lengths  # of each answer among the ranked positions
-    ranks_KN: npt.NDArray[Any] = np.empty((heads.shape.max_depth, 0), np.uint8)
+    ranks_KN = np.empty((heads.shape.max_depth, 0), np.uint8)
     if ranks:
         ranks_KN = torch.cat(ranks, 1).cpu().numpy()
     return HeldOutRanks(

@@ -226,8 +226,11 @@ def require_trackers(names: Sequence[str]) -> None:
         try:
             importlib.import_module(name)
         except ImportError as error:
-            fix = f"Install it (pip install {name}, or medusa-distill[trackers]), or leave it out."
-            raise EnvironmentFault(f"{name} is not installed here.", KEY, fix) from error
+            raise EnvironmentFault(
+                f"{name} is not installed here.",
+                KEY,
+                f"Install it (pip install {name}, or medusa-distill[trackers]), or leave it out.",
+            ) from error
     if "wandb" in names:
         import wandb
 

@@ -34,7 +34,7 @@ def make_optimizer(
     Raises:
         EnvironmentFault: 8-bit moments are required and bitsandbytes cannot be imported.
     """
-    groups: list[ParameterGroup] = []
+    groups = []
     for module_name, module in modules.items():
         weights = []
         others = []
@@ -65,20 +65,21 @@ def _adamw_8bit(groups: list[ParameterGroup]) -> torch.optim.Optimizer:
     try:
         from bitsandbytes.optim import AdamW8bit
     except (ImportError, RuntimeError) as error:
-        fix = "Install bitsandbytes for this machine, or set train.optimizer: adamw."
         raise EnvironmentFault(
-            f"bitsandbytes cannot be imported: {error}.", "train.optimizer", fix
+            f"bitsandbytes cannot be imported: {error}.",
+            "train.optimizer",
+            "Install bitsandbytes for this machine, or set train.optimizer: adamw.",
         ) from error
 
-    slices: dict[nn.Parameter, list[nn.Parameter]] = {}
+    slices = {}
     sliced_groups = []
     for group in groups:
-        sliced: list[nn.Parameter] = []
+        sliced = []
         for stack in group["params"]:
             slices[stack] = [nn.Parameter(view) for view in _matrices(stack.detach())]
             sliced += slices[stack]
         sliced_groups.append({**group, "params": sliced})
-    optimizer: torch.optim.Optimizer = AdamW8bit(sliced_groups)
+    optimizer = AdamW8bit(sliced_groups)
 
     def pass_gradients(*_: Any) -> None:
         """Give each matrix its slice of the stack's gradient; called before an optimizer step."""

@@ -89,7 +89,7 @@ def train_on_ray(
         ),
     )
     try:
-        outcome: WorkerResult = trainer.fit().return_value
+        outcome = trainer.fit().return_value
     except Exception as failure:
         raise _training_error(failure, spec) from failure
     finally:
@@ -145,8 +145,9 @@ def _training_error(error: Exception, spec: TrainSpec) -> MedusaDistillError:
         if isinstance(failure, MedusaDistillError):
             return failure
     said = last_line(failures[0] if failures else error)
-    fix = (
+    return EnvironmentFault(
+        f"Training workers died too often: {said}.",
+        spec.directory,
         "If memory ran out, lower train.batch_tokens. The same command continues from the newest"
-        " checkpoint."
+        " checkpoint.",
     )
-    return EnvironmentFault(f"Training workers died too often: {said}.", spec.directory, fix)

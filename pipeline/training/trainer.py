@@ -36,7 +36,7 @@ from pipeline.training.checkpoints import (
     optimizer_state,
 )
 from pipeline.training.held_out_accuracy import Evaluation
-from pipeline.training.metrics import Line, MetricsLog
+from pipeline.training.metrics import MetricsLog
 from pipeline.training.optimizers import make_optimizer, set_lr, trainable_parameters
 from pipeline.training.recipe import Recipe
 from pipeline.training.task import (
@@ -71,7 +71,7 @@ def train(
     """
     workers = workers or Workers()
     progress = progress or ProgressReporter()
-    results: dict[str, TrainResult] = {}
+    results = {}
     heads_from = None
     for name, learner in spec.phases:
         phase = spec.of_phase(name, heads_from)
@@ -235,7 +235,7 @@ class Trainer:
             )
         set_lr(self.optimizer, lr_share)
         self.optimizer.step()
-        metrics: StepMetrics = {"loss": loss}
+        metrics = {"loss": loss}
         metrics.update(learner.metrics(step, means), grad_norm=grad_norm, lr=lr)
         return StepResult(loss, int(num_positions), metrics)
 
@@ -262,7 +262,7 @@ class Trainer:
                     break  # early stopping; a resumed training may already be there
                 step = self.step(state.step, batches)
                 state.advance(step.loss, step.positions, time.monotonic() - started)
-                metrics: Line = dict(step.metrics)
+                metrics = dict(step.metrics)
                 metrics["epoch"] = state.step / recipe.steps_per_epoch
                 metrics["tokens"] = state.tokens
                 metrics["tokens_per_second"] = state.tokens_per_second
