@@ -153,7 +153,7 @@ class _Output:
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
-        """Context manager: turn an OSError of a command's output into an error for users."""
+        """Context manager: turn an OSError of the output into Interrupted or EnvironmentFault."""
         try:
             yield
         except OSError as error:

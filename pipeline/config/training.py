@@ -131,7 +131,7 @@ class BackboneConfig(Section):
         return heads_lr / 4 if self.lr is None else self.lr
 
     def quantization_beside(self, target: Bits | None) -> Bits | None:
-        """Return the quantization of the backbone copy that is trained, or None for none.
+        """Return the quantization of the backbone copy that is trained; None means unquantized.
 
         `target` is the setting `target.quantization`, which applies if `quantization` is not set.
         """

@@ -32,7 +32,7 @@ ShardWorker: TypeAlias = Callable[[ShardTask], Receipt]
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a worker's attempt at a shard; one field besides `task` is set.
+    """The result of a worker's attempt at a shard; exactly one field besides `task` is set.
 
     Attributes:
         receipt: The receipt of the committed shard.
