@@ -87,7 +87,7 @@ class ProgressReporter:
         self._report()
 
     def poll(self) -> None:
-        """Show the last progress that a copy in another process reported."""
+        """Show the last progress that a copy of this reporter in another process has written."""
         report = self._file.read()
         if self._show and report is not None:
             self._show(Progress(**report))

@@ -88,7 +88,7 @@ def measured_rate(engine: EngineFigures | NewAnswers | None) -> str:
 
 
 def on_new_answers(engine: EngineFigures | None) -> str:
-    """Format a report's acceleration rate on the answers that are not in the training text.
+    """Format an engine's acceleration rate on the answers that are not in the training text.
 
     It is `-` if all answers are new or this is unknown, and states the number of new answers if
     they are too few for a rate.
