@@ -86,7 +86,10 @@ def reset_peak_memory(device: torch.device) -> float:
 
 
 def peak_memory_gb(device: torch.device) -> float:
-    """Return the peak memory since `reset_peak_memory`, in GB: a GPU's tensors or this process."""
+    """Return the peak memory since `reset_peak_memory`, in GB.
+
+    It is that of a GPU's tensors, or of this process for a CPU.
+    """
     return (
         torch.cuda.max_memory_allocated(device) / 1e9
         if device.type == "cuda"

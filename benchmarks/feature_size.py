@@ -28,7 +28,7 @@ CODECS: tuple[Codec, ...] = ("zstd", "none")
 
 
 def measure(*, tiny: bool = False) -> Result:
-    """Measure shards of every hidden size, dtype and codec, written by a backbone of one layer."""
+    """Measure the bytes per position for every hidden size, dtype and codec."""
     num_rows = 2 if tiny else 32
     claims = []
     for hidden_size in (64,) if tiny else HIDDEN_SIZES:

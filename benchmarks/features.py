@@ -34,7 +34,10 @@ NUM_SHARDS = 2
 
 
 def measure(*, tiny: bool = False) -> Result:
-    """Measure two backbones, the faster one in more rounds, since its timing is noisier."""
+    """Measure the features stage with two backbones.
+
+    The faster one is measured in more rounds, since its timing is noisier.
+    """
     shape, row_tokens = (targets.TINY, (8, 24)) if tiny else (targets.BACKBONE, (64, 512))
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)

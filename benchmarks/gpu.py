@@ -39,7 +39,7 @@ from pipeline.targets.spec import TargetSpec
 
 
 def measure(*, tiny: bool = False, clock: Callable[[], float] = perf_counter) -> Result:
-    """Measure features and decoding, then training, for which the backbone is freed."""
+    """Measure features and decoding, then free the backbone and measure training."""
     size = TINY if tiny else FULL
     ends = deadlines(size.seconds, clock)
     made = rows.ragged_rows(size.num_rows, *size.row_tokens, size.shape["vocab_size"])

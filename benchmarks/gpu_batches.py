@@ -25,7 +25,7 @@ from pipeline.targets.loading import lm_head_weight
 
 
 def measure_batches(model: PreTrainedModel, size: Size, ends: Deadline) -> Result:
-    """Measure each batch size plain and with each tree, in turns.
+    """Measure the overhead of each tree by batch size: decode plainly and with the tree, in turns.
 
     Heads are tied, since tied heads need no lm_heads of their own in memory.
     """

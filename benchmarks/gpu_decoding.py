@@ -34,7 +34,7 @@ AIM_NODES, AIMS = 64, {"untied": 1.15, "tied": 1.06}
 
 
 def measure_decoding(model: PreTrainedModel, size: Size, ends: Deadline) -> Result:
-    """Measure every prompt plain and with each tree, in turns.
+    """Measure the overhead of each tree: decode the prompts plainly and with each tree, in turns.
 
     Trees that cannot be warmed up in half of the time are not measured.
     """

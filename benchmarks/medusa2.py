@@ -71,7 +71,7 @@ class Case:
 
 
 def measure(*, tiny: bool = False) -> Result:
-    """Measure a small model whose vocabulary is relatively large, and with a GPU a 7B shape."""
+    """Measure a small model with a relatively large vocabulary and, on a GPU, one of 7B shape."""
     small = Case("tiny", targets.TINY, "float32", CPU, 64, 2, 2, 1)
     cases = (
         [small]

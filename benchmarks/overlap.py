@@ -46,7 +46,7 @@ NUM_SHARDS, ROWS_PER_SHARD, ROW_TOKENS, ROUNDS = 10, 192, (64, 512), 3
 
 
 def measure(*, tiny: bool = False) -> Result:
-    """Measure three runs with each of three disks, from slower than the GPU to much faster."""
+    """Measure the features stage with three disks, from slower than the GPU to much faster."""
     num_shards, num_rows = (2, 4) if tiny else (NUM_SHARDS, ROWS_PER_SHARD)
     made = rows.ragged_rows(num_shards * num_rows, *ROW_TOKENS, VOCAB_SIZE)
     shards = [made[first : first + num_rows] for first in range(0, len(made), num_rows)]

@@ -34,7 +34,7 @@ CASES = (
 
 
 def measure(*, tiny: bool = False) -> Result:
-    """Measure the states of a small and of a 7B model, half a GB of each, in five rounds."""
+    """Measure reading of a small and of a 7B model's states, half a GB of each, in five rounds."""
     torch.set_num_threads(1)  # copies of rows gain nothing from a thread pool
     claims = []
     for hidden_size, dtype in ((32, torch.float32),) if tiny else CASES:

@@ -129,7 +129,7 @@ def _claim(figure: str, where: str, found: Mapping[str, Mapping[str, Any]]) -> C
 
 
 def cached(config: Config, executor: str) -> RunDirectory:
-    """Run the flow until the states are cached, and before that train a missing demo target."""
+    """Train the demo target if it is missing, then run the flow until the states are cached."""
     if Path(config.target.model) == targets.DEMO_TARGET:
         ensure_demo_target(run_flow(config, until="seeds", executor="inline"), config)
     return run_flow(config, until="features", executor=executor)

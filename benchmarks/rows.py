@@ -36,7 +36,7 @@ Row = dict[str, Any]
 def generated_row(
     name: str, turns: Sequence[tuple[int, int]], vocab_size: int, rng: np.random.Generator
 ) -> Row:
-    """Return a generated row of random token ids; a turn is (tokens asked, tokens answered)."""
+    """Return a generated row of random tokens; `turns` are pairs of counts (asked, answered)."""
     spans, end = [], 0
     for asked, answered in turns:
         spans.append(Span(end + asked, end + asked + answered, "assistant"))

@@ -63,7 +63,7 @@ class Cost:
 
 
 def measure(*, tiny: bool = False) -> Result:
-    """Measure 100, 1,000 and 10,000 shards, by the executor alone and by `run_sharded`."""
+    """Measure 100, 1,000 and 10,000 shards with the executor alone and with `run_sharded`."""
     sizes = TINY_SIZES if tiny else SIZES
     executor = make_executor("ray")
     try:
@@ -83,7 +83,7 @@ def measure(*, tiny: bool = False) -> Result:
 
 
 class Stopwatch:
-    """A wrapper of an executor that measures the time to the first outcome and later busy time."""
+    """A wrapper of an executor that times the first outcome, and the workers' later busy time."""
 
     name = "ray"
 

@@ -30,7 +30,7 @@ AT_ONCE, NUM_PROMPTS, NEW_TOKENS, REPEATS = (1, 32), 32, 64, 3
 
 
 def measure(*, tiny: bool = False) -> Result:
-    """Measure the exports of the two demos in this checkout."""
+    """Measure the exports of the two demos in this checkout, in vLLM."""
     if not tiny:
         return served(
             {name: open_run(targets.ROOT / path) for name, path in RUNS.items()}, AT_ONCE, REPEATS

@@ -184,7 +184,10 @@ class Attempts:
 
 
 def _drive(config: str, executor: str, log: str) -> None:
-    """Run the flow until features, like `medusa-distill run`, in a process group of its own."""
+    """Run the flow up to the features stage, in a process group of its own.
+
+    Output goes to the file `log`, and the process exits as `medusa-distill run` does.
+    """
     os.setsid()
     with open(log, "w") as file:
         os.dup2(file.fileno(), 1)
@@ -296,7 +299,13 @@ def _make_inputs(directory: Path, conversations: int) -> None:
             "sources": [{"path": str(directory / "made-up.jsonl")}],
             "rows_per_shard": ROWS_PER_SHARD,
         },
-        "generate": {"mode": "replay", "engine": "transformers", "max_new_tokens": 2, "rounds": 2},
+        "generate": {
+            "mode": "replay",
+            "engine": "transformers",
+            "samples": 1,
+            "max_new_tokens": 2,
+            "rounds": 2,
+        },
         "placement": {stage: {"workers": WORKERS} for stage in STAGES[1:]},
         "limits": {"min_free_disk_gb": 0},
     }

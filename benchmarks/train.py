@@ -54,7 +54,10 @@ class Case:
 
 
 def measure(*, tiny: bool = False) -> Result:
-    """Measure a random backbone of 50M parameters, which has the aim, and the demo's target."""
+    """Measure a random backbone of 50M parameters and the demo's target.
+
+    The claim is about the former.
+    """
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
         large = targets.random_target(

@@ -1,21 +1,19 @@
-"""Compose the bundled seed conversations from the topics beside this file, the same bytes every
-time.
+"""Compose the bundled seed conversations from topics; the output is always the same.
 
-A topic (topics/*.yaml) is a page of our own writing: `subjects` to talk about, `words` that vary,
-and exchanges: an `opening`, `more` to follow and a `closing`. A conversation picks one subject, one
-word of each kind, an opening and one to four further exchanges. `sums` are computed. The words of
-words.yaml belong to every topic of their language.
+    python data/compose.py        # writes seeds.sharegpt.jsonl and seeds.ultrachat.jsonl
 
-A question names the words that its answer repeats, and no combination comes twice: no two
+A topic (topics/*.yaml) has `subjects`, `words`, and exchanges: each an `opening`, one of `more` or
+a `closing`. A conversation picks one subject, one word of each kind, an opening and one to four
+further exchanges. `sums` are computed. The words of words.yaml belong to every topic of their
+language.
+
+A question contains the words that its answer repeats, and no combination occurs twice: no two
 conversations open with the same question, and no two answers of a topic begin alike. So an answer
 that fits a held-out question is in no other row.
 
-In a text `{slot}` stands for a value of the subject, or a word, and `{slot^}` capitalises it. Lists
+In a text, `{slot}` stands for a value of the subject or a word, and `{slot^}` capitalizes it. Lists
 are written as numbered lines `{slot#}`, as bullets `{slot*}`, within a sentence `{slot,}` or
 `{slot、}`, or as one entry `{slot1}`.
-
-    python data/compose.py        # writes seeds.sharegpt.jsonl and seeds.ultrachat.jsonl beside
-    itself
 """
 
 from __future__ import annotations
@@ -39,16 +37,14 @@ SYSTEM_SHARE, CLOSING_SHARE = 0.4, 0.35
 
 
 def in_sentence(items: list[str], comma: str) -> str:
-    """Join items as a sentence does: "a, b and c", or with the Chinese enumeration comma
-    throughout.
-    """
+    """Join items for a sentence: "a, b and c", or all with the Chinese enumeration comma."""
     if comma == "、":
         return "、".join(items)
     return f"{', '.join(items[:-1])} and {items[-1]}"
 
 
 def render(value: Any, form: str) -> str:
-    """One slot's value in the form that its text asks for."""
+    """Format the value of a slot; `form` is the character after the slot's name, if any."""
     match form:
         case "":
             return str(value)
@@ -65,16 +61,14 @@ def render(value: Any, form: str) -> str:
 
 
 def fill(text: str, slots: dict[str, Any]) -> str:
-    """Replace every slot of a text; a slot that the topic lacks is a KeyError."""
+    """Replace every slot of a text; raise KeyError for a slot without a value."""
     return SLOT.sub(lambda match: render(slots[match[1]], match[2]), text)
 
 
 def choose_slots(
     topic: dict[str, Any], subject: dict[str, Any], rng: random.Random
 ) -> dict[str, Any]:
-    """The values of one conversation: one word of each kind, the sums over them, and a subject's
-    own.
-    """
+    """Choose a conversation's slots: a word of each kind, the sums, and the subject's values."""
     slots = {kind: rng.choice(words) for kind, words in topic["words"].items()}
     for name, (left, operation, right) in topic.get("sums", {}).items():
         slots[name] = OPERATIONS[operation](
@@ -88,9 +82,7 @@ def choose_slots(
 def compose_one(
     topic: dict[str, Any], subject: dict[str, Any], rng: random.Random
 ) -> tuple[str | None, list[str]]:
-    """One conversation: its system prompt if it has one, and its turns, user and assistant in
-    alternation.
-    """
+    """Compose one conversation: a system prompt or None, and alternating questions and answers."""
     slots = choose_slots(topic, subject, rng)
     exchanges = [
         rng.choice(topic["opening"]),
@@ -105,8 +97,9 @@ def compose_one(
 
 
 def beginning(answer: str) -> str:
-    """The first 20 words of an answer, up to 120 characters, or the first 24 characters of
-    Chinese.
+    """Return the first 20 words of an answer, up to 120 characters.
+
+    Of an answer without spaces, such as a Chinese one, return the first 24 characters.
     """
     if " " not in answer:
         return answer[:24]
@@ -116,10 +109,10 @@ def beginning(answer: str) -> str:
 def compose_topic(
     name: str, topic: dict[str, Any]
 ) -> Iterator[tuple[str, str, str | None, list[str]]]:
-    """Every conversation of a topic as (id, category, system prompt, turns), subjects in rotation.
+    """Yield every conversation of a topic as (id, category, system prompt, turns).
 
-    A conversation that opens like an earlier one, or has an answer that begins like an earlier one,
-    is drawn again.
+    The subjects take turns. A conversation that opens like an earlier one, or has an answer that
+    begins like an earlier one, is drawn again.
     """
     rng = random.Random(name)
     number = 0
@@ -137,7 +130,7 @@ def compose_topic(
 def as_sharegpt(
     identifier: str, category: str, system: str | None, turns: list[str]
 ) -> dict[str, Any]:
-    """The row in ShareGPT form."""
+    """Return a conversation as a row in ShareGPT form."""
     messages = [{"from": "system", "value": system}] if system else []
     messages += [
         {"from": ("human", "gpt")[place % 2], "value": text} for place, text in enumerate(turns)
@@ -148,24 +141,22 @@ def as_sharegpt(
 def as_ultrachat(
     identifier: str, category: str, system: str | None, turns: list[str]
 ) -> dict[str, Any]:
-    """The row in UltraChat form, which has no place for a system prompt."""
+    """Return a conversation as a row in UltraChat form, without the system prompt."""
     return {"id": identifier, "category": category, "data": turns}
 
 
 def take_turns(topics: list[list[Any]]) -> list[Any]:
-    """The topics' conversations in rounds, so that a file's first rows already are a fair sample of
-    it.
-    """
+    """Interleave the topics' conversations, so that a file's first rows cover all topics."""
     return [row for each in zip_longest(*topics) for row in each if row is not None]
 
 
 def read_yaml(path: Path) -> Any:
-    """The content of a YAML file."""
+    """Read the content of a YAML file."""
     return yaml.CSafeLoader(path.read_text("utf-8")).get_single_data()
 
 
 def read_topics() -> dict[str, dict[str, Any]]:
-    """Every topic by its file's name, with the words of its language."""
+    """Read every topic, by its file's name, with the words of its language."""
     words = read_yaml(HERE / "words.yaml")
     topics = {}
     for file in sorted((HERE / "topics").glob("*.yaml")):
@@ -176,8 +167,9 @@ def read_topics() -> dict[str, dict[str, Any]]:
 
 
 def compose() -> dict[str, str]:
-    """Both files' content by name: the first half of each topic in ShareGPT form, the second in
-    UltraChat form.
+    """Return the content of both files by name.
+
+    The first half of each topic is in ShareGPT form, the second half in UltraChat form.
     """
     rows = [list(compose_topic(name, topic)) for name, topic in read_topics().items()]
     files = {

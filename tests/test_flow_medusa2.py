@@ -277,8 +277,10 @@ def test_damaged_backbones_and_states_are_repaired_without_training(
     assert path.read_bytes() == whole
 
 
-def test_a_two_stage_training_calibrates_on_the_tuned_backbone(again):
-    run = again(until="export", **JOINT, train__backbone__recipe="two-stage")
+def test_a_two_stage_training_that_gains_nothing_keeps_the_target(again, tiny_target):
+    """At so high a learning rate the backbone only gets worse."""
+    changes = {"train__backbone__recipe": "two-stage", "train__backbone__lr": 1.0}
+    run = again(until="export", **JOINT | changes)
     assert stages_run(run) == [
         "seeds",
         "generate",
@@ -289,7 +291,13 @@ def test_a_two_stage_training_calibrates_on_the_tuned_backbone(again):
         "export",
     ]
     assert latest(run, "tuned-features").shards()
-    assert backbone_of(run).is_dir()
+    tuned, target = (
+        AutoModelForCausalLM.from_pretrained(path).state_dict()
+        for path in (backbone_of(run), tiny_target)
+    )
+    assert all(torch.equal(tuned[name], weight) for name, weight in target.items())
+    summary = latest(run, "train").summary
+    assert summary["best_step"] == 0 and "target is unchanged" in summary["warnings"][-1]
 
 
 @pytest.fixture

@@ -33,10 +33,10 @@ STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 def ends_well(story: Callable[[], Any]) -> int:
     """Run a command or flow, print its error if it fails, and return the exit code.
 
-    The exit code is 0, or `story`'s result if that is an int, unless an error is raised. From now
-    on known secrets are redacted in log records, and SIGTERM, SIGINT and SIGHUP are handled: the
-    first signal stops the command cleanly, the same one again ends the process. Under nohup, SIGHUP
-    stays ignored.
+    The exit code is that of the error or signal that ended `story`, else its result if that is an
+    int, else 0. From now on known secrets are redacted in log records, and SIGTERM, SIGINT and
+    SIGHUP are handled: the first signal stops the command cleanly, the same one again ends the
+    process. Under nohup, SIGHUP stays ignored.
     """
     stops = []
     keep_out_of_logs()
@@ -153,7 +153,7 @@ class _Output:
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
-        """Context manager: turn an OSError of a command's output into an error for users."""
+        """Context manager: turn an OSError of the output into Interrupted or EnvironmentFault."""
         try:
             yield
         except OSError as error:

@@ -63,7 +63,7 @@ class TargetConfig(Section):
     @field_validator("template_arguments")
     @classmethod
     def leaves_ours(cls, value: PlainData) -> PlainData:
-        """Refuse `target.template_arguments` that the pipeline passes to every chat template."""
+        """Refuse `target.template_arguments` with names that the pipeline itself provides."""
         taken = sorted(value.keys() & TEMPLATE_GIVEN)
         if taken:
             raise ValueError(f"{taken[0]} is given to every template already")

@@ -53,6 +53,11 @@ ALTERNATIVES = ("int", "float", "bool", "string", "path", "date", "tuple", "list
 def load_config(file: str | Path, overrides: Iterable[str] = ()) -> Config:
     """Read a configuration file, apply overrides, and validate the result.
 
+    Relative paths are relative to the file's directory; in an override, to the working directory.
+
+    Args:
+        overrides: Settings that replace those of the file, each as `section.key=value`.
+
     Raises:
         ConfigError: The file, a chat template or an override cannot be read, a key or value is
             wrong, or a setting holds a token or a password.
@@ -320,8 +325,8 @@ def _problem(key: str, errors: list[Any]) -> str:
 def nearest_key(wrong: str) -> str | None:
     """Return the configuration key that is most similar to an unknown one; None if none is similar.
 
-    A nearly equal key comes first, then a key with the same last name or with all words of the
-    unknown one, then a less similar key.
+    A nearly equal key comes first. For an unknown key with a dot, a key with the same last part or
+    with all its words follows. A less similar key comes last.
     """
     keys = [*Config.model_fields, *(".".join(key) for key in _leaves(Config))]
     alike = []

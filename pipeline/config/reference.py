@@ -62,7 +62,7 @@ def _key_rows(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, s
 
 
 def _values(annotation: Any) -> str:
-    """Describe the values that a configuration key's type allows, for the Markdown table."""
+    """Describe the values that a configuration key's type allows, without None, for the table."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Literal:
         return ", ".join(f"`{value}`" for value in arguments)

@@ -122,7 +122,7 @@ class LimitsConfig(Section):
         3,
         description=(
             "Failures of one shard, or of training, after which the stage stops. If a shard crashes"
-            " its worker, the rows that crash it are searched and quarantined instead."
+            " its worker, the rows that crash it are found and quarantined instead."
         ),
     )
     max_hours_per_shard: float = Field(

@@ -76,6 +76,14 @@ class BackboneConfig(Section):
         ),
         ge=8,
     )
+    packed_tokens: PositiveInt | Literal["auto"] = Field(
+        "auto",
+        description=(
+            "Tokens up to which conversations share a sequence, at most sequence_length; a longer"
+            " conversation has its own. auto: short sequences of little text, for as many steps as"
+            " heads alone take."
+        ),
+    )
     batch_sequences: PositiveInt | Literal["auto"] = Field(
         "auto",
         description=(
@@ -123,7 +131,7 @@ class BackboneConfig(Section):
         return heads_lr / 4 if self.lr is None else self.lr
 
     def quantization_beside(self, target: Bits | None) -> Bits | None:
-        """Return the quantization of the backbone copy that is trained, or None for none.
+        """Return the quantization of the backbone copy that is trained; None means unquantized.
 
         `target` is the setting `target.quantization`, which applies if `quantization` is not set.
         """

@@ -64,9 +64,10 @@ class DynamicTree:
         return self.top + (self.max_depth - 1) * self.top**2
 
     def resized(self, num_nodes: int, max_depth: int | None = None) -> DynamicTree:
-        """Return this tree with `num_nodes` nodes and, unless it is None, another maximum depth.
+        """Return a copy of this tree with `num_nodes` nodes and the maximum depth `max_depth`.
 
-        If fewer nodes are proposed, the tree has all of these.
+        With `max_depth` None the depth stays as it is. If fewer than `num_nodes` nodes are
+        proposed, the copy has all the proposed ones.
         """
         widest = replace(self, num_nodes=1, max_depth=max_depth or self.max_depth)
         return replace(widest, num_nodes=min(num_nodes, widest.num_proposed))

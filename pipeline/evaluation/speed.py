@@ -269,10 +269,10 @@ def with_new_answers(
     answers: Sequence[Sequence[int]],
     accepted: Sequence[Sequence[int]],
 ) -> Figures:
-    """Add to the figures the share of answers in training rows, and the rate of the others.
+    """Add to the figures the share of answers in training rows, and the others' acceleration rate.
 
-    With fewer than `ENOUGH_NEW` other answers there is no rate. If the training rows are unknown,
-    the figures are returned unchanged.
+    The number of the others is added too. With fewer than `ENOUGH_NEW` there is no rate. If the
+    training rows are unknown, the figures are returned unchanged.
     """
     if request.trained is None:
         return figures

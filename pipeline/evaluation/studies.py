@@ -151,7 +151,7 @@ def searched_tree(calibration: Calibration) -> tuple[TreePath, ...]:
 
 
 def heads_used(decoding: Decoding) -> list[TreeRow]:
-    """Compare the export's tree cut at each depth, by number of heads (study `heads`)."""
+    """Measure the export's tree cut at depth 1, 2 and so on, by number of heads (study `heads`)."""
     used = decoding.accelerated.tree
     trees: list[AnyTree] = []
     for depth in range(1, used.max_depth + 1):
@@ -286,7 +286,7 @@ def batch_sizes(decoding: Decoding, num_tokens: int, repeats: int) -> list[Batch
     """Measure tokens per second of batches of 1 to 16 prompts, prefill included (study `batch`).
 
     Each size is measured plainly and with the tree. Speeds are medians over `repeats`
-    measurements. The prompts are repeated so that they fill the largest batch.
+    measurements. The prompts are repeated, or cut, to the size of the largest batch.
     """
     prompt_ids = [prompt.ids for prompt in decoding.prompts]
     texts = list(islice(cycle(prompt_ids), max(BATCH_SIZES)))

@@ -44,9 +44,9 @@ def machine_memory(limits: tuple[str, ...] = CGROUP_LIMITS) -> float:
 def unusable_driver(
     environment: Mapping[str, str] = os.environ, driver: Path = Path("/proc/driver/nvidia/version")
 ) -> str | None:
-    """Return why torch finds no GPU although a GPU driver is installed; None without a problem.
+    """Describe the problem that a GPU driver is installed but torch finds no GPU, or return None.
 
-    A torch without CUDA is no problem, and neither are GPUs hidden by CUDA_VISIBLE_DEVICES.
+    A torch without CUDA is not a problem, and neither are GPUs hidden by CUDA_VISIBLE_DEVICES.
     """
     import torch
 

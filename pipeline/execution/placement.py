@@ -77,8 +77,8 @@ def workers_of(wanted: PlacementOf, have: Resources) -> int:
 def most_workers(wanted: PlacementOf, have: Resources) -> int:
     """Return how many of a stage's workers the cluster can run at once.
 
-    Without GPUs and a configured number of cores, this is one per node: two workers on the same
-    cores and in the same memory are no faster than one.
+    If workers have no GPUs and no configured number of cores, this is one per node: two workers on
+    the same cores and in the same memory are no faster than one.
     """
     gpus = gpus_of(wanted, have)
     if not gpus and wanted.cpus_per_worker is None:

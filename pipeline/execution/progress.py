@@ -62,7 +62,7 @@ class ProgressReporter:
         return ProgressReporter, (self.path,)
 
     def begin(self, part: str, total: int, *, done: int = 0, unit: str = "prompts") -> None:
-        """Start the next part of a stage, of which `done` of `total` units are finished."""
+        """Report that a part of a stage begins, of which `done` of `total` units are finished."""
         self._now = Progress(part, done, total, unit)
         self._began, self._tokens = time.monotonic(), 0
         self._report(at_once=True)
@@ -87,7 +87,7 @@ class ProgressReporter:
         self._report()
 
     def poll(self) -> None:
-        """Show the last progress that a copy in another process reported."""
+        """Show the last progress that a copy of this reporter in another process has written."""
         report = self._file.read()
         if self._show and report is not None:
             self._show(Progress(**report))

@@ -32,7 +32,7 @@ ShardWorker: TypeAlias = Callable[[ShardTask], Receipt]
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a worker's attempt at a shard; one field besides `task` is set.
+    """The result of a worker's attempt at a shard; exactly one field besides `task` is set.
 
     Attributes:
         receipt: The receipt of the committed shard.
@@ -151,7 +151,10 @@ def find_crashing_rows(
 
 
 def _trial(task: ShardTask, start: int, stop: int, num_rows: int, scratch: Path) -> ShardTask:
-    """Return a task that runs a worker on a shard's rows [start, stop) and writes to `scratch`."""
+    """Return a task that runs a worker on a shard's rows [start, stop) and writes to `scratch`.
+
+    Its time limit is the shard's, in proportion to the rows. The shard has `num_rows`.
+    """
     place = scratch / f"{task.index:05d}-{start}-{stop}"
     return replace(
         task,

@@ -181,7 +181,7 @@ def target_of(directory: str | os.PathLike[str]) -> str:
 
 
 def check_num_heads(num_heads: int) -> None:
-    """Raise ConfigError unless the number of exported heads is 1 to 128, vLLM's limit."""
+    """Raise ConfigError unless the number of exported heads is from 1 to 128, vLLM's limit."""
     if not 1 <= num_heads <= MAX_NUM_HEADS:
         raise ConfigError(
             f"{num_heads} heads cannot be exported: vLLM drafts one token per head, at least 1 and"

@@ -88,7 +88,7 @@ def measured_rate(engine: EngineFigures | NewAnswers | None) -> str:
 
 
 def on_new_answers(engine: EngineFigures | None) -> str:
-    """Format a report's acceleration rate on the answers that are not in the training text.
+    """Format an engine's acceleration rate on the answers that are not in the training text.
 
     It is `-` if all answers are new or this is unknown, and states the number of new answers if
     they are too few for a rate.
@@ -285,7 +285,10 @@ def _rate_gap_warnings(
 def _rates_to_compare(
     measured: EngineFigures | NewAnswers, expected: Prediction
 ) -> tuple[float, float, float] | None:
-    """Return the measured rate, the expected rate and their joint standard error, or None."""
+    """Return the measured rate, the expected rate and their joint standard error.
+
+    None if one of them is unknown.
+    """
     if measured.acceleration_rate is None or measured.standard_error is None:
         return None
     if expected.expected_acceleration_rate is None or expected.expected_standard_error is None:

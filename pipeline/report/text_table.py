@@ -84,7 +84,7 @@ def print_text(text: str, console: Console, style: str = "") -> None:
 
 
 def print_tables(tables: Iterable[Table], console: Console) -> None:
-    """Print tables in a terminal with title and note, each after an empty line."""
+    """Print tables in a terminal with title and note; of an empty table, why it is empty."""
     for table in tables:
         console.print()
         if not table.rows:

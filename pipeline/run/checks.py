@@ -47,9 +47,9 @@ def check_plan(run: ResolvedRun) -> list[str]:
 
 
 def unread_settings(run: ResolvedRun) -> list[str]:
-    """Return a warning that names keys of `train` that are set but not read.
+    """Return a list of one warning that names the keys of `train` that are set but not read.
 
-    Keys are read by the kind of heads and the training method. The list is empty without such keys.
+    Keys are read by the kind of heads and the training method. Without such keys the list is empty.
     """
     train = run.config.train
     unread = ", ".join(run.method.unread_keys(train))

@@ -274,7 +274,10 @@ def resolve_run(config: Config, stages: Sequence[str], fresh: str | None = None)
 
 
 def _models_of(config: Config, stages: Sequence[str]) -> dict[str, TargetConfig]:
-    """Return the settings of the models that these stages use, by configuration key."""
+    """Return the settings of all models that the configuration names, by configuration key.
+
+    The result is empty if the stages read no model.
+    """
     if set(stages) <= {"seeds", "push"}:  # which read no model
         return {}
     wanted = {TARGET: config.target}

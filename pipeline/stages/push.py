@@ -33,7 +33,7 @@ HEADS = "heads"
 
 
 def upstream(config: Config) -> tuple[str, ...]:
-    """Return the stages that the push stage reads: export, check, and generate for a data set."""
+    """Return the stages that the push stage reads: export and check; for a data set, generate."""
     if config.push.dataset:
         return ("export", "check", "generate")
     return ("export", "check")

@@ -31,6 +31,10 @@ VERSION = 4
 QUANTIZED_TEACHER = (
     "the backbone is held to the quantized target, a worse teacher than the target itself"
 )
+NOTHING_GAINED = (
+    "tuning the backbone did not lower the heads' loss on held-out text: the target is unchanged,"
+    " and train.method: medusa-1 gives the same heads"
+)
 
 
 def upstream(config: Config) -> tuple[str, ...]:
@@ -91,6 +95,9 @@ def run(context: Context, stage: StageDirectory) -> Summary:
         context.executor.call(merge_backbone, arguments, replace(placement, gpus=0))
         result = replace(result, quantization=spec.trained_target.quantization)
     warnings = [too_few] if too_few else []
+    if method.tunes_backbone and result.best_step == 0:
+        warn(NOTHING_GAINED)
+        warnings.append(NOTHING_GAINED)
     for phase in (*result.earlier.values(), result):
         for warning in phase.warnings:
             warn(warning)

@@ -123,7 +123,7 @@ def add_lora(model: PreTrainedModel, *, rank: int, alpha: int, dropout: float) -
     """Add new fp32 LoRA adapters to a model in place, and freeze all other weights.
 
     The B matrices are zero, so the model's outputs stay the same. The A matrices are drawn from
-    torch's global generator.
+    torch's global generator. Returns the PEFT model that wraps the model.
 
     Raises:
         ConfigError: As `linear_layers` does.

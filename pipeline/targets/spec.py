@@ -349,7 +349,7 @@ def require_verifiable(config: PretrainedConfig) -> None:
     candidates as successive tokens.
 
     Raises:
-        ConfigError: The target is no decoder-only language model, or has layers of another type
+        ConfigError: The target is not a decoder-only language model, or has layers of another type
             than attention, or attention with such a bias.
     """
     reason = _why_not_verifiable(config)

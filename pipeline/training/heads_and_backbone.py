@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pipeline.config import TrainConfig
 from pipeline.errors import DataError
 from pipeline.heads.accuracy import Score, score_guesses
 from pipeline.heads.losses import Teacher
@@ -34,7 +35,7 @@ from pipeline.training.held_out_accuracy import (
     summarize_scores,
 )
 from pipeline.training.optimizers import heads_weight
-from pipeline.training.recipe import Recipe
+from pipeline.training.recipe import Recipe, packed_length
 from pipeline.training.task import Learner, StepMetrics, TrainSpec, Workers
 from pipeline.training.text_batches import (
     Text,
@@ -73,7 +74,7 @@ class BackboneLearner(Learner):
         texts = open_texts(spec)
         self.texts = texts["train"]
         self.held_out = texts.get(SPLIT, [])
-        groups = pack_texts(self.texts, self.settings.sequence_length)
+        groups = pack_to_train(self.texts, spec.settings)
         self.recipe = spec.recipe(num_positions(self.texts), len(groups))
         assert self.recipe.batch_sequences is not None
         self.plan = TextPlan(groups, self.recipe.batch_sequences, spec.seed)
@@ -91,7 +92,7 @@ class BackboneLearner(Learner):
         Raises DataError as `open_texts` does.
         """
         texts = open_texts(spec)["train"]
-        groups = pack_texts(texts, spec.settings.backbone.sequence_length)
+        groups = pack_to_train(texts, spec.settings)
         return spec.recipe(num_positions(texts), len(groups))
 
     def steps(self, first: int) -> Iterator[Sequence[MicroBatch]]:
@@ -262,3 +263,12 @@ def open_texts(spec: TrainSpec) -> dict[str, list[Text]]:
 def num_positions(texts: Sequence[Text]) -> int:
     """Count the positions in these conversations that Medusa-2 learns from."""
     return sum(text.num_learned for text in texts)
+
+
+def pack_to_train(texts: Sequence[Text], settings: TrainConfig) -> list[list[int]]:
+    """Pack the conversations that Medusa-2 learns from, as `pack_texts` does.
+
+    Sequences have as many tokens as `packed_length` returns.
+    """
+    num_tokens = sum(text.num_read for text in texts)
+    return pack_texts(texts, packed_length(settings, num_positions(texts), num_tokens))

@@ -182,7 +182,7 @@ def _choose_held_out_rows(
 ) -> list[tuple[int, int]]:
     """Choose random rows with about `limit` positions in total, as sorted (row group, row) pairs.
 
-    Rows without positions are left out.
+    Rows without positions are left out. The lengths are each row's positions, by row group.
     """
     places = []
     sizes = []

@@ -77,7 +77,7 @@ class Method(ABC):
         return keys
 
     def unread_sections(self, train: TrainConfig) -> set[str]:
-        """Return the sections of `train` for another kind of heads or another training method."""
+        """Return the names of `train` sections for another kind of heads or training method."""
         sections = set()
         for name in type(train).model_fields:
             if isinstance(getattr(train, name), Section):

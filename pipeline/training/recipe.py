@@ -7,6 +7,8 @@ The rule, with its evidence in docs/recipes-and-methods.md and `python -m benchm
 - Batch size: the power of two that gives a number of steps nearest to MANY_STEPS, at most the
   paper's 16,384 positions and at least MIN_BATCH, since smaller batches take more time without
   better heads. For Medusa-2 it is at most the paper's 128 sequences and at least one.
+- Packing (Medusa-2): as many tokens in a sequence as give MANY_STEPS steps of one sequence, at
+  least MIN_PACKED_TOKENS and at most `train.backbone.sequence_length`.
 - Learning rate: the paper's 1e-3 at D = 4,096, times sqrt(4,096 / D), times the kind's
   `Heads.lr_scale`.
 - Warmup: a tenth of the steps, at most the paper's 40.
@@ -26,7 +28,7 @@ from dataclasses import dataclass
 
 from pipeline.config import TrainConfig
 
-VERSION = 2
+VERSION = 3
 
 PAPER_BATCH = 16_384
 PAPER_SEQUENCES = 128
@@ -35,6 +37,7 @@ PAPER_LR = 1e-3
 PAPER_WARMUP = 40
 PAPER_WIDTH = 4096
 MIN_BATCH = 128
+MIN_PACKED_TOKENS = 256
 MAX_EPOCHS = 4
 MANY_STEPS = 500  # the paper has 9,800 or fewer
 FEW_STEPS = 40  # with fewer steps, heads guess hardly better than untrained heads
@@ -112,10 +115,7 @@ def make_recipe(
         given_batch = train.backbone.batch_sequences
         least = 1
         most = PAPER_SEQUENCES
-    if isinstance(train.epochs, str):
-        epochs = max(PAPER_EPOCHS, min(MAX_EPOCHS, math.ceil(MANY_STEPS * most / items)))
-    else:
-        epochs = train.epochs
+    epochs = num_epochs(train, positions)
     if isinstance(given_batch, str):
         nearest = 2 ** round(math.log2(max(1.0, items * epochs / MANY_STEPS)))
         batch = min(most, max(least, nearest))
@@ -133,6 +133,28 @@ def make_recipe(
     if sequences is None:
         return Recipe(epochs, lr, warmup_steps, steps, batch)
     return Recipe(epochs, lr, warmup_steps, steps, -(-positions // steps), batch)
+
+
+def num_epochs(train: TrainConfig, positions: int) -> int:
+    """Return the number of training epochs; with `auto`, from the number of positions."""
+    if not isinstance(train.epochs, str):
+        return train.epochs
+    return max(PAPER_EPOCHS, min(MAX_EPOCHS, math.ceil(MANY_STEPS * PAPER_BATCH / positions)))
+
+
+def packed_length(train: TrainConfig, positions: int, tokens: int) -> int:
+    """Return the number of tokens up to which Medusa-2 packs conversations into a sequence.
+
+    Args:
+        tokens: The number of tokens of all conversations, prompts included.
+    """
+    backbone = train.backbone
+    if isinstance(backbone.packed_tokens, str):
+        enough_steps = math.ceil(tokens * num_epochs(train, positions) / MANY_STEPS)
+        packed_tokens = max(MIN_PACKED_TOKENS, enough_steps)
+    else:
+        packed_tokens = backbone.packed_tokens
+    return min(packed_tokens, backbone.sequence_length)
 
 
 def too_few_steps(recipes: Sequence[Recipe]) -> str | None:

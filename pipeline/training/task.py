@@ -27,7 +27,7 @@ from pipeline.storage.receipts import Summary
 from pipeline.targets.spec import TargetSpec, one_line
 from pipeline.training.held_out_accuracy import Evaluation
 from pipeline.training.optimizers import cosine_with_warmup
-from pipeline.training.recipe import Recipe, make_recipe
+from pipeline.training.recipe import Recipe, make_recipe, packed_length
 
 StepMetrics = dict[str, float | list[float]]
 """Figures of one training step; a list has an entry per head."""
@@ -212,7 +212,7 @@ class Learner(ABC):
         """
         sequences = None
         if cls.tunes_backbone:
-            sequences = -(-positions // settings.backbone.sequence_length)
+            sequences = -(-positions // packed_length(settings, positions, positions))
         return make_recipe(settings, positions, hidden_size, lr_scale, sequences)
 
     @abstractmethod

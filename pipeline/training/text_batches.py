@@ -82,8 +82,9 @@ def read_texts(
 def pack_texts(texts: Sequence[Text], sequence_length: int) -> list[list[int]]:
     """Pack conversations into training sequences of at most `sequence_length` tokens.
 
-    Return, for each sequence, the indices of its conversations in `texts`. Conversations are placed
-    from the longest to the shortest, each in the sequence with the least free space that holds it.
+    A longer conversation has a sequence of its own. Return, for each sequence, the indices of its
+    conversations in `texts`. Conversations are placed from the longest to the shortest, each in the
+    sequence with the least free space that holds it.
     """
     groups: list[list[int]] = []
     free: list[tuple[int, int]] = []  # (tokens that still fit, group), sorted

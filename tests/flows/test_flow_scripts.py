@@ -61,6 +61,7 @@ def story(tmp_path, tiny_target, tiny_seeds, monkeypatch):
             f"target.model={tiny_target}",
             f"seeds.sources={tiny_seeds}",
             "generate.engine=transformers",
+            "generate.samples=1",
             "generate.max_new_tokens=16",
             "check.engines=[native]",
             "check.require_learning=false",  # of a random target

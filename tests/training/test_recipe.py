@@ -13,6 +13,7 @@ from pipeline.training.recipe import (
     MIN_BATCH,
     Recipe,
     make_recipe,
+    packed_length,
     too_few_steps,
 )
 
@@ -29,6 +30,26 @@ def test_the_papers_data_and_width_give_the_papers_settings():
     assert heads.lr == pytest.approx(1e-3) and heads.total_steps == 2 * -(-80_000_000 // 16_384)
     both = make_recipe(AUTO, 80_000_000, 4096, sequences=39_000)
     assert (both.epochs, both.batch_sequences, both.warmup_steps) == (2, 128, 40)
+
+
+@pytest.mark.parametrize("tokens", [20_000, 60_000, 400_000, 3_000_000])
+def test_medusa_2_takes_about_as_many_steps_as_heads_alone(tokens):
+    """Half of the tokens are prompts. From 256 tokens a sequence on."""
+    positions = tokens // 2
+    sequences = -(-tokens // packed_length(AUTO, positions, tokens))
+    heads = make_recipe(AUTO, positions, 256)
+    both = make_recipe(AUTO, positions, 256, sequences=sequences)
+    assert both.epochs == heads.epochs
+    assert 0.5 <= both.total_steps / heads.total_steps <= 2 or tokens / sequences <= 256
+
+
+@given(tokens=POSITIONS, packed=st.integers(1, 3000), length=st.integers(8, 3000))
+def test_sequences_are_packed_within_their_bounds(tokens, packed, length):
+    given_both = {"packed_tokens": packed, "sequence_length": length}
+    settings = TrainConfig(backbone=given_both)
+    assert packed_length(settings, tokens, tokens) == min(packed, length)
+    chosen = packed_length(TrainConfig(backbone={"sequence_length": length}), tokens, tokens)
+    assert min(256, length) <= chosen <= length
 
 
 @given(POSITIONS, POSITIONS, WIDTHS)
