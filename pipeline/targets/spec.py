@@ -145,6 +145,7 @@ def load_tokenizer(spec: TargetSpec) -> PreTrainedTokenizerBase:
 
     Raises:
         ConfigError: transformers cannot load a tokenizer for the target.
+        EnvironmentFault: The Hub cannot be reached, and nothing of the target is cached.
     """
     from transformers import AutoTokenizer
 
@@ -153,6 +154,8 @@ def load_tokenizer(spec: TargetSpec) -> PreTrainedTokenizerBase:
             return AutoTokenizer.from_pretrained(
                 spec.model, revision=spec.revision, trust_remote_code=spec.trust_remote_code
             )
+        except OSError:
+            raise
         except Exception as error:  # the tokenizers library raises plain Exception
             raise ConfigError(
                 f"The target {spec.model} has no tokenizer that loads.",
