@@ -185,7 +185,7 @@ def test_runs_that_name_one_store_share_the_feature_cache(copied_run, make_confi
     assert report_of(run)["run"]["name"] == "recipe"
 
 
-def test_stages_are_named_alone_and_those_that_they_need_are_included(make_config, tmp_path):
+def test_stages_upstream_of_named_ones_are_included(make_config, tmp_path):
     config = make_config(tmp_path)
     assert wanted_stages(config, ["train"]) == ["seeds", "generate", "features", "train"]
     with pytest.raises(ConfigError, match="no stage 'trian'"):
