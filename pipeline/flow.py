@@ -14,8 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
-from pipeline.artifacts.check_result import CheckResult, Limits
-from pipeline.artifacts.json_form import from_json
+from pipeline.artifacts.check_result import check_failures
 from pipeline.config import Config
 from pipeline.errors import CheckFailed, ConfigError, DamagedShard, DataError
 from pipeline.execution.executor import check_executor
@@ -164,7 +163,7 @@ def advance(context: Context, stage: Stage, *, fresh: bool = False) -> StageDire
 
 def require_passed(checked: StageDirectory, config: Config) -> None:
     """Raise CheckFailed if the check stage's result breaks a limit of `config`."""
-    failures = from_json(CheckResult, checked.summary).failures(Limits.of(config))
+    failures = check_failures(checked.summary, config)
     if failures:
         raise CheckFailed(
             f"The check failed: {'; '.join(failures)}.",
@@ -274,19 +273,19 @@ def wanted_stages(
         ConfigError: One of `stages` does not exist, `until` is none of `stages`, or `fresh` is none
             of the stages listed.
     """
-    skipped = skipped_stages(config)
     found = set()
     for name in stages:
         found.add(name)
         if name == until:
             break
+    found -= skipped_stages(config).keys()
     for name in reversed(STAGES):
-        if name in found and name not in skipped:
+        if name in found:
             found.update(STAGES[name].upstream(config))
-    wanted = [name for name in STAGES if name in found and name not in skipped]
+    wanted = [name for name in STAGES if name in found]
     unknown = min(found - STAGES.keys(), default=None)
     for option, stage, known in (
-        ("stages", unknown, tuple(STAGES)),
+        ("stages", unknown, STAGES),
         ("--until", until, stages),
         ("--fresh", fresh, wanted),
     ):

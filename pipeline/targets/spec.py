@@ -264,11 +264,11 @@ def cached_numbers(config: PretrainedConfig) -> int:
     text = config.get_text_config()
     latent = getattr(text, "kv_lora_rank", None)
     if latent:
-        return int(text.num_hidden_layers * (latent + text.qk_rope_head_dim))
+        return text.num_hidden_layers * (latent + text.qk_rope_head_dim)
     num_heads = text.num_attention_heads
     num_kv_heads = getattr(text, "num_key_value_heads", None) or num_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // num_heads
-    return int(2 * text.num_hidden_layers * num_kv_heads * head_dim)
+    return 2 * text.num_hidden_layers * num_kv_heads * head_dim
 
 
 def eos_token_ids(spec: TargetSpec) -> tuple[int, ...]:
