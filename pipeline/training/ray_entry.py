@@ -22,7 +22,8 @@ from ray.train.v2.api.config import LoggingConfig
 from pipeline.errors import CheckFailed, ConfigError, EnvironmentFault, MedusaDistillError
 from pipeline.execution.placement import Placement
 from pipeline.execution.progress import SILENT, ProgressReporter
-from pipeline.execution.ray_executor import last_line, run_and_carry_errors
+from pipeline.execution.ray_executor import run_and_carry_errors
+from pipeline.targets.spec import last_line
 from pipeline.training.task import TrainResult, TrainSpec, Workers
 from pipeline.training.trainer import train
 
