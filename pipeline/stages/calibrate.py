@@ -237,9 +237,9 @@ def _native_overheads(
     )
 
 
-def _heads_path(context: Context) -> str:
+def _heads_path(context: Context) -> Path:
     """Return the path of the trained heads."""
-    return str(context.upstream["train"].path / HEADS_FILE)
+    return context.upstream["train"].path / HEADS_FILE
 
 
 def _timed_trees(fits: CrossFit, dynamic: DynamicTree | None) -> dict[int, Choices | DynamicTree]:
@@ -271,7 +271,7 @@ def _rank_held_out_rows(
     features = context.upstream[states]
     tree, top = context.resolved.dynamic_tree, context.config.calibrate.top
     text = HeldOutText(
-        tuple(map(str, features.shards())),
+        tuple(features.shards()),
         features.fingerprint,
         _heads_path(context),
         context.config.train.roles,

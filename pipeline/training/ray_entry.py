@@ -13,6 +13,7 @@ import shutil
 import uuid
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from ray.train import FailureConfig, RunConfig, ScalingConfig, UserCallback, get_context
@@ -62,8 +63,8 @@ def train_on_ray(
     # Absolute paths: Ray Train moves its workers to a directory of its own.
     spec = replace(
         spec,
-        shards=tuple(map(os.path.abspath, spec.shards)),
-        texts=tuple(map(os.path.abspath, spec.texts)),
+        shards=tuple(map(Path.absolute, spec.shards)),
+        texts=tuple(map(Path.absolute, spec.texts)),
         directory=os.path.abspath(spec.directory),
     )
     bookkeeping = spec.path / "ray"
