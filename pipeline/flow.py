@@ -223,7 +223,6 @@ def push_run(
         if not dry_run:
             return advance(context, push.STAGE).summary
         receipts = push.push(context, dry_run=True)
-        push.print_dry_run(context.console, receipts)
         return push.flat_receipt(receipts)
 
 
