@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from inspect import signature
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -103,7 +102,7 @@ def _last_logits(model: PreTrainedModel, num_logits: int) -> dict[str, int]:
 
     0 keeps the logits of all positions.
     """
-    if "logits_to_keep" in signature(model.forward).parameters:
+    if model._supports_logits_to_keep():
         return {"logits_to_keep": num_logits}
     return {}
 

@@ -50,7 +50,7 @@ def write_backbone(
     with atomic_directory(directory, last=CONFIG_FILE) as partial:
         model.save_pretrained(partial, max_shard_size=SHARD_SIZE)
         (partial / GENERATION_FILE).unlink(missing_ok=True)
-        tokenizer.save_pretrained(str(partial))
+        tokenizer.save_pretrained(partial)
         for file in as_they_are:
             shutil.copyfile(file, partial / file.name)
         write_json(partial / BACKBONE_FILE, made_of)

@@ -31,12 +31,11 @@ from pipeline.report.check_tables import (
     exact_match_table,
     served_model_table,
 )
+from pipeline.report.comparison import NO_RECIPE
 from pipeline.report.facts import expected_rate, is_disturbed, measured_rate, pairs
 from pipeline.report.report import Report
 from pipeline.report.tables import drift_table, heads_table
 from pipeline.report.text_table import markdown_table
-
-NO_RECIPE = {"run", "placement", "limits", "push"}  # sections that no result depends on
 
 
 @dataclass(frozen=True)

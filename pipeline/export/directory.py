@@ -75,7 +75,7 @@ def write_export(
                 place = partial / where
                 place.mkdir(exist_ok=True)
                 saved = tensors_as_saved(heads, one)
-                tokenizer.save_pretrained(str(place))
+                tokenizer.save_pretrained(place)
                 write_weights(saved, place / one.weights_file)
                 paths = json.dumps(choices)
                 (place / one.kind.choices_file).write_text(f"{paths}\n", "utf-8")

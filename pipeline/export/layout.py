@@ -52,9 +52,16 @@ class ExportLayout:
     dynamic_tree: DynamicTree | None = None
 
     def __post_init__(self) -> None:
-        num_tokens = self.num_speculative_tokens or self.shape.num_heads
+        num_heads = self.shape.num_heads
+        num_tokens = self.num_speculative_tokens or num_heads
         object.__setattr__(self, "num_speculative_tokens", num_tokens)
-        check_num_heads(self.shape.num_heads)
+        if not 1 <= num_heads <= MAX_NUM_HEADS:
+            raise ConfigError(
+                f"{num_heads} heads cannot be exported: vLLM drafts one token per head, at least 1"
+                f" and at most {MAX_NUM_HEADS} (its rejection sampler's limit).",
+                "train.num_heads",
+                "The paper trains 5, and finds 3 or 4 enough.",
+            )
         self.kind.check_format(self.shape, self.stored)
         if not os.path.isabs(self.base_model_name_or_path):
             check_repo_id(self.base_model_name_or_path, "target.model")
@@ -178,17 +185,6 @@ def target_of(directory: str | os.PathLike[str]) -> str:
             "Name it with --base-model, or `target=`.",
         )
     return named
-
-
-def check_num_heads(num_heads: int) -> None:
-    """Raise ConfigError unless the number of exported heads is from 1 to 128, vLLM's limit."""
-    if not 1 <= num_heads <= MAX_NUM_HEADS:
-        raise ConfigError(
-            f"{num_heads} heads cannot be exported: vLLM drafts one token per head, at least 1 and"
-            f" at most {MAX_NUM_HEADS} (its rejection sampler's limit).",
-            "train.num_heads",
-            "The paper trains 5, and finds 3 or 4 enough.",
-        )
 
 
 def check_formats(kind: type[Heads], shape: Any, names: Sequence[str]) -> None:

@@ -73,7 +73,7 @@ class Context:
         if "executor" in self.__dict__:
             self.executor.close()
         for directory in self.directories.values():
-            directory.release()
+            directory.lock.release()
 
     @functools.cached_property
     def digests(self) -> FileDigests:

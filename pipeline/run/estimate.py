@@ -88,9 +88,9 @@ def run_size(run: ResolvedRun, seeds: Summary | None, generated: Summary | None)
     hidden_size, dtype = ASSUMED_HIDDEN_SIZE, torch.bfloat16
     longest = generate.rounds * generate.max_new_tokens
     if TARGET in run.models:
-        hidden_size, dtype = run.shape.hidden_size, getattr(torch, run.target.dtype)
+        hidden_size, dtype = run.shape.hidden_size, run.target.torch_dtype
         longest = min(longest, run.context)
-    rows = int(seeds["rows"]) if seeds else _count_conversations(run)
+    rows = seeds["rows"] if seeds else _count_conversations(run)
     share = 1 - run.config.seeds.holdout
     if seeds and rows:
         share = seeds["train_rows"] / rows

@@ -20,7 +20,6 @@ from pipeline.export.layout import MAX_NUM_HEADS
 from pipeline.heads.kind import Heads
 from pipeline.heads.kinds import head_kind
 from pipeline.heads.shapes import HeadsShape
-from pipeline.storage.run_directory import finished_before
 from pipeline.targets.spec import TargetSpec, context_length, model_config, own_dtype, resolve
 from pipeline.training.methods import Method, method_of
 
@@ -259,7 +258,10 @@ def resolve_run(config: Config, stages: Sequence[str], fresh: str | None = None)
     if TARGET in models:
         text_config = models[TARGET].config.get_text_config()
         hidden_size, vocab_size = text_config.hidden_size, text_config.vocab_size
-    open_stages = [name for name in stages if name == fresh or not finished_before(store, name)]
+    open_stages = []
+    for name in stages:
+        if name == fresh or not any(store.glob(f"{name}-*/DONE.json")):
+            open_stages.append(name)
     return ResolvedRun(
         config=config,
         stages=tuple(stages),

@@ -224,7 +224,7 @@ def require_rows_of_splits(stage: StageDirectory, summary: Summary, holdout: flo
     Raises:
         DataError: There are too few rows for three splits, or a split has none.
     """
-    num_rows = int(summary["rows"])
+    num_rows = summary["rows"]
     rows_of = {split: int(summary.get(f"{split}_rows", 0)) for split in SPLITS}
     fewest = min(rows_of.values())
     if fewest >= MIN_HELD_OUT:

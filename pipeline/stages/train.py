@@ -23,7 +23,7 @@ from pipeline.training.methods import method_of
 from pipeline.training.metrics import TRACKING_FILE
 from pipeline.training.recipe import too_few_steps
 from pipeline.training.task import TrainResult, TrainSpec
-from pipeline.training.trainer import recipes_of, train
+from pipeline.training.trainer import train
 
 NAME = "train"
 VERSION = 4
@@ -82,7 +82,7 @@ def run(context: Context, stage: StageDirectory) -> Summary:
     has_teacher = method.tunes_backbone and spec.settings.backbone.loss == "kl"
     if has_teacher and spec.trained_target.quantization:
         warn(QUANTIZED_TEACHER)
-    recipes = recipes_of(spec)
+    recipes = [learner.recipe_of(spec.of_phase(name)) for name, learner in spec.phases]
     for recipe in recipes:
         print_stage(context.console, " ", NAME, recipe.describe())
     too_few = too_few_steps(recipes)

@@ -157,8 +157,3 @@ class RunDirectory:
                         self.path / "latest" / source,
                         fix,
                     )
-
-
-def finished_before(store: Path, stage: str) -> bool:
-    """Return whether `store` holds a finished directory of this stage."""
-    return any(store.glob(f"{stage}-*/DONE.json"))

@@ -49,8 +49,8 @@ class StageDirectory:
     """The directory of one stage's result, for one fingerprint.
 
     To make the result, call `enter`. Then, unless `is_whole` returns True, call `begin`, write the
-    files and call `finish`. From `enter` until `release` the directory is locked against changes by
-    other processes.
+    files and call `finish`. From `enter` until `lock` is released, the directory is locked against
+    changes by other processes.
 
     Args:
         store: The directory of the stage directories.
@@ -172,10 +172,6 @@ class StageDirectory:
                 files[str(path.relative_to(self.path))] = known.get(path) or FileFacts.of(path)
         Done(self.stage, self.fingerprint, upstream, receipts, files, summary).write(self.path)
         self.lock.share()
-
-    def release(self) -> None:
-        """Release the lock of the stage directory."""
-        self.lock.release()
 
     @property
     def identity(self) -> Identity:

@@ -52,7 +52,7 @@ def read_lm_head(spec: TargetSpec) -> Tensor:
     weight_VD = _read_matrix(spec, file_of, names)
     if weight_VD is None:
         weight_VD = lm_head_weight(load_causal_lm(spec)).clone()
-    return weight_VD.to(getattr(torch, spec.dtype))
+    return weight_VD.to(spec.torch_dtype)
 
 
 def read_embedding(spec: TargetSpec) -> Tensor:
@@ -64,7 +64,7 @@ def read_embedding(spec: TargetSpec) -> Tensor:
     weight_VD = _read_matrix(spec, file_of, _names_ending(file_of, INPUT_EMBEDDINGS))
     if weight_VD is None:
         weight_VD = load_causal_lm(spec).get_input_embeddings().weight.detach().clone()
-    return weight_VD.to(getattr(torch, spec.dtype))
+    return weight_VD.to(spec.torch_dtype)
 
 
 def require_lm_head(spec: TargetSpec) -> None:
@@ -104,7 +104,7 @@ def read_logit_changes(spec: TargetSpec) -> LogitChanges:
     elif names or not file_of:
         bias_V = getattr(load_causal_lm(spec).get_output_embeddings(), "bias", None)
     if bias_V is not None:
-        bias_V = bias_V.detach().to(getattr(torch, spec.dtype))
+        bias_V = bias_V.detach().to(spec.torch_dtype)
     text = model_config(spec).get_text_config()
     scale = math.prod(float(getattr(text, name, None) or 1.0) for name in MULTIPLIERS)
     scaling = float(getattr(text, "logits_scaling", None) or 1.0)

@@ -158,7 +158,7 @@ def load_causal_lm(
                 output_loading_info=True,
                 revision=spec.revision,
                 trust_remote_code=spec.trust_remote_code,
-                dtype=getattr(torch, spec.dtype),
+                dtype=spec.torch_dtype,
                 **settings,
             )
         except torch.cuda.OutOfMemoryError as error:
@@ -232,7 +232,7 @@ def _bitsandbytes(spec: TargetSpec) -> BitsAndBytesConfig:
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=getattr(torch, spec.dtype),
+        bnb_4bit_compute_dtype=spec.torch_dtype,
     )
 
 

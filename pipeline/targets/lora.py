@@ -160,7 +160,7 @@ def load_tuned(spec: TargetSpec, adapter: Path) -> PreTrainedModel:
     model = load_causal_lm(replace(spec, quantization=None))
     untie_lm_head(model)
     try:
-        adapted = PeftModel.from_pretrained(model, str(adapter))
+        adapted = PeftModel.from_pretrained(model, adapter)
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise DataError(
             f"There is no adapter of this target here: {one_line(error)}.",

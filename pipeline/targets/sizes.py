@@ -37,7 +37,7 @@ def parameter_counts(spec: TargetSpec, config: PretrainedConfig) -> TargetSizes 
     from transformers import AutoModelForCausalLM
 
     config = copy.deepcopy(config)
-    itemsize = getattr(torch, spec.dtype).itemsize
+    itemsize = spec.torch_dtype.itemsize
     stored_bits, quantization = 8 * itemsize, quantization_of(config)
     if quantization:
         is_four_bits = any(words in str(quantization) for words in FOUR_BITS)

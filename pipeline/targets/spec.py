@@ -20,6 +20,7 @@ from pipeline.errors import ConfigError, EnvironmentFault
 from pipeline.targets import files
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
     from pipeline.config import TargetConfig
@@ -51,6 +52,13 @@ class TargetSpec:
     rounding: Rounding | None = None  # of layer inputs in a quantized checkpoint
     date: str = "2024-07-26"  # YYYY-MM-DD, for chat templates that ask for the date
     template_arguments: dict[str, Any] = field(default_factory=dict, hash=False)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype of the target, as torch names it."""
+        import torch
+
+        return getattr(torch, self.dtype)
 
 
 def resolve(target: TargetConfig, *, on_gpu: bool = False) -> TargetSpec:

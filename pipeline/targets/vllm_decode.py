@@ -95,7 +95,7 @@ def decode_in_vllm(tasks: Sequence[DecodeTask], on_report: Report | None = None)
     """
     if any(task.gpus for task in tasks):
         return [in_own_process(decode_task, task, on_report) for task in tasks]
-    return in_own_process(decode_tasks, list(tasks), on_report)
+    return in_own_process(decode_tasks, tasks, on_report)
 
 
 def decode_tasks(tasks: Sequence[DecodeTask], report: Report) -> list[VLLMTexts]:

@@ -139,7 +139,7 @@ class VLLMFeatureEngine:
         }
         self._running = RunningEngine(spec, arguments, gpus)
         self.hidden_size: int = self._running.llm.model_config.get_hidden_size()
-        self.dtype: torch.dtype = getattr(torch, spec_for_vllm(spec, on_gpu=gpus > 0).dtype)
+        self.dtype: torch.dtype = spec_for_vllm(spec, on_gpu=gpus > 0).torch_dtype
         self._pooling = PoolingParams(task="token_embed")
         self._streams = 0
 
@@ -273,7 +273,7 @@ def engine_arguments(spec: TargetSpec, engine_args: EngineArgs, gpus: int) -> di
     if gpus > 1:  # the worker's own GPUs; with Ray vLLM would reserve others
         arguments["distributed_executor_backend"] = "mp"
     if not gpus:
-        number_bytes = getattr(torch, spec.dtype).itemsize
+        number_bytes = spec.torch_dtype.itemsize
         two_texts = 2 * context * cached_numbers(model_config(spec)) * number_bytes
         arguments["enforce_eager"] = True
         arguments["enable_chunked_prefill"] = False

@@ -227,7 +227,7 @@ def write_adapter(directory: Path, backbone: Backbone, spec: TargetSpec) -> None
     config.revision = spec.revision
     config.target_modules = sorted(config.target_modules)  # a set has no fixed order
     # lm_head is adapted, so by default peft would add a copy of the embedding.
-    backbone.tuned.save_pretrained(str(directory), save_embedding_layers=False)
+    backbone.tuned.save_pretrained(directory, save_embedding_layers=False)
     (directory / "README.md").unlink()
 
 

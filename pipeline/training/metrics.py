@@ -125,7 +125,7 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
 
         self.step = reported + 1
-        self.writer = SummaryWriter(str(spec.path / "tensorboard"), purge_step=self.step)
+        self.writer = SummaryWriter(spec.path / "tensorboard", purge_step=self.step)
         self.writer.add_text("configuration", json.dumps(spec.configuration), self.step)
 
     def log(self, step: int, numbers: dict[str, float]) -> None:
@@ -187,7 +187,7 @@ class WeightsAndBiases:
             id=run_id,
             resume="allow",
             config=spec.configuration,
-            dir=str(spec.path),
+            dir=spec.path,
             settings=wandb.Settings(
                 silent=True,
                 console="off",

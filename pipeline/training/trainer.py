@@ -107,11 +107,6 @@ def _train_phase(
         return trainer.run(progress, name)
 
 
-def recipes_of(spec: TrainSpec) -> list[Recipe]:
-    """Read the training data and return each phase's recipe; raise DataError for bad data."""
-    return [learner.recipe_of(spec.of_phase(name)) for name, learner in spec.phases]
-
-
 @dataclass
 class TrainState:
     """Progress of a training, saved in every checkpoint."""
