@@ -2,9 +2,8 @@
 
 The rule, with its evidence in docs/recipes-and-methods.md and `python -m benchmarks.run recipe`:
 
-- Epochs: the paper's 2 from 4 million positions on (MANY_STEPS / 2 of the paper's batches). With
-  fewer positions, as many epochs as give MANY_STEPS such batches, at most USUAL_EPOCHS. With very
-  few, as many as learn from FEW_LEARNED positions, at most MAX_EPOCHS.
+- Epochs: as many as give MANY_STEPS batches of the paper's size, at least the paper's 2 and at most
+  MAX_EPOCHS. From 4 million positions on it is 2.
 - Batch size: the power of two that gives a number of steps nearest to MANY_STEPS, at most the
   paper's 16,384 positions and at least MIN_BATCH, since smaller batches take more time without
   better heads. For Medusa-2 it is at most the paper's 128 sequences and at least one.
@@ -39,9 +38,7 @@ PAPER_WARMUP = 40
 PAPER_WIDTH = 4096
 MIN_BATCH = 128
 MIN_PACKED_TOKENS = 256
-USUAL_EPOCHS = 4
-MAX_EPOCHS = 8
-FEW_LEARNED = 400_000  # positions, counted once per epoch
+MAX_EPOCHS = 4
 MANY_STEPS = 500  # the paper has 9,800 or fewer
 FEW_STEPS = 40  # with fewer steps, heads guess hardly better than untrained heads
 EVALUATIONS = 10  # per training
@@ -142,9 +139,7 @@ def num_epochs(train: TrainConfig, positions: int) -> int:
     """Return the number of training epochs; with `auto`, from the number of positions."""
     if not isinstance(train.epochs, str):
         return train.epochs
-    enough_steps = math.ceil(MANY_STEPS * PAPER_BATCH / positions)
-    enough_learned = FEW_LEARNED // positions
-    return max(PAPER_EPOCHS, min(USUAL_EPOCHS, enough_steps), min(MAX_EPOCHS, enough_learned))
+    return max(PAPER_EPOCHS, min(MAX_EPOCHS, math.ceil(MANY_STEPS * PAPER_BATCH / positions)))
 
 
 def packed_length(train: TrainConfig, positions: int, tokens: int) -> int:
