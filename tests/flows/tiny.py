@@ -311,6 +311,11 @@ def report_of(run: RunDirectory) -> dict[str, Any]:
     return json.loads((run.path / "report.json").read_text())
 
 
+def changed_at(folder: Path) -> dict[Path, int]:
+    """When each file and folder below one was last changed, in nanoseconds."""
+    return {path: path.lstat().st_mtime_ns for path in folder.rglob("*")}
+
+
 def stored(stage: StageDirectory | None) -> list[dict[str, Any]]:
     """Every row of a stage, in order."""
     assert stage is not None
