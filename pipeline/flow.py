@@ -14,8 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
-from pipeline.artifacts.check_result import CheckResult, Limits
-from pipeline.artifacts.json_form import from_json
+from pipeline.artifacts.check_result import check_failures
 from pipeline.config import Config
 from pipeline.errors import CheckFailed, ConfigError, DamagedShard, DataError
 from pipeline.execution.executor import check_executor
@@ -63,8 +62,8 @@ def run_flow(
 
     Args:
         config: The validated configuration.
-        stages: Names of stages, upstream first. The stages that they read directly are included.
-            `push` is skipped without `push.repo_id` and `push.dataset`.
+        stages: Names of stages, upstream first. All stages upstream of them are included. `push` is
+            skipped without `push.repo_id` and `push.dataset`.
         until: Stop after this stage.
         executor: `ray` or `inline`.
         fresh: Delete this stage's result and make it again.
@@ -164,7 +163,7 @@ def advance(context: Context, stage: Stage, *, fresh: bool = False) -> StageDire
 
 def require_passed(checked: StageDirectory, config: Config) -> None:
     """Raise CheckFailed if the check stage's result breaks a limit of `config`."""
-    failures = from_json(CheckResult, checked.summary).failures(Limits.of(config))
+    failures = check_failures(checked.summary, config)
     if failures:
         raise CheckFailed(
             f"The check failed: {'; '.join(failures)}.",
@@ -267,21 +266,29 @@ def wanted_stages(
 ) -> list[str]:
     """List the stages to run or keep for this configuration, upstream first.
 
-    They are `stages` up to `until` and the stages that these read directly, without those that the
+    They are `stages` up to `until` and all stages upstream of these, without those that the
     configuration skips.
 
     Raises:
-        ConfigError: `until` is none of `stages`, or `fresh` is none of the stages listed.
+        ConfigError: One of `stages` does not exist, `until` is none of `stages`, or `fresh` is none
+            of the stages listed.
     """
-    skipped = skipped_stages(config)
-    found = []
+    found = set()
     for name in stages:
-        if name not in skipped:
-            found += [name, *STAGES[name].upstream(config)]
+        found.add(name)
         if name == until:
             break
+    found -= skipped_stages(config).keys()
+    for name in reversed(STAGES):
+        if name in found:
+            found.update(STAGES[name].upstream(config))
     wanted = [name for name in STAGES if name in found]
-    for option, stage, known in (("--until", until, stages), ("--fresh", fresh, wanted)):
+    unknown = min(found - STAGES.keys(), default=None)
+    for option, stage, known in (
+        ("stages", unknown, STAGES),
+        ("--until", until, stages),
+        ("--fresh", fresh, wanted),
+    ):
         if stage is not None and stage not in known:
             raise ConfigError(
                 f"This run has no stage '{stage}'.",

@@ -16,10 +16,10 @@ from safetensors.torch import load_file, save_file
 
 from pipeline.config.load import load_config
 from pipeline.conversations.conversation import Reason
-from pipeline.errors import EnvironmentFault
+from pipeline.errors import ConfigError, EnvironmentFault
 from pipeline.execution.executor import InlineExecutor
 from pipeline.execution.placement import Resources
-from pipeline.flow import run_flow
+from pipeline.flow import run_flow, wanted_stages
 from pipeline.run import context
 from pipeline.storage.run_directory import RunDirectory
 from tests.flows.tiny import (
@@ -181,6 +181,13 @@ def test_runs_that_name_one_store_share_the_feature_cache(copied_run, make_confi
     assert latest(run, "train").path.parent == copied_run.path
     assert not list(run.path.glob("*-*")), "all stage directories are in the store"
     assert report_of(run)["run"]["name"] == "recipe"
+
+
+def test_stages_upstream_of_named_ones_are_included(make_config, tmp_path):
+    config = make_config(tmp_path)
+    assert wanted_stages(config, ["train"]) == ["seeds", "generate", "features", "train"]
+    with pytest.raises(ConfigError, match="no stage 'trian'"):
+        wanted_stages(config, ["trian"])
 
 
 def test_until_stops_after_a_stage_and_runs_continue(again):

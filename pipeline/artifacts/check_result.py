@@ -11,10 +11,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pipeline.artifacts.json_form import result
+from pipeline.artifacts.json_form import from_json, result
 from pipeline.artifacts.seen_answers import NewAnswers
 from pipeline.config import Config
 from pipeline.storage.atomic import JsonObject, write_text
+from pipeline.storage.receipts import Summary
 
 LEAST_SHORTFALL = 0.1  # tokens per step
 LEAST_LEARNED = 0.1  # share of the labels that guessing by frequency misses
@@ -353,6 +354,11 @@ class CheckResult(Engines):
                     f" get {LEAST_LEARNED:.0%} of what that misses"
                 ]
         return []
+
+
+def check_failures(summary: Summary, config: Config) -> list[str]:
+    """List the reasons why a finished check stage's result breaks the limits of `config`."""
+    return from_json(CheckResult, summary).failures(Limits.of(config))
 
 
 def _failures_of_engine(name: str, engine: EngineFigures, limits: Limits) -> list[str]:

@@ -112,7 +112,7 @@ def read_token_rows(
     for path in shards:
         with open_rows(path, fingerprint) as shard:
             for group in range(shard.num_row_groups):
-                table = shard.read_row_group(group, columns=list(TOKEN_COLUMNS))
+                table = shard.read_row_group(group, columns=TOKEN_COLUMNS)
                 others = table.drop_columns("input_ids").to_pylist()
                 for row, tokens in zip(others, table["input_ids"], strict=True):
                     ids = tokens.values.to_numpy()

@@ -21,7 +21,7 @@ def result(kind: type[Result]) -> type[Result]:
 
 def to_json(result: object) -> JsonObject:
     """Convert a dataclass to JSON data, without fields that are None."""
-    return dict(TypeAdapter(type(result)).dump_python(result, mode="json", exclude_none=True))
+    return TypeAdapter(type(result)).dump_python(result, mode="json", exclude_none=True)
 
 
 def from_json(kind: type[Result], found: Any) -> Result:

@@ -10,17 +10,17 @@ from __future__ import annotations
 import difflib
 import json
 import re
-import types
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Union, get_args, get_origin
+from typing import Any, get_args
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from pipeline.config import Config, TargetConfig
 from pipeline.config.outcome import StockTree
+from pipeline.config.reference import key_rows
 from pipeline.config.running import PlainData
 from pipeline.errors import ConfigError
 from pipeline.redact import redacted
@@ -328,7 +328,7 @@ def nearest_key(wrong: str) -> str | None:
     A nearly equal key comes first. For an unknown key with a dot, a key with the same last part or
     with all its words follows. A less similar key comes last.
     """
-    keys = [*Config.model_fields, *(".".join(key) for key in _leaves(Config))]
+    keys = [*Config.model_fields, *(key.replace("[]", "") for key, _ in key_rows(Config))]
     alike = []
     for key in keys:
         has_same_name = key.split(".")[-1] == wrong.split(".")[-1]
@@ -344,25 +344,3 @@ def nearest_key(wrong: str) -> str | None:
 def _words(key: str) -> set[str]:
     """Split a configuration key into words, at dots and underscores."""
     return set(re.split("[._]", key))
-
-
-def _leaves(model: type[BaseModel], parents: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Yield each configuration key that has no keys below it, as a tuple of names."""
-    for name, field in model.model_fields.items():
-        inner = _model_in(field.annotation)
-        if inner is None:
-            yield (*parents, name)
-        else:
-            yield from _leaves(inner, (*parents, name))
-
-
-def _model_in(annotation: Any) -> type[BaseModel] | None:
-    """Return the settings class in an annotation such as `tuple[SeedSource, ...]`, or None."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    if get_origin(annotation) in (tuple, list, Union, types.UnionType):
-        for argument in get_args(annotation):
-            found = _model_in(argument)
-            if found:
-                return found
-    return None

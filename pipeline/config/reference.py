@@ -38,13 +38,13 @@ def reference(section: str | None = None) -> str:
             f"They are {', '.join(Config.model_fields)}.",
         )
     lines = ["| key | values | default | meaning |", "|---|---|---|---|"]
-    for key, row in _key_rows(Config):
+    for key, row in key_rows(Config):
         if section in (None, key.split(".")[0]):
             lines.append(row)
     return "\n".join(lines)
 
 
-def _key_rows(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str]]:
+def key_rows(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str]]:
     """Yield each dotted configuration key of a settings class with its row of the Markdown table.
 
     Keys of nested sections are included, and those of list entries as `seeds.sources[].path`.
@@ -52,13 +52,13 @@ def _key_rows(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, s
     for name, field in model.model_fields.items():
         key = f"{prefix}{name}"
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield from _key_rows(field.annotation, f"{key}.")
+            yield from key_rows(field.annotation, f"{key}.")
             continue
         cells = [f"`{key}`", _values(field.annotation), _default(field), field.description or ""]
         yield key, f"| {' | '.join(cells)} |"
         for element in get_args(field.annotation):
             if isinstance(element, type) and issubclass(element, BaseModel):
-                yield from _key_rows(element, f"{key}[].")
+                yield from key_rows(element, f"{key}[].")
 
 
 def _values(annotation: Any) -> str:

@@ -81,7 +81,7 @@ class Conversation:
         """The system message as a tuple, which is empty if there is none."""
         return self.messages[:1] if self.messages[0].role == "system" else ()
 
-    def read_by(self, mode: Mode, rounds: int | None = None) -> tuple[Message, ...]:
+    def read_by(self, mode: Mode, rounds: int | None) -> tuple[Message, ...]:
         """Return the messages of this seed that generation reads in a mode.
 
         Replay reads the system message and the first `rounds` questions (all if None), with their

@@ -187,6 +187,7 @@ def delimited_rows(
 
     Raises:
         ConfigError: The header lacks one of `columns`.
+        DataError: The header cannot be parsed.
     """
     csv.field_size_limit(MAX_ROW)
     text = _decoded_text(file)  # held until the last record: the file closes with it
@@ -194,7 +195,14 @@ def delimited_rows(
     first = next(lines, "")
     delimiter = max(delimiters, key=first.count)
     records = csv.reader(itertools.chain([first], lines), delimiter=delimiter)
-    header = next(records)
+    try:
+        header = next(records)
+    except csv.Error as error:  # a quotation mark that is never closed
+        raise DataError(
+            f"The header is no record: {error}.",
+            path,
+            "Close its quotation mark, or name another file.",
+        ) from error
     select_columns(header, columns, path)
     while True:
         try:

@@ -26,6 +26,7 @@ from pipeline.heads.kind import Heads
 
 NEVER = torch.iinfo(torch.int16).max  # the rank of a node that is not proposed
 PREFER_PARENT = 1e-3  # subtracted per depth: a parent comes before an equally probable child
+CHUNK_BYTES = 64 << 20  # of fp32 logits that are computed at a time
 LEAST = -100.0  # lower bound of a guess's log probability, so that PREFER_PARENT counts in fp32
 
 
@@ -122,8 +123,6 @@ class DynamicTree:
         hidden_BD: Tensor,
         token_B: Tensor,
         labels_KB: Tensor,
-        *,
-        chunk_bytes: int = 64 << 20,
     ) -> Tensor:
         """Return the rank of each true token's node among the proposed nodes, int16 [K, B].
 
@@ -136,9 +135,8 @@ class DynamicTree:
             hidden_BD: The target's hidden states at positions t.
             token_B: The tokens at t+1, the roots.
             labels_KB: The tokens at t+2+k; only the first `max_depth` of K are used and returned.
-            chunk_bytes: Bytes of fp32 logits to compute at a time.
         """
-        num_texts = max(1, chunk_bytes // (4 * self.top * heads.shape.vocab_size))
+        num_texts = max(1, CHUNK_BYTES // (4 * self.top * heads.shape.vocab_size))
         labels_KB = labels_KB[: self.max_depth]
         tensors = (hidden_BD.split(num_texts), token_B.split(num_texts))
         places = []

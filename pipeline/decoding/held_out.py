@@ -59,7 +59,7 @@ def rate_of_answers(
     return bootstrap_rate(list(tokens.values()), list(steps.values()))
 
 
-def bootstrap_rate(tokens_C: npt.ArrayLike, steps_C: npt.ArrayLike, seed: int = 0) -> Estimate:
+def bootstrap_rate(tokens_C: npt.ArrayLike, steps_C: npt.ArrayLike) -> Estimate:
     """Estimate the acceleration rate from the tokens and steps of each conversation.
 
     The standard error is a bootstrap over conversations. The standard deviation of the resamples
@@ -76,7 +76,7 @@ def bootstrap_rate(tokens_C: npt.ArrayLike, steps_C: npt.ArrayLike, seed: int = 
     rate = float(tokens_C.sum() / steps_C.sum())
     if num == 1:
         return Estimate(rate, math.nan)
-    times_BC = np.random.default_rng(seed).multinomial(num, np.full(num, 1 / num), NUM_RESAMPLES)
+    times_BC = np.random.default_rng(0).multinomial(num, np.full(num, 1 / num), NUM_RESAMPLES)
     rates_B = (times_BC @ tokens_C) / (times_BC @ steps_C)
     return Estimate(rate, float(rates_B.std() * math.sqrt(num / (num - 1))))
 

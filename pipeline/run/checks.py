@@ -209,10 +209,9 @@ def check_readers(run: ResolvedRun) -> None:
     config = run.config
     if os.environ.get("RAY_ADDRESS") or TARGET not in run.models:
         return
-    used: list[tuple[str, str]] = [
-        (config.generate.engine, "generate"),
-        (config.features.engine, "features"),
-    ]
+    used: list[tuple[str, str]] = [(config.features.engine, "features")]
+    if config.generate.mode != "passthrough":
+        used.append((config.generate.engine, "generate"))
     used += [(name, ENGINE_SECTIONS[name]) for name in config.check.engines]
     for engine, section in used:
         on_gpu = run.gpus_of(section) > 0

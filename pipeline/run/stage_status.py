@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 
 from rich.console import Console
 
-from pipeline.artifacts.check_result import CheckResult, Limits
-from pipeline.artifacts.json_form import from_json
+from pipeline.artifacts.check_result import check_failures
 from pipeline.errors import MedusaDistillError
 from pipeline.run.context import Context, Stage, skipped_stages
 from pipeline.run.resolved import ResolvedRun
@@ -83,7 +82,7 @@ def stage_statuses(
         statuses[name] = _stage_status(context, stage, statuses)
     checked = statuses.get("check")
     if checked is not None and checked.finished:
-        failures = from_json(CheckResult, checked.finished).failures(Limits.of(resolved.config))
+        failures = check_failures(checked.finished, resolved.config)
         if failures:
             statuses["check"] = replace(checked, status="failed", why="; ".join(failures))
     return statuses

@@ -147,7 +147,7 @@ def _source_summary(reader: SourceReader) -> Summary:
     }
     if reader.source.weight:
         found["weight"] = reader.source.weight
-    return dict(storable_json(found))
+    return storable_json(found)
 
 
 def _print_skipped_files(context: Context, summary: Summary) -> None:

@@ -151,11 +151,6 @@ def read_note(shard: Path) -> Note | None:
     return _read_record(NOTE, note_path(shard))
 
 
-def write_note(shard: Path, note: Note) -> None:
-    """Write a shard's note to `note_path`."""
-    write_json(note_path(shard), asdict(note))
-
-
 class StageTotals:
     """Totals of receipts: shards, rows, quarantined rows by reason, statistics, and the rate."""
 

@@ -26,9 +26,9 @@ import pyarrow.parquet as pq
 
 from pipeline.conversations.conversation import Reason, RejectedRow
 from pipeline.errors import DamagedShard, EnvironmentFault
-from pipeline.storage.atomic import atomic_path, disk_errors, publish, temporary_beside
+from pipeline.storage.atomic import atomic_path, disk_errors, publish, temporary_beside, write_json
 from pipeline.storage.fingerprint import FileFacts, ids_digest
-from pipeline.storage.receipts import RECEIPT_KEY, Note, Receipt, write_note
+from pipeline.storage.receipts import RECEIPT_KEY, Note, Receipt, note_path
 
 Codec = Literal["zstd", "lz4", "none"]
 Row = Mapping[str, Any]  # a row's columns by name
@@ -150,7 +150,7 @@ class ShardWriter:
     def write(self, rows: Sequence[Row]) -> None:
         """Append rows to the shard as one row group; without rows, append nothing."""
         if rows:
-            self.write_batch(pa.RecordBatch.from_pylist(list(rows), schema=self.schema))
+            self.write_batch(pa.RecordBatch.from_pylist(rows, schema=self.schema))
 
     def write_batch(self, batch: pa.RecordBatch) -> None:
         """Append a record batch to the shard as one row group.
@@ -202,7 +202,7 @@ class ShardWriter:
             num_quarantined=len(self.rejected),
             ids_sha256=ids_digest(self.ids),
             content_sha256=self._file.sha256(),  # of the rows; receipt and footer follow
-            reasons=dict(Counter(str(rejected.reason) for rejected in self.rejected)),
+            reasons=dict(Counter(rejected.reason for rejected in self.rejected)),
             stats=stats or {},
         )
         with atomic_path(self.task.quarantine) as temporary:
@@ -216,8 +216,8 @@ class ShardWriter:
             os.fsync(self._file.fileno())
             facts = FileFacts.of(self._temporary, self._file.sha256())
             publish(self._temporary, self.path)
-        note = Note(receipt.content_sha256, facts, float(busy_seconds))
-        write_note(self.path, note)
+        note = Note(receipt.content_sha256, facts, busy_seconds)
+        write_json(note_path(self.path), asdict(note))
         return replace(receipt, note=note)
 
     def _check_complete(self, ids_in: set[str], where: str) -> None:
@@ -253,7 +253,7 @@ def quarantine_line(rejected: RejectedRow, stage: str) -> str:
     row = {
         "id": rejected.id,
         "stage": stage,
-        "reason": str(rejected.reason),
+        "reason": rejected.reason,
         "detail": rejected.detail,
         "row": rejected.row,
     }
@@ -294,5 +294,4 @@ def read_rows(path: str | Path, columns: Sequence[str] | None = None) -> Iterato
     """
     with open_shard(path) as shard:
         for group in range(shard.num_row_groups):
-            names = list(columns) if columns else None
-            yield from shard.read_row_group(group, columns=names).to_pylist()
+            yield from shard.read_row_group(group, columns=columns).to_pylist()

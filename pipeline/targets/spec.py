@@ -145,6 +145,7 @@ def load_tokenizer(spec: TargetSpec) -> PreTrainedTokenizerBase:
 
     Raises:
         ConfigError: transformers cannot load a tokenizer for the target.
+        EnvironmentFault: The Hub cannot be reached, and nothing of the target is cached.
     """
     from transformers import AutoTokenizer
 
@@ -153,6 +154,8 @@ def load_tokenizer(spec: TargetSpec) -> PreTrainedTokenizerBase:
             return AutoTokenizer.from_pretrained(
                 spec.model, revision=spec.revision, trust_remote_code=spec.trust_remote_code
             )
+        except OSError:
+            raise
         except Exception as error:  # the tokenizers library raises plain Exception
             raise ConfigError(
                 f"The target {spec.model} has no tokenizer that loads.",
@@ -261,11 +264,11 @@ def cached_numbers(config: PretrainedConfig) -> int:
     text = config.get_text_config()
     latent = getattr(text, "kv_lora_rank", None)
     if latent:
-        return int(text.num_hidden_layers * (latent + text.qk_rope_head_dim))
+        return text.num_hidden_layers * (latent + text.qk_rope_head_dim)
     num_heads = text.num_attention_heads
     num_kv_heads = getattr(text, "num_key_value_heads", None) or num_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // num_heads
-    return int(2 * text.num_hidden_layers * num_kv_heads * head_dim)
+    return 2 * text.num_hidden_layers * num_kv_heads * head_dim
 
 
 def eos_token_ids(spec: TargetSpec) -> tuple[int, ...]:

@@ -88,12 +88,9 @@ def _adamw_8bit(groups: list[ParameterGroup]) -> torch.optim.Optimizer:
             for parameter, gradient in zip(parameters, _matrices(stack.grad), strict=True):
                 parameter.grad = gradient
 
-    def free_gradients(*_: Any) -> None:
-        """Drop the gradients of the matrices; called after an optimizer step."""
-        optimizer.zero_grad()  # of the slices; the trainer clears the stacks' gradients
-
     optimizer.register_step_pre_hook(pass_gradients)
-    optimizer.register_step_post_hook(free_gradients)
+    # The gradients of the slices; the trainer clears those of the stacks.
+    optimizer.register_step_post_hook(lambda *_: optimizer.zero_grad())
     return optimizer
 
 

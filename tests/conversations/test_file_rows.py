@@ -176,6 +176,12 @@ def test_a_line_above_the_limit_is_read_in_pieces(tmp_path, monkeypatch):
     assert outcomes(rows) == "why? | too-long | too-long | and?"
 
 
+def test_a_header_that_never_ends_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(file_rows, "MAX_ROW", 1500)
+    with pytest.raises(DataError, match="header"):
+        read(written(tmp_path / "a.csv", '"prompt\n' + "why?\n" * 500))
+
+
 @pytest.mark.parametrize("name", ["rows.jsonl.gz", "rows.json.gz", "rows.txt", "rows.csv.gz"])
 def test_a_file_that_unpacks_beyond_the_limit_is_refused(tmp_path, name):
     data = b"prompt\n" + b"hello there?\n" * 20_000

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from pipeline.conversations.spans import IGNORED
+from pipeline.decoding import dynamic_tree
 from pipeline.decoding.dynamic_tree import NEVER, PREFER_PARENT, DynamicTree, check_tree
 from pipeline.errors import ConfigError
 from pipeline.heads.medusa import MedusaHeads
@@ -87,7 +89,8 @@ def test_a_place_is_that_of_the_node_among_all_proposed(tree: DynamicTree, seed,
             labels[depth, text] = guess
             expected[depth, text] = ordered.index(path[: depth + 1])
     for chunk_bytes in (1, 1 << 30):
-        found = tree.places(heads, hidden, ROOTS, labels, chunk_bytes=chunk_bytes)
+        with patch.object(dynamic_tree, "CHUNK_BYTES", chunk_bytes):
+            found = tree.places(heads, hidden, ROOTS, labels)
         assert found.dtype == torch.int16 and found.tolist() == expected.tolist()
 
 

@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import torch
 
+from pipeline.execution import machine
 from pipeline.execution.machine import GIB, machine_memory, unusable_driver
 
 
-def test_a_container_s_limit_is_the_machine_s_memory(tmp_path):
+def test_a_container_s_limit_is_the_machine_s_memory(tmp_path, monkeypatch):
     limit, none = tmp_path / "memory.max", tmp_path / "unlimited"
     limit.write_text("1073741824\n")
     none.write_text("max\n")
-    assert machine_memory((str(limit), str(none), str(tmp_path / "absent"))) == GIB
-    assert machine_memory((str(none),)) > GIB
+    monkeypatch.setattr(machine, "CGROUP_LIMITS", (limit, none, tmp_path / "absent"))
+    assert machine_memory() == GIB
+    monkeypatch.setattr(machine, "CGROUP_LIMITS", (none,))
+    assert machine_memory() > GIB
 
 
 def test_an_unusable_driver_is_named_unless_hidden(tmp_path, monkeypatch):
     driver = tmp_path / "version"
     driver.touch()
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert unusable_driver({}, driver)
-    assert unusable_driver({"CUDA_VISIBLE_DEVICES": ""}, driver) is None
-    assert unusable_driver({}, tmp_path / "absent") is None
-    monkeypatch.setattr(torch.version, "cuda", None)
-    assert unusable_driver({}, driver) is None
+    monkeypatch.setattr(machine, "DRIVER", driver)
+    for visible, cuda in (("", "13.0"), ("0", None)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        assert unusable_driver() is None
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert unusable_driver()
+    driver.unlink()
+    assert unusable_driver() is None

@@ -186,6 +186,10 @@ def test_workers_without_gpus_read_a_target_on_the_cpu(
     checks.check_readers(resolved(own).on(Resources(((8, 1),))))
     both = {("target.model", "transformers", on_gpu) for on_gpu in (False, True)}
     assert both <= asked, "generate on the GPU, features on the CPU"
+    asked.clear()
+    seeds_answers = make_config(tmp_path, generate__mode="passthrough", generate__engine="vllm")
+    checks.check_readers(resolved(seeds_answers))
+    assert {engine for _, engine, _ in asked} == {"transformers", "native"}
 
 
 @pytest.mark.parametrize("key", ["check__served_model", "target__model"])
