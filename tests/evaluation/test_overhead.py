@@ -125,7 +125,7 @@ def test_the_chain_is_as_long_as_is_fastest(costs, drafted):
     assert one.expected_speedup == (pytest.approx(2 / costs[1], rel=1e-3) if costs else None)
 
 
-def test_a_seen_answer_is_not_in_the_rate_expected_on_new_ones():
+def test_seen_answers_are_not_in_the_rate_expected():
     """Eight new answers take one step of two tokens; a seen one takes two steps."""
     ranks_1N = np.repeat([[0, 1]], [16, 2], axis=1)
     answers = np.arange(9)
