@@ -144,7 +144,7 @@ def learned(
     target = resolve(config.target, on_gpu=False)
     sizes = model_config(target).get_text_config()
     settings = TrainConfig(heads=kind, num_heads=NUM_HEADS, checkpoint_every=10**9, **recipe)
-    shards = tuple(map(str, features.shards()))
+    shards = tuple(features.shards())
     with tempfile.TemporaryDirectory() as directory, torch.random.fork_rng():
         spec = TrainSpec(
             shards=shards,
@@ -162,7 +162,7 @@ def learned(
         torch.manual_seed(spec.seed)
         learner = PartLearner(spec, amount)
         summary = Trainer(learner).run(ProgressReporter()).to_json()
-        heads = str(Path(directory) / HEADS_FILE)
+        heads = Path(directory) / HEADS_FILE
         text = HeldOutText(shards, features.fingerprint, heads, settings.roles)
         ranks = held_out_ranks(text, TOP)
     figures = {

@@ -133,7 +133,7 @@ def train_spec(
     """Return the spec of a training of heads from the shards of `features_tasks`."""
     text = model_config(target).get_text_config()
     return TrainSpec(
-        shards=tuple(str(task.shard) for task in tasks),
+        shards=tuple(task.shard for task in tasks),
         fingerprint=FINGERPRINT,
         settings=settings,
         kind=head_kind(settings.heads),
@@ -144,6 +144,6 @@ def train_spec(
         seed=0,
         directory=str(directory),
         device="cuda" if device.type == "cuda" else "cpu",
-        texts=tuple(str(task.source) for task in tasks),
+        texts=tuple(task.source for task in tasks),
         texts_fingerprint="rows",
     )

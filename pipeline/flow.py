@@ -222,9 +222,7 @@ def push_run(
     with lock, contextlib.closing(_open_finished_run(run, config, console or Console())) as context:
         if not dry_run:
             return advance(context, push.STAGE).summary
-        receipts = push.push(context, dry_run=True)
-        push.print_dry_run(context.console, receipts)
-        return push.flat_receipt(receipts)
+        return push.flat_receipt(push.push(context, dry_run=True))
 
 
 def _open_finished_run(run: RunDirectory, config: Config, console: Console) -> Context:

@@ -148,8 +148,8 @@ class Run:
         features, heads = self._stage(states), self._stage("train").path / HEADS_FILE
         top, depth = settings.calibrate.top, max_tree_depth(settings.train)
         chosen = check_tree(load_tree(tree), depth, top)
-        shards = tuple(map(str, features.shards()))
-        text = HeldOutText(shards, features.fingerprint, str(heads), settings.train.roles)
+        shards = tuple(features.shards())
+        text = HeldOutText(shards, features.fingerprint, heads, settings.train.roles)
         if isinstance(chosen, DynamicTree):
             places = held_out_places(text, chosen)
             return replay_dynamic(places, chosen.num_nodes).acceleration_rate

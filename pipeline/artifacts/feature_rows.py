@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import cast
 
 import numpy as np
@@ -136,7 +137,7 @@ class FeatureRows:
 
     def __init__(
         self,
-        shards: Sequence[str],
+        shards: Sequence[Path],
         *,
         fingerprint: str,
         num_heads: int,
@@ -144,7 +145,7 @@ class FeatureRows:
     ):
         self.fingerprint = fingerprint
         self.num_heads, self.roles = num_heads, tuple(roles)
-        self._groups: list[tuple[str, int]] = []
+        self._groups: list[tuple[Path, int]] = []
         self._lengths: list[npt.NDArray[np.int64]] = []
         self._splits: list[npt.NDArray[np.object_]] = []
         for path in shards:

@@ -94,7 +94,7 @@ def count_generated(rows: Iterable[Row]) -> dict[str, float]:
 
 
 def read_token_rows(
-    shards: Iterable[str | Path], fingerprint: str, vocab_size: int | None = None
+    shards: Iterable[Path], fingerprint: str, vocab_size: int | None = None
 ) -> Iterator[TokenRow]:
     """Yield the token rows of generate or feature shards, in order.
 
@@ -126,7 +126,7 @@ def read_token_rows(
 
 
 @contextlib.contextmanager
-def open_rows(path: str | Path, fingerprint: str) -> Iterator[pq.ParquetFile]:
+def open_rows(path: Path, fingerprint: str) -> Iterator[pq.ParquetFile]:
     """Context manager: open a generate or feature shard, and check its fingerprint.
 
     Raises:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -43,7 +44,7 @@ Tokens = Sequence[int] | npt.NDArray[np.integer]
 class TrainingText:
     """The generate shards with the training rows, and their fingerprint; picklable."""
 
-    shards: tuple[str, ...]
+    shards: tuple[Path, ...]
     fingerprint: str
 
     def answers(self) -> SeenAnswers:
@@ -58,7 +59,7 @@ class TrainingText:
 
 def training_text(generated: StageDirectory) -> TrainingText:
     """Return the shards of a generate stage's directory, with their fingerprint."""
-    return TrainingText(tuple(map(str, generated.shards())), generated.fingerprint)
+    return TrainingText(tuple(generated.shards()), generated.fingerprint)
 
 
 class SeenAnswers:

@@ -1,4 +1,4 @@
-"""Filters that reject seeds: duplicates, near-duplicates, and seeds with check questions."""
+"""Filters of duplicate seeds and samples, near-duplicates, and seeds with check questions."""
 
 from __future__ import annotations
 
@@ -11,10 +11,19 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from pipeline.conversations.conversation import Conversation, Message, Mode, Reason, RejectedRow
+from pipeline.conversations.conversation import (
+    Conversation,
+    Message,
+    Mode,
+    Reason,
+    RejectedRow,
+    RowRejected,
+)
+from pipeline.conversations.row_builder import GeneratedRow
 
 Nearness = Literal["keep", "quarantine", "minhash"]
 Words = tuple[str, ...]
+TokenIds = tuple[str, tuple[tuple[int, ...], ...]]  # a seed's id, and the token ids of its rows
 
 NUM_PERMUTATIONS = 128
 NUM_BANDS = 32  # a pair of similarity 0.6 shares at least one band with a probability of 0.99
@@ -147,6 +156,21 @@ class CheckQuestions:
                 if enough and words[start : start + len(question)] == question:
                     return id
         return None
+
+
+def require_new_sample(rows: Sequence[GeneratedRow], earlier: dict[TokenIds, str]) -> None:
+    """Raise RowRejected if an earlier sample of the same seed has the same token ids.
+
+    If none has, add this sample to `earlier`.
+
+    Args:
+        rows: The rows of one sample.
+        earlier: The row id of each sample so far, by its token ids.
+    """
+    text = tuple(tuple(row.input_ids) for row in rows)
+    first = earlier.setdefault((rows[0].parent_id, text), rows[0].id)
+    if first != rows[0].id:
+        raise RowRejected(Reason.DUPLICATE, f"It equals the sample {first}, token for token.")
 
 
 def _rejected_seed(conversation: Conversation, reason: Reason, detail: str) -> RejectedRow:

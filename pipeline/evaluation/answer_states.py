@@ -172,7 +172,7 @@ def written_answers(
 
 def measured_on_answers(
     target: TargetSpec,
-    heads: str,
+    heads: Path,
     answers: Answers,
     top: int,
     tree: DynamicTree | None,
@@ -193,7 +193,7 @@ def measured_on_answers(
             dynamic tree proposes, or None.
     """
     model = load_on_gpus(target, gpus)
-    module = read_trained_heads(Path(heads)).to(input_device(model), model.dtype)
+    module = read_trained_heads(heads).to(input_device(model), model.dtype)
     prompts = [prompt for prompt, _ in answers]
     texts = [text for _, text in answers]
     seen = trained.answers()

@@ -12,12 +12,13 @@ import numpy as np
 
 from pipeline.artifacts.json_form import rounded
 from pipeline.artifacts.seen_answers import ENOUGH_NEW, NewAnswers
-from pipeline.artifacts.tree_file import ChainLength, TimedSize
+from pipeline.artifacts.tree_file import Accuracy, ChainLength, TimedSize
 from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.decoding.held_out import HeldOutRanks, Replay, replay, replay_dynamic
-from pipeline.decoding.tree import STOCK_NODES, TreePath, cartesian_tree
+from pipeline.decoding.tree import STOCK_NODES, Choices, TreePath, cartesian_tree
 from pipeline.decoding.tree_search import CrossFit, fastest_choice
 
+MEASURED_SIZES = (1, 3, 7, 15, 31, 63, 127, 255)  # nodes of the trees whose overhead is measured
 Overheads = Mapping[int, float]  # by number of nodes; empty if nothing was timed
 
 
@@ -184,3 +185,38 @@ def expected_on_new(text: HeldOutRanks, replayed: Replay) -> NewAnswers:
     if num_new < ENOUGH_NEW:
         return NewAnswers(answers=num_new)
     return NewAnswers(answers=num_new, **expected_speedup(replayed.new_answers()))
+
+
+def timed_trees(fits: CrossFit, dynamic: DynamicTree | None) -> dict[int, Choices | DynamicTree]:
+    """Return the trees whose overhead is measured, by number of nodes.
+
+    The numbers are `MEASURED_SIZES`. Static trees are the first nodes of the largest searched tree;
+    if that has fewer nodes than a size, the whole tree is measured instead. Dynamic trees have at
+    most as many nodes as the heads propose.
+    """
+    largest = max(fits.whole.values(), key=len)
+    trees: dict[int, Choices | DynamicTree] = {}
+    for size in MEASURED_SIZES:
+        if dynamic is None:
+            tree = largest[:size]
+            trees[len(tree)] = tree
+        elif size <= dynamic.num_proposed:
+            trees[size] = dynamic.resized(size)
+    return trees
+
+
+def head_accuracies(ranks: HeldOutRanks, top: int, num_heads: int) -> list[Accuracy]:
+    """Compute the top-1 to top-5 accuracies of the first `num_heads` heads.
+
+    With `top` below 5 only the first `top` are computed. A head without labels has no accuracies.
+    """
+    hits_KR, counts_K = ranks.guess_hits(top)
+    heads = []
+    for head in range(num_heads):
+        count = int(counts_K[head])
+        shares = {}
+        if count:
+            for rank, hits in enumerate(hits_KR[head].cumsum()[:5].tolist(), start=1):
+                shares[f"top{rank}"] = round(hits / count, 4)
+        heads.append(Accuracy(labels=count, **shares))
+    return heads

@@ -160,7 +160,7 @@ def measure_heads(
         require_prompts(prompts, settings)
         request = CheckRequest(
             with_room_for(target, prompts.kept, settings.max_new_tokens, found.max_depth),
-            str(found.export),
+            found.export,
             prompts.kept,
             settings,
             tree=found.tree,

@@ -42,7 +42,7 @@ LONG_STEP = 0.03  # seconds
 
 def measure_overheads(
     target: TargetSpec,
-    heads: str,
+    heads: Path,
     trees: Trees,
     chains: Trees,
     prompts: list[list[int]],
@@ -54,7 +54,7 @@ def measure_overheads(
     `heads` is the path of the trained heads; `prompts` are token ids.
     """
     model = load_on_gpus(target, gpus)
-    module = read_trained_heads(Path(heads)).to(input_device(model), model.dtype)
+    module = read_trained_heads(heads).to(input_device(model), model.dtype)
     room = context_length(target)
     return (
         overhead_curve(model, module, trees, prompts, room, progress),

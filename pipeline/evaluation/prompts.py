@@ -13,6 +13,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from pipeline.artifacts.generated_rows import TokenRow
@@ -90,7 +91,7 @@ class CheckRequest:
     """
 
     target: TargetSpec
-    export: str
+    export: Path
     prompts: list[Prompt]
     settings: CheckConfig
     tree: Choices | DynamicTree = ()

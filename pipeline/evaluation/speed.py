@@ -46,7 +46,7 @@ from pipeline.errors import ConfigError
 from pipeline.evaluation.prompts import CheckRequest, Prompt
 from pipeline.execution.progress import SILENT, ProgressReporter
 from pipeline.targets.loading import input_device, load_causal_lm
-from pipeline.targets.spec import TargetSpec
+from pipeline.targets.spec import TargetSpec, one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -149,8 +149,7 @@ def baseline(
                 assistant_model=assistant_model,
             )
         except Exception as error:  # a model's or a cache's code may raise any error
-            reason = str(error) or type(error).__name__
-            raise CannotDecode(reason.splitlines()[0]) from error
+            raise CannotDecode(one_line(error)) from error
         _, *forwards = recorder.forwards  # the first is the prompt
         _, first, *_ = recorder.times
         last = recorder.times[-1]

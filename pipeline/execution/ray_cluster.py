@@ -26,6 +26,7 @@ from ray.util.client import ray as ray_client
 
 from pipeline import OPENMP
 from pipeline.errors import EnvironmentFault
+from pipeline.targets.spec import last_line
 
 CLIENT = "ray://"
 WORKER_ENVIRONMENT = {"TORCH_CPP_LOG_LEVEL": "ERROR", "TOKENIZERS_PARALLELISM": "false"}
@@ -183,12 +184,6 @@ def start_error(error: Exception, address: str) -> EnvironmentFault:
         "Check RAY_ADDRESS, `ray status`, and that TMPDIR and RAY_TMPDIR have at most 40"
         " characters, or run with --executor inline.",
     )
-
-
-def last_line(error: Exception) -> str:
-    """Return the last line of a Ray error, without the stack frames before it."""
-    lines = str(error).strip().splitlines() or [repr(error)]
-    return lines[-1].strip().rstrip(".")
 
 
 @contextlib.contextmanager

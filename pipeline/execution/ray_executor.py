@@ -28,12 +28,12 @@ from pipeline.execution.ray_cluster import (
     ClusterWatch,
     connect,
     driver_needs,
-    last_line,
 )
 from pipeline.execution.shard_worker import LazyWorker, Outcome, ShardWorker
 from pipeline.storage.atomic import disk_errors
 from pipeline.storage.progress_file import SECONDS_BETWEEN_REPORTS
 from pipeline.storage.shards import ShardTask
+from pipeline.targets.spec import last_line
 
 MAX_FAILED_STARTS = 3  # consecutive workers that end before their first shard
 SECONDS_TO_CLOSE = 30.0

@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Literal
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
 from huggingface_hub.errors import RepositoryNotFoundError
+from rich.console import Console
 
 from pipeline.config import PushConfig
 from pipeline.errors import CheckFailed, ConfigError, DataError, EnvironmentFault
@@ -24,6 +25,7 @@ from pipeline.export.backbone import BACKBONE_FILE
 from pipeline.export.card import Published, backbone_card, model_card
 from pipeline.export.layout import CARD_FILE, CONFIG_FILE, read_layout, with_base_model
 from pipeline.export.weights import WEIGHT_SUFFIXES
+from pipeline.formatting import visible
 from pipeline.heads.kind import Heads
 from pipeline.heads.shapes import FORMATS
 from pipeline.redact import redacted
@@ -401,3 +403,14 @@ def _verified_files(
     for name, text in written.items():
         files[name] = CommitOperationAdd(name, text.encode(errors="replace"))
     return [files[name] for name in sorted(files)]
+
+
+def print_dry_run(console: Console, receipts: Mapping[str, Receipt]) -> None:
+    """Print what a push would send: repositories, files with their sizes, and missing settings."""
+    for part in receipts.values():
+        visibility = "private" if part["private"] else "public"
+        lines = [f"Would push to {part['repo']} ({visibility}), as one commit:"]
+        for file in part["files"]:
+            lines.append(f"  {file['size']:>14,} bytes  {visible(file['path'])}")
+        lines += [f"Still missing: {missing}" for missing in part["missing"]]
+        console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)

@@ -28,16 +28,16 @@ from pipeline.artifacts.generated_rows import read_token_rows
 from pipeline.artifacts.json_form import to_json
 from pipeline.artifacts.seen_answers import ENOUGH_NEW, training_text
 from pipeline.artifacts.trained_heads import HEADS_FILE
-from pipeline.artifacts.tree_file import Accuracy, CalibrateResult, Calibration, TreeFigures
+from pipeline.artifacts.tree_file import CalibrateResult, Calibration, TreeFigures
 from pipeline.config import Config
 from pipeline.conversations.sources import read_questions
-from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.decoding.held_out import HeldOutRanks
-from pipeline.decoding.tree import STOCK_NODES, Choices
+from pipeline.decoding.tree import STOCK_NODES
 from pipeline.decoding.tree_search import CrossFit, rank_accuracies
 from pipeline.errors import DataError
 from pipeline.evaluation.answer_states import measured_on_answers, written_answers
 from pipeline.evaluation.choosing import (
+    MEASURED_SIZES,
     ChosenTree,
     Overheads,
     best_dynamic_tree,
@@ -47,6 +47,8 @@ from pipeline.evaluation.choosing import (
     expected_on_new,
     expected_speedup,
     given_tree,
+    head_accuracies,
+    timed_trees,
 )
 from pipeline.evaluation.overhead import NUM_PROMPTS, NUM_STEPS, measure_overheads
 from pipeline.evaluation.prompts import held_out_prompts
@@ -67,7 +69,6 @@ from pipeline.training.methods import method_of
 NAME = "calibrate"
 VERSION = 13
 FIGURES = ("tree.nodes", "tree.expected_acceleration_rate", "tree.expected_standard_error")
-MEASURED_SIZES = (1, 3, 7, 15, 31, 63, 127, 255)
 """Numbers of nodes; with the root they are powers of two, at which matrix products are fastest."""
 
 
@@ -139,10 +140,10 @@ def run(context: Context, stage: StageDirectory) -> Summary:
         chain=chain,
         **expected_speedup(tree.replayed),
     )
-    heads = _head_accuracies(ranks, settings.top, num_heads)
+    heads = head_accuracies(ranks, settings.top, num_heads)
     new = ranks.new_answers()
     if len(new.starts) >= ENOUGH_NEW:
-        on_new = _head_accuracies(new, settings.top, num_heads)
+        on_new = head_accuracies(new, settings.top, num_heads)
         heads = [replace(head, new=each) for head, each in zip(heads, on_new, strict=True)]
     result = CalibrateResult(
         heads=heads,
@@ -183,23 +184,6 @@ def _choose_tree(
     return tree, chain_overheads
 
 
-def _head_accuracies(ranks: HeldOutRanks, top: int, num_heads: int) -> list[Accuracy]:
-    """Compute the top-1 to top-5 accuracies of the first `num_heads` heads.
-
-    With `top` below 5 only the first `top` are computed. A head without labels has no accuracies.
-    """
-    hits_KR, counts_K = ranks.guess_hits(top)
-    heads = []
-    for head in range(num_heads):
-        count = int(counts_K[head])
-        shares = {}
-        if count:
-            for rank, hits in enumerate(hits_KR[head].cumsum()[:5].tolist(), start=1):
-                shares[f"top{rank}"] = round(hits / count, 4)
-        heads.append(Accuracy(labels=count, **shares))
-    return heads
-
-
 def _require_labels(counts_K: np.ndarray, num_conversations: int, where: Path) -> None:
     """Raise DataError unless there are two conversations and every head has a label."""
     head = int(counts_K.argmin())
@@ -231,33 +215,15 @@ def _native_overheads(
         progress,
         target=context.backbone("train"),
         heads=_heads_path(context),
-        trees=_timed_trees(fits, resolved.dynamic_tree),
+        trees=timed_trees(fits, resolved.dynamic_tree),
         chains=chains(resolved.max_draft_tokens) if resolved.times_chain else {},
         prompts=[prompt.ids[-longest:] for prompt in prompts],
     )
 
 
-def _heads_path(context: Context) -> str:
+def _heads_path(context: Context) -> Path:
     """Return the path of the trained heads."""
-    return str(context.upstream["train"].path / HEADS_FILE)
-
-
-def _timed_trees(fits: CrossFit, dynamic: DynamicTree | None) -> dict[int, Choices | DynamicTree]:
-    """Return the trees whose overhead is measured, by number of nodes.
-
-    The numbers are `MEASURED_SIZES`. Static trees are the first nodes of the largest searched tree;
-    if that has fewer nodes than a size, the whole tree is measured instead. Dynamic trees have at
-    most as many nodes as the heads propose.
-    """
-    largest = max(fits.whole.values(), key=len)
-    trees: dict[int, Choices | DynamicTree] = {}
-    for size in MEASURED_SIZES:
-        if dynamic is None:
-            tree = largest[:size]
-            trees[len(tree)] = tree
-        elif size <= dynamic.num_proposed:
-            trees[size] = dynamic.resized(size)
-    return trees
+    return context.upstream["train"].path / HEADS_FILE
 
 
 def _rank_held_out_rows(
@@ -271,7 +237,7 @@ def _rank_held_out_rows(
     features = context.upstream[states]
     tree, top = context.resolved.dynamic_tree, context.config.calibrate.top
     text = HeldOutText(
-        tuple(map(str, features.shards())),
+        tuple(features.shards()),
         features.fingerprint,
         _heads_path(context),
         context.config.train.roles,

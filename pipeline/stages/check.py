@@ -244,7 +244,7 @@ def run(context: Context, stage: StageDirectory) -> Summary:
         most = read_layout(export).shape.max_depth
         request = CheckRequest(
             with_room_for(target, prompts.kept, settings.max_new_tokens, most),
-            str(export),
+            export,
             prompts.kept,
             settings,
             tree=read_tree(export),

@@ -16,17 +16,16 @@ import functools
 import math
 import time
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from pipeline.artifacts.generated_rows import GENERATED, count_generated, generated_columns
 from pipeline.artifacts.seed_rows import SPLITS, SeedRow
 from pipeline.config import GenerateConfig
-from pipeline.conversations.conversation import Reason, RejectedRow, RowRejected, SpecialTokens
+from pipeline.conversations.conversation import RejectedRow, RowRejected, SpecialTokens
 from pipeline.conversations.dialogue import Dialogue, DialogueSettings, require_both_sides
+from pipeline.conversations.duplicates import TokenIds, require_new_sample
 from pipeline.conversations.requests import Sampling
-from pipeline.conversations.row_builder import GeneratedRow
 from pipeline.errors import DataError, EnvironmentFault
 from pipeline.execution.progress import ShardProgress
 from pipeline.run.context import Context, Stage, reads
@@ -45,7 +44,6 @@ NAME = "generate"
 VERSION = 4
 FIGURES = ("rows", "samples", "tokens", "tokens_per_second", "quarantined", "special_token_rows")
 
-TokenIds = tuple[str, tuple[tuple[int, ...], ...]]  # a seed's id, and the token ids of its rows
 MIN_ROWS = 2  # of each split; a standard error needs two
 
 
@@ -118,21 +116,6 @@ def require_rows_of_splits(summary: Summary, stage: StageDirectory) -> None:
         raise DataError(what, str(stage.path), fix)
 
 
-def require_new(rows: Sequence[GeneratedRow], earlier: dict[TokenIds, str]) -> None:
-    """Raise RowRejected if an earlier sample of the same seed has the same token ids.
-
-    If none has, add this sample to `earlier`.
-
-    Args:
-        rows: The rows of one sample.
-        earlier: The row id of each sample so far, by its token ids.
-    """
-    text = tuple(tuple(row.input_ids) for row in rows)
-    first = earlier.setdefault((rows[0].parent_id, text), rows[0].id)
-    if first != rows[0].id:
-        raise RowRejected(Reason.DUPLICATE, f"It equals the sample {first}, token for token.")
-
-
 class Worker:
     """Worker of the generate stage: turns a shard of seeds into a shard of generated rows.
 
@@ -196,7 +179,7 @@ class Worker:
             for seed, dialogue in zip(seeds, group.dialogues, strict=True):
                 try:
                     generated = dialogue.rows()
-                    require_new(generated, earlier)
+                    require_new_sample(generated, earlier)
                 except RowRejected as rejected:
                     writer.reject(RejectedRow.of(dialogue.id, rejected, seed.stored()))
                     continue

@@ -12,14 +12,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from rich.console import Console
-
 from pipeline.config import Config
 from pipeline.export.card import Licence, Published, licence_of
 from pipeline.export.data_set import data_set_upload
-from pipeline.export.hub import Receipt, backbone_upload, heads_upload, send_all
+from pipeline.export.hub import Receipt, backbone_upload, heads_upload, print_dry_run, send_all
 from pipeline.export.layout import BACKBONE_DIRECTORY
-from pipeline.formatting import visible
 from pipeline.run.context import Context, Stage
 from pipeline.run.reporting import assemble_report
 from pipeline.storage.atomic import write_json
@@ -60,7 +57,7 @@ def push(
     set. The cards state the figures in the stages' summaries.
 
     Args:
-        dry_run: Prepare the uploads and return their receipts, without using the network.
+        dry_run: Prepare and print the uploads, and return their receipts, without the network.
         work_in: Where the data set's files are written before the upload, and deleted after it; by
             default in the system's folder for temporary files.
 
@@ -112,19 +109,10 @@ def push(
                 del checked[f"{BACKBONE_DIRECTORY}/{name}"]
             uploads[HEADS] = heads_upload(exported.path, card, checked)
         if dry_run:
-            return {name: upload.dry_run(settings.private) for name, upload in uploads.items()}
+            receipts = {name: each.dry_run(settings.private) for name, each in uploads.items()}
+            print_dry_run(context.console, receipts)
+            return receipts
         return send_all(uploads, private=settings.private)
-
-
-def print_dry_run(console: Console, receipts: Mapping[str, Receipt]) -> None:
-    """Print what a push would send: repositories, files with their sizes, and missing settings."""
-    for part in receipts.values():
-        visibility = "private" if part["private"] else "public"
-        lines = [f"Would push to {part['repo']} ({visibility}), as one commit:"]
-        for file in part["files"]:
-            lines.append(f"  {file['size']:>14,} bytes  {visible(file['path'])}")
-        lines += [f"Still missing: {missing}" for missing in part["missing"]]
-        console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
 
 
 def flat_receipt(receipts: Mapping[str, Receipt]) -> Receipt:

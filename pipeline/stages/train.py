@@ -60,7 +60,7 @@ def run(context: Context, stage: StageDirectory) -> Summary:
     warn = functools.partial(print_stage, context.console, "[yellow]![/]", NAME)
     shards, fingerprints = {}, {}
     for name in upstream(context.config):
-        shards[name] = tuple(map(str, context.upstream[name].shards()))
+        shards[name] = tuple(context.upstream[name].shards())
         fingerprints[name] = context.upstream[name].fingerprint
     spec = TrainSpec(
         shards=shards.get("features", ()),

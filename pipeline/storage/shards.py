@@ -266,7 +266,7 @@ def parent_of(row_id: str) -> str:
 
 
 @contextlib.contextmanager
-def open_shard(path: str | Path) -> Iterator[pq.ParquetFile]:
+def open_shard(path: Path) -> Iterator[pq.ParquetFile]:
     """Context manager: open a shard for reading; page checksums are verified.
 
     Errors of reading the shard inside the context are translated too.
@@ -287,7 +287,7 @@ def open_shard(path: str | Path) -> Iterator[pq.ParquetFile]:
         raise EnvironmentFault(f"A shard cannot be read: {error}.", path) from error
 
 
-def read_rows(path: str | Path, columns: Sequence[str] | None = None) -> Iterator[Row]:
+def read_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[Row]:
     """Yield the rows of a shard in order, with these columns or else all.
 
     One row group is in memory at a time. Errors are those of `open_shard`.

@@ -18,6 +18,7 @@ from typing import Any
 
 from pipeline.errors import EnvironmentFault, MedusaDistillError
 from pipeline.storage.progress_file import SECONDS_BETWEEN_REPORTS, ProgressFile
+from pipeline.targets.spec import last_line
 
 Report = Callable[..., None]  # reports progress: part, done, total, unit, note
 CALL, RESULT, PROGRESS = "call.pickle", "result.pickle", "progress.json"
@@ -51,8 +52,9 @@ def in_own_process(
         output = _wait_for_process(process, ProgressFile(Path(directory, PROGRESS)), on_report)
         result = Path(directory, RESULT)
         if not result.is_file():
+            reason = last_line(output or "no output")
             raise EnvironmentFault(
-                f"vLLM ended with status {process.returncode}: {last_line(output)}",
+                f"vLLM ended with status {process.returncode}: {reason}",
                 "check.engines: vllm",
                 "Free memory, or take vllm out of check.engines.",
             )
@@ -105,12 +107,6 @@ def main(directory: str) -> None:
 def environment() -> dict[str, str]:
     """Return environment variables for a process that imports the same packages as this one."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-
-
-def last_line(text: str) -> str:
-    """Return the last line of a text, cut to 300 characters, or "no output" if it is blank."""
-    lines = text.strip().splitlines()
-    return lines[-1][:300] if lines else "no output"
 
 
 if __name__ == "__main__":

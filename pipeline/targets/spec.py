@@ -140,6 +140,15 @@ def one_line(error: Exception) -> str:
     return shorten(text, 300, placeholder=" ...").strip(" .")
 
 
+def last_line(said: object) -> str:
+    """Return the last line of an output or of an error's message, cut to 300 characters.
+
+    Full stops at its end are removed. If there is no text, return the representation of `said`.
+    """
+    lines = str(said).strip().splitlines() or [repr(said)]
+    return lines[-1][:300].strip(" .")
+
+
 def load_tokenizer(spec: TargetSpec) -> PreTrainedTokenizerBase:
     """Load the target's tokenizer.
 

@@ -34,8 +34,8 @@ from typing import IO
 from pipeline.conversations.requests import Request
 from pipeline.errors import EnvironmentFault
 from pipeline.targets.loading import require_gpus
-from pipeline.targets.own_process import Report, environment, in_own_process, last_line
-from pipeline.targets.spec import EngineArgs, TargetSpec, eos_token_ids
+from pipeline.targets.own_process import Report, environment, in_own_process
+from pipeline.targets.spec import EngineArgs, TargetSpec, eos_token_ids, last_line
 from pipeline.targets.vllm_decode import DecodeTask
 from pipeline.targets.vllm_engine import engine_arguments, import_vllm
 
@@ -233,8 +233,9 @@ def _wait_until_ready(process: subprocess.Popen[bytes], address: str, log: IO[st
     while not is_healthy(address):
         if process.poll() is not None:
             log.seek(0)
+            reason = last_line(log.read() or "no output")
             raise EnvironmentFault(
-                f"vLLM's server ended with status {process.returncode}: {last_line(log.read())}",
+                f"vLLM's server ended with status {process.returncode}: {reason}",
                 WHERE,
                 FIX,
             )

@@ -91,9 +91,9 @@ class HeldOutText:
         trained: The training rows' answers; if None, no answer counts as seen in training.
     """
 
-    shards: tuple[str, ...]
+    shards: tuple[Path, ...]
     fingerprint: str
-    heads: str
+    heads: Path
     roles: tuple[Role, ...]
     trained: TrainingText | None = None
 
@@ -138,7 +138,7 @@ def _rank_held_out_rows(
         progress: Counts the rows.
     """
     device = "cuda" if gpus else "cpu"
-    heads = read_trained_heads(Path(text.heads)).to(device)
+    heads = read_trained_heads(text.heads).to(device)
     rows = FeatureRows(
         text.shards,
         fingerprint=text.fingerprint,

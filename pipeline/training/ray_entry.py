@@ -13,6 +13,7 @@ import shutil
 import uuid
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from ray.train import FailureConfig, RunConfig, ScalingConfig, UserCallback, get_context
@@ -22,7 +23,8 @@ from ray.train.v2.api.config import LoggingConfig
 from pipeline.errors import CheckFailed, ConfigError, EnvironmentFault, MedusaDistillError
 from pipeline.execution.placement import Placement
 from pipeline.execution.progress import SILENT, ProgressReporter
-from pipeline.execution.ray_executor import last_line, run_and_carry_errors
+from pipeline.execution.ray_executor import run_and_carry_errors
+from pipeline.targets.spec import last_line
 from pipeline.training.task import TrainResult, TrainSpec, Workers
 from pipeline.training.trainer import train
 
@@ -61,8 +63,8 @@ def train_on_ray(
     # Absolute paths: Ray Train moves its workers to a directory of its own.
     spec = replace(
         spec,
-        shards=tuple(map(os.path.abspath, spec.shards)),
-        texts=tuple(map(os.path.abspath, spec.texts)),
+        shards=tuple(map(Path.absolute, spec.shards)),
+        texts=tuple(map(Path.absolute, spec.texts)),
         directory=os.path.abspath(spec.directory),
     )
     bookkeeping = spec.path / "ray"

@@ -37,7 +37,7 @@ StepMetrics = dict[str, float | list[float]]
 class TrainSpec:
     """Specification of one training, sent to its workers; picklable."""
 
-    shards: tuple[str, ...]  # of the features stage, in order; empty if the cache is not read
+    shards: tuple[Path, ...]  # of the features stage, in order; empty if the cache is not read
     fingerprint: str  # of the features stage
     settings: TrainConfig
     kind: type[Heads]
@@ -48,7 +48,7 @@ class TrainSpec:
     seed: int
     directory: str  # of the train stage, on storage that every worker sees
     device: Literal["cpu", "cuda"] = "cpu"
-    texts: tuple[str, ...] = ()  # the generate stage's shards, in order
+    texts: tuple[Path, ...] = ()  # the generate stage's shards, in order
     texts_fingerprint: str = ""
     run_name: str = "run"  # in trackers
     configuration: dict[str, object] = field(default_factory=dict)  # of the run, for trackers

@@ -14,6 +14,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -52,7 +53,7 @@ NOTHING = Text(np.zeros(1, np.int32), (), num_read=1)
 
 
 def read_texts(
-    shards: Sequence[str],
+    shards: Sequence[Path],
     *,
     fingerprint: str,
     vocab_size: int,

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -79,7 +80,7 @@ def rows_of_shards(seed: int) -> list[list[dict[str, Any]]]:
     return shards
 
 
-def write_shards(directory, stage: str, fingerprint: str, writer_of, shards) -> tuple[str, ...]:
+def write_shards(directory, stage: str, fingerprint: str, writer_of, shards) -> tuple[Path, ...]:
     """Write shards in row groups of five rows each."""
     paths = []
     for index, rows in enumerate(shards):
@@ -88,12 +89,12 @@ def write_shards(directory, stage: str, fingerprint: str, writer_of, shards) -> 
             for start in range(0, len(rows), 5):
                 writer.write(rows[start : start + 5])
             writer.commit(stage, None)
-        paths.append(str(path))
+        paths.append(path)
     return tuple(paths)
 
 
 @pytest.fixture(scope="session")
-def shards(tmp_path_factory) -> tuple[str, ...]:
+def shards(tmp_path_factory) -> tuple[Path, ...]:
     """Shards of features, of three row groups each."""
     footer = StateFormat(torch.float32, D).footer
     writer = partial(ShardWriter, schema=FEATURES, footer=footer)
@@ -102,7 +103,7 @@ def shards(tmp_path_factory) -> tuple[str, ...]:
 
 
 @pytest.fixture(scope="session")
-def texts(tmp_path_factory) -> tuple[str, ...]:
+def texts(tmp_path_factory) -> tuple[Path, ...]:
     """Two shards of generated conversations."""
     shards = rows_of_shards(3)
     for row in chain(*shards):
@@ -113,7 +114,7 @@ def texts(tmp_path_factory) -> tuple[str, ...]:
     return write_shards(directory, "generate", TEXTS_FINGERPRINT, writer, shards)
 
 
-def opened(texts: tuple[str, ...], **changes: Any) -> dict[str, list[Text]]:
+def opened(texts: tuple[Path, ...], **changes: Any) -> dict[str, list[Text]]:
     """The conversations of `texts` by split."""
     settings = {
         "fingerprint": TEXTS_FINGERPRINT,
@@ -146,7 +147,7 @@ def make_spec(tmp_path, shards, target) -> MakeSpec:
     """A training of a few steps in a directory of its own; keywords change its settings."""
 
     def make(
-        name: str = "train", *, shards: tuple[str, ...] = shards, **settings: Any
+        name: str = "train", *, shards: tuple[Path, ...] = shards, **settings: Any
     ) -> TrainSpec:
         usual = {
             "heads": "medusa",

@@ -28,7 +28,7 @@ def learner(make_spec) -> HeadsLearner:
 def text(learner) -> HeldOutText:
     spec: TrainSpec = learner.spec
     write_heads(spec.heads_path, learner.heads, {})
-    return HeldOutText(spec.shards, spec.fingerprint, str(spec.heads_path), ("assistant",))
+    return HeldOutText(spec.shards, spec.fingerprint, spec.heads_path, ("assistant",))
 
 
 @torch.no_grad()
