@@ -25,6 +25,7 @@ from pipeline.storage.run_directory import RunDirectory
 from tests.flows.tiny import (
     SHARDED,
     STAGES,
+    changed_at,
     contents,
     latest,
     quarantined,
@@ -128,14 +129,11 @@ def test_the_same_command_again_keeps_everything_and_computes_nothing(
 
 
 def test_a_copied_run_yaml_leaves_the_original_alone(copied_run, finished_run, again, tmp_path):
-    def state(path: Path) -> dict[Path, int]:
-        return {file: file.lstat().st_mtime_ns for file in path.rglob("*")}
-
-    before = state(finished_run.path)
+    before = changed_at(finished_run.path)
     assert str(finished_run.path.parent) in (copied_run.path / "run.yaml").read_text()
     run = run_again(load_config(copied_run.path / "run.yaml", ["calibrate.nodes=7"]))
     assert run.path == copied_run.path and stages_run(run) == ["calibrate", "export", "check"]
-    assert state(finished_run.path) == before
+    assert changed_at(finished_run.path) == before
     beside = again(run__name="beside", run__store=str(copied_run.path))
     shutil.copytree(tmp_path, tmp_path.with_name("moved"), symlinks=True)
     moved = load_config(tmp_path.with_name("moved") / "beside" / "run.yaml")

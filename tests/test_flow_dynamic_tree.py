@@ -16,7 +16,7 @@ from pipeline.errors import ConfigError
 from pipeline.report.plots import draw_plots
 from pipeline.report.report import Report
 from pipeline.run.reporting import drawing_data
-from tests.flows.tiny import latest, run_again, stages_run, token_rows
+from tests.flows.tiny import latest, run_again, stages_run, token_rows, write_lines
 
 CHANGES = {
     "medusa": ({}, "medusa_choices.json"),
@@ -95,12 +95,9 @@ def test_a_tree_of_one_s_own_does_not_grow(make_config, tmp_path):
 
 
 def test_a_file_of_its_own_judges_a_dynamic_tree_too(copied_run, again, tmp_path):
-    file, questions = (
-        tmp_path / "questions.jsonl",
-        [f"why {word}?" for word in ("moon", "stone", "cat", "dog")],
-    )
-    file.write_text("".join(json.dumps({"turns": [question]}) + "\n" for question in questions))
-    run = again(until="export", calibrate__tree="dynamic", calibrate__data=str(file))
+    questions = [f"why {word}?" for word in ("moon", "stone", "cat", "dog")]
+    file = write_lines(tmp_path / "questions.jsonl", *({"turns": [each]} for each in questions))
+    run = again(until="export", calibrate__tree="dynamic", calibrate__data=file)
     assert latest(run, "calibrate").summary["tree"]["text"] == "calibrate.data"
     export, stored = (
         load_export(run.path / "latest/export", gpus=0),

@@ -29,11 +29,13 @@ from tests.flows.tiny import (
     CONTEXT,
     NEW_TOKENS,
     latest,
+    read_lines,
     report_of,
     run_again,
     stages_run,
     stored,
     token_rows,
+    write_lines,
 )
 from tests.targets.adapters import logits_with_adapter_on
 
@@ -211,18 +213,17 @@ def test_the_drift_is_that_of_the_published_weights(joint_run, tiny_target):
 def test_original_and_tuned_target_answer_a_file_of_questions(
     run, make_config, tmp_path, tiny_target
 ):
-    questions = tmp_path / "questions.jsonl"
     rows = []
     for n in range(3):
         turns = [f"why {n}?", "how?"]
         rows.append({"question_id": n, "turns": turns, "reference": ["no", "none"]})
-    questions.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = make_config(tmp_path, **JOINT | {"check__prompts": str(questions)})
+    questions = write_lines(tmp_path / "questions.jsonl", *rows)
+    config = make_config(tmp_path, **JOINT | {"check__prompts": questions})
     check = latest(run_again(config), "check")
     turns = {}
     for method in ("original", "plain", "medusa"):
         path = check.path / f"model_answer/{Path(tiny_target).name}-{method}.jsonl"
-        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        lines = read_lines(path)
         turns[method] = [line["choices"][0]["turns"] for line in lines]
     spec = TargetSpec(str(tiny_target))
     template, tokenizer = load_chat_template(spec), load_tokenizer(spec)

@@ -18,7 +18,7 @@ from pipeline.errors import ConfigError
 from pipeline.redact import redacted
 from pipeline.storage.shards import read_rows
 from tests.export.hub_stand_in import TOKEN, HubStandIn, push_to
-from tests.flows.tiny import latest, run_again
+from tests.flows.tiny import latest, read_lines, run_again, write_lines
 from tests.forks import in_a_fork
 
 pytest_plugins = ["tests.flows.failing"]
@@ -88,11 +88,11 @@ def test_ids_and_names_from_data_never_become_paths(make_config, tmp_path, tiny_
     inside = tmp_path / "a" / "b" / "c"
     seeds = inside / "seeds" / ".. ; $(touch x)\n.jsonl"
     seeds.parent.mkdir(parents=True)
-    rows = [json.loads(line) for line in tiny_seeds.read_text().splitlines()]
+    rows = read_lines(tiny_seeds)
     for row, name in zip(rows, NAMES, strict=False):
         row |= {"id": name, "category": name, "source": name}
     rows.append({"id": "../../refused", "conversations": "../../refused"})
-    seeds.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(seeds, *rows)
     before = {path for path in tmp_path.rglob("*")}
     run = run_again(make_config(inside / "runs", seeds__sources=[{"path": str(seeds)}]))
     made = {path for path in tmp_path.rglob("*")} - before - {inside / "runs"}

@@ -19,7 +19,7 @@ from rich.text import Text
 from pipeline.config.running import LimitsConfig
 from pipeline.flow import run_flow
 from tests.cli.tables import line_of, one_paragraph, states
-from tests.flows.tiny import STAGES, latest, run_again, stages_run, stored
+from tests.flows.tiny import STAGES, latest, run_again, stages_run, stored, write_lines
 
 INLINE = ("--executor", "inline")
 
@@ -301,8 +301,8 @@ def test_progress_is_a_bar_on_a_terminal(progress_of):
 def test_terminal_commands_in_rows_are_shown_and_not_obeyed(command, make_config, tmp_path):
     evil, forbidden = "\x1b[2J\x1b]0;mine\x07 and \x9b31m, then \x08\x08", set("\x1b\x07\x08\x9b")
     rows = [{"prompt": f"{number} {evil}"} for number in range(30)]
-    (tmp_path / "evil.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = make_config(tmp_path, seeds__sources=[{"path": str(tmp_path / "evil.jsonl")}])
+    source = {"path": write_lines(tmp_path / "evil.jsonl", *rows)}
+    config = make_config(tmp_path, seeds__sources=[source])
     run = run_again(config, until="seeds")
     out = command("inspect", run.path, "seeds", "evil:7").out
     assert "7 ␛[2J␛]0;mine␇ and" in out and not set(out) & forbidden

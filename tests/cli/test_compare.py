@@ -4,7 +4,6 @@ compare.
 
 from __future__ import annotations
 
-import json
 import shutil
 
 import pytest
@@ -12,7 +11,7 @@ import pytest
 from pipeline.artifacts.json_form import from_json
 from pipeline.report.comparison import ComparedRun, compare_runs
 from pipeline.report.report import Report, TrainFigures
-from tests.flows.tiny import latest, run_again
+from tests.flows.tiny import changed_at, latest, report_of, run_again
 
 
 @pytest.fixture
@@ -36,8 +35,7 @@ def test_runs_stand_side_by_side(command, sweep, finished_run):
     assert rows[""] == ["whole", "stopped", "asked-less"]
     assert rows["train.num_heads"] == ["3", "2", "3"] and rows["check.prompts"] == ["8", "8", "6"]
     assert not [name for name in rows if name.startswith(("run.", "seeds.", "generate."))]
-    report = json.loads((finished_run.path / "report.json").read_text())
-    native = report["check"]["native"]
+    native = report_of(finished_run)["check"]["native"]
     rate = f"{native['acceleration_rate']:.2f} ± {native['standard_error']:.2f}"
     assert rows["acceleration rate, native"][:2] == [rate, "-"]
     assert rows["check"] == ["passed", "not run", "passed"]
@@ -60,15 +58,15 @@ def test_a_stage_without_its_link_is_compared(command, copied_run, finished_run,
 def test_a_comparison_changes_nothing_and_needs_two_runs(command, copied_run, finished_run):
     whole = copied_run.path.with_name("whole")
     shutil.copytree(finished_run.path, whole, symlinks=True)
-    before = {path: path.lstat().st_mtime_ns for path in copied_run.path.rglob("*")}
+    before = changed_at(copied_run.path)
     ended = command("compare", copied_run.path, whole)
     assert ended.code == 0 and "unfinished" not in ended.out
-    assert {path: path.lstat().st_mtime_ns for path in copied_run.path.rglob("*")} == before
+    assert changed_at(copied_run.path) == before
     assert command("compare", whole).code == 2
     assert command("compare", whole, whole / "latest").code == 2
 
 
-def report_of(name: str, cpu: str, target: str, overhead: float) -> ComparedRun:
+def compared_run(name: str, cpu: str, target: str, overhead: float) -> ComparedRun:
     native = {"acceleration_rate": 2.0, "standard_error": 0.1}
     native |= {"overhead": overhead, "speedup": 2.0 / overhead}
     native["greedy_match"] = {"sequences": 8, "identical": 8, "ties": 0}
@@ -78,7 +76,7 @@ def report_of(name: str, cpu: str, target: str, overhead: float) -> ComparedRun:
 
 
 def test_other_machines_targets_and_load_are_named():
-    runs = [report_of("a", "x", "t", 1.25), report_of("b", "y", "u", 0.8)]
+    runs = [compared_run("a", "x", "t", 1.25), compared_run("b", "y", "u", 0.8)]
     table, notes = compare_runs(runs)
     rows = {row[0]: row[1:] for row in table.rows}
     assert rows["speedup, native"] == ("1.60x", "-"), "faster than plain decoding: other load"

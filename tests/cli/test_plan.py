@@ -18,7 +18,7 @@ from pipeline.formatting import duration
 from pipeline.targets.spec import TargetSpec, weight_files
 from tests.cli.tables import line_of, one_paragraph, states
 from tests.export.hub_stand_in import HubStandIn, Repository, take_for_the_hub
-from tests.flows.tiny import STAGES, stored
+from tests.flows.tiny import STAGES, changed_at, stored
 from tests.forks import in_a_fork
 from tests.models.published import write
 
@@ -36,11 +36,11 @@ def test_plan_starts_and_writes_nothing(command, config_file, tmp_path):
 
 
 def test_plan_names_the_setting_that_makes_stages_run_again(command, config_file, copied_run):
-    before = {path: path.lstat().st_mtime_ns for path in copied_run.path.rglob("*")}
+    before = changed_at(copied_run.path)
     out = command("plan", config_file, "train.lr=0.5").out
     assert states(out) == dict.fromkeys(STAGES[:3], "kept") | dict.fromkeys(STAGES[3:], "run")
     assert "changed: lr" in line_of("train", out)
-    assert {path: path.lstat().st_mtime_ns for path in copied_run.path.rglob("*")} == before
+    assert changed_at(copied_run.path) == before
     rows = stored(copied_run.latest("generate"))
     tokens = sum(span["end"] - span["start"] for row in rows for span in row["spans"])
     assert f"conversations, {tokens:,} tokens" in out, "the true number of what is done"

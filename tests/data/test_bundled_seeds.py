@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import re
 import runpy
 from collections import Counter
@@ -15,21 +14,18 @@ from pipeline.config import SeedsConfig
 from pipeline.conversations.conversation import Conversation
 from pipeline.conversations.duplicates import normalize_text
 from pipeline.conversations.sources import source_readers
+from tests.flows.tiny import read_lines
 
 DATA = Path(__file__).parents[2] / "data"
 SHAREGPT, ULTRACHAT = DATA / "seeds.sharegpt.jsonl", DATA / "seeds.ultrachat.jsonl"
 HAN = re.compile(r"[一-鿿]")
 
 
-def rows(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
-
-
 @pytest.fixture(scope="module")
 def conversations() -> list[list[str]]:
     """User and assistant texts in turn, read without the pipeline's own readers."""
-    found = [row["data"] for row in rows(ULTRACHAT)]
-    for row in rows(SHAREGPT):
+    found = [row["data"] for row in read_lines(ULTRACHAT)]
+    for row in read_lines(SHAREGPT):
         turns = row["conversations"]
         found.append([turn["value"] for turn in turns if turn["from"] != "system"])
     return found
@@ -44,7 +40,7 @@ def test_the_composer_writes_the_bundled_files_byte_for_byte():
 
 def test_each_form_has_hundreds_of_rows_in_a_megabyte():
     for path in (SHAREGPT, ULTRACHAT):
-        ids = [row["id"] for row in rows(path)]
+        ids = [row["id"] for row in read_lines(path)]
         assert len(set(ids)) == len(ids) >= 200
         assert path.stat().st_size < 1_000_000
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -16,13 +15,14 @@ from pipeline.evaluation.answers import answer_lines, compare, samples, tie_tole
 from pipeline.evaluation.prompts import Prompt
 from pipeline.targets.loading import load_causal_lm
 from pipeline.targets.spec import TargetSpec
+from tests.flows.tiny import read_lines, write_lines
 
 
 def spec_bench(path: Path) -> tuple[float, float]:
     """The figures of Spec-Bench's evaluation/speed.py: mean tokens per second over the questions,
     and mean accepted tokens over all steps.
     """
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    lines = read_lines(path)
     choices = [line["choices"][0] for line in lines]
     speeds = [sum(choice["new_tokens"]) / sum(choice["wall_time"]) for choice in choices]
     lengths = [length for choice in choices for length in choice["accept_lengths"]]
@@ -68,7 +68,7 @@ def test_a_question_is_one_line_that_spec_bench_reads(tokenizer, tmp_path):
     assert second["question_id"] == "seeds:7" and first["answer_id"] != second["answer_id"]
     assert second["choices"][0]["turns"] == ["why"], "no end token in the text"
     path = tmp_path / "medusa.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    write_lines(path, *lines)
     speed, length = (7 / 1.0 + 4 / 0.5) / 2, (3 + 1 + 1 + 3) / 4
     assert spec_bench(path) == (pytest.approx(speed), pytest.approx(length))
 

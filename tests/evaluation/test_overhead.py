@@ -123,3 +123,12 @@ def test_the_chain_is_as_long_as_is_fastest(costs, drafted):
     assert num_tokens == drafted
     assert one.expected_acceleration_rate == 2.0 and two.expected_acceleration_rate == 3.0
     assert one.expected_speedup == (pytest.approx(2 / costs[1], rel=1e-3) if costs else None)
+
+
+def test_seen_answers_are_not_in_the_rate_expected():
+    """Eight new answers take one step of two tokens; a seen one takes two steps."""
+    ranks_1N = np.repeat([[0, 1]], [16, 2], axis=1)
+    answers = np.arange(9)
+    _, (chain,) = chosen_chain(HeldOutRanks(ranks_1N, 2 * answers, answers, answers == 8), 1, 1, {})
+    assert chain.expected_acceleration_rate == 1.8
+    assert (chain.new.answers, chain.new.expected_acceleration_rate) == (8, 2.0)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from transformers import AutoTokenizer, PretrainedConfig
@@ -22,6 +20,7 @@ from pipeline.evaluation.prompts import (
 )
 from pipeline.storage.shards import read_rows
 from pipeline.targets.spec import TargetSpec, context_length
+from tests.flows.tiny import write_lines
 
 EOS = [1, *range(100, 108)]
 ROOM = 10_000
@@ -65,7 +64,7 @@ def test_an_earlier_turn_is_asked_where_no_later_one_fits(generated, rows):
 def ask(tiny_target, tmp_path):
     def run(*questions: dict, **settings):
         path = tmp_path / "q.jsonl"
-        path.write_text("".join(json.dumps(question) + "\n" for question in questions))
+        write_lines(path, *questions)
         check = CheckConfig(prompts=path, **settings)
         spec = TargetSpec(str(tiny_target))
         return question_prompts(spec, read_questions(path), check, "transformers", 0)

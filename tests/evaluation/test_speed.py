@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import statistics
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import GenerationConfig
 
-from pipeline.artifacts.check_result import Speed
+from pipeline.artifacts.check_result import EngineFigures, GreedyMatch, Speed
 from pipeline.decoding.decoder import Decoded, plain_decoder
 from pipeline.evaluation.prompts import Prompt
 from pipeline.evaluation.speed import (
@@ -20,6 +22,7 @@ from pipeline.evaluation.speed import (
     check_speed,
     steps_by_accepted_length,
     take_turns,
+    with_new_answers,
 )
 from pipeline.execution.progress import ProgressReporter
 from pipeline.targets.spec import TargetSpec
@@ -64,12 +67,22 @@ def test_a_category_has_the_figures_of_its_own_prompts():
     with_heads = [([4, 4], 0.4), ([2, 2], 0.4), ([2], 0.1), ([], 0.0), ([1], 9.0)]
     sides = {"plain": plain, "accelerated": with_heads}
     one = {name: [decoded(*each) for each in side] for name, side in sides.items()}
-    math, writing, empty = by_category(prompts, [one, one])
+    late = {name: [replace(each, seconds=99.0) for each in side] for name, side in one.items()}
+    math, writing, empty = by_category(prompts, [late, one, one])
     assert (math.category, math.prompts, writing.prompts, empty.prompts) == ("math", 2, 1, 1)
     assert math.acceleration_rate == pytest.approx(10 / 3, abs=1e-4)
     assert math.tokens_per_second == pytest.approx(20) == 2 * math.baseline_tokens_per_second
     assert writing.speedup == pytest.approx(2.0)
     assert empty.acceleration_rate is None is empty.speedup
+
+
+def test_seen_answers_are_not_in_the_rate_on_new_ones():
+    """Two of ten answers are seen, and each has one step of 9 tokens."""
+    trained = SimpleNamespace(answers=lambda: [[7]])
+    request = SimpleNamespace(prompts=[Prompt(name, [1]) for name in "abcdefghij"], trained=trained)
+    figures = EngineFigures(acceleration_rate=3.0, greedy_match=GreedyMatch(10, 10, 0))
+    found = with_new_answers(figures, request, [[7]] * 2 + [[8]] * 8, [[9]] * 2 + [[1, 2]] * 8)
+    assert (found.seen_share, found.new.answers, found.new.acceleration_rate) == (0.2, 8, 1.5)
 
 
 def test_another_method_is_measured_against_plain_decoding():

@@ -123,7 +123,7 @@ def save_seeds(path: Path, number: int = NUM_SEEDS) -> Path:
         {"id": "same", "conversations": [{"from": r, "value": text()} for r in roles]}
         for _ in range(number)
     ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(path, *rows)
     return path
 
 
@@ -311,6 +311,22 @@ def report_of(run: RunDirectory) -> dict[str, Any]:
     return json.loads((run.path / "report.json").read_text())
 
 
+def changed_at(folder: Path) -> dict[Path, int]:
+    """When each file and folder below one was last changed, in nanoseconds."""
+    return {path: path.lstat().st_mtime_ns for path in folder.rglob("*")}
+
+
+def write_lines(path: Path, *rows: object) -> str:
+    """Write each row as a line of JSON; return the path as a setting has it."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file of JSON lines."""
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+
+
 def stored(stage: StageDirectory | None) -> list[dict[str, Any]]:
     """Every row of a stage, in order."""
     assert stage is not None
@@ -320,7 +336,7 @@ def stored(stage: StageDirectory | None) -> list[dict[str, Any]]:
 def quarantined(stage: StageDirectory) -> list[dict[str, Any]]:
     """Every quarantined row of a stage, in order."""
     files = sorted((stage.path / "quarantine").glob("*.jsonl"))
-    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    return [row for file in files for row in read_lines(file)]
 
 
 def edit_summary(run: RunDirectory, name: str, **changes: object) -> None:

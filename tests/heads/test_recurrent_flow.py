@@ -4,7 +4,6 @@ checked.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 
 import pytest
@@ -16,7 +15,7 @@ from pipeline.export.layout import read_layout
 from pipeline.heads.shapes import RecurrentShape
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.storage.shards import read_rows
-from tests.flows.tiny import STAGES, latest, run_again
+from tests.flows.tiny import STAGES, latest, report_of, run_again
 
 
 def most_written(run: RunDirectory, number: int) -> list[int]:
@@ -48,7 +47,7 @@ def test_the_whole_flow_changes_no_token(make_config, tmp_path):
     for name in exported.keys() & trained.keys():
         assert torch.equal(exported[name], trained[name])
     assert trained.keys() - exported.keys() == {"embed_tokens.weight", "lm_head.weight"}
-    native = json.loads((run.path / "report.json").read_text())["check"]["native"]
+    native = report_of(run)["check"]["native"]
     assert native["greedy_match"] == {"sequences": 8, "identical": 8, "ties": 0}
     assert native["acceleration_rate"] > 1
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ import pipeline
 from pipeline.errors import ConfigError
 from pipeline.export.layout import read_layout
 from pipeline.heads.kinds import KINDS
-from tests.flows.tiny import STAGES, latest, run_again
+from tests.flows.tiny import STAGES, latest, report_of, run_again
 from tests.heads.linear_heads import LinearHeads, LinearShape
 
 SOURCES = Path(pipeline.__file__).parent
@@ -36,7 +35,7 @@ def test_another_kind_runs_the_whole_flow_and_changes_no_token(make_config, tmp_
     assert all(torch.equal(exported[name], trained[name]) for name in trained)
     card = (export / "README.md").read_text()
     assert "# Linear heads for" in card and "vllm serve" not in card
-    native = json.loads((run.path / "report.json").read_text())["check"]["native"]
+    native = report_of(run)["check"]["native"]
     assert native["greedy_match"] == {"sequences": 8, "identical": 8, "ties": 0}
     assert native["acceleration_rate"] > 1
 

@@ -4,14 +4,12 @@ targets that are refused.
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from benchmarks.families import FAMILIES, REFUSED, save_family, save_refused
 from pipeline.errors import ConfigError
 from pipeline.storage.shards import read_rows
-from tests.flows.tiny import latest, run_again
+from tests.flows.tiny import latest, report_of, run_again
 
 SMALL = {
     "generate__max_new_tokens": 6,
@@ -33,7 +31,7 @@ def test_a_family_runs_to_an_exact_check(name, make_config, tiny_seeds, tmp_path
     for heads in ("recurrent", "medusa"):
         config = make_config(tmp_path, run__name=heads, train__heads=heads, **usual, **SMALL)
         run = run_again(config)
-        check = json.loads((run.path / "report.json").read_text())["check"]
+        check = report_of(run)["check"]
         assert check["passed"], check["failures"]
         match = check["native"]["greedy_match"]
         assert match["identical"] + match["ties"] == match["sequences"] == 3

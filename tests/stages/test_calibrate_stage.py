@@ -15,10 +15,7 @@ from pipeline.artifacts.json_form import from_json
 from pipeline.artifacts.tree_file import CalibrateResult, read_calibration
 from pipeline.errors import ConfigError, DataError
 from pipeline.flow import run_flow
-from tests.flows.tiny import (
-    stages_run,
-    stored,
-)
+from tests.flows.tiny import stages_run, stored, write_lines
 
 
 @pytest.fixture
@@ -241,16 +238,16 @@ def test_a_named_tree_is_cut_where_the_heads_end(copied_run, run_again):
 
 @pytest.mark.slow
 def test_answers_to_a_file_of_questions_replace_held_out_rows(copied_run, run_again, tmp_path):
-    file, before = tmp_path / "questions.jsonl", result_of(copied_run)
-    questions = [[f"why {word}?", "how does it run?"] for word in ("moon", "stone", "cat", "dog")]
-    file.write_text("".join(json.dumps({"turns": turns}) + "\n" for turns in questions))
+    before = result_of(copied_run)
+    turns = [[f"why {word}?", "how does it run?"] for word in ("moon", "stone", "cat", "dog")]
+    file = write_lines(tmp_path / "questions.jsonl", *({"turns": each} for each in turns))
     exported = copied_run.latest("export").fingerprint
-    run = run_again("check", calibrate__data=str(file))
+    run = run_again("check", calibrate__data=file)
     assert stages_run(run) == ["calibrate", "export", "check"], "nothing is trained again"
     found = result_of(run)
     assert found.conversations == 4 and found.tree.text == "calibrate.data"
     assert found.heads != before.heads and run.latest("export").fingerprint != exported
-    assert stages_run(run_again("check", calibrate__data=str(file))) == []
+    assert stages_run(run_again("check", calibrate__data=file)) == []
 
 
 @pytest.mark.parametrize("text", [json.dumps({"turns": ["moon " * 400]}) + "\n", "[]"])

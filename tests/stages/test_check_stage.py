@@ -20,9 +20,11 @@ from tests.flows.tiny import (
     NEW_TOKENS,
     context_of,
     last_events,
+    read_lines,
     report_of,
     stages_run,
     stored,
+    write_lines,
 )
 from tests.targets.quantized_copies import compressed
 
@@ -34,15 +36,6 @@ SERVED = VllmFigures(
 
 def result_of(run) -> CheckResult:
     return from_json(CheckResult, run.latest("check").summary)
-
-
-def write(path: Path, *rows: dict) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
-def lines_of(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def test_a_failed_check_is_reported_and_another_limit_decodes_nothing(copied_run, again):
@@ -74,7 +67,7 @@ def test_a_file_of_questions_replaces_held_out_rows(copied_run, again, tmp_path)
         )
     questions[0]["reference"] = ["nobody says that", "nor that"]
     long = {"question_id": 9, "category": "c1", "turns": ["moon " * 400]}
-    file = write(tmp_path / "questions.jsonl", *questions, long)
+    file = write_lines(tmp_path / "questions.jsonl", *questions, long)
     stage = again(check__prompts=file, check__baselines=["generate"]).latest("check")
     result = from_json(CheckResult, stage.summary)
     native = result.native
@@ -87,9 +80,9 @@ def test_a_file_of_questions_replaces_held_out_rows(copied_run, again, tmp_path)
     assert result.exact_match == exact and "answers" not in stage.summary
     name = Path(stage.summary["configuration"]["target"]["model"]).name
     for method in ("plain", "medusa"):
-        lines = lines_of(stage.path / f"answers/{method}.jsonl")
+        lines = read_lines(stage.path / f"answers/{method}.jsonl")
         assert [line["question_id"] for line in lines] == [0, 1, 2, 3, 4]
-        judged = lines_of(stage.path / f"model_answer/{name}-{method}.jsonl")
+        judged = read_lines(stage.path / f"model_answer/{name}-{method}.jsonl")
         for one, line in zip(judged, lines, strict=True):
             assert one.keys() >= {"question_id", "answer_id", "model_id", "choices", "tstamp"}
             assert line["model_id"] == f"{name}-{method}" and len(line["choices"][0]["turns"]) == 2
@@ -97,17 +90,17 @@ def test_a_file_of_questions_replaces_held_out_rows(copied_run, again, tmp_path)
     lengths = [length for line in lines for length in line["choices"][0]["accept_lengths"]]
     assert sum(lengths) / len(lengths) == pytest.approx(native.acceleration_rate, abs=1e-3)
 
-    write(tmp_path / "questions.jsonl", questions[0])
+    write_lines(tmp_path / "questions.jsonl", questions[0])
     other = again(check__prompts=file, check__baselines=["generate"])
     assert result_of(other).native.prompts == 2, "the file's content counts"
-    write(tmp_path / "questions.jsonl", long)
+    write_lines(tmp_path / "questions.jsonl", long)
     with pytest.raises(DataError, match=f"No prompt leaves room for {NEW_TOKENS} tokens"):
         again(check__prompts=file)
 
 
 def test_a_question_may_be_longer_than_training_text(again, tmp_path):
     short = {"target__max_tokens": 64, "generate__max_new_tokens": 12, "generate__rounds": 1}
-    file = write(tmp_path / "questions.jsonl", {"turns": ["moon " * 25]})
+    file = write_lines(tmp_path / "questions.jsonl", {"turns": ["moon " * 25]})
     asked = short | {"check__prompts": file, "check__max_new_tokens": 20}
     native = result_of(again(**asked)).native
     assert (native.prompts, native.skipped_prompts) == (1, 0)
@@ -159,7 +152,7 @@ def test_a_question_of_training_is_warned_of(copied_run, make_config, tmp_path):
     rows = [row for row in stored(copied_run.latest("generate")) if row["split"] == "train"]
     trained, out = rows[0]["messages"][0]["content"], io.StringIO()
     asked = [f"{trained.upper()}!", "why 1?", "why 2?", "why 3?"]
-    file = write(tmp_path / "q.jsonl", *({"turns": [question, "how?"]} for question in asked))
+    file = write_lines(tmp_path / "q.jsonl", *({"turns": [question, "how?"]} for question in asked))
     config = make_config(
         tmp_path,
         check__prompts=file,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from pipeline.config import GenerateConfig
 from pipeline.errors import DataError, EnvironmentFault
 from pipeline.storage.shards import read_rows
 from pipeline.targets.spec import TargetSpec, load_tokenizer
-from tests.flows.tiny import latest, stored
+from tests.flows.tiny import latest, quarantined, read_lines, stored, write_lines
 
 
 @pytest.fixture
@@ -40,10 +39,7 @@ def ids_of(stage) -> list[str]:
 
 def rejected_by(stage, reason: str) -> list[str]:
     """The ids of the rows that were quarantined for this reason."""
-    lines = []
-    for path in sorted((stage.path / "quarantine").glob("*.jsonl")):
-        lines += map(json.loads, path.read_text().splitlines())
-    return [line["id"] for line in lines if line["reason"] == reason]
+    return [line["id"] for line in quarantined(stage) if line["reason"] == reason]
 
 
 def test_each_training_prompt_has_its_samples_in_its_shard(finished_run, generated):
@@ -56,8 +52,7 @@ def test_each_training_prompt_has_its_samples_in_its_shard(finished_run, generat
             later = ("~2", "~3") if row["split"] == "train" else ()
             expected |= {row["id"], *(row["id"] + suffix for suffix in later)}
         kept = {row["id"] for row in read_rows(several.shard_path(index))}
-        quarantine = several.quarantine_path(index).read_text().splitlines()
-        refused = [json.loads(line)["id"] for line in quarantine]
+        refused = [line["id"] for line in read_lines(several.quarantine_path(index))]
         assert sorted([*kept, *refused]) == sorted(expected)
     firsts = {row["id"]: row["input_ids"] for row in stored(one)}
     assert {name: rows[name]["input_ids"] for name in firsts} == firsts
@@ -157,8 +152,8 @@ def test_a_history_rewriting_template_gives_a_row_per_turn(generated):
 
 
 def talks(path: Path, rows: list[list[str]]) -> dict:
-    path.write_text("".join(json.dumps({"data": row}) + "\n" for row in rows))
-    settings = {"seeds__sources": [{"path": str(path)}], "seeds__holdout": 0.5}
+    source = {"path": write_lines(path, *({"data": row} for row in rows))}
+    settings = {"seeds__sources": [source], "seeds__holdout": 0.5}
     return settings | {"generate__mode": "passthrough", "generate__engine": "vllm"}
 
 

@@ -1,14 +1,17 @@
 """A stage that refuses too much of its input is stopped; what is left out as a repetition is not
-refused.
+refused. A shard of unknown time is not in the rate.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 
 from pipeline.conversations.conversation import Reason
 from pipeline.errors import DataError
-from pipeline.storage.receipts import Receipt, StageTotals
+from pipeline.storage.fingerprint import FileFacts
+from pipeline.storage.receipts import Note, Receipt, StageTotals
 
 
 def totals(rows: int, **reasons: int) -> StageTotals:
@@ -37,3 +40,9 @@ def test_fewer_than_a_hundred_rows_are_judged_at_the_end():
     assert not refuses(totals(20, EMPTY=79, DUPLICATE=900), 0.5, final=False)
     assert refuses(totals(20, EMPTY=79), 0.5, final=True)
     assert not refuses(totals(0, DUPLICATE=9), 0.0, final=True)
+
+
+def test_a_shard_of_unknown_time_does_not_raise_the_rate():
+    untimed = Receipt(0, "f", "", 1, 0, "", "", stats={"tokens": 30.0})
+    timed = replace(untimed, note=Note("", FileFacts(0, 0, ""), busy_seconds=2.0))
+    assert StageTotals([untimed, timed]).summary()["tokens_per_second"] == 15

@@ -81,6 +81,8 @@ def test_two_workers_follow_the_curve_of_one_through_both_stages(make_tuning, tm
         for two, one in zip(ours, theirs, strict=True):
             assert one["step"] == two["step"] and one.get("tokens") == two.get("tokens")
             assert two.get("loss", 0) == pytest.approx(one.get("loss", 0), rel=1e-3)
+            for head, other in zip(two.get("held_out", ()), one.get("held_out", ()), strict=True):
+                assert head["loss"] == pytest.approx(other["loss"], rel=1e-3)
             if "drift" in one:
                 assert two["drift"]["kl"] == pytest.approx(one["drift"]["kl"], rel=1e-2, abs=1e-7)
                 assert two["drift"]["positions"] == one["drift"]["positions"]

@@ -20,7 +20,8 @@ from pipeline.training.feature_batches import Batch
 from pipeline.training.held_out_accuracy import Evaluation
 from pipeline.training.metrics import flatten_metrics, read_metrics
 from pipeline.training.task import TrainResult, TrainSpec, Workers
-from pipeline.training.trainer import Trainer, TrainState, train
+from pipeline.training.trainer import StepResult, Trainer, TrainState, train
+from tests.flows.tiny import changed_at
 from tests.training.trainings import Stopped, same_curve, same_weights, stop_at, trainer_of
 
 RECIPES = [
@@ -54,9 +55,9 @@ def test_a_finished_run_called_again_does_nothing(make_spec):
     spec = make_spec()
     result = train(spec)
     assert from_json(TrainResult, json.loads(json.dumps(result.to_json()))) == result
-    before = {path: path.stat().st_mtime_ns for path in spec.path.rglob("*")}
+    before = changed_at(spec.path)
     assert train(spec, progress=stop_at(1)) == result
-    assert {path: path.stat().st_mtime_ns for path in spec.path.rglob("*")} == before
+    assert changed_at(spec.path) == before
 
 
 def test_heads_of_another_shape_are_refused(make_spec):
@@ -79,9 +80,12 @@ class TwoThreads(Workers):
 
 
 def part_of(batch: Batch, chosen_N: torch.Tensor) -> Batch:
-    hidden_ND, next_N, labels_KN = batch[:3]
-    parts = hidden_ND[chosen_N], next_N[chosen_N], labels_KN[:, chosen_N]
-    return Batch(*parts, *batch[3:])
+    labels_KN = batch.labels_KN[:, chosen_N]
+    return Batch(batch.hidden_ND[chosen_N], batch.next_N[chosen_N], labels_KN, *batch[3:])
+
+
+def figures_of(step: StepResult, evaluation: Evaluation) -> dict[str, float]:
+    return dict(flatten_metrics({**step.metrics, "held_out": evaluation.held_out}))
 
 
 def test_unequal_workers_step_as_one_on_the_whole_batch(make_spec):
@@ -89,7 +93,7 @@ def test_unequal_workers_step_as_one_on_the_whole_batch(make_spec):
     spec = make_spec(batch_tokens=10_000, max_grad_norm=1e9)
     alone = trainer_of(spec)
     batch = next(alone.learner.steps(0))[0]
-    expected = alone.step(0, [batch])
+    expected, held_out = alone.step(0, [batch]), alone.evaluate(TrainState())
 
     is_short_N = batch.labels_KN[2] == IGNORED
     assert 0 < 2 * is_short_N.sum() < len(is_short_N)
@@ -97,13 +101,12 @@ def test_unequal_workers_step_as_one_on_the_whole_batch(make_spec):
     shares = [[part_of(batch, is_short_N)], [part_of(batch, ~is_short_N)]]
     with ThreadPoolExecutor(2) as threads:
         steps = list(threads.map(Trainer.step, trainers, (0, 0), shares))
-    for trainer, step in zip(trainers, steps, strict=True):
+        evaluations = list(threads.map(Trainer.evaluate, trainers, (TrainState(), TrainState())))
+    for trainer, step, found in zip(trainers, steps, evaluations, strict=True):
         assert step.positions == expected.positions == len(is_short_N)
-        metrics = dict(flatten_metrics(step.metrics))
-        assert metrics == pytest.approx(dict(flatten_metrics(expected.metrics)), rel=1e-5)
-        for name, weight in alone.trained.items():
-            gradient = trainer.trained[name].grad
-            torch.testing.assert_close(gradient, weight.grad, rtol=1e-4, atol=1e-6, msg=name)
+        assert figures_of(step, found) == pytest.approx(figures_of(expected, held_out), rel=1e-5)
+        for ours, whole in zip(trainer.parameters, alone.parameters, strict=True):
+            torch.testing.assert_close(ours.grad, whole.grad, rtol=1e-4, atol=1e-6)
 
 
 def evaluations(spec: TrainSpec) -> dict[int, float]:
@@ -161,6 +164,13 @@ def test_only_a_lower_loss_makes_a_later_state_the_best(loss):
     assert not state.record(Evaluation([], {"top1": 0.1}), loss)
     assert (state.best_step, state.best_loss, state.stale) == (0, 1.0, 1)
     assert state.evaluation is first
+
+
+def test_the_final_loss_is_of_the_last_50_steps():
+    state = TrainState()
+    for step in range(70):
+        state.advance(step, 1, 1.0)
+    assert state.losses == list(range(20, 70))
 
 
 def test_where_nothing_is_held_out_the_last_state_is_kept(make_spec, monkeypatch):
