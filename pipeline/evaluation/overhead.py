@@ -144,7 +144,7 @@ def fastest_threads(plain: Decoder, prompt_ids: Sequence[int]) -> Iterator[int]:
     small target is often fastest with fewer threads than cores: threads synchronise after each of
     hundreds of short operations, which takes longer if the cores have other work. All threads, half
     of them, a quarter and so on to 1 are tried in turns. A target with long steps keeps all
-    threads, because trying would take minutes.
+    threads, because trying would take minutes. With one thread there is nothing to try.
     """
     most = torch.get_num_threads()
     if plain.device.type != "cpu":
@@ -156,7 +156,7 @@ def fastest_threads(plain: Decoder, prompt_ids: Sequence[int]) -> Iterator[int]:
     best = most
     try:
         first = lower_quartile(step_seconds(plain, prompt_ids))  # the first forwards are slow
-        if first < LONG_STEP:
+        if most > 1 and first < LONG_STEP:
             for _ in range(NUM_ROUNDS):
                 for threads, taken in seconds.items():
                     torch.set_num_threads(threads)

@@ -190,7 +190,6 @@ CARDS = Environment(
     undefined=ChainableUndefined,
     trim_blocks=True,
     lstrip_blocks=True,
-    autoescape=False,
 )
 CARDS.filters.update(
     number=_card_number,
