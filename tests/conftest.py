@@ -27,6 +27,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import torch  # after its threads are set: OpenMP reads their number once, when torch is loaded
 from hypothesis import register_random, settings
 
+import tests.unsynced  # noqa: F401
+
 # until the tests are collected: of what they import nothing is garbage, and looking takes six
 # seconds
 gc.disable()
