@@ -10,6 +10,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -22,9 +23,10 @@ from pipeline.run.estimate import (  # noqa: E402
     StageMemory,
     memory_of_stages,
     on_planned_gpus,
-    target_sizes,
 )
 from pipeline.run.resolved import resolve_run  # noqa: E402
+from pipeline.targets.sizes import TargetSizes, parameter_counts  # noqa: E402
+from pipeline.targets.spec import TargetSpec, model_config  # noqa: E402
 from tests.models.published import PUBLISHED, write  # noqa: E402
 
 PAGE = ROOT / "docs" / "models.md"
@@ -119,9 +121,15 @@ def memory(config: str, target: Path, gb: int, words: Sequence[str] = ()) -> lis
     places = [f"target.model={target}", f"placement.gpu_memory_gb={gb}"]
     wanted = load_config(ROOT / "configs" / config, [*places, *words])
     run = on_planned_gpus(resolve_run(wanted, tuple(STAGES)))
-    sizes = target_sizes(run)
+    return memory_of_stages(run, sizes_of(run.target))
+
+
+@cache
+def sizes_of(target: TargetSpec) -> TargetSizes:
+    """The parameter counts of a published model, which is built once for all rows."""
+    sizes = parameter_counts(target, model_config(target))
     assert sizes is not None, "a published config.json is enough"
-    return memory_of_stages(run, sizes)
+    return sizes
 
 
 if __name__ == "__main__":

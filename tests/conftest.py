@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 from gc import freeze, unfreeze  # as they are before a test replaces them
@@ -18,14 +19,20 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault(
     "RAY_worker_niceness", "0"
 )  # Ray's 15 starves its workers beside another test process
+os.environ.setdefault(
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0"
+)  # a process of its own in each training, and no node is drained here
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch  # after its threads are set: OpenMP reads their number once, when torch is loaded
 from hypothesis import register_random, settings
 
+import tests.unsynced  # noqa: F401
+
 # until the tests are collected: of what they import nothing is garbage, and looking takes six
 # seconds
 gc.disable()
+atexit.register(unfreeze)  # libraries tell of what is left at the end
 settings.register_profile("untimed", deadline=None)  # a busy machine is not a failure
 settings.load_profile("untimed")
 
@@ -72,10 +79,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         SEEN.add(item.path)
         gc.collect()
         freeze()
-
-
-def pytest_unconfigure() -> None:
-    unfreeze()  # libraries tell of what is left at the end
 
 
 def pytest_xdist_auto_num_workers() -> int:

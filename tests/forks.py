@@ -21,6 +21,7 @@ LOADED = [
         "torch.utils.tensorboard",
         "matplotlib.figure",
         "matplotlib.backends.backend_svg",
+        "tests.unsynced",
         "tests.frozen",
     ),
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any, TypeVar, dataclass_transform
@@ -11,6 +12,7 @@ from pydantic import TypeAdapter
 from pipeline.storage.atomic import JsonObject
 
 Result = TypeVar("Result")
+adapter: Any = functools.cache(TypeAdapter)  # making one takes milliseconds
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
@@ -21,7 +23,7 @@ def result(kind: type[Result]) -> type[Result]:
 
 def to_json(result: object) -> JsonObject:
     """Convert a dataclass to JSON data, without fields that are None."""
-    return TypeAdapter(type(result)).dump_python(result, mode="json", exclude_none=True)
+    return adapter(type(result)).dump_python(result, mode="json", exclude_none=True)
 
 
 def from_json(kind: type[Result], found: Any) -> Result:
@@ -30,7 +32,7 @@ def from_json(kind: type[Result], found: Any) -> Result:
     Raises:
         pydantic.ValidationError: The JSON does not have the form of `kind`.
     """
-    return TypeAdapter(kind).validate_python(found)
+    return adapter(kind).validate_python(found)
 
 
 def rounded(value: float, digits: int = 4) -> float | None:

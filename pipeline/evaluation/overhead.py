@@ -145,7 +145,8 @@ def fastest_threads(plain: Decoder, prompt_ids: Sequence[int]) -> Iterator[int]:
     The earlier number is restored at the end. On a GPU nothing is changed. All threads, half of
     them, a quarter and so on to 1 are tried in turns. If steps take `LONG_STEP` or longer, all
     threads are kept, since trying would take minutes. A small target is often fastest with fewer
-    threads than cores, because threads synchronize after each of hundreds of short operations.
+    threads than cores, because threads synchronize after each of hundreds of short operations. With
+    one thread there is nothing to try.
     """
     most = torch.get_num_threads()
     if plain.device.type != "cpu":
@@ -157,7 +158,7 @@ def fastest_threads(plain: Decoder, prompt_ids: Sequence[int]) -> Iterator[int]:
     best = most
     try:
         first = lower_quartile(step_seconds(plain, prompt_ids))  # the first forwards are slow
-        if first < LONG_STEP:
+        if most > 1 and first < LONG_STEP:
             for _ in range(NUM_ROUNDS):
                 for threads, taken in seconds.items():
                     torch.set_num_threads(threads)

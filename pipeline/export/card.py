@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 from huggingface_hub import DatasetCardData, ModelCard, ModelCardData, hf_hub_download
 from huggingface_hub.errors import HTTPError
-from jinja2 import ChainableUndefined, ChoiceLoader, DictLoader, Environment, FileSystemLoader
+from jinja2 import ChainableUndefined, Environment, FileSystemLoader
 
 from pipeline.config import Config, SeedSource
 from pipeline.conversations.sources import name_sources
@@ -165,22 +165,12 @@ def _card_metadata(
 def _render_card(template: str, facts: Facts, metadata: ModelCardData | DatasetCardData) -> str:
     """Render a Hub card from its template, with the metadata as YAML front matter."""
     kind = facts["kind"]
-    of_kind = {"about": kind.card_about, "engines": kind.card_engines}
-    environment = Environment(
-        loader=ChoiceLoader([DictLoader(of_kind), FileSystemLoader(Path(__file__).parent)]),
-        undefined=ChainableUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        autoescape=False,
+    text = CARDS.get_template(template).render(
+        facts,
+        about=CARDS.from_string(kind.card_about),
+        engines=CARDS.from_string(kind.card_engines),
+        front_matter=metadata.to_yaml(),
     )
-    environment.filters.update(
-        number=_card_number,
-        measured=measured_rate,
-        expected=expected_rate,
-        grid=markdown_table,
-        words=_card_words,
-    )
-    text = environment.get_template(template).render(facts, front_matter=metadata.to_yaml())
     return re.sub(r"\n{3,}", "\n\n", text).rstrip() + "\n"
 
 
@@ -192,6 +182,21 @@ def _card_number(value: Any, spec: str = ",.0f") -> str:
 def _card_words(value: Any) -> str:
     """Format a setting as one table cell of a Hub card."""
     return " ".join(pairs(value).replace("|", "\\|").split())
+
+
+CARDS = Environment(
+    loader=FileSystemLoader(Path(__file__).parent),
+    undefined=ChainableUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+CARDS.filters.update(
+    number=_card_number,
+    measured=measured_rate,
+    expected=expected_rate,
+    grid=markdown_table,
+    words=_card_words,
+)
 
 
 def _card_facts(published: Published) -> Facts:

@@ -46,6 +46,14 @@ from pipeline.report.tables import (
 from pipeline.report.text_table import Table, escaped, markdown_section, print_tables, print_text
 
 TEMPLATES = Path(__file__).parent
+PAGES = jinja2.Environment(
+    loader=jinja2.FileSystemLoader(TEMPLATES),
+    autoescape=True,
+    undefined=jinja2.StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+PAGES.filters.update(times=times, ratio=ratio)
 COLOURS = {True: "bold green", False: "bold red", None: "bold yellow"}
 
 
@@ -104,15 +112,7 @@ def render_html(report: Report, extras: Extras) -> str:
     """Render report.html; the same report gives the same bytes."""
     from pipeline.report.plots import draw_plots  # imports matplotlib, which is slow
 
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters.update(times=times, ratio=ratio)
-    return environment.get_template("page.html").render(
+    return PAGES.get_template("page.html").render(
         native=report.native,
         title=report_title(report),
         subtitle=report_subtitle(report),

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from tests.fake_cuda.device import fake_cuda
+from tests.fake_cuda.device import compile_guard, fake_cuda
 
 
 @pytest.fixture
-def on_fake_cuda():
+def on_fake_cuda(shared):
     """The test runs on fake CUDA devices."""
-    with fake_cuda() as observer:
+    with fake_cuda(shared("fake-cuda", compile_guard)) as observer:
         yield observer

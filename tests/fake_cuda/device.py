@@ -1,7 +1,7 @@
 """Fake CUDA devices in the CPU build of torch: tensors with a device, a shape and a dtype, and
 without numbers.
 
-Within `fake_cuda()` tensors on "cuda:0" to "cuda:7" are those of torch's FakeTensorMode, so a model
+Within `fake_cuda` tensors on "cuda:0" to "cuda:7" are those of torch's FakeTensorMode, so a model
 of any size costs nothing. Operators on tensors of two devices raise; what the host waits for, and
 what is copied between devices, is recorded (observer.py). Backward runs (backward.py); peak memory
 is in ledger.py.
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import tempfile
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
@@ -27,10 +26,11 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from tests.fake_cuda.backward import run_backward, saved_tensors_freed
 from tests.fake_cuda.observer import Observer
 
+GUARD = "guard.so"
 
-@cache
-def load_guard():
-    """Give this process fake CUDA devices, for good; only fake tensors notice.
+
+def compile_guard(directory):
+    """Compile the library of fake CUDA devices.
 
     Skips the test where there is no C++ compiler, and in a CUDA build of torch, which has a guard
     of its own.
@@ -38,26 +38,31 @@ def load_guard():
     compiler = shutil.which("g++") or shutil.which("clang++")
     if torch.version.cuda or compiler is None:
         pytest.skip("fake CUDA needs a CPU build of torch and a C++ compiler (g++)")
+    root = Path(torch.__file__).parent
+    made, source = str(directory / GUARD), str(Path(__file__).with_name("guard.cpp"))
+    paths = (f"-I{root}/include", f"-L{root}/lib", "-lc10")
+    subprocess.run(
+        [compiler, "-shared", "-fPIC", "-std=c++20", source, "-o", made, *paths], check=True
+    )
+
+
+@cache
+def load_guard(directory):
+    """Give this process fake CUDA devices, for good; only fake tensors notice."""
     # Autograd starts threads for the devices that it finds at its first backward, and then refuses
     # to run after a fork.
     torch.ones(1, requires_grad=True).sum().backward()
-    root = Path(torch.__file__).parent
-    with tempfile.TemporaryDirectory() as directory:
-        made, source = f"{directory}/guard.so", str(Path(__file__).with_name("guard.cpp"))
-        paths = (f"-I{root}/include", f"-L{root}/lib", "-lc10")
-        subprocess.run(
-            [compiler, "-shared", "-fPIC", "-std=c++20", source, "-o", made, *paths], check=True
-        )
-        torch.ops.load_library(made)
+    torch.ops.load_library(directory / GUARD)
 
 
 @contextmanager
-def fake_cuda():
+def fake_cuda(directory):
     """Context manager: make every new tensor fake, on the CPU too, and allow CUDA devices.
 
-    Yields an observer that records the program's syncs and transfers.
+    Yields an observer that records the program's syncs and transfers. `compile_guard` has filled
+    the directory.
     """
-    load_guard()
+    load_guard(directory)
     observer = Observer()
     patches = [
         mock.patch.object(FakeTensor, "tolist", lambda tensor: observer.fetched(tensor)),

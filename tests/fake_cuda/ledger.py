@@ -1,6 +1,6 @@
 """Count the memory that a program needs on each device, at any size, without allocating it.
 
-    with fake_cuda(), Ledger() as ledger:
+    with fake_cuda(directory), Ledger() as ledger:
         training_step()
     gib = ledger.peak["cuda:0"] / 2**30
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import time
 
 import pytest
 from rich.console import Console
@@ -12,13 +11,12 @@ from pipeline.flow import run_flow
 from pipeline.stages import features, generate
 from tests.faults.unfinished import assert_as_uninterrupted, cut_before, files_of
 from tests.faults.workers import (
+    HUNG,
     MIDDLE,
-    CopyingKilledOnce,
+    HangsOnceAndIsKilledOnce,
     KilledOnce,
     LosesItsNode,
     Poisoned,
-    diary_of,
-    first_time,
 )
 from tests.flows.tiny import (
     last_events,
@@ -32,7 +30,6 @@ from tests.flows.tiny import (
 
 pytestmark = [pytest.mark.fault, pytest.mark.slow]
 
-HUNG = MIDDLE + 1  # the shard that hangs once
 DEADLINE = 8  # seconds: a worker that does not hang needs a tenth of one
 SMALL = {"object_store_memory": 80 * 1024**2}
 DEATHS = 2  # of a shard before its rows are searched, and of a single row before it is given up
@@ -45,17 +42,6 @@ def before(finished_run, copied_run, tmp_path):
     (tmp_path / "finished.txt").write_text(str(stage.path))
     cut_before(copied_run, "generate")
     return stage
-
-
-class HangsOnceAndIsKilledOnce(CopyingKilledOnce):
-    def before(self, task):
-        super().before(task)
-        if task.index == HUNG and first_time(diary_of(task, "hung"), "hung"):
-            wait_for_an_answer_that_never_comes()
-
-
-def wait_for_an_answer_that_never_comes():
-    time.sleep(3600)
 
 
 def generated(config):
@@ -109,6 +95,7 @@ def cluster(monkeypatch):
     from ray.cluster_utils import Cluster
 
     head = {"num_cpus": 0, "include_dashboard": False, **SMALL}
+    head |= {"no_monitor": True, "include_log_monitor": False}  # nobody reads what they write
     nodes = Cluster(initialize_head=True, connect=False, head_node_args=head)
     for _ in range(2):
         nodes.add_node(wait=False, num_cpus=1, **SMALL)

@@ -16,6 +16,7 @@ from pipeline.config.load import load_config
 from pipeline.errors import ConfigError
 from pipeline.evaluation import studies
 from pipeline.flow import run_flow
+from pipeline.stages import calibrate
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.targets.spec import TargetSpec, load_tokenizer
 from tests.flows.tiny import save_seeds, stages_run, stored
@@ -46,6 +47,7 @@ def story(tmp_path, tiny_target, tiny_seeds, monkeypatch):
     monkeypatch.setattr(studies, "TEMPERATURES", (0.7,))
     monkeypatch.setattr(studies, "EPS", (0.04, 0.25))
     monkeypatch.setattr(studies, "BATCH_SIZES", (1, 4))
+    monkeypatch.setattr(calibrate, "NUM_PROMPTS", 1)
 
     def tell(name: str, *words: str, **options: str) -> None:
         def inline(*given: object, **asked: str) -> RunDirectory:

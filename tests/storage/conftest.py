@@ -6,12 +6,14 @@ import os
 
 import pytest
 
+from tests.unsynced import fsync
+
 
 @pytest.fixture
 def disk_acts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """Every fsync and rename from here on, in order, each with the inode that it is of."""
     acts: list[tuple[str, int]] = []
-    fsync, replace = os.fsync, os.replace
+    replace = os.replace
 
     def recorded_fsync(handle: int) -> None:
         fsync(handle)
