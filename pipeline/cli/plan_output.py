@@ -164,10 +164,11 @@ def _hour_lines(
         summary = newest.summary
         if not summary.get("tokens_per_second") or not summary.get("tokens"):
             continue
-        speed = summary["tokens_per_second"] * summary[counted] / summary["tokens"]
+        work_per_token = summary[counted] / summary["tokens"]
+        speed = summary["tokens_per_second"] * work_per_token
         if stage == "train":  # its rate is that of all workers
-            steps = (recipe.total_steps * recipe.batch_tokens for recipe in size.recipes)
-            seconds = sum(steps) / speed
+            work = sum(recipe.total_steps * recipe.batch_tokens for recipe in size.recipes)
+            seconds = work / speed
         else:
             seconds = size.tokens / (speed * run.workers_of(stage))
         measured = f"{rate(speed)} tokens/s of {newest.path.name}"

@@ -70,12 +70,19 @@ FORM_KEYS = {
     "prompts": "prompt",
 }
 ID_KEYS = ("id", "question_id", "conversation_id", "prompt_id")
-KNOWN_KEYS = (
-    *FORM_KEYS.values(),
-    *ID_KEYS,
-    *("system", "system_prompt", "response", "completion"),
-    *("input", "output", "history", "tools", "functions", "category"),
+OTHER_KEYS = (
+    "system",
+    "system_prompt",
+    "response",
+    "completion",
+    "input",
+    "output",
+    "history",
+    "tools",
+    "functions",
+    "category",
 )
+KNOWN_KEYS = (*FORM_KEYS.values(), *ID_KEYS, *OTHER_KEYS)
 EXPECTED = (
     "conversations as ShareGPT (`conversations`), OpenAI `messages`, UltraChat (`data`), questions"
     " (`turns`), Alpaca (`instruction`) or prompts (`prompt`, or plain strings);"

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from inspect import signature
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -102,7 +103,7 @@ def _last_logits(model: PreTrainedModel, num_logits: int) -> dict[str, int]:
 
     0 keeps the logits of all positions.
     """
-    if model._supports_logits_to_keep():
+    if "logits_to_keep" in signature(model.forward).parameters:
         return {"logits_to_keep": num_logits}
     return {}
 

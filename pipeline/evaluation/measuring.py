@@ -173,7 +173,12 @@ def measure_heads(
     result = join_engines(results)
     if result.vllm is not None and result.native is not None:
         result = replace(result, vllm=with_expectations(result.vllm, result.native.chain, None))
-    limits = Limits(settings.min_acceleration_rate, settings.max_tie_share, False, math.inf)
+    limits = Limits(
+        min_rate=settings.min_acceleration_rate,
+        max_tie_share=settings.max_tie_share,
+        require_learning=False,
+        max_kl=math.inf,
+    )
     measured = MeasuredHeads(
         heads=str(heads),
         target=target.model,

@@ -186,7 +186,8 @@ def plot_head_accuracy(heads: Sequence[Accuracy]) -> Axes:
     """Plot the top-1 and top-5 accuracy of each head on held-out tokens, for the report."""
     axes = _axes()
     names = [f"head {k}\nt+{k + 2}" for k in range(len(heads))]
-    top5_K, top1_K = [head.top5 or 0 for head in heads], [head.top1 or 0 for head in heads]
+    top5_K = [head.top5 or 0 for head in heads]
+    top1_K = [head.top1 or 0 for head in heads]
     _bars(axes, names, top5_K, color=SERIES[1], label="top-5")
     _bars(axes, names, top1_K, color=ACCENT, label="top-1")
     return axes

@@ -90,13 +90,14 @@ def check_samples(run: ResolvedRun, size: RunSize, store: Path) -> None:
     samples = run.config.generate.samples
     if isinstance(samples, str) or samples == 1 or size.written or not size.disk_bytes:
         return
-    excess = size.disk_bytes - free_disk(store)
+    free = free_disk(store)
+    excess = size.disk_bytes - free
     if excess > 0:
         bytes_per_sample = size.tokens_per_sample * size.bytes_per_position
         fitting = max(1, samples - math.ceil(excess / bytes_per_sample))
         raise EnvironmentFault(
             f"The states of {samples} samples take up to {size.disk_bytes / 1e9:.1f} GB, and"
-            f" {free_disk(store) / 1e9:.1f} GB of the disk are free.",
+            f" {free / 1e9:.1f} GB of the disk are free.",
             "generate.samples",
             f"Set generate.samples={fitting}, or fewer generate.rounds or"
             " generate.max_new_tokens, or name a larger run.store.",
@@ -200,11 +201,14 @@ class Worker:
         A seed is listed once per sample. The dialogues of a shard are queued only once.
         """
         if task.shard not in self._begun:
-            seeds, dialogues = [], []
+            seeds = []
+            dialogues = []
             for seed in map(SeedRow.of, task_rows(task)):
-                samples, settings = 1, self.held_out
+                samples = 1
+                settings = self.held_out
                 if seed.split == "train":
-                    samples, settings = self.samples, self.training
+                    samples = self.samples
+                    settings = self.training
                 for sample in range(1, samples + 1):
                     seeds.append(seed)
                     dialogue = Dialogue(seed.conversation, self.template, settings, sample)

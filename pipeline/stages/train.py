@@ -95,7 +95,7 @@ def run(context: Context, stage: StageDirectory) -> Summary:
         context.executor.call(merge_backbone, arguments, replace(placement, gpus=0))
         result = replace(result, quantization=spec.trained_target.quantization)
     warnings = [too_few] if too_few else []
-    if method.tunes_backbone and result.best_step == 0:
+    if result.earlier and result.best_step == 0:
         warn(NOTHING_GAINED)
         warnings.append(NOTHING_GAINED)
     for phase in (*result.earlier.values(), result):

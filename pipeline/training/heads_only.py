@@ -72,18 +72,21 @@ class HeadsLearner(Learner):
         soft_labels = self.spec.settings.soft_labels > 0
         lengths = self.rows.lengths("train")
         noise = self.spec.settings.noise
-        for epoch in range(first // self.recipe.steps_per_epoch, self.recipe.epochs):
+        first_epoch, start = divmod(first, self.recipe.steps_per_epoch)
+        for epoch in range(first_epoch, self.recipe.epochs):
             plan = EpochPlan(lengths, batch_tokens=self.recipe.batch_tokens, seed=seed, epoch=epoch)
-            steps = range(first % self.recipe.steps_per_epoch, self.recipe.steps_per_epoch)
+            steps = range(start, self.recipe.steps_per_epoch)
+            start = 0
             batches = load_batches(
                 self.rows, plan, steps, self.workers, self.device, soft_labels=soft_labels
             )
             for step, batch in zip(steps, batches, strict=True):
                 place, _ = plan.share(step, self.workers)
                 size = plan.size(step)
-                hidden_ND = add_noise(batch.hidden_ND, noise, (seed, first), place, size)
+                step_of_training = epoch * self.recipe.steps_per_epoch + step
+                noise_seed = (seed, step_of_training)
+                hidden_ND = add_noise(batch.hidden_ND, noise, noise_seed, place, size)
                 yield [batch._replace(hidden_ND=hidden_ND)]
-                first += 1
 
     def label_counts(self, batches: Sequence[Batch]) -> Tensor:
         """Count the labels of each head in this worker's batch, [K]."""

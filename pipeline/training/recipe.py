@@ -150,8 +150,8 @@ def packed_length(train: TrainConfig, positions: int, tokens: int) -> int:
     """
     backbone = train.backbone
     if isinstance(backbone.packed_tokens, str):
-        enough_steps = math.ceil(tokens * num_epochs(train, positions) / MANY_STEPS)
-        packed_tokens = max(MIN_PACKED_TOKENS, enough_steps)
+        tokens_per_step = math.ceil(tokens * num_epochs(train, positions) / MANY_STEPS)
+        packed_tokens = max(MIN_PACKED_TOKENS, tokens_per_step)
     else:
         packed_tokens = backbone.packed_tokens
     return min(packed_tokens, backbone.sequence_length)
