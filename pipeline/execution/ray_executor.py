@@ -256,11 +256,14 @@ class ActorPool:
         self._idle = still_idle
         num_starting = sum(slot.task is None for slot in self._running.values())
         num_free = self.placement.workers - len(self._running)
-        options = {"num_cpus": self.placement.cpus, "num_gpus": self.placement.gpus}
-        actor_class = ray.remote(**options)(ShardActor)
         for _ in range(min(len(self.tasks) - num_starting, num_free)):
-            slot = Slot(actor_class.remote(self.worker, self.seconds_per_task))
+            slot = Slot(self._start_actor())
             self._running[slot.actor.ready.remote()] = slot
+
+    def _start_actor(self) -> Any:
+        """Start a Ray actor of the pool, and return its handle."""
+        remote = ray.remote(num_cpus=self.placement.cpus, num_gpus=self.placement.gpus)
+        return remote(ShardActor).remote(self.worker, self.seconds_per_task)
 
     def _outcome(self, answer: Any, slot: Slot) -> Outcome | None:
         """Return the outcome of a Ray actor's task; None if the actor was only starting.
