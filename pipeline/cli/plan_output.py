@@ -107,7 +107,10 @@ def _size_lines(size: RunSize, features: StageStatus, store: Path) -> Iterator[s
         work = "An unknown number of conversations (data sets on the Hub have no limit)"
     else:
         bound = "" if size.written else "at most "
-        work = f"{size.conversations:,} conversations, {bound}{size.tokens:,} tokens"
+        work = f"{size.conversations:,} conversations"
+        if size.samples > 1:
+            work += f", {size.samples} answers to each training prompt"
+        work += f", {bound}{size.tokens:,} tokens"
         need += f", {decimal(size.disk_bytes)}"
     cached = 0
     if features.directory is not None and features.made:

@@ -52,6 +52,7 @@ class RunSize:
     """
 
     conversations: int | None  # None where a data set on the Hub has no limit
+    samples: int  # answers to each training prompt
     tokens: int | None  # that the target writes; each has one cached state
     tokens_per_sample: int  # that one more sample of each training prompt adds
     bytes_per_position: int  # 0 where no state is cached
@@ -96,8 +97,9 @@ def run_size(run: ResolvedRun, seeds: Summary | None, generated: Summary | None)
         share = seeds["train_rows"] / rows
     tokens = None
     prompts = round((rows or 0) * share)
+    samples = generate.num_samples(prompts)
     if rows is not None:
-        later_samples = prompts * (generate.num_samples(prompts) - 1)
+        later_samples = prompts * (samples - 1)
         tokens = (rows + later_samples) * longest
         share = (prompts + later_samples) / max(1, rows + later_samples)
     if generated:
@@ -113,6 +115,7 @@ def run_size(run: ResolvedRun, seeds: Summary | None, generated: Summary | None)
             recipes.append(learner.expected_recipe(train, positions, hidden_size, scale))
     return RunSize(
         conversations=rows,
+        samples=samples,
         tokens=tokens,
         tokens_per_sample=prompts * longest,
         bytes_per_position=stored,

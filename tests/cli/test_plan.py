@@ -54,18 +54,19 @@ def test_plan_of_a_run_without_a_shard_has_it_pending(command, config_file, copi
 
 
 @pytest.mark.parametrize(
-    ("words", "conversations", "tokens"),
+    ("words", "said", "tokens"),
     [
-        ((), 40, 40 * 2 * 16),  # two answers
-        (("generate.max_new_tokens=24",), 40, 40 * 2 * 24),
-        (("generate.rounds=99", "generate.max_new_tokens=99"), 40, 40 * 192),  # the context
-        (("seeds.sources=[{hub: a/b, limit: 100}]",), 100, 100 * 2 * 16),
+        ((), "40 conversations", 40 * 2 * 16),  # two answers
+        (("generate.max_new_tokens=24",), "40 conversations", 40 * 2 * 24),
+        (("generate.rounds=99", "generate.max_new_tokens=99"), "40 conversations", 40 * 192),
+        (("seeds.sources=[{hub: a/b, limit: 100}]",), "100 conversations", 100 * 2 * 16),
+        (("generate.samples=3",), "3 answers to each training prompt", (40 + 2 * 36) * 2 * 16),
     ],
 )
-def test_plan_bounds_tokens_and_states(command, config_file, words, conversations, tokens):
+def test_plan_bounds_tokens_and_states(command, config_file, words, said, tokens):
     """64 numbers of 4 bytes each."""
     out = command("plan", config_file, *words).out
-    assert f"{conversations} conversations, at most {tokens:,} tokens" in out
+    assert f"{said}, at most {tokens:,} tokens" in out
     assert "256 bytes of states" in out
     unknown = command("plan", config_file, "seeds.sources=[{hub: a/b}]").out
     assert "unknown number of conversations" in unknown
