@@ -57,7 +57,6 @@ def test_plan_of_a_run_without_a_shard_has_it_pending(command, config_file, copi
     ("words", "said", "tokens"),
     [
         ((), "40 conversations", 40 * 2 * 16),  # two answers
-        (("generate.max_new_tokens=24",), "40 conversations", 40 * 2 * 24),
         (("generate.rounds=99", "generate.max_new_tokens=99"), "40 conversations", 40 * 192),
         (("seeds.sources=[{hub: a/b, limit: 100}]",), "100 conversations", 100 * 2 * 16),
         (("generate.samples=3",), "3 answers to each training prompt", (40 + 2 * 36) * 2 * 16),
