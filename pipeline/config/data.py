@@ -258,6 +258,13 @@ class GenerateConfig(Section):
     temperature: float = Field(
         0.7, description="Sampling temperature of training rows; 0 is greedy.", ge=0
     )
+    greedy_first: bool = Field(
+        True,
+        description=(
+            "Whether the first of several answers to a training prompt is greedy: the text that"
+            " greedy decoding accepts."
+        ),
+    )
     top_p: float = Field(1.0, description="Top-p of training rows.", gt=0, le=1)
     max_new_tokens: PositiveInt = Field(1024, description="Maximum length of an answer in tokens.")
     rounds: PositiveInt = Field(8, description="Maximum number of answers per conversation.")
@@ -304,6 +311,13 @@ class GenerateConfig(Section):
         if not self.can_vary or num_prompts >= ENOUGH_PROMPTS:
             return 1
         return FEW_PROMPTS_SAMPLES
+
+    def temperatures(self, samples: int) -> list[float]:
+        """Return the sampling temperature of each of `samples` answers to a training prompt."""
+        temperatures = [self.temperature] * samples
+        if self.greedy_first and samples > 1:
+            temperatures[0] = 0.0
+        return temperatures
 
 
 class FeaturesConfig(Section):

@@ -51,6 +51,7 @@ class StageFigures:
 
     rows: int | None = None
     quarantined: int | None = None
+    samples: int | None = None  # answers to each training prompt
     sources: list[SourceFiles] | None = None
     tool_rows: int | None = None
     tokens: int | None = None

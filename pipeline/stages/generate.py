@@ -41,7 +41,7 @@ from pipeline.targets.engines import GenerationEngine, make_generation_engine, s
 from pipeline.targets.spec import TargetSpec, context_length, eos_token_ids, load_chat_template
 
 NAME = "generate"
-VERSION = 4
+VERSION = 5
 FIGURES = ("rows", "samples", "tokens", "tokens_per_second", "quarantined", "special_token_rows")
 
 MIN_ROWS = 2  # of each split; a standard error needs two
@@ -134,16 +134,15 @@ class Worker:
         special_tokens: SpecialTokens = "escape",
         samples: int = 1,
     ):
-        self.samples = samples
         self.template = load_chat_template(target)
         self.progress = progress or ShardProgress()
         sampling = Sampling(
-            temperature=settings.temperature,
+            temperature=settings.holdout_temperature,
             top_p=settings.top_p,
             max_new_tokens=settings.max_new_tokens,
             stop_token_ids=eos_token_ids(target),
         )
-        self.training = DialogueSettings(
+        self.held_out = DialogueSettings(
             mode=settings.mode,
             sampling=sampling,
             max_tokens=context_length(target),
@@ -152,8 +151,10 @@ class Worker:
             seed=seed,
             special_tokens=special_tokens,
         )
-        held_out = replace(sampling, temperature=settings.holdout_temperature)
-        self.held_out = replace(self.training, sampling=held_out)
+        self.training = []  # the settings of each answer to a training prompt
+        for temperature in settings.temperatures(samples):
+            sampled = replace(sampling, temperature=temperature)
+            self.training.append(replace(self.held_out, sampling=sampled))
         self.engine: GenerationEngine | None = None  # None in passthrough mode
         if settings.mode != "passthrough":
             arguments = (settings.engine_args, gpus, settings.batch_invariant)
@@ -204,12 +205,10 @@ class Worker:
             seeds = []
             dialogues = []
             for seed in map(SeedRow.of, task_rows(task)):
-                samples = 1
-                settings = self.held_out
+                settings_of_samples = [self.held_out]
                 if seed.split == "train":
-                    samples = self.samples
-                    settings = self.training
-                for sample in range(1, samples + 1):
+                    settings_of_samples = self.training
+                for sample, settings in enumerate(settings_of_samples, 1):
                     seeds.append(seed)
                     dialogue = Dialogue(seed.conversation, self.template, settings, sample)
                     dialogues.append(dialogue)

@@ -126,6 +126,12 @@ def test_draft_lengths_are_predicted_and_served():
     ]
 
 
+def test_several_answers_to_a_prompt_are_stated():
+    report = {**REPORT, "generate": {**REPORT["generate"], "samples": 3}}
+    assert "3 answers to each training prompt, the first of them greedy." in card_of(report)
+    assert "answers to each" not in card_of()
+
+
 def test_cards_of_backbone_and_heads_state_its_drift():
     config = run_config("owner/original", train={"heads": "medusa", "method": "medusa-2"})
     ids = {"repo_id": "me/tuned", "base_model": "owner/original", "heads_repo_id": "me/heads"}

@@ -35,7 +35,7 @@ def test_held_out_rows_are_greedy_and_training_rows_sampled(finished_run, genera
 
 def test_each_training_prompt_has_its_samples_in_its_shard(finished_run, generated):
     seeds, one = finished_run.latest("seeds"), finished_run.latest("generate")
-    several = generated(generate__samples=3)
+    several = generated(generate__samples=3, generate__greedy_first=False)
     rows = {row["id"]: row for row in stored(several)}
     for index in seeds.receipts():
         expected = set()
@@ -48,6 +48,12 @@ def test_each_training_prompt_has_its_samples_in_its_shard(finished_run, generat
     firsts = {row["id"]: row["input_ids"] for row in stored(one)}
     assert {name: rows[name]["input_ids"] for name in firsts} == firsts
     assert len(rows) > 2 * len(firsts)
+
+
+def test_the_first_of_several_samples_is_greedy(generated):
+    greedy = {row["id"]: row["input_ids"] for row in stored(generated(generate__temperature=0))}
+    several = {row["id"]: row["input_ids"] for row in stored(generated(generate__samples=2))}
+    assert {name: several[name] for name in greedy} == greedy and len(several) > len(greedy)
 
 
 def test_equal_samples_are_duplicates_that_no_limit_counts(generated):
