@@ -111,8 +111,7 @@ def run_size(run: ResolvedRun, seeds: Summary | None, generated: Summary | None)
     recipes = []
     if positions:
         for _, learner in run.method.phases(train):
-            scale = run.kind.lr_scale
-            recipes.append(learner.expected_recipe(train, positions, hidden_size, scale))
+            recipes.append(learner.expected_recipe(train, positions, hidden_size, run.kind))
     return RunSize(
         conversations=rows,
         samples=samples,
@@ -291,7 +290,7 @@ def _training_memory(
         # The heads' gradients of a micro-batch lie beside the sum of the earlier ones.
         num_gradients = num_adapter + 2 * num_trained
     else:
-        recipe = learner.expected_recipe(train, positions, hidden_size, run.kind.lr_scale)
+        recipe = learner.expected_recipe(train, positions, hidden_size, run.kind)
         num_positions = -(-recipe.batch_tokens // workers)
         states = (BATCHES_AHEAD + 1) * num_positions * hidden_size * target.itemsize
         if train.soft_labels:

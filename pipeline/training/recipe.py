@@ -2,13 +2,14 @@
 
 The rule, with its evidence in docs/recipes-and-methods.md and `python -m benchmarks.run recipe`:
 
-- Epochs: as many as give MANY_STEPS batches of the paper's size, at least the paper's 2 and at most
-  MAX_EPOCHS. From 4 million positions on it is 2.
-- Batch size: the power of two that gives a number of steps nearest to MANY_STEPS, at most the
-  paper's 16,384 positions and at least MIN_BATCH, since smaller batches take more time without
-  better heads. For Medusa-2 it is at most the paper's 128 sequences and at least one.
-- Packing (Medusa-2): as many tokens in a sequence as give MANY_STEPS steps of one sequence, at
-  least MIN_PACKED_TOKENS and at most `train.backbone.sequence_length`.
+- Epochs: as many as read ENOUGH_POSITIONS, at least the paper's 2 and at most MAX_EPOCHS. From 4
+  million positions on it is 2.
+- Batch size: the power of two that gives a number of steps nearest to MANY_STEPS, at least
+  MIN_BATCH and at most the paper's 16,384 positions; for Medusa-2 at least one sequence and at most
+  the paper's 128. The first three numbers are for Medusa heads. With another kind's
+  `Heads.batch_scale` steps are smaller, and there are more of them.
+- Packing (Medusa-2): as many tokens in a sequence as give so many steps of one sequence, at least
+  MIN_PACKED_TOKENS and at most `train.backbone.sequence_length`.
 - Learning rate: the paper's 1e-3 at D = 4,096, times sqrt(4,096 / D), times the kind's
   `Heads.lr_scale`.
 - Warmup: a tenth of the steps, at most the paper's 40.
@@ -28,7 +29,7 @@ from dataclasses import dataclass
 
 from pipeline.config import TrainConfig
 
-VERSION = 3
+VERSION = 4
 
 PAPER_BATCH = 16_384
 PAPER_SEQUENCES = 128
@@ -40,6 +41,7 @@ MIN_BATCH = 128
 MIN_PACKED_TOKENS = 256
 MAX_EPOCHS = 4
 MANY_STEPS = 500  # the paper has 9,800 or fewer
+ENOUGH_POSITIONS = 8_000_000  # over all epochs
 FEW_STEPS = 40  # with fewer steps, heads guess hardly better than untrained heads
 EVALUATIONS = 10  # per training
 EVALUATION_SHARE = 0.2  # evaluated over trained positions, at most; evaluation is 3 times as fast
@@ -95,6 +97,7 @@ def make_recipe(
     positions: int,
     hidden_size: int,
     lr_scale: float = 1.0,
+    batch_scale: float = 1.0,
     sequences: int | None = None,
 ) -> Recipe:
     """Resolve `auto` in the training settings.
@@ -103,12 +106,12 @@ def make_recipe(
         train: The settings.
         positions: The number of positions that one epoch learns from.
         hidden_size: The target's hidden size.
-        lr_scale: See `Heads.lr_scale`.
+        lr_scale, batch_scale: See the attributes of `Heads`.
         sequences: The number of packed sequences for Medusa-2; None for heads alone.
     """
     items = positions
     given_batch = train.batch_tokens
-    least = MIN_BATCH
+    least = round(MIN_BATCH * batch_scale)
     most = PAPER_BATCH
     if sequences is not None:
         items = sequences
@@ -117,7 +120,8 @@ def make_recipe(
         most = PAPER_SEQUENCES
     epochs = num_epochs(train, positions)
     if isinstance(given_batch, str):
-        nearest = 2 ** round(math.log2(max(1.0, items * epochs / MANY_STEPS)))
+        items_per_step = batch_scale * items * epochs / MANY_STEPS
+        nearest = 2 ** round(math.log2(max(1.0, items_per_step)))
         batch = min(most, max(least, nearest))
     else:
         batch = given_batch
@@ -139,18 +143,21 @@ def num_epochs(train: TrainConfig, positions: int) -> int:
     """Return the number of training epochs; with `auto`, from the number of positions."""
     if not isinstance(train.epochs, str):
         return train.epochs
-    return max(PAPER_EPOCHS, min(MAX_EPOCHS, math.ceil(MANY_STEPS * PAPER_BATCH / positions)))
+    return max(PAPER_EPOCHS, min(MAX_EPOCHS, math.ceil(ENOUGH_POSITIONS / positions)))
 
 
-def packed_length(train: TrainConfig, positions: int, tokens: int) -> int:
+def packed_length(train: TrainConfig, positions: int, tokens: int, batch_scale: float = 1.0) -> int:
     """Return the number of tokens up to which Medusa-2 packs conversations into a sequence.
 
     Args:
         tokens: The number of tokens of all conversations, prompts included.
+        batch_scale: See `Heads.batch_scale`.
     """
     backbone = train.backbone
     if isinstance(backbone.packed_tokens, str):
-        tokens_per_step = math.ceil(tokens * num_epochs(train, positions) / MANY_STEPS)
+        tokens_per_step = math.ceil(
+            tokens * num_epochs(train, positions) * batch_scale / MANY_STEPS
+        )
         packed_tokens = max(MIN_PACKED_TOKENS, tokens_per_step)
     else:
         packed_tokens = backbone.packed_tokens

@@ -97,8 +97,10 @@ class TrainSpec:
 
     def recipe(self, positions: int, sequences: int | None = None) -> Recipe:
         """Return the training recipe for these numbers of positions and packed sequences."""
-        scale = self.kind.lr_scale
-        return make_recipe(self.settings, positions, self.hidden_size, scale, sequences)
+        kind = self.kind
+        return make_recipe(
+            self.settings, positions, self.hidden_size, kind.lr_scale, kind.batch_scale, sequences
+        )
 
 
 @result
@@ -203,7 +205,7 @@ class Learner(ABC):
 
     @classmethod
     def expected_recipe(
-        cls, settings: TrainConfig, positions: int, hidden_size: int, lr_scale: float
+        cls, settings: TrainConfig, positions: int, hidden_size: int, kind: type[Heads]
     ) -> Recipe:
         """Estimate the training recipe from a number of positions, without reading data.
 
@@ -212,8 +214,11 @@ class Learner(ABC):
         """
         sequences = None
         if cls.tunes_backbone:
-            sequences = -(-positions // packed_length(settings, positions, positions))
-        return make_recipe(settings, positions, hidden_size, lr_scale, sequences)
+            length = packed_length(settings, positions, positions, kind.batch_scale)
+            sequences = -(-positions // length)
+        return make_recipe(
+            settings, positions, hidden_size, kind.lr_scale, kind.batch_scale, sequences
+        )
 
     @abstractmethod
     def steps(self, first: int) -> Iterator[Sequence[Any]]:

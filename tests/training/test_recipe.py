@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.config import TrainConfig
+from pipeline.heads.kinds import KINDS
 from pipeline.training.recipe import (
     FEW_STEPS,
     MAX_EPOCHS,
@@ -30,6 +31,12 @@ def test_the_papers_data_and_width_give_the_papers_settings():
     assert heads.lr == pytest.approx(1e-3) and heads.total_steps == 2 * -(-80_000_000 // 16_384)
     both = make_recipe(AUTO, 80_000_000, 4096, sequences=39_000)
     assert (both.epochs, both.batch_sequences, both.warmup_steps) == (2, 128, 40)
+
+
+@pytest.mark.parametrize("kind", KINDS.values())
+def test_a_kind_scales_the_batch_and_so_the_steps(kind):
+    total = make_recipe(AUTO, 200_000, 256, batch_scale=kind.batch_scale).total_steps
+    assert 0.7 < total * kind.batch_scale / 500 < 1.5
 
 
 @pytest.mark.parametrize("tokens", [20_000, 60_000, 400_000, 3_000_000])
