@@ -3,9 +3,10 @@
     race.svg    five forwards of plain decoding beside five forwards with heads
     tree.svg    a tree of candidates and its mask
     house.svg   the packages of pipeline/ in layers, from tests/test_architecture.py
+    samples.svg tokens per step by answers to each prompt, from docs/recipes-compared.md
 
-The images are schematic: they show the mechanism, and no figure in them is measured. Each has a
-light and a dark style. A test compares the output with the committed files.
+The first three are schematic: they show the mechanism, and no figure in them is measured. Each
+image has a light and a dark style. A test compares the output with the committed files.
 """
 
 from __future__ import annotations
@@ -253,7 +254,43 @@ def house() -> str:
     return picture(860, bottom + 14, "The floors of the package: imports point down", parts)
 
 
-PICTURES = {"race.svg": race, "tree.svg": tree, "house.svg": house}
+def table_under(heading: str, page: Path) -> list[list[str]]:
+    """Return the cells of the first table under a heading of a page, without bold and header."""
+    section = page.read_text(encoding="utf-8").split(f"# {heading}\n")[1]
+    table = section[section.index("\n|") + 1 :].split("\n\n")[0]
+    rows = []
+    for row in table.splitlines()[2:]:
+        cells = row.replace("**", "").strip("|").split("|")
+        rows.append([cell.strip() for cell in cells])
+    return rows
+
+
+def samples() -> str:
+    """Draw a bar for each recipe of four passes: the rate of the tree, by prompts and answers."""
+    parts = [label(24, 36, "Tokens per step, by prompts and answers to each", "title")]
+    y = 56
+    before = None
+    rows = table_under("By prompts and samples", ROOT / "docs" / "recipes-compared.md")
+    for conversations, answers, passes, _, batch, _, rate, *_ in rows:
+        if passes != "4":
+            continue
+        if conversations != before:
+            y += 12
+            parts.append(label(24, y + 19, f"{conversations} prompts"))
+        before = conversations
+        kind = "free" if "greedy" in answers else "own" if answers.startswith("four") else "idle"
+        parts += [
+            rectangle(400, y, 80 * float(rate), 28, kind, 3),
+            label(388, y + 19, f"{answers}; batches of {batch}", "note", "end"),
+            label(408 + 80 * float(rate), y + 19, rate),
+        ]
+        y += 34
+    return picture(
+        800, y + 12, "Tokens per step from 60 and 250 prompts, by answers to each prompt", parts
+    )
+
+
+PICTURES = {"race.svg": race, "tree.svg": tree, "house.svg": house, "samples.svg": samples}
 
 
 def main() -> None:
