@@ -59,7 +59,7 @@ PAPER = {
     "batch_tokens": 16_384,
     "warmup_steps": 40,
 }  # the paper's, for any amount of data
-GRID = {"batch_tokens": (128, 512), "epochs": (2, 4), "lr": (1e-3, 3e-3, 9e-3)}
+GRID = {"batch_tokens": (32, 128, 512), "epochs": (2, 4), "lr": (1e-3, 3e-3, 9e-3)}
 NUM_HEADS, NODES, TOP = 3, 63, 10
 FEW = (
     "seeds.sources=[{path: data/seeds.sharegpt.jsonl, limit: 24}]",

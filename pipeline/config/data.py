@@ -251,18 +251,20 @@ class GenerateConfig(Section):
     samples: PositiveInt | Literal["auto"] = Field(
         "auto",
         description=(
-            "Answers to each training prompt, sampled independently; held-out prompts are answered"
+            "Answers to each training prompt, written independently; held-out prompts are answered"
             " once. auto: 4, but 1 from 2,000 training conversations on."
         ),
     )
     temperature: float = Field(
-        0.7, description="Sampling temperature of training rows; 0 is greedy.", ge=0
+        0.7,
+        description="Sampling temperature of training rows; 0 is greedy. See also greedy_first.",
+        ge=0,
     )
     greedy_first: bool = Field(
         True,
         description=(
-            "Whether the first of several answers to a training prompt is greedy: the text that"
-            " greedy decoding accepts."
+            "Whether the first of several answers to a training prompt is greedy, as what is served"
+            " usually is."
         ),
     )
     top_p: float = Field(1.0, description="Top-p of training rows.", gt=0, le=1)

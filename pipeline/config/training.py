@@ -81,7 +81,7 @@ class BackboneConfig(Section):
         description=(
             "Tokens up to which conversations share a sequence, at most sequence_length; a longer"
             " conversation has its own. auto: short sequences of little text, for as many steps as"
-            " heads alone take."
+            " Medusa heads alone take."
         ),
     )
     batch_sequences: PositiveInt | Literal["auto"] = Field(
@@ -171,7 +171,8 @@ class TrainConfig(Section):
         "auto",
         description=(
             "Passes over the features (medusa-1) or the text (medusa-2). auto, here and below:"
-            " computed from the number of positions and the target's hidden size."
+            " computed from the number of positions, the target's hidden size and the kind of"
+            " heads."
         ),
     )
     lr: PositiveFloat | Literal["auto"] = Field(

@@ -176,7 +176,7 @@ class Heads(nn.Module, ABC):
     card_about: ClassVar[str]  # Jinja template of the model card: about these heads
     card_engines: ClassVar[str] = ""  # Jinja template of the model card: engines other than vLLM
     lr_scale: ClassVar[float] = 1.0  # factor on the learning rate of `train.lr: auto`
-    batch_scale: ClassVar[float] = 1.0  # factor on the batch of `train.batch_tokens: auto`
+    batch_scale: ClassVar[float] = 1.0  # factor on `train.batch_tokens: auto`
     saves_memory: ClassVar[tuple[str, ...]] = ()  # settings of this kind that save memory
 
     shape: HeadsShape

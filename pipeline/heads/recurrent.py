@@ -76,7 +76,7 @@ class RecurrentHeads(Heads):
     title = "Recurrent heads"
     units = "draft steps"
     lr_scale = 1.5  # measured: `python -m benchmarks.run recipe`
-    batch_scale = 0.25  # measured too; the cell learns from a position once per step
+    batch_scale = 0.25  # measured: docs/recipes-compared.md
     vllm_method = "eagle"
     formats = (EXPANDED, SGLANG)
     saves_memory = ("a smaller train.recurrent.intermediate_size",)

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pipeline.config import TrainConfig
 from pipeline.errors import DataError
 from pipeline.heads.accuracy import Score, score_guesses
 from pipeline.heads.losses import Teacher
@@ -73,7 +74,7 @@ class BackboneLearner(Learner):
         texts = open_texts(spec)
         self.texts = texts["train"]
         self.held_out = texts.get(SPLIT, [])
-        groups = pack_to_train(self.texts, spec)
+        groups = pack_to_train(self.texts, spec.settings)
         self.recipe = spec.recipe(num_positions(self.texts), len(groups))
         assert self.recipe.batch_sequences is not None
         self.plan = TextPlan(groups, self.recipe.batch_sequences, spec.seed)
@@ -91,7 +92,7 @@ class BackboneLearner(Learner):
         Raises DataError as `open_texts` does.
         """
         texts = open_texts(spec)["train"]
-        groups = pack_to_train(texts, spec)
+        groups = pack_to_train(texts, spec.settings)
         return spec.recipe(num_positions(texts), len(groups))
 
     def steps(self, first: int) -> Iterator[Sequence[MicroBatch]]:
@@ -264,11 +265,10 @@ def num_positions(texts: Sequence[Text]) -> int:
     return sum(text.num_learned for text in texts)
 
 
-def pack_to_train(texts: Sequence[Text], spec: TrainSpec) -> list[list[int]]:
+def pack_to_train(texts: Sequence[Text], settings: TrainConfig) -> list[list[int]]:
     """Pack the conversations that Medusa-2 learns from, as `pack_texts` does.
 
     Sequences have as many tokens as `packed_length` returns.
     """
     num_tokens = sum(text.num_read for text in texts)
-    length = packed_length(spec.settings, num_positions(texts), num_tokens, spec.kind.batch_scale)
-    return pack_texts(texts, length)
+    return pack_texts(texts, packed_length(settings, num_positions(texts), num_tokens))

@@ -35,6 +35,8 @@ from pipeline.training.held_out_accuracy import (
 from pipeline.training.recipe import Recipe
 from pipeline.training.task import Learner, StepMetrics, TrainSpec, Workers
 
+EVALUATION_BATCH = 1_024  # positions, at least
+
 
 class HeadsLearner(Learner):
     """Learner of Medusa-1: heads alone, from the features stage's cached hidden states."""
@@ -121,7 +123,7 @@ class HeadsLearner(Learner):
         The evaluation is empty if nothing is held out.
         """
         lengths = self.rows.lengths(SPLIT)
-        size = self.recipe.batch_tokens
+        size = max(self.recipe.batch_tokens, EVALUATION_BATCH)
         plan = EpochPlan(lengths, batch_tokens=size, seed=0, limit=MAX_POSITIONS)
         total = Score.zero(self.heads.shape, TOP, self.device)
         steps = range(plan.num_steps)

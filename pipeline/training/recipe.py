@@ -5,18 +5,19 @@ The rule, with its evidence in docs/recipes-and-methods.md and `python -m benchm
 - Epochs: as many as read ENOUGH_POSITIONS, at least the paper's 2 and at most MAX_EPOCHS. From 4
   million positions on it is 2.
 - Batch size: the power of two that gives a number of steps nearest to MANY_STEPS, at least
-  MIN_BATCH and at most the paper's 16,384 positions; for Medusa-2 at least one sequence and at most
-  the paper's 128. The first three numbers are for Medusa heads. With another kind's
-  `Heads.batch_scale` steps are smaller, and there are more of them.
-- Packing (Medusa-2): as many tokens in a sequence as give so many steps of one sequence, at least
-  MIN_PACKED_TOKENS and at most `train.backbone.sequence_length`.
+  MIN_BATCH and at most the paper's 16,384 positions. A kind's `Heads.batch_scale` multiplies
+  MIN_BATCH and divides MANY_STEPS. For Medusa-2 the batch is at least one sequence and at most the
+  paper's 128, with any kind.
+- Packing (Medusa-2): as many tokens in a sequence as give MANY_STEPS steps of one sequence, at
+  least MIN_PACKED_TOKENS and at most `train.backbone.sequence_length`.
 - Learning rate: the paper's 1e-3 at D = 4,096, times sqrt(4,096 / D), times the kind's
   `Heads.lr_scale`.
 - Warmup: a tenth of the steps, at most the paper's 40.
 
 Explicit settings are kept, and the other values are computed from them. The rule depends only on
-counts, so that every worker and every resume agree. Raise `VERSION` when the rule changes: it is
-part of every training's fingerprint. Importing this module does not import torch.
+counts and the kind of heads, so that every worker and every resume agree. Raise `VERSION` when the
+rule changes: it is part of every training's fingerprint. Importing this module does not import
+torch.
 
 The paper's settings are in its appendix B, for 100,000 conversations and targets of 7B and more.
 """
@@ -116,6 +117,7 @@ def make_recipe(
     if sequences is not None:
         items = sequences
         given_batch = train.backbone.batch_sequences
+        batch_scale = 1.0
         least = 1
         most = PAPER_SEQUENCES
     epochs = num_epochs(train, positions)
@@ -146,18 +148,15 @@ def num_epochs(train: TrainConfig, positions: int) -> int:
     return max(PAPER_EPOCHS, min(MAX_EPOCHS, math.ceil(ENOUGH_POSITIONS / positions)))
 
 
-def packed_length(train: TrainConfig, positions: int, tokens: int, batch_scale: float = 1.0) -> int:
+def packed_length(train: TrainConfig, positions: int, tokens: int) -> int:
     """Return the number of tokens up to which Medusa-2 packs conversations into a sequence.
 
     Args:
         tokens: The number of tokens of all conversations, prompts included.
-        batch_scale: See `Heads.batch_scale`.
     """
     backbone = train.backbone
     if isinstance(backbone.packed_tokens, str):
-        tokens_per_step = math.ceil(
-            tokens * num_epochs(train, positions) * batch_scale / MANY_STEPS
-        )
+        tokens_per_step = math.ceil(tokens * num_epochs(train, positions) / MANY_STEPS)
         packed_tokens = max(MIN_PACKED_TOKENS, tokens_per_step)
     else:
         packed_tokens = backbone.packed_tokens

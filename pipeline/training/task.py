@@ -97,9 +97,13 @@ class TrainSpec:
 
     def recipe(self, positions: int, sequences: int | None = None) -> Recipe:
         """Return the training recipe for these numbers of positions and packed sequences."""
-        kind = self.kind
         return make_recipe(
-            self.settings, positions, self.hidden_size, kind.lr_scale, kind.batch_scale, sequences
+            self.settings,
+            positions,
+            self.hidden_size,
+            lr_scale=self.kind.lr_scale,
+            batch_scale=self.kind.batch_scale,
+            sequences=sequences,
         )
 
 
@@ -214,10 +218,14 @@ class Learner(ABC):
         """
         sequences = None
         if cls.tunes_backbone:
-            length = packed_length(settings, positions, positions, kind.batch_scale)
-            sequences = -(-positions // length)
+            sequences = -(-positions // packed_length(settings, positions, positions))
         return make_recipe(
-            settings, positions, hidden_size, kind.lr_scale, kind.batch_scale, sequences
+            settings,
+            positions,
+            hidden_size,
+            lr_scale=kind.lr_scale,
+            batch_scale=kind.batch_scale,
+            sequences=sequences,
         )
 
     @abstractmethod

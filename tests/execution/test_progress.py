@@ -91,7 +91,7 @@ def test_what_another_process_reports_is_shown_here(tmp_path, clock):
 
 def test_a_report_within_half_a_second_is_left_out(tmp_path, clock):
     there, here = ProgressFile(tmp_path / "file"), ProgressFile(tmp_path / "file")
-    for clock.now, seen in [(0.0, 0.0), (0.4, 0.0), (0.6, 0.6)]:
+    for clock.now, seen in [(0.0, 0.0), (0.4, 0.0), (0.6, 0.6), (1.0, 0.6), (1.2, 1.2)]:
         there.write({"at": clock.now})
         assert here.read() == {"at": seen}
 

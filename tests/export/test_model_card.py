@@ -129,7 +129,8 @@ def test_draft_lengths_are_predicted_and_served():
 def test_several_answers_to_a_prompt_are_stated():
     report = {**REPORT, "generate": {**REPORT["generate"], "samples": 3}}
     assert "3 answers to each training prompt, the first of them greedy." in card_of(report)
-    assert "answers to each" not in card_of()
+    sampled = card_of(report, config_of(generate={"greedy_first": False}))
+    assert "3 answers to each training prompt." in sampled and "answers to each" not in card_of()
 
 
 def test_cards_of_backbone_and_heads_state_its_drift():

@@ -21,7 +21,7 @@ from tests.flows.tiny import latest, run_again, stored
 
 GOLDEN = {
     "seeds": (6, "7646f1e7116780cf"),
-    "generate": (4, "284884173e53dcbb"),
+    "generate": (5, "284884173e53dcbb"),
     "features": (3, "63756a3119aa5866"),
 }
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from pipeline.config import TrainConfig
 from pipeline.heads.kinds import KINDS
+from pipeline.training.heads_only import HeadsLearner
 from pipeline.training.recipe import (
     FEW_STEPS,
     MAX_EPOCHS,
@@ -33,10 +34,14 @@ def test_the_papers_data_and_width_give_the_papers_settings():
     assert (both.epochs, both.batch_sequences, both.warmup_steps) == (2, 128, 40)
 
 
-@pytest.mark.parametrize("kind", KINDS.values())
-def test_a_kind_scales_the_batch_and_so_the_steps(kind):
-    total = make_recipe(AUTO, 200_000, 256, batch_scale=kind.batch_scale).total_steps
-    assert 0.7 < total * kind.batch_scale / 500 < 1.5
+def test_recurrent_heads_take_four_times_as_many_steps():
+    medusa, recurrent = (
+        HeadsLearner.expected_recipe(AUTO, 200_000, 256, KINDS[name])
+        for name in ("medusa", "recurrent")
+    )
+    assert recurrent.total_steps == pytest.approx(4 * medusa.total_steps, rel=0.05)
+    few = HeadsLearner.expected_recipe(AUTO, 100, 256, KINDS["recurrent"])
+    assert few.batch_tokens == 32
 
 
 @pytest.mark.parametrize("tokens", [20_000, 60_000, 400_000, 3_000_000])
