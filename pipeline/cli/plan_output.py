@@ -54,6 +54,8 @@ TIMED_STAGES = {"generate": "tokens", "features": "positions", "train": "tokens"
 def print_plan(run: ResolvedRun) -> None:
     """Print the output of `plan`; raise EnvironmentFault if a stage does not fit into memory."""
     notes = [f"! {note}" for note in (*check_plan(run), *unread_settings(run))]
+    if run.method.advice:
+        notes.append(run.method.advice)
     directory = RunDirectory(run.config.run.directory, run.config.run.store)
     statuses = stage_statuses(directory, run, STAGES)
     elsewhere = on_planned_gpus(run)

@@ -37,6 +37,8 @@ class Method(ABC):
     published with the heads, and calibrate computes held-out states with it."""
     sections: ClassVar[tuple[str, ...]] = ()
     """The nested sections of `train` that belong to this method."""
+    advice: ClassVar[str] = ""
+    """What `plan` says of this method before a training; empty for nothing."""
 
     @abstractmethod
     def reads(self, train: TrainConfig) -> tuple[str, ...]:
@@ -121,6 +123,11 @@ class HeadsAndBackbone(Method):
     name = "medusa-2"
     tunes_backbone = True
     sections = ("backbone",)
+    advice = (
+        "Where both were measured, medusa-2 accepted at most a tenth more than medusa-1 from the"
+        " same text, and trained several times as long (docs/recipes-compared.md). Try"
+        " train.method: medusa-1 first."
+    )
 
     def reads(self, train: TrainConfig) -> tuple[str, ...]:
         """Return the stages that Medusa-2 training reads: with the joint recipe `generate` only."""

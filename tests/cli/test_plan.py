@@ -111,6 +111,12 @@ def test_plan_sizes_states_by_the_device_of_the_features(
     assert f"{64 * width} bytes of states" in command("plan", config_file, *words).out
 
 
+def test_plan_advises_to_try_medusa_1_first(command, config_file):
+    advice = "Try train.method: medusa-1 first."
+    assert advice in command("plan", config_file, "train.method=medusa-2").out
+    assert advice not in command("plan", config_file).out
+
+
 def test_plan_prints_the_workers_of_each_stage(command, config_file):
     """A worker that this machine cannot place is a note."""
     cores = len(os.sched_getaffinity(0))
