@@ -10,8 +10,8 @@ from pydantic import AfterValidator, Field, PositiveInt, field_validator, model_
 
 from pipeline.config.running import Dtype, PlainData, Precision, Section
 
-ENOUGH_PROMPTS = 2_000  # training prompts; from there on one answer each is text enough
-FEW_PROMPTS_SAMPLES = 4  # answers to each of fewer prompts
+AUTO_SAMPLES = ((100, 8), (2_000, 4))
+"""`generate.samples: auto`: below so many training prompts, so many answers to each; then 1."""
 TEMPLATE_GIVEN = {
     "messages",
     "chat_template",
@@ -252,7 +252,7 @@ class GenerateConfig(Section):
         "auto",
         description=(
             "Answers to each training prompt, written independently; held-out prompts are answered"
-            " once. auto: 4, but 1 from 2,000 training conversations on."
+            " once. auto: 8 below 100 training conversations, 4 below 2,000, and 1 from there on."
         ),
     )
     temperature: float = Field(
@@ -310,9 +310,10 @@ class GenerateConfig(Section):
         """
         if self.samples != "auto":
             return self.samples
-        if not self.can_vary or num_prompts >= ENOUGH_PROMPTS:
-            return 1
-        return FEW_PROMPTS_SAMPLES
+        for prompts, samples in AUTO_SAMPLES:
+            if self.can_vary and num_prompts < prompts:
+                return samples
+        return 1
 
     def temperatures(self, samples: int) -> list[float]:
         """Return the sampling temperature of each of `samples` answers to a training prompt."""

@@ -86,6 +86,8 @@ def test_samples_that_would_fill_the_disk_are_refused(again, monkeypatch):
 @pytest.mark.parametrize(
     ("settings", "prompts", "samples"),
     [
+        ({}, 99, 8),
+        ({}, 100, 4),
         ({}, 1_999, 4),
         ({}, 2_000, 1),
         ({"temperature": 0}, 60, 1),
