@@ -278,7 +278,11 @@ def samples() -> str:
             y += 12
             parts.append(label(24, y + 19, f"{conversations} prompts"))
         before = conversations
-        kind = "free" if "greedy" in answers else "own" if answers.startswith("four") else "idle"
+        kind = "idle"
+        if answers.startswith("four"):
+            kind = "own"
+        elif "greedy" in answers:
+            kind = "free"
         parts += [
             rectangle(400, y, 80 * float(rate), 28, kind, 3),
             label(388, y + 19, f"{answers}; batches of {batch}", "note", "end"),

@@ -157,16 +157,18 @@ def feature_batch(rows: Sequence[TokenRow], hidden_ND: Tensor) -> pa.RecordBatch
     ends = np.asarray(row_edges(rows), np.int64) * hidden_ND.shape[1] * hidden_ND.itemsize
     data = pa.py_buffer(hidden_ND.view(torch.uint8).numpy())
     buffers = [None, pa.py_buffer(ends), data]
+    input_ids = []
     spans = []
     positions = []
     for row in rows:
+        input_ids.append(row.input_ids)
         spans.append([asdict(span) for span in row.spans])
         positions.append(feature_positions(row.spans))
     columns = {
         "id": [row.id for row in rows],
         "parent_id": [row.parent_id for row in rows],
         "split": [row.split for row in rows],
-        "input_ids": _list_column([row.input_ids for row in rows]),
+        "input_ids": _list_column(input_ids),
         "spans": pa.array(spans, SPANS),
         "positions": _list_column(positions),
         "hidden": pa.Array.from_buffers(pa.large_binary(), len(rows), buffers),

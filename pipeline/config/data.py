@@ -11,7 +11,8 @@ from pydantic import AfterValidator, Field, PositiveInt, field_validator, model_
 from pipeline.config.running import Dtype, PlainData, Precision, Section
 
 AUTO_SAMPLES = ((100, 8), (2_000, 4))
-"""`generate.samples: auto`: below so many training prompts, so many answers to each; then 1."""
+"""The rule of `generate.samples: auto`, as pairs: a number of training prompts, and the answers to
+each if there are fewer. From the last number on, each prompt has one answer."""
 TEMPLATE_GIVEN = {
     "messages",
     "chat_template",
@@ -263,8 +264,8 @@ class GenerateConfig(Section):
     greedy_first: bool = Field(
         True,
         description=(
-            "Whether the first of several answers to a training prompt is greedy, as what is served"
-            " usually is."
+            "Write the first of several answers to a training prompt greedily, so that heads accept"
+            " more in greedy decoding."
         ),
     )
     top_p: float = Field(1.0, description="Top-p of training rows.", gt=0, le=1)
@@ -310,8 +311,10 @@ class GenerateConfig(Section):
         """
         if self.samples != "auto":
             return self.samples
-        for prompts, samples in AUTO_SAMPLES:
-            if self.can_vary and num_prompts < prompts:
+        if not self.can_vary:
+            return 1
+        for enough_prompts, samples in AUTO_SAMPLES:
+            if num_prompts < enough_prompts:
                 return samples
         return 1
 

@@ -38,7 +38,7 @@ class Method(ABC):
     sections: ClassVar[tuple[str, ...]] = ()
     """The nested sections of `train` that belong to this method."""
     advice: ClassVar[str] = ""
-    """What `plan` says of this method before a training; empty for nothing."""
+    """Advice that `plan` prints before a training with this method; empty for none."""
 
     @abstractmethod
     def reads(self, train: TrainConfig) -> tuple[str, ...]:
