@@ -27,8 +27,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from pipeline.config import TrainConfig
+
+if TYPE_CHECKING:
+    from pipeline.heads.kind import Heads
 
 VERSION = 4
 
@@ -97,8 +101,7 @@ def make_recipe(
     train: TrainConfig,
     positions: int,
     hidden_size: int,
-    lr_scale: float = 1.0,
-    batch_scale: float = 1.0,
+    kind: type[Heads],
     sequences: int | None = None,
 ) -> Recipe:
     """Resolve `auto` in the training settings.
@@ -107,22 +110,23 @@ def make_recipe(
         train: The settings.
         positions: The number of positions that one epoch learns from.
         hidden_size: The target's hidden size.
-        lr_scale, batch_scale: See the attributes of `Heads`.
+        kind: The kind of heads, for its `lr_scale` and `batch_scale`.
         sequences: The number of packed sequences for Medusa-2; None for heads alone.
     """
     items = positions
     given_batch = train.batch_tokens
-    least = round(MIN_BATCH * batch_scale)
+    scale = kind.batch_scale
+    least = round(MIN_BATCH * scale)
     most = PAPER_BATCH
     if sequences is not None:
         items = sequences
         given_batch = train.backbone.batch_sequences
-        batch_scale = 1.0
+        scale = 1.0
         least = 1
         most = PAPER_SEQUENCES
     epochs = num_epochs(train, positions)
     if isinstance(given_batch, str):
-        items_per_step = batch_scale * items * epochs / MANY_STEPS
+        items_per_step = scale * items * epochs / MANY_STEPS
         nearest = 2 ** round(math.log2(max(1.0, items_per_step)))
         batch = min(most, max(least, nearest))
     else:
@@ -133,7 +137,7 @@ def make_recipe(
     else:
         warmup_steps = train.warmup_steps
     if isinstance(train.lr, str):
-        lr = PAPER_LR * math.sqrt(PAPER_WIDTH / hidden_size) * lr_scale
+        lr = PAPER_LR * math.sqrt(PAPER_WIDTH / hidden_size) * kind.lr_scale
     else:
         lr = train.lr
     if sequences is None:

@@ -97,14 +97,7 @@ class TrainSpec:
 
     def recipe(self, positions: int, sequences: int | None = None) -> Recipe:
         """Return the training recipe for these numbers of positions and packed sequences."""
-        return make_recipe(
-            self.settings,
-            positions,
-            self.hidden_size,
-            lr_scale=self.kind.lr_scale,
-            batch_scale=self.kind.batch_scale,
-            sequences=sequences,
-        )
+        return make_recipe(self.settings, positions, self.hidden_size, self.kind, sequences)
 
 
 @result
@@ -219,14 +212,7 @@ class Learner(ABC):
         sequences = None
         if cls.tunes_backbone:
             sequences = -(-positions // packed_length(settings, positions, positions))
-        return make_recipe(
-            settings,
-            positions,
-            hidden_size,
-            lr_scale=kind.lr_scale,
-            batch_scale=kind.batch_scale,
-            sequences=sequences,
-        )
+        return make_recipe(settings, positions, hidden_size, kind, sequences)
 
     @abstractmethod
     def steps(self, first: int) -> Iterator[Sequence[Any]]:

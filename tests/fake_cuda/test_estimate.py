@@ -74,7 +74,7 @@ def test_a_step_of_heads_takes_about_the_estimate(
         train__precision="bf16",
         train__soft_labels=0.5,
     )
-    recipe = make_recipe(config.train, 10**8, hidden_size)
+    recipe = make_recipe(config.train, 10**8, hidden_size, head_kind(kind))
     learner = heads_learner(config.train, hidden_size, vocab_size, recipe)
     batch = feature_batch(hidden_size, recipe.batch_tokens)
     trainer = Trainer(learner)

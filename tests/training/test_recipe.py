@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.config import TrainConfig
+from pipeline.heads.kind import Heads
 from pipeline.heads.kinds import KINDS
 from pipeline.training.heads_only import HeadsLearner
 from pipeline.training.recipe import (
@@ -27,10 +28,10 @@ def test_the_papers_data_and_width_give_the_papers_settings():
     """Appendix B: 100,000 conversations of 800 tokens, of a 7B target; for Medusa-2 packed into
     39,000 sequences of 2,048.
     """
-    heads = make_recipe(AUTO, 80_000_000, 4096)
+    heads = make_recipe(AUTO, 80_000_000, 4096, Heads)
     assert (heads.epochs, heads.batch_tokens, heads.warmup_steps) == (2, 16_384, 40)
     assert heads.lr == pytest.approx(1e-3) and heads.total_steps == 2 * -(-80_000_000 // 16_384)
-    both = make_recipe(AUTO, 80_000_000, 4096, sequences=39_000)
+    both = make_recipe(AUTO, 80_000_000, 4096, Heads, sequences=39_000)
     assert (both.epochs, both.batch_sequences, both.warmup_steps) == (2, 128, 40)
 
 
@@ -49,8 +50,8 @@ def test_medusa_2_takes_about_as_many_steps_as_heads_alone(tokens):
     """Half of the tokens are prompts. From 256 tokens a sequence on."""
     positions = tokens // 2
     sequences = -(-tokens // packed_length(AUTO, positions, tokens))
-    heads = make_recipe(AUTO, positions, 256)
-    both = make_recipe(AUTO, positions, 256, sequences=sequences)
+    heads = make_recipe(AUTO, positions, 256, Heads)
+    both = make_recipe(AUTO, positions, 256, Heads, sequences=sequences)
     assert both.epochs == heads.epochs
     assert 0.5 <= both.total_steps / heads.total_steps <= 2 or tokens / sequences <= 256
 
@@ -66,7 +67,7 @@ def test_sequences_are_packed_within_their_bounds(tokens, packed, length):
 
 @given(POSITIONS, POSITIONS, WIDTHS)
 def test_the_rule_keeps_its_bounds_and_grows_with_the_data(one, other, width):
-    few, many = (make_recipe(AUTO, positions, width) for positions in sorted((one, other)))
+    few, many = (make_recipe(AUTO, positions, width, Heads) for positions in sorted((one, other)))
     assert few.batch_tokens <= many.batch_tokens and few.epochs >= many.epochs
     assert 2 <= few.epochs <= MAX_EPOCHS and MIN_BATCH <= few.batch_tokens <= 16_384
     assert 0 <= few.warmup_steps <= min(40, few.total_steps // 10)
@@ -75,7 +76,7 @@ def test_the_rule_keeps_its_bounds_and_grows_with_the_data(one, other, width):
 
 def test_explicit_settings_are_the_recipe_for_any_data():
     found = make_recipe(
-        TrainConfig(epochs=3, lr=0.5, batch_tokens=100, warmup_steps=0), 1001, 77, 3.0
+        TrainConfig(epochs=3, lr=0.5, batch_tokens=100, warmup_steps=0), 1001, 77, Heads
     )
     assert (found.epochs, found.lr, found.batch_tokens, found.warmup_steps) == (3, 0.5, 100, 0)
     assert found.steps_per_epoch == 11
@@ -92,5 +93,5 @@ def test_evaluations_are_even_few_and_cheap(steps, epochs, share):
 @pytest.mark.parametrize(("steps", "warned"), [(FEW_STEPS - 1, True), (FEW_STEPS, False)])
 def test_too_few_steps_of_any_phase_are_warned_of(steps, warned):
     settings = TrainConfig(epochs=1, batch_tokens=128)
-    said = too_few_steps([make_recipe(settings, 128 * many, 64) for many in (steps, 1000)])
+    said = too_few_steps([make_recipe(settings, 128 * many, 64, Heads) for many in (steps, 1000)])
     assert (said is not None) == warned
