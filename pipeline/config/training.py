@@ -56,12 +56,23 @@ class BackboneConfig(Section):
     )
     schedule: Literal["sine", "linear", "constant"] = Field(
         "sine",
-        description="Schedule of the weight of the heads' losses, which ends at lambda_0.",
+        description="Schedule of the heads' weight for the backbone, which ends at lambda_0.",
     )
-    lambda_0: float = Field(0.01, description="Final weight of the heads' losses.", gt=0, le=1)
-    lr: PositiveFloat | None = Field(
-        None,
-        description="Peak learning rate of the backbone's LoRA. Default: a quarter of the heads'.",
+    lambda_0: float = Field(
+        0.01,
+        description=(
+            "Final weight of the heads' losses for the backbone. The heads themselves always learn"
+            " from the whole of their losses."
+        ),
+        gt=0,
+        le=1,
+    )
+    lr: PositiveFloat = Field(
+        2.5e-4,
+        description=(
+            "Peak learning rate of the backbone's LoRA. The default is between the paper's two,"
+            " 1e-4 and 5e-4."
+        ),
     )
     lora_rank: PositiveInt = Field(
         32, description="Rank of LoRA, which is on every linear layer, lm_head included."
@@ -122,13 +133,6 @@ class BackboneConfig(Section):
             " nats."
         ),
     )
-
-    def peak_lr(self, heads_lr: float) -> float:
-        """Return the backbone's peak learning rate: the configured one, or else `heads_lr` / 4.
-
-        The ratio is that of the paper's appendix B.
-        """
-        return heads_lr / 4 if self.lr is None else self.lr
 
     def quantization_beside(self, target: Bits | None) -> Bits | None:
         """Return the quantization of the backbone copy that is trained; None means unquantized.
@@ -225,7 +229,9 @@ class TrainConfig(Section):
         "adamw", description="adamw-8bit stores the moments in 8 bit (bitsandbytes)."
     )
     weight_decay: float = Field(0.0, description="AdamW's weight decay.", ge=0)
-    max_grad_norm: PositiveFloat = Field(1.0, description="Gradient clipping by global norm.")
+    max_grad_norm: PositiveFloat = Field(
+        1.0, description="The gradients of heads and of backbone are each clipped to this norm."
+    )
     precision: Literal["auto", "fp32", "bf16"] = Field(
         "auto", description="auto: bf16 on a GPU, fp32 on a CPU. Master weights stay fp32."
     )

@@ -98,6 +98,8 @@ def run(context: Context, stage: StageDirectory) -> Summary:
     if result.earlier and result.best_step == 0:
         warn(NOTHING_GAINED)
         warnings.append(NOTHING_GAINED)
+    if method.advice and not result.earlier:  # nothing tells what heads alone would accept
+        warnings.append(method.advice)
     for phase in (*result.earlier.values(), result):
         for warning in phase.warnings:
             warn(warning)

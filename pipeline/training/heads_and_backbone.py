@@ -1,10 +1,12 @@
 """Medusa-2: train heads and backbone jointly with self-distillation (paper 2.2.2, 2.3.2).
 
-The loss is L_backbone + lambda_0(t) · sum over heads of decay^(k+1) CE_k (`train.decay`, 0.8 in the
-paper). L_backbone is the mean of KL(original ‖ tuned) over the positions whose next token the
-target wrote, or of the cross entropy of that token. The heads' soft labels (`train.soft_labels`)
-are the original model's predictions. The adapter and the heads are fp32. Dropout and noise depend
-only on (seed, step, first sequence of the micro-batch).
+The backbone's loss is L_backbone + lambda_0(t) · L_heads, with L_heads = sum over heads of
+decay^(k+1) CE_k (`train.decay`, 0.8 in the paper). L_backbone is the mean of KL(original ‖ tuned)
+over the positions whose next token the target wrote, or of the cross entropy of that token. The
+heads' loss is L_heads itself. With the paper's factor lambda_0(t) their gradient would be too small
+to be clipped, which recurrent heads need. The heads' soft labels (`train.soft_labels`) are the
+original model's predictions. The adapter and the heads are fp32. Dropout and noise depend only on
+(seed, step, first sequence of the micro-batch).
 
 Letters: N learned positions, C components of the loss (the backbone's, then the heads'), K heads.
 """
@@ -18,7 +20,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.config import TrainConfig
 from pipeline.errors import DataError
 from pipeline.heads.accuracy import Score, score_guesses
 from pipeline.heads.losses import Teacher
@@ -48,10 +49,14 @@ from pipeline.training.text_batches import (
 
 
 class MicroBatch(NamedTuple):
-    """Packed training sequences of one forward pass, and the seed of its dropout and noise."""
+    """Packed training sequences of one forward pass, and the seed of its dropout and noise.
+
+    `heads_weight` is lambda_0(t), the weight of the heads' losses for the backbone.
+    """
 
     texts: TextBatch
     seed: int
+    heads_weight: float
 
 
 class BackboneLearner(Learner):
@@ -74,7 +79,7 @@ class BackboneLearner(Learner):
         texts = open_texts(spec)
         self.texts = texts["train"]
         self.held_out = texts.get(SPLIT, [])
-        groups = pack_to_train(self.texts, spec.settings)
+        groups = pack_to_train(self.texts, spec)
         self.recipe = spec.recipe(num_positions(self.texts), len(groups))
         assert self.recipe.batch_sequences is not None
         self.plan = TextPlan(groups, self.recipe.batch_sequences, spec.seed)
@@ -83,7 +88,7 @@ class BackboneLearner(Learner):
         self.backbone = Backbone(spec.trained_target, self.settings, device, self.dtype, workers)
         self.heads = initial_heads(spec).to(device)
         self.modules = {"heads": self.heads, "backbone": self.backbone}
-        self.peak_lrs = {"heads": self.recipe.lr, "backbone": self.settings.peak_lr(self.recipe.lr)}
+        self.peak_lrs = {"heads": self.recipe.lr, "backbone": self.settings.lr}
 
     @classmethod
     def recipe_of(cls, spec: TrainSpec) -> Recipe:
@@ -92,7 +97,7 @@ class BackboneLearner(Learner):
         Raises DataError as `open_texts` does.
         """
         texts = open_texts(spec)["train"]
-        groups = pack_to_train(texts, spec.settings)
+        groups = pack_to_train(texts, spec)
         return spec.recipe(num_positions(texts), len(groups))
 
     def steps(self, first: int) -> Iterator[Sequence[MicroBatch]]:
@@ -114,7 +119,8 @@ class BackboneLearner(Learner):
             number = chosen[0][0] if chosen else 0  # of the first sequence within the step
             seed = np.random.SeedSequence((self.spec.seed, step, number))
             texts = assemble_texts(sequences, self.spec.settings.num_heads)
-            yield MicroBatch(texts, int(seed.generate_state(1, np.uint64)[0]))
+            drawn = int(seed.generate_state(1, np.uint64)[0])
+            yield MicroBatch(texts, drawn, self.heads_weight(step))
 
     def label_counts(self, batches: Sequence[MicroBatch]) -> Tensor:
         """Count the next tokens and each head's labels in this worker's part of a step, [C].
@@ -127,11 +133,11 @@ class BackboneLearner(Learner):
 
     def loss_weights(self, step: int) -> Tensor:
         """Return the weights of the backbone's loss, 1, and of the heads' losses, [C]."""
-        weights_K = self.heads_weight(step) * head_weights(self.spec, self.device)
+        weights_K = head_weights(self.spec, self.device)
         return torch.cat([torch.ones(1, device=self.device), weights_K])
 
     def heads_weight(self, step: int) -> float:
-        """Return lambda_0(t), the weight of the heads' losses in this training step."""
+        """Return lambda_0(t), the weight of the heads' losses for the backbone in this step."""
         return heads_weight(
             step, self.recipe.total_steps, self.settings.lambda_0, self.settings.schedule
         )
@@ -156,7 +162,9 @@ class BackboneLearner(Learner):
                     teacher = Teacher(head, original_ND, texts.teacher_KN, share)
             hidden_ND = self.backbone.states(texts)
             low_NR = self.backbone.lora_inner(hidden_ND)
-            read_ND = add_noise(hidden_ND, self.spec.settings.noise, (batch.seed,))
+            # The same values, of which only this share of the gradient reaches the backbone.
+            shared_ND = torch.lerp(hidden_ND.detach(), hidden_ND, batch.heads_weight)
+            read_ND = add_noise(shared_ND, self.spec.settings.noise, (batch.seed,))
             head_losses_K = self.heads.summed_losses(
                 read_ND, texts.next_N, texts.labels_KN, teacher, weights_C[1:]
             )
@@ -265,10 +273,11 @@ def num_positions(texts: Sequence[Text]) -> int:
     return sum(text.num_learned for text in texts)
 
 
-def pack_to_train(texts: Sequence[Text], settings: TrainConfig) -> list[list[int]]:
+def pack_to_train(texts: Sequence[Text], spec: TrainSpec) -> list[list[int]]:
     """Pack the conversations that Medusa-2 learns from, as `pack_texts` does.
 
     Sequences have as many tokens as `packed_length` returns.
     """
     num_tokens = sum(text.num_read for text in texts)
-    return pack_texts(texts, packed_length(settings, num_positions(texts), num_tokens))
+    length = packed_length(spec.settings, num_positions(texts), num_tokens, spec.kind)
+    return pack_texts(texts, length)

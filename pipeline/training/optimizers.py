@@ -124,7 +124,7 @@ def cosine_with_warmup(step: int, total_steps: int, warmup_steps: int) -> float:
 def heads_weight(
     step: int, total_steps: int, lambda_0: float, schedule: Literal["sine", "linear", "constant"]
 ) -> float:
-    """Return lambda_0(t), the weight of the heads' losses (paper 2.2.2, 2.3.2, appendix B).
+    """Return lambda_0(t), the heads' weight for the backbone (paper 2.2.2, 2.3.2, appendix B).
 
     `sine` is lambda_0 · sin(pi/2 · t/T), which rises slowly enough that untrained heads do not
     disturb the backbone; `linear` is lambda_0 · t/T; `constant` is lambda_0.

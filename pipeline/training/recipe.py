@@ -3,15 +3,16 @@
 The rule, with its evidence in docs/recipes-and-methods.md and `python -m benchmarks.run recipe`:
 
 - Epochs: as many as read ENOUGH_POSITIONS, at least the paper's 2 and at most MAX_EPOCHS. From 4
-  million positions on it is 2.
+  million positions on it is 2. For Medusa-2, whose epochs cost several times as much, at most
+  MAX_BACKBONE_EPOCHS.
 - Batch size: the power of two that gives a number of steps nearest to MANY_STEPS, at least
-  MIN_BATCH and at most the paper's 16,384 positions. A kind's `Heads.batch_scale` multiplies
-  MIN_BATCH and divides MANY_STEPS. For Medusa-2 the batch is at least one sequence and at most the
-  paper's 128, with any kind.
+  MIN_BATCH and at most the paper's 16,384 positions. For Medusa-2 it is at least one sequence and
+  at most the paper's 128.
 - Packing (Medusa-2): as many tokens in a sequence as give MANY_STEPS steps of one sequence, at
   least MIN_PACKED_TOKENS and at most `train.backbone.sequence_length`.
+- A kind's `Heads.batch_scale` divides MANY_STEPS, and multiplies MIN_BATCH and MIN_PACKED_TOKENS.
 - Learning rate: the paper's 1e-3 at D = 4,096, times sqrt(4,096 / D), times the kind's
-  `Heads.lr_scale`.
+  `Heads.lr_scale`. In the second stage of two-stage Medusa-2, SECOND_STAGE_LR of that.
 - Warmup: a tenth of the steps, at most the paper's 40.
 
 Explicit settings are kept, and the other values are computed from them. The rule depends only on
@@ -34,7 +35,7 @@ from pipeline.config import TrainConfig
 if TYPE_CHECKING:
     from pipeline.heads.kind import Heads
 
-VERSION = 4
+VERSION = 5
 
 PAPER_BATCH = 16_384
 PAPER_SEQUENCES = 128
@@ -44,7 +45,9 @@ PAPER_WARMUP = 40
 PAPER_WIDTH = 4096
 MIN_BATCH = 128
 MIN_PACKED_TOKENS = 256
-MAX_EPOCHS = 4
+MAX_EPOCHS = 8
+MAX_BACKBONE_EPOCHS = 4
+SECOND_STAGE_LR = 0.25  # the heads are trained already
 MANY_STEPS = 500  # the paper has 9,800 or fewer
 ENOUGH_POSITIONS = 8_000_000  # over all epochs
 FEW_STEPS = 40  # with fewer steps, heads guess hardly better than untrained heads
@@ -115,18 +118,21 @@ def make_recipe(
     """
     items = positions
     given_batch = train.batch_tokens
-    scale = kind.batch_scale
-    least = round(MIN_BATCH * scale)
+    least = round(MIN_BATCH * kind.batch_scale)
     most = PAPER_BATCH
+    lr_scale = kind.lr_scale
+    most_epochs = MAX_EPOCHS
     if sequences is not None:
         items = sequences
         given_batch = train.backbone.batch_sequences
-        scale = 1.0
         least = 1
         most = PAPER_SEQUENCES
-    epochs = num_epochs(train, positions)
+        most_epochs = MAX_BACKBONE_EPOCHS
+        if train.backbone.recipe == "two-stage":
+            lr_scale *= SECOND_STAGE_LR
+    epochs = num_epochs(train, positions, most_epochs)
     if isinstance(given_batch, str):
-        items_per_step = scale * items * epochs / MANY_STEPS
+        items_per_step = kind.batch_scale * items * epochs / MANY_STEPS
         nearest = 2 ** round(math.log2(max(1.0, items_per_step)))
         batch = min(most, max(least, nearest))
     else:
@@ -137,7 +143,7 @@ def make_recipe(
     else:
         warmup_steps = train.warmup_steps
     if isinstance(train.lr, str):
-        lr = PAPER_LR * math.sqrt(PAPER_WIDTH / hidden_size) * kind.lr_scale
+        lr = PAPER_LR * math.sqrt(PAPER_WIDTH / hidden_size) * lr_scale
     else:
         lr = train.lr
     if sequences is None:
@@ -145,23 +151,26 @@ def make_recipe(
     return Recipe(epochs, lr, warmup_steps, steps, -(-positions // steps), batch)
 
 
-def num_epochs(train: TrainConfig, positions: int) -> int:
-    """Return the number of training epochs; with `auto`, from the number of positions."""
+def num_epochs(train: TrainConfig, positions: int, most: int) -> int:
+    """Return the number of training epochs; with `auto`, at most `most`, for few positions."""
     if not isinstance(train.epochs, str):
         return train.epochs
-    return max(PAPER_EPOCHS, min(MAX_EPOCHS, math.ceil(ENOUGH_POSITIONS / positions)))
+    return max(PAPER_EPOCHS, min(most, math.ceil(ENOUGH_POSITIONS / positions)))
 
 
-def packed_length(train: TrainConfig, positions: int, tokens: int) -> int:
+def packed_length(train: TrainConfig, positions: int, tokens: int, kind: type[Heads]) -> int:
     """Return the number of tokens up to which Medusa-2 packs conversations into a sequence.
 
     Args:
+        train, positions, kind: As in `make_recipe`.
         tokens: The number of tokens of all conversations, prompts included.
     """
     backbone = train.backbone
     if isinstance(backbone.packed_tokens, str):
-        tokens_per_step = math.ceil(tokens * num_epochs(train, positions) / MANY_STEPS)
-        packed_tokens = max(MIN_PACKED_TOKENS, tokens_per_step)
+        epochs = num_epochs(train, positions, MAX_BACKBONE_EPOCHS)
+        least = kind.batch_scale * MIN_PACKED_TOKENS
+        tokens_per_step = kind.batch_scale * tokens * epochs / MANY_STEPS
+        packed_tokens = math.ceil(max(least, tokens_per_step))
     else:
         packed_tokens = backbone.packed_tokens
     return min(packed_tokens, backbone.sequence_length)

@@ -211,7 +211,7 @@ class Learner(ABC):
         """
         sequences = None
         if cls.tunes_backbone:
-            sequences = -(-positions // packed_length(settings, positions, positions))
+            sequences = -(-positions // packed_length(settings, positions, positions, kind))
         return make_recipe(settings, positions, hidden_size, kind, sequences)
 
     @abstractmethod

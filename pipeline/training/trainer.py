@@ -212,7 +212,7 @@ class Trainer:
             if parameter.grad is None:  # this worker had no backward
                 parameter.grad = torch.zeros_like(parameter)
             learner.workers.sum_in_place(parameter.grad)
-        norm = nn.utils.clip_grad_norm_(self.parameters, self.settings.max_grad_norm)
+        norm = self.clip_gradients()
         positions = counts_C[0]  # the first component has a label at every position
         figures = torch.stack([(weights_C * sums_C).sum(), norm, positions])
         # One transfer from the GPU.
@@ -232,6 +232,15 @@ class Trainer:
         metrics = {"loss": loss}
         metrics.update(learner.metrics(step, means), grad_norm=grad_norm, lr=lr)
         return StepResult(loss, int(num_positions), metrics)
+
+    def clip_gradients(self) -> Tensor:
+        """Clip each module's gradient to `train.max_grad_norm`; return their norm before it."""
+        most = self.settings.max_grad_norm
+        norms = []
+        for module in self.learner.modules.values():
+            trained = trainable_parameters(module).values()
+            norms.append(nn.utils.clip_grad_norm_(trained, most))
+        return torch.stack(norms).norm()
 
     def run(self, progress: ProgressReporter, phase: str = "") -> TrainResult:
         """Train to the last step or early stopping, write the best heads and return the result.

@@ -45,23 +45,34 @@ def test_recurrent_heads_take_four_times_as_many_steps():
     assert few.batch_tokens == 32
 
 
+@pytest.mark.parametrize("kind", KINDS.values())
 @pytest.mark.parametrize("tokens", [20_000, 60_000, 400_000, 3_000_000])
-def test_medusa_2_takes_about_as_many_steps_as_heads_alone(tokens):
+def test_medusa_2_takes_about_as_many_steps_as_heads_alone(tokens, kind):
     """Half of the tokens are prompts. From 256 tokens a sequence on."""
     positions = tokens // 2
-    sequences = -(-tokens // packed_length(AUTO, positions, tokens))
-    heads = make_recipe(AUTO, positions, 256, Heads)
-    both = make_recipe(AUTO, positions, 256, Heads, sequences=sequences)
-    assert both.epochs == heads.epochs
+    sequences = -(-tokens // packed_length(AUTO, positions, tokens, kind))
+    heads = make_recipe(AUTO, positions, 256, kind)
+    both = make_recipe(AUTO, positions, 256, kind, sequences=sequences)
+    assert both.epochs == min(4, heads.epochs)
     assert 0.5 <= both.total_steps / heads.total_steps <= 2 or tokens / sequences <= 256
+
+
+def test_the_second_stage_has_a_quarter_of_the_learning_rate():
+    two_stages = {"recipe": "two-stage"}
+    for lr, expected in (("auto", 1e-3 / 4), (0.5, 0.5)):
+        settings = TrainConfig(lr=lr, backbone=two_stages)
+        second = make_recipe(settings, 10**6, 4096, Heads, sequences=500)
+        assert second.lr == pytest.approx(expected)
+    assert make_recipe(TrainConfig(backbone=two_stages), 10**6, 4096, Heads).lr == 1e-3
 
 
 @given(tokens=POSITIONS, packed=st.integers(1, 3000), length=st.integers(8, 3000))
 def test_sequences_are_packed_within_their_bounds(tokens, packed, length):
     given_both = {"packed_tokens": packed, "sequence_length": length}
     settings = TrainConfig(backbone=given_both)
-    assert packed_length(settings, tokens, tokens) == min(packed, length)
-    chosen = packed_length(TrainConfig(backbone={"sequence_length": length}), tokens, tokens)
+    assert packed_length(settings, tokens, tokens, Heads) == min(packed, length)
+    shorter = TrainConfig(backbone={"sequence_length": length})
+    chosen = packed_length(shorter, tokens, tokens, Heads)
     assert min(256, length) <= chosen <= length
 
 
