@@ -124,8 +124,8 @@ class HeadsAndBackbone(Method):
     tunes_backbone = True
     sections = ("backbone",)
     advice = (
-        "Where both were measured, medusa-2 accepted at most a tenth more than medusa-1 from the"
-        " same text, and trained several times as long (docs/recipes-compared.md). Try"
+        "Where both were measured, medusa-2 accepted hardly more than medusa-1 after as many passes"
+        " over the same text, and trained several times as long (docs/recipes-compared.md). Try"
         " train.method: medusa-1 first."
     )
 
